@@ -1,0 +1,378 @@
+"""ListOps: nested lists of digits under MIN, MAX, MED and SM (sum modulo 10), labelled with their value.
+
+In: parameters and a seed, or a folder in the layout of the Long Range Arena (LRA). Out: that very layout, or rows of
+token numbers. Not here: batches and the table of tasks (``lra_tasks.py``), training (``lra.py``).
+
+A tree is written as LRA writes it, a binary tree in which every application has its brackets: ``[MAX 4 [SM 7 8 ] ]``
+becomes ``( ( ( [MAX 4 ) ( ( ( [SM 7 ) 8 ) ] ) ) ] )``. The round brackets carry nothing and are dropped when reading.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from tqdm.auto import tqdm
+
+SPLITS = ("train", "val", "test")
+OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
+#: The fixed vocabulary; token number 0 is never used, it is padding in LRA.
+VOCABULARY = (*(str(digit) for digit in range(10)), *OPERATORS, "]")
+TOKEN_NUMBER = {word: number for number, word in enumerate(VOCABULARY, start=1)}
+DIGIT, OPERATOR, END = TOKEN_NUMBER["0"], TOKEN_NUMBER[OPERATORS[0]], TOKEN_NUMBER["]"]
+
+FOLDERS = (".", "listops-1000", "listops", "lra_release/listops-1000", "lra_release/lra_release/listops-1000")
+HEADER = "Source\tTarget"
+MANIFEST = "manifest.json"
+EXPECTED_TREE = f"""\
+    <folder>/
+        basic_train.tsv    first line: {HEADER!r}
+        basic_val.tsv      then one line a tree, such as '( ( ( [MAX 4 ) 7 ) ] )\\t7'
+        basic_test.tsv
+where <folder> is the one given or, below it, one of {", ".join(FOLDERS[1:])}"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameters:
+    """The law of the trees, and how many of them; the defaults are those of LRA.
+
+    The root has depth 1. Above ``max_depth`` a node is an operator with probability ``operator_probability`` (``VALUE_P``
+    in LRA's script, which is not the probability of a value), else a digit; at ``max_depth`` it is a digit. An operator is
+    uniform over the four and has 2 to ``max_args`` arguments, uniformly. A tree is kept if it is new and has more than
+    ``min_length`` and fewer than ``max_length`` tokens, round brackets not counted.
+
+    Args:
+        train, val, test: Numbers of trees; all of them are distinct, within and across the splits.
+        max_depth: At least 2.
+        max_args: At least 2.
+        min_length: Exclusive, at least 1, so that every tree has an operator.
+        max_length: Exclusive.
+        operator_probability: In (0, 1].
+
+    Raises:
+        ValueError: If a parameter is out of its range.
+    """
+
+    train: int = 96_000
+    val: int = 2_000
+    test: int = 2_000
+    max_depth: int = 10
+    max_args: int = 10
+    min_length: int = 500
+    max_length: int = 2_000
+    operator_probability: float = 0.25
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("train", 1),
+            ("val", 1),
+            ("test", 1),
+            ("max_depth", 2),
+            ("max_args", 2),
+            ("min_length", 1),
+        ):
+            if getattr(self, name) < least:
+                raise ValueError(
+                    f"Expected '{name}' to be at least {least} (got {getattr(self, name)}). Give a larger number."
+                )
+        if self.max_length < max(self.min_length + 2, 5):
+            raise ValueError(
+                f"Expected 'max_length' to leave room above 'min_length' = {self.min_length} and to be at least 5, as both "
+                f"bounds are exclusive and the smallest tree has 4 tokens (got {self.max_length}). Give a larger number."
+            )
+        if not 0.0 < self.operator_probability <= 1.0:
+            raise ValueError(
+                f"Expected 'operator_probability' to be in (0, 1] (got {self.operator_probability}). LRA uses 0.25."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Trees:
+    """Some trees in ragged form: tree t is ``tokens[ptr[t]:ptr[t + 1]]``.
+
+    Args:
+        tokens: Token numbers, [N] uint8.
+        arguments: Number of arguments where the token is an operator, 0 elsewhere, [N].
+        ptr: [T + 1] int64.
+        labels: Value of each tree, [T] int64.
+    """
+
+    tokens: np.ndarray
+    arguments: np.ndarray
+    ptr: np.ndarray
+    labels: np.ndarray
+
+
+def draw_trees(parameters: Parameters, draws: int, rng: np.random.Generator) -> Trees:
+    """Draws trees and keeps those whose length is allowed, evaluated.
+
+    Breadth first: all nodes of one depth, over all trees, are one array. Downwards it is drawn which nodes are operators
+    and how many arguments they have (a tree that is already too long is dropped, so no tree ever grows without bound);
+    upwards, lengths and values are sums, minima, maxima and medians over siblings, which are neighbours in the array;
+    downwards again, a node's place is its parent's place plus the lengths of its elder siblings. The law is that of the
+    recursive generator. Cost: O(nodes drawn), some 20 array operations a depth.
+
+    Args:
+        parameters: The law of the trees.
+        draws: Number of trees to draw, before any is discarded.
+        rng: The source of randomness.
+
+    Returns:
+        The trees kept, in the order in which they were drawn.
+    """
+    levels: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
+    tree, parent = np.arange(draws), np.zeros(draws, dtype=np.int64)
+    length = np.zeros(draws, dtype=np.int64)
+    for depth in range(1, parameters.max_depth + 1):
+        nodes = len(tree)
+        branches = rng.random(nodes) < parameters.operator_probability
+        branches &= depth < parameters.max_depth
+        arguments = np.where(branches, rng.integers(2, parameters.max_args + 1, nodes), 0)
+        symbol = np.where(branches, rng.integers(0, len(OPERATORS), nodes), rng.integers(0, 10, nodes))
+        levels.append((tree, parent, arguments, symbol))
+        length += np.bincount(tree, weights=1 + branches, minlength=draws).astype(np.int64)
+        grows = np.where(
+            length[tree] < parameters.max_length, arguments, 0
+        )  # too long already: never mind its children
+        parent = np.repeat(np.arange(nodes), grows)
+        tree = tree[parent]
+    kept = (length > parameters.min_length) & (length < parameters.max_length)
+
+    place_of_tree = np.cumsum(kept) - 1
+    place = np.zeros(0, dtype=np.int64)
+    for depth, (tree, parent, arguments, symbol) in enumerate(levels):
+        stays = kept[tree]
+        parent = place[parent[stays]] if depth else np.zeros(0, dtype=np.int64)
+        levels[depth] = (place_of_tree[tree[stays]], parent, arguments[stays], symbol[stays])
+        place = np.cumsum(stays) - 1
+    return _assemble(levels, length[kept])
+
+
+def _assemble(levels: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]], length: np.ndarray) -> Trees:
+    """Evaluates complete levels of (tree, parent, arguments, symbol) and writes their tokens depth first."""
+    sizes: list[np.ndarray] = []
+    values = np.zeros(0, dtype=np.int64)
+    for _, _, arguments, symbol in reversed(levels):
+        branches = arguments > 0
+        size = 1 + branches.astype(np.int64)
+        value = symbol.copy()
+        if branches.any():
+            count = arguments[branches]
+            first = np.cumsum(count) - count
+            size[branches] += np.add.reduceat(sizes[-1], first)
+            ordered = values[np.lexsort((values, np.repeat(np.arange(len(count)), count)))]
+            median = (ordered[first + (count - 1) // 2] + ordered[first + count // 2]) // 2  # int(median)
+            outcomes = (ordered[first], ordered[first + count - 1], median, np.add.reduceat(values, first) % 10)
+            value[branches] = np.choose(symbol[branches], outcomes)
+        sizes.append(size)
+        values = value
+    sizes.reverse()
+
+    ptr = np.concatenate([[0], np.cumsum(length)])
+    tokens = np.zeros(ptr[-1], dtype=np.uint8)
+    written_arguments = np.zeros(ptr[-1], dtype=np.int64)
+    start = ptr[:-1]
+    for depth, (_, parent, arguments, symbol) in enumerate(levels):
+        branches = arguments > 0
+        if depth:
+            elder = np.cumsum(sizes[depth]) - sizes[depth]
+            count = levels[depth - 1][2]
+            eldest = (np.cumsum(count) - count)[parent]
+            start = start[parent] + 1 + elder - elder[eldest]
+        tokens[start] = symbol + np.where(branches, OPERATOR, DIGIT)
+        written_arguments[start] = arguments
+        tokens[(start + sizes[depth] - 1)[branches]] = END
+    return Trees(tokens, written_arguments, ptr, values)
+
+
+def source_of(tokens: np.ndarray, arguments: np.ndarray) -> str:
+    """Writes one tree as LRA does, round brackets included.
+
+    >>> max_of_4_and_7 = np.array([TOKEN_NUMBER[word] for word in ("[MAX", "4", "7", "]")])
+    >>> source_of(max_of_4_and_7, np.array([2, 0, 0, 0]))
+    '( ( ( [MAX 4 ) 7 ) ] )'
+    """
+    words = [
+        "( " * (count + 1) + VOCABULARY[token - 1]
+        if count
+        else VOCABULARY[token - 1] + (" ) )" if token == END else " )")
+        for token, count in zip(tokens.tolist(), arguments.tolist(), strict=True)
+    ]
+    return " ".join(words).removesuffix(" )")  # nobody takes the root as an argument
+
+
+def generate(folder: Path, parameters: Parameters, *, seed: int = 0, progress: bool = True) -> bool:
+    """Writes a ListOps data set in LRA's layout, whole or not at all.
+
+    The files come into being in a neighbouring folder, which takes its final name when all is written; a manifest records
+    parameters, seed and checksums. A folder that already holds the same data set is left as it is.
+
+    Args:
+        folder: Where to write; it must not exist, be empty, or hold this very data set.
+        parameters: The law of the trees and their numbers.
+        seed: Of the data; the same seed and parameters give the same files (with the same version of numpy).
+        progress: Whether to show a progress bar.
+
+    Returns:
+        Whether anything was written.
+
+    Raises:
+        ValueError: If the folder holds something else, or if there are too few distinct trees of that law.
+    """
+    wanted = {"task": "listops", "seed": seed, "parameters": dataclasses.asdict(parameters)}
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"Expected '{folder}' to be a folder (got a file). Choose another name.")
+    if folder.is_dir() and any(folder.iterdir()):
+        manifest = folder / MANIFEST
+        found = json.loads(manifest.read_text()) if manifest.is_file() else {}
+        if {name: found.get(name) for name in wanted} == wanted:
+            return False
+        raise ValueError(
+            f"Expected '{folder}' to be new, empty or the data set asked for (got "
+            + (
+                f"one made with seed {found['seed']} and {found['parameters']}"
+                if found
+                else f"files without {MANIFEST}"
+            )
+            + "). Choose another folder, or remove this one."
+        )
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    workshop = Path(tempfile.mkdtemp(prefix=f"{folder.name}.partial-", dir=folder.parent))
+    try:
+        files = _write_splits(workshop, parameters, np.random.default_rng(seed), progress)
+        (workshop / MANIFEST).write_text(json.dumps({**wanted, "files": files}, indent=2) + "\n")
+        workshop.chmod(0o755)
+        os.replace(workshop, folder)
+    finally:
+        shutil.rmtree(workshop, ignore_errors=True)
+    return True
+
+
+def _write_splits(folder: Path, parameters: Parameters, rng: np.random.Generator, progress: bool) -> dict[str, dict]:
+    rows = _distinct_rows(parameters, rng)
+    files = {}
+    total = sum(getattr(parameters, split) for split in SPLITS)
+    with tqdm(total=total, desc="Generating ListOps", unit="tree", disable=not progress) as bar:
+        for split in SPLITS:
+            path = folder / f"basic_{split}.tsv"
+            count = getattr(parameters, split)
+            with path.open("w", newline="") as file:
+                writer = csv.writer(file, delimiter="\t")  # ends its lines with CRLF, as LRA's files do
+                writer.writerow(HEADER.split("\t"))
+                for _ in range(count):
+                    writer.writerow(next(rows))
+                    bar.update()
+                file.flush()
+                os.fsync(file.fileno())
+            with path.open("rb") as written:
+                files[path.name] = {"rows": count, "sha256": hashlib.file_digest(written, "sha256").hexdigest()}
+    return files
+
+
+def _distinct_rows(parameters: Parameters, rng: np.random.Generator, patience: int = 200) -> Iterator[tuple[str, int]]:
+    """Yields (source, label) of distinct trees until ``patience`` rounds of draws in a row bring nothing new."""
+    seen: set[bytes] = set()
+    dry = 0
+    while dry < patience:
+        before = len(seen)
+        trees = draw_trees(parameters, 2048, rng)
+        for tree, label in enumerate(trees.labels.tolist()):
+            place = slice(trees.ptr[tree], trees.ptr[tree + 1])
+            key = hashlib.blake2b(trees.tokens[place].tobytes(), digest_size=16).digest()
+            if key not in seen:
+                seen.add(key)
+                yield source_of(trees.tokens[place], trees.arguments[place]), label
+        dry = dry + 1 if len(seen) == before else 0
+    wanted = parameters.train + parameters.val + parameters.test
+    raise ValueError(
+        f"Expected 'train' + 'val' + 'test' to be at most the number of distinct trees (got {wanted}, but "
+        f"{patience * 2048:,} draws in a row brought nothing beyond {len(seen)}). Ask for fewer trees, or widen 'max_depth', "
+        "'max_args' or the lengths."
+    )
+
+
+def locate(root: Path) -> dict[str, Path]:
+    """Finds the files of the splits under a folder, as released or renamed.
+
+    Args:
+        root: The folder of the files, or one that holds it as the release does (see ``FOLDERS``).
+
+    Returns:
+        The path of each split.
+
+    Raises:
+        ValueError: If there is no such folder, or if a split is missing in it.
+    """
+    for folder in (root / name for name in FOLDERS):
+        paths = {split: folder / f"basic_{split}.tsv" for split in SPLITS}
+        missing = [path.name for path in paths.values() if not path.is_file()]
+        if not missing:
+            return paths
+        if len(missing) < len(SPLITS):
+            raise ValueError(
+                f"Expected '{folder}' to hold every split (got no {', '.join(missing)}). Copy it there, or generate a data set "
+                "with: python examples/lra_tasks.py generate --task listops --out FOLDER"
+            )
+    raise ValueError(
+        f"Expected '{root}' to hold ListOps (got {'other files' if root.is_dir() else 'no such folder'}). Generate it with "
+        f"'python examples/lra_tasks.py generate --task listops --out FOLDER', or give a folder like this:\n{EXPECTED_TREE}"
+    )
+
+
+def read_rows(path: Path) -> Iterator[tuple[np.ndarray, int]]:
+    """Yields token numbers and label of each row of one file.
+
+    Args:
+        path: A file with LRA's header and one tree a line; CRLF and LF both end a line.
+
+    Yields:
+        Token numbers, [n] uint8, and the label, 0 to 9.
+
+    Raises:
+        ValueError: If a row is malformed; the message names file and line.
+    """
+
+    def refuse(line: int, expected: str, got: object, way_out: str) -> ValueError:
+        return ValueError(f"Expected '{path}:{line}' to {expected} (got {got}). {way_out}")
+
+    with path.open(encoding="utf-8", errors="replace", newline="") as file:
+        header = file.readline().rstrip("\r\n")
+        if header != HEADER:
+            raise refuse(1, f"be the header {HEADER!r}", repr(header[:80]), "Use the file as LRA's script writes it.")
+        for line, text in enumerate(file, start=2):
+            columns = text.rstrip("\r\n").split("\t")
+            if len(columns) != 2:
+                raise refuse(
+                    line, "have two columns, a tree and its value", f"{len(columns)}", "Look for a cut or merged line."
+                )
+            source, target = columns
+            if not (target.isascii() and target.isdecimal() and int(target) < 10):
+                raise refuse(
+                    line, "end in a label from 0 to 9", repr(target[:80]), "Look for swapped or damaged columns."
+                )
+            words = source.replace("(", "").replace(")", "").split()
+            try:
+                tokens = np.fromiter(map(TOKEN_NUMBER.__getitem__, words), dtype=np.uint8, count=len(words))
+            except KeyError as error:
+                raise refuse(
+                    line,
+                    f"hold the tokens {' '.join(VOCABULARY)}",
+                    repr(error.args[0]),
+                    "Is this a file of another task?",
+                ) from None
+            if not words or source.count("[") != source.count("]"):
+                raise refuse(
+                    line,
+                    "be a whole tree",
+                    f"{source.count('[')} operators and {source.count(']')} ends",
+                    "Look for a cut line.",
+                )
+            yield tokens, int(target)

@@ -1,0 +1,215 @@
+"""What a training run leaves behind: curves as CSV files, one table, plots.
+
+In: rows of numbers while a run lasts, and its settings and test result in the end. Out: files in the run's folder.
+Not here: training (``lra.py``).
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch.loggers.logger import Logger
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+COLOURS = ("#1b6ca8", "#d1495b", "#2e933c", "#edae49", "#6a4c93", "#3d3d3d")
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Writes a JSON file, whole or not at all."""
+    draft = path.with_name(path.name + ".partial")
+    draft.write_text(json.dumps(content, indent=2) + "\n")
+    os.replace(draft, path)
+
+
+class CurveLogger(Logger):
+    """Appends rows to ``train.csv`` and ``val.csv``, one column per number; the part before the slash names the file.
+
+    A resumed run forgets the rows after the checkpoint that it resumes from, and so continues the curves as if it had never
+    stopped.
+
+    Args:
+        folder: Of the files.
+        step: Rows after this step are dropped; None starts new files.
+    """
+
+    def __init__(self, folder: Path, step: int | None = None) -> None:
+        super().__init__()
+        self.folder = folder
+        for path in folder.glob("*.csv"):
+            rows = [] if step is None else [row for row in read_curves(path) if row["step"] <= step]
+            draft = path.with_name(path.name + ".partial")
+            draft.unlink(missing_ok=True)
+            for row in rows:
+                _append(draft, row)
+            if rows:
+                os.replace(draft, path)
+            else:
+                path.unlink()
+
+    @property
+    def name(self) -> str:
+        return "curves"
+
+    @property
+    def version(self) -> str:
+        return ""
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        """Settings have a file of their own."""
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Appends one row; all names share the part before the slash."""
+        (phase,) = {name.partition("/")[0] for name in metrics}
+        row = {"step": step, **{name.partition("/")[2]: value for name, value in metrics.items()}}
+        _append(self.folder / f"{phase}.csv", row)
+
+
+def _append(path: Path, row: Mapping[str, Any]) -> None:
+    new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(row))
+        if new:
+            writer.writeheader()
+        writer.writerow(row)
+
+
+def read_curves(path: Path) -> list[dict[str, float]]:
+    """Reads one file of curves; a last row that a killed run left unfinished is dropped."""
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    return [{name: float(value) for name, value in row.items()} for row in rows if None not in row.values()]
+
+
+def wilson_interval(correct: int, count: int, z: float = 1.959964) -> tuple[float, float]:
+    """Returns the 95 % score interval of a proportion (Wilson, 1927).
+
+    >>> [round(bound, 4) for bound in wilson_interval(8, 10)]
+    [0.4902, 0.9433]
+    """
+    share, widening = correct / count, z * z / count
+    centre = (share + widening / 2) / (1 + widening)
+    half = z / (1 + widening) * math.sqrt(share * (1 - share) / count + widening / (4 * count))
+    return centre - half, centre + half
+
+
+def peak_memory() -> tuple[str, int]:
+    """Returns where memory peaked and at how many bytes: the CUDA device if one was used, else this process."""
+    if torch.cuda.is_available() and torch.cuda.max_memory_allocated():
+        return "device", torch.cuda.max_memory_allocated()
+    import resource  # absent on Windows, where peak memory is not known
+
+    return "process", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def density_name(layer: int, head: int) -> str:
+    """Returns the column that holds the density of a head."""
+    return f"density_layer{layer}_head{head}"
+
+
+def densities(row: Mapping[str, float], layers: int, heads: int) -> list[list[float]]:
+    """Collects the densities of a row of curves, [layers][heads]."""
+    return [[row[density_name(layer, head)] for head in range(heads)] for layer in range(layers)]
+
+
+def results_table(results: Mapping[str, Any]) -> str:
+    """Writes the results as people read them."""
+    test, density, speed = results["test"], results["density"], results["tokens_per_second"]
+    low, high = test["interval_95"]
+    gain = 100 * (test["accuracy"] - test["majority"])
+    lines = [
+        f"test accuracy      {test['accuracy']:.2%}   95 % interval {low:.2%} to {high:.2%}, {test['examples']:,} examples",
+        f"majority class     {test['majority']:.2%}   {gain:+.1f} points",
+        f"best checkpoint    step {results['best']['step']:,}, validation accuracy {results['best']['accuracy']:.2%}",
+        f"tokens per second  {speed:,.0f}" if speed else "tokens per second  unknown",
+        f"peak memory        {results['peak_memory_bytes'] / 2**20:,.0f} MiB ({results['peak_memory_of']})",
+        f"parameters         {results['parameters']:,}",
+        "",
+        "density             at first     last   tested",
+    ]
+    for layer, heads in enumerate(density["tested"]):
+        for head, tested in enumerate(heads):
+            first, last = density["first"][layer][head], density["last"][layer][head]
+            lines.append(f"  layer {layer}, head {head}  {first:8.2%} {last:8.2%} {tested:8.2%}")
+    return "\n".join(lines)
+
+
+def _column(rows: Sequence[Mapping[str, float]], name: str) -> np.ndarray:
+    return np.array([row[name] for row in rows])
+
+
+def _bare(axes: Axes, xlabel: str, ylabel: str) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set(xlabel=xlabel, ylabel=ylabel)
+
+
+def plot_curves(
+    path: Path, train: Sequence[Mapping[str, float]], val: Sequence[Mapping[str, float]], majority: float
+) -> None:
+    """Draws loss and accuracy over the steps, training against validation.
+
+    Args:
+        path: Of the picture.
+        train: Rows of ``train.csv``.
+        val: Rows of ``val.csv``.
+        majority: Accuracy of the majority class, drawn as a line.
+    """
+    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    for axes, name in zip(figure.subplots(1, 2), ("loss", "accuracy"), strict=True):
+        axes.plot(_column(train, "step"), _column(train, name), color=COLOURS[0], alpha=0.5, lw=1, label="training")
+        axes.plot(_column(val, "step"), _column(val, name), color=COLOURS[1], marker="o", ms=3, label="validation")
+        if name == "accuracy":
+            axes.axhline(majority, color=COLOURS[-1], lw=1, ls=":", label="majority class")
+        _bare(axes, "step", name)
+        axes.legend(frameon=False)
+    figure.savefig(path, dpi=150)
+
+
+def plot_densities(path: Path, train: Sequence[Mapping[str, float]], layers: int, heads: int) -> None:
+    """Draws the density of the sampled graphs over the steps, one line a head, one panel a layer."""
+    figure = Figure(figsize=(4.5 * layers, 3.2), layout="constrained")
+    for layer, axes in enumerate(figure.subplots(1, layers, sharey=True, squeeze=False)[0]):
+        for head in range(heads):
+            values = _column(train, density_name(layer, head))
+            axes.plot(_column(train, "step"), values, color=COLOURS[head % len(COLOURS)], lw=1.2, label=f"head {head}")
+        axes.set_title(f"layer {layer}")
+        _bare(axes, "step", "density of sampled graphs" if layer == 0 else "")
+        axes.set_ylim(bottom=0)
+        axes.legend(frameon=False)
+    figure.savefig(path, dpi=150)
+
+
+def plot_masks(path: Path, masks: Sequence[np.ndarray], chances: Sequence[np.ndarray | None]) -> None:
+    """Draws one sampled mask beside its edge probabilities, per layer and head.
+
+    Args:
+        path: Of the picture.
+        masks: Per layer, [H, n, n] booleans; rows are queries.
+        chances: Per layer, [H, n, n] probabilities, or None where the graph is a fixed pattern.
+    """
+    rows = [(layer, head) for layer, mask in enumerate(masks) for head in range(len(mask))]
+    figure = Figure(figsize=(6.4, 2.9 * len(rows)), layout="constrained")
+    for (layer, head), (left, right) in zip(rows, figure.subplots(len(rows), 2, squeeze=False), strict=True):
+        mask, chance = masks[layer][head], chances[layer]
+        left.imshow(mask, cmap="Greys", vmin=0, vmax=1, interpolation="nearest")
+        left.set_title(f"layer {layer}, head {head}: sampled, density {mask.mean():.1%}", fontsize=9)
+        left.set_ylabel("query")
+        if chance is None:
+            right.axis("off")
+            right.text(0.5, 0.5, "fixed pattern", ha="center", va="center", color="grey")
+            continue
+        picture = right.imshow(chance[head], cmap="viridis", vmin=0, interpolation="nearest")
+        right.set_title(f"probability, mean {chance[head].mean():.1%}", fontsize=9)
+        figure.colorbar(picture, ax=right, shrink=0.8)
+    for axes in figure.axes[: 2 * len(rows)]:
+        axes.set(xticks=[], yticks=[])
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,28 @@
+"""Sparse, data-adaptive attention as message passing on PyTorch Geometric."""
+
+from . import ops, patterns
+from .attention import SBMAttentionConv
+from .graph import AttentionGraph, pad, unpad
+from .models import EncoderTrace, PairClassifier, SequenceClassifier, SequenceEncoder, TokenClassifier
+from .sampling import SBMGraph, sample_edges
+from .sbm import SBM, SBMHead
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "SBM",
+    "AttentionGraph",
+    "EncoderTrace",
+    "PairClassifier",
+    "SBMAttentionConv",
+    "SBMGraph",
+    "SBMHead",
+    "SequenceClassifier",
+    "SequenceEncoder",
+    "TokenClassifier",
+    "ops",
+    "pad",
+    "patterns",
+    "sample_edges",
+    "unpad",
+]

@@ -1,0 +1,700 @@
+"""The one record that crosses borders: which query attends to which key, per head and sequence.
+
+In: compressed rows, an edge list, a dense mask or another library's adjacency.
+Out: the same graph in every form that PyTorch Geometric, torch, scipy and networkx understand.
+Not here: how a graph is chosen (``sampling``, ``patterns``) and what is computed over it (``ops``, ``attention``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import networkx as nx
+import torch
+from torch import Tensor
+from torch_geometric import EdgeIndex
+from torch_geometric.data import Data, HeteroData
+from torch_geometric.typing import SparseTensor
+from torch_geometric.utils import is_sparse, to_dense_batch, to_edge_index
+
+if TYPE_CHECKING:
+    import scipy.sparse
+
+__all__ = ["AttentionGraph", "pad", "resolve_ptr", "unpad"]
+
+
+def resolve_ptr(
+    total: int,
+    ptr: Tensor | None = None,
+    batch: Tensor | None = None,
+    *,
+    name: str = "ptr",
+    device: torch.device | None = None,
+) -> Tensor:
+    """Offsets of the sequences in a ragged batch, from ``ptr``, from ``batch``, or for one sequence.
+
+    Args:
+        total: Number of tokens N.
+        ptr: Offsets, ``[B+1]`` int64, from 0 to N, strictly increasing; or None.
+        batch: Sequence number of each token, ``[N]`` int64, sorted, without gaps; or None.
+        name: What to call ``ptr`` in messages.
+        device: Where the offsets of a single sequence are made.
+
+    Returns:
+        Offsets, ``[B+1]`` int64.
+
+    Raises:
+        TypeError: A tensor is not an integer tensor.
+        ValueError: The offsets do not describe N tokens, or a sequence is empty.
+    """
+    if ptr is not None and batch is not None:
+        raise ValueError(f"Expected '{name}' or 'batch' (got both). Leave one out: they say the same.")
+    if batch is not None:
+        if batch.dim() != 1 or batch.numel() != total:
+            raise ValueError(
+                f"Expected 'batch' to be [{total}], one sequence number per token (got {list(batch.shape)}). Pass the `batch` vector of the same tokens."
+            )
+        if batch.dtype not in (torch.int64, torch.int32):
+            raise TypeError(f"Expected 'batch' to be int64 (got {batch.dtype}). Convert it with `.long()`.")
+        step = batch.diff()
+        if total and (int(batch[0]) != 0 or bool(((step < 0) | (step > 1)).any())):
+            raise ValueError(
+                "Expected 'batch' to be sorted, from 0 and without gaps (got another order). Number the sequences as `torch_geometric.data.Batch` does."
+            )
+        ptr = _rowptr(torch.bincount(batch)) if total else None
+    if ptr is None:
+        if total < 1:
+            raise ValueError(
+                "Expected a sequence of at least one token (got 0 tokens). Leave empty sequences out of the batch."
+            )
+        return torch.tensor([0, total], dtype=torch.int64, device=device)
+    if ptr.dim() != 1 or ptr.numel() < 2:
+        raise ValueError(
+            f"Expected '{name}' to be [B+1] with B >= 1 (got {list(ptr.shape)}). Pass the offsets of the sequences, from 0 to {total}."
+        )
+    if ptr.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"Expected '{name}' to be int64 (got {ptr.dtype}). Convert it with `.long()`.")
+    ptr = ptr.to(torch.int64)
+    if not torch.compiler.is_compiling():
+        _check_ptr_values(ptr, total, name)
+    return ptr
+
+
+def _check_ptr_values(ptr: Tensor, total: int, name: str) -> None:
+    offsets = ptr.tolist()
+    if offsets[0] != 0 or offsets[-1] != total:
+        raise ValueError(
+            f"Expected '{name}' to run from 0 to {total}, the number of tokens (got {offsets[0]} to {offsets[-1]}). Use offsets, not lengths, of all sequences."
+        )
+    for sequence, (start, end) in enumerate(pairwise(offsets)):
+        if end <= start:
+            problem = "an empty sequence" if end == start else "a decrease"
+            raise ValueError(
+                f"Expected '{name}' to be strictly increasing (got {problem} at sequence {sequence}). Leave empty sequences out of the batch."
+            )
+
+
+def pad(x: Tensor, ptr: Tensor, fill_value: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Padded form of ragged tokens.
+
+    Args:
+        x: Tokens, ``[N, ...]``.
+        ptr: Offsets, ``[B+1]`` int64.
+        fill_value: What stands in the padding.
+
+    Returns:
+        The tokens, ``[B, L, ...]`` with L the longest sequence, and the mask of real tokens, ``[B, L]`` bool.
+
+    Raises:
+        TypeError, ValueError: ``ptr`` does not describe N tokens.
+
+    Example:
+        >>> padded, mask = pad(torch.arange(3.0), torch.tensor([0, 1, 3]))
+        >>> padded.tolist(), mask.tolist()
+        ([[0.0, 0.0], [1.0, 2.0]], [[True, False], [True, True]])
+    """
+    lengths = resolve_ptr(x.size(0), ptr).diff()
+    batch = torch.repeat_interleave(torch.arange(lengths.numel(), device=x.device), lengths, output_size=x.size(0))
+    return to_dense_batch(x, batch, fill_value=fill_value, batch_size=lengths.numel())
+
+
+def unpad(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Ragged form of padded tokens, the inverse of :func:`pad`.
+
+    Args:
+        x: Tokens, ``[B, L, ...]``.
+        mask: True where a token is real, ``[B, L]`` bool; each row holds at least one.
+
+    Returns:
+        The tokens, ``[N, ...]``, and their offsets, ``[B+1]`` int64.
+
+    Raises:
+        ValueError: Shapes differ, or a sequence is empty.
+    """
+    if mask.dtype != torch.bool or mask.shape != x.shape[:2]:
+        raise ValueError(
+            f"Expected 'mask' to be bool {list(x.shape[:2])} (got {mask.dtype} {list(mask.shape)}). It is True where a token is real."
+        )
+    lengths = mask.sum(1)
+    if lengths.numel() == 0 or bool((lengths == 0).any()):
+        raise ValueError(
+            "Expected 'mask' to hold a real token in each row (got an empty sequence). Leave empty sequences out of the batch."
+        )
+    return x[mask], _rowptr(lengths)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class AttentionGraph:
+    """A bipartite graph from key tokens to query tokens, for each head of each sequence, in compressed rows.
+
+    Row ``h * N + i`` lists the keys that query ``i`` attends to in head ``h``, ascending and without repeats.
+    Token numbers count through all sequences of the batch, as in PyTorch Geometric; an edge never leaves its sequence.
+    Memory is O(HN + E).
+
+    Args:
+        rowptr: Row offsets, ``[H*N+1]`` int64, from 0 to E.
+        col: Key token of each edge, ``[E]`` int32 or int64, in ``0..M-1``.
+        num_queries: Number of query tokens N.
+        num_keys: Number of key tokens M.
+        heads: Number of heads H.
+        query_ptr: Offsets of the sequences in the queries, ``[B+1]`` int64. One sequence if None.
+        key_ptr: Offsets of the sequences in the keys, ``[B+1]`` int64. If None, that of the queries (when N = M) or one sequence.
+
+    Raises:
+        TypeError, ValueError: A shape, dtype or device does not fit. Values are checked by :meth:`validate` alone.
+
+    Example:
+        >>> graph = AttentionGraph.from_dense(torch.tensor([[1, 0], [1, 1]]))
+        >>> graph
+        AttentionGraph(1 sequence, 1 head, 2 queries, 2 keys, 3 edges, density 75.0%)
+        >>> graph.edge_index.tolist()  # row 0: keys (sources), row 1: queries (targets)
+        [[0, 0, 1], [0, 1, 1]]
+    """
+
+    rowptr: Tensor
+    col: Tensor
+    num_queries: int
+    num_keys: int
+    heads: int = 1
+    query_ptr: Tensor = None  # type: ignore[assignment]  # always a tensor after __post_init__
+    key_ptr: Tensor = None  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        if self.rowptr.dtype != torch.int64:
+            raise TypeError(
+                f"Expected 'rowptr' to be int64 (got {self.rowptr.dtype}). Offsets of large graphs overflow anything smaller."
+            )
+        if self.col.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"Expected 'col' to be int32 or int64 (got {self.col.dtype}). Convert it with `.long()`.")
+        if self.heads < 1:
+            raise ValueError(
+                f"Expected 'heads' to be at least 1 (got {self.heads}). A graph without heads has no rows."
+            )
+        rows = self.heads * self.num_queries + 1
+        if self.rowptr.shape != (rows,):
+            raise ValueError(
+                f"Expected 'rowptr' to be [H*N+1] = [{rows}] (got {list(self.rowptr.shape)}). It holds one row per head and query, heads outermost."
+            )
+        if self.col.dim() != 1:
+            raise ValueError(
+                f"Expected 'col' to be [E] (got {list(self.col.shape)}). It holds the key token of each edge."
+            )
+        device = self.col.device
+        if self.query_ptr is None:
+            object.__setattr__(self, "query_ptr", resolve_ptr(self.num_queries, device=device))
+        if self.key_ptr is None:
+            if self.num_keys != self.num_queries and self.query_ptr.numel() > 2:
+                raise ValueError(
+                    f"Expected 'key_ptr' where N != M (got N = {self.num_queries}, M = {self.num_keys} and no 'key_ptr'). Pass the offsets of the keys."
+                )
+            object.__setattr__(
+                self,
+                "key_ptr",
+                self.query_ptr if self.num_keys == self.num_queries else resolve_ptr(self.num_keys, device=device),
+            )
+        for name in ("query_ptr", "key_ptr"):
+            if getattr(self, name).dtype != torch.int64:
+                raise TypeError(
+                    f"Expected '{name}' to be int64 (got {getattr(self, name).dtype}). Convert it with `.long()`."
+                )
+        if self.query_ptr.shape != self.key_ptr.shape or self.query_ptr.dim() != 1 or self.query_ptr.numel() < 2:
+            raise ValueError(
+                f"Expected 'query_ptr' and 'key_ptr' to be [B+1] both (got {list(self.query_ptr.shape)} and {list(self.key_ptr.shape)}). "
+                "Sequence b of the queries attends to sequence b of the keys."
+            )
+        for name in ("rowptr", "query_ptr", "key_ptr"):
+            if getattr(self, name).device != device:
+                raise ValueError(
+                    f"Expected '{name}' on the device of 'col' (got {getattr(self, name).device} and {device}). Move the graph as a whole with `.to(device)`."
+                )
+
+    # ---------------------------------------------------------------- what is in it
+
+    @property
+    def num_edges(self) -> int:
+        """Number of edges E, over all heads and sequences."""
+        return self.col.numel()
+
+    @property
+    def num_sequences(self) -> int:
+        """Number of sequences B."""
+        return self.query_ptr.numel() - 1
+
+    @property
+    def device(self) -> torch.device:
+        """Where the graph lies."""
+        return self.col.device
+
+    @property
+    def edge_row(self) -> Tensor:
+        """Row ``h * N + i`` of each edge, ``[E]`` int64."""
+        rows = torch.arange(self.rowptr.numel() - 1, device=self.device)
+        return torch.repeat_interleave(rows, self.rowptr.diff(), output_size=self.num_edges)
+
+    @property
+    def edge_index(self) -> Tensor:
+        """Edges as PyG writes them, ``[2, E]`` int64: row 0 the key (source), row 1 the query (target)."""
+        return torch.stack([self.col.long(), self.edge_row % max(self.num_queries, 1)])
+
+    @property
+    def edge_head(self) -> Tensor:
+        """Head of each edge, ``[E]`` int64, an edge type in the sense of PyG's relational layers."""
+        return self.edge_row // max(self.num_queries, 1)
+
+    @property
+    def degree(self) -> Tensor:
+        """Number of keys each query attends to, ``[H, N]`` int64."""
+        return self.rowptr.diff().view(self.heads, self.num_queries)
+
+    @property
+    def edges_per_sequence(self) -> Tensor:
+        """Number of edges, ``[B, H]`` int64."""
+        starts = self.query_ptr[:, None] + self.num_queries * torch.arange(self.heads, device=self.device)  # [B+1, H]
+        return self.rowptr[starts].diff(dim=0)
+
+    @property
+    def density(self) -> Tensor:
+        """Share of the pairs of each sequence that are edges, ``[B, H]`` float64."""
+        pairs = self.query_ptr.diff() * self.key_ptr.diff()
+        return self.edges_per_sequence.double() / pairs[:, None]
+
+    def __repr__(self) -> str:
+        def count(number: int, noun: str, plural: str = "") -> str:
+            return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+        pairs = self.heads * int((self.query_ptr.diff() * self.key_ptr.diff()).sum())
+        parts = [
+            count(self.num_sequences, "sequence"),
+            count(self.heads, "head"),
+            count(self.num_queries, "query", "queries"),
+            count(self.num_keys, "key"),
+            count(self.num_edges, "edge"),
+        ]
+        device = "" if self.device.type == "cpu" else f", device='{self.device}'"
+        return f"AttentionGraph({', '.join(parts)}, density {100 * self.num_edges / max(pairs, 1):.1f}%{device})"
+
+    def __eq__(self, other: object) -> bool:
+        """True where the other graph has the same edges, heads and sequences (index dtypes and devices may differ)."""
+        if not isinstance(other, AttentionGraph):
+            return NotImplemented
+        if (self.heads, self.num_queries, self.num_keys, self.num_edges) != (
+            other.heads,
+            other.num_queries,
+            other.num_keys,
+            other.num_edges,
+        ):
+            return False
+        mine, theirs = (
+            (self.query_ptr, self.key_ptr, self.rowptr, self.col.long()),
+            (other.query_ptr, other.key_ptr, other.rowptr, other.col.long()),
+        )
+        return all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(mine, theirs, strict=True))
+
+    def __hash__(self) -> int:
+        return hash((self.heads, self.num_queries, self.num_keys, self.num_edges))
+
+    def validate(self) -> AttentionGraph:
+        """Check every value, in O(HN + E), and return the graph.
+
+        Raises:
+            ValueError: Offsets do not fit, an edge leaves its sequence, or keys of a row are unsorted or repeated.
+        """
+        resolve_ptr(self.num_queries, self.query_ptr, name="query_ptr")
+        resolve_ptr(self.num_keys, self.key_ptr, name="key_ptr")
+        if int(self.rowptr[0]) != 0 or int(self.rowptr[-1]) != self.num_edges or bool((self.rowptr.diff() < 0).any()):
+            raise ValueError(
+                f"Expected 'rowptr' to rise from 0 to E = {self.num_edges} (got {int(self.rowptr[0])} to {int(self.rowptr[-1])}, or a decrease). Build it from row counts by `cumsum`."
+            )
+        if self.num_edges == 0:
+            return self
+        key, query = self.edge_index
+        if int(key.min()) < 0 or int(key.max()) >= self.num_keys:
+            raise ValueError(
+                f"Expected 'col' in 0..{self.num_keys - 1} (got {int(key.min())} to {int(key.max())}). Key tokens count through all sequences."
+            )
+        sequence = torch.bucketize(query, self.query_ptr[1:], right=True)
+        outside = (key < self.key_ptr[sequence]) | (key >= self.key_ptr[sequence + 1])
+        if bool(outside.any()):
+            edge = int(outside.nonzero()[0])
+            raise ValueError(
+                f"Expected every edge inside its sequence (got query {int(query[edge])} attending to key {int(key[edge])}). Add 'key_ptr' offsets to key numbers that start at 0 in each sequence."
+            )
+        row = self.edge_row
+        if bool(((row[1:] == row[:-1]) & (key[1:] <= key[:-1])).any()):
+            raise ValueError(
+                "Expected the keys of each row ascending without repeats (got a row that is not). `AttentionGraph.from_edge_index` sorts and removes repeats."
+            )
+        return self
+
+    # ---------------------------------------------------------------- graphs from graphs
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> AttentionGraph:
+        """The same graph on another device."""
+        moved = {
+            name: getattr(self, name).to(device, non_blocking=non_blocking)
+            for name in ("rowptr", "col", "query_ptr", "key_ptr")
+        }
+        return replace(self, **moved)
+
+    def sequence(self, sequence: int) -> AttentionGraph:
+        """The graph of one sequence, tokens counted from 0, all heads."""
+        sequence = _index(sequence, self.num_sequences, "sequence")
+        start, end = (int(x) for x in self.query_ptr[sequence : sequence + 2])
+        first_key, end_key = (int(x) for x in self.key_ptr[sequence : sequence + 2])
+        head_start = self.num_queries * torch.arange(self.heads, device=self.device)
+        counts = self.degree[:, start:end].flatten()
+        edges = [
+            slice(a, b)
+            for a, b in zip(
+                self.rowptr[head_start + start].tolist(), self.rowptr[head_start + end].tolist(), strict=True
+            )
+        ]
+        col = torch.cat([self.col[edge] for edge in edges]) - first_key
+        return AttentionGraph(_rowptr(counts), col, end - start, end_key - first_key, self.heads)
+
+    def head(self, head: int) -> AttentionGraph:
+        """The graph of one head, all sequences."""
+        head = _index(head, self.heads, "head")
+        rowptr = self.rowptr[head * self.num_queries : (head + 1) * self.num_queries + 1]
+        col = self.col[int(rowptr[0]) : int(rowptr[-1])]
+        return replace(self, rowptr=rowptr - rowptr[0], col=col, heads=1)
+
+    def expand(self, heads: int) -> AttentionGraph:
+        """A graph of one head, repeated for ``heads`` heads."""
+        if heads < 1:
+            raise ValueError(f"Expected 'heads' to be at least 1 (got {heads}). A graph without heads has no rows.")
+        if self.heads == heads:
+            return self
+        if self.heads != 1:
+            raise ValueError(
+                f"Expected 'graph' to have 1 or {heads} heads (got {self.heads}). Take one with `graph.head(h)` first."
+            )
+        rowptr = torch.cat(
+            [self.rowptr.new_zeros(1), *(self.rowptr[1:] + head * self.num_edges for head in range(heads))]
+        )
+        return replace(self, rowptr=rowptr, col=self.col.repeat(heads), heads=heads)
+
+    @classmethod
+    def concatenate(cls, graphs: Sequence[AttentionGraph]) -> AttentionGraph:
+        """One ragged batch of the sequences of several graphs with the same heads.
+
+        Args:
+            graphs: At least one graph; B, N and M may differ, H may not.
+
+        Raises:
+            ValueError: The list is empty or heads differ.
+        """
+        if not graphs or len({graph.heads for graph in graphs}) != 1:
+            raise ValueError(
+                f"Expected 'graphs' to be one or more graphs with the same heads (got {[graph.heads for graph in graphs]}). Use `graph.expand(heads)`."
+            )
+        heads = graphs[0].heads
+        offsets = torch.tensor([0] + [graph.num_keys for graph in graphs]).cumsum(0).tolist()
+        per_head = [[graph.head(head) for graph in graphs] for head in range(heads)]
+        degree = torch.cat([graph.degree for graph in graphs], dim=1).flatten()
+        col = torch.cat(
+            [graph.col.long() + offset for row in per_head for graph, offset in zip(row, offsets, strict=False)]
+        )
+        query_ptr = _rowptr(torch.cat([graph.query_ptr.diff() for graph in graphs]))
+        key_ptr = _rowptr(torch.cat([graph.key_ptr.diff() for graph in graphs]))
+        return cls(
+            _rowptr(degree), col, sum(graph.num_queries for graph in graphs), offsets[-1], heads, query_ptr, key_ptr
+        )
+
+    def union(self, other: AttentionGraph) -> tuple[AttentionGraph, Tensor]:
+        """The union of both graphs per head, and which of its edges the other graph holds.
+
+        Both are sorted, so nothing is sorted again: cost O(E + E' log E) with E' the edges of ``other``.
+
+        Args:
+            other: A graph over the same tokens. Of both graphs, one may have a single head; it then counts in every head.
+
+        Returns:
+            The union, and a mask ``[E'']`` bool that is True on the edges of ``other``.
+
+        Raises:
+            ValueError: The graphs are not over the same tokens.
+        """
+        if self.heads == 1:
+            self = self.expand(other.heads)
+        elif other.heads == 1:
+            other = other.expand(self.heads)
+        sizes = [
+            (graph.num_queries, graph.num_keys, graph.heads, graph.num_sequences, graph.device)
+            for graph in (self, other)
+        ]
+        if sizes[0] != sizes[1]:
+            raise ValueError(
+                f"Expected 'other' over the same tokens, heads and sequences (got {other} for {self}). Build both with the same 'ptr'."
+            )
+        mine, theirs = self._edge_key(), other._edge_key()
+        place = torch.searchsorted(mine, theirs)
+        present = torch.zeros_like(theirs, dtype=torch.bool)
+        inside = place < mine.numel()
+        present[inside] = mine[place[inside]] == theirs[inside]
+        added = ~present
+        slot = place[added] + torch.arange(int(added.sum()), device=self.device)  # where each new edge lands
+        total = mine.numel() + slot.numel()
+        from_other = torch.zeros(total, dtype=torch.bool, device=self.device)
+        from_other[slot] = True
+        col = self.col.new_empty(total, dtype=torch.promote_types(self.col.dtype, other.col.dtype))
+        col[~from_other] = self.col.to(col.dtype)
+        col[slot] = other.col[added].to(col.dtype)
+        from_other[place[present] + torch.searchsorted(place[added], place[present], right=True)] = True
+        added_per_row = torch.bincount(other.edge_row[added], minlength=self.rowptr.numel() - 1)
+        graph = replace(self, rowptr=_rowptr(self.rowptr.diff() + added_per_row), col=col)
+        return graph, from_other
+
+    def __or__(self, other: AttentionGraph) -> AttentionGraph:
+        return self.union(other)[0] if isinstance(other, AttentionGraph) else NotImplemented
+
+    def _edge_key(self) -> Tensor:
+        return self.edge_row * max(self.num_keys, 1) + self.col
+
+    # ---------------------------------------------------------------- from other forms
+
+    @classmethod
+    def from_edge_index(
+        cls,
+        edge_index: Tensor | SparseTensor,
+        num_queries: int | None = None,
+        num_keys: int | None = None,
+        *,
+        edge_head: Tensor | None = None,
+        heads: int = 1,
+        query_ptr: Tensor | None = None,
+        key_ptr: Tensor | None = None,
+    ) -> AttentionGraph:
+        """Graph of any PyG adjacency; repeated edges count once. Cost O(E log E).
+
+        Args:
+            edge_index: ``[2, E]`` (row 0 = key = source, row 1 = query = target), an ``EdgeIndex``, or a transposed sparse adjacency
+                (``SparseTensor`` or torch sparse, ``[N, M]``, rows = queries), of which every stored entry is an edge.
+            num_queries: N. If None, from the adjacency's size, else from the last query.
+            num_keys: M. If None, from the adjacency's size, else N or the last key, whichever is larger.
+            edge_head: Head of each edge, ``[E]`` int64; all edges in head 0 if None.
+            heads: Number of heads H.
+            query_ptr: Offsets of the sequences in the queries, ``[B+1]``.
+            key_ptr: Offsets of the sequences in the keys, ``[B+1]``.
+
+        Raises:
+            TypeError: A tensor is not an integer tensor.
+            ValueError: Shapes or ranges do not fit, or an edge leaves its sequence.
+        """
+        if is_sparse(edge_index):
+            rows, columns = (edge_index.size(0), edge_index.size(1))
+            num_queries, num_keys = num_queries or rows, num_keys or columns
+            if isinstance(edge_index, Tensor) and edge_index.layout == torch.sparse_coo:
+                edge_index = edge_index.coalesce()  # `to_edge_index` would mark the caller's tensor as coalesced
+            edge_index = to_edge_index(edge_index)[0].flip(0)  # rows of a transposed adjacency are targets
+        if isinstance(edge_index, EdgeIndex):
+            num_keys, num_queries = num_keys or edge_index.sparse_size(0), num_queries or edge_index.sparse_size(1)
+            edge_index = edge_index.as_tensor()
+        if edge_index.dim() != 2 or edge_index.size(0) != 2:
+            raise ValueError(
+                f"Expected 'edge_index' to be [2, E] (got {list(edge_index.shape)}). Row 0 holds keys (sources), row 1 queries (targets)."
+            )
+        for name, value in (("edge_index", edge_index), ("edge_head", edge_head)):
+            if value is not None and (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool):
+                raise TypeError(f"Expected '{name}' to be int64 (got {value.dtype}). Convert it with `.long()`.")
+        key, query = edge_index.long()
+        num_edges = key.numel()
+        if num_queries is None:
+            num_queries = int(query_ptr[-1]) if query_ptr is not None else int(query.max()) + 1 if num_edges else 0
+        if num_keys is None:
+            num_keys = (
+                int(key_ptr[-1]) if key_ptr is not None else max(num_queries, int(key.max()) + 1 if num_edges else 0)
+            )
+        head = torch.zeros_like(key) if edge_head is None else edge_head.long()
+        if head.shape != key.shape:
+            raise ValueError(
+                f"Expected 'edge_head' to be [{num_edges}] (got {list(head.shape)}). It holds one head number per edge."
+            )
+        for name, index, end in (
+            ("edge_index[0]", key, num_keys),
+            ("edge_index[1]", query, num_queries),
+            ("edge_head", head, heads),
+        ):
+            if num_edges and (int(index.min()) < 0 or int(index.max()) >= end):
+                raise ValueError(
+                    f"Expected '{name}' in 0..{end - 1} (got {int(index.min())} to {int(index.max())}). Check the numbers of queries, keys and heads."
+                )
+        row = head * num_queries + query
+        unique = torch.unique(row * max(num_keys, 1) + key)
+        degree = torch.bincount(unique // max(num_keys, 1), minlength=heads * num_queries)
+        graph = cls(_rowptr(degree), unique % max(num_keys, 1), num_queries, num_keys, heads, query_ptr, key_ptr)  # type: ignore[arg-type]
+        return graph if query_ptr is None and key_ptr is None else graph.validate()
+
+    @classmethod
+    def from_dense(cls, mask: Tensor) -> AttentionGraph:
+        """Graph of a mask: an edge where it is not zero.
+
+        Args:
+            mask: ``[N, M]``, ``[H, N, M]`` or ``[B, H, N, M]``, any dtype.
+
+        Raises:
+            ValueError: The mask has another number of dimensions, or none of something.
+        """
+        if mask.dim() not in (2, 3, 4) or mask.numel() == 0:
+            raise ValueError(
+                f"Expected 'mask' to be [N, M], [H, N, M] or [B, H, N, M] (got {list(mask.shape)}). Queries are rows, and there is at least one of each."
+            )
+        mask = (
+            mask.reshape(-1 if mask.dim() == 4 else 1, mask.shape[-3] if mask.dim() > 2 else 1, *mask.shape[-2:]) != 0
+        )
+        batch, heads, num_queries, num_keys = mask.shape
+        _, sequence, _, key = mask.transpose(0, 1).nonzero(as_tuple=True)
+        degree = mask.sum(-1).transpose(0, 1).flatten()
+        steps = torch.arange(batch + 1, device=mask.device)
+        return cls(
+            _rowptr(degree),
+            sequence * num_keys + key,
+            batch * num_queries,
+            batch * num_keys,
+            heads,
+            steps * num_queries,
+            steps * num_keys,
+        )
+
+    # ---------------------------------------------------------------- to other forms
+
+    def to_dense(self, sequence: int = 0) -> Tensor:
+        """Mask of one sequence, ``[H, n, m]`` bool, rows = queries."""
+        one = self.sequence(sequence)
+        mask = torch.zeros(one.heads * one.num_queries, one.num_keys, dtype=torch.bool, device=self.device)
+        mask[one.edge_row, one.col.long()] = True
+        return mask.view(one.heads, one.num_queries, one.num_keys)
+
+    def to_edge_index(self, head: int | None = None) -> EdgeIndex:
+        """PyG :class:`~torch_geometric.EdgeIndex` ``[2, E]`` of one head (or of all, repeats and all), sorted by query where it is one head."""
+        graph = self if head is None else self.head(head)
+        order = "col" if graph.heads == 1 else None
+        return EdgeIndex(graph.edge_index, sparse_size=(self.num_keys, self.num_queries), sort_order=order)
+
+    def to_scipy(self, head: int = 0, sequence: int | None = None) -> scipy.sparse.csr_array:
+        """scipy compressed rows ``[N, M]`` bool of one head, of one sequence or of the whole batch."""
+        import scipy.sparse
+
+        graph = self.head(head) if sequence is None else self.sequence(sequence).head(head)
+        data = torch.ones(graph.num_edges, dtype=torch.bool).numpy()
+        return scipy.sparse.csr_array(
+            (data, graph.col.cpu().numpy(), graph.rowptr.cpu().numpy()), shape=(graph.num_queries, graph.num_keys)
+        )
+
+    def to_sparse_tensor(self, head: int = 0) -> SparseTensor:
+        """torch-sparse ``SparseTensor`` of one head, transposed as PyG layers take it: ``[N, M]``, rows = queries.
+
+        Raises:
+            ImportError: torch-sparse is not installed.
+        """
+        import torch_geometric.typing
+
+        if not torch_geometric.typing.WITH_TORCH_SPARSE:
+            raise ImportError(
+                "Expected 'torch-sparse' to be installed. Install it with `pip install --no-build-isolation sbm_pyg[sparse]`, or use `to_edge_index()`."
+            )
+        graph = self.head(head)
+        return SparseTensor(
+            rowptr=graph.rowptr,
+            col=graph.col.long(),
+            sparse_sizes=(self.num_queries, self.num_keys),
+            is_sorted=True,
+            trust_data=True,
+        )
+
+    def to_data(self) -> Data:
+        """PyG ``Data`` with ``edge_index``, ``edge_type`` (the head) and the sequences as ``batch`` and ``ptr``; N must equal M."""
+        if self.num_queries != self.num_keys:
+            raise ValueError(
+                f"Expected queries and keys to be the same tokens (got N = {self.num_queries}, M = {self.num_keys}). Use `to_hetero_data()`."
+            )
+        lengths = self.query_ptr.diff()
+        batch = torch.repeat_interleave(torch.arange(lengths.numel(), device=self.device), lengths)
+        return Data(
+            edge_index=self.edge_index,
+            edge_type=self.edge_head,
+            num_nodes=self.num_queries,
+            batch=batch,
+            ptr=self.query_ptr,
+        )
+
+    def to_hetero_data(self) -> HeteroData:
+        """PyG ``HeteroData`` with nodes ``query`` and ``key`` and edges ``(key, to, query)`` that carry their head as ``edge_type``."""
+        data = HeteroData()
+        for name, ptr, total in (("query", self.query_ptr, self.num_queries), ("key", self.key_ptr, self.num_keys)):
+            data[name].num_nodes = total
+            data[name].ptr = ptr
+            data[name].batch = torch.repeat_interleave(torch.arange(ptr.numel() - 1, device=self.device), ptr.diff())
+        data["key", "to", "query"].edge_index = self.edge_index
+        data["key", "to", "query"].edge_type = self.edge_head
+        return data
+
+    def to_networkx(self, sequence: int = 0, head: int | None = 0, *, bipartite: bool | None = None) -> nx.DiGraph[Any]:
+        """networkx graph of one sequence; an edge runs from key to query, as messages do.
+
+        Args:
+            sequence: Which sequence.
+            head: Which head; None gives a ``MultiDiGraph`` over all heads, the head as edge key and attribute ``head``.
+            bipartite: False: nodes are tokens ``0..n-1`` (needs N = M). True: nodes are ``("key", j)`` and ``("query", i)`` with networkx's
+                ``bipartite`` attribute 0 and 1. None: tokens where the sequence has as many queries as keys, else bipartite.
+
+        Raises:
+            ValueError: The sequence or head does not exist, or tokens were asked for where N != M.
+        """
+        graph = self.sequence(sequence)
+        square = graph.num_queries == graph.num_keys
+        if bipartite is False and not square:
+            raise ValueError(
+                f"Expected as many queries as keys for a graph of tokens (got {graph.num_queries} and {graph.num_keys}). Pass bipartite=True."
+            )
+        split = not square if bipartite is None else bipartite
+        result: nx.DiGraph[Any] = nx.MultiDiGraph() if head is None else nx.DiGraph()
+        if split:
+            result.add_nodes_from((("key", j) for j in range(graph.num_keys)), bipartite=0)
+            result.add_nodes_from((("query", i) for i in range(graph.num_queries)), bipartite=1)
+        else:
+            result.add_nodes_from(range(graph.num_queries))
+        chosen = graph if head is None else graph.head(head)
+        keys, queries = chosen.edge_index.tolist()
+        sources: Sequence[Any] = [("key", j) for j in keys] if split else keys
+        targets: Sequence[Any] = [("query", i) for i in queries] if split else queries
+        if head is None:
+            heads = chosen.edge_head.tolist()
+            result.add_edges_from((s, t, h, {"head": h}) for s, t, h in zip(sources, targets, heads, strict=True))
+        else:
+            result.add_edges_from(zip(sources, targets, strict=True))
+        return result
+
+
+def _rowptr(counts: Tensor) -> Tensor:
+    """Offsets ``[n+1]`` int64 of counts ``[n]``."""
+    return torch.cat([counts.new_zeros(1, dtype=torch.int64), counts.cumsum(0, dtype=torch.int64)])
+
+
+def _index(value: int, end: int, name: str) -> int:
+    if not -end <= value < end:
+        raise ValueError(f"Expected '{name}' in 0..{end - 1} (got {value}). Count from 0.")
+    return value % end

@@ -1,0 +1,323 @@
+"""The device-aware ops: each declared once, with one signature, whatever computes it.
+
+``torch.ops.sbm_pyg.*`` are the contracts; the functions here call them and hold the docstrings. The PyTorch dispatcher chooses
+the kernel: numba on the CPU, plain torch (:mod:`sbm_pyg.ops.reference`) on every other device.
+
+Graphs come as compressed rows over heads: row ``h * N + i`` of ``rowptr`` [H*N+1] int64 holds the keys ``col`` [E] of query ``i``.
+Symbols: N queries, M keys, E edges, H heads, C channels per head, K blocks, B sequences. Ops are deterministic: random words
+come from a counter and the integer ``seed``. Outputs are freshly allocated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import cpu, reference
+
+__all__ = ["edge_attention", "edge_dot", "edge_gate", "sample_sbm", "segment_entmax"]
+
+
+def _declare(name: str, schema: str, fake: Callable[..., Any]) -> Callable[..., Any]:
+    """Declare ``sbm_pyg::name``: the reference on any device, numba where :mod:`~sbm_pyg.ops.cpu` has a kernel."""
+    op = torch.library.custom_op(f"sbm_pyg::{name}", getattr(reference, name), mutates_args=(), schema=schema)
+    if name in cpu.__all__:
+        op.register_kernel("cpu")(getattr(cpu, name))
+    op.register_fake(fake)
+    return op
+
+
+# ------------------------------------------------------------------ schemas and shapes
+
+
+def _fake_dot(query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor) -> Tensor:
+    return query.new_empty(col.size(0))
+
+
+def _fake_pair(grad: Tensor, query: Tensor, key: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return query.new_empty(query.shape), key.new_empty(key.shape)
+
+
+def _fake_attention(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    heads, num_queries = query.shape[:2]
+    lse = query.new_empty(heads, num_queries, dtype=torch.promote_types(query.dtype, torch.float32))
+    return value.new_empty(heads, num_queries, value.size(2)), lse
+
+
+def _fake_attention_backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor, col: Tensor, gate: Tensor | None, bias: Tensor | None,
+    out: Tensor, lse: Tensor, scale: float, gate_form: str, dropout: float, seed: int, need_gate: bool, need_bias: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    edge = [
+        x.new_empty(col.size(0)) if x is not None and need else lse.new_empty(0)
+        for x, need in ((gate, need_gate), (bias, need_bias))
+    ]
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape), *edge
+
+
+def _fake_sample(query: Tensor, key: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    num_edges = torch.library.get_ctx().new_dynamic_size()
+    rowptr = query.new_empty(query.size(0) * query.size(1) + 1, dtype=torch.int64)
+    return rowptr, query.new_empty(num_edges, dtype=torch.int32)
+
+
+_edge_dot = _declare("edge_dot", "(Tensor query, Tensor key, Tensor rowptr, Tensor col) -> Tensor", _fake_dot)
+_edge_dot_backward = _declare(
+    "edge_dot_backward",
+    "(Tensor grad, Tensor query, Tensor key, Tensor rowptr, Tensor col, bool need_query, bool need_key) -> (Tensor, Tensor)",
+    _fake_pair,
+)
+_edge_attention = _declare(
+    "edge_attention",
+    "(Tensor query, Tensor key, Tensor value, Tensor rowptr, Tensor col, Tensor? gate, Tensor? bias, float scale, str gate_form, "
+    "float dropout, SymInt seed) -> (Tensor, Tensor)",
+    _fake_attention,
+)
+_edge_attention_backward = _declare(
+    "edge_attention_backward",
+    "(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor rowptr, Tensor col, Tensor? gate, Tensor? bias, Tensor out, "
+    "Tensor lse, float scale, str gate_form, float dropout, SymInt seed, bool need_gate, bool need_bias) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _fake_attention_backward,
+)
+_segment_entmax = _declare(
+    "segment_entmax",
+    "(Tensor src, Tensor rowptr, float alpha) -> Tensor",
+    lambda src, rowptr, alpha: torch.empty_like(src),
+)
+_segment_entmax_backward = _declare(
+    "segment_entmax_backward",
+    "(Tensor grad, Tensor out, Tensor rowptr, float alpha) -> Tensor",
+    lambda grad, out, rowptr, alpha: torch.empty_like(out),
+)
+_sample_sbm = _declare(
+    "sample_sbm",
+    "(Tensor query, Tensor key, Tensor query_ptr, Tensor key_ptr, Tensor streams, SymInt seed, str method, float exploration, bool clamp) "
+    "-> (Tensor, Tensor)",
+    _fake_sample,
+)
+
+
+# ------------------------------------------------------------------ gradients
+
+
+def _save_dot(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _dot_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    need_query, need_key = ctx.needs_input_grad[:2]
+    grad_query, grad_key = _edge_dot_backward(grad.contiguous(), *ctx.saved_tensors, need_query, need_key)
+    return grad_query if need_query else None, grad_key if need_key else None, None, None
+
+
+_edge_dot.register_autograd(_dot_backward, setup_context=_save_dot)
+
+
+def _save_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(*inputs[:7], *output)
+    ctx.options = inputs[7:]
+
+
+def _attention_backward(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    gate, bias = ctx.saved_tensors[5:7]
+    need_gate, need_bias = ctx.needs_input_grad[5:7]
+    grads = _edge_attention_backward(grad_out.contiguous(), *ctx.saved_tensors, *ctx.options, need_gate, need_bias)
+    return (
+        *grads[:3],
+        None,
+        None,
+        grads[3] if need_gate else None,
+        grads[4] if need_bias else None,
+        None,
+        None,
+        None,
+        None,
+    )
+
+
+_edge_attention.register_autograd(_attention_backward, setup_context=_save_attention)
+
+
+def _save_entmax(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(output, inputs[1])
+    ctx.alpha = inputs[2]
+
+
+def _entmax_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return _segment_entmax_backward(grad.contiguous(), *ctx.saved_tensors, ctx.alpha), None, None
+
+
+_segment_entmax.register_autograd(_entmax_backward, setup_context=_save_entmax)
+
+
+class _EdgeGate(torch.autograd.Function):
+    """Ones whose gradient is that of ``edge_dot``: the straight-through gate, without computing what it would cancel."""
+
+    @staticmethod
+    def forward(query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor) -> Tensor:
+        return query.new_ones(col.size(0))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    backward = staticmethod(_dot_backward)
+
+
+# ------------------------------------------------------------------ the functions
+
+
+def edge_dot(query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor) -> Tensor:
+    """Dot product of the two ends of each edge: ``out[e] = <query[h, i], key[h, j]>``.
+
+    Cost O(E K) in time, O(E) in memory. Differentiable in ``query`` and ``key``.
+
+    Args:
+        query: One vector per head and query, ``[H, N, K]``.
+        key: One vector per head and key, ``[H, M, K]``.
+        rowptr: Row offsets, ``[H*N+1]`` int64.
+        col: Key of each edge, ``[E]``.
+
+    Returns:
+        ``[E]`` in the dtype of ``query``.
+    """
+    return _edge_dot(query, key, rowptr, col)
+
+
+def edge_gate(query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor) -> Tensor:
+    """Straight-through gate ``1 + (p - p.detach())`` with ``p = edge_dot(...)``: exactly ones forward, the gradient of p backward.
+
+    Cost O(E) forward, O(E K) backward. Arguments as :func:`edge_dot`. Returns ``[E]``.
+    """
+    return _EdgeGate.apply(query, key, rowptr, col)  # type: ignore[no-untyped-call]
+
+
+def edge_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rowptr: Tensor,
+    col: Tensor,
+    gate: Tensor | None = None,
+    bias: Tensor | None = None,
+    scale: float = 1.0,
+    gate_form: str = "score",
+    dropout: float = 0.0,
+    seed: int = 0,
+) -> tuple[Tensor, Tensor]:
+    r"""Softmax attention over the edges of each query, and nothing else.
+
+    With :math:`s_e = \text{scale} \cdot \langle q_i, k_j \rangle`, gate :math:`a_e` and bias :math:`b_e` (1 and 0 if None), the weight is
+    :math:`\exp(a_e s_e + b_e)` for ``gate_form="score"`` and :math:`a_e \exp(s_e + b_e)` for ``"weight"``; weights are normalised over each
+    row and sum the values. Padding does not exist, so nothing is masked after the softmax. Cost O(E C); memory O(E + HNC).
+
+    Args:
+        query: ``[H, N, C]``.
+        key: ``[H, M, C]``.
+        value: ``[H, M, C']``.
+        rowptr: Row offsets, ``[H*N+1]`` int64.
+        col: Key of each edge, ``[E]``.
+        gate: ``[E]``, positive for ``"weight"``; the seam of the straight-through estimators.
+        bias: ``[E]``, added to the logits.
+        scale: Factor of the scores, usually ``C ** -0.5``.
+        gate_form: ``"score"`` or ``"weight"``: which of the two forms the gate takes.
+        dropout: Probability in [0, 1) that a normalised weight is dropped; the others grow by ``1 / (1 - dropout)``.
+        seed: Seed of the dropout, 64 bits.
+
+    Returns:
+        The output ``[H, N, C']`` (zeros for a query without edges) and the log of each row's sum of weights, ``[H, N]``, float32 or
+        better, ``-inf`` for a query without edges, without gradient.
+    """
+    return _edge_attention(query, key, value, rowptr, col, gate, bias, scale, gate_form, dropout, seed)
+
+
+def segment_entmax(
+    src: Tensor,
+    index: Tensor | None = None,
+    ptr: Tensor | None = None,
+    num_nodes: int | None = None,
+    alpha: float = 1.5,
+) -> Tensor:
+    r"""alpha-entmax over segments, with the signature of :func:`torch_geometric.utils.softmax`.
+
+    Each segment becomes :math:`p_e = [(\alpha - 1) x_e - \tau]_+^{1/(\alpha-1)}` with :math:`\tau` such that it sums to 1: sparse for
+    :math:`\alpha > 1`, softmax as :math:`\alpha \to 1`, sparsemax at 2. Cost O(E) per root-finding step (at most 60, usually below 10).
+
+    Args:
+        src: Values, ``[E]``.
+        index: Segment of each value, ``[E]`` int64, in any order.
+        ptr: Offsets of consecutive segments, ``[S+1]`` int64; used instead of ``index``.
+        num_nodes: Number of segments with ``index``; the largest index plus one if None.
+        alpha: Greater than 1, at most 4.
+
+    Returns:
+        ``[E]``, each non-empty segment non-negative with sum 1.
+
+    Raises:
+        ValueError: ``alpha`` is out of range, or neither or both of ``index`` and ``ptr`` came.
+
+    Example:
+        >>> segment_entmax(torch.tensor([0.0, 2.0, 0.0, 0.1]), ptr=torch.tensor([0, 2, 4]), alpha=2.0)
+        tensor([0.0000, 1.0000, 0.4500, 0.5500])
+
+    Reference: Peters, Niculae and Martins, "Sparse Sequence-to-Sequence Models", ACL 2019. There the root is found by sorting or
+    bisection on dense rows; here by bracketed Newton steps on sums over segments.
+    """
+    if not 1 < alpha <= 4:
+        raise ValueError(f"Expected 'alpha' in (1, 4] (got {alpha}). Use softmax for alpha = 1.")
+    if (index is None) == (ptr is None):
+        raise ValueError(
+            f"Expected one of 'index' and 'ptr' (got {'neither' if ptr is None else 'both'}). Pass `ptr` where segments are consecutive."
+        )
+    if src.dim() != 1:
+        raise ValueError(f"Expected 'src' to be [E] (got {list(src.shape)}). Call it once per column.")
+    if ptr is not None:
+        return _segment_entmax(src, ptr, alpha)
+    assert index is not None
+    order = torch.argsort(index, stable=True)
+    counts = torch.bincount(index, minlength=num_nodes or 0)
+    sorted_out = _segment_entmax(src[order], torch.cat([counts.new_zeros(1), counts.cumsum(0)]), alpha)
+    return torch.empty_like(sorted_out).index_copy(0, order, sorted_out)
+
+
+def sample_sbm(
+    query: Tensor,
+    key: Tensor,
+    query_ptr: Tensor,
+    key_ptr: Tensor,
+    streams: Tensor,
+    seed: int,
+    method: str = "bernoulli",
+    exploration: float = 0.0,
+    clamp: bool = False,
+) -> tuple[Tensor, Tensor]:
+    r"""Sample the edges of a low-rank random graph in each head of each sequence.
+
+    With :math:`p_{ij} = \langle q_i, z_j \rangle + \delta`: ``"bernoulli"`` puts an edge with probability :math:`\min(1, p_{ij})`, ``"fastrg"``
+    with :math:`1 - e^{-p_{ij}}`, all pairs independent. Row by row the cheaper of two ways is taken: Poisson proposals
+    (O(expected edges)) or one coin per key. Random words are Philox4x32-10 at counter (number, row, stream, head), so the edges of a
+    sequence depend on its own memberships, ``seed`` and its stream alone: not on threads, on the device or on the rest of the batch.
+
+    Args:
+        query: Rates of the queries ``Y S``, ``[H, N, K]``, finite, non-negative.
+        key: Memberships of the keys ``Z``, ``[H, M, K]``, finite, non-negative.
+        query_ptr: Offsets of the sequences in the queries, ``[B+1]`` int64.
+        key_ptr: Offsets of the sequences in the keys, ``[B+1]`` int64.
+        streams: Number of each sequence's random stream, ``[B]`` int64 in ``0 .. 2**32-1``.
+        seed: 64-bit seed.
+        method: ``"bernoulli"`` or ``"fastrg"``.
+        exploration: Added to every probability, in [0, 1].
+        clamp: Cut probabilities above 1; otherwise they are an error.
+
+    Returns:
+        ``rowptr`` [H*N+1] int64 and ``col`` [E] int32 (int64 where M does not fit), sorted by (head, query, key).
+
+    Raises:
+        ValueError: A probability without exploration exceeds 1 (``"bernoulli"`` without ``clamp``).
+    """
+    return _sample_sbm(query, key, query_ptr, key_ptr, streams, seed, method, exploration, clamp)

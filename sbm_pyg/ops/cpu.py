@@ -1,0 +1,6 @@
+"""The CPU kernels, under the names of the ops they implement."""
+
+from .cpu_edges import edge_attention, edge_attention_backward, edge_dot, edge_dot_backward
+from .cpu_sampling import sample_sbm
+
+__all__ = ["edge_attention", "edge_attention_backward", "edge_dot", "edge_dot_backward", "sample_sbm"]

@@ -1,0 +1,416 @@
+"""Every op in plain torch: slow, short, and the meaning that each backend is tested against.
+
+In and out: the tensors of the op schemas in :mod:`sbm_pyg.ops`; any device, any floating dtype.
+Not here: checks of what comes in (the public border does that) and speed.
+
+Shapes: N queries, M keys, E edges, H heads, C channels, K blocks, B sequences; row ``r = h * N + i``.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+# ------------------------------------------------------------------ counter-based random words
+
+_MULTIPLIER = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_WORD = 0xFFFFFFFF
+
+# What a random word is for; the purpose is part of its counter, so no two uses ever share a word.
+COIN_BYTE, COIN_REST, COUNT, PROPOSAL, DROPOUT = range(1, 6)
+
+PROPOSAL_COST = 16.0
+"""How many coins of a densely flipped row one proposal is worth; decides row by row which way is taken."""
+
+
+def philox(c0: Tensor | int, c1: Tensor | int, c2: Tensor | int, c3: Tensor | int, seed: int) -> tuple[Tensor, ...]:
+    """Philox4x32-10 (Salmon et al., SC 2011): four random 32-bit words for each counter.
+
+    Args:
+        c0, c1, c2, c3: Counter words in ``0 .. 2**32-1``, int64 tensors that broadcast (at least one is a tensor).
+        seed: Key, 64 bits.
+
+    Returns:
+        Four int64 tensors of words in ``0 .. 2**32-1``.
+    """
+    like = next(c for c in (c0, c1, c2, c3) if isinstance(c, Tensor))
+    x = [c if isinstance(c, Tensor) else torch.tensor(c, device=like.device) for c in (c0, c1, c2, c3)]
+    key = [seed & _WORD, (seed >> 32) & _WORD]
+    for _ in range(10):
+        a, b = x[0] * _MULTIPLIER[0], x[2] * _MULTIPLIER[1]  # wraps in int64; the low 64 bits are right
+        x = [((b >> 32) & _WORD) ^ x[1] ^ key[0], b & _WORD, ((a >> 32) & _WORD) ^ x[3] ^ key[1], a & _WORD]
+        key = [(k + w) & _WORD for k, w in zip(key, _WEYL, strict=True)]
+    return tuple(torch.broadcast_tensors(*x))
+
+
+def dropout_mask(num_edges: int, dropout: float, seed: int, device: torch.device) -> Tensor:
+    """Edges that attention dropout keeps, ``[E]`` bool: edge e looks at word ``e % 4`` of counter ``e // 4``."""
+    block = torch.arange((num_edges + 3) // 4, device=device)
+    words = torch.stack(philox(block & _WORD, block >> 32, 0, DROPOUT, seed), dim=-1).flatten()
+    return words[:num_edges] >= round(dropout * 2**32)
+
+
+# ------------------------------------------------------------------ edges of a graph
+
+
+def _rows(rowptr: Tensor, num_edges: int) -> Tensor:
+    return torch.repeat_interleave(rowptr.diff(), output_size=num_edges)
+
+
+def _ends(query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor) -> tuple[Tensor, Tensor]:
+    """Row of the query and row of the key of each edge, in tensors flattened over heads."""
+    row = _rows(rowptr, col.numel())
+    return row, torch.div(row, query.size(1), rounding_mode="floor") * key.size(1) + col
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Statistics accumulate in float32 or better."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def edge_dot(query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor) -> Tensor:
+    row, end = _ends(query, key, rowptr, col)
+    return (_wide(query).flatten(0, 1)[row] * _wide(key).flatten(0, 1)[end]).sum(-1).to(query.dtype)
+
+
+def edge_dot_backward(
+    grad: Tensor, query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor, need_query: bool, need_key: bool
+) -> tuple[Tensor, Tensor]:
+    row, end = _ends(query, key, rowptr, col)
+    weight = _wide(grad)[:, None]
+    grads = []
+    for needed, mine, index, other, other_index in (
+        (need_query, query, row, key, end),
+        (need_key, key, end, query, row),
+    ):
+        total = torch.zeros_like(_wide(mine), memory_format=torch.contiguous_format).flatten(0, 1)
+        if needed:
+            total.index_add_(0, index, weight * _wide(other).flatten(0, 1)[other_index])
+        grads.append(total.view(mine.shape).to(mine.dtype))
+    return grads[0], grads[1]
+
+
+def _segment_max(src: Tensor, row: Tensor, num_rows: int) -> Tensor:
+    return src.new_full((num_rows,), -math.inf).scatter_reduce(0, row, src, "amax")
+
+
+def _logits(
+    query: Tensor,
+    key: Tensor,
+    row: Tensor,
+    end: Tensor,
+    gate: Tensor | None,
+    bias: Tensor | None,
+    scale: float,
+    gate_form: str,
+) -> tuple[Tensor, Tensor]:
+    """Scaled scores and the logits that enter the softmax, a "weight" gate as its logarithm."""
+    score = (_wide(query).flatten(0, 1)[row] * _wide(key).flatten(0, 1)[end]).sum(-1) * scale
+    logit = score
+    if gate is not None:
+        logit = _wide(gate) * logit if gate_form == "score" else logit + _wide(gate).log()
+    return score, logit if bias is None else logit + _wide(bias)
+
+
+def edge_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rowptr: Tensor,
+    col: Tensor,
+    gate: Tensor | None,
+    bias: Tensor | None,
+    scale: float,
+    gate_form: str,
+    dropout: float,
+    seed: int,
+) -> tuple[Tensor, Tensor]:
+    heads, num_queries = query.shape[:2]
+    rows = heads * num_queries
+    row, end = _ends(query, key, rowptr, col)
+    _, logit = _logits(query, key, row, end, gate, bias, scale, gate_form)
+    top = _segment_max(logit, row, rows)
+    weight = (logit - top[row]).exp()
+    total = torch.zeros_like(top).index_add_(0, row, weight)
+    alpha = weight / total[row]
+    if dropout > 0:
+        alpha = alpha * dropout_mask(col.numel(), dropout, seed, col.device) / (1 - dropout)
+    values = _wide(value).flatten(0, 1)
+    out = values.new_zeros(rows, value.size(-1)).index_add_(0, row, alpha[:, None] * values[end])
+    lse = torch.where(total > 0, top + total.log(), torch.where(total.isnan(), total, -math.inf))
+    return out.view(heads, num_queries, -1).to(value.dtype), lse.view(heads, num_queries)
+
+
+def edge_attention_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rowptr: Tensor,
+    col: Tensor,
+    gate: Tensor | None,
+    bias: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    gate_form: str,
+    dropout: float,
+    seed: int,
+    need_gate: bool,
+    need_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    row, end = _ends(query, key, rowptr, col)
+    score, logit = _logits(query, key, row, end, gate, bias, scale, gate_form)
+    alpha = (logit - lse.flatten()[row]).exp()
+    flat_grad, flat_query, flat_key, flat_value = (_wide(x).flatten(0, 1) for x in (grad_out, query, key, value))
+    gain = (flat_grad[row] * flat_value[end]).sum(-1)
+    kept = alpha
+    if dropout > 0:
+        keep = dropout_mask(col.numel(), dropout, seed, col.device).to(alpha.dtype) / (1 - dropout)
+        gain, kept = gain * keep, alpha * keep
+    mean_gain = (flat_grad * _wide(out).flatten(0, 1)).sum(-1)
+    grad_logit = alpha * (gain - mean_gain[row])
+    grad_score = grad_logit * scale if gate is None or gate_form == "weight" else grad_logit * scale * _wide(gate)
+    grad_query = torch.zeros_like(flat_query).index_add_(0, row, grad_score[:, None] * flat_key[end])
+    grad_key = torch.zeros_like(flat_key).index_add_(0, end, grad_score[:, None] * flat_query[row])
+    grad_value = torch.zeros_like(flat_value).index_add_(0, end, kept[:, None] * flat_grad[row])
+    empty = grad_logit.new_empty(0)
+    grad_gate = grad_bias = empty
+    if gate is not None and need_gate:
+        grad_gate = (grad_logit * score if gate_form == "score" else grad_logit / _wide(gate)).to(gate.dtype)
+    if bias is not None and need_bias:
+        grad_bias = grad_logit.to(bias.dtype, copy=True)
+    return (
+        grad_query.view(query.shape).to(query.dtype),
+        grad_key.view(key.shape).to(key.dtype),
+        grad_value.view(value.shape).to(value.dtype),
+        grad_gate,
+        grad_bias if grad_bias is not grad_gate else empty.clone(),
+    )
+
+
+# ------------------------------------------------------------------ alpha-entmax over rows
+
+
+def segment_entmax(src: Tensor, rowptr: Tensor, alpha: float) -> Tensor:
+    """Bracketed Newton on tau; see :func:`sbm_pyg.ops.segment_entmax` for the law."""
+    if src.numel() == 0:
+        return torch.empty_like(src)
+    num_rows = rowptr.numel() - 1
+    row = _rows(rowptr, src.numel())
+    power = 1 / (alpha - 1)
+    z = (alpha - 1) * _wide(src)
+    z = z - _segment_max(z, row, num_rows)[row]
+    count = rowptr.diff().to(z.dtype).clamp(min=1)
+    low, high = -torch.ones_like(count), -(count ** (1 - alpha))  # mass >= 1 at low, <= 1 at high
+    tau = low.clone()
+    for _ in range(60):
+        slack = (z - tau[row]).clamp(min=0)
+        mass = torch.zeros_like(count).index_add_(0, row, slack**power) - 1
+        steep = torch.where(slack > 0, slack, 1) ** (power - 1) * (slack > 0)
+        slope = -power * torch.zeros_like(count).index_add_(0, row, steep)
+        low, high = torch.where(mass > 0, tau, low), torch.where(mass <= 0, tau, high)
+        step = tau - mass / slope
+        step = torch.where((step > low) & (step < high), step, (low + high) / 2)
+        if bool(((step - tau).abs() <= torch.finfo(z.dtype).eps * tau.abs()).all()):
+            break
+        tau = step
+    out = (z - tau[row]).clamp(min=0) ** power
+    total = torch.zeros_like(count).index_add_(0, row, out)
+    return (out / total[row]).to(src.dtype)
+
+
+def segment_entmax_backward(grad: Tensor, out: Tensor, rowptr: Tensor, alpha: float) -> Tensor:
+    """``dx = u dy - u sum(u dy) / sum(u)`` with ``u = p^(2 - alpha)`` on the support."""
+    row = _rows(rowptr, out.numel())
+    p, dy = _wide(out), _wide(grad)
+    u = torch.where(p > 0, p, 1) ** (2 - alpha) * (p > 0)
+    sums = p.new_zeros(2, rowptr.numel() - 1).index_add_(1, row, torch.stack([u * dy, u]))
+    return (u * dy - u * (sums[0] / sums[1])[row]).to(out.dtype)
+
+
+# ------------------------------------------------------------------ sampling a stochastic block model
+
+
+def sample_sbm(
+    query: Tensor,
+    key: Tensor,
+    query_ptr: Tensor,
+    key_ptr: Tensor,
+    streams: Tensor,
+    seed: int,
+    method: str,
+    exploration: float,
+    clamp: bool,
+) -> tuple[Tensor, Tensor]:
+    num_queries = query.size(1)
+    counts = torch.zeros(query.size(0), num_queries, dtype=torch.int64, device=query.device)
+    found: list[Tensor] = []
+    spans = [
+        *zip(
+            query_ptr.tolist(),
+            query_ptr.tolist()[1:],
+            key_ptr.tolist(),
+            key_ptr.tolist()[1:],
+            streams.tolist(),
+            strict=False,
+        )
+    ]
+    for head in range(query.size(0)):
+        for start, end, first_key, end_key, stream in spans:
+            counter = (stream & _WORD, head)
+            row, col = _sample_block(
+                query[head, start:end].double(),
+                key[head, first_key:end_key].double(),
+                counter,
+                seed,
+                method,
+                exploration,
+                clamp,
+            )
+            counts[head, start:end] = torch.bincount(row, minlength=end - start)
+            found.append(col + first_key)
+    rowptr = torch.cat([counts.new_zeros(1), counts.flatten().cumsum(0)])
+    dtype = torch.int32 if key.size(1) < 2**31 else torch.int64
+    return rowptr, torch.cat(found).to(dtype)
+
+
+def _sample_block(
+    rate: Tensor, key: Tensor, counter: tuple[int, int], seed: int, method: str, exploration: float, clamp: bool
+) -> tuple[Tensor, Tensor]:
+    """Sorted edges of one head of one sequence, tokens counted from 0: rates [n, K], memberships [m, K]."""
+    num_keys = key.size(0)
+    mass = torch.cat([rate * key.sum(0), torch.full_like(rate[:, :1], exploration * num_keys)], dim=1)  # [n, K+1]
+    stretch, dense = plan_rows(rate, key.sum(0), key.amax(0), num_keys, method, exploration)
+    parts = [
+        _flip_rows(rate, key, dense.nonzero()[:, 0], counter, seed, method, exploration, clamp),
+        _propose_rows(rate, key, mass, stretch, (~dense).nonzero()[:, 0], counter, seed, method, exploration),
+    ]
+    edge = torch.cat(parts).sort().values
+    return torch.div(edge, num_keys, rounding_mode="floor"), edge % num_keys
+
+
+def plan_rows(
+    rate: Tensor, key_sum: Tensor, key_max: Tensor, num_keys: int, method: str, exploration: float
+) -> tuple[Tensor, Tensor]:
+    """How each row is sampled: the factor of its Poisson rates, and whether its coins are flipped key by key instead.
+
+    With ``pbar`` a bound on the row's probabilities, rates ``c p`` with ``c = -log(1 - pbar) / pbar`` propose every pair often enough for
+    thinning to reach p exactly. All in float64, so that every backend decides alike.
+    """
+    expected = rate @ key_sum + exploration * num_keys
+    bound = rate @ key_max + exploration
+    if method == "fastrg":
+        return torch.ones_like(bound), expected * PROPOSAL_COST >= num_keys
+    stretch = torch.where(bound > 0, -torch.log1p(-bound.clamp(max=1 - 1e-12)) / bound, 1.0)
+    return stretch, (bound > 1 - 1e-12) | (expected * stretch * PROPOSAL_COST >= num_keys)
+
+
+def _flip_rows(
+    rate: Tensor,
+    key: Tensor,
+    rows: Tensor,
+    counter: tuple[int, int],
+    seed: int,
+    method: str,
+    exploration: float,
+    clamp: bool,
+) -> Tensor:
+    """One coin for each pair of these rows: edge iff its 32-bit word lies below p * 2**32.
+
+    The word's top byte and its other 24 bits come from different counters, so a backend may draw a byte for every pair and
+    the rest only for the one pair in 256 whose byte does not decide.
+    """
+    stream, head = counter
+    num_keys = key.size(0)
+    j = torch.arange(num_keys, device=key.device)
+    edges = [rows.new_empty(0)]
+    for part in rows.split(max(1, 2**22 // num_keys)):
+        p = rate[part] @ key.T + exploration  # [rows, m]
+        if method == "fastrg":
+            p = -torch.expm1(-p)
+        elif not clamp and bool((p > 1 + 1e-5 + exploration).any()):
+            raise ValueError(over_one(float(p.max()) - exploration))
+        threshold = (p.clamp(max=1) * 2.0**32).long()
+        i = part[:, None]
+        words = torch.stack(philox(j[::16] >> 4, i, stream, head | COIN_BYTE << 24, seed), dim=-1).flatten(
+            1
+        )  # [rows, 4 * ceil(m/16)]
+        byte = (words[:, j >> 2] >> 8 * (j & 3)) & 255
+        words = torch.stack(philox(j[::4] >> 2, i, stream, head | COIN_REST << 24, seed), dim=-1).flatten(1)
+        hit = (byte << 24 | words[:, j] >> 8) < threshold
+        local, col = hit.nonzero(as_tuple=True)
+        edges.append(part[local] * num_keys + col)
+    return torch.cat(edges)
+
+
+def over_one(p: float) -> str:
+    """Message for an SBM whose edge probability exceeds one."""
+    return f"Expected edge probabilities in [0, 1] (got {p:.4g}). Scale the memberships or the block matrix, or pass clamp=True to cut probabilities at 1."
+
+
+def _propose_rows(
+    rate: Tensor,
+    key: Tensor,
+    mass: Tensor,
+    stretch: Tensor,
+    rows: Tensor,
+    counter: tuple[int, int],
+    seed: int,
+    method: str,
+    exploration: float,
+) -> Tensor:
+    """Poisson proposals in each of these rows, without repeats, thinned to the exact probability."""
+    stream, head = counter
+    num_keys, blocks = key.shape
+    mass, stretch = mass[rows], stretch[rows]
+    count = _poisson(mass.sum(1) * stretch, rows, counter, seed)
+    local = torch.repeat_interleave(count, output_size=int(count.sum()))
+    if local.numel() == 0:
+        return rows.new_empty(0)
+    number = torch.arange(local.numel(), device=local.device) - (count.cumsum(0) - count)[local]
+    words = philox(number, rows[local], stream, head | PROPOSAL << 24, seed)
+    block = _invert(mass, words[0], local)
+    col = torch.where(block < blocks, _invert(key.T, words[1], block.clamp(max=blocks - 1)), words[1] * num_keys >> 32)
+    edge, order = torch.sort(rows[local] * num_keys + col, stable=True)
+    first = torch.ones_like(edge, dtype=torch.bool)
+    first[1:] = edge[1:] != edge[:-1]
+    edge, order = edge[first], order[first]
+    if method == "fastrg":
+        return edge
+    p = torch.cat([(rate[e // num_keys] * key[e % num_keys]).sum(1) for e in edge.split(2**16)]) + exploration
+    keep = words[2][order].double() * -torch.expm1(-stretch[local[order]] * p) < p * 2.0**32
+    return edge[keep]
+
+
+def _invert(mass: Tensor, word: Tensor, row: Tensor) -> Tensor:
+    """Draw from row ``row[e]`` of unnormalised distributions ``[R, L]`` by the word of each draw: inverse CDF in 32-bit fixed point."""
+    cumulative = mass.cumsum(1)
+    bounds = (cumulative / cumulative[:, -1:] * 2.0**32).nan_to_num(2.0**32).long()
+    offset = torch.arange(mass.size(0), device=mass.device) << 32
+    return torch.searchsorted((bounds + offset[:, None]).flatten(), word + offset[row], right=True) - row * mass.size(1)
+
+
+def _poisson(rate: Tensor, rows: Tensor, counter: tuple[int, int], seed: int) -> Tensor:
+    """Poisson counts by inversion, in as many equal parts of at most 256 as the rate needs (exp(-256) is still normal)."""
+    stream, head = counter
+    parts = (rate / 256).ceil().clamp(min=1).long()
+    total = torch.zeros_like(parts)
+    for part in range(int(parts.max()) if parts.numel() else 0):
+        lam = torch.where(part < parts, rate / parts, 0.0)
+        words = philox(torch.full_like(rows, part), rows, stream, head | COUNT << 24, seed)
+        u = ((words[0] << 21) | (words[1] >> 11)).double() * 2.0**-53
+        count = torch.zeros_like(total)
+        term = torch.exp(-lam)
+        left = u - term
+        while bool((left >= 0).any()):
+            more = left >= 0
+            count += more
+            term = term * lam / count.clamp(min=1)
+            left = torch.where(more, left - term, left)
+            left = torch.where(term > 0, left, -1.0)  # the tail beyond double precision
+        total += count
+    return total

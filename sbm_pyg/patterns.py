@@ -1,0 +1,504 @@
+"""Fixed graphs of tokens: full, window, global, random, BigBird, and the three patterns of the universality proof.
+
+In: a number of tokens ``n``, or the offsets ``ptr`` of a ragged batch; then every sequence gets the pattern of its own length.
+Out: an :class:`~sbm_pyg.graph.AttentionGraph` whose queries and keys are the same tokens; or, by the transforms at the end, PyG ``Data`` with edges.
+Not here: graphs that depend on the tokens (``sampling``, ``sparsefinder``).
+
+Patterns combine by union: ``window(n, 3) | global_tokens(n, 1)``. In all but :func:`random` and :func:`bigbird` a query attends to consecutive
+keys: they cost O(N + E) time and memory, E the edges of all heads, and sort nothing. None makes an ``n x n`` array, unless its graph is that dense.
+In every formula r is the position of a token in its sequence, counted from 0, and n the length of that sequence.
+
+References: Beltagy, Peters, Cohan: Longformer, 2020. Zaheer et al.: Big Bird, 2020. Cho et al.: Transformers meet Stochastic Block Models, 2022.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from numbers import Integral
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch_geometric.data import Data
+from torch_geometric.data.datapipes import functional_transform
+from torch_geometric.transforms import BaseTransform
+
+from .graph import AttentionGraph, resolve_ptr
+from .sampling import draw_seed
+
+__all__ = [
+    "BigBirdGraph", "BlockDiagonalGraph", "FullGraph", "GlobalGraph", "RandomGraph", "RelayKeysGraph", "RelayQueriesGraph", "SelfLoopsGraph",
+    "WindowGraph", "bigbird", "block_diagonal", "full", "global_tokens", "random", "relay_keys", "relay_queries", "self_loops", "window",
+]  # fmt: skip
+
+Device = torch.device | str | None
+
+
+def full(n: int | None, *, heads: int = 1, ptr: Tensor | None = None, device: Device = None) -> AttentionGraph:
+    """Every token attends to every token of its sequence.
+
+    Args:
+        n: Number of tokens N, at least 1. May be None where ``ptr`` is given, else it must be its last entry.
+        heads: Number of heads H; all get the same edges.
+        ptr: Offsets of the sequences, ``[B+1]`` int64. One sequence of n tokens if None.
+        device: Where the graph is made: that of ``ptr`` if None, else the default device.
+
+    Returns:
+        A graph with :math:`H \\sum_b n_b^2` edges.
+
+    Raises:
+        TypeError, ValueError: An argument has the wrong type or range, or ``ptr`` does not describe n tokens; so in all functions here.
+
+    Example:
+        >>> full(3)
+        AttentionGraph(1 sequence, 1 head, 3 queries, 3 keys, 9 edges, density 100.0%)
+    """
+    tokens = _Tokens.of(n, heads, ptr, device)
+    return tokens.consecutive(tokens.start, tokens.end)
+
+
+def window(
+    n: int | None, size: int, *, causal: bool = False, heads: int = 1, ptr: Tensor | None = None, device: Device = None
+) -> AttentionGraph:
+    """Each token attends to itself and to the tokens at most ``size`` positions away.
+
+    An edge where :math:`|r_i - r_j| \\le size`, or :math:`0 \\le r_i - r_j \\le size` where ``causal``. Tokens near an end have fewer keys.
+    Longformer (section 3.1) and BigBird give the window as w = ``2 * size``.
+
+    Args:
+        size: Reach to each side, at least 0; ``2 * size + 1`` keys. A sequence of ``size + 1`` tokens or fewer gets its full graph.
+        causal: Leave out the keys after the query; ``window(n, n, causal=True)`` is the usual causal mask.
+        n, heads, ptr, device: As in :func:`full`.
+
+    Returns:
+        A graph with at most ``H * N * (2 * size + 1)`` edges.
+
+    Example:
+        >>> window(4, 1).to_dense()[0].int().tolist()
+        [[1, 1, 0, 0], [1, 1, 1, 0], [0, 1, 1, 1], [0, 0, 1, 1]]
+    """
+    _check_int("size", size, 0, "Its unit is tokens to each side; 0 gives self-loops.")
+    tokens = _Tokens.of(n, heads, ptr, device)
+    reach, token = tokens.length.clamp(max=size), tokens.start + tokens.place
+    end = token + 1 if causal else torch.minimum(token + reach + 1, tokens.end)
+    return tokens.consecutive(torch.maximum(token - reach, tokens.start), end)
+
+
+def global_tokens(
+    n: int | None, num_global: int, *, heads: int = 1, ptr: Tensor | None = None, device: Device = None
+) -> AttentionGraph:
+    """The first ``num_global`` tokens of a sequence attend to all of it, and all of it attends to them.
+
+    An edge where :math:`r_i < num\\_global` or :math:`r_j < num\\_global`. Other tokens do not attend to themselves.
+    As in Longformer (section 3.1), without its second projection for these edges, and BigBird (section 2).
+
+    Args:
+        num_global: Number of global tokens, at least 0. A sequence with no more tokens gets its full graph.
+        n, heads, ptr, device: As in :func:`full`.
+
+    Returns:
+        A graph with at most ``2 * H * N * num_global`` edges.
+
+    Example:
+        >>> global_tokens(4, 1).to_dense()[0].int().tolist()
+        [[1, 1, 1, 1], [1, 0, 0, 0], [1, 0, 0, 0], [1, 0, 0, 0]]
+    """
+    _check_int("num_global", num_global, 0, "It is the number of global tokens of each sequence.")
+    tokens = _Tokens.of(n, heads, ptr, device)
+    keys = tokens.length.where(tokens.place < num_global, tokens.length.clamp(max=num_global))
+    return tokens.consecutive(tokens.start, tokens.start + keys)
+
+
+def random(
+    n: int | None,
+    num_keys_per_query: int,
+    *,
+    seed: int | None = None,
+    generator: torch.Generator | None = None,
+    heads: int = 1,
+    ptr: Tensor | None = None,
+    device: Device = None,
+) -> AttentionGraph:
+    """Each token attends to a uniformly random set of ``num_keys_per_query`` distinct tokens of its sequence (BigBird, section 2).
+
+    All :math:`\\binom{n}{k}` sets of a query are equally likely, itself included among the keys; queries and heads draw independently.
+    Keys are drawn with replacement and drawn again only where they repeat one that the query has. That treats all keys
+    alike, so the final set is uniform; where k > n/2 the keys left out are drawn instead, so each draw is new with probability 1/2 at
+    least. Cost O(E log E) time per round of an expected O(log E) rounds (three for 64 of 16,384 keys), O(E) memory.
+
+    Args:
+        num_keys_per_query: Number of keys k of each query, at least 0. A sequence with fewer tokens gets its full graph.
+        seed: Integer that fixes the keys, for one kind of device.
+        generator: Where a seed is drawn from if ``seed`` is None; torch's default generator if both are None.
+        heads: Number of heads H; each draws its own keys.
+        n, ptr, device: As in :func:`full`.
+
+    Returns:
+        A graph with exactly :math:`H \\sum_b n_b \\min(k, n_b)` edges.
+
+    Example:
+        >>> random(6, 2, seed=0).degree
+        tensor([[2, 2, 2, 2, 2, 2]])
+    """
+    _check_int("num_keys_per_query", num_keys_per_query, 0, "It is the number of keys that each query draws.")
+    tokens = _Tokens.of(n, heads, ptr, device)
+    size = tokens.length.repeat(heads)  # [H*N]
+    degree = size.clamp(max=num_keys_per_query)
+    own_generator = torch.Generator(size.device).manual_seed(draw_seed(seed, generator))
+    place = _distinct(degree, size, own_generator)
+    first = torch.repeat_interleave(tokens.start.repeat(heads), degree, output_size=place.numel())
+    return tokens.graph(degree, first + place, heads)
+
+
+def bigbird(
+    n: int | None,
+    size: int,
+    num_global: int,
+    num_random: int,
+    *,
+    seed: int | None = None,
+    generator: torch.Generator | None = None,
+    heads: int = 1,
+    ptr: Tensor | None = None,
+    device: Device = None,
+) -> AttentionGraph:
+    """The union of a window, global tokens and random keys, token by token.
+
+    ``window(n, size) | global_tokens(n, num_global) | random(n, num_random)``: a random key may be one that the window or the global
+    tokens hold already. This is the definition of BigBird's section 2 (internal transformer construction); its code works on blocks of tokens
+    and draws random blocks outside window and global ones. Cost: that of :func:`random`, plus O(E log E).
+
+    Args:
+        size: Reach of the window to each side, at least 0.
+        num_global: Number of global tokens, the first of each sequence, at least 0.
+        num_random: Number of random keys of each query, at least 0.
+        seed, generator: As in :func:`random`.
+        heads: Number of heads H; they share window and global tokens, each draws its own random keys.
+        n, ptr, device: As in :func:`full`.
+
+    Returns:
+        A graph with at most ``H * N * (2 * size + 1 + 2 * num_global + num_random)`` edges.
+
+    Example:
+        >>> bigbird(512, size=3, num_global=2, num_random=3, seed=0, heads=2).degree[:, :2].tolist()  # global tokens
+        [[512, 512], [512, 512]]
+    """
+    _check_int("num_random", num_random, 0, "It is the number of random keys that each query draws.")
+    fixed = window(n, size, ptr=ptr, device=device) | global_tokens(n, num_global, ptr=ptr, device=device)
+    drawn = random(n, num_random, seed=seed, generator=generator, heads=heads, ptr=ptr, device=device)
+    return fixed.expand(heads) | drawn
+
+
+def block_diagonal(
+    n: int | None, num_blocks: int, *, heads: int = 1, ptr: Tensor | None = None, device: Device = None
+) -> AttentionGraph:
+    """Each token attends to the tokens of its block, itself among them: pattern 1 of Lemma 2 (Cho et al.).
+
+    An edge where :math:`\\lfloor r_i K/n \\rfloor = \\lfloor r_j K/n \\rfloor`: K blocks of consecutive tokens whose sizes differ by 1 at most.
+    As an SBM: Y = Z = onehot of the block, S = I. (Lemma 2 of Cho et al. counts tokens from 1, which makes K + 1 blocks.)
+
+    Args:
+        num_blocks: Number of blocks K, at least 1. In a sequence with no more tokens each is a block of its own.
+        n, heads, ptr, device: As in :func:`full`.
+
+    Returns:
+        A graph with about :math:`H \\sum_b n_b^2 / K` edges.
+
+    Example:
+        >>> block_diagonal(5, 2).to_dense()[0].int().tolist()
+        [[1, 1, 1, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 0, 0], [0, 0, 0, 1, 1], [0, 0, 0, 1, 1]]
+    """
+    _check_int("num_blocks", num_blocks, 1, "One block is the full graph.")
+    tokens = _Tokens.of(n, heads, ptr, device)
+    length = tokens.length
+    # From n blocks on every token is alone; the least such K keeps r * K and the ceilings below within int64.
+    blocks = length.clamp(max=num_blocks)
+    block = tokens.place * blocks // length
+    first = (block * length + blocks - 1) // blocks  # the least r of the block: ceil(block * n / K)
+    end = ((block + 1) * length + blocks - 1) // blocks
+    return tokens.consecutive(tokens.start + first, tokens.start + end)
+
+
+def relay_keys(
+    n: int | None, num_relays: int, *, heads: int = 1, ptr: Tensor | None = None, device: Device = None
+) -> AttentionGraph:
+    """Every token attends to the last ``num_relays`` tokens of its sequence: pattern 2 of Lemma 2 (Cho et al.).
+
+    An edge where :math:`r_j \\ge n - K`. As an SBM: Y = 1, Z = the relays, S = 1. The proof adds self-loops, this function does not:
+    ``relay_keys(n, num_relays) | self_loops(n)``.
+
+    Args:
+        num_relays: Number of relays K, at least 1. A sequence with no more tokens gets its full graph.
+        n, heads, ptr, device: As in :func:`full`.
+
+    Returns:
+        A graph with at most ``H * N * num_relays`` edges.
+
+    Example:
+        >>> relay_keys(3, 1).to_dense()[0].int().tolist()
+        [[0, 0, 1], [0, 0, 1], [0, 0, 1]]
+    """
+    _check_int("num_relays", num_relays, 1, "It is the number of relays of each sequence.")
+    tokens = _Tokens.of(n, heads, ptr, device)
+    return tokens.consecutive(tokens.end - tokens.length.clamp(max=num_relays), tokens.end)
+
+
+def relay_queries(
+    n: int | None, num_relays: int, *, heads: int = 1, ptr: Tensor | None = None, device: Device = None
+) -> AttentionGraph:
+    """The last ``num_relays`` tokens of a sequence attend to all of it, the others to none: pattern 3 of Lemma 2 (Cho et al.).
+
+    An edge where :math:`r_i \\ge n - K`, the transpose of :func:`relay_keys`. The proof adds self-loops, this function does not:
+    ``relay_queries(n, num_relays) | self_loops(n)``.
+
+    Args:
+        num_relays: Number of relays K, at least 1. A sequence with no more tokens gets its full graph.
+        n, heads, ptr, device: As in :func:`full`.
+
+    Returns:
+        A graph with at most ``H * N * num_relays`` edges.
+
+    Example:
+        >>> relay_queries(3, 1).to_dense()[0].int().tolist()
+        [[0, 0, 0], [0, 0, 0], [1, 1, 1]]
+    """
+    _check_int("num_relays", num_relays, 1, "It is the number of relays of each sequence.")
+    tokens = _Tokens.of(n, heads, ptr, device)
+    is_relay = tokens.length - tokens.place <= num_relays
+    return tokens.consecutive(tokens.start, torch.where(is_relay, tokens.end, tokens.start))
+
+
+def self_loops(n: int | None, *, heads: int = 1, ptr: Tensor | None = None, device: Device = None) -> AttentionGraph:
+    """Each token attends to itself alone.
+
+    Args:
+        n, heads, ptr, device: As in :func:`full`.
+
+    Returns:
+        A graph with ``H * N`` edges.
+
+    Example:
+        >>> self_loops(3).edge_index.tolist()
+        [[0, 1, 2], [0, 1, 2]]
+    """
+    return window(n, 0, heads=heads, ptr=ptr, device=device)
+
+
+# --------------------------------------------------------------------------------------------------------------- parts
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """Where each token lies in its sequence."""
+
+    heads: int
+    ptr: Tensor  # [B+1]
+    start: Tensor  # [N], the first token of its sequence
+    end: Tensor  # [N], one past the last
+    place: Tensor  # [N], the r of the formulas
+
+    @classmethod
+    def of(cls, n: int | None, heads: int, ptr: Tensor | None, device: Device) -> _Tokens:
+        _check_int("heads", heads, 1, "A graph without heads has no rows.")
+        if n is not None:
+            _check_int("n", n, 1, "It is the number of tokens.")
+        elif ptr is None:
+            raise ValueError("Expected 'n' or 'ptr' (got neither). Pass the number of tokens or their offsets.")
+        else:
+            n = int(ptr.flatten()[-1]) if ptr.numel() else 0
+        device = None if device is None else torch.device(device)
+        ptr = resolve_ptr(n, None if ptr is None else ptr.to(device), device=device)
+        start, end = (torch.repeat_interleave(side, ptr.diff(), output_size=n) for side in (ptr[:-1], ptr[1:]))
+        return cls(heads, ptr, start, end, torch.arange(n, device=ptr.device) - start)
+
+    @property
+    def length(self) -> Tensor:
+        return self.end - self.start  # [N]
+
+    def graph(self, degree: Tensor, col: Tensor, heads: int) -> AttentionGraph:
+        rowptr = torch.cat([degree.new_zeros(1), degree.cumsum(0)])
+        n = self.place.numel()
+        return AttentionGraph(rowptr, col, n, n, heads, self.ptr, self.ptr)
+
+    def consecutive(self, first: Tensor, end: Tensor) -> AttentionGraph:
+        """The graph in which token i attends to tokens ``first[i]..end[i]-1``, in every head."""
+        degree = end - first
+        return self.graph(degree, _ranges(first, degree), 1).expand(self.heads)
+
+
+def _ranges(first: Tensor, count: Tensor) -> Tensor:
+    """``first[i], first[i] + 1, ..., first[i] + count[i] - 1`` for each i, one after the other, ``[sum(count)]``."""
+    ends = count.cumsum(0)
+    total = int(ends[-1])
+    shift = torch.repeat_interleave(first - (ends - count), count, output_size=total)
+    return shift.add_(torch.arange(total, device=first.device))
+
+
+def _distinct(count: Tensor, size: Tensor, generator: torch.Generator) -> Tensor:
+    """For each i a uniform set of ``count[i]`` numbers in ``0..size[i]-1``, ascending, one after the other, ``[sum(count)]``."""
+    device, stride, rows = size.device, int(size.max()), torch.arange(size.numel(), device=size.device)
+    leave = 2 * count > size  # there the numbers left out are drawn
+    wanted = torch.where(leave, size - count, count)
+    missing, cells = wanted, wanted.new_empty(0)  # a cell is a row and a number: row * stride + number
+    while total := int(missing.sum()):
+        row = torch.repeat_interleave(rows, missing, output_size=total)
+        word = torch.randint(2**62, (total,), generator=generator, device=device)
+        number = word % size[row]  # uniform up to size / 2^62
+        cells = torch.cat([cells, row * stride + number]).unique()
+        missing = wanted - torch.bincount(cells.div(stride, rounding_mode="floor"), minlength=rows.numel())
+    if bool(leave.any()):  # add all numbers of those rows; what then appears twice was drawn to be left out
+        cells, times = torch.cat([cells, _ranges(rows[leave] * stride, size[leave])]).unique(return_counts=True)
+        cells = cells[times == 1]
+    return cells % stride
+
+
+def _check_int(name: str, value: int, least: int, way_out: str) -> None:
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        raise TypeError(f"Expected '{name}' to be an int (got {type(value).__name__}). {way_out}")
+    if value < least:
+        raise ValueError(f"Expected '{name}' to be at least {least} (got {value}). {way_out}")
+
+
+# ---------------------------------------------------------------------------------------------------------- transforms
+
+
+@dataclass(eq=False, kw_only=True)
+class _PatternTransform(BaseTransform):
+    """Gives ``Data`` the edges of a pattern over its nodes; its fields are the arguments of ``pattern``.
+
+    The sequences are those of ``ptr``, else of ``batch``, else all nodes are one sequence. Sets ``edge_index`` and, with several heads,
+    ``edge_type`` (the head), in place of the former edges with their ``edge_attr``, ``edge_weight``, ``edge_type``, ``adj`` and ``adj_t``.
+    Edges come sequence by sequence, so a ``Batch`` still separates by ``to_data_list()``.
+    """
+
+    pattern: ClassVar[Callable[..., AttentionGraph]]
+    heads: int = 1
+
+    def forward(self, data: Data) -> Data:
+        if not isinstance(data, Data):
+            raise TypeError(
+                f"Expected 'data' to be Data (got {type(data).__name__}). Convert it with `to_homogeneous()`."
+            )
+        if data.num_nodes is None:
+            raise ValueError("Expected 'data' to have nodes (got none). Set `x` or `num_nodes`.")
+        device = next((value.device for value in data.to_dict().values() if isinstance(value, Tensor)), None)
+        offsets = data.get("ptr")
+        ptr = resolve_ptr(data.num_nodes, offsets, data.get("batch") if offsets is None else None, device=device)
+        graph = self.pattern(None, ptr=ptr, **{each.name: getattr(self, each.name) for each in fields(self)})
+        return _set_edges(data, graph)
+
+
+def _set_edges(data: Data, graph: AttentionGraph) -> Data:
+    for name in {"edge_attr", "edge_weight", "edge_type", "adj", "adj_t"} & set(data.keys()):
+        del data[name]
+    edges = {"edge_index": graph.edge_index} | ({"edge_type": graph.edge_head} if graph.heads > 1 else {})
+    if graph.heads > 1 and graph.num_sequences > 1:  # from (head, query, key) to (sequence, head, query, key)
+        order = torch.bucketize(graph.edge_index[1], graph.query_ptr[1:], right=True).argsort(stable=True)
+        edges = {name: value[..., order] for name, value in edges.items()}
+    data.update(edges)
+    if hasattr(data, "_slice_dict"):  # `Batch.to_data_list` goes by it; shared with the batch that was copied
+        starts, ends = graph.query_ptr[:-1].cpu(), graph.edges_per_sequence.sum(1).cumsum(0).cpu()
+        data._slice_dict = data._slice_dict | dict.fromkeys(edges, torch.cat([ends.new_zeros(1), ends]))
+        data._inc_dict = data._inc_dict | {"edge_index": starts, "edge_type": torch.zeros_like(starts)}
+    return data
+
+
+@functional_transform("full_graph")
+@dataclass(eq=False)
+class FullGraph(_PatternTransform):
+    """Edges between all tokens of each sequence, see :func:`full` (functional name: ``full_graph``).
+
+    Example:
+        >>> FullGraph()(Data(num_nodes=3))
+        Data(num_nodes=3, edge_index=[2, 9])
+    """
+
+    pattern = staticmethod(full)
+
+
+@functional_transform("window_graph")
+@dataclass(eq=False)
+class WindowGraph(_PatternTransform):
+    """Edges to near tokens, see :func:`window` (functional name: ``window_graph``).
+
+    Example:
+        >>> WindowGraph(size=1, heads=2)(Data(num_nodes=3))
+        Data(num_nodes=3, edge_index=[2, 14], edge_type=[14])
+    """
+
+    pattern = staticmethod(window)
+    size: int
+    causal: bool = field(default=False, kw_only=True)
+
+
+@functional_transform("global_graph")
+@dataclass(eq=False)
+class GlobalGraph(_PatternTransform):
+    """Edges from and to the first tokens, see :func:`global_tokens` (functional name: ``global_graph``)."""
+
+    pattern = staticmethod(global_tokens)
+    num_global: int
+
+
+@dataclass(eq=False, kw_only=True)
+class _RandomTransform(_PatternTransform):
+    """With a seed, every call gives the same graph; with a generator, the next one."""
+
+    seed: int | None = None
+    generator: torch.Generator | None = None
+
+
+@functional_transform("random_graph")
+@dataclass(eq=False)
+class RandomGraph(_RandomTransform):
+    """Edges to random tokens, see :func:`random` (functional name: ``random_graph``)."""
+
+    pattern = staticmethod(random)
+    num_keys_per_query: int
+
+
+@functional_transform("bigbird_graph")
+@dataclass(eq=False)
+class BigBirdGraph(_RandomTransform):
+    """Window, global tokens and random keys, see :func:`bigbird` (functional name: ``bigbird_graph``)."""
+
+    pattern = staticmethod(bigbird)
+    size: int
+    num_global: int
+    num_random: int
+
+
+@functional_transform("block_diagonal_graph")
+@dataclass(eq=False)
+class BlockDiagonalGraph(_PatternTransform):
+    """Edges within blocks, see :func:`block_diagonal` (functional name: ``block_diagonal_graph``)."""
+
+    pattern = staticmethod(block_diagonal)
+    num_blocks: int
+
+
+@functional_transform("relay_keys_graph")
+@dataclass(eq=False)
+class RelayKeysGraph(_PatternTransform):
+    """Edges from the last tokens to all, see :func:`relay_keys` (functional name: ``relay_keys_graph``)."""
+
+    pattern = staticmethod(relay_keys)
+    num_relays: int
+
+
+@functional_transform("relay_queries_graph")
+@dataclass(eq=False)
+class RelayQueriesGraph(_PatternTransform):
+    """Edges from all tokens to the last, see :func:`relay_queries` (functional name: ``relay_queries_graph``)."""
+
+    pattern = staticmethod(relay_queries)
+    num_relays: int
+
+
+@functional_transform("self_loops_graph")
+@dataclass(eq=False)
+class SelfLoopsGraph(_PatternTransform):
+    """An edge from each token to itself, see :func:`self_loops` (functional name: ``self_loops_graph``)."""
+
+    pattern = staticmethod(self_loops)

@@ -1,0 +1,193 @@
+"""From a stochastic block model to a graph: :func:`sample_edges`, and the same as a PyG transform.
+
+In: an :class:`~sbm_pyg.sbm.SBM` (or PyG data that carry one). Out: an :class:`~sbm_pyg.graph.AttentionGraph`.
+Not here: the sampling algorithms themselves (``ops``) and gradients (``SBM.edge_gate``).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch_geometric.data import Batch, Data, HeteroData
+from torch_geometric.data.datapipes import functional_transform
+from torch_geometric.transforms import BaseTransform
+
+from . import ops
+from .graph import AttentionGraph
+from .sbm import SBM, SBMHead, check_values
+
+__all__ = ["SBMGraph", "draw_seed", "sample_edges"]
+
+METHODS = ("bernoulli", "fastrg")
+
+
+def draw_seed(seed: int | None = None, generator: torch.Generator | None = None) -> int:
+    """The seed itself, or one drawn from the generator (torch's default one if None), in ``0 .. 2**63-1``.
+
+    Raises:
+        ValueError: Both were given.
+    """
+    if seed is not None:
+        if generator is not None:
+            raise ValueError("Expected 'seed' or 'generator' (got both). Leave one out.")
+        return seed
+    device = "cpu" if generator is None else generator.device
+    return int(torch.randint(2**63 - 1, (), generator=generator, device=device))
+
+
+def sample_edges(
+    sbm: SBM,
+    *,
+    method: str = "bernoulli",
+    exploration: float = 0.0,
+    budget: float | None = None,
+    clamp: bool = False,
+    seed: int | None = None,
+    generator: torch.Generator | None = None,
+    streams: Tensor | None = None,
+) -> AttentionGraph:
+    r"""Sample a graph from a stochastic block model, exactly, in time linear in tokens and edges.
+
+    With :math:`p_{ij} = Y_i S Z_j^\top`, all pairs are independent and an edge has probability
+
+    * ``"bernoulli"``: :math:`\min(1, p_{ij} + \delta)`, the expectation that the model promises;
+    * ``"fastrg"``: :math:`1 - e^{-(p_{ij} + \delta)}`, the law of the paper's Algorithm 1 with repeats counted once. It never exceeds
+      0.632 for :math:`p \le 1`, so it cannot reach full attention.
+
+    Each query takes the cheaper of two ways: Poisson proposals by block and key, thinned to the exact probability, or one coin per
+    key where the row is dense anyway. Cost O((N + M) K + E log M) for rows of small probabilities; a row whose bound
+    :math:`\max_j p_{ij}` comes near 1 costs O(M K). Memory O((N + M) K + E). Probabilities are resolved to :math:`2^{-32}`.
+
+    Random words come from a counter-based generator (Philox4x32-10) keyed by seed, stream, head and query: the edges of a sequence do
+    not depend on the number of threads nor on the other sequences of the batch.
+
+    Args:
+        sbm: The model.
+        method: ``"bernoulli"`` or ``"fastrg"``.
+        exploration: :math:`\delta` in [0, 1], added to every probability; training aid of the paper (0.01 there), for it puts a floor
+            under the density.
+        budget: Largest expected number of keys per query and head, without exploration; see :meth:`SBM.limit`. None: no limit.
+        clamp: Cut probabilities above 1 at 1. By default they are an error (``"bernoulli"`` only).
+        seed: Integer that fixes the edges.
+        generator: Where a seed is drawn from if ``seed`` is None; torch's default generator if both are None.
+        streams: Number of the random stream of each sequence, ``[B]`` int64 in ``0 .. 2**32-1``; the position in the batch if None.
+            Give each sequence the number it has in its data set, and it keeps its edges wherever it stands.
+
+    Returns:
+        A graph over the tokens of the model, on its device; ``col`` is int32.
+
+    Raises:
+        ValueError: An argument is out of range, a membership is negative or not finite, or a probability exceeds 1.
+
+    Example:
+        >>> sbm = SBM(torch.full((1, 1000, 1), 0.1), torch.ones(1, 1000, 1), torch.ones(1, 1, 1))
+        >>> sample_edges(sbm, seed=0)
+        AttentionGraph(1 sequence, 1 head, 1,000 queries, 1,000 keys, 1...,... edges, density 10.0%)
+
+    Reference: Rohe et al., "A note on quickly sampling a sparse matrix with low rank expectation", JMLR 2018 (fastRG); the thinning
+    that makes it exact is derived in docs/concepts.md.
+    """
+    if method not in METHODS:
+        raise ValueError(
+            f"Expected 'method' to be one of {METHODS} (got {method!r}). Use 'bernoulli' unless you compare with Algorithm 1."
+        )
+    if not 0 <= exploration <= 1:
+        raise ValueError(
+            f"Expected 'exploration' in [0, 1] (got {exploration}). The paper has 0.01 in training and 0 in evaluation."
+        )
+    if streams is None:
+        streams = torch.arange(sbm.num_sequences, device=sbm.query_ptr.device)
+    elif streams.shape != (sbm.num_sequences,) or streams.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"Expected 'streams' to be [{sbm.num_sequences}] int64 (got {list(streams.shape)} {streams.dtype}). It holds one number per sequence."
+        )
+    seed = draw_seed(seed, generator)
+    with torch.no_grad():
+        for name in ("query", "key", "block"):
+            check_values(getattr(sbm, name), name)
+        limited = sbm if budget is None else sbm.limit(budget)
+        rowptr, col = ops.sample_sbm(
+            limited.rate, limited.key, sbm.query_ptr, sbm.key_ptr, streams, seed, method, exploration, clamp
+        )
+    return AttentionGraph(rowptr, col, sbm.num_queries, sbm.num_keys, sbm.heads, sbm.query_ptr, sbm.key_ptr)
+
+
+@functional_transform("sbm_graph")
+class SBMGraph(BaseTransform):
+    """Samples ``edge_index`` from the stochastic block model that a PyG data object carries (functional name: ``sbm_graph``).
+
+    Nodes carry ``query_membership`` and ``key_membership``, ``[N, H, K]`` or ``[N, K]``, and the data object ``block_matrix``,
+    ``[H, K, K]`` or ``[K, K]``; or, with ``head``, nodes carry features ``x`` ``[N, H*C]`` that serve as queries and as keys. In
+    ``HeteroData`` the targets of ``edge_type`` are the queries and its sources the keys. With several heads, ``edge_type`` ``[E]``
+    (homogeneous) or ``edge_head`` ``[E]`` (bipartite) holds the head of each edge. On a ``Batch``, each graph is a sequence.
+
+    Args:
+        head: Module from queries and keys to an SBM; None to read memberships.
+        edge_type: ``(source, relation, target)`` to fill in ``HeteroData``.
+        method, exploration, budget, clamp, seed: As :func:`sample_edges`. With a seed, equal data get equal edges; without, torch's
+            default generator decides.
+
+    Raises:
+        ValueError: The data object lacks an attribute that is needed.
+
+    Example:
+        >>> data = Data(query_membership=torch.ones(5, 1), key_membership=torch.ones(5, 1), block_matrix=torch.ones(1, 1))
+        >>> SBMGraph(seed=0)(data).num_edges
+        25
+    """
+
+    def __init__(
+        self,
+        head: SBMHead | None = None,
+        *,
+        edge_type: tuple[str, str, str] = ("key", "to", "query"),
+        method: str = "bernoulli",
+        exploration: float = 0.0,
+        budget: float | None = None,
+        clamp: bool = False,
+        seed: int | None = None,
+    ) -> None:
+        self.head, self.edge_type = head, edge_type
+        self.method, self.exploration, self.budget, self.clamp, self.seed = method, exploration, budget, clamp, seed
+
+    def forward(self, data: Data | HeteroData) -> Data | HeteroData:
+        hetero = isinstance(data, HeteroData)
+        target, source = (data[self.edge_type[2]], data[self.edge_type[0]]) if hetero else (data, data)
+        query_ptr, key_ptr = (store.get("ptr") if hetero else getattr(store, "ptr", None) for store in (target, source))
+        if self.head is not None:
+            heads = self.head.heads
+            query, key = (
+                self._read(store, "x", "features").unflatten(1, (heads, -1)).transpose(0, 1)
+                for store in (target, source)
+            )
+            with torch.no_grad():
+                sbm = self.head(query, key, query_ptr, key_ptr)
+        else:
+            if isinstance(data, Batch):
+                raise ValueError(
+                    "Expected single graphs where memberships are read (got a Batch, whose block matrices are stacked). Apply SBMGraph before batching, as a `pre_transform` or `transform` of the dataset."
+                )
+            query = self._read(target, "query_membership", "memberships")
+            key = self._read(source, "key_membership", "memberships")
+            block = self._read(data, "block_matrix", "block matrices")
+            query, key = (x[None] if x.dim() == 2 else x.transpose(0, 1) for x in (query, key))
+            sbm = SBM(query, key, block[None] if block.dim() == 2 else block, query_ptr, key_ptr)
+        graph = sample_edges(
+            sbm, method=self.method, exploration=self.exploration, budget=self.budget, clamp=self.clamp, seed=self.seed
+        )
+        store = data[self.edge_type] if hetero else data
+        store.edge_index = graph.edge_index
+        if graph.heads > 1:
+            store["edge_head" if hetero else "edge_type"] = graph.edge_head
+        return data
+
+    def _read(self, store: Data | HeteroData, name: str, what: str) -> Tensor:
+        value = getattr(store, name, None)
+        if value is None:
+            raise ValueError(
+                f"Expected the data object to carry '{name}' (got none). Add the {what} of the SBM, or pass `head=` and node features `x`."
+            )
+        return value
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(method={self.method!r}, exploration={self.exploration}, budget={self.budget})"

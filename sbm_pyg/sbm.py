@@ -1,0 +1,328 @@
+"""The stochastic block model of attention: the record of its parameters, and the module that predicts them.
+
+In: queries and keys, or memberships and block matrices made by hand. Out: edge probabilities and expected numbers of edges, all
+differentiable. Not here: sampling (``sampling``) and what is done with the graph (``attention``).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from . import ops
+from .graph import AttentionGraph, resolve_ptr
+
+__all__ = ["SBM", "SBMHead"]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class SBM:
+    r"""A mixed-membership stochastic block model between queries and keys, for each head of each sequence.
+
+    The probability that query i attends to key j in head h is :math:`p_{ij} = Y_i S Z_j^\top`, inside a sequence; across sequences
+    it is 0. Nothing here costs more than O(NK + K^2) per head unless it says so.
+
+    Args:
+        query: Memberships of the queries Y, ``[H, N, K]``, non-negative.
+        key: Memberships of the keys Z, ``[H, M, K]``, non-negative.
+        block: Block matrices S, ``[H, K, K]``, non-negative; ``S[u, v]`` links query block u to key block v.
+        query_ptr: Offsets of the sequences in the queries, ``[B+1]`` int64. One sequence if None.
+        key_ptr: Offsets of the sequences in the keys, ``[B+1]`` int64. If None, those of the queries (when N = M) or one sequence.
+
+    Raises:
+        TypeError, ValueError: A shape, dtype, device or offset does not fit. Values are checked by :meth:`validate` and when sampling.
+
+    Example:
+        >>> onehot = torch.eye(2).repeat_interleave(2, 0)[None]  # four tokens in two blocks
+        >>> sbm = SBM(onehot, onehot, torch.tensor([[[0.9, 0.0], [0.5, 0.9]]]))
+        >>> sbm
+        SBM(1 sequence, 1 head, 4 queries, 4 keys, 2 blocks)
+        >>> sbm.edge_prob_dense()[0, 2]  # a token of the second block attends to all
+        tensor([0.5000, 0.5000, 0.9000, 0.9000])
+        >>> sbm.expected_edges()
+        tensor([[9.2000]])
+
+    Reference: Airoldi et al., JMLR 2008, in the bipartite form of Cho et al., NeurIPS 2022, section 4.1 (there B is our S).
+    """
+
+    query: Tensor
+    key: Tensor
+    block: Tensor
+    query_ptr: Tensor = None  # type: ignore[assignment]  # always a tensor after __post_init__
+    key_ptr: Tensor = None  # type: ignore[assignment]
+    rate: Tensor = field(init=False)
+    """Memberships of the queries seen from the keys' blocks, ``Y S``, ``[H, N, K]``: ``p_ij`` is the dot product of ``rate_i`` and ``Z_j``."""
+
+    def __post_init__(self) -> None:
+        query, key, block = self.query, self.key, self.block
+        for name, tensor in (("query", query), ("key", key), ("block", block)):
+            if not tensor.is_floating_point():
+                raise TypeError(
+                    f"Expected '{name}' to be a floating tensor (got {tensor.dtype}). Convert it with `.float()`."
+                )
+            if tensor.dtype != query.dtype:
+                raise TypeError(
+                    f"Expected '{name}' to be {query.dtype}, as 'query' is (got {tensor.dtype}). Convert one of them."
+                )
+            if tensor.device != query.device:
+                raise ValueError(
+                    f"Expected '{name}' on {query.device}, as 'query' is (got {tensor.device}). Move all three to one device."
+                )
+            if tensor.dim() != 3:
+                raise ValueError(
+                    f"Expected '{name}' to have three dimensions (got {list(tensor.shape)}). Shapes are [H, N, K], [H, M, K] and [H, K, K]."
+                )
+        heads, num_queries, blocks = query.shape
+        if blocks < 1 or heads < 1:
+            raise ValueError(
+                f"Expected 'query' to have at least one head and one block (got H = {heads}, K = {blocks}). Shapes are [H, N, K]."
+            )
+        if (key.size(0), key.size(2)) != (heads, blocks):
+            raise ValueError(
+                f"Expected 'key' to be [{heads}, M, {blocks}] (got {list(key.shape)}). Heads and blocks must be those of 'query'."
+            )
+        if block.shape != (heads, blocks, blocks):
+            raise ValueError(
+                f"Expected 'block' to be [{heads}, {blocks}, {blocks}] (got {list(block.shape)}). Heads and blocks must be those of 'query'."
+            )
+        query_ptr, key_ptr = self.query_ptr, self.key_ptr
+        if key_ptr is None and query_ptr is not None:
+            if num_queries != key.size(1) and query_ptr.numel() > 2:
+                raise ValueError(
+                    f"Expected 'key_ptr' where N != M (got N = {num_queries}, M = {key.size(1)} and no 'key_ptr'). Pass the offsets of the keys."
+                )
+            key_ptr = query_ptr if num_queries == key.size(1) else None
+        shared = key_ptr is query_ptr and num_queries == key.size(1)
+        query_ptr = resolve_ptr(num_queries, query_ptr, name="query_ptr", device=query.device)
+        key_ptr = query_ptr if shared else resolve_ptr(key.size(1), key_ptr, name="key_ptr", device=query.device)
+        if query_ptr.shape != key_ptr.shape:
+            raise ValueError(
+                f"Expected 'key_ptr' to hold as many sequences as 'query_ptr' (got {key_ptr.numel() - 1} and {query_ptr.numel() - 1}). "
+                "Sequence b of the queries attends to sequence b of the keys."
+            )
+        for name, ptr in (("query_ptr", query_ptr), ("key_ptr", key_ptr)):
+            if ptr.device != query.device:
+                raise ValueError(
+                    f"Expected '{name}' on {query.device}, as 'query' is (got {ptr.device}). Move it with `.to(device)`."
+                )
+            object.__setattr__(self, name, ptr)
+        object.__setattr__(self, "rate", query @ block)
+
+    @property
+    def heads(self) -> int:
+        """Number of heads H."""
+        return self.query.size(0)
+
+    @property
+    def num_queries(self) -> int:
+        """Number of query tokens N."""
+        return self.query.size(1)
+
+    @property
+    def num_keys(self) -> int:
+        """Number of key tokens M."""
+        return self.key.size(1)
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks K."""
+        return self.query.size(2)
+
+    @property
+    def num_sequences(self) -> int:
+        """Number of sequences B."""
+        return self.query_ptr.numel() - 1
+
+    def __repr__(self) -> str:
+        named = (
+            (self.num_sequences, "sequence"),
+            (self.heads, "head"),
+            (self.num_queries, "querie"),
+            (self.num_keys, "key"),
+            (self.num_blocks, "block"),
+        )
+        parts = ", ".join(f"{count:,} {noun}{'s' * (count != 1)}" for count, noun in named)
+        return f"SBM({parts.replace('1 querie,', '1 query,')})"
+
+    def validate(self) -> SBM:
+        """Check that memberships and blocks are finite and non-negative and that no probability exceeds 1; returns the record.
+
+        Cost O(NK), and O(n m K) for the sequences whose cheap bound on the probabilities exceeds 1.
+
+        Raises:
+            ValueError: A value is out of range.
+        """
+        for name in ("query", "key", "block"):
+            check_values(getattr(self, name), name)
+        for sequence, (queries, keys) in enumerate(self._slices()):
+            bound = torch.einsum("hnk,hk->hn", self.rate[:, queries], self.key[:, keys].amax(1)).max()
+            top = float(bound) if float(bound) <= 1 else float(self.edge_prob_dense(sequence).max())
+            if top > 1 + 1e-5:
+                raise ValueError(ops.reference.over_one(top))
+        return self
+
+    def edge_prob(self, graph: AttentionGraph) -> Tensor:
+        """Probability of each edge of a graph, ``[E]``, differentiable. Cost O(E K).
+
+        Args:
+            graph: Any graph over the same tokens and heads; it need not be sampled from this model.
+
+        Raises:
+            ValueError: The graph is not over these tokens and heads.
+        """
+        self._check(graph)
+        return ops.edge_dot(self.rate, self.key, graph.rowptr, graph.col)
+
+    def edge_gate(self, graph: AttentionGraph) -> Tensor:
+        """Straight-through gate of each edge, ``[E]``: exactly 1, with the gradient of :meth:`edge_prob`. O(E) forward, O(E K) backward."""
+        self._check(graph)
+        return ops.edge_gate(self.rate, self.key, graph.rowptr, graph.col)
+
+    def edge_prob_dense(self, sequence: int = 0) -> Tensor:
+        """Probabilities of all pairs of one sequence, ``[H, n, m]``, differentiable. Cost O(n m K): for looking, not for training."""
+        queries, keys = self._slices()[sequence]
+        return self.rate[:, queries] @ self.key[:, keys].mT
+
+    def expected_degree(self) -> Tensor:
+        """Expected number of keys of each query, ``[H, N]``, differentiable."""
+        total = self._sum(self.key, self.key_ptr)  # [H, B, K]
+        batch = _batch(self.query_ptr, self.num_queries)
+        return (self.rate * total[:, batch]).sum(-1)
+
+    def expected_edges(self) -> Tensor:
+        """Expected number of edges, ``[B, H]``, differentiable: ``(1 Y) S (Z 1)`` per sequence, known before anything is sampled."""
+        return (self._sum(self.rate, self.query_ptr) * self._sum(self.key, self.key_ptr)).sum(-1).T
+
+    def expected_density(self) -> Tensor:
+        """Mean edge probability over the pairs of each sequence, ``[B, H]``, differentiable: the exact density regulariser."""
+        pairs = self.query_ptr.diff() * self.key_ptr.diff()
+        return self.expected_edges() / pairs[:, None]
+
+    def limit(self, budget: float) -> SBM:
+        """The model with each query's rates scaled down so that its expected number of keys is at most ``budget``.
+
+        The factor is treated as a constant by gradients.
+
+        Args:
+            budget: Positive number of keys per query and head.
+
+        Raises:
+            ValueError: ``budget`` is not positive.
+        """
+        if not budget > 0:
+            raise ValueError(
+                f"Expected 'budget' to be a positive number of edges per query (got {budget}). Leave it out for no limit."
+            )
+        factor = (budget / self.expected_degree().detach()).clamp(max=1)
+        return replace(self, query=self.query * factor[..., None])
+
+    def _check(self, graph: AttentionGraph) -> None:
+        mine, theirs = (self.heads, self.num_queries, self.num_keys), (graph.heads, graph.num_queries, graph.num_keys)
+        if mine != theirs:
+            raise ValueError(
+                f"Expected 'graph' with (heads, queries, keys) = {mine} (got {theirs}). Build it over the tokens of this SBM."
+            )
+
+    def _slices(self) -> list[tuple[slice, slice]]:
+        query, key = self.query_ptr.tolist(), self.key_ptr.tolist()
+        return [
+            (slice(*q), slice(*k))
+            for q, k in zip(zip(query, query[1:], strict=False), zip(key, key[1:], strict=False), strict=True)
+        ]
+
+    def _sum(self, x: Tensor, ptr: Tensor) -> Tensor:
+        """Sums ``[H, B, K]`` over the tokens of each sequence, in float32 or better."""
+        wide = x if x.dtype == torch.float64 else x.float()
+        return wide.new_zeros(x.size(0), ptr.numel() - 1, x.size(2)).index_add(1, _batch(ptr, x.size(1)), wide)
+
+
+def check_values(x: Tensor, name: str) -> None:
+    """Raise ValueError unless a tensor is finite and non-negative."""
+    if x.numel() == 0:
+        return
+    low, high = (float(bound) for bound in torch.aminmax(x.detach()))
+    if math.isnan(low) or math.isinf(high):
+        raise ValueError(
+            f"Expected '{name}' to be finite (got NaN or inf). Look for a diverged loss or a division by zero before the SBM."
+        )
+    if low < 0:
+        raise ValueError(
+            f"Expected '{name}' to be non-negative (got {low:.4g}). Use a sigmoid or softmax, as SBMHead does."
+        )
+
+
+def _batch(ptr: Tensor, total: int) -> Tensor:
+    return torch.repeat_interleave(ptr.diff(), output_size=total)
+
+
+class SBMHead(torch.nn.Module):
+    r"""Predicts the stochastic block model of each head from its queries and keys (Cho et al. 2022, eq. 5-7).
+
+    With learned cluster embeddings :math:`C` and one two-layer perceptron for queries, keys and all heads,
+
+    .. math:: S = \operatorname{softmax}(C C^\top), \quad Y = \sigma(\operatorname{MLP}(q) C^\top), \quad Z = \sigma(\operatorname{MLP}(k) C^\top),
+
+    the softmax over all :math:`K^2` entries, so that every probability lies below 1. Cost O(NC^2 + NKC + K^2 C) per head.
+
+    Args:
+        channels: Channels per head C.
+        heads: Number of heads H.
+        num_blocks: Number of blocks K.
+        clusters: ``"kaiming"``: normal with variance 2 / (K C), as the authors' code has it: S starts flat and every probability at
+            0.25. ``"orthogonal"``: unit rows, orthogonal within each group of C: diagonal entries of S start e times the others.
+
+    Raises:
+        ValueError: A size is below 1 or ``clusters`` is unknown.
+
+    Shapes:
+        - query ``[H, N, C]``, key ``[H, M, C]``; returns an :class:`SBM` with K blocks.
+
+    We differ from the authors' code in the roles: their Y comes from keys and Z from queries.
+    """
+
+    def __init__(self, channels: int, heads: int = 1, num_blocks: int = 128, clusters: str = "kaiming") -> None:
+        super().__init__()
+        for name, size in (("channels", channels), ("heads", heads), ("num_blocks", num_blocks)):
+            if size < 1:
+                raise ValueError(
+                    f"Expected '{name}' to be at least 1 (got {size}). The paper has 32 channels and 128 blocks."
+                )
+        if clusters not in ("kaiming", "orthogonal"):
+            raise ValueError(
+                f"Expected 'clusters' to be 'kaiming' or 'orthogonal' (got {clusters!r}). The paper has 'kaiming'."
+            )
+        self.channels, self.heads, self.num_blocks, self.init = channels, heads, num_blocks, clusters
+        self.mlp = torch.nn.Sequential(
+            torch.nn.Linear(channels, channels), torch.nn.ReLU(), torch.nn.Linear(channels, channels)
+        )
+        self.clusters = torch.nn.Parameter(torch.empty(heads, num_blocks, channels))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw all parameters anew from torch's default generator."""
+        for layer in (self.mlp[0], self.mlp[2]):
+            layer.reset_parameters()
+        with torch.no_grad():
+            if self.init == "kaiming":
+                torch.nn.init.kaiming_normal_(self.clusters)  # fan-in of a [H, K, C] tensor is K * C
+            else:
+                for head in range(self.heads):
+                    for group in self.clusters[head].split(self.channels):
+                        group.copy_(torch.nn.init.orthogonal_(torch.empty(self.channels, self.channels))[: len(group)])
+
+    def forward(
+        self, query: Tensor, key: Tensor, query_ptr: Tensor | None = None, key_ptr: Tensor | None = None
+    ) -> SBM:
+        """See the class; the offsets are passed on to :class:`SBM`."""
+        block = (
+            (self.clusters @ self.clusters.mT).flatten(1).softmax(-1).view(self.heads, self.num_blocks, self.num_blocks)
+        )
+        query_side = (self.mlp(query) @ self.clusters.mT).sigmoid()
+        key_side = query_side if key is query else (self.mlp(key) @ self.clusters.mT).sigmoid()
+        return SBM(query_side, key_side, block.to(query_side.dtype), query_ptr, key_ptr)  # type: ignore[arg-type]
+
+    def extra_repr(self) -> str:
+        return f"channels={self.channels}, heads={self.heads}, num_blocks={self.num_blocks}, clusters={self.init!r}"

@@ -1,0 +1,76 @@
+"""Named cases with known answers, shared by the tests."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sbm_pyg import SBM, AttentionGraph
+
+
+def random_graph(
+    heads: int, queries: int, keys: int, density: float, seed: int = 0, sequences: int = 1
+) -> AttentionGraph:
+    """A Bernoulli graph by dense coins, independent of the library's samplers."""
+    generator = torch.Generator().manual_seed(seed)
+    return AttentionGraph.from_dense(torch.rand(sequences, heads, queries, keys, generator=generator) < density)
+
+
+def _rows(degrees: list[int], keys: int) -> AttentionGraph:
+    mask = torch.arange(keys) < torch.tensor(degrees)[:, None]
+    return AttentionGraph.from_dense(mask[:, torch.randperm(keys, generator=torch.Generator().manual_seed(1))])
+
+
+GRAPHS: dict[str, AttentionGraph] = {
+    "one edge": AttentionGraph.from_dense(torch.ones(1, 1)),
+    "no edges": AttentionGraph.from_dense(torch.zeros(2, 3, 4)),
+    "full": AttentionGraph.from_dense(torch.ones(2, 5, 5)),
+    "bipartite": random_graph(3, 7, 11, 0.4),
+    "ragged": AttentionGraph.concatenate(
+        [random_graph(2, 4, 4, 0.5, 1), random_graph(2, 9, 9, 0.3, 2), random_graph(2, 1, 1, 1.0)]
+    ),
+    "rows of 0, 1, 63, 1000": _rows([0, 1, 63, 1000, 0], 1000),
+    "one row has all edges": _rows([0, 0, 40, 0], 40),
+    "rows around a vector": _rows([15, 16, 17, 31, 32, 33, 2], 50),
+}
+
+
+def reference_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    graph: AttentionGraph,
+    gate: Tensor | None,
+    bias: Tensor | None,
+    scale: float,
+    gate_form: str,
+) -> Tensor:
+    """Masked dense softmax attention, in plain differentiable torch; written apart from the library's reference."""
+    heads, queries = query.shape[:2]
+    keys = key.size(1)
+    mask = torch.zeros(heads * queries, keys, dtype=torch.bool)
+    place = (graph.edge_row, graph.col.long())
+    mask[place] = True
+    logits = (query @ key.mT * scale).flatten(0, 1)
+    if gate is not None:
+        dense = torch.ones_like(logits).index_put(place, gate)
+        logits = logits * dense if gate_form == "score" else logits + dense.log()
+    if bias is not None:
+        logits = logits + torch.zeros_like(logits).index_put(place, bias)
+    weights = torch.where(mask, (logits - logits.detach().amax(1, keepdim=True)).exp(), 0)
+    total = weights.sum(1, keepdim=True)
+    weights = torch.where(total > 0, weights / torch.where(total > 0, total, 1), 0)
+    return weights.view(heads, queries, keys) @ value
+
+
+def small_sbms() -> dict[str, SBM]:
+    """Models of few pairs, for joint laws: 3 x 3 and N != M, with block matrices that are not symmetric."""
+    y = torch.tensor([[0.9, 0.1], [0.2, 0.7], [0.5, 0.5]])
+    z = torch.tensor([[0.8, 0.1], [0.3, 0.6], [0.1, 0.9]])
+    off_diagonal = torch.tensor([[0.05, 0.9], [0.3, 0.1]])
+    return {
+        "3 x 3, diagonal": SBM(y[None], z[None], torch.diag(torch.tensor([0.9, 0.6]))[None]),
+        "3 x 3, off-diagonal": SBM(y[None], z[None], off_diagonal[None]),
+        "2 x 4": SBM(y[None, :2], torch.cat([z, y[:1]])[None], off_diagonal[None]),
+        "4 x 2": SBM(torch.cat([y, z[2:]])[None], z[None, :2], off_diagonal[None]),
+    }

@@ -1,0 +1,350 @@
+"""The layer: equal to dense attention on a full graph, to each sequence alone on a ragged batch, to PyG on any adjacency."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch_geometric.data import Batch, Data
+from torch_geometric.explain import Explainer, GNNExplainer
+from torch_geometric.testing import assert_module
+
+from sbm_pyg import AttentionGraph, SBMAttentionConv, patterns, sample_edges
+
+PTR = torch.tensor([0, 10, 17, 30])
+
+
+def layer(**options: object) -> SBMAttentionConv:
+    torch.manual_seed(0)
+    return SBMAttentionConv(16, 8, heads=2, num_blocks=4, **options).double()  # type: ignore[arg-type]
+
+
+def tokens(n: int = 30, seed: int = 1) -> Tensor:
+    return torch.randn(n, 16, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def projections(conv: SBMAttentionConv, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = (
+        lin(x).view(-1, conv.heads, conv.out_channels).transpose(0, 1)
+        for lin in (conv.lin_query, conv.lin_key, conv.lin_value)
+    )
+    return q, k, v
+
+
+# ------------------------------------------------------------------ what it equals
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+def test_full_graph_is_dense_attention(fuse: bool) -> None:
+    conv, x = layer(), tokens()
+    conv.fuse = fuse
+    expected = F.scaled_dot_product_attention(*projections(conv, x)).transpose(0, 1).flatten(1)
+    torch.testing.assert_close(conv(x, patterns.full(30)), expected, rtol=0, atol=1e-10)
+
+
+def test_full_ragged_graph_is_dense_attention_in_each_sequence() -> None:
+    conv, x = layer(), tokens()
+    out = conv(x, patterns.full(None, ptr=PTR), ptr=PTR)
+    for start, end in zip(PTR, PTR[1:], strict=False):
+        expected = F.scaled_dot_product_attention(*projections(conv, x[start:end])).transpose(0, 1).flatten(1)
+        torch.testing.assert_close(out[start:end], expected, rtol=0, atol=1e-10)
+
+
+def test_block_diagonal_graph_is_separate_sequences() -> None:
+    conv, x = layer(), tokens()
+    joined = conv(x, patterns.block_diagonal(30, 3))
+    apart = conv(x, patterns.full(None, ptr=torch.tensor([0, 10, 20, 30])))
+    assert torch.equal(joined, apart)
+
+
+@pytest.mark.parametrize("estimator", ["paper", "mask", "none"])
+def test_ragged_batch_equals_its_sequences_exactly(estimator: str) -> None:
+    """Weights and tokens in eighths make the projections exact in any order, so graphs, outputs and gradients must agree to the bit."""
+    conv, x = layer(estimator=estimator), tokens()
+    with torch.no_grad():
+        for parameter in conv.parameters():
+            parameter.copy_((parameter * 8).round() / 8)
+    x = (x * 8).round() / 8
+    x.requires_grad_()
+    streams = torch.tensor([5, 0, 9])
+    out, graph = conv(x, ptr=PTR, seed=3, streams=streams, return_graph=True)
+    (grad,) = torch.autograd.grad(out.sin().sum(), x)
+    for sequence, (start, end) in enumerate(zip(PTR, PTR[1:], strict=False)):
+        part = x.detach()[start:end].clone().requires_grad_()
+        alone, alone_graph = conv(part, seed=3, streams=streams[sequence : sequence + 1], return_graph=True)
+        assert alone_graph == graph.sequence(sequence)
+        assert torch.equal(alone, out[start:end])
+        torch.testing.assert_close(
+            torch.autograd.grad(alone.sin().sum(), part)[0], grad[start:end], rtol=1e-12, atol=1e-12
+        )
+
+
+@pytest.mark.parametrize(
+    ("estimator", "dropout", "window", "biased"),
+    [*product(["paper", "mask", "none"], [0.0, 0.3], [None, 1], [False, True])],
+)
+def test_fused_equals_message_passing(estimator: str, dropout: float, window: int | None, biased: bool) -> None:
+    conv = layer(
+        estimator=estimator,
+        dropout=dropout,
+        window=window,
+        score_bias=(lambda q, k, graph: graph.edge_index.sum(0).double().sin()) if biased else None,
+    )
+    results = []
+    for fuse in (True, False):
+        conv.fuse = fuse
+        conv.zero_grad()
+        x = tokens().requires_grad_()
+        out, graph, (edge_index, alpha) = conv(x, ptr=PTR, seed=3, return_graph=True, return_attention_weights=True)
+        assert torch.equal(edge_index, graph.edge_index)
+        out.sin().sum().backward()
+        results.append([out, alpha, x.grad, *(p.grad for p in conv.parameters() if p.grad is not None)])
+    assert len(results[0]) == (9 if estimator == "none" else 14)
+    for fused, eager in zip(*results, strict=True):
+        torch.testing.assert_close(fused, eager, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("sample", [True, False])
+def test_bipartite(sample: bool) -> None:
+    torch.manual_seed(0)
+    conv = SBMAttentionConv((12, 16), 8, heads=2, num_blocks=4).double()
+    keys, queries = torch.randn(20, 12, dtype=torch.float64), tokens(9)
+    ptr = (torch.tensor([0, 15, 20]), torch.tensor([0, 4, 9]))
+    given = None if sample else AttentionGraph.from_dense(torch.ones(9, 20))
+    out, graph = conv((keys, queries), given, ptr=ptr if sample else None, seed=1, return_graph=True)
+    assert out.shape == (9, 16)
+    assert (graph.num_queries, graph.num_keys) == (9, 20)
+    graph.validate()
+    if not sample:
+        q = conv.lin_query(queries).view(9, 2, 8).transpose(0, 1)
+        k, v = (lin(keys).view(20, 2, 8).transpose(0, 1) for lin in (conv.lin_key, conv.lin_value))
+        torch.testing.assert_close(
+            out, F.scaled_dot_product_attention(q, k, v).transpose(0, 1).flatten(1), rtol=0, atol=1e-10
+        )
+
+
+# ------------------------------------------------------------------ estimators
+
+
+@pytest.mark.parametrize("estimator", ["paper", "mask", "none"])
+@pytest.mark.parametrize("exploration", [0.0, 0.1])
+def test_estimators_equal_their_closed_forms(estimator: str, exploration: float) -> None:
+    """dL/dp = P (g - gbar) for "mask", times the score for "paper", on sampled edges; then dY = G Z S^T and so on."""
+    conv, x = layer(estimator=estimator, exploration=exploration), tokens()
+    out, graph, sbm = conv(x, seed=2, return_graph=True, return_sbm=True)
+    weight = torch.randn(30, 16, dtype=torch.float64)
+    memberships = (sbm.query, sbm.key, sbm.block)
+    grads = torch.autograd.grad((out * weight).sum(), memberships, retain_graph=True, allow_unused=True)
+    if estimator == "none":
+        assert all(grad is None for grad in grads)
+        return
+    q, k, v = projections(conv, x)
+    mask = graph.to_dense()
+    score = q @ k.mT / 8**0.5
+    alpha = score.masked_fill(~mask, -torch.inf).softmax(-1).nan_to_num(0)
+    gain = weight.view(30, 2, 8).transpose(0, 1) @ v.mT
+    g = alpha * (gain - (alpha * gain).sum(-1, keepdim=True))
+    g = g * score if estimator == "paper" else g
+    y, z, s = memberships
+    for grad, want in zip(grads, (g @ z @ s.mT, g.mT @ y @ s, y.mT @ g @ z), strict=True):
+        torch.testing.assert_close(grad, want, rtol=1e-9, atol=1e-12)
+
+
+def test_the_gate_does_not_change_the_output() -> None:
+    x = tokens()
+    outs = [layer(estimator=estimator)(x, seed=2) for estimator in ("paper", "mask", "none")]
+    assert torch.equal(outs[0], outs[2])
+    torch.testing.assert_close(outs[1], outs[2], rtol=1e-14, atol=1e-15)
+
+
+def test_edges_that_are_forced_send_no_gradient_to_their_probability() -> None:
+    conv, x = layer(window=29, exploration=0.0), tokens()
+    out, graph, sbm = conv(x, seed=1, return_graph=True, return_sbm=True)
+    assert float(graph.density.min()) == 1  # the window forces every edge
+    grad = torch.autograd.grad(out.sin().sum(), sbm.key, allow_unused=True)[0]
+    assert grad is None or not grad.any()
+
+
+# ------------------------------------------------------------------ options
+
+
+def test_exploration_in_training_only() -> None:
+    conv, x = layer(exploration=1.0), tokens()
+    assert conv(x, seed=1, return_graph=True)[1].num_edges == 2 * 900
+    assert conv.eval()(x, seed=1, return_graph=True)[1].num_edges < 2 * 450
+
+
+def test_self_loops_and_window_are_always_there() -> None:
+    x = tokens()
+    for options, pattern in (
+        ({"self_loops": True}, patterns.self_loops(None, ptr=PTR)),
+        ({"window": 2}, patterns.window(None, 2, ptr=PTR)),
+    ):
+        conv = layer(**options)
+        graph = conv(x, ptr=PTR, seed=1, return_graph=True)[1].validate()
+        plain = layer()(x, ptr=PTR, seed=1, return_graph=True)[1]
+        assert graph == plain | pattern
+        assert graph != plain
+
+
+def test_budget_reaches_the_sampler() -> None:
+    graph = layer(budget=1.0, exploration=0.0)(tokens(), seed=1, return_graph=True)[1]
+    assert graph.num_edges < 120
+
+
+def test_queries_without_edges_give_zeros() -> None:
+    mask = torch.ones(30, 30)
+    mask[4] = 0
+    out = layer()(tokens(), AttentionGraph.from_dense(mask))
+    assert out[4].eq(0).all()
+    assert out[5].ne(0).all()
+
+
+@pytest.mark.parametrize("normalizer", ["entmax15", "sparsemax"])
+def test_entmax_normalizers(normalizer: str) -> None:
+    conv, x = layer(normalizer=normalizer), tokens()
+    out, (edge_index, alpha) = conv(x * 4, ptr=PTR, seed=1, return_attention_weights=True)
+    assert out.shape == (30, 16)
+    assert alpha.eq(0).any()
+    graph = conv(x * 4, ptr=PTR, seed=1, return_graph=True)[1]
+    sums = torch.zeros(60, dtype=torch.float64).index_add(0, graph.edge_row, alpha)
+    assert torch.allclose(sums[graph.degree.flatten() > 0], torch.ones(1, dtype=torch.float64))
+    out.sum().backward()
+    assert conv.lin_key.weight.grad.isfinite().all()  # type: ignore[union-attr]
+
+
+def test_concat_or_mean() -> None:
+    graph = patterns.window(30, 2)
+    together, mean = layer()(tokens(), graph), layer(concat=False)(tokens(), graph)
+    torch.testing.assert_close(mean, together.view(30, 2, 8).mean(1))
+
+
+def test_seeds() -> None:
+    conv, x = layer(dropout=0.2), tokens()
+    assert torch.equal(conv(x, seed=1), conv(x, seed=1))
+    assert not torch.equal(conv(x, seed=1), conv(x, seed=2))
+    torch.manual_seed(5)
+    first = conv(x)
+    torch.manual_seed(5)
+    assert torch.equal(conv(x), first)
+
+
+def test_padding_changes_nothing() -> None:
+    """Padded tokens never reach the layer: what the padded form holds beyond the mask is of no account."""
+    from sbm_pyg import pad, unpad
+
+    conv, x = layer(), tokens()
+    padded, mask = pad(x, PTR, fill_value=float("nan"))
+    ragged, ptr = unpad(padded, mask)
+    assert torch.equal(conv(ragged, ptr=ptr, seed=1), conv(x, ptr=PTR, seed=1))
+
+
+# ------------------------------------------------------------------ as a PyG layer
+
+
+def edges(n: int = 30, count: int = 100) -> Tensor:
+    return torch.randint(0, n, (2, count), generator=torch.Generator().manual_seed(0)).unique(dim=1)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_assert_module() -> None:
+    conv, x = layer(), tokens()
+    assert_module(conv, x, edges(), expected_size=(30, 16))
+
+
+def test_attention_weights_of_a_shared_adjacency() -> None:
+    conv, x = layer(), tokens()
+    edge_index = edges()
+    out, (index, alpha) = conv(x, edge_index, return_attention_weights=True)
+    assert alpha.shape == (index.size(1), 2)
+    assert {*zip(*index.tolist(), strict=True)} == {*zip(*edge_index.tolist(), strict=True)}
+    q, k, v = projections(conv, x)
+    again = torch.zeros(30, 2, 8, dtype=torch.float64).index_add(
+        0, index[1], alpha[..., None] * v.transpose(0, 1)[index[0]]
+    )
+    torch.testing.assert_close(again.flatten(1), out)
+
+
+def test_lazy_initialisation_pickle_and_copies() -> None:
+    lazy = SBMAttentionConv(-1, 8, heads=2, num_blocks=4)
+    x = tokens().float()
+    out = lazy(x, patterns.window(30, 1))
+    for clone in (copy.deepcopy(lazy), pickle.loads(pickle.dumps(lazy))):
+        assert torch.equal(clone(x, patterns.window(30, 1)), out)
+    assert repr(layer()) == "SBMAttentionConv(16, 8, heads=2, num_blocks=4)"
+    state = {name: value.clone() for name, value in lazy.state_dict().items()}
+    lazy.reset_parameters()
+    assert any(not torch.equal(value, state[name]) for name, value in lazy.state_dict().items())
+
+
+def test_batch_vector_is_ptr() -> None:
+    conv, x = layer(), tokens()
+    batch = Batch.from_data_list([Data(num_nodes=n) for n in (10, 7, 13)])
+    assert torch.equal(conv(x, batch=batch.batch, seed=1), conv(x, ptr=PTR, seed=1))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_explainer_on_a_given_graph() -> None:
+    conv, x = layer().float(), tokens().float()
+    explainer = Explainer(
+        model=conv, algorithm=GNNExplainer(epochs=3), explanation_type="model", node_mask_type="attributes", edge_mask_type="object",
+        model_config={"mode": "regression", "task_level": "node", "return_type": "raw"},
+    )  # fmt: skip
+    explanation = explainer(x, edges(), index=3)
+    assert explanation.edge_mask.shape == (edges().size(1),)
+    assert explanation.edge_mask.any()
+
+
+def test_compiles_without_a_break_over_a_given_graph() -> None:
+    conv, x = layer(), tokens()
+    graph = patterns.window(30, 3)
+    compiled = torch.compile(conv, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x, graph), conv(x, graph))
+
+
+# ------------------------------------------------------------------ errors
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"estimator": "exact"}, r"Expected 'estimator' to be one of \['paper', 'mask', 'none'\] \(got 'exact'\)"),
+        ({"method": "exact"}, r"Expected 'method' to be one of"),
+        ({"normalizer": "entmax"}, r"Expected 'normalizer' to be one of \['softmax', 'entmax15', 'sparsemax'\]"),
+        ({"dropout": 1.0}, r"Expected 'dropout' in \[0, 1\) \(got 1.0\)"),
+        ({"exploration": -0.1}, r"Expected 'exploration' in \[0, 1\] \(got -0.1\)"),
+        ({"window": -1}, r"Expected 'window' to be 0 or more \(got -1\)"),
+    ],
+)
+def test_option_errors(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        layer(**options)
+
+
+def test_call_errors() -> None:
+    conv, x = layer(), tokens()
+    with pytest.raises(ValueError, match="num_blocks=None"):
+        SBMAttentionConv(16, 8, num_blocks=None)(x.float())
+    with pytest.raises(ValueError, match=r"over N = 30 queries and M = 30 keys \(got AttentionGraph"):
+        conv(x, patterns.full(20))
+    with pytest.raises(ValueError, match="Expected 'graph' to have 1 or 2 heads"):
+        conv(x, patterns.full(30, heads=3))
+    with pytest.raises(ValueError, match=r"Expected 'ptr' to run from 0 to 30, the number of tokens \(got 0 to 20\)"):
+        conv(x, ptr=torch.tensor([0, 20]))
+    with pytest.raises(ValueError, match="Expected the same tokens as queries and keys"):
+        layer(window=1)((x, tokens(seed=2)))
+    with pytest.raises(ValueError, match=r"Expected 'edge_index\[0\]' in 0..29 \(got 0 to 30\)"):
+        conv(x, torch.tensor([[0, 30], [0, 1]]))
+    with pytest.raises(ValueError, match="Expected 'heads' and 'out_channels' to be at least 1"):
+        SBMAttentionConv(16, 0)
+
+
+def test_the_sampled_graph_is_that_of_sample_edges() -> None:
+    conv, x = layer(exploration=0.03), tokens()
+    _, graph, sbm = conv(x, ptr=PTR, seed=4, return_graph=True, return_sbm=True)
+    assert graph == sample_edges(sbm, exploration=0.03, seed=4)

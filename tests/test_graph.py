@@ -1,0 +1,830 @@
+"""AttentionGraph against masks: every property, conversion and combination is compared with dense boolean matrices built by plain loops."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import networkx as nx
+import numpy as np
+import pytest
+import torch
+import torch_geometric.typing
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch_geometric import EdgeIndex
+from torch_geometric.data import Batch, Data
+
+from sbm_pyg.graph import AttentionGraph, pad, resolve_ptr, unpad
+
+needs_torch_sparse = pytest.mark.skipif(
+    not torch_geometric.typing.WITH_TORCH_SPARSE, reason="torch-sparse is not installed"
+)
+
+
+def says(message: str) -> str:
+    return re.escape(message)
+
+
+# ------------------------------------------------------------------------------------------------ graphs to test with
+
+
+def offsets(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *np.cumsum(lengths).tolist()])
+
+
+def build(masks: list[Tensor], dtype: torch.dtype = torch.int64) -> AttentionGraph:
+    """The graph of one mask ``[H, n, m]`` per sequence, row by row."""
+    heads = masks[0].size(0)
+    rowptr, col = [0], []
+    for head in range(heads):
+        first_key = 0
+        for mask in masks:
+            for row in mask[head].tolist():
+                col += [first_key + key for key, edge in enumerate(row) if edge]
+                rowptr.append(len(col))
+            first_key += mask.size(2)
+    query_ptr, key_ptr = offsets([mask.size(1) for mask in masks]), offsets([mask.size(2) for mask in masks])
+    return AttentionGraph(
+        torch.tensor(rowptr),
+        torch.tensor(col, dtype=dtype),
+        int(query_ptr[-1]),
+        int(key_ptr[-1]),
+        heads,
+        query_ptr,
+        key_ptr,
+    )
+
+
+def whole(masks: list[Tensor]) -> Tensor:
+    """One mask ``[H, N, M]`` of all sequences."""
+    return torch.stack(
+        [torch.block_diag(*[mask[head].int() for mask in masks]).bool() for head in range(masks[0].size(0))]
+    )
+
+
+def edges(masks: list[Tensor]) -> list[tuple[int, int, int]]:
+    """Edges as (head, query, key), in order."""
+    return [tuple(edge) for edge in whole(masks).nonzero().tolist()]
+
+
+def draw_masks(seed: int, shapes: list[tuple[int, int]], heads: int, density: float) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.rand(heads, n, m, generator=generator) < density for n, m in shapes]
+
+
+SEEDS, HEADS, DENSITIES = st.integers(0, 2**32), st.integers(1, 3), st.sampled_from([0.0, 0.2, 0.6, 1.0])
+SHAPES = st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5)), min_size=1, max_size=4)
+LENGTHS = st.lists(st.integers(1, 6), min_size=1, max_size=5)
+MASKS = st.builds(draw_masks, SEEDS, SHAPES, HEADS, DENSITIES)
+SQUARE_MASKS = st.builds(
+    lambda seed, lengths, heads, density: draw_masks(seed, [(n, n) for n in lengths], heads, density),
+    SEEDS,
+    LENGTHS,
+    HEADS,
+    DENSITIES,
+)
+DTYPES = st.sampled_from([torch.int32, torch.int64])
+many = settings(max_examples=200, deadline=None)
+
+RAGGED = draw_masks(0, [(2, 3), (4, 4), (1, 2)], heads=2, density=0.5)
+SQUARE = draw_masks(1, [(3, 3), (2, 2)], heads=2, density=0.5)
+NO_EDGES = [torch.zeros(2, 3, 3, dtype=torch.bool)]
+
+
+def test_the_examples_have_what_they_are_for() -> None:
+    degree = build(RAGGED).degree
+    assert (degree == 0).any()  # rows without edges
+    assert (degree > 1).any()
+    assert not torch.equal(RAGGED[1][0], RAGGED[1][1])
+    assert not torch.equal(SQUARE[0], SQUARE[0].transpose(1, 2))  # or a transposed graph would pass
+
+
+# ------------------------------------------------------------------------------------------------ resolve_ptr, pad, unpad
+
+
+def test_resolve_ptr_of_one_sequence() -> None:
+    ptr = resolve_ptr(5)
+    assert ptr.tolist() == [0, 5]
+    assert ptr.dtype == torch.int64
+    assert resolve_ptr(5, device=torch.device("meta")).device.type == "meta"
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_resolve_ptr_takes_both_integer_types(dtype: torch.dtype) -> None:
+    for ptr in (
+        resolve_ptr(5, torch.tensor([0, 2, 5], dtype=dtype)),
+        resolve_ptr(5, batch=torch.tensor([0, 0, 1, 1, 1], dtype=dtype)),
+    ):
+        assert ptr.tolist() == [0, 2, 5]
+        assert ptr.dtype == torch.int64
+
+
+@many
+@given(LENGTHS)
+def test_resolve_ptr_from_batch(lengths: list[int]) -> None:
+    batch = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    assert resolve_ptr(sum(lengths), batch=batch).tolist() == offsets(lengths).tolist()
+
+
+@pytest.mark.parametrize(
+    ("total", "ptr", "batch", "error", "message"),
+    [
+        (2, [0, 2], [0, 0], ValueError, "Expected 'ptr' or 'batch' (got both)"),
+        (3, None, [0, 0], ValueError, "Expected 'batch' to be [3], one sequence number per token (got [2])"),
+        (2, None, [[0, 0]], ValueError, "Expected 'batch' to be [2], one sequence number per token (got [1, 2])"),
+        (2, None, [0.0, 1.0], TypeError, "Expected 'batch' to be int64 (got torch.float32)"),
+        (2, None, [1, 0], ValueError, "Expected 'batch' to be sorted, from 0 and without gaps"),
+        (2, None, [1, 1], ValueError, "Expected 'batch' to be sorted, from 0 and without gaps"),
+        (2, None, [0, 2], ValueError, "Expected 'batch' to be sorted, from 0 and without gaps"),
+        (2, None, [-1, 0], ValueError, "Expected 'batch' to be sorted, from 0 and without gaps"),
+        (0, None, [], ValueError, "Expected a sequence of at least one token (got 0 tokens)"),
+        (0, None, None, ValueError, "Expected a sequence of at least one token (got 0 tokens)"),
+        (2, [0], None, ValueError, "Expected 'ptr' to be [B+1] with B >= 1 (got [1])"),
+        (2, [[0, 2]], None, ValueError, "Expected 'ptr' to be [B+1] with B >= 1 (got [1, 2])"),
+        (2, [0.0, 2.0], None, TypeError, "Expected 'ptr' to be int64 (got torch.float32)"),
+        (2, [1, 2], None, ValueError, "Expected 'ptr' to run from 0 to 2, the number of tokens (got 1 to 2)"),
+        (2, [0, 3], None, ValueError, "Expected 'ptr' to run from 0 to 2, the number of tokens (got 0 to 3)"),
+        (
+            2,
+            [0, 1, 1, 2],
+            None,
+            ValueError,
+            "Expected 'ptr' to be strictly increasing (got an empty sequence at sequence 1)",
+        ),
+        (2, [0, 3, 2], None, ValueError, "Expected 'ptr' to be strictly increasing (got a decrease at sequence 1)"),
+    ],
+)
+def test_resolve_ptr_errors(total: int, ptr: Any, batch: Any, error: type[Exception], message: str) -> None:
+    tensors = [
+        None if value is None else torch.tensor(value) if value else torch.tensor(value, dtype=torch.int64)
+        for value in (ptr, batch)
+    ]
+    with pytest.raises(error, match=says(message)):
+        resolve_ptr(total, *tensors)
+
+
+def test_resolve_ptr_names_the_argument() -> None:
+    with pytest.raises(ValueError, match=says("Expected 'key_ptr' to run from 0 to 2")):
+        resolve_ptr(2, torch.tensor([0, 3]), name="key_ptr")
+
+
+@many
+@given(LENGTHS, st.sampled_from([(), (3,), (2, 2)]), st.sampled_from([torch.float64, torch.int64]))
+def test_unpad_inverts_pad(lengths: list[int], shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x = (torch.arange(sum(lengths) * int(np.prod(shape))).view(-1, *shape) + 1).to(dtype)
+    padded, mask = pad(x, offsets(lengths), fill_value=-7)
+    assert padded.shape == (len(lengths), max(lengths), *shape)
+    assert mask.tolist() == [[place < length for place in range(max(lengths))] for length in lengths]
+    assert (padded[~mask] == -7).all()
+    assert padded.dtype == dtype
+    ragged, ptr = unpad(padded, mask)
+    assert torch.equal(ragged, x)
+    assert torch.equal(ptr, offsets(lengths))
+
+
+def test_unpad_takes_padding_anywhere() -> None:
+    x, ptr = unpad(torch.tensor([[9, 1, 2], [3, 9, 4]]), torch.tensor([[False, True, True], [True, False, True]]))
+    assert x.tolist() == [1, 2, 3, 4]
+    assert ptr.tolist() == [0, 2, 4]
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (torch.ones(2, 3), "Expected 'mask' to be bool [2, 3] (got torch.float32 [2, 3])"),
+        (torch.ones(2, 2, dtype=torch.bool), "Expected 'mask' to be bool [2, 3] (got torch.bool [2, 2])"),
+        (
+            torch.tensor([[True] * 3, [False] * 3]),
+            "Expected 'mask' to hold a real token in each row (got an empty sequence)",
+        ),
+    ],
+)
+def test_unpad_errors(mask: Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=says(message)):
+        unpad(torch.zeros(2, 3, 4), mask)
+
+
+def test_pad_checks_the_offsets() -> None:
+    with pytest.raises(ValueError, match=says("Expected 'ptr' to run from 0 to 3, the number of tokens (got 0 to 2)")):
+        pad(torch.zeros(3, 1), torch.tensor([0, 2]))
+
+
+# ------------------------------------------------------------------------------------------------ the record
+
+
+def test_constructor_fills_in_the_offsets() -> None:
+    square = AttentionGraph(torch.tensor([0, 1, 1]), torch.tensor([1]), 2, 2)
+    assert square.query_ptr.tolist() == square.key_ptr.tolist() == [0, 2]
+    wide = AttentionGraph(torch.tensor([0, 1, 1]), torch.tensor([4]), 2, 5)
+    assert (wide.query_ptr.tolist(), wide.key_ptr.tolist()) == ([0, 2], [0, 5])
+    tall = AttentionGraph(torch.tensor([0, 1, 1]), torch.tensor([4]), 2, 5, query_ptr=torch.tensor([0, 2]))
+    assert tall.key_ptr.tolist() == [0, 5]
+    shared = AttentionGraph(torch.tensor([0, 1, 1]), torch.tensor([0]), 2, 2, query_ptr=torch.tensor([0, 1, 2]))
+    assert shared.key_ptr.tolist() == [0, 1, 2]
+
+
+GOOD: dict[str, Any] = {
+    "rowptr": torch.tensor([0, 2, 3, 4]),
+    "col": torch.tensor([0, 1, 0, 2]),
+    "num_queries": 3,
+    "num_keys": 3,
+    "heads": 1,
+    "query_ptr": torch.tensor([0, 2, 3]),
+    "key_ptr": torch.tensor([0, 2, 3]),
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (
+            {"rowptr": torch.tensor([0, 2, 3, 4], dtype=torch.int32)},
+            TypeError,
+            "Expected 'rowptr' to be int64 (got torch.int32)",
+        ),
+        ({"col": torch.tensor([0.0, 1, 0, 2])}, TypeError, "Expected 'col' to be int32 or int64 (got torch.float32)"),
+        ({"heads": 0}, ValueError, "Expected 'heads' to be at least 1 (got 0)"),
+        ({"heads": 2}, ValueError, "Expected 'rowptr' to be [H*N+1] = [7] (got [4])"),
+        ({"num_queries": 4}, ValueError, "Expected 'rowptr' to be [H*N+1] = [5] (got [4])"),
+        ({"rowptr": torch.tensor([[0, 2, 3, 4]])}, ValueError, "Expected 'rowptr' to be [H*N+1] = [4] (got [1, 4])"),
+        ({"col": torch.tensor([[0, 1, 0, 2]])}, ValueError, "Expected 'col' to be [E] (got [1, 4])"),
+        (
+            {"num_keys": 5, "key_ptr": None},
+            ValueError,
+            "Expected 'key_ptr' where N != M (got N = 3, M = 5 and no 'key_ptr')",
+        ),
+        (
+            {"query_ptr": torch.tensor([0, 2, 3], dtype=torch.int32)},
+            TypeError,
+            "Expected 'query_ptr' to be int64 (got torch.int32)",
+        ),
+        ({"key_ptr": torch.tensor([0.0, 2, 3])}, TypeError, "Expected 'key_ptr' to be int64 (got torch.float32)"),
+        (
+            {"key_ptr": torch.tensor([0, 3])},
+            ValueError,
+            "Expected 'query_ptr' and 'key_ptr' to be [B+1] both (got [3] and [2])",
+        ),
+        ({"query_ptr": None}, ValueError, "Expected 'query_ptr' and 'key_ptr' to be [B+1] both (got [2] and [3])"),
+        (
+            {"query_ptr": torch.tensor([[0, 3]]), "key_ptr": torch.tensor([[0, 3]])},
+            ValueError,
+            "to be [B+1] both (got [1, 2] and [1, 2])",
+        ),
+        (
+            {"query_ptr": torch.tensor([0]), "key_ptr": torch.tensor([0])},
+            ValueError,
+            "to be [B+1] both (got [1] and [1])",
+        ),
+        (
+            {"rowptr": GOOD["rowptr"].to("meta")},
+            ValueError,
+            "Expected 'rowptr' on the device of 'col' (got meta and cpu)",
+        ),
+        (
+            {"query_ptr": GOOD["query_ptr"].to("meta")},
+            ValueError,
+            "Expected 'query_ptr' on the device of 'col' (got meta and cpu)",
+        ),
+        (
+            {"key_ptr": GOOD["key_ptr"].to("meta")},
+            ValueError,
+            "Expected 'key_ptr' on the device of 'col' (got meta and cpu)",
+        ),
+    ],
+)
+def test_constructor_errors(change: dict[str, Any], error: type[Exception], message: str) -> None:
+    AttentionGraph(**GOOD)
+    with pytest.raises(error, match=says(message)):
+        AttentionGraph(**(GOOD | change))
+
+
+@pytest.mark.parametrize("name", ["num_queries", "num_keys"])
+def test_a_graph_has_tokens(name: str) -> None:
+    sizes: dict[str, Any] = {"num_queries": 1, "num_keys": 1, name: 0}
+    with pytest.raises(ValueError, match=says("Expected a sequence of at least one token (got 0 tokens)")):
+        AttentionGraph(
+            torch.zeros(sizes["num_queries"] + 1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), **sizes
+        )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"query_ptr": torch.tensor([0, 2, 4])},
+            "Expected 'query_ptr' to run from 0 to 3, the number of tokens (got 0 to 4)",
+        ),
+        (
+            {"query_ptr": torch.tensor([0, 0, 3])},
+            "Expected 'query_ptr' to be strictly increasing (got an empty sequence at sequence 0)",
+        ),
+        (
+            {"key_ptr": torch.tensor([1, 2, 3])},
+            "Expected 'key_ptr' to run from 0 to 3, the number of tokens (got 1 to 3)",
+        ),
+        (
+            {"key_ptr": torch.tensor([0, 3, 3])},
+            "Expected 'key_ptr' to be strictly increasing (got an empty sequence at sequence 1)",
+        ),
+        ({"rowptr": torch.tensor([1, 2, 3, 4])}, "Expected 'rowptr' to rise from 0 to E = 4 (got 1 to 4"),
+        ({"rowptr": torch.tensor([0, 2, 3, 5])}, "Expected 'rowptr' to rise from 0 to E = 4 (got 0 to 5"),
+        (
+            {"rowptr": torch.tensor([0, 3, 2, 4])},
+            "Expected 'rowptr' to rise from 0 to E = 4 (got 0 to 4, or a decrease)",
+        ),
+        ({"col": torch.tensor([0, 1, 0, 3])}, "Expected 'col' in 0..2 (got 0 to 3)"),
+        ({"col": torch.tensor([-1, 1, 0, 2])}, "Expected 'col' in 0..2 (got -1 to 2)"),
+        (
+            {"col": torch.tensor([0, 1, 2, 2])},
+            "Expected every edge inside its sequence (got query 1 attending to key 2)",
+        ),
+        (
+            {"col": torch.tensor([0, 1, 0, 1])},
+            "Expected every edge inside its sequence (got query 2 attending to key 1)",
+        ),
+        ({"col": torch.tensor([1, 0, 0, 2])}, "Expected the keys of each row ascending without repeats"),
+        ({"col": torch.tensor([1, 1, 0, 2])}, "Expected the keys of each row ascending without repeats"),
+    ],
+)
+def test_validate_errors(change: dict[str, Any], message: str) -> None:
+    good = AttentionGraph(**GOOD)
+    assert good.validate() is good
+    bad = dataclasses.replace(good, **change)
+    with pytest.raises(ValueError, match=says(message)):
+        bad.validate()
+
+
+@many
+@given(MASKS, DTYPES)
+def test_properties(masks: list[Tensor], dtype: torch.dtype) -> None:
+    graph = build(masks, dtype)
+    mask, triples = whole(masks), edges(masks)
+    num_queries = mask.size(1)
+    assert graph.validate() is graph
+    assert graph.col.dtype == dtype
+    assert graph.device == torch.device("cpu")
+    assert (graph.num_edges, graph.num_sequences, graph.heads) == (len(triples), len(masks), mask.size(0))
+    assert (graph.num_queries, graph.num_keys) == mask.shape[1:]
+    assert graph.edge_row.tolist() == [head * num_queries + query for head, query, _ in triples]
+    assert graph.edge_head.tolist() == [head for head, _, _ in triples]
+    assert graph.edge_index.tolist() == [[key for _, _, key in triples], [query for _, query, _ in triples]]
+    assert graph.edge_index.dtype == graph.edge_head.dtype == torch.int64
+    assert torch.equal(graph.degree, mask.sum(2))
+    assert torch.equal(graph.edges_per_sequence, torch.stack([one.sum((1, 2)) for one in masks]))
+    assert torch.equal(graph.density, torch.stack([one.double().mean((1, 2)) for one in masks]))
+
+
+def test_repr() -> None:
+    assert (
+        repr(build(RAGGED))
+        == f"AttentionGraph(3 sequences, 2 heads, 7 queries, 9 keys, {len(edges(RAGGED))} edges, density {100 * len(edges(RAGGED)) / 48:.1f}%)"
+    )
+    assert (
+        repr(build([torch.ones(1, 1, 1)]))
+        == "AttentionGraph(1 sequence, 1 head, 1 query, 1 key, 1 edge, density 100.0%)"
+    )
+    assert repr(build(NO_EDGES)) == "AttentionGraph(1 sequence, 2 heads, 3 queries, 3 keys, 0 edges, density 0.0%)"
+    assert (
+        repr(AttentionGraph.from_dense(torch.ones(40, 50)))
+        == "AttentionGraph(1 sequence, 1 head, 40 queries, 50 keys, 2,000 edges, density 100.0%)"
+    )
+
+
+def test_equality() -> None:
+    graph = AttentionGraph(**GOOD)
+    same = AttentionGraph(**(GOOD | {"col": GOOD["col"].int(), "key_ptr": None}))
+    assert graph == same
+    assert hash(graph) == hash(same)
+    others: list[dict[str, Any]] = [
+        {"col": torch.tensor([0, 1, 1, 2])},
+        {"rowptr": torch.tensor([0, 1, 3, 4])},
+        {"query_ptr": torch.tensor([0, 1, 3])},
+        {"key_ptr": torch.tensor([0, 1, 3])},
+        {"query_ptr": torch.tensor([0, 3]), "key_ptr": torch.tensor([0, 3])},
+        {"num_keys": 4, "key_ptr": torch.tensor([0, 2, 4])},
+        {"col": GOOD["col"][:3], "rowptr": torch.tensor([0, 2, 3, 3])},
+    ]
+    for change in others:
+        assert graph != AttentionGraph(**(GOOD | change)), change
+    assert graph != graph.expand(2)
+    assert graph != "a graph"
+
+
+def test_a_graph_without_edges_is_not_false() -> None:
+    assert build(NO_EDGES)
+
+
+def test_the_record_is_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        AttentionGraph(**GOOD).heads = 2  # type: ignore[misc]
+
+
+def test_to_moves_every_tensor() -> None:
+    graph = build(RAGGED)
+    moved = graph.to("meta")
+    assert {getattr(moved, name).device.type for name in ("rowptr", "col", "query_ptr", "key_ptr")} == {"meta"}
+    assert graph.to("cpu", non_blocking=True) == graph
+
+
+# ------------------------------------------------------------------------------------------------ graphs from graphs
+
+
+@many
+@given(MASKS, DTYPES)
+def test_sequence_head_and_concatenate(masks: list[Tensor], dtype: torch.dtype) -> None:
+    graph, heads = build(masks, dtype), masks[0].size(0)
+    parts = [graph.sequence(sequence) for sequence in range(len(masks))]
+    assert parts == [build([mask]) for mask in masks]
+    assert all(part.col.dtype == dtype for part in parts)
+    assert graph.sequence(-1) == parts[-1]
+    assert AttentionGraph.concatenate(parts) == graph
+    assert AttentionGraph.concatenate([graph, graph]) == build(masks + masks)
+    assert [graph.head(head) for head in range(heads)] == [
+        build([mask[head : head + 1] for mask in masks]) for head in range(heads)
+    ]
+    assert graph.head(-1) == graph.head(heads - 1)
+    assert graph.head(0).expand(3) == build([mask[[0, 0, 0]] for mask in masks])
+    assert graph.expand(heads) is graph
+
+
+def test_errors_of_graphs_from_graphs() -> None:
+    graph = build(RAGGED)
+    for wrong in (3, -4):
+        with pytest.raises(ValueError, match=says(f"Expected 'sequence' in 0..2 (got {wrong})")):
+            graph.sequence(wrong)
+    with pytest.raises(ValueError, match=says("Expected 'head' in 0..1 (got 2)")):
+        graph.head(2)
+    with pytest.raises(ValueError, match=says("Expected 'graph' to have 1 or 3 heads (got 2)")):
+        graph.expand(3)
+    with pytest.raises(ValueError, match=says("Expected 'heads' to be at least 1 (got -1)")):
+        graph.head(0).expand(-1)
+    with pytest.raises(
+        ValueError, match=says("Expected 'graphs' to be one or more graphs with the same heads (got [])")
+    ):
+        AttentionGraph.concatenate([])
+    with pytest.raises(ValueError, match=says("graphs with the same heads (got [2, 1])")):
+        AttentionGraph.concatenate([graph, graph.head(0)])
+
+
+@many
+@given(SEEDS, SHAPES, HEADS, HEADS, DENSITIES, DENSITIES, DTYPES, DTYPES)
+def test_union(
+    seed: int,
+    shapes: list[tuple[int, int]],
+    heads: int,
+    other_heads: int,
+    density: float,
+    other_density: float,
+    dtype: torch.dtype,
+    other_dtype: torch.dtype,
+) -> None:
+    if heads != other_heads and 1 not in (heads, other_heads):
+        other_heads = heads
+    masks, others = draw_masks(seed, shapes, heads, density), draw_masks(seed + 1, shapes, other_heads, other_density)
+    graph, other = build(masks, dtype), build(others, other_dtype)
+    union, from_other = graph.union(other)
+    assert union == build([a | b for a, b in zip(masks, others, strict=True)])
+    assert union.validate() is union
+    assert graph | other == union
+    assert union.col.dtype == torch.promote_types(dtype, other_dtype)
+    head, (key, query) = union.edge_head, union.edge_index
+    assert from_other.dtype == torch.bool
+    assert torch.equal(from_other, whole(others).expand(union.heads, -1, -1)[head, query, key])
+    assert graph == build(masks)  # neither is changed
+    assert other == build(others)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        build(draw_masks(0, [(2, 3), (4, 4), (1, 2)], heads=3, density=0.5)),
+        build(draw_masks(0, [(2, 3), (4, 4), (1, 3)], heads=2, density=0.5)),
+        build(draw_masks(0, [(2, 3), (4, 4), (2, 2)], heads=2, density=0.5)),
+        build(draw_masks(0, [(2, 3), (5, 6)], heads=2, density=0.5)),
+    ],
+)
+def test_union_errors(other: AttentionGraph) -> None:
+    graph = build(RAGGED)
+    with pytest.raises(
+        ValueError, match=says(f"Expected 'other' over the same tokens, heads and sequences (got {other} for {graph})")
+    ):
+        graph.union(other)
+
+
+def test_union_is_with_graphs_only() -> None:
+    with pytest.raises(TypeError, match="unsupported operand"):
+        build(RAGGED) | 1  # type: ignore[operator]
+
+
+# ------------------------------------------------------------------------------------------------ from other forms
+
+
+@many
+@given(MASKS, SEEDS)
+def test_from_edge_index_sorts_and_drops_repeats(masks: list[Tensor], seed: int) -> None:
+    graph = build(masks)
+    order = torch.randperm(2 * graph.num_edges, generator=torch.Generator().manual_seed(seed)) % max(graph.num_edges, 1)
+    sizes: dict[str, Any] = {"heads": graph.heads, "query_ptr": graph.query_ptr, "key_ptr": graph.key_ptr}
+    for dtype in (torch.int32, torch.int64):
+        edge_index, edge_head = graph.edge_index[:, order].to(dtype), graph.edge_head[order].to(dtype)
+        assert AttentionGraph.from_edge_index(edge_index, edge_head=edge_head, **sizes) == graph
+        assert (
+            AttentionGraph.from_edge_index(edge_index, graph.num_queries, graph.num_keys, edge_head=edge_head, **sizes)
+            == graph
+        )
+
+
+def test_from_edge_index_finds_the_sizes() -> None:
+    edge_index = torch.tensor([[0, 4], [2, 1]])
+    graph = AttentionGraph.from_edge_index(edge_index)
+    assert (graph.num_queries, graph.num_keys, graph.heads) == (3, 5, 1)
+    assert graph.edge_index.tolist() == [[4, 0], [1, 2]]
+    square = AttentionGraph.from_edge_index(edge_index.flip(0))
+    assert (square.num_queries, square.num_keys) == (5, 5)
+    fixed = AttentionGraph.from_edge_index(edge_index, num_queries=7, num_keys=6)
+    assert (fixed.num_queries, fixed.num_keys) == (7, 6)
+    empty = AttentionGraph.from_edge_index(torch.empty(2, 0, dtype=torch.int64), num_queries=3)
+    assert (empty.num_queries, empty.num_keys, empty.num_edges) == (3, 3, 0)
+
+
+@pytest.mark.parametrize(
+    ("edge_index", "options", "error", "message"),
+    [
+        (torch.zeros(3, 2, dtype=torch.int64), {}, ValueError, "Expected 'edge_index' to be [2, E] (got [3, 2])"),
+        (torch.zeros(4, dtype=torch.int64), {}, ValueError, "Expected 'edge_index' to be [2, E] (got [4])"),
+        (torch.zeros(2, 2), {}, TypeError, "Expected 'edge_index' to be int64 (got torch.float32)"),
+        (
+            torch.tensor([[0, 1], [0, 1]]),
+            {"edge_head": torch.zeros(2)},
+            TypeError,
+            "Expected 'edge_head' to be int64 (got torch.float32)",
+        ),
+        (
+            torch.tensor([[0, 1], [0, 1]]),
+            {"edge_head": torch.tensor([0])},
+            ValueError,
+            "Expected 'edge_head' to be [2] (got [1])",
+        ),
+        (
+            torch.tensor([[0, 1], [0, 1]]),
+            {"edge_head": torch.tensor([0, 1])},
+            ValueError,
+            "Expected 'edge_head' in 0..0 (got 0 to 1)",
+        ),
+        (torch.tensor([[0, 1], [0, 1]]), {"num_keys": 1}, ValueError, "Expected 'edge_index[0]' in 0..0 (got 0 to 1)"),
+        (torch.tensor([[-1, 1], [0, 1]]), {}, ValueError, "Expected 'edge_index[0]' in 0..1 (got -1 to 1)"),
+        (
+            torch.tensor([[0, 1], [0, 4]]),
+            {"num_queries": 4},
+            ValueError,
+            "Expected 'edge_index[1]' in 0..3 (got 0 to 4)",
+        ),
+        (
+            torch.tensor([[0, 1], [1, 0]]),
+            {"query_ptr": torch.tensor([0, 1, 2])},
+            ValueError,
+            "Expected every edge inside its sequence (got query 0 attending to key 1)",
+        ),
+        (
+            torch.tensor([[0], [0]]),
+            {"num_queries": 2, "query_ptr": torch.tensor([0, 3])},
+            ValueError,
+            "Expected 'query_ptr' to run from 0 to 2",
+        ),
+        (torch.empty(2, 0, dtype=torch.int64), {}, ValueError, "Expected a sequence of at least one token"),
+    ],
+)
+def test_from_edge_index_errors(
+    edge_index: Tensor, options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=says(message)):
+        AttentionGraph.from_edge_index(edge_index, **options)
+
+
+@many
+@given(MASKS)
+def test_edge_index_of_pyg_round_trip(masks: list[Tensor]) -> None:
+    graph = build(masks)
+    for head in range(graph.heads):
+        adjacency = graph.to_edge_index(head)
+        assert isinstance(adjacency, EdgeIndex)
+        assert adjacency.validate() is adjacency  # the order and the sizes it claims
+        assert (adjacency.is_sorted_by_col, adjacency.sparse_size()) == (True, (graph.num_keys, graph.num_queries))
+        assert AttentionGraph.from_edge_index(
+            adjacency, query_ptr=graph.query_ptr, key_ptr=graph.key_ptr
+        ) == graph.head(head)
+    every = graph.to_edge_index()
+    assert torch.equal(every.as_tensor(), graph.edge_index)
+    assert (
+        AttentionGraph.from_edge_index(
+            every, edge_head=graph.edge_head, heads=graph.heads, query_ptr=graph.query_ptr, key_ptr=graph.key_ptr
+        )
+        == graph
+    )
+
+
+def test_edge_index_of_pyg_gives_the_sizes() -> None:
+    graph = AttentionGraph.from_edge_index(EdgeIndex([[0], [0]], sparse_size=(4, 3)))
+    assert (graph.num_queries, graph.num_keys) == (3, 4)
+    unknown = AttentionGraph.from_edge_index(EdgeIndex([[1], [0]]))
+    assert (unknown.num_queries, unknown.num_keys) == (1, 2)
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
+@pytest.mark.filterwarnings("ignore:Sparse CS[RC] tensor support is in beta:UserWarning")
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+def test_from_torch_sparse(layout: torch.layout) -> None:
+    for mask in (RAGGED[0][0], RAGGED[1][1], NO_EDGES[0][0]):
+        assert AttentionGraph.from_edge_index(mask.float().to_sparse(layout=layout)) == build([mask[None]])
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+def test_from_torch_sparse_leaves_the_tensor_alone() -> None:
+    repeated = torch.sparse_coo_tensor(torch.tensor([[0, 0], [1, 1]]), torch.ones(2), (2, 2))
+    graph = AttentionGraph.from_edge_index(repeated)
+    assert graph.edge_index.tolist() == [[1], [0]]
+    assert not repeated.is_coalesced()
+
+
+@needs_torch_sparse
+def test_sparse_tensor_round_trip() -> None:
+    for masks in (RAGGED, NO_EDGES):
+        graph = build(masks, torch.int32)
+        for head in range(graph.heads):
+            adjacency = graph.to_sparse_tensor(head)
+            assert torch.equal(adjacency.to_dense().bool(), whole(masks)[head])
+            assert AttentionGraph.from_edge_index(
+                adjacency, query_ptr=graph.query_ptr, key_ptr=graph.key_ptr
+            ) == graph.head(head)
+
+
+def test_to_sparse_tensor_names_the_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_geometric.typing, "WITH_TORCH_SPARSE", False)
+    with pytest.raises(ImportError, match=says("Expected 'torch-sparse' to be installed")):
+        build(RAGGED).to_sparse_tensor()
+
+
+@many
+@given(
+    SEEDS,
+    st.integers(1, 3),
+    HEADS,
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.sampled_from([torch.bool, torch.float32, torch.int64]),
+)
+def test_dense_round_trip(seed: int, batch: int, heads: int, n: int, m: int, dtype: torch.dtype) -> None:
+    masks = draw_masks(seed, [(n, m)] * batch, heads, 0.5)
+    graph = AttentionGraph.from_dense(
+        -3 * torch.stack(masks).int().to(dtype) if dtype != torch.bool else torch.stack(masks)
+    )
+    assert graph == build(masks)
+    assert torch.equal(torch.stack([graph.to_dense(sequence) for sequence in range(batch)]), torch.stack(masks))
+    assert AttentionGraph.from_dense(masks[0]) == build(masks[:1])
+    assert AttentionGraph.from_dense(masks[0][0]) == build([masks[0][:1]])
+
+
+@many
+@given(MASKS, DTYPES)
+def test_to_dense_of_ragged_graphs(masks: list[Tensor], dtype: torch.dtype) -> None:
+    graph = build(masks, dtype)
+    for sequence, mask in enumerate(masks):
+        dense = graph.to_dense(sequence)
+        assert dense.dtype == torch.bool
+        assert torch.equal(dense, mask)
+
+
+@pytest.mark.parametrize("shape", [(3,), (1, 1, 1, 1, 1), (0, 3), (3, 0), (0, 2, 2), (0, 1, 2, 2)])
+def test_from_dense_errors(shape: tuple[int, ...]) -> None:
+    with pytest.raises(
+        ValueError, match=says(f"Expected 'mask' to be [N, M], [H, N, M] or [B, H, N, M] (got {list(shape)})")
+    ):
+        AttentionGraph.from_dense(torch.ones(shape))
+
+
+# ------------------------------------------------------------------------------------------------ to other forms
+
+
+@many
+@given(MASKS, DTYPES)
+def test_to_scipy(masks: list[Tensor], dtype: torch.dtype) -> None:
+    graph = build(masks, dtype)
+    for head in range(graph.heads):
+        matrix = graph.to_scipy(head)
+        assert matrix.dtype == bool
+        assert np.array_equal(matrix.toarray(), whole(masks)[head].numpy())
+        for sequence, mask in enumerate(masks):
+            assert np.array_equal(graph.to_scipy(head, sequence).toarray(), mask[head].numpy())
+
+
+@many
+@given(SQUARE_MASKS, DTYPES)
+def test_data_round_trip(masks: list[Tensor], dtype: torch.dtype) -> None:
+    graph = build(masks, dtype)
+    data = graph.to_data()
+    assert data.validate()
+    assert data.num_nodes == graph.num_queries
+    assert data.batch.tolist() == [sequence for sequence, mask in enumerate(masks) for _ in range(mask.size(1))]
+    assert (
+        AttentionGraph.from_edge_index(data.edge_index, edge_head=data.edge_type, heads=graph.heads, query_ptr=data.ptr)
+        == graph
+    )
+
+
+def test_a_batch_of_data_is_the_concatenated_graph() -> None:
+    graph = build(SQUARE)
+    parts = [graph.sequence(sequence).to_data() for sequence in range(2)]
+    batch = Batch.from_data_list(
+        [Data(edge_index=part.edge_index, edge_type=part.edge_type, num_nodes=part.num_nodes) for part in parts]
+    )
+    assert (
+        AttentionGraph.from_edge_index(batch.edge_index, edge_head=batch.edge_type, heads=2, query_ptr=batch.ptr)
+        == graph
+    )
+
+
+def test_to_data_needs_the_same_tokens() -> None:
+    with pytest.raises(ValueError, match=says("Expected queries and keys to be the same tokens (got N = 7, M = 9)")):
+        build(RAGGED).to_data()
+
+
+@many
+@given(MASKS)
+def test_hetero_data_round_trip(masks: list[Tensor]) -> None:
+    graph = build(masks)
+    data = graph.to_hetero_data()
+    assert data.validate()
+    assert (data["query"].num_nodes, data["key"].num_nodes) == (graph.num_queries, graph.num_keys)
+    for name, axis in (("query", 1), ("key", 2)):
+        assert data[name].batch.tolist() == [
+            sequence for sequence, mask in enumerate(masks) for _ in range(mask.size(axis))
+        ]
+    store = data["key", "to", "query"]
+    again = AttentionGraph.from_edge_index(
+        store.edge_index,
+        edge_head=store.edge_type,
+        heads=graph.heads,
+        query_ptr=data["query"].ptr,
+        key_ptr=data["key"].ptr,
+    )
+    assert again == graph
+
+
+@many
+@given(SQUARE_MASKS)
+def test_networkx_of_tokens(masks: list[Tensor]) -> None:
+    graph = build(masks)
+    for sequence, mask in enumerate(masks):
+        for head in range(graph.heads):
+            result = graph.to_networkx(sequence, head)
+            assert type(result) is nx.DiGraph
+            assert list(result) == list(range(mask.size(1)))
+            assert np.array_equal(
+                nx.to_numpy_array(result).T.astype(bool), mask[head].numpy()
+            )  # networkx: rows are sources
+
+
+@many
+@given(MASKS)
+def test_networkx_bipartite(masks: list[Tensor]) -> None:
+    graph = build(masks)
+    for sequence, mask in enumerate(masks):
+        for head in range(graph.heads):
+            result = graph.to_networkx(sequence, head, bipartite=True)
+            assert {node for node, side in result.nodes(data="bipartite") if side == 0} == {
+                ("key", j) for j in range(mask.size(2))
+            }
+            assert {node for node, side in result.nodes(data="bipartite") if side == 1} == {
+                ("query", i) for i in range(mask.size(1))
+            }
+            assert set(result.edges) == {(("key", j), ("query", i)) for i, j in mask[head].nonzero().tolist()}
+            assert nx.is_bipartite(result)
+
+
+@many
+@given(MASKS)
+def test_networkx_of_all_heads(masks: list[Tensor]) -> None:
+    graph = build(masks)
+    for sequence, mask in enumerate(masks):
+        result = graph.to_networkx(sequence, None, bipartite=True)
+        assert type(result) is nx.MultiDiGraph
+        expected = {(("key", j), ("query", i), h) for h, i, j in mask.nonzero().tolist()}
+        assert set(result.edges(keys=True)) == expected
+        assert {(s, t, h) for s, t, h in result.edges(data="head")} == expected
+        assert result.number_of_edges() == int(mask.sum())
+
+
+def test_networkx_chooses_the_view() -> None:
+    graph = build(RAGGED)
+    assert list(graph.to_networkx(1, 0)) == [0, 1, 2, 3]
+    assert ("key", 2) in graph.to_networkx(0, 0)
+    assert set(graph.to_networkx(1, None).edges(keys=True)) == {(j, i, h) for h, i, j in RAGGED[1].nonzero().tolist()}
+    with pytest.raises(ValueError, match=says("Expected as many queries as keys for a graph of tokens (got 2 and 3)")):
+        graph.to_networkx(0, 0, bipartite=False)
+    with pytest.raises(ValueError, match=says("Expected 'sequence' in 0..2 (got 3)")):
+        graph.to_networkx(3)
+    with pytest.raises(ValueError, match=says("Expected 'head' in 0..1 (got 2)")):
+        graph.to_networkx(0, 2)

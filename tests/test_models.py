@@ -1,0 +1,208 @@
+"""Sequence models: what they return, what a batch must not change, and that they learn."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from sbm_pyg import (
+    EncoderTrace,
+    PairClassifier,
+    SBMAttentionConv,
+    SequenceClassifier,
+    SequenceEncoder,
+    TokenClassifier,
+    patterns,
+)
+from sbm_pyg.models import FullAttention
+
+PTR = torch.tensor([0, 10, 17, 30])
+TOKENS = torch.randint(0, 15, (30,), generator=torch.Generator().manual_seed(0))
+OPTIONS: dict[str, dict] = {
+    "sbm": {"num_blocks": 4, "dropout": 0.1},
+    "full": {"dropout": 0.1},
+    "window": {"window": 2},
+    "bigbird": {"num_random": 1, "dropout": 0.1},
+}
+
+
+def encoder(attention: str = "sbm", **options: object) -> SequenceEncoder:
+    torch.manual_seed(0)
+    return SequenceEncoder(15, 16, attention=attention, attention_options=OPTIONS[attention], max_length=40, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("attention", OPTIONS)
+def test_trace_and_shapes(attention: str) -> None:
+    model = SequenceClassifier(encoder(attention), 10).eval()
+    logits, trace = model(TOKENS, PTR, seed=1, return_trace=True)
+    assert logits.shape == (3, 10)
+    assert isinstance(trace, EncoderTrace)
+    assert trace.density.shape == trace.expected_density.shape == (2, 3, 2)
+    assert torch.equal(model(TOKENS, PTR, seed=1), logits)
+    if attention == "sbm":
+        by_hand = [sbm.expected_density() for sbm in trace.sbms]
+        torch.testing.assert_close(trace.density_loss(), torch.stack(by_hand).mean())
+        trace.density_loss().backward()
+        assert model.encoder.blocks[0].attention.sbm.clusters.grad.any()
+        torch.testing.assert_close(trace.density, torch.stack([graph.density for graph in trace.graphs]))
+    else:
+        assert trace.sbms == (None, None)
+    if attention == "full":
+        assert trace.graphs == (None, None)
+        assert trace.density.eq(1).all()
+
+
+@pytest.mark.parametrize("attention", ["sbm", "full", "window"])
+def test_a_sequence_is_encoded_alike_in_any_batch(attention: str) -> None:
+    """bigbird draws its random keys for the whole batch, so it is left out."""
+    model = encoder(attention).eval().double()
+    streams = torch.tensor([7, 2, 11])
+    together = model(TOKENS, PTR, seed=3, streams=streams)
+    for number, (start, end) in enumerate(zip(PTR, PTR[1:], strict=False)):
+        alone = model(TOKENS[start:end], seed=3, streams=streams[number : number + 1])
+        torch.testing.assert_close(alone, together[start:end], rtol=1e-12, atol=1e-12)
+
+
+def test_full_attention_equals_the_layer_on_a_full_graph() -> None:
+    torch.manual_seed(0)
+    dense = FullAttention(16, 8, 2).double()
+    conv = SBMAttentionConv(16, 8, 2, num_blocks=None).double()
+    conv.load_state_dict(dense.state_dict())
+    x = torch.randn(30, 16, dtype=torch.float64)
+    torch.testing.assert_close(
+        dense(x, ptr=PTR), conv(x, patterns.full(None, ptr=PTR), ptr=PTR), rtol=1e-12, atol=1e-12
+    )
+
+
+def test_layers_sample_apart_and_seeds_fix_them() -> None:
+    model = encoder().eval()
+    _, trace = model(TOKENS, PTR, seed=1, return_trace=True)
+    _, again = model(TOKENS, PTR, seed=1, return_trace=True)
+    assert trace.graphs[0] == again.graphs[0]
+    assert trace.graphs[0] != trace.graphs[1]
+    same = trace.graphs[0].to_dense() == trace.graphs[1].to_dense()
+    assert float(same.double().mean()) < 0.9  # p = 1/4 twice: agreement by chance is 0.63
+
+
+def test_pair_classifier() -> None:
+    model = PairClassifier(encoder(), 2).eval()
+    logits, trace = model((TOKENS, TOKENS), (PTR, PTR), seed=1, streams=torch.tensor([0, 1, 2]), return_trace=True)
+    assert logits.shape == (3, 2)
+    assert len(trace.graphs) == 4
+    assert trace.graphs[0] != trace.graphs[2]  # the two sides of a pair do not share their random stream
+    x0 = model.encoder(TOKENS, PTR, seed=1, streams=torch.tensor([0, 2, 4]))
+    x1 = model.encoder(TOKENS, PTR, seed=1, streams=torch.tensor([1, 3, 5]))
+    m0, m1 = (torch.stack([x[a:b].mean(0) for a, b in zip(PTR, PTR[1:], strict=False)]) for x in (x0, x1))
+    torch.testing.assert_close(logits, model.classifier(torch.cat([m0, m1, m0 * m1, m0 - m1], 1)))
+    with pytest.raises(ValueError, match=r"as many second as first sequences \(got 3 and 1\)"):
+        model((TOKENS, TOKENS), (PTR, torch.tensor([0, 30])))
+
+
+def test_token_classifier_learns_to_copy_a_neighbour() -> None:
+    """The label of a token is the parity of the one before it: needs attention by position, which a window gives."""
+    torch.manual_seed(0)
+    model = TokenClassifier(
+        SequenceEncoder(
+            8,
+            32,
+            num_layers=1,
+            max_length=12,
+            dropout=0.0,
+            attention="sbm",
+            attention_options={"num_blocks": 8, "window": 1},
+        ),
+        2,
+    )
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    ptr = torch.arange(0, 12 * 33, 12)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(250):
+        tokens = torch.randint(8, (32, 12), generator=generator)
+        labels = tokens.roll(1, 1) % 2
+        loss = F.cross_entropy(model(tokens.flatten(), ptr), labels.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert float(loss.detach()) < 0.1
+
+
+def test_a_factory_makes_the_layers() -> None:
+    class Mean(nn.Module):
+        def __init__(self, channels: int, head_channels: int, heads: int) -> None:
+            super().__init__()
+            self.lin = nn.Linear(channels, heads * head_channels)
+
+        def forward(self, x: Tensor, **_: object) -> tuple:
+            return self.lin(x.mean(0, keepdim=True)).expand(len(x), -1), None, None
+
+    model = SequenceEncoder(15, 16, attention=Mean, max_length=40)
+    out, trace = model(TOKENS, PTR, return_trace=True)
+    assert out.shape == (30, 16)
+    assert float(trace.density_loss()) == 1
+
+
+@pytest.mark.parametrize("attention", OPTIONS)
+def test_models_copy_and_pickle(attention: str) -> None:
+    model = SequenceClassifier(encoder(attention), 3).eval()
+    expected = model(TOKENS, PTR, seed=1)
+    for clone in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(clone(TOKENS, PTR, seed=1), expected)
+
+
+def test_embeddings_start_at_unit_spread() -> None:
+    model = SequenceEncoder(5000, 32)
+    assert float(model.token.weight.detach().std()) == pytest.approx(1, rel=0.02)
+
+
+def test_bf16_autocast_trains() -> None:
+    model = SequenceClassifier(encoder(), 3)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits, trace = model(TOKENS, PTR, seed=1, return_trace=True)
+        loss = F.cross_entropy(logits, torch.tensor([0, 1, 2])) + trace.density_loss()
+    loss.backward()
+    assert math.isfinite(float(loss.detach()))
+    assert all(p.grad is not None and p.grad.isfinite().all() for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("tokens", "ptr", "error", "message"),
+    [
+        (torch.tensor([0, 15]), None, ValueError, r"Expected 'tokens' in 0..14, the vocabulary \(got 0 to 15\)"),
+        (torch.tensor([-1, 3]), None, ValueError, r"Expected 'tokens' in 0..14, the vocabulary \(got -1 to 3\)"),
+        (
+            torch.zeros(41, dtype=torch.long),
+            None,
+            ValueError,
+            r"Expected sequences of at most max_length = 40 tokens \(got 41\)",
+        ),
+        (torch.zeros(2, 3, dtype=torch.long), None, TypeError, r"Expected 'tokens' to be \[N\] int64 \(got \[2, 3\]"),
+        (torch.zeros(3), None, TypeError, r"Expected 'tokens' to be \[N\] int64"),
+        (torch.zeros(3, dtype=torch.long), torch.tensor([0, 2, 2, 3]), ValueError, "an empty sequence at sequence 1"),
+        (torch.zeros(0, dtype=torch.long), None, ValueError, r"at least one token \(got 0 tokens\)"),
+    ],
+)
+def test_input_errors(tokens: Tensor, ptr: Tensor | None, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        encoder()(tokens, ptr)
+
+
+def test_constructor_errors() -> None:
+    with pytest.raises(
+        ValueError,
+        match=r"Expected 'attention' to be one of \['sbm', 'full', 'window', 'bigbird'\] or a factory \(got 'linear'\)",
+    ):
+        SequenceEncoder(15, attention="linear")
+    with pytest.raises(ValueError, match=r"Expected 'num_layers' to be at least 1 \(got 0\)"):
+        SequenceEncoder(15, num_layers=0)
+    with pytest.raises(ValueError, match=r"Expected 'attention_options' of 'window' to be known \(got \['blocks'\]\)"):
+        SequenceEncoder(15, attention="window", attention_options={"blocks": 3})
+    with pytest.raises(ValueError, match=r"Expected 'num_classes' to be at least 1 \(got 0\)"):
+        TokenClassifier(encoder(), 0)
+    with pytest.raises(ValueError, match=r"Expected 'num_classes' to be at least 1 \(got 0\)"):
+        SequenceClassifier(encoder(), 0)

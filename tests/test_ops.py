@@ -1,0 +1,441 @@
+"""The contract of the ops: every backend, every argument value, forward and every gradient."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from itertools import product
+
+import pytest
+import torch
+from entmax import entmax_bisect
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from problems import GRAPHS, random_graph, reference_attention
+from torch import Tensor
+
+from sbm_pyg import AttentionGraph, ops
+from sbm_pyg.ops import reference
+
+OPTIONS = [*product(["score", "weight"], [False, True], [False, True], [0.0, 0.4])]
+
+
+def tensors(
+    graph: AttentionGraph,
+    channels: int,
+    values: int,
+    gated: bool,
+    biased: bool,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+) -> list[Tensor | None]:
+    """Leaves for attention over a graph: query, key, value, gate, bias."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+
+    heads, n, m = graph.heads, graph.num_queries, graph.num_keys
+    gate = (
+        (0.5 + torch.rand(graph.num_edges, generator=generator, dtype=torch.float64)).to(dtype).requires_grad_()
+        if gated
+        else None
+    )
+    return [
+        draw(heads, n, channels),
+        draw(heads, m, channels),
+        draw(heads, m, values),
+        gate,
+        draw(graph.num_edges) if biased else None,
+    ]
+
+
+def attend(
+    leaves: list[Tensor | None],
+    graph: AttentionGraph,
+    gate_form: str,
+    dropout: float,
+    scale: float = 0.3,
+    seed: int = 7,
+) -> tuple[Tensor, Tensor]:
+    query, key, value, gate, bias = leaves
+    assert query is not None and key is not None and value is not None
+    return ops.edge_attention(query, key, value, graph.rowptr, graph.col, gate, bias, scale, gate_form, dropout, seed)
+
+
+def gradients(out: Tensor, leaves: list[Tensor | None]) -> list[Tensor]:
+    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64).to(out.dtype)
+    return list(torch.autograd.grad((out * weight).sum(), [leaf for leaf in leaves if leaf is not None]))
+
+
+# ------------------------------------------------------------------ attention
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+@pytest.mark.parametrize(("gate_form", "gated", "biased", "dropout"), OPTIONS)
+@pytest.mark.parametrize("channels", [(1, 3), (32, 32), (16, 48)])
+def test_attention_equals_the_reference(
+    name: str, gate_form: str, gated: bool, biased: bool, dropout: float, channels: tuple[int, int]
+) -> None:
+    graph = GRAPHS[name]
+    leaves = tensors(graph, *channels, gated, biased)
+    arguments = (*leaves[:3], graph.rowptr, graph.col, *leaves[3:], 0.3, gate_form, dropout, 7)
+    out, lse = ops.edge_attention(*arguments)  # type: ignore[arg-type]
+    with torch.no_grad():
+        expected, expected_lse = reference.edge_attention(*arguments)  # type: ignore[arg-type]
+        torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(lse, expected_lse, rtol=1e-10, atol=1e-10)
+        grad_out = torch.randn_like(out)
+        wanted = reference.edge_attention_backward(grad_out, *arguments[:7], out, lse, *arguments[7:], gated, biased)  # type: ignore[arg-type]
+    grads = torch.autograd.grad(out, [leaf for leaf in leaves if leaf is not None], grad_out)
+    for grad, want in zip(grads, [w for w, leaf in zip(wanted, leaves, strict=True) if leaf is not None], strict=True):
+        torch.testing.assert_close(grad, want, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+@pytest.mark.parametrize(("gate_form", "gated", "biased"), {option[:3] for option in OPTIONS})
+def test_attention_is_masked_softmax(name: str, gate_form: str, gated: bool, biased: bool) -> None:
+    graph = GRAPHS[name]
+    leaves = tensors(graph, 8, 5, gated, biased)
+    out, _ = attend(leaves, graph, gate_form, 0.0)
+    expected = reference_attention(*leaves[:3], graph, *leaves[3:], 0.3, gate_form)  # type: ignore[arg-type]
+    torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
+    for got, want in zip(gradients(out, leaves), gradients(expected, leaves), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(("gate_form", "gated", "biased", "dropout"), OPTIONS)
+def test_attention_gradcheck(gate_form: str, gated: bool, biased: bool, dropout: float) -> None:
+    graph = random_graph(2, 3, 4, 0.6)
+    leaves = tensors(graph, 3, 2, gated, biased)
+
+    def function(*given: Tensor) -> Tensor:
+        rest = iter(given)
+        return attend([next(rest) if leaf is not None else None for leaf in leaves], graph, gate_form, dropout)[0]
+
+    assert torch.autograd.gradcheck(function, [leaf for leaf in leaves if leaf is not None])
+
+
+@pytest.mark.parametrize("gate_form", ["score", "weight"])
+@pytest.mark.parametrize("name", ["bipartite", "rows of 0, 1, 63, 1000", "rows around a vector"])
+def test_attention_is_as_accurate_as_torch_in_float32(name: str, gate_form: str) -> None:
+    graph = GRAPHS[name]
+    double = tensors(graph, 32, 32, True, True)
+    exact_out = reference_attention(*double[:3], graph, *double[3:], 0.3, gate_form)  # type: ignore[arg-type]
+    exact = [exact_out, *gradients(exact_out, double)]
+
+    def error(results: list[Tensor]) -> list[float]:
+        return [
+            float((result.detach().double() - want.detach()).abs().max())
+            for result, want in zip(results, exact, strict=True)
+        ]
+
+    single = [None if leaf is None else leaf.detach().float().requires_grad_() for leaf in double]
+    ours = attend(single, graph, gate_form, 0.0)[0]
+    plain = reference_attention(*single[:3], graph, *single[3:], 0.3, gate_form)  # type: ignore[arg-type]
+    floor = torch.finfo(torch.float32).eps
+    for mine, peer, want in zip(
+        error([ours, *gradients(ours, single)]), error([plain, *gradients(plain, single)]), exact, strict=True
+    ):
+        assert mine <= 2 * peer + 2 * floor * float(want.detach().abs().max())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_attention_takes_half_precision_through_float32(dtype: torch.dtype) -> None:
+    graph = GRAPHS["bipartite"]
+    leaves = tensors(graph, 16, 16, True, True, dtype)
+    out, lse = attend(leaves, graph, "score", 0.0)
+    assert out.dtype == dtype
+    assert lse.dtype == torch.float32
+    wide = [None if leaf is None else leaf.detach().float().requires_grad_() for leaf in leaves]
+    expected = attend(wide, graph, "score", 0.0)[0]
+    torch.testing.assert_close(out, expected.to(dtype))
+    for got, want in zip(gradients(out, leaves), gradients(expected, wide), strict=True):
+        assert got.dtype == dtype
+        torch.testing.assert_close(got, want.to(dtype), rtol=0.05, atol=0.05)
+
+
+def test_attention_takes_any_strides_and_index_type() -> None:
+    graph = GRAPHS["ragged"]
+    leaves = tensors(graph, 8, 8, False, False)
+    expected = attend(leaves, graph, "score", 0.0)[0]
+    strided = [None if leaf is None else leaf.detach().transpose(0, 1).contiguous().transpose(0, 1) for leaf in leaves]
+    assert not strided[0].is_contiguous()  # type: ignore[union-attr]
+    assert torch.equal(attend(strided, graph, "score", 0.0)[0], expected)
+    assert graph.col.dtype == torch.int64
+    query, key, value = leaves[:3]
+    narrow, _ = ops.edge_attention(query, key, value, graph.rowptr, graph.col.int(), scale=0.3)  # type: ignore[arg-type]
+    assert torch.equal(narrow, expected)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_nan_stays_where_it_is_touched(dropout: float) -> None:
+    graph = AttentionGraph.from_dense(torch.tensor([[1, 1, 0, 0], [0, 0, 0, 0], [0, 1, 1, 0]]))
+    leaves = tensors(graph, 8, 8, False, False)
+    with torch.no_grad():
+        for leaf in leaves[1:3]:
+            assert leaf is not None
+            leaf[0, 3] = math.nan  # no edge touches key 3
+        leaves[0][0, 1] = math.nan  # type: ignore[index]  # query 1 has no edges
+    out, _ = attend(leaves, graph, "score", dropout)
+    assert out.isfinite().all()
+    assert out[0, 1].eq(0).all()
+    grads = gradients(out, leaves)
+    assert all(grad.isfinite().all() for grad in grads)
+    assert grads[1][0, 3].eq(0).all()
+    with torch.no_grad():
+        leaves[1][0, 0] = math.nan  # type: ignore[index]  # an edge of query 0 alone
+    out, _ = attend(leaves, graph, "score", 0.0)
+    assert out[0, 0].isnan().all()
+    assert out[0, 2].isfinite().all()
+
+
+@pytest.mark.parametrize("gate_form", ["score", "weight"])
+def test_extreme_scores_do_not_overflow(gate_form: str) -> None:
+    graph = AttentionGraph.from_dense(torch.ones(1, 3))
+    query = torch.tensor([[[1e4]]])
+    key = torch.tensor([[[1.0], [-1.0], [0.999]]])
+    value = torch.eye(3)[None]
+    out, lse = ops.edge_attention(query, key, value, graph.rowptr, graph.col, torch.ones(3), None, 1.0, gate_form)
+    assert out[0, 0].tolist() == pytest.approx(
+        [1 / (1 + math.exp(-10)), 0, math.exp(-10) / (1 + math.exp(-10))], rel=1e-2
+    )
+    assert lse.isfinite().all()
+
+
+def test_dropout_is_deterministic_and_has_the_right_mean() -> None:
+    graph = random_graph(1, 400, 500, 0.5)
+    query = torch.zeros(1, 400, 4)
+    value = torch.ones(1, 500, 1)
+    arguments = (query, torch.zeros(1, 500, 4), value, graph.rowptr, graph.col, None, None, 1.0, "score", 0.25)
+    first, second, other = (ops.edge_attention(*arguments, seed)[0] for seed in (1, 1, 2))
+    assert torch.equal(first, second)
+    assert not torch.equal(first, other)
+    assert float(first.mean()) == pytest.approx(1, abs=6 * math.sqrt(0.25 / 0.75 / graph.num_edges))
+
+
+# ------------------------------------------------------------------ dot products of edges
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+@pytest.mark.parametrize("channels", [1, 3, 16, 32, 128, 130])
+def test_dot_equals_the_reference(name: str, channels: int) -> None:
+    graph = GRAPHS[name]
+    query, key = tensors(graph, channels, 1, False, False)[:2]
+    assert query is not None and key is not None
+    out = ops.edge_dot(query, key, graph.rowptr, graph.col)
+    dense = (query @ key.mT).flatten(0, 1)[graph.edge_row, graph.col.long()]
+    torch.testing.assert_close(out, dense, rtol=1e-12, atol=1e-12)
+    grad = torch.randn_like(out)
+    for needed in ([query], [key], [query, key]):
+        for got, want in zip(
+            torch.autograd.grad(out, needed, grad, retain_graph=True),
+            torch.autograd.grad(dense, needed, grad, retain_graph=True),
+            strict=True,
+        ):
+            torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    gate = ops.edge_gate(query, key, graph.rowptr, graph.col)
+    assert torch.equal(gate, torch.ones_like(gate))
+    for got, want in zip(
+        torch.autograd.grad(gate, [query, key], grad), torch.autograd.grad(dense, [query, key], grad), strict=True
+    ):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+# ------------------------------------------------------------------ entmax
+
+
+@pytest.mark.parametrize("alpha", [1.05, 1.3, 1.5, 2.0, 3.0, 4.0])
+@pytest.mark.parametrize("spread", [0.0, 0.1, 1.0, 30.0])
+def test_entmax_equals_the_dense_one_row_by_row(alpha: float, spread: float) -> None:
+    counts = torch.tensor([0, 1, 2, 7, 0, 200])
+    ptr = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    src = spread * torch.randn(int(ptr[-1]), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    out = ops.segment_entmax(src, ptr=ptr, alpha=alpha)
+    single = ops.segment_entmax(src.float(), ptr=ptr, alpha=alpha)
+    for start, end in zip(ptr, ptr[1:], strict=False):
+        if end > start:
+            expected = entmax_bisect(src[start:end], alpha, n_iter=100)
+            torch.testing.assert_close(out[start:end], expected, rtol=1e-7, atol=1e-9)
+            torch.testing.assert_close(single[start:end].double(), expected, rtol=2e-4, atol=2e-6)
+    shuffled = torch.randperm(len(src), generator=torch.Generator().manual_seed(1))
+    index = torch.repeat_interleave(counts)
+    by_index = ops.segment_entmax(src[shuffled], index[shuffled], num_nodes=6, alpha=alpha)
+    torch.testing.assert_close(by_index, out[shuffled], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("alpha", [1.2, 1.5, 2.0])
+def test_entmax_gradcheck(alpha: float) -> None:
+    src = torch.randn(9, generator=torch.Generator().manual_seed(2), dtype=torch.float64, requires_grad=True)
+    ptr = torch.tensor([0, 4, 4, 9])
+    assert torch.autograd.gradcheck(lambda x: ops.segment_entmax(x, ptr=ptr, alpha=alpha), src)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"ptr": torch.tensor([0, 2]), "alpha": 1.0}, r"Expected 'alpha' in \(1, 4\] \(got 1.0\)"),
+        ({}, r"Expected one of 'index' and 'ptr' \(got neither\)"),
+        ({"index": torch.tensor([0, 0]), "ptr": torch.tensor([0, 2])}, r"\(got both\)"),
+    ],
+)
+def test_entmax_errors(arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ops.segment_entmax(torch.zeros(2), **arguments)
+
+
+# ------------------------------------------------------------------ random words
+
+
+def test_philox_known_answers() -> None:
+    """Test vectors of Random123 (kat_vectors, philox4x32 10)."""
+    ones = 0xFFFFFFFF
+    cases = [
+        ((0, 0, 0, 0), 0, (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        ((ones, ones, ones, ones), ones << 32 | ones, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            0x299F31D0 << 32 | 0xA4093822,
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
+    ]
+    for counter, key, expected in cases:
+        words = reference.philox(*(torch.tensor(c) for c in counter), key)
+        assert tuple(int(word) for word in words) == expected
+
+
+# ------------------------------------------------------------------ the dispatcher's contract
+
+
+def _samples() -> dict[str, tuple]:
+    graph = random_graph(2, 3, 4, 0.6)
+    query, key, value, gate, bias = tensors(graph, 3, 2, True, True)
+    assert gate is not None
+    rows = (graph.rowptr, graph.col)
+    plain = [tensor.detach() for tensor in (query, key, value, gate, bias)]  # type: ignore[union-attr]
+    out, lse = reference.edge_attention(*plain[:3], *rows, *plain[3:], 0.5, "score", 0.0, 0)
+    p = torch.softmax(plain[3], 0)
+    ptr = torch.tensor([0, 3])
+    memberships = torch.rand(2, 3, 2), torch.rand(2, 3, 2) / 2
+    return {
+        "edge_dot": (query, key, *rows),
+        "edge_dot_backward": (plain[3], plain[0], plain[1], *rows, True, True),
+        "edge_attention": (query, key, value, *rows, gate, bias, 0.5, "weight", 0.2, 3),
+        "edge_attention_backward": (
+            torch.ones_like(out),
+            *plain[:3],
+            *rows,
+            *plain[3:],
+            out,
+            lse,
+            0.5,
+            "score",
+            0.0,
+            0,
+            True,
+            True,
+        ),
+        "segment_entmax": (gate, torch.tensor([0, graph.num_edges]), 1.5),
+        "segment_entmax_backward": (p, p, torch.tensor([0, graph.num_edges]), 1.5),
+        "sample_sbm": (*memberships, ptr, ptr, torch.tensor([0]), 5, "bernoulli", 0.0, True),
+    }
+
+
+@pytest.mark.parametrize("name", _samples())
+def test_opcheck(name: str) -> None:
+    torch.library.opcheck(getattr(torch.ops.sbm_pyg, name).default, _samples()[name])
+
+
+@pytest.mark.parametrize("name", ["edge_dot", "edge_attention", "segment_entmax"])
+def test_every_output_element_is_written(name: str) -> None:
+    """Fresh memory holds NaN here, so an element that a kernel forgets shows."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.empty(3).isnan().all()
+        arguments = _samples()[name]
+        out = getattr(torch.ops.sbm_pyg, name)(*arguments)
+        out = out[0] if isinstance(out, tuple) else out
+        leaves = [a for a in arguments if isinstance(a, Tensor) and a.requires_grad]
+        assert out.isfinite().all()
+        assert all(grad.isfinite().all() for grad in torch.autograd.grad(out.sum(), leaves))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_results_do_not_depend_on_the_number_of_threads() -> None:
+    graph = random_graph(3, 200, 300, 0.3)
+    leaves = tensors(graph, 32, 32, True, False, torch.float32)
+    results = []
+    for threads in (1, 2):
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            out, _ = attend(leaves, graph, "weight", 0.1)
+            results.append([out, *gradients(out, leaves)])
+        finally:
+            torch.set_num_threads(before)
+    for one, two in zip(*results, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-5)
+    assert torch.equal(results[0][0], results[1][0])
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    heads=st.integers(1, 3),
+    queries=st.integers(1, 12),
+    keys=st.integers(1, 40),
+    density=st.sampled_from([0.0, 0.05, 0.3, 0.9, 1.0]),
+    channels=st.integers(1, 33),
+    options=st.sampled_from(OPTIONS),
+    seed=st.integers(0, 2**20),
+)
+def test_attention_on_random_cases(
+    heads: int, queries: int, keys: int, density: float, channels: int, options: tuple, seed: int
+) -> None:
+    graph = random_graph(heads, queries, keys, density, seed)
+    gate_form, gated, biased, dropout = options
+    leaves = tensors(graph, channels, channels, gated, biased, seed=seed)
+    out, lse = attend(leaves, graph, gate_form, dropout)
+    arguments = (*leaves[:3], graph.rowptr, graph.col, *leaves[3:])
+    with torch.no_grad():
+        expected, _ = reference.edge_attention(*arguments, 0.3, gate_form, dropout, 7)  # type: ignore[arg-type]
+        grad_out = torch.ones_like(out)
+        wanted = reference.edge_attention_backward(
+            grad_out, *arguments, out, lse, 0.3, gate_form, dropout, 7, gated, biased
+        )  # type: ignore[arg-type]
+    torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
+    grads = iter(torch.autograd.grad(out.sum(), [leaf for leaf in leaves if leaf is not None]))
+    for want, leaf in zip(wanted, leaves, strict=True):
+        if leaf is not None:
+            torch.testing.assert_close(next(grads), want, rtol=1e-9, atol=1e-9)
+
+
+# ------------------------------------------------------------------ processes and threads
+
+
+FORK = """
+import multiprocessing, torch
+from sbm_pyg import patterns, ops
+torch.set_num_threads(2)
+graph = patterns.full(200)
+x = torch.randn(1, 200, 16, requires_grad=True)
+def work(_=None):
+    out, _ = ops.edge_attention(x, x, x, graph.rowptr, graph.col)
+    ops.sample_sbm(x.detach().abs() / 100, x.detach().abs() / 100, graph.query_ptr, graph.key_ptr, torch.tensor([0]), 1)
+    return float(out.sum())
+parent = work()
+with multiprocessing.get_context("fork").Pool(2) as pool:
+    assert all(abs(child - parent) < 1e-3 for child in pool.map(work, range(4))), "children differ"
+from threading import Thread
+threads = [Thread(target=lambda: [work() for _ in range(20)]) for _ in range(4)]
+[t.start() for t in threads]; [t.join() for t in threads]
+print("alive")
+"""
+
+
+def test_forked_workers_and_python_threads_survive() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORK], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.stdout.strip() == "alive", done.stderr

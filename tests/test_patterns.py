@@ -1,0 +1,495 @@
+"""Patterns against their definitions, pair by pair; random keys against the uniform law; transforms against the functions."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import fields
+from itertools import combinations
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import pytest
+import scipy.stats
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.data.datapipes.iter import IterableWrapper
+from torch_geometric.data import Batch, Data, HeteroData
+from torch_geometric.transforms import Compose
+
+from sbm_pyg import patterns
+from sbm_pyg.graph import AttentionGraph
+
+FALSE_ALARM = 1e-6
+
+
+class Case(NamedTuple):
+    function: Callable[..., AttentionGraph]
+    transform: Callable[..., Any]
+    is_edge: Callable[..., bool]  # of n, query position, key position and the arguments
+    arguments: dict[str, Any]
+
+    def __call__(self, n: int | None, **options: Any) -> AttentionGraph:
+        return self.function(n, **self.arguments, **options)
+
+    def dense(self, n: int) -> Tensor:
+        return torch.tensor([[self.is_edge(n, i, j, **self.arguments) for j in range(n)] for i in range(n)])
+
+
+def cases() -> list[Case]:
+    def in_window(n: int, i: int, j: int, size: int, causal: bool = False) -> bool:
+        return 0 <= i - j <= size if causal else abs(i - j) <= size
+
+    def add(
+        function: Callable[..., AttentionGraph],
+        transform: Callable[..., Any],
+        is_edge: Callable[..., bool],
+        *choices: dict[str, Any],
+    ) -> None:
+        result.extend(Case(function, transform, is_edge, arguments) for arguments in choices)
+
+    result: list[Case] = []
+    add(patterns.full, patterns.FullGraph, lambda n, i, j: True, {})
+    add(patterns.self_loops, patterns.SelfLoopsGraph, lambda n, i, j: i == j, {})
+    sizes = [{"size": size, **causal} for size in (0, 1, 3, sys.maxsize) for causal in ({}, {"causal": True})]
+    add(patterns.window, patterns.WindowGraph, in_window, *sizes)
+    numbers = [{"num_global": number} for number in (0, 1, 3, sys.maxsize)]
+    add(
+        patterns.global_tokens,
+        patterns.GlobalGraph,
+        lambda n, i, j, num_global: i < num_global or j < num_global,
+        *numbers,
+    )
+    blocks = [{"num_blocks": number} for number in (1, 2, 3, 5, sys.maxsize)]
+    add(
+        patterns.block_diagonal,
+        patterns.BlockDiagonalGraph,
+        lambda n, i, j, num_blocks: i * num_blocks // n == j * num_blocks // n,
+        *blocks,
+    )
+    relays = [{"num_relays": number} for number in (1, 2, 3, 5, sys.maxsize)]
+    add(patterns.relay_keys, patterns.RelayKeysGraph, lambda n, i, j, num_relays: j >= n - num_relays, *relays)
+    add(patterns.relay_queries, patterns.RelayQueriesGraph, lambda n, i, j, num_relays: i >= n - num_relays, *relays)
+    return result
+
+
+def name(case: Case) -> str:
+    return "-".join([case.function.__name__, *map(str, case.arguments.values())])
+
+
+CASES = cases()
+RANDOM_CASES = [
+    Case(patterns.random, patterns.RandomGraph, bool, {"num_keys_per_query": 2, "seed": 3}),
+    Case(patterns.bigbird, patterns.BigBirdGraph, bool, {"size": 1, "num_global": 1, "num_random": 2, "seed": 3}),
+]
+every_case = pytest.mark.parametrize("case", CASES, ids=map(name, CASES))
+every_case_and_random = pytest.mark.parametrize("case", CASES + RANDOM_CASES, ids=map(name, CASES + RANDOM_CASES))
+LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=5)
+
+
+def offsets(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *np.cumsum(lengths).tolist()])
+
+
+# ------------------------------------------------------------------------------------------------ definitions
+
+
+@every_case
+def test_definition(case: Case) -> None:
+    for n in range(1, 10):
+        graph = case(n).validate()
+        assert (graph.num_queries, graph.num_keys, graph.heads, graph.num_sequences) == (n, n, 1, 1)
+        assert torch.equal(graph.to_dense()[0], case.dense(n)), n
+
+
+def test_larger_blocks() -> None:
+    for n, blocks in ((100, 7), (64, 8), (31, 30), (50, 51)):
+        graph = patterns.block_diagonal(n, blocks)
+        block = torch.arange(n) * blocks // n
+        assert torch.equal(graph.to_dense()[0], block[:, None] == block)
+        assert set(graph.degree.unique().tolist()) <= {max(n // blocks, 1), n // blocks + 1}
+
+
+@every_case
+@settings(max_examples=25, deadline=None)
+@given(lengths=LENGTHS, heads=st.integers(1, 3))
+def test_each_sequence_gets_its_own_pattern(case: Case, lengths: list[int], heads: int) -> None:
+    graph = case(None, ptr=offsets(lengths), heads=heads)
+    assert graph == AttentionGraph.concatenate([case(n, heads=heads) for n in lengths])
+    assert graph.validate() == case(sum(lengths), ptr=offsets(lengths).int()).expand(heads)
+
+
+@pytest.mark.parametrize(
+    ("graph", "keys"),
+    [
+        (lambda n: patterns.self_loops(n), 1),
+        (lambda n: patterns.window(n, 3), 7),
+        (lambda n: patterns.window(n, 3, causal=True), 4),
+        (lambda n: patterns.global_tokens(n, 2), 4),
+        (lambda n: patterns.random(n, 4, seed=0), 4),
+        (lambda n: patterns.bigbird(n, 2, 2, 2, seed=0), 11),
+        (lambda n: patterns.block_diagonal(n, n // 5), 5),
+        (lambda n: patterns.relay_keys(n, 3), 3),
+        (lambda n: patterns.relay_queries(n, 3), 3),
+    ],
+)
+def test_cost_is_that_of_the_edges(graph: Callable[[int], AttentionGraph], keys: int) -> None:
+    """Anything ``n x n`` would need 10^10 entries here, which no machine of the tests has."""
+    n = 100_000
+    assert 0.99 * keys * n < graph(n).validate().num_edges <= keys * n
+
+
+def test_the_options_reach_every_function() -> None:
+    for case in CASES + RANDOM_CASES:
+        parameters = inspect.signature(case.function).parameters
+        assert next(iter(parameters)) == "n"
+        assert [parameters[option].default for option in ("heads", "ptr", "device")] == [1, None, None]
+        assert case(4, device="cpu").device.type == "cpu"
+        assert case(4, ptr=torch.tensor([0, 4]), device=torch.device("cpu")) == case(4)
+
+
+def test_numbers_of_numpy_are_taken() -> None:
+    assert patterns.window(np.int64(5), np.int32(1)) == patterns.window(5, 1)  # type: ignore[arg-type]
+
+
+def spread(order: list[Tensor]) -> int:
+    """Condition 3 of Lemma 2: after how many patterns, applied in turn, every token has seen every token."""
+    seen = order[0].double()
+    for step in range(1, 100):
+        if bool(seen.all()):
+            return step
+        seen = ((order[step % len(order)].double() @ seen) > 0).double()
+    raise AssertionError("the patterns do not connect the tokens")
+
+
+@pytest.mark.parametrize(("n", "k", "steps"), [(6, 3, 4), (12, 3, 5), (16, 4, 5), (17, 4, 5), (32, 4, 5)])
+def test_lemma_2(n: int, k: int, steps: int) -> None:
+    loops = patterns.self_loops(n)
+    first, second, third = (
+        (pattern(n, k) | loops).to_dense()[0]
+        for pattern in (patterns.block_diagonal, patterns.relay_keys, patterns.relay_queries)
+    )
+    assert spread([first, second, third]) == steps
+    assert spread([first, third, second]) == 3
+    assert torch.equal(patterns.relay_queries(n, k).to_dense()[0], patterns.relay_keys(n, k).to_dense()[0].T)
+    assert not patterns.relay_keys(n, k).to_dense()[0].diagonal().all()  # self-loops are the caller's
+    assert not patterns.relay_queries(n, k).to_dense()[0].diagonal().all()
+
+
+# ------------------------------------------------------------------------------------------------ random keys
+
+
+def subsets(graph: AttentionGraph, k: int) -> Tensor:
+    """The set of keys of each row, ``[H*N]``, as a bit mask of positions in the sequence."""
+    assert (graph.degree == k).all()
+    first_key = graph.key_ptr[torch.bucketize(graph.edge_index[1], graph.query_ptr[1:], right=True)]
+    return (2 ** (graph.edge_index[0] - first_key)).view(-1, k).sum(1)
+
+
+def numbered(sets: Tensor, n: int, k: int) -> Tensor:
+    """Bit masks as numbers of subsets; fails on one that is no k-subset of n."""
+    known = torch.tensor(sorted(sum(2**j for j in chosen) for chosen in combinations(range(n), k)))
+    number = torch.searchsorted(known, sets).clamp(max=known.numel() - 1)
+    assert torch.equal(known[number], sets)
+    return number
+
+
+def p_value(counts: Tensor) -> float:
+    """Of the hypothesis that all cells are equally likely."""
+    assert counts.sum() >= 20 * counts.numel()
+    return float(scipy.stats.chisquare(counts.numpy()).pvalue)
+
+
+@pytest.mark.parametrize(
+    ("n", "k"), [(5, 1), (5, 2), (6, 3), (5, 3), (5, 4), (7, 3)]
+)  # k > n/2 draws the keys left out
+def test_all_sets_of_keys_are_equally_likely(n: int, k: int) -> None:
+    batch = 3000
+    sets = numbered(subsets(patterns.random(None, k, ptr=n * torch.arange(batch + 1), heads=2, seed=0), k), n, k).view(
+        2, batch, n
+    )
+    number = int(sets.max()) + 1
+    assert p_value(torch.bincount(sets.flatten(), minlength=number)) > FALSE_ALARM
+    for position in range(n):  # a query is not treated differently for where it stands
+        assert p_value(torch.bincount(sets[:, :, position].flatten(), minlength=number)) > FALSE_ALARM
+    for one, two in (
+        (sets[0], sets[1]),
+        (sets[:, :, 0], sets[:, :, 1]),
+        (sets[:, :-1], sets[:, 1:]),
+    ):  # heads, queries, sequences
+        pairs = torch.bincount((one * number + two).flatten(), minlength=number**2)
+        if pairs.sum() >= 20 * number**2:
+            assert p_value(pairs) > FALSE_ALARM
+
+
+def test_the_test_of_sets_has_power() -> None:
+    """Negative control: filling up repeats with the least absent key is found out."""
+    generator = torch.Generator().manual_seed(0)
+    sets = []
+    for row in torch.randint(5, (30_000, 2), generator=generator).tolist():
+        keys = set(row)
+        keys |= {min(set(range(5)) - keys)} if len(keys) < 2 else set()
+        sets.append(sum(2**key for key in keys))
+    assert p_value(torch.bincount(numbered(torch.tensor(sets), 5, 2))) < FALSE_ALARM
+
+
+def test_sets_are_uniform_where_lengths_differ() -> None:
+    lengths = [5, 6, 2] * 3000  # 3 keys: of 5 left out, of 6 drawn, of 2 all
+    graph = patterns.random(None, 3, ptr=offsets(lengths), seed=1).validate()
+    queries = torch.repeat_interleave(torch.tensor(lengths), torch.tensor(lengths))
+    assert torch.equal(graph.degree[0], queries.clamp(max=3))
+    for n in (5, 6):
+        parts = graph.edge_index[0][torch.repeat_interleave(queries == n, graph.degree[0])].view(-1, 3)
+        start = torch.repeat_interleave(graph.query_ptr[:-1], torch.tensor(lengths))[queries == n]
+        sets = numbered((2 ** (parts - start[:, None])).sum(1), n, 3)
+        assert p_value(torch.bincount(sets)) > FALSE_ALARM
+
+
+@pytest.mark.parametrize("k", [7, 40])
+def test_keys_are_drawn_alike_in_long_sequences(k: int) -> None:
+    n, heads = 50, 200
+    times = torch.bincount(patterns.random(n, k, heads=heads, seed=0).col, minlength=n).double()
+    share = k / n
+    deviation = (times - n * heads * share) ** 2 / (
+        n * heads * share * (1 - share) * n / (n - 1)
+    )  # keys of a row exclude each other
+    assert scipy.stats.chi2.sf(deviation.sum().item(), n - 1) > FALSE_ALARM
+    assert scipy.stats.chi2.cdf(deviation.sum().item(), n - 1) > FALSE_ALARM
+
+
+@settings(max_examples=200, deadline=None)
+@given(LENGTHS, st.integers(0, 12), st.integers(1, 3), st.integers(0, 2**63 - 1))
+def test_random_has_the_exact_number_of_keys(lengths: list[int], k: int, heads: int, seed: int) -> None:
+    graph = patterns.random(None, k, ptr=offsets(lengths), heads=heads, seed=seed).validate()
+    assert torch.equal(graph.degree, torch.tensor([min(k, n) for n in lengths for _ in range(n)]).expand(heads, -1))
+
+
+@pytest.mark.parametrize("case", RANDOM_CASES, ids=map(name, RANDOM_CASES))
+def test_seeds_and_generators(case: Case) -> None:
+    def draw(**options: Any) -> AttentionGraph:
+        return case.function(40, **({key: value for key, value in case.arguments.items() if key != "seed"} | options))
+
+    before = torch.get_rng_state()
+    assert draw(seed=5) == draw(seed=5)
+    assert draw(seed=5) != draw(seed=6)
+    one, two = (torch.Generator().manual_seed(5) for _ in range(2))
+    assert draw(generator=one) == draw(generator=two)
+    assert draw(generator=one) != draw(generator=torch.Generator().manual_seed(5))  # a generator moves on
+    assert torch.equal(torch.get_rng_state(), before)  # and torch's own does not
+    try:
+        torch.manual_seed(7)
+        third = draw()
+        assert draw() != third
+        torch.manual_seed(7)
+        assert draw() == third
+    finally:
+        torch.set_rng_state(before)
+    head_0, head_1 = (draw(seed=5, heads=2).head(head) for head in range(2))
+    assert head_0 != head_1
+    with pytest.raises(ValueError, match=re.escape("Expected 'seed' or 'generator' (got both).")):
+        draw(seed=5, generator=one)
+
+
+@settings(max_examples=50, deadline=None)
+@given(LENGTHS, st.integers(1, 3), st.integers(0, 2), st.integers(0, 2), st.integers(0, 3), st.integers(0, 100))
+def test_bigbird_is_the_union(
+    lengths: list[int], heads: int, size: int, num_global: int, num_random: int, seed: int
+) -> None:
+    options: dict[str, Any] = {"ptr": offsets(lengths), "heads": heads}
+    graph = patterns.bigbird(None, size, num_global, num_random, seed=seed, **options).validate()
+    drawn = patterns.random(None, num_random, seed=seed, **options)
+    for sequence, n in enumerate(lengths):
+        fixed = torch.tensor(
+            [[abs(i - j) <= size or i < num_global or j < num_global for j in range(n)] for i in range(n)]
+        )
+        assert torch.equal(graph.to_dense(sequence), fixed | drawn.to_dense(sequence))
+
+
+# ------------------------------------------------------------------------------------------------ errors
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: patterns.full(None), ValueError, "Expected 'n' or 'ptr' (got neither)."),
+        (lambda: patterns.full(0), ValueError, "Expected 'n' to be at least 1 (got 0)."),
+        (lambda: patterns.full(cast(int, 2.0)), TypeError, "Expected 'n' to be an int (got float)."),
+        (
+            lambda: patterns.full(3, ptr=torch.tensor([0, 4])),
+            ValueError,
+            "Expected 'ptr' to run from 0 to 3, the number of tokens (got 0 to 4)",
+        ),
+        (
+            lambda: patterns.full(None, ptr=torch.tensor([0, 2, 2])),
+            ValueError,
+            "Expected 'ptr' to be strictly increasing (got an empty sequence",
+        ),
+        (
+            lambda: patterns.full(None, ptr=torch.tensor([0.0, 2.0])),
+            TypeError,
+            "Expected 'ptr' to be int64 (got torch.float32)",
+        ),
+        (
+            lambda: patterns.full(None, ptr=torch.tensor([], dtype=torch.int64)),
+            ValueError,
+            "Expected 'ptr' to be [B+1] with B >= 1 (got [0])",
+        ),
+        (lambda: patterns.full(3, heads=0), ValueError, "Expected 'heads' to be at least 1 (got 0)."),
+        (lambda: patterns.random(3, 1, heads=0), ValueError, "Expected 'heads' to be at least 1 (got 0)."),
+        (lambda: patterns.full(3, heads=True), TypeError, "Expected 'heads' to be an int (got bool)."),
+        (lambda: patterns.window(3, -1), ValueError, "Expected 'size' to be at least 0 (got -1)."),
+        (lambda: patterns.window(3, cast(int, 1.5)), TypeError, "Expected 'size' to be an int (got float)."),
+        (lambda: patterns.global_tokens(3, -1), ValueError, "Expected 'num_global' to be at least 0 (got -1)."),
+        (lambda: patterns.random(3, -1), ValueError, "Expected 'num_keys_per_query' to be at least 0 (got -1)."),
+        (lambda: patterns.bigbird(3, -1, 1, 1), ValueError, "Expected 'size' to be at least 0 (got -1)."),
+        (lambda: patterns.bigbird(3, 1, -1, 1), ValueError, "Expected 'num_global' to be at least 0 (got -1)."),
+        (lambda: patterns.bigbird(3, 1, 1, -1), ValueError, "Expected 'num_random' to be at least 0 (got -1)."),
+        (lambda: patterns.block_diagonal(3, 0), ValueError, "Expected 'num_blocks' to be at least 1 (got 0)."),
+        (lambda: patterns.relay_keys(3, 0), ValueError, "Expected 'num_relays' to be at least 1 (got 0)."),
+        (lambda: patterns.relay_queries(3, 0), ValueError, "Expected 'num_relays' to be at least 1 (got 0)."),
+    ],
+)
+def test_errors(call: Callable[[], AttentionGraph], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        call()
+
+
+# ------------------------------------------------------------------------------------------------ transforms
+
+
+@every_case_and_random
+@pytest.mark.parametrize("heads", [1, 2])
+def test_transform_of_data(case: Case, heads: int) -> None:
+    data = Data(x=torch.randn(6, 2), y=torch.tensor([1]), edge_index=torch.tensor([[0], [1]]))
+    result = case.transform(heads=heads, **case.arguments)(data)
+    graph = case(6, heads=heads)
+    assert result.validate()
+    assert (
+        AttentionGraph.from_edge_index(result.edge_index, 6, 6, edge_head=result.get("edge_type"), heads=heads) == graph
+    )
+    assert torch.equal(result.edge_index, graph.edge_index)
+    assert ("edge_type" in result) == (heads > 1)
+    assert result.x is data.x
+    assert result.y is data.y
+    assert data.edge_index.tolist() == [[0], [1]]  # the input keeps its edges
+
+
+@every_case_and_random
+@pytest.mark.parametrize("heads", [1, 2])
+def test_transform_of_a_batch(case: Case, heads: int) -> None:
+    lengths = [4, 1, 6]
+    batch = Batch.from_data_list(
+        [
+            Data(x=torch.randn(n, 2), y=torch.tensor([n]), edge_index=torch.zeros(2, n, dtype=torch.int64))
+            for n in lengths
+        ]
+    )
+    before = [data.edge_index for data in batch.to_data_list()]
+    result = case.transform(heads=heads, **case.arguments)(batch)
+    graph = case(None, ptr=batch.ptr, heads=heads)
+    assert (
+        AttentionGraph.from_edge_index(
+            result.edge_index, edge_head=result.get("edge_type"), heads=heads, query_ptr=result.ptr
+        )
+        == graph
+    )
+    for sequence, data in enumerate(result.to_data_list()):
+        one = graph.sequence(sequence)
+        assert torch.equal(data.edge_index, one.edge_index)
+        assert torch.equal(data.get("edge_type", one.edge_head), one.edge_head)
+        assert data.y.tolist() == [lengths[sequence]]
+    after = [data.edge_index for data in batch.to_data_list()]  # the input still separates as it did
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_transform_of_a_batch_without_edges_separates() -> None:
+    batch = Batch.from_data_list([Data(num_nodes=2), Data(num_nodes=3)])
+    parts = patterns.WindowGraph(size=1, heads=2)(batch).to_data_list()
+    assert [part.edge_index.tolist() for part in parts] == [
+        patterns.window(n, 1, heads=2).edge_index.tolist() for n in (2, 3)
+    ]
+    assert [part.edge_type.tolist() for part in parts] == [
+        patterns.window(n, 1, heads=2).edge_head.tolist() for n in (2, 3)
+    ]
+
+
+def test_transform_replaces_the_former_edges() -> None:
+    data = Data(
+        x=torch.ones(3, 1),
+        edge_index=torch.tensor([[0], [1]]),
+        edge_attr=torch.ones(1, 2),
+        edge_weight=torch.ones(1),
+        edge_type=torch.zeros(1, dtype=torch.int64),
+        edge_label=torch.ones(1),
+        adj_t=torch.eye(3),
+    )
+    result = patterns.SelfLoopsGraph()(data)
+    assert set(result.keys()) == {"x", "edge_index", "edge_label"}
+    assert set(data.keys()) == {"x", "edge_index", "edge_attr", "edge_weight", "edge_type", "edge_label", "adj_t"}
+
+
+def test_transform_reads_batch_where_there_is_no_ptr() -> None:
+    result = patterns.FullGraph()(Data(x=torch.ones(3, 1), batch=torch.tensor([0, 1, 1])))
+    assert result.edge_index.tolist() == [[0, 1, 2, 1, 2], [0, 1, 1, 2, 2]]
+
+
+@pytest.mark.parametrize(
+    "data", [HeteroData(), Batch.from_data_list([HeteroData(), HeteroData()]), torch.ones(3, 2)], ids=type
+)
+def test_transform_of_something_else(data: Any) -> None:
+    with pytest.raises(TypeError, match=re.escape(f"Expected 'data' to be Data (got {type(data).__name__}).")):
+        patterns.FullGraph()(data)
+
+
+@pytest.mark.filterwarnings("ignore:Unable to accurately infer 'num_nodes':UserWarning")
+def test_transform_of_data_without_nodes() -> None:
+    with pytest.raises(ValueError, match=re.escape("Expected 'data' to have nodes (got none).")):
+        patterns.FullGraph()(Data())
+
+
+@every_case_and_random
+def test_transform_has_the_parameters_of_its_function(case: Case) -> None:
+    parameters = inspect.signature(case.function).parameters
+    expected = {key: value.default for key, value in parameters.items() if key not in ("n", "ptr", "device")}
+    taken = inspect.signature(case.transform).parameters
+    assert {key: value.default for key, value in taken.items()} == expected
+    assert [key for key, value in taken.items() if value.default is value.empty] == [
+        key for key, value in expected.items() if value is inspect.Parameter.empty
+    ]
+    assert {each.name for each in fields(case.transform)} == set(expected)  # type: ignore[arg-type]
+
+
+@every_case_and_random
+def test_transform_by_its_functional_name(case: Case) -> None:
+    """The name in the docstring, on a data pipe, in a Compose, and after pickling (as data loader workers do)."""
+    functional = re.search(r"functional name: ``(\w+)``", inspect.getdoc(case.transform) or "")
+    assert functional is not None
+    data, transform = Data(num_nodes=5), case.transform(**case.arguments)
+    expected = case(5).edge_index
+    (piped,) = getattr(IterableWrapper([data]), functional[1])(**case.arguments)
+    for result in (piped, Compose([transform])(data), pickle.loads(pickle.dumps(transform))(data)):
+        assert torch.equal(result.edge_index, expected)
+
+
+def test_transform_with_a_generator_draws_anew() -> None:
+    data = Data(num_nodes=50)
+    transform = patterns.RandomGraph(3, generator=torch.Generator().manual_seed(0))
+    first, second = transform(data).edge_index, transform(data).edge_index
+    assert not torch.equal(first, second)
+    assert torch.equal(first, patterns.random(50, 3, generator=torch.Generator().manual_seed(0)).edge_index)
+
+
+def test_transform_repr() -> None:
+    assert repr(patterns.WindowGraph(2, heads=4)) == "WindowGraph(heads=4, size=2, causal=False)"
+
+
+def test_public_names() -> None:
+    assert sorted(patterns.__all__) == list(patterns.__all__)
+    functions = {case.function.__name__ for case in CASES + RANDOM_CASES}
+    transforms = {case.transform.__name__ for case in CASES + RANDOM_CASES}
+    assert set(patterns.__all__) == functions | transforms

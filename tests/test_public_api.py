@@ -1,0 +1,66 @@
+"""The public names, what importing costs, and that the modules import in one direction only."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import sbm_pyg
+
+ROOT = Path(sbm_pyg.__file__).parent
+ORDER = ["graph", "ops", "sbm", "sampling", "patterns", "attention", "models", "analysis", "plots"]
+
+
+def test_public_names_are_listed_and_documented() -> None:
+    assert sbm_pyg.__all__ == sorted(sbm_pyg.__all__, key=lambda name: (name.islower(), not name.isupper(), name))
+    for name in sbm_pyg.__all__:
+        thing = getattr(sbm_pyg, name)
+        assert inspect.getdoc(thing), name
+        if inspect.isclass(thing):
+            for method, member in vars(thing).items():
+                if (
+                    not method.startswith("_")
+                    and callable(member)
+                    and method not in ("forward", "message", "propagate", "extra_repr")
+                ):
+                    assert inspect.getdoc(member), f"{name}.{method}"
+
+
+@pytest.mark.parametrize("module", [path.stem for path in ROOT.glob("*.py") if path.stem != "__init__"])
+def test_modules_import_upwards_only(module: str) -> None:
+    tree = ast.parse((ROOT / f"{module}.py").read_text())
+    allowed = ORDER[: ORDER.index(module)]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level == 1:
+            names = [node.module.split(".")[0]] if node.module else [alias.name for alias in node.names]
+            assert all(name in allowed for name in names), f"{module} imports {names}"
+
+
+def test_ops_import_none_of_ours() -> None:
+    for path in (ROOT / "ops").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                assert node.level < 2, path
+                assert not (node.module or "").startswith("sbm_pyg"), path
+
+
+def test_import_needs_no_optional_package() -> None:
+    optional = [
+        "lightning",
+        "matplotlib",
+        "scipy",
+        "sklearn",
+        "ortools",
+        "entmax",
+        "torch_sparse",
+        "torchmetrics",
+        "triton",
+    ]
+    code = f"import sys\nfor name in {optional}: sys.modules[name] = None\nimport sbm_pyg"
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

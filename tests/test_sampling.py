@@ -1,0 +1,376 @@
+"""The samplers follow their laws: joint, marginal, and whatever else is in the batch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from problems import small_sbms
+from scipy import stats
+from torch import Tensor
+from torch_geometric.data import Batch, Data, HeteroData
+
+from sbm_pyg import SBM, AttentionGraph, SBMGraph, SBMHead, ops, sample_edges
+from sbm_pyg.ops import reference
+from sbm_pyg.sampling import draw_seed
+
+FALSE_ALARM = 1e-6
+
+
+@pytest.fixture(params=["proposals", "coins"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both ways to sample a row: small cases would always take the coins."""
+    monkeypatch.setattr(reference, "PROPOSAL_COST", 0.0 if request.param == "proposals" else math.inf)
+    return request.param
+
+
+def stacked(sbm: SBM, draws: int) -> SBM:
+    """One long sequence of queries, in which the queries of ``sbm`` come ``draws`` times: as many independent graphs in one call."""
+    return SBM(sbm.query.repeat(1, draws, 1), sbm.key, sbm.block)
+
+
+def graph_numbers(graph: AttentionGraph, queries: int) -> Tensor:
+    """Each consecutive group of queries as one graph, numbered by its bits."""
+    bit = (graph.edge_row % queries) * graph.num_keys + graph.col
+    return torch.zeros(graph.num_queries // queries, dtype=torch.int64).index_add(
+        0, graph.edge_row // queries, 1 << bit
+    )
+
+
+def joint_law(prob: Tensor) -> Tensor:
+    """Probability of each of the 2^(n m) graphs with independent edges."""
+    flat = prob.double().flatten()
+    bits = (torch.arange(2 ** flat.numel())[:, None] >> torch.arange(flat.numel())) & 1
+    return torch.where(bits == 1, flat, 1 - flat).prod(1)
+
+
+def chi_square(numbers: Tensor, law: Tensor) -> float:
+    """p-value of the counts under the law; graphs that are expected less than 10 times share one cell."""
+    observed = torch.bincount(numbers, minlength=law.numel()).double()
+    expected = law * numbers.numel()
+    rare = expected < 10
+    observed = torch.cat([observed[~rare], observed[rare].sum()[None]])
+    expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
+    used = expected > 0
+    statistic = float(((observed - expected)[used] ** 2 / expected[used]).sum())
+    return float(stats.chi2.sf(statistic, int(used.sum()) - 1))
+
+
+# ------------------------------------------------------------------ joint laws
+
+
+@pytest.mark.parametrize("name", small_sbms())
+@pytest.mark.parametrize("exploration", [0.0, 0.05])
+def test_bernoulli_has_the_joint_law(name: str, exploration: float, way: str) -> None:
+    """Chi-square over all 512 (or 256) graphs, a million draws."""
+    sbm = small_sbms()[name]
+    draws = 1_000_000
+    graph = sample_edges(stacked(sbm, draws), exploration=exploration, seed=11)
+    law = joint_law(sbm.edge_prob_dense()[0] + exploration)
+    assert chi_square(graph_numbers(graph, sbm.num_queries), law) > FALSE_ALARM
+
+
+@pytest.mark.parametrize("name", ["3 x 3, off-diagonal", "2 x 4"])
+def test_fastrg_has_the_law_of_algorithm_1(name: str, way: str) -> None:
+    """Repeats count once, so an edge has probability 1 - exp(-p), not p: the second half is the negative control."""
+    sbm = small_sbms()[name]
+    graph = sample_edges(stacked(sbm, 300_000), method="fastrg", seed=12)
+    numbers = graph_numbers(graph, sbm.num_queries)
+    prob = sbm.edge_prob_dense()[0].double()
+    assert chi_square(numbers, joint_law(1 - torch.exp(-prob))) > FALSE_ALARM
+    assert chi_square(numbers, joint_law(prob)) < FALSE_ALARM
+
+
+def algorithm_1(sbm: SBM, generator: torch.Generator) -> AttentionGraph:
+    """The paper's pseudo-code, literally, for one head of one sequence."""
+    y, z, s = sbm.query[0], sbm.key[0], sbm.block[0]
+    weight = y.sum(0)[:, None] * s * z.sum(0)
+    edges = int(torch.poisson(weight.sum(), generator=generator))
+    if edges == 0:
+        return AttentionGraph.from_dense(torch.zeros(len(y), len(z)))
+    pair = torch.multinomial(weight.flatten(), edges, replacement=True, generator=generator)
+    u, v = pair // s.size(1), pair % s.size(1)
+    i = torch.cat([torch.multinomial(y[:, b], 1, generator=generator) for b in u])
+    j = torch.cat([torch.multinomial(z[:, b], 1, generator=generator) for b in v])
+    return AttentionGraph.from_edge_index(torch.stack([j, i]), len(y), len(z))
+
+
+def test_fastrg_agrees_with_the_pseudo_code() -> None:
+    sbm = small_sbms()["2 x 4"]
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.cat([graph_numbers(algorithm_1(sbm, generator), 2) for _ in range(4000)])
+    assert chi_square(numbers, joint_law(1 - torch.exp(-sbm.edge_prob_dense()[0].double()))) > FALSE_ALARM
+
+
+def test_the_joint_test_sees_a_transposed_block_matrix(way: str) -> None:
+    """Negative control: the fault of the authors' fastRG has nearly right marginals and a wrong joint law."""
+    sbm = small_sbms()["3 x 3, off-diagonal"]
+    wrong = SBM(sbm.query, sbm.key, sbm.block.mT)
+    numbers = graph_numbers(sample_edges(stacked(wrong, 100_000), seed=13), 3)
+    assert chi_square(numbers, joint_law(sbm.edge_prob_dense()[0])) < FALSE_ALARM
+
+
+def test_the_joint_test_has_power() -> None:
+    """A relative error of 2 % in one probability is seen in a million draws."""
+    sbm = small_sbms()["3 x 3, diagonal"]
+    prob = sbm.edge_prob_dense()[0].clone()
+    numbers = graph_numbers(sample_edges(stacked(sbm, 1_000_000), seed=14), 3)
+    assert chi_square(numbers, joint_law(prob)) > FALSE_ALARM
+    prob[1, 1] *= 1.02
+    assert chi_square(numbers, joint_law(prob)) < FALSE_ALARM
+
+
+def test_sequences_heads_and_seeds_are_independent() -> None:
+    """Joint law over the graphs of two heads, of two sequences, and of two seeds, each taken as one bigger graph."""
+    sbm = small_sbms()["2 x 4"]
+    single = SBM(sbm.query[:, :1], sbm.key, sbm.block)
+    law = joint_law(single.edge_prob_dense()[0].expand(2, -1))
+    draws = 200_000
+    heads = stacked(SBM(*(x.repeat(2, 1, 1) for x in (single.query, single.key, single.block))), draws)
+    first, second = (graph_numbers(sample_edges(heads, seed=15).head(head), 1) for head in range(2))
+    assert chi_square(first + 16 * second, law) > FALSE_ALARM
+    graphs = [graph_numbers(sample_edges(stacked(single, draws), seed=seed), 1) for seed in (16, 17)]
+    assert chi_square(graphs[0] + 16 * graphs[1], law) > FALSE_ALARM
+    streams = [
+        graph_numbers(sample_edges(stacked(single, draws), seed=16, streams=torch.tensor([n])), 1)
+        for n in (0, 2**32 - 1)
+    ]
+    assert chi_square(streams[0] + 16 * streams[1], law) > FALSE_ALARM
+
+
+# ------------------------------------------------------------------ larger models
+
+
+def larger_sbm(
+    heads: int = 2, queries: int = 60, keys: int = 80, blocks: int = 5, seed: int = 0, sequences: int = 1
+) -> SBM:
+    generator = torch.Generator().manual_seed(seed)
+    y, z, s = (
+        torch.rand(*shape, generator=generator)
+        for shape in ((heads, sequences * queries, blocks), (heads, sequences * keys, blocks), (heads, blocks, blocks))
+    )
+    s = s / s.sum((1, 2), keepdim=True)
+    steps = torch.arange(sequences + 1)
+    return SBM(y, z, s, steps * queries, steps * keys)
+
+
+@pytest.mark.parametrize("method", ["bernoulli", "fastrg"])
+def test_marginals_and_degrees_of_a_larger_model(method: str, way: str) -> None:
+    """Pair frequencies by chi-square; the variance of degrees is that of independent edges."""
+    sbm = larger_sbm()
+    prob = sbm.edge_prob_dense().double()
+    prob = prob if method == "bernoulli" else 1 - torch.exp(-prob)
+    draws = 400
+    samples = torch.stack([sample_edges(sbm, method=method, seed=seed).to_dense() for seed in range(draws)]).double()
+    z = (samples.mean(0) - prob) / (prob * (1 - prob) / draws).sqrt()
+    statistic = float((z**2).sum())
+    assert FALSE_ALARM < stats.chi2.sf(statistic, z.numel()) < 1 - FALSE_ALARM
+    spread = samples.sum(-1).var(0, correction=1) / (prob * (1 - prob)).sum(-1)
+    assert float(spread.mean()) == pytest.approx(1, abs=5 * math.sqrt(2 / (draws - 1) / spread.numel()))
+
+
+def test_reference_and_numba_choose_the_same_edges(way: str) -> None:
+    """Memberships in sixteenths make every probability exact in any order of summation, so the edges must agree to the last one."""
+    generator = torch.Generator().manual_seed(5)
+    y = torch.randint(0, 17, (2, 50, 6), generator=generator) / 16 / 8
+    z = torch.randint(0, 17, (2, 70, 6), generator=generator) / 16
+    ptr = torch.tensor([0, 20, 50]), torch.tensor([0, 40, 70])
+    for method, exploration, seed in (("bernoulli", 0.0, 1), ("bernoulli", 0.0625, 2**63 - 1), ("fastrg", 0.0, 3)):
+        arguments = (y, z, *ptr, torch.tensor([3, 2**32 - 1]), seed, method, exploration, True)
+        for ours, meant in zip(ops.sample_sbm(*arguments), reference.sample_sbm(*arguments), strict=True):
+            assert torch.equal(ours, meant)
+
+
+def test_the_rows_mix_both_ways() -> None:
+    """Dense and sparse queries in one graph, as large as the default threshold needs; marginals by degree."""
+    keys = 4000
+    rate = torch.tensor([0.001, 0.9, 0.004, 0.3]).repeat(100)
+    sbm = SBM(rate[None, :, None], torch.ones(1, keys, 1), torch.ones(1, 1, 1))
+    dense = reference.plan_rows(
+        rate[:, None].double(), torch.tensor([keys]).double(), torch.ones(1).double(), keys, "bernoulli", 0.0
+    )[1]
+    assert dense.view(-1, 4).all(0).tolist() == [False, True, False, True]
+    degree = sample_edges(sbm, seed=3).validate().degree[0].double()
+    z = (degree - rate * keys) / (rate * (1 - rate) * keys).sqrt()
+    assert stats.chi2.sf(float((z**2).sum()), z.numel()) > FALSE_ALARM
+
+
+# ------------------------------------------------------------------ what the edges depend on, and what not
+
+
+def test_the_same_edges_for_any_number_of_threads_and_any_batch() -> None:
+    sbm = larger_sbm(queries=300, keys=300, sequences=3, seed=2)
+    before = torch.get_num_threads()
+    graphs = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        graphs.append(sample_edges(sbm, seed=7, streams=torch.tensor([4, 9, 1])))
+    torch.set_num_threads(before)
+    assert graphs[0] == graphs[1]
+    for sequence, stream in enumerate([4, 9, 1]):
+        rows = slice(300 * sequence, 300 * (sequence + 1))
+        alone = SBM(sbm.query[:, rows], sbm.key[:, rows], sbm.block)
+        assert sample_edges(alone, seed=7, streams=torch.tensor([stream])) == graphs[0].sequence(sequence)
+    assert sample_edges(sbm, seed=7) != sample_edges(sbm, seed=8)
+
+
+def test_seed_and_generator() -> None:
+    sbm = larger_sbm()
+    assert sample_edges(sbm, generator=torch.Generator().manual_seed(1)) == sample_edges(
+        sbm, generator=torch.Generator().manual_seed(1)
+    )
+    state = torch.get_rng_state()
+    sample_edges(sbm, seed=1)
+    sample_edges(sbm, generator=torch.Generator())
+    assert torch.equal(state, torch.get_rng_state())
+    torch.manual_seed(3)
+    first = sample_edges(sbm)
+    torch.manual_seed(3)
+    assert sample_edges(sbm) == first
+    assert draw_seed(5) == 5
+
+
+def test_extremes() -> None:
+    ones = torch.ones(1, 40, 1)
+    full = sample_edges(SBM(ones, ones, ones[:, :1]), seed=0)
+    assert full.num_edges == 1600
+    empty = sample_edges(SBM(0 * ones, ones, ones[:, :1]), seed=0)
+    assert empty.num_edges == 0
+    assert sample_edges(SBM(0 * ones, ones, ones[:, :1]), exploration=1.0, seed=0).num_edges == 1600
+    tiny = sample_edges(SBM(torch.full((1, 3, 1), 1e-30), torch.ones(1, 100_000, 1), ones[:, :1]), seed=0)
+    assert tiny.num_edges == 0
+
+
+@pytest.mark.parametrize("budget", [0.5, 3.0, 1000.0])
+def test_budget_bounds_the_expected_degree_of_each_query(budget: float) -> None:
+    sbm = larger_sbm(queries=500)
+    limited = sbm.limit(budget)
+    assert float(limited.expected_degree().max()) <= budget * (1 + 1e-5)
+    free = sbm.expected_degree() <= budget
+    assert torch.allclose(limited.expected_degree()[free], sbm.expected_degree()[free])
+    graph = sample_edges(sbm, budget=budget, seed=1)
+    expected = float(limited.expected_edges().sum())
+    assert graph.num_edges == pytest.approx(expected, abs=6 * math.sqrt(expected))
+
+
+def test_linear_memory() -> None:
+    """A graph whose dense form would take 40 GB is sampled in a moment, about 10 edges a query."""
+    tokens = 200_000
+    memberships = torch.full((1, tokens, 2), 0.5)
+    sbm = SBM(memberships, memberships, torch.full((1, 2, 2), 10 / tokens))
+    graph = sample_edges(sbm, seed=0)
+    assert graph.num_edges == pytest.approx(10 * tokens, rel=0.01)
+
+
+# ------------------------------------------------------------------ errors
+
+
+BAD = [
+    ({"method": "exact"}, r"Expected 'method' to be one of \('bernoulli', 'fastrg'\) \(got 'exact'\)"),
+    ({"exploration": 1.5}, r"Expected 'exploration' in \[0, 1\] \(got 1.5\)"),
+    ({"exploration": math.nan}, r"Expected 'exploration' in \[0, 1\] \(got nan\)"),
+    ({"budget": 0}, r"Expected 'budget' to be a positive number of edges per query \(got 0\)"),
+    ({"seed": 1, "generator": torch.Generator()}, r"Expected 'seed' or 'generator' \(got both\)"),
+    ({"streams": torch.tensor([0, 1])}, r"Expected 'streams' to be \[1\] int64 \(got \[2\]"),
+    ({"streams": torch.tensor([0.0])}, r"Expected 'streams' to be \[1\] int64"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD)
+def test_bad_arguments(arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        sample_edges(larger_sbm(), **arguments)
+
+
+@pytest.mark.parametrize("name", ["query", "key", "block"])
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (math.nan, r"finite \(got NaN or inf\)"),
+        (math.inf, r"finite \(got NaN or inf\)"),
+        (-0.1, r"non-negative \(got -0.1\)"),
+    ],
+)
+def test_bad_memberships(name: str, value: float, message: str) -> None:
+    sbm = larger_sbm()
+    tensor = getattr(sbm, name).clone()
+    tensor[0, 1, 2] = value
+    bad = replace(sbm, **{name: tensor})
+    with pytest.raises(ValueError, match=f"Expected '{name}' to be {message}"):
+        sample_edges(bad)
+    with pytest.raises(ValueError, match=f"Expected '{name}' to be {message}"):
+        bad.validate()
+
+
+def test_probabilities_above_one(way: str) -> None:
+    sbm = larger_sbm()
+    bad = SBM(sbm.query * 20, sbm.key, sbm.block)
+    message = r"Expected edge probabilities in \[0, 1\] \(got \d+\.\d+\). .* pass clamp=True"
+    with pytest.raises(ValueError, match=message):
+        sample_edges(bad, seed=0)
+    with pytest.raises(ValueError, match=message):
+        bad.validate()
+    dense = sample_edges(bad, clamp=True, seed=0).to_dense()
+    assert dense[bad.edge_prob_dense() >= 1].all()
+
+
+def test_a_loose_bound_above_one_is_no_error() -> None:
+    """No pair exceeds 1, though the cheap bound of the row does."""
+    y = torch.tensor([[[1.0, 1.0]]])
+    sbm = SBM(y, torch.tensor([[[0.9, 0.0], [0.0, 0.9]]]), torch.eye(2)[None])
+    assert float((sbm.rate[0, 0] * sbm.key.amax(1)[0]).sum()) > 1
+    assert sample_edges(sbm.validate(), seed=0).num_edges <= 2
+
+
+# ------------------------------------------------------------------ the transform
+
+
+def test_transform_on_data() -> None:
+    sbm = larger_sbm(queries=80)
+    data = Data(
+        query_membership=sbm.query.transpose(0, 1), key_membership=sbm.key.transpose(0, 1), block_matrix=sbm.block
+    )
+    out = SBMGraph(seed=3)(data)
+    graph = sample_edges(sbm, seed=3)
+    assert torch.equal(out.edge_index, graph.edge_index)
+    assert torch.equal(out.edge_type, graph.edge_head)
+    assert "edge_index" not in data  # a transform works on a copy
+
+
+def test_transform_with_a_head_on_a_batch() -> None:
+    head = SBMHead(8, heads=2, num_blocks=4)
+    items = [Data(x=torch.randn(n, 16)) for n in (5, 9)]
+    batch = Batch.from_data_list(items)
+    out = SBMGraph(head, seed=1)(batch)
+    x = batch.x.unflatten(1, (2, 8)).transpose(0, 1)
+    graph = sample_edges(head(x, x, batch.ptr, batch.ptr), seed=1)
+    assert torch.equal(out.edge_index, graph.edge_index)
+    graph.validate()
+
+
+def test_transform_on_bipartite_data() -> None:
+    sbm = larger_sbm(heads=1)
+    data = HeteroData()
+    data["query"].query_membership = sbm.query[0]
+    data["key"].key_membership = sbm.key[0]
+    data.block_matrix = sbm.block[0]
+    out = SBMGraph(seed=3)(data)
+    assert torch.equal(out["key", "to", "query"].edge_index, sample_edges(sbm, seed=3).edge_index)
+
+
+def test_transform_is_a_functional_datapipe() -> None:
+    from torch.utils.data import IterDataPipe
+
+    assert "sbm_graph" in IterDataPipe.functions
+
+
+def test_transform_errors() -> None:
+    with pytest.raises(ValueError, match=r"Expected the data object to carry 'query_membership' \(got none\)"):
+        SBMGraph()(Data(x=torch.ones(3, 2)))
+    with pytest.raises(ValueError, match=r"Expected the data object to carry 'x' \(got none\)"):
+        SBMGraph(SBMHead(2))(Data(num_nodes=3))
+    one = Data(query_membership=torch.ones(3, 1), key_membership=torch.ones(3, 1), block_matrix=torch.ones(1, 1))
+    with pytest.raises(ValueError, match="Apply SBMGraph before batching"):
+        SBMGraph()(Batch.from_data_list([one, one]))

@@ -1,0 +1,150 @@
+"""The stochastic block model: probabilities, expectations, and the module that predicts it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from problems import random_graph
+
+from sbm_pyg import SBM, AttentionGraph, SBMHead
+
+Y = torch.rand(2, 6, 3)
+Z = torch.rand(2, 8, 3)
+S = torch.rand(2, 3, 3) / 9
+
+
+def ragged() -> SBM:
+    generator = torch.Generator().manual_seed(0)
+    y, z, s = (
+        torch.rand(*shape, generator=generator, dtype=torch.float64, requires_grad=True)
+        for shape in ((2, 9, 3), (2, 7, 3), (2, 3, 3))
+    )
+    return SBM(y, z, s, torch.tensor([0, 4, 9]), torch.tensor([0, 5, 7]))
+
+
+def test_expectations_equal_the_dense_sums() -> None:
+    sbm = ragged()
+    dense = [sbm.edge_prob_dense(sequence) for sequence in range(2)]
+    assert [tuple(p.shape) for p in dense] == [(2, 4, 5), (2, 5, 2)]
+    by_hand = torch.einsum("hnk,hkl,hml->hnm", sbm.query, sbm.block, sbm.key)
+    torch.testing.assert_close(dense[1], by_hand[:, 4:, 5:])
+    edges = torch.stack([p.sum((1, 2)) for p in dense])
+    torch.testing.assert_close(sbm.expected_edges(), edges)
+    torch.testing.assert_close(sbm.expected_density(), torch.stack([p.mean((1, 2)) for p in dense]))
+    torch.testing.assert_close(sbm.expected_degree(), torch.cat([p.sum(2) for p in dense], dim=1))
+
+
+def test_expected_density_is_differentiable() -> None:
+    sbm = ragged()
+    assert torch.autograd.gradcheck(
+        lambda y, z, s: SBM(y, z, s, sbm.query_ptr, sbm.key_ptr).expected_density(), (sbm.query, sbm.key, sbm.block)
+    )
+
+
+def test_edge_prob_and_its_gradients() -> None:
+    """dY = G Z S^T, dS = Y^T G Z, dZ = G^T Y S."""
+    generator = torch.Generator().manual_seed(0)
+    y, z, s = (
+        torch.rand(*shape, generator=generator, dtype=torch.float64, requires_grad=True)
+        for shape in ((2, 6, 3), (2, 8, 3), (2, 3, 3))
+    )
+    sbm = SBM(y, z, s)
+    graph = random_graph(2, 6, 8, 0.5)
+    prob = sbm.edge_prob(graph)
+    torch.testing.assert_close(prob, sbm.edge_prob_dense()[graph.to_dense()])
+    weight = torch.rand(graph.num_edges, generator=generator, dtype=torch.float64)
+    gate = sbm.edge_gate(graph)
+    assert torch.equal(gate, torch.ones_like(gate))
+    g = torch.zeros(2, 6, 8, dtype=torch.float64)
+    g[graph.to_dense()] = weight
+    closed = (g @ z @ s.mT, g.mT @ y @ s, y.mT @ g @ z)
+    for result in (prob, gate):
+        for grad, want in zip(torch.autograd.grad(result, (y, z, s), weight, retain_graph=True), closed, strict=True):
+            torch.testing.assert_close(grad, want)
+
+
+@pytest.mark.parametrize(("clusters", "ratio"), [("kaiming", 1.016), ("orthogonal", math.e)])
+def test_head_starts_as_documented(clusters: str, ratio: float) -> None:
+    torch.manual_seed(0)
+    head = SBMHead(32, heads=2, num_blocks=128, clusters=clusters).requires_grad_(False)
+    sbm = head(torch.randn(2, 50, 32), torch.randn(2, 60, 32))
+    prob = sbm.edge_prob_dense()
+    assert prob.shape == (2, 50, 60)
+    assert float(prob.mean()) == pytest.approx(0.25, abs=0.005)
+    torch.testing.assert_close(sbm.block.sum((1, 2)), torch.ones(2))
+    off = ~torch.eye(128, dtype=torch.bool)
+    assert float(sbm.block.diagonal(dim1=1, dim2=2).mean() / sbm.block[:, off].mean()) == pytest.approx(ratio, rel=0.03)
+
+
+def test_head_is_equations_5_to_7() -> None:
+    head = SBMHead(4, heads=2, num_blocks=3)
+    q, k = torch.randn(2, 5, 4), torch.randn(2, 6, 4)
+    sbm = head(q, k)
+    for h in range(2):
+        c = head.clusters[h]
+        torch.testing.assert_close(sbm.block[h], torch.softmax((c @ c.T).flatten(), 0).view(3, 3))
+        torch.testing.assert_close(sbm.query[h], torch.sigmoid(head.mlp(q[h]) @ c.T))
+        torch.testing.assert_close(sbm.key[h], torch.sigmoid(head.mlp(k[h]) @ c.T))
+
+
+def test_repr_and_sizes() -> None:
+    assert repr(ragged()) == "SBM(2 sequences, 2 heads, 9 queries, 7 keys, 3 blocks)"
+    assert repr(SBM(Y[:1, :1, :1], Z[:1, :1, :1], S[:1, :1, :1])) == "SBM(1 sequence, 1 head, 1 query, 1 key, 1 block)"
+    assert "num_blocks=3" in repr(SBMHead(4, 2, 3))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((Y.int(), Z, S), TypeError, r"Expected 'query' to be a floating tensor \(got torch.int32\)"),
+        ((Y, Z.double(), S), TypeError, r"Expected 'key' to be torch.float32, as 'query' is \(got torch.float64\)"),
+        ((Y, Z, S.to("meta")), ValueError, r"Expected 'block' on cpu, as 'query' is \(got meta\)"),
+        ((Y[0], Z, S), ValueError, r"Expected 'query' to have three dimensions \(got \[6, 3\]\)"),
+        ((Y[..., :0], Z[..., :0], S[:, :0, :0]), ValueError, r"at least one head and one block \(got H = 2, K = 0\)"),
+        ((Y, Z[:1], S), ValueError, r"Expected 'key' to be \[2, M, 3\] \(got \[1, 8, 3\]\)"),
+        ((Y, Z[..., :2], S), ValueError, r"Expected 'key' to be \[2, M, 3\]"),
+        ((Y, Z, S[:, :2]), ValueError, r"Expected 'block' to be \[2, 3, 3\] \(got \[2, 2, 3\]\)"),
+        (
+            (Y, Z, S, torch.tensor([0, 5]), torch.tensor([0, 8])),
+            ValueError,
+            r"Expected 'query_ptr' to run from 0 to 6, the number of tokens \(got 0 to 5\)",
+        ),
+        (
+            (Y, Z, S, torch.tensor([0, 3, 3, 6]), torch.tensor([0, 1, 2, 8])),
+            ValueError,
+            r"strictly increasing \(got an empty sequence at sequence 1\)",
+        ),
+        ((Y, Z, S, torch.tensor([0, 3, 6])), ValueError, r"Expected 'key_ptr' where N != M"),
+        (
+            (Y, Z, S, torch.tensor([0, 3, 6]), torch.tensor([0, 8])),
+            ValueError,
+            r"as many sequences as 'query_ptr' \(got 1 and 2\)",
+        ),
+        ((Y, Z, S, torch.tensor([0.0, 6.0])), TypeError, r"Expected 'query_ptr' to be int64 \(got torch.float32\)"),
+        ((Y[:, :0], Z, S), ValueError, r"at least one token \(got 0 tokens\)"),
+    ],
+)
+def test_constructor_errors(arguments: tuple, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        SBM(*arguments)
+
+
+def test_other_errors() -> None:
+    sbm = SBM(Y, Z, S)
+    with pytest.raises(
+        ValueError, match=r"Expected 'graph' with \(heads, queries, keys\) = \(2, 6, 8\) \(got \(1, 2, 2\)\)"
+    ):
+        sbm.edge_prob(AttentionGraph.from_dense(torch.eye(2)))
+    with pytest.raises(ValueError, match=r"Expected 'num_blocks' to be at least 1 \(got 0\)"):
+        SBMHead(4, 1, 0)
+    with pytest.raises(ValueError, match=r"Expected 'clusters' to be 'kaiming' or 'orthogonal' \(got 'normal'\)"):
+        SBMHead(4, clusters="normal")
+    with pytest.raises(ValueError, match=r"Expected 'budget' to be a positive number"):
+        sbm.limit(-1)
+
+
+def test_validate_passes_a_good_model() -> None:
+    sbm = SBM(Y, Z, S)
+    assert sbm.validate() is sbm
