@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import hashlib
+import itertools
 import json
 import logging
 import platform
@@ -64,9 +65,7 @@ class Classifier(LightningModule):
         self.settings, self.arity = settings, task.arity
         options: dict[str, Any] = {"dropout": settings.attention_dropout}
         if settings.attention == "sbm":
-            options |= {
-                name: getattr(settings, name) for name in ("num_blocks", "estimator", "exploration", "clusters")
-            }
+            options |= {name: getattr(settings, name) for name in ("num_blocks", "estimator", "exploration", "clusters")}
         encoder = SequenceEncoder(
             task.num_tokens,
             settings.channels,
@@ -85,9 +84,7 @@ class Classifier(LightningModule):
 
     def configure_optimizers(self) -> Any:
         chosen = self.settings
-        optimizer = torch.optim.AdamW(
-            self.parameters(), lr=chosen.learning_rate, eps=1e-6, weight_decay=chosen.weight_decay
-        )
+        optimizer = torch.optim.AdamW(self.parameters(), lr=chosen.learning_rate, eps=1e-6, weight_decay=chosen.weight_decay)
         schedule = torch.optim.lr_scheduler.OneCycleLR(
             optimizer,
             max_lr=chosen.learning_rate,
@@ -99,7 +96,7 @@ class Classifier(LightningModule):
 
     def classify(self, batch: Batch, seed: int) -> tuple[Tensor, Any]:
         """Returns logits [B, classes] and the trace, graphs being sampled from one random stream per sequence."""
-        return self.model(batch.tokens, batch.ptr, seed=seed, streams=batch.index, return_trace=True)
+        return self.model(batch.tokens, batch.ptr, seed=seed, streams=batch.examples, return_trace=True)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         seed, parts = self.settings.seed, self.settings.accumulate
@@ -232,9 +229,7 @@ class Progress(Callback):
         assert isinstance(pl_module, Classifier)
         self.bar = tqdm(total=pl_module.settings.steps, initial=trainer.global_step, desc="Training", unit="step")
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
         assert isinstance(pl_module, Classifier)
         self.bar.update(trainer.global_step - self.bar.n)
         if pl_module.latest:
@@ -256,9 +251,7 @@ class Progress(Callback):
         return f"loss {row['loss']:.3f}, accuracy {row['accuracy']:.3f}, density {shares}"
 
 
-def train(
-    folder: Path, task: Task, settings: Settings, splits: Mapping[str, Split], accelerator: str
-) -> dict[str, Any]:
+def train(folder: Path, task: Task, settings: Settings, splits: Mapping[str, Split], accelerator: str) -> dict[str, Any]:
     """Trains, or goes on from the folder's last checkpoint; tests the best one; writes results and plots.
 
     Args:
@@ -322,11 +315,7 @@ def train(
         "peak_memory_of": place,
         "parameters": sum(parameter.numel() for parameter in module.parameters()),
         "device": str(trainer.strategy.root_device),
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "lightning": lightning.__version__,
-        },
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "lightning": lightning.__version__},
     }
     report.write_json(folder / RESULTS, results)
     report.plot_curves(folder / "curves.png", train_rows, val_rows, splits["val"].majority)
@@ -351,14 +340,10 @@ def draw_masks(path: Path, module: Classifier, split: Split, length: int = 256) 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Reads the command line; settings that are not given are absent from the result."""
-    parser = argparse.ArgumentParser(
-        description="Trains on a task of the Long Range Arena.", argument_default=argparse.SUPPRESS
-    )
+    parser = argparse.ArgumentParser(description="Trains on a task of the Long Range Arena.", argument_default=argparse.SUPPRESS)
     parser.add_argument("--task", choices=tuple(TASKS), help="what to learn (default: listops)")
     parser.add_argument("--preset", choices=PRESETS, help="where all other settings come from (default: laptop)")
-    parser.add_argument(
-        "--data", type=Path, metavar="DIR", help="a folder of the task; by default one is generated in data/"
-    )
+    parser.add_argument("--data", type=Path, metavar="DIR", help="a folder of the task; by default one is generated in data/")
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder of the run (default: a new one in runs/)")
     parser.add_argument("--resume", action="store_true", help="go on with the run in --output; its settings are known")
     parser.add_argument("--accelerator", choices=("auto", "cpu", "cuda", "mps"), default="auto", help="(default: auto)")
@@ -400,7 +385,7 @@ def resolve(given: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
                     f"Expected '{name.replace('_', '-')}' to be {known[name]!r} as in the run to resume (got {value!r}). Leave it "
                     "out, or start a new run."
                 )
-        return folder, {**plan, "data": str(options.get("data", plan["data"]))}
+        return folder, plan | {"data": str(options["data"])} if "data" in options else plan
 
     name, preset = options.get("task", "listops"), options.get("preset", "laptop")
     settings = TASKS[name].presets[preset].settings
@@ -409,13 +394,13 @@ def resolve(given: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
     settings = dataclasses.replace(settings, **chosen)
     folder = options.get("output")
     if folder is None:
-        numbers = range(len(list(Path("runs").glob("*"))) + 1)
-        folder = next(path for path in (Path("runs") / f"{name}-{preset}-{n}" for n in numbers) if not path.exists())
+        names = (Path("runs") / f"{name}-{preset}-{number}" for number in itertools.count(1))
+        folder = next(path for path in names if not path.exists())
     elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(
             f"Expected 'output' to be a new or empty folder (got {folder}, which has content). Choose another one, or add --resume."
         )
-    data = str(options.get("data", Path("data") / f"{name}-{preset}"))
+    data = str(options["data"]) if "data" in options else None
     return folder, {"task": name, "preset": preset, "data": data, "settings": dataclasses.asdict(settings)}
 
 
@@ -427,17 +412,14 @@ def main(arguments: list[str] | None = None) -> None:
     warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated.*")  # Lightning's own affair
     try:
         folder, plan = resolve(given)
-        task, settings, root = TASKS[plan["task"]], Settings(**plan["settings"]), Path(plan["data"])
-        if "data" not in vars(given) and task.generate(root, task.presets[plan["preset"]].data):
+        task, settings = TASKS[plan["task"]], Settings(**plan["settings"])
+        root = Path(plan["data"] or f"data/{task.name}-{plan['preset']}")
+        if plan["data"] is None and task.generate(root, task.presets[plan["preset"]].data):
             print(f"Generated {root}")
         splits = load(task, root, max_length=settings.max_length, progress=True)
-        fingerprint = hashlib.sha256(
-            b"".join(a.tobytes() for s in splits.values() for a in (s.tokens, s.ptr, s.labels))
-        )
+        fingerprint = hashlib.sha256(b"".join(a.tobytes() for s in splits.values() for a in (s.tokens, s.ptr, s.labels)))
         if plan.get("fingerprint", fingerprint.hexdigest()) != fingerprint.hexdigest():
-            raise ValueError(
-                f"Expected 'data' to be what the run was started with (got other examples in {root}). Give its folder."
-            )
+            raise ValueError(f"Expected 'data' to be what the run was started with (got other examples in {root}). Give its folder.")
         Data(splits, settings)  # refuses what cannot be trained before anything is written
     except ValueError as error:
         given.fail(str(error))
@@ -447,9 +429,7 @@ def main(arguments: list[str] | None = None) -> None:
     for name, split in splits.items():
         if split.truncated:
             print(f"{name}: cut {split.truncated:,} of {len(split):,} sequences to {settings.max_length} tokens")
-    print(
-        f"{task.name}, {plan['preset']} preset, {settings.attention} attention, {len(splits['train']):,} examples -> {folder}"
-    )
+    print(f"{task.name}, {plan['preset']} preset, {settings.attention} attention, {len(splits['train']):,} examples -> {folder}")
     results = train(folder, task, settings, splits, given.accelerator)
     print(f"\n{report.results_table(results)}\n\nSettings, curves, checkpoints, results and plots are in {folder}")
 

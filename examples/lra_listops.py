@@ -71,27 +71,16 @@ class Parameters:
     operator_probability: float = 0.25
 
     def __post_init__(self) -> None:
-        for name, least in (
-            ("train", 1),
-            ("val", 1),
-            ("test", 1),
-            ("max_depth", 2),
-            ("max_args", 2),
-            ("min_length", 1),
-        ):
+        for name, least in (("train", 1), ("val", 1), ("test", 1), ("max_depth", 2), ("max_args", 2), ("min_length", 1)):
             if getattr(self, name) < least:
-                raise ValueError(
-                    f"Expected '{name}' to be at least {least} (got {getattr(self, name)}). Give a larger number."
-                )
+                raise ValueError(f"Expected '{name}' to be at least {least} (got {getattr(self, name)}). Give a larger number.")
         if self.max_length < max(self.min_length + 2, 5):
             raise ValueError(
                 f"Expected 'max_length' to leave room above 'min_length' = {self.min_length} and to be at least 5, as both "
                 f"bounds are exclusive and the smallest tree has 4 tokens (got {self.max_length}). Give a larger number."
             )
         if not 0.0 < self.operator_probability <= 1.0:
-            raise ValueError(
-                f"Expected 'operator_probability' to be in (0, 1] (got {self.operator_probability}). LRA uses 0.25."
-            )
+            raise ValueError(f"Expected 'operator_probability' to be in (0, 1] (got {self.operator_probability}). LRA uses 0.25.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,9 +128,7 @@ def draw_trees(parameters: Parameters, draws: int, rng: np.random.Generator) -> 
         symbol = np.where(branches, rng.integers(0, len(OPERATORS), nodes), rng.integers(0, 10, nodes))
         levels.append((tree, parent, arguments, symbol))
         length += np.bincount(tree, weights=1 + branches, minlength=draws).astype(np.int64)
-        grows = np.where(
-            length[tree] < parameters.max_length, arguments, 0
-        )  # too long already: never mind its children
+        grows = np.where(length[tree] < parameters.max_length, arguments, 0)  # too long already: never mind its children
         parent = np.repeat(np.arange(nodes), grows)
         tree = tree[parent]
     kept = (length > parameters.min_length) & (length < parameters.max_length)
@@ -201,9 +188,7 @@ def source_of(tokens: np.ndarray, arguments: np.ndarray) -> str:
     '( ( ( [MAX 4 ) 7 ) ] )'
     """
     words = [
-        "( " * (count + 1) + VOCABULARY[token - 1]
-        if count
-        else VOCABULARY[token - 1] + (" ) )" if token == END else " )")
+        "( " * (count + 1) + VOCABULARY[token - 1] if count else VOCABULARY[token - 1] + (" ) )" if token == END else " )")
         for token, count in zip(tokens.tolist(), arguments.tolist(), strict=True)
     ]
     return " ".join(words).removesuffix(" )")  # nobody takes the root as an argument
@@ -237,11 +222,7 @@ def generate(folder: Path, parameters: Parameters, *, seed: int = 0, progress: b
             return False
         raise ValueError(
             f"Expected '{folder}' to be new, empty or the data set asked for (got "
-            + (
-                f"one made with seed {found['seed']} and {found['parameters']}"
-                if found
-                else f"files without {MANIFEST}"
-            )
+            + (f"one made with seed {found['seed']} and {found['parameters']}" if found else f"files without {MANIFEST}")
             + "). Choose another folder, or remove this one."
         )
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -350,29 +331,17 @@ def read_rows(path: Path) -> Iterator[tuple[np.ndarray, int]]:
         for line, text in enumerate(file, start=2):
             columns = text.rstrip("\r\n").split("\t")
             if len(columns) != 2:
-                raise refuse(
-                    line, "have two columns, a tree and its value", f"{len(columns)}", "Look for a cut or merged line."
-                )
+                raise refuse(line, "have two columns, a tree and its value", f"{len(columns)}", "Look for a cut or merged line.")
             source, target = columns
             if not (target.isascii() and target.isdecimal() and int(target) < 10):
-                raise refuse(
-                    line, "end in a label from 0 to 9", repr(target[:80]), "Look for swapped or damaged columns."
-                )
+                raise refuse(line, "end in a label from 0 to 9", repr(target[:80]), "Look for swapped or damaged columns.")
             words = source.replace("(", "").replace(")", "").split()
             try:
                 tokens = np.fromiter(map(TOKEN_NUMBER.__getitem__, words), dtype=np.uint8, count=len(words))
             except KeyError as error:
                 raise refuse(
-                    line,
-                    f"hold the tokens {' '.join(VOCABULARY)}",
-                    repr(error.args[0]),
-                    "Is this a file of another task?",
+                    line, f"hold the tokens {' '.join(VOCABULARY)}", repr(error.args[0]), "Is this a file of another task?"
                 ) from None
             if not words or source.count("[") != source.count("]"):
-                raise refuse(
-                    line,
-                    "be a whole tree",
-                    f"{source.count('[')} operators and {source.count(']')} ends",
-                    "Look for a cut line.",
-                )
+                raise refuse(line, "be a whole tree", f"{source.count('[')} operators and {source.count(']')} ends", "Look for a cut line.")
             yield tokens, int(target)

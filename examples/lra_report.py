@@ -152,9 +152,7 @@ def _bare(axes: Axes, xlabel: str, ylabel: str) -> None:
     axes.set(xlabel=xlabel, ylabel=ylabel)
 
 
-def plot_curves(
-    path: Path, train: Sequence[Mapping[str, float]], val: Sequence[Mapping[str, float]], majority: float
-) -> None:
+def plot_curves(path: Path, train: Sequence[Mapping[str, float]], val: Sequence[Mapping[str, float]], majority: float) -> None:
     """Draws loss and accuracy over the steps, training against validation.
 
     Args:

@@ -1,7 +1,7 @@
 """The table of tasks of the Long Range Arena (LRA): their facts, their settings, their data as ragged batches.
 
 In: a folder in the layout of a task's release, or the parameters of a generator. Out: ``TASKS``, and batches
-(tokens, ptr, labels, index) without a single padded token. Not here: the formats themselves (``lra_listops.py``), the
+(tokens, ptr, labels, examples) without a single padded token. Not here: the formats themselves (``lra_listops.py``), the
 trainer (``lra.py``). As a program it generates and describes data::
 
     python examples/lra_tasks.py generate --task listops --out data/listops
@@ -70,9 +70,7 @@ class Settings:
             value, meta = getattr(self, field.name), field.metadata
             option = field.name.replace("_", "-")
             if meta["choices"] and value not in meta["choices"]:
-                raise ValueError(
-                    f"Expected '{option}' to be one of {', '.join(meta['choices'])} (got {value!r}). Choose one of them."
-                )
+                raise ValueError(f"Expected '{option}' to be one of {', '.join(meta['choices'])} (got {value!r}). Choose one of them.")
             below = meta["least"] is not None and not value >= meta["least"]
             above = meta["most"] is not None and not value <= meta["most"]
             if below or above:
@@ -80,9 +78,7 @@ class Settings:
                 bounds += [f"at most {meta['most']}"] if meta["most"] is not None else []
                 raise ValueError(f"Expected '{option}' to be {' and '.join(bounds)} (got {value}). See --help.")
         if self.warmup >= self.steps:
-            raise ValueError(
-                f"Expected 'warmup' to be below 'steps' = {self.steps} (got {self.warmup}). Warm up for fewer steps."
-            )
+            raise ValueError(f"Expected 'warmup' to be below 'steps' = {self.steps} (got {self.warmup}). Warm up for fewer steps.")
         if self.batch_size % self.accumulate:
             raise ValueError(
                 f"Expected 'accumulate' to divide 'batch-size' = {self.batch_size} (got {self.accumulate}). The parts of a "
@@ -106,8 +102,8 @@ PAPER = Settings(
 
 # Ours: the model of the paper on short trees, so that two cores learn something within minutes.
 LAPTOP = dataclasses.replace(
-    PAPER, max_length=128, dropout=0.0, attention_dropout=0.0, batch_size=64, steps=1200, warmup=200, learning_rate=2e-3,
-    clip_norm=1.0, validate_every=200,
+    PAPER, max_length=128, dropout=0.0, attention_dropout=0.0, batch_size=64, steps=800, warmup=100, learning_rate=2e-3,
+    clip_norm=1.0, validate_every=100,
 )  # fmt: skip
 
 
@@ -169,11 +165,11 @@ TASKS = {
             "laptop": Preset(
                 LAPTOP,
                 lra_listops.Parameters(
-                    train=20_000, val=1_000, test=2_000, max_depth=3, max_args=5, min_length=4, max_length=64
+                    train=20_000, val=1_000, test=2_000, max_depth=3, max_args=8, min_length=16, max_length=64, operator_probability=0.35
                 ),
             ),
         },
-    ),
+    )
 }
 
 
@@ -183,7 +179,7 @@ class Batch(NamedTuple):
     tokens: Any  # [N] int64
     ptr: Any  # [B + 1] int64
     labels: torch.Tensor  # [B] int64
-    index: torch.Tensor  # [B] int64, number of the example in its split
+    examples: torch.Tensor  # [B] int64, their numbers in the split
 
 
 @dataclasses.dataclass(frozen=True)
@@ -298,8 +294,7 @@ class LengthBuckets(Sampler[list[int]]):
     ) -> None:
         if (batch_size is None) == (token_budget is None):
             raise ValueError(
-                f"Expected exactly one of 'batch_size' and 'token_budget' to be given (got {batch_size} and {token_budget}). "
-                "Give one."
+                f"Expected exactly one of 'batch_size' and 'token_budget' to be given (got {batch_size} and {token_budget}). Give one."
             )
         if seed is not None and batch_size is not None and len(lengths) < batch_size:
             raise ValueError(
@@ -361,9 +356,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     make = commands.add_parser("generate", help="write a data set in the layout of its release")
     make.add_argument("--task", choices=tuple(TASKS), default="listops", help="(default: %(default)s)")
     make.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write; new or empty")
-    make.add_argument(
-        "--preset", choices=("paper", "laptop"), default="paper", help="of the law (default: %(default)s)"
-    )
+    make.add_argument("--preset", choices=("paper", "laptop"), default="paper", help="of the law (default: %(default)s)")
     make.add_argument("--seed", type=int, default=0, help="of the data (default: %(default)s)")
     law = make.add_argument_group("law of ListOps", "each overrides the preset")
     for field in dataclasses.fields(lra_listops.Parameters):
@@ -385,9 +378,7 @@ def main(arguments: list[str] | None = None) -> None:
     task = TASKS[given.task]
     try:
         if given.command == "generate":
-            law = {
-                f.name: getattr(given, f.name) for f in dataclasses.fields(lra_listops.Parameters) if f.name in given
-            }
+            law = {f.name: getattr(given, f.name) for f in dataclasses.fields(lra_listops.Parameters) if f.name in given}
             parameters = dataclasses.replace(task.presets[given.preset].data, **law)
             written = task.generate(given.out, parameters, seed=given.seed)
             print(f"{given.out}: " + ("written" if written else "already there, nothing to do"))

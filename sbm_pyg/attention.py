@@ -101,20 +101,14 @@ class SBMAttentionConv(MessagePassing):
     ) -> None:
         kwargs.setdefault("aggr", "add")
         super().__init__(node_dim=0, **kwargs)
-        for name, value, options in (
-            ("estimator", estimator, [*GATE_FORM]),
-            ("method", method, [*METHODS]),
-            ("normalizer", normalizer, ["softmax", *ENTMAX_ALPHA]),
-        ):
-            if value not in options:
-                raise ValueError(
-                    f"Expected '{name}' to be one of {options} (got {value!r}). See the docstring of SBMAttentionConv."
-                )
-        for name, value, end in (("exploration", exploration, 1.0), ("dropout", dropout, 1.0)):
-            if not 0 <= value <= end or (name == "dropout" and value == 1):
-                raise ValueError(
-                    f"Expected '{name}' in [0, 1{')' if name == 'dropout' else ']'} (got {value}). It is a probability."
-                )
+        choices = {"estimator": (estimator, GATE_FORM), "method": (method, METHODS), "normalizer": (normalizer, ("softmax", *ENTMAX_ALPHA))}
+        for name, (choice, options) in choices.items():
+            if choice not in options:
+                raise ValueError(f"Expected '{name}' to be one of {[*options]} (got {choice!r}). See the docstring of SBMAttentionConv.")
+        if not 0 <= exploration <= 1:
+            raise ValueError(f"Expected 'exploration' in [0, 1] (got {exploration}). It is added to every edge probability in training.")
+        if not 0 <= dropout < 1:
+            raise ValueError(f"Expected 'dropout' in [0, 1) (got {dropout}). It is the probability that an attention weight is dropped.")
         if heads < 1 or out_channels < 1:
             raise ValueError(
                 f"Expected 'heads' and 'out_channels' to be at least 1 (got {heads} and {out_channels}). Channels count per head."
@@ -131,13 +125,7 @@ class SBMAttentionConv(MessagePassing):
             concat,
         )
         self.estimator, self.exploration, self.method, self.budget = estimator, exploration, method, budget
-        self.self_loops, self.window, self.normalizer, self.score_bias, self.dropout = (
-            self_loops,
-            window,
-            normalizer,
-            score_bias,
-            dropout,
-        )
+        self.self_loops, self.window, self.normalizer, self.score_bias, self.dropout = (self_loops, window, normalizer, score_bias, dropout)
         self.scale = out_channels**-0.5
         self._alpha: Tensor | None = None
         key_channels, query_channels = in_channels if isinstance(in_channels, tuple) else (in_channels, in_channels)
@@ -208,17 +196,12 @@ class SBMAttentionConv(MessagePassing):
                     f"Expected 'edge_index' over N = {x_query.size(0)} queries and M = {x_key.size(0)} keys (got {graph}). Build the graph with the `ptr` of these tokens."
                 )
         else:
-            graph = AttentionGraph.from_edge_index(
-                edge_index, x_query.size(0), x_key.size(0), query_ptr=query_ptr, key_ptr=key_ptr
-            ).expand(self.heads)
+            graph = AttentionGraph.from_edge_index(edge_index, x_query.size(0), x_key.size(0), query_ptr=query_ptr, key_ptr=key_ptr).expand(
+                self.heads
+            )
         score_bias = None if self.score_bias is None else self.score_bias(query, key, graph)
 
-        if (
-            self.explain
-            and isinstance(edge_index, Tensor)
-            and edge_index.layout == torch.strided
-            and score_bias is None
-        ):
+        if self.explain and isinstance(edge_index, Tensor) and edge_index.layout == torch.strided and score_bias is None:
             out = self._propagate_shared(edge_index, query, key, value, drop, seed or 0, graph)
         elif self.fuse and not self.explain and self.normalizer == "softmax":
             out = self.message_and_aggregate(graph, query, key, value, gate, score_bias, drop, seed or 0)
@@ -246,14 +229,7 @@ class SBMAttentionConv(MessagePassing):
         return resolve_ptr(x_key.size(0), pairs[0][0], pairs[1][0], device=x_key.device), query_ptr
 
     def _sample(
-        self,
-        query: Tensor,
-        key: Tensor,
-        query_ptr: Tensor,
-        key_ptr: Tensor,
-        same: bool,
-        seed: int | None,
-        streams: Tensor | None,
+        self, query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, same: bool, seed: int | None, streams: Tensor | None
     ) -> tuple[AttentionGraph, SBM, Tensor | None]:
         """Graph, its model, and the straight-through gate of its edges."""
         if self.sbm is None:
@@ -277,15 +253,11 @@ class SBMAttentionConv(MessagePassing):
         if self.estimator == "none" or not torch.is_grad_enabled():
             return graph, sbm, None
         gate = sbm.edge_gate(graph)
-        return (
-            graph,
-            sbm,
-            gate if forced is None else torch.where(forced, gate.detach(), gate),
-        )  # a forced edge owes nothing to p
+        return (graph, sbm, gate if forced is None else torch.where(forced, gate.detach(), gate))  # a forced edge owes nothing to p
 
     # ---------------------------------------------------------------- attention over it
 
-    def message_and_aggregate(  # type: ignore[override]
+    def message_and_aggregate(
         self,
         graph: AttentionGraph,
         query: Tensor,
@@ -298,17 +270,7 @@ class SBMAttentionConv(MessagePassing):
     ) -> Tensor:
         """The fused path: one op over compressed rows; the same contract as :meth:`message` and a sum. Returns ``[N, H, C]``."""
         out, _ = ops.edge_attention(
-            query,
-            key,
-            value,
-            graph.rowptr,
-            graph.col,
-            gate,
-            score_bias,
-            self.scale,
-            GATE_FORM[self.estimator],
-            dropout,
-            seed,
+            query, key, value, graph.rowptr, graph.col, gate, score_bias, self.scale, GATE_FORM[self.estimator], dropout, seed
         )
         return out.transpose(0, 1)
 
@@ -358,10 +320,7 @@ class SBMAttentionConv(MessagePassing):
         row = graph.edge_row
         source = graph.edge_head * graph.num_keys + graph.col
         query, key, value = (tokens.flatten(0, 1)[:, None] for tokens in (query, key, value))  # [H*N, 1, C]
-        edge = [
-            None if weight is None else weight[:, None]
-            for weight in (gate, score_bias, self._keep(graph, dropout, seed, value))
-        ]
+        edge = [None if weight is None else weight[:, None] for weight in (gate, score_bias, self._keep(graph, dropout, seed, value))]
         size = (self.heads * graph.num_keys, self.heads * graph.num_queries)
         out = self.propagate(
             torch.stack([source, row]),
@@ -376,14 +335,7 @@ class SBMAttentionConv(MessagePassing):
         return out.view(self.heads, graph.num_queries, -1).transpose(0, 1)
 
     def _propagate_shared(
-        self,
-        edge_index: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        dropout: float,
-        seed: int,
-        graph: AttentionGraph,
+        self, edge_index: Tensor, query: Tensor, key: Tensor, value: Tensor, dropout: float, seed: int, graph: AttentionGraph
     ) -> Tensor:
         """PyG's propagation with heads as channels, over the caller's own edges in the caller's order: what explainers hook into."""
         if graph.num_edges != self.heads * edge_index.size(1):
@@ -395,14 +347,7 @@ class SBMAttentionConv(MessagePassing):
         query, key, value = (tokens.transpose(0, 1) for tokens in (query, key, value))  # [N, H, C]
         size = (graph.num_keys, graph.num_queries)
         return self.propagate(
-            edge_index,
-            query=(None, query),
-            key=(key, None),
-            value=(value, None),
-            gate=None,
-            score_bias=None,
-            keep=keep,
-            size=size,
+            edge_index, query=(None, query), key=(key, None), value=(value, None), gate=None, score_bias=None, keep=keep, size=size
         )
 
     def _keep(self, graph: AttentionGraph, dropout: float, seed: int, like: Tensor) -> Tensor | None:

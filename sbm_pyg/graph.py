@@ -27,12 +27,7 @@ __all__ = ["AttentionGraph", "pad", "resolve_ptr", "unpad"]
 
 
 def resolve_ptr(
-    total: int,
-    ptr: Tensor | None = None,
-    batch: Tensor | None = None,
-    *,
-    name: str = "ptr",
-    device: torch.device | None = None,
+    total: int, ptr: Tensor | None = None, batch: Tensor | None = None, *, name: str = "ptr", device: torch.device | None = None
 ) -> Tensor:
     """Offsets of the sequences in a ragged batch, from ``ptr``, from ``batch``, or for one sequence.
 
@@ -67,9 +62,7 @@ def resolve_ptr(
         ptr = _rowptr(torch.bincount(batch)) if total else None
     if ptr is None:
         if total < 1:
-            raise ValueError(
-                "Expected a sequence of at least one token (got 0 tokens). Leave empty sequences out of the batch."
-            )
+            raise ValueError("Expected a sequence of at least one token (got 0 tokens). Leave empty sequences out of the batch.")
         return torch.tensor([0, total], dtype=torch.int64, device=device)
     if ptr.dim() != 1 or ptr.numel() < 2:
         raise ValueError(
@@ -184,24 +177,18 @@ class AttentionGraph:
 
     def __post_init__(self) -> None:
         if self.rowptr.dtype != torch.int64:
-            raise TypeError(
-                f"Expected 'rowptr' to be int64 (got {self.rowptr.dtype}). Offsets of large graphs overflow anything smaller."
-            )
+            raise TypeError(f"Expected 'rowptr' to be int64 (got {self.rowptr.dtype}). Offsets of large graphs overflow anything smaller.")
         if self.col.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"Expected 'col' to be int32 or int64 (got {self.col.dtype}). Convert it with `.long()`.")
         if self.heads < 1:
-            raise ValueError(
-                f"Expected 'heads' to be at least 1 (got {self.heads}). A graph without heads has no rows."
-            )
+            raise ValueError(f"Expected 'heads' to be at least 1 (got {self.heads}). A graph without heads has no rows.")
         rows = self.heads * self.num_queries + 1
         if self.rowptr.shape != (rows,):
             raise ValueError(
                 f"Expected 'rowptr' to be [H*N+1] = [{rows}] (got {list(self.rowptr.shape)}). It holds one row per head and query, heads outermost."
             )
         if self.col.dim() != 1:
-            raise ValueError(
-                f"Expected 'col' to be [E] (got {list(self.col.shape)}). It holds the key token of each edge."
-            )
+            raise ValueError(f"Expected 'col' to be [E] (got {list(self.col.shape)}). It holds the key token of each edge.")
         device = self.col.device
         if self.query_ptr is None:
             object.__setattr__(self, "query_ptr", resolve_ptr(self.num_queries, device=device))
@@ -211,15 +198,11 @@ class AttentionGraph:
                     f"Expected 'key_ptr' where N != M (got N = {self.num_queries}, M = {self.num_keys} and no 'key_ptr'). Pass the offsets of the keys."
                 )
             object.__setattr__(
-                self,
-                "key_ptr",
-                self.query_ptr if self.num_keys == self.num_queries else resolve_ptr(self.num_keys, device=device),
+                self, "key_ptr", self.query_ptr if self.num_keys == self.num_queries else resolve_ptr(self.num_keys, device=device)
             )
         for name in ("query_ptr", "key_ptr"):
             if getattr(self, name).dtype != torch.int64:
-                raise TypeError(
-                    f"Expected '{name}' to be int64 (got {getattr(self, name).dtype}). Convert it with `.long()`."
-                )
+                raise TypeError(f"Expected '{name}' to be int64 (got {getattr(self, name).dtype}). Convert it with `.long()`.")
         if self.query_ptr.shape != self.key_ptr.shape or self.query_ptr.dim() != 1 or self.query_ptr.numel() < 2:
             raise ValueError(
                 f"Expected 'query_ptr' and 'key_ptr' to be [B+1] both (got {list(self.query_ptr.shape)} and {list(self.key_ptr.shape)}). "
@@ -353,10 +336,7 @@ class AttentionGraph:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> AttentionGraph:
         """The same graph on another device."""
-        moved = {
-            name: getattr(self, name).to(device, non_blocking=non_blocking)
-            for name in ("rowptr", "col", "query_ptr", "key_ptr")
-        }
+        moved = {name: getattr(self, name).to(device, non_blocking=non_blocking) for name in ("rowptr", "col", "query_ptr", "key_ptr")}
         return replace(self, **moved)
 
     def sequence(self, sequence: int) -> AttentionGraph:
@@ -366,12 +346,7 @@ class AttentionGraph:
         first_key, end_key = (int(x) for x in self.key_ptr[sequence : sequence + 2])
         head_start = self.num_queries * torch.arange(self.heads, device=self.device)
         counts = self.degree[:, start:end].flatten()
-        edges = [
-            slice(a, b)
-            for a, b in zip(
-                self.rowptr[head_start + start].tolist(), self.rowptr[head_start + end].tolist(), strict=True
-            )
-        ]
+        edges = [slice(a, b) for a, b in zip(self.rowptr[head_start + start].tolist(), self.rowptr[head_start + end].tolist(), strict=True)]
         col = torch.cat([self.col[edge] for edge in edges]) - first_key
         return AttentionGraph(_rowptr(counts), col, end - start, end_key - first_key, self.heads)
 
@@ -389,12 +364,8 @@ class AttentionGraph:
         if self.heads == heads:
             return self
         if self.heads != 1:
-            raise ValueError(
-                f"Expected 'graph' to have 1 or {heads} heads (got {self.heads}). Take one with `graph.head(h)` first."
-            )
-        rowptr = torch.cat(
-            [self.rowptr.new_zeros(1), *(self.rowptr[1:] + head * self.num_edges for head in range(heads))]
-        )
+            raise ValueError(f"Expected 'graph' to have 1 or {heads} heads (got {self.heads}). Take one with `graph.head(h)` first.")
+        rowptr = torch.cat([self.rowptr.new_zeros(1), *(self.rowptr[1:] + head * self.num_edges for head in range(heads))])
         return replace(self, rowptr=rowptr, col=self.col.repeat(heads), heads=heads)
 
     @classmethod
@@ -415,14 +386,10 @@ class AttentionGraph:
         offsets = torch.tensor([0] + [graph.num_keys for graph in graphs]).cumsum(0).tolist()
         per_head = [[graph.head(head) for graph in graphs] for head in range(heads)]
         degree = torch.cat([graph.degree for graph in graphs], dim=1).flatten()
-        col = torch.cat(
-            [graph.col.long() + offset for row in per_head for graph, offset in zip(row, offsets, strict=False)]
-        )
+        col = torch.cat([graph.col.long() + offset for row in per_head for graph, offset in zip(row, offsets, strict=False)])
         query_ptr = _rowptr(torch.cat([graph.query_ptr.diff() for graph in graphs]))
         key_ptr = _rowptr(torch.cat([graph.key_ptr.diff() for graph in graphs]))
-        return cls(
-            _rowptr(degree), col, sum(graph.num_queries for graph in graphs), offsets[-1], heads, query_ptr, key_ptr
-        )
+        return cls(_rowptr(degree), col, sum(graph.num_queries for graph in graphs), offsets[-1], heads, query_ptr, key_ptr)
 
     def union(self, other: AttentionGraph) -> tuple[AttentionGraph, Tensor]:
         """The union of both graphs per head, and which of its edges the other graph holds.
@@ -442,10 +409,7 @@ class AttentionGraph:
             self = self.expand(other.heads)
         elif other.heads == 1:
             other = other.expand(self.heads)
-        sizes = [
-            (graph.num_queries, graph.num_keys, graph.heads, graph.num_sequences, graph.device)
-            for graph in (self, other)
-        ]
+        sizes = [(graph.num_queries, graph.num_keys, graph.heads, graph.num_sequences, graph.device) for graph in (self, other)]
         if sizes[0] != sizes[1]:
             raise ValueError(
                 f"Expected 'other' over the same tokens, heads and sequences (got {other} for {self}). Build both with the same 'ptr'."
@@ -525,19 +489,11 @@ class AttentionGraph:
         if num_queries is None:
             num_queries = int(query_ptr[-1]) if query_ptr is not None else int(query.max()) + 1 if num_edges else 0
         if num_keys is None:
-            num_keys = (
-                int(key_ptr[-1]) if key_ptr is not None else max(num_queries, int(key.max()) + 1 if num_edges else 0)
-            )
+            num_keys = int(key_ptr[-1]) if key_ptr is not None else max(num_queries, int(key.max()) + 1 if num_edges else 0)
         head = torch.zeros_like(key) if edge_head is None else edge_head.long()
         if head.shape != key.shape:
-            raise ValueError(
-                f"Expected 'edge_head' to be [{num_edges}] (got {list(head.shape)}). It holds one head number per edge."
-            )
-        for name, index, end in (
-            ("edge_index[0]", key, num_keys),
-            ("edge_index[1]", query, num_queries),
-            ("edge_head", head, heads),
-        ):
+            raise ValueError(f"Expected 'edge_head' to be [{num_edges}] (got {list(head.shape)}). It holds one head number per edge.")
+        for name, index, end in (("edge_index[0]", key, num_keys), ("edge_index[1]", query, num_queries), ("edge_head", head, heads)):
             if num_edges and (int(index.min()) < 0 or int(index.max()) >= end):
                 raise ValueError(
                     f"Expected '{name}' in 0..{end - 1} (got {int(index.min())} to {int(index.max())}). Check the numbers of queries, keys and heads."
@@ -562,21 +518,13 @@ class AttentionGraph:
             raise ValueError(
                 f"Expected 'mask' to be [N, M], [H, N, M] or [B, H, N, M] (got {list(mask.shape)}). Queries are rows, and there is at least one of each."
             )
-        mask = (
-            mask.reshape(-1 if mask.dim() == 4 else 1, mask.shape[-3] if mask.dim() > 2 else 1, *mask.shape[-2:]) != 0
-        )
+        mask = mask.reshape(-1 if mask.dim() == 4 else 1, mask.shape[-3] if mask.dim() > 2 else 1, *mask.shape[-2:]) != 0
         batch, heads, num_queries, num_keys = mask.shape
         _, sequence, _, key = mask.transpose(0, 1).nonzero(as_tuple=True)
         degree = mask.sum(-1).transpose(0, 1).flatten()
         steps = torch.arange(batch + 1, device=mask.device)
         return cls(
-            _rowptr(degree),
-            sequence * num_keys + key,
-            batch * num_queries,
-            batch * num_keys,
-            heads,
-            steps * num_queries,
-            steps * num_keys,
+            _rowptr(degree), sequence * num_keys + key, batch * num_queries, batch * num_keys, heads, steps * num_queries, steps * num_keys
         )
 
     # ---------------------------------------------------------------- to other forms
@@ -618,11 +566,7 @@ class AttentionGraph:
             )
         graph = self.head(head)
         return SparseTensor(
-            rowptr=graph.rowptr,
-            col=graph.col.long(),
-            sparse_sizes=(self.num_queries, self.num_keys),
-            is_sorted=True,
-            trust_data=True,
+            rowptr=graph.rowptr, col=graph.col.long(), sparse_sizes=(self.num_queries, self.num_keys), is_sorted=True, trust_data=True
         )
 
     def to_data(self) -> Data:
@@ -633,13 +577,7 @@ class AttentionGraph:
             )
         lengths = self.query_ptr.diff()
         batch = torch.repeat_interleave(torch.arange(lengths.numel(), device=self.device), lengths)
-        return Data(
-            edge_index=self.edge_index,
-            edge_type=self.edge_head,
-            num_nodes=self.num_queries,
-            batch=batch,
-            ptr=self.query_ptr,
-        )
+        return Data(edge_index=self.edge_index, edge_type=self.edge_head, num_nodes=self.num_queries, batch=batch, ptr=self.query_ptr)
 
     def to_hetero_data(self) -> HeteroData:
         """PyG ``HeteroData`` with nodes ``query`` and ``key`` and edges ``(key, to, query)`` that carry their head as ``edge_type``."""

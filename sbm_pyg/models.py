@@ -115,13 +115,10 @@ class FullAttention(nn.Module):
         """Attend; ``seed`` and ``streams`` are taken for the sake of a common call and not used. No graph is ever made: None."""
         padded, mask = pad(x, ptr)  # [B, L, channels], [B, L]
         query, key, value = (
-            lin(padded).unflatten(2, (self.heads, -1)).transpose(1, 2)
-            for lin in (self.lin_query, self.lin_key, self.lin_value)
+            lin(padded).unflatten(2, (self.heads, -1)).transpose(1, 2) for lin in (self.lin_query, self.lin_key, self.lin_value)
         )  # [B, H, L, C]
         ragged = None if x.size(0) == mask.numel() else mask[:, None, None]
-        out = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=ragged, dropout_p=self.dropout if self.training else 0.0
-        )
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=ragged, dropout_p=self.dropout if self.training else 0.0)
         out = out.transpose(1, 2).flatten(2)[mask]
         asked = [None] * (return_graph + return_sbm)
         return (out, *asked) if asked else out
@@ -139,12 +136,7 @@ class PatternAttention(nn.Module):
     """
 
     def __init__(
-        self,
-        channels: int,
-        head_channels: int,
-        heads: int,
-        pattern: Callable[[Tensor, int], AttentionGraph],
-        dropout: float = 0.0,
+        self, channels: int, head_channels: int, heads: int, pattern: Callable[[Tensor, int], AttentionGraph], dropout: float = 0.0
     ) -> None:
         super().__init__()
         self.conv = SBMAttentionConv(channels, head_channels, heads, num_blocks=None, estimator="none", dropout=dropout)
@@ -171,7 +163,7 @@ def _window(size: int, ptr: Tensor, seed: int) -> AttentionGraph:
 
 
 def _bigbird(options: Mapping[str, int], heads: int, ptr: Tensor, seed: int) -> AttentionGraph:
-    return patterns.bigbird(None, heads=heads, ptr=ptr, seed=seed, **options)
+    return patterns.bigbird(None, options["size"], options["num_global"], options["num_random"], heads=heads, ptr=ptr, seed=seed)
 
 
 def _named(name: str, channels: int, head_channels: int, heads: int, options: Mapping[str, Any]) -> nn.Module:
@@ -187,9 +179,7 @@ def _named(name: str, channels: int, head_channels: int, heads: int, options: Ma
     else:
         pattern = partial(_bigbird, {key: options.pop(key, default) for key, default in BIGBIRD.items()}, heads)
     if options:
-        raise ValueError(
-            f"Expected 'attention_options' of {name!r} to be known (got {[*options]}). See the docstring of SequenceEncoder."
-        )
+        raise ValueError(f"Expected 'attention_options' of {name!r} to be known (got {[*options]}). See the docstring of SequenceEncoder.")
     return PatternAttention(channels, head_channels, heads, pattern, dropout)
 
 
@@ -254,30 +244,23 @@ class SequenceEncoder(nn.Module):
         }
         for name, size in sizes.items():
             if size < 1:
-                raise ValueError(
-                    f"Expected '{name}' to be at least 1 (got {size}). See the docstring of SequenceEncoder."
-                )
+                raise ValueError(f"Expected '{name}' to be at least 1 (got {size}). See the docstring of SequenceEncoder.")
         if isinstance(attention, str):
             if attention not in ATTENTION:
                 raise ValueError(
                     f"Expected 'attention' to be one of {[*ATTENTION]} or a factory (got {attention!r}). A factory is called with (channels, head_channels, heads)."
                 )
-            layers = [
-                _named(attention, channels, head_channels, heads, attention_options or {}) for _ in range(num_layers)
-            ]
+            layers = [_named(attention, channels, head_channels, heads, attention_options or {}) for _ in range(num_layers)]
         else:
             if attention_options is not None:
-                raise ValueError(
-                    "Expected no 'attention_options' with a factory (got some). Let the factory hold them."
-                )
+                raise ValueError("Expected no 'attention_options' with a factory (got some). Let the factory hold them.")
             layers = [attention(channels, head_channels, heads) for _ in range(num_layers)]
         self.num_tokens, self.channels, self.heads, self.max_length = num_tokens, channels, heads, max_length
+        self.ffn_channels = ffn_channels
         self.token = nn.Embedding(num_tokens, channels)
         self.position = nn.Embedding(max_length, channels)
         self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.ModuleList(
-            _Block(channels, heads * head_channels, ffn_channels, dropout, layer) for layer in layers
-        )
+        self.blocks = nn.ModuleList(_Block(channels, heads * head_channels, ffn_channels, dropout, layer) for layer in layers)
         self.norm = nn.LayerNorm(channels)
 
     def forward(
@@ -325,9 +308,7 @@ class SequenceEncoder(nn.Module):
         x = self.dropout(self.token(tokens) + self.position(place))
         graphs, sbms = [], []
         for number, block in enumerate(self.blocks):
-            layer_seed = (
-                None if seed is None else (seed + number * 0x9E3779B97F4A7C15) % 2**63
-            )  # layers sample independently
+            layer_seed = None if seed is None else (seed + number * 0x9E3779B97F4A7C15) % 2**63  # layers sample independently
             x, graph, sbm = block(x, ptr, layer_seed, streams)
             graphs.append(graph)
             sbms.append(sbm)
@@ -344,20 +325,12 @@ class _Block(nn.Module):
         self.attention = attention
         self.lin_out = nn.Linear(attended, channels)
         self.ffn = nn.Sequential(
-            nn.Linear(channels, ffn_channels),
-            nn.GELU(),
-            nn.Dropout(dropout),
-            nn.Linear(ffn_channels, channels),
-            nn.Dropout(dropout),
+            nn.Linear(channels, ffn_channels), nn.GELU(), nn.Dropout(dropout), nn.Linear(ffn_channels, channels), nn.Dropout(dropout)
         )
         self.dropout = nn.Dropout(dropout)
 
-    def forward(
-        self, x: Tensor, ptr: Tensor, seed: int | None, streams: Tensor | None
-    ) -> tuple[Tensor, AttentionGraph | None, SBM | None]:
-        attended, graph, sbm = self.attention(
-            self.norm1(x), ptr=ptr, seed=seed, streams=streams, return_graph=True, return_sbm=True
-        )
+    def forward(self, x: Tensor, ptr: Tensor, seed: int | None, streams: Tensor | None) -> tuple[Tensor, AttentionGraph | None, SBM | None]:
+        attended, graph, sbm = self.attention(self.norm1(x), ptr=ptr, seed=seed, streams=streams, return_graph=True, return_sbm=True)
         x = x + self.dropout(self.lin_out(attended))
         return x + self.ffn(self.norm2(x)), graph, sbm
 
@@ -375,13 +348,10 @@ class _Classifier(nn.Module):
     def __init__(self, encoder: SequenceEncoder, num_classes: int, inputs: int) -> None:
         super().__init__()
         if num_classes < 1:
-            raise ValueError(
-                f"Expected 'num_classes' to be at least 1 (got {num_classes}). It is the number of logits."
-            )
+            raise ValueError(f"Expected 'num_classes' to be at least 1 (got {num_classes}). It is the number of logits.")
         self.encoder = encoder
-        width = encoder.blocks[0].ffn[0].out_features
         self.classifier = nn.Sequential(
-            nn.Linear(inputs * encoder.channels, width), nn.ReLU(), nn.Linear(width, num_classes)
+            nn.Linear(inputs * encoder.channels, encoder.ffn_channels), nn.ReLU(), nn.Linear(encoder.ffn_channels, num_classes)
         )
 
 
@@ -456,11 +426,7 @@ class PairClassifier(_Classifier):
         pooled, traces = [], []
         for side in range(2):
             x, trace = self.encoder(
-                tokens[side],
-                offsets[side],
-                seed=seed,
-                streams=None if streams is None else streams + side,
-                return_trace=True,
+                tokens[side], offsets[side], seed=seed, streams=None if streams is None else streams + side, return_trace=True
             )
             pooled.append(_mean_pool(x, offsets[side]))
             traces.append(trace)
@@ -483,9 +449,7 @@ class TokenClassifier(nn.Module):
     def __init__(self, encoder: SequenceEncoder, num_classes: int) -> None:
         super().__init__()
         if num_classes < 1:
-            raise ValueError(
-                f"Expected 'num_classes' to be at least 1 (got {num_classes}). It is the number of logits."
-            )
+            raise ValueError(f"Expected 'num_classes' to be at least 1 (got {num_classes}). It is the number of logits.")
         self.encoder = encoder
         self.classifier = nn.Linear(encoder.channels, num_classes)
 

@@ -85,9 +85,7 @@ def window(
     return tokens.consecutive(torch.maximum(token - reach, tokens.start), end)
 
 
-def global_tokens(
-    n: int | None, num_global: int, *, heads: int = 1, ptr: Tensor | None = None, device: Device = None
-) -> AttentionGraph:
+def global_tokens(n: int | None, num_global: int, *, heads: int = 1, ptr: Tensor | None = None, device: Device = None) -> AttentionGraph:
     """The first ``num_global`` tokens of a sequence attend to all of it, and all of it attends to them.
 
     An edge where :math:`r_i < num\\_global` or :math:`r_j < num\\_global`. Other tokens do not attend to themselves.
@@ -190,9 +188,7 @@ def bigbird(
     return fixed.expand(heads) | drawn
 
 
-def block_diagonal(
-    n: int | None, num_blocks: int, *, heads: int = 1, ptr: Tensor | None = None, device: Device = None
-) -> AttentionGraph:
+def block_diagonal(n: int | None, num_blocks: int, *, heads: int = 1, ptr: Tensor | None = None, device: Device = None) -> AttentionGraph:
     """Each token attends to the tokens of its block, itself among them: pattern 1 of Lemma 2 (Cho et al.).
 
     An edge where :math:`\\lfloor r_i K/n \\rfloor = \\lfloor r_j K/n \\rfloor`: K blocks of consecutive tokens whose sizes differ by 1 at most.
@@ -220,9 +216,7 @@ def block_diagonal(
     return tokens.consecutive(tokens.start + first, tokens.start + end)
 
 
-def relay_keys(
-    n: int | None, num_relays: int, *, heads: int = 1, ptr: Tensor | None = None, device: Device = None
-) -> AttentionGraph:
+def relay_keys(n: int | None, num_relays: int, *, heads: int = 1, ptr: Tensor | None = None, device: Device = None) -> AttentionGraph:
     """Every token attends to the last ``num_relays`` tokens of its sequence: pattern 2 of Lemma 2 (Cho et al.).
 
     An edge where :math:`r_j \\ge n - K`. As an SBM: Y = 1, Z = the relays, S = 1. The proof adds self-loops, this function does not:
@@ -244,9 +238,7 @@ def relay_keys(
     return tokens.consecutive(tokens.end - tokens.length.clamp(max=num_relays), tokens.end)
 
 
-def relay_queries(
-    n: int | None, num_relays: int, *, heads: int = 1, ptr: Tensor | None = None, device: Device = None
-) -> AttentionGraph:
+def relay_queries(n: int | None, num_relays: int, *, heads: int = 1, ptr: Tensor | None = None, device: Device = None) -> AttentionGraph:
     """The last ``num_relays`` tokens of a sequence attend to all of it, the others to none: pattern 3 of Lemma 2 (Cho et al.).
 
     An edge where :math:`r_i \\ge n - K`, the transpose of :func:`relay_keys`. The proof adds self-loops, this function does not:
@@ -377,9 +369,7 @@ class _PatternTransform(BaseTransform):
 
     def forward(self, data: Data) -> Data:
         if not isinstance(data, Data):
-            raise TypeError(
-                f"Expected 'data' to be Data (got {type(data).__name__}). Convert it with `to_homogeneous()`."
-            )
+            raise TypeError(f"Expected 'data' to be Data (got {type(data).__name__}). Convert it with `to_homogeneous()`.")
         if data.num_nodes is None:
             raise ValueError("Expected 'data' to have nodes (got none). Set `x` or `num_nodes`.")
         device = next((value.device for value in data.to_dict().values() if isinstance(value, Tensor)), None)

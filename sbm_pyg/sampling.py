@@ -6,6 +6,8 @@ Not here: the sampling algorithms themselves (``ops``) and gradients (``SBM.edge
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
 from torch_geometric.data import Batch, Data, HeteroData
@@ -88,13 +90,9 @@ def sample_edges(
     that makes it exact is derived in docs/concepts.md.
     """
     if method not in METHODS:
-        raise ValueError(
-            f"Expected 'method' to be one of {METHODS} (got {method!r}). Use 'bernoulli' unless you compare with Algorithm 1."
-        )
+        raise ValueError(f"Expected 'method' to be one of {METHODS} (got {method!r}). Use 'bernoulli' unless you compare with Algorithm 1.")
     if not 0 <= exploration <= 1:
-        raise ValueError(
-            f"Expected 'exploration' in [0, 1] (got {exploration}). The paper has 0.01 in training and 0 in evaluation."
-        )
+        raise ValueError(f"Expected 'exploration' in [0, 1] (got {exploration}). The paper has 0.01 in training and 0 in evaluation.")
     if streams is None:
         streams = torch.arange(sbm.num_sequences, device=sbm.query_ptr.device)
     elif streams.shape != (sbm.num_sequences,) or streams.dtype not in (torch.int32, torch.int64):
@@ -106,9 +104,7 @@ def sample_edges(
         for name in ("query", "key", "block"):
             check_values(getattr(sbm, name), name)
         limited = sbm if budget is None else sbm.limit(budget)
-        rowptr, col = ops.sample_sbm(
-            limited.rate, limited.key, sbm.query_ptr, sbm.key_ptr, streams, seed, method, exploration, clamp
-        )
+        rowptr, col = ops.sample_sbm(limited.rate, limited.key, sbm.query_ptr, sbm.key_ptr, streams, seed, method, exploration, clamp)
     return AttentionGraph(rowptr, col, sbm.num_queries, sbm.num_keys, sbm.heads, sbm.query_ptr, sbm.key_ptr)
 
 
@@ -156,10 +152,7 @@ class SBMGraph(BaseTransform):
         query_ptr, key_ptr = (store.get("ptr") if hetero else getattr(store, "ptr", None) for store in (target, source))
         if self.head is not None:
             heads = self.head.heads
-            query, key = (
-                self._read(store, "x", "features").unflatten(1, (heads, -1)).transpose(0, 1)
-                for store in (target, source)
-            )
+            query, key = (self._read(store, "x", "features").unflatten(1, (heads, -1)).transpose(0, 1) for store in (target, source))
             with torch.no_grad():
                 sbm = self.head(query, key, query_ptr, key_ptr)
         else:
@@ -171,10 +164,8 @@ class SBMGraph(BaseTransform):
             key = self._read(source, "key_membership", "memberships")
             block = self._read(data, "block_matrix", "block matrices")
             query, key = (x[None] if x.dim() == 2 else x.transpose(0, 1) for x in (query, key))
-            sbm = SBM(query, key, block[None] if block.dim() == 2 else block, query_ptr, key_ptr)
-        graph = sample_edges(
-            sbm, method=self.method, exploration=self.exploration, budget=self.budget, clamp=self.clamp, seed=self.seed
-        )
+            sbm = SBM(query, key, block[None] if block.dim() == 2 else block, cast(Tensor, query_ptr), cast(Tensor, key_ptr))
+        graph = sample_edges(sbm, method=self.method, exploration=self.exploration, budget=self.budget, clamp=self.clamp, seed=self.seed)
         store = data[self.edge_type] if hetero else data
         store.edge_index = graph.edge_index
         if graph.heads > 1:

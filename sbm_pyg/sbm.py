@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -51,8 +53,8 @@ class SBM:
     query: Tensor
     key: Tensor
     block: Tensor
-    query_ptr: Tensor = None  # type: ignore[assignment]  # always a tensor after __post_init__
-    key_ptr: Tensor = None  # type: ignore[assignment]
+    query_ptr: Tensor = field(default=cast(Tensor, None))  # a tensor after __post_init__
+    key_ptr: Tensor = field(default=cast(Tensor, None))
     rate: Tensor = field(init=False)
     """Memberships of the queries seen from the keys' blocks, ``Y S``, ``[H, N, K]``: ``p_ij`` is the dot product of ``rate_i`` and ``Z_j``."""
 
@@ -60,17 +62,11 @@ class SBM:
         query, key, block = self.query, self.key, self.block
         for name, tensor in (("query", query), ("key", key), ("block", block)):
             if not tensor.is_floating_point():
-                raise TypeError(
-                    f"Expected '{name}' to be a floating tensor (got {tensor.dtype}). Convert it with `.float()`."
-                )
+                raise TypeError(f"Expected '{name}' to be a floating tensor (got {tensor.dtype}). Convert it with `.float()`.")
             if tensor.dtype != query.dtype:
-                raise TypeError(
-                    f"Expected '{name}' to be {query.dtype}, as 'query' is (got {tensor.dtype}). Convert one of them."
-                )
+                raise TypeError(f"Expected '{name}' to be {query.dtype}, as 'query' is (got {tensor.dtype}). Convert one of them.")
             if tensor.device != query.device:
-                raise ValueError(
-                    f"Expected '{name}' on {query.device}, as 'query' is (got {tensor.device}). Move all three to one device."
-                )
+                raise ValueError(f"Expected '{name}' on {query.device}, as 'query' is (got {tensor.device}). Move all three to one device.")
             if tensor.dim() != 3:
                 raise ValueError(
                     f"Expected '{name}' to have three dimensions (got {list(tensor.shape)}). Shapes are [H, N, K], [H, M, K] and [H, K, K]."
@@ -105,9 +101,7 @@ class SBM:
             )
         for name, ptr in (("query_ptr", query_ptr), ("key_ptr", key_ptr)):
             if ptr.device != query.device:
-                raise ValueError(
-                    f"Expected '{name}' on {query.device}, as 'query' is (got {ptr.device}). Move it with `.to(device)`."
-                )
+                raise ValueError(f"Expected '{name}' on {query.device}, as 'query' is (got {ptr.device}). Move it with `.to(device)`.")
             object.__setattr__(self, name, ptr)
         object.__setattr__(self, "rate", query @ block)
 
@@ -213,25 +207,18 @@ class SBM:
             ValueError: ``budget`` is not positive.
         """
         if not budget > 0:
-            raise ValueError(
-                f"Expected 'budget' to be a positive number of edges per query (got {budget}). Leave it out for no limit."
-            )
+            raise ValueError(f"Expected 'budget' to be a positive number of edges per query (got {budget}). Leave it out for no limit.")
         factor = (budget / self.expected_degree().detach()).clamp(max=1)
         return replace(self, query=self.query * factor[..., None])
 
     def _check(self, graph: AttentionGraph) -> None:
         mine, theirs = (self.heads, self.num_queries, self.num_keys), (graph.heads, graph.num_queries, graph.num_keys)
         if mine != theirs:
-            raise ValueError(
-                f"Expected 'graph' with (heads, queries, keys) = {mine} (got {theirs}). Build it over the tokens of this SBM."
-            )
+            raise ValueError(f"Expected 'graph' with (heads, queries, keys) = {mine} (got {theirs}). Build it over the tokens of this SBM.")
 
     def _slices(self) -> list[tuple[slice, slice]]:
         query, key = self.query_ptr.tolist(), self.key_ptr.tolist()
-        return [
-            (slice(*q), slice(*k))
-            for q, k in zip(zip(query, query[1:], strict=False), zip(key, key[1:], strict=False), strict=True)
-        ]
+        return [(slice(*q), slice(*k)) for q, k in zip(pairwise(query), pairwise(key), strict=True)]
 
     def _sum(self, x: Tensor, ptr: Tensor) -> Tensor:
         """Sums ``[H, B, K]`` over the tokens of each sequence, in float32 or better."""
@@ -245,13 +232,9 @@ def check_values(x: Tensor, name: str) -> None:
         return
     low, high = (float(bound) for bound in torch.aminmax(x.detach()))
     if math.isnan(low) or math.isinf(high):
-        raise ValueError(
-            f"Expected '{name}' to be finite (got NaN or inf). Look for a diverged loss or a division by zero before the SBM."
-        )
+        raise ValueError(f"Expected '{name}' to be finite (got NaN or inf). Look for a diverged loss or a division by zero before the SBM.")
     if low < 0:
-        raise ValueError(
-            f"Expected '{name}' to be non-negative (got {low:.4g}). Use a sigmoid or softmax, as SBMHead does."
-        )
+        raise ValueError(f"Expected '{name}' to be non-negative (got {low:.4g}). Use a sigmoid or softmax, as SBMHead does.")
 
 
 def _batch(ptr: Tensor, total: int) -> Tensor:
@@ -287,24 +270,19 @@ class SBMHead(torch.nn.Module):
         super().__init__()
         for name, size in (("channels", channels), ("heads", heads), ("num_blocks", num_blocks)):
             if size < 1:
-                raise ValueError(
-                    f"Expected '{name}' to be at least 1 (got {size}). The paper has 32 channels and 128 blocks."
-                )
+                raise ValueError(f"Expected '{name}' to be at least 1 (got {size}). The paper has 32 channels and 128 blocks.")
         if clusters not in ("kaiming", "orthogonal"):
-            raise ValueError(
-                f"Expected 'clusters' to be 'kaiming' or 'orthogonal' (got {clusters!r}). The paper has 'kaiming'."
-            )
+            raise ValueError(f"Expected 'clusters' to be 'kaiming' or 'orthogonal' (got {clusters!r}). The paper has 'kaiming'.")
         self.channels, self.heads, self.num_blocks, self.init = channels, heads, num_blocks, clusters
-        self.mlp = torch.nn.Sequential(
-            torch.nn.Linear(channels, channels), torch.nn.ReLU(), torch.nn.Linear(channels, channels)
-        )
+        self.mlp = torch.nn.Sequential(torch.nn.Linear(channels, channels), torch.nn.ReLU(), torch.nn.Linear(channels, channels))
         self.clusters = torch.nn.Parameter(torch.empty(heads, num_blocks, channels))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Draw all parameters anew from torch's default generator."""
-        for layer in (self.mlp[0], self.mlp[2]):
-            layer.reset_parameters()
+        for layer in self.mlp:
+            if isinstance(layer, torch.nn.Linear):
+                layer.reset_parameters()
         with torch.no_grad():
             if self.init == "kaiming":
                 torch.nn.init.kaiming_normal_(self.clusters)  # fan-in of a [H, K, C] tensor is K * C
@@ -313,16 +291,12 @@ class SBMHead(torch.nn.Module):
                     for group in self.clusters[head].split(self.channels):
                         group.copy_(torch.nn.init.orthogonal_(torch.empty(self.channels, self.channels))[: len(group)])
 
-    def forward(
-        self, query: Tensor, key: Tensor, query_ptr: Tensor | None = None, key_ptr: Tensor | None = None
-    ) -> SBM:
+    def forward(self, query: Tensor, key: Tensor, query_ptr: Tensor | None = None, key_ptr: Tensor | None = None) -> SBM:
         """See the class; the offsets are passed on to :class:`SBM`."""
-        block = (
-            (self.clusters @ self.clusters.mT).flatten(1).softmax(-1).view(self.heads, self.num_blocks, self.num_blocks)
-        )
+        block = (self.clusters @ self.clusters.mT).flatten(1).softmax(-1).view(self.heads, self.num_blocks, self.num_blocks)
         query_side = (self.mlp(query) @ self.clusters.mT).sigmoid()
         key_side = query_side if key is query else (self.mlp(key) @ self.clusters.mT).sigmoid()
-        return SBM(query_side, key_side, block.to(query_side.dtype), query_ptr, key_ptr)  # type: ignore[arg-type]
+        return SBM(query_side, key_side, block.to(query_side.dtype), cast(Tensor, query_ptr), cast(Tensor, key_ptr))
 
     def extra_repr(self) -> str:
         return f"channels={self.channels}, heads={self.heads}, num_blocks={self.num_blocks}, clusters={self.init!r}"

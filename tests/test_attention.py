@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -29,10 +29,7 @@ def tokens(n: int = 30, seed: int = 1) -> Tensor:
 
 
 def projections(conv: SBMAttentionConv, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = (
-        lin(x).view(-1, conv.heads, conv.out_channels).transpose(0, 1)
-        for lin in (conv.lin_query, conv.lin_key, conv.lin_value)
-    )
+    q, k, v = (lin(x).view(-1, conv.heads, conv.out_channels).transpose(0, 1) for lin in (conv.lin_query, conv.lin_key, conv.lin_value))
     return q, k, v
 
 
@@ -50,7 +47,7 @@ def test_full_graph_is_dense_attention(fuse: bool) -> None:
 def test_full_ragged_graph_is_dense_attention_in_each_sequence() -> None:
     conv, x = layer(), tokens()
     out = conv(x, patterns.full(None, ptr=PTR), ptr=PTR)
-    for start, end in zip(PTR, PTR[1:], strict=False):
+    for start, end in pairwise(PTR):
         expected = F.scaled_dot_product_attention(*projections(conv, x[start:end])).transpose(0, 1).flatten(1)
         torch.testing.assert_close(out[start:end], expected, rtol=0, atol=1e-10)
 
@@ -74,19 +71,16 @@ def test_ragged_batch_equals_its_sequences_exactly(estimator: str) -> None:
     streams = torch.tensor([5, 0, 9])
     out, graph = conv(x, ptr=PTR, seed=3, streams=streams, return_graph=True)
     (grad,) = torch.autograd.grad(out.sin().sum(), x)
-    for sequence, (start, end) in enumerate(zip(PTR, PTR[1:], strict=False)):
+    for sequence, (start, end) in enumerate(pairwise(PTR)):
         part = x.detach()[start:end].clone().requires_grad_()
         alone, alone_graph = conv(part, seed=3, streams=streams[sequence : sequence + 1], return_graph=True)
         assert alone_graph == graph.sequence(sequence)
         assert torch.equal(alone, out[start:end])
-        torch.testing.assert_close(
-            torch.autograd.grad(alone.sin().sum(), part)[0], grad[start:end], rtol=1e-12, atol=1e-12
-        )
+        torch.testing.assert_close(torch.autograd.grad(alone.sin().sum(), part)[0], grad[start:end], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(
-    ("estimator", "dropout", "window", "biased"),
-    [*product(["paper", "mask", "none"], [0.0, 0.3], [None, 1], [False, True])],
+    ("estimator", "dropout", "window", "biased"), [*product(["paper", "mask", "none"], [0.0, 0.3], [None, 1], [False, True])]
 )
 def test_fused_equals_message_passing(estimator: str, dropout: float, window: int | None, biased: bool) -> None:
     conv = layer(
@@ -123,9 +117,7 @@ def test_bipartite(sample: bool) -> None:
     if not sample:
         q = conv.lin_query(queries).view(9, 2, 8).transpose(0, 1)
         k, v = (lin(keys).view(20, 2, 8).transpose(0, 1) for lin in (conv.lin_key, conv.lin_value))
-        torch.testing.assert_close(
-            out, F.scaled_dot_product_attention(q, k, v).transpose(0, 1).flatten(1), rtol=0, atol=1e-10
-        )
+        torch.testing.assert_close(out, F.scaled_dot_product_attention(q, k, v).transpose(0, 1).flatten(1), rtol=0, atol=1e-10)
 
 
 # ------------------------------------------------------------------ estimators
@@ -208,7 +200,7 @@ def test_queries_without_edges_give_zeros() -> None:
 @pytest.mark.parametrize("normalizer", ["entmax15", "sparsemax"])
 def test_entmax_normalizers(normalizer: str) -> None:
     conv, x = layer(normalizer=normalizer), tokens()
-    out, (edge_index, alpha) = conv(x * 4, ptr=PTR, seed=1, return_attention_weights=True)
+    out, (_edge_index, alpha) = conv(x * 4, ptr=PTR, seed=1, return_attention_weights=True)
     assert out.shape == (30, 16)
     assert alpha.eq(0).any()
     graph = conv(x * 4, ptr=PTR, seed=1, return_graph=True)[1]
@@ -263,10 +255,8 @@ def test_attention_weights_of_a_shared_adjacency() -> None:
     out, (index, alpha) = conv(x, edge_index, return_attention_weights=True)
     assert alpha.shape == (index.size(1), 2)
     assert {*zip(*index.tolist(), strict=True)} == {*zip(*edge_index.tolist(), strict=True)}
-    q, k, v = projections(conv, x)
-    again = torch.zeros(30, 2, 8, dtype=torch.float64).index_add(
-        0, index[1], alpha[..., None] * v.transpose(0, 1)[index[0]]
-    )
+    _q, _k, v = projections(conv, x)
+    again = torch.zeros(30, 2, 8, dtype=torch.float64).index_add(0, index[1], alpha[..., None] * v.transpose(0, 1)[index[0]])
     torch.testing.assert_close(again.flatten(1), out)
 
 

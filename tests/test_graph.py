@@ -19,9 +19,7 @@ from torch_geometric.data import Batch, Data
 
 from sbm_pyg.graph import AttentionGraph, pad, resolve_ptr, unpad
 
-needs_torch_sparse = pytest.mark.skipif(
-    not torch_geometric.typing.WITH_TORCH_SPARSE, reason="torch-sparse is not installed"
-)
+needs_torch_sparse = pytest.mark.skipif(not torch_geometric.typing.WITH_TORCH_SPARSE, reason="torch-sparse is not installed")
 
 
 def says(message: str) -> str:
@@ -48,21 +46,13 @@ def build(masks: list[Tensor], dtype: torch.dtype = torch.int64) -> AttentionGra
             first_key += mask.size(2)
     query_ptr, key_ptr = offsets([mask.size(1) for mask in masks]), offsets([mask.size(2) for mask in masks])
     return AttentionGraph(
-        torch.tensor(rowptr),
-        torch.tensor(col, dtype=dtype),
-        int(query_ptr[-1]),
-        int(key_ptr[-1]),
-        heads,
-        query_ptr,
-        key_ptr,
+        torch.tensor(rowptr), torch.tensor(col, dtype=dtype), int(query_ptr[-1]), int(key_ptr[-1]), heads, query_ptr, key_ptr
     )
 
 
 def whole(masks: list[Tensor]) -> Tensor:
     """One mask ``[H, N, M]`` of all sequences."""
-    return torch.stack(
-        [torch.block_diag(*[mask[head].int() for mask in masks]).bool() for head in range(masks[0].size(0))]
-    )
+    return torch.stack([torch.block_diag(*[mask[head].int() for mask in masks]).bool() for head in range(masks[0].size(0))])
 
 
 def edges(masks: list[Tensor]) -> list[tuple[int, int, int]]:
@@ -80,11 +70,7 @@ SHAPES = st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5)), min_size=1, m
 LENGTHS = st.lists(st.integers(1, 6), min_size=1, max_size=5)
 MASKS = st.builds(draw_masks, SEEDS, SHAPES, HEADS, DENSITIES)
 SQUARE_MASKS = st.builds(
-    lambda seed, lengths, heads, density: draw_masks(seed, [(n, n) for n in lengths], heads, density),
-    SEEDS,
-    LENGTHS,
-    HEADS,
-    DENSITIES,
+    lambda seed, lengths, heads, density: draw_masks(seed, [(n, n) for n in lengths], heads, density), SEEDS, LENGTHS, HEADS, DENSITIES
 )
 DTYPES = st.sampled_from([torch.int32, torch.int64])
 many = settings(max_examples=200, deadline=None)
@@ -114,10 +100,7 @@ def test_resolve_ptr_of_one_sequence() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_resolve_ptr_takes_both_integer_types(dtype: torch.dtype) -> None:
-    for ptr in (
-        resolve_ptr(5, torch.tensor([0, 2, 5], dtype=dtype)),
-        resolve_ptr(5, batch=torch.tensor([0, 0, 1, 1, 1], dtype=dtype)),
-    ):
+    for ptr in (resolve_ptr(5, torch.tensor([0, 2, 5], dtype=dtype)), resolve_ptr(5, batch=torch.tensor([0, 0, 1, 1, 1], dtype=dtype))):
         assert ptr.tolist() == [0, 2, 5]
         assert ptr.dtype == torch.int64
 
@@ -147,20 +130,13 @@ def test_resolve_ptr_from_batch(lengths: list[int]) -> None:
         (2, [0.0, 2.0], None, TypeError, "Expected 'ptr' to be int64 (got torch.float32)"),
         (2, [1, 2], None, ValueError, "Expected 'ptr' to run from 0 to 2, the number of tokens (got 1 to 2)"),
         (2, [0, 3], None, ValueError, "Expected 'ptr' to run from 0 to 2, the number of tokens (got 0 to 3)"),
-        (
-            2,
-            [0, 1, 1, 2],
-            None,
-            ValueError,
-            "Expected 'ptr' to be strictly increasing (got an empty sequence at sequence 1)",
-        ),
+        (2, [0, 1, 1, 2], None, ValueError, "Expected 'ptr' to be strictly increasing (got an empty sequence at sequence 1)"),
         (2, [0, 3, 2], None, ValueError, "Expected 'ptr' to be strictly increasing (got a decrease at sequence 1)"),
     ],
 )
 def test_resolve_ptr_errors(total: int, ptr: Any, batch: Any, error: type[Exception], message: str) -> None:
     tensors = [
-        None if value is None else torch.tensor(value) if value else torch.tensor(value, dtype=torch.int64)
-        for value in (ptr, batch)
+        None if value is None else torch.tensor(value) if value else torch.tensor(value, dtype=torch.int64) for value in (ptr, batch)
     ]
     with pytest.raises(error, match=says(message)):
         resolve_ptr(total, *tensors)
@@ -196,10 +172,7 @@ def test_unpad_takes_padding_anywhere() -> None:
     [
         (torch.ones(2, 3), "Expected 'mask' to be bool [2, 3] (got torch.float32 [2, 3])"),
         (torch.ones(2, 2, dtype=torch.bool), "Expected 'mask' to be bool [2, 3] (got torch.bool [2, 2])"),
-        (
-            torch.tensor([[True] * 3, [False] * 3]),
-            "Expected 'mask' to hold a real token in each row (got an empty sequence)",
-        ),
+        (torch.tensor([[True] * 3, [False] * 3]), "Expected 'mask' to hold a real token in each row (got an empty sequence)"),
     ],
 )
 def test_unpad_errors(mask: Tensor, message: str) -> None:
@@ -240,59 +213,23 @@ GOOD: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        (
-            {"rowptr": torch.tensor([0, 2, 3, 4], dtype=torch.int32)},
-            TypeError,
-            "Expected 'rowptr' to be int64 (got torch.int32)",
-        ),
+        ({"rowptr": torch.tensor([0, 2, 3, 4], dtype=torch.int32)}, TypeError, "Expected 'rowptr' to be int64 (got torch.int32)"),
         ({"col": torch.tensor([0.0, 1, 0, 2])}, TypeError, "Expected 'col' to be int32 or int64 (got torch.float32)"),
         ({"heads": 0}, ValueError, "Expected 'heads' to be at least 1 (got 0)"),
         ({"heads": 2}, ValueError, "Expected 'rowptr' to be [H*N+1] = [7] (got [4])"),
         ({"num_queries": 4}, ValueError, "Expected 'rowptr' to be [H*N+1] = [5] (got [4])"),
         ({"rowptr": torch.tensor([[0, 2, 3, 4]])}, ValueError, "Expected 'rowptr' to be [H*N+1] = [4] (got [1, 4])"),
         ({"col": torch.tensor([[0, 1, 0, 2]])}, ValueError, "Expected 'col' to be [E] (got [1, 4])"),
-        (
-            {"num_keys": 5, "key_ptr": None},
-            ValueError,
-            "Expected 'key_ptr' where N != M (got N = 3, M = 5 and no 'key_ptr')",
-        ),
-        (
-            {"query_ptr": torch.tensor([0, 2, 3], dtype=torch.int32)},
-            TypeError,
-            "Expected 'query_ptr' to be int64 (got torch.int32)",
-        ),
+        ({"num_keys": 5, "key_ptr": None}, ValueError, "Expected 'key_ptr' where N != M (got N = 3, M = 5 and no 'key_ptr')"),
+        ({"query_ptr": torch.tensor([0, 2, 3], dtype=torch.int32)}, TypeError, "Expected 'query_ptr' to be int64 (got torch.int32)"),
         ({"key_ptr": torch.tensor([0.0, 2, 3])}, TypeError, "Expected 'key_ptr' to be int64 (got torch.float32)"),
-        (
-            {"key_ptr": torch.tensor([0, 3])},
-            ValueError,
-            "Expected 'query_ptr' and 'key_ptr' to be [B+1] both (got [3] and [2])",
-        ),
+        ({"key_ptr": torch.tensor([0, 3])}, ValueError, "Expected 'query_ptr' and 'key_ptr' to be [B+1] both (got [3] and [2])"),
         ({"query_ptr": None}, ValueError, "Expected 'query_ptr' and 'key_ptr' to be [B+1] both (got [2] and [3])"),
-        (
-            {"query_ptr": torch.tensor([[0, 3]]), "key_ptr": torch.tensor([[0, 3]])},
-            ValueError,
-            "to be [B+1] both (got [1, 2] and [1, 2])",
-        ),
-        (
-            {"query_ptr": torch.tensor([0]), "key_ptr": torch.tensor([0])},
-            ValueError,
-            "to be [B+1] both (got [1] and [1])",
-        ),
-        (
-            {"rowptr": GOOD["rowptr"].to("meta")},
-            ValueError,
-            "Expected 'rowptr' on the device of 'col' (got meta and cpu)",
-        ),
-        (
-            {"query_ptr": GOOD["query_ptr"].to("meta")},
-            ValueError,
-            "Expected 'query_ptr' on the device of 'col' (got meta and cpu)",
-        ),
-        (
-            {"key_ptr": GOOD["key_ptr"].to("meta")},
-            ValueError,
-            "Expected 'key_ptr' on the device of 'col' (got meta and cpu)",
-        ),
+        ({"query_ptr": torch.tensor([[0, 3]]), "key_ptr": torch.tensor([[0, 3]])}, ValueError, "to be [B+1] both (got [1, 2] and [1, 2])"),
+        ({"query_ptr": torch.tensor([0]), "key_ptr": torch.tensor([0])}, ValueError, "to be [B+1] both (got [1] and [1])"),
+        ({"rowptr": GOOD["rowptr"].to("meta")}, ValueError, "Expected 'rowptr' on the device of 'col' (got meta and cpu)"),
+        ({"query_ptr": GOOD["query_ptr"].to("meta")}, ValueError, "Expected 'query_ptr' on the device of 'col' (got meta and cpu)"),
+        ({"key_ptr": GOOD["key_ptr"].to("meta")}, ValueError, "Expected 'key_ptr' on the device of 'col' (got meta and cpu)"),
     ],
 )
 def test_constructor_errors(change: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -305,46 +242,23 @@ def test_constructor_errors(change: dict[str, Any], error: type[Exception], mess
 def test_a_graph_has_tokens(name: str) -> None:
     sizes: dict[str, Any] = {"num_queries": 1, "num_keys": 1, name: 0}
     with pytest.raises(ValueError, match=says("Expected a sequence of at least one token (got 0 tokens)")):
-        AttentionGraph(
-            torch.zeros(sizes["num_queries"] + 1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), **sizes
-        )
+        AttentionGraph(torch.zeros(sizes["num_queries"] + 1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), **sizes)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            {"query_ptr": torch.tensor([0, 2, 4])},
-            "Expected 'query_ptr' to run from 0 to 3, the number of tokens (got 0 to 4)",
-        ),
-        (
-            {"query_ptr": torch.tensor([0, 0, 3])},
-            "Expected 'query_ptr' to be strictly increasing (got an empty sequence at sequence 0)",
-        ),
-        (
-            {"key_ptr": torch.tensor([1, 2, 3])},
-            "Expected 'key_ptr' to run from 0 to 3, the number of tokens (got 1 to 3)",
-        ),
-        (
-            {"key_ptr": torch.tensor([0, 3, 3])},
-            "Expected 'key_ptr' to be strictly increasing (got an empty sequence at sequence 1)",
-        ),
+        ({"query_ptr": torch.tensor([0, 2, 4])}, "Expected 'query_ptr' to run from 0 to 3, the number of tokens (got 0 to 4)"),
+        ({"query_ptr": torch.tensor([0, 0, 3])}, "Expected 'query_ptr' to be strictly increasing (got an empty sequence at sequence 0)"),
+        ({"key_ptr": torch.tensor([1, 2, 3])}, "Expected 'key_ptr' to run from 0 to 3, the number of tokens (got 1 to 3)"),
+        ({"key_ptr": torch.tensor([0, 3, 3])}, "Expected 'key_ptr' to be strictly increasing (got an empty sequence at sequence 1)"),
         ({"rowptr": torch.tensor([1, 2, 3, 4])}, "Expected 'rowptr' to rise from 0 to E = 4 (got 1 to 4"),
         ({"rowptr": torch.tensor([0, 2, 3, 5])}, "Expected 'rowptr' to rise from 0 to E = 4 (got 0 to 5"),
-        (
-            {"rowptr": torch.tensor([0, 3, 2, 4])},
-            "Expected 'rowptr' to rise from 0 to E = 4 (got 0 to 4, or a decrease)",
-        ),
+        ({"rowptr": torch.tensor([0, 3, 2, 4])}, "Expected 'rowptr' to rise from 0 to E = 4 (got 0 to 4, or a decrease)"),
         ({"col": torch.tensor([0, 1, 0, 3])}, "Expected 'col' in 0..2 (got 0 to 3)"),
         ({"col": torch.tensor([-1, 1, 0, 2])}, "Expected 'col' in 0..2 (got -1 to 2)"),
-        (
-            {"col": torch.tensor([0, 1, 2, 2])},
-            "Expected every edge inside its sequence (got query 1 attending to key 2)",
-        ),
-        (
-            {"col": torch.tensor([0, 1, 0, 1])},
-            "Expected every edge inside its sequence (got query 2 attending to key 1)",
-        ),
+        ({"col": torch.tensor([0, 1, 2, 2])}, "Expected every edge inside its sequence (got query 1 attending to key 2)"),
+        ({"col": torch.tensor([0, 1, 0, 1])}, "Expected every edge inside its sequence (got query 2 attending to key 1)"),
         ({"col": torch.tensor([1, 0, 0, 2])}, "Expected the keys of each row ascending without repeats"),
         ({"col": torch.tensor([1, 1, 0, 2])}, "Expected the keys of each row ascending without repeats"),
     ],
@@ -382,10 +296,7 @@ def test_repr() -> None:
         repr(build(RAGGED))
         == f"AttentionGraph(3 sequences, 2 heads, 7 queries, 9 keys, {len(edges(RAGGED))} edges, density {100 * len(edges(RAGGED)) / 48:.1f}%)"
     )
-    assert (
-        repr(build([torch.ones(1, 1, 1)]))
-        == "AttentionGraph(1 sequence, 1 head, 1 query, 1 key, 1 edge, density 100.0%)"
-    )
+    assert repr(build([torch.ones(1, 1, 1)])) == "AttentionGraph(1 sequence, 1 head, 1 query, 1 key, 1 edge, density 100.0%)"
     assert repr(build(NO_EDGES)) == "AttentionGraph(1 sequence, 2 heads, 3 queries, 3 keys, 0 edges, density 0.0%)"
     assert (
         repr(AttentionGraph.from_dense(torch.ones(40, 50)))
@@ -442,9 +353,7 @@ def test_sequence_head_and_concatenate(masks: list[Tensor], dtype: torch.dtype) 
     assert graph.sequence(-1) == parts[-1]
     assert AttentionGraph.concatenate(parts) == graph
     assert AttentionGraph.concatenate([graph, graph]) == build(masks + masks)
-    assert [graph.head(head) for head in range(heads)] == [
-        build([mask[head : head + 1] for mask in masks]) for head in range(heads)
-    ]
+    assert [graph.head(head) for head in range(heads)] == [build([mask[head : head + 1] for mask in masks]) for head in range(heads)]
     assert graph.head(-1) == graph.head(heads - 1)
     assert graph.head(0).expand(3) == build([mask[[0, 0, 0]] for mask in masks])
     assert graph.expand(heads) is graph
@@ -461,9 +370,7 @@ def test_errors_of_graphs_from_graphs() -> None:
         graph.expand(3)
     with pytest.raises(ValueError, match=says("Expected 'heads' to be at least 1 (got -1)")):
         graph.head(0).expand(-1)
-    with pytest.raises(
-        ValueError, match=says("Expected 'graphs' to be one or more graphs with the same heads (got [])")
-    ):
+    with pytest.raises(ValueError, match=says("Expected 'graphs' to be one or more graphs with the same heads (got [])")):
         AttentionGraph.concatenate([])
     with pytest.raises(ValueError, match=says("graphs with the same heads (got [2, 1])")):
         AttentionGraph.concatenate([graph, graph.head(0)])
@@ -508,9 +415,7 @@ def test_union(
 )
 def test_union_errors(other: AttentionGraph) -> None:
     graph = build(RAGGED)
-    with pytest.raises(
-        ValueError, match=says(f"Expected 'other' over the same tokens, heads and sequences (got {other} for {graph})")
-    ):
+    with pytest.raises(ValueError, match=says(f"Expected 'other' over the same tokens, heads and sequences (got {other} for {graph})")):
         graph.union(other)
 
 
@@ -531,10 +436,7 @@ def test_from_edge_index_sorts_and_drops_repeats(masks: list[Tensor], seed: int)
     for dtype in (torch.int32, torch.int64):
         edge_index, edge_head = graph.edge_index[:, order].to(dtype), graph.edge_head[order].to(dtype)
         assert AttentionGraph.from_edge_index(edge_index, edge_head=edge_head, **sizes) == graph
-        assert (
-            AttentionGraph.from_edge_index(edge_index, graph.num_queries, graph.num_keys, edge_head=edge_head, **sizes)
-            == graph
-        )
+        assert AttentionGraph.from_edge_index(edge_index, graph.num_queries, graph.num_keys, edge_head=edge_head, **sizes) == graph
 
 
 def test_from_edge_index_finds_the_sizes() -> None:
@@ -556,32 +458,12 @@ def test_from_edge_index_finds_the_sizes() -> None:
         (torch.zeros(3, 2, dtype=torch.int64), {}, ValueError, "Expected 'edge_index' to be [2, E] (got [3, 2])"),
         (torch.zeros(4, dtype=torch.int64), {}, ValueError, "Expected 'edge_index' to be [2, E] (got [4])"),
         (torch.zeros(2, 2), {}, TypeError, "Expected 'edge_index' to be int64 (got torch.float32)"),
-        (
-            torch.tensor([[0, 1], [0, 1]]),
-            {"edge_head": torch.zeros(2)},
-            TypeError,
-            "Expected 'edge_head' to be int64 (got torch.float32)",
-        ),
-        (
-            torch.tensor([[0, 1], [0, 1]]),
-            {"edge_head": torch.tensor([0])},
-            ValueError,
-            "Expected 'edge_head' to be [2] (got [1])",
-        ),
-        (
-            torch.tensor([[0, 1], [0, 1]]),
-            {"edge_head": torch.tensor([0, 1])},
-            ValueError,
-            "Expected 'edge_head' in 0..0 (got 0 to 1)",
-        ),
+        (torch.tensor([[0, 1], [0, 1]]), {"edge_head": torch.zeros(2)}, TypeError, "Expected 'edge_head' to be int64 (got torch.float32)"),
+        (torch.tensor([[0, 1], [0, 1]]), {"edge_head": torch.tensor([0])}, ValueError, "Expected 'edge_head' to be [2] (got [1])"),
+        (torch.tensor([[0, 1], [0, 1]]), {"edge_head": torch.tensor([0, 1])}, ValueError, "Expected 'edge_head' in 0..0 (got 0 to 1)"),
         (torch.tensor([[0, 1], [0, 1]]), {"num_keys": 1}, ValueError, "Expected 'edge_index[0]' in 0..0 (got 0 to 1)"),
         (torch.tensor([[-1, 1], [0, 1]]), {}, ValueError, "Expected 'edge_index[0]' in 0..1 (got -1 to 1)"),
-        (
-            torch.tensor([[0, 1], [0, 4]]),
-            {"num_queries": 4},
-            ValueError,
-            "Expected 'edge_index[1]' in 0..3 (got 0 to 4)",
-        ),
+        (torch.tensor([[0, 1], [0, 4]]), {"num_queries": 4}, ValueError, "Expected 'edge_index[1]' in 0..3 (got 0 to 4)"),
         (
             torch.tensor([[0, 1], [1, 0]]),
             {"query_ptr": torch.tensor([0, 1, 2])},
@@ -597,9 +479,7 @@ def test_from_edge_index_finds_the_sizes() -> None:
         (torch.empty(2, 0, dtype=torch.int64), {}, ValueError, "Expected a sequence of at least one token"),
     ],
 )
-def test_from_edge_index_errors(
-    edge_index: Tensor, options: dict[str, Any], error: type[Exception], message: str
-) -> None:
+def test_from_edge_index_errors(edge_index: Tensor, options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=says(message)):
         AttentionGraph.from_edge_index(edge_index, **options)
 
@@ -613,9 +493,7 @@ def test_edge_index_of_pyg_round_trip(masks: list[Tensor]) -> None:
         assert isinstance(adjacency, EdgeIndex)
         assert adjacency.validate() is adjacency  # the order and the sizes it claims
         assert (adjacency.is_sorted_by_col, adjacency.sparse_size()) == (True, (graph.num_keys, graph.num_queries))
-        assert AttentionGraph.from_edge_index(
-            adjacency, query_ptr=graph.query_ptr, key_ptr=graph.key_ptr
-        ) == graph.head(head)
+        assert AttentionGraph.from_edge_index(adjacency, query_ptr=graph.query_ptr, key_ptr=graph.key_ptr) == graph.head(head)
     every = graph.to_edge_index()
     assert torch.equal(every.as_tensor(), graph.edge_index)
     assert (
@@ -656,9 +534,7 @@ def test_sparse_tensor_round_trip() -> None:
         for head in range(graph.heads):
             adjacency = graph.to_sparse_tensor(head)
             assert torch.equal(adjacency.to_dense().bool(), whole(masks)[head])
-            assert AttentionGraph.from_edge_index(
-                adjacency, query_ptr=graph.query_ptr, key_ptr=graph.key_ptr
-            ) == graph.head(head)
+            assert AttentionGraph.from_edge_index(adjacency, query_ptr=graph.query_ptr, key_ptr=graph.key_ptr) == graph.head(head)
 
 
 def test_to_sparse_tensor_names_the_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -668,19 +544,10 @@ def test_to_sparse_tensor_names_the_missing_package(monkeypatch: pytest.MonkeyPa
 
 
 @many
-@given(
-    SEEDS,
-    st.integers(1, 3),
-    HEADS,
-    st.integers(1, 4),
-    st.integers(1, 4),
-    st.sampled_from([torch.bool, torch.float32, torch.int64]),
-)
+@given(SEEDS, st.integers(1, 3), HEADS, st.integers(1, 4), st.integers(1, 4), st.sampled_from([torch.bool, torch.float32, torch.int64]))
 def test_dense_round_trip(seed: int, batch: int, heads: int, n: int, m: int, dtype: torch.dtype) -> None:
     masks = draw_masks(seed, [(n, m)] * batch, heads, 0.5)
-    graph = AttentionGraph.from_dense(
-        -3 * torch.stack(masks).int().to(dtype) if dtype != torch.bool else torch.stack(masks)
-    )
+    graph = AttentionGraph.from_dense(-3 * torch.stack(masks).int().to(dtype) if dtype != torch.bool else torch.stack(masks))
     assert graph == build(masks)
     assert torch.equal(torch.stack([graph.to_dense(sequence) for sequence in range(batch)]), torch.stack(masks))
     assert AttentionGraph.from_dense(masks[0]) == build(masks[:1])
@@ -699,9 +566,7 @@ def test_to_dense_of_ragged_graphs(masks: list[Tensor], dtype: torch.dtype) -> N
 
 @pytest.mark.parametrize("shape", [(3,), (1, 1, 1, 1, 1), (0, 3), (3, 0), (0, 2, 2), (0, 1, 2, 2)])
 def test_from_dense_errors(shape: tuple[int, ...]) -> None:
-    with pytest.raises(
-        ValueError, match=says(f"Expected 'mask' to be [N, M], [H, N, M] or [B, H, N, M] (got {list(shape)})")
-    ):
+    with pytest.raises(ValueError, match=says(f"Expected 'mask' to be [N, M], [H, N, M] or [B, H, N, M] (got {list(shape)})")):
         AttentionGraph.from_dense(torch.ones(shape))
 
 
@@ -728,22 +593,14 @@ def test_data_round_trip(masks: list[Tensor], dtype: torch.dtype) -> None:
     assert data.validate()
     assert data.num_nodes == graph.num_queries
     assert data.batch.tolist() == [sequence for sequence, mask in enumerate(masks) for _ in range(mask.size(1))]
-    assert (
-        AttentionGraph.from_edge_index(data.edge_index, edge_head=data.edge_type, heads=graph.heads, query_ptr=data.ptr)
-        == graph
-    )
+    assert AttentionGraph.from_edge_index(data.edge_index, edge_head=data.edge_type, heads=graph.heads, query_ptr=data.ptr) == graph
 
 
 def test_a_batch_of_data_is_the_concatenated_graph() -> None:
     graph = build(SQUARE)
     parts = [graph.sequence(sequence).to_data() for sequence in range(2)]
-    batch = Batch.from_data_list(
-        [Data(edge_index=part.edge_index, edge_type=part.edge_type, num_nodes=part.num_nodes) for part in parts]
-    )
-    assert (
-        AttentionGraph.from_edge_index(batch.edge_index, edge_head=batch.edge_type, heads=2, query_ptr=batch.ptr)
-        == graph
-    )
+    batch = Batch.from_data_list([Data(edge_index=part.edge_index, edge_type=part.edge_type, num_nodes=part.num_nodes) for part in parts])
+    assert AttentionGraph.from_edge_index(batch.edge_index, edge_head=batch.edge_type, heads=2, query_ptr=batch.ptr) == graph
 
 
 def test_to_data_needs_the_same_tokens() -> None:
@@ -759,16 +616,10 @@ def test_hetero_data_round_trip(masks: list[Tensor]) -> None:
     assert data.validate()
     assert (data["query"].num_nodes, data["key"].num_nodes) == (graph.num_queries, graph.num_keys)
     for name, axis in (("query", 1), ("key", 2)):
-        assert data[name].batch.tolist() == [
-            sequence for sequence, mask in enumerate(masks) for _ in range(mask.size(axis))
-        ]
+        assert data[name].batch.tolist() == [sequence for sequence, mask in enumerate(masks) for _ in range(mask.size(axis))]
     store = data["key", "to", "query"]
     again = AttentionGraph.from_edge_index(
-        store.edge_index,
-        edge_head=store.edge_type,
-        heads=graph.heads,
-        query_ptr=data["query"].ptr,
-        key_ptr=data["key"].ptr,
+        store.edge_index, edge_head=store.edge_type, heads=graph.heads, query_ptr=data["query"].ptr, key_ptr=data["key"].ptr
     )
     assert again == graph
 
@@ -782,9 +633,7 @@ def test_networkx_of_tokens(masks: list[Tensor]) -> None:
             result = graph.to_networkx(sequence, head)
             assert type(result) is nx.DiGraph
             assert list(result) == list(range(mask.size(1)))
-            assert np.array_equal(
-                nx.to_numpy_array(result).T.astype(bool), mask[head].numpy()
-            )  # networkx: rows are sources
+            assert np.array_equal(nx.to_numpy_array(result).T.astype(bool), mask[head].numpy())  # networkx: rows are sources
 
 
 @many
@@ -794,12 +643,8 @@ def test_networkx_bipartite(masks: list[Tensor]) -> None:
     for sequence, mask in enumerate(masks):
         for head in range(graph.heads):
             result = graph.to_networkx(sequence, head, bipartite=True)
-            assert {node for node, side in result.nodes(data="bipartite") if side == 0} == {
-                ("key", j) for j in range(mask.size(2))
-            }
-            assert {node for node, side in result.nodes(data="bipartite") if side == 1} == {
-                ("query", i) for i in range(mask.size(1))
-            }
+            assert {node for node, side in result.nodes(data="bipartite") if side == 0} == {("key", j) for j in range(mask.size(2))}
+            assert {node for node, side in result.nodes(data="bipartite") if side == 1} == {("query", i) for i in range(mask.size(1))}
             assert set(result.edges) == {(("key", j), ("query", i)) for i, j in mask[head].nonzero().tolist()}
             assert nx.is_bipartite(result)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import pickle
 
@@ -11,15 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sbm_pyg import (
-    EncoderTrace,
-    PairClassifier,
-    SBMAttentionConv,
-    SequenceClassifier,
-    SequenceEncoder,
-    TokenClassifier,
-    patterns,
-)
+from sbm_pyg import EncoderTrace, PairClassifier, SBMAttentionConv, SequenceClassifier, SequenceEncoder, TokenClassifier, patterns
 from sbm_pyg.models import FullAttention
 
 PTR = torch.tensor([0, 10, 17, 30])
@@ -64,7 +57,7 @@ def test_a_sequence_is_encoded_alike_in_any_batch(attention: str) -> None:
     model = encoder(attention).eval().double()
     streams = torch.tensor([7, 2, 11])
     together = model(TOKENS, PTR, seed=3, streams=streams)
-    for number, (start, end) in enumerate(zip(PTR, PTR[1:], strict=False)):
+    for number, (start, end) in enumerate(itertools.pairwise(PTR)):
         alone = model(TOKENS[start:end], seed=3, streams=streams[number : number + 1])
         torch.testing.assert_close(alone, together[start:end], rtol=1e-12, atol=1e-12)
 
@@ -75,9 +68,7 @@ def test_full_attention_equals_the_layer_on_a_full_graph() -> None:
     conv = SBMAttentionConv(16, 8, 2, num_blocks=None).double()
     conv.load_state_dict(dense.state_dict())
     x = torch.randn(30, 16, dtype=torch.float64)
-    torch.testing.assert_close(
-        dense(x, ptr=PTR), conv(x, patterns.full(None, ptr=PTR), ptr=PTR), rtol=1e-12, atol=1e-12
-    )
+    torch.testing.assert_close(dense(x, ptr=PTR), conv(x, patterns.full(None, ptr=PTR), ptr=PTR), rtol=1e-12, atol=1e-12)
 
 
 def test_layers_sample_apart_and_seeds_fix_them() -> None:
@@ -98,7 +89,7 @@ def test_pair_classifier() -> None:
     assert trace.graphs[0] != trace.graphs[2]  # the two sides of a pair do not share their random stream
     x0 = model.encoder(TOKENS, PTR, seed=1, streams=torch.tensor([0, 2, 4]))
     x1 = model.encoder(TOKENS, PTR, seed=1, streams=torch.tensor([1, 3, 5]))
-    m0, m1 = (torch.stack([x[a:b].mean(0) for a, b in zip(PTR, PTR[1:], strict=False)]) for x in (x0, x1))
+    m0, m1 = (torch.stack([x[a:b].mean(0) for a, b in itertools.pairwise(PTR)]) for x in (x0, x1))
     torch.testing.assert_close(logits, model.classifier(torch.cat([m0, m1, m0 * m1, m0 - m1], 1)))
     with pytest.raises(ValueError, match=r"as many second as first sequences \(got 3 and 1\)"):
         model((TOKENS, TOKENS), (PTR, torch.tensor([0, 30])))
@@ -108,15 +99,7 @@ def test_token_classifier_learns_to_copy_a_neighbour() -> None:
     """The label of a token is the parity of the one before it: needs attention by position, which a window gives."""
     torch.manual_seed(0)
     model = TokenClassifier(
-        SequenceEncoder(
-            8,
-            32,
-            num_layers=1,
-            max_length=12,
-            dropout=0.0,
-            attention="sbm",
-            attention_options={"num_blocks": 8, "window": 1},
-        ),
+        SequenceEncoder(8, 32, num_layers=1, max_length=12, dropout=0.0, attention="sbm", attention_options={"num_blocks": 8, "window": 1}),
         2,
     )
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
@@ -175,12 +158,7 @@ def test_bf16_autocast_trains() -> None:
     [
         (torch.tensor([0, 15]), None, ValueError, r"Expected 'tokens' in 0..14, the vocabulary \(got 0 to 15\)"),
         (torch.tensor([-1, 3]), None, ValueError, r"Expected 'tokens' in 0..14, the vocabulary \(got -1 to 3\)"),
-        (
-            torch.zeros(41, dtype=torch.long),
-            None,
-            ValueError,
-            r"Expected sequences of at most max_length = 40 tokens \(got 41\)",
-        ),
+        (torch.zeros(41, dtype=torch.long), None, ValueError, r"Expected sequences of at most max_length = 40 tokens \(got 41\)"),
         (torch.zeros(2, 3, dtype=torch.long), None, TypeError, r"Expected 'tokens' to be \[N\] int64 \(got \[2, 3\]"),
         (torch.zeros(3), None, TypeError, r"Expected 'tokens' to be \[N\] int64"),
         (torch.zeros(3, dtype=torch.long), torch.tensor([0, 2, 2, 3]), ValueError, "an empty sequence at sequence 1"),
@@ -194,8 +172,7 @@ def test_input_errors(tokens: Tensor, ptr: Tensor | None, error: type[Exception]
 
 def test_constructor_errors() -> None:
     with pytest.raises(
-        ValueError,
-        match=r"Expected 'attention' to be one of \['sbm', 'full', 'window', 'bigbird'\] or a factory \(got 'linear'\)",
+        ValueError, match=r"Expected 'attention' to be one of \['sbm', 'full', 'window', 'bigbird'\] or a factory \(got 'linear'\)"
     ):
         SequenceEncoder(15, attention="linear")
     with pytest.raises(ValueError, match=r"Expected 'num_layers' to be at least 1 \(got 0\)"):

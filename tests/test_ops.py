@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -22,13 +22,7 @@ OPTIONS = [*product(["score", "weight"], [False, True], [False, True], [0.0, 0.4
 
 
 def tensors(
-    graph: AttentionGraph,
-    channels: int,
-    values: int,
-    gated: bool,
-    biased: bool,
-    dtype: torch.dtype = torch.float64,
-    seed: int = 0,
+    graph: AttentionGraph, channels: int, values: int, gated: bool, biased: bool, dtype: torch.dtype = torch.float64, seed: int = 0
 ) -> list[Tensor | None]:
     """Leaves for attention over a graph: query, key, value, gate, bias."""
     generator = torch.Generator().manual_seed(seed)
@@ -37,30 +31,17 @@ def tensors(
         return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
 
     heads, n, m = graph.heads, graph.num_queries, graph.num_keys
-    gate = (
-        (0.5 + torch.rand(graph.num_edges, generator=generator, dtype=torch.float64)).to(dtype).requires_grad_()
-        if gated
-        else None
-    )
-    return [
-        draw(heads, n, channels),
-        draw(heads, m, channels),
-        draw(heads, m, values),
-        gate,
-        draw(graph.num_edges) if biased else None,
-    ]
+    gate = (0.5 + torch.rand(graph.num_edges, generator=generator, dtype=torch.float64)).to(dtype).requires_grad_() if gated else None
+    return [draw(heads, n, channels), draw(heads, m, channels), draw(heads, m, values), gate, draw(graph.num_edges) if biased else None]
 
 
 def attend(
-    leaves: list[Tensor | None],
-    graph: AttentionGraph,
-    gate_form: str,
-    dropout: float,
-    scale: float = 0.3,
-    seed: int = 7,
+    leaves: list[Tensor | None], graph: AttentionGraph, gate_form: str, dropout: float, scale: float = 0.3, seed: int = 7
 ) -> tuple[Tensor, Tensor]:
     query, key, value, gate, bias = leaves
-    assert query is not None and key is not None and value is not None
+    assert query is not None
+    assert key is not None
+    assert value is not None
     return ops.edge_attention(query, key, value, graph.rowptr, graph.col, gate, bias, scale, gate_form, dropout, seed)
 
 
@@ -126,18 +107,13 @@ def test_attention_is_as_accurate_as_torch_in_float32(name: str, gate_form: str)
     exact = [exact_out, *gradients(exact_out, double)]
 
     def error(results: list[Tensor]) -> list[float]:
-        return [
-            float((result.detach().double() - want.detach()).abs().max())
-            for result, want in zip(results, exact, strict=True)
-        ]
+        return [float((result.detach().double() - want.detach()).abs().max()) for result, want in zip(results, exact, strict=True)]
 
     single = [None if leaf is None else leaf.detach().float().requires_grad_() for leaf in double]
     ours = attend(single, graph, gate_form, 0.0)[0]
     plain = reference_attention(*single[:3], graph, *single[3:], 0.3, gate_form)  # type: ignore[arg-type]
     floor = torch.finfo(torch.float32).eps
-    for mine, peer, want in zip(
-        error([ours, *gradients(ours, single)]), error([plain, *gradients(plain, single)]), exact, strict=True
-    ):
+    for mine, peer, want in zip(error([ours, *gradients(ours, single)]), error([plain, *gradients(plain, single)]), exact, strict=True):
         assert mine <= 2 * peer + 2 * floor * float(want.detach().abs().max())
 
 
@@ -198,9 +174,7 @@ def test_extreme_scores_do_not_overflow(gate_form: str) -> None:
     key = torch.tensor([[[1.0], [-1.0], [0.999]]])
     value = torch.eye(3)[None]
     out, lse = ops.edge_attention(query, key, value, graph.rowptr, graph.col, torch.ones(3), None, 1.0, gate_form)
-    assert out[0, 0].tolist() == pytest.approx(
-        [1 / (1 + math.exp(-10)), 0, math.exp(-10) / (1 + math.exp(-10))], rel=1e-2
-    )
+    assert out[0, 0].tolist() == pytest.approx([1 / (1 + math.exp(-10)), 0, math.exp(-10) / (1 + math.exp(-10))], rel=1e-2)
     assert lse.isfinite().all()
 
 
@@ -223,7 +197,8 @@ def test_dropout_is_deterministic_and_has_the_right_mean() -> None:
 def test_dot_equals_the_reference(name: str, channels: int) -> None:
     graph = GRAPHS[name]
     query, key = tensors(graph, channels, 1, False, False)[:2]
-    assert query is not None and key is not None
+    assert query is not None
+    assert key is not None
     out = ops.edge_dot(query, key, graph.rowptr, graph.col)
     dense = (query @ key.mT).flatten(0, 1)[graph.edge_row, graph.col.long()]
     torch.testing.assert_close(out, dense, rtol=1e-12, atol=1e-12)
@@ -237,9 +212,7 @@ def test_dot_equals_the_reference(name: str, channels: int) -> None:
             torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
     gate = ops.edge_gate(query, key, graph.rowptr, graph.col)
     assert torch.equal(gate, torch.ones_like(gate))
-    for got, want in zip(
-        torch.autograd.grad(gate, [query, key], grad), torch.autograd.grad(dense, [query, key], grad), strict=True
-    ):
+    for got, want in zip(torch.autograd.grad(gate, [query, key], grad), torch.autograd.grad(dense, [query, key], grad), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
@@ -254,7 +227,7 @@ def test_entmax_equals_the_dense_one_row_by_row(alpha: float, spread: float) -> 
     src = spread * torch.randn(int(ptr[-1]), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     out = ops.segment_entmax(src, ptr=ptr, alpha=alpha)
     single = ops.segment_entmax(src.float(), ptr=ptr, alpha=alpha)
-    for start, end in zip(ptr, ptr[1:], strict=False):
+    for start, end in pairwise(ptr):
         if end > start:
             expected = entmax_bisect(src[start:end], alpha, n_iter=100)
             torch.testing.assert_close(out[start:end], expected, rtol=1e-7, atol=1e-9)
@@ -294,11 +267,7 @@ def test_philox_known_answers() -> None:
     cases = [
         ((0, 0, 0, 0), 0, (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
         ((ones, ones, ones, ones), ones << 32 | ones, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
-        (
-            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
-            0x299F31D0 << 32 | 0xA4093822,
-            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
-        ),
+        ((0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), 0x299F31D0 << 32 | 0xA4093822, (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)),
     ]
     for counter, key, expected in cases:
         words = reference.philox(*(torch.tensor(c) for c in counter), key)
@@ -322,20 +291,7 @@ def _samples() -> dict[str, tuple]:
         "edge_dot": (query, key, *rows),
         "edge_dot_backward": (plain[3], plain[0], plain[1], *rows, True, True),
         "edge_attention": (query, key, value, *rows, gate, bias, 0.5, "weight", 0.2, 3),
-        "edge_attention_backward": (
-            torch.ones_like(out),
-            *plain[:3],
-            *rows,
-            *plain[3:],
-            out,
-            lse,
-            0.5,
-            "score",
-            0.0,
-            0,
-            True,
-            True,
-        ),
+        "edge_attention_backward": (torch.ones_like(out), *plain[:3], *rows, *plain[3:], out, lse, 0.5, "score", 0.0, 0, True, True),
         "segment_entmax": (gate, torch.tensor([0, graph.num_edges]), 1.5),
         "segment_entmax_backward": (p, p, torch.tensor([0, graph.num_edges]), 1.5),
         "sample_sbm": (*memberships, ptr, ptr, torch.tensor([0]), 5, "bernoulli", 0.0, True),
@@ -390,9 +346,7 @@ def test_results_do_not_depend_on_the_number_of_threads() -> None:
     options=st.sampled_from(OPTIONS),
     seed=st.integers(0, 2**20),
 )
-def test_attention_on_random_cases(
-    heads: int, queries: int, keys: int, density: float, channels: int, options: tuple, seed: int
-) -> None:
+def test_attention_on_random_cases(heads: int, queries: int, keys: int, density: float, channels: int, options: tuple, seed: int) -> None:
     graph = random_graph(heads, queries, keys, density, seed)
     gate_form, gated, biased, dropout = options
     leaves = tensors(graph, channels, channels, gated, biased, seed=seed)
@@ -401,9 +355,7 @@ def test_attention_on_random_cases(
     with torch.no_grad():
         expected, _ = reference.edge_attention(*arguments, 0.3, gate_form, dropout, 7)  # type: ignore[arg-type]
         grad_out = torch.ones_like(out)
-        wanted = reference.edge_attention_backward(
-            grad_out, *arguments, out, lse, 0.3, gate_form, dropout, 7, gated, biased
-        )  # type: ignore[arg-type]
+        wanted = reference.edge_attention_backward(grad_out, *arguments, out, lse, 0.3, gate_form, dropout, 7, gated, biased)  # type: ignore[arg-type]
     torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
     grads = iter(torch.autograd.grad(out.sum(), [leaf for leaf in leaves if leaf is not None]))
     for want, leaf in zip(wanted, leaves, strict=True):
@@ -435,7 +387,5 @@ print("alive")
 
 
 def test_forked_workers_and_python_threads_survive() -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", FORK], capture_output=True, text=True, timeout=120, check=False
-    )
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", FORK], capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout.strip() == "alive", done.stderr

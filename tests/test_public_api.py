@@ -23,11 +23,7 @@ def test_public_names_are_listed_and_documented() -> None:
         assert inspect.getdoc(thing), name
         if inspect.isclass(thing):
             for method, member in vars(thing).items():
-                if (
-                    not method.startswith("_")
-                    and callable(member)
-                    and method not in ("forward", "message", "propagate", "extra_repr")
-                ):
+                if not method.startswith("_") and callable(member) and method not in ("forward", "message", "propagate", "extra_repr"):
                     assert inspect.getdoc(member), f"{name}.{method}"
 
 
@@ -50,17 +46,7 @@ def test_ops_import_none_of_ours() -> None:
 
 
 def test_import_needs_no_optional_package() -> None:
-    optional = [
-        "lightning",
-        "matplotlib",
-        "scipy",
-        "sklearn",
-        "ortools",
-        "entmax",
-        "torch_sparse",
-        "torchmetrics",
-        "triton",
-    ]
+    optional = ["lightning", "matplotlib", "scipy", "sklearn", "ortools", "entmax", "torch_sparse", "torchmetrics", "triton"]
     code = f"import sys\nfor name in {optional}: sys.modules[name] = None\nimport sbm_pyg"
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

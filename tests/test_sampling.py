@@ -34,9 +34,7 @@ def stacked(sbm: SBM, draws: int) -> SBM:
 def graph_numbers(graph: AttentionGraph, queries: int) -> Tensor:
     """Each consecutive group of queries as one graph, numbered by its bits."""
     bit = (graph.edge_row % queries) * graph.num_keys + graph.col
-    return torch.zeros(graph.num_queries // queries, dtype=torch.int64).index_add(
-        0, graph.edge_row // queries, 1 << bit
-    )
+    return torch.zeros(graph.num_queries // queries, dtype=torch.int64).index_add(0, graph.edge_row // queries, 1 << bit)
 
 
 def joint_law(prob: Tensor) -> Tensor:
@@ -133,19 +131,14 @@ def test_sequences_heads_and_seeds_are_independent() -> None:
     assert chi_square(first + 16 * second, law) > FALSE_ALARM
     graphs = [graph_numbers(sample_edges(stacked(single, draws), seed=seed), 1) for seed in (16, 17)]
     assert chi_square(graphs[0] + 16 * graphs[1], law) > FALSE_ALARM
-    streams = [
-        graph_numbers(sample_edges(stacked(single, draws), seed=16, streams=torch.tensor([n])), 1)
-        for n in (0, 2**32 - 1)
-    ]
+    streams = [graph_numbers(sample_edges(stacked(single, draws), seed=16, streams=torch.tensor([n])), 1) for n in (0, 2**32 - 1)]
     assert chi_square(streams[0] + 16 * streams[1], law) > FALSE_ALARM
 
 
 # ------------------------------------------------------------------ larger models
 
 
-def larger_sbm(
-    heads: int = 2, queries: int = 60, keys: int = 80, blocks: int = 5, seed: int = 0, sequences: int = 1
-) -> SBM:
+def larger_sbm(heads: int = 2, queries: int = 60, keys: int = 80, blocks: int = 5, seed: int = 0, sequences: int = 1) -> SBM:
     generator = torch.Generator().manual_seed(seed)
     y, z, s = (
         torch.rand(*shape, generator=generator)
@@ -188,9 +181,7 @@ def test_the_rows_mix_both_ways() -> None:
     keys = 4000
     rate = torch.tensor([0.001, 0.9, 0.004, 0.3]).repeat(100)
     sbm = SBM(rate[None, :, None], torch.ones(1, keys, 1), torch.ones(1, 1, 1))
-    dense = reference.plan_rows(
-        rate[:, None].double(), torch.tensor([keys]).double(), torch.ones(1).double(), keys, "bernoulli", 0.0
-    )[1]
+    dense = reference.plan_rows(rate[:, None].double(), torch.tensor([keys]).double(), torch.ones(1).double(), keys, "bernoulli", 0.0)[1]
     assert dense.view(-1, 4).all(0).tolist() == [False, True, False, True]
     degree = sample_edges(sbm, seed=3).validate().degree[0].double()
     z = (degree - rate * keys) / (rate * (1 - rate) * keys).sqrt()
@@ -218,9 +209,7 @@ def test_the_same_edges_for_any_number_of_threads_and_any_batch() -> None:
 
 def test_seed_and_generator() -> None:
     sbm = larger_sbm()
-    assert sample_edges(sbm, generator=torch.Generator().manual_seed(1)) == sample_edges(
-        sbm, generator=torch.Generator().manual_seed(1)
-    )
+    assert sample_edges(sbm, generator=torch.Generator().manual_seed(1)) == sample_edges(sbm, generator=torch.Generator().manual_seed(1))
     state = torch.get_rng_state()
     sample_edges(sbm, seed=1)
     sample_edges(sbm, generator=torch.Generator())
@@ -287,11 +276,7 @@ def test_bad_arguments(arguments: dict, message: str) -> None:
 @pytest.mark.parametrize("name", ["query", "key", "block"])
 @pytest.mark.parametrize(
     ("value", "message"),
-    [
-        (math.nan, r"finite \(got NaN or inf\)"),
-        (math.inf, r"finite \(got NaN or inf\)"),
-        (-0.1, r"non-negative \(got -0.1\)"),
-    ],
+    [(math.nan, r"finite \(got NaN or inf\)"), (math.inf, r"finite \(got NaN or inf\)"), (-0.1, r"non-negative \(got -0.1\)")],
 )
 def test_bad_memberships(name: str, value: float, message: str) -> None:
     sbm = larger_sbm()
@@ -329,9 +314,7 @@ def test_a_loose_bound_above_one_is_no_error() -> None:
 
 def test_transform_on_data() -> None:
     sbm = larger_sbm(queries=80)
-    data = Data(
-        query_membership=sbm.query.transpose(0, 1), key_membership=sbm.key.transpose(0, 1), block_matrix=sbm.block
-    )
+    data = Data(query_membership=sbm.query.transpose(0, 1), key_membership=sbm.key.transpose(0, 1), block_matrix=sbm.block)
     out = SBMGraph(seed=3)(data)
     graph = sample_edges(sbm, seed=3)
     assert torch.equal(out.edge_index, graph.edge_index)

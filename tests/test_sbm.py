@@ -18,8 +18,7 @@ S = torch.rand(2, 3, 3) / 9
 def ragged() -> SBM:
     generator = torch.Generator().manual_seed(0)
     y, z, s = (
-        torch.rand(*shape, generator=generator, dtype=torch.float64, requires_grad=True)
-        for shape in ((2, 9, 3), (2, 7, 3), (2, 3, 3))
+        torch.rand(*shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in ((2, 9, 3), (2, 7, 3), (2, 3, 3))
     )
     return SBM(y, z, s, torch.tensor([0, 4, 9]), torch.tensor([0, 5, 7]))
 
@@ -47,8 +46,7 @@ def test_edge_prob_and_its_gradients() -> None:
     """dY = G Z S^T, dS = Y^T G Z, dZ = G^T Y S."""
     generator = torch.Generator().manual_seed(0)
     y, z, s = (
-        torch.rand(*shape, generator=generator, dtype=torch.float64, requires_grad=True)
-        for shape in ((2, 6, 3), (2, 8, 3), (2, 3, 3))
+        torch.rand(*shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in ((2, 6, 3), (2, 8, 3), (2, 3, 3))
     )
     sbm = SBM(y, z, s)
     graph = random_graph(2, 6, 8, 0.5)
@@ -117,11 +115,7 @@ def test_repr_and_sizes() -> None:
             r"strictly increasing \(got an empty sequence at sequence 1\)",
         ),
         ((Y, Z, S, torch.tensor([0, 3, 6])), ValueError, r"Expected 'key_ptr' where N != M"),
-        (
-            (Y, Z, S, torch.tensor([0, 3, 6]), torch.tensor([0, 8])),
-            ValueError,
-            r"as many sequences as 'query_ptr' \(got 1 and 2\)",
-        ),
+        ((Y, Z, S, torch.tensor([0, 3, 6]), torch.tensor([0, 8])), ValueError, r"as many sequences as 'query_ptr' \(got 1 and 2\)"),
         ((Y, Z, S, torch.tensor([0.0, 6.0])), TypeError, r"Expected 'query_ptr' to be int64 \(got torch.float32\)"),
         ((Y[:, :0], Z, S), ValueError, r"at least one token \(got 0 tokens\)"),
     ],
@@ -133,9 +127,7 @@ def test_constructor_errors(arguments: tuple, error: type[Exception], message: s
 
 def test_other_errors() -> None:
     sbm = SBM(Y, Z, S)
-    with pytest.raises(
-        ValueError, match=r"Expected 'graph' with \(heads, queries, keys\) = \(2, 6, 8\) \(got \(1, 2, 2\)\)"
-    ):
+    with pytest.raises(ValueError, match=r"Expected 'graph' with \(heads, queries, keys\) = \(2, 6, 8\) \(got \(1, 2, 2\)\)"):
         sbm.edge_prob(AttentionGraph.from_dense(torch.eye(2)))
     with pytest.raises(ValueError, match=r"Expected 'num_blocks' to be at least 1 \(got 0\)"):
         SBMHead(4, 1, 0)

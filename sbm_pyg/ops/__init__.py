@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.library import CustomOpDef
 
 from . import cpu, reference
 
 __all__ = ["edge_attention", "edge_dot", "edge_gate", "sample_sbm", "segment_entmax"]
 
 
-def _declare(name: str, schema: str, fake: Callable[..., Any]) -> Callable[..., Any]:
+def _declare(name: str, schema: str, fake: Callable[..., Any]) -> CustomOpDef:
     """Declare ``sbm_pyg::name``: the reference on any device, numba where :mod:`~sbm_pyg.ops.cpu` has a kernel."""
     op = torch.library.custom_op(f"sbm_pyg::{name}", getattr(reference, name), mutates_args=(), schema=schema)
     if name in cpu.__all__:
@@ -51,10 +52,7 @@ def _fake_attention_backward(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor, col: Tensor, gate: Tensor | None, bias: Tensor | None,
     out: Tensor, lse: Tensor, scale: float, gate_form: str, dropout: float, seed: int, need_gate: bool, need_bias: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    edge = [
-        x.new_empty(col.size(0)) if x is not None and need else lse.new_empty(0)
-        for x, need in ((gate, need_gate), (bias, need_bias))
-    ]
+    edge = [x.new_empty(col.size(0)) if x is not None and need else lse.new_empty(0) for x, need in ((gate, need_gate), (bias, need_bias))]
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape), *edge
 
 
@@ -84,9 +82,7 @@ _edge_attention_backward = _declare(
     _fake_attention_backward,
 )
 _segment_entmax = _declare(
-    "segment_entmax",
-    "(Tensor src, Tensor rowptr, float alpha) -> Tensor",
-    lambda src, rowptr, alpha: torch.empty_like(src),
+    "segment_entmax", "(Tensor src, Tensor rowptr, float alpha) -> Tensor", lambda src, rowptr, alpha: torch.empty_like(src)
 )
 _segment_entmax_backward = _declare(
     "segment_entmax_backward",
@@ -124,20 +120,9 @@ def _save_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Ten
 
 
 def _attention_backward(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    gate, bias = ctx.saved_tensors[5:7]
     need_gate, need_bias = ctx.needs_input_grad[5:7]
     grads = _edge_attention_backward(grad_out.contiguous(), *ctx.saved_tensors, *ctx.options, need_gate, need_bias)
-    return (
-        *grads[:3],
-        None,
-        None,
-        grads[3] if need_gate else None,
-        grads[4] if need_bias else None,
-        None,
-        None,
-        None,
-        None,
-    )
+    return (*grads[:3], None, None, grads[3] if need_gate else None, grads[4] if need_bias else None, None, None, None, None)
 
 
 _edge_attention.register_autograd(_attention_backward, setup_context=_save_attention)
@@ -194,7 +179,7 @@ def edge_gate(query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor) -> Tensor
 
     Cost O(E) forward, O(E K) backward. Arguments as :func:`edge_dot`. Returns ``[E]``.
     """
-    return _EdgeGate.apply(query, key, rowptr, col)  # type: ignore[no-untyped-call]
+    return _EdgeGate.apply(query, key, rowptr, col)
 
 
 def edge_attention(
@@ -237,11 +222,7 @@ def edge_attention(
 
 
 def segment_entmax(
-    src: Tensor,
-    index: Tensor | None = None,
-    ptr: Tensor | None = None,
-    num_nodes: int | None = None,
-    alpha: float = 1.5,
+    src: Tensor, index: Tensor | None = None, ptr: Tensor | None = None, num_nodes: int | None = None, alpha: float = 1.5
 ) -> Tensor:
     r"""alpha-entmax over segments, with the signature of :func:`torch_geometric.utils.softmax`.
 

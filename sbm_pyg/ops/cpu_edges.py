@@ -63,24 +63,7 @@ def _dot_backward(first, last, queries, grad, query, key, rowptr, col, dquery, d
 
 @kernel
 def _attention(
-    first,
-    last,
-    queries,
-    query,
-    key,
-    value,
-    rowptr,
-    col,
-    gate,
-    bias,
-    scale,
-    weight_form,
-    threshold,
-    keep,
-    seed,
-    buffer,
-    out,
-    lse,
+    first, last, queries, query, key, value, rowptr, col, gate, bias, scale, weight_form, threshold, keep, seed, buffer, out, lse
 ):
     for row in range(first, last):
         head = row // queries
@@ -209,16 +192,7 @@ def edge_dot(query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor) -> Tensor:
 def edge_dot_backward(grad, query, key, rowptr, col, need_query, need_key):
     q, k = _rows(query), _working(key, key)
     dquery, dkey = np.zeros_like(q), np.zeros_like(k)
-    args = (
-        query.shape[1],
-        _working(grad, query),
-        q,
-        k,
-        rowptr.contiguous().numpy(),
-        col.contiguous().numpy(),
-        dquery,
-        dkey,
-    )
+    args = (query.shape[1], _working(grad, query), q, k, rowptr.contiguous().numpy(), col.contiguous().numpy(), dquery, dkey)
     rows = query.shape[1]
     run(_dot_backward, [(head * rows, head * rows + rows, *args) for head in range(query.shape[0])])
     return (
@@ -251,22 +225,7 @@ def edge_attention(query, key, value, rowptr, col, gate, bias, scale, gate_form,
 
 
 def edge_attention_backward(
-    grad_out,
-    query,
-    key,
-    value,
-    rowptr,
-    col,
-    gate,
-    bias,
-    out,
-    lse,
-    scale,
-    gate_form,
-    dropout,
-    seed,
-    need_gate,
-    need_bias,
+    grad_out, query, key, value, rowptr, col, gate, bias, out, lse, scale, gate_form, dropout, seed, need_gate, need_bias
 ):
     q, k, v = _rows(query), _working(key, key), _working(value, value)
     dquery, dkey, dvalue = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)

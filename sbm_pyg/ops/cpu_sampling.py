@@ -217,23 +217,7 @@ def _rows(
                 state[2] = 1
                 break
         else:
-            end = _propose(
-                i,
-                rate,
-                key,
-                key_sum,
-                bounds,
-                stretch[i],
-                head,
-                stream,
-                seed,
-                not fastrg,
-                exploration,
-                seen,
-                kept,
-                out,
-                used,
-            )
+            end = _propose(i, rate, key, key_sum, bounds, stretch[i], head, stream, seed, not fastrg, exploration, seen, kept, out, used)
             if end < 0:
                 break
         counts[i] = end - used
@@ -243,15 +227,7 @@ def _rows(
 
 
 def sample_sbm(
-    query: Tensor,
-    key: Tensor,
-    query_ptr: Tensor,
-    key_ptr: Tensor,
-    streams: Tensor,
-    seed: int,
-    method: str,
-    exploration: float,
-    clamp: bool,
+    query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, streams: Tensor, seed: int, method: str, exploration: float, clamp: bool
 ) -> tuple[Tensor, Tensor]:
     heads, num_queries = query.shape[:2]
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
@@ -259,21 +235,10 @@ def sample_sbm(
     index = np.int32 if key.size(1) < 2**31 else np.int64
     counts = np.zeros((heads, num_queries), np.int64)
     word = np.uint64(seed & 0xFFFFFFFFFFFFFFFF)
-    spans = [
-        *zip(
-            query_ptr.tolist(),
-            query_ptr.tolist()[1:],
-            key_ptr.tolist(),
-            key_ptr.tolist()[1:],
-            streams.tolist(),
-            strict=False,
-        )
-    ]
+    spans = [*zip(query_ptr.tolist(), query_ptr.tolist()[1:], key_ptr.tolist(), key_ptr.tolist()[1:], streams.tolist(), strict=False)]
     blocks: list[list[list[np.ndarray]]] = []
 
-    def block(
-        head: int, start: int, end: int, first_key: int, end_key: int, stream: int, pieces: list[list[np.ndarray]]
-    ) -> None:
+    def block(head: int, start: int, end: int, first_key: int, end_key: int, stream: int, pieces: list[list[np.ndarray]]) -> None:
         rate, keys = query[head, start:end], key[head, first_key:end_key]
         wide = keys.double()
         key_sum = wide.sum(0)

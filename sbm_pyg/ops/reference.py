@@ -82,10 +82,7 @@ def edge_dot_backward(
     row, end = _ends(query, key, rowptr, col)
     weight = _wide(grad)[:, None]
     grads = []
-    for needed, mine, index, other, other_index in (
-        (need_query, query, row, key, end),
-        (need_key, key, end, query, row),
-    ):
+    for needed, mine, index, other, other_index in ((need_query, query, row, key, end), (need_key, key, end, query, row)):
         total = torch.zeros_like(_wide(mine), memory_format=torch.contiguous_format).flatten(0, 1)
         if needed:
             total.index_add_(0, index, weight * _wide(other).flatten(0, 1)[other_index])
@@ -98,14 +95,7 @@ def _segment_max(src: Tensor, row: Tensor, num_rows: int) -> Tensor:
 
 
 def _logits(
-    query: Tensor,
-    key: Tensor,
-    row: Tensor,
-    end: Tensor,
-    gate: Tensor | None,
-    bias: Tensor | None,
-    scale: float,
-    gate_form: str,
+    query: Tensor, key: Tensor, row: Tensor, end: Tensor, gate: Tensor | None, bias: Tensor | None, scale: float, gate_form: str
 ) -> tuple[Tensor, Tensor]:
     """Scaled scores and the logits that enter the softmax, a "weight" gate as its logarithm."""
     score = (_wide(query).flatten(0, 1)[row] * _wide(key).flatten(0, 1)[end]).sum(-1) * scale
@@ -236,40 +226,17 @@ def segment_entmax_backward(grad: Tensor, out: Tensor, rowptr: Tensor, alpha: fl
 
 
 def sample_sbm(
-    query: Tensor,
-    key: Tensor,
-    query_ptr: Tensor,
-    key_ptr: Tensor,
-    streams: Tensor,
-    seed: int,
-    method: str,
-    exploration: float,
-    clamp: bool,
+    query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, streams: Tensor, seed: int, method: str, exploration: float, clamp: bool
 ) -> tuple[Tensor, Tensor]:
     num_queries = query.size(1)
     counts = torch.zeros(query.size(0), num_queries, dtype=torch.int64, device=query.device)
     found: list[Tensor] = []
-    spans = [
-        *zip(
-            query_ptr.tolist(),
-            query_ptr.tolist()[1:],
-            key_ptr.tolist(),
-            key_ptr.tolist()[1:],
-            streams.tolist(),
-            strict=False,
-        )
-    ]
+    spans = [*zip(query_ptr.tolist(), query_ptr.tolist()[1:], key_ptr.tolist(), key_ptr.tolist()[1:], streams.tolist(), strict=False)]
     for head in range(query.size(0)):
         for start, end, first_key, end_key, stream in spans:
             counter = (stream & _WORD, head)
             row, col = _sample_block(
-                query[head, start:end].double(),
-                key[head, first_key:end_key].double(),
-                counter,
-                seed,
-                method,
-                exploration,
-                clamp,
+                query[head, start:end].double(), key[head, first_key:end_key].double(), counter, seed, method, exploration, clamp
             )
             counts[head, start:end] = torch.bincount(row, minlength=end - start)
             found.append(col + first_key)
@@ -293,9 +260,7 @@ def _sample_block(
     return torch.div(edge, num_keys, rounding_mode="floor"), edge % num_keys
 
 
-def plan_rows(
-    rate: Tensor, key_sum: Tensor, key_max: Tensor, num_keys: int, method: str, exploration: float
-) -> tuple[Tensor, Tensor]:
+def plan_rows(rate: Tensor, key_sum: Tensor, key_max: Tensor, num_keys: int, method: str, exploration: float) -> tuple[Tensor, Tensor]:
     """How each row is sampled: the factor of its Poisson rates, and whether its coins are flipped key by key instead.
 
     With ``pbar`` a bound on the row's probabilities, rates ``c p`` with ``c = -log(1 - pbar) / pbar`` propose every pair often enough for
@@ -310,14 +275,7 @@ def plan_rows(
 
 
 def _flip_rows(
-    rate: Tensor,
-    key: Tensor,
-    rows: Tensor,
-    counter: tuple[int, int],
-    seed: int,
-    method: str,
-    exploration: float,
-    clamp: bool,
+    rate: Tensor, key: Tensor, rows: Tensor, counter: tuple[int, int], seed: int, method: str, exploration: float, clamp: bool
 ) -> Tensor:
     """One coin for each pair of these rows: edge iff its 32-bit word lies below p * 2**32.
 
@@ -336,9 +294,7 @@ def _flip_rows(
             raise ValueError(over_one(float(p.max()) - exploration))
         threshold = (p.clamp(max=1) * 2.0**32).long()
         i = part[:, None]
-        words = torch.stack(philox(j[::16] >> 4, i, stream, head | COIN_BYTE << 24, seed), dim=-1).flatten(
-            1
-        )  # [rows, 4 * ceil(m/16)]
+        words = torch.stack(philox(j[::16] >> 4, i, stream, head | COIN_BYTE << 24, seed), dim=-1).flatten(1)  # [rows, 4 * ceil(m/16)]
         byte = (words[:, j >> 2] >> 8 * (j & 3)) & 255
         words = torch.stack(philox(j[::4] >> 2, i, stream, head | COIN_REST << 24, seed), dim=-1).flatten(1)
         hit = (byte << 24 | words[:, j] >> 8) < threshold

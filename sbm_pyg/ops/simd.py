@@ -191,9 +191,16 @@ def exp(typing, vector):
         kind = args[0].type
         if vector.dtype == types.float64:
             return _call(builder, f"llvm.exp.{_suffix(kind)}", kind, args)
-        number = lambda x: _constant(kind, ir.Constant(kind.element, x).constant)
-        times = lambda a, b: builder.fmul(a, b, flags=_EXACT)
-        plus = lambda a, b: builder.fadd(a, b, flags=_EXACT)
+
+        def number(x):
+            return _constant(kind, ir.Constant(kind.element, x).constant)
+
+        def times(a, b):
+            return builder.fmul(a, b, flags=_EXACT)
+
+        def plus(a, b):
+            return builder.fadd(a, b, flags=_EXACT)
+
         x = args[0]
         x = builder.select(builder.fcmp_ordered(">", x, number(88.0)), number(88.0), x)
         small = builder.fcmp_ordered("<", x, number(-87.3))
@@ -245,9 +252,10 @@ def dots(typing, vector, array, base, tokens, start):
         for bit in (4, 1, 2, 8):  # in this order most merges are a blend and one shuffle on x86
             stay = _i32([lane if not lane & bit else lane + 16 for lane in range(16)])
             move = _i32([lane ^ bit if not lane & bit else (lane ^ bit) + 16 for lane in range(16)])
-            merge = lambda one, two: builder.fadd(
-                builder.shuffle_vector(one, two, stay), builder.shuffle_vector(one, two, move)
-            )
+
+            def merge(one, two):
+                return builder.fadd(builder.shuffle_vector(one, two, stay), builder.shuffle_vector(one, two, move))
+
             sums = {lane: merge(one, sums[lane | bit]) for lane, one in sums.items() if not lane & bit}
         return sums[0]
 

@@ -8,6 +8,7 @@ and its workqueue layer aborts when two python threads enter it together. Kernel
 plain python threads share the pieces of work.
 """
 
+import itertools
 import logging
 import os
 import threading
@@ -85,7 +86,7 @@ def split(rowptr: torch.Tensor, pieces: int) -> list[tuple[int, int]]:
         target = work[0] + (work[1] - work[0]) * piece // pieces
         cuts.append(bisect_left(range(rows), target, lo=cuts[-1], key=lambda row: int(rowptr[row]) + 8 * row))
     cuts.append(rows)
-    return [(first, last) for first, last in zip(cuts, cuts[1:], strict=False) if first < last]
+    return [(first, last) for first, last in itertools.pairwise(cuts) if first < last]
 
 
 def _threads() -> ThreadPoolExecutor:
