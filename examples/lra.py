@@ -66,6 +66,8 @@ class Classifier(LightningModule):
         options: dict[str, Any] = {"dropout": settings.attention_dropout}
         if settings.attention == "sbm":
             options |= {name: getattr(settings, name) for name in ("num_blocks", "estimator", "exploration", "clusters")}
+        elif settings.attention == "window":
+            options["window"] = settings.window
         encoder = SequenceEncoder(
             task.num_tokens,
             settings.channels,
@@ -154,9 +156,7 @@ class Classifier(LightningModule):
             self.record("train", row)
 
     def on_validation_epoch_end(self) -> None:
-        row = self.finish_row()
-        self.log("accuracy", row["accuracy"], logger=False)
-        self.record("val", row)
+        self.record("val", self.finish_row())
 
     def on_test_epoch_end(self) -> None:
         self.tested = self.finish_row()
@@ -215,7 +215,8 @@ class Checkpoints(Checkpoint):
         self.best = dict(state_dict)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        accuracy = float(trainer.callback_metrics["accuracy"])
+        assert isinstance(pl_module, Classifier)
+        accuracy = pl_module.latest["accuracy"]  # a round ends with its validation
         if accuracy > self.best["accuracy"]:
             self.best = {"accuracy": accuracy, "step": trainer.global_step}
             trainer.save_checkpoint(self.folder / BEST)
@@ -430,7 +431,11 @@ def main(arguments: list[str] | None = None) -> None:
         if split.truncated:
             print(f"{name}: cut {split.truncated:,} of {len(split):,} sequences to {settings.max_length} tokens")
     print(f"{task.name}, {plan['preset']} preset, {settings.attention} attention, {len(splits['train']):,} examples -> {folder}")
-    results = train(folder, task, settings, splits, given.accelerator)
+    try:
+        results = train(folder, task, settings, splits, given.accelerator)
+    except (KeyboardInterrupt, SystemExit):  # Lightning turns the first into the second
+        print(f"\nStopped. Go on with: python {sys.argv[0]} --output {folder} --resume")
+        raise
     print(f"\n{report.results_table(results)}\n\nSettings, curves, checkpoints, results and plots are in {folder}")
 
 

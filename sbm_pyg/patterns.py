@@ -123,7 +123,7 @@ def random(
     All :math:`\\binom{n}{k}` sets of a query are equally likely, itself included among the keys; queries and heads draw independently.
     Keys are drawn with replacement and drawn again only where they repeat one that the query has. That treats all keys
     alike, so the final set is uniform; where k > n/2 the keys left out are drawn instead, so each draw is new with probability 1/2 at
-    least. Cost O(E log E) time per round of an expected O(log E) rounds (three for 64 of 16,384 keys), O(E) memory.
+    least. Cost O(E log E) time, O(E) memory, expected.
 
     Args:
         num_keys_per_query: Number of keys k of each query, at least 0. A sequence with fewer tokens gets its full graph.
@@ -332,13 +332,17 @@ def _distinct(count: Tensor, size: Tensor, generator: torch.Generator) -> Tensor
     device, stride, rows = size.device, int(size.max()), torch.arange(size.numel(), device=size.device)
     leave = 2 * count > size  # there the numbers left out are drawn
     wanted = torch.where(leave, size - count, count)
-    missing, cells = wanted, wanted.new_empty(0)  # a cell is a row and a number: row * stride + number
+    missing, drawn = wanted, [wanted[:0]]  # the cells of each round, ascending; a cell is a row and a number: row * stride + number
     while total := int(missing.sum()):
         row = torch.repeat_interleave(rows, missing, output_size=total)
         word = torch.randint(2**62, (total,), generator=generator, device=device)
-        number = word % size[row]  # uniform up to size / 2^62
-        cells = torch.cat([cells, row * stride + number]).unique()
-        missing = wanted - torch.bincount(cells.div(stride, rounding_mode="floor"), minlength=rows.numel())
+        cells = (row * stride + word % size[row]).unique()  # uniform up to size / 2^62
+        for before in drawn[1:]:
+            cells = cells[before[torch.searchsorted(before, cells).clamp(max=before.numel() - 1)] != cells]
+        if cells.numel():
+            drawn.append(cells)
+            missing = missing - torch.bincount(cells // stride, minlength=rows.numel())
+    cells = torch.cat(drawn).sort().values
     if bool(leave.any()):  # add all numbers of those rows; what then appears twice was drawn to be left out
         cells, times = torch.cat([cells, _ranges(rows[leave] * stride, size[leave])]).unique(return_counts=True)
         cells = cells[times == 1]

@@ -495,6 +495,7 @@ def test_edge_index_of_pyg_round_trip(masks: list[Tensor]) -> None:
         assert (adjacency.is_sorted_by_col, adjacency.sparse_size()) == (True, (graph.num_keys, graph.num_queries))
         assert AttentionGraph.from_edge_index(adjacency, query_ptr=graph.query_ptr, key_ptr=graph.key_ptr) == graph.head(head)
     every = graph.to_edge_index()
+    assert every.validate() is every
     assert torch.equal(every.as_tensor(), graph.edge_index)
     assert (
         AttentionGraph.from_edge_index(

@@ -181,7 +181,7 @@ def test_the_rows_mix_both_ways() -> None:
     keys = 4000
     rate = torch.tensor([0.001, 0.9, 0.004, 0.3]).repeat(100)
     sbm = SBM(rate[None, :, None], torch.ones(1, keys, 1), torch.ones(1, 1, 1))
-    dense = reference.plan_rows(rate[:, None].double(), torch.tensor([keys]).double(), torch.ones(1).double(), keys, "bernoulli", 0.0)[1]
+    dense = reference.plan_rows(rate.double() * keys, rate.double(), keys, "bernoulli")[1]
     assert dense.view(-1, 4).all(0).tolist() == [False, True, False, True]
     degree = sample_edges(sbm, seed=3).validate().degree[0].double()
     z = (degree - rate * keys) / (rate * (1 - rate) * keys).sqrt()

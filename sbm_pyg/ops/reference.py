@@ -251,7 +251,7 @@ def _sample_block(
     """Sorted edges of one head of one sequence, tokens counted from 0: rates [n, K], memberships [m, K]."""
     num_keys = key.size(0)
     mass = torch.cat([rate * key.sum(0), torch.full_like(rate[:, :1], exploration * num_keys)], dim=1)  # [n, K+1]
-    stretch, dense = plan_rows(rate, key.sum(0), key.amax(0), num_keys, method, exploration)
+    stretch, dense = plan_rows(mass.sum(1), rate @ key.amax(0) + exploration, num_keys, method)
     parts = [
         _flip_rows(rate, key, dense.nonzero()[:, 0], counter, seed, method, exploration, clamp),
         _propose_rows(rate, key, mass, stretch, (~dense).nonzero()[:, 0], counter, seed, method, exploration),
@@ -260,14 +260,18 @@ def _sample_block(
     return torch.div(edge, num_keys, rounding_mode="floor"), edge % num_keys
 
 
-def plan_rows(rate: Tensor, key_sum: Tensor, key_max: Tensor, num_keys: int, method: str, exploration: float) -> tuple[Tensor, Tensor]:
+def plan_rows(expected: Tensor, bound: Tensor, num_keys: Tensor | int, method: str) -> tuple[Tensor, Tensor]:
     """How each row is sampled: the factor of its Poisson rates, and whether its coins are flipped key by key instead.
 
-    With ``pbar`` a bound on the row's probabilities, rates ``c p`` with ``c = -log(1 - pbar) / pbar`` propose every pair often enough for
-    thinning to reach p exactly. All in float64, so that every backend decides alike.
+    With ``bound`` >= every probability of the row, rates ``c p`` with ``c = -log(1 - bound) / bound`` propose every pair often enough
+    for thinning to reach p exactly. All in float64, so that every backend decides alike.
+
+    Args:
+        expected: Expected number of keys of each row, float64.
+        bound: Bound on the probabilities of each row, float64.
+        num_keys: Keys of the row's sequence.
+        method: ``"bernoulli"`` or ``"fastrg"``.
     """
-    expected = rate @ key_sum + exploration * num_keys
-    bound = rate @ key_max + exploration
     if method == "fastrg":
         return torch.ones_like(bound), expected * PROPOSAL_COST >= num_keys
     stretch = torch.where(bound > 0, -torch.log1p(-bound.clamp(max=1 - 1e-12)) / bound, 1.0)
@@ -278,6 +282,9 @@ def _flip_rows(
     rate: Tensor, key: Tensor, rows: Tensor, counter: tuple[int, int], seed: int, method: str, exploration: float, clamp: bool
 ) -> Tensor:
     """One coin for each pair of these rows: edge iff its 32-bit word lies below p * 2**32.
+
+    Key j looks at byte ``j % 4`` of word ``j // 64 % 4`` of counter ``16 (j // 256) + j // 4 % 16``, an order in which sixteen counters at
+    a time are written in a row.
 
     The word's top byte and its other 24 bits come from different counters, so a backend may draw a byte for every pair and
     the rest only for the one pair in 256 whose byte does not decide.
@@ -294,8 +301,9 @@ def _flip_rows(
             raise ValueError(over_one(float(p.max()) - exploration))
         threshold = (p.clamp(max=1) * 2.0**32).long()
         i = part[:, None]
-        words = torch.stack(philox(j[::16] >> 4, i, stream, head | COIN_BYTE << 24, seed), dim=-1).flatten(1)  # [rows, 4 * ceil(m/16)]
-        byte = (words[:, j >> 2] >> 8 * (j & 3)) & 255
+        block = torch.arange(16 * ((num_keys + 255) // 256), device=key.device)
+        words = torch.stack(philox(block, i, stream, head | COIN_BYTE << 24, seed), dim=-1)  # [rows, blocks, 4]
+        byte = (words[:, j // 256 * 16 + j // 4 % 16, j // 64 % 4] >> 8 * (j % 4)) & 255
         words = torch.stack(philox(j[::4] >> 2, i, stream, head | COIN_REST << 24, seed), dim=-1).flatten(1)
         hit = (byte << 24 | words[:, j] >> 8) < threshold
         local, col = hit.nonzero(as_tuple=True)
@@ -345,7 +353,8 @@ def _propose_rows(
 def _invert(mass: Tensor, word: Tensor, row: Tensor) -> Tensor:
     """Draw from row ``row[e]`` of unnormalised distributions ``[R, L]`` by the word of each draw: inverse CDF in 32-bit fixed point."""
     cumulative = mass.cumsum(1)
-    bounds = (cumulative / cumulative[:, -1:] * 2.0**32).nan_to_num(2.0**32).long()
+    bounds = (cumulative * (2.0**32 / cumulative[:, -1:])).nan_to_num(2.0**32).long()
+    bounds[:, -1] = 2**32
     offset = torch.arange(mass.size(0), device=mass.device) << 32
     return torch.searchsorted((bounds + offset[:, None]).flatten(), word + offset[row], right=True) - row * mass.size(1)
 

@@ -47,9 +47,14 @@ def _constant(kind, number):
     return ir.Constant(kind, [number] * kind.count)
 
 
+def _data(context, builder, kind, value):
+    """LLVM pointer to the first element of an array, or the pointer itself."""
+    return value if isinstance(kind, types.CPointer) else make_array(kind)(context, builder, value).data
+
+
 def _address(context, builder, array_type, array, offset, kind):
     """Pointer to a vector in an array, for an offset counted in elements."""
-    data = make_array(array_type)(context, builder, array).data
+    data = _data(context, builder, array_type, array)
     return builder.bitcast(builder.gep(data, [offset]), kind.as_pointer())
 
 
@@ -64,7 +69,8 @@ def _call(builder, name, result, arguments):
 
 
 def _suffix(kind):
-    return f"v{kind.count}f{64 if isinstance(kind.element, ir.DoubleType) else 32}"
+    names = {ir.FloatType: "f32", ir.DoubleType: "f64"}
+    return f"v{kind.count}{names.get(type(kind.element), kind.element)}"
 
 
 def _width(array, count):
@@ -106,7 +112,7 @@ def load_some(typing, array, offset, count, lanes):
         where = _address(context, builder, array, args[0], args[1], kind)
         align = ir.Constant(ir.IntType(32), array.dtype.bitwidth // 8)
         mask = _below(builder, args[2], kind.count)
-        return _call(builder, f"llvm.masked.load.{_suffix(kind)}.p0", kind, [where, align, mask, _constant(kind, 0.0)])
+        return _call(builder, f"llvm.masked.load.{_suffix(kind)}.p0", kind, [where, align, mask, ir.Constant(kind, None)])
 
     return result(array, types.int64, types.int64, lanes), generate
 
@@ -164,11 +170,14 @@ def total(typing, vector):
 
 @intrinsic
 def highest(typing, vector):
-    """Largest lane; lanes that are NaN do not count."""
+    """Largest of 16 lanes; lanes that are NaN do not count."""
 
     def generate(context, builder, signature, args):
-        kind = args[0].type
-        return _call(builder, f"llvm.vector.reduce.fmax.{_suffix(kind)}", kind.element, args)
+        result = args[0]
+        for step in (8, 4, 2, 1):
+            other = builder.shuffle_vector(result, result, _i32([lane ^ step for lane in range(16)]))
+            result = builder.select(builder.fcmp_ordered(">", other, result), other, result)
+        return builder.extract_element(result, ir.Constant(ir.IntType(32), 0))
 
     return vector.dtype(vector), generate
 
@@ -221,8 +230,8 @@ def exp(typing, vector):
 
 
 @intrinsic
-def dots(typing, vector, array, base, tokens, start):
-    """Sixteen dot products: of ``vector`` with the rows ``base + tokens[start : start + 16]`` of ``array``, lane by lane.
+def dots(typing, vector, array, tokens):
+    """Sixteen dot products: of ``vector`` with the rows ``tokens[0 : 16]`` of ``array``, lane by lane.
 
     The rows' partial sums meet in a tree of 15 two-way merges, each of which adds one half of two vectors to the other:
     a third of the shuffles that sixteen separate horizontal sums would take.
@@ -230,36 +239,38 @@ def dots(typing, vector, array, base, tokens, start):
     result = Vector(vector.dtype, 16)
 
     def generate(context, builder, signature, args):
-        row, data, offset, index, begin = args
+        row, data, index = args
+        i64 = ir.IntType(64)
         lanes = row.type.count
         kind = ir.VectorType(row.type.element, 16)
         pieces = [builder.shuffle_vector(row, row, _i32(range(c, c + 16))) for c in range(0, lanes, 16)]
-        index = make_array(tokens)(context, builder, index).data
-        sums = []
-        for lane in range(16):
-            token = builder.load(builder.gep(index, [builder.add(begin, ir.Constant(begin.type, lane))]))
-            token = builder.add(builder.sext(token, offset.type), offset)
-            token = builder.mul(token, ir.Constant(offset.type, lanes))
-            partial = None
+        index = _data(context, builder, tokens, index)
+
+        def partial(lane):
+            token = builder.load(builder.gep(index, [ir.Constant(i64, lane)]))
+            token = builder.mul(builder.sext(token, i64), ir.Constant(i64, lanes))
+            result = None
             for c, piece in enumerate(pieces):
-                where = builder.add(token, ir.Constant(token.type, 16 * c))
+                where = builder.add(token, ir.Constant(i64, 16 * c))
                 where = _address(context, builder, array, data, where, kind)
                 other = builder.load(where, align=array.dtype.bitwidth // 8)
                 product = builder.fmul(piece, other, flags=_EXACT)
-                partial = product if partial is None else builder.fadd(partial, product, flags=_EXACT)
-            sums.append(partial)
-        sums = dict(enumerate(sums))
-        for bit in (4, 1, 2, 8):  # in this order most merges are a blend and one shuffle on x86
+                result = product if result is None else builder.fadd(result, product, flags=_EXACT)
+            return result
+
+        def merged(lane, bits):
+            """Sums of the products of all tokens that agree with ``lane`` but for ``bits``, over as many lanes."""
+            if not bits:
+                return partial(lane)
+            bit, rest = bits[0], bits[1:]
+            one, two = merged(lane, rest), merged(lane | bit, rest)
             stay = _i32([lane if not lane & bit else lane + 16 for lane in range(16)])
             move = _i32([lane ^ bit if not lane & bit else (lane ^ bit) + 16 for lane in range(16)])
+            return builder.fadd(builder.shuffle_vector(one, two, stay), builder.shuffle_vector(one, two, move))
 
-            def merge(one, two):
-                return builder.fadd(builder.shuffle_vector(one, two, stay), builder.shuffle_vector(one, two, move))
+        return merged(0, (8, 2, 1, 4))  # on x86 the most frequent merges, 4 and 1, are a blend and one shuffle
 
-            sums = {lane: merge(one, sums[lane | bit]) for lane, one in sums.items() if not lane & bit}
-        return sums[0]
-
-    return result(vector, array, types.int64, tokens, types.int64), generate
+    return result(vector, array, tokens), generate
 
 
 def _arithmetic(python, instruction):
@@ -287,3 +298,50 @@ def _arithmetic(python, instruction):
 
 for _operation in ((operator.add, "fadd"), (operator.sub, "fsub"), (operator.mul, "fmul")):
     _arithmetic(*_operation)
+
+
+@intrinsic
+def peek(typing, array, offset):
+    """``array[offset]`` for an offset that is known not to be negative: no wrap-around code."""
+
+    def generate(context, builder, signature, args):
+        data = _data(context, builder, array, args[0])
+        return builder.load(builder.gep(data, [args[1]]))
+
+    return array.dtype(array, types.int64), generate
+
+
+@intrinsic
+def poke(typing, array, offset, number):
+    """``array[offset] = number``, likewise."""
+
+    def generate(context, builder, signature, args):
+        data = _data(context, builder, array, args[0])
+        builder.store(args[2], builder.gep(data, [args[1]]))
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64, array.dtype), generate
+
+
+@intrinsic
+def prefetch(typing, array, offset):
+    """Ask for the cache line of ``array[offset]``."""
+
+    def generate(context, builder, signature, args):
+        data = _data(context, builder, array, args[0])
+        where = builder.bitcast(builder.gep(data, [args[1]]), ir.IntType(8).as_pointer())
+        i32 = lambda x: ir.Constant(ir.IntType(32), x)
+        _call(builder, "llvm.prefetch.p0", ir.VoidType(), [where, i32(0), i32(3), i32(1)])
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64), generate
+
+
+@intrinsic
+def at(typing, array, offset):
+    """Pointer to ``array[offset]``, to be used in place of an array; unlike arrays, pointers cost nothing to assign."""
+
+    def generate(context, builder, signature, args):
+        return builder.gep(_data(context, builder, array, args[0]), [args[1]])
+
+    return types.CPointer(array.dtype)(array, types.int64), generate

@@ -1,0 +1,273 @@
+"""The trainer of the examples: results, resuming, accumulation, errors."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import lra
+import lra_report as report
+import lra_tasks
+
+EXAMPLES = Path(lra.__file__).parent
+FILES = [
+    "best.ckpt",
+    "curves.png",
+    "density.png",
+    "last.ckpt",
+    "masks.png",
+    "results.json",
+    "settings.json",
+    "tensorboard",
+    "train.csv",
+    "val.csv",
+]
+TINY = ["--steps", "7", "--validate-every", "3", "--log-every", "2", "--batch-size", "8", "--num-blocks", "8", "--channels", "16"]
+TINY += ["--head-channels", "8", "--ffn-channels", "16", "--accelerator", "cpu"]
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's own
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    threads, state = torch.get_num_threads(), torch.get_rng_state()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    torch.set_rng_state(state)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data") / "listops"
+    law = ["--preset", "laptop", "--train", "50", "--val", "20", "--test", "30", "--min-length", "8", "--max-length", "24"]
+    lra_tasks.main(["generate", "--out", str(folder), *law])
+    return folder
+
+
+def train(data: Path, folder: Path, *options: str) -> dict:
+    lra.main([*TINY, "--data", str(data), "--output", str(folder), *options])
+    return json.loads((folder / "results.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with dropout that went through."""
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    train(data, folder, "--dropout", "0.1", "--attention-dropout", "0.1")
+    return folder
+
+
+def weights(folder: Path, name: str = "last.ckpt") -> dict[str, torch.Tensor]:
+    return torch.load(folder / name, weights_only=True)["state_dict"]
+
+
+def curves(folder: Path) -> list[dict[str, float]]:
+    rows = [row for phase in ("train", "val") for row in report.read_curves(folder / f"{phase}.csv")]
+    return [{name: value for name, value in row.items() if name != "tokens_per_second"} for row in rows]
+
+
+def test_a_run_leaves_settings_curves_checkpoints_results_and_plots(run: Path) -> None:
+    assert sorted(path.name for path in run.iterdir()) == FILES
+    settings = json.loads((run / "settings.json").read_text())
+    assert settings["settings"]["steps"] == 7
+    assert settings["settings"]["warmup"] == 0  # keeps its share of the steps
+    assert [row["step"] for row in report.read_curves(run / "train.csv")] == [2, 3, 4, 6, 7]
+    assert [row["step"] for row in report.read_curves(run / "val.csv")] == [0, 3, 6, 7]
+    assert {"loss", "accuracy", "density_layer0_head0", "density_layer1_head1"} <= report.read_curves(run / "val.csv")[0].keys()
+    assert list((run / "tensorboard").glob("events*"))
+
+
+def test_results_hold_what_the_table_shows(run: Path) -> None:
+    results = json.loads((run / "results.json").read_text())
+    low, high = results["test"]["interval_95"]
+    assert 0 <= low <= results["test"]["accuracy"] <= high <= 1
+    assert results["test"]["examples"] == 30
+    for moment in ("first", "last", "tested"):
+        assert torch.tensor(results["density"][moment]).shape == (2, 2)
+    assert results["tokens_per_second"] > 0
+    assert results["peak_memory_bytes"] > 2**20
+    table = report.results_table(results)
+    assert f"test accuracy      {results['test']['accuracy']:.2%}" in table
+    assert "layer 1, head 1" in table
+
+
+def test_best_checkpoint_reproduces_its_validation_accuracy_in_any_batches(run: Path, data: Path) -> None:
+    plan = json.loads((run / "settings.json").read_text())
+    module = lra.Classifier(lra_tasks.TASKS["listops"], lra_tasks.Settings(**plan["settings"]))
+    module.load_state_dict(weights(run, "best.ckpt"))
+    module.eval()
+    best = json.loads((run / "results.json").read_text())["best"]
+    logged = {row["step"]: row for row in report.read_curves(run / "val.csv")}[best["step"]]
+    assert logged["accuracy"] == best["accuracy"] == max(row["accuracy"] for row in report.read_curves(run / "val.csv")[1:])
+    split = lra_tasks.load(lra_tasks.TASKS["listops"], data, max_length=128)["val"]
+    for size in (1, 7, 20):
+        for start in range(0, len(split), size):
+            with torch.no_grad():
+                module.validation_step(split.__getitems__(list(range(start, min(start + size, len(split))))), 0)
+        row = module.finish_row()
+        assert row["accuracy"] == best["accuracy"]
+        assert row["loss"] == pytest.approx(logged["loss"], rel=1e-5)
+        assert row["density_layer0_head1"] == pytest.approx(logged["density_layer0_head1"], rel=1e-9)  # the very same graphs
+
+
+KILLED = """
+import os, signal, sys
+import lra
+step = lra.Classifier.training_step
+def doomed(self, batch, batch_idx):
+    if self.global_step == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return step(self, batch, batch_idx)
+lra.Classifier.training_step = doomed
+lra.main(sys.argv[1:])
+"""
+
+
+@pytest.mark.slow
+def test_killed_and_resumed_ends_with_the_same_bits(run: Path, data: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "killed"
+    options = [*TINY, "--dropout", "0.1", "--attention-dropout", "0.1", "--data", str(data), "--output", str(folder)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES)}
+    killed = subprocess.run([sys.executable, "-c", KILLED, *options], env=environment, capture_output=True, text=True, check=False)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert [row["step"] for row in report.read_curves(folder / "train.csv")] == [2, 3, 4]  # step 4 came after the checkpoint
+    assert not (folder / "results.json").exists()
+    lra.main(["--output", str(folder), "--resume", "--accelerator", "cpu"])
+    for name in ("last.ckpt", "best.ckpt"):
+        resumed = weights(folder, name)
+        assert all(torch.equal(value, resumed[key]) for key, value in weights(run, name).items())
+    assert curves(folder) == curves(run)
+    assert json.loads((folder / "results.json").read_text())["test"] == json.loads((run / "results.json").read_text())["test"]
+
+
+def test_resuming_a_finished_run_only_reports_again(run: Path, capsys: pytest.CaptureFixture) -> None:
+    before, results = weights(run), json.loads((run / "results.json").read_text())
+    lra.main(["--output", str(run), "--resume", "--accelerator", "cpu"])
+    assert all(torch.equal(value, before[key]) for key, value in weights(run).items())
+    assert json.loads((run / "results.json").read_text())["test"] == results["test"]
+    assert "test accuracy" in capsys.readouterr().out
+
+
+def test_accumulating_changes_neither_graphs_nor_gradients(data: Path, tmp_path: Path) -> None:
+    for parts in ("1", "4"):
+        train(data, tmp_path / parts, "--steps", "3", "--accumulate", parts, "--precision", "32-true")
+    whole, parted = (curves(tmp_path / parts) for parts in ("1", "4"))
+    for one, other in zip(whole, parted, strict=True):
+        assert one == pytest.approx(other, rel=1e-4)
+    assert whole[0]["density_layer0_head0"] == pytest.approx(parted[0]["density_layer0_head0"], rel=1e-12)
+    other = weights(tmp_path / "4")
+    for key, value in weights(tmp_path / "1").items():
+        torch.testing.assert_close(value, other[key], rtol=0, atol=2e-4)
+
+
+def test_rounds_go_on_through_the_data(data: Path) -> None:
+    settings = lra_tasks.TASKS["listops"].presets["laptop"].settings
+    splits = lra_tasks.load(lra_tasks.TASKS["listops"], data, max_length=128)
+    sizes = {"batch_size": 10, "steps": 8, "warmup": 0, "validate_every": 5, "accumulate": 2}
+    rounds = lra.Data(splits, dataclasses.replace(settings, **sizes))
+    seen = []
+    for number, batches in enumerate([10, 6]):
+        rounds.trainer = SimpleNamespace(current_epoch=number)
+        seen.append([batch.examples for batch in rounds.train_dataloader()])
+        assert len(seen[-1]) == batches
+    assert sorted(torch.cat(seen[0]).tolist()) == list(range(50))  # one pass over the data
+    assert len(torch.cat(seen[1]).unique()) == 30
+    assert [part.tolist() for part in seen[0][:6]] != [part.tolist() for part in seen[1]]
+
+
+def test_seed_decides(data: Path, tmp_path: Path, run: Path) -> None:
+    train(data, tmp_path / "same", "--dropout", "0.1", "--attention-dropout", "0.1")
+    assert curves(tmp_path / "same") == curves(run)
+    train(data, tmp_path / "other", "--dropout", "0.1", "--attention-dropout", "0.1", "--seed", "1")
+    assert curves(tmp_path / "other") != curves(run)
+
+
+def test_regulariser_lowers_the_density(data: Path, tmp_path: Path) -> None:
+    results = train(data, tmp_path / "run", "--density-weight", "10", "--estimator", "none", "--steps", "12", "--learning-rate", "0.02")
+    first, last = (torch.tensor(results["density"][moment]) for moment in ("first", "last"))
+    assert (last < first - 0.02).all()
+
+
+@pytest.mark.parametrize("attention", ["full", "window", "bigbird"])
+def test_every_attention_trains(data: Path, tmp_path: Path, attention: str) -> None:
+    results = train(data, tmp_path / "run", "--attention", attention, "--window", "3", "--steps", "2", "--precision", "bf16-mixed")
+    assert (results["density"]["tested"][0][0] == 1.0) == (attention == "full")
+    assert (tmp_path / "run" / "masks.png").exists() == (attention != "full")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--steps", "0"], "Expected 'steps' to be at least 1 (got 0)"),
+        (["--dropout", "1.5"], "Expected 'dropout' to be at least 0.0 and at most 0.99 (got 1.5)"),
+        (["--learning-rate", "nan"], "Expected 'learning-rate' to be at least 0.0 (got nan)"),
+        (["--warmup", "7"], "Expected 'warmup' to be below 'steps' = 7 (got 7)"),
+        (["--accumulate", "3"], "Expected 'accumulate' to divide 'batch-size' = 8 (got 3)"),
+        (["--attention", "full", "--density-weight", "1"], "Expected 'density-weight' to be 0 for attention 'full' (got 1.0)"),
+        (["--batch-size", "64"], "Expected 'batch-size' to be at most the number of examples, 50 (got 64)"),
+        (["--attention", "none"], "argument --attention: invalid choice: 'none'"),
+        (["--resume"], "Expected 'output' to be the folder of a run to resume (got {folder})"),
+    ],
+)
+def test_bad_arguments_are_told_before_anything_is_written(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture, options: list[str], message: str
+) -> None:
+    folder = tmp_path / "run"
+    with pytest.raises(SystemExit) as stop:
+        train(data, folder, *options)
+    assert stop.value.code == 2
+    assert message.format(folder=folder) in capsys.readouterr().err
+    assert not folder.exists()
+
+
+def test_a_run_is_neither_overwritten_nor_resumed_with_other_settings_or_data(
+    run: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    def refuse(*options: str) -> str:
+        with pytest.raises(SystemExit):
+            lra.main(["--output", str(run), *options])
+        return capsys.readouterr().err
+
+    assert f"to be a new or empty folder (got {run}, which has content). Choose another one, or add --resume." in refuse()
+    assert "Expected 'seed' to be 0 as in the run to resume (got 3)" in refuse("--resume", "--seed", "3")
+    other = tmp_path / "listops"
+    lra_tasks.main(["generate", "--out", str(other), "--preset", "laptop", "--train", "50", "--val", "20", "--test", "30", "--seed", "9"])
+    assert "Expected 'data' to be what the run was started with" in refuse("--resume", "--data", str(other))
+    assert "to hold ListOps (got no such folder)" in refuse("--resume", "--data", str(tmp_path / "nowhere"))
+
+
+def test_truncation_is_reported(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    train(data, tmp_path / "run", "--steps", "1", "--max-length", "10")
+    assert "of 50 sequences to 10 tokens" in capsys.readouterr().out
+
+
+def test_curves_forget_what_a_checkpoint_does_not_know(tmp_path: Path) -> None:
+    logger = report.CurveLogger(tmp_path)
+    for step in (1, 2, 3):
+        logger.log_metrics({"train/loss": step / 3}, step=step)
+    with (tmp_path / "train.csv").open("a") as file:
+        file.write("4")  # a row that was never finished
+    report.CurveLogger(tmp_path, step=2)
+    assert report.read_curves(tmp_path / "train.csv") == [{"step": 1, "loss": 1 / 3}, {"step": 2, "loss": 2 / 3}]
+    report.CurveLogger(tmp_path)
+    assert not (tmp_path / "train.csv").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "words"), [("lra.py", ["--resume", "--density-weight", "lambda", "0.0005"]), ("lra_tasks.py", ["generate", "describe"])]
+)
+def test_help(script: str, words: list[str]) -> None:
+    shown = subprocess.run([sys.executable, EXAMPLES / script, "--help"], capture_output=True, text=True, check=True).stdout
+    assert all(word in shown for word in words)
