@@ -268,7 +268,7 @@ def train(folder: Path, task: Task, settings: Settings, splits: Mapping[str, Spl
     torch.manual_seed(random_word(settings.seed, 2))
     module, data, checkpoints = Classifier(task, settings), Data(splits, settings), Checkpoints(folder)
     last = folder / LAST if (folder / LAST).exists() else None
-    done = int(torch.load(last, weights_only=True)["global_step"]) if last else None
+    done = int(torch.load(last, map_location="cpu", weights_only=True)["global_step"]) if last else None
     trainer = Trainer(
         max_epochs=-(-settings.steps // settings.validate_every),
         accumulate_grad_batches=settings.accumulate,
@@ -291,7 +291,7 @@ def train(folder: Path, task: Task, settings: Settings, splits: Mapping[str, Spl
         trainer.validate(module, data, verbose=False)  # the densities before the first step
     if done != settings.steps:
         trainer.fit(module, data, ckpt_path=last, weights_only=True)
-    best = torch.load(folder / BEST, weights_only=True)["callbacks"]["Checkpoints"]
+    best = torch.load(folder / BEST, map_location="cpu", weights_only=True)["callbacks"]["Checkpoints"]
     trainer.test(module, data, ckpt_path=folder / BEST, weights_only=True, verbose=False)
 
     train_rows, val_rows = (report.read_curves(folder / f"{phase}.csv") for phase in ("train", "val"))
@@ -321,12 +321,12 @@ def train(folder: Path, task: Task, settings: Settings, splits: Mapping[str, Spl
     report.write_json(folder / RESULTS, results)
     report.plot_curves(folder / "curves.png", train_rows, val_rows, splits["val"].majority)
     report.plot_densities(folder / "density.png", train_rows, *sizes)
-    draw_masks(folder / "masks.png", module, splits["test"])
+    draw_masks(folder / "masks.png", module, splits["test"], task.words)
     return results
 
 
 @torch.no_grad()
-def draw_masks(path: Path, module: Classifier, split: Split, length: int = 256) -> None:
+def draw_masks(path: Path, module: Classifier, split: Split, words: tuple[str, ...], length: int = 256) -> None:
     """Draws the graphs of the example whose length is nearest to the median, or to ``length`` if that is shorter."""
     wanted = min(float(np.median(split.lengths)), length)
     example = int(np.abs(split.lengths - wanted).argmin())
@@ -336,7 +336,7 @@ def draw_masks(path: Path, module: Classifier, split: Split, length: int = 256) 
         return
     masks = [graph.to_dense(0).cpu().numpy() for graph in trace.graphs]
     chances = [None if sbm is None else sbm.edge_prob_dense(0).cpu().numpy() for sbm in trace.sbms]
-    report.plot_masks(path, masks, chances)
+    report.plot_masks(path, masks, chances, [words[token] for token in batch.tokens.tolist()] if words else [])
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

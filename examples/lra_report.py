@@ -186,17 +186,19 @@ def plot_densities(path: Path, train: Sequence[Mapping[str, float]], layers: int
     figure.savefig(path, dpi=150)
 
 
-def plot_masks(path: Path, masks: Sequence[np.ndarray], chances: Sequence[np.ndarray | None]) -> None:
+def plot_masks(path: Path, masks: Sequence[np.ndarray], chances: Sequence[np.ndarray | None], words: Sequence[str]) -> None:
     """Draws one sampled mask beside its edge probabilities, per layer and head.
 
     Args:
         path: Of the picture.
         masks: Per layer, [H, n, n] booleans; rows are queries.
         chances: Per layer, [H, n, n] probabilities, or None where the graph is a fixed pattern.
+        words: The tokens, [n], to write along the axes if they are few; empty to write nothing.
     """
     rows = [(layer, head) for layer, mask in enumerate(masks) for head in range(len(mask))]
     figure = Figure(figsize=(6.4, 2.9 * len(rows)), layout="constrained")
-    for (layer, head), (left, right) in zip(rows, figure.subplots(len(rows), 2, squeeze=False), strict=True):
+    panels = figure.subplots(len(rows), 2, squeeze=False)
+    for (layer, head), (left, right) in zip(rows, panels, strict=True):
         mask, chance = masks[layer][head], chances[layer]
         left.imshow(mask, cmap="Greys", vmin=0, vmax=1, interpolation="nearest")
         left.set_title(f"layer {layer}, head {head}: sampled, density {mask.mean():.1%}", fontsize=9)
@@ -208,6 +210,9 @@ def plot_masks(path: Path, masks: Sequence[np.ndarray], chances: Sequence[np.nda
         picture = right.imshow(chance[head], cmap="viridis", vmin=0, interpolation="nearest")
         right.set_title(f"probability, mean {chance[head].mean():.1%}", fontsize=9)
         figure.colorbar(picture, ax=right, shrink=0.8)
-    for axes in figure.axes[: 2 * len(rows)]:
-        axes.set(xticks=[], yticks=[])
+    shown = words if len(words) <= 48 else ()
+    for axes in panels.flat:
+        axes.set_xticks(range(len(shown)), shown, rotation=90, fontsize=4)
+        axes.set_yticks(range(len(shown)), shown, fontsize=4)
+        axes.tick_params(length=0, pad=1)
     figure.savefig(path, dpi=150)

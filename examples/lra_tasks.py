@@ -134,6 +134,7 @@ class Task:
         open: Finds the splits "train", "val" and "test" in a folder and returns an iterable of rows for each.
         generate: Writes a folder that ``open`` reads, given (folder, parameters, seed, progress); False if it is there.
         presets: By name.
+        words: What token numbers stand for, for plots; empty where that is not worth reading.
     """
 
     name: str
@@ -145,6 +146,7 @@ class Task:
     open: Callable[[Path], Mapping[str, Iterable[Row]]]
     generate: Callable[..., bool]
     presets: Mapping[str, Preset]
+    words: tuple[str, ...] = ()
 
 
 def _open_listops(root: Path) -> Mapping[str, Iterable[Row]]:
@@ -161,6 +163,7 @@ TASKS = {
         overflow="truncate",  # as LRA does; its own trees have fewer than 2,000 tokens
         open=_open_listops,
         generate=lra_listops.generate,
+        words=("padding", *lra_listops.VOCABULARY),
         presets={
             "paper": Preset(PAPER, lra_listops.Parameters()),
             "laptop": Preset(

@@ -11,9 +11,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 
 import lra
 import lra_report as report
@@ -166,19 +168,18 @@ def test_accumulating_changes_neither_graphs_nor_gradients(data: Path, tmp_path:
     for one, other in zip(whole, parted, strict=True):
         assert one == pytest.approx(other, rel=1e-4)
     assert whole[0]["density_layer0_head0"] == pytest.approx(parted[0]["density_layer0_head0"], rel=1e-12)
-    other = weights(tmp_path / "4")
+    expected = weights(tmp_path / "4")
     for key, value in weights(tmp_path / "1").items():
-        torch.testing.assert_close(value, other[key], rtol=0, atol=2e-4)
+        torch.testing.assert_close(value, expected[key], rtol=0, atol=2e-4)
 
 
 def test_rounds_go_on_through_the_data(data: Path) -> None:
     settings = lra_tasks.TASKS["listops"].presets["laptop"].settings
     splits = lra_tasks.load(lra_tasks.TASKS["listops"], data, max_length=128)
-    sizes = {"batch_size": 10, "steps": 8, "warmup": 0, "validate_every": 5, "accumulate": 2}
-    rounds = lra.Data(splits, dataclasses.replace(settings, **sizes))
+    rounds = lra.Data(splits, dataclasses.replace(settings, batch_size=10, steps=8, warmup=0, validate_every=5, accumulate=2))
     seen = []
     for number, batches in enumerate([10, 6]):
-        rounds.trainer = SimpleNamespace(current_epoch=number)
+        rounds.trainer = cast(Trainer, SimpleNamespace(current_epoch=number))
         seen.append([batch.examples for batch in rounds.train_dataloader()])
         assert len(seen[-1]) == batches
     assert sorted(torch.cat(seen[0]).tolist()) == list(range(50))  # one pass over the data

@@ -8,6 +8,7 @@ import json
 import random
 import re
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -26,22 +27,31 @@ SMALL = Parameters(train=60, val=10, test=20, max_depth=4, max_args=5, min_lengt
 REAL = Path(__file__).parents[2] / "shared" / "data" / "listops"
 
 
+OPERATIONS: dict[str, Callable[[list[int]], int]] = {
+    "[MIN": min,
+    "[MAX": max,
+    "[MED": lambda values: int(statistics.median(values)),
+    "[SM": lambda values: sum(values) % 10,
+}
+
+
 def evaluate(source: str) -> int:
     """Computes the value of a tree from its text, by a stack and plain Python: nothing of the generator is used."""
-    pending: list[list] = []
+    pending: list[tuple[str, list[int]]] = []
     for word in source.split():
         if word in "()":
             continue
-        if word.startswith("["):
-            pending.append([word[1:]])
+        if word in OPERATIONS:
+            pending.append((word, []))
             continue
-        value = int(word) if word != "]" else None
-        if value is None:
-            name, *values = pending.pop()
-            value = {"MIN": min, "MAX": max, "MED": lambda v: int(statistics.median(v)), "SM": lambda v: sum(v) % 10}[name](values)
+        if word == "]":
+            name, values = pending.pop()
+            value = OPERATIONS[name](values)
+        else:
+            value = int(word)
         if not pending:
             return value
-        pending[-1].append(value)
+        pending[-1][1].append(value)
     raise AssertionError(f"unfinished tree: {source[:100]}")
 
 
@@ -181,7 +191,7 @@ def test_manifest_tells_how_the_files_were_made(folder: Path) -> None:
 
 
 def test_interrupted_generation_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Impatient(lra_listops.tqdm):  # type: ignore[misc, name-defined]
+    class Impatient(lra_listops.tqdm):
         def update(self, n: float = 1) -> None:
             if self.n > 30:
                 raise KeyboardInterrupt

@@ -13,8 +13,7 @@ from numba.np.arrayobj import make_array
 
 LANES = 16
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
-_BYTES, _HALVES, _WORDS, _LONGS = (ir.VectorType(kind, LANES) for kind in (_I8, _I16, _I32, _I64))
-_FLOATS = ir.VectorType(ir.FloatType(), LANES)
+_BYTES, _WORDS, _LONGS = (ir.VectorType(kind, LANES) for kind in (_I8, _I32, _I64))
 
 
 def _call(builder, name, result, arguments):
@@ -25,6 +24,10 @@ def _call(builder, name, result, arguments):
 def _splat(builder, number):
     one = builder.insert_element(ir.Constant(ir.VectorType(number.type, LANES), ir.Undefined), number, ir.Constant(_I32, 0))
     return builder.shuffle_vector(one, one, ir.Constant(_WORDS, [0] * LANES))
+
+
+def _element(array_type):
+    return ir.FloatType() if array_type.dtype == types.float32 else ir.DoubleType()
 
 
 def _pointer(context, builder, array_type, array, offset, kind):
@@ -67,21 +70,14 @@ def philox16(typing, counter, row, stream, purpose, seed, out, offset):
 def toss16(typing, approx, coins, offset, below, less, above, more):
     """Sixteen coins against sixteen probabilities known up to a relative error.
 
-    ``approx`` is float32, or uint16 bits of bfloat16; ``coins`` is uint8, one random byte for each. Returns a mask: bit k where byte k lies
+    ``approx`` is float32 or float64; ``coins`` is uint8, one random byte for each. Returns a mask: bit k where byte k lies
     below ``floor(below p + less)``, an edge whatever the error is; bit ``16 + k`` where it does not, but not above ``floor(above p + more)``
     either, so that the error decides.
     """
 
     def generate(context, builder, signature, args):
-        def load(array_type, array, kind):
-            return builder.load(_pointer(context, builder, array_type, array, args[2], kind), align=array_type.dtype.bitwidth // 8)
-
-        if approx.dtype == types.float32:
-            p = load(approx, args[0], _FLOATS)
-        else:
-            bits = builder.zext(load(approx, args[0], _HALVES), _WORDS)
-            p = builder.bitcast(builder.shl(bits, ir.Constant(_WORDS, [16] * LANES)), _FLOATS)
-        coin = builder.zext(load(coins, args[1], _BYTES), _WORDS)
+        p = builder.load(_pointer(context, builder, approx, args[0], args[2], ir.VectorType(_element(approx), LANES)), align=4)
+        coin = builder.zext(builder.load(_pointer(context, builder, coins, args[1], args[2], _BYTES), align=1), _WORDS)
         low, high = (
             builder.fptosi(builder.fadd(builder.fmul(p, _splat(builder, factor)), _splat(builder, term)), _WORDS)
             for factor, term in (args[3:5], args[5:7])
@@ -91,7 +87,7 @@ def toss16(typing, approx, coins, offset, below, less, above, more):
         masks = [builder.zext(builder.bitcast(mask, _I16), _I64) for mask in (sure, maybe)]
         return builder.or_(masks[0], builder.shl(masks[1], ir.Constant(_I64, LANES)))
 
-    return types.uint64(approx, coins, types.int64, *(types.float32,) * 4), generate
+    return types.uint64(approx, coins, types.int64, *(approx.dtype,) * 4), generate
 
 
 @intrinsic
@@ -110,6 +106,18 @@ def append16(typing, mask, base, out, used):
         return builder.add(args[3], builder.zext(_call(builder, "llvm.ctpop.i16", _I16, [half]), _I64))
 
     return types.int64(types.uint64, types.int64, out, types.int64), generate
+
+
+@intrinsic
+def below16(typing, bounds, offset, word):
+    """How many of the sixteen uint32 from ``offset`` on lie below the word."""
+
+    def generate(context, builder, signature, args):
+        some = builder.load(_pointer(context, builder, bounds, args[0], args[1], _WORDS), align=4)
+        mask = builder.bitcast(builder.icmp_unsigned("<", some, _splat(builder, args[2])), _I16)
+        return builder.zext(_call(builder, "llvm.ctpop.i16", _I16, [mask]), _I64)
+
+    return types.int64(bounds, types.int64, types.uint32), generate
 
 
 @intrinsic

@@ -1,28 +1,28 @@
 """The sampler for the CPU: rows in parallel, each by proposals or by coins, sorted as they are made.
 
 Same law, same random words and the same edges as :func:`sbm_pyg.ops.reference.sample_sbm`. A row of coins needs its probabilities only
-to the precision that each coin asks for: a matrix product, in bfloat16 where the machine has tiles for it, gives them with a proven
-relative error, one random byte decides almost every pair, and the few that it leaves open are settled in float64.
+to the precision that each coin asks for: a product in float32 gives them with a proven relative error, one random byte decides almost
+every pair, and the few that it leaves open are settled in float64.
 """
 
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from . import reference
-from .bits import append16, lowest_bit, philox16, toss16
+from .bits import append16, below16, lowest_bit, philox16, toss16
+from .simd import load, splat, store
 from .threads import kernel, run
 
 _COIN_BYTE, _COIN_REST, _COUNT, _PROPOSAL = (
     purpose << 24 for purpose in (reference.COIN_BYTE, reference.COIN_REST, reference.COUNT, reference.PROPOSAL)
 )
-_TILE = 2**20  # pairs whose probabilities are held at a time
-_SMALL = 2**15  # pairs below which a matrix product of its own does not pay
+_PANEL = 64  # keys that lie together, block by block
+_GROUP = 4  # rows whose probabilities are computed together
 
 # How a row is sampled.
 _PROPOSE, _COINS, _EXACT_COINS = range(3)
@@ -84,20 +84,39 @@ def _prob(rate, key, exploration):
 
 
 @kernel
-def _settle(p, byte, j, row, stream, head, seed):
-    """The coin of a pair to its last bit."""
-    threshold = np.uint64(min(p, 1.0) * 2.0**32)
-    if byte != threshold >> np.uint64(24):
-        return byte < threshold >> np.uint64(24)
+def _coin(byte, j, row, stream, head, seed):
+    """All 32 bits of the coin of a pair, from its first byte on."""
     rest = _philox(j >> 2, row, stream, head | _COIN_REST, seed)[j & 3] >> np.uint64(8)
-    return rest < threshold & np.uint64(0xFFFFFF)
+    return np.float64(np.uint64(byte) << np.uint64(24) | rest)
+
+
+@kernel
+def _product(rate, rows, some, panels, first, count, approx):
+    """Probabilities of the first ``some`` of four rows with the keys of ``count`` panels: four times 64 sums that stay in registers."""
+    blocks = rate.shape[1]
+    a, b, c, d = rows[0], rows[min(1, some - 1)], rows[min(2, some - 1)], rows[min(3, some - 1)]
+    for panel in range(count):
+        w = x = y = z = splat(rate.dtype.type(0), _PANEL)
+        offset = (first + panel) * blocks * _PANEL
+        for v in range(blocks):
+            keys = load(panels, offset + v * _PANEL, _PANEL)
+            w = w + rate[a, v] * keys
+            x = x + rate[b, v] * keys
+            y = y + rate[c, v] * keys
+            z = z + rate[d, v] * keys
+        width = approx.shape[1]
+        flat = approx.ravel()
+        store(flat, _PANEL * panel, w)
+        store(flat, _PANEL * panel + width, x)
+        store(flat, _PANEL * panel + 2 * width, y)
+        store(flat, _PANEL * panel + 3 * width, z)
 
 
 @kernel
 def _approximate_coins(approx, error, rate, key, row, stream, head, seed, exploration, words, shift, out, used):
     """Edges of a row whose probabilities are known up to a relative error; returns the new end of ``out``.
 
-    Reads up to 15 elements after the end of ``approx``.
+    ``approx`` is padded to a whole number of panels.
     """
     num_keys = key.shape[0]
     _coin_bytes(num_keys, row, stream, head, seed, words)
@@ -112,26 +131,23 @@ def _approximate_coins(approx, error, rate, key, row, stream, head, seed, explor
         while maybe:
             lane = lowest_bit(maybe)
             maybe &= maybe - np.uint64(1)
-            p = _prob(rate, key[first + lane], exploration)
-            masks |= np.uint64(_settle(p, np.uint64(coins[first + lane]), first + lane, row, stream, head, seed)) << np.uint64(lane)
+            coin = _coin(coins[first + lane], first + lane, row, stream, head, seed) * 2.0**-24
+            p = np.float64(approx[first + lane])
+            hit = coin < p * below + less
+            if not hit and coin <= p * above + more:
+                hit = coin * 2.0**24 < np.floor(_prob(rate, key[first + lane], exploration) * 2.0**32)
+            masks |= np.uint64(hit) << np.uint64(lane)
         used = append16(masks, first + shift, out, used)
     return used
 
 
 @kernel
-def _exact_coins(rate, key_t, row, stream, head, seed, fastrg, clamp, exploration, words, p, shift, out, used):
+def _exact_coins(rate, key, row, stream, head, seed, fastrg, clamp, exploration, words, p, shift, out, used):
     """Edges of a row with every probability in float64; returns the new end of ``out`` and the largest probability."""
-    blocks, num_keys = key_t.shape
-    for j in range(num_keys):
-        p[j] = 0
-    for v in range(blocks):
-        weight = np.float64(rate[v])
-        column = key_t[v]
-        for j in range(num_keys):
-            p[j] += weight * np.float64(column[j])
+    num_keys = key.shape[0]
     top = 0.0
     for j in range(num_keys):
-        p[j] += exploration
+        p[j] = _prob(rate, key[j], exploration)
         top = max(top, p[j])
     if fastrg:
         for j in range(num_keys):
@@ -141,8 +157,10 @@ def _exact_coins(rate, key_t, row, stream, head, seed, fastrg, clamp, exploratio
     _coin_bytes(num_keys, row, stream, head, seed, words)
     coins = words.view(np.uint8)
     for j in range(num_keys):
+        threshold = np.floor(p[j] * 2.0**32)
+        byte = np.floor(threshold * 2.0**-24)
         out[used] = j + shift
-        used += _settle(p[j], np.uint64(coins[j]), j, row, stream, head, seed)
+        used += coins[j] < byte or (coins[j] == byte and _coin(coins[j], j, row, stream, head, seed) < threshold)
     return used, top
 
 
@@ -163,10 +181,10 @@ def _bounds(mass, out):
 
 
 @kernel
-def _count_below(bounds, word):
+def _count_below(bounds, first, last, word):
     count = 0
-    for v in range(bounds.size):
-        count += np.int32(bounds[v] < word)
+    for offset in range(first, last, 16):
+        count += below16(bounds, offset, word)
     return count
 
 
@@ -181,7 +199,7 @@ def _find(coarse, fine, start, groups, word):
         half = length >> 1
         group += half * (coarse[group + half - 1] < word)
         length -= half
-    return 64 * (group - start) + _count_below(fine[64 * group : 64 * group + 64], word)
+    return 64 * (group - start) + _count_below(fine, 64 * group, 64 * group + 64, word)
 
 
 @kernel
@@ -193,7 +211,7 @@ def _propose(
     for v in range(blocks):
         mass[v] = np.float64(rate[v]) * key_sum[v]
     mass[blocks] = exploration * num_keys
-    _bounds(mass, block_bounds)
+    _bounds(mass, block_bounds[: blocks + 1])
     count = _poisson(mass[blocks] * stretch, row, stream, head, seed)
     if used + min(count, num_keys) > out.size:
         return -1
@@ -203,7 +221,7 @@ def _propose(
         philox16(first, row, stream, head | _PROPOSAL, seed, drawn, 0)
         some = min(16, count - first)
         for t in range(some):
-            drawn[t] = _count_below(block_bounds, drawn[t])
+            drawn[t] = _count_below(block_bounds, 0, block_bounds.size, drawn[t])
         for t in range(some):
             block, word = np.int64(drawn[t]), drawn[16 + t]
             if block < blocks:
@@ -273,50 +291,65 @@ def _expect(first, last, queries, rate, batch, key_sum, key_max, expected, bound
 
 
 @kernel
-def _key_bounds(head, first, last, key_t, key_ptr, fine_ptr, coarse, fine):
-    """Tables that map a word to a key, for blocks first..last-1 of a head."""
-    for b in range(key_ptr.size - 1):
-        start, num_keys = key_ptr[b], key_ptr[b + 1] - key_ptr[b]
-        mass = np.empty(num_keys)
-        for v in range(first, last):
-            for j in range(num_keys):
-                mass[j] = key_t[head, v, start + j]
-            table = fine[head, v, fine_ptr[b] : fine_ptr[b + 1]]
-            table[num_keys:] = np.uint32(0xFFFFFFFF)
-            _bounds(mass, table[:num_keys])
-            for group in range(table.size >> 6):
-                coarse[head, v, (fine_ptr[b] >> 6) + group] = table[64 * group + 63]
+def _pack(head, b, key, key_ptr, panel_ptr, panels):
+    """Keys of a sequence of one head in panels of 64, block by block; the last panel is filled up with zeros."""
+    blocks = key.shape[2]
+    for panel in range(panel_ptr[b], panel_ptr[b + 1]):
+        first = key_ptr[b] + _PANEL * (panel - panel_ptr[b])
+        some = min(_PANEL, key_ptr[b + 1] - first)
+        for v in range(blocks):
+            for j in range(some):
+                panels[head, panel, v, j] = key[head, first + j, v]
+            panels[head, panel, v, some:] = 0
 
 
 @kernel
-def _rows(first, last, queries, way, stretch, approx, error, rate, key, key_t, key_sum, coarse, fine,
-          batch, query_ptr, key_ptr, fine_ptr, streams, seed, fastrg, exploration, clamp, out, counts, state, top):  # fmt: skip
-    """Edges of the rows from ``state[0]`` on: fills ``out`` and ``counts``, and leaves in ``state`` the next row, the edges so far, the
-    row of ``approx`` that is next, and 1 if a probability exceeds 1, which then stands in ``top``."""
+def _key_bounds(head, first, last, panels, key_ptr, panel_ptr, coarse, fine):
+    """Tables that map a word to a key, for blocks first..last-1 of a head."""
+    for b in range(key_ptr.size - 1):
+        num_keys = key_ptr[b + 1] - key_ptr[b]
+        mass = np.empty(num_keys)
+        for v in range(first, last):
+            for j in range(num_keys):
+                mass[j] = panels[head, panel_ptr[b] + j // _PANEL, v, j % _PANEL]
+            table = fine[head, v, _PANEL * panel_ptr[b] : _PANEL * panel_ptr[b + 1]]
+            table[num_keys:] = np.uint32(0xFFFFFFFF)
+            _bounds(mass, table[:num_keys])
+            for group in range(panel_ptr[b + 1] - panel_ptr[b]):
+                coarse[head, v, panel_ptr[b] + group] = table[_PANEL * group + _PANEL - 1]
+
+
+@kernel
+def _rows(first, last, queries, way, stretch, error, rate, key, panels, key_sum, coarse, fine, batch,
+          query_ptr, key_ptr, panel_ptr, streams, seed, fastrg, exploration, clamp, out, counts, state, top):  # fmt: skip
+    """Edges of the rows from ``state[0]`` on: fills ``out`` and ``counts``, and leaves in ``state`` the next row, the edges so far, and 1
+    if a probability exceeds 1, which then stands in ``top``."""
     longest = 0
     for b in range(key_ptr.size - 1):
         longest = max(longest, key_ptr[b + 1] - key_ptr[b])
-    blocks = rate.shape[1]
+    blocks, skip = rate.shape[1], panel_ptr[-1]
     words = np.empty((longest + 255) // 256 * 64, np.uint32)
     p = np.empty(longest)
-    mass, block_bounds = np.empty(blocks + 1), np.empty(blocks + 1, np.uint32)
+    mass, block_bounds = np.empty(blocks + 1), np.full((blocks + 16) // 16 * 16, 0xFFFFFFFF, np.uint32)
     seen = np.zeros((longest + 63) >> 6, np.uint64)
     drawn = np.empty(64, np.uint32)
     drop = np.empty(longest, np.int32)
-    r, used, known = state[0], state[1], state[2]
+    approx = np.empty((_GROUP, (longest + _PANEL - 1) // _PANEL * _PANEL), panels.dtype)
+    group = np.empty(_GROUP, np.int64)
+    known, ready = 0, 0  # rows of the group that are used, and that it holds
+    r, used = state[0], state[1]
     while r < last:
         head, i = r // queries, r % queries
         b = batch[i]
         shift, end = key_ptr[b], key_ptr[b + 1]
         num_keys, row, stream = end - shift, i - query_ptr[b], streams[b]
         keys = key[head, shift:end]
+        start, groups = panel_ptr[b], panel_ptr[b + 1] - panel_ptr[b]
         before = used
         if way[r] == _PROPOSE:
-            places, skip = seen[: (num_keys + 63) >> 6], fine_ptr[-1] >> 6
-            start, groups = head * blocks * skip + (fine_ptr[b] >> 6), (fine_ptr[b + 1] - fine_ptr[b]) >> 6
             used = _propose(
-                rate[r], keys, key_sum[head, b], coarse, fine, start, skip, groups, stretch[r], row,
-                stream, head, seed, not fastrg, exploration, mass, block_bounds, places, drawn, drop, shift, out, used,
+                rate[r], keys, key_sum[head, b], coarse, fine, head * blocks * skip + start, skip, groups, stretch[r], row,
+                stream, head, seed, not fastrg, exploration, mass, block_bounds, seen[:groups], drawn, drop, shift, out, used,
             )  # fmt: skip
             if used < 0:
                 used = before
@@ -325,63 +358,31 @@ def _rows(first, last, queries, way, stretch, approx, error, rate, key, key_t, k
             if used + num_keys + 64 > out.size:
                 break
             if way[r] == _COINS:
+                if known == ready:
+                    known, ready, next_row, stop = 0, 0, r, min(last, head * queries + query_ptr[b + 1])
+                    while ready < _GROUP and next_row < stop:
+                        if way[next_row] == _COINS:
+                            group[ready] = next_row
+                            ready += 1
+                        next_row += 1
+                    _product(rate, group, ready, panels.ravel(), head * skip + start, groups, approx)
                 used = _approximate_coins(
                     approx[known], error, rate[r], keys, row, stream, head, seed, exploration, words, shift, out, used
                 )
                 known += 1
             else:
-                columns = key_t[head, :, shift:end]
                 used, top[0] = _exact_coins(
-                    rate[r], columns, row, stream, head, seed, fastrg, clamp, exploration, words, p[:num_keys], shift, out, used
+                    rate[r], keys, row, stream, head, seed, fastrg, clamp, exploration, words, p[:num_keys], shift, out, used
                 )
                 if not fastrg and not clamp and top[0] > 1 + 1e-5 + exploration:
-                    state[3] = 1
+                    state[2] = 1
                     break
         counts[r] = used - before
         r += 1
-    state[0], state[1], state[2] = r, used, known
+    state[0], state[1] = r, used
 
 
 # ------------------------------------------------------------------ the op
-
-
-class _Tile(NamedTuple):
-    """Consecutive rows, and where the probabilities of its rows of coins come from: one block of pairs, or each row by itself."""
-
-    first: int
-    last: int
-    block: tuple[int, int] | None  # head and sequence
-
-
-def _tiles(way: np.ndarray, heads: int, query_ptr: list[int], key_ptr: list[int]) -> list[_Tile]:
-    """Cut all rows into tiles, in order. Blocks with many rows of coins get a matrix product for every ``_TILE`` pairs."""
-    tiles: list[_Tile] = []
-    queries, done = query_ptr[-1], 0
-    for head in range(heads):
-        for b, (start, end) in enumerate(pairwise(query_ptr)):
-            first, last = head * queries + start, head * queries + end
-            keys = key_ptr[b + 1] - key_ptr[b]
-            coins = np.flatnonzero(way[first:last] == _COINS)
-            if coins.size * keys < _SMALL:
-                way[first:last][coins] = _EXACT_COINS
-                continue
-            if done < first:
-                tiles.append(_Tile(done, first, None))
-            step = max(1, _TILE // keys)
-            cuts = [first, *(first + coins[step::step]), last]
-            tiles.extend(_Tile(int(a), int(z), (head, b)) for a, z in pairwise(cuts))
-            done = last
-    if done < heads * queries:
-        tiles.append(_Tile(done, heads * queries, None))
-    return tiles
-
-
-def _product_dtype() -> tuple[torch.dtype, float]:
-    """Type of the matrix product, and a bound on its relative error: all terms are positive, so relative errors do not grow in sums.
-
-    bfloat16 rounds both factors and the result by 2^-9 each.
-    """
-    return (torch.bfloat16, 2.0**-7) if torch.cpu._is_amx_tile_supported() else (torch.float32, 2.0**-13)
 
 
 def sample_sbm(
@@ -396,75 +397,60 @@ def sample_sbm(
     clamp: bool,
 ) -> tuple[Tensor, Tensor]:
     heads, queries, blocks = query.shape
-    num_keys = key.size(1)
-    exact = torch.float64 if query.dtype == torch.float64 else torch.float32
-    query, key = (x.detach().to(exact).contiguous() for x in (query, key))
-    ends, key_ends = query_ptr.tolist(), key_ptr.tolist()
-    rate, keys = query.view(heads * queries, blocks).numpy(), key.numpy()
+    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    rate, keys = query.detach().to(dtype).reshape(heads * queries, blocks).numpy(), key.detach().to(dtype).contiguous().numpy()
     q_ptr, k_ptr = query_ptr.numpy(), key_ptr.numpy()
-    batch = np.repeat(np.arange(len(ends) - 1), np.diff(q_ptr))
+    sequences, threads = q_ptr.size - 1, torch.get_num_threads()
+    batch = np.repeat(np.arange(sequences), np.diff(q_ptr))
 
-    key_sum, key_max = np.zeros((2, heads, len(ends) - 1, blocks))
+    key_sum, key_max = np.zeros((2, heads, sequences, blocks))
     run(_totals, [(head, keys, k_ptr, key_sum, key_max) for head in range(heads)])
     expected, bound = np.zeros((2, heads * queries))
-    pieces = 1 if heads * queries * blocks < 2**16 else torch.get_num_threads()
-    cuts = [heads * queries * piece // pieces for piece in range(pieces + 1)]
-    run(_expect, [(a, z, queries, rate, batch, key_sum, key_max, expected, bound) for a, z in pairwise(cuts)])
+    run(_expect, [(a, z, queries, rate, batch, key_sum, key_max, expected, bound) for a, z in _cuts(heads * queries, threads)])
     row_keys = np.tile(np.diff(k_ptr)[batch], heads)
     expected += exploration * row_keys
     bound += exploration
     plan = reference.plan_rows(torch.from_numpy(expected), torch.from_numpy(bound), torch.from_numpy(row_keys), method)
     stretch, dense = (x.numpy() for x in plan)
-    sure = (method == "bernoulli") & (clamp | (bound <= 1))  # the others' probabilities are all computed, for they may exceed 1
+    sure = (method == "bernoulli") & (clamp | (bound <= 1))  # of the others, no probability may exceed 1 unseen
     way = np.where(dense, np.where(sure, _COINS, _EXACT_COINS), _PROPOSE).astype(np.uint8)
-    tiles = _tiles(way, heads, ends, key_ends)
 
-    fine_ptr = np.concatenate([[0], np.cumsum((np.diff(k_ptr) + 63) // 64 * 64)])
+    panel_ptr = np.concatenate([[0], np.cumsum((np.diff(k_ptr) + _PANEL - 1) // _PANEL)])
+    panels = np.empty((heads, panel_ptr[-1], blocks, _PANEL), keys.dtype)
+    run(_pack, [(head, b, keys, k_ptr, panel_ptr, panels) for head in range(heads) for b in range(sequences)])
     proposes = bool((way == _PROPOSE).any())
-    key_t = key.mT.contiguous().numpy() if proposes or (way == _EXACT_COINS).any() else np.empty((heads, blocks, 0), keys.dtype)
-    fine = np.empty((heads, blocks, int(fine_ptr[-1]) if proposes else 0), np.uint32)
-    coarse = np.empty((heads, blocks, fine.shape[2] >> 6), np.uint32)
+    coarse = np.empty((heads, blocks, panel_ptr[-1] if proposes else 0), np.uint32)
+    fine = np.empty((heads, blocks, coarse.shape[2] * _PANEL), np.uint32)
     if proposes:
-        step = max(1, blocks // torch.get_num_threads())
-        run(_key_bounds, [(head, v, min(v + step, blocks), key_t, k_ptr, fine_ptr, coarse, fine) for head in range(heads) for v in range(0, blocks, step)])
+        run(_key_bounds, [(h, a, z, panels, k_ptr, panel_ptr, coarse, fine) for h in range(heads) for a, z in _cuts(blocks, threads)])
 
-    dtype, error = _product_dtype()
-    low_rate, low_key = (query.to(dtype), key.to(dtype)) if any(tile.block for tile in tiles) else (query, key)
-    none = np.empty((0, 0), np.uint16 if dtype == torch.bfloat16 else np.float32)
+    error = (blocks + 8) * 2.0**-22  # of sums of K products, all positive, that round by 2^-24 each
     counts = np.zeros(heads * queries, np.int64)
-    found: list[list[np.ndarray]] = []
+    stream, word = streams.numpy() & 0xFFFFFFFF, np.uint64(seed & 0xFFFFFFFFFFFFFFFF)
+    pieces = _cuts(heads * queries, min(8 * threads, 1 + int(expected.sum()) // 2**14))
+    found: list[list[np.ndarray]] = [[] for _ in pieces]
 
-    def rows(first: int, last: int, approx: np.ndarray, known: int, out: list[np.ndarray]) -> None:
-        state, top = np.array([first, 0, known, 0]), np.zeros(1)
+    def rows(first: int, last: int, buffers: list[np.ndarray]) -> None:
+        state, top = np.array([first, 0, 0]), np.zeros(1)
         room = int(1.05 * expected[first:last].sum()) + 2 * int(row_keys[first:last].max()) + 1024
         while state[0] < last:
-            buffer = np.empty(room, np.int32)
+            out = np.empty(room, np.int32)
             state[1] = 0
-            _rows(first, last, queries, way, stretch, approx, error, rate, keys, key_t, key_sum, coarse.ravel(), fine.ravel(), batch, q_ptr, k_ptr,
-                  fine_ptr, stream, word, method == "fastrg", exploration, clamp, buffer, counts, state, top)  # fmt: skip
-            if state[3]:
+            _rows(first, last, queries, way, stretch, error, rate, keys, panels, key_sum, coarse.ravel(), fine.ravel(), batch, q_ptr, k_ptr,
+                  panel_ptr, stream, word, method == "fastrg", exploration, clamp, out, counts, state, top)  # fmt: skip
+            if state[2]:
                 raise ValueError(reference.over_one(float(top[0]) - exploration))
-            out.append(buffer[: state[1]])
+            buffers.append(out[: state[1]])
             room *= 2
 
-    word, stream = np.uint64(seed & 0xFFFFFFFFFFFFFFFF), (streams.numpy() & 0xFFFFFFFF)
-    for tile in tiles:
-        approx, share = none, torch.get_num_threads() * 4
-        if tile.block is not None:
-            head, b = tile.block
-            share = torch.get_num_threads()
-            chosen = np.flatnonzero(way[tile.first : tile.last] == _COINS) + (tile.first - head * queries)
-            columns = low_key[head, key_ends[b] : key_ends[b + 1]].T
-            product = low_key.new_empty(chosen.size * columns.size(1) + 16)[:-16].view(chosen.size, -1)  # room to read past the end
-            torch.mm(low_rate[head, torch.from_numpy(chosen)], columns, out=product)
-            approx = (product.view(torch.uint16) if dtype == torch.bfloat16 else product).numpy()
-        share = min(share, max(1, int(expected[tile.first : tile.last].sum()) >> 12))
-        cuts = [tile.first + (tile.last - tile.first) * piece // share for piece in range(share + 1)]
-        known = [int((way[tile.first : cut] == _COINS).sum()) for cut in cuts]
-        parts: list[list[np.ndarray]] = [[] for _ in range(share)]
-        run(rows, [(a, z, approx, k, part) for (a, z), k, part in zip(pairwise(cuts), known, parts, strict=False) if a < z])
-        found.extend(parts)
+    run(rows, [(a, z, buffers) for (a, z), buffers in zip(pieces, found, strict=True)])
     rowptr = np.zeros(heads * queries + 1, np.int64)
     np.cumsum(counts, out=rowptr[1:])
-    col = np.concatenate([np.empty(0, np.int32), *(piece for part in found for piece in part)])
+    col = np.concatenate([np.empty(0, np.int32), *(buffer for buffers in found for buffer in buffers)])
     return torch.from_numpy(rowptr), torch.from_numpy(col)
+
+
+def _cuts(total: int, pieces: int) -> list[tuple[int, int]]:
+    """At most ``pieces`` ranges of about equal length that cover ``range(total)``, none empty."""
+    pieces = max(1, min(pieces, total))
+    return [*pairwise([total * piece // pieces for piece in range(pieces + 1)])]

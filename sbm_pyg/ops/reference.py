@@ -22,7 +22,7 @@ _WORD = 0xFFFFFFFF
 # What a random word is for; the purpose is part of its counter, so no two uses ever share a word.
 COIN_BYTE, COIN_REST, COUNT, PROPOSAL, DROPOUT = range(1, 6)
 
-PROPOSAL_COST = 16.0
+PROPOSAL_COST = 64.0
 """How many coins of a densely flipped row one proposal is worth; decides row by row which way is taken."""
 
 
