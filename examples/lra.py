@@ -348,6 +348,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder of the run (default: a new one in runs/)")
     parser.add_argument("--resume", action="store_true", help="go on with the run in --output; its settings are known")
     parser.add_argument("--accelerator", choices=("auto", "cpu", "cuda", "mps"), default="auto", help="(default: auto)")
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: 1 for laptop, as torch chooses for paper)")
     group = parser.add_argument_group("settings", "each overrides the preset; values are those of laptop | paper")
     for field in dataclasses.fields(Settings):
         kind = {"int": int, "float": float, "str": str}[str(field.type)]
@@ -421,6 +422,11 @@ def main(arguments: list[str] | None = None) -> None:
         fingerprint = hashlib.sha256(b"".join(a.tobytes() for s in splits.values() for a in (s.tokens, s.ptr, s.labels)))
         if plan.get("fingerprint", fingerprint.hexdigest()) != fingerprint.hexdigest():
             raise ValueError(f"Expected 'data' to be what the run was started with (got other examples in {root}). Give its folder.")
+        threads = vars(given).get("threads", task.presets[plan["preset"]].threads)
+        if threads is not None:
+            if threads < 1:
+                raise ValueError(f"Expected 'threads' to be at least 1 (got {threads}). Leave it out for the default.")
+            torch.set_num_threads(threads)
         Data(splits, settings)  # refuses what cannot be trained before anything is written
     except ValueError as error:
         given.fail(str(error))

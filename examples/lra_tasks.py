@@ -110,10 +110,11 @@ LAPTOP = dataclasses.replace(
 
 @dataclasses.dataclass(frozen=True)
 class Preset:
-    """Settings of a training run, and the data that it generates if it is given none."""
+    """Settings of a training run, the data that it generates if it is given none, and CPU threads (None: torch decides)."""
 
     settings: Settings
     data: lra_listops.Parameters
+    threads: int | None = None
 
 
 Row = tuple[Any, int]  # (token numbers [n], label), or ((token numbers, token numbers), label) for a pair
@@ -171,6 +172,7 @@ TASKS = {
                 lra_listops.Parameters(
                     train=20_000, val=1_000, test=2_000, max_depth=3, max_args=8, min_length=16, max_length=64, operator_probability=0.35
                 ),
+                threads=1,  # its batches are so small that two threads are no faster, and ten times slower on a busy machine
             ),
         },
     )

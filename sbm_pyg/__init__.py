@@ -2,8 +2,9 @@
 
 from . import ops, patterns
 from .attention import SBMAttentionConv
-from .graph import AttentionGraph, pad, unpad
+from .graph import AttentionGraph
 from .models import EncoderTrace, PairClassifier, SequenceClassifier, SequenceEncoder, TokenClassifier
+from .ragged import pad, unpad
 from .sampling import SBMGraph, sample_edges
 from .sbm import SBM, SBMHead
 

@@ -16,7 +16,8 @@ from torch_geometric.typing import SparseTensor
 from torch_geometric.utils import softmax
 
 from . import ops, patterns
-from .graph import AttentionGraph, resolve_ptr
+from .graph import AttentionGraph
+from .ragged import resolve_ptr
 from .sampling import METHODS, draw_seed, sample_edges
 from .sbm import SBM, SBMHead
 

@@ -9,134 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import networkx as nx
 import torch
 from torch import Tensor
 from torch_geometric import EdgeIndex
 from torch_geometric.data import Data, HeteroData
-from torch_geometric.typing import SparseTensor
-from torch_geometric.utils import is_sparse, to_dense_batch, to_edge_index
+from torch_geometric.typing import EdgeType, SparseTensor
+from torch_geometric.utils import is_sparse, to_edge_index
+
+from .ragged import offsets, resolve_ptr
 
 if TYPE_CHECKING:
     import scipy.sparse
 
-__all__ = ["AttentionGraph", "pad", "resolve_ptr", "unpad"]
+__all__ = ["AttentionGraph"]
 
-
-def resolve_ptr(
-    total: int, ptr: Tensor | None = None, batch: Tensor | None = None, *, name: str = "ptr", device: torch.device | None = None
-) -> Tensor:
-    """Offsets of the sequences in a ragged batch, from ``ptr``, from ``batch``, or for one sequence.
-
-    Args:
-        total: Number of tokens N.
-        ptr: Offsets, ``[B+1]`` int64, from 0 to N, strictly increasing; or None.
-        batch: Sequence number of each token, ``[N]`` int64, sorted, without gaps; or None.
-        name: What to call ``ptr`` in messages.
-        device: Where the offsets of a single sequence are made.
-
-    Returns:
-        Offsets, ``[B+1]`` int64.
-
-    Raises:
-        TypeError: A tensor is not an integer tensor.
-        ValueError: The offsets do not describe N tokens, or a sequence is empty.
-    """
-    if ptr is not None and batch is not None:
-        raise ValueError(f"Expected '{name}' or 'batch' (got both). Leave one out: they say the same.")
-    if batch is not None:
-        if batch.dim() != 1 or batch.numel() != total:
-            raise ValueError(
-                f"Expected 'batch' to be [{total}], one sequence number per token (got {list(batch.shape)}). Pass the `batch` vector of the same tokens."
-            )
-        if batch.dtype not in (torch.int64, torch.int32):
-            raise TypeError(f"Expected 'batch' to be int64 (got {batch.dtype}). Convert it with `.long()`.")
-        step = batch.diff()
-        if total and (int(batch[0]) != 0 or bool(((step < 0) | (step > 1)).any())):
-            raise ValueError(
-                "Expected 'batch' to be sorted, from 0 and without gaps (got another order). Number the sequences as `torch_geometric.data.Batch` does."
-            )
-        ptr = _rowptr(torch.bincount(batch)) if total else None
-    if ptr is None:
-        if total < 1:
-            raise ValueError("Expected a sequence of at least one token (got 0 tokens). Leave empty sequences out of the batch.")
-        return torch.tensor([0, total], dtype=torch.int64, device=device)
-    if ptr.dim() != 1 or ptr.numel() < 2:
-        raise ValueError(
-            f"Expected '{name}' to be [B+1] with B >= 1 (got {list(ptr.shape)}). Pass the offsets of the sequences, from 0 to {total}."
-        )
-    if ptr.dtype not in (torch.int64, torch.int32):
-        raise TypeError(f"Expected '{name}' to be int64 (got {ptr.dtype}). Convert it with `.long()`.")
-    ptr = ptr.to(torch.int64)
-    if not torch.compiler.is_compiling():
-        _check_ptr_values(ptr, total, name)
-    return ptr
-
-
-def _check_ptr_values(ptr: Tensor, total: int, name: str) -> None:
-    offsets = ptr.tolist()
-    if offsets[0] != 0 or offsets[-1] != total:
-        raise ValueError(
-            f"Expected '{name}' to run from 0 to {total}, the number of tokens (got {offsets[0]} to {offsets[-1]}). Use offsets, not lengths, of all sequences."
-        )
-    for sequence, (start, end) in enumerate(pairwise(offsets)):
-        if end <= start:
-            problem = "an empty sequence" if end == start else "a decrease"
-            raise ValueError(
-                f"Expected '{name}' to be strictly increasing (got {problem} at sequence {sequence}). Leave empty sequences out of the batch."
-            )
-
-
-def pad(x: Tensor, ptr: Tensor, fill_value: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Padded form of ragged tokens.
-
-    Args:
-        x: Tokens, ``[N, ...]``.
-        ptr: Offsets, ``[B+1]`` int64.
-        fill_value: What stands in the padding.
-
-    Returns:
-        The tokens, ``[B, L, ...]`` with L the longest sequence, and the mask of real tokens, ``[B, L]`` bool.
-
-    Raises:
-        TypeError, ValueError: ``ptr`` does not describe N tokens.
-
-    Example:
-        >>> padded, mask = pad(torch.arange(3.0), torch.tensor([0, 1, 3]))
-        >>> padded.tolist(), mask.tolist()
-        ([[0.0, 0.0], [1.0, 2.0]], [[True, False], [True, True]])
-    """
-    lengths = resolve_ptr(x.size(0), ptr).diff()
-    batch = torch.repeat_interleave(torch.arange(lengths.numel(), device=x.device), lengths, output_size=x.size(0))
-    return to_dense_batch(x, batch, fill_value=fill_value, batch_size=lengths.numel())
-
-
-def unpad(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Ragged form of padded tokens, the inverse of :func:`pad`.
-
-    Args:
-        x: Tokens, ``[B, L, ...]``.
-        mask: True where a token is real, ``[B, L]`` bool; each row holds at least one.
-
-    Returns:
-        The tokens, ``[N, ...]``, and their offsets, ``[B+1]`` int64.
-
-    Raises:
-        ValueError: Shapes differ, or a sequence is empty.
-    """
-    if mask.dtype != torch.bool or mask.shape != x.shape[:2]:
-        raise ValueError(
-            f"Expected 'mask' to be bool {list(x.shape[:2])} (got {mask.dtype} {list(mask.shape)}). It is True where a token is real."
-        )
-    lengths = mask.sum(1)
-    if lengths.numel() == 0 or bool((lengths == 0).any()):
-        raise ValueError(
-            "Expected 'mask' to hold a real token in each row (got an empty sequence). Leave empty sequences out of the batch."
-        )
-    return x[mask], _rowptr(lengths)
+DataType = TypeVar("DataType", Data, HeteroData)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -348,7 +238,7 @@ class AttentionGraph:
         counts = self.degree[:, start:end].flatten()
         edges = [slice(a, b) for a, b in zip(self.rowptr[head_start + start].tolist(), self.rowptr[head_start + end].tolist(), strict=True)]
         col = torch.cat([self.col[edge] for edge in edges]) - first_key
-        return AttentionGraph(_rowptr(counts), col, end - start, end_key - first_key, self.heads)
+        return AttentionGraph(offsets(counts), col, end - start, end_key - first_key, self.heads)
 
     def head(self, head: int) -> AttentionGraph:
         """The graph of one head, all sequences."""
@@ -383,13 +273,13 @@ class AttentionGraph:
                 f"Expected 'graphs' to be one or more graphs with the same heads (got {[graph.heads for graph in graphs]}). Use `graph.expand(heads)`."
             )
         heads = graphs[0].heads
-        offsets = torch.tensor([0] + [graph.num_keys for graph in graphs]).cumsum(0).tolist()
+        starts = torch.tensor([0] + [graph.num_keys for graph in graphs]).cumsum(0).tolist()
         per_head = [[graph.head(head) for graph in graphs] for head in range(heads)]
         degree = torch.cat([graph.degree for graph in graphs], dim=1).flatten()
-        col = torch.cat([graph.col.long() + offset for row in per_head for graph, offset in zip(row, offsets, strict=False)])
-        query_ptr = _rowptr(torch.cat([graph.query_ptr.diff() for graph in graphs]))
-        key_ptr = _rowptr(torch.cat([graph.key_ptr.diff() for graph in graphs]))
-        return cls(_rowptr(degree), col, sum(graph.num_queries for graph in graphs), offsets[-1], heads, query_ptr, key_ptr)
+        col = torch.cat([graph.col.long() + offset for row in per_head for graph, offset in zip(row, starts, strict=False)])
+        query_ptr = offsets(torch.cat([graph.query_ptr.diff() for graph in graphs]))
+        key_ptr = offsets(torch.cat([graph.key_ptr.diff() for graph in graphs]))
+        return cls(offsets(degree), col, sum(graph.num_queries for graph in graphs), starts[-1], heads, query_ptr, key_ptr)
 
     def union(self, other: AttentionGraph) -> tuple[AttentionGraph, Tensor]:
         """The union of both graphs per head, and which of its edges the other graph holds.
@@ -429,7 +319,7 @@ class AttentionGraph:
         col[slot] = other.col[added].to(col.dtype)
         from_other[place[present] + torch.searchsorted(place[added], place[present], right=True)] = True
         added_per_row = torch.bincount(other.edge_row[added], minlength=self.rowptr.numel() - 1)
-        graph = replace(self, rowptr=_rowptr(self.rowptr.diff() + added_per_row), col=col)
+        graph = replace(self, rowptr=offsets(self.rowptr.diff() + added_per_row), col=col)
         return graph, from_other
 
     def __or__(self, other: AttentionGraph) -> AttentionGraph:
@@ -501,7 +391,7 @@ class AttentionGraph:
         row = head * num_queries + query
         unique = torch.unique(row * max(num_keys, 1) + key)
         degree = torch.bincount(unique // max(num_keys, 1), minlength=heads * num_queries)
-        graph = cls(_rowptr(degree), unique % max(num_keys, 1), num_queries, num_keys, heads, query_ptr, key_ptr)  # type: ignore[arg-type]
+        graph = cls(offsets(degree), unique % max(num_keys, 1), num_queries, num_keys, heads, query_ptr, key_ptr)  # type: ignore[arg-type]
         return graph if query_ptr is None and key_ptr is None else graph.validate()
 
     @classmethod
@@ -524,7 +414,7 @@ class AttentionGraph:
         degree = mask.sum(-1).transpose(0, 1).flatten()
         steps = torch.arange(batch + 1, device=mask.device)
         return cls(
-            _rowptr(degree), sequence * num_keys + key, batch * num_queries, batch * num_keys, heads, steps * num_queries, steps * num_keys
+            offsets(degree), sequence * num_keys + key, batch * num_queries, batch * num_keys, heads, steps * num_queries, steps * num_keys
         )
 
     # ---------------------------------------------------------------- to other forms
@@ -579,6 +469,35 @@ class AttentionGraph:
         batch = torch.repeat_interleave(torch.arange(lengths.numel(), device=self.device), lengths)
         return Data(edge_index=self.edge_index, edge_type=self.edge_head, num_nodes=self.num_queries, batch=batch, ptr=self.query_ptr)
 
+    def replace_edges(self, data: DataType, edge_type: EdgeType | None = None) -> DataType:
+        """Put the edges of this graph in place of those of a PyG data object over the same tokens; returns the object.
+
+        Sets ``edge_index`` and, with several heads, the head of each edge: ``edge_type`` of ``Data``, ``edge_head`` of ``HeteroData``.
+        What described the old edges goes. A ``Batch`` still separates into its graphs.
+
+        Args:
+            data: ``Data``, ``HeteroData`` or a ``Batch`` of either, changed in place.
+            edge_type: Which edges of ``HeteroData``; None for ``Data``.
+        """
+        store, head = (data, "edge_type") if edge_type is None else (data[edge_type], "edge_head")
+        for name in {"edge_attr", "edge_weight", "edge_type", "edge_head", "adj", "adj_t"} & {*store.keys()}:
+            del store[name]
+        edges = {"edge_index": self.edge_index} | ({head: self.edge_head} if self.heads > 1 else {})
+        if self.heads > 1 and self.num_sequences > 1:  # from (head, query, key) to (sequence, head, query, key)
+            order = torch.bucketize(edges["edge_index"][1], self.query_ptr[1:], right=True).argsort(stable=True)
+            edges = {name: value[..., order] for name, value in edges.items()}
+        store.update(edges)
+        if "_slice_dict" in vars(data):  # `Batch.to_data_list` goes by it; shared with the batch that was copied
+            ends = self.edges_per_sequence.sum(1).cumsum(0).cpu()
+            slices = dict.fromkeys(edges, torch.cat([ends.new_zeros(1), ends]))
+            start = torch.stack([self.key_ptr[:-1], self.query_ptr[:-1]], 1).cpu()[..., None]  # [B, 2, 1]
+            shifts = {"edge_index": start if edge_type else start[:, 1, 0], head: torch.zeros_like(start[:, 1, 0])}
+            for old, new in (("_slice_dict", slices), ("_inc_dict", {name: shifts[name] for name in edges})):
+                known = getattr(data, old)
+                merged = known | new if edge_type is None else known | {edge_type: known.get(edge_type, {}) | new}
+                setattr(data, old, merged)
+        return data
+
     def to_hetero_data(self) -> HeteroData:
         """PyG ``HeteroData`` with nodes ``query`` and ``key`` and edges ``(key, to, query)`` that carry their head as ``edge_type``."""
         data = HeteroData()
@@ -625,11 +544,6 @@ class AttentionGraph:
         else:
             result.add_edges_from(zip(sources, targets, strict=True))
         return result
-
-
-def _rowptr(counts: Tensor) -> Tensor:
-    """Offsets ``[n+1]`` int64 of counts ``[n]``."""
-    return torch.cat([counts.new_zeros(1, dtype=torch.int64), counts.cumsum(0, dtype=torch.int64)])
 
 
 def _index(value: int, end: int, name: str) -> int:

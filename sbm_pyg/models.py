@@ -17,7 +17,8 @@ from torch.nn import functional as F
 
 from . import patterns
 from .attention import SBMAttentionConv
-from .graph import AttentionGraph, pad, resolve_ptr
+from .graph import AttentionGraph
+from .ragged import pad, resolve_ptr
 from .sampling import draw_seed
 from .sbm import SBM
 

@@ -24,7 +24,8 @@ from torch_geometric.data import Data
 from torch_geometric.data.datapipes import functional_transform
 from torch_geometric.transforms import BaseTransform
 
-from .graph import AttentionGraph, resolve_ptr
+from .graph import AttentionGraph
+from .ragged import resolve_ptr
 from .sampling import draw_seed
 
 __all__ = [
@@ -380,22 +381,7 @@ class _PatternTransform(BaseTransform):
         offsets = data.get("ptr")
         ptr = resolve_ptr(data.num_nodes, offsets, data.get("batch") if offsets is None else None, device=device)
         graph = self.pattern(None, ptr=ptr, **{each.name: getattr(self, each.name) for each in fields(self)})
-        return _set_edges(data, graph)
-
-
-def _set_edges(data: Data, graph: AttentionGraph) -> Data:
-    for name in {"edge_attr", "edge_weight", "edge_type", "adj", "adj_t"} & set(data.keys()):
-        del data[name]
-    edges = {"edge_index": graph.edge_index} | ({"edge_type": graph.edge_head} if graph.heads > 1 else {})
-    if graph.heads > 1 and graph.num_sequences > 1:  # from (head, query, key) to (sequence, head, query, key)
-        order = torch.bucketize(graph.edge_index[1], graph.query_ptr[1:], right=True).argsort(stable=True)
-        edges = {name: value[..., order] for name, value in edges.items()}
-    data.update(edges)
-    if hasattr(data, "_slice_dict"):  # `Batch.to_data_list` goes by it; shared with the batch that was copied
-        starts, ends = graph.query_ptr[:-1].cpu(), graph.edges_per_sequence.sum(1).cumsum(0).cpu()
-        data._slice_dict = data._slice_dict | dict.fromkeys(edges, torch.cat([ends.new_zeros(1), ends]))
-        data._inc_dict = data._inc_dict | {"edge_index": starts, "edge_type": torch.zeros_like(starts)}
-    return data
+        return graph.replace_edges(data)
 
 
 @functional_transform("full_graph")

@@ -114,8 +114,8 @@ class SBMGraph(BaseTransform):
 
     Nodes carry ``query_membership`` and ``key_membership``, ``[N, H, K]`` or ``[N, K]``, and the data object ``block_matrix``,
     ``[H, K, K]`` or ``[K, K]``; or, with ``head``, nodes carry features ``x`` ``[N, H*C]`` that serve as queries and as keys. In
-    ``HeteroData`` the targets of ``edge_type`` are the queries and its sources the keys. With several heads, ``edge_type`` ``[E]``
-    (homogeneous) or ``edge_head`` ``[E]`` (bipartite) holds the head of each edge. On a ``Batch``, each graph is a sequence.
+    ``HeteroData`` the targets of ``edge_type`` are the queries and its sources the keys. On a ``Batch``, each graph is a sequence. Edges
+    are written by :meth:`AttentionGraph.replace_edges`.
 
     Args:
         head: Module from queries and keys to an SBM; None to read memberships.
@@ -166,11 +166,7 @@ class SBMGraph(BaseTransform):
             query, key = (x[None] if x.dim() == 2 else x.transpose(0, 1) for x in (query, key))
             sbm = SBM(query, key, block[None] if block.dim() == 2 else block, cast(Tensor, query_ptr), cast(Tensor, key_ptr))
         graph = sample_edges(sbm, method=self.method, exploration=self.exploration, budget=self.budget, clamp=self.clamp, seed=self.seed)
-        store = data[self.edge_type] if hetero else data
-        store.edge_index = graph.edge_index
-        if graph.heads > 1:
-            store["edge_head" if hetero else "edge_type"] = graph.edge_head
-        return data
+        return graph.replace_edges(data, self.edge_type if hetero else None)
 
     def _read(self, store: Data | HeteroData, name: str, what: str) -> Tensor:
         value = getattr(store, name, None)

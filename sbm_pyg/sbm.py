@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .graph import AttentionGraph, resolve_ptr
+from .graph import AttentionGraph
+from .ragged import resolve_ptr
 
 __all__ = ["SBM", "SBMHead"]
 

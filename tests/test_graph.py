@@ -17,7 +17,8 @@ from torch import Tensor
 from torch_geometric import EdgeIndex
 from torch_geometric.data import Batch, Data
 
-from sbm_pyg.graph import AttentionGraph, pad, resolve_ptr, unpad
+from sbm_pyg import AttentionGraph, pad, unpad
+from sbm_pyg.ragged import resolve_ptr
 
 needs_torch_sparse = pytest.mark.skipif(not torch_geometric.typing.WITH_TORCH_SPARSE, reason="torch-sparse is not installed")
 

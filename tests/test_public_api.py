@@ -13,7 +13,7 @@ import pytest
 import sbm_pyg
 
 ROOT = Path(sbm_pyg.__file__).parent
-ORDER = ["graph", "ops", "sbm", "sampling", "patterns", "attention", "models", "analysis", "plots"]
+ORDER = ["ragged", "graph", "ops", "sbm", "sampling", "patterns", "attention", "models", "analysis", "plots"]
 
 
 def test_public_names_are_listed_and_documented() -> None:

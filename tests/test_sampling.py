@@ -329,7 +329,9 @@ def test_transform_with_a_head_on_a_batch() -> None:
     out = SBMGraph(head, seed=1)(batch)
     x = batch.x.unflatten(1, (2, 8)).transpose(0, 1)
     graph = sample_edges(head(x, x, batch.ptr, batch.ptr), seed=1)
-    assert torch.equal(out.edge_index, graph.edge_index)
+    assert {*zip(*out.edge_index.tolist(), out.edge_type.tolist(), strict=True)} == {
+        *zip(*graph.edge_index.tolist(), graph.edge_head.tolist(), strict=True)
+    }
     graph.validate()
 
 
@@ -341,6 +343,36 @@ def test_transform_on_bipartite_data() -> None:
     data.block_matrix = sbm.block[0]
     out = SBMGraph(seed=3)(data)
     assert torch.equal(out["key", "to", "query"].edge_index, sample_edges(sbm, seed=3).edge_index)
+
+
+def test_a_transformed_batch_separates_again() -> None:
+    head = SBMHead(8, heads=2, num_blocks=4)
+    batch = SBMGraph(head, seed=1)(
+        Batch.from_data_list(
+            [Data(x=torch.randn(n, 16), edge_attr=torch.ones(0), edge_index=torch.empty(2, 0, dtype=torch.long)) for n in (5, 9)]
+        )
+    )
+    assert "edge_attr" not in batch
+    x = batch.x.unflatten(1, (2, 8)).transpose(0, 1)
+    graph = sample_edges(head(x, x, batch.ptr, batch.ptr), seed=1)
+    for number, part in enumerate(batch.to_data_list()):
+        assert torch.equal(part.edge_index, graph.sequence(number).edge_index)
+        assert torch.equal(part.edge_type, graph.sequence(number).edge_head)
+
+
+def test_a_transformed_bipartite_batch_separates_again() -> None:
+    def item(queries: int, keys: int) -> HeteroData:
+        data = HeteroData()
+        data["query"].x, data["key"].x = torch.randn(queries, 16), torch.randn(keys, 16)
+        return data
+
+    head = SBMHead(8, heads=2, num_blocks=4)
+    batch = SBMGraph(head, seed=1)(Batch.from_data_list([item(5, 7), item(3, 2)]))
+    query, key = (batch[name].x.unflatten(1, (2, 8)).transpose(0, 1) for name in ("query", "key"))
+    graph = sample_edges(head(query, key, batch["query"].ptr, batch["key"].ptr), seed=1)
+    for number, part in enumerate(batch.to_data_list()):
+        assert torch.equal(part["key", "to", "query"].edge_index, graph.sequence(number).edge_index)
+        assert torch.equal(part["key", "to", "query"].edge_head, graph.sequence(number).edge_head)
 
 
 def test_transform_is_a_functional_datapipe() -> None:

@@ -48,7 +48,10 @@ def philox16(typing, counter, row, stream, purpose, seed, out, offset):
         low = wide(0xFFFFFFFF)
         x = [_splat(builder, builder.and_(arg, ir.Constant(_I64, 0xFFFFFFFF))) for arg in args[:4]]
         x[0] = builder.and_(builder.add(x[0], ir.Constant(_LONGS, list(range(LANES)))), low)
-        key = [_splat(builder, builder.and_(args[4], ir.Constant(_I64, 0xFFFFFFFF))), _splat(builder, builder.lshr(args[4], ir.Constant(_I64, 32)))]
+        key = [
+            _splat(builder, builder.and_(args[4], ir.Constant(_I64, 0xFFFFFFFF))),
+            _splat(builder, builder.lshr(args[4], ir.Constant(_I64, 32))),
+        ]
         for _ in range(10):
             a, b = builder.mul(x[0], wide(0xD2511F53)), builder.mul(x[2], wide(0xCD9E8D57))
             x = [

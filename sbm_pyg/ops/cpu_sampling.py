@@ -386,15 +386,7 @@ def _rows(first, last, queries, way, stretch, error, rate, key, panels, key_sum,
 
 
 def sample_sbm(
-    query: Tensor,
-    key: Tensor,
-    query_ptr: Tensor,
-    key_ptr: Tensor,
-    streams: Tensor,
-    seed: int,
-    method: str,
-    exploration: float,
-    clamp: bool,
+    query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, streams: Tensor, seed: int, method: str, exploration: float, clamp: bool
 ) -> tuple[Tensor, Tensor]:
     heads, queries, blocks = query.shape
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32

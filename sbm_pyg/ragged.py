@@ -1,0 +1,133 @@
+"""Ragged batches: where each sequence begins, and translation to and from padded tensors.
+
+In and out: tokens of all sequences one after the other, ``[N, ...]``, with offsets ``ptr`` [B+1]; or ``[B, L, ...]`` with a mask.
+Not here: anything that knows what a token is.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch_geometric.utils import to_dense_batch
+
+__all__ = ["offsets", "pad", "resolve_ptr", "unpad"]
+
+
+def offsets(counts: Tensor) -> Tensor:
+    """Offsets ``[n+1]`` int64 of counts ``[n]``."""
+    return torch.cat([counts.new_zeros(1, dtype=torch.int64), counts.cumsum(0, dtype=torch.int64)])
+
+
+def resolve_ptr(
+    total: int, ptr: Tensor | None = None, batch: Tensor | None = None, *, name: str = "ptr", device: torch.device | None = None
+) -> Tensor:
+    """Offsets of the sequences in a ragged batch, from ``ptr``, from ``batch``, or for one sequence.
+
+    Args:
+        total: Number of tokens N.
+        ptr: Offsets, ``[B+1]`` int64, from 0 to N, strictly increasing; or None.
+        batch: Sequence number of each token, ``[N]`` int64, sorted, without gaps; or None.
+        name: What to call ``ptr`` in messages.
+        device: Where the offsets of a single sequence are made.
+
+    Returns:
+        Offsets, ``[B+1]`` int64.
+
+    Raises:
+        TypeError: A tensor is not an integer tensor.
+        ValueError: The offsets do not describe N tokens, or a sequence is empty.
+    """
+    if ptr is not None and batch is not None:
+        raise ValueError(f"Expected '{name}' or 'batch' (got both). Leave one out: they say the same.")
+    if batch is not None:
+        if batch.dim() != 1 or batch.numel() != total:
+            raise ValueError(
+                f"Expected 'batch' to be [{total}], one sequence number per token (got {list(batch.shape)}). Pass the `batch` vector of the same tokens."
+            )
+        if batch.dtype not in (torch.int64, torch.int32):
+            raise TypeError(f"Expected 'batch' to be int64 (got {batch.dtype}). Convert it with `.long()`.")
+        step = batch.diff()
+        if total and (int(batch[0]) != 0 or bool(((step < 0) | (step > 1)).any())):
+            raise ValueError(
+                "Expected 'batch' to be sorted, from 0 and without gaps (got another order). Number the sequences as `torch_geometric.data.Batch` does."
+            )
+        ptr = offsets(torch.bincount(batch)) if total else None
+    if ptr is None:
+        if total < 1:
+            raise ValueError("Expected a sequence of at least one token (got 0 tokens). Leave empty sequences out of the batch.")
+        return torch.tensor([0, total], dtype=torch.int64, device=device)
+    if ptr.dim() != 1 or ptr.numel() < 2:
+        raise ValueError(
+            f"Expected '{name}' to be [B+1] with B >= 1 (got {list(ptr.shape)}). Pass the offsets of the sequences, from 0 to {total}."
+        )
+    if ptr.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"Expected '{name}' to be int64 (got {ptr.dtype}). Convert it with `.long()`.")
+    ptr = ptr.to(torch.int64)
+    if not torch.compiler.is_compiling():
+        _check_ptr_values(ptr, total, name)
+    return ptr
+
+
+def _check_ptr_values(ptr: Tensor, total: int, name: str) -> None:
+    ends = ptr.tolist()
+    if ends[0] != 0 or ends[-1] != total:
+        raise ValueError(
+            f"Expected '{name}' to run from 0 to {total}, the number of tokens (got {ends[0]} to {ends[-1]}). Use offsets, not lengths, of all sequences."
+        )
+    for sequence, (start, end) in enumerate(pairwise(ends)):
+        if end <= start:
+            problem = "an empty sequence" if end == start else "a decrease"
+            raise ValueError(
+                f"Expected '{name}' to be strictly increasing (got {problem} at sequence {sequence}). Leave empty sequences out of the batch."
+            )
+
+
+def pad(x: Tensor, ptr: Tensor, fill_value: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Padded form of ragged tokens.
+
+    Args:
+        x: Tokens, ``[N, ...]``.
+        ptr: Offsets, ``[B+1]`` int64.
+        fill_value: What stands in the padding.
+
+    Returns:
+        The tokens, ``[B, L, ...]`` with L the longest sequence, and the mask of real tokens, ``[B, L]`` bool.
+
+    Raises:
+        TypeError, ValueError: ``ptr`` does not describe N tokens.
+
+    Example:
+        >>> padded, mask = pad(torch.arange(3.0), torch.tensor([0, 1, 3]))
+        >>> padded.tolist(), mask.tolist()
+        ([[0.0, 0.0], [1.0, 2.0]], [[True, False], [True, True]])
+    """
+    lengths = resolve_ptr(x.size(0), ptr).diff()
+    batch = torch.repeat_interleave(torch.arange(lengths.numel(), device=x.device), lengths, output_size=x.size(0))
+    return to_dense_batch(x, batch, fill_value=fill_value, batch_size=lengths.numel())
+
+
+def unpad(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Ragged form of padded tokens, the inverse of :func:`pad`.
+
+    Args:
+        x: Tokens, ``[B, L, ...]``.
+        mask: True where a token is real, ``[B, L]`` bool; each row holds at least one.
+
+    Returns:
+        The tokens, ``[N, ...]``, and their offsets, ``[B+1]`` int64.
+
+    Raises:
+        ValueError: Shapes differ, or a sequence is empty.
+    """
+    if mask.dtype != torch.bool or mask.shape != x.shape[:2]:
+        raise ValueError(
+            f"Expected 'mask' to be bool {list(x.shape[:2])} (got {mask.dtype} {list(mask.shape)}). It is True where a token is real."
+        )
+    lengths = mask.sum(1)
+    if lengths.numel() == 0 or bool((lengths == 0).any()):
+        raise ValueError(
+            "Expected 'mask' to hold a real token in each row (got an empty sequence). Leave empty sequences out of the batch."
+        )
+    return x[mask], offsets(lengths)
