@@ -15,7 +15,7 @@ import networkx as nx
 import torch
 from torch import Tensor
 from torch_geometric import EdgeIndex
-from torch_geometric.data import Data, HeteroData
+from torch_geometric.data import Batch, Data, HeteroData
 from torch_geometric.typing import EdgeType, SparseTensor
 from torch_geometric.utils import is_sparse, to_edge_index
 
@@ -479,7 +479,8 @@ class AttentionGraph:
             data: ``Data``, ``HeteroData`` or a ``Batch`` of either, changed in place.
             edge_type: Which edges of ``HeteroData``; None for ``Data``.
         """
-        store, head = (data, "edge_type") if edge_type is None else (data[edge_type], "edge_head")
+        store: Any = data if edge_type is None else data[edge_type]
+        head = "edge_type" if edge_type is None else "edge_head"
         for name in {"edge_attr", "edge_weight", "edge_type", "edge_head", "adj", "adj_t"} & {*store.keys()}:
             del store[name]
         edges = {"edge_index": self.edge_index} | ({head: self.edge_head} if self.heads > 1 else {})
@@ -487,7 +488,7 @@ class AttentionGraph:
             order = torch.bucketize(edges["edge_index"][1], self.query_ptr[1:], right=True).argsort(stable=True)
             edges = {name: value[..., order] for name, value in edges.items()}
         store.update(edges)
-        if "_slice_dict" in vars(data):  # `Batch.to_data_list` goes by it; shared with the batch that was copied
+        if isinstance(data, Batch) and hasattr(data, "_slice_dict"):  # `Batch.to_data_list` goes by it; shared with the batch that was copied
             ends = self.edges_per_sequence.sum(1).cumsum(0).cpu()
             slices = dict.fromkeys(edges, torch.cat([ends.new_zeros(1), ends]))
             start = torch.stack([self.key_ptr[:-1], self.query_ptr[:-1]], 1).cpu()[..., None]  # [B, 2, 1]

@@ -207,7 +207,7 @@ def test_entmax_normalizers(normalizer: str) -> None:
     sums = torch.zeros(60, dtype=torch.float64).index_add(0, graph.edge_row, alpha)
     assert torch.allclose(sums[graph.degree.flatten() > 0], torch.ones(1, dtype=torch.float64))
     out.sum().backward()
-    assert conv.lin_key.weight.grad.isfinite().all()  # type: ignore[union-attr]
+    assert conv.lin_key.weight.grad.isfinite().all()
 
 
 def test_concat_or_mean() -> None:

@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 from itertools import pairwise, product
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ OPTIONS = [*product(["score", "weight"], [False, True], [False, True], [0.0, 0.4
 
 def tensors(
     graph: AttentionGraph, channels: int, values: int, gated: bool, biased: bool, dtype: torch.dtype = torch.float64, seed: int = 0
-) -> list[Tensor | None]:
+) -> list[Any]:
     """Leaves for attention over a graph: query, key, value, gate, bias."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -36,7 +37,7 @@ def tensors(
 
 
 def attend(
-    leaves: list[Tensor | None], graph: AttentionGraph, gate_form: str, dropout: float, scale: float = 0.3, seed: int = 7
+    leaves: list[Any], graph: AttentionGraph, gate_form: str, dropout: float, scale: float = 0.3, seed: int = 7
 ) -> tuple[Tensor, Tensor]:
     query, key, value, gate, bias = leaves
     assert query is not None
@@ -45,7 +46,7 @@ def attend(
     return ops.edge_attention(query, key, value, graph.rowptr, graph.col, gate, bias, scale, gate_form, dropout, seed)
 
 
-def gradients(out: Tensor, leaves: list[Tensor | None]) -> list[Tensor]:
+def gradients(out: Tensor, leaves: list[Any]) -> list[Tensor]:
     weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64).to(out.dtype)
     return list(torch.autograd.grad((out * weight).sum(), [leaf for leaf in leaves if leaf is not None]))
 
@@ -62,13 +63,13 @@ def test_attention_equals_the_reference(
     graph = GRAPHS[name]
     leaves = tensors(graph, *channels, gated, biased)
     arguments = (*leaves[:3], graph.rowptr, graph.col, *leaves[3:], 0.3, gate_form, dropout, 7)
-    out, lse = ops.edge_attention(*arguments)  # type: ignore[arg-type]
+    out, lse = ops.edge_attention(*arguments)
     with torch.no_grad():
-        expected, expected_lse = reference.edge_attention(*arguments)  # type: ignore[arg-type]
+        expected, expected_lse = reference.edge_attention(*arguments)
         torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
         torch.testing.assert_close(lse, expected_lse, rtol=1e-10, atol=1e-10)
         grad_out = torch.randn_like(out)
-        wanted = reference.edge_attention_backward(grad_out, *arguments[:7], out, lse, *arguments[7:], gated, biased)  # type: ignore[arg-type]
+        wanted = reference.edge_attention_backward(grad_out, *arguments[:7], out, lse, *arguments[7:], gated, biased)
     grads = torch.autograd.grad(out, [leaf for leaf in leaves if leaf is not None], grad_out)
     for grad, want in zip(grads, [w for w, leaf in zip(wanted, leaves, strict=True) if leaf is not None], strict=True):
         torch.testing.assert_close(grad, want, rtol=1e-10, atol=1e-10)
@@ -80,7 +81,7 @@ def test_attention_is_masked_softmax(name: str, gate_form: str, gated: bool, bia
     graph = GRAPHS[name]
     leaves = tensors(graph, 8, 5, gated, biased)
     out, _ = attend(leaves, graph, gate_form, 0.0)
-    expected = reference_attention(*leaves[:3], graph, *leaves[3:], 0.3, gate_form)  # type: ignore[arg-type]
+    expected = reference_attention(*leaves[:3], graph, *leaves[3:], 0.3, gate_form)
     torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
     for got, want in zip(gradients(out, leaves), gradients(expected, leaves), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
@@ -103,7 +104,7 @@ def test_attention_gradcheck(gate_form: str, gated: bool, biased: bool, dropout:
 def test_attention_is_as_accurate_as_torch_in_float32(name: str, gate_form: str) -> None:
     graph = GRAPHS[name]
     double = tensors(graph, 32, 32, True, True)
-    exact_out = reference_attention(*double[:3], graph, *double[3:], 0.3, gate_form)  # type: ignore[arg-type]
+    exact_out = reference_attention(*double[:3], graph, *double[3:], 0.3, gate_form)
     exact = [exact_out, *gradients(exact_out, double)]
 
     def error(results: list[Tensor]) -> list[float]:
@@ -111,7 +112,7 @@ def test_attention_is_as_accurate_as_torch_in_float32(name: str, gate_form: str)
 
     single = [None if leaf is None else leaf.detach().float().requires_grad_() for leaf in double]
     ours = attend(single, graph, gate_form, 0.0)[0]
-    plain = reference_attention(*single[:3], graph, *single[3:], 0.3, gate_form)  # type: ignore[arg-type]
+    plain = reference_attention(*single[:3], graph, *single[3:], 0.3, gate_form)
     floor = torch.finfo(torch.float32).eps
     for mine, peer, want in zip(error([ours, *gradients(ours, single)]), error([plain, *gradients(plain, single)]), exact, strict=True):
         assert mine <= 2 * peer + 2 * floor * float(want.detach().abs().max())
@@ -136,12 +137,12 @@ def test_attention_takes_any_strides_and_index_type() -> None:
     graph = GRAPHS["ragged"]
     leaves = tensors(graph, 8, 8, False, False)
     expected = attend(leaves, graph, "score", 0.0)[0]
-    strided = [None if leaf is None else leaf.detach().transpose(0, 1).contiguous().transpose(0, 1) for leaf in leaves]
-    assert not strided[0].is_contiguous()  # type: ignore[union-attr]
+    strided: list[Any] = [None if leaf is None else leaf.detach().transpose(0, 1).contiguous().transpose(0, 1) for leaf in leaves]
+    assert not strided[0].is_contiguous()
     assert torch.equal(attend(strided, graph, "score", 0.0)[0], expected)
     assert graph.col.dtype == torch.int64
     query, key, value = leaves[:3]
-    narrow, _ = ops.edge_attention(query, key, value, graph.rowptr, graph.col.int(), scale=0.3)  # type: ignore[arg-type]
+    narrow, _ = ops.edge_attention(query, key, value, graph.rowptr, graph.col.int(), scale=0.3)
     assert torch.equal(narrow, expected)
 
 
@@ -153,7 +154,7 @@ def test_nan_stays_where_it_is_touched(dropout: float) -> None:
         for leaf in leaves[1:3]:
             assert leaf is not None
             leaf[0, 3] = math.nan  # no edge touches key 3
-        leaves[0][0, 1] = math.nan  # type: ignore[index]  # query 1 has no edges
+        leaves[0][0, 1] = math.nan  # query 1 has no edges
     out, _ = attend(leaves, graph, "score", dropout)
     assert out.isfinite().all()
     assert out[0, 1].eq(0).all()
@@ -161,7 +162,7 @@ def test_nan_stays_where_it_is_touched(dropout: float) -> None:
     assert all(grad.isfinite().all() for grad in grads)
     assert grads[1][0, 3].eq(0).all()
     with torch.no_grad():
-        leaves[1][0, 0] = math.nan  # type: ignore[index]  # an edge of query 0 alone
+        leaves[1][0, 0] = math.nan  # an edge of query 0 alone
     out, _ = attend(leaves, graph, "score", 0.0)
     assert out[0, 0].isnan().all()
     assert out[0, 2].isfinite().all()
@@ -282,7 +283,7 @@ def _samples() -> dict[str, tuple]:
     query, key, value, gate, bias = tensors(graph, 3, 2, True, True)
     assert gate is not None
     rows = (graph.rowptr, graph.col)
-    plain = [tensor.detach() for tensor in (query, key, value, gate, bias)]  # type: ignore[union-attr]
+    plain = [tensor.detach() for tensor in (query, key, value, gate, bias)]
     out, lse = reference.edge_attention(*plain[:3], *rows, *plain[3:], 0.5, "score", 0.0, 0)
     p = torch.softmax(plain[3], 0)
     ptr = torch.tensor([0, 3])
@@ -353,9 +354,9 @@ def test_attention_on_random_cases(heads: int, queries: int, keys: int, density:
     out, lse = attend(leaves, graph, gate_form, dropout)
     arguments = (*leaves[:3], graph.rowptr, graph.col, *leaves[3:])
     with torch.no_grad():
-        expected, _ = reference.edge_attention(*arguments, 0.3, gate_form, dropout, 7)  # type: ignore[arg-type]
+        expected, _ = reference.edge_attention(*arguments, 0.3, gate_form, dropout, 7)
         grad_out = torch.ones_like(out)
-        wanted = reference.edge_attention_backward(grad_out, *arguments, out, lse, 0.3, gate_form, dropout, 7, gated, biased)  # type: ignore[arg-type]
+        wanted = reference.edge_attention_backward(grad_out, *arguments, out, lse, 0.3, gate_form, dropout, 7, gated, biased)
     torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
     grads = iter(torch.autograd.grad(out.sum(), [leaf for leaf in leaves if leaf is not None]))
     for want, leaf in zip(wanted, leaves, strict=True):
