@@ -488,7 +488,9 @@ class AttentionGraph:
             order = torch.bucketize(edges["edge_index"][1], self.query_ptr[1:], right=True).argsort(stable=True)
             edges = {name: value[..., order] for name, value in edges.items()}
         store.update(edges)
-        if isinstance(data, Batch) and hasattr(data, "_slice_dict"):  # `Batch.to_data_list` goes by it; shared with the batch that was copied
+        if isinstance(data, Batch) and hasattr(
+            data, "_slice_dict"
+        ):  # `Batch.to_data_list` goes by it; shared with the batch that was copied
             ends = self.edges_per_sequence.sum(1).cumsum(0).cpu()
             slices = dict.fromkeys(edges, torch.cat([ends.new_zeros(1), ends]))
             start = torch.stack([self.key_ptr[:-1], self.query_ptr[:-1]], 1).cpu()[..., None]  # [B, 2, 1]

@@ -13,7 +13,7 @@ from numba.np.arrayobj import make_array
 
 LANES = 16
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
-_BYTES, _WORDS, _LONGS = (ir.VectorType(kind, LANES) for kind in (_I8, _I32, _I64))
+_BYTES, _WORDS, _LONGS, _FLOATS = (ir.VectorType(kind, LANES) for kind in (_I8, _I32, _I64, ir.FloatType()))
 
 
 def _call(builder, name, result, arguments):
@@ -24,10 +24,6 @@ def _call(builder, name, result, arguments):
 def _splat(builder, number):
     one = builder.insert_element(ir.Constant(ir.VectorType(number.type, LANES), ir.Undefined), number, ir.Constant(_I32, 0))
     return builder.shuffle_vector(one, one, ir.Constant(_WORDS, [0] * LANES))
-
-
-def _element(array_type):
-    return ir.FloatType() if array_type.dtype == types.float32 else ir.DoubleType()
 
 
 def _pointer(context, builder, array_type, array, offset, kind):
@@ -73,13 +69,13 @@ def philox16(typing, counter, row, stream, purpose, seed, out, offset):
 def toss16(typing, approx, coins, offset, below, less, above, more):
     """Sixteen coins against sixteen probabilities known up to a relative error.
 
-    ``approx`` is float32 or float64; ``coins`` is uint8, one random byte for each. Returns a mask: bit k where byte k lies
+    ``approx`` is float32; ``coins`` is uint8, one random byte for each. Returns a mask: bit k where byte k lies
     below ``floor(below p + less)``, an edge whatever the error is; bit ``16 + k`` where it does not, but not above ``floor(above p + more)``
     either, so that the error decides.
     """
 
     def generate(context, builder, signature, args):
-        p = builder.load(_pointer(context, builder, approx, args[0], args[2], ir.VectorType(_element(approx), LANES)), align=4)
+        p = builder.load(_pointer(context, builder, approx, args[0], args[2], _FLOATS), align=4)
         coin = builder.zext(builder.load(_pointer(context, builder, coins, args[1], args[2], _BYTES), align=1), _WORDS)
         low, high = (
             builder.fptosi(builder.fadd(builder.fmul(p, _splat(builder, factor)), _splat(builder, term)), _WORDS)
@@ -90,7 +86,7 @@ def toss16(typing, approx, coins, offset, below, less, above, more):
         masks = [builder.zext(builder.bitcast(mask, _I16), _I64) for mask in (sure, maybe)]
         return builder.or_(masks[0], builder.shl(masks[1], ir.Constant(_I64, LANES)))
 
-    return types.uint64(approx, coins, types.int64, *(approx.dtype,) * 4), generate
+    return types.uint64(approx, coins, types.int64, *(types.float32,) * 4), generate
 
 
 @intrinsic

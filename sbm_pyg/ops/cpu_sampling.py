@@ -1,8 +1,8 @@
 """The sampler for the CPU: rows in parallel, each by proposals or by coins, sorted as they are made.
 
 Same law, same random words and the same edges as :func:`sbm_pyg.ops.reference.sample_sbm`. A row of coins needs its probabilities only
-to the precision that each coin asks for: a product in float32 gives them with a proven relative error, one random byte decides almost
-every pair, and the few that it leaves open are settled in float64.
+to the precision that each coin asks for: a product in float32, or in bfloat16 where the machine has tiles for it, gives them with a
+proven relative error, one random byte decides almost every pair, and the few that it leaves open are settled in float64.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import reference
+from . import reference, tiles
 from .bits import append16, below16, lowest_bit, philox16, toss16
 from .simd import load, splat, store
 from .threads import kernel, run
+from .tiles import close_tiles, multiply_tiles, open_tiles
 
 _COIN_BYTE, _COIN_REST, _COUNT, _PROPOSAL = (
     purpose << 24 for purpose in (reference.COIN_BYTE, reference.COIN_REST, reference.COUNT, reference.PROPOSAL)
 )
 _PANEL = 64  # keys that lie together, block by block
-_GROUP = 4  # rows whose probabilities are computed together
+_GROUP = 16 if tiles.AVAILABLE else 4  # rows whose probabilities are computed together
 
 # How a row is sampled.
 _PROPOSE, _COINS, _EXACT_COINS = range(3)
@@ -91,25 +92,38 @@ def _coin(byte, j, row, stream, head, seed):
 
 
 @kernel
-def _product(rate, rows, some, panels, first, count, approx):
+def _product_of_lanes(rate, rows, some, columns, first, count, scratch, approx):
     """Probabilities of the first ``some`` of four rows with the keys of ``count`` panels: four times 64 sums that stay in registers."""
-    blocks = rate.shape[1]
+    blocks, width, flat = rate.shape[1], approx.shape[1], approx.ravel()
     a, b, c, d = rows[0], rows[min(1, some - 1)], rows[min(2, some - 1)], rows[min(3, some - 1)]
     for panel in range(count):
         w = x = y = z = splat(rate.dtype.type(0), _PANEL)
         offset = (first + panel) * blocks * _PANEL
         for v in range(blocks):
-            keys = load(panels, offset + v * _PANEL, _PANEL)
+            keys = load(columns, offset + v * _PANEL, _PANEL)
             w = w + rate[a, v] * keys
             x = x + rate[b, v] * keys
             y = y + rate[c, v] * keys
             z = z + rate[d, v] * keys
-        width = approx.shape[1]
-        flat = approx.ravel()
         store(flat, _PANEL * panel, w)
         store(flat, _PANEL * panel + width, x)
         store(flat, _PANEL * panel + 2 * width, y)
         store(flat, _PANEL * panel + 3 * width, z)
+
+
+@kernel
+def _product_of_tiles(rate, rows, some, columns, first, count, scratch, approx):
+    """The same for sixteen rows of bfloat16 bits."""
+    depth, width, flat = rate.shape[1], approx.shape[1], approx.ravel()
+    for k in range(some):
+        scratch[k] = rate[rows[k]]
+    open_tiles()
+    for panel in range(count):
+        multiply_tiles(scratch, columns, (first + panel) * depth * _PANEL, depth, flat, _PANEL * panel, width)
+    close_tiles()
+
+
+_product = _product_of_tiles if tiles.AVAILABLE else _product_of_lanes
 
 
 @kernel
@@ -291,27 +305,39 @@ def _expect(first, last, queries, rate, batch, key_sum, key_max, expected, bound
 
 
 @kernel
-def _pack(head, b, key, key_ptr, panel_ptr, panels):
+def _pack_lanes(head, b, key, key_ptr, panel_ptr, columns):
     """Keys of a sequence of one head in panels of 64, block by block; the last panel is filled up with zeros."""
-    blocks = key.shape[2]
     for panel in range(panel_ptr[b], panel_ptr[b + 1]):
         first = key_ptr[b] + _PANEL * (panel - panel_ptr[b])
         some = min(_PANEL, key_ptr[b + 1] - first)
-        for v in range(blocks):
+        for v in range(key.shape[2]):
             for j in range(some):
-                panels[head, panel, v, j] = key[head, first + j, v]
-            panels[head, panel, v, some:] = 0
+                columns[head, panel, v, j] = key[head, first + j, v]
+            columns[head, panel, v, some:] = 0
 
 
 @kernel
-def _key_bounds(head, first, last, panels, key_ptr, panel_ptr, coarse, fine):
+def _pack_tiles(head, b, key, key_ptr, panel_ptr, columns):
+    """The same for pairs of bfloat16 bits: for each 16 pairs, four tiles of 16 keys."""
+    for panel in range(panel_ptr[b], panel_ptr[b + 1]):
+        first = key_ptr[b] + _PANEL * (panel - panel_ptr[b])
+        for part in range(key.shape[2] >> 4):
+            for j in range(_PANEL):
+                inside = first + j < key_ptr[b + 1]
+                for pair in range(16):
+                    number = key[head, first + j, 16 * part + pair] if inside else np.uint32(0)
+                    columns[head, panel, part, j >> 4, pair, j & 15] = number
+
+
+@kernel
+def _key_bounds(head, first, last, key, key_ptr, panel_ptr, coarse, fine):
     """Tables that map a word to a key, for blocks first..last-1 of a head."""
     for b in range(key_ptr.size - 1):
         num_keys = key_ptr[b + 1] - key_ptr[b]
         mass = np.empty(num_keys)
         for v in range(first, last):
             for j in range(num_keys):
-                mass[j] = panels[head, panel_ptr[b] + j // _PANEL, v, j % _PANEL]
+                mass[j] = key[head, key_ptr[b] + j, v]
             table = fine[head, v, _PANEL * panel_ptr[b] : _PANEL * panel_ptr[b + 1]]
             table[num_keys:] = np.uint32(0xFFFFFFFF)
             _bounds(mass, table[:num_keys])
@@ -320,7 +346,7 @@ def _key_bounds(head, first, last, panels, key_ptr, panel_ptr, coarse, fine):
 
 
 @kernel
-def _rows(first, last, queries, way, stretch, error, rate, key, panels, key_sum, coarse, fine, batch,
+def _rows(first, last, queries, way, stretch, error, rate, key, low_rate, columns, key_sum, coarse, fine, batch,
           query_ptr, key_ptr, panel_ptr, streams, seed, fastrg, exploration, clamp, out, counts, state, top):  # fmt: skip
     """Edges of the rows from ``state[0]`` on: fills ``out`` and ``counts``, and leaves in ``state`` the next row, the edges so far, and 1
     if a probability exceeds 1, which then stands in ``top``."""
@@ -334,7 +360,8 @@ def _rows(first, last, queries, way, stretch, error, rate, key, panels, key_sum,
     seen = np.zeros((longest + 63) >> 6, np.uint64)
     drawn = np.empty(64, np.uint32)
     drop = np.empty(longest, np.int32)
-    approx = np.empty((_GROUP, (longest + _PANEL - 1) // _PANEL * _PANEL), panels.dtype)
+    approx = np.empty((_GROUP, (longest + _PANEL - 1) // _PANEL * _PANEL), np.float32)
+    scratch = np.zeros((_GROUP, low_rate.shape[1]), low_rate.dtype)
     group = np.empty(_GROUP, np.int64)
     known, ready = 0, 0  # rows of the group that are used, and that it holds
     r, used = state[0], state[1]
@@ -365,7 +392,7 @@ def _rows(first, last, queries, way, stretch, error, rate, key, panels, key_sum,
                             group[ready] = next_row
                             ready += 1
                         next_row += 1
-                    _product(rate, group, ready, panels.ravel(), head * skip + start, groups, approx)
+                    _product(low_rate, group, ready, columns, head * skip + start, groups, scratch, approx)
                 used = _approximate_coins(
                     approx[known], error, rate[r], keys, row, stream, head, seed, exploration, words, shift, out, used
                 )
@@ -383,6 +410,31 @@ def _rows(first, last, queries, way, stretch, error, rate, key, panels, key_sum,
 
 
 # ------------------------------------------------------------------ the op
+
+
+def _low_precision(
+    query: Tensor, key: Tensor, key_ptr: np.ndarray, panel_ptr: np.ndarray, needed: bool
+) -> tuple[np.ndarray, np.ndarray, float]:
+    """Rates and keys as :func:`_product` takes them, and a bound on the relative error of what it gives.
+
+    All terms are positive, so relative errors do not grow in sums: each of the K products and additions in float32 rounds by at most 2^-24,
+    and bfloat16 rounds both factors by 2^-9.
+    """
+    heads, queries, blocks = query.shape
+    rounding = (blocks + 8) * 2.0**-22
+    spans = [(head, b) for head in range(heads) for b in range(key_ptr.size - 1)] if needed else []
+    panels = int(panel_ptr[-1]) if needed else 0
+    if not tiles.AVAILABLE:
+        keys = key.detach().float().contiguous().numpy()
+        columns = np.empty((heads, panels, blocks, _PANEL), np.float32)
+        run(_pack_lanes, [(head, b, keys, key_ptr, panel_ptr, columns) for head, b in spans])
+        return query.detach().float().reshape(heads * queries, blocks).numpy(), columns.ravel(), rounding
+    low = (torch.nn.functional.pad(x.detach().bfloat16(), (0, -blocks % tiles.DEPTH)).contiguous() for x in (query, key))
+    low_rate, low_key = (x.view(torch.uint16).numpy() for x in low)
+    pairs = low_key.view(np.uint32)
+    columns = np.empty((heads, panels, pairs.shape[2] // 16, _PANEL // 16, 16, 16), np.uint32)
+    run(_pack_tiles, [(head, b, pairs, key_ptr, panel_ptr, columns) for head, b in spans])
+    return low_rate.reshape(heads * queries, -1), columns.view(np.uint16).ravel(), 2.1 * 2.0**-9 + rounding
 
 
 def sample_sbm(
@@ -408,15 +460,13 @@ def sample_sbm(
     way = np.where(dense, np.where(sure, _COINS, _EXACT_COINS), _PROPOSE).astype(np.uint8)
 
     panel_ptr = np.concatenate([[0], np.cumsum((np.diff(k_ptr) + _PANEL - 1) // _PANEL)])
-    panels = np.empty((heads, panel_ptr[-1], blocks, _PANEL), keys.dtype)
-    run(_pack, [(head, b, keys, k_ptr, panel_ptr, panels) for head in range(heads) for b in range(sequences)])
+    low_rate, columns, error = _low_precision(query, key, k_ptr, panel_ptr, bool((way == _COINS).any()))
     proposes = bool((way == _PROPOSE).any())
     coarse = np.empty((heads, blocks, panel_ptr[-1] if proposes else 0), np.uint32)
     fine = np.empty((heads, blocks, coarse.shape[2] * _PANEL), np.uint32)
     if proposes:
-        run(_key_bounds, [(h, a, z, panels, k_ptr, panel_ptr, coarse, fine) for h in range(heads) for a, z in _cuts(blocks, threads)])
+        run(_key_bounds, [(h, a, z, keys, k_ptr, panel_ptr, coarse, fine) for h in range(heads) for a, z in _cuts(blocks, threads)])
 
-    error = (blocks + 8) * 2.0**-22  # of sums of K products, all positive, that round by 2^-24 each
     counts = np.zeros(heads * queries, np.int64)
     stream, word = streams.numpy() & 0xFFFFFFFF, np.uint64(seed & 0xFFFFFFFFFFFFFFFF)
     pieces = _cuts(heads * queries, min(8 * threads, 1 + int(expected.sum()) // 2**14))
@@ -428,7 +478,7 @@ def sample_sbm(
         while state[0] < last:
             out = np.empty(room, np.int32)
             state[1] = 0
-            _rows(first, last, queries, way, stretch, error, rate, keys, panels, key_sum, coarse.ravel(), fine.ravel(), batch, q_ptr, k_ptr,
+            _rows(first, last, queries, way, stretch, error, rate, keys, low_rate, columns, key_sum, coarse.ravel(), fine.ravel(), batch, q_ptr, k_ptr,
                   panel_ptr, stream, word, method == "fastrg", exploration, clamp, out, counts, state, top)  # fmt: skip
             if state[2]:
                 raise ValueError(reference.over_one(float(top[0]) - exploration))
