@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 import subprocess
 import sys
 from itertools import pairwise, product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -385,6 +387,41 @@ threads = [Thread(target=lambda: [work() for _ in range(20)]) for _ in range(4)]
 [t.start() for t in threads]; [t.join() for t in threads]
 print("alive")
 """
+
+
+GENERIC = """
+import torch
+from problems import GRAPHS
+from sbm_pyg import ops
+from sbm_pyg.ops import reference, tiles
+assert not tiles.AVAILABLE
+generator = torch.Generator().manual_seed(5)
+y = torch.randint(0, 17, (2, 50, 6), generator=generator) / 16 / 8
+z = torch.randint(0, 17, (2, 170, 6), generator=generator) / 16
+ptr = torch.tensor([0, 20, 50]), torch.tensor([0, 40, 170])
+arguments = (y, z, *ptr, torch.tensor([3, 9]), 1, "bernoulli", 0.0, True)
+for ours, meant in zip(ops.sample_sbm(*arguments), reference.sample_sbm(*arguments), strict=True):
+    assert torch.equal(ours, meant)
+graph = GRAPHS["rows around a vector"]
+leaves = [torch.randn(1, n, 32, generator=generator).requires_grad_() for n in (graph.num_queries, graph.num_keys, graph.num_keys)]
+out, _ = ops.edge_attention(*leaves, graph.rowptr, graph.col, scale=0.3)
+wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
+meant, _ = reference.edge_attention(*wide, graph.rowptr, graph.col, None, None, 0.3, "score", 0.0, 0)
+torch.testing.assert_close(out.double(), meant, rtol=1e-4, atol=1e-5)
+grads = zip(torch.autograd.grad(out.sum(), leaves), torch.autograd.grad(meant.sum(), wide), strict=True)
+for grad, want in grads:
+    torch.testing.assert_close(grad.double(), want, rtol=1e-4, atol=1e-5)
+print("equal")
+"""
+
+
+@pytest.mark.slow
+def test_kernels_compile_for_a_processor_without_wide_registers() -> None:
+    environment = {**os.environ, "NUMBA_CPU_NAME": "generic", "PYTHONPATH": str(Path(__file__).parent)}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", GENERIC], capture_output=True, text=True, timeout=300, check=False, env=environment
+    )
+    assert done.stdout.strip() == "equal", done.stderr
 
 
 def test_forked_workers_and_python_threads_survive() -> None:

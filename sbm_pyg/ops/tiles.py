@@ -12,7 +12,7 @@ from __future__ import annotations
 import llvmlite.binding
 import torch
 from llvmlite import ir
-from numba.core import cgutils, types
+from numba.core import cgutils, config, types
 from numba.extending import intrinsic
 from numba.np.arrayobj import make_array
 
@@ -22,6 +22,9 @@ _SUMS, _ROWS, _COLUMNS = range(4), 4, 5  # which register holds what
 
 
 def _available() -> bool:
+    """Whether numba compiles for a processor with tiles (its settings may name a simpler one), and the system lets this process use them."""
+    if config.CPU_NAME or config.CPU_FEATURES:
+        return False
     features = llvmlite.binding.get_host_cpu_features()
     return bool(features.get("amx-tile") and features.get("amx-bf16") and torch.cpu._init_amx())
 
