@@ -82,7 +82,7 @@ class Classifier(LightningModule):
         )
         self.model = (SequenceClassifier if task.arity == 1 else PairClassifier)(encoder, task.num_classes)
         self.sums: dict[str, Tensor] = {}
-        self.latest: dict[str, float] = {}
+        self.latest: dict[str, dict[str, float]] = {}  # the last row of each phase
 
     def configure_optimizers(self) -> Any:
         chosen = self.settings
@@ -119,8 +119,8 @@ class Classifier(LightningModule):
         """Adds a batch to the sums of which the next row is the mean."""
         density = trace.density.detach().unflatten(0, (self.arity, -1))  # [arity, layers, B, heads]
         new = {
-            "examples": torch.tensor(float(len(batch.labels))),
-            "tokens": torch.tensor(float(batch.tokens.numel() if self.arity == 1 else sum(t.numel() for t in batch.tokens))),
+            "examples": torch.tensor(len(batch.labels)),
+            "tokens": torch.tensor(batch.tokens.numel() if self.arity == 1 else sum(side.numel() for side in batch.tokens)),
             "loss": loss.detach().double() * len(batch.labels),
             "correct": (logits.argmax(-1) == batch.labels).sum(),
             "density": density.double().mean((0, 2)) * len(batch.labels),  # [layers, heads]
@@ -130,8 +130,8 @@ class Classifier(LightningModule):
     def finish_row(self) -> dict[str, float]:
         """Turns the sums into a row of means, and starts new sums."""
         sums, self.sums = self.sums, {}
-        examples = sums["examples"].item()
-        self.tokens, self.correct, self.examples = sums["tokens"].item(), int(sums["correct"]), int(examples)
+        examples = int(sums["examples"])
+        self.tokens, self.correct, self.examples = int(sums["tokens"]), int(sums["correct"]), examples
         row = {"loss": sums["loss"].item() / examples, "accuracy": self.correct / examples}
         for layer, heads in enumerate((sums["density"] / examples).tolist()):
             row |= {report.density_name(layer, head): density for head, density in enumerate(heads)}
@@ -139,7 +139,7 @@ class Classifier(LightningModule):
 
     def record(self, phase: str, row: Mapping[str, float]) -> None:
         """Hands a row to the loggers."""
-        self.latest = dict(row)
+        self.latest[phase] = dict(row)
         for logger in self.loggers:
             logger.log_metrics({f"{phase}/{name}": value for name, value in row.items()}, step=self.global_step)
 
@@ -216,7 +216,7 @@ class Checkpoints(Checkpoint):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert isinstance(pl_module, Classifier)
-        accuracy = pl_module.latest["accuracy"]  # a round ends with its validation
+        accuracy = pl_module.latest["val"]["accuracy"]  # a round ends with its validation
         if accuracy > self.best["accuracy"]:
             self.best = {"accuracy": accuracy, "step": trainer.global_step}
             trainer.save_checkpoint(self.folder / BEST)
@@ -233,20 +233,20 @@ class Progress(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
         assert isinstance(pl_module, Classifier)
         self.bar.update(trainer.global_step - self.bar.n)
-        if pl_module.latest:
-            self.bar.set_postfix_str(self.words(pl_module), refresh=False)
+        if "train" in pl_module.latest:
+            self.bar.set_postfix_str(self.words(pl_module, "train"), refresh=False)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert isinstance(pl_module, Classifier)
-        tqdm.write(f"step {trainer.global_step:>6,}  validation {self.words(pl_module)}", file=sys.stderr)
+        tqdm.write(f"step {trainer.global_step:>6,}  validation {self.words(pl_module, 'val')}", file=sys.stderr)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.bar.close()
 
     @staticmethod
-    def words(module: Classifier) -> str:
-        """Writes the latest row in one line."""
-        row, sizes = module.latest, module.settings
+    def words(module: Classifier, phase: str) -> str:
+        """Writes the latest row of a phase in one line."""
+        row, sizes = module.latest[phase], module.settings
         layers = np.mean(report.densities(row, sizes.layers, sizes.heads), axis=1)
         shares = " ".join(f"{share:.3f}" for share in layers)
         return f"loss {row['loss']:.3f}, accuracy {row['accuracy']:.3f}, density {shares}"

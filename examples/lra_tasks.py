@@ -101,7 +101,8 @@ PAPER = Settings(
     precision="32-true", seed=0, validate_every=250, log_every=10,
 )  # fmt: skip
 
-# Ours: the model of the paper on short trees, so that two cores learn something within minutes.
+# Ours: the model of the paper on lists without nesting, so that two cores learn within minutes something that needs attention
+# (on the nested lists that we tried, such short runs of 'sbm' gained less than two points over no attention at all).
 LAPTOP = dataclasses.replace(
     PAPER, max_length=128, window=8, dropout=0.0, attention_dropout=0.0, batch_size=64, steps=800, warmup=100, learning_rate=2e-3,
     clip_norm=1.0, validate_every=100,
@@ -170,7 +171,7 @@ TASKS = {
             "laptop": Preset(
                 LAPTOP,
                 lra_listops.Parameters(
-                    train=20_000, val=1_000, test=2_000, max_depth=3, max_args=8, min_length=16, max_length=64, operator_probability=0.35
+                    train=20_000, val=1_000, test=2_000, max_depth=2, max_args=30, min_length=16, max_length=64, operator_probability=1.0
                 ),
                 threads=1,  # its batches are so small that two threads are no faster, and ten times slower on a busy machine
             ),

@@ -16,6 +16,7 @@ from typing import cast
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from scipy.stats import binomtest
 
 import lra
 import lra_report as report
@@ -252,6 +253,12 @@ def test_a_run_is_neither_overwritten_nor_resumed_with_other_settings_or_data(
 def test_truncation_is_reported(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     train(data, tmp_path / "run", "--steps", "1", "--max-length", "10")
     assert "of 50 sequences to 10 tokens" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("correct", "count"), [(0, 5), (8, 10), (1480, 2000), (30, 30)])
+def test_interval_is_that_of_wilson(correct: int, count: int) -> None:
+    expected = binomtest(correct, count).proportion_ci(method="wilson")
+    assert report.wilson_interval(correct, count) == pytest.approx((expected.low, expected.high), abs=1e-6)
 
 
 def test_curves_forget_what_a_checkpoint_does_not_know(tmp_path: Path) -> None:
