@@ -234,7 +234,9 @@ def test_entmax_equals_the_dense_one_row_by_row(alpha: float, spread: float) -> 
         if end > start:
             expected = entmax_bisect(src[start:end], alpha, n_iter=100)
             torch.testing.assert_close(out[start:end], expected, rtol=1e-7, atol=1e-9)
-            torch.testing.assert_close(single[start:end].double(), expected, rtol=2e-4, atol=2e-6)
+            peer = (entmax_bisect(src[start:end].float(), alpha) - expected).abs().max()
+            mine = (single[start:end] - expected).abs().max()
+            assert float(mine) <= 2 * float(peer) + 4 * torch.finfo(torch.float32).eps
     shuffled = torch.randperm(len(src), generator=torch.Generator().manual_seed(1))
     index = torch.repeat_interleave(counts)
     by_index = ops.segment_entmax(src[shuffled], index[shuffled], num_nodes=6, alpha=alpha)

@@ -8,6 +8,7 @@ and its workqueue layer aborts when two python threads enter it together. Kernel
 plain python threads share the pieces of work.
 """
 
+import ctypes
 import itertools
 import logging
 import os
@@ -17,11 +18,20 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import torch
 from numba import njit
 from numba.core import event
 
 log = logging.getLogger("sbm_pyg")
+
+# The OpenMP runtime of torch, where it can be found: its threads spin for some milliseconds after each parallel torch op, and any other
+# thread would have to share their cores.
+_TeamMember = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+_fork_team = getattr(ctypes.CDLL(None), "GOMP_parallel", None) if os.name == "posix" else None
+if _fork_team is not None:
+    _fork_team.argtypes = (_TeamMember, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+_team_owner = -1
 
 _kernels: set = set()
 _pool: ThreadPoolExecutor | None = None
@@ -52,41 +62,46 @@ def kernel(function: Callable) -> Callable:
 def run(function: Callable, tasks: Sequence[tuple]) -> None:
     """Call ``function(*task)`` for every task, on ``torch.get_num_threads()`` threads of which the caller is one.
 
-    Tasks are taken in order by whichever thread is free, so results must not depend on who runs which. Safe in forked
-    children (they get their own threads) and from several python threads at once (a caller finishes the work itself
-    when all helpers are busy). The first exception of a task is raised here.
+    Tasks are taken in order by whichever thread is free, so results must not depend on who runs which. Safe in forked children and
+    from several python threads at once. The first exception of a task is raised here.
     """
-    todo = deque(tasks)
+    global _team_owner
+    todo, failures = deque(tasks), []
 
-    def work():
-        while todo:
-            try:
-                task = todo.popleft()
-            except IndexError:  # another thread was faster
-                return
-            function(*task)
+    def work(_=None):
+        try:
+            while todo:
+                try:
+                    task = todo.popleft()
+                except IndexError:  # another thread was faster
+                    return
+                function(*task)
+        except BaseException as failure:
+            todo.clear()
+            failures.append(failure)
 
-    helpers = min(torch.get_num_threads(), len(todo)) - 1
-    futures = [_threads().submit(work) for _ in range(helpers)]
-    try:
+    threads = min(torch.get_num_threads(), len(todo))
+    if threads > 1 and _fork_team is not None and _team_owner in (-1, os.getpid()):
+        _team_owner = os.getpid()
+        _fork_team(_TeamMember(work), None, threads, 0)
+    else:
+        futures = [_threads().submit(work) for _ in range(threads - 1)]
         work()
-    finally:
-        todo.clear()
         for future in futures:
             if not future.cancel():
                 future.result()
+    if failures:
+        raise failures[0]
 
 
-def split(rowptr: torch.Tensor, pieces: int) -> list[tuple[int, int]]:
+def split(rowptr: np.ndarray, pieces: int) -> list[tuple[int, int]]:
     """Cut rows into at most ``pieces`` ranges of about equal work: edges, and a few edges' worth for each row itself."""
-    rows = rowptr.numel() - 1
-    work = [int(rowptr[0]), int(rowptr[rows]) + 8 * rows]
-    cuts = [0]
-    for piece in range(1, pieces):
-        target = work[0] + (work[1] - work[0]) * piece // pieces
-        cuts.append(bisect_left(range(rows), target, lo=cuts[-1], key=lambda row: int(rowptr[row]) + 8 * row))
-    cuts.append(rows)
-    return [(first, last) for first, last in itertools.pairwise(cuts) if first < last]
+    rows = len(rowptr) - 1
+    start, whole = int(rowptr[0]), int(rowptr[rows] - rowptr[0]) + 8 * rows
+    cuts = [
+        bisect_left(range(rows), start + whole * piece // pieces, key=lambda row: int(rowptr[row]) + 8 * row) for piece in range(pieces)
+    ]
+    return [(first, last) for first, last in itertools.pairwise([*cuts, rows]) if first < last]
 
 
 def _threads() -> ThreadPoolExecutor:
@@ -98,13 +113,15 @@ def _threads() -> ThreadPoolExecutor:
         return _pool
 
 
-def _renew_lock():
+def _after_fork():
     global _pool_lock
-    _pool_lock = threading.Lock()  # another thread may have held it when the process forked
+    _pool_lock = threading.Lock()  # another thread may have held it
+    if _team_owner != -1:  # OpenMP threads do not survive a fork, and the next parallel torch op would wait for them forever
+        torch.set_num_threads(1)
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew_lock)
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 class _Announcer(event.Listener):
