@@ -127,3 +127,17 @@ def lowest_bit(typing, word):
         return _call(builder, "llvm.cttz.i64", _I64, [args[0], ir.Constant(ir.IntType(1), 1)])
 
     return types.int64(types.uint64), generate
+
+
+@intrinsic
+def fetch(typing, array, offset):
+    """Ask for the cache line of an element that is needed soon."""
+
+    def generate(context, builder, signature, args):
+        where = _pointer(context, builder, array, args[0], args[1], _I8)
+        hints = [ir.Constant(_I32, hint) for hint in (0, 3, 1)]  # to read, to keep, data
+        function = ir.FunctionType(ir.VoidType(), [where.type, _I32, _I32, _I32])
+        builder.call(cgutils.get_or_insert_function(builder.module, function, "llvm.prefetch.p0"), [where, *hints])
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64), generate

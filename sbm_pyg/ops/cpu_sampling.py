@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import reference, tiles
-from .bits import append16, below16, lowest_bit, philox16, toss16
+from .bits import append16, below16, fetch, lowest_bit, philox16, toss16
 from .simd import load, splat, store
 from .threads import kernel, run
 from .tiles import close_tiles, multiply_tiles, open_tiles
@@ -24,6 +24,8 @@ _COIN_BYTE, _COIN_REST, _COUNT, _PROPOSAL = (
 )
 _PANEL = 64  # keys that lie together, block by block
 _GROUP = 16 if tiles.AVAILABLE else 4  # rows whose probabilities are computed together
+
+_INVERSE = 1 / np.arange(1, 2**14 + 1).astype(np.float64)  # placed at count - 1
 
 # How a row is sampled.
 _PROPOSE, _COINS, _EXACT_COINS = range(3)
@@ -64,9 +66,9 @@ def _poisson(rate, row, stream, head, seed):
         left -= term
         while left >= 0:
             count += 1
-            term = term * lam / count
+            term *= lam * _INVERSE[count - 1]
             left -= term
-            if not term > 0:
+            if not term > 0:  # beyond double precision; a part of 256 ends far below the length of the table
                 break
         total += count
     return total
@@ -203,22 +205,19 @@ def _count_below(bounds, first, last, word):
 
 
 @kernel
-def _find(coarse, fine, start, groups, word):
-    """Place of a word among the sorted bounds of one block of one sequence, which begin at group ``start``.
-
-    By halves among the last bounds of each group of 64, then all at once inside the group.
-    """
+def _find_group(coarse, start, groups, word):
+    """Group of 64 bounds in which the word has its place, among those from ``start`` on: by halves."""
     group, length = start, groups
     while length > 1:
         half = length >> 1
         group += half * (coarse[group + half - 1] < word)
         length -= half
-    return 64 * (group - start) + _count_below(fine, 64 * group, 64 * group + 64, word)
+    return group
 
 
 @kernel
 def _propose(
-    rate, key, key_sum, coarse, fine, start, skip, groups, stretch, row, stream, head, seed, thin, exploration, mass, block_bounds, seen, drawn, drop, shift, out, used
+    rate, key, key_sum, coarse, fine, start, skip, groups, stretch, row, stream, head, seed, thin, exploration, mass, block_bounds, seen, drawn, group, drop, shift, out, used
 ):  # fmt: skip
     """Edges of a row by Poisson proposals; returns the new end of ``out``, or -1 where it is too short."""
     num_keys, blocks = key.shape
@@ -237,9 +236,16 @@ def _propose(
         for t in range(some):
             drawn[t] = _count_below(block_bounds, 0, block_bounds.size, drawn[t])
         for t in range(some):
+            block = np.int64(drawn[t])
+            if block < blocks:
+                group[t] = _find_group(coarse, start + block * skip, groups, drawn[16 + t])
+                for line in range(0, _PANEL, 16):
+                    fetch(fine, _PANEL * group[t] + line)
+        for t in range(some):
             block, word = np.int64(drawn[t]), drawn[16 + t]
             if block < blocks:
-                drawn[16 + t] = _find(coarse, fine, start + block * skip, groups, word)
+                first_key = _PANEL * (group[t] - start - block * skip)
+                drawn[16 + t] = first_key + _count_below(fine, _PANEL * group[t], _PANEL * group[t] + _PANEL, word)
             else:
                 drawn[16 + t] = (np.uint64(word) * np.uint64(num_keys)) >> np.uint64(32)
         for t in range(some):
@@ -334,13 +340,14 @@ def _key_bounds(head, first, last, key, key_ptr, panel_ptr, coarse, fine):
     """Tables that map a word to a key, for blocks first..last-1 of a head."""
     for b in range(key_ptr.size - 1):
         num_keys = key_ptr[b + 1] - key_ptr[b]
-        mass = np.empty(num_keys)
+        mass = np.empty((last - first, num_keys))
+        for j in range(num_keys):
+            for v in range(first, last):
+                mass[v - first, j] = key[head, key_ptr[b] + j, v]
         for v in range(first, last):
-            for j in range(num_keys):
-                mass[j] = key[head, key_ptr[b] + j, v]
             table = fine[head, v, _PANEL * panel_ptr[b] : _PANEL * panel_ptr[b + 1]]
             table[num_keys:] = np.uint32(0xFFFFFFFF)
-            _bounds(mass, table[:num_keys])
+            _bounds(mass[v - first], table[:num_keys])
             for group in range(panel_ptr[b + 1] - panel_ptr[b]):
                 coarse[head, v, panel_ptr[b] + group] = table[_PANEL * group + _PANEL - 1]
 
@@ -358,7 +365,7 @@ def _rows(first, last, queries, way, stretch, error, rate, key, low_rate, column
     p = np.empty(longest)
     mass, block_bounds = np.empty(blocks + 1), np.full((blocks + 16) // 16 * 16, 0xFFFFFFFF, np.uint32)
     seen = np.zeros((longest + 63) >> 6, np.uint64)
-    drawn = np.empty(64, np.uint32)
+    drawn, place = np.empty(64, np.uint32), np.empty(16, np.int64)
     drop = np.empty(longest, np.int32)
     approx = np.empty((_GROUP, (longest + _PANEL - 1) // _PANEL * _PANEL), np.float32)
     scratch = np.zeros((_GROUP, low_rate.shape[1]), low_rate.dtype)
@@ -376,7 +383,7 @@ def _rows(first, last, queries, way, stretch, error, rate, key, low_rate, column
         if way[r] == _PROPOSE:
             used = _propose(
                 rate[r], keys, key_sum[head, b], coarse, fine, head * blocks * skip + start, skip, groups, stretch[r], row,
-                stream, head, seed, not fastrg, exploration, mass, block_bounds, seen[:groups], drawn, drop, shift, out, used,
+                stream, head, seed, not fastrg, exploration, mass, block_bounds, seen[:groups], drawn, place, drop, shift, out, used,
             )  # fmt: skip
             if used < 0:
                 used = before
@@ -465,7 +472,9 @@ def sample_sbm(
     coarse = np.empty((heads, blocks, panel_ptr[-1] if proposes else 0), np.uint32)
     fine = np.empty((heads, blocks, coarse.shape[2] * _PANEL), np.uint32)
     if proposes:
-        run(_key_bounds, [(h, a, z, keys, k_ptr, panel_ptr, coarse, fine) for h in range(heads) for a, z in _cuts(blocks, threads)])
+        run(
+            _key_bounds, [(h, a, z, keys, k_ptr, panel_ptr, coarse, fine) for h in range(heads) for a, z in _cuts(blocks, -(-blocks // 16))]
+        )
 
     counts = np.zeros(heads * queries, np.int64)
     stream, word = streams.numpy() & 0xFFFFFFFF, np.uint64(seed & 0xFFFFFFFFFFFFFFFF)

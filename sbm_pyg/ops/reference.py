@@ -374,7 +374,7 @@ def _poisson(rate: Tensor, rows: Tensor, counter: tuple[int, int], seed: int) ->
         while bool((left >= 0).any()):
             more = left >= 0
             count += more
-            term = term * lam / count.clamp(min=1)
+            term = term * (lam * (1 / count.clamp(min=1).double()))
             left = torch.where(more, left - term, left)
             left = torch.where(term > 0, left, -1.0)  # the tail beyond double precision
         total += count
