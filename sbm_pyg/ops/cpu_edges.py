@@ -11,7 +11,6 @@ tiles that fit it, and keep all that belongs to a key on neighbouring cache line
 from __future__ import annotations
 
 from functools import cache
-from itertools import pairwise
 
 import numpy as np
 import torch
