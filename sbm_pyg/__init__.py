@@ -1,6 +1,6 @@
 """Sparse, data-adaptive attention as message passing on PyTorch Geometric."""
 
-from . import ops, patterns
+from . import analysis, ops, patterns, plots
 from .attention import SBMAttentionConv
 from .graph import AttentionGraph
 from .models import EncoderTrace, PairClassifier, SequenceClassifier, SequenceEncoder, TokenClassifier
@@ -21,9 +21,11 @@ __all__ = [
     "SequenceClassifier",
     "SequenceEncoder",
     "TokenClassifier",
+    "analysis",
     "ops",
     "pad",
     "patterns",
+    "plots",
     "sample_edges",
     "unpad",
 ]

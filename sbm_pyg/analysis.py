@@ -1,0 +1,383 @@
+"""What attention graphs look like: statistics in linear time, networkx, and the conditions of universality.
+
+In: an :class:`~sbm_pyg.graph.AttentionGraph`, sampled or given. Out: numbers per sequence and head, or a networkx graph. Not here: pictures
+(``plots``); what is listed from ``hamiltonian`` and ``universality`` is defined there and belongs to the interface of this module.
+
+Nothing here is imported by the rest of the library; scipy, from the ``[analysis]`` extra, is imported when a function needs it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .graph import AttentionGraph
+from .hamiltonian import Certificate, HamiltonianPath, hamiltonian_path, is_hamiltonian_path, scipy_sparse
+from .ops.walks import breadth_first, compare_rows
+from .sbm import SBM
+from .universality import (
+    Lemma1,
+    Lemma2,
+    Universality,
+    expected_graph,
+    lemma1,
+    lemma2,
+    log10_cycles,
+    path_probability,
+    spread_steps,
+    universality,
+)
+
+if TYPE_CHECKING:
+    import networkx as nx
+
+__all__ = [
+    "Certificate", "GraphStatistics", "HamiltonianPath", "Lemma1", "Lemma2", "Universality", "blocks_of", "expected_graph", "graph_statistics",
+    "hamiltonian_path", "is_hamiltonian_path", "lemma1", "lemma2", "log10_cycles", "path_probability", "spread_steps", "to_networkx",
+    "universality",
+]  # fmt: skip
+
+Array = np.ndarray[Any, Any]
+Blocks = SBM | Tensor | tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class GraphStatistics:
+    """Statistics of each sequence and head, made by :func:`graph_statistics`; ``print`` shows them as a table.
+
+    All are of the directed graph from keys to queries, over tokens, or over queries and keys apart where those differ. All but the degrees
+    are ``[B, H]``, float64 or int64; NaN where not defined.
+
+    Args:
+        density: Share of the pairs that are edges.
+        in_degree: Number of keys of each query, ``[H, N]``.
+        out_degree: Number of queries of each key, ``[H, M]``.
+        empty_queries: Share of the queries without an edge: attention gives them zeros.
+        unread_keys: Share of the keys that no query attends to.
+        self_loops: Share of the tokens that attend to themselves; 0 where queries and keys are apart.
+        reciprocity: Share of the edges that also run the other way; as in networkx, self-loops count as edges but not as returned.
+        weak_components: Number of weakly connected components.
+        strong_components: Number of strongly connected components.
+        largest_strong: Share of the nodes in the largest strongly connected component.
+        diameter_least: Lower bound of the diameter, from six searches; infinite unless strongly connected.
+        diameter_most: Upper bound, from the same searches; at most twice the diameter.
+        spectral_gap: Second smallest eigenvalue of the normalised Laplacian of the undirected graph, in [0, 2], to about seven digits: 0
+            where it falls apart, near 1 where all is mixed in one step. NaN if it was left out.
+        modularity: Excess of edges within blocks over what the degrees explain (Leicht and Newman, 2008), in [-1, 1). NaN without blocks.
+    """
+
+    density: Tensor
+    in_degree: Tensor
+    out_degree: Tensor
+    empty_queries: Tensor
+    unread_keys: Tensor
+    self_loops: Tensor
+    reciprocity: Tensor
+    weak_components: Tensor
+    strong_components: Tensor
+    largest_strong: Tensor
+    diameter_least: Tensor
+    diameter_most: Tensor
+    spectral_gap: Tensor
+    modularity: Tensor
+
+    def rows(self) -> list[dict[str, float]]:
+        """One record for each sequence and head, with their numbers and all that is ``[B, H]``: ready for a table or a CSV file."""
+        named = {field.name: getattr(self, field.name) for field in fields(self) if not field.name.endswith("_degree")}
+        sequences, heads = self.density.shape
+        return [
+            {"sequence": sequence, "head": head} | {name: value[sequence, head].item() for name, value in named.items()}
+            for sequence in range(sequences)
+            for head in range(heads)
+        ]
+
+    def __str__(self) -> str:
+        rows = self.rows()
+        names = [name for name in rows[0] if not all(math.isnan(row[name]) for row in rows)]
+        cells = [[f"{row[name]:.4g}" for row in rows[:12]] for name in names]
+        width = max(len(cell) for column in cells for cell in column)
+        lines = [
+            f"{name.replace('_', ' '):<18}" + "".join(f"{cell:>{width + 2}}" for cell in column)
+            for name, column in zip(names, cells, strict=True)
+        ]
+        return "\n".join(lines + ([f"... and {len(rows) - 12:,} more"] if len(rows) > 12 else []))
+
+
+def graph_statistics(
+    graph: AttentionGraph, *, blocks: Blocks | None = None, bipartite: bool | None = None, spectral_gap: bool = True
+) -> GraphStatistics:
+    """Degrees, components, distances and structure of every sequence and head, from the compressed rows, without any python loop over edges.
+
+    Cost O(HN + E), all sequences and heads at once; the spectral gap costs some dozens of products with the matrix for each of them. Values are those
+    of networkx (``tests/test_analysis.py``) in a fraction of its time (docs/analysis.md).
+
+    Args:
+        graph: Any graph.
+        blocks: Blocks for the modularity: an :class:`SBM` over the same tokens (:func:`blocks_of`), or block numbers of the tokens
+            ``[H, N]`` int64, or a pair of those for queries ``[H, N]`` and keys ``[H, M]``.
+        bipartite: Whether queries and keys are different nodes. None: only where sequences differ in their queries and keys.
+        spectral_gap: Whether to compute it.
+
+    Returns:
+        The statistics, on the CPU.
+
+    Raises:
+        ImportError: scipy is not installed.
+        ValueError: Blocks do not fit the graph, or tokens were asked for where N != M.
+
+    Example:
+        >>> graph = AttentionGraph.from_dense(torch.tensor([[1, 1, 0], [1, 0, 0], [0, 1, 1]]))
+        >>> print(graph_statistics(graph, spectral_gap=False))
+        sequence                0
+        head                    0
+        density            0.5556
+        empty queries           0
+        unread keys             0
+        self loops         0.6667
+        reciprocity           0.4
+        weak components         1
+        strong components       2
+        largest strong     0.6667
+        diameter least        inf
+        diameter most         inf
+    """
+    labels = None if blocks is None else _labels(graph, blocks)
+    graph = graph.to("cpu")
+    heads, sequences, num_queries, num_keys = graph.heads, graph.num_sequences, graph.num_queries, graph.num_keys
+    square = torch.equal(graph.query_ptr, graph.key_ptr)
+    if bipartite is False and not square:
+        raise ValueError(
+            f"Expected as many queries as keys in each sequence for a graph of tokens (got N = {num_queries}, M = {num_keys}). Pass bipartite=True."
+        )
+    split = not square if bipartite is None else bipartite
+
+    group, key_group = (_groups(ptr, heads) for ptr in (graph.query_ptr, graph.key_ptr))  # number b * H + h of each row
+    node_group = np.concatenate([group, key_group]) if split else group
+    cells, count = sequences * heads, len(node_group)
+    rows = _square(graph, count, heads * num_queries if split else 0)
+    columns = rows.T.tocsr()
+    in_degree, out_degree = (
+        graph.degree,
+        torch.from_numpy(np.diff(columns.indptr)[-heads * num_keys :].astype(np.int64)).view(heads, num_keys),
+    )
+
+    def total(groups: Array, weights: Array | Tensor | None = None) -> Array:
+        return np.bincount(groups, weights if weights is None else np.asarray(weights).ravel(), minlength=cells)
+
+    queries, keys, nodes, edges = total(group), total(key_group), total(node_group), total(group, in_degree)
+    query_block, key_block = (np.zeros(side, np.int64) for side in (len(group), len(key_group))) if labels is None else labels
+    own, returned, within = np.zeros((3, count), np.int64)
+    padding = np.zeros(count - len(group), np.int64)  # where nodes are queries, then keys
+    compare_rows(
+        rows.indptr, rows.indices, columns.indptr, columns.indices, np.concatenate([query_block, padding]),
+        np.concatenate([np.zeros(count - len(key_group), np.int64), key_block]), own, returned, within,
+    )  # fmt: skip
+    depth = np.empty(count, np.int64)
+    roots = _busiest(rows, columns, node_group, cells)
+    # columns lead from keys to queries, as edges do
+    reached = breadth_first(columns.indptr, columns.indices, roots, depth)
+    strong_at_once = reached == count and breadth_first(rows.indptr, rows.indices, roots, depth) == count
+    one_each = (np.ones(cells, np.int64), nodes)
+    weak, strong = (one_each if strong_at_once else _components(rows, node_group, cells, kind) for kind in ("weak", "strong"))
+    least, most = _diameter(rows, columns, node_group, roots, strong[0] == 1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        modularity = np.full(cells, math.nan)
+        if labels is not None:
+            modularity = (
+                total(node_group, within) / edges - _by_chance(labels, (group, key_group), (in_degree, out_degree), cells) / edges**2
+            )
+        values = {
+            "empty_queries": total(group[in_degree.flatten().numpy() == 0]) / queries,
+            "unread_keys": total(key_group[out_degree.flatten().numpy() == 0]) / keys,
+            "self_loops": total(node_group, own) / nodes,
+            "reciprocity": total(node_group, returned) / edges,
+            "weak_components": weak[0],
+            "strong_components": strong[0],
+            "largest_strong": strong[1] / nodes,
+            "diameter_least": least,
+            "diameter_most": most,
+            "spectral_gap": _gaps(graph, split, weak[0]) if spectral_gap else np.full(cells, math.nan),
+            "modularity": modularity,
+        }
+    shaped = {name: torch.from_numpy(np.ascontiguousarray(value)).view(sequences, heads) for name, value in values.items()}
+    return GraphStatistics(density=graph.density, in_degree=in_degree, out_degree=out_degree, **shaped)
+
+
+def blocks_of(sbm: SBM) -> tuple[Tensor, Tensor]:
+    """The block of each query ``[H, N]`` and of each key ``[H, M]``: where its membership is largest, the first of equals."""
+    return sbm.query.argmax(-1), sbm.key.argmax(-1)
+
+
+def to_networkx(
+    graph: AttentionGraph, sequence: int = 0, head: int | None = 0, *, view: str = "tokens", sbm: SBM | None = None
+) -> nx.DiGraph[Any]:
+    """networkx graph of one sequence, with probabilities and blocks where a model is given; an edge runs from key to query.
+
+    Args:
+        graph: Any graph.
+        sequence: Which sequence.
+        head: Which head; None for all, as a ``MultiDiGraph`` whose edges carry their head as key and attribute ``head``.
+        view: ``"tokens"``: nodes are tokens (needs N = M). ``"bipartite"``: nodes are ``("key", j)`` and ``("query", i)``, numbered by networkx's
+            attribute ``bipartite`` 0 and 1.
+        sbm: Model over the same tokens and heads: edges then carry ``probability``, and nodes, with a single head, ``block`` (that of the query
+            in the view of tokens).
+
+    Raises:
+        ValueError: The sequence, head or view does not exist, the model is over other tokens, or tokens were asked for where N != M.
+
+    Example:
+        >>> to_networkx(AttentionGraph.from_dense(torch.ones(2, 3)), view="bipartite").edges[("key", 2), ("query", 0)]
+        {}
+    """
+    if view not in ("tokens", "bipartite"):
+        raise ValueError(f"Expected 'view' to be 'tokens' or 'bipartite' (got {view!r}). For all heads at once pass head=None.")
+    result = graph.to_networkx(sequence, head, bipartite=view == "bipartite")
+    if sbm is None:
+        return result
+    probabilities, query = sbm.edge_prob(graph).detach(), graph.edge_index[1]
+    one, sequence = graph.sequence(sequence), sequence % graph.num_sequences
+    head = head if head is None else head % graph.heads
+    first, first_key = int(graph.query_ptr[sequence]), int(graph.key_ptr[sequence])
+    inside = (query >= first) & (query < first + one.num_queries)
+    for source, target, number, p in zip(*one.edge_index.tolist(), one.edge_head.tolist(), probabilities[inside].tolist(), strict=True):
+        if head is None or number == head:
+            ends = (("key", source), ("query", target)) if view == "bipartite" else (source, target)
+            result.edges[(*ends, number) if head is None else ends]["probability"] = p
+    if head is not None:
+        queries, keys = (side[head].tolist() for side in blocks_of(sbm))
+        for node in result:
+            kind, number = node if view == "bipartite" else ("query", node)
+            result.nodes[node]["block"] = queries[first + number] if kind == "query" else keys[first_key + number]
+    return result
+
+
+# --------------------------------------------------------------------------------------------------------------- parts
+
+
+def _labels(graph: AttentionGraph, blocks: Blocks) -> tuple[Array, Array]:
+    """Blocks of the queries ``[H*N]`` and of the keys ``[H*M]``."""
+    query, key = blocks_of(blocks) if isinstance(blocks, SBM) else blocks if isinstance(blocks, tuple) else (blocks, blocks)
+    for name, side, size in (("queries", query, graph.num_queries), ("keys", key, graph.num_keys)):
+        if side.shape != (graph.heads, size):
+            raise ValueError(
+                f"Expected 'blocks' of the {name} to be [{graph.heads}, {size}] (got {list(side.shape)}). They number the block of each token in each head."
+            )
+    return query.cpu().flatten().numpy(), key.cpu().flatten().numpy()
+
+
+def _groups(ptr: Tensor, heads: int) -> Array:
+    """Number ``b * H + h`` of the sequence and head of each row ``h * N + i``, ``[H*N]``."""
+    batch = torch.repeat_interleave(ptr.diff())
+    return (batch * heads + torch.arange(heads)[:, None]).flatten().numpy()
+
+
+def _square(graph: AttentionGraph, count: int, shift: int) -> Any:
+    """All heads as one block-diagonal matrix in scipy's compressed rows, ``[count, count]``; keys are numbered from ``shift``."""
+    size = np.int32 if max(count, graph.num_edges) < 2**31 else np.int64
+    index: Array = graph.col.numpy().astype(size)
+    ends = graph.rowptr[:: graph.num_queries].tolist()
+    for head, (first, end) in enumerate(pairwise(ends)):
+        index[first:end] = index[first:end] + (shift + head * graph.num_keys)
+    ptr = np.full(count + 1, graph.num_edges, size)
+    ptr[: graph.rowptr.numel()] = graph.rowptr.numpy()
+    return scipy_sparse().csr_array((np.ones(len(index), np.int8), index, ptr), shape=(count, count))
+
+
+def _components(rows: Any, group: Array, cells: int, kind: str) -> tuple[Array, Array]:
+    """Number of components and size of the largest, each ``[B*H]``."""
+    _, labels = scipy_sparse().csgraph.connected_components(rows, connection=kind)
+    first = np.unique(labels, return_index=True)[1]
+    largest = np.zeros(cells, np.int64)
+    np.maximum.at(largest, group[first], np.bincount(labels))
+    return np.bincount(group[first], minlength=cells), largest
+
+
+def _busiest(rows: Any, columns: Any, group: Array, cells: int) -> Array:
+    """The node of largest degree in each group, ``[B*H]``."""
+    order = np.lexsort((np.diff(rows.indptr) + np.diff(columns.indptr), group))
+    return order[np.searchsorted(group[order], np.arange(cells), side="right") - 1]
+
+
+def _diameter(rows: Any, columns: Any, group: Array, roots: Array, strong: Array) -> tuple[Array, Array]:
+    """Bounds of the diameter, each ``[B*H]``: the farthest node from a root and the farthest to it lie far apart, and a node halfway between is
+    near to all."""
+    cells, index, depth = len(roots), np.arange(len(group)), np.empty(len(group), np.int64)
+
+    def sweep(matrix: Any, roots: Array, share: float = 1.0) -> tuple[Array, Array]:
+        """Largest distance in each group, and a node at that share of it."""
+        breadth_first(matrix.indptr, matrix.indices, roots, depth)
+        last, found = np.zeros(cells, np.int64), np.zeros(cells, np.int64)
+        np.maximum.at(last, group, depth)
+        at = index[depth == np.rint(share * last).astype(np.int64)[group]]
+        found[group[at]] = at
+        return last, found
+
+    out, farthest = sweep(columns, roots)
+    back, farthest_back = sweep(rows, roots)
+    far_back, _ = sweep(rows, farthest)
+    far, middle = sweep(columns, farthest_back, 0.5)
+    out_of_middle, into_middle = sweep(columns, middle)[0], sweep(rows, middle)[0]
+    least = np.maximum.reduce([out, back, far, far_back, out_of_middle, into_middle])
+    most = np.minimum(out + back, out_of_middle + into_middle)
+    return np.where(strong, least, math.inf), np.where(strong, most, math.inf)
+
+
+def _gaps(graph: AttentionGraph, split: bool, parts: Array) -> Array:
+    """Spectral gaps ``[B*H]``."""
+    gaps: list[float] = []
+    for sequence in range(graph.num_sequences):
+        one = graph.sequence(sequence)
+        for head in range(graph.heads):
+            if parts[len(gaps)] > 1:
+                gaps.append(0.0)
+                continue
+            rows = one.to_scipy(head)
+            both = scipy_sparse().block_array([[None, rows], [rows.T, None]], format="csr") if split else (rows + rows.T.tocsr())
+            gaps.append(_gap(both))
+    return np.array(gaps)
+
+
+def _gap(both: Any) -> float:
+    """Second smallest eigenvalue of I - D^-1/2 W D^-1/2 of a connected graph, from the second largest of the product."""
+    from scipy.sparse.linalg import ArpackError, LinearOperator, eigsh
+
+    count = both.shape[0]
+    if count == 1:
+        return math.nan
+    degree = np.diff(both.indptr)
+    scale = 1 / np.sqrt(degree)
+    index, ptr = both.indices.astype(np.int32), both.indptr.astype(np.int32)
+    both = scipy_sparse().csr_array((np.repeat(scale, degree) * scale[index], index, ptr), shape=both.shape)
+    if count <= 256:
+        return float(np.linalg.eigvalsh(np.eye(count) - both.toarray())[1])
+    first = np.sqrt(degree / degree.sum())  # the eigenvector of the largest eigenvalue, 1; it is moved to -2
+    operator = LinearOperator((count, count), matvec=lambda x: both @ x - first * (3 * (first @ x)), dtype=np.float64)
+    options = {
+        "k": 1,
+        "which": "LA",
+        "v0": np.random.default_rng(0).standard_normal(count),
+        "maxiter": 40,
+        "ncv": 40,
+        "return_eigenvectors": False,
+    }
+    try:
+        gap = 1 - float(eigsh(operator, tol=1e-4, **options)[0])  # an eigenvalue is about as exact as the square of its tolerance
+        return gap if gap > 0.05 else 1 - float(eigsh(operator, tol=1e-9, **options)[0])
+    except ArpackError:  # eigenvalues crowd at 1, as in long and narrow graphs: these are sparse, and a factorisation is cheap
+        return 1 - float(eigsh(both, k=2, sigma=1.0001, which="LM", v0=options["v0"], return_eigenvectors=False).min())
+
+
+def _by_chance(labels: tuple[Array, Array], groups: tuple[Array, Array], degrees: tuple[Tensor, Tensor], cells: int) -> Array:
+    """Sum over blocks of the degrees of its queries times the degrees of its keys, ``[B*H]``."""
+    blocks = int(max(side.max() for side in labels)) + 1
+    sums = [
+        np.bincount(group * blocks + label, degree.flatten().numpy(), minlength=cells * blocks).reshape(cells, blocks)
+        for label, group, degree in zip(labels, groups, degrees, strict=True)
+    ]
+    return (sums[0] * sums[1]).sum(1)

@@ -1,0 +1,123 @@
+"""The report on a trained model's graphs, from the folder of a run."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import io
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import matplotlib.image
+import pytest
+import torch
+
+import analyse_graphs
+import lra
+import lra_tasks
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's own
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the trainer leaves of an untrained model: settings, a checkpoint and a log."""
+    folder, data = tmp_path_factory.mktemp("runs") / "untrained", tmp_path_factory.mktemp("data") / "listops"
+    folder.mkdir()
+    law = ["--preset", "laptop", "--train", "20", "--val", "30", "--test", "20", "--min-length", "8", "--max-length", "24"]
+    lra_tasks.main(["generate", "--out", str(data), *law])
+    task = lra_tasks.TASKS["listops"]
+    settings = dataclasses.replace(task.presets["laptop"].settings, channels=16, head_channels=8, ffn_channels=16, num_blocks=8, seed=3)
+    torch.manual_seed(0)
+    torch.save({"state_dict": lra.Classifier(task, settings).state_dict()}, folder / "best.ckpt")
+    plan = {"task": "listops", "preset": "laptop", "data": str(data), "settings": dataclasses.asdict(settings)}
+    (folder / "settings.json").write_text(json.dumps(plan))
+    names = [f"density_layer{layer}_head{head}" for layer in range(2) for head in range(2)]
+    (folder / "train.csv").write_text("\n".join([",".join(["step", *names]), "10,0.2,0.3,0.2,0.3", "20,0.1,0.3,0.2,0.4"]))
+    return folder
+
+
+def test_report_has_figures_and_tables(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = torch.get_rng_state()
+    path = analyse_graphs.main(["--run", str(run), "--examples", "12", "--structure", "2"])
+    assert torch.equal(torch.get_rng_state(), before)
+    assert path == run / "graphs.html"
+    assert f"Wrote {path}" in capsys.readouterr().out
+    page = path.read_text()
+    pictures = re.findall(r'<img alt="([^"]+)" src="data:image/png;base64,([^"]+)"', page)
+    assert len(pictures) == 3 + 2 * 4  # densities, training, inputs; a mask and its blocks for each layer and head
+    for caption, code in pictures:
+        assert len(caption) > 60
+        assert matplotlib.image.imread(io.BytesIO(base64.b64decode(code))).shape[0] > 200
+    for words in (
+        "12 of 30 examples of val",
+        "mean density",
+        "spectral gap",
+        "stack, sampled, self-loops added",
+        "Universality of 2 patterns",
+        "s finite",
+    ):
+        assert words in page
+    assert "http" not in page  # it needs no other file
+    assert not list(run.glob("*.partial"))
+
+
+def test_graphs_are_those_of_the_trainer_and_the_seed_decides(run: Path, tmp_path: Path) -> None:
+    pages = []
+    for name in ("a", "b"):
+        options = [
+            "--run",
+            str(run),
+            "--examples",
+            "5",
+            "--structure",
+            "1",
+            "--split",
+            "test",
+            "--seed",
+            "7",
+            "--out",
+            str(tmp_path / name),
+        ]
+        text = analyse_graphs.main(options).read_text()
+        pages.append(re.sub(r"[\d.]+ s\b|Made in \d+ seconds", "", text))
+    assert pages[0] == pages[1]
+    _, module, splits, _ = analyse_graphs.open_run(run, "best.ckpt", None)
+    done = analyse_graphs.evaluate(module, splits["test"], torch.arange(20).numpy())
+    module.validation_step(splits["test"].__getitems__(list(range(20))), 0)
+    row = module.finish_row()
+    assert float(row["accuracy"]) == float((done.guesses == done.labels).mean())
+    assert done.loss == pytest.approx(row["loss"], abs=1e-5)
+    for layer in range(2):
+        for head in range(2):
+            assert float(done.density[layer, :, head].mean()) == pytest.approx(row[f"density_layer{layer}_head{head}"])
+
+
+def test_errors(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for options, words in (
+        (["--run", str(tmp_path)], "Expected 'run' to be a folder with settings.json and best.ckpt"),
+        (["--run", str(run), "--checkpoint", "none.ckpt"], "with settings.json and none.ckpt"),
+        (["--run", str(run), "--examples", "0"], "Expected 'examples' to be at least 1 (got 0). See --help."),
+    ):
+        with pytest.raises(SystemExit):
+            analyse_graphs.main(options)
+        assert words in capsys.readouterr().err
+    full = tmp_path / "full"
+    full.mkdir()
+    plan = json.loads((run / "settings.json").read_text())
+    plan["settings"]["attention"] = "full"
+    (full / "settings.json").write_text(json.dumps(plan))
+    (full / "best.ckpt").write_bytes((run / "best.ckpt").read_bytes())
+    with pytest.raises(SystemExit):
+        analyse_graphs.main(["--run", str(full)])
+    assert "Expected a run whose attention has graphs (got attention 'full')." in capsys.readouterr().err

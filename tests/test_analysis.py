@@ -1,0 +1,652 @@
+"""Hamiltonian paths against Held-Karp, conditions against brute force, statistics against networkx."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import networkx as nx
+import numpy as np
+import pytest
+import torch
+from problems import GRAPHS, random_graph
+
+from sbm_pyg import SBM, AttentionGraph, analysis, hamiltonian, patterns, sample_edges, universality
+from sbm_pyg.analysis import (
+    Certificate,
+    blocks_of,
+    expected_graph,
+    graph_statistics,
+    hamiltonian_path,
+    is_hamiltonian_path,
+    lemma1,
+    lemma2,
+    log10_cycles,
+    path_probability,
+    spread_steps,
+    to_networkx,
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Thousands of small graphs: on a busy machine, threads would wait for each other most of the time."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+# ------------------------------------------------------------------------------------------------- Hamiltonian paths
+
+
+def digraph(arcs: np.ndarray) -> AttentionGraph:
+    """The graph with an edge from i to j where ``arcs[i, j]``."""
+    return AttentionGraph.from_dense(torch.from_numpy(np.ascontiguousarray(arcs.T)))
+
+
+def held_karp(arcs: np.ndarray) -> bool:
+    """Whether there is a Hamiltonian path: for each set of nodes, the nodes at which a path through that set can end."""
+    n = len(arcs)
+    into = [sum(1 << i for i in range(n) if arcs[i, j] and i != j) for j in range(n)]
+    ends = [0] * (1 << n)
+    for node in range(n):
+        ends[1 << node] = 1 << node
+    for visited in range(1, 1 << n):
+        if ends[visited]:
+            for node in range(n):
+                if not visited >> node & 1 and ends[visited] & into[node]:
+                    ends[visited | 1 << node] |= 1 << node
+    return ends[-1] != 0
+
+
+def assert_certified(certificate: Certificate, graph: AttentionGraph) -> None:
+    """Checks a certificate with networkx alone."""
+    arcs = graph.to_networkx()
+    arcs.remove_edges_from([*nx.selfloop_edges(arcs)])
+    tokens, others = set(certificate.tokens), set(certificate.others)
+    if certificate.kind in ("sources", "sinks"):
+        assert len(tokens) == 2
+        assert all((arcs.in_degree if certificate.kind == "sources" else arcs.out_degree)(token) == 0 for token in tokens)
+    elif certificate.kind == "incomparable":
+        a, b = certificate.tokens
+        assert not nx.has_path(arcs, a, b)
+        assert not nx.has_path(arcs, b, a)
+    elif certificate.kind in ("predecessors", "separator"):
+        components = nx.condensation(arcs)
+        rank = {component: place for place, component in enumerate(nx.topological_sort(components))}
+        of = {token: rank[component] for token, component in components.graph["mapping"].items()}
+        arcs.remove_edges_from([(a, b) for a, b in arcs.edges if of[b] - of[a] > 1])
+        if certificate.kind == "predecessors":
+            assert {a for token in tokens for a in arcs.predecessors(token)} <= others
+            assert len(others) <= len(tokens) - 2
+        else:
+            arcs.remove_nodes_from(tokens)
+            parts = [*nx.weakly_connected_components(arcs)]
+            assert len(parts) >= len(others) >= 3
+            assert all(len(part & others) <= 1 for part in parts)
+    else:
+        assert certificate.kind == "search"
+
+
+def random_digraphs(count: int, seed: int) -> Iterable[np.ndarray]:
+    random = np.random.default_rng(seed)
+    for _ in range(count):
+        n = int(random.integers(4, 10))
+        yield random.random((n, n)) < random.uniform(0.1, 0.6)
+
+
+def test_held_karp_agrees_on_3000_digraphs_and_none_is_unknown() -> None:
+    methods: Counter[tuple[str, str]] = Counter()
+    for arcs in random_digraphs(3000, seed=1):
+        graph = digraph(arcs)
+        answer = hamiltonian_path(graph)
+        assert answer.status == ("FOUND" if held_karp(arcs) else "ABSENT")
+        if answer.path is not None:
+            assert sorted(answer.path) == [*range(len(arcs))]
+            assert all(arcs[a, b] for a, b in itertools.pairwise(answer.path))
+            assert answer.certificate is None
+        else:
+            assert answer.certificate is not None
+            assert_certified(answer.certificate, graph)
+        methods[answer.status, "" if answer.certificate is None else answer.certificate.kind] += 1
+    assert len(methods) == 7, methods  # found, and all six kinds of certificate
+
+
+def test_exact_search_alone_agrees_with_held_karp(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_construct", "_matching", "_separator"):
+        monkeypatch.setattr(hamiltonian, name, lambda *given: None)
+    methods: Counter[tuple[str, str]] = Counter()
+    for arcs in random_digraphs(400, seed=2):
+        answer = hamiltonian_path(digraph(arcs))
+        assert answer.status == ("FOUND" if held_karp(arcs) else "ABSENT")
+        methods[answer.status, answer.method] += 1
+    assert methods["FOUND", "OR-tools"] > 20
+    assert methods["ABSENT", "OR-tools"] > 5
+
+
+def planted(n: int, degree: float, seed: int) -> AttentionGraph:
+    """A random graph with a Hamiltonian path through tokens in random order."""
+    random = np.random.default_rng(seed)
+    arcs = random.random((n, n)) < (degree - 1) / n
+    order = random.permutation(n)
+    arcs[order[:-1], order[1:]] = True
+    return digraph(arcs)
+
+
+@pytest.mark.parametrize("degree", [12, 6, 3])
+def test_planted_paths_are_found(degree: float, record_property: Any) -> None:
+    hamiltonian_path(planted(64, 12, seed=0))  # compiles
+    for seed in range(3):
+        graph = planted(2048, degree, seed)
+        answer = hamiltonian_path(graph)
+        assert answer.status == "FOUND"
+        assert answer.path is not None
+        assert is_hamiltonian_path(graph, answer.path)
+        record_property("seconds", answer.seconds)
+        print(f"N = 2048, mean degree {degree}: {answer.seconds:.3f} s")
+
+
+def test_a_disconnected_graph_is_absent_with_a_certificate() -> None:
+    halves = [random_graph(1, 1024, 1024, 12 / 1024, seed) | patterns.window(1024, 1) for seed in (0, 1)]
+    graph = AttentionGraph.from_edge_index(AttentionGraph.concatenate(halves).edge_index, 2048, 2048)
+    answer = hamiltonian_path(graph)
+    assert answer.status == "ABSENT"
+    assert answer.certificate is not None
+    assert answer.certificate.kind == "incomparable"
+    assert_certified(answer.certificate, graph)
+    print(f"N = 2048, disconnected: {answer.seconds:.3f} s")
+
+
+def star(leaves: int, length: int) -> AttentionGraph:
+    """Chains of tokens that meet in token 0, edges both ways."""
+    ends = [
+        (0 if place == 0 else 1 + leaf * length + place - 1, 1 + leaf * length + place) for leaf in range(leaves) for place in range(length)
+    ]
+    edges = torch.tensor(ends).T
+    return AttentionGraph.from_edge_index(torch.cat([edges, edges.flip(0)], 1))
+
+
+NAMED: dict[str, tuple[AttentionGraph, str]] = {
+    "one token": (GRAPHS["one edge"], "FOUND"),
+    "one token without an edge": (AttentionGraph.from_dense(torch.zeros(1, 1)), "FOUND"),
+    "two tokens, no edge": (AttentionGraph.from_dense(torch.eye(2)), "ABSENT"),
+    "two tokens, back": (AttentionGraph.from_dense(torch.tensor([[0, 1], [0, 0]])), "FOUND"),
+    "full": (patterns.full(30), "FOUND"),
+    "causal": (patterns.window(30, 30, causal=True), "FOUND"),
+    "two heads, even and odd": (
+        AttentionGraph.from_dense(torch.stack([torch.diag((torch.arange(9) % 2 == head).float(), -1) for head in (0, 1)])),
+        "FOUND",
+    ),
+    "two ends that must be ends": (  # a source, a clique, a sink
+        AttentionGraph.from_edge_index(torch.cat([patterns.full(20).edge_index, torch.tensor([[20, 7], [3, 21]])], 1), 22, 22),
+        "FOUND",
+    ),
+    "three chains that meet": (star(3, 2), "ABSENT"),
+    "relays without blocks": (patterns.relay_keys(20, 3) | patterns.relay_queries(20, 3), "ABSENT"),
+    "shuffled blocks and relays": (
+        AttentionGraph.from_edge_index(
+            torch.randperm(200, generator=torch.Generator().manual_seed(0))[
+                (patterns.block_diagonal(200, 8) | patterns.relay_keys(200, 8) | patterns.relay_queries(200, 8)).edge_index
+            ]
+        ),
+        "FOUND",
+    ),
+    "shuffled window": (
+        AttentionGraph.from_edge_index(torch.randperm(500, generator=torch.Generator().manual_seed(0))[patterns.window(500, 3).edge_index]),
+        "FOUND",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_named_graphs(name: str) -> None:
+    graph, status = NAMED[name]
+    answer = hamiltonian_path(graph)
+    assert answer.status == status
+    if answer.path is not None:
+        assert is_hamiltonian_path(graph, answer.path)
+    else:
+        assert answer.certificate is not None
+        assert_certified(answer.certificate, graph)
+    assert str(answer).startswith(status)
+
+
+def test_same_seed_gives_the_same_path() -> None:
+    graph = planted(300, 8, seed=0)
+    assert hamiltonian_path(graph, seed=5).path == hamiltonian_path(graph, seed=5).path != hamiltonian_path(graph, seed=6).path
+
+
+def test_unknown_says_what_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hamiltonian, "_construct", lambda *given: None)
+    graph = planted(512, 8, seed=0)
+    answer = hamiltonian_path(graph, time_limit=0.03)
+    assert (answer.status, answer.path, answer.certificate) == ("UNKNOWN", None, None)
+    assert "the construction failed, and " in str(answer)
+    answer = hamiltonian_path(graph, time_limit=0.09)
+    assert answer.status == "UNKNOWN"
+    assert str(answer).endswith("neither the construction nor OR-tools came to an end")
+    monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
+    answer = hamiltonian_path(graph)
+    assert answer.status == "UNKNOWN"
+    assert str(answer).endswith("an exact search needs OR-tools: `pip install sbm_pyg[analysis]`")
+
+
+def test_a_wrong_path_is_never_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hamiltonian, "_construct", lambda n, *given: np.arange(n))
+    with pytest.raises(AssertionError, match=r"is none\. Please report this graph"):
+        hamiltonian_path(planted(50, 6, seed=0))
+
+
+def test_is_hamiltonian_path() -> None:
+    graph = AttentionGraph.from_edge_index(torch.tensor([[0, 2, 1], [2, 1, 3]]))
+    assert is_hamiltonian_path(graph, [0, 2, 1, 3])
+    for wrong in ([3, 1, 2, 0], [0, 2, 1], [0, 2, 1, 1], [0, 1, 2, 3], [0, 2, 1, 4], []):
+        assert not is_hamiltonian_path(graph, wrong)
+
+
+def test_hamiltonian_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(
+        TypeError, match=r"Expected 'graph' to be an AttentionGraph \(got Graph\). `AttentionGraph.from_edge_index` makes one."
+    ):
+        hamiltonian_path(nx.Graph())
+    with pytest.raises(ValueError, match=r"Expected 'graph' to be one sequence \(got 3\). Take one with `graph.sequence\(b\)`."):
+        hamiltonian_path(GRAPHS["ragged"])
+    with pytest.raises(
+        ValueError, match=r"Expected queries and keys to be the same tokens \(got N = 7, M = 11\). Paths need one set of tokens."
+    ):
+        hamiltonian_path(GRAPHS["bipartite"])
+    with pytest.raises(ValueError, match=r"Expected 'time_limit' to be a positive number of seconds \(got 0\). The default is 10."):
+        hamiltonian_path(patterns.full(3), time_limit=0)
+    monkeypatch.setitem(sys.modules, "scipy.sparse", None)
+    monkeypatch.setitem(sys.modules, "scipy.sparse.csgraph", None)
+    with pytest.raises(
+        ImportError, match=r"Expected 'scipy' to be installed \(it is not\). Install it with `pip install sbm_pyg\[analysis\]`."
+    ):
+        hamiltonian_path(star(2, 3))
+    with pytest.raises(ImportError, match="Expected 'scipy' to be installed"):
+        graph_statistics(patterns.full(3))
+
+
+# ------------------------------------------------------------------------------------------------------ universality
+
+
+def brute_force(masks: list[torch.Tensor]) -> float:
+    """s by boolean matrix products, until the state at the end of a cycle comes again."""
+    reach, step, seen = masks[0].clone(), 1, set()
+    while not reach.all():
+        if step % len(masks) == 0:
+            state = reach.numpy().tobytes()
+            if state in seen:
+                return math.inf
+            seen.add(state)
+        reach = masks[step % len(masks)].float() @ reach.float() > 0
+        step += 1
+    return step
+
+
+@pytest.mark.parametrize(("n", "num_blocks"), [(16, 4), (64, 8), (1000, 7)])
+def test_lemma2_s_equals_brute_force_in_all_orders(n: int, num_blocks: int) -> None:
+    lemma = lemma2(n, num_blocks)
+    masks = [graph.to_dense()[0] for graph in lemma.graphs]
+    for order in itertools.permutations((1, 2, 3)):
+        assert lemma.s(order) == brute_force([masks[number - 1] for number in order])
+    assert (lemma.s((1, 2, 3)), lemma.s((1, 3, 2))) == (5, 3)
+
+
+def test_lemma2_holds_for_all_small_sizes() -> None:
+    for n in range(1, 25):
+        for num_blocks in range(1, n + 1):
+            lemma = lemma2(n, num_blocks)
+            for sbm, graph in zip(lemma.sbms, lemma.graphs, strict=True):
+                assert expected_graph(sbm) | patterns.self_loops(n) == graph
+                assert set(sbm.edge_prob_dense().flatten().tolist()) <= {0.0, 1.0}
+            assert is_hamiltonian_path(lemma.graphs[0] | lemma.graphs[1] | lemma.graphs[2], lemma.path)
+            # The law of docs/analysis.md: in the order of the paper, s depends on how many blocks have no relay.
+            block, relays = [r * num_blocks // n for r in range(n)], range(n - num_blocks, n)
+            without = num_blocks - len({block[r] for r in relays})
+            only_relays = block.index(block[relays[0]]) == relays[0]  # in the blocks that have any
+            assert lemma.s() == (1 if num_blocks == 1 else {0: 2, 1: 3 if only_relays else 4}.get(without, 5))
+            assert lemma.s((1, 3, 2)) in (1, 2, 3)
+
+
+def test_s_is_finite_just_where_the_union_is_strongly_connected() -> None:
+    random = np.random.default_rng(0)
+    outcomes: Counter[bool] = Counter()
+    for _ in range(400):
+        n, count = int(random.integers(2, 10)), int(random.integers(1, 4))
+        masks = [torch.from_numpy(random.random((n, n)) < random.uniform(0.02, 0.3)) | torch.eye(n, dtype=torch.bool) for _ in range(count)]
+        graphs = [AttentionGraph.from_dense(mask) for mask in masks]
+        s = spread_steps(graphs)
+        union = AttentionGraph.from_dense(torch.stack(masks).any(0))
+        assert s is not None
+        assert s == brute_force(masks)
+        assert (s < math.inf) == nx.is_strongly_connected(union.to_networkx())
+        if s < math.inf:
+            assert s <= count * (n - 1) + 1
+        outcomes[s < math.inf] += 1
+    assert min(outcomes.values()) > 50
+
+
+def test_s_without_self_loops_equals_brute_force() -> None:
+    random = np.random.default_rng(1)
+    finite = endless = 0
+    for _ in range(300):
+        n, count = int(random.integers(2, 7)), int(random.integers(1, 4))
+        masks = [torch.from_numpy(random.random((n, n)) < random.uniform(0.2, 0.6)) for _ in range(count)]
+        s = spread_steps([AttentionGraph.from_dense(mask) for mask in masks])
+        assert s == brute_force(masks)
+        finite, endless = finite + (s < math.inf), endless + (s == math.inf)
+    assert min(finite, endless) > 50
+    turn = AttentionGraph.from_dense(torch.eye(5).roll(1, 0))  # strongly connected, and yet what is known only moves round
+    assert spread_steps([turn]) == math.inf
+    assert "what tokens know repeats without being complete" in str(analysis.universality([turn]))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_long_ways_take_many_steps(threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert spread_steps([patterns.window(1000, 1)]) == 999
+        assert spread_steps([patterns.self_loops(300), patterns.window(300, 2)]) == 2 * 150
+        clique_and_path = AttentionGraph.from_edge_index(torch.cat([patterns.full(200).edge_index, patterns.window(300, 1).edge_index], 1))
+        assert spread_steps([clique_and_path]) == 101
+        assert spread_steps([patterns.window(1500, 40)]) == 38  # large enough for threads to share a step
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_spread_gives_up_in_time() -> None:
+    assert spread_steps([patterns.window(3000, 1)], time_limit=1e-4) is None
+    report = analysis.universality([patterns.window(3000, 1)], time_limit=1e-3)
+    assert report.s is None
+    assert report.holds is None
+    assert report.hamiltonian_status == "FOUND"
+    assert "UNDECIDED" in str(report)
+    assert "not known within the time limit" in str(report)
+
+
+def test_report_gives_evidence_for_each_condition() -> None:
+    lemma = lemma2(64, 8)
+    report = analysis.universality(lemma.graphs)
+    assert report.holds is True
+    assert report.missing_self_loops == ((), (), ())
+    assert report.hamiltonian_path is not None
+    assert (report.hamiltonian_status, report.s, report.strongly_connected, report.unreached) == ("FOUND", 5, True, None)
+    page = str(report)
+    for words in (
+        "3 patterns over 64 tokens: HOLDS",
+        "itself       yes",
+        "FOUND",
+        "after s = 5 steps",
+        "strongly connected            yes",
+    ):
+        assert words in page
+
+    arcs = torch.eye(6, dtype=torch.bool)
+    arcs[4, 4] = False
+    arcs[:3, :3] = arcs[3:, 2:] = True
+    arcs[4, 4] = False
+    report = analysis.universality(AttentionGraph.from_dense(arcs))
+    assert report.holds is False
+    assert report.missing_self_loops == ((4,),)
+    assert report.strongly_connected is False
+    assert report.s == math.inf
+    assert report.unreached is not None
+    assert not nx.has_path(AttentionGraph.from_dense(arcs).to_networkx(), *report.unreached)
+    assert f"nothing of token {report.unreached[0]} reaches token {report.unreached[1]}" in str(report)
+    assert "pattern 1: 4" in str(report)
+
+
+def test_absent_path_alone_makes_it_fail() -> None:
+    report = analysis.universality([star(3, 1)], self_loops=True)
+    assert (report.holds, report.hamiltonian_status, report.strongly_connected) == (False, "ABSENT", True)
+    assert report.s == 2
+    assert "with self-loops added" in str(report)
+    assert "can follow only" in str(report)
+
+
+def test_expectations_are_judged_by_their_threshold() -> None:
+    lemma = lemma2(30, 5)
+    sbms = [SBM(0.6 * sbm.query, sbm.key, sbm.block) for sbm in lemma.sbms]
+    assert analysis.universality(sbms, self_loops=True).s == lemma.s()
+    assert "expected edges, p > 0.5" in str(analysis.universality(sbms))
+    assert analysis.universality(sbms, threshold=0.61, self_loops=True).s == math.inf
+    mixed = analysis.universality([sbms[0], lemma.graphs[1], lemma.graphs[2]])
+    assert mixed.source == "given graphs and expected edges, p > 0.5"
+    assert analysis.universality(sbms[0], threshold=0.0).edges == (180,)
+
+
+def test_heads_of_a_graph_count_as_one_pattern() -> None:
+    lemma = lemma2(20, 4)
+    stacked = AttentionGraph.from_dense(torch.cat([graph.to_dense() for graph in lemma.graphs]))
+    report = analysis.universality(stacked)
+    assert report.s == 2
+    assert report.edges == ((lemma.graphs[0] | lemma.graphs[1] | lemma.graphs[2]).num_edges,)
+    assert analysis.universality([stacked.head(head) for head in range(3)]).s == lemma.s()
+
+
+def test_expected_graph_of_ragged_heads() -> None:
+    generator = torch.Generator().manual_seed(0)
+    query, key, block = (torch.rand(2, size, 3, generator=generator) for size in (9, 7, 3))
+    sbm = SBM(query, key, block / 3, torch.tensor([0, 4, 9]), torch.tensor([0, 5, 7]))
+    graph = expected_graph(sbm, 0.4).validate()
+    for sequence in range(2):
+        assert torch.equal(graph.to_dense(sequence), sbm.edge_prob_dense(sequence) > 0.4)
+    assert 0 < graph.num_edges < 60
+
+
+def test_universality_errors() -> None:
+    with pytest.raises(
+        ValueError, match=r"Expected 'patterns' over the same tokens \(got \[\] tokens\). Pass one or more patterns of one sequence."
+    ):
+        analysis.universality([])
+    with pytest.raises(ValueError, match=r"Expected 'patterns' over the same tokens \(got \[3, 4\] tokens\)."):
+        spread_steps([patterns.full(3), patterns.full(4)])
+    with pytest.raises(ValueError, match=r"Expected 'graph' to be one sequence \(got 3\)."):
+        analysis.universality(GRAPHS["ragged"])
+    with pytest.raises(ValueError, match=r"Expected 'time_limit' to be a positive number of seconds \(got -1\)."):
+        analysis.universality(patterns.full(3), time_limit=-1)
+    with pytest.raises(ValueError, match=r"Expected 'threshold' in \[0, 1\) \(got 1\). An edge counts where its probability is above it."):
+        analysis.universality(lemma2(4, 2).sbms, threshold=1)
+    with pytest.raises(ValueError, match=r"Expected 'num_blocks' in 1..n = 1..4 \(got 5\). Each block needs a token."):
+        lemma2(4, 5)
+    with pytest.raises(
+        ValueError, match=r"Expected 'order' to be a permutation of 1, 2, 3 \(got \(0, 1, 2\)\). The paper has \(1, 2, 3\)."
+    ):
+        lemma2(4, 2).s((0, 1, 2))
+
+
+# ----------------------------------------------------------------------------------------------------------- Lemma 1
+
+
+def test_expected_cycles_and_paths_equal_enumeration() -> None:
+    n, p = 4, 0.3
+    pairs = [(i, j) for i in range(n) for j in range(n) if i != j]
+    cycles = paths = 0.0
+    for choice in itertools.product((False, True), repeat=len(pairs)):
+        arcs = np.zeros((n, n), bool)
+        for pair, chosen in zip(pairs, choice, strict=True):
+            arcs[pair] = chosen
+        weight = p ** sum(choice) * (1 - p) ** (len(pairs) - sum(choice))
+        cycles += weight * sum(arcs[0, a] and arcs[a, b] and arcs[b, c] and arcs[c, 0] for a, b, c in itertools.permutations((1, 2, 3)))
+        paths += weight * held_karp(arcs)
+    assert 10 ** float(log10_cycles(n, p)) == pytest.approx(cycles)
+    result = lemma1(n, [p], samples=400, seed=3)
+    assert result.found + result.absent == 400
+    assert float(result.share[0]) == pytest.approx(paths, abs=5 * math.sqrt(paths * (1 - paths) / 400))
+
+
+def test_lemma1_shows_that_the_expectation_says_little() -> None:
+    result = lemma1(48, samples=25, seed=0)
+    assert len(result.probabilities) == 12
+    assert (result.found + result.absent == 25).all()
+    at = float(np.interp(result.lemma, result.probabilities, result.log10_cycles))
+    assert at > 0  # one cycle and more is expected where hardly a graph has a path
+    assert float(path_probability(48, result.lemma)) < 0.1
+    assert result.share[0] == 0
+    assert result.share[-1] > 0.9
+    low, high = result.interval
+    assert ((low <= result.limit + 0.15) & (result.limit - 0.15 <= high)).all()
+    assert "10^" in str(result)
+
+
+def test_lemma1_errors() -> None:
+    with pytest.raises(ValueError, match=r"Expected 'n' to be at least 3 and 'samples' at least 1 \(got 2 and 5\)."):
+        lemma1(2, samples=5)
+    with pytest.raises(ValueError, match=r"Expected 'probabilities' to be a list of numbers in \(0, 1\] \(got \[0.0\]\)."):
+        lemma1(5, [0.0])
+
+
+# -------------------------------------------------------------------------------------------------------- statistics
+
+
+STATISTICS = {
+    "one head": (random_graph(1, 40, 40, 0.08, 1), None),
+    "heads and sequences": (random_graph(2, 25, 25, 0.1, 2, sequences=3), None),
+    "ragged": (GRAPHS["ragged"], None),
+    "sparse": (random_graph(2, 30, 30, 0.03, 3), None),
+    "dense": (random_graph(1, 60, 60, 0.5, 4), None),
+    "no edges": (AttentionGraph.from_dense(torch.zeros(2, 3, 3)), None),
+    "one token": (GRAPHS["one edge"], None),
+    "bipartite": (GRAPHS["bipartite"], None),
+    "bipartite in full": (GRAPHS["rows around a vector"], None),
+    "square, taken as bipartite": (random_graph(2, 20, 20, 0.15, 5, sequences=2), True),
+    "larger": (random_graph(1, 400, 400, 0.02, 6), None),
+    "long": (patterns.window(600, 1), None),
+    "path of blocks": (patterns.block_diagonal(90, 6) | patterns.window(90, 1), None),
+}
+
+
+def networkx_statistics(graph: nx.DiGraph, communities: list[set]) -> dict[str, float]:
+    """The same numbers by networkx's own functions."""
+    edges, nodes = graph.number_of_edges(), graph.number_of_nodes()
+    spectrum = np.sort(nx.normalized_laplacian_spectrum(graph.to_undirected()).real)
+    strong = [*nx.strongly_connected_components(graph)]
+    return {
+        "self_loops": nx.number_of_selfloops(graph) / nodes,
+        "reciprocity": nx.overall_reciprocity(graph) if edges else math.nan,
+        "weak_components": nx.number_weakly_connected_components(graph),
+        "strong_components": len(strong),
+        "largest_strong": max(map(len, strong)) / nodes,
+        "spectral_gap": float(spectrum[1]) if nodes > 1 else math.nan,
+        "modularity": nx.community.modularity(graph, communities) if edges else math.nan,
+    }
+
+
+@pytest.mark.parametrize("name", STATISTICS)
+def test_statistics_equal_those_of_networkx(name: str) -> None:
+    graph, bipartite = STATISTICS[name]
+    generator = torch.Generator().manual_seed(7)
+    split = bipartite or graph.num_queries != graph.num_keys
+    query = torch.randint(3, (graph.heads, graph.num_queries), generator=generator)
+    key = torch.randint(3, (graph.heads, graph.num_keys), generator=generator) if split else query
+    found = graph_statistics(graph, blocks=(query, key) if split else query, bipartite=bipartite)
+    assert torch.equal(found.density, graph.density)
+    assert torch.equal(found.in_degree, graph.degree)
+    for sequence in range(graph.num_sequences):
+        one = graph.sequence(sequence)
+        first, first_key = int(graph.query_ptr[sequence]), int(graph.key_ptr[sequence])
+        for head in range(graph.heads):
+            peer = to_networkx(graph, sequence, head, view="bipartite" if split else "tokens")
+            queries = [("query", i) if split else i for i in range(one.num_queries)]
+            keys = [("key", j) if split else j for j in range(one.num_keys)]
+            assert found.in_degree[head, first : first + len(queries)].tolist() == [peer.in_degree(node) for node in queries]
+            assert found.out_degree[head, first_key : first_key + len(keys)].tolist() == [peer.out_degree(node) for node in keys]
+            assert found.empty_queries[sequence, head] == np.mean([peer.in_degree(node) == 0 for node in queries])
+            assert found.unread_keys[sequence, head] == np.mean([peer.out_degree(node) == 0 for node in keys])
+            communities = [
+                {node for place, node in enumerate(queries) if query[head, first + place] == block}
+                | ({node for place, node in enumerate(keys) if key[head, first_key + place] == block} if split else set())
+                for block in range(3)
+            ]
+            for statistic, value in networkx_statistics(peer, communities).items():
+                mine = getattr(found, statistic)[sequence, head].item()
+                assert mine == pytest.approx(value, abs=1e-7, nan_ok=True), (statistic, sequence, head)
+            least, most = found.diameter_least[sequence, head].item(), found.diameter_most[sequence, head].item()
+            if nx.is_strongly_connected(peer):
+                assert least <= nx.diameter(peer) <= most <= 2 * nx.diameter(peer)
+            else:
+                assert least == most == math.inf
+
+
+def test_statistics_of_a_model_use_its_own_blocks() -> None:
+    member = torch.eye(4).repeat_interleave(30, 0)[None]
+    sbm = SBM(member, member, (0.5 * torch.eye(4) + 0.02)[None])
+    graph = sample_edges(sbm, seed=0)
+    query, key = blocks_of(sbm)
+    assert torch.equal(query, torch.arange(4).repeat_interleave(30)[None])
+    found = graph_statistics(graph, blocks=sbm, spectral_gap=False)
+    assert torch.equal(found.modularity, graph_statistics(graph, blocks=(query, key)).modularity)
+    assert found.modularity > 0.5
+    assert found.spectral_gap.isnan().all()
+    assert graph_statistics(graph).modularity.isnan().all()
+
+
+def test_statistics_as_rows_and_table() -> None:
+    found = graph_statistics(random_graph(2, 10, 10, 0.4, sequences=8), spectral_gap=False)
+    rows = found.rows()
+    assert len(rows) == 16
+    assert [row["sequence"] for row in rows[:4]] == [0, 0, 1, 1]
+    assert rows[3]["density"] == found.density[1, 1]
+    table = str(found)
+    assert "strong components" in table
+    assert "spectral gap" not in table  # it was left out
+    assert "... and 4 more" in table
+
+
+def test_statistics_errors() -> None:
+    with pytest.raises(ValueError, match=r"Expected as many queries as keys in each sequence for a graph of tokens \(got N = 7, M = 11\)."):
+        graph_statistics(GRAPHS["bipartite"], bipartite=False)
+    with pytest.raises(
+        ValueError, match=r"Expected 'blocks' of the keys to be \[3, 11\] \(got \[3, 7\]\). They number the block of each token"
+    ):
+        graph_statistics(GRAPHS["bipartite"], blocks=torch.zeros(3, 7, dtype=torch.long))
+
+
+# ---------------------------------------------------------------------------------------------------------- networkx
+
+
+def test_networkx_views_carry_probabilities_and_blocks() -> None:
+    generator = torch.Generator().manual_seed(0)
+    query, key, block = (torch.rand(2, size, 3, generator=generator) for size in (9, 9, 3))
+    ptr = torch.tensor([0, 4, 9])
+    sbm = SBM(query, key, block / 9, ptr, ptr)
+    graph = expected_graph(sbm, 0.1)
+    for sequence in (0, 1, -1):
+        chance = sbm.edge_prob_dense(sequence)
+        tokens = to_networkx(graph, sequence, 1, sbm=sbm)
+        for a, b, p in tokens.edges.data("probability"):
+            assert p == pytest.approx(float(chance[1, b, a]), abs=1e-6)
+        first = int(ptr[sequence if sequence >= 0 else 1])
+        assert [tokens.nodes[i]["block"] for i in tokens] == query[1, first : first + len(tokens)].argmax(-1).tolist()
+        split = to_networkx(graph, sequence, 0, view="bipartite", sbm=sbm)
+        assert split.nodes["key", 1]["block"] == int(key[0, first + 1].argmax())
+        assert split.number_of_edges() == int((chance[0] > 0.1).sum())
+        every = to_networkx(graph, sequence, None, sbm=sbm)
+        assert every.number_of_edges() == int((chance > 0.1).sum())
+        for a, b, head, p in every.edges.data("probability", keys=True):
+            assert p == pytest.approx(float(chance[head, b, a]), abs=1e-6)
+
+
+def test_networkx_errors() -> None:
+    with pytest.raises(
+        ValueError, match=r"Expected 'view' to be 'tokens' or 'bipartite' \(got 'multigraph'\). For all heads at once pass head=None."
+    ):
+        to_networkx(patterns.full(3), view="multigraph")
+    with pytest.raises(ValueError, match=r"Expected as many queries as keys for a graph of tokens \(got 7 and 11\)."):
+        to_networkx(GRAPHS["bipartite"])
+    with pytest.raises(ValueError, match=r"Expected 'graph' with \(heads, queries, keys\) = \(1, 4, 4\) \(got \(1, 3, 3\)\)."):
+        to_networkx(patterns.full(3), sbm=lemma2(4, 2).sbms[0])
+
+
+def test_what_analysis_lists_from_other_modules_is_theirs() -> None:
+    for module in (hamiltonian, universality):
+        for name in module.__all__:
+            assert getattr(analysis, name) is getattr(module, name)
+            assert name in analysis.__all__

@@ -1,0 +1,226 @@
+"""Figures: what they show, that each can be understood alone, and that nothing global is touched."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.figure import Figure
+from problems import GRAPHS, random_graph
+
+from sbm_pyg import SBM, AttentionGraph, EncoderTrace, SequenceEncoder, analysis, patterns, plots, sample_edges
+
+LENGTHS = (16, 9, 16, 25)
+
+
+def model(tokens: int = 24, blocks: int = 4, heads: int = 2) -> SBM:
+    generator = torch.Generator().manual_seed(0)
+    query, key = (torch.rand(heads, tokens, blocks, generator=generator) for _ in range(2))
+    block = 0.1 + 0.3 * torch.eye(blocks).expand(heads, -1, -1)
+    return SBM(query, key, block / blocks)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def trace() -> EncoderTrace:
+    torch.manual_seed(0)
+    encoder = SequenceEncoder(10, 8, attention_options={"num_blocks": 4})
+    with torch.no_grad():
+        return encoder(torch.arange(64) % 10, torch.tensor([0, 16, 32, 48, 64]), seed=0, return_trace=True)[1]
+
+
+ROWS = [{"step": 10.0 * step, "loss": 1.0, "density_layer0_head0": 0.2, "density_layer1_head0": 0.01 * step} for step in range(5)]
+
+
+def figures(trace: EncoderTrace) -> dict[str, Figure]:
+    sbm = model()
+    graph = sample_edges(sbm, seed=0)
+    images = torch.rand(4, 4, 4, generator=torch.Generator().manual_seed(0))
+    return {
+        "mask": plots.plot_mask(graph, sbm, head=1),
+        "mask alone": plots.plot_mask(GRAPHS["bipartite"], head=2, title="Layer 3"),
+        "mask of many tokens": plots.plot_mask(random_graph(1, 900, 500, 0.01)),
+        "empty mask": plots.plot_mask(GRAPHS["no edges"]),
+        "density": plots.plot_density(trace),
+        "densities of tasks": plots.plot_density({"ListOps": trace.density, "Text": trace.density[:1, :1]}),
+        "pixels": plots.plot_pixel_attention(trace, images),
+        "inputs": plots.plot_inputs(trace, sequences=[2, 0], titles=["two", "zero"]),
+        "extremes": plots.plot_extremes(trace),
+        "extremes of images": plots.plot_extremes(trace, images, count=1, titles=list("abcd")),
+        "blocks": plots.plot_blocks(graph, sbm),
+        "training": plots.plot_training_density(ROWS),
+        "lemma 1": plots.plot_lemma1(analysis.lemma1(8, [0.1, 0.3, 0.6], samples=4)),
+    }
+
+
+def test_every_figure_has_labels_and_a_caption_and_renders(trace: EncoderTrace) -> None:
+    for name, figure in figures(trace).items():
+        assert isinstance(figure, Figure)
+        caption = figure.get_supxlabel().replace("\n", " ")
+        assert caption == figure.get_label(), name
+        assert len(caption) > 60, name
+        for axes in figure.axes:
+            is_bar = axes.get_label() == "<colorbar>"
+            labels = (axes.get_xlabel(), axes.get_ylabel())
+            place = axes.get_subplotspec()
+            inner = place is not None and not (place.is_first_col() and place.is_last_row())
+            if name.startswith("densit"):
+                assert axes.get_ylabel(), name  # layers are named at the ticks
+                assert all(tick.get_text().startswith("layer ") for tick in axes.get_xticklabels())
+            elif name == "lemma 1":
+                assert axes.get_ylabel()
+            else:
+                assert any(labels) if is_bar else (all(labels) or inner), (name, labels)
+        images = sum(bool(axes.images) for axes in figure.axes)
+        bars = sum(axes.get_label() == "<colorbar>" for axes in figure.axes)
+        assert bars >= (images > 0), name
+        data = io.BytesIO()
+        figure.savefig(data, format="png", dpi=40)  # warnings are errors here
+        assert data.getvalue().startswith(b"\x89PNG")
+
+
+def test_no_global_state_of_pyplot_is_touched() -> None:
+    code = """
+import io, sys, torch
+from sbm_pyg import AttentionGraph, plots
+plots.plot_mask(AttentionGraph.from_dense(torch.eye(3))).savefig(io.BytesIO())
+assert "matplotlib.pyplot" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, capture_output=True)
+
+
+def test_mask_and_expectation_are_shown_as_they_are() -> None:
+    sbm = model()
+    graph = sample_edges(sbm, seed=0)
+    left, right = plots.plot_mask(graph, sbm, head=1).axes[:2]
+    np.testing.assert_array_equal(np.asarray(left.images[0].get_array()), graph.to_dense()[1])
+    np.testing.assert_allclose(np.asarray(right.images[0].get_array()), sbm.edge_prob_dense()[1], atol=1e-6)
+    assert f"{int(graph.degree[1].sum()):,} edges" in left.get_title()
+    assert f"{float(sbm.expected_edges()[0, 1]):,.0f} edges" in right.get_title()
+
+
+def test_masks_of_many_tokens_keep_their_density() -> None:
+    graph = random_graph(1, 1001, 903, 0.01)
+    axes = plots.plot_mask(graph).axes[0]
+    shown = np.asarray(axes.images[0].get_array())
+    assert max(shown.shape) <= plots.PIXELS
+    mask = graph.to_dense()[0].double().numpy()
+    assert shown[0, 0] == mask[:3, :3].mean()
+    assert shown[-1, -1] == mask[999:, 900:].mean()
+    assert axes.images[0].get_extent() == [-0.5, 902.5, 1000.5, -0.5]
+
+
+def test_density_bars_are_means_and_deviations_over_inputs() -> None:
+    density = torch.tensor([[[0.1, 0.3], [0.2, 0.4]], [[0.0, 0.0], [0.0, 0.2]]])  # [L, B, H]
+    axes: Any = plots.plot_density(density).axes[0]
+    assert [bar.get_height() for bar in axes.patches] == pytest.approx([25.0, 5.0])
+    segments = [container.lines[2][0].get_segments()[0] for container in axes.containers if hasattr(container, "lines")]
+    deviation = [100 * float(layer.mean(1).std()) for layer in density.double()]
+    assert segments[0][:, 1] == pytest.approx([25 - deviation[0], 25 + deviation[0]])
+    assert segments[1][:, 1] == pytest.approx([0, 5 + deviation[1]])  # cut: no share is negative
+    heads = [line.get_ydata() for line in axes.lines if line.get_marker() == "D"]
+    assert heads[0] == pytest.approx([15.0, 35.0])
+
+
+def test_pixels_show_how_many_attend_to_them(trace: EncoderTrace) -> None:
+    images = torch.rand(4, 4, 4)
+    figure = plots.plot_pixel_attention(trace, images, sequences=[2])
+    assert trace.graphs[1] is not None
+    mask = trace.graphs[1].to_dense(2)[0].double()
+    shown = figure.axes[3].images[0].get_array()
+    np.testing.assert_allclose(np.asarray(shown), 100 * mask.mean(0).view(4, 4))
+    assert figure.axes[3].get_title().startswith("layer 1, head 0\ndensity ")
+    np.testing.assert_allclose(np.asarray(figure.axes[0].images[0].get_array()), images[2])
+
+
+def test_extremes_are_the_sparsest_and_the_densest() -> None:
+    graphs = [
+        AttentionGraph.from_dense(
+            torch.rand(5, 1, 6, 6, generator=torch.Generator().manual_seed(0)) < torch.tensor([0.5, 0.1, 0.9, 0.3, 0.7]).view(5, 1, 1, 1)
+        )
+    ]
+    density = torch.stack([graph.density for graph in graphs])
+    assert plots.density_extremes(density, 2) == ([1, 3], [4, 2])
+    assert plots.density_extremes(density, 50) == ([1, 3], [4, 2])
+    assert plots.density_extremes(density[:, :1]) == ([0], [0])
+    figure = plots.plot_extremes(graphs, count=2)
+    assert [axes.get_ylabel().split("\n")[0] for axes in figure.axes[:4]] == ["input 1", "input 3", "input 4", "input 2"]
+    assert "the 2 inputs of lowest and the 2 of highest mean density among 5" in str(figure.get_label())
+    assert len(plots.plot_extremes([graphs[0].sequence(0)]).axes) == 2  # one input is drawn once
+
+
+def test_sorting_by_block_makes_blocks_visible() -> None:
+    order = torch.randperm(40, generator=torch.Generator().manual_seed(0))
+    member = torch.eye(4).repeat_interleave(10, 0)[order][None]
+    sbm = SBM(member, member, torch.eye(4)[None])
+    graph = sample_edges(sbm, seed=0)
+    left, middle, right = plots.plot_blocks(graph, sbm).axes[:3]
+    np.testing.assert_array_equal(np.asarray(left.images[0].get_array()), graph.to_dense()[0])
+    np.testing.assert_array_equal(np.asarray(middle.images[0].get_array()), patterns.block_diagonal(40, 4).to_dense()[0])
+    np.testing.assert_array_equal(np.asarray(right.images[0].get_array()), np.eye(4))
+
+
+def test_training_density_reads_what_the_trainer_writes(tmp_path: Path) -> None:
+    log = tmp_path / "train.csv"
+    names = list(ROWS[0])
+    log.write_text("\n".join([",".join(names), *(",".join(str(row[name]) for name in names) for row in ROWS), "50,1."]))
+    for source in (log, str(log), ROWS):
+        axes = plots.plot_training_density(source).axes[0]
+        assert len(axes.lines) == 2
+        assert np.asarray(axes.lines[1].get_xdata()).tolist() == [0, 10, 20, 30, 40]  # the half row is dropped
+        assert axes.lines[1].get_ydata() == pytest.approx([0, 1, 2, 3, 4])
+        assert axes.lines[1].get_label() == "layer 1, head 0"
+
+
+def test_figures_go_where_they_are_told() -> None:
+    figure = Figure()
+    first, second, third = figure.subplots(1, 3)
+    assert plots.plot_density(torch.rand(2, 3, 2), ax=first) is figure
+    assert plots.plot_training_density(ROWS, ax=second) is figure
+    assert plots.plot_lemma1(analysis.lemma1(6, [0.5], samples=2), ax=third) is figure
+    assert first.patches
+    assert len(second.lines) == 2
+    assert not figure.get_supxlabel()  # the caption is up to whoever made the figure
+    assert str(figure.get_label()).startswith("Random directed graphs of 6 tokens.")
+
+
+def test_errors(monkeypatch: pytest.MonkeyPatch, trace: EncoderTrace) -> None:
+    with pytest.raises(ValueError, match=r"Expected 'density' to be \[L, B, H\] \(got \[2, 3\]\). `EncoderTrace.density` is."):
+        plots.plot_density(torch.rand(2, 3))
+    with pytest.raises(
+        ValueError, match=r"Expected 'graphs' to hold the graph of a layer \(got none\). Full attention has no graph to draw."
+    ):
+        plots.plot_extremes([None, None])
+    with pytest.raises(ValueError, match=r"Expected 'images' to be \[4, height, width\], one for each sequence \(got \[3, 4, 4\]\)."):
+        plots.plot_pixel_attention(trace, torch.rand(3, 4, 4))
+    with pytest.raises(ValueError, match=r"Expected as many tokens as pixels, 5 x 5 \(got \[16, 16, 16, 16\]\)."):
+        plots.plot_pixel_attention(trace, torch.rand(4, 5, 5))
+    with pytest.raises(ValueError, match=r"Expected 'log' with columns 'step' and 'density_layer0_head0', ... \(got \['step'\]\)."):
+        plots.plot_training_density([{"step": 1.0}])
+    with pytest.raises(ValueError, match=r"Expected 'log' with columns 'step' and 'density_layer0_head0', ... \(got no rows\)."):
+        plots.plot_training_density([])
+    with pytest.raises(ValueError, match=r"Expected 'graph' with \(heads, queries, keys\) = \(2, 24, 24\) \(got \(1, 3, 3\)\)."):
+        plots.plot_blocks(patterns.full(3), model())
+    removed = Figure().subplots()
+    removed.remove()
+    with pytest.raises(ValueError, match=r"Expected 'ax' to belong to a figure \(got one that was removed\)."):
+        plots.plot_density(torch.rand(1, 1, 1), ax=removed)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(
+        ImportError, match=r"Expected 'matplotlib' to be installed \(it is not\). Install it with `pip install sbm_pyg\[analysis\]`."
+    ):
+        plots.plot_mask(patterns.full(3))
