@@ -27,8 +27,8 @@ _GROUP = 16 if tiles.AVAILABLE else 4  # rows whose probabilities are computed t
 
 _INVERSE = 1 / np.arange(1, 2**14 + 1).astype(np.float64)  # placed at count - 1
 
-# How a row is sampled.
-_PROPOSE, _COINS, _EXACT_COINS = range(3)
+# How a row is sampled: by proposals, by coins, or by coins whose probabilities may exceed 1.
+_PROPOSE, _COINS, _LARGE_COINS = range(3)
 
 
 # ------------------------------------------------------------------ random words
@@ -129,7 +129,7 @@ _product = _product_of_tiles if tiles.AVAILABLE else _product_of_lanes
 
 
 @kernel
-def _approximate_coins(approx, error, rate, key, row, stream, head, seed, exploration, words, shift, out, used):
+def _flip_coins(approx, error, rate, key, row, stream, head, seed, fastrg, exploration, words, shift, out, used):
     """Edges of a row whose probabilities are known up to a relative error; returns the new end of ``out``.
 
     ``approx`` is padded to a whole number of panels.
@@ -139,6 +139,10 @@ def _approximate_coins(approx, error, rate, key, row, stream, head, seed, explor
     coins = words.view(np.uint8)
     below, above = np.float32(256 * (1 - error)), np.float32(256 * (1 + error))
     less, more = np.float32(exploration) * below, np.float32(exploration) * above
+    if fastrg:  # 1 - exp(-p), whose relative error is no larger than that of p
+        for j in range(num_keys):
+            approx[j] = -np.expm1(-(approx[j] + np.float32(exploration)))
+        less = more = np.float32(0)
     for first in range(0, num_keys, 16):
         masks = toss16(approx, coins, first, below, less, above, more)
         if first + 16 > num_keys:
@@ -151,33 +155,26 @@ def _approximate_coins(approx, error, rate, key, row, stream, head, seed, explor
             p = np.float64(approx[first + lane])
             hit = coin < p * below + less
             if not hit and coin <= p * above + more:
-                hit = coin * 2.0**24 < np.floor(_prob(rate, key[first + lane], exploration) * 2.0**32)
+                exact = _prob(rate, key[first + lane], exploration)
+                hit = coin * 2.0**24 < np.floor((-np.expm1(-exact) if fastrg else exact) * 2.0**32)
             masks |= np.uint64(hit) << np.uint64(lane)
         used = append16(masks, first + shift, out, used)
     return used
 
 
 @kernel
-def _exact_coins(rate, key, row, stream, head, seed, fastrg, clamp, exploration, words, p, shift, out, used):
-    """Edges of a row with every probability in float64; returns the new end of ``out`` and the largest probability."""
-    num_keys = key.shape[0]
-    top = 0.0
-    for j in range(num_keys):
-        p[j] = _prob(rate, key[j], exploration)
-        top = max(top, p[j])
-    if fastrg:
-        for j in range(num_keys):
-            p[j] = -np.expm1(-p[j])
-    elif not clamp and top > 1 + 1e-5 + exploration:
-        return used, top
-    _coin_bytes(num_keys, row, stream, head, seed, words)
-    coins = words.view(np.uint8)
-    for j in range(num_keys):
-        threshold = np.floor(p[j] * 2.0**32)
-        byte = np.floor(threshold * 2.0**-24)
-        out[used] = j + shift
-        used += coins[j] < byte or (coins[j] == byte and _coin(coins[j], j, row, stream, head, seed) < threshold)
-    return used, top
+def _largest(approx, error, rate, key, exploration):
+    """Largest probability of a row, exact if it is above 1."""
+    top = np.float32(0)
+    for j in range(key.shape[0]):
+        top = max(top, approx[j])
+    if top * (1 + error) + exploration <= 1:
+        return 0.0
+    exact = 0.0
+    for j in range(key.shape[0]):
+        if approx[j] * (1 + error) + exploration > 1:
+            exact = max(exact, _prob(rate, key[j], exploration))
+    return exact
 
 
 # ------------------------------------------------------------------ one row by proposals
@@ -362,7 +359,6 @@ def _rows(first, last, queries, way, stretch, error, rate, key, low_rate, column
         longest = max(longest, key_ptr[b + 1] - key_ptr[b])
     blocks, skip = rate.shape[1], panel_ptr[-1]
     words = np.empty((longest + 255) // 256 * 64, np.uint32)
-    p = np.empty(longest)
     mass, block_bounds = np.empty(blocks + 1), np.full((blocks + 16) // 16 * 16, 0xFFFFFFFF, np.uint32)
     seen = np.zeros((longest + 63) >> 6, np.uint64)
     drawn, place = np.empty(64, np.uint32), np.empty(16, np.int64)
@@ -391,26 +387,25 @@ def _rows(first, last, queries, way, stretch, error, rate, key, low_rate, column
         else:
             if used + num_keys + 64 > out.size:
                 break
-            if way[r] == _COINS:
-                if known == ready:
-                    known, ready, next_row, stop = 0, 0, r, min(last, head * queries + query_ptr[b + 1])
-                    while ready < _GROUP and next_row < stop:
-                        if way[next_row] == _COINS:
-                            group[ready] = next_row
-                            ready += 1
-                        next_row += 1
-                    _product(low_rate, group, ready, columns, head * skip + start, groups, scratch, approx)
-                used = _approximate_coins(
-                    approx[known], error, rate[r], keys, row, stream, head, seed, exploration, words, shift, out, used
-                )
-                known += 1
-            else:
-                used, top[0] = _exact_coins(
-                    rate[r], keys, row, stream, head, seed, fastrg, clamp, exploration, words, p[:num_keys], shift, out, used
-                )
-                if not fastrg and not clamp and top[0] > 1 + 1e-5 + exploration:
+            if known == ready:
+                known, ready, next_row, stop = 0, 0, r, min(last, head * queries + query_ptr[b + 1])
+                while ready < _GROUP and next_row < stop:
+                    if way[next_row] != _PROPOSE:
+                        group[ready] = next_row
+                        ready += 1
+                    next_row += 1
+                _product(low_rate, group, ready, columns, head * skip + start, groups, scratch, approx)
+            if way[r] == _LARGE_COINS and not fastrg:
+                top[0] = 0.0 if clamp else _largest(approx[known], error, rate[r], keys, exploration)
+                if top[0] > 1 + 1e-5 + exploration:
                     state[2] = 1
                     break
+                for j in range(num_keys):
+                    approx[known, j] = min(approx[known, j], np.float32(2))
+            used = _flip_coins(
+                approx[known], error, rate[r], keys, row, stream, head, seed, fastrg, exploration, words, shift, out, used
+            )  # fmt: skip
+            known += 1
         counts[r] = used - before
         r += 1
     state[0], state[1] = r, used
@@ -463,11 +458,10 @@ def sample_sbm(
     bound += exploration
     plan = reference.plan_rows(torch.from_numpy(expected), torch.from_numpy(bound), torch.from_numpy(row_keys), method)
     stretch, dense = (x.numpy() for x in plan)
-    sure = (method == "bernoulli") & (clamp | (bound <= 1))  # of the others, no probability may exceed 1 unseen
-    way = np.where(dense, np.where(sure, _COINS, _EXACT_COINS), _PROPOSE).astype(np.uint8)
+    way = np.where(dense, np.where(bound > 1, _LARGE_COINS, _COINS), _PROPOSE).astype(np.uint8)
 
     panel_ptr = np.concatenate([[0], np.cumsum((np.diff(k_ptr) + _PANEL - 1) // _PANEL)])
-    low_rate, columns, error = _low_precision(query, key, k_ptr, panel_ptr, bool((way == _COINS).any()))
+    low_rate, columns, error = _low_precision(query, key, k_ptr, panel_ptr, bool((way != _PROPOSE).any()))
     proposes = bool((way == _PROPOSE).any())
     coarse = np.empty((heads, blocks, panel_ptr[-1] if proposes else 0), np.uint32)
     fine = np.empty((heads, blocks, coarse.shape[2] * _PANEL), np.uint32)
@@ -478,12 +472,13 @@ def sample_sbm(
 
     counts = np.zeros(heads * queries, np.int64)
     stream, word = streams.numpy() & 0xFFFFFFFF, np.uint64(seed & 0xFFFFFFFFFFFFFFFF)
-    pieces = _cuts(heads * queries, min(8 * threads, 1 + int(expected.sum()) // 2**14))
+    likely = np.minimum(expected, row_keys)
+    pieces = _cuts(heads * queries, min(8 * threads, 1 + int(likely.sum()) // 2**14))
     found: list[list[np.ndarray]] = [[] for _ in pieces]
 
     def rows(first: int, last: int, buffers: list[np.ndarray]) -> None:
         state, top = np.array([first, 0, 0]), np.zeros(1)
-        room = int(1.05 * expected[first:last].sum()) + 2 * int(row_keys[first:last].max()) + 1024
+        room = int(1.05 * likely[first:last].sum()) + 2 * int(row_keys[first:last].max()) + 1024
         while state[0] < last:
             out = np.empty(room, np.int32)
             state[1] = 0
