@@ -3,9 +3,12 @@
 In and out: the tensors of the op schemas in :mod:`sbm_pyg.ops`, on the CPU. Here are the kernels and the functions that lay out memory for
 them. Not here: checks of what comes in, the vectors that kernels are written in (:mod:`.simd`), threads (:mod:`.threads`).
 
-Sixteen edges of a row at a time get their dot products with the row's query (:func:`.simd.dots`); sums over the edges of a row stay in
-registers. Gradients of keys are added edge by edge, and what bounds that is the second-level cache: so backward kernels take the keys in
-tiles that fit it, and keep all that belongs to a key on neighbouring cache lines.
+Sixteen edges of a row at a time get their dot products with the row's query; a row's own sums stay in registers. What bounds the backward
+pass is the second-level cache: each edge rewrites the gradients of its key. So keys are taken in tiles that fit that cache, a key and its
+value side by side, and so their gradients. docs/kernels.md has the measurements.
+
+Names: a unit or piece of work is rows ``begin .. end - 1``; widths are channels padded to a multiple of 16, lanes those taken at once.
+numba's cache of compiled kernels watches this file alone: touch it after editing :mod:`.simd`.
 """
 
 from __future__ import annotations
@@ -17,13 +20,13 @@ import torch
 from torch import Tensor
 
 from .bits import philox16
-from .simd import at, dots, exp, first, highest, load, load16, maximum, peek, poke, scratch, splat, store, store16, total
+from .simd import aligned, at, dots, exp, first, highest, load, load16, maximum, peek, poke, scratch, splat, store, store16, total
 from .threads import kernel, run, split
 
 STRIP = 512  # edges of a row between two looks at its maximum
 DROPOUT = 5  # what these random words are for; see reference.py
-CACHE = 2**20  # bytes of the second-level cache that keys and their gradients may fill
-LEAST = 16  # edges of a row that make a tile of keys worthwhile
+CACHE = 2**20  # bytes of the second-level cache that a tile of keys may fill
+LEAST = 8  # edges of a row for which a tile of keys is worthwhile
 
 
 def _lanes(*widths: int) -> int:
@@ -54,18 +57,14 @@ def _attention(width, value_width):
     ):
         weight, factor, tail, words = scratch(query, STRIP), scratch(query, STRIP), scratch(col, 16), np.empty(64, np.uint32)
         zero, one, low = query.dtype.type(0), query.dtype.type(1), query.dtype.type(-np.inf)
-        head = begin // queries
         for row in range(begin, end):
-            if row >= (head + 1) * queries:
-                head = row // queries
-            keys_here, values_here = at(key, head * keys * width), at(value, head * keys * value_width)
-            top, sums = low, splat(zero, 16)
+            keys_here, values_here = at(key, row // queries * keys * width), at(value, row // queries * keys * value_width)
+            output = at(out, row * value_width)
             for c in range(0, value_width, value_lanes):
-                store(out, row * value_width + c, splat(zero, value_lanes))
-            begin_edge, end_edge = peek(rowptr, row), peek(rowptr, row + 1)
-            for start in range(begin_edge, end_edge, STRIP):
-                count = min(STRIP, end_edge - start)
-                high = splat(low, 16)
+                store(output, c, splat(zero, value_lanes))
+            top, sums, stop = low, splat(zero, 16), peek(rowptr, row + 1)
+            for start in range(peek(rowptr, row), stop, STRIP):
+                count, high = min(STRIP, stop - start), splat(low, 16)
                 for t in range(0, count, 16):
                     tokens = at(col, start + t)
                     if count - t < 16:
@@ -85,10 +84,9 @@ def _attention(width, value_width):
                 new = highest(high)
                 if new > top:
                     if top > low:
-                        shrink = np.exp(top - new)
-                        sums = sums * shrink
+                        sums = sums * np.exp(top - new)
                         for c in range(0, value_width, value_lanes):
-                            store(out, row * value_width + c, load(out, row * value_width + c, value_lanes) * shrink)
+                            store(output, c, load(output, c, value_lanes) * np.exp(top - new))
                     top = new
                 if threshold:
                     _drop(factor, start, count, words, threshold, kept, seed)
@@ -98,60 +96,64 @@ def _attention(width, value_width):
                         p = p * load16(gate, start + t, count - t)
                     sums = sums + p
                     store(weight, t, p * load(factor, t, 16) if threshold else p)
+                    last = min(t + 16, count)
                     for c in range(0, value_width, value_lanes):
-                        odd, even = splat(zero, value_lanes), load(out, row * value_width + c, value_lanes)
-                        for u in range(t + 1, min(t + 16, count), 2):
+                        even, odd = load(output, c, value_lanes), splat(zero, value_lanes)
+                        for u in range(t + 1, last, 2):
                             even = even + peek(weight, u - 1) * load(values_here, peek(col, start + u - 1) * value_width + c, value_lanes)
                             odd = odd + peek(weight, u) * load(values_here, peek(col, start + u) * value_width + c, value_lanes)
-                        if count & 1 and count - t < 16:
-                            u = count - 1
-                            odd = odd + peek(weight, u) * load(values_here, peek(col, start + u) * value_width + c, value_lanes)
-                        store(out, row * value_width + c, even + odd)
+                        if last & 1:
+                            u = last - 1
+                            even = even + peek(weight, u) * load(values_here, peek(col, start + u) * value_width + c, value_lanes)
+                        store(output, c, even + odd)
             norm = total(sums)
             poke(tops, row, top)
             poke(norms, row, norm)
-            if norm != zero:
-                for c in range(0, value_width, value_lanes):
-                    store(out, row * value_width + c, load(out, row * value_width + c, value_lanes) * (one / norm))
+            for c in range(0, value_width, value_lanes):
+                store(output, c, load(output, c, value_lanes) * (one / norm if norm != zero else zero))
 
     return attention
 
 
 @cache
 def _attention_backward(width, value_width):
-    both = width + value_width
-    lanes, value_lanes, add_lanes = _lanes(width), _lanes(value_width), _lanes(width, value_width)
-    wider = max(width, value_width)
+    both, wider = width + value_width, max(width, value_width)
+    lanes, value_lanes, common_lanes = _lanes(width), _lanes(value_width), _lanes(width, value_width)
 
     @kernel
     def attention_backward(
-        begin, end, sums, tiles, queries, keys, grad_out, query, pair, rowptr, col, gate, bias, out, lse, scale, weighted, threshold, kept, seed,
-        dquery, dpair, dgate, dbias,
+        memory, begin, end, unit, tiles, queries, keys, grad_out, query, key, value, rowptr, col, gate, bias, out, lse, scale, weighted,
+        threshold, kept, seed, dquery, dkey, dvalue, dgate, dbias,
     ):  # fmt: skip
         slopes, weights, factor, tail = scratch(query, 16), scratch(query, 16), scratch(query, 16), scratch(col, 16)
-        words = np.empty(64, np.uint32)
+        words, position = np.empty(64, np.uint32), rowptr[begin:end].copy()
         zero, one = query.dtype.type(0), query.dtype.type(1)
-        keys_here, values_here = at(pair, begin // queries * keys * both), at(pair, begin // queries * keys * both + width)
-        dkeys_here, dvalues_here = at(dpair, sums * keys * both), at(dpair, sums * keys * both + width)
-        position = rowptr[begin:end].copy()
+        first_key, limit, room = begin // queries * keys, 0, (keys // tiles + 1) * both
         for tile in range(tiles):
-            limit = keys * (tile + 1) // tiles
+            start, limit = limit, keys * (tile + 1) // tiles
+            keys_here, dkeys_here = at(aligned(memory), -start * both), at(aligned(memory), room - start * both)
+            values_here, dvalues_here = at(keys_here, width), at(dkeys_here, width)
+            for token in range(start, limit):
+                for c in range(0, both, common_lanes):
+                    store(dkeys_here, token * both + c, splat(zero, common_lanes))
+                for c in range(0, width, lanes):
+                    store(keys_here, token * both + c, load(key, (first_key + token) * width + c, lanes))
+                for c in range(0, value_width, value_lanes):
+                    store(values_here, token * both + c, load(value, (first_key + token) * value_width + c, value_lanes))
             for row in range(begin, end):
-                mean = zero
+                mean, shift = zero, peek(lse, row) if peek(lse, row) != -np.inf else zero
                 for c in range(0, value_width, value_lanes):
                     mean += total(load(grad_out, row * value_width + c, value_lanes) * load(out, row * value_width + c, value_lanes))
                 if tile == 0:
                     for c in range(0, width, lanes):
                         store(dquery, row * width + c, splat(zero, lanes))
-                shift = lse[row] if lse[row] != -np.inf else zero
-                start, stop = peek(position, row - begin), rowptr[row + 1]
+                start, stop = peek(position, row - begin), peek(rowptr, row + 1)
                 while start < stop and peek(col, start) < limit:
-                    count = min(16, stop - start)
-                    while peek(col, start + count - 1) >= limit:
+                    tokens, count = at(col, start), min(16, stop - start)
+                    while peek(tokens, count - 1) >= limit:
                         count -= 1
-                    tokens = at(col, start)
                     if count < 16:
-                        store(tail, 0, load16(tokens, 0, count))
+                        store(tail, 0, first(count, load16(tokens, 0, count), peek(tokens, 0)))
                         tokens = tail
                     score, gain = splat(zero, 16), splat(zero, 16)
                     for c in range(0, width, lanes):
@@ -176,22 +178,27 @@ def _attention_backward(width, value_width):
                         store16(dbias, start, count, slope)
                     store(weights, 0, p * load(factor, 0, 16) if threshold else p)
                     store(slopes, 0, (slope if weighted else slope * some_gate) * scale)
-                    for c in range(0, wider, add_lanes):
-                        q = load(query, row * width + c, add_lanes) if c < width else splat(zero, add_lanes)
-                        dq = load(dquery, row * width + c, add_lanes) if c < width else splat(zero, add_lanes)
-                        g = load(grad_out, row * value_width + c, add_lanes) if c < value_width else splat(zero, add_lanes)
+                    for c in range(0, wider, common_lanes):
+                        nothing = splat(zero, common_lanes)
+                        q = load(query, row * width + c, common_lanes) if c < width else nothing
+                        dq = load(dquery, row * width + c, common_lanes) if c < width else nothing
+                        g = load(grad_out, row * value_width + c, common_lanes) if c < value_width else nothing
                         for t in range(count):
-                            place = peek(col, start + t) * both + c
+                            place = peek(tokens, t) * both + c
                             if c < width:
-                                slope_t = peek(slopes, t)
-                                dq = dq + slope_t * load(keys_here, place, add_lanes)
-                                store(dkeys_here, place, load(dkeys_here, place, add_lanes) + slope_t * q)
+                                dq = dq + peek(slopes, t) * load(keys_here, place, common_lanes)
+                                store(dkeys_here, place, load(dkeys_here, place, common_lanes) + peek(slopes, t) * q)
                             if c < value_width:
-                                store(dvalues_here, place, load(dvalues_here, place, add_lanes) + peek(weights, t) * g)
+                                store(dvalues_here, place, load(dvalues_here, place, common_lanes) + peek(weights, t) * g)
                         if c < width:
                             store(dquery, row * width + c, dq)
                     start += count
                 poke(position, row - begin, start)
+            for token in range(keys * tile // tiles, limit):
+                for c in range(0, width, lanes):
+                    store(dkey, (unit * keys + token) * width + c, load(dkeys_here, token * both + c, lanes))
+                for c in range(0, value_width, value_lanes):
+                    store(dvalue, (unit * keys + token) * value_width + c, load(dvalues_here, token * both + c, value_lanes))
 
     return attention_backward
 
@@ -204,20 +211,26 @@ def _dot(width):
     lanes = _lanes(width)
 
     @kernel
-    def dot(begin, end, queries, keys, query, key, rowptr, col, out):
-        tail, zero = scratch(col, 16), query.dtype.type(0)
-        for row in range(begin, end):
-            keys_here = at(key, row // queries * keys * width)
-            for start in range(rowptr[row], rowptr[row + 1], 16):
-                count = rowptr[row + 1] - start
-                tokens = at(col, start)
-                if count < 16:
-                    store(tail, 0, load16(tokens, 0, count))
-                    tokens = tail
-                score = splat(zero, 16)
-                for c in range(0, width, lanes):
-                    score = score + dots(load(query, row * width + c, lanes), at(keys_here, c), width, tokens)
-                store16(out, start, count, score)
+    def dot(begin, end, tiles, queries, keys, query, key, rowptr, col, out):
+        tail, zero, position = scratch(col, 16), query.dtype.type(0), rowptr[begin:end].copy()
+        for tile in range(tiles):
+            limit = keys * (tile + 1) // tiles
+            for row in range(begin, end):
+                keys_here = at(key, row // queries * keys * width)
+                start, stop = peek(position, row - begin), peek(rowptr, row + 1)
+                while start < stop and peek(col, start) < limit:
+                    tokens, count = at(col, start), min(16, stop - start)
+                    while peek(tokens, count - 1) >= limit:
+                        count -= 1
+                    if count < 16:
+                        store(tail, 0, load16(tokens, 0, count))
+                        tokens = tail
+                    score = splat(zero, 16)
+                    for c in range(0, width, lanes):
+                        score = score + dots(load(query, row * width + c, lanes), at(keys_here, c), width, tokens)
+                    store16(out, start, count, score)
+                    start += count
+                poke(position, row - begin, start)
 
     return dot
 
@@ -227,15 +240,14 @@ def _dot_backward(width):
     lanes = _lanes(width)
 
     @kernel
-    def dot_backward(begin, end, sums, tiles, queries, keys, grad, query, key, rowptr, col, need_query, need_key, dquery, dkey):
-        zero = query.dtype.type(0)
-        keys_here, dkeys_here = at(key, begin // queries * keys * width), at(dkey, sums * keys * width)
+    def dot_backward(begin, end, unit, tiles, queries, keys, grad, query, key, rowptr, col, need_query, need_key, dquery, dkey):
         position = rowptr[begin:end].copy()
+        keys_here, dkeys_here = at(key, begin // queries * keys * width), at(dkey, unit * keys * width)
         for tile in range(tiles):
             limit = keys * (tile + 1) // tiles
             for row in range(begin, end):
-                start, stop = peek(position, row - begin), rowptr[row + 1]
-                if tile + 1 < tiles:  # the first edge beyond the tile, by bisection
+                start, stop = peek(position, row - begin), peek(rowptr, row + 1)
+                if tile + 1 < tiles:  # up to the first edge beyond the tile, by bisection
                     low = start
                     while low < stop:
                         middle = (low + stop) >> 1
@@ -246,7 +258,7 @@ def _dot_backward(width):
                     poke(position, row - begin, stop)
                 for c in range(0, width, lanes):
                     if need_query:
-                        dq = load(dquery, row * width + c, lanes) if tile else splat(zero, lanes)
+                        dq = load(dquery, row * width + c, lanes)
                         for edge in range(start, stop):
                             dq = dq + peek(grad, edge) * load(keys_here, peek(col, edge) * width + c, lanes)
                         store(dquery, row * width + c, dq)
@@ -262,103 +274,148 @@ def _dot_backward(width):
 # ------------------------------------------------------------------ memory and work
 
 
-def _wide(tensor: Tensor, like: Tensor) -> np.ndarray:
-    """A contiguous array in the precision that kernels compute in."""
-    return tensor.detach().to(torch.promote_types(like.dtype, torch.float32)).contiguous().numpy()
-
-
-def _maybe(tensor: Tensor | None, like: Tensor) -> np.ndarray:
-    return _wide(like.new_empty(0) if tensor is None else tensor, like)
-
-
-def _padded(*tensors: Tensor) -> np.ndarray:
-    """Tensors ``[H, N, C]`` side by side as ``[H*N, width]``, each with zeros behind its channels up to a multiple of 16."""
-    parts = [torch.nn.functional.pad(x, (0, _width(x) - x.shape[2])) if x.shape[2] % 16 or not x.shape[2] else x for x in tensors]
-    rows = _wide(torch.cat(parts, dim=2) if len(parts) > 1 else parts[0], tensors[0])
-    return rows.reshape(rows.shape[0] * rows.shape[1], rows.shape[2])
+def _wide(tensor: Tensor | None, like: Tensor) -> np.ndarray:
+    """A contiguous array in the precision that kernels compute in for the dtype of ``like``; without elements for None."""
+    tensor = like.new_empty(0) if tensor is None else tensor.detach()
+    return tensor.to(torch.promote_types(like.dtype, torch.float32)).contiguous().numpy()
 
 
 def _width(tensor: Tensor) -> int:
-    return max(1, -(-tensor.shape[2] // 16)) * 16
+    return max(16, -(-tensor.shape[2] // 16) * 16)
 
 
-def _cut(rows: Tensor, tokens: Tensor, like: Tensor) -> Tensor:
-    """The first channels of ``[..., width]`` as ``[H, N, C]``: heads and tokens of ``tokens``, channels and dtype of ``like``."""
+def _rows(tensor: Tensor, like: Tensor) -> np.ndarray:
+    """``[H, N, C]`` as ``[H*N, width]``, with zeros behind the channels."""
+    missing = _width(tensor) - tensor.shape[2]
+    rows = _wide(torch.nn.functional.pad(tensor.detach(), (0, missing)) if missing else tensor, like)
+    return rows.reshape(rows.shape[0] * rows.shape[1], rows.shape[2])
+
+
+def _cut(rows: Tensor, like: Tensor) -> Tensor:
+    """The first channels of ``[H, N, width]``, as many as ``like`` has, in its dtype."""
     channels = like.shape[2]
-    result = rows.view(*tokens.shape[:2], rows.shape[1])[..., :channels]
-    return result.to(like.dtype, copy=rows.stride(0) != channels, memory_format=torch.contiguous_format)
+    return rows[..., :channels].to(like.dtype, copy=rows.shape[2] != channels, memory_format=torch.contiguous_format)
 
 
-def _units(rowptr: np.ndarray, heads: int, keys: int, keys_bytes: int) -> tuple[list[tuple[int, int, int]], int, int]:
-    """How backward work is divided: ``(begin, end, sums)`` for each unit, how many sums, and tiles of keys.
+def _pieces(rowptr: np.ndarray) -> list[tuple[int, int]]:
+    """Rows for forward work, a few pieces for each thread."""
+    return split(rowptr, 3 * torch.get_num_threads())
 
-    Rows of a unit add to gradients of keys of their own, one of ``parts`` for each head, that are added up in the end. A head is divided
-    only as far as it has many more edges than keys. None of this depends on the number of threads, so neither do results.
+
+def _units(rowptr: np.ndarray, heads: int, keys: int) -> list[tuple[int, int, int]]:
+    """Rows for backward work: ``(begin, end, unit)``, largest first; unit h is of head h, and so are those that :func:`_summed` adds to it.
+
+    Each unit has sums for keys of its own, which cost time and memory. So a head is one unit if that keeps all threads busy, and as many as
+    needed otherwise, as long as there are many more edges than keys.
     """
-    rows, edges = (len(rowptr) - 1) // max(heads, 1), int(rowptr[-1])
-    parts = max(1, min(8 // max(heads, 1), edges // max(1, 64 * heads * keys)))
-    tiles = max(1, min(-(-keys * keys_bytes // CACHE), edges // max(1, LEAST * heads * rows)))
-    cuts = [split(rowptr[head * rows : (head + 1) * rows + 1], parts) for head in range(heads)]
-    return [(h * rows + i, h * rows + j, part * heads + h) for h in range(heads) for part, (i, j) in enumerate(cuts[h])], parts, tiles
+    rows, threads = (len(rowptr) - 1) // max(heads, 1), torch.get_num_threads()
+    sizes = [int(rowptr[(head + 1) * rows] - rowptr[head * rows]) for head in range(heads)]
+    for refine in (1, 2, 4):
+        goal = max(sum(sizes) / (refine * threads), 16 * keys, 1)
+        parts = [max(1, round(size / goal)) for size in sizes]
+        busy = [0.0] * threads
+        for work in sorted((size / n for size, n in zip(sizes, parts, strict=True) for _ in range(n)), reverse=True):
+            busy[busy.index(min(busy))] += work
+        if max(busy) * threads <= 1.15 * sum(sizes):
+            break
+    units, extra = [], heads
+    for head in range(heads):
+        for part, (begin, end) in enumerate(split(rowptr[head * rows : (head + 1) * rows + 1], parts[head]) or [(0, 0)]):
+            units.append((head * rows + begin, head * rows + end, extra if part else head))
+            extra += part > 0
+    return sorted(units, key=lambda unit: rowptr[unit[0]] - rowptr[unit[1]])
+
+
+def _summed(sums: Tensor, units: list[tuple[int, int, int]], heads: int, queries: int) -> Tensor:
+    """Gradients of keys ``[H, M, width]`` from those of units."""
+    for begin, _, unit in units:
+        if unit >= heads:
+            sums[begin // queries] += sums[unit]
+    return sums[:heads]
+
+
+def _tiles(rowptr: np.ndarray, keys: int, bytes_per_key: int) -> int:
+    """How many tiles of keys fit the cache each; one if rows have too few edges for so many."""
+    tiles = -(-keys * bytes_per_key // CACHE)
+    return tiles if 0 < tiles * LEAST * (len(rowptr) - 1) <= rowptr[-1] else 1
 
 
 def _chances(dropout: float, seed: int, dtype: np.dtype) -> tuple[np.uint64, np.floating, np.uint64]:
-    """Words below the first number drop an edge, and the others multiply it by the second."""
+    """Words below the first number drop an edge, the second multiplies the others, the third is the key of the words."""
     return np.uint64(round(dropout * 2**32)), dtype.type(1 / (1 - dropout) if dropout < 1 else 0), np.uint64(seed % 2**64)
 
 
+# ------------------------------------------------------------------ the ops
+
+
 def edge_dot(query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor) -> Tensor:
-    q, k, pointers, tokens = _padded(query), _padded(key), rowptr.contiguous().numpy(), col.contiguous().numpy()
+    q, k = (_rows(x, query) for x in (query, key))
+    offsets, tokens = (x.contiguous().numpy() for x in (rowptr, col))
     out = np.empty(len(tokens), q.dtype)
-    arguments = (query.shape[1], key.shape[1], q, k, pointers, tokens, out)
-    run(_dot(q.shape[1]), [(*cut, *arguments) for cut in split(pointers, 4 * torch.get_num_threads())])
+    arguments = (_tiles(offsets, key.shape[1], k.itemsize * k.shape[1]), query.shape[1], key.shape[1], q, k, offsets, tokens, out)
+    run(_dot(q.shape[1]), [(*piece, *arguments) for piece in _pieces(offsets)])
     return torch.from_numpy(out).to(query.dtype)
 
 
 def edge_dot_backward(
     grad: Tensor, query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor, need_query: bool, need_key: bool
 ) -> tuple[Tensor, Tensor]:
-    q, k, pointers, tokens = _padded(query), _padded(key), rowptr.contiguous().numpy(), col.contiguous().numpy()
-    units, parts, tiles = _units(pointers, query.shape[0], key.shape[1], 2 * k.itemsize * k.shape[1])
-    dquery = torch.from_numpy(np.empty_like(q) if need_query else np.zeros_like(q))
-    dkey = torch.from_numpy(k).new_zeros((parts, *k.shape))
+    q, k = (_rows(x, query) for x in (query, key))
+    offsets, tokens = (x.contiguous().numpy() for x in (rowptr, col))
+    units = _units(offsets, query.shape[0], key.shape[1])
+    dquery = torch.from_numpy(q).new_zeros((*query.shape[:2], q.shape[1]))
+    dkey = dquery.new_zeros((len(units), key.shape[1], k.shape[1]))
     arguments = (
-        tiles, query.shape[1], key.shape[1], _wide(grad, query), q, k, pointers, tokens, need_query, need_key, dquery.numpy(),
-        dkey.view(-1).numpy(),
+        _tiles(offsets, key.shape[1], 2 * k.itemsize * k.shape[1]), query.shape[1], key.shape[1], _wide(grad, query), q, k, offsets, tokens,
+        need_query, need_key, dquery.view(-1).numpy(), dkey.view(-1).numpy(),
     )  # fmt: skip
     run(_dot_backward(q.shape[1]), [(*unit, *arguments) for unit in units])
-    return _cut(dquery, query, query), _cut(dkey.sum(0) if parts > 1 else dkey[0], key, key)
+    return _cut(dquery, query), _cut(_summed(dkey, units, *query.shape[:2]), key)
 
 
 def edge_attention(
     query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor, col: Tensor, gate: Tensor | None, bias: Tensor | None, scale: float,
     gate_form: str, dropout: float, seed: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    q, k, v, pointers, tokens = _padded(query), _padded(key), _padded(value), rowptr.contiguous().numpy(), col.contiguous().numpy()
-    like = torch.from_numpy(q)
-    out, tops, norms = like.new_empty(q.shape[0], v.shape[1]), like.new_empty(query.shape[:2]), like.new_empty(query.shape[:2])
+    q, k, v = (_rows(x, query) for x in (query, key, value))
+    offsets, tokens = (x.contiguous().numpy() for x in (rowptr, col))
+    out = torch.from_numpy(q).new_empty((*query.shape[:2], v.shape[1]))
+    tops, norms = out.new_empty(query.shape[:2]), out.new_empty(query.shape[:2])
     arguments = (
-        query.shape[1], key.shape[1], q, k, v, pointers, tokens, _maybe(gate, query), _maybe(bias, query), q.dtype.type(scale),
-        gate is not None and gate_form == "weight", *_chances(dropout, seed, q.dtype), out.numpy(), tops.view(-1).numpy(), norms.view(-1).numpy(),
+        query.shape[1], key.shape[1], q, k, v, offsets, tokens, _wide(gate, query), _wide(bias, query), q.dtype.type(scale),
+        gate is not None and gate_form == "weight", *_chances(dropout, seed, q.dtype),
+        out.view(-1).numpy(), tops.view(-1).numpy(), norms.view(-1).numpy(),
     )  # fmt: skip
-    run(_attention(q.shape[1], v.shape[1]), [(*cut, *arguments) for cut in split(pointers, 4 * torch.get_num_threads())])
-    return _cut(out, query, value), norms.log_().add_(tops)
+    run(_attention(q.shape[1], v.shape[1]), [(*piece, *arguments) for piece in _pieces(offsets)])
+    return _cut(out, value), norms.log_().add_(tops)
 
 
 def edge_attention_backward(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor, col: Tensor, gate: Tensor | None, bias: Tensor | None,
     out: Tensor, lse: Tensor, scale: float, gate_form: str, dropout: float, seed: int, need_gate: bool, need_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    q, pair, pointers, tokens = _padded(query), _padded(key, value), rowptr.contiguous().numpy(), col.contiguous().numpy()
-    units, parts, tiles = _units(pointers, query.shape[0], key.shape[1], 2 * pair.itemsize * pair.shape[1])
-    dquery, dpair = torch.from_numpy(q).new_empty(q.shape), torch.from_numpy(pair).new_zeros((parts, *pair.shape))
+    q, k, v = (_rows(x, query) for x in (query, key, value))
+    offsets, tokens = (x.contiguous().numpy() for x in (rowptr, col))
+    units = _units(offsets, query.shape[0], key.shape[1])
+    tiles = _tiles(offsets, key.shape[1], 2 * k.itemsize * (k.shape[1] + v.shape[1]))
+    dquery = torch.from_numpy(q).new_empty((*query.shape[:2], q.shape[1]))
+    dkey, dvalue = (dquery.new_empty((len(units), key.shape[1], x.shape[1])) for x in (k, v))
     dgate, dbias = (np.empty(len(tokens) if need and x is not None else 0, q.dtype) for x, need in ((gate, need_gate), (bias, need_bias)))
     arguments = (
-        tiles, query.shape[1], key.shape[1], _padded(grad_out), q, pair, pointers, tokens, _maybe(gate, query), _maybe(bias, query), _padded(out),
+        tiles, query.shape[1], key.shape[1], _rows(grad_out, query), q, k, v, offsets, tokens, _wide(gate, query), _wide(bias, query), _rows(out, query),
         _wide(lse, query).reshape(-1), q.dtype.type(scale), gate is not None and gate_form == "weight", *_chances(dropout, seed, q.dtype),
-        dquery.numpy(), dpair.view(-1).numpy(), dgate, dbias,
+        dquery.view(-1).numpy(), dkey.view(-1).numpy(), dvalue.view(-1).numpy(), dgate, dbias,
     )  # fmt: skip
-    run(_attention_backward(q.shape[1], _width(value)), [(*unit, *arguments) for unit in units])
-    dkey, dvalue = (dpair.sum(0) if parts > 1 else dpair[0]).split([q.shape[1], _width(value)], dim=1)
-    edge_grads = (torch.from_numpy(x).to((query if y is None else y).dtype) for x, y in ((dgate, gate), (dbias, bias)))
-    return _cut(dquery, query, query), _cut(dkey, key, key), _cut(dvalue, value, value), *edge_grads
+    room = 2 * (key.shape[1] // tiles + 1) * (k.shape[1] + v.shape[1]) + 64
+
+    def work(*arguments):  # numpy backs large arrays with huge pages, malloc does not
+        _attention_backward(k.shape[1], v.shape[1])(np.empty(room, q.dtype), *arguments)
+
+    run(work, [(*unit, *arguments) for unit in units])
+    return (
+        _cut(dquery, query),
+        _cut(_summed(dkey, units, *query.shape[:2]), key),
+        _cut(_summed(dvalue, units, *query.shape[:2]), value),
+        torch.from_numpy(dgate).to(query.dtype if gate is None else gate.dtype),
+        torch.from_numpy(dbias).to(query.dtype if bias is None else bias.dtype),
+    )

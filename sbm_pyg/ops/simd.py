@@ -90,6 +90,18 @@ def at(typing, array, offset):
     return types.CPointer(array.dtype)(array, types.int64), generate
 
 
+@intrinsic
+def aligned(typing, array):
+    """Pointer to the first element at a multiple of 256 bytes, which is among the first 64."""
+
+    def generate(context, builder, signature, args):
+        data = _pointer(context, builder, array, args[0], ir.Constant(_I64, 0))
+        place = builder.and_(builder.add(builder.ptrtoint(data, _I64), ir.Constant(_I64, 255)), ir.Constant(_I64, -256))
+        return builder.inttoptr(place, data.type)
+
+    return types.CPointer(array.dtype)(array), generate
+
+
 @intrinsic(prefer_literal=True)
 def scratch(typing, array, count):
     """Pointer to room for a constant ``count`` of numbers of the dtype of ``array``, aligned for vectors, until the kernel returns."""
@@ -287,7 +299,7 @@ def dots(typing, vector, array, stride, tokens):
             for c, piece in enumerate(pieces):
                 place = _pointer(context, builder, array, data, builder.add(start, ir.Constant(_I64, 16 * c)), kind)
                 product = builder.fmul(piece, builder.load(place, align=_bytes(array)), flags=_EXACT)
-                partial = product if partial is None else builder.fadd(partial, product, flags=_EXACT)
+                partial = product if partial is None else builder.fadd(product, partial, flags=_EXACT)
             return partial
 
         def merged(lane, bits):
@@ -299,7 +311,9 @@ def dots(typing, vector, array, stride, tokens):
             move = [stay[k] ^ bits[0] for k in range(16)]
             return builder.fadd(*(builder.shuffle_vector(one, two, _order(order)) for order in (stay, move)))
 
-        return merged(0, (8, 2, 1, 4))  # innermost the merges that are a blend and one shuffle with AVX-512
+        sums = merged(0, (8, 2, 1, 4))  # innermost the merges that are a blend and one shuffle with AVX-512
+        builder.asm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", [], True)  # keeps neighbours from mixing: registers run out
+        return sums
 
     return result(vector, array, types.int64, tokens), generate
 

@@ -1,12 +1,15 @@
 """Compiles numba kernels and runs them on as many threads as torch uses.
 
-In: python functions that numba can compile, and lists of argument tuples (one per piece of work). Out: their side
-effects on the arrays they were given. Not here: any kernel.
+In: python functions that numba can compile, and lists of argument tuples (one per piece of work). Out: their side effects on the arrays
+they were given. Not here: any kernel.
 
-numba's own ``parallel=True`` is avoided on purpose: its OpenMP layer kills a forked child at the first parallel kernel
-and its workqueue layer aborts when two python threads enter it together. Kernels here release the GIL instead, and
-plain python threads share the pieces of work.
+numba's own ``parallel=True`` is avoided on purpose: its OpenMP layer kills a forked child at the first parallel kernel and its workqueue
+layer aborts when two python threads enter it together. Kernels here release the GIL instead. The threads are those of torch's OpenMP
+runtime where it can be found (on Linux): they spin for milliseconds after each parallel torch op, and any other thread would have to share
+their cores. Elsewhere a pool of python threads takes their place.
 """
+
+from __future__ import annotations
 
 import ctypes
 import itertools
@@ -17,6 +20,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,13 +29,11 @@ from numba.core import event
 
 log = logging.getLogger("sbm_pyg")
 
-# The OpenMP runtime of torch, where it can be found: its threads spin for some milliseconds after each parallel torch op, and any other
-# thread would have to share their cores.
 _TeamMember = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _fork_team = getattr(ctypes.CDLL(None), "GOMP_parallel", None) if os.name == "posix" else None
 if _fork_team is not None:
     _fork_team.argtypes = (_TeamMember, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
-_team_owner = -1
+_team_owner = -1  # the process that has used the team
 
 _kernels: set = set()
 _pool: ThreadPoolExecutor | None = None
@@ -44,7 +46,7 @@ def kernel(function: Callable) -> Callable:
 
     A cache folder that cannot be written costs one compilation per process, and is no error.
     """
-    options = {
+    options: dict[str, Any] = {
         "nogil": True,
         "boundscheck": False,
         "error_model": "numpy",
@@ -62,8 +64,8 @@ def kernel(function: Callable) -> Callable:
 def run(function: Callable, tasks: Sequence[tuple]) -> None:
     """Call ``function(*task)`` for every task, on ``torch.get_num_threads()`` threads of which the caller is one.
 
-    Tasks are taken in order by whichever thread is free, so results must not depend on who runs which. Safe in forked children and
-    from several python threads at once. The first exception of a task is raised here.
+    Tasks are taken in order by whichever thread is free, so results must not depend on who runs which. Safe in forked children and from
+    several python threads at once. The first exception of a task is raised here.
     """
     global _team_owner
     todo, failures = deque(tasks), []
@@ -98,9 +100,8 @@ def split(rowptr: np.ndarray, pieces: int) -> list[tuple[int, int]]:
     """Cut rows into at most ``pieces`` ranges of about equal work: edges, and a few edges' worth for each row itself."""
     rows = len(rowptr) - 1
     start, whole = int(rowptr[0]), int(rowptr[rows] - rowptr[0]) + 8 * rows
-    cuts = [
-        bisect_left(range(rows), start + whole * piece // pieces, key=lambda row: int(rowptr[row]) + 8 * row) for piece in range(pieces)
-    ]
+    goals = [start + whole * piece // pieces for piece in range(pieces)]
+    cuts = [bisect_left(range(rows), goal, key=lambda row: int(rowptr[row]) + 8 * row) for goal in goals]
     return [(first, last) for first, last in itertools.pairwise([*cuts, rows]) if first < last]
 
 
