@@ -38,13 +38,18 @@ def _lanes(*widths: int) -> int:
 
 
 @kernel
-def _drop(factor, start, count, words, threshold, kept, seed):
-    """Dropout of edges ``start .. start + count - 1``: 0 or ``kept``. Edge e looks at word ``e % 4`` of counter ``e // 4``."""
+def _drop(factor, start, count, words, known, threshold, kept, seed):
+    """Dropout of edges ``start .. start + count - 1``: 0 or ``kept``. Edge e looks at word ``e % 4`` of counter ``e // 4``.
+
+    ``words`` holds those of 64 edges, number ``known``; returns which 64 it holds in the end.
+    """
     for t in range(count):
         edge = start + t
-        if t == 0 or edge & 63 == 0:
-            philox16((edge >> 6) << 4, edge >> 34, 0, DROPOUT, seed, words, 0)
+        if edge >> 6 != known:
+            known = edge >> 6
+            philox16(known << 4, known >> 28, 0, DROPOUT, seed, words, 0)
         poke(factor, t, kept if words[((edge & 3) << 4) + ((edge & 63) >> 2)] >= threshold else 0)
+    return known
 
 
 @cache
@@ -55,7 +60,8 @@ def _attention(width, value_width):
     def attention(
         begin, end, queries, keys, query, key, value, rowptr, col, gate, bias, scale, weighted, threshold, kept, seed, out, tops, norms
     ):
-        weight, factor, tail, words = scratch(query, STRIP), scratch(query, STRIP), scratch(col, 16), np.empty(64, np.uint32)
+        weight, factor, tail = scratch(query, STRIP), scratch(query, STRIP), scratch(col, 16)
+        words, known = np.empty(64, np.uint32), -1
         zero, one, low = query.dtype.type(0), query.dtype.type(1), query.dtype.type(-np.inf)
         for row in range(begin, end):
             keys_here, values_here = at(key, row // queries * keys * width), at(value, row // queries * keys * value_width)
@@ -89,7 +95,7 @@ def _attention(width, value_width):
                             store(output, c, load(output, c, value_lanes) * np.exp(top - new))
                     top = new
                 if threshold:
-                    _drop(factor, start, count, words, threshold, kept, seed)
+                    known = _drop(factor, start, count, words, known, threshold, kept, seed)
                 for t in range(0, count, 16):
                     p = exp(load(weight, t, 16) - (top if top > low else zero))
                     if weighted:
@@ -126,7 +132,7 @@ def _attention_backward(width, value_width):
         threshold, kept, seed, dquery, dkey, dvalue, dgate, dbias,
     ):  # fmt: skip
         slopes, weights, factor, tail = scratch(query, 16), scratch(query, 16), scratch(query, 16), scratch(col, 16)
-        words, position = np.empty(64, np.uint32), rowptr[begin:end].copy()
+        words, known, position = np.empty(64, np.uint32), -1, rowptr[begin:end].copy()
         zero, one = query.dtype.type(0), query.dtype.type(1)
         first_key, limit, room = begin // queries * keys, 0, (keys // tiles + 1) * both
         for tile in range(tiles):
@@ -167,7 +173,7 @@ def _attention_backward(width, value_width):
                         logit = logit + load16(bias, start, count)
                     p = exp(logit - shift)
                     if threshold:
-                        _drop(factor, start, count, words, threshold, kept, seed)
+                        known = _drop(factor, start, count, words, known, threshold, kept, seed)
                         gain = gain * load(factor, 0, 16)
                     slope = p * (gain - mean)
                     if dgate.size:
