@@ -23,7 +23,7 @@ _SUMS, _ROWS, _COLUMNS = range(4), 4, 5  # which register holds what
 
 def _available() -> bool:
     """Whether numba compiles for a processor with tiles (its settings may name a simpler one), and the system lets this process use them."""
-    if config.CPU_NAME or config.CPU_FEATURES:
+    if getattr(config, "CPU_NAME", None) or getattr(config, "CPU_FEATURES", None):
         return False
     features = llvmlite.binding.get_host_cpu_features()
     return bool(features.get("amx-tile") and features.get("amx-bf16") and torch.cpu._init_amx())
