@@ -7,7 +7,6 @@ import dataclasses
 import io
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import matplotlib.image
@@ -18,15 +17,7 @@ import analyse_graphs
 import lra
 import lra_tasks
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's own
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]  # Lightning's own
 
 
 @pytest.fixture(scope="module")

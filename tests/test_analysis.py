@@ -6,7 +6,7 @@ import itertools
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import networkx as nx
@@ -31,14 +31,7 @@ from sbm_pyg.analysis import (
     to_networkx,
 )
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Thousands of small graphs: on a busy machine, threads would wait for each other most of the time."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # ------------------------------------------------------------------------------------------------- Hamiltonian paths

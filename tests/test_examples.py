@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -38,16 +37,7 @@ FILES = [
 TINY = ["--steps", "7", "--validate-every", "3", "--log-every", "2", "--batch-size", "8", "--num-blocks", "8", "--channels", "16"]
 TINY += ["--head-channels", "8", "--ffn-channels", "16", "--accelerator", "cpu"]
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's own
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    threads, state = torch.get_num_threads(), torch.get_rng_state()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-    torch.set_rng_state(state)
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]  # Lightning's own
 
 
 @pytest.fixture(scope="module")
