@@ -147,7 +147,7 @@ def _layers(case: Case) -> tuple[SBMAttentionConv, FullAttention]:
     """The layer and its dense twin, with the same projections."""
     torch.manual_seed(case.seed)
     width = case.heads * case.channels
-    conv = SBMAttentionConv(width, case.channels, case.heads, case.blocks or None, exploration=0.0)
+    conv = SBMAttentionConv(width, case.channels, case.heads, case.blocks or None, estimator="mask", exploration=0.0)
     full = FullAttention(width, case.channels, case.heads)
     full.load_state_dict({name: value for name, value in conv.state_dict().items() if not name.startswith("sbm.")})
     if conv.sbm is not None:

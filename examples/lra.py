@@ -40,6 +40,7 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
 import lra_report as report
+from density_guard import DensityGuard
 from lra_tasks import TASKS, Batch, LengthBuckets, Settings, Split, Task, load
 from sbm_pyg import PairClassifier, SequenceClassifier, SequenceEncoder
 
@@ -65,7 +66,13 @@ class Classifier(LightningModule):
         self.settings, self.arity = settings, task.arity
         options: dict[str, Any] = {"dropout": settings.attention_dropout}
         if settings.attention == "sbm":
-            options |= {name: getattr(settings, name) for name in ("num_blocks", "estimator", "exploration", "clusters")}
+            options |= {name: getattr(settings, name) for name in ("num_blocks", "estimator", "probes", "exploration", "clusters")}
+            options["sbm_options"] = {
+                "parameterization": settings.parameterization,
+                "density": settings.initial_density,
+                "temperature": settings.temperature,
+                "tied": bool(settings.tied),
+            }
         elif settings.attention == "window":
             options["window"] = settings.window
         encoder = SequenceEncoder(
@@ -107,6 +114,7 @@ class Classifier(LightningModule):
         logits, trace = self.classify(batch, seed=random_word(seed, 1, part // parts))
         loss = cross_entropy(logits.float(), batch.labels)
         self.add(batch, logits, loss, trace)
+        self.graphs = dataclasses.replace(trace, sbms=(None,) * len(trace.sbms))
         return loss + self.settings.density_weight * trace.density_loss() if self.settings.density_weight else loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
@@ -223,6 +231,18 @@ class Checkpoints(Checkpoint):
         trainer.save_checkpoint(self.folder / LAST)
 
 
+class Guard(Callback):
+    """Warns when a head loses its edges; see :class:`density_guard.DensityGuard`."""
+
+    def __init__(self) -> None:
+        self.guard = DensityGuard()
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert isinstance(pl_module, Classifier)
+        if trainer.global_step % pl_module.settings.log_every == 0:
+            self.guard.check(pl_module.graphs, trainer.global_step)
+
+
 class Progress(Callback):
     """One bar over all steps, with loss, accuracy and density per layer, and a line for every validation."""
 
@@ -252,7 +272,9 @@ class Progress(Callback):
         return f"loss {row['loss']:.3f}, accuracy {row['accuracy']:.3f}, density {shares}"
 
 
-def train(folder: Path, task: Task, settings: Settings, splits: Mapping[str, Split], accelerator: str) -> dict[str, Any]:
+def train(
+    folder: Path, task: Task, settings: Settings, splits: Mapping[str, Split], accelerator: str, export: Path | None = None
+) -> dict[str, Any]:
     """Trains, or goes on from the folder's last checkpoint; tests the best one; writes results and plots.
 
     Args:
@@ -261,6 +283,7 @@ def train(folder: Path, task: Task, settings: Settings, splits: Mapping[str, Spl
         settings: How.
         splits: The data.
         accelerator: As Lightning names it.
+        export: Where the tested model is saved with :meth:`sbm_pyg.Pretrained.save_pretrained`, or None.
 
     Returns:
         The results, as in ``results.json``.
@@ -280,7 +303,7 @@ def train(folder: Path, task: Task, settings: Settings, splits: Mapping[str, Spl
             report.CurveLogger(folder, done),
             TensorBoardLogger(folder, name=None, version="tensorboard", purge_step=None if done is None else done + 1),
         ],
-        callbacks=[checkpoints, Progress()],
+        callbacks=[checkpoints, Guard(), Progress()],
         reload_dataloaders_every_n_epochs=1,
         num_sanity_val_steps=0,
         log_every_n_steps=1,
@@ -322,6 +345,9 @@ def train(folder: Path, task: Task, settings: Settings, splits: Mapping[str, Spl
     report.plot_curves(folder / "curves.png", train_rows, val_rows, splits["val"].majority)
     report.plot_densities(folder / "density.png", train_rows, *sizes)
     draw_masks(folder / "masks.png", module, splits["test"], task.words)
+    if export is not None:
+        metric = {"test accuracy": module.tested["accuracy"], "validation accuracy": best["accuracy"]}
+        module.model.save_pretrained(export, task=task.name, metric=metric, density=results["density"]["tested"])
     return results
 
 
@@ -347,6 +373,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--data", type=Path, metavar="DIR", help="a folder of the task; by default one is generated in data/")
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder of the run (default: a new one in runs/)")
     parser.add_argument("--resume", action="store_true", help="go on with the run in --output; its settings are known")
+    parser.add_argument("--export", type=Path, metavar="DIR", help="save the tested model there, with its card, for `from_pretrained`")
     parser.add_argument("--accelerator", choices=("auto", "cpu", "cuda", "mps"), default="auto", help="(default: auto)")
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: 1 for laptop, as torch chooses for paper)")
     group = parser.add_argument_group("settings", "each overrides the preset; values are those of laptop | paper")
@@ -428,6 +455,9 @@ def main(arguments: list[str] | None = None) -> None:
                 raise ValueError(f"Expected 'threads' to be at least 1 (got {threads}). Leave it out for the default.")
             torch.set_num_threads(threads)
         Data(splits, settings)  # refuses what cannot be trained before anything is written
+        export: Path | None = vars(given).get("export")
+        if export is not None and export.exists() and (not export.is_dir() or any(export.iterdir())):
+            raise ValueError(f"Expected 'export' to be a new or empty folder (got {export}, which has content). Choose another one.")
     except ValueError as error:
         given.fail(str(error))
     folder.mkdir(parents=True, exist_ok=True)
@@ -438,11 +468,13 @@ def main(arguments: list[str] | None = None) -> None:
             print(f"{name}: cut {split.truncated:,} of {len(split):,} sequences to {settings.max_length} tokens")
     print(f"{task.name}, {plan['preset']} preset, {settings.attention} attention, {len(splits['train']):,} examples -> {folder}")
     try:
-        results = train(folder, task, settings, splits, given.accelerator)
+        results = train(folder, task, settings, splits, given.accelerator, export)
     except (KeyboardInterrupt, SystemExit):  # Lightning turns the first into the second
         print(f"\nStopped. Go on with: python {sys.argv[0]} --output {folder} --resume")
         raise
     print(f"\n{report.results_table(results)}\n\nSettings, curves, checkpoints, results and plots are in {folder}")
+    if export is not None:
+        print(f"The model is in {export}; `sbm_pyg.Pretrained.from_pretrained` reads it.")
 
 
 if __name__ == "__main__":

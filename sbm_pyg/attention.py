@@ -5,7 +5,8 @@ In: tokens, and any graph or none. Out: tokens. Not here: how graphs are made an
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,17 +14,17 @@ from torch import Tensor
 from torch_geometric.nn import MessagePassing
 from torch_geometric.nn.dense.linear import Linear
 from torch_geometric.typing import SparseTensor
-from torch_geometric.utils import softmax
+from torch_geometric.utils import is_sparse, softmax
+from torch_geometric.utils.sparse import set_sparse_value
 
-from . import ops, patterns
-from .graph import AttentionGraph
+from . import estimators, ops, patterns
+from .graph import AttentionGraph, edge_list
 from .ragged import resolve_ptr
 from .sampling import METHODS, draw_seed, sample_edges
 from .sbm import SBM, SBMHead
 
 __all__ = ["SBMAttentionConv"]
 
-GATE_FORM = {"paper": "score", "mask": "weight", "none": "score"}
 ENTMAX_ALPHA = {"entmax15": 1.5, "sparsemax": 2.0}
 
 
@@ -46,9 +47,12 @@ class SBMAttentionConv(MessagePassing):
         concat: Concatenate the heads (H*C output channels), or average them (C).
         bias: Biases in the three projections.
         clusters: How the SBM's clusters start, ``"kaiming"`` or ``"orthogonal"``; see :class:`~sbm_pyg.SBMHead`.
-        estimator: What an edge's probability p receives as its gradient, with P the edge's weight, g its gain and gbar the row's mean
-            gain: ``"mask"``: :math:`P (g - \bar g)`, as the authors' code has it; ``"paper"``: that times the score (eq. 9);
-            ``"none"``: nothing. See docs/concepts.md.
+        sbm_options: Further keyword arguments of :class:`~sbm_pyg.SBMHead`, e.g. ``{"parameterization": "assortative"}``.
+        estimator: What an edge's probability receives as its gradient: ``"local"``, the effect of that edge on the loss, over edges and
+            probes; ``"mask"``, as the authors' code has it; ``"paper"``, eq. 9; ``"relaxed"`` or ``"concrete"``, which train on all pairs
+            with a soft mask, O(NM), and sample in evaluation only; ``"none"``. None: ``"local"``, or ``"mask"`` where the normaliser is
+            not softmax. See :mod:`sbm_pyg.estimators` and docs/learning.md.
+        probes: With ``"local"``, expected number of pairs per query and head that are looked at beside the edges, drawn uniformly.
         exploration: Added to every edge probability in training only, in [0, 1].
         method: Law of the sampled graph, ``"bernoulli"`` or ``"fastrg"``; see :func:`~sbm_pyg.sample_edges`.
         budget: Largest expected number of sampled keys per query and head; None for no limit.
@@ -89,7 +93,9 @@ class SBMAttentionConv(MessagePassing):
         concat: bool = True,
         bias: bool = True,
         clusters: str = "kaiming",
-        estimator: str = "mask",
+        sbm_options: Mapping[str, Any] | None = None,
+        estimator: str | None = None,
+        probes: float = 16.0,
         exploration: float = 0.01,
         method: str = "bernoulli",
         budget: float | None = None,
@@ -102,7 +108,13 @@ class SBMAttentionConv(MessagePassing):
     ) -> None:
         kwargs.setdefault("aggr", "add")
         super().__init__(node_dim=0, **kwargs)
-        choices = {"estimator": (estimator, GATE_FORM), "method": (method, METHODS), "normalizer": (normalizer, ("softmax", *ENTMAX_ALPHA))}
+        if estimator is None:
+            estimator = "local" if normalizer == "softmax" else "mask"
+        choices = {
+            "estimator": (estimator, estimators.ESTIMATORS),
+            "method": (method, METHODS),
+            "normalizer": (normalizer, ("softmax", *ENTMAX_ALPHA)),
+        }
         for name, (choice, options) in choices.items():
             if choice not in options:
                 raise ValueError(f"Expected '{name}' to be one of {[*options]} (got {choice!r}). See the docstring of SBMAttentionConv.")
@@ -110,6 +122,12 @@ class SBMAttentionConv(MessagePassing):
             raise ValueError(f"Expected 'exploration' in [0, 1] (got {exploration}). It is added to every edge probability in training.")
         if not 0 <= dropout < 1:
             raise ValueError(f"Expected 'dropout' in [0, 1) (got {dropout}). It is the probability that an attention weight is dropped.")
+        if not probes >= 0:
+            raise ValueError(f"Expected 'probes' to be 0 or more (got {probes}). It is an expected number of pairs per query and head.")
+        if normalizer != "softmax" and estimator in ("local", *estimators.RELAXATIONS):
+            raise ValueError(
+                f"Expected 'estimator' to be 'mask', 'paper' or 'none' with normalizer={normalizer!r} (got {estimator!r}). The others are derived for softmax."
+            )
         if heads < 1 or out_channels < 1:
             raise ValueError(
                 f"Expected 'heads' and 'out_channels' to be at least 1 (got {heads} and {out_channels}). Channels count per head."
@@ -125,7 +143,8 @@ class SBMAttentionConv(MessagePassing):
             num_blocks,
             concat,
         )
-        self.estimator, self.exploration, self.method, self.budget = estimator, exploration, method, budget
+        self.estimator, self.probes, self.exploration, self.method, self.budget = estimator, probes, exploration, method, budget
+        self.temperature = 1.0  # of the "concrete" estimator; a trainer anneals it
         self.self_loops, self.window, self.normalizer, self.score_bias, self.dropout = (self_loops, window, normalizer, score_bias, dropout)
         self.scale = out_channels**-0.5
         self._alpha: Tensor | None = None
@@ -133,7 +152,7 @@ class SBMAttentionConv(MessagePassing):
         self.lin_key = Linear(key_channels, heads * out_channels, bias=bias)
         self.lin_query = Linear(query_channels, heads * out_channels, bias=bias)
         self.lin_value = Linear(key_channels, heads * out_channels, bias=bias)
-        self.sbm = None if num_blocks is None else SBMHead(out_channels, heads, num_blocks, clusters)
+        self.sbm = None if num_blocks is None else SBMHead(out_channels, heads, num_blocks, clusters, **(sbm_options or {}))
 
     def reset_parameters(self) -> None:
         """Draw all parameters anew from torch's default generator."""
@@ -147,6 +166,7 @@ class SBMAttentionConv(MessagePassing):
         x: Tensor | tuple[Tensor, Tensor],
         edge_index: AttentionGraph | Tensor | SparseTensor | None = None,
         *,
+        edge_head: Tensor | None = None,
         ptr: Tensor | tuple[Tensor, Tensor] | None = None,
         batch: Tensor | tuple[Tensor, Tensor] | None = None,
         seed: int | None = None,
@@ -161,53 +181,126 @@ class SBMAttentionConv(MessagePassing):
             x: Tokens ``[N, C_in]``, or the pair (keys, queries).
             edge_index: The graph: an :class:`AttentionGraph` with H heads or one, any PyG adjacency (all heads share it; repeated edges
                 count once), or None to sample one per head.
+            edge_head: Head of each edge of ``edge_index``, ``[E]`` int64, if heads do not share the edges.
             ptr: Offsets of the sequences, ``[B+1]`` int64, or the pair (keys, queries). One sequence if None.
             batch: The same as a sequence number per token, ``[N]``.
             seed: Fixes the sampled graph and the dropout; from torch's default generator if None.
             streams: Number of each sequence's random stream, ``[B]``; see :func:`~sbm_pyg.sample_edges`.
             return_graph: Also return the :class:`AttentionGraph`.
             return_sbm: Also return the :class:`SBM` it was sampled from (None with a given graph).
-            return_attention_weights: Also return ``(edge_index, alpha)`` as PyG layers do: ``[2, E]`` and ``[E, H]`` for an adjacency that
-                heads share, ``[E]`` over the edges of all heads otherwise.
+            return_attention_weights: Also return ``(edge_index, alpha)``, the weights before dropout. As PyG layers do, an adjacency comes
+                back itself, and ``alpha`` ``[E, H]`` in the order of its edges (a sparse one with ``alpha`` as its values; a ``SparseTensor`` comes alone); with ``edge_head``,
+                and over the edges of all heads of a graph, ``alpha`` is ``[E]``.
 
         Returns:
             The output, or a tuple of it and what was asked for, in the order graph, SBM, attention weights.
 
         Raises:
-            ValueError: Shapes do not fit, or there is neither a graph nor an SBM.
+            ValueError: Shapes do not fit, there is neither a graph nor an SBM, or an explainer is at work and the edges are not its own.
         """
         x_key, x_query = (x, x) if isinstance(x, Tensor) else x
-        same = x_key is x_query
-        key_ptr, query_ptr = self._ptr(x_key, x_query, ptr, batch)
         query, key, value = (
-            lin(tokens).view(-1, self.heads, self.out_channels).transpose(0, 1)
+            lin(tokens).view(-1, self.heads, self.out_channels).transpose(0, 1).contiguous()
             for lin, tokens in ((self.lin_query, x_query), (self.lin_key, x_key), (self.lin_value, x_key))
         )  # [H, N, C]
-        drop = self.dropout if self.training else 0.0
-        if seed is None and (edge_index is None or drop > 0):
-            seed = draw_seed()
+        return self.attend(
+            query,
+            key,
+            value,
+            edge_index,
+            bipartite=x_key is not x_query,
+            edge_head=edge_head,
+            ptr=ptr,
+            batch=batch,
+            seed=seed,
+            streams=streams,
+            return_graph=return_graph,
+            return_sbm=return_sbm,
+            return_attention_weights=return_attention_weights,
+        )
 
-        sbm, gate = None, None
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        edge_index: AttentionGraph | Tensor | SparseTensor | None = None,
+        *,
+        bipartite: bool = False,
+        edge_filter: Callable[[AttentionGraph], Tensor] | None = None,
+        edge_head: Tensor | None = None,
+        ptr: Tensor | tuple[Tensor, Tensor] | None = None,
+        batch: Tensor | tuple[Tensor, Tensor] | None = None,
+        seed: int | None = None,
+        streams: Tensor | None = None,
+        return_graph: bool = False,
+        return_sbm: bool = False,
+        return_attention_weights: bool = False,
+    ) -> Any:
+        """What :meth:`forward` does after the projections, for models that have their own.
+
+        Args:
+            query: ``[H, N, C]``.
+            key: ``[H, M, C]``.
+            value: ``[H, M, C']``.
+            edge_index: The graph, or None to sample one per head.
+            bipartite: Queries and keys are different tokens, even where N = M.
+            edge_filter: From a graph to the mask ``[E]`` bool of the edges to keep, e.g. for causality; not together with an adjacency.
+
+        The other arguments and the results are those of :meth:`forward`.
+        """
+        explained = self._check_explained(edge_index)
+        key_ptr, query_ptr = self._ptr(key.size(1), query.size(1), ptr, batch, query.device)
+        drop = self.dropout if self.training else 0.0
+        if seed is None:
+            seed = draw_seed() if edge_index is None or drop > 0 else 0
+
+        sbm, forced, place = None, None, None
+        if edge_head is not None and not isinstance(edge_index, Tensor):
+            raise ValueError(
+                f"Expected 'edge_head' with an 'edge_index' tensor alone (got it with {type(edge_index).__name__}). An AttentionGraph holds its heads."
+            )
         if edge_index is None:
-            graph, sbm, gate = self._sample(query, key, query_ptr, key_ptr, same, seed, streams)
+            graph, sbm, forced = self._sample(query, key, query_ptr, key_ptr, not bipartite, seed, streams)
         elif isinstance(edge_index, AttentionGraph):
             graph = edge_index.expand(self.heads)
-            if (graph.num_queries, graph.num_keys) != (x_query.size(0), x_key.size(0)):
+            if (graph.num_queries, graph.num_keys) != (query.size(1), key.size(1)):
                 raise ValueError(
-                    f"Expected 'edge_index' over N = {x_query.size(0)} queries and M = {x_key.size(0)} keys (got {graph}). Build the graph with the `ptr` of these tokens."
+                    f"Expected 'edge_index' over N = {query.size(1)} queries and M = {key.size(1)} keys (got {graph}). Build the graph with the `ptr` of these tokens."
                 )
         else:
-            graph = AttentionGraph.from_edge_index(edge_index, x_query.size(0), x_key.size(0), query_ptr=query_ptr, key_ptr=key_ptr).expand(
-                self.heads
+            edges, heads = edge_list(edge_index), 1 if edge_head is None else self.heads
+            graph = AttentionGraph.from_edge_index(
+                edges, query.size(1), key.size(1), edge_head=edge_head, heads=heads, query_ptr=query_ptr, key_ptr=key_ptr
             )
+            if explained or return_attention_weights:
+                place = graph.find(edges, edge_head)
+            graph = graph.expand(self.heads)
+        if edge_filter is not None:
+            if place is not None:
+                raise ValueError(
+                    "Expected no 'edge_filter' with an adjacency whose weights are asked for (got both). Filter the adjacency."
+                )
+            kept = edge_filter(graph)
+            graph, forced = graph.select(kept), None if forced is None else forced[kept]
         score_bias = None if self.score_bias is None else self.score_bias(query, key, graph)
+        gate = None
+        if sbm is not None and self.estimator in estimators.GATE_FORM and torch.is_grad_enabled():
+            gate = estimators.straight_through(sbm, graph, forced)
+        if sbm is not None and self._relaxed:
+            soft = self._relaxation(sbm, graph, seed)
+            score_bias = soft if score_bias is None else score_bias + soft
 
-        if self.explain and isinstance(edge_index, Tensor) and edge_index.layout == torch.strided and score_bias is None:
-            out = self._propagate_shared(edge_index, query, key, value, drop, seed or 0, graph)
-        elif self.fuse and not self.explain and self.normalizer == "softmax":
-            out = self.message_and_aggregate(graph, query, key, value, gate, score_bias, drop, seed or 0)
+        if explained and edge_head is None:
+            assert isinstance(edge_index, Tensor)
+            assert place is not None
+            out = self._propagate_shared(edge_index, place, graph, query, key, value, score_bias, drop, seed)
+        elif explained or self._message_hooks or not self.fuse or self.normalizer != "softmax":
+            out = self._propagate_rows(graph, place if explained else None, query, key, value, gate, score_bias, drop, seed)
         else:
-            out = self._propagate_rows(graph, query, key, value, gate, score_bias, drop, seed or 0)
+            out = self.message_and_aggregate(graph, query, key, value, gate, score_bias, drop, seed)
+        if sbm is not None and self.estimator == "local" and torch.is_grad_enabled():
+            out = self._local_expectation(out, query, key, value, sbm, graph, forced, score_bias, edge_filter, seed, streams)
         out = out.flatten(1) if self.concat else out.mean(1)
 
         results: list[Any] = [out]
@@ -216,23 +309,38 @@ class SBMAttentionConv(MessagePassing):
         if return_sbm:
             results.append(sbm)
         if return_attention_weights:
-            results.append(self._weights(edge_index, graph, query, key, score_bias))
+            results.append(self._weights(edge_index, edge_head, place, graph, query, key, score_bias, ordered=explained))
         self._alpha = None
         return results[0] if len(results) == 1 else tuple(results)
 
     # ---------------------------------------------------------------- the graph
 
-    def _ptr(self, x_key: Tensor, x_query: Tensor, ptr: Any, batch: Any) -> tuple[Tensor, Tensor]:
+    @property
+    def _message_hooks(self) -> bool:
+        return bool(self._message_forward_pre_hooks or self._message_forward_hooks)
+
+    def _check_explained(self, edge_index: Any) -> bool:
+        """Whether an explainer is at work (it masks messages, or hooks into them), which must then be over the edges that it knows."""
+        explained = self.explain is True or (self.explain is None and self._message_hooks)
+        if explained and not (isinstance(edge_index, Tensor) and edge_index.layout == torch.strided):
+            got = "None, so the layer would sample its own" if edge_index is None else type(edge_index).__name__
+            raise ValueError(
+                f"Expected 'edge_index' to be [2, E], the edges to explain (got {got}). Sample first, `graph = conv(x, return_graph=True)[1]`, and "
+                "explain over `graph.edge_index` with `edge_head=graph.edge_head`; or leave the layer out with `conv.explain = False`."
+            )
+        return explained
+
+    def _ptr(self, num_keys: int, num_queries: int, ptr: Any, batch: Any, device: torch.device) -> tuple[Tensor, Tensor]:
         pairs = [value if isinstance(value, tuple) else (value, value) for value in (ptr, batch)]
-        query_ptr = resolve_ptr(x_query.size(0), pairs[0][1], pairs[1][1], device=x_query.device)
-        if pairs[0][0] is pairs[0][1] and pairs[1][0] is pairs[1][1] and x_key.size(0) == x_query.size(0):
+        query_ptr = resolve_ptr(num_queries, pairs[0][1], pairs[1][1], device=device)
+        if pairs[0][0] is pairs[0][1] and pairs[1][0] is pairs[1][1] and num_keys == num_queries:
             return query_ptr, query_ptr
-        return resolve_ptr(x_key.size(0), pairs[0][0], pairs[1][0], device=x_key.device), query_ptr
+        return resolve_ptr(num_keys, pairs[0][0], pairs[1][0], device=device), query_ptr
 
     def _sample(
-        self, query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, same: bool, seed: int | None, streams: Tensor | None
+        self, query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, same: bool, seed: int, streams: Tensor | None
     ) -> tuple[AttentionGraph, SBM, Tensor | None]:
-        """Graph, its model, and the straight-through gate of its edges."""
+        """Graph, its model, and which edges are there whatever the model says (None: no edge)."""
         if self.sbm is None:
             raise ValueError(
                 "Expected 'edge_index' (got None, and the layer has num_blocks=None). Pass a graph, or give the layer blocks to sample its own."
@@ -240,9 +348,10 @@ class SBMAttentionConv(MessagePassing):
         sbm: SBM = self.sbm(query, key, query_ptr, key_ptr)
         if self.budget is not None:
             sbm = sbm.limit(self.budget)
-        exploration = self.exploration if self.training else 0.0
-        graph = sample_edges(  # p <= 1 by eq. 5-7; clamp takes what low precision rounds above
-            sbm, method=self.method, exploration=exploration, clamp=True, seed=seed, streams=streams
+        if self._relaxed:
+            return estimators.draw_probes(sbm, math.inf, seed=seed)[0], sbm, None  # all pairs
+        graph = sample_edges(  # p <= 1 in every parameterisation; clamp takes what low precision rounds above
+            sbm, method=self.method, exploration=self._explored, clamp=True, seed=seed, streams=streams
         )
         forced = None
         if self.self_loops or self.window is not None:
@@ -250,11 +359,47 @@ class SBMAttentionConv(MessagePassing):
                 raise ValueError(
                     "Expected the same tokens as queries and keys with 'self_loops' or 'window' (got a pair). Union a pattern of your own and pass the graph."
                 )
-            graph, forced = graph.union(patterns.window(None, self.window or 0, ptr=query_ptr))
-        if self.estimator == "none" or not torch.is_grad_enabled():
-            return graph, sbm, None
-        gate = sbm.edge_gate(graph)
-        return (graph, sbm, gate if forced is None else torch.where(forced, gate.detach(), gate))  # a forced edge owes nothing to p
+            graph, forced = graph.union(patterns.window(query.size(1), self.window or 0, ptr=query_ptr))
+        return graph, sbm, forced
+
+    @property
+    def _explored(self) -> float:
+        return self.exploration if self.training else 0.0
+
+    # ---------------------------------------------------------------- gradients to the model
+
+    @property
+    def _relaxed(self) -> bool:
+        return self.training and self.estimator in estimators.RELAXATIONS
+
+    def _relaxation(self, sbm: SBM, graph: AttentionGraph, seed: int) -> Tensor:
+        if self.estimator == "relaxed":
+            return estimators.relaxed_bias(sbm, graph, self._explored)
+        return estimators.concrete_bias(sbm, graph, self.temperature, seed=seed, exploration=self._explored)
+
+    def _local_expectation(
+        self,
+        out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sbm: SBM,
+        graph: AttentionGraph,
+        forced: Tensor | None,
+        score_bias: Tensor | None,
+        edge_filter: Callable[[AttentionGraph], Tensor] | None,
+        seed: int,
+        streams: Tensor | None,
+    ) -> Tensor:
+        """The output ``[N, H, C]`` with a gradient to the model."""
+        probes, chance = estimators.draw_probes(sbm, self.probes, seed=seed, streams=streams)
+        if edge_filter is not None:
+            probes = probes.select(edge_filter(probes))
+        probe_bias = None if score_bias is None or self.score_bias is None else self.score_bias(query, key, probes)
+        return estimators.local_expectation(
+            out.transpose(0, 1), query, key, value, sbm, graph, probes, chance, bias=score_bias, probe_bias=probe_bias, forced=forced,
+            scale=self.scale, exploration=self._explored,
+        ).transpose(0, 1)  # fmt: skip
 
     # ---------------------------------------------------------------- attention over it
 
@@ -271,7 +416,17 @@ class SBMAttentionConv(MessagePassing):
     ) -> Tensor:
         """The fused path: one op over compressed rows; the same contract as :meth:`message` and a sum. Returns ``[N, H, C]``."""
         out, _ = ops.edge_attention(
-            query, key, value, graph.rowptr, graph.col, gate, score_bias, self.scale, GATE_FORM[self.estimator], dropout, seed
+            query,
+            key,
+            value,
+            graph.rowptr,
+            graph.col,
+            gate,
+            score_bias,
+            self.scale,
+            estimators.GATE_FORM.get(self.estimator, "score"),
+            dropout,
+            seed,
         )
         return out.transpose(0, 1)
 
@@ -287,14 +442,14 @@ class SBMAttentionConv(MessagePassing):
         ptr: Tensor | None,
         size_i: int | None,
     ) -> Tensor:
-        """The meaning: weighted values of the edges, ``[E, H or 1, C]``; ``gate``, ``score_bias`` and ``keep`` are ``[E, 1]`` or None."""
+        """The meaning: weighted values of the edges, ``[E, H or 1, C]``; ``gate``, ``score_bias`` and ``keep`` are ``[E, H or 1]`` or None."""
         logit = (query_i * key_j).sum(-1) * self.scale  # [E, H or 1]
         if gate is not None:
-            logit = logit * gate if GATE_FORM[self.estimator] == "score" else logit + gate.log()
+            logit = logit * gate if estimators.GATE_FORM.get(self.estimator, "score") == "score" else logit + gate.log()
         if score_bias is not None:
             logit = logit + score_bias
         if self.normalizer == "softmax":
-            alpha = softmax(logit, index, ptr, size_i)
+            alpha = _softmax(logit, index, ptr, size_i)
         else:
             columns = [
                 ops.segment_entmax(column.contiguous(), index, num_nodes=size_i, alpha=ENTMAX_ALPHA[self.normalizer])
@@ -309,6 +464,7 @@ class SBMAttentionConv(MessagePassing):
     def _propagate_rows(
         self,
         graph: AttentionGraph,
+        place: Tensor | None,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -317,11 +473,15 @@ class SBMAttentionConv(MessagePassing):
         dropout: float,
         seed: int,
     ) -> Tensor:
-        """PyG's propagation with heads as separate nodes, for each head has its own edges."""
+        """PyG's propagation with heads as separate nodes, for each head has its own edges; in the graph's order, or as ``place`` says."""
         row = graph.edge_row
         source = graph.edge_head * graph.num_keys + graph.col
         query, key, value = (tokens.flatten(0, 1)[:, None] for tokens in (query, key, value))  # [H*N, 1, C]
         edge = [None if weight is None else weight[:, None] for weight in (gate, score_bias, self._keep(graph, dropout, seed, value))]
+        if place is not None:
+            self._check_distinct(graph.num_edges, place)
+            row, source = row[place], source[place]
+            edge = [None if weight is None else weight[place] for weight in edge]
         size = (self.heads * graph.num_keys, self.heads * graph.num_queries)
         out = self.propagate(
             torch.stack([source, row]),
@@ -336,20 +496,35 @@ class SBMAttentionConv(MessagePassing):
         return out.view(self.heads, graph.num_queries, -1).transpose(0, 1)
 
     def _propagate_shared(
-        self, edge_index: Tensor, query: Tensor, key: Tensor, value: Tensor, dropout: float, seed: int, graph: AttentionGraph
+        self,
+        edge_index: Tensor,
+        place: Tensor,
+        graph: AttentionGraph,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        score_bias: Tensor | None,
+        dropout: float,
+        seed: int,
     ) -> Tensor:
         """PyG's propagation with heads as channels, over the caller's own edges in the caller's order: what explainers hook into."""
-        if graph.num_edges != self.heads * edge_index.size(1):
-            raise ValueError(
-                f"Expected 'edge_index' without repeated edges to be explained (got {edge_index.size(1)} edges, {graph.num_edges // self.heads} distinct). Call `torch_geometric.utils.coalesce` first."
-            )
-        keep = self._keep(graph, dropout, seed, value)
-        keep = None if keep is None else keep.view(-1, self.heads)
+        self._check_distinct(graph.num_edges // self.heads, place)
+        edge = [
+            None if weight is None else weight.view(self.heads, -1).T[place]
+            for weight in (score_bias, self._keep(graph, dropout, seed, value))
+        ]  # [E, H]
         query, key, value = (tokens.transpose(0, 1) for tokens in (query, key, value))  # [N, H, C]
         size = (graph.num_keys, graph.num_queries)
         return self.propagate(
-            edge_index, query=(None, query), key=(key, None), value=(value, None), gate=None, score_bias=None, keep=keep, size=size
+            edge_index, query=(None, query), key=(key, None), value=(value, None), gate=None, score_bias=edge[0], keep=edge[1], size=size
         )
+
+    @staticmethod
+    def _check_distinct(distinct: int, place: Tensor) -> None:
+        if distinct != place.numel():
+            raise ValueError(
+                f"Expected 'edge_index' without repeated edges to be explained (got {place.numel()} edges, {distinct} distinct). Call `torch_geometric.utils.coalesce` first."
+            )
 
     def _keep(self, graph: AttentionGraph, dropout: float, seed: int, like: Tensor) -> Tensor | None:
         """Factor of each edge under dropout, the same as the fused path's."""
@@ -358,20 +533,39 @@ class SBMAttentionConv(MessagePassing):
         return ops.reference.dropout_mask(graph.num_edges, dropout, seed, graph.device).to(like.dtype) / (1 - dropout)
 
     def _weights(
-        self, edge_index: Any, graph: AttentionGraph, query: Tensor, key: Tensor, score_bias: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Attention weights before dropout, as PyG returns them, differentiable."""
-        if self._alpha is not None and self._alpha.size(1) == 1:
-            alpha = self._alpha[:, 0]
-        elif self._alpha is not None:
-            return edge_index, self._alpha
+        self,
+        edge_index: Any,
+        edge_head: Tensor | None,
+        place: Tensor | None,
+        graph: AttentionGraph,
+        query: Tensor,
+        key: Tensor,
+        score_bias: Tensor | None,
+        ordered: bool,
+    ) -> Any:
+        """Attention weights before dropout, as PyG returns them, differentiable. ``ordered``: message passing left them in the caller's order."""
+        if self._alpha is not None:
+            alpha = self._alpha  # [E, H or 1]
         else:
             logit = ops.edge_dot(query, key, graph.rowptr, graph.col) * self.scale
-            alpha = softmax(logit if score_bias is None else logit + score_bias, ptr=graph.rowptr)
-        if edge_index is None or isinstance(edge_index, AttentionGraph):
-            return graph.edge_index, alpha
-        shared = graph.head(0)
-        return shared.edge_index, alpha.view(self.heads, shared.num_edges).T
+            alpha = _softmax(logit if score_bias is None else logit + score_bias, ptr=graph.rowptr)[:, None]
+        if place is None:
+            return graph.edge_index, alpha[:, 0]
+        if not ordered:
+            alpha = (alpha if edge_head is not None else alpha.view(self.heads, -1).T)[place]
+        alpha = alpha if edge_head is None else alpha[:, 0]
+        if not isinstance(edge_index, Tensor):
+            return edge_index.set_value(alpha, layout="coo")
+        if edge_index.layout == torch.sparse_coo:
+            edge_index = edge_index.coalesce()
+        return set_sparse_value(edge_index, alpha) if is_sparse(edge_index) else edge_index, alpha
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.in_channels}, {self.out_channels}, heads={self.heads}, num_blocks={self.num_blocks})"
+
+
+def _softmax(logit: Tensor, index: Tensor | None = None, ptr: Tensor | None = None, num_nodes: int | None = None) -> Tensor:
+    """PyG's, but an edge whose logit is minus infinity is none, even where that leaves a row without edges."""
+    forbidden = logit == -torch.inf
+    alpha = softmax(logit.masked_fill(forbidden, torch.finfo(logit.dtype).min), index, ptr, num_nodes)
+    return alpha.masked_fill(forbidden, 0)

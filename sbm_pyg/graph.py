@@ -19,12 +19,12 @@ from torch_geometric.data import Batch, Data, HeteroData
 from torch_geometric.typing import EdgeType, SparseTensor
 from torch_geometric.utils import is_sparse, to_edge_index
 
-from .ragged import offsets, resolve_ptr
+from .ragged import offsets, readable, resolve_ptr
 
 if TYPE_CHECKING:
     import scipy.sparse
 
-__all__ = ["AttentionGraph"]
+__all__ = ["AttentionGraph", "edge_list"]
 
 DataType = TypeVar("DataType", Data, HeteroData)
 
@@ -306,21 +306,32 @@ class AttentionGraph:
             )
         mine, theirs = self._edge_key(), other._edge_key()
         place = torch.searchsorted(mine, theirs)
-        present = torch.zeros_like(theirs, dtype=torch.bool)
-        inside = place < mine.numel()
-        present[inside] = mine[place[inside]] == theirs[inside]
-        added = ~present
-        slot = place[added] + torch.arange(int(added.sum()), device=self.device)  # where each new edge lands
-        total = mine.numel() + slot.numel()
-        from_other = torch.zeros(total, dtype=torch.bool, device=self.device)
-        from_other[slot] = True
-        col = self.col.new_empty(total, dtype=torch.promote_types(self.col.dtype, other.col.dtype))
-        col[~from_other] = self.col.to(col.dtype)
-        col[slot] = other.col[added].to(col.dtype)
-        from_other[place[present] + torch.searchsorted(place[added], place[present], right=True)] = True
-        added_per_row = torch.bincount(other.edge_row[added], minlength=self.rowptr.numel() - 1)
-        graph = replace(self, rowptr=offsets(self.rowptr.diff() + added_per_row), col=col)
+        added = torch.cat([mine, mine.new_full((1,), -1)])[place] != theirs
+        (new,) = added.nonzero(as_tuple=True)
+        slot = place[new] + torch.arange(new.numel(), device=self.device)  # where each new edge lands
+        is_new = torch.zeros(mine.numel() + new.numel(), dtype=torch.bool, device=self.device).index_fill_(0, slot, True)
+        (old,) = is_new.logical_not().nonzero(as_tuple=True)  # where each edge of this graph lands
+        torch._check(old.numel() == mine.numel())
+        col = self.col.new_empty(is_new.numel(), dtype=torch.promote_types(self.col.dtype, other.col.dtype))
+        col = col.index_copy(0, old, self.col.to(col.dtype)).index_copy(0, slot, other.col[new].to(col.dtype))
+        from_other = is_new.index_fill(0, old[place[added.logical_not().nonzero()[:, 0]]], True)
+        graph = replace(self, rowptr=self.rowptr + offsets(added)[other.rowptr], col=col)
         return graph, from_other
+
+    def select(self, mask: Tensor) -> AttentionGraph:
+        """The graph of those edges where ``mask`` ``[E]`` bool is True. Cost O(HN + E)."""
+        return replace(self, rowptr=offsets(mask)[self.rowptr], col=self.col[mask])
+
+    def find(self, edge_index: Tensor, edge_head: Tensor | None = None) -> Tensor:
+        """Number that each of the given edges, all of which are in the graph, has in it, ``[E']`` int64. Cost O(E' log E).
+
+        Args:
+            edge_index: ``[2, E']``, keys and queries, in any order.
+            edge_head: Head of each edge, ``[E']``; head 0 if None.
+        """
+        key, query = edge_index.long()
+        row = query if edge_head is None else edge_head * self.num_queries + query
+        return torch.searchsorted(self._edge_key(), row * max(self.num_keys, 1) + key)
 
     def __or__(self, other: AttentionGraph) -> AttentionGraph:
         return self.union(other)[0] if isinstance(other, AttentionGraph) else NotImplemented
@@ -359,14 +370,10 @@ class AttentionGraph:
             ValueError: Shapes or ranges do not fit, or an edge leaves its sequence.
         """
         if is_sparse(edge_index):
-            rows, columns = (edge_index.size(0), edge_index.size(1))
-            num_queries, num_keys = num_queries or rows, num_keys or columns
-            if isinstance(edge_index, Tensor) and edge_index.layout == torch.sparse_coo:
-                edge_index = edge_index.coalesce()  # `to_edge_index` would mark the caller's tensor as coalesced
-            edge_index = to_edge_index(edge_index)[0].flip(0)  # rows of a transposed adjacency are targets
-        if isinstance(edge_index, EdgeIndex):
+            num_queries, num_keys = num_queries or edge_index.size(0), num_keys or edge_index.size(1)
+        elif isinstance(edge_index, EdgeIndex):
             num_keys, num_queries = num_keys or edge_index.sparse_size(0), num_queries or edge_index.sparse_size(1)
-            edge_index = edge_index.as_tensor()
+        edge_index = edge_list(edge_index)
         if edge_index.dim() != 2 or edge_index.size(0) != 2:
             raise ValueError(
                 f"Expected 'edge_index' to be [2, E] (got {list(edge_index.shape)}). Row 0 holds keys (sources), row 1 queries (targets)."
@@ -384,15 +391,20 @@ class AttentionGraph:
         if head.shape != key.shape:
             raise ValueError(f"Expected 'edge_head' to be [{num_edges}] (got {list(head.shape)}). It holds one head number per edge.")
         for name, index, end in (("edge_index[0]", key, num_keys), ("edge_index[1]", query, num_queries), ("edge_head", head, heads)):
-            if num_edges and (int(index.min()) < 0 or int(index.max()) >= end):
+            if not readable(index):  # no branch on values; the kernels must still see none that is out of range
+                torch._assert_async(
+                    ((index >= 0) & (index < end)).all(), f"Expected '{name}' to count from 0 to the tokens or heads there are."
+                )
+            elif num_edges and (int(index.min()) < 0 or int(index.max()) >= end):
                 raise ValueError(
                     f"Expected '{name}' in 0..{end - 1} (got {int(index.min())} to {int(index.max())}). Check the numbers of queries, keys and heads."
                 )
         row = head * num_queries + query
         unique = torch.unique(row * max(num_keys, 1) + key)
-        degree = torch.bincount(unique // max(num_keys, 1), minlength=heads * num_queries)
-        graph = cls(offsets(degree), unique % max(num_keys, 1), num_queries, num_keys, heads, query_ptr, key_ptr)  # type: ignore[arg-type]
-        return graph if query_ptr is None and key_ptr is None else graph.validate()
+        rowptr = torch.searchsorted(unique, max(num_keys, 1) * torch.arange(heads * num_queries + 1, device=key.device))
+        graph = cls(rowptr, unique % max(num_keys, 1), num_queries, num_keys, heads, query_ptr, key_ptr)  # type: ignore[arg-type]
+        checked = not readable(key) or (query_ptr is None and key_ptr is None)
+        return graph if checked else graph.validate()
 
     @classmethod
     def from_dense(cls, mask: Tensor) -> AttentionGraph:
@@ -442,11 +454,16 @@ class AttentionGraph:
             (data, graph.col.cpu().numpy(), graph.rowptr.cpu().numpy()), shape=(graph.num_queries, graph.num_keys)
         )
 
-    def to_sparse_tensor(self, head: int = 0) -> SparseTensor:
+    def to_sparse_tensor(self, head: int = 0, value: Tensor | None = None) -> SparseTensor:
         """torch-sparse ``SparseTensor`` of one head, transposed as PyG layers take it: ``[N, M]``, rows = queries.
+
+        Args:
+            head: Which head.
+            value: What its entries hold: one number or vector for each edge of all heads, ``[E, ...]``, differentiable; nothing if None.
 
         Raises:
             ImportError: torch-sparse is not installed.
+            ValueError: ``value`` is not ``[E, ...]``.
         """
         import torch_geometric.typing
 
@@ -455,8 +472,20 @@ class AttentionGraph:
                 "Expected 'torch-sparse' to be installed. Install it with `pip install --no-build-isolation sbm_pyg[sparse]`, or use `to_edge_index()`."
             )
         graph = self.head(head)
+        if value is not None:
+            if value.dim() < 1 or value.size(0) != self.num_edges:
+                raise ValueError(
+                    f"Expected 'value' to be [{self.num_edges}, ...] (got {list(value.shape)}). It holds one entry for each edge of all heads."
+                )
+            first = int(self.rowptr[_index(head, self.heads, "head") * self.num_queries])
+            value = value[first : first + graph.num_edges]
         return SparseTensor(
-            rowptr=graph.rowptr, col=graph.col.long(), sparse_sizes=(self.num_queries, self.num_keys), is_sorted=True, trust_data=True
+            rowptr=graph.rowptr,
+            col=graph.col.long(),
+            value=value,
+            sparse_sizes=(self.num_queries, self.num_keys),
+            is_sorted=True,
+            trust_data=True,
         )
 
     def to_data(self) -> Data:
@@ -502,14 +531,14 @@ class AttentionGraph:
         return data
 
     def to_hetero_data(self) -> HeteroData:
-        """PyG ``HeteroData`` with nodes ``query`` and ``key`` and edges ``(key, to, query)`` that carry their head as ``edge_type``."""
+        """PyG ``HeteroData`` with nodes ``query`` and ``key`` and edges ``(key, to, query)`` that carry their head as ``edge_head``."""
         data = HeteroData()
         for name, ptr, total in (("query", self.query_ptr, self.num_queries), ("key", self.key_ptr, self.num_keys)):
             data[name].num_nodes = total
             data[name].ptr = ptr
             data[name].batch = torch.repeat_interleave(torch.arange(ptr.numel() - 1, device=self.device), ptr.diff())
         data["key", "to", "query"].edge_index = self.edge_index
-        data["key", "to", "query"].edge_type = self.edge_head
+        data["key", "to", "query"].edge_head = self.edge_head
         return data
 
     def to_networkx(self, sequence: int = 0, head: int | None = 0, *, bipartite: bool | None = None) -> nx.DiGraph[Any]:
@@ -547,6 +576,15 @@ class AttentionGraph:
         else:
             result.add_edges_from(zip(sources, targets, strict=True))
         return result
+
+
+def edge_list(adjacency: Tensor | SparseTensor) -> Tensor:
+    """Edges ``[2, E]`` of any PyG adjacency, in the order in which it stores them: row 0 the key (source), row 1 the query (target)."""
+    if is_sparse(adjacency):
+        if isinstance(adjacency, Tensor) and adjacency.layout == torch.sparse_coo:
+            adjacency = adjacency.coalesce()  # `to_edge_index` would mark the caller's tensor as coalesced
+        return to_edge_index(adjacency)[0].flip(0)  # rows of a transposed adjacency are targets
+    return adjacency.as_tensor() if isinstance(adjacency, EdgeIndex) else adjacency
 
 
 def _index(value: int, end: int, name: str) -> int:

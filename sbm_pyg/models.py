@@ -18,7 +18,8 @@ from torch.nn import functional as F
 from . import patterns
 from .attention import SBMAttentionConv
 from .graph import AttentionGraph
-from .ragged import pad, resolve_ptr
+from .pretrained import Pretrained
+from .ragged import pad, readable, resolve_ptr
 from .sampling import draw_seed
 from .sbm import SBM
 
@@ -184,7 +185,7 @@ def _named(name: str, channels: int, head_channels: int, heads: int, options: Ma
     return PatternAttention(channels, head_channels, heads, pattern, dropout)
 
 
-class SequenceEncoder(nn.Module):
+class SequenceEncoder(Pretrained):
     """Token and position embeddings, and pre-norm blocks of attention and a feed-forward network, over ragged batches.
 
     Args:
@@ -232,6 +233,18 @@ class SequenceEncoder(nn.Module):
         attention_options: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
+        self._options = {
+            "num_tokens": num_tokens,
+            "channels": channels,
+            "num_layers": num_layers,
+            "heads": heads,
+            "head_channels": head_channels,
+            "ffn_channels": ffn_channels,
+            "max_length": max_length,
+            "dropout": dropout,
+            "attention": attention,
+            "attention_options": None if attention_options is None else dict(attention_options),
+        }
         head_channels = channels // max(heads, 1) if head_channels is None else head_channels
         ffn_channels = 2 * channels if ffn_channels is None else ffn_channels
         sizes = {
@@ -264,6 +277,10 @@ class SequenceEncoder(nn.Module):
         self.blocks = nn.ModuleList(_Block(channels, heads * head_channels, ffn_channels, dropout, layer) for layer in layers)
         self.norm = nn.LayerNorm(channels)
 
+    def constructor_options(self) -> dict[str, Any]:
+        """As :meth:`Pretrained.constructor_options`."""
+        return dict(self._options)
+
     def forward(
         self,
         tokens: Tensor,
@@ -293,7 +310,7 @@ class SequenceEncoder(nn.Module):
                 f"Expected 'tokens' to be [N] int64 (got {list(tokens.shape)} {tokens.dtype}). Join sequences and pass `ptr`; `sbm_pyg.unpad` does it."
             )
         ptr = resolve_ptr(tokens.size(0), ptr, batch, device=tokens.device)
-        if not torch.compiler.is_compiling():
+        if readable(tokens):
             low, high, longest = int(tokens.min()), int(tokens.max()), int(ptr.diff().max())
             if low < 0 or high >= self.num_tokens:
                 raise ValueError(
@@ -343,7 +360,7 @@ def _mean_pool(x: Tensor, ptr: Tensor) -> Tensor:
     return x.new_zeros(lengths.numel(), x.size(1)).index_add(0, batch, x) / lengths[:, None]
 
 
-class _Classifier(nn.Module):
+class _Classifier(Pretrained):
     """An encoder and a two-layer perceptron on features of ``inputs * channels``."""
 
     def __init__(self, encoder: SequenceEncoder, num_classes: int, inputs: int) -> None:
@@ -354,6 +371,11 @@ class _Classifier(nn.Module):
         self.classifier = nn.Sequential(
             nn.Linear(inputs * encoder.channels, encoder.ffn_channels), nn.ReLU(), nn.Linear(encoder.ffn_channels, num_classes)
         )
+        self.num_classes = num_classes
+
+    def constructor_options(self) -> dict[str, Any]:
+        """As :meth:`Pretrained.constructor_options`."""
+        return {"encoder": self.encoder, "num_classes": self.num_classes}
 
 
 class SequenceClassifier(_Classifier):
@@ -436,7 +458,7 @@ class PairClassifier(_Classifier):
         return (logits, traces[0] + traces[1]) if return_trace else logits
 
 
-class TokenClassifier(nn.Module):
+class TokenClassifier(Pretrained):
     """One label per token: a linear layer on the encoder.
 
     Args:
@@ -453,6 +475,11 @@ class TokenClassifier(nn.Module):
             raise ValueError(f"Expected 'num_classes' to be at least 1 (got {num_classes}). It is the number of logits.")
         self.encoder = encoder
         self.classifier = nn.Linear(encoder.channels, num_classes)
+        self.num_classes = num_classes
+
+    def constructor_options(self) -> dict[str, Any]:
+        """As :meth:`Pretrained.constructor_options`."""
+        return {"encoder": self.encoder, "num_classes": self.num_classes}
 
     def forward(
         self,

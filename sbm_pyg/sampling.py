@@ -56,9 +56,9 @@ def sample_edges(
     * ``"fastrg"``: :math:`1 - e^{-(p_{ij} + \delta)}`, the law of the paper's Algorithm 1 with repeats counted once. It never exceeds
       0.632 for :math:`p \le 1`, so it cannot reach full attention.
 
-    Each query takes the cheaper of two ways: Poisson proposals by block and key, thinned to the exact probability, or one coin per
-    key where the row is dense anyway. Cost O((N + M) K + E log M) for rows of small probabilities; a row whose bound
-    :math:`\max_j p_{ij}` comes near 1 costs O(M K). Memory O((N + M) K + E). Probabilities are resolved to :math:`2^{-32}`.
+    Each query takes the cheapest of three ways: keys at geometric gaps, as if all its probabilities were their bound, thinned to the exact
+    ones; Poisson proposals by block and key, where that bound is loose; or one coin per key where the row is dense anyway. Cost
+    O((N + M) K + E (K + log M)) for rows of small probabilities; a row whose bound :math:`\max_j p_{ij}` comes near 1 costs O(M K). Memory O((N + M) K + E). Probabilities are resolved to :math:`2^{-32}`.
 
     Random words come from a counter-based generator (Philox4x32-10) keyed by seed, stream, head and query: the edges of a sequence do
     not depend on the number of threads nor on the other sequences of the batch.

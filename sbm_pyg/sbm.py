@@ -16,9 +16,12 @@ from torch import Tensor
 
 from . import ops
 from .graph import AttentionGraph
-from .ragged import resolve_ptr
+from .ragged import readable, resolve_ptr
 
 __all__ = ["SBM", "SBMHead"]
+
+CLUSTERS = ("kaiming", "orthogonal")
+PARAMETERIZATIONS = ("paper", "mixed", "assortative")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -228,8 +231,8 @@ class SBM:
 
 
 def check_values(x: Tensor, name: str) -> None:
-    """Raise ValueError unless a tensor is finite and non-negative."""
-    if x.numel() == 0:
+    """Raise ValueError unless a tensor is finite and non-negative; nothing where values may not be looked at."""
+    if not readable(x) or x.numel() == 0:
         return
     low, high = (float(bound) for bound in torch.aminmax(x.detach()))
     if math.isnan(low) or math.isinf(high):
@@ -243,23 +246,34 @@ def _batch(ptr: Tensor, total: int) -> Tensor:
 
 
 class SBMHead(torch.nn.Module):
-    r"""Predicts the stochastic block model of each head from its queries and keys (Cho et al. 2022, eq. 5-7).
+    r"""Predicts the stochastic block model of each head from its queries and keys.
 
-    With learned cluster embeddings :math:`C` and one two-layer perceptron for queries, keys and all heads,
+    Learned cluster embeddings :math:`C` and one two-layer perceptron for queries, keys and all heads give affinities
+    :math:`a = \operatorname{MLP}(q) C^\top`, likewise for keys. From these,
 
-    .. math:: S = \operatorname{softmax}(C C^\top), \quad Y = \sigma(\operatorname{MLP}(q) C^\top), \quad Z = \sigma(\operatorname{MLP}(k) C^\top),
+    * ``"paper"`` (Cho et al. 2022, eq. 5-7): :math:`Y = \sigma(a + \beta)`, and S is the softmax of :math:`C C^\top` over all :math:`K^2`
+      entries. Every probability lies below 1; one inside a block cannot exceed 1/K if S is diagonal, so that reliable edges need full density.
+    * ``"mixed"``: :math:`Y = \operatorname{softmax}_K(a / \tau)`, and S the sigmoid of free entries that start larger on the diagonal: the
+      mixed-membership block model of Airoldi et al. 2008.
+    * ``"assortative"``: :math:`Y` as there and :math:`S = I`, so that :math:`p_{ij}` is the probability that query and key choose the same block.
 
-    the softmax over all :math:`K^2` entries, so that every probability lies below 1. Cost O(NC^2 + NKC + K^2 C) per head.
+    Cost O(NC^2 + NKC + K^2 C) per head.
 
     Args:
         channels: Channels per head C.
         heads: Number of heads H.
         num_blocks: Number of blocks K.
-        clusters: ``"kaiming"``: normal with variance 2 / (K C), as the authors' code has it: S starts flat and every probability at
-            0.25. ``"orthogonal"``: unit rows, orthogonal within each group of C: diagonal entries of S start e times the others.
+        clusters: How :math:`C` starts. ``"kaiming"``: normal with variance 2 / (K C), as the authors' code has it; then S is flat and every
+            probability at the start the same. ``"orthogonal"``: unit rows, orthogonal within each group of C; then diagonal entries of S
+            start e times the others.
+        parameterization: ``"paper"``, ``"mixed"`` or ``"assortative"``.
+        density: Probability of an edge at the start, in (0, 1): 0.25 in the paper. Sets :math:`\beta`, or the free entries of S.
+            ``"assortative"`` starts at 1/K where memberships are equal, and above it the sharper they are.
+        temperature: :math:`\tau > 0`, of softmax memberships; sharper as it goes to 0.
+        tied: Keys take their memberships from queries too, so that like tokens start in like blocks; needs the same tokens on both sides.
 
     Raises:
-        ValueError: A size is below 1 or ``clusters`` is unknown.
+        ValueError: An option is unknown or out of range.
 
     Shapes:
         - query ``[H, N, C]``, key ``[H, M, C]``; returns an :class:`SBM` with K blocks.
@@ -267,16 +281,39 @@ class SBMHead(torch.nn.Module):
     We differ from the authors' code in the roles: their Y comes from keys and Z from queries.
     """
 
-    def __init__(self, channels: int, heads: int = 1, num_blocks: int = 128, clusters: str = "kaiming") -> None:
+    def __init__(
+        self,
+        channels: int,
+        heads: int = 1,
+        num_blocks: int = 128,
+        clusters: str = "kaiming",
+        *,
+        parameterization: str = "paper",
+        density: float = 0.25,
+        temperature: float = 1.0,
+        tied: bool = False,
+    ) -> None:
         super().__init__()
         for name, size in (("channels", channels), ("heads", heads), ("num_blocks", num_blocks)):
             if size < 1:
                 raise ValueError(f"Expected '{name}' to be at least 1 (got {size}). The paper has 32 channels and 128 blocks.")
-        if clusters not in ("kaiming", "orthogonal"):
+        if clusters not in CLUSTERS:
             raise ValueError(f"Expected 'clusters' to be 'kaiming' or 'orthogonal' (got {clusters!r}). The paper has 'kaiming'.")
+        if parameterization not in PARAMETERIZATIONS:
+            raise ValueError(
+                f"Expected 'parameterization' to be one of {[*PARAMETERIZATIONS]} (got {parameterization!r}). See the docstring of SBMHead."
+            )
+        if not 0 < density < 1:
+            raise ValueError(f"Expected 'density' in (0, 1) (got {density}). It is the probability of an edge at the start.")
+        if not temperature > 0:
+            raise ValueError(f"Expected 'temperature' to be positive (got {temperature}). Memberships harden as it goes to 0.")
         self.channels, self.heads, self.num_blocks, self.init = channels, heads, num_blocks, clusters
+        self.parameterization, self.density, self.temperature, self.tied = parameterization, density, temperature, tied
+        self.shift = _logit(density**0.5)
         self.mlp = torch.nn.Sequential(torch.nn.Linear(channels, channels), torch.nn.ReLU(), torch.nn.Linear(channels, channels))
         self.clusters = torch.nn.Parameter(torch.empty(heads, num_blocks, channels))
+        if parameterization == "mixed":
+            self.block = torch.nn.Parameter(torch.empty(heads, num_blocks, num_blocks))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -284,6 +321,7 @@ class SBMHead(torch.nn.Module):
         for layer in self.mlp:
             if isinstance(layer, torch.nn.Linear):
                 layer.reset_parameters()
+        blocks = self.num_blocks
         with torch.no_grad():
             if self.init == "kaiming":
                 torch.nn.init.kaiming_normal_(self.clusters)  # fan-in of a [H, K, C] tensor is K * C
@@ -291,13 +329,39 @@ class SBMHead(torch.nn.Module):
                 for head in range(self.heads):
                     for group in self.clusters[head].split(self.channels):
                         group.copy_(torch.nn.init.orthogonal_(torch.empty(self.channels, self.channels))[: len(group)])
+            if self.parameterization == "mixed":
+                inside = max(0.82, (1 + self.density) / 2) if blocks > 1 else self.density
+                outside = (blocks * self.density - inside) / max(blocks - 1, 1)  # equal memberships then give the density
+                self.block.fill_(_logit(max(outside, self.density / (2 * blocks)))).diagonal(dim1=1, dim2=2).fill_(_logit(inside))
 
     def forward(self, query: Tensor, key: Tensor, query_ptr: Tensor | None = None, key_ptr: Tensor | None = None) -> SBM:
         """See the class; the offsets are passed on to :class:`SBM`."""
-        block = (self.clusters @ self.clusters.mT).flatten(1).softmax(-1).view(self.heads, self.num_blocks, self.num_blocks)
-        query_side = (self.mlp(query) @ self.clusters.mT).sigmoid()
-        key_side = query_side if key is query else (self.mlp(key) @ self.clusters.mT).sigmoid()
+        if self.tied:
+            if key.shape != query.shape:
+                raise ValueError(
+                    f"Expected 'key' to be {list(query.shape)}, as 'query' is, with tied memberships (got {list(key.shape)}). Use tied=False."
+                )
+            key = query
+        query_side = self._memberships(query)
+        key_side = query_side if key is query else self._memberships(key)
+        if self.parameterization == "paper":
+            block = (self.clusters @ self.clusters.mT).flatten(1).softmax(-1).view(self.heads, self.num_blocks, self.num_blocks)
+        elif self.parameterization == "mixed":
+            block = self.block.sigmoid()
+        else:
+            block = torch.eye(self.num_blocks, device=query.device).expand(self.heads, -1, -1)
         return SBM(query_side, key_side, block.to(query_side.dtype), cast(Tensor, query_ptr), cast(Tensor, key_ptr))
 
+    def _memberships(self, x: Tensor) -> Tensor:
+        affinity = self.mlp(x) @ self.clusters.mT
+        return affinity.add_(self.shift).sigmoid_() if self.parameterization == "paper" else (affinity / self.temperature).softmax(-1)
+
     def extra_repr(self) -> str:
-        return f"channels={self.channels}, heads={self.heads}, num_blocks={self.num_blocks}, clusters={self.init!r}"
+        return (
+            f"channels={self.channels}, heads={self.heads}, num_blocks={self.num_blocks}, clusters={self.init!r}, "
+            f"parameterization={self.parameterization!r}"
+        )
+
+
+def _logit(p: float) -> float:
+    return math.log(p / (1 - p))

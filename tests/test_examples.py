@@ -20,6 +20,7 @@ from scipy.stats import binomtest
 import lra
 import lra_report as report
 import lra_tasks
+from sbm_pyg import SequenceClassifier
 
 EXAMPLES = Path(lra.__file__).parent
 FILES = [
@@ -150,6 +151,32 @@ def test_resuming_a_finished_run_only_reports_again(run: Path, capsys: pytest.Ca
     assert all(torch.equal(value, before[key]) for key, value in weights(run).items())
     assert json.loads((run / "results.json").read_text())["test"] == results["test"]
     assert "test accuracy" in capsys.readouterr().out
+
+
+def test_a_trained_model_is_exported_with_task_metric_and_density(run: Path, data: Path, tmp_path: Path) -> None:
+    export = tmp_path / "models" / "listops"
+    lra.main(["--output", str(run), "--resume", "--accelerator", "cpu", "--export", str(export)])
+    results, config = json.loads((run / "results.json").read_text()), json.loads((export / "config.json").read_text())
+    metric = {"test accuracy": results["test"]["accuracy"], "validation accuracy": results["best"]["accuracy"]}
+    assert config["trained"] == {"task": "listops", "metric": metric, "density": results["density"]["tested"]}
+    model = SequenceClassifier.from_pretrained(export)
+    best = weights(run, "best.ckpt")
+    assert best.keys() == {f"model.{key}" for key in model.state_dict()}
+    assert all(torch.equal(value, best[f"model.{key}"]) for key, value in model.state_dict().items())
+    split = lra_tasks.load(lra_tasks.TASKS["listops"], data, max_length=128)["test"]
+    batch = split.__getitems__(list(range(30)))
+    assert isinstance(batch.ptr, torch.Tensor)
+    logits = model(batch.tokens, batch.ptr, seed=0, streams=batch.examples)
+    assert (logits.argmax(-1) == batch.labels).double().mean().item() == pytest.approx(results["test"]["accuracy"])
+
+
+def test_an_export_never_replaces_anything(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "file").touch()
+    with pytest.raises(SystemExit):
+        train(data, tmp_path / "run", "--export", str(tmp_path / "kept"))
+    assert "Expected 'export' to be a new or empty folder" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
 
 
 def test_accumulating_changes_neither_graphs_nor_gradients(data: Path, tmp_path: Path) -> None:

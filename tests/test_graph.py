@@ -405,6 +405,19 @@ def test_union(
     assert other == build(others)
 
 
+@many
+@given(MASKS, DTYPES)
+def test_select_and_find(masks: list[Tensor], dtype: torch.dtype) -> None:
+    graph = build(masks, dtype)
+    every_third = torch.arange(graph.num_edges) % 3 == 1
+    chosen = graph.select(every_third).validate()
+    assert chosen.col.dtype == dtype
+    assert torch.equal(chosen.edge_index, graph.edge_index[:, every_third])
+    assert torch.equal(chosen.edge_head, graph.edge_head[every_third])
+    assert torch.equal(graph.find(chosen.edge_index, chosen.edge_head), every_third.nonzero()[:, 0])
+    assert chosen | graph == graph
+
+
 @pytest.mark.parametrize(
     "other",
     [
@@ -621,7 +634,7 @@ def test_hetero_data_round_trip(masks: list[Tensor]) -> None:
         assert data[name].batch.tolist() == [sequence for sequence, mask in enumerate(masks) for _ in range(mask.size(axis))]
     store = data["key", "to", "query"]
     again = AttentionGraph.from_edge_index(
-        store.edge_index, edge_head=store.edge_type, heads=graph.heads, query_ptr=data["query"].ptr, key_ptr=data["key"].ptr
+        store.edge_index, edge_head=store.edge_head, heads=graph.heads, query_ptr=data["query"].ptr, key_ptr=data["key"].ptr
     )
     assert again == graph
 

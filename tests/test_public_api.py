@@ -6,6 +6,7 @@ import ast
 import inspect
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,21 @@ import pytest
 import sbm_pyg
 
 ROOT = Path(sbm_pyg.__file__).parent
-ORDER = ["ragged", "graph", "ops", "sbm", "sampling", "patterns", "attention", "models", "hamiltonian", "universality", "analysis", "plots"]
+ORDER = ["version", "ragged", "graph", "ops", "sbm", "sampling", "patterns", "estimators", "attention", "multihead", "pretrained", "models"]
+ORDER += ["hamiltonian", "universality", "analysis", "plots", "info"]
+OPTIONAL = [
+    "lightning",
+    "matplotlib",
+    "scipy",
+    "sklearn",
+    "ortools",
+    "entmax",
+    "torch_sparse",
+    "torch_scatter",
+    "torchmetrics",
+    "tensorboard",
+]
+OPTIONAL += ["sphinx", "pytest", "hypothesis", "transformers", "triton"]
 
 
 def test_public_names_are_listed_and_documented() -> None:
@@ -50,7 +65,27 @@ def test_ops_import_none_of_ours() -> None:
 
 
 def test_import_needs_no_optional_package() -> None:
-    optional = ["lightning", "matplotlib", "scipy", "sklearn", "ortools", "entmax", "torch_sparse", "torchmetrics", "triton"]
-    code = f"import sys\nfor name in {optional}: sys.modules[name] = None\nimport sbm_pyg"
+    code = f"import sys\nfor name in {OPTIONAL}: sys.modules[name] = None\nimport sbm_pyg"
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_import_loads_no_optional_package_and_is_quick() -> None:
+    """Even where they are installed. CPU time, since the clock also counts what other processes do."""
+    code = """
+import sys, time, torch, torch_geometric
+before, start = set(sys.modules), time.process_time()
+import sbm_pyg
+print(time.process_time() - start)
+print(*sorted({name.split(".")[0] for name in set(sys.modules) - before}))
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    seconds, loaded = done.stdout.splitlines()
+    assert {"sbm_pyg", "numba"} <= {*loaded.split()}
+    assert not {*OPTIONAL} & {*loaded.split()}
+    assert float(seconds) < 2
+
+
+def test_type_hints_are_for_others_too() -> None:
+    assert (ROOT / "py.typed").is_file()
+    assert tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"] == {"sbm_pyg": ["py.typed"]}

@@ -19,10 +19,11 @@ from sbm_pyg.sampling import draw_seed
 FALSE_ALARM = 1e-6
 
 
-@pytest.fixture(params=["proposals", "coins"])
+@pytest.fixture(params=["proposals", "gaps", "coins"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both ways to sample a row: small cases would always take the coins."""
+    """All ways to sample a row: small cases would always take the coins. Fastrg has no gaps, and takes the coins for them."""
     monkeypatch.setattr(reference, "PROPOSAL_COST", 0.0 if request.param == "proposals" else math.inf)
+    monkeypatch.setattr(reference, "GAP_COST", 0.0 if request.param == "gaps" else math.inf)
     return request.param
 
 
@@ -167,24 +168,31 @@ def test_marginals_and_degrees_of_a_larger_model(method: str, way: str) -> None:
 def test_reference_and_numba_choose_the_same_edges(way: str) -> None:
     """Memberships in sixteenths make every probability exact in any order of summation, so the edges must agree to the last one."""
     generator = torch.Generator().manual_seed(5)
-    y = torch.randint(0, 17, (2, 50, 6), generator=generator) / 16 / 8
-    z = torch.randint(0, 17, (2, 70, 6), generator=generator) / 16
-    ptr = torch.tensor([0, 20, 50]), torch.tensor([0, 40, 70])
-    for method, exploration, seed in (("bernoulli", 0.0, 1), ("bernoulli", 0.0625, 2**63 - 1), ("fastrg", 0.0, 3)):
-        arguments = (y, z, *ptr, torch.tensor([3, 2**32 - 1]), seed, method, exploration, True)
-        for ours, meant in zip(ops.sample_sbm(*arguments), reference.sample_sbm(*arguments), strict=True):
-            assert torch.equal(ours, meant)
+    for blocks, keys in ((6, 70), (33, 300), (129, 300)):
+        y = torch.randint(0, 17, (2, 50, blocks), generator=generator) / 16 / 64
+        z = torch.randint(0, 17, (2, keys, blocks), generator=generator) / 16
+        y[:, ::2] /= blocks
+        ptr = torch.tensor([0, 20, 50]), torch.tensor([0, 40, keys])
+        for method, exploration, seed in (("bernoulli", 0.0, 1), ("bernoulli", 0.0625, 2**63 - 1), ("fastrg", 0.0, 3)):
+            arguments = (y, z, *ptr, torch.tensor([3, 2**32 - 1]), seed, method, exploration, True)
+            for ours, meant in zip(ops.sample_sbm(*arguments), reference.sample_sbm(*arguments), strict=True):
+                assert torch.equal(ours, meant)
 
 
-def test_the_rows_mix_both_ways() -> None:
-    """Dense and sparse queries in one graph, as large as the default threshold needs; marginals by degree."""
-    keys = 4000
-    rate = torch.tensor([0.001, 0.9, 0.004, 0.3]).repeat(100)
-    sbm = SBM(rate[None, :, None], torch.ones(1, keys, 1), torch.ones(1, 1, 1))
-    dense = reference.plan_rows(rate.double() * keys, rate.double(), keys, "bernoulli")[1]
-    assert dense.view(-1, 4).all(0).tolist() == [False, True, False, True]
+def test_the_rows_mix_all_ways() -> None:
+    """Dense and sparse queries in one graph, as large as the default thresholds need; marginals by degree."""
+    keys, blocks = 4000, 40
+    member = torch.eye(blocks).repeat_interleave(keys // blocks, 0)
+    even, odd = torch.ones(1, blocks), torch.eye(blocks)[:1]  # a query that takes all blocks alike, and one that takes the first alone
+    rate = torch.cat([0.001 * even, 0.9 * even, 0.6 * odd, 0.004 * even, 0.01 * odd]).repeat(80, 1)
+    prob = rate[:, 0] * torch.tensor([1, 1, 1 / blocks, 1, 1 / blocks]).repeat(80)
+    way = reference.plan_rows(prob.double() * keys, rate.amax(1).double(), keys, "bernoulli")[1]
+    names = [reference.GAPS, reference.COINS, reference.COINS, reference.GAPS, reference.PROPOSALS]
+    assert way.tolist() == names * 80
+    sbm = SBM(rate[None], member[None], torch.eye(blocks)[None])
     degree = sample_edges(sbm, seed=3).validate().degree[0].double()
-    z = (degree - rate * keys) / (rate * (1 - rate) * keys).sqrt()
+    dense = sbm.edge_prob_dense()[0].double()
+    z = (degree - dense.sum(1)) / (dense * (1 - dense)).sum(1).sqrt()
     assert stats.chi2.sf(float((z**2).sum()), z.numel()) > FALSE_ALARM
 
 

@@ -19,7 +19,7 @@ from torch.library import CustomOpDef
 
 from . import cpu, reference
 
-__all__ = ["edge_attention", "edge_dot", "edge_gate", "sample_sbm", "segment_entmax"]
+__all__ = ["edge_attention", "edge_dot", "edge_effect", "edge_gate", "local_expectation", "sample_sbm", "segment_entmax"]
 
 
 def _declare(name: str, schema: str, fake: Callable[..., Any]) -> CustomOpDef:
@@ -56,6 +56,13 @@ def _fake_attention_backward(
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape), *edge
 
 
+def _fake_effect(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor, col: Tensor, bias: Tensor | None, probe_rowptr: Tensor,
+    probe_col: Tensor, *_: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return query.new_empty(col.size(0)), query.new_empty(probe_col.size(0))
+
+
 def _fake_sample(query: Tensor, key: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     num_edges = torch.library.get_ctx().new_dynamic_size()
     rowptr = query.new_empty(query.size(0) * query.size(1) + 1, dtype=torch.int64)
@@ -80,6 +87,12 @@ _edge_attention_backward = _declare(
     "Tensor lse, float scale, str gate_form, float dropout, SymInt seed, bool need_gate, bool need_bias) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _fake_attention_backward,
+)
+_edge_effect = _declare(
+    "edge_effect",
+    "(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor rowptr, Tensor col, Tensor? bias, Tensor probe_rowptr, "
+    "Tensor probe_col, Tensor? probe_bias, float scale) -> (Tensor, Tensor)",
+    _fake_effect,
 )
 _segment_entmax = _declare(
     "segment_entmax", "(Tensor src, Tensor rowptr, float alpha) -> Tensor", lambda src, rowptr, alpha: torch.empty_like(src)
@@ -154,6 +167,36 @@ class _EdgeGate(torch.autograd.Function):
     backward = staticmethod(_dot_backward)
 
 
+class _LocalExpectation(torch.autograd.Function):
+    """The identity on the output of attention, whose gradient reaches the edge probabilities by :func:`edge_effect`."""
+
+    @staticmethod
+    def forward(
+        out: Tensor, rate: Tensor, member: Tensor, query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor, col: Tensor,
+        bias: Tensor | None, weight: Tensor | None, probe_rowptr: Tensor, probe_col: Tensor, probe_bias: Tensor | None,
+        probe_weight: Tensor | None, scale: float,
+    ) -> Tensor:  # fmt: skip
+        return out.view_as(out)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[1:-1])
+        ctx.scale = inputs[-1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        rate, member, query, key, value, rowptr, col, bias, weight, probe_rowptr, probe_col, probe_bias, probe_weight = ctx.saved_tensors
+        need = ctx.needs_input_grad[1:3]
+        effects = _edge_effect(grad.contiguous(), query, key, value, rowptr, col, bias, probe_rowptr, probe_col, probe_bias, ctx.scale)
+        grads: list[Tensor | None] = [None, None]
+        sides = ((effects[0], weight, rowptr, col), (effects[1], probe_weight, probe_rowptr, probe_col))
+        for effect, factor, *graph in sides:
+            effect = (effect if factor is None else effect * factor).to(rate.dtype)
+            found = _edge_dot_backward(effect, rate, member, *graph, *need)
+            grads = [(new if old is None else old + new) if wanted else None for old, new, wanted in zip(grads, found, need, strict=True)]
+        return (grad, *grads, *[None] * 12)
+
+
 # ------------------------------------------------------------------ the functions
 
 
@@ -221,6 +264,81 @@ def edge_attention(
     return _edge_attention(query, key, value, rowptr, col, gate, bias, scale, gate_form, dropout, seed)
 
 
+def edge_effect(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rowptr: Tensor,
+    col: Tensor,
+    bias: Tensor | None,
+    probe_rowptr: Tensor,
+    probe_col: Tensor,
+    probe_bias: Tensor | None = None,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    r"""What each edge, and each probe, does to the loss: the difference between having it and not, the row's other edges given.
+
+    With :math:`w_{ij} = \exp(\text{scale} \cdot \langle q_i, k_j \rangle + b_{ij})`, gains :math:`g_{ij} = (\partial L / \partial o_i) \cdot v_j`
+    and sums over the edges of row i other than j itself,
+
+    .. math:: \Delta_{ij} = \frac{w_{ij}}{w_{ij} + \sum w_{il}} \Big( g_{ij} - \frac{\sum w_{il} g_{il}}{\sum w_{il}} \Big) ,
+
+    the last fraction being 0 where there is no other edge. To first order in the output this is the loss with the edge less the loss without
+    it; for a loss that is linear in the output it is exact. Cost O((E + E') C); no sum is ever taken from one that it dominates.
+
+    Args:
+        grad_out: Gradient of the loss to the attention's output, ``[H, N, C']``.
+        query: ``[H, N, C]``.
+        key: ``[H, M, C]``.
+        value: ``[H, M, C']``.
+        rowptr: Row offsets of the graph, ``[H*N+1]`` int64.
+        col: Key of each edge, ``[E]``.
+        bias: ``[E]``, added to the logits, or None.
+        probe_rowptr: Row offsets of pairs to try, ``[H*N+1]`` int64.
+        probe_col: Key of each probe, ``[E']``, sorted within rows, no repeats.
+        probe_bias: ``[E']``, added to the logits, or None.
+        scale: Factor of the scores.
+
+    Returns:
+        ``[E]`` and ``[E']`` in the dtype of ``query``; 0 for a probe that is an edge already.
+    """
+    return _edge_effect(grad_out, query, key, value, rowptr, col, bias, probe_rowptr, probe_col, probe_bias, scale)
+
+
+def local_expectation(
+    out: Tensor,
+    rate: Tensor,
+    member: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    graph: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+    probes: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+    scale: float = 1.0,
+) -> Tensor:
+    """The output of attention as it is, whose gradient also reaches the edge probabilities: the local expectation gradient.
+
+    The probability ``p = <rate[h, i], member[h, j]>`` of each edge and each probe receives its :func:`edge_effect` times its weight.
+    Nothing is computed forward; backward costs O((E + E') (C + K)).
+
+    Args:
+        out: Output of :func:`edge_attention` over the graph, ``[H, N, C']``.
+        rate: ``Y S``, ``[H, N, K]``.
+        member: ``Z``, ``[H, M, K]``.
+        query, key, value: Those of the attention; they get no gradient from here.
+        graph: ``rowptr``, ``col``, bias ``[E]`` or None, weight ``[E]`` or None for ones.
+        probes: The same of the pairs that are tried; those that are edges count once, as edges.
+        scale: Factor of the scores.
+
+    Returns:
+        ``out``.
+    """
+    rowptr, col, bias, weight = graph
+    detached = (x if x is None else x.detach() for x in (query, key, value, rowptr, col, bias, weight, *probes))
+    return _LocalExpectation.apply(out, rate, member, *detached, scale)
+
+
 def segment_entmax(
     src: Tensor, index: Tensor | None = None, ptr: Tensor | None = None, num_nodes: int | None = None, alpha: float = 1.5
 ) -> Tensor:
@@ -280,8 +398,8 @@ def sample_sbm(
     r"""Sample the edges of a low-rank random graph in each head of each sequence.
 
     With :math:`p_{ij} = \langle q_i, z_j \rangle + \delta`: ``"bernoulli"`` puts an edge with probability :math:`\min(1, p_{ij})`, ``"fastrg"``
-    with :math:`1 - e^{-p_{ij}}`, all pairs independent. Row by row the cheaper of two ways is taken: Poisson proposals
-    (O(expected edges)) or one coin per key. Random words are Philox4x32-10 at counter (number, row, stream, head), so the edges of a
+    with :math:`1 - e^{-p_{ij}}`, all pairs independent. Row by row the cheapest of three ways is taken: thinned
+    geometric gaps, Poisson proposals (both O(expected edges)) or one coin per key. Random words are Philox4x32-10 at counter (number, row, stream, head), so the edges of a
     sequence depend on its own memberships, ``seed`` and its stream alone: not on threads, on the device or on the rest of the batch.
 
     Args:

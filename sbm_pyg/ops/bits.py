@@ -13,7 +13,7 @@ from numba.np.arrayobj import make_array
 
 LANES = 16
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
-_BYTES, _WORDS, _LONGS, _FLOATS = (ir.VectorType(kind, LANES) for kind in (_I8, _I32, _I64, ir.FloatType()))
+_BYTES, _WORDS, _LONGS, _FLOATS, _DOUBLES = (ir.VectorType(kind, LANES) for kind in (_I8, _I32, _I64, ir.FloatType(), ir.DoubleType()))
 
 
 def _call(builder, name, result, arguments):
@@ -27,7 +27,12 @@ def _splat(builder, number):
 
 
 def _pointer(context, builder, array_type, array, offset, kind):
-    return builder.bitcast(builder.gep(make_array(array_type)(context, builder, array).data, [offset]), kind.as_pointer())
+    data = array if isinstance(array_type, types.CPointer) else make_array(array_type)(context, builder, array).data
+    return builder.bitcast(builder.gep(data, [offset]), kind.as_pointer())
+
+
+def _long(number):
+    return ir.Constant(_LONGS, [number] * LANES)
 
 
 @intrinsic
@@ -38,10 +43,7 @@ def philox16(typing, counter, row, stream, purpose, seed, out, offset):
     """
 
     def generate(context, builder, signature, args):
-        def wide(number):
-            return ir.Constant(_LONGS, [number] * LANES)
-
-        low = wide(0xFFFFFFFF)
+        low = _long(0xFFFFFFFF)
         x = [_splat(builder, builder.and_(arg, ir.Constant(_I64, 0xFFFFFFFF))) for arg in args[:4]]
         x[0] = builder.and_(builder.add(x[0], ir.Constant(_LONGS, list(range(LANES)))), low)
         key = [
@@ -49,14 +51,14 @@ def philox16(typing, counter, row, stream, purpose, seed, out, offset):
             _splat(builder, builder.lshr(args[4], ir.Constant(_I64, 32))),
         ]
         for _ in range(10):
-            a, b = builder.mul(x[0], wide(0xD2511F53)), builder.mul(x[2], wide(0xCD9E8D57))
+            a, b = builder.mul(x[0], _long(0xD2511F53)), builder.mul(x[2], _long(0xCD9E8D57))
             x = [
-                builder.xor(builder.xor(builder.lshr(b, wide(32)), x[1]), key[0]),
+                builder.xor(builder.xor(builder.lshr(b, _long(32)), x[1]), key[0]),
                 builder.and_(b, low),
-                builder.xor(builder.xor(builder.lshr(a, wide(32)), x[3]), key[1]),
+                builder.xor(builder.xor(builder.lshr(a, _long(32)), x[3]), key[1]),
                 builder.and_(a, low),
             ]
-            key = [builder.and_(builder.add(k, wide(step)), low) for k, step in zip(key, (0x9E3779B9, 0xBB67AE85), strict=True)]
+            key = [builder.and_(builder.add(k, _long(step)), low) for k, step in zip(key, (0x9E3779B9, 0xBB67AE85), strict=True)]
         for word, value in enumerate(x):
             target = builder.add(args[6], ir.Constant(_I64, LANES * word))
             builder.store(builder.trunc(value, _WORDS), _pointer(context, builder, out, args[5], target, _WORDS), align=4)
@@ -90,6 +92,90 @@ def toss16(typing, approx, coins, offset, below, less, above, more):
 
 
 @intrinsic
+def gaps16(typing, words, offset, spread, before, end, places):
+    """Sixteen successes of a sequence of trials with ``log(1 / (1 - chance)) = 1 / spread``: the next places after ``before``.
+
+    Place k follows after a geometric number of failures, made of 53 bits: word k from ``offset`` on and 21 bits of word ``16 + k``.
+    ``places`` is int32 and receives them, ``end`` for all that are not below it; returns the last one.
+    """
+
+    def generate(context, builder, signature, args):
+        def double(number):
+            return ir.Constant(_DOUBLES, [number] * LANES)
+
+        def fused(factor, other, term):
+            return builder.fadd(builder.fmul(factor, other, flags=("contract",)), term, flags=("contract",))
+
+        high, low = (
+            builder.zext(
+                builder.load(_pointer(context, builder, words, args[0], builder.add(args[1], ir.Constant(_I64, k)), _WORDS), align=4),
+                _LONGS,
+            )
+            for k in (0, LANES)
+        )
+        bits = builder.or_(builder.shl(high, _long(21)), builder.lshr(low, _long(11)))
+        u = builder.bitcast(builder.fadd(builder.uitofp(bits, _DOUBLES), double(1.0)), _LONGS)  # 1 .. 2^53
+        # u = 2^exponent (1 + f) with 1 + f in sqrt(1/2) .. sqrt(2), then the series of fdlibm: log(1 + f) = f - s (f - r), s = f / (2 + f)
+        shifted = builder.add(u, _long(0x3FF0000000000000 - 0x3FE6A09E667F3BCD))
+        exponent = builder.sub(builder.lshr(shifted, _long(52)), _long(1023 + 53))
+        fraction = builder.add(builder.and_(shifted, _long(0x000FFFFFFFFFFFFF)), _long(0x3FE6A09E667F3BCD))
+        f = builder.fsub(builder.bitcast(fraction, _DOUBLES), double(1.0))
+        s = builder.fdiv(f, builder.fadd(f, double(2.0)))
+        square, series = builder.fmul(s, s), double(0.1479819860511658591)
+        for factor in (0.1531383769920937332, 0.1818357216161805012, 0.2222219843214978396, 0.2857142874366239149, 0.3999999999940941908, 0.6666666666666735130):  # fmt: skip
+            series = fused(series, square, double(factor))
+        series = builder.fmul(series, square)
+        logarithm = builder.fsub(f, builder.fmul(s, builder.fsub(f, series)))
+        logarithm = fused(builder.sitofp(exponent, _DOUBLES), double(0.6931471805599453), logarithm)
+        limit = _splat(builder, builder.sitofp(args[4], ir.DoubleType()))
+        gap = builder.fmul(logarithm, _splat(builder, builder.fneg(args[2])))
+        gap = builder.select(builder.fcmp_ordered("<", gap, limit), gap, limit)
+        place = builder.fadd(_call(builder, f"llvm.floor.v{LANES}f64", _DOUBLES, [gap]), double(1.0))
+        for step in (1, 2, 4, 8):
+            order = ir.Constant(_WORDS, [LANES + lane - step if lane >= step else 0 for lane in range(LANES)])
+            place = builder.fadd(place, builder.shuffle_vector(double(0.0), place, order))
+        place = builder.fadd(place, _splat(builder, builder.sitofp(args[3], ir.DoubleType())))
+        place = builder.select(builder.fcmp_ordered("<", place, limit), place, limit)
+        place = builder.fptosi(place, _WORDS)
+        builder.store(place, _pointer(context, builder, places, args[5], ir.Constant(_I64, 0), _WORDS), align=4)
+        return builder.sext(builder.extract_element(place, ir.Constant(_I32, LANES - 1)), _I64)
+
+    return types.int64(words, types.int64, types.float64, types.int64, types.int64, places), generate
+
+
+@intrinsic
+def weigh16(typing, approx, words, offset, places, end, scale, below, less, above, more):
+    """Sixteen words, ``scale`` times each, against numbers known up to a relative error, where places lie below ``end``.
+
+    ``approx`` is a vector of float32, ``places`` is int32. Returns a mask: bit k where word k lies below ``below p + less``; bit ``16 + k`` where it does not,
+    but not above ``above p + more`` either, so that the error decides.
+    """
+
+    def generate(context, builder, signature, args):
+        word = builder.load(_pointer(context, builder, words, args[1], args[2], _WORDS), align=4)
+        word = builder.fmul(builder.uitofp(word, _FLOATS), _splat(builder, args[5]))
+        low, high = (
+            builder.fadd(builder.fmul(args[0], _splat(builder, factor)), _splat(builder, term)) for factor, term in (args[6:8], args[8:])
+        )
+        place = builder.load(_pointer(context, builder, places, args[3], ir.Constant(_I64, 0), _WORDS), align=4)
+        there = builder.icmp_signed("<", place, _splat(builder, builder.trunc(args[4], _I32)))
+        sure = builder.and_(there, builder.fcmp_ordered("<", word, low))
+        maybe = builder.and_(there, builder.and_(builder.fcmp_ordered(">=", word, low), builder.fcmp_ordered("<=", word, high)))
+        masks = [builder.zext(builder.bitcast(mask, _I16), _I64) for mask in (sure, maybe)]
+        return builder.or_(masks[0], builder.shl(masks[1], ir.Constant(_I64, LANES)))
+
+    return types.uint64(approx, words, types.int64, places, types.int64, *(types.float32,) * 5), generate
+
+
+def _append(context, builder, mask, numbers, kind, out, used):
+    half = builder.trunc(mask, _I16)
+    flags = builder.bitcast(half, ir.VectorType(ir.IntType(1), LANES))
+    packed = _call(builder, f"llvm.experimental.vector.compress.v{LANES}i32", _WORDS, [numbers, flags, numbers])
+    builder.store(packed, _pointer(context, builder, kind, out, used, _WORDS), align=4)
+    return builder.add(used, builder.zext(_call(builder, "llvm.ctpop.i16", _I16, [half]), _I64))
+
+
+@intrinsic
 def append16(typing, mask, base, out, used):
     """Append ``base + k`` to ``out`` for each bit k of the mask's sixteen; returns the new end.
 
@@ -97,14 +183,22 @@ def append16(typing, mask, base, out, used):
     """
 
     def generate(context, builder, signature, args):
-        half = builder.trunc(args[0], _I16)
-        flags = builder.bitcast(half, ir.VectorType(ir.IntType(1), LANES))
-        places = builder.add(_splat(builder, builder.trunc(args[1], _I32)), ir.Constant(_WORDS, list(range(LANES))))
-        packed = _call(builder, f"llvm.experimental.vector.compress.v{LANES}i32", _WORDS, [places, flags, places])
-        builder.store(packed, _pointer(context, builder, out, args[2], args[3], _WORDS), align=4)
-        return builder.add(args[3], builder.zext(_call(builder, "llvm.ctpop.i16", _I16, [half]), _I64))
+        numbers = builder.add(_splat(builder, builder.trunc(args[1], _I32)), ir.Constant(_WORDS, list(range(LANES))))
+        return _append(context, builder, args[0], numbers, out, *args[2:])
 
     return types.int64(types.uint64, types.int64, out, types.int64), generate
+
+
+@intrinsic
+def pick16(typing, mask, numbers, base, out, used):
+    """The same with ``base + numbers[k]``; both arrays are int32."""
+
+    def generate(context, builder, signature, args):
+        some = builder.load(_pointer(context, builder, numbers, args[1], ir.Constant(_I64, 0), _WORDS), align=4)
+        some = builder.add(some, _splat(builder, builder.trunc(args[2], _I32)))
+        return _append(context, builder, args[0], some, out, *args[3:])
+
+    return types.int64(types.uint64, numbers, types.int64, out, types.int64), generate
 
 
 @intrinsic

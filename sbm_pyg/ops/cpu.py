@@ -1,6 +1,7 @@
 """The CPU kernels, under the names of the ops they implement."""
 
 from .cpu_edges import edge_attention, edge_attention_backward, edge_dot, edge_dot_backward
+from .cpu_effects import edge_effect
 from .cpu_sampling import sample_sbm
 
-__all__ = ["edge_attention", "edge_attention_backward", "edge_dot", "edge_dot_backward", "sample_sbm"]
+__all__ = ["edge_attention", "edge_attention_backward", "edge_dot", "edge_dot_backward", "edge_effect", "sample_sbm"]

@@ -26,7 +26,7 @@ from .threads import kernel, run, split
 STRIP = 512  # edges of a row between two looks at its maximum
 DROPOUT = 5  # what these random words are for; see reference.py
 CACHE = 2**20  # bytes of the second-level cache that a tile of keys may fill
-LEAST = 8  # edges of a row for which a tile of keys is worthwhile
+LEAST = 4  # edges of a row for which a tile of keys is worthwhile
 
 
 def _lanes(*widths: int) -> int:
@@ -243,14 +243,16 @@ def _dot(width):
 
 @cache
 def _dot_backward(width):
-    lanes = _lanes(width)
+    lanes = width if width == 128 else _lanes(width)
 
     @kernel
     def dot_backward(begin, end, unit, tiles, queries, keys, grad, query, key, rowptr, col, need_query, need_key, dquery, dkey):
-        position = rowptr[begin:end].copy()
+        position, zero = rowptr[begin:end].copy(), query.dtype.type(0)
         keys_here, dkeys_here = at(key, begin // queries * keys * width), at(dkey, unit * keys * width)
         for tile in range(tiles):
             limit = keys * (tile + 1) // tiles
+            for place in range(keys * tile // tiles * width, limit * width, lanes):
+                store(dkeys_here, place, splat(zero, lanes))
             for row in range(begin, end):
                 start, stop = peek(position, row - begin), peek(rowptr, row + 1)
                 if tile + 1 < tiles:  # up to the first edge beyond the tile, by bisection
@@ -263,16 +265,16 @@ def _dot_backward(width):
                             stop = middle
                     poke(position, row - begin, stop)
                 for c in range(0, width, lanes):
-                    if need_query:
+                    q, dq = load(query, row * width + c, lanes), splat(zero, lanes)
+                    if tile:
                         dq = load(dquery, row * width + c, lanes)
-                        for edge in range(start, stop):
-                            dq = dq + peek(grad, edge) * load(keys_here, peek(col, edge) * width + c, lanes)
-                        store(dquery, row * width + c, dq)
-                    if need_key:
-                        q = load(query, row * width + c, lanes)
-                        for edge in range(start, stop):
-                            place = peek(col, edge) * width + c
-                            store(dkeys_here, place, load(dkeys_here, place, lanes) + peek(grad, edge) * q)
+                    for edge in range(start, stop):
+                        place, slope = peek(col, edge) * width + c, peek(grad, edge)
+                        if need_query:
+                            dq = dq + slope * load(keys_here, place, lanes)
+                        if need_key:
+                            store(dkeys_here, place, load(dkeys_here, place, lanes) + slope * q)
+                    store(dquery, row * width + c, dq)
 
     return dot_backward
 
@@ -369,8 +371,8 @@ def edge_dot_backward(
     q, k = (_rows(x, query) for x in (query, key))
     offsets, tokens = (x.contiguous().numpy() for x in (rowptr, col))
     units = _units(offsets, query.shape[0], key.shape[1])
-    dquery = torch.from_numpy(q).new_zeros((*query.shape[:2], q.shape[1]))
-    dkey = dquery.new_zeros((len(units), key.shape[1], k.shape[1]))
+    dquery = torch.from_numpy(q).new_empty((*query.shape[:2], q.shape[1]))
+    dkey = dquery.new_empty((len(units), key.shape[1], k.shape[1]))
     arguments = (
         _tiles(offsets, key.shape[1], 2 * k.itemsize * k.shape[1]), query.shape[1], key.shape[1], _wide(grad, query), q, k, offsets, tokens,
         need_query, need_key, dquery.view(-1).numpy(), dkey.view(-1).numpy(),

@@ -1,4 +1,4 @@
-"""The sampler for the CPU: rows in parallel, each by proposals or by coins, sorted as they are made.
+"""The sampler for the CPU: rows in parallel, each by proposals, by gaps or by coins, sorted as they are made.
 
 Same law, same random words and the same edges as :func:`sbm_pyg.ops.reference.sample_sbm`. A row of coins needs its probabilities only
 to the precision that each coin asks for: a product in float32, or in bfloat16 where the machine has tiles for it, gives them with a
@@ -7,28 +7,30 @@ proven relative error, one random byte decides almost every pair, and the few th
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from . import reference, tiles
-from .bits import append16, below16, fetch, lowest_bit, philox16, toss16
-from .simd import load, splat, store
+from .bits import append16, below16, fetch, gaps16, lowest_bit, philox16, pick16, toss16, weigh16
+from .simd import at, dots, load, peek, scratch, splat, store
 from .threads import kernel, run
 from .tiles import close_tiles, multiply_tiles, open_tiles
 
-_COIN_BYTE, _COIN_REST, _COUNT, _PROPOSAL = (
-    purpose << 24 for purpose in (reference.COIN_BYTE, reference.COIN_REST, reference.COUNT, reference.PROPOSAL)
+_COIN_BYTE, _COIN_REST, _COUNT, _PROPOSAL, _GAP = (
+    purpose << 24 for purpose in (reference.COIN_BYTE, reference.COIN_REST, reference.COUNT, reference.PROPOSAL, reference.GAP)
 )
 _PANEL = 64  # keys that lie together, block by block
 _GROUP = 16 if tiles.AVAILABLE else 4  # rows whose probabilities are computed together
 
 _INVERSE = 1 / np.arange(1, 2**14 + 1).astype(np.float64)  # placed at count - 1
 
-# How a row is sampled: by proposals, by coins, or by coins whose probabilities may exceed 1.
-_PROPOSE, _COINS, _LARGE_COINS = range(3)
+_PROPOSALS, _GAPS, _COINS = reference.PROPOSALS, reference.GAPS, reference.COINS
+_LARGE_COINS = 3  # coins whose probabilities may exceed 1
 
 
 # ------------------------------------------------------------------ random words
@@ -77,12 +79,12 @@ def _poisson(rate, row, stream, head, seed):
 # ------------------------------------------------------------------ one row by coins
 
 
-@kernel
-def _prob(rate, key, exploration):
+@partial(kernel, reorder=True)
+def _prob(rate, key, blocks, exploration):
     """Probability of one pair in float64, as the reference has it."""
     total = 0.0
-    for v in range(rate.size):
-        total += np.float64(rate[v]) * np.float64(key[v])
+    for v in range(blocks):
+        total += np.float64(peek(rate, v)) * np.float64(peek(key, v))
     return total + exploration
 
 
@@ -94,7 +96,7 @@ def _coin(byte, j, row, stream, head, seed):
 
 
 @kernel
-def _product_of_lanes(rate, rows, some, columns, first, count, scratch, approx):
+def _product_of_lanes(rate, rows, some, columns, first, count, some_rows, approx):
     """Probabilities of the first ``some`` of four rows with the keys of ``count`` panels: four times 64 sums that stay in registers."""
     blocks, width, flat = rate.shape[1], approx.shape[1], approx.ravel()
     a, b, c, d = rows[0], rows[min(1, some - 1)], rows[min(2, some - 1)], rows[min(3, some - 1)]
@@ -114,14 +116,14 @@ def _product_of_lanes(rate, rows, some, columns, first, count, scratch, approx):
 
 
 @kernel
-def _product_of_tiles(rate, rows, some, columns, first, count, scratch, approx):
+def _product_of_tiles(rate, rows, some, columns, first, count, some_rows, approx):
     """The same for sixteen rows of bfloat16 bits."""
     depth, width, flat = rate.shape[1], approx.shape[1], approx.ravel()
     for k in range(some):
-        scratch[k] = rate[rows[k]]
+        some_rows[k] = rate[rows[k]]
     open_tiles()
     for panel in range(count):
-        multiply_tiles(scratch, columns, (first + panel) * depth * _PANEL, depth, flat, _PANEL * panel, width)
+        multiply_tiles(some_rows, columns, (first + panel) * depth * _PANEL, depth, flat, _PANEL * panel, width)
     close_tiles()
 
 
@@ -155,7 +157,7 @@ def _flip_coins(approx, error, rate, key, row, stream, head, seed, fastrg, explo
             p = np.float64(approx[first + lane])
             hit = coin < p * below + less
             if not hit and coin <= p * above + more:
-                exact = _prob(rate, key[first + lane], exploration)
+                exact = _prob(at(rate, 0), at(key, (first + lane) * rate.size), rate.size, exploration)
                 hit = coin * 2.0**24 < np.floor((-np.expm1(-exact) if fastrg else exact) * 2.0**32)
             masks |= np.uint64(hit) << np.uint64(lane)
         used = append16(masks, first + shift, out, used)
@@ -173,8 +175,56 @@ def _largest(approx, error, rate, key, exploration):
     exact = 0.0
     for j in range(key.shape[0]):
         if approx[j] * (1 + error) + exploration > 1:
-            exact = max(exact, _prob(rate, key[j], exploration))
+            exact = max(exact, _prob(at(rate, 0), at(key, j * rate.size), rate.size, exploration))
     return exact
+
+
+# ------------------------------------------------------------------ one row by gaps
+
+
+@kernel
+def _skip(
+    low_rate, low_key, width, error, rate, key, first_key, num_keys, blocks, bound, row, stream, head, seed, exploration, out, used
+):  # fmt: skip
+    """Edges of a row whose probabilities are at most ``bound``, by gaps; returns the new end of ``out``.
+
+    ``low_key`` holds two numbers of bfloat16 in each element, and one row behind the last. Places are drawn sixteen at a time, and weighed
+    while the next sixteen are drawn, when their keys have come.
+    """
+    spread, scale = -1 / np.log1p(-bound), np.float32(bound * 2.0**-32)
+    below, above = np.float32(1 - error), np.float32(1 + error)
+    less, more = np.float32(exploration) * below, np.float32(exploration) * above
+    words, places = scratch(low_key, 128), scratch(out, 32)
+    number, drawn, end = 0, -1, -1
+    while end < num_keys:
+        new, old = number & 16, 16 - (number & 16)
+        end = drawn
+        if drawn < num_keys:
+            philox16(number, row, stream, head | _GAP, seed, words, 4 * new)
+            drawn = gaps16(words, 4 * new, spread, drawn, num_keys, at(places, new))
+            for t in range(16):
+                for c in range(0, width, 16):
+                    fetch(low_key, np.int64(peek(places, new + t)) * width + c)
+        number += 16
+        if number == 16:
+            continue
+        here, approx, c = at(places, old), splat(np.float32(0), 16), 0
+        while 2 * (width - c) >= 128:
+            approx = approx + dots(load(low_rate, 2 * c, 128), at(low_key, c), width, here)
+            c += 64
+        while c < width:
+            approx = approx + dots(load(low_rate, 2 * c, 32), at(low_key, c), width, here)
+            c += 16
+        masks = weigh16(approx, words, 4 * old + 32, here, num_keys, scale, below, less, above, more)
+        maybe = masks >> np.uint64(16)
+        while maybe:
+            lane = lowest_bit(maybe)
+            maybe &= maybe - np.uint64(1)
+            p = _prob(rate, at(key, np.int64(peek(here, lane)) * blocks), blocks, exploration)
+            hit = np.float64(peek(words, 4 * old + 32 + lane)) * bound < p * 2.0**32
+            masks |= np.uint64(hit) << np.uint64(lane)
+        used = pick16(masks, here, first_key, out, used)
+    return used
 
 
 # ------------------------------------------------------------------ one row by proposals
@@ -253,7 +303,7 @@ def _propose(
             seen[j >> 6] |= bit
             keep = True
             if thin and drawn[32 + t] >= squeeze:
-                p = _prob(rate, key[j], exploration)
+                p = _prob(at(rate, 0), at(key, j * rate.size), rate.size, exploration)
                 keep = np.float64(drawn[32 + t]) * -np.expm1(-stretch * p) < p * 2.0**32
             if keep:
                 out[used] = j
@@ -286,25 +336,34 @@ def _propose(
 
 
 @kernel
-def _totals(head, key, key_ptr, key_sum, key_max):
-    """Sum and largest entry of each column of the memberships, for each sequence of a head."""
-    for b in range(key_ptr.size - 1):
-        for j in range(key_ptr[b], key_ptr[b + 1]):
-            for v in range(key.shape[2]):
-                z = np.float64(key[head, j, v])
-                key_sum[head, b, v] += z
-                key_max[head, b, v] = max(key_max[head, b, v], z)
+def _survey(head, b, key, bits, key_ptr, key_sum, key_max, low_key):
+    """Sum and largest entry of each column of the memberships of a sequence of one head, and their roundings to bfloat16, filled up with
+    zeros; ``bits`` are those of the memberships in float32."""
+    sums, tops, blocks = np.zeros(key.shape[2]), np.zeros(key.shape[2], key.dtype), key.shape[2]
+    for j in range(key_ptr[b], key_ptr[b + 1]):
+        row, low = head * key.shape[1] + j, low_key.shape[1]
+        for v in range(blocks):
+            sums[v] += key[head, j, v]
+        for v in range(blocks):
+            tops[v] = key[head, j, v] if key[head, j, v] > tops[v] else tops[v]
+        for v in range(blocks):
+            word = bits[head, j, v]
+            low_key[row, v] = (word + np.uint32(0x7FFF) + ((word >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+        for v in range(blocks, low):
+            low_key[row, v] = 0
+    key_sum[head, b], key_max[head, b] = sums, tops
 
 
-@kernel
+@partial(kernel, reorder=True)
 def _expect(first, last, queries, rate, batch, key_sum, key_max, expected, bound):
     """Expected number of keys and largest possible probability of each row, without exploration."""
     for r in range(first, last):
         head, b = r // queries, batch[r % queries]
+        total, most = 0.0, 0.0
         for v in range(rate.shape[1]):
-            w = np.float64(rate[r, v])
-            expected[r] += w * key_sum[head, b, v]
-            bound[r] += w * key_max[head, b, v]
+            total += np.float64(rate[r, v]) * key_sum[head, b, v]
+            most += np.float64(rate[r, v]) * key_max[head, b, v]
+        expected[r], bound[r] = total, most
 
 
 @kernel
@@ -350,7 +409,7 @@ def _key_bounds(head, first, last, key, key_ptr, panel_ptr, coarse, fine):
 
 
 @kernel
-def _rows(first, last, queries, way, stretch, error, rate, key, low_rate, columns, key_sum, coarse, fine, batch,
+def _rows(first, last, queries, way, stretch, bound, error, rate, key, low_rate, columns, wide_rate, low_key, key_sum, coarse, fine, batch,
           query_ptr, key_ptr, panel_ptr, streams, seed, fastrg, exploration, clamp, out, counts, state, top):  # fmt: skip
     """Edges of the rows from ``state[0]`` on: fills ``out`` and ``counts``, and leaves in ``state`` the next row, the edges so far, and 1
     if a probability exceeds 1, which then stands in ``top``."""
@@ -363,8 +422,10 @@ def _rows(first, last, queries, way, stretch, error, rate, key, low_rate, column
     seen = np.zeros((longest + 63) >> 6, np.uint64)
     drawn, place = np.empty(64, np.uint32), np.empty(16, np.int64)
     drop = np.empty(longest, np.int32)
+    half = wide_rate.shape[1] >> 1
+    rough = 1.1 * 2.0**-9 + (blocks + 8) * 2.0**-22
     approx = np.empty((_GROUP, (longest + _PANEL - 1) // _PANEL * _PANEL), np.float32)
-    scratch = np.zeros((_GROUP, low_rate.shape[1]), low_rate.dtype)
+    some_rows = np.zeros((_GROUP, low_rate.shape[1]), low_rate.dtype)
     group = np.empty(_GROUP, np.int64)
     known, ready = 0, 0  # rows of the group that are used, and that it holds
     r, used = state[0], state[1]
@@ -373,28 +434,36 @@ def _rows(first, last, queries, way, stretch, error, rate, key, low_rate, column
         b = batch[i]
         shift, end = key_ptr[b], key_ptr[b + 1]
         num_keys, row, stream = end - shift, i - query_ptr[b], streams[b]
-        keys = key[head, shift:end]
         start, groups = panel_ptr[b], panel_ptr[b + 1] - panel_ptr[b]
         before = used
-        if way[r] == _PROPOSE:
+        if way[r] == _GAPS:
+            if used + num_keys + 16 > out.size:
+                break
+            first_key = head * key.shape[1] + shift
+            used = _skip(
+                at(wide_rate, 2 * half * r), at(low_key, first_key * half), half, rough, at(rate, r * blocks), at(key, first_key * blocks),
+                shift, num_keys, blocks, bound[r], row, stream, head, seed, exploration, at(out, 0), used,
+            )  # fmt: skip
+        elif way[r] == _PROPOSALS:
             used = _propose(
-                rate[r], keys, key_sum[head, b], coarse, fine, head * blocks * skip + start, skip, groups, stretch[r], row,
+                rate[r], key[head, shift:end], key_sum[head, b], coarse, fine, head * blocks * skip + start, skip, groups, stretch[r], row,
                 stream, head, seed, not fastrg, exploration, mass, block_bounds, seen[:groups], drawn, place, drop, shift, out, used,
             )  # fmt: skip
             if used < 0:
                 used = before
                 break
         else:
+            keys = key[head, shift:end]
             if used + num_keys + 64 > out.size:
                 break
             if known == ready:
                 known, ready, next_row, stop = 0, 0, r, min(last, head * queries + query_ptr[b + 1])
                 while ready < _GROUP and next_row < stop:
-                    if way[next_row] != _PROPOSE:
+                    if way[next_row] >= _COINS:
                         group[ready] = next_row
                         ready += 1
                     next_row += 1
-                _product(low_rate, group, ready, columns, head * skip + start, groups, scratch, approx)
+                _product(low_rate, group, ready, columns, head * skip + start, groups, some_rows, approx)
             if way[r] == _LARGE_COINS and not fastrg:
                 top[0] = 0.0 if clamp else _largest(approx[known], error, rate[r], keys, exploration)
                 if top[0] > 1 + 1e-5 + exploration:
@@ -415,7 +484,7 @@ def _rows(first, last, queries, way, stretch, error, rate, key, low_rate, column
 
 
 def _low_precision(
-    query: Tensor, key: Tensor, key_ptr: np.ndarray, panel_ptr: np.ndarray, needed: bool
+    query: Tensor, key: Tensor, low_key: np.ndarray, key_ptr: np.ndarray, panel_ptr: np.ndarray, needed: bool
 ) -> tuple[np.ndarray, np.ndarray, float]:
     """Rates and keys as :func:`_product` takes them, and a bound on the relative error of what it gives.
 
@@ -428,15 +497,14 @@ def _low_precision(
     panels = int(panel_ptr[-1]) if needed else 0
     if not tiles.AVAILABLE:
         keys = key.detach().float().contiguous().numpy()
-        columns = np.empty((heads, panels, blocks, _PANEL), np.float32)
+        columns = _empty((heads, panels, blocks, _PANEL), np.float32)
         run(_pack_lanes, [(head, b, keys, key_ptr, panel_ptr, columns) for head, b in spans])
         return query.detach().float().reshape(heads * queries, blocks).numpy(), columns.ravel(), rounding
-    low = (torch.nn.functional.pad(x.detach().bfloat16(), (0, -blocks % tiles.DEPTH)).contiguous() for x in (query, key))
-    low_rate, low_key = (x.view(torch.uint16).numpy() for x in low)
-    pairs = low_key.view(np.uint32)
-    columns = np.empty((heads, panels, pairs.shape[2] // 16, _PANEL // 16, 16, 16), np.uint32)
+    low_rate = torch.nn.functional.pad(query.detach()[:, : queries * needed].bfloat16(), (0, -blocks % tiles.DEPTH)).contiguous()
+    pairs = low_key[:-1].view(np.uint32).reshape(heads, key.shape[1], -1)
+    columns = _empty((heads, panels, pairs.shape[2] // 16, _PANEL // 16, 16, 16), np.uint32)
     run(_pack_tiles, [(head, b, pairs, key_ptr, panel_ptr, columns) for head, b in spans])
-    return low_rate.reshape(heads * queries, -1), columns.view(np.uint16).ravel(), 2.1 * 2.0**-9 + rounding
+    return low_rate.flatten(0, 1).view(torch.uint16).numpy(), columns.view(np.uint16).ravel(), 2.1 * 2.0**-9 + rounding
 
 
 def sample_sbm(
@@ -448,24 +516,31 @@ def sample_sbm(
     q_ptr, k_ptr = query_ptr.numpy(), key_ptr.numpy()
     sequences, threads = q_ptr.size - 1, torch.get_num_threads()
     batch = np.repeat(np.arange(sequences), np.diff(q_ptr))
+    width = -(-blocks // 32) * 32
 
-    key_sum, key_max = np.zeros((2, heads, sequences, blocks))
-    run(_totals, [(head, keys, k_ptr, key_sum, key_max) for head in range(heads)])
-    expected, bound = np.zeros((2, heads * queries))
+    key_sum, key_max = np.empty((2, heads, sequences, blocks))
+    low_key = _empty((heads * key.shape[1] + 1, width), np.uint16)  # one row more than there are keys: see `_skip`
+    bits = keys.astype(np.float32, copy=False).view(np.uint32)
+    run(_survey, [(head, b, keys, bits, k_ptr, key_sum, key_max, low_key) for head in range(heads) for b in range(sequences)])
+    expected, bound = np.empty((2, heads * queries))
     run(_expect, [(a, z, queries, rate, batch, key_sum, key_max, expected, bound) for a, z in _cuts(heads * queries, threads)])
     row_keys = np.tile(np.diff(k_ptr)[batch], heads)
     expected += exploration * row_keys
     bound += exploration
     plan = reference.plan_rows(torch.from_numpy(expected), torch.from_numpy(bound), torch.from_numpy(row_keys), method)
-    stretch, dense = (x.numpy() for x in plan)
-    way = np.where(dense, np.where(bound > 1, _LARGE_COINS, _COINS), _PROPOSE).astype(np.uint8)
+    stretch, way = (x.numpy() for x in plan)
+    way = np.where((way == _COINS) & (bound > 1), _LARGE_COINS, way).astype(np.uint8)
+    used = np.bincount(way, minlength=4)
 
     panel_ptr = np.concatenate([[0], np.cumsum((np.diff(k_ptr) + _PANEL - 1) // _PANEL)])
-    low_rate, columns, error = _low_precision(query, key, k_ptr, panel_ptr, bool((way != _PROPOSE).any()))
-    proposes = bool((way == _PROPOSE).any())
-    coarse = np.empty((heads, blocks, panel_ptr[-1] if proposes else 0), np.uint32)
-    fine = np.empty((heads, blocks, coarse.shape[2] * _PANEL), np.uint32)
-    if proposes:
+    low_rate, columns, error = _low_precision(query, key, low_key, k_ptr, panel_ptr, bool(used[_COINS] + used[_LARGE_COINS]))
+    wide_rate = rate
+    if width > blocks or dtype == torch.float64:
+        wide_rate = np.zeros((heads * queries if used[_GAPS] else 0, width), np.float32)
+        wide_rate[:, :blocks] = rate[: len(wide_rate)]
+    coarse = np.empty((heads, blocks, panel_ptr[-1] if used[_PROPOSALS] else 0), np.uint32)
+    fine = _empty((heads, blocks, coarse.shape[2] * _PANEL), np.uint32)
+    if used[_PROPOSALS]:
         run(
             _key_bounds, [(h, a, z, keys, k_ptr, panel_ptr, coarse, fine) for h in range(heads) for a, z in _cuts(blocks, -(-blocks // 16))]
         )
@@ -482,7 +557,7 @@ def sample_sbm(
         while state[0] < last:
             out = np.empty(room, np.int32)
             state[1] = 0
-            _rows(first, last, queries, way, stretch, error, rate, keys, low_rate, columns, key_sum, coarse.ravel(), fine.ravel(), batch, q_ptr, k_ptr,
+            _rows(first, last, queries, way, stretch, bound, error, rate, keys, low_rate, columns, wide_rate, low_key.view(np.uint32).ravel(), key_sum, coarse.ravel(), fine.ravel(), batch, q_ptr, k_ptr,
                   panel_ptr, stream, word, method == "fastrg", exploration, clamp, out, counts, state, top)  # fmt: skip
             if state[2]:
                 raise ValueError(reference.over_one(float(top[0]) - exploration))
@@ -500,3 +575,15 @@ def _cuts(total: int, pieces: int) -> list[tuple[int, int]]:
     """At most ``pieces`` ranges of about equal length that cover ``range(total)``, none empty."""
     pieces = max(1, min(pieces, total))
     return [*pairwise([total * piece // pieces for piece in range(pieces + 1)])]
+
+
+def _empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Room for a table that is read at random, in huge pages if numpy can get them, as it tries to from 4 MiB on: a table that just fits
+    the second-level cache does not where its 4 KiB pages are scattered.
+
+    glibc keeps as much freed memory as twice the largest block it has seen come back, so asking for 16 MiB, touched or not, also spares
+    a training step from giving its memory back and faulting it in again.
+    """
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    room = np.empty(max(size + 2**21, 2**24), np.uint8)
+    return room[-room.ctypes.data % 2**21 :][:size].view(dtype).reshape(shape)

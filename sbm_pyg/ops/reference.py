@@ -20,10 +20,12 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 _WORD = 0xFFFFFFFF
 
 # What a random word is for; the purpose is part of its counter, so no two uses ever share a word.
-COIN_BYTE, COIN_REST, COUNT, PROPOSAL, DROPOUT = range(1, 6)
+COIN_BYTE, COIN_REST, COUNT, PROPOSAL, DROPOUT, GAP = range(1, 7)
 
-PROPOSAL_COST = 64.0
-"""How many coins of a densely flipped row one proposal is worth; decides row by row which way is taken."""
+PROPOSALS, GAPS, COINS = range(3)
+"""The ways to sample a row: Poisson proposals by block and key, keys at random distances that are then thinned, one coin per key."""
+PROPOSAL_COST, GAP_COST = 64.0, 8.0
+"""How many coins one proposal of the other two ways is worth; decides row by row which way is taken."""
 
 
 def philox(c0: Tensor | int, c1: Tensor | int, c2: Tensor | int, c3: Tensor | int, seed: int) -> tuple[Tensor, ...]:
@@ -123,9 +125,10 @@ def edge_attention(
     row, end = _ends(query, key, rowptr, col)
     _, logit = _logits(query, key, row, end, gate, bias, scale, gate_form)
     top = _segment_max(logit, row, rows)
+    top = torch.where(top == -math.inf, 0, top)  # a row whose edges are all forbidden has no edges
     weight = (logit - top[row]).exp()
     total = torch.zeros_like(top).index_add_(0, row, weight)
-    alpha = weight / total[row]
+    alpha = weight / torch.where(total == 0, 1, total)[row]
     if dropout > 0:
         alpha = alpha * dropout_mask(col.numel(), dropout, seed, col.device) / (1 - dropout)
     values = _wide(value).flatten(0, 1)
@@ -154,7 +157,7 @@ def edge_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     row, end = _ends(query, key, rowptr, col)
     score, logit = _logits(query, key, row, end, gate, bias, scale, gate_form)
-    alpha = (logit - lse.flatten()[row]).exp()
+    alpha = torch.where(logit == -math.inf, 0, (logit - lse.flatten()[row]).exp())
     flat_grad, flat_query, flat_key, flat_value = (_wide(x).flatten(0, 1) for x in (grad_out, query, key, value))
     gain = (flat_grad[row] * flat_value[end]).sum(-1)
     kept = alpha
@@ -180,6 +183,62 @@ def edge_attention_backward(
         grad_gate,
         grad_bias if grad_bias is not grad_gate else empty.clone(),
     )
+
+
+# ------------------------------------------------------------------ what an edge does to the loss
+
+
+def edge_effect(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rowptr: Tensor,
+    col: Tensor,
+    bias: Tensor | None,
+    probe_rowptr: Tensor,
+    probe_col: Tensor,
+    probe_bias: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    rows = query.size(0) * query.size(1)
+    sides = []
+    for pointer, tokens, extra in ((rowptr, col, bias), (probe_rowptr, probe_col, probe_bias)):
+        row, end = _ends(query, key, pointer, tokens)
+        _, logit = _logits(query, key, row, end, None, extra, scale, "score")
+        gain = (_wide(grad_out).flatten(0, 1)[row] * _wide(value).flatten(0, 1)[end]).sum(-1)
+        sides.append((row, end, logit, gain))
+    (row, end, logit, gain), (probe_row, _, probe_logit, probe_gain) = sides
+
+    # Weights and gains of each row without its heaviest edge, so that no other edge is ever subtracted from a sum that it dominates.
+    place = torch.arange(row.numel(), device=row.device)
+    top = _segment_max(logit, row, rows)
+    heaviest = torch.where(logit == top[row], place, row.numel())
+    heaviest = place.new_full((rows,), row.numel()).scatter_reduce(0, row, heaviest, "amin")
+    best = heaviest[row] == place
+    second = _segment_max(torch.where(best, -math.inf, logit), row, rows)
+    weight = torch.where(best | (second[row] == -math.inf), 0, (logit - second[row]).exp())
+    rest = torch.zeros_like(top).index_add_(0, row, weight)
+    rest_gain = torch.zeros_like(top).index_add_(0, row, weight * gain)
+    ratio = torch.where(second == -math.inf, 0, (second - top).exp())
+    best_gain = torch.zeros_like(top).index_add_(0, row, torch.where(best, gain, 0))
+    some = top > -math.inf
+    total = torch.where(top == -math.inf, 0, 1 + rest * ratio)
+    total_gain = torch.where(top == -math.inf, 0, best_gain + rest_gain * ratio)
+
+    share = weight * ratio[row]  # exp(logit - top), of all but the heaviest
+    others = torch.where(best, (rest_gain / rest.where(rest != 0, 1))[row], (total_gain[row] - share * gain) / (total[row] - share))
+    effect = torch.where(best, 1, share) / total[row] * (gain - others)
+    effect = torch.where(logit == -math.inf, 0, effect)
+    odds = torch.where(some[probe_row], total[probe_row] * (top[probe_row] - probe_logit).exp(), 0)  # of being without the probe
+    mean = (total_gain / total.where(total != 0, 1))[probe_row]
+    probe_effect = torch.where(probe_logit == -math.inf, 0, (probe_gain - mean) / (1 + odds))
+    known = probe_row * key.size(1) + probe_col
+    mine = row * key.size(1) + col
+    found = torch.searchsorted(mine, known).clamp(max=max(mine.numel() - 1, 0))
+    if mine.numel():
+        probe_effect = torch.where(mine[found] == known, 0, probe_effect)
+    return effect.to(query.dtype), probe_effect.to(query.dtype)
 
 
 # ------------------------------------------------------------------ alpha-entmax over rows
@@ -251,17 +310,20 @@ def _sample_block(
     """Sorted edges of one head of one sequence, tokens counted from 0: rates [n, K], memberships [m, K]."""
     num_keys = key.size(0)
     mass = torch.cat([rate * key.sum(0), torch.full_like(rate[:, :1], exploration * num_keys)], dim=1)  # [n, K+1]
-    stretch, dense = plan_rows(mass.sum(1), rate @ key.amax(0) + exploration, num_keys, method)
+    bound = rate @ key.amax(0) + exploration
+    stretch, way = plan_rows(mass.sum(1), bound, num_keys, method)
+    rows = [(way == one).nonzero()[:, 0] for one in (PROPOSALS, GAPS, COINS)]
     parts = [
-        _flip_rows(rate, key, dense.nonzero()[:, 0], counter, seed, method, exploration, clamp),
-        _propose_rows(rate, key, mass, stretch, (~dense).nonzero()[:, 0], counter, seed, method, exploration),
+        _propose_rows(rate, key, mass, stretch, rows[PROPOSALS], counter, seed, method, exploration),
+        _skip_rows(rate, key, bound, rows[GAPS], counter, seed, exploration),
+        _flip_rows(rate, key, rows[COINS], counter, seed, method, exploration, clamp),
     ]
     edge = torch.cat(parts).sort().values
     return torch.div(edge, num_keys, rounding_mode="floor"), edge % num_keys
 
 
 def plan_rows(expected: Tensor, bound: Tensor, num_keys: Tensor | int, method: str) -> tuple[Tensor, Tensor]:
-    """How each row is sampled: the factor of its Poisson rates, and whether its coins are flipped key by key instead.
+    """How each row is sampled: the factor of its Poisson rates, and the cheapest of the three ways.
 
     With ``bound`` >= every probability of the row, rates ``c p`` with ``c = -log(1 - bound) / bound`` propose every pair often enough
     for thinning to reach p exactly. All in float64, so that every backend decides alike.
@@ -273,9 +335,11 @@ def plan_rows(expected: Tensor, bound: Tensor, num_keys: Tensor | int, method: s
         method: ``"bernoulli"`` or ``"fastrg"``.
     """
     if method == "fastrg":
-        return torch.ones_like(bound), expected * PROPOSAL_COST >= num_keys
+        return torch.ones_like(bound), torch.where(expected * PROPOSAL_COST < num_keys, PROPOSALS, COINS)
     stretch = torch.where(bound > 0, -torch.log1p(-bound.clamp(max=1 - 1e-12)) / bound, 1.0)
-    return stretch, (bound > 1 - 1e-12) | (expected * stretch * PROPOSAL_COST >= num_keys)
+    proposals, gaps = expected * stretch * PROPOSAL_COST, bound * num_keys * GAP_COST
+    way = torch.where(gaps <= proposals, GAPS, PROPOSALS)
+    return stretch, torch.where((bound > 1 - 1e-12) | ~(torch.minimum(gaps, proposals) < num_keys), COINS, way)
 
 
 def _flip_rows(
@@ -308,6 +372,24 @@ def _flip_rows(
         hit = (byte << 24 | words[:, j] >> 8) < threshold
         local, col = hit.nonzero(as_tuple=True)
         edges.append(part[local] * num_keys + col)
+    return torch.cat(edges)
+
+
+def _skip_rows(rate: Tensor, key: Tensor, bound: Tensor, rows: Tensor, counter: tuple[int, int], seed: int, exploration: float) -> Tensor:
+    """Keys at geometric distances, as if every probability were the row's bound, and each of them kept with probability p / bound."""
+    stream, head = counter
+    num_keys = key.size(0)
+    place, edges, step = torch.full_like(rows, -1), [rows.new_empty(0)], 0
+    while rows.numel():
+        words = philox(torch.full_like(rows, step), rows, stream, head | GAP << 24, seed)
+        u = ((words[0] << 21 | words[1] >> 11) + 1).double() * 2.0**-53
+        gap = -u.log() * (-1 / torch.log1p(-bound[rows]))
+        place = place + 1 + torch.where(gap < num_keys, gap, num_keys).long()
+        inside = place < num_keys
+        rows, place, word = rows[inside], place[inside], words[2][inside]
+        keep = word.double() * bound[rows] < ((rate[rows] * key[place]).sum(1) + exploration) * 2.0**32
+        edges.append((rows * num_keys + place)[keep])
+        step += 1
     return torch.cat(edges)
 
 

@@ -283,22 +283,34 @@ def dots(typing, vector, array, stride, tokens):
     """Sixteen dot products: of ``vector`` with the rows ``array[stride * tokens[k]]``, k = 0 .. 15, one in each lane.
 
     The products meet in a tree of 15 two-way merges, each of which adds one half of two vectors to the other half: a third of the
-    shuffles that sixteen separate sums over lanes would take.
+    shuffles that sixteen separate sums over lanes would take. An array of uint32 holds two numbers of bfloat16 in each element.
     """
-    result = Vector(vector.dtype, 16)
+    result, pairs = Vector(vector.dtype, 16), array.dtype == types.uint32
 
     def generate(context, builder, signature, args):
         row, data, step, index = args
         kind = context.get_value_type(result)
-        pieces = [builder.shuffle_vector(row, row, _order(list(range(c, c + 16)))) for c in range(0, vector.lanes, 16)]
+        words = ir.VectorType(_I32, 16)
+        starts = [c + half for c in range(0, vector.lanes, 32) for half in (0, 1)] if pairs else range(0, vector.lanes, 16)
+        pieces = [builder.shuffle_vector(row, row, _order([c + (1 + pairs) * k for k in range(16)])) for c in starts]
+
+        def halves(place):
+            """What matches each two pieces: the first numbers of sixteen pairs, and the second ones."""
+            both = builder.load(builder.bitcast(place, words.as_pointer()), align=4)
+            return [
+                builder.bitcast(bits, kind) for bits in (builder.shl(both, _all(words, 16)), builder.and_(both, _all(words, 0xFFFF0000)))
+            ]
 
         def products(lane):
             token = builder.load(_pointer(context, builder, tokens, index, ir.Constant(_I64, lane)))
             start = builder.mul(builder.sext(token, _I64), step)
-            partial = None
+            partial, numbers = None, []
             for c, piece in enumerate(pieces):
-                place = _pointer(context, builder, array, data, builder.add(start, ir.Constant(_I64, 16 * c)), kind)
-                product = builder.fmul(piece, builder.load(place, align=_bytes(array)), flags=_EXACT)
+                if not (pairs and c % 2):
+                    place = builder.add(start, ir.Constant(_I64, 16 * (c // 2 if pairs else c)))
+                    place = _pointer(context, builder, array, data, place, kind)
+                    numbers += halves(place) if pairs else [builder.load(place, align=_bytes(array))]
+                product = builder.fmul(piece, numbers[c], flags=_EXACT)
                 partial = product if partial is None else builder.fadd(product, partial, flags=_EXACT)
             return partial
 

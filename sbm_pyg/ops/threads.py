@@ -41,16 +41,17 @@ _pool_owner = -1
 _pool_lock = threading.Lock()
 
 
-def kernel(function: Callable) -> Callable:
+def kernel(function: Callable, reorder: bool = False) -> Callable:
     """Compile ``function`` with numba for :func:`run`: no GIL, cached on disk, floating point that keeps NaN and inf.
 
-    A cache folder that cannot be written costs one compilation per process, and is no error.
+    A sum keeps its order (:func:`.simd.exp` needs that) unless ``reorder`` lets the compiler take several terms at a time. A cache folder
+    that cannot be written costs one compilation per process, and is no error.
     """
     options: dict[str, Any] = {
         "nogil": True,
         "boundscheck": False,
         "error_model": "numpy",
-        "fastmath": {"contract"},  # a sum keeps its order (simd.exp needs that), and checks for NaN stay
+        "fastmath": {"contract", "reassoc", "nsz"} if reorder else {"contract"},
     }
     try:
         compiled = njit(cache=True, **options)(function)

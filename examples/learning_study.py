@@ -1,0 +1,224 @@
+"""The study of docs/learning.md: which gradient and which block model learn, over seeds, with the raw numbers kept.
+
+In: nothing but a folder. Out: one small CSV per run, and tables and plots over all that are there. Restartable: a run whose CSV is there is
+not run again, and one that was stopped goes on from its last checkpoint. Not here: the task and its training (``repeated_tokens.py``)::
+
+    python examples/learning_study.py run                       # everything that is missing; hours on two cores
+    python examples/learning_study.py run --only local mask     # some of it
+    python examples/learning_study.py gradients                 # bias and variance by enumeration, a minute
+    python examples/learning_study.py report                    # tables and plots of what is there
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import itertools
+import sys
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from repeated_tokens import COLUMNS, Settings, plot, read_curve, train
+from sbm_pyg import AttentionGraph, ops
+
+SEEDS = 5
+SMALL = Settings(tokens=64, batch_size=32, num_blocks=32, steps=1000, learning_rate=3e-3, decay=1, evaluate_every=50)
+LONG = replace(SMALL, steps=2000, evaluate_every=100, position_scale=1.0)
+SORTED: dict[str, Any] = {"parameterization": "assortative", "clusters": "orthogonal", "temperature": 0.3, "tied": 1}
+RUNS: dict[str, Settings] = {
+    "full": replace(SMALL, attention="full"),
+    "local": SMALL,
+    "mask": replace(SMALL, estimator="mask"),
+    "paper": replace(SMALL, estimator="paper"),
+    "none": replace(SMALL, estimator="none"),
+    "relaxed": replace(SMALL, estimator="relaxed"),
+    "concrete": replace(SMALL, estimator="concrete"),
+    "score function": replace(SMALL, estimator="score-function"),
+    "local, all pairs": replace(SMALL, probes=float("inf")),
+    "local, orthogonal": replace(SMALL, clusters="orthogonal"),
+    "local, mixed": replace(SMALL, parameterization="mixed"),
+    "mask, mixed": replace(SMALL, estimator="mask", parameterization="mixed"),
+    "full, long": replace(LONG, attention="full"),
+    "local, long, assortative, 0.1": replace(LONG, density_weight=0.1, **SORTED),
+    "mask, long, assortative, 0.1": replace(LONG, estimator="mask", density_weight=0.1, **SORTED),
+    "local, long, assortative": replace(LONG, **SORTED),
+}
+
+
+def file_name(name: str, seed: int) -> str:
+    """Stem of a run's files."""
+    return f"{name.replace(', ', '_').replace(' ', '-')}_{seed}"
+
+
+def run(folder: Path, names: Iterable[str], seeds: int) -> None:
+    """Trains what is missing, seed by seed, so that a study that is stopped has something of everything."""
+    todo = [(seed, name) for seed in range(seeds) for name in names if not finished(folder, name, seed)]
+    for seed, name in tqdm(todo, desc="Runs", unit="run"):
+        train(folder, file_name(name, seed), replace(RUNS[name], seed=seed), progress=False)
+        (folder / f"{file_name(name, seed)}.ckpt").unlink()
+
+
+def finished(folder: Path, name: str, seed: int) -> bool:
+    """Whether the run's curve is complete."""
+    path = folder / f"{file_name(name, seed)}.csv"
+    return path.exists() and read_curve(path)[-1]["step"] == RUNS[name].steps
+
+
+# ------------------------------------------------------------------ tables and plots
+
+
+def report(folder: Path) -> str:
+    """A Markdown table over all finished runs, and a plot of mean curves; returns the table."""
+    lines = [
+        "| run | seeds | accuracy, % | density, % | p, equal tokens | p, other tokens | steps to 99 % |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    means = {}
+    for name in RUNS:
+        curves = [read_curve(folder / f"{file_name(name, seed)}.csv") for seed in range(SEEDS) if finished(folder, name, seed)]
+        if not curves:
+            continue
+        last = {column: np.array([curve[-1][column] for curve in curves]) for column in COLUMNS}
+        reached = [next((row["step"] for row in curve if row["accuracy"] >= 0.99), None) for curve in curves]
+        hits = [step for step in reached if step is not None]
+        when = f"{int(np.median(hits)):,} ({len(hits)} of {len(curves)})" if hits else "never"
+        shown = [
+            _spread(100 * last["accuracy"], 2),
+            _spread(100 * last["density"], 1),
+            _spread(last["p_equal"], 3),
+            _spread(last["p_other"], 3),
+        ]
+        lines.append(f"| {name} | {len(curves)} | {' | '.join(shown)} | {when} |")
+        means[name] = [
+            {column: float(np.mean([curve[i][column] for curve in curves])) for column in COLUMNS} for i in range(min(map(len, curves)))
+        ]
+    groups = {
+        "estimators": ["full", "local", "mask", "paper", "relaxed", "concrete", "score function", "none"],
+        "models": ["full, long", "local, long, assortative", "local, long, assortative, 0.1", "mask, long, assortative, 0.1"],
+    }
+    for group, names in groups.items():
+        if any(name in means for name in names):
+            plot(folder / f"{group}.png", {name: means[name] for name in names if name in means})
+    return "\n".join(lines)
+
+
+def _spread(values: np.ndarray, digits: int) -> str:
+    """Mean, smallest and largest."""
+    return f"{values.mean():.{digits}f} ({values.min():.{digits}f} to {values.max():.{digits}f})"
+
+
+# ------------------------------------------------------------------ bias and variance by enumeration
+
+
+def gradient_errors(
+    p0: float, sharpness: float, chance: float, cases: int = 200, keys: int = 8, channels: int = 8
+) -> dict[str, dict[str, float]]:
+    """Bias and standard deviation of each estimator, relative to the norm of the true gradient, and agreement of signs.
+
+    One query attends to ``keys`` keys; the loss is a cross-entropy behind a tanh, so it is not linear. All graphs are enumerated, one row each.
+
+    Args:
+        p0: Edge probabilities are around this.
+        sharpness: Standard deviation of the scores.
+        chance: Probability that a pair is a probe.
+        cases: Number of random cases.
+        keys: Number of keys.
+        channels: Channels of a value.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    bits = torch.tensor(list(itertools.product([0.0, 1.0], repeat=keys)), dtype=torch.float64)  # [S, M]
+    rows, present = len(bits), bits > 0
+    graph, everything = AttentionGraph.from_dense(bits), AttentionGraph.from_dense(torch.ones(rows, keys))
+    sums: dict[str, np.ndarray] = {}
+    for _ in range(cases):
+        score, value, readout, residual = sharpness * draw(keys), draw(1, keys, channels), 2 * draw(2, channels), draw(channels)
+        p = (p0 + 0.2 * min(p0, 1 - p0) * draw(keys)).clamp(0.01, 0.99)
+        query, key = torch.ones(1, rows, 1, dtype=torch.float64), score[None, :, None]
+        out = ops.edge_attention(query, key, value, graph.rowptr, graph.col)[0].requires_grad_()
+        logits = torch.tanh(out[0] + residual) @ readout.T
+        loss = torch.logsumexp(logits, 1) - logits[:, 0]
+        (grad_out,) = torch.autograd.grad(loss.sum(), out)
+        loss = loss.detach()
+        here, there = ops.edge_effect(grad_out, query, key, value, graph.rowptr, graph.col, None, everything.rowptr, everything.col)
+        effect = there.view(rows, keys).clone()
+        effect[present] = here
+        weight = torch.where(present, score.exp(), 0)
+        weight = weight / weight.sum(1, keepdim=True).clamp(min=1e-300)
+        gain = grad_out[0] @ value[0].T
+        mask = weight * (gain - (weight * gain).sum(1, keepdim=True))
+        chances = (bits * p + (1 - bits) * (1 - p)).prod(1)[:, None]  # [S, 1]
+        mean_loss = (chances[:, 0] * loss).sum()
+        score_function = torch.where(present, 1 / p, -1 / (1 - p)) * (loss - mean_loss)[:, None]
+        true = (chances * score_function).sum(0)
+        seen = 1 / (p + chance * (1 - p))
+        probe = torch.where(present, 1.0, chance)  # probability that the pair is looked at, its state given
+        looked: dict[str, tuple[Tensor, Any]] = {  # what a pair contributes where it is looked at, and how often it is
+            "paper": (mask * score, 1.0),
+            "mask": (mask, 1.0),
+            "local, all pairs": (effect, 1.0),
+            "local, edges over p": (torch.where(present, effect / p, 0), 1.0),
+            "local, non-edges over their chance": (torch.where(present, effect, effect / chance), probe),
+            "local": (effect * seen, probe),
+            "local, half and half": (torch.where(present, effect / (2 * p), effect / (2 * chance * (1 - p))), probe),
+            "score function": (score_function, 1.0),
+        }
+        for name, (amount, share) in looked.items():
+            mean = (chances * amount * share).sum(0)
+            second = (chances * amount**2 * share).sum(0)
+            new = [
+                float(((mean - true) ** 2).sum()),
+                float((second - mean**2).sum()),
+                float((true**2).sum()),
+                float((mean.sign() == true.sign()).double().mean()) / cases,
+            ]
+            sums[name] = sums.get(name, np.zeros(4)) + np.array(new)
+    return {name: {"bias": (a[0] / a[2]) ** 0.5, "deviation": (a[1] / a[2]) ** 0.5, "signs": float(a[3])} for name, a in sums.items()}
+
+
+def gradients(folder: Path) -> str:
+    """The table of :func:`gradient_errors` over several settings, as Markdown and as CSV."""
+    header = "| p | scores | estimator | bias | standard deviation | signs that agree |\n|---:|---:|---|---:|---:|---:|"
+    lines, rows = [header], []
+    for p0, sharpness in tqdm(list(itertools.product((0.05, 0.25, 0.8), (1.0, 3.0))), desc="Settings", unit="setting"):
+        for name, found in gradient_errors(p0, sharpness, chance=0.25).items():
+            rows.append({"p": p0, "sharpness": sharpness, "estimator": name, **found})
+            lines.append(f"| {p0} | {sharpness:g} | {name} | {found['bias']:.2f} | {found['deviation']:.2f} | {found['signs']:.1%} |")
+    with (folder / "gradients.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs the command line; ``--help`` explains it."""
+    parser = argparse.ArgumentParser(description="The study of docs/learning.md.")
+    parser.add_argument("action", choices=("run", "gradients", "report"), help="what to do")
+    parser.add_argument("--folder", type=Path, default=Path("docs/learning"), help="of the CSV files and plots (default: docs/learning)")
+    parser.add_argument("--only", nargs="+", choices=tuple(RUNS), metavar="RUN", help="runs by name (default: all)")
+    parser.add_argument("--seeds", type=int, default=SEEDS, help=f"number of seeds (default: {SEEDS})")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1)")
+    given = parser.parse_args(arguments)
+    if given.seeds < 1 or given.threads < 1:
+        parser.error(f"Expected 'seeds' and 'threads' to be at least 1 (got {given.seeds} and {given.threads}).")
+    torch.set_num_threads(given.threads)
+    given.folder.mkdir(parents=True, exist_ok=True)
+    if given.action == "run":
+        run(given.folder, given.only or RUNS, given.seeds)
+    else:
+        print(report(given.folder) if given.action == "report" else gradients(given.folder))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,184 @@
+r"""Gradients of a loss to the probabilities of sampled edges: every estimator in one place.
+
+In: the model of a graph, the graph that was sampled from it, and the attention over it. Out: gates, biases or an output whose backward pass
+reaches :math:`p`. Not here: sampling, attention, and which estimator a layer uses by default (:class:`~sbm_pyg.SBMAttentionConv`).
+
+With weights :math:`P_{ij}`, gains :math:`g_{ij} = (\partial L / \partial o_i) \cdot v_j`, scores :math:`s_{ij}` and the mean gain
+:math:`\bar g_i = \sum_j P_{ij} g_{ij}` of a row:
+
+==================  =======================================================================================  ==================
+estimator           :math:`\partial L / \partial p_{ij}`                                                     over
+==================  =======================================================================================  ==================
+``"local"``         :math:`\Delta_{ij} / \pi_{ij}`, :math:`\Delta` the loss with the edge less that without  edges and probes
+``"mask"``          :math:`P_{ij} (g_{ij} - \bar g_i)`                                                       edges
+``"paper"``         :math:`P_{ij} (g_{ij} - \bar g_i) \, s_{ij}` (eq. 9)                                     edges
+``"relaxed"``       that of softmax(s + log p), no graph being sampled in training                           all pairs
+``"concrete"``      that of softmax(s + log m), m a relaxed coin with probability p                          all pairs
+``"none"``          0                                                                                        nothing
+score function      :math:`(L - b) \, \partial \log \Pr(A) / \partial p_{ij}`, added to the loss             all pairs
+==================  =======================================================================================  ==================
+
+docs/learning.md derives them and compares them by experiment.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import ops
+from .graph import AttentionGraph
+from .sampling import sample_edges
+from .sbm import SBM
+
+__all__ = ["ESTIMATORS", "concrete_bias", "draw_probes", "local_expectation", "relaxed_bias", "score_function", "straight_through"]
+
+GATE_FORM = {"paper": "score", "mask": "weight"}
+RELAXATIONS = ("relaxed", "concrete")
+ESTIMATORS = ("local", *GATE_FORM, *RELAXATIONS, "none")
+
+_PROBES = 0x9E3779B97F4A7C15  # added to the seed of the graph; makes the words of the probes other ones
+_LEAST = 1e-9  # probability below which a logarithm is cut
+
+
+def straight_through(sbm: SBM, graph: AttentionGraph, forced: Tensor | None = None) -> Tensor:
+    """Gate of each edge, ``[E]``: exactly 1, with the gradient of its probability. O(E) forward, O(E K) backward.
+
+    Args:
+        sbm: Model of the graph.
+        graph: The graph.
+        forced: Edges that are there whatever p is, ``[E]`` bool; they send no gradient to it.
+    """
+    gate = sbm.edge_gate(graph)
+    return gate if forced is None else torch.where(forced, gate.detach(), gate)
+
+
+def draw_probes(sbm: SBM, per_query: float, *, seed: int, streams: Tensor | None = None) -> tuple[AttentionGraph, Tensor]:
+    """Pairs drawn uniformly and independently of the graph: where :func:`local_expectation` looks beside the edges. O(N per_query).
+
+    Args:
+        sbm: Model whose tokens, heads and sequences they are over.
+        per_query: Expected number of probes of each query and head; a query with fewer keys gets all of them, so that
+            ``math.inf`` means all pairs.
+        seed: Seed of the graph; other random words are drawn from it.
+        streams: As :func:`sample_edges`.
+
+    Returns:
+        The probes, and the probability with which each pair of a query is one, ``[N]``.
+    """
+    keys = sbm.key_ptr.diff()
+    chance = (per_query / keys.clamp(min=1)).clamp(max=1).to(sbm.query.dtype)
+    chance = torch.repeat_interleave(chance, sbm.query_ptr.diff(), output_size=sbm.num_queries)  # [N]
+    query, key = chance.expand(sbm.heads, -1)[..., None], chance.new_ones(sbm.heads, sbm.num_keys, 1)
+    uniform = SBM(query, key, chance.new_ones(sbm.heads, 1, 1), sbm.query_ptr, sbm.key_ptr)
+    return sample_edges(uniform, clamp=True, seed=(seed + _PROBES) % 2**63, streams=streams), chance
+
+
+def local_expectation(
+    out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sbm: SBM,
+    graph: AttentionGraph,
+    probes: AttentionGraph,
+    chance: Tensor,
+    *,
+    bias: Tensor | None = None,
+    probe_bias: Tensor | None = None,
+    forced: Tensor | None = None,
+    scale: float = 1.0,
+    exploration: float = 0.0,
+) -> Tensor:
+    r"""The local expectation gradient: what each edge does to the loss, the others given.
+
+    The exact gradient of an expected loss is :math:`\partial E[L] / \partial p_{ij} = E[L(A, A_{ij} = 1) - L(A, A_{ij} = 0)]`. The difference of a
+    single pair is taken to first order in the attention's output (:func:`sbm_pyg.ops.edge_effect`), where it is a closed form of O(C). Pairs that
+    are edges or probes are looked at; one is with probability :math:`\pi_{ij} = 1 - (1 - p_{ij})(1 - \eta_i)`, :math:`\eta_i` being the chance of a
+    probe, and counts :math:`1 / \pi_{ij}`. This is unbiased wherever the loss is linear in the output, in O((E + E')(C + K)).
+
+    Args:
+        out: Output of the attention, ``[H, N, C']``.
+        query, key, value: Of the attention.
+        sbm: Model of the graph.
+        graph: The graph.
+        probes, chance: Of :func:`draw_probes`.
+        bias, probe_bias: Score biases of edges ``[E]`` and probes ``[E']``.
+        forced: Edges that are there whatever p is, ``[E]`` bool.
+        scale: Factor of the scores.
+        exploration: What was added to each probability when the graph was sampled.
+
+    Returns:
+        ``out``, whose backward pass also reaches the memberships and the block matrix.
+
+    Reference: Titsias and Lazaro-Gredilla, "Local Expectation Gradients for Black Box Variational Inference", NeurIPS 2015, for the idea of
+    taking the expectation over one variable exactly; Veach and Guibas, SIGGRAPH 1995, for weighting samples of two sources by their sum
+    (the balance heuristic).
+    """
+    with torch.no_grad():
+        weight, probe_weight = (_looked_at(sbm, pairs, chance, exploration).reciprocal_() for pairs in (graph, probes))
+        if forced is not None:
+            weight.masked_fill_(forced, 0)
+    return ops.local_expectation(
+        out,
+        sbm.rate,
+        sbm.key,
+        query,
+        key,
+        value,
+        (graph.rowptr, graph.col, bias, weight),
+        (probes.rowptr, probes.col, probe_bias, probe_weight),
+        scale,
+    )
+
+
+def _looked_at(sbm: SBM, pairs: AttentionGraph, chance: Tensor, exploration: float) -> Tensor:
+    """Probability that each pair is an edge or a probe, ``[E]``."""
+    p = (sbm.edge_prob(pairs) + exploration).clamp_(max=1)
+    eta = torch.repeat_interleave(chance.repeat(pairs.heads), pairs.rowptr.diff(), output_size=pairs.num_edges)
+    return torch.lerp(eta, torch.ones_like(eta), p)
+
+
+def relaxed_bias(sbm: SBM, graph: AttentionGraph, exploration: float = 0.0) -> Tensor:
+    """Log-probability of each pair, ``[E]``: as a score bias over all pairs it replaces the mask by its expectation. O(E K)."""
+    return (sbm.edge_prob(graph) + exploration).clamp(_LEAST, 1).log()
+
+
+def concrete_bias(sbm: SBM, graph: AttentionGraph, temperature: float, *, seed: int, exploration: float = 0.0) -> Tensor:
+    r"""Logarithm of a relaxed coin for each pair, ``[E]``: :math:`\log \sigma((\operatorname{logit} p + \operatorname{logit} u) / \tau)`. O(E K).
+
+    Args:
+        sbm: Model of the graph.
+        graph: Usually all pairs.
+        temperature: :math:`\tau > 0`; the coin hardens as it goes to 0.
+        seed: Seed of the uniform words u.
+        exploration: Added to each probability.
+
+    Reference: Maddison et al. and Jang et al., ICLR 2017.
+    """
+    p = (sbm.edge_prob(graph) + exploration).clamp(_LEAST, 1 - 1e-6)
+    noise = torch.rand(p.shape, generator=torch.Generator(p.device).manual_seed(seed), device=p.device, dtype=p.dtype).clamp(1e-6, 1 - 1e-6)
+    return torch.nn.functional.logsigmoid((p.logit() + noise.logit()) / temperature)
+
+
+def score_function(sbm: SBM, graph: AttentionGraph, loss: Tensor, exploration: float = 0.0) -> Tensor:
+    r"""A scalar to add to the loss, whose gradient to the model is :math:`\sum_b (L_b - \bar L) \, \nabla \log \Pr(A_b)`.
+
+    Unbiased for any loss (REINFORCE; Williams 1992), with the mean of the other sequences as baseline. Its variance grows with the number
+    of pairs, and it costs O(N M K): a reference point, not a way to train.
+
+    Args:
+        sbm: Model of the graph.
+        graph: Sampled from it, with nothing forced.
+        loss: Loss of each sequence, ``[B]``.
+        exploration: What was added to each probability when the graph was sampled.
+    """
+    batch = loss.numel()
+    others = (loss.sum() - loss) / (batch - 1) if batch > 1 else torch.zeros_like(loss)
+    advantage = (loss - others).detach()
+    p = (sbm.edge_prob(graph) + exploration).clamp(1e-6, 1 - 1e-6)
+    sequence = torch.repeat_interleave(sbm.query_ptr.diff(), output_size=sbm.num_queries).repeat(sbm.heads)[graph.edge_row]
+    log_prob = p.new_zeros(batch).index_add(0, sequence, p.logit())
+    absent = torch.stack([(-(sbm.edge_prob_dense(b) + exploration).clamp(0, 1 - 1e-6)).log1p().sum() for b in range(sbm.num_sequences)])
+    total = advantage * (log_prob + absent)
+    return total.sum() - total.sum().detach()

@@ -1,0 +1,216 @@
+"""What runs here: ``python -m sbm_pyg.info`` prints versions, kernels, threads, devices and caches, and tests the kernels for a second.
+
+In: nothing, or ``--json``. Out: text for a bug report, or the same as JSON; exit status 1 if the self-test fails. Not here: benchmarks
+(``examples/benchmark.py``), and the tests proper.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import llvmlite.binding
+import torch
+import torch_geometric.typing
+from numba.core import config as numba_config
+
+from . import ops
+from .ops import threads, tiles
+from .version import __version__
+
+__all__ = ["collect", "main", "self_test"]
+
+CORE = ("torch", "torch-geometric", "numpy", "networkx", "numba", "llvmlite", "safetensors")
+OPTIONAL = {
+    "triton": "kernels on CUDA devices",
+    "torch-sparse": "SparseTensor",
+    "scipy": "analysis",
+    "ortools": "analysis, exact Hamiltonian paths",
+    "matplotlib": "plots",
+    "lightning": "examples",
+    "torchmetrics": "examples",
+    "tensorboard": "examples",
+    "scikit-learn": "examples",
+}
+VECTORS = ("avx512f", "avx2", "avx", "sse2", "sve", "neon")
+TOLERANCE = 1e-4  # of float32 kernels against float64 formulas, relative to the largest value
+
+
+def collect(test: bool = True) -> dict[str, Any]:
+    """Everything that is printed, as plain data.
+
+    Args:
+        test: Also run :func:`self_test`.
+    """
+    tested = self_test() if test else None  # first, since it loads the kernels whose cache is looked at
+    return {
+        "versions": {"sbm_pyg": __version__, "python": platform.python_version(), **{name: _version(name) for name in CORE}},
+        "machine": {"system": platform.platform(), "processor": platform.machine(), "cores": os.cpu_count()},
+        "kernels": {
+            "cpu": "numba",
+            "cuda": "plain torch",
+            "processor": getattr(numba_config, "CPU_NAME", None) or llvmlite.binding.get_host_cpu_name(),
+            "instructions": _instructions(),
+            "tiles": tiles.AVAILABLE,
+        },
+        "threads": {
+            "torch": torch.get_num_threads(),
+            "interop": torch.get_num_interop_threads(),
+            "pool": "OpenMP team of torch" if threads._fork_team is not None else "python threads",
+            "environment": {
+                name: os.environ[name] for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS") if name in os.environ
+            },
+        },
+        "cuda": {
+            "torch": torch.version.cuda,
+            "available": torch.cuda.is_available(),
+            "devices": [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())],
+        },
+        "optional": {name: _version(name) for name in OPTIONAL} | {"torch-sparse": _torch_sparse()},
+        "caches": _caches(),
+        "self_test": tested,
+    }
+
+
+def self_test() -> dict[str, Any]:
+    """Compare the kernels with their meaning in plain torch, on one small problem per device.
+
+    Takes about a second, most of it to load compiled kernels; some seconds more where they are not cached yet.
+
+    Returns:
+        Per device, largest errors relative to the largest value, and ``passed``; the seconds that all took.
+    """
+    start = time.perf_counter()
+    devices = ["cpu"] + ["cuda"] * torch.cuda.is_available()
+    result: dict[str, Any] = {device: _test_device(torch.device(device)) for device in devices}
+    return {"passed": all(result[device]["passed"] for device in devices), **result, "seconds": round(time.perf_counter() - start, 3)}
+
+
+def _test_device(device: torch.device) -> dict[str, Any]:
+    sample: Any = ops.sample_sbm
+    attend: Any = ops.edge_attention
+    meaning: Any = ops.reference
+    random = torch.Generator().manual_seed(0)
+    heads, tokens, blocks, channels = 2, 200, 8, 16
+    rate, member = (torch.rand(heads, tokens, blocks, generator=random) / 4 for _ in range(2))
+    ptr, streams = torch.tensor([0, 80, tokens]), torch.arange(2)
+    law = (rate, member, ptr, ptr, streams)
+    expected = meaning.sample_sbm(*law, 7, "bernoulli", 0.0, False)
+    rowptr, col = sample(*(tensor.to(device) for tensor in law), 7)
+    same = torch.equal(rowptr.cpu(), expected[0]) and torch.equal(col.cpu().long(), expected[1].long())
+
+    graph = (expected[0], expected[1])
+    inputs = [torch.randn(heads, tokens, channels, generator=random) for _ in range(3)]
+    gate = torch.rand(expected[1].numel(), generator=random) + 0.5
+    grad = torch.randn(heads, tokens, channels, generator=random)
+    options = (None, channels**-0.5, "score", 0.0, 0)
+    wide = [tensor.double() for tensor in (*inputs, gate)]
+    out, lse = meaning.edge_attention(*wide[:3], *graph, wide[3], *options)
+    grads = meaning.edge_attention_backward(grad.double(), *wide[:3], *graph, wide[3], None, out, lse, *options[1:], True, False)[:4]
+    leaves = [tensor.to(device).requires_grad_() for tensor in (*inputs, gate)]
+    found, _ = attend(*leaves[:3], *(tensor.to(device) for tensor in graph), leaves[3], *options)
+    found.backward(grad.to(device))
+    errors = {"attention": _error(found, out)}
+    errors["gradients"] = max(_error(leaf.grad, wanted) for leaf, wanted in zip(leaves, grads, strict=True))
+    return {"passed": same and max(errors.values()) < TOLERANCE, "edges": col.numel(), "same_edges": same, **errors}
+
+
+def _error(found: Any, wanted: torch.Tensor) -> float:
+    error = float((found.detach().double().cpu() - wanted).abs().max() / wanted.abs().max())
+    return error if error == error else float("inf")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _torch_sparse() -> str | None:
+    """Its version where it can also be loaded: a build for another torch cannot."""
+    return _version("torch-sparse") if torch_geometric.typing.WITH_TORCH_SPARSE else None
+
+
+def _instructions() -> str:
+    """The widest vectors that numba compiles for."""
+    chosen = getattr(numba_config, "CPU_FEATURES", None)
+    if chosen is not None:
+        known = {name[1:] for name in chosen.split(",") if name.startswith("+")}
+    else:
+        known = {name for name, present in llvmlite.binding.get_host_cpu_features().items() if present}
+    return next((name for name in VECTORS if name in known), "scalar")
+
+
+def _caches() -> dict[str, Any]:
+    """Where compiled kernels lie. numba falls back to the user's cache folder where the package's own cannot be written to."""
+    found: dict[str, Any] = {}
+    for kernel in threads._kernels:
+        path = kernel.stats.cache_path
+        if path is not None and path not in found:
+            files = [file.stat().st_size for file in Path(path).glob("*.nb?")]
+            found[path] = {"writable": os.access(path, os.W_OK), "files": len(files), "bytes": sum(files)}
+    return found
+
+
+def _text(info: dict[str, Any]) -> str:
+    """The same for people."""
+    lines: list[str] = []
+
+    def section(title: str, rows: dict[str, Any]) -> None:
+        lines.extend(["", title, *(f"  {name:<18}{value}" for name, value in rows.items())])
+
+    kernels, running, cuda, tested = info["kernels"], info["threads"], info["cuda"], info["self_test"]
+    section("versions", info["versions"])
+    section("machine", info["machine"])
+    section(
+        "kernels",
+        {
+            "cpu": f"{kernels['cpu']}, {kernels['instructions']} on {kernels['processor']}, matrix tiles (AMX): {'yes' if kernels['tiles'] else 'no'}",
+            "cuda": kernels["cuda"],
+        },
+    )
+    environment = "".join(f", {name}={value}" for name, value in running["environment"].items())
+    section("threads", {"torch": f"{running['torch']}, {running['interop']} between ops{environment}", "kernels": running["pool"]})
+    built = f"torch is built for {cuda['torch']}" if cuda["torch"] else "torch is built without it"
+    section("cuda", {"devices": ", ".join(cuda["devices"]) or f"none; {built}"})
+    section("optional packages", {name: f"{version or 'not installed':<16}{OPTIONAL[name]}" for name, version in info["optional"].items()})
+    folders = {
+        f"{cache['files']} files": f"{cache['bytes'] / 2**20:.1f} MiB, {'writable' if cache['writable'] else 'NOT writable'}: {path}"
+        for path, cache in info["caches"].items()
+    }
+    section(
+        "compiled kernels",
+        folders or {"no cache": "no folder can be written to, so every process compiles its kernels; set NUMBA_CACHE_DIR"},
+    )
+    if tested is not None:
+        rows = {
+            device: f"{'passed' if row['passed'] else 'FAILED'}: {row['edges']:,} edges {'equal' if row['same_edges'] else 'DIFFER'}, "
+            f"error of attention {row['attention']:.1e}, of gradients {row['gradients']:.1e}"
+            for device, row in tested.items()
+            if isinstance(row, dict)
+        }
+        section(f"self-test against plain torch ({tested['seconds']:.2f} s)", rows)
+    return "\n".join(lines[1:])
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m sbm_pyg.info", description="Says what runs here, and tests it.")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--no-test", action="store_true", help="leave the self-test out")
+    chosen = parser.parse_args(arguments)
+    info = collect(test=not chosen.no_test)
+    print(json.dumps(info, indent=2) if chosen.json else _text(info))
+    return 0 if info["self_test"] is None or info["self_test"]["passed"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,351 @@
+"""The attention layer behind the call of :class:`torch.nn.MultiheadAttention`, for models with padded tensors.
+
+In: padded queries, keys and values with masks. Out: padded tokens and, on request, the weights as a sparse tensor.
+Not here: attention itself. This module removes the padding, calls :class:`~sbm_pyg.SBMAttentionConv` and puts the padding back.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch_geometric.nn.dense.linear import Linear
+
+from .attention import SBMAttentionConv
+from .graph import AttentionGraph
+from .ragged import offsets, readable
+
+__all__ = ["SBMMultiheadAttention"]
+
+
+class SBMMultiheadAttention(nn.Module):
+    r"""Drop-in for :class:`torch.nn.MultiheadAttention` whose heads attend over sampled graphs, or over one that is given.
+
+    .. math:: \operatorname{MultiHead}(Q, K, V) = \Big(\Big\Vert_h \operatorname{attention}_h(Q, K, V)\Big) W^\top + b
+
+    with the attention of :class:`SBMAttentionConv`: the softmax runs over the edges of each query alone. Padding is removed before and put
+    back after, so what it holds is of no account. Cost O(N E_q^2 + NKC + E (C + K)) on the N real tokens, whatever the padded length.
+
+    Args:
+        embed_dim: Channels of queries and of the output, a multiple of ``num_heads``.
+        num_heads: Number of heads H.
+        dropout: Probability that an attention weight is dropped in training.
+        bias: Biases in the four projections.
+        add_bias_kv: Not supported; False.
+        add_zero_attn: Not supported; False.
+        kdim: Channels of the keys; ``embed_dim`` if None.
+        vdim: Channels of the values; ``embed_dim`` if None.
+        batch_first: Batched tensors are ``[B, L, channels]``; otherwise ``[L, B, channels]``, as in torch.
+        device: Of the parameters.
+        dtype: Of the parameters.
+        num_blocks: Number of blocks K of each head's SBM. None: no SBM; attention is dense unless the call brings a graph.
+        **options: Of :class:`SBMAttentionConv`: ``estimator``, ``exploration``, ``budget``, ``window``, ``normalizer``, ``score_bias``...
+
+    Raises:
+        ValueError: ``embed_dim`` is no multiple of ``num_heads``, an option is out of range or not supported.
+
+    Shapes:
+        - query ``[B, L, embed_dim]``, key ``[B, S, kdim]``, value ``[B, S, vdim]`` with ``batch_first``, ``[L, B, ...]`` without, or
+          ``[L, ...]`` for one sequence; output as the query.
+
+    Example:
+        >>> attention = SBMMultiheadAttention(32, num_heads=4, batch_first=True, num_blocks=8)
+        >>> x, padding = torch.randn(2, 10, 32), torch.arange(10) >= torch.tensor([[10], [7]])
+        >>> out, weights = attention(x, x, x, key_padding_mask=padding, seed=0)
+        >>> out.shape, weights.shape, weights.is_sparse
+        (torch.Size([2, 10, 32]), torch.Size([2, 10, 10]), True)
+
+    Reference: Vaswani et al., "Attention Is All You Need", NeurIPS 2017; Cho et al., "Transformers meet Stochastic Block Models", NeurIPS
+    2022. Unlike torch's layer: padded queries of self-attention give zeros, weights are returned before dropout, masks forbid or allow
+    and do not add, and a query without keys gives the bias of the output projection instead of NaN.
+    """
+
+    in_proj_bias = None
+    """Always None. :class:`torch.nn.TransformerEncoderLayer` looks here before it bypasses a layer with a fused kernel of its own."""
+    _qkv_same_embed_dim = False
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        num_blocks: int | None = 128,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        if num_heads < 1 or embed_dim < 1 or embed_dim % num_heads:
+            raise ValueError(
+                f"Expected 'embed_dim' to be a multiple of 'num_heads' (got {embed_dim} and {num_heads}). Each head takes embed_dim / num_heads channels."
+            )
+        for name, value in (("add_bias_kv", add_bias_kv), ("add_zero_attn", add_zero_attn)):
+            if value:
+                raise ValueError(f"Expected '{name}' to be False (got {value}). Append a token of your own to keys and values instead.")
+        if not options.pop("concat", True):
+            raise ValueError("Expected no 'concat' (got False). The output projection takes the heads side by side.")
+        self.embed_dim, self.num_heads, self.batch_first = embed_dim, num_heads, batch_first
+        self.kdim, self.vdim = kdim or embed_dim, vdim or embed_dim
+        head_channels = embed_dim // num_heads
+        self.conv = SBMAttentionConv((self.kdim, embed_dim), head_channels, num_heads, num_blocks, bias=bias, dropout=dropout, **options)
+        if self.vdim != self.kdim:
+            self.conv.lin_value = Linear(self.vdim, embed_dim, bias=bias)
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
+        self.to(device=device, dtype=dtype)
+
+    @classmethod
+    def from_torch(cls, attention: nn.MultiheadAttention, *, num_blocks: int | None = 128, **options: Any) -> SBMMultiheadAttention:
+        """A layer with the projections of a torch layer, copied.
+
+        Args:
+            attention: The layer to start from.
+            num_blocks: As in the constructor.
+            **options: Of :class:`SBMAttentionConv`.
+
+        Raises:
+            ValueError: The layer appends a bias or zeros to its keys.
+        """
+        weight = attention.out_proj.weight
+        made = cls(
+            attention.embed_dim,
+            attention.num_heads,
+            attention.dropout,
+            attention.out_proj.bias is not None,
+            attention.bias_k is not None,
+            attention.add_zero_attn,
+            attention.kdim,
+            attention.vdim,
+            attention.batch_first,
+            weight.device,
+            weight.dtype,
+            num_blocks=num_blocks,
+            **options,
+        )
+        if attention.in_proj_weight is not None:
+            weights = attention.in_proj_weight.chunk(3)
+        else:
+            weights = (attention.q_proj_weight, attention.k_proj_weight, attention.v_proj_weight)
+        biases = (None, None, None) if attention.in_proj_bias is None else attention.in_proj_bias.chunk(3)
+        with torch.no_grad():
+            projections = (made.conv.lin_query, made.conv.lin_key, made.conv.lin_value)
+            for mine, source, shift in zip(projections, weights, biases, strict=True):
+                mine.weight.copy_(source)
+                if shift is not None:
+                    mine.bias.copy_(shift)
+            made.out_proj.load_state_dict(attention.out_proj.state_dict())
+        return made.train(attention.training)
+
+    def reset_parameters(self) -> None:
+        """Draw all parameters anew from torch's default generator."""
+        self.conv.reset_parameters()
+        self.out_proj.reset_parameters()
+
+    @property
+    def dropout(self) -> float:
+        """Probability that an attention weight is dropped in training."""
+        return self.conv.dropout
+
+    @property
+    def head_dim(self) -> int:
+        """Channels per head C."""
+        return self.conv.out_channels
+
+    @property
+    def in_proj_weight(self) -> Tensor:
+        """The query projection. torch's encoders ask whether it requires a gradient."""
+        return self.conv.lin_query.weight
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+        *,
+        graph: AttentionGraph | None = None,
+        seed: int | None = None,
+        streams: Tensor | None = None,
+        return_graph: bool = False,
+    ) -> tuple[Any, ...]:
+        """Attend.
+
+        Args:
+            query: ``[B, L, embed_dim]``, ``[L, B, embed_dim]`` or, for one sequence, ``[L, embed_dim]``.
+            key: Likewise, S tokens of ``kdim`` channels. Self-attention, in which padding is removed from the queries too, is where this is
+                the same tensor as the query.
+            value: Likewise, S tokens of ``vdim`` channels.
+            key_padding_mask: ``[B, S]`` (or ``[S]``): True, or minus infinity, at padded keys; False, or 0, at real ones.
+            need_weights: Return the weights. Costs another O(E C).
+            attn_mask: ``[L, S]`` or ``[B*H, L, S]``: True, or minus infinity, where a query must not attend; False, or 0, elsewhere. Edges
+                there are removed from the graph after it was sampled.
+            average_attn_weights: Weights averaged over the heads, rather than one matrix per head.
+            is_causal: Without ``attn_mask``: no query attends to a later key. With it: torch's hint of what it holds, not used.
+            graph: The graph to attend over, in the numbering of the real tokens (see :func:`~sbm_pyg.unpad`), H heads or one.
+            seed: Fixes the sampled graph and the dropout; from torch's default generator if None.
+            streams: Number of each sequence's random stream, ``[B]``; see :func:`~sbm_pyg.sample_edges`.
+            return_graph: Also return the :class:`AttentionGraph` over the real tokens.
+
+        Returns:
+            The output, shaped as the query, and the weights before dropout or None: a sparse tensor ``[B, L, S]`` (``[B, H, L, S]`` without
+            averaging; no B for one sequence) that stores the edges; and the graph, if asked for.
+
+        Raises:
+            TypeError: A mask is neither boolean nor floating.
+            ValueError: Shapes do not fit, a mask holds other values, or a sequence has no real token.
+        """
+        self_attention, batched = query is key, query.dim() == 3
+        query, key, value, real_key = self._padded(query, key, value, key_padding_mask)  # [B, L, ...], [B, S, ...], [B, S, ...], [B, S]
+        forbidden = self._forbidden(attn_mask, is_causal, query, key)  # [B or 1, H or 1, L, S]
+        real_query = real_key if self_attention else torch.ones(query.shape[:2], dtype=torch.bool, device=query.device)
+        frame = _Frame(real_query, real_key)
+        edge_filter = None
+        if graph is None and self.conv.num_blocks is None:
+            graph = frame.dense_graph(forbidden)
+        elif forbidden is not None:
+            edge_filter = partial(frame.allowed, forbidden)
+        flat_query, flat_key, flat_value = (
+            lin(tokens.flatten(0, 1)[place]).view(-1, self.num_heads, self.head_dim).transpose(0, 1)
+            for lin, tokens, place in (
+                (self.conv.lin_query, query, frame.query),
+                (self.conv.lin_key, key, frame.key),
+                (self.conv.lin_value, value, frame.key),
+            )
+        )  # [H, N, C]
+        attended, used, *rest = self.conv.attend(
+            flat_query,
+            flat_key,
+            flat_value,
+            graph,
+            bipartite=not self_attention,
+            edge_filter=edge_filter,
+            ptr=frame.query_ptr if self_attention else (frame.key_ptr, frame.query_ptr),
+            seed=seed,
+            streams=streams,
+            return_graph=True,
+            return_attention_weights=need_weights,
+        )
+        attended = self.out_proj(attended)
+        out = attended.new_zeros(real_query.numel(), self.embed_dim).index_copy(0, frame.query, attended).view(query.shape)
+        out = out[0] if not batched else out if self.batch_first else out.transpose(0, 1)
+        weights = None
+        if need_weights:
+            weights = frame.weights(used, rest[0][1], average_attn_weights)
+            weights = weights if batched else weights[0]
+        return (out, weights, used) if return_graph else (out, weights)
+
+    def _padded(self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The three tensors as ``[B, length, channels]``, and which keys are real, ``[B, S]``."""
+        if query.is_nested or key.is_nested or value.is_nested:
+            raise ValueError(
+                "Expected padded tensors (got a nested one). Set `use_nested_tensor = False` on the torch.nn.TransformerEncoder around the layer."
+            )
+        tensors = {"query": query, "key": key, "value": value}
+        if query.dim() == 2:
+            tensors = {name: x[None] for name, x in tensors.items()}
+            key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
+        elif query.dim() == 3 and not self.batch_first:
+            tensors = {name: x.transpose(0, 1) for name, x in tensors.items()}
+        batch, keys = tensors["query"].size(0), tensors["key"].shape[1:2]
+        for (name, x), channels in zip(tensors.items(), (self.embed_dim, self.kdim, self.vdim), strict=True):
+            if x.dim() != 3 or x.size(0) != batch or x.size(2) != channels or (name == "value" and x.shape[1:2] != keys):
+                raise ValueError(
+                    f"Expected '{name}' to be [B, length, {channels}], one of keys and values as long as the other (got {list(x.shape)} with batch_first). See the docstring of SBMMultiheadAttention."
+                )
+        if key_padding_mask is None:
+            return *tensors.values(), torch.ones(batch, *keys, dtype=torch.bool, device=query.device)  # type: ignore[return-value]
+        if key_padding_mask.shape != (batch, *keys):
+            raise ValueError(
+                f"Expected 'key_padding_mask' to be {[batch, *keys]} (got {list(key_padding_mask.shape)}). It is True at padded keys."
+            )
+        return *tensors.values(), ~_as_bool(key_padding_mask, "key_padding_mask")  # type: ignore[return-value]
+
+    def _forbidden(self, attn_mask: Tensor | None, is_causal: bool, query: Tensor, key: Tensor) -> Tensor | None:
+        """Pairs that must not attend, ``[B or 1, H or 1, L, S]`` bool, or None."""
+        batch, length, keys = query.size(0), query.size(1), key.size(1)
+        if attn_mask is None:
+            return torch.ones(1, 1, length, keys, dtype=torch.bool, device=query.device).triu(1) if is_causal else None
+        if attn_mask.shape not in ((length, keys), (batch * self.num_heads, length, keys)):
+            raise ValueError(
+                f"Expected 'attn_mask' to be {[length, keys]} or {[batch * self.num_heads, length, keys]} (got {list(attn_mask.shape)}). It is True where a query must not attend."
+            )
+        return _as_bool(attn_mask, "attn_mask").view(*((1, 1) if attn_mask.dim() == 2 else (batch, self.num_heads)), length, keys)
+
+
+def _as_bool(mask: Tensor, name: str) -> Tensor:
+    """True where a boolean mask is True, or a floating one minus infinity."""
+    if mask.dtype == torch.bool:
+        return mask
+    if not mask.is_floating_point():
+        raise TypeError(f"Expected '{name}' to be boolean or floating (got {mask.dtype}). Convert it with `.bool()`, True = leave out.")
+    masked = mask == -torch.inf
+    if bool((~masked & (mask != 0)).any()):
+        raise ValueError(
+            f"Expected '{name}' to hold 0 and minus infinity alone (got other values). Add to the scores of edges by the option `score_bias`."
+        )
+    return masked
+
+
+class _Frame:
+    """Where the real tokens of a batch lie in its padded form."""
+
+    def __init__(self, real_query: Tensor, real_key: Tensor) -> None:
+        self.real_query, self.real_key = real_query, real_key  # [B, L], [B, S]
+        self.key, self.key_ptr = self._places(real_key)
+        self.query, self.query_ptr = (self.key, self.key_ptr) if real_query is real_key else self._places(real_query)
+
+    @staticmethod
+    def _places(real: Tensor) -> tuple[Tensor, Tensor]:
+        """Place of each real token among the padded ones, ``[N]``, and the offsets of the sequences, ``[B+1]``."""
+        lengths = real.sum(1)
+        if readable(real) and bool((lengths == 0).any()):
+            raise ValueError(
+                "Expected a real token in each sequence (got one that is all padding). Leave empty sequences out of the batch."
+            )
+        return real.flatten().nonzero()[:, 0], offsets(lengths)
+
+    def coordinates(self, graph: AttentionGraph) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Sequence, head, query and key of each edge, as the padded tensors count them, four times ``[E]``."""
+        key, query = graph.edge_index
+        query, key, length, keys = self.query[query], self.key[key], self.real_query.size(1), self.real_key.size(1)
+        return query // length, graph.edge_head, query % length, key % keys
+
+    def allowed(self, forbidden: Tensor, graph: AttentionGraph) -> Tensor:
+        """Mask ``[E]`` of the edges that are not among the forbidden pairs ``[B or 1, H or 1, L, S]``."""
+        sequence, head, query, key = self.coordinates(graph)
+        return ~forbidden[sequence % forbidden.size(0), head % forbidden.size(1), query, key]
+
+    def dense_graph(self, forbidden: Tensor | None) -> AttentionGraph:
+        """All pairs of real tokens that are not forbidden."""
+        pairs = (self.real_query[:, :, None] & self.real_key[:, None])[:, None]  # [B, 1, L, S]
+        pairs = pairs if forbidden is None else pairs & ~forbidden
+        rows = pairs.transpose(0, 1)[:, self.real_query]  # [H or 1, N, S]
+        _, query, key = rows.nonzero(as_tuple=True)
+        number = self.real_key.flatten().cumsum(0).view(self.real_key.shape) - 1  # [B, S], of each real key among all
+        col = number[self.query[query] // self.real_query.size(1), key]
+        return AttentionGraph(
+            offsets(rows.sum(-1).flatten()), col, self.query.numel(), self.key.numel(), rows.size(0), self.query_ptr, self.key_ptr
+        )
+
+    def weights(self, graph: AttentionGraph, alpha: Tensor, average: bool) -> Tensor:
+        """Weights of the edges as a sparse tensor, ``[B, L, S]``, the mean over heads, or ``[B, H, L, S]``."""
+        sequence, head, query, key = self.coordinates(graph)
+        size = (*self.real_query.shape, self.real_key.size(1))
+        if average:
+            return torch.sparse_coo_tensor(
+                torch.stack([sequence, query, key]), alpha / graph.heads, size, check_invariants=False
+            ).coalesce()
+        size = (size[0], graph.heads, *size[1:])
+        return torch.sparse_coo_tensor(torch.stack([sequence, head, query, key]), alpha, size, check_invariants=False).coalesce()

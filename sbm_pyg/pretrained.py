@@ -1,0 +1,321 @@
+"""Models in folders: weights that are checked, a config that rebuilds the model, and a card that says what it is.
+
+In: a model. Out: a folder of three files, and the same model again. Not here: optimisers, steps and anything else that a training run needs
+to go on (``examples/lra.py`` has checkpoints for that).
+
+The folder holds ``model.safetensors`` (the state dict), ``config.json`` (library version, class, constructor options, hashes, what was
+measured) and ``README.md`` (the card). Nothing in it is code and nothing is pickled, so a folder of unknown origin can be opened.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from .version import __version__
+
+__all__ = ["Pretrained"]
+
+LIBRARY = "sbm_pyg"
+CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
+
+
+class Pretrained(nn.Module):
+    """A module that goes into a folder and comes back; the base of the models of this library.
+
+    A subclass says how it was made, in :meth:`constructor_options`; all else is done here.
+
+    Example:
+        >>> import tempfile
+        >>> from sbm_pyg import SequenceClassifier, SequenceEncoder
+        >>> model = SequenceClassifier(SequenceEncoder(15, 16, attention_options={"num_blocks": 4}), num_classes=10)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     model.save_pretrained(f"{folder}/listops", task="ListOps", metric={"test accuracy": 0.41}, density=0.2)
+        ...     again = SequenceClassifier.from_pretrained(f"{folder}/listops")
+        >>> again.encoder.channels, again.training
+        (16, False)
+    """
+
+    def constructor_options(self) -> dict[str, Any]:
+        """Keyword arguments that make a module of this shape: numbers, strings, lists, dicts and other :class:`Pretrained` modules."""
+        raise NotImplementedError(f"{type(self).__name__} must say how it was made. Define `constructor_options`.")
+
+    def save_pretrained(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        task: str | None = None,
+        metric: Mapping[str, float] | None = None,
+        density: float | Sequence[Sequence[float]] | Tensor | None = None,
+    ) -> None:
+        """Write the model into a folder, whole or not at all.
+
+        The files are written beside the folder and then take its place; if that fails, what was there stays. Saving again into
+        the folder of a saved model replaces it, the card included. Cost: one pass over the weights to write and one to hash them.
+
+        Args:
+            folder: A new or empty folder, or one that holds a saved model and nothing else.
+            task: What the model was trained on.
+            metric: What it reached, by name.
+            density: Share of the pairs that its graphs hold: one number, or one per layer and head ``[L, H]``, in [0, 1].
+
+        Raises:
+            TypeError: A constructor option is not plain data, such as an attention factory.
+            ValueError: The folder holds something else, or a density is out of range.
+        """
+        from safetensors.torch import save_file
+
+        target = Path(folder).resolve()
+        _check_target(target)
+        record = {"task": task, "metric": None if metric is None else dict(metric), "density": _check_density(density)}
+        config: dict[str, Any] = {"library": LIBRARY, "version": __version__, **_describe(self)}
+        target.parent.mkdir(parents=True, exist_ok=True)
+        draft = _beside(target, "partial")
+        draft.mkdir()
+        try:
+            save_file({name: tensor.detach().contiguous() for name, tensor in self.state_dict().items()}, draft / WEIGHTS)
+            config |= {"sha256": {WEIGHTS: _sha256(draft / WEIGHTS)}, "trained": record}
+            (draft / CONFIG).write_text(json.dumps(config, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+            (draft / CARD).write_text(_card(self, config), encoding="utf-8")
+            for path in draft.iterdir():
+                with path.open("rb+") as file:
+                    os.fsync(file.fileno())
+            _publish(draft, target)
+        except BaseException:
+            shutil.rmtree(draft, ignore_errors=True)
+            raise
+
+    @classmethod
+    def from_pretrained(cls, folder: str | os.PathLike[str], *, device: torch.device | str = "cpu") -> Self:
+        """Read a model from a folder, in evaluation mode, with the dtypes that it was saved with.
+
+        ``Pretrained.from_pretrained`` reads a model of any known class; a class reads itself and its subclasses. The state of
+        torch's random generators is left as it is.
+
+        Args:
+            folder: What :meth:`save_pretrained` wrote.
+            device: Where the weights go.
+
+        Raises:
+            ValueError: A file is missing or has changed, the library is too old for it, the class is unknown or another one, or
+                options or weights do not fit the class.
+        """
+        from safetensors.torch import load_file
+
+        source = Path(folder)
+        config = _read_config(source)
+        weights = source / WEIGHTS
+        if not weights.is_file():
+            raise ValueError(f"Expected '{weights}' to be a file (got none). Copy the whole folder that `save_pretrained` wrote.")
+        wanted, found = config["sha256"].get(WEIGHTS), _sha256(weights)
+        if wanted != found:
+            raise ValueError(
+                f"Expected '{weights}' to have the SHA-256 {wanted} of {CONFIG} (got {found}). The file has changed: copy it again."
+            )
+        with torch.random.fork_rng(devices=[]):
+            model = _build(config, cls, source / CONFIG)
+        try:
+            model.load_state_dict(load_file(weights, device=str(device)), assign=True)
+        except RuntimeError as error:
+            raise ValueError(
+                f"Expected '{source / CONFIG}' to fit the weights beside it (got {error}). Restore the options it was saved with."
+            ) from error
+        return model.eval()
+
+
+# ------------------------------------------------------------------ options
+
+
+def _describe(model: Pretrained) -> dict[str, Any]:
+    """Class and options as plain data."""
+    return {"class": type(model).__name__, "options": _plain(model.constructor_options(), type(model).__name__)}
+
+
+def _plain(value: Any, where: str) -> Any:
+    if isinstance(value, Pretrained):
+        return _describe(value)
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {key: _plain(entry, f"{where}.{key}") for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(entry, f"{where}[{number}]") for number, entry in enumerate(value)]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(
+        f"Expected '{where}' to be plain data (got {value!r}). A config holds no code: name the attention, or save `model.state_dict()` and keep the code that made the model."
+    )
+
+
+def _build(description: Mapping[str, Any], base: type[Any], path: Path) -> Any:
+    """The module that a description asks for, a ``base`` or a subclass of it."""
+    known = {cls.__name__: cls for cls in _subclasses(base)}
+    name, options = description.get("class"), description.get("options")
+    if name not in known:
+        every = {cls.__name__ for cls in _subclasses(Pretrained)}
+        way_out = f"Load it with `{name}.from_pretrained`" if name in every else "Import the module that defines it first"
+        raise ValueError(f"Expected 'class' in '{path}' to be one of {sorted(known)} (got {name!r}). {way_out}.")
+    if not isinstance(options, dict):
+        raise ValueError(f"Expected 'options' in '{path}' to be an object (got {options!r}). Restore the file as it was saved.")
+    parts = {key: _revive(value, path) for key, value in options.items()}
+    try:
+        return known[name](**parts)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"Expected 'options' in '{path}' to fit {name} (got {error}). Restore the options it was saved with.") from error
+
+
+def _revive(value: Any, path: Path) -> Any:
+    """What :func:`_plain` made plain."""
+    if isinstance(value, dict):
+        return (
+            _build(value, Pretrained, path)
+            if value.keys() == {"class", "options"}
+            else {key: _revive(entry, path) for key, entry in value.items()}
+        )
+    return [_revive(entry, path) for entry in value] if isinstance(value, list) else value
+
+
+def _subclasses(base: type[Any]) -> Iterator[type[Any]]:
+    if base is not Pretrained and not base.__name__.startswith("_"):
+        yield base
+    for cls in base.__subclasses__():
+        yield from _subclasses(cls)
+
+
+# ------------------------------------------------------------------ files
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / CONFIG
+    if not path.is_file():
+        raise ValueError(f"Expected '{path}' to be a file (got none). Give the folder that `save_pretrained` wrote.")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"Expected '{path}' to be JSON (got {error}). Restore the file as it was saved.") from error
+    if not isinstance(config, dict) or config.get("library") != LIBRARY or not isinstance(config.get("sha256"), dict):
+        raise ValueError(
+            f"Expected '{path}' to be the config of a model of {LIBRARY} (got another one). Give the folder that `save_pretrained` wrote."
+        )
+    version = str(config.get("version"))
+    if _release(version) > _release(__version__):
+        raise ValueError(
+            f"Expected 'version' in '{path}' to be at most {__version__} (got {version}). Upgrade with `pip install -U {LIBRARY}`."
+        )
+    return config
+
+
+def _release(version: str) -> tuple[int, ...]:
+    found = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(part) for part in found[0].split(".")) if found else ()
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _beside(folder: Path, purpose: str) -> Path:
+    """A name on the same file system that nothing has yet."""
+    return folder.with_name(f".{folder.name}.{secrets.token_hex(8)}.{purpose}")
+
+
+def _check_target(folder: Path) -> None:
+    """Refuse to replace what is not a saved model."""
+    if not folder.exists():
+        return
+    content = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else [folder.name]
+    ours = not content
+    if content and {*content} <= {CONFIG, WEIGHTS, CARD} and CONFIG in content and folder.is_dir():
+        try:
+            ours = json.loads((folder / CONFIG).read_text(encoding="utf-8"))["library"] == LIBRARY
+        except (ValueError, TypeError, LookupError):
+            ours = False
+    if not ours:
+        raise ValueError(
+            f"Expected 'folder' to be new, empty or a saved model (got '{folder}', which holds {', '.join(content[:3])}{' and more' if len(content) > 3 else ''}). Saving replaces the whole folder: choose another one."
+        )
+
+
+def _publish(draft: Path, folder: Path) -> None:
+    """Put the finished draft in the folder's place; what was there comes back if that fails."""
+    if not folder.exists():
+        os.rename(draft, folder)
+        return
+    old = _beside(folder, "old")
+    os.rename(folder, old)
+    try:
+        os.rename(draft, folder)
+    except BaseException:
+        os.rename(old, folder)
+        raise
+    shutil.rmtree(old)
+
+
+# ------------------------------------------------------------------ the card
+
+
+def _check_density(density: float | Sequence[Sequence[float]] | Tensor | None) -> float | list[list[float]] | None:
+    if density is None:
+        return None
+    table = torch.as_tensor(density, dtype=torch.float64)
+    if table.dim() not in (0, 2) or table.numel() == 0 or not bool(((table >= 0) & (table <= 1)).all()):
+        raise ValueError(
+            f"Expected 'density' to be a number or [L, H] in [0, 1] (got {density}). Average over sequences: `trace.density.mean(1)`."
+        )
+    return table.tolist()
+
+
+def _card(model: nn.Module, config: Mapping[str, Any]) -> str:
+    """What a person should know about the folder, in Markdown."""
+    trained = config["trained"]
+    density, metric, task = trained["density"], trained["metric"] or {}, trained["task"]
+    name = config["class"]
+    mean = None if density is None else float(torch.as_tensor(density).mean())
+    rows = [
+        ("task", task or "not stated"),
+        *([(key, f"{value:.6g}") for key, value in metric.items()] or [("metric", "not stated")]),
+        ("density", "not stated" if mean is None else f"{100 * mean:.2f} % of the pairs of tokens"),
+        ("parameters", f"{sum(parameter.numel() for parameter in model.parameters()):,}"),
+        ("written by", f"{LIBRARY} {config['version']}, torch {torch.__version__}"),
+        (f"SHA-256 of `{WEIGHTS}`", f"`{config['sha256'][WEIGHTS]}`"),
+    ]
+    lines = ["---", f"library_name: {LIBRARY}", "tags: [sparse-attention, stochastic-block-model]", "---", ""]
+    lines += [f"# {name}" + (f", trained on {_cell(task)}" if task else ""), "", "| | |", "|---|---|"]
+    lines += [f"| {_cell(key)} | {_cell(value)} |" for key, value in rows]
+    if isinstance(density, list):
+        heads = len(density[0])
+        lines += [
+            "",
+            "Density of the graphs:",
+            "",
+            "| layer |" + "".join(f" head {head} |" for head in range(heads)),
+            "|---|" + "---:|" * heads,
+        ]
+        lines += [f"| {layer} |" + "".join(f" {100 * share:.2f} % |" for share in row) for layer, row in enumerate(density)]
+    lines += [
+        "",
+        "## Use",
+        "",
+        "```python",
+        f"from {LIBRARY} import {name}",
+        "",
+        f'model = {name}.from_pretrained("path/of/this/folder")',
+        "```",
+        "",
+    ]
+    lines += ["It is in evaluation mode; pass `seed=` to fix the graphs that it samples.", ""]
+    lines += ["## Constructor options", "", "```json", json.dumps(config["options"], indent=2), "```", ""]
+    return "\n".join(lines)
+
+
+def _cell(text: str) -> str:
+    return " ".join(str(text).split()).replace("|", "\\|")

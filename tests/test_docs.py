@@ -1,0 +1,138 @@
+"""The code on the pages runs, and prints what the pages say it prints."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import inspect
+import re
+import shlex
+from collections.abc import Iterator
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import sbm_pyg
+
+ROOT = Path(sbm_pyg.__file__).parent.parent
+DOCS = ROOT / "docs"
+GUIDES = sorted(path.name for path in (DOCS / "guides").glob("*.md"))
+TUTORIAL = sorted(path.name for path in (DOCS / "tutorial").glob("[0-9]*.md"))
+FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+# Lightning's and matplotlib's own remarks; those of our code are errors on every other page
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
+
+
+def blocks(text: str) -> Iterator[tuple[str, str, str | None]]:
+    """Language and code of each block, and the output that a block of text right after it promises."""
+    found = [*FENCE.finditer(text)]
+    for block, after in zip_longest(found, found[1:]):
+        if block[1] in ("python", "bash"):
+            promised = after is not None and after[1] == "text" and not text[block.end() : after.start()].strip()
+            yield block[1], block[2], after[2] if after is not None and promised else None
+
+
+def run_bash(code: str) -> None:
+    """``python examples/NAME.py ...``, in this process; a page shows nothing else."""
+    for line in code.replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        assert words[0] == "python", line
+        script = Path(words[1])
+        assert (ROOT / script).is_file(), line
+        assert script.parent == Path("examples"), line
+        importlib.import_module(script.stem).main(words[2:])
+
+
+def run_page(path: Path, capsys: pytest.CaptureFixture[str]) -> int:
+    """Run all blocks of a page in one namespace; returns how many outputs were compared."""
+    names: dict[str, Any] = {"__name__": "__main__"}
+    compared = 0
+    torch.manual_seed(0)
+    for number, (language, code, promised) in enumerate(blocks(path.read_text())):
+        capsys.readouterr()
+        if language == "bash":
+            run_bash(code)
+        else:
+            exec(compile(code, f"{path.name}, block {number}", "exec"), names)
+        if promised is not None:
+            printed = capsys.readouterr().out
+            flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+            assert doctest.OutputChecker().check_output(promised, printed, flags), f"{path.name}, block {number} printed\n{printed}"
+            compared += 1
+    return compared
+
+
+def test_the_pages_are_found() -> None:
+    assert TUTORIAL == ["1_layer.md", "2_model.md", "3_trainer.md", "4_analysis.md"]
+    assert len(GUIDES) > 7
+
+
+def test_the_runner_notices_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("```python\nx = 1\n```\n\n```python\nprint(x)\n```\n\n```text\n1\n```\n")
+    assert run_page(page, capsys) == 1
+    for wrong in (
+        "```python\nprint(2)\n```\n\n```text\n1\n```\n",
+        "```python\n1 / 0\n```\n",
+        "```bash\npython examples/none.py\n```\n",
+        "```bash\nrm x\n```\n",
+    ):
+        page.write_text(wrong)
+        with pytest.raises((AssertionError, ZeroDivisionError)):
+            run_page(page, capsys)
+
+
+@pytest.mark.slow
+def test_tutorial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """All four steps in one folder, for each goes on with what the one before has left."""
+    monkeypatch.chdir(tmp_path)
+    for name in TUTORIAL:
+        assert run_page(DOCS / "tutorial" / name, capsys) >= 2, name
+
+
+@pytest.mark.parametrize("name", GUIDES)
+def test_guide(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (DOCS / "guides" / name).read_text()
+    if name == "torch_sparse.md":
+        pytest.importorskip("torch_sparse", reason="torch-sparse is not installed")
+    monkeypatch.chdir(tmp_path)
+    run_page(DOCS / "guides" / name, capsys)
+    if name != "index.md":
+        assert any(language == "python" for language, _, _ in blocks(text)), name
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/analysis.md"])
+def test_other_pages(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    code = [code for language, code, _ in blocks((ROOT / name).read_text()) if language == "python"]
+    assert code
+    for number, part in enumerate(code):
+        exec(compile(part, f"{name}, block {number}", "exec"), names)
+
+
+def test_every_page_is_in_a_table_of_contents() -> None:
+    listed = set()
+    for page in DOCS.rglob("*.md"):
+        for tree in re.findall(r"^```\{toctree\}\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL):
+            listed |= {(page.parent / line).with_suffix(".md").resolve() for line in tree.splitlines() if line and not line.startswith(":")}
+    pages = {page.resolve() for page in DOCS.rglob("*.md") if "_build" not in page.parts}
+    assert pages - listed == {(DOCS / "index.md").resolve()}
+    assert listed <= pages
+
+
+def test_every_public_name_is_on_an_api_page() -> None:
+    pages = "".join(page.read_text() for page in (DOCS / "api").glob("*.md"))
+    for name in sbm_pyg.__all__:
+        kind = "automodule" if inspect.ismodule(getattr(sbm_pyg, name)) else "auto(class|function)"
+        assert re.search(rf"^\.\. {kind}:: sbm_pyg\.{name}$", pages, re.MULTILINE), name
+
+
+def test_citation_and_changelog_have_the_version() -> None:
+    assert f"version: {sbm_pyg.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"version = {{{sbm_pyg.__version__}}}" in (DOCS / "citation.md").read_text()
+    assert f"## {sbm_pyg.__version__}" in (DOCS / "changelog.md").read_text()

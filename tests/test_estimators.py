@@ -1,0 +1,385 @@
+"""Gradients to edge probabilities: closed forms, enumeration of all graphs, and what the layer makes of them."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from problems import GRAPHS, random_graph, reference_attention
+from torch import Tensor
+
+from sbm_pyg import SBM, AttentionGraph, SBMAttentionConv, SBMHead, ops, sample_edges
+from sbm_pyg.estimators import concrete_bias, draw_probes, local_expectation, relaxed_bias, score_function, straight_through
+from sbm_pyg.ops import reference
+
+
+def draw(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def effect_arguments(graph: AttentionGraph, channels: int, values: int, biased: bool, dtype: torch.dtype = torch.float64) -> tuple:
+    heads, n, m = graph.heads, graph.num_queries, graph.num_keys
+    probes = random_graph(heads, n, m, 0.4, seed=9)
+    biases = [draw(5 + i, g.num_edges, dtype=dtype) if biased else None for i, g in enumerate((graph, probes))]
+    plain = draw(1, heads, n, values, dtype=dtype), draw(2, heads, n, channels, dtype=dtype), draw(3, heads, m, channels, dtype=dtype)
+    value = draw(4, heads, m, values, dtype=dtype)
+    return (*plain, value, graph.rowptr, graph.col, biases[0], probes.rowptr, probes.col, biases[1], 0.7)
+
+
+# ------------------------------------------------------------------ the effect of an edge
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("channels", [(1, 3), (32, 32), (16, 48)])
+def test_effect_equals_the_reference(name: str, biased: bool, channels: tuple[int, int]) -> None:
+    arguments = effect_arguments(GRAPHS[name], *channels, biased)
+    for got, want in zip(ops.edge_effect(*arguments), reference.edge_effect(*arguments), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["one edge", "no edges", "bipartite", "one row has all edges"])
+@pytest.mark.parametrize("op", [ops.edge_effect, reference.edge_effect])
+def test_effect_is_the_difference_of_two_losses(name: str, op: Any) -> None:
+    """For a loss that is linear in the output: attention with the edge less attention without it, by recomputing both."""
+    graph = GRAPHS[name]
+    arguments = effect_arguments(graph, 4, 3, False)
+    grad_out, query, key, value = arguments[:4]
+    probes = AttentionGraph(arguments[7], arguments[8], graph.num_queries, graph.num_keys, graph.heads)
+    mask = graph.to_dense().view(graph.heads, graph.num_queries, graph.num_keys) > 0
+
+    def loss(present: Tensor) -> Tensor:
+        out = reference_attention(query, key, value, AttentionGraph.from_dense(present), None, None, 0.7, "score")
+        return (out * grad_out).sum()
+
+    for effects, edges in zip(op(*arguments), (graph, probes), strict=True):
+        for number, (head, row, token) in enumerate(zip(edges.edge_head, edges.edge_index[1], edges.edge_index[0], strict=True)):
+            if edges is probes and mask[head, row, token]:
+                assert effects[number] == 0
+                continue
+            with_it, without = mask.clone(), mask.clone()
+            with_it[head, row, token], without[head, row, token] = True, False
+            torch.testing.assert_close(effects[number], loss(with_it) - loss(without), rtol=1e-9, atol=1e-11)
+
+
+def test_effect_of_an_edge_that_dominates_its_row_is_accurate_in_float32() -> None:
+    """1 - P is 1e-9 here; a sum from which it is subtracted would hold nothing of the rest."""
+    mask = torch.ones(1, 5)
+    graph = AttentionGraph.from_dense(mask)
+    key = torch.tensor([0.0, 21.0, 0.3, -0.2, 0.1], dtype=torch.float64)[None, :, None]
+    query, value, grad_out = torch.ones(1, 1, 1, dtype=torch.float64), draw(1, 1, 5, 8), draw(2, 1, 1, 8)
+    nothing = AttentionGraph.from_dense(torch.zeros(1, 5))
+    plain: Any = (grad_out, query, key, value)
+    rest: Any = (graph.rowptr, graph.col, None, nothing.rowptr, nothing.col, None, 1.0)
+    exact = reference.edge_effect(*plain, *rest)[0]
+    both: list[Any] = [ops.edge_effect, reference.edge_effect]
+    for op in both:
+        got = op(*(x.float() for x in plain), *rest)[0]
+        torch.testing.assert_close(got.double(), exact, rtol=2e-5, atol=0)
+
+
+def test_effect_knows_infinite_scores_and_ignores_tokens_that_nothing_touches() -> None:
+    graph = AttentionGraph.from_dense(torch.tensor([[1.0, 1, 0, 0], [1, 0, 0, 0]]))
+    probes = AttentionGraph.from_dense(torch.tensor([[0.0, 0, 1, 0], [0, 1, 1, 0]]))
+    query, key, value = draw(1, 1, 2, 4), draw(2, 1, 4, 4), draw(3, 1, 4, 4)
+    key[:, 3], value[:, 3] = math.nan, math.nan
+    bias = torch.tensor([0.0, -math.inf, 0.0], dtype=torch.float64)
+    probe_bias = torch.tensor([0.0, -math.inf, 0.0], dtype=torch.float64)
+    arguments = (draw(4, 1, 2, 4), query, key, value, graph.rowptr, graph.col, bias, probes.rowptr, probes.col, probe_bias, 1.0)
+    for got, want in zip(ops.edge_effect(*arguments), reference.edge_effect(*arguments), strict=True):
+        assert got.isfinite().all()
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+    assert ops.edge_effect(*arguments)[0][1] == 0
+    assert ops.edge_effect(*arguments)[1][1] == 0
+
+
+def test_effect_does_not_depend_on_threads_or_offsets_dtype() -> None:
+    graph = random_graph(3, 200, 300, 0.3)
+    arguments = effect_arguments(graph, 32, 32, False, torch.float32)
+    before = torch.get_num_threads()
+    try:
+        results = []
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            results.append(ops.edge_effect(*arguments))
+    finally:
+        torch.set_num_threads(before)
+    narrow = list(arguments)
+    narrow[5], narrow[8] = graph.col.int(), arguments[8].int()
+    results.append(ops.edge_effect(*narrow))
+    for other in results[1:]:
+        assert all(torch.equal(one, two) for one, two in zip(results[0], other, strict=True))
+
+
+# ------------------------------------------------------------------ against the gradient of the expected loss, by enumeration
+
+
+def probabilities(p: Tensor) -> SBM:
+    """A model with these probabilities ``[N, M]``, whose gradient to its memberships is that to p."""
+    m = p.size(1)
+    return SBM(p[None], torch.eye(m, dtype=p.dtype)[None], torch.eye(m, dtype=p.dtype)[None])
+
+
+class OneQuery:
+    """One query, four keys, a linear loss: 16 graphs."""
+
+    def __init__(self) -> None:
+        self.query, self.key, self.value, self.weight = draw(1, 1, 1, 3), draw(2, 1, 4, 3), draw(3, 1, 4, 3), draw(4, 1, 1, 3)
+        self.p = torch.tensor([[0.1, 0.3, 0.6, 0.9]], dtype=torch.float64)
+        self.graphs = [AttentionGraph.from_dense(torch.tensor([bits])) for bits in product([0.0, 1.0], repeat=4)]
+
+    def out(self, graph: AttentionGraph, gate: Tensor | None = None, form: str = "score") -> Tensor:
+        return ops.edge_attention(self.query, self.key, self.value, graph.rowptr, graph.col, gate, None, 0.5, form)[0]
+
+    def loss(self, graph: AttentionGraph) -> Tensor:
+        return (self.out(graph) * self.weight).sum()
+
+    def chances(self, p: Tensor) -> Tensor:
+        masks = torch.stack([graph.to_dense().view(4) for graph in self.graphs]).to(p.dtype)
+        return (masks * p + (1 - masks) * (1 - p)).prod(1)
+
+    def true_gradient(self) -> Tensor:
+        p = self.p.clone().requires_grad_()
+        losses = torch.stack([self.loss(graph) for graph in self.graphs])
+        return torch.autograd.grad((self.chances(p) * losses).sum(), p)[0]
+
+
+@pytest.mark.parametrize(("eta", "exploration"), [(0.3, 0.0), (1.0, 0.0), (0.3, 0.05)])
+def test_local_expectation_is_unbiased_for_a_linear_loss(eta: float, exploration: float) -> None:
+    case = OneQuery()
+    chance = torch.tensor([eta], dtype=torch.float64)
+    drawn = case.chances(case.p + exploration)
+    probed = case.chances(torch.full((4,), eta, dtype=torch.float64))
+    mean = torch.zeros_like(case.p)
+    for graph, weight in zip(case.graphs, drawn, strict=True):
+        for probes, probe_weight in zip(case.graphs, probed, strict=True):
+            p = case.p.clone().requires_grad_()
+            out = local_expectation(
+                case.out(graph), case.query, case.key, case.value, probabilities(p), graph, probes, chance, scale=0.5, exploration=exploration
+            )  # fmt: skip
+            assert torch.equal(out, case.out(graph))
+            mean += weight * probe_weight * torch.autograd.grad((out * case.weight).sum(), p)[0]
+    moved = OneQuery()
+    moved.p = case.p + exploration
+    torch.testing.assert_close(mean, moved.true_gradient(), rtol=1e-10, atol=1e-12)
+
+
+def test_score_function_is_unbiased() -> None:
+    case = OneQuery()
+    mean = torch.zeros_like(case.p)
+    for graph, weight in zip(case.graphs, case.chances(case.p), strict=True):
+        p = case.p.clone().requires_grad_()
+        term = score_function(probabilities(p), graph, case.loss(graph)[None])
+        assert float(term.detach()) == 0
+        mean += weight * torch.autograd.grad(term, p)[0]
+    torch.testing.assert_close(mean, case.true_gradient(), rtol=1e-4, atol=1e-6)  # probabilities are cut at 1e-6
+
+
+@pytest.mark.parametrize("form", ["score", "weight"])
+def test_gates_are_biased(form: str) -> None:
+    """The control: what passes for the local expectation gradient fails for eq. 9 and for the released form."""
+    case = OneQuery()
+    mean = torch.zeros_like(case.p)
+    for graph, weight in zip(case.graphs, case.chances(case.p), strict=True):
+        p = case.p.clone().requires_grad_()
+        out = case.out(graph, straight_through(probabilities(p), graph), form)
+        mean += weight * torch.autograd.grad((out * case.weight).sum(), p)[0]
+    true = case.true_gradient()
+    assert float((mean - true).norm() / true.norm()) > 0.3
+
+
+def test_relaxation_is_softmax_of_scores_and_log_probabilities() -> None:
+    case = OneQuery()
+    p = case.p.clone().requires_grad_()
+    everything = case.graphs[-1]
+    bias = relaxed_bias(probabilities(p), everything)
+    out = ops.edge_attention(case.query, case.key, case.value, everything.rowptr, everything.col, None, bias, 0.5)[0]
+    other = case.p.clone().requires_grad_()
+    meant = ((case.query[0] @ case.key[0].T * 0.5) + other.log()).softmax(-1) @ case.value[0]
+    torch.testing.assert_close(out[0], meant)
+    grads = [torch.autograd.grad((x * case.weight[0]).sum(), leaf)[0] for x, leaf in ((out[0], p), (meant, other))]
+    torch.testing.assert_close(*grads)
+
+
+def test_concrete_coins_harden_to_bernoulli() -> None:
+    p = torch.full((40, 50), 0.3, dtype=torch.float64)
+    everything = AttentionGraph.from_dense(torch.ones(40, 50))
+    sbm = SBM(p[None, :, :1], torch.ones(1, 50, 1, dtype=torch.float64), torch.ones(1, 1, 1, dtype=torch.float64))
+    hard = concrete_bias(sbm, everything, 1e-3, seed=1).exp()
+    assert float(((hard < 0.01) | (hard > 0.99)).double().mean()) > 0.98
+    assert abs(float(hard.mean()) - 0.3) < 5 * math.sqrt(0.21 / 2000)
+    assert torch.equal(hard, concrete_bias(sbm, everything, 1e-3, seed=1).exp())
+    assert not torch.equal(hard, concrete_bias(sbm, everything, 1e-3, seed=2).exp())
+
+
+# ------------------------------------------------------------------ probes
+
+
+def test_probes_are_uniform_independent_of_the_graph_and_their_own_batch() -> None:
+    p = torch.full((1, 4000, 1), 0.05)
+    sbm = SBM(p, torch.ones(1, 4000, 1), torch.ones(1, 1, 1), torch.tensor([0, 1000, 4000]))
+    probes, chance = draw_probes(sbm, 50.0, seed=3)
+    assert chance[0] == 50 / 1000
+    assert chance[-1] == pytest.approx(50 / 3000)
+    degree = probes.degree[0].double()
+    for part, size in ((degree[:1000], 1000), (degree[1000:], 3000)):
+        variance = 50 * (1 - 50 / size)
+        assert abs(float(part.mean()) - 50) < 5 * math.sqrt(variance / len(part))
+        assert 0.8 < float(part.var()) / variance < 1.2
+    graph = sample_edges(sbm, seed=3)
+    both = graph.num_edges + probes.num_edges - graph.union(probes)[0].num_edges
+    expected = 1000**2 * 0.05 * 0.05 + 3000**2 * 0.05 * 50 / 3000
+    assert abs(both - expected) < 5 * math.sqrt(expected)
+    alone = SBM(p[:, 1000:], torch.ones(1, 3000, 1), torch.ones(1, 1, 1))
+    same, _ = draw_probes(alone, 50.0, seed=3, streams=torch.tensor([1]))
+    assert torch.equal(same.col, probes.col[probes.rowptr[1000] :] - (0 if int(probes.col[-1]) < 3000 else 1000))
+
+
+def test_infinitely_many_probes_are_all_pairs() -> None:
+    sbm = SBM(torch.full((2, 3, 1), 0.1), torch.ones(2, 5, 1), torch.ones(2, 1, 1), torch.tensor([0, 1, 3]), torch.tensor([0, 3, 5]))
+    probes, chance = draw_probes(sbm, math.inf, seed=0)
+    assert probes.num_edges == 2 * (1 * 3 + 2 * 2)
+    assert torch.equal(chance, torch.ones(3))
+
+
+# ------------------------------------------------------------------ the layer
+
+
+def gradient(conv: SBMAttentionConv) -> Any:
+    """Of the cluster embeddings, or None."""
+    assert conv.sbm is not None
+    return conv.sbm.clusters.grad
+
+
+def test_estimators_differ_in_the_gradient_to_the_model_alone() -> None:
+    x, ptr = draw(1, 30, 16, dtype=torch.float32), torch.tensor([0, 12, 30])
+    outs, own, other = [], [], []
+    for estimator in ("local", "mask", "paper", "none"):
+        torch.manual_seed(0)
+        conv = SBMAttentionConv(16, 8, 2, 8, estimator=estimator)
+        out = conv(x, ptr=ptr, seed=1)
+        out.square().sum().backward()
+        outs.append(out.detach())
+        own.append(gradient(conv))
+        other.append(conv.lin_value.weight.grad)
+    assert all(torch.equal(outs[0], out) for out in outs[1:])
+    assert all(torch.equal(other[0], grad) for grad in other[1:])
+    assert own[3] is None
+    assert not torch.allclose(own[0], own[1])
+    assert not torch.allclose(own[1], own[2])
+
+
+def test_the_layer_looks_at_all_pairs_with_enough_probes() -> None:
+    """Then each pair's probability gets its exact effect: compared with the closed form, through the model's own autograd."""
+    torch.manual_seed(0)
+    conv = SBMAttentionConv(6, 4, 2, 3, probes=math.inf, exploration=0.0).double()
+    assert conv.sbm is not None
+    x = draw(1, 7, 6)
+    out, graph, sbm = conv(x, seed=1, return_graph=True, return_sbm=True)
+    weight = draw(2, *out.shape)
+    got = torch.autograd.grad((out * weight).sum(), [conv.sbm.clusters, conv.sbm.mlp[0].weight], retain_graph=True)
+    query, key, value = (lin(x).view(-1, 2, 4).transpose(0, 1) for lin in (conv.lin_query, conv.lin_key, conv.lin_value))
+    everything = AttentionGraph.from_dense(torch.ones(2, 7, 7))
+    effects = reference.edge_effect(
+        weight.view(7, 2, 4).transpose(0, 1), query, key, value, graph.rowptr, graph.col, None, everything.rowptr, everything.col, None, 0.5
+    )
+    g = torch.zeros(14, 7, dtype=torch.float64)
+    g[everything.edge_row, everything.col.long()] = effects[1]
+    g[graph.edge_row, graph.col.long()] += effects[0]
+    p = torch.stack([sbm.rate[h] @ sbm.key[h].T for h in range(2)])
+    want = torch.autograd.grad((p * g.view(2, 7, 7).detach()).sum(), [conv.sbm.clusters, conv.sbm.mlp[0].weight])
+    for one, two in zip(got, want, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-11)
+
+
+def test_forced_edges_send_no_gradient() -> None:
+    torch.manual_seed(0)
+    x = draw(1, 5, 6, dtype=torch.float32)
+    conv = SBMAttentionConv(6, 4, 1, 3, window=5)  # every pair is forced
+    conv(x, seed=1).square().sum().backward()
+    assert float(gradient(conv).abs().max()) == 0
+    free = SBMAttentionConv(6, 4, 1, 3)
+    free(x, seed=1).square().sum().backward()
+    assert float(gradient(free).abs().max()) > 0
+
+
+@pytest.mark.parametrize("estimator", ["relaxed", "concrete"])
+def test_relaxations_train_on_all_pairs_and_evaluate_on_a_sample(estimator: str) -> None:
+    torch.manual_seed(0)
+    conv = SBMAttentionConv(6, 4, 2, 3, estimator=estimator)
+    x, ptr = draw(1, 9, 6, dtype=torch.float32), torch.tensor([0, 4, 9])
+    out, graph = conv(x, ptr=ptr, seed=1, return_graph=True)
+    assert graph.num_edges == 2 * (16 + 25)
+    out.square().sum().backward()
+    assert float(gradient(conv).abs().max()) > 0
+    conv.eval()
+    assert conv(x, ptr=ptr, seed=1, return_graph=True)[1].num_edges < 82
+
+
+def test_local_expectation_runs_under_a_score_bias() -> None:
+    torch.manual_seed(0)
+
+    def far(query: Tensor, key: Tensor, graph: AttentionGraph) -> Tensor:
+        return -(graph.edge_index[0] - graph.edge_index[1]).abs().to(query.dtype)
+
+    conv = SBMAttentionConv(6, 4, 2, 3, score_bias=far)
+    conv(draw(1, 9, 6, dtype=torch.float32), seed=1).square().sum().backward()
+    assert float(gradient(conv).abs().max()) > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"estimator": "loud"}, "Expected 'estimator' to be one of"),
+        ({"probes": -1}, "Expected 'probes' to be 0 or more"),
+        ({"estimator": "local", "normalizer": "entmax15"}, "The others are derived for softmax"),
+        ({"sbm_options": {"parameterization": "odd"}}, "Expected 'parameterization' to be one of"),
+        ({"sbm_options": {"density": 1.0}}, r"Expected 'density' in \(0, 1\)"),
+        ({"sbm_options": {"temperature": 0.0}}, "Expected 'temperature' to be positive"),
+    ],
+)
+def test_errors(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SBMAttentionConv(6, 4, 2, 3, **options)
+
+
+def test_the_default_follows_the_normaliser() -> None:
+    assert SBMAttentionConv(6, 4).estimator == "local"
+    assert SBMAttentionConv(6, 4, normalizer="sparsemax").estimator == "mask"
+
+
+# ------------------------------------------------------------------ parameterisations
+
+
+@pytest.mark.parametrize("parameterization", ["paper", "mixed"])
+@pytest.mark.parametrize("density", [0.05, 0.25, 0.7])
+@pytest.mark.parametrize("blocks", [1, 16, 128])
+def test_initial_density_is_what_was_asked_for(parameterization: str, density: float, blocks: int) -> None:
+    torch.manual_seed(0)
+    head = SBMHead(32, 2, blocks, parameterization=parameterization, density=density)
+    found = head(draw(1, 2, 64, 32, dtype=torch.float32), draw(2, 2, 64, 32, dtype=torch.float32)).expected_density().detach()
+    # inside a block an edge starts at 0.82 at least, so few blocks cannot start sparser than that allows
+    floor = 0.82 / blocks if parameterization == "mixed" and blocks > 1 else 0.0
+    assert float(found.mean()) == pytest.approx(max(density, floor), rel=0.3 if blocks == 1 else 0.15)  # one block: one random affinity
+
+
+def test_assortative_probability_is_that_of_the_same_block() -> None:
+    torch.manual_seed(0)
+    head = SBMHead(8, 1, 4, parameterization="assortative", temperature=0.2, clusters="orthogonal")
+    query, key = draw(1, 1, 5, 8, dtype=torch.float32), draw(2, 1, 5, 8, dtype=torch.float32)
+    sbm = head(query, key)
+    torch.testing.assert_close(sbm.query.sum(-1), torch.ones(1, 5))
+    torch.testing.assert_close(sbm.edge_prob_dense()[0], sbm.query[0] @ sbm.key[0].T)
+    assert float(sbm.edge_prob_dense().detach().max()) <= 1
+
+
+def test_tied_memberships_are_those_of_the_queries() -> None:
+    head = SBMHead(8, 1, 4, parameterization="assortative", tied=True)
+    query = draw(1, 1, 5, 8, dtype=torch.float32)
+    sbm = head(query, draw(2, 1, 5, 8, dtype=torch.float32))
+    assert torch.equal(sbm.query, sbm.key)
+    with pytest.raises(ValueError, match="with tied memberships"):
+        head(query, draw(2, 1, 6, 8, dtype=torch.float32))

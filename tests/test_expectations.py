@@ -1,0 +1,40 @@
+"""The table of expectations names tests that exist."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+PAGE = TESTS.parent / "docs" / "expectations.md"
+HOUSES = ["PyTorch Geometric", "DGL", "torch", "x-transformers", "xformers", "flash-linear-attention", "Hugging Face"]
+
+
+def rows() -> list[tuple[str, list[str]]]:
+    """Heading and cells of every row that is not the head of a table."""
+    found, house = [], ""
+    for line in PAGE.read_text().splitlines():
+        if line.startswith("## "):
+            house = line[3:]
+        elif line.startswith("|") and not re.match(r"\|(-+\|)+$|\| expectation \|", line):
+            found.append((house, [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]))
+    return found
+
+
+def test_every_row_names_a_test_that_exists() -> None:
+    functions = {
+        path.name: {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)}
+        for path in TESTS.glob("test_*.py")
+    }
+    for _, cells in rows():
+        assert len(cells) == 3, cells
+        named = re.fullmatch(r"`(test_\w+\.py)::(test_\w+)`", cells[2])
+        assert named is not None, cells
+        assert named[2] in functions.get(named[1], set()), f"{named[1]}::{named[2]} does not exist"
+
+
+def test_every_house_has_rows() -> None:
+    assert [*dict.fromkeys(house for house, _ in rows())] == HOUSES
+    assert min(sum(other == house for other, _ in rows()) for house in HOUSES) >= 3
+    assert len({cells[0] for _, cells in rows()}) == len(rows())

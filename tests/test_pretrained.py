@@ -1,0 +1,373 @@
+"""Models in folders: what goes in comes out, writes are whole or not at all, and every misfit is named."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from sbm_pyg import PairClassifier, Pretrained, SequenceClassifier, SequenceEncoder, TokenClassifier, pretrained
+from sbm_pyg.models import FullAttention
+
+PTR = torch.tensor([0, 10, 17, 30])
+TOKENS = torch.randint(0, 15, (30,), generator=torch.Generator().manual_seed(0))
+OPTIONS: dict[str, dict[str, Any]] = {
+    "sbm": {"num_blocks": 4, "dropout": 0.1, "clusters": "orthogonal"},
+    "full": {"dropout": 0.1},
+    "window": {"window": 2},
+    "bigbird": {"num_random": 1},
+}
+FILES = ["README.md", "config.json", "model.safetensors"]
+
+
+class Doubled(TokenClassifier):
+    """A model of a user."""
+
+
+def encoder(attention: Any = "sbm", **options: Any) -> SequenceEncoder:
+    torch.manual_seed(0)
+    named = {"attention_options": OPTIONS[attention]} if isinstance(attention, str) else {}
+    return SequenceEncoder(15, 16, attention=attention, max_length=40, **(named | options))
+
+
+MODELS: dict[str, Callable[[], Pretrained]] = {
+    **{f"encoder, {name}": lambda name=name: encoder(name, head_channels=4, ffn_channels=24, dropout=0.3) for name in OPTIONS},  # type: ignore[misc]
+    "sequences": lambda: SequenceClassifier(encoder(heads=1, num_layers=1), 3),
+    "pairs": lambda: PairClassifier(encoder("full"), 4),
+    "tokens": lambda: TokenClassifier(encoder("bigbird"), 5),
+    "subclass": lambda: Doubled(encoder(), 2),
+}
+
+
+def run(model: nn.Module) -> Tensor:
+    tokens, ptr = ((TOKENS, TOKENS.flip(0)), (PTR, PTR)) if isinstance(model, PairClassifier) else (TOKENS, PTR)
+    return model(tokens, ptr, seed=3)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    SequenceClassifier(encoder(), 10).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def edit(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+# ------------------------------------------------------------------------------------------------ there and back
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_round_trip(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    model = MODELS[name]().to(dtype).eval()
+    model.save_pretrained(tmp_path / "deep" / "model")
+    assert sorted(os.listdir(tmp_path / "deep" / "model")) == FILES
+    assert os.listdir(tmp_path / "deep") == ["model"]  # no drafts left behind
+    again = type(model).from_pretrained(str(tmp_path / "deep" / "model"))
+    assert type(again) is type(Pretrained.from_pretrained(tmp_path / "deep" / "model")) is type(model)
+    assert not again.training
+    assert again.constructor_options().keys() == model.constructor_options().keys()
+    assert repr(again) == repr(model)  # dropout rates and widths among others
+    state = again.state_dict()
+    assert state.keys() == model.state_dict().keys()
+    for key, value in model.state_dict().items():
+        assert state[key].dtype == value.dtype
+        assert torch.equal(state[key], value)
+    assert [p.requires_grad for p in again.parameters()] == [p.requires_grad for p in model.parameters()]
+    assert torch.equal(run(again), run(model))
+
+
+def test_every_constructor_option_comes_back(tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "num_tokens": 9,
+        "channels": 12,
+        "num_layers": 3,
+        "heads": 3,
+        "head_channels": 5,
+        "ffn_channels": 7,
+        "max_length": 11,
+        "dropout": 0.25,
+        "attention": "sbm",
+        "attention_options": {
+            "num_blocks": 2,
+            "exploration": 0.5,
+            "estimator": "paper",
+            "budget": 3.5,
+            "window": 1,
+            "normalizer": "entmax15",
+        },
+    }
+    model = SequenceEncoder(**options)
+    assert model.constructor_options() == options
+    model.save_pretrained(tmp_path / "model")
+    again = SequenceEncoder.from_pretrained(tmp_path / "model")
+    assert again.constructor_options() == options
+    layer: Any = again.blocks[0].attention
+    assert (layer.exploration, layer.estimator, layer.budget, layer.window, layer.normalizer) == (0.5, "paper", 3.5, 1, "entmax15")
+
+
+def test_saving_changes_nothing_and_loading_leaves_random_numbers_alone(tmp_path: Path) -> None:
+    model = SequenceClassifier(encoder(), 10)
+    before, state = {key: value.clone() for key, value in model.state_dict().items()}, torch.get_rng_state()
+    model.save_pretrained(tmp_path / "model")
+    SequenceClassifier.from_pretrained(tmp_path / "model")
+    assert model.training
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+def test_a_loaded_model_goes_on_learning(saved: Path) -> None:
+    model = SequenceClassifier.from_pretrained(saved).train()
+    run(model).sum().backward()
+    assert all(parameter.grad is not None for name, parameter in model.named_parameters() if "sbm" not in name)
+
+
+def test_weights_that_are_views_are_saved_whole(tmp_path: Path) -> None:
+    model = SequenceClassifier(encoder(), 10)
+    weight = torch.randn(10, model.encoder.ffn_channels * 2)[:, ::2]
+    model.classifier[2].weight = nn.Parameter(weight)
+    model.save_pretrained(tmp_path / "model")
+    again = SequenceClassifier.from_pretrained(tmp_path / "model")
+    assert torch.equal(again.classifier[2].weight, weight)  # type: ignore[arg-type]
+
+
+def test_weights_go_to_the_device(saved: Path) -> None:
+    if torch.cuda.is_available():
+        assert {parameter.device.type for parameter in SequenceClassifier.from_pretrained(saved, device="cuda").parameters()} == {"cuda"}
+    assert {parameter.device for parameter in SequenceClassifier.from_pretrained(saved, device=torch.device("cpu")).parameters()} == {
+        torch.device("cpu")
+    }
+
+
+def test_nothing_is_pickled_or_executed(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("pickle was used")
+
+    for module, name in ((pickle, "load"), (pickle, "loads"), (pickle, "Unpickler"), (torch, "load"), (torch, "save")):
+        monkeypatch.setattr(module, name, refuse)
+    SequenceClassifier.from_pretrained(saved).save_pretrained(saved)
+    assert safetensors.torch.load_file(saved / "model.safetensors").keys() == SequenceClassifier.from_pretrained(saved).state_dict().keys()
+
+
+# ------------------------------------------------------------------------------------------------ what the folder says
+
+
+def test_config_holds_version_class_options_and_hashes(saved: Path) -> None:
+    config = json.loads((saved / "config.json").read_text())
+    assert config["version"] == pretrained.__version__
+    assert config["class"] == "SequenceClassifier"
+    assert config["options"]["num_classes"] == 10
+    assert config["options"]["encoder"]["class"] == "SequenceEncoder"
+    assert config["options"]["encoder"]["options"]["attention_options"] == OPTIONS["sbm"]
+    assert config["sha256"] == {"model.safetensors": hashlib.sha256((saved / "model.safetensors").read_bytes()).hexdigest()}
+
+
+def test_card_states_task_metric_and_density(tmp_path: Path) -> None:
+    model = SequenceClassifier(encoder(), 10)
+    density = torch.tensor([[0.25, 0.125], [0.5, 0.0625]])
+    model.save_pretrained(tmp_path / "model", task="ListOps | flat", metric={"test accuracy": 0.7371, "loss": 1}, density=density)
+    card = (tmp_path / "model" / "README.md").read_text()
+    for line in (
+        "# SequenceClassifier, trained on ListOps \\| flat",
+        "| task | ListOps \\| flat |",
+        "| test accuracy | 0.7371 |",
+        "| loss | 1 |",
+        "| density | 23.44 % of the pairs of tokens |",
+        "| layer | head 0 | head 1 |",
+        "| 1 | 50.00 % | 6.25 % |",
+        f"| parameters | {sum(p.numel() for p in model.parameters()):,} |",
+        'model = SequenceClassifier.from_pretrained("path/of/this/folder")',
+    ):
+        assert line in card.splitlines(), line
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["trained"] == {
+        "task": "ListOps | flat",
+        "metric": {"test accuracy": 0.7371, "loss": 1},
+        "density": density.tolist(),
+    }
+    model.save_pretrained(tmp_path / "model", density=0.2)
+    assert "| density | 20.00 % of the pairs of tokens |" in (tmp_path / "model" / "README.md").read_text().splitlines()
+
+
+def test_card_says_what_was_not_stated(saved: Path) -> None:
+    rows = (saved / "README.md").read_text().splitlines()
+    assert {"| task | not stated |", "| metric | not stated |", "| density | not stated |"} <= {*rows}
+
+
+@pytest.mark.parametrize("density", [1.5, -0.1, float("nan"), [0.5, 0.5], torch.full((2, 3, 2), 0.5), torch.empty(0, 2)])
+def test_impossible_densities_are_refused(density: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=re.escape("Expected 'density' to be a number or [L, H] in [0, 1]")):
+        encoder().save_pretrained(tmp_path / "model", density=density)
+    assert not os.listdir(tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------ whole or not at all
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("failing", ["weights", "config", "card", "publish"])
+@pytest.mark.parametrize("existing", [True, False])
+def test_a_failing_write_leaves_what_was_there(failing: str, existing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "model"
+    if existing:
+        SequenceClassifier(encoder(), 10).save_pretrained(folder)
+    before = content(folder) if existing else {}
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise OSError("disk full")
+
+    def fail_publishing(source: Any, target: Any, rename: Callable[..., None] = os.rename) -> None:
+        if str(source).endswith("partial"):
+            fail()
+        rename(source, target)
+
+    if failing == "weights":
+        monkeypatch.setattr(safetensors.torch, "save_file", fail)
+    elif failing == "config":
+        monkeypatch.setattr(pretrained, "_sha256", fail)
+    elif failing == "card":
+        monkeypatch.setattr(pretrained, "_card", fail)
+    else:
+        monkeypatch.setattr(os, "rename", fail_publishing)
+    with pytest.raises(OSError, match="disk full"):
+        SequenceClassifier(encoder("full"), 3).save_pretrained(folder)
+    assert os.listdir(tmp_path) == (["model"] if existing else [])
+    monkeypatch.undo()
+    if existing:
+        assert content(folder) == before
+        assert SequenceClassifier.from_pretrained(folder).num_classes == 10
+
+
+def test_saving_again_replaces_the_whole_model(saved: Path) -> None:
+    TokenClassifier(encoder("full"), 3).save_pretrained(saved, task="another")
+    assert sorted(os.listdir(saved)) == FILES
+    assert os.listdir(saved.parent) == ["model"]
+    assert TokenClassifier.from_pretrained(saved).num_classes == 3
+    assert "another" in (saved / "README.md").read_text()
+
+
+def test_an_empty_folder_is_filled(tmp_path: Path) -> None:
+    encoder().save_pretrained(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == FILES
+
+
+@pytest.mark.parametrize("names", [["notes.txt"], ["README.md"], [*FILES, "notes.txt"], FILES])
+def test_other_content_is_never_replaced(names: list[str], tmp_path: Path) -> None:
+    for name in names:
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(ValueError, match=re.escape(f"Expected 'folder' to be new, empty or a saved model (got '{tmp_path}', which holds ")):
+        encoder().save_pretrained(tmp_path)
+    assert content(tmp_path) == dict.fromkeys(names, b"{}")
+    with pytest.raises(ValueError, match="Expected 'folder' to be new"):
+        encoder().save_pretrained(tmp_path / names[0])
+
+
+def attend(channels: int, head_channels: int, heads: int) -> nn.Module:
+    return FullAttention(channels, head_channels, heads)
+
+
+def test_what_is_not_data_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=re.escape("Expected 'SequenceEncoder.attention' to be plain data (got <function attend")):
+        SequenceClassifier(encoder(attend), 10).save_pretrained(tmp_path / "model")
+    with_bias = encoder(attention_options={"num_blocks": 2, "score_bias": max})
+    with pytest.raises(
+        TypeError, match=re.escape("Expected 'SequenceEncoder.attention_options.score_bias' to be plain data (got <built-in function max>)")
+    ):
+        with_bias.save_pretrained(tmp_path / "model")
+    assert not os.listdir(tmp_path)
+
+
+def test_a_class_without_options_says_so(tmp_path: Path) -> None:
+    class Silent(Pretrained):
+        pass
+
+    with pytest.raises(NotImplementedError, match=re.escape("Silent must say how it was made. Define `constructor_options`")):
+        Silent().save_pretrained(tmp_path / "model")
+
+
+# ------------------------------------------------------------------------------------------------ misfits
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_missing_file_is_named(saved: Path, name: str) -> None:
+    (saved / name).unlink()
+    with pytest.raises(ValueError, match=re.escape(f"Expected '{saved / name}' to be a file (got none)")):
+        SequenceClassifier.from_pretrained(saved)
+
+
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"Expected '{tmp_path / 'nowhere' / 'config.json'}' to be a file (got none)")):
+        Pretrained.from_pretrained(tmp_path / "nowhere")
+
+
+def test_changed_weights_are_named(saved: Path) -> None:
+    weights = saved / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    with pytest.raises(ValueError, match=re.escape(f"Expected '{weights}' to have the SHA-256 ")):
+        SequenceClassifier.from_pretrained(saved)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"version": "999.0.0"}, f"to be at most {pretrained.__version__} (got 999.0.0). Upgrade with `pip install -U sbm_pyg`."),
+        ({"version": f"{pretrained.__version__}.1"}, "Upgrade with"),
+        ({"class": "PairedClassifier"}, "(got 'PairedClassifier'). Import the module that defines it first."),
+        (
+            {"class": "TokenClassifier"},
+            "to be one of ['SequenceClassifier'] (got 'TokenClassifier'). Load it with `TokenClassifier.from_pretrained`.",
+        ),
+        ({"class": "_Classifier"}, "(got '_Classifier')"),
+        ({"class": None}, "(got None)"),
+        ({"options": None}, "Expected 'options' in "),
+        ({"options": {"num_classes": 10}}, "to fit SequenceClassifier (got "),
+        (
+            {"options": {"encoder": {"class": "SequenceEncoder", "options": {"colour": 1}}, "num_classes": 10}},
+            "to fit SequenceEncoder (got ",
+        ),
+        (
+            {"options": {"encoder": {"class": "SequenceEncoder", "options": {"num_tokens": 0}}, "num_classes": 10}},
+            "Expected 'num_tokens' to be at least 1",
+        ),
+        (
+            {"options": {"encoder": {"class": "SequenceEncoder", "options": {"num_tokens": 15}}, "num_classes": 10}},
+            "to fit the weights beside it (got ",
+        ),
+        ({"library": "transformers"}, "to be the config of a model of sbm_pyg (got another one)"),
+        ({"sha256": None}, "to be the config of a model of sbm_pyg (got another one)"),
+        ({"sha256": {}}, "to have the SHA-256 None"),
+    ],
+)
+def test_misfits_are_told(saved: Path, changes: dict[str, Any], message: str) -> None:
+    SequenceClassifier.from_pretrained(saved)
+    edit(saved, **changes)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        SequenceClassifier.from_pretrained(saved)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "\x00"])
+def test_a_config_that_is_none_is_told(saved: Path, text: str) -> None:
+    (saved / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=re.escape(f"Expected '{saved / 'config.json'}' to be ")):
+        Pretrained.from_pretrained(saved)
+
+
+def test_older_versions_are_read(saved: Path) -> None:
+    edit(saved, version="0.0.9")
+    assert SequenceClassifier.from_pretrained(saved).num_classes == 10

@@ -1,0 +1,303 @@
+"""At home in torch: compiled without a break, exported, in low precision, on meta tensors, called with other parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from test_ops import _samples
+from torch import Tensor
+from torch._dynamo.backends.debugging import aot_eager
+from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.nn import functional as F
+
+from sbm_pyg import AttentionGraph, SBMAttentionConv, SBMMultiheadAttention, SequenceClassifier, SequenceEncoder, ops, patterns
+from sbm_pyg.ops import reference
+
+PTR = torch.tensor([0, 10, 17, 30])
+
+
+def layer(**options: Any) -> SBMAttentionConv:
+    torch.manual_seed(0)
+    return SBMAttentionConv(16, 8, heads=2, **{"num_blocks": 4, **options})
+
+
+def classifier(**options: Any) -> SequenceClassifier:
+    torch.manual_seed(0)
+    return SequenceClassifier(
+        SequenceEncoder(15, 16, num_layers=1, dropout=0.0, max_length=64, attention_options={"num_blocks": 4, **options}), 10
+    )
+
+
+def tokens(n: int = 30, seed: int = 1) -> Tensor:
+    return torch.randn(n, 16, generator=torch.Generator().manual_seed(seed))
+
+
+def words(n: int, seed: int = 1) -> Tensor:
+    return torch.randint(15, (n,), generator=torch.Generator().manual_seed(seed))
+
+
+# ------------------------------------------------------------------ compiled
+
+
+@pytest.fixture
+def compile_whole() -> Iterator[Callable[..., Any]]:
+    """Compiles without a break, with sizes left open, and lets nothing be compiled again after the first call."""
+    torch._dynamo.reset()
+    counters.clear()
+
+    def whole(module: torch.nn.Module, backend: Any = aot_eager) -> Any:
+        compiled = torch.compile(module, fullgraph=True, dynamic=True, backend=backend)
+        first: list[bool] = []
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            stance = "fail_on_recompile" if first else "default"
+            first.append(True)
+            with torch.compiler.set_stance(stance):
+                return compiled(*arguments, **options)
+
+        return call
+
+    yield whole
+    assert not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] == 1
+    torch._dynamo.reset()
+
+
+def equal_with_gradients(compiled: Any, eager: Any, parameters: list[Tensor]) -> None:
+    torch.testing.assert_close(compiled, eager)
+    for got, want in zip(
+        torch.autograd.grad(compiled.sin().sum(), parameters, allow_unused=True, materialize_grads=True),
+        torch.autograd.grad(eager.sin().sum(), parameters, allow_unused=True, materialize_grads=True),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("kind", ["heads share the edges", "edges of each head", "edge_index"])
+def test_one_graph_for_five_numbers_of_edges(kind: str, compile_whole: Callable[..., Any]) -> None:
+    conv = layer()
+    compiled = compile_whole(conv)
+    edge_numbers = set()
+    for reach, n in ((1, 30), (2, 30), (4, 31), (7, 38), (3, 21)):
+        x, graph = tokens(n).requires_grad_(), patterns.window(n, reach)
+        edge_numbers.add(graph.num_edges)
+        forms: dict[str, Any] = {"heads share the edges": graph, "edges of each head": graph.expand(2), "edge_index": graph.edge_index}
+        adjacency = forms[kind]
+        equal_with_gradients(compiled(x, adjacency), conv(x, adjacency), [x, conv.lin_key.weight])
+    assert len(edge_numbers) == 5
+    if kind == "edge_index":  # no kernel sees a key that does not exist
+        with pytest.raises(RuntimeError, match=r"Expected 'edge_index\[0\]' to count from 0"):
+            compiled(x, adjacency + 1)
+
+
+def test_one_graph_for_ragged_batches_and_options(compile_whole: Callable[..., Any]) -> None:
+    conv = layer(dropout=0.2, concat=False, score_bias=lambda query, key, graph: graph.edge_index.sum(0).float().sin())
+    compiled = compile_whole(conv)
+    for n in (30, 40, 25):
+        x, ptr = tokens(n), torch.tensor([0, 10, 17, n])
+        graph = patterns.window(None, 2, ptr=ptr)
+        arguments: dict[str, Any] = {"ptr": ptr, "seed": n, "return_graph": True, "return_attention_weights": True}
+        (out, used, (_, alpha)), (expected, wanted, (_, weights)) = compiled(x, graph, **arguments), conv(x, graph, **arguments)
+        equal_with_gradients(out, expected, [*conv.lin_value.parameters()])
+        torch.testing.assert_close(alpha, weights)
+        assert used == wanted
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, of any autograd function it traces
+def test_one_graph_for_a_whole_model(compile_whole: Callable[..., Any]) -> None:
+    """Sampling is an op of the graph: its number of edges is not known before it runs."""
+    model = classifier()
+    compiled = compile_whole(model)
+    for n in (30, 40, 25):
+        arguments = (words(n), torch.tensor([0, 10, 17, n]))
+        equal_with_gradients(compiled(*arguments, seed=n), model(*arguments, seed=n), [*model.parameters()])
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_one_graph_with_forced_edges(compile_whole: Callable[..., Any]) -> None:
+    conv = layer(window=2, budget=5.0, estimator="mask")
+    compiled = compile_whole(conv)
+    for n in (30, 40, 25):
+        arguments: dict[str, Any] = {"ptr": torch.tensor([0, 7, n]), "seed": n}
+        equal_with_gradients(compiled(tokens(n), **arguments), conv(tokens(n), **arguments), [*conv.parameters()])
+    with pytest.raises(RuntimeError, match="Expected 'ptr' to run from 0 to the number of tokens"):
+        compiled(tokens(30), ptr=torch.tensor([0, 7, 31]), seed=1)
+
+
+def test_one_graph_for_padded_batches(compile_whole: Callable[..., Any]) -> None:
+    """Without weights: torch does not trace sparse tensors."""
+    torch.manual_seed(0)
+    attention = SBMMultiheadAttention(16, 2, batch_first=True, num_blocks=4).eval()
+    compiled = compile_whole(attention)
+    with torch.no_grad():
+        for n in (10, 13, 8):
+            x, padding = tokens(3 * n).view(3, n, 16), torch.arange(n) >= torch.tensor([[n], [n - 3], [4]])
+            arguments: dict[str, Any] = {"key_padding_mask": padding, "need_weights": False, "is_causal": True, "seed": n}
+            torch.testing.assert_close(compiled(x, x, x, **arguments)[0], attention(x, x, x, **arguments)[0])
+
+
+def test_a_seed_may_be_drawn_inside(compile_whole: Callable[..., Any]) -> None:
+    conv = layer().eval()
+    compiled = compile_whole(conv)
+    state = torch.get_rng_state()
+    with torch.no_grad():
+        torch.manual_seed(1)
+        first = compiled(tokens())
+        second = compiled(tokens())
+    torch.set_rng_state(state)
+    assert not torch.equal(first, second)
+
+
+@pytest.mark.slow
+def test_inductor(compile_whole: Callable[..., Any]) -> None:
+    conv = layer()
+    compiled = compile_whole(conv, "inductor")
+    for n, reach in ((30, 1), (35, 4)):
+        x, graph = tokens(n).requires_grad_(), patterns.window(n, reach)
+        equal_with_gradients(compiled(x, graph), conv(x, graph), [x, conv.lin_key.weight])
+
+
+# ------------------------------------------------------------------ exported
+
+
+def test_export_with_dynamic_length() -> None:
+    model = classifier().eval()
+    length, batch = torch.export.Dim("length", min=2, max=64), torch.export.Dim("batch", min=3)
+    shapes = {"tokens": {0: length}, "ptr": {0: batch}, "seed": None}
+    with torch.no_grad():
+        program = torch.export.export(model, (words(30), PTR), {"seed": 5}, dynamic_shapes=shapes).module()
+        for n in (30, 50, 26):
+            ptr = torch.tensor([0, 4, 10, 17, n])
+            torch.testing.assert_close(program(words(n), ptr, seed=5), model(words(n), ptr, seed=5))
+        with pytest.raises(AssertionError, match=r"Guard failed: ptr.size\(\)\[0\] >= 3"):  # one sequence is a program of its own
+            program(words(30), PTR[[0, 3]], seed=5)
+        with pytest.raises(AssertionError, match=r"Guard failed: tokens.size\(\)\[0\] <= 64"):
+            program(words(70), torch.tensor([0, 30, 70]), seed=5)
+        one = torch.export.export(model, (words(30),), {"seed": 5}, dynamic_shapes={"tokens": {0: length}, "seed": None}).module()
+        torch.testing.assert_close(one(words(41), seed=5), model(words(41), seed=5))
+        with pytest.raises(torch._dynamo.exc.UserError, match=r"batch = Dim\('batch', min=3\)"):
+            torch.export.export(
+                model, (words(30), PTR), {"seed": 5}, dynamic_shapes={**shapes, "ptr": {0: torch.export.Dim("batch", min=2)}}
+            )
+
+
+# ------------------------------------------------------------------ low precision
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("options", [{}, {"estimator": "mask"}, {"estimator": "mask", "normalizer": "entmax15"}])
+def test_autocast(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    """Against the same graph in single precision, within a few units in the last place of the largest value."""
+    conv, x = layer(**options), tokens()
+    with torch.autocast("cpu", dtype=dtype):
+        out, graph = conv(x, ptr=PTR, seed=1, return_graph=True)
+    assert out.dtype == dtype
+    bound = 8 * torch.finfo(dtype).eps * float(conv.lin_value(x).detach().abs().max())
+    torch.testing.assert_close(out.float(), conv(x, graph), rtol=0, atol=bound)
+    out.float().sin().sum().backward()
+    grads = {name: parameter.grad for name, parameter in conv.named_parameters()}
+    assert all(grad is not None and grad.dtype == torch.float32 and grad.isfinite().all() for grad in grads.values())
+    projections = [conv.lin_query.weight, conv.lin_key.weight, conv.lin_value.weight]
+    single = torch.autograd.grad(conv(x, graph).sin().sum(), projections)
+    with torch.autocast("cpu", dtype=dtype):
+        out = conv(x, graph)
+    for grad, wanted in zip(torch.autograd.grad(out.float().sin().sum(), projections), single, strict=True):
+        assert (grad - wanted).norm() < 16 * torch.finfo(dtype).eps * wanted.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_of_a_model(dtype: torch.dtype) -> None:
+    model = classifier()
+    with torch.autocast("cpu", dtype=dtype):
+        logits, trace = model(words(30), PTR, seed=1, return_trace=True)
+        loss = F.cross_entropy(logits, torch.tensor([0, 1, 2])) + trace.density_loss()
+    loss.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.encoder.parameters() if p.requires_grad)
+
+
+# ------------------------------------------------------------------ no values, other parameters
+
+
+def test_meta_tensors() -> None:
+    conv, x, graph = layer().to("meta"), tokens().to("meta"), patterns.window(None, 2, ptr=PTR).to("meta")
+    out, (edge_index, alpha) = conv(x, graph, ptr=PTR.to("meta"), return_attention_weights=True)
+    assert (out.shape, out.device.type, edge_index.shape, alpha.shape) == (
+        (30, 16),
+        "meta",
+        (2, 2 * graph.num_edges),
+        (2 * graph.num_edges,),
+    )
+
+
+def test_fake_tensors() -> None:
+    """Shapes without memory; the number of edges of a sampled graph is a symbol."""
+    conv, graph = layer(), patterns.window(30, 2)
+    with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True):
+        assert conv(tokens(), graph).shape == (30, 16)
+        out, sampled = conv(tokens(), seed=1, return_graph=True)
+        assert out.shape == (30, 16)
+        assert sampled.rowptr.shape == (61,)
+        assert isinstance(sampled.col.size(0), torch.SymInt)
+
+
+def test_functional_call() -> None:
+    conv, x, graph = layer(), tokens(), patterns.window(30, 2)
+    doubled = {name: (2 * parameter).detach().requires_grad_() for name, parameter in conv.named_parameters()}
+    out = torch.func.functional_call(conv, doubled, (x, graph))
+    other = layer()
+    other.load_state_dict({name: parameter.detach() for name, parameter in doubled.items()})
+    assert torch.equal(out, other(x, graph))
+    assert not torch.equal(out, conv(x, graph))
+    (grad,) = torch.autograd.grad(out.sin().sum(), doubled["lin_value.weight"])
+    assert torch.equal(grad, torch.autograd.grad(other(x, graph).sin().sum(), other.lin_value.weight)[0])
+    sampled = torch.func.functional_call(conv, doubled, (x,), {"seed": 1})
+    assert torch.equal(sampled, other(x, seed=1))
+
+
+def test_every_op_is_checked_against_the_dispatcher() -> None:
+    """``test_ops.test_opcheck`` runs `torch.library.opcheck` over this table."""
+    declared = {name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith("sbm_pyg::")}
+    assert {name.split(".")[0] for name in declared} == {*_samples()}
+
+
+def test_forbidden_edges_are_no_edges() -> None:
+    """A score bias of minus infinity, in the kernel and in the reference, even where it takes all edges of a query."""
+    graph = AttentionGraph.from_dense(torch.ones(2, 3, 4))
+    query, key, value = (torch.randn(2, n, 8, dtype=torch.float64, requires_grad=True) for n in (3, 4, 4))
+    bias = torch.zeros(24, dtype=torch.float64)
+    bias[:4] = bias[6] = bias[20] = -torch.inf
+    left = graph.select(bias == 0)
+    expected, lse = ops.edge_attention(query, key, value, left.rowptr, left.col)
+    wanted = torch.autograd.grad(expected.sin().sum(), [query, key, value])
+    arguments = (query, key, value, graph.rowptr, graph.col, None, bias)
+    options = (1.0, "score", 0.0, 0)
+    out, log_sum = ops.edge_attention(*arguments, *options)
+    torch.testing.assert_close((out, log_sum), (expected, lse))
+    torch.testing.assert_close(torch.autograd.grad(out.sin().sum(), [query, key, value]), wanted)
+    with torch.no_grad():
+        torch.testing.assert_close(reference.edge_attention(*arguments, *options), (expected, lse))
+        grads = reference.edge_attention_backward(expected.cos(), *arguments, expected, lse, *options, False, False)
+    torch.testing.assert_close(grads[:3], wanted)
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+def test_a_score_bias_may_forbid_edges(fuse: bool) -> None:
+    graph, x = patterns.window(30, 2, heads=2), tokens().double().requires_grad_()
+    bias = torch.zeros(graph.num_edges, dtype=torch.float64)
+    bias[:3] = bias[7] = bias[-1] = -torch.inf  # all three edges of the first query
+    left = graph.select(bias == 0)
+    conv = layer(score_bias=lambda query, key, given: bias if given.num_edges == graph.num_edges else bias[bias == 0]).double()
+    conv.fuse = fuse
+    out, (_, alpha) = conv(x, graph, return_attention_weights=True)
+    expected, (_, weights) = conv(x, left, return_attention_weights=True)
+    torch.testing.assert_close(out, expected)
+    assert out[0, :8].eq(0).all()
+    torch.testing.assert_close(alpha[bias == 0], weights)
+    assert alpha[bias != 0].eq(0).all()
+    grads = (torch.autograd.grad(y.sin().sum(), x)[0] for y in (out, expected))
+    torch.testing.assert_close(*grads)
