@@ -80,7 +80,7 @@ class Settings:
             raise ValueError(f"Expected 'attention' to be 'sbm' or 'full' (got {self.attention!r}).")
 
 
-QUICK = Settings(tokens=64, batch_size=32, steps=2000, learning_rate=3e-3, num_blocks=32)
+QUICK = Settings(tokens=64, batch_size=32, steps=2000, learning_rate=3e-3, decay=1, num_blocks=32)
 SPARSE: dict[str, Any] = {
     "parameterization": "assortative",
     "clusters": "orthogonal",

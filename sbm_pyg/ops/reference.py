@@ -24,7 +24,7 @@ COIN_BYTE, COIN_REST, COUNT, PROPOSAL, DROPOUT, GAP = range(1, 7)
 
 PROPOSALS, GAPS, COINS = range(3)
 """The ways to sample a row: Poisson proposals by block and key, keys at random distances that are then thinned, one coin per key."""
-PROPOSAL_COST, GAP_COST = 64.0, 8.0
+PROPOSAL_COST, GAP_COST = 64.0, 11.0
 """How many coins one proposal of the other two ways is worth; decides row by row which way is taken."""
 
 
