@@ -35,19 +35,19 @@ SORTED: dict[str, Any] = {"parameterization": "assortative", "clusters": "orthog
 RUNS: dict[str, Settings] = {
     "full": replace(SMALL, attention="full"),
     "local": SMALL,
-    "mask": replace(SMALL, estimator="mask"),
-    "paper": replace(SMALL, estimator="paper"),
+    "mask": replace(SMALL, estimator="mask", exploration=0.01),
+    "paper": replace(SMALL, estimator="paper", exploration=0.01),
     "none": replace(SMALL, estimator="none"),
     "relaxed": replace(SMALL, estimator="relaxed"),
     "concrete": replace(SMALL, estimator="concrete"),
-    "score function": replace(SMALL, estimator="score-function"),
+    "score function": replace(SMALL, estimator="score-function", exploration=0.01),
     "local, all pairs": replace(SMALL, probes=float("inf")),
     "local, orthogonal": replace(SMALL, clusters="orthogonal"),
     "local, mixed": replace(SMALL, parameterization="mixed"),
-    "mask, mixed": replace(SMALL, estimator="mask", parameterization="mixed"),
+    "mask, mixed": replace(SMALL, estimator="mask", exploration=0.01, parameterization="mixed"),
     "full, long": replace(LONG, attention="full"),
     "local, long, assortative, 0.1": replace(LONG, density_weight=0.1, **SORTED),
-    "mask, long, assortative, 0.1": replace(LONG, estimator="mask", density_weight=0.1, **SORTED),
+    "mask, long, assortative, 0.1": replace(LONG, estimator="mask", exploration=0.01, density_weight=0.1, **SORTED),
     "local, long, assortative": replace(LONG, **SORTED),
 }
 
@@ -161,7 +161,8 @@ def gradient_errors(
         mean_loss = (chances[:, 0] * loss).sum()
         score_function = torch.where(present, 1 / p, -1 / (1 - p)) * (loss - mean_loss)[:, None]
         true = (chances * score_function).sum(0)
-        seen = 1 / (p + chance * (1 - p))
+        balance = p / (p + chance * (1 - p))  # share of the side with the edge by the balance heuristic
+        share = torch.maximum(balance.clamp(max=0.5), p)
         probe = torch.where(present, 1.0, chance)  # probability that the pair is looked at, its state given
         looked: dict[str, tuple[Tensor, Any]] = {  # what a pair contributes where it is looked at, and how often it is
             "paper": (mask * score, 1.0),
@@ -169,8 +170,9 @@ def gradient_errors(
             "local, all pairs": (effect, 1.0),
             "local, edges over p": (torch.where(present, effect / p, 0), 1.0),
             "local, non-edges over their chance": (torch.where(present, effect, effect / chance), probe),
-            "local": (effect * seen, probe),
+            "local, balance heuristic": (effect * balance / p, probe),
             "local, half and half": (torch.where(present, effect / (2 * p), effect / (2 * chance * (1 - p))), probe),
+            "local": (torch.where(present, effect * share / p, effect * (1 - share) / (chance * (1 - p))), probe),
             "score function": (score_function, 1.0),
         }
         for name, (amount, share) in looked.items():

@@ -61,7 +61,7 @@ class Settings:
     num_blocks: int = _setting(128, "blocks K")
     estimator: str = _setting("local", "gradient of edge probabilities; see sbm_pyg.estimators, or score-function")
     probes: float = _setting(16.0, "pairs per token looked at beside the edges (local)")
-    exploration: float = _setting(0.01, "added to each probability in training")
+    exploration: float = _setting(0.0, "added to each probability in training")
     exploration_until: float = _setting(0.0, "exploration falls linearly to nothing in this share of the steps; 0: it stays")
     parameterization: str = _setting("paper", "paper, mixed or assortative")
     clusters: str = _setting("kaiming", "start of the clusters: kaiming or orthogonal")

@@ -53,7 +53,8 @@ class SBMAttentionConv(MessagePassing):
             with a soft mask, O(NM), and sample in evaluation only; ``"none"``. None: ``"local"``, or ``"mask"`` where the normaliser is
             not softmax. See :mod:`sbm_pyg.estimators` and docs/learning.md.
         probes: With ``"local"``, expected number of pairs per query and head that are looked at beside the edges, drawn uniformly.
-        exploration: Added to every edge probability in training only, in [0, 1].
+        exploration: Added to every edge probability in training only, in [0, 1]. None: 0.01, as in the paper, or 0 with ``"local"``, whose
+            probes explore without adding edges.
         method: Law of the sampled graph, ``"bernoulli"`` or ``"fastrg"``; see :func:`~sbm_pyg.sample_edges`.
         budget: Largest expected number of sampled keys per query and head; None for no limit.
         self_loops: Each token always attends to itself.
@@ -96,7 +97,7 @@ class SBMAttentionConv(MessagePassing):
         sbm_options: Mapping[str, Any] | None = None,
         estimator: str | None = None,
         probes: float = 16.0,
-        exploration: float = 0.01,
+        exploration: float | None = None,
         method: str = "bernoulli",
         budget: float | None = None,
         self_loops: bool = False,
@@ -110,6 +111,8 @@ class SBMAttentionConv(MessagePassing):
         super().__init__(node_dim=0, **kwargs)
         if estimator is None:
             estimator = "local" if normalizer == "softmax" else "mask"
+        if exploration is None:
+            exploration = 0.0 if estimator == "local" else 0.01
         choices = {
             "estimator": (estimator, estimators.ESTIMATORS),
             "method": (method, METHODS),

@@ -9,7 +9,7 @@ With weights :math:`P_{ij}`, gains :math:`g_{ij} = (\partial L / \partial o_i) \
 ==================  =======================================================================================  ==================
 estimator           :math:`\partial L / \partial p_{ij}`                                                     over
 ==================  =======================================================================================  ==================
-``"local"``         :math:`\Delta_{ij} / \pi_{ij}`, :math:`\Delta` the loss with the edge less that without  edges and probes
+``"local"``         :math:`\Delta_{ij}`, the loss with the edge less that without, times a weight              edges and probes
 ``"mask"``          :math:`P_{ij} (g_{ij} - \bar g_i)`                                                       edges
 ``"paper"``         :math:`P_{ij} (g_{ij} - \bar g_i) \, s_{ij}` (eq. 9)                                     edges
 ``"relaxed"``       that of softmax(s + log p), no graph being sampled in training                           all pairs
@@ -93,9 +93,11 @@ def local_expectation(
     r"""The local expectation gradient: what each edge does to the loss, the others given.
 
     The exact gradient of an expected loss is :math:`\partial E[L] / \partial p_{ij} = E[L(A, A_{ij} = 1) - L(A, A_{ij} = 0)]`. The difference of a
-    single pair is taken to first order in the attention's output (:func:`sbm_pyg.ops.edge_effect`), where it is a closed form of O(C). Pairs that
-    are edges or probes are looked at; one is with probability :math:`\pi_{ij} = 1 - (1 - p_{ij})(1 - \eta_i)`, :math:`\eta_i` being the chance of a
-    probe, and counts :math:`1 / \pi_{ij}`. This is unbiased wherever the loss is linear in the output, in O((E + E')(C + K)).
+    single pair is taken to first order in the attention's output (:func:`sbm_pyg.ops.edge_effect`), where it is a closed form of O(C). It is seen
+    from the graph with the edge, with probability p, or from one without it by a probe, with probability :math:`(1 - p) \eta`. If the first
+    counts :math:`\alpha / p` and the second :math:`(1 - \alpha) / ((1 - p) \eta)`, any :math:`\alpha` is unbiased where the loss is linear in the
+    output; where it bends, the true difference lies half-way. So :math:`\alpha` is 1/2, but no more than the balance heuristic
+    :math:`p / (p + \eta - p \eta)` where p is small, and no less than p, for the sake of variance. O((E + E')(C + K)).
 
     Args:
         out: Output of the attention, ``[H, N, C']``.
@@ -116,7 +118,8 @@ def local_expectation(
     (the balance heuristic).
     """
     with torch.no_grad():
-        weight, probe_weight = (_looked_at(sbm, pairs, chance, exploration).reciprocal_() for pairs in (graph, probes))
+        weight = _weights(sbm, graph, chance, exploration, present=True)
+        probe_weight = _weights(sbm, probes, chance, exploration, present=False)
         if forced is not None:
             weight.masked_fill_(forced, 0)
     return ops.local_expectation(
@@ -132,11 +135,15 @@ def local_expectation(
     )
 
 
-def _looked_at(sbm: SBM, pairs: AttentionGraph, chance: Tensor, exploration: float) -> Tensor:
-    """Probability that each pair is an edge or a probe, ``[E]``."""
+def _weights(sbm: SBM, pairs: AttentionGraph, chance: Tensor, exploration: float, present: bool) -> Tensor:
+    """How much each edge counts (``present``), or each probe that is none, ``[E]``; see :func:`local_expectation`."""
     p = (sbm.edge_prob(pairs) + exploration).clamp_(max=1)
     eta = torch.repeat_interleave(chance.repeat(pairs.heads), pairs.rowptr.diff(), output_size=pairs.num_edges)
-    return torch.lerp(eta, torch.ones_like(eta), p)
+    seen = torch.lerp(eta, torch.ones_like(eta), p)  # probability that a pair is an edge or a probe
+    if present:
+        return torch.where(p > 0.5, 1, torch.minimum(1 / seen, 0.5 / p))
+    share = (p / seen).clamp_(max=0.5)  # of the side with the edge
+    return torch.where(p > 0.5, 1, (1 - share) / (1 - p)) / eta
 
 
 def relaxed_bias(sbm: SBM, graph: AttentionGraph, exploration: float = 0.0) -> Tensor:

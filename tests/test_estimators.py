@@ -259,7 +259,7 @@ def test_estimators_differ_in_the_gradient_to_the_model_alone() -> None:
     outs, own, other = [], [], []
     for estimator in ("local", "mask", "paper", "none"):
         torch.manual_seed(0)
-        conv = SBMAttentionConv(16, 8, 2, 8, estimator=estimator)
+        conv = SBMAttentionConv(16, 8, 2, 8, estimator=estimator, exploration=0.01)
         out = conv(x, ptr=ptr, seed=1)
         out.square().sum().backward()
         outs.append(out.detach())
