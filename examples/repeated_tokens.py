@@ -88,6 +88,7 @@ SPARSE: dict[str, Any] = {
     "tied": 1,
     "density_weight": 0.1,
     "decay": 1,
+    "position_scale": 1.0,
 }
 
 

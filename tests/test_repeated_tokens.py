@@ -83,6 +83,11 @@ def test_the_command_line_writes_curves_and_results_and_resumes(tmp_path: Path, 
     assert "accuracy" in capsys.readouterr().out
 
 
+def test_the_sparse_settings_are_those_of_the_study() -> None:
+    sparse = replace(task.QUICK, **task.SPARSE)
+    assert sparse == replace(study.RUNS["local, long, assortative, 0.1"], seed=sparse.seed)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
