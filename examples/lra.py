@@ -41,16 +41,11 @@ from tqdm.auto import tqdm
 
 import lra_report as report
 from density_guard import DensityGuard
-from lra_tasks import TASKS, Batch, LengthBuckets, Settings, Split, Task, load
+from lra_tasks import TASKS, Batch, LengthBuckets, Settings, Split, Task, load, random_word
 from sbm_pyg import PairClassifier, SequenceClassifier, SequenceEncoder
 
 SETTINGS, RESULTS, LAST, BEST = "settings.json", "results.json", "last.ckpt", "best.ckpt"
 PRESETS = ("laptop", "paper")
-
-
-def random_word(*key: int) -> int:
-    """Mixes integers into one random word of 62 bits, a pure function of the key."""
-    return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 2)
 
 
 class Classifier(LightningModule):

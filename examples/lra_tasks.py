@@ -26,6 +26,11 @@ from sbm_pyg.estimators import ESTIMATORS
 from sbm_pyg.sbm import CLUSTERS, PARAMETERIZATIONS
 
 
+def random_word(*key: int) -> int:
+    """Mixes integers into one random word of 62 bits, a pure function of the key."""
+    return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 2)
+
+
 def _option(help: str, *, choices: tuple[str, ...] = (), least: float | None = None, most: float | None = None) -> Any:
     """A field of `Settings`, with all that the command line and the check of its value need."""
     return dataclasses.field(metadata={"help": help, "choices": choices, "least": least, "most": most})

@@ -27,7 +27,6 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor
@@ -35,7 +34,9 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from tqdm.auto import tqdm
 
 from density_guard import DensityGuard
+from lra_tasks import random_word
 from sbm_pyg import SBMAttentionConv, SequenceEncoder, TokenClassifier
+from sbm_pyg.estimators import score_function
 
 COLUMNS = ("step", "train_loss", "loss", "accuracy", "density", "expected_density", "p_equal", "p_other", "empty_rows", "seconds")
 TRIAL, VALIDATION = 0, 1  # what a random word is for
@@ -90,11 +91,6 @@ SPARSE: dict[str, Any] = {
     "decay": 1,
     "position_scale": 1.0,
 }
-
-
-def random_word(*key: int) -> int:
-    """Mixes integers into one random word of 62 bits, a pure function of the key."""
-    return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 2)
 
 
 def make_batch(sequences: int, tokens: int, word: int) -> tuple[Tensor, Tensor]:
@@ -169,8 +165,6 @@ def step_loss(model: TokenClassifier, settings: Settings, step: int) -> tuple[Te
     if settings.density_weight and settings.attention == "sbm":
         total = total + settings.density_weight * trace.density_loss()
     if settings.estimator == "score-function" and settings.attention == "sbm":
-        from sbm_pyg.estimators import score_function
-
         total = total + score_function(trace.sbms[0], trace.graphs[0], losses / settings.batch_size, settings.exploration)
     return total, loss, trace
 

@@ -448,7 +448,7 @@ class SBMAttentionConv(MessagePassing):
         """The meaning: weighted values of the edges, ``[E, H or 1, C]``; ``gate``, ``score_bias`` and ``keep`` are ``[E, H or 1]`` or None."""
         logit = (query_i * key_j).sum(-1) * self.scale  # [E, H or 1]
         if gate is not None:
-            logit = logit * gate if estimators.GATE_FORM.get(self.estimator, "score") == "score" else logit + gate.log()
+            logit = logit * gate if estimators.GATE_FORM[self.estimator] == "score" else logit + gate.log()
         if score_bias is not None:
             logit = logit + score_bias
         if self.normalizer == "softmax":
