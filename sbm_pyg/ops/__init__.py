@@ -16,18 +16,21 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.library import CustomOpDef
+from torch.utils.flop_counter import register_flop_formula
 
-from . import cpu, reference
+from . import cpu, flops, reference
 
 __all__ = ["edge_attention", "edge_dot", "edge_effect", "edge_gate", "local_expectation", "sample_sbm", "segment_entmax"]
 
 
 def _declare(name: str, schema: str, fake: Callable[..., Any]) -> CustomOpDef:
-    """Declare ``sbm_pyg::name``: the reference on any device, numba where :mod:`~sbm_pyg.ops.cpu` has a kernel."""
+    """Declare ``sbm_pyg::name``: the reference on any device, numba where :mod:`~sbm_pyg.ops.cpu` has a kernel, and what it costs."""
     op = torch.library.custom_op(f"sbm_pyg::{name}", getattr(reference, name), mutates_args=(), schema=schema)
     if name in cpu.__all__:
         op.register_kernel("cpu")(getattr(cpu, name))
     op.register_fake(fake)
+    if name in flops.__all__:
+        register_flop_formula(getattr(torch.ops.sbm_pyg, name), get_raw=True)(getattr(flops, name))
     return op
 
 

@@ -1,0 +1,96 @@
+"""What each op costs, for torch's counter (``torch.utils.flop_counter.FlopCounterMode``), which by itself counts torch's ops alone.
+
+In: the arguments of an op, as in its schema. Out: floating point operations, for each op of the same name. Not here: time and memory.
+
+The conventions are torch's: a multiplication and its addition are 2; exponentials, comparisons, random words, and what is done
+once per token or once per edge without a sum over channels, are 0 (so ``segment_entmax`` is 0, as softmax is). Attention over a full graph
+therefore counts as much as the matrix products of dense attention do, forward and backward. E is that of the graph at hand.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
+
+from . import reference
+
+__all__ = ["edge_attention", "edge_attention_backward", "edge_dot", "edge_dot_backward", "edge_effect", "sample_sbm"]
+
+
+def edge_dot(query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor, *, out_val: Any = None) -> int:
+    """2 E K."""
+    return 2 * col.numel() * query.size(-1)
+
+
+def edge_dot_backward(
+    grad: Tensor, query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor, need_query: bool, need_key: bool, *, out_val: Any = None
+) -> int:
+    """2 E K for each side that needs its gradient."""
+    return 2 * col.numel() * query.size(-1) * (need_query + need_key)
+
+
+def edge_attention(query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor, col: Tensor, *_: Any, out_val: Any = None) -> int:
+    """2 E (C + C'): scores, and the sum of values."""
+    return 2 * col.numel() * (query.size(-1) + value.size(-1))
+
+
+def edge_attention_backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor, col: Tensor, *_: Any, out_val: Any = None
+) -> int:
+    """2 E (3 C + 2 C'): scores again, gradients to queries and keys; gains, gradients to values."""
+    return 2 * col.numel() * (3 * query.size(-1) + 2 * value.size(-1))
+
+
+def edge_effect(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rowptr: Tensor,
+    col: Tensor,
+    bias: Tensor | None,
+    probe_rowptr: Tensor,
+    probe_col: Tensor,
+    *_: Any,
+    out_val: Any = None,
+) -> int:
+    """2 (E + E') (C + C'): score and gain of each edge and each probe."""
+    return 2 * (col.numel() + probe_col.numel()) * (query.size(-1) + value.size(-1))
+
+
+def sample_sbm(
+    query: Tensor,
+    key: Tensor,
+    query_ptr: Tensor,
+    key_ptr: Tensor,
+    streams: Tensor,
+    seed: int,
+    method: str,
+    exploration: float,
+    clamp: bool,
+    *,
+    out_val: Any = None,
+) -> int:
+    """2 K for each pair whose probability is computed, and 4 H N K for the expected degrees and the bounds that plan the rows.
+
+    How many pairs these are is known before anything is drawn, from the plan of each row: all keys where coins are tossed, the
+    expected number of proposals otherwise (none with ``"fastrg"``, which takes proposals as they come). Where there are no
+    values to plan by (fake tensors), only the edges count, which is the least it can be.
+    """
+    heads, num_queries, blocks = query.shape
+    if is_fake(query) or query.is_meta:
+        return 2 * blocks * (2 * heads * num_queries + out_val[1].numel())
+    pairs = 0.0
+    offsets = zip(query_ptr.tolist(), query_ptr.tolist()[1:], key_ptr.tolist(), key_ptr.tolist()[1:], strict=False)
+    for start, end, first, last in offsets:
+        rate, member = query[:, start:end].detach().double(), key[:, first:last].detach().double()
+        bound = (rate * member.amax(1, keepdim=True)).sum(-1) + exploration
+        expected = (rate * member.sum(1, keepdim=True)).sum(-1) + exploration * (last - first)
+        stretch, way = reference.plan_rows(expected, bound, last - first, method)
+        proposals = torch.zeros_like(expected) if method == "fastrg" else expected * stretch
+        tried = torch.where(way == reference.GAPS, bound * (last - first), proposals)
+        pairs += float(torch.where(way == reference.COINS, float(last - first), tried).sum())
+    return 2 * blocks * (2 * heads * num_queries + round(pairs))
