@@ -287,6 +287,7 @@ class SequenceEncoder(Pretrained):
         ptr: Tensor | None = None,
         *,
         batch: Tensor | None = None,
+        places: Tensor | None = None,
         seed: int | None = None,
         streams: Tensor | None = None,
         return_trace: bool = False,
@@ -297,13 +298,15 @@ class SequenceEncoder(Pretrained):
             tokens: Token numbers, ``[N]`` int64.
             ptr: Offsets of the sequences, ``[B+1]`` int64; one sequence if None.
             batch: The same as a sequence number per token, ``[N]``.
+            places: Place of each token in its sequence, for the position embeddings, ``[N]`` int64 in ``0 .. max_length-1``; counted if
+                None. For sequences of which tokens were left out.
             seed: Fixes the graphs that layers sample; from torch's default generator if None.
             streams: Number of each sequence's random stream, ``[B]``. With ``seed``, a sequence then gets the same graphs in any batch.
             return_trace: Also return an :class:`EncoderTrace`.
 
         Raises:
             TypeError: Token numbers are not integers.
-            ValueError: A token is outside the vocabulary, or a sequence longer than ``max_length``.
+            ValueError: A token is outside the vocabulary, a sequence longer than ``max_length``, or a place outside it.
         """
         if tokens.dim() != 1 or tokens.dtype not in (torch.int64, torch.int32):
             raise TypeError(
@@ -320,10 +323,19 @@ class SequenceEncoder(Pretrained):
                 raise ValueError(
                     f"Expected sequences of at most max_length = {self.max_length} tokens (got {longest}). Raise max_length or cut them."
                 )
-        place = torch.arange(tokens.size(0), device=tokens.device) - torch.repeat_interleave(
-            ptr[:-1], ptr.diff(), output_size=tokens.size(0)
-        )
-        x = self.dropout(self.token(tokens) + self.position(place))
+        if places is None:
+            places = torch.arange(tokens.size(0), device=tokens.device) - torch.repeat_interleave(
+                ptr[:-1], ptr.diff(), output_size=tokens.size(0)
+            )
+        elif places.shape != tokens.shape or places.dtype not in (torch.int64, torch.int32):
+            raise ValueError(
+                f"Expected 'places' to be {list(tokens.shape)} int64, one for each token (got {list(places.shape)} {places.dtype}). Leave it out to count them."
+            )
+        elif readable(places) and (int(places.min()) < 0 or int(places.max()) >= self.max_length):
+            raise ValueError(
+                f"Expected 'places' in 0..{self.max_length - 1} (got {int(places.min())} to {int(places.max())}). Raise max_length or leave it out."
+            )
+        x = self.dropout(self.token(tokens) + self.position(places))
         graphs, sbms = [], []
         for number, block in enumerate(self.blocks):
             layer_seed = None if seed is None else (seed + number * 0x9E3779B97F4A7C15) % 2**63  # layers sample independently
@@ -353,29 +365,33 @@ class _Block(nn.Module):
         return x + self.ffn(self.norm2(x)), graph, sbm
 
 
-def _mean_pool(x: Tensor, ptr: Tensor) -> Tensor:
-    """Mean over the real tokens of each sequence, ``[B, channels]``."""
+def _mean_pool(x: Tensor, ptr: Tensor, length: int | None) -> Tensor:
+    """Mean over the real tokens of each sequence, or their sum by a given length, ``[B, channels]``."""
     lengths = ptr.diff()
     batch = torch.repeat_interleave(lengths, output_size=x.size(0))
-    return x.new_zeros(lengths.numel(), x.size(1)).index_add(0, batch, x) / lengths[:, None]
+    return x.new_zeros(lengths.numel(), x.size(1)).index_add(0, batch, x) / (lengths[:, None] if length is None else length)
 
 
 class _Classifier(Pretrained):
     """An encoder and a two-layer perceptron on features of ``inputs * channels``."""
 
-    def __init__(self, encoder: SequenceEncoder, num_classes: int, inputs: int) -> None:
+    def __init__(self, encoder: SequenceEncoder, num_classes: int, inputs: int, pool_length: int | None) -> None:
         super().__init__()
         if num_classes < 1:
             raise ValueError(f"Expected 'num_classes' to be at least 1 (got {num_classes}). It is the number of logits.")
+        if pool_length is not None and pool_length < 1:
+            raise ValueError(
+                f"Expected 'pool_length' to be at least 1 (got {pool_length}). Leave it out to average over the tokens there are."
+            )
         self.encoder = encoder
         self.classifier = nn.Sequential(
             nn.Linear(inputs * encoder.channels, encoder.ffn_channels), nn.ReLU(), nn.Linear(encoder.ffn_channels, num_classes)
         )
-        self.num_classes = num_classes
+        self.num_classes, self.pool_length = num_classes, pool_length
 
     def constructor_options(self) -> dict[str, Any]:
         """As :meth:`Pretrained.constructor_options`."""
-        return {"encoder": self.encoder, "num_classes": self.num_classes}
+        return {"encoder": self.encoder, "num_classes": self.num_classes, "pool_length": self.pool_length}
 
 
 class SequenceClassifier(_Classifier):
@@ -384,27 +400,29 @@ class SequenceClassifier(_Classifier):
     Args:
         encoder: The encoder.
         num_classes: Number of classes.
+        pool_length: Divide the sum over the tokens by this number instead of theirs, as a mean over zeroed padding does.
 
     Shapes:
         - tokens ``[N]`` int64, ptr ``[B+1]``; logits ``[B, num_classes]``.
     """
 
-    def __init__(self, encoder: SequenceEncoder, num_classes: int) -> None:
-        super().__init__(encoder, num_classes, inputs=1)
+    def __init__(self, encoder: SequenceEncoder, num_classes: int, pool_length: int | None = None) -> None:
+        super().__init__(encoder, num_classes, inputs=1, pool_length=pool_length)
 
     def forward(
         self,
         tokens: Tensor,
         ptr: Tensor | None = None,
         *,
+        places: Tensor | None = None,
         seed: int | None = None,
         streams: Tensor | None = None,
         return_trace: bool = False,
     ) -> Any:
         """Logits, or logits and :class:`EncoderTrace`; arguments as :meth:`SequenceEncoder.forward`."""
         ptr = resolve_ptr(tokens.size(0), ptr, device=tokens.device)
-        x, trace = self.encoder(tokens, ptr, seed=seed, streams=streams, return_trace=True)
-        logits = self.classifier(_mean_pool(x, ptr))
+        x, trace = self.encoder(tokens, ptr, places=places, seed=seed, streams=streams, return_trace=True)
+        logits = self.classifier(_mean_pool(x, ptr, self.pool_length))
         return (logits, trace) if return_trace else logits
 
 
@@ -414,19 +432,21 @@ class PairClassifier(_Classifier):
     Args:
         encoder: The encoder, shared by both.
         num_classes: Number of classes.
+        pool_length: As for :class:`SequenceClassifier`.
 
     Shapes:
         - two times tokens ``[N]`` int64 and ptr ``[B+1]``, with the same B; logits ``[B, num_classes]``.
     """
 
-    def __init__(self, encoder: SequenceEncoder, num_classes: int) -> None:
-        super().__init__(encoder, num_classes, inputs=4)
+    def __init__(self, encoder: SequenceEncoder, num_classes: int, pool_length: int | None = None) -> None:
+        super().__init__(encoder, num_classes, inputs=4, pool_length=pool_length)
 
     def forward(
         self,
         tokens: tuple[Tensor, Tensor],
         ptr: tuple[Tensor, Tensor] | None = None,
         *,
+        places: tuple[Tensor, Tensor] | None = None,
         seed: int | None = None,
         streams: Tensor | None = None,
         return_trace: bool = False,
@@ -448,10 +468,9 @@ class PairClassifier(_Classifier):
             streams = 2 * streams  # the two sides of a pair sample apart
         pooled, traces = [], []
         for side in range(2):
-            x, trace = self.encoder(
-                tokens[side], offsets[side], seed=seed, streams=None if streams is None else streams + side, return_trace=True
-            )
-            pooled.append(_mean_pool(x, offsets[side]))
+            stream, place = None if streams is None else streams + side, None if places is None else places[side]
+            x, trace = self.encoder(tokens[side], offsets[side], places=place, seed=seed, streams=stream, return_trace=True)
+            pooled.append(_mean_pool(x, offsets[side], self.pool_length))
             traces.append(trace)
         first, second = pooled
         logits = self.classifier(torch.cat([first, second, first * second, first - second], dim=-1))

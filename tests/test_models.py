@@ -6,6 +6,7 @@ import copy
 import itertools
 import math
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -184,3 +185,40 @@ def test_constructor_errors() -> None:
         TokenClassifier(encoder(), 0)
     with pytest.raises(ValueError, match=r"Expected 'num_classes' to be at least 1 \(got 0\)"):
         SequenceClassifier(encoder(), 0)
+
+
+def test_places_and_pool_length_are_those_of_zeroed_padding() -> None:
+    """Tokens left out, with places kept and a fixed divisor, equal masked tokens in a padded batch that is averaged over its length."""
+    torch.manual_seed(0)
+    encoder = SequenceEncoder(9, 8, max_length=12, dropout=0.0, attention="full")
+    model = SequenceClassifier(encoder, 3, pool_length=12).eval()
+    tokens = torch.randint(1, 9, (2, 12))
+    kept = torch.rand(2, 12) < 0.6
+    kept[:, 3] = True
+    ptr = torch.cat([torch.zeros(1, dtype=torch.int64), kept.sum(1).cumsum(0)])
+    places = torch.arange(12).expand(2, 12)[kept]
+    logits = model(tokens[kept], ptr, places=places)
+
+    x = encoder.token(tokens) + encoder.position.weight  # the older way: nothing is removed, keys are masked, the rest is zeroed
+    blocks: Any = encoder.blocks
+    for block in blocks:
+        layer, hidden = block.attention, block.norm1(x)
+        query, key, value = (lin(hidden).unflatten(2, (2, -1)).transpose(1, 2) for lin in (layer.lin_query, layer.lin_key, layer.lin_value))
+        attended = F.scaled_dot_product_attention(query, key, value, attn_mask=kept[:, None, None])
+        x = x + block.lin_out(attended.transpose(1, 2).flatten(2))
+        x = x + block.ffn(block.norm2(x))
+    pooled = (encoder.norm(x) * kept[..., None]).mean(1)
+    torch.testing.assert_close(logits, model.classifier(pooled))
+    assert model.constructor_options()["pool_length"] == 12
+
+
+def test_places_are_checked() -> None:
+    encoder = SequenceEncoder(9, 8, max_length=4)
+    tokens = torch.tensor([1, 2])
+    with pytest.raises(ValueError, match=r"Expected 'places' in 0\.\.3 \(got 0 to 4\)"):
+        encoder(tokens, places=torch.tensor([0, 4]))
+    with pytest.raises(ValueError, match=r"Expected 'places' to be \[2\] int64, one for each token \(got \[1\] torch\.int64\)"):
+        encoder(tokens, places=torch.tensor([0]))
+    torch.testing.assert_close(encoder.eval()(tokens, seed=0), encoder(tokens, places=torch.tensor([0, 1]), seed=0))
+    with pytest.raises(ValueError, match=r"Expected 'pool_length' to be at least 1 \(got 0\)"):
+        SequenceClassifier(encoder, 2, pool_length=0)
