@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 import learning_study as study
+import lra_listops
 import repeated_tokens as task
 from density_guard import DensityGuard
 from sbm_pyg import EncoderTrace, patterns
@@ -113,6 +115,34 @@ def test_a_study_runs_what_is_missing_once(tmp_path: Path, monkeypatch: pytest.M
     table = study.report(tmp_path)
     assert "| full | 2 |" in table
     assert (tmp_path / "estimators.png").exists()
+
+
+def test_the_study_of_listops_runs_what_is_missing_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lra_listops.generate(tmp_path / "data", lra_listops.Parameters(train=60, val=20, test=20, max_depth=2, min_length=4, max_length=16))
+    sizes = "--layers 1 --channels 16 --head-channels 8 --ffn-channels 16 --num-blocks 4 --batch-size 8 --steps 4 --validate-every 2"
+    monkeypatch.setattr(study, "SHORT", (*study.SHORT, *sizes.split(), "--accelerator", "cpu"))
+    for _ in range(2):
+        study.listops(tmp_path, ["local, 0.1"], 1, tmp_path / "data", tmp_path / "work", threads=1)
+    (row,) = study.read_results(tmp_path)
+    assert (row["run"], row["seed"], row["examples"]) == ("local, 0.1", "0", "20")
+    assert 0 < float(row["density"]) < 1
+    assert (tmp_path / "listops_local_0.1_0.csv").read_text().count("\n") == 4  # a head, before the first step, two validations
+    settings = json.loads((tmp_path / "work" / "local_0.1_0" / "settings.json").read_text())["settings"]
+    assert settings["density_weight"] == 0.1
+    shutil.rmtree(tmp_path / "work")
+    study.listops(tmp_path, ["local, 0.1"], 1, tmp_path / "data", tmp_path / "work", threads=1)
+    assert not (tmp_path / "work").exists()
+
+
+def test_the_report_on_listops_pairs_seeds_with_full_attention(tmp_path: Path) -> None:
+    lines = ["run,seed,accuracy,loss,examples,density,tokens_per_second,density_layer0_head0,density_layer0_head1"]
+    for name, accuracies, density in (("full", (0.74, 0.76), 1.0), ("local", (0.75, 0.78, 0.1), 0.2)):
+        lines += [f"{name},{seed},{accuracy},1,10,{density},100,{density},{density / 2}" for seed, accuracy in enumerate(accuracies)]
+    (tmp_path / study.LISTOPS_RESULTS).write_text("\n".join(lines) + "\n")
+    table = study.report_listops(tmp_path)
+    # Differences of 1 and 2 points: mean 1.5, standard error 0.5, and 12.706 is the 97.5 % point of Student's t with one degree of freedom.
+    assert "| local | 2 | 76.50 (75.00 to 78.00) | +1.50 ± 6.35 | 20.0 (20.0 to 20.0) | 20.0 (20.0 to 20.0) | 1.00 |" in table
+    assert "| full | 2 |" in table
 
 
 def test_enumeration_finds_the_score_function_unbiased_and_eq_9_no_better_than_a_coin() -> None:
