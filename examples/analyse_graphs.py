@@ -29,7 +29,7 @@ from torch.nn.functional import cross_entropy
 from tqdm.auto import tqdm
 
 import lra
-from lra_tasks import TASKS, Batch, LengthBuckets, Settings, Split, Task, load
+from lra_tasks import TASKS, Batch, LengthBuckets, Settings, Split, Task, data_folder, load
 from sbm_pyg import SBM, AttentionGraph, analysis, patterns, plots
 
 PIXELS = ("image", "pathfinder", "pathx")  # tasks whose sequences are square images
@@ -118,8 +118,11 @@ def open_run(folder: Path, checkpoint: str, data: Path | None) -> tuple[Task, lr
         raise ValueError(
             "Expected a run whose attention has graphs (got attention 'full'). Full attention attends to every pair; there is nothing to see."
         )
-    root = data or Path(plan["data"] or f"data/{task.name}-{plan['preset']}")
-    splits = load(task, root, max_length=settings.max_length, progress=True)
+    given = data or (None if plan["data"] is None else Path(plan["data"]))
+    root, _ = data_folder(task, plan["preset"], settings, given)
+    prepared = None if data or plan.get("prepared") is None else Path(plan["prepared"])
+    chosen = task.options_of(settings)
+    splits = load(task, root, max_length=settings.max_length, options=chosen, prepared=prepared, compat=settings.compat, progress=True)
     with torch.random.fork_rng(devices=[]):  # its initial weights are thrown away
         module = lra.Classifier(task, settings)
     module.load_state_dict(torch.load(folder / checkpoint, map_location="cpu", weights_only=True)["state_dict"])

@@ -1,28 +1,29 @@
 """Trains a transformer with sparse, sampled attention on a task of the Long Range Arena, and reports what came of it.
 
 In: a task, a preset, any setting that should differ, and data (generated if none is given). Out: a folder with curves,
-checkpoints, results and plots. Not here: tasks and presets (``lra_tasks.py``), tables and plots (``lra_report.py``)::
+checkpoints, results and plots. Not here: tasks and presets (``lra_tasks.py``), model and loss (``lra_model.py``), tables and
+plots (``lra_report.py``), what makes runs survive (``lra_checkpoints.py``), how processes share one (``lra_processes.py``)::
 
     python examples/lra.py --task listops --preset laptop
     python examples/lra.py --task listops --preset paper --data lra_release --precision bf16-mixed --accumulate 4
     python examples/lra.py --output runs/listops-laptop-0 --resume
+    python examples/lra.py --devices 2
 
 Everything random is a function of the seed and of the number of the step, never of what ran before. So a run that was
-killed and resumed ends with the very weights of one that was not (bit for bit on the CPU), accumulating does not change
-which graphs are sampled, and an example is evaluated alike in whatever batch it comes.
+killed and resumed ends with the very weights of one that was not (bit for bit on the CPU), neither accumulating nor several
+processes change which graphs are sampled, and an example is evaluated alike in whatever batch it comes.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
-import hashlib
 import itertools
 import json
 import logging
 import platform
 import sys
-import time
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,198 +33,81 @@ import lightning
 import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback, Checkpoint
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
-from torch import Tensor
-from torch.nn.functional import cross_entropy
+from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
+import lra_checkpoints as checkpoints
+import lra_processes as processes
 import lra_report as report
 from density_guard import DensityGuard
-from lra_tasks import TASKS, Batch, LengthBuckets, Settings, Split, Task, load, random_word
-from sbm_pyg import PairClassifier, SequenceClassifier, SequenceEncoder
+from lra_baselines import BASELINES
+from lra_checkpoints import BEST, Checkpoints, Signals
+from lra_model import Classifier
+from lra_tasks import TASKS, LengthBuckets, Settings, Split, Task, data_folder, load, random_word, splits_digest
 
-SETTINGS, RESULTS, LAST, BEST = "settings.json", "results.json", "last.ckpt", "best.ckpt"
+SETTINGS, RESULTS = "settings.json", "results.json"
 PRESETS = ("laptop", "paper")
 
 
-class Classifier(LightningModule):
-    """The model of a task, its loss, its optimiser, and the record of its loss, accuracy and densities.
-
-    Args:
-        task: What to learn.
-        settings: How.
-    """
-
-    def __init__(self, task: Task, settings: Settings) -> None:
-        super().__init__()
-        self.settings, self.arity = settings, task.arity
-        options: dict[str, Any] = {"dropout": settings.attention_dropout}
-        if settings.attention == "sbm":
-            options |= {name: getattr(settings, name) for name in ("num_blocks", "estimator", "probes", "exploration", "clusters")}
-            options["sbm_options"] = {
-                "parameterization": settings.parameterization,
-                "density": settings.initial_density,
-                "temperature": settings.temperature,
-                "tied": bool(settings.tied),
-            }
-        elif settings.attention == "window":
-            options["window"] = settings.window
-        encoder = SequenceEncoder(
-            task.num_tokens,
-            settings.channels,
-            num_layers=settings.layers,
-            heads=settings.heads,
-            head_channels=settings.head_channels,
-            ffn_channels=settings.ffn_channels,
-            max_length=settings.max_length,
-            dropout=settings.dropout,
-            attention=settings.attention,
-            attention_options=options,
-        )
-        self.model = (SequenceClassifier if task.arity == 1 else PairClassifier)(encoder, task.num_classes)
-        self.sums: dict[str, Tensor] = {}
-        self.latest: dict[str, dict[str, float]] = {}  # the last row of each phase
-
-    def configure_optimizers(self) -> Any:
-        chosen = self.settings
-        optimizer = torch.optim.AdamW(self.parameters(), lr=chosen.learning_rate, eps=1e-6, weight_decay=chosen.weight_decay)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(
-            optimizer,
-            max_lr=chosen.learning_rate,
-            total_steps=chosen.steps,
-            pct_start=chosen.warmup / chosen.steps if chosen.warmup > 1 else 0.0,
-            anneal_strategy="linear",
-        )
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-    def classify(self, batch: Batch, seed: int) -> tuple[Tensor, Any]:
-        """Returns logits [B, classes] and the trace, graphs being sampled from one random stream per sequence."""
-        return self.model(batch.tokens, batch.ptr, seed=seed, streams=batch.examples, return_trace=True)
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        seed, parts = self.settings.seed, self.settings.accumulate
-        part = self.current_epoch * self.settings.validate_every * parts + batch_idx
-        torch.manual_seed(random_word(seed, 0, part))  # dropout
-        logits, trace = self.classify(batch, seed=random_word(seed, 1, part // parts))
-        loss = cross_entropy(logits.float(), batch.labels)
-        self.add(batch, logits, loss, trace)
-        self.graphs = dataclasses.replace(trace, sbms=(None,) * len(trace.sbms))
-        return loss + self.settings.density_weight * trace.density_loss() if self.settings.density_weight else loss
-
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        logits, trace = self.classify(batch, seed=self.settings.seed)
-        self.add(batch, logits, cross_entropy(logits.float(), batch.labels), trace)
-
-    test_step = validation_step
-
-    def add(self, batch: Batch, logits: Tensor, loss: Tensor, trace: Any) -> None:
-        """Adds a batch to the sums of which the next row is the mean."""
-        density = trace.density.detach().unflatten(0, (self.arity, -1))  # [arity, layers, B, heads]
-        new = {
-            "examples": torch.tensor(len(batch.labels)),
-            "tokens": torch.tensor(batch.tokens.numel() if self.arity == 1 else sum(side.numel() for side in batch.tokens)),
-            "loss": loss.detach().double() * len(batch.labels),
-            "correct": (logits.argmax(-1) == batch.labels).sum(),
-            "density": density.double().mean((0, 2)) * len(batch.labels),  # [layers, heads]
-        }
-        self.sums = {name: self.sums[name] + value for name, value in new.items()} if self.sums else new
-
-    def finish_row(self) -> dict[str, float]:
-        """Turns the sums into a row of means, and starts new sums."""
-        sums, self.sums = self.sums, {}
-        examples = int(sums["examples"])
-        self.tokens, self.correct, self.examples = int(sums["tokens"]), int(sums["correct"]), examples
-        row = {"loss": sums["loss"].item() / examples, "accuracy": self.correct / examples}
-        for layer, heads in enumerate((sums["density"] / examples).tolist()):
-            row |= {report.density_name(layer, head): density for head, density in enumerate(heads)}
-        return row
-
-    def record(self, phase: str, row: Mapping[str, float]) -> None:
-        """Hands a row to the loggers."""
-        self.latest[phase] = dict(row)
-        for logger in self.loggers:
-            logger.log_metrics({f"{phase}/{name}": value for name, value in row.items()}, step=self.global_step)
-
-    def on_train_epoch_start(self) -> None:
-        self.clock = time.perf_counter()
-
-    def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
-        parts, round_ends = self.settings.accumulate, batch_idx + 1 == self.trainer.num_training_batches
-        if (batch_idx + 1) % parts == 0 and (self.global_step % self.settings.log_every == 0 or round_ends):
-            row = self.finish_row()
-            now = time.perf_counter()
-            row["tokens_per_second"] = self.tokens / (now - self.clock)
-            self.clock = now
-            self.record("train", row)
-
-    def on_validation_epoch_end(self) -> None:
-        self.record("val", self.finish_row())
-
-    def on_test_epoch_end(self) -> None:
-        self.tested = self.finish_row()
-
-
 class Data(LightningDataModule):
-    """Batches for the trainer; one of its epochs is a round, the steps between two validations, not a pass over the data.
+    """Batches for the trainer, of which each process gets its equal part; see ``lra_checkpoints`` for what an epoch is here.
+
+    The order of the examples is a function of their lengths and the seed, and not of processes, workers or parts.
 
     Args:
         splits: Training, validation and test examples.
         settings: Sizes and seed.
+        workers: Processes that gather batches; 0 leaves it to the one that trains.
 
     Raises:
-        ValueError: If there are fewer training examples than a batch needs.
+        ValueError: If there are fewer examples than a batch or the processes need.
     """
 
-    def __init__(self, splits: Mapping[str, Split], settings: Settings) -> None:
+    def __init__(self, splits: Mapping[str, Split], settings: Settings, workers: int = 0) -> None:
         super().__init__()
-        self.splits, self.settings = splits, settings
+        self.splits, self.settings, self.workers = splits, settings, workers
         lengths = splits["train"].lengths
         self.buckets = LengthBuckets(lengths, batch_size=settings.batch_size, seed=settings.seed)
+        self.parts = settings.accumulate * processes.count()
+        if settings.batch_size % self.parts:
+            raise ValueError(
+                f"Expected 'devices' times 'accumulate' to divide 'batch-size' = {settings.batch_size} (got {self.parts}). The parts "
+                "of a batch must be equal for the gradient to be that of the whole."
+            )
+        for name, split in splits.items():
+            if len(split) < processes.count():
+                raise ValueError(f"Expected 'devices' to be at most the examples of '{name}' (got {processes.count()}). Use fewer.")
         # No more tokens at a time than in training, so what could be trained can be evaluated.
-        self.token_budget = int(lengths.mean() * (settings.batch_size // settings.accumulate))
+        self.token_budget = int(lengths.mean() * (settings.batch_size // self.parts))
 
     def train_dataloader(self) -> DataLoader:
         assert self.trainer is not None
-        done = self.trainer.current_epoch * self.settings.validate_every
-        count = min(self.settings.validate_every, self.settings.steps - done)
-        return self._loader("train", list(self.buckets.stream(done, count, parts=self.settings.accumulate)))
+        done = self.trainer.global_step
+        parts = self.buckets.stream(done, Checkpoints.boundary(self.settings, done) - done, parts=self.parts)
+        return self._loader("train", list(itertools.islice(parts, processes.rank(), None, processes.count())))
 
     def val_dataloader(self) -> DataLoader:
-        return self._loader("val", LengthBuckets(self.splits["val"].lengths, token_budget=self.token_budget))
+        return self._whole("val")
 
     def test_dataloader(self) -> DataLoader:
-        return self._loader("test", LengthBuckets(self.splits["test"].lengths, token_budget=self.token_budget))
+        return self._whole("test")
+
+    def _whole(self, split: str) -> DataLoader:
+        lengths = self.splits[split].lengths
+        share = np.argsort(lengths, kind="stable")[processes.rank() :: processes.count()]  # no example twice, and alike lengths
+        batches = LengthBuckets(lengths[share], token_budget=self.token_budget)
+        return self._loader(split, [share[batch].tolist() for batch in batches])
 
     def _loader(self, split: str, batches: Any) -> DataLoader:
-        return DataLoader(self.splits[split], batch_sampler=batches, collate_fn=lambda batch: batch)  # type: ignore[arg-type]
+        data: Any = self.splits[split]
+        return DataLoader(data, batch_sampler=batches, collate_fn=_as_it_is, num_workers=self.workers)
 
 
-class Checkpoints(Checkpoint):
-    """Keeps the last state and the best one by validation accuracy; every file is written whole or not at all.
-
-    Args:
-        folder: Of the two files.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.best: dict[str, float] = {"accuracy": -1.0, "step": 0}
-
-    def state_dict(self) -> dict[str, Any]:
-        return dict(self.best)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.best = dict(state_dict)
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        assert isinstance(pl_module, Classifier)
-        accuracy = pl_module.latest["val"]["accuracy"]  # a round ends with its validation
-        if accuracy > self.best["accuracy"]:
-            self.best = {"accuracy": accuracy, "step": trainer.global_step}
-            trainer.save_checkpoint(self.folder / BEST)
-        trainer.save_checkpoint(self.folder / LAST)
+def _as_it_is(batch: Any) -> Any:
+    return batch
 
 
 class Guard(Callback):
@@ -268,9 +152,18 @@ class Progress(Callback):
 
 
 def train(
-    folder: Path, task: Task, settings: Settings, splits: Mapping[str, Split], accelerator: str, export: Path | None = None
+    folder: Path,
+    task: Task,
+    settings: Settings,
+    splits: Mapping[str, Split],
+    accelerator: str,
+    export: Path | None = None,
+    *,
+    start: Path | None = None,
+    signals: Signals | None = None,
+    workers: int = 0,
 ) -> dict[str, Any]:
-    """Trains, or goes on from the folder's last checkpoint; tests the best one; writes results and plots.
+    """Trains, or goes on from a checkpoint of the folder; tests the best one; writes results and plots.
 
     Args:
         folder: Of the run.
@@ -279,43 +172,68 @@ def train(
         splits: The data.
         accelerator: As Lightning names it.
         export: Where the tested model is saved with :meth:`sbm_pyg.Pretrained.save_pretrained`, or None.
+        start: The checkpoint to go on from; None for the newest, if there is one.
+        signals: Who may ask to stop; None if nobody may.
+        workers: Processes that gather batches.
 
     Returns:
         The results, as in ``results.json``.
+
+    Raises:
+        lra_checkpoints.CheckpointError: If a checkpoint cannot be read or written.
+        SystemExit: If the run was asked to stop.
     """
     torch.manual_seed(random_word(settings.seed, 2))
-    module, data, checkpoints = Classifier(task, settings), Data(splits, settings), Checkpoints(folder)
-    last = folder / LAST if (folder / LAST).exists() else None
-    done = int(torch.load(last, map_location="cpu", weights_only=True)["global_step"]) if last else None
+    module, data, files = Classifier(task, settings), Data(splits, settings, workers), checkpoints.SafeIO()
+    signals = Signals() if signals is None else signals
+    keeper = Checkpoints(folder, settings, signals, lambda: module.latest["val"]["accuracy"], files)
+    start = start or checkpoints.newest(folder)
+    state = checkpoints.read_checkpoint(start) if start else None
+    done = state["global_step"] if state else None
+    first = processes.rank() == 0
     trainer = Trainer(
-        max_epochs=-(-settings.steps // settings.validate_every),
+        max_epochs=-1,  # the checkpoints know when to stop
         accumulate_grad_batches=settings.accumulate,
         gradient_clip_val=settings.clip_norm or None,
         precision=settings.precision,  # type: ignore[arg-type]
         accelerator=accelerator,
-        devices=1,
+        devices=processes.on_this_machine(),
+        num_nodes=processes.count() // processes.on_this_machine(),
+        # Nothing of the model is synchronised but gradients, and without an estimator the block model gets none.
+        strategy=DDPStrategy(broadcast_buffers=False, find_unused_parameters=settings.estimator == "none")
+        if processes.count() > 1
+        else "auto",
+        use_distributed_sampler=False,
+        plugins=[files],
         logger=[
             report.CurveLogger(folder, done),
             TensorBoardLogger(folder, name=None, version="tensorboard", purge_step=None if done is None else done + 1),
-        ],
-        callbacks=[checkpoints, Guard(), Progress()],
+        ]
+        if first
+        else False,
+        callbacks=[keeper, *([Guard(), Progress()] if first else [])],
         reload_dataloaders_every_n_epochs=1,
         num_sanity_val_steps=0,
         log_every_n_steps=1,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    if last is None:
+    if state is None:
         trainer.validate(module, data, verbose=False)  # the densities before the first step
-    if done != settings.steps:
-        trainer.fit(module, data, ckpt_path=last, weights_only=True)
-    best = torch.load(folder / BEST, map_location="cpu", weights_only=True)["callbacks"]["Checkpoints"]
+    if state is None or not state["callbacks"]["Checkpoints"]["finished"]:
+        trainer.fit(module, data, ckpt_path=start, weights_only=True)
+        if signals.number:
+            raise SystemExit(128 + signals.number)
     trainer.test(module, data, ckpt_path=folder / BEST, weights_only=True, verbose=False)
+    saved = checkpoints.read_checkpoint(folder / BEST)["callbacks"]["Checkpoints"]
+    best = {name: saved[name] for name in ("accuracy", "step")}
+    if not first:
+        return {}
 
     train_rows, val_rows = (report.read_curves(folder / f"{phase}.csv") for phase in ("train", "val"))
     place, peak = report.peak_memory()
     sizes = (settings.layers, settings.heads)
-    results = {
+    results: dict[str, Any] = {
         "test": {
             "accuracy": module.tested["accuracy"],
             "interval_95": report.wilson_interval(module.correct, module.examples),
@@ -324,6 +242,7 @@ def train(
             "majority": splits["test"].majority,
         },
         "best": best,
+        "pipeline": task.pipeline(settings),
         "density": {
             "first": report.densities(val_rows[0], *sizes),
             "last": report.densities(val_rows[-1], *sizes),
@@ -348,15 +267,19 @@ def train(
 
 @torch.no_grad()
 def draw_masks(path: Path, module: Classifier, split: Split, words: tuple[str, ...], length: int = 256) -> None:
-    """Draws the graphs of the example whose length is nearest to the median, or to ``length`` if that is shorter."""
+    """Draws the graphs of the example whose length is nearest to the median, or to ``length`` if that is shorter.
+
+    Of a pair, those of its first sequence are drawn.
+    """
     wanted = min(float(np.median(split.lengths)), length)
     example = int(np.abs(split.lengths - wanted).argmin())
-    batch = Batch(*(tensor.to(module.device) for tensor in split.__getitems__([example])))
+    batch = module.transfer_batch_to_device(split.__getitems__([example]), module.device, 0)
     _, trace = module.eval().classify(batch, seed=module.settings.seed)
     if any(graph is None for graph in trace.graphs):  # full attention has no graph to draw
         return
-    masks = [graph.to_dense(0).cpu().numpy() for graph in trace.graphs]
-    chances = [None if sbm is None else sbm.edge_prob_dense(0).cpu().numpy() for sbm in trace.sbms]
+    layers = module.settings.layers
+    masks = [graph.to_dense(0).cpu().numpy() for graph in trace.graphs[:layers]]
+    chances = [None if sbm is None else sbm.edge_prob_dense(0).cpu().numpy() for sbm in trace.sbms[:layers]]
     report.plot_masks(path, masks, chances, [words[token] for token in batch.tokens.tolist()] if words else [])
 
 
@@ -366,10 +289,15 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--task", choices=tuple(TASKS), help="what to learn (default: listops)")
     parser.add_argument("--preset", choices=PRESETS, help="where all other settings come from (default: laptop)")
     parser.add_argument("--data", type=Path, metavar="DIR", help="a folder of the task; by default one is generated in data/")
+    parser.add_argument("--prepared", type=Path, metavar="DIR", help="where prepared arrays go (default: 'prepared' in the data's folder)")
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder of the run (default: a new one in runs/)")
     parser.add_argument("--resume", action="store_true", help="go on with the run in --output; its settings are known")
+    choices = ("last", "previous")
+    parser.add_argument("--resume-from", choices=choices, help="the same; 'previous' if the last checkpoint is damaged (default: last)")
     parser.add_argument("--export", type=Path, metavar="DIR", help="save the tested model there, with its card, for `from_pretrained`")
     parser.add_argument("--accelerator", choices=("auto", "cpu", "cuda", "mps"), default="auto", help="(default: auto)")
+    parser.add_argument("--devices", type=int, default=1, metavar="N", help="processes that share each batch (default: 1)")
+    parser.add_argument("--workers", type=int, default=0, metavar="N", help="processes that gather batches (default: 0)")
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: 1 for laptop, as torch chooses for paper)")
     group = parser.add_argument_group("settings", "each overrides the preset; values are those of laptop | paper")
     for field in dataclasses.fields(Settings):
@@ -394,7 +322,7 @@ def resolve(given: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
     """
     options = vars(given)
     chosen = {f.name: options[f.name] for f in dataclasses.fields(Settings) if f.name in options}
-    if "resume" in options:
+    if "resume" in options or "resume_from" in options:
         folder = options.get("output")
         if folder is None or not (folder / SETTINGS).is_file():
             raise ValueError(
@@ -409,7 +337,7 @@ def resolve(given: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
                     f"Expected '{name.replace('_', '-')}' to be {known[name]!r} as in the run to resume (got {value!r}). Leave it "
                     "out, or start a new run."
                 )
-        return folder, plan | {"data": str(options["data"])} if "data" in options else plan
+        return folder, plan | {name: str(options[name]) for name in ("data", "prepared") if name in options}
 
     name, preset = options.get("task", "listops"), options.get("preset", "laptop")
     settings = TASKS[name].presets[preset].settings
@@ -420,53 +348,110 @@ def resolve(given: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
     if folder is None:
         names = (Path("runs") / f"{name}-{preset}-{number}" for number in itertools.count(1))
         folder = next(path for path in names if not path.exists())
-    elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    elif folder.exists() and (not folder.is_dir() or any(path.suffix != ".partial" for path in folder.iterdir())):
         raise ValueError(
             f"Expected 'output' to be a new or empty folder (got {folder}, which has content). Choose another one, or add --resume."
         )
-    data = str(options["data"]) if "data" in options else None
-    return folder, {"task": name, "preset": preset, "data": data, "settings": dataclasses.asdict(settings)}
+    places = {place: str(options[place]) if place in options else None for place in ("data", "prepared")}
+    return folder, {"task": name, "preset": preset, **places, "settings": dataclasses.asdict(settings)}
+
+
+def read(given: argparse.Namespace, plan: dict[str, Any]) -> tuple[Task, Settings, dict[str, Split], str]:
+    """Reads the data of a run, generates them if there are none, and checks all that can be checked before the run is touched.
+
+    Returns:
+        Task, settings, data, and a hash of the data.
+
+    Raises:
+        ValueError: If anything does not fit.
+    """
+    options = vars(given)
+    task, settings = TASKS[plan["task"]], Settings(**plan["settings"])
+    chosen = task.options_of(settings)
+    root, generated = data_folder(task, plan["preset"], settings, None if plan["data"] is None else Path(plan["data"]))
+    if generated:
+        print(f"Generated {root}")
+    prepared, first = Path(plan["prepared"]) if plan.get("prepared") else None, processes.rank() == 0
+    splits = load(task, root, max_length=settings.max_length, options=chosen, prepared=prepared, compat=settings.compat, progress=first)
+    fingerprint = splits_digest(splits)
+    if plan.get("fingerprint", fingerprint) != fingerprint:
+        raise ValueError(f"Expected 'data' to be what the run was started with (got other examples in {root}). Give its folder.")
+    threads = options.get("threads", task.presets[plan["preset"]].threads)
+    if threads is not None:
+        if threads < 1:
+            raise ValueError(f"Expected 'threads' to be at least 1 (got {threads}). Leave it out for the default.")
+        torch.set_num_threads(threads)
+    if given.workers < 0:
+        raise ValueError(f"Expected 'workers' to be at least 0 (got {given.workers}). Leave it out for the default.")
+    Data(splits, settings)  # refuses what cannot be trained before anything is written
+    export: Path | None = options.get("export")
+    if export is not None and settings.attention in BASELINES:
+        raise ValueError(
+            f"Expected no 'export' with {settings.attention!r} attention (got {export}). Baselines are of the examples alone; copy the "
+            "folder of the run."
+        )
+    if export is not None and export.exists() and (not export.is_dir() or any(export.iterdir())):
+        raise ValueError(f"Expected 'export' to be a new or empty folder (got {export}, which has content). Choose another one.")
+    return task, settings, splits, fingerprint
+
+
+def claim(folder: Path, plan: Mapping[str, Any]) -> Any:
+    """Makes the folder of a run if it is new, and takes it for this process; see :func:`lra_checkpoints.hold`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / SETTINGS).exists():
+        report.write_json(folder / SETTINGS, plan)
+    return checkpoints.hold(folder, SETTINGS)
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line; ``--help`` explains it."""
     given = parse(arguments)
+    if given.devices < 1:
+        given.fail(f"Expected 'devices' to be at least 1 (got {given.devices}). Leave it out for one.")
+    if given.devices > 1 and processes.planned() == 1:
+        code = processes.launch(__file__, sys.argv[1:] if arguments is None else arguments, given.devices)
+        if code:
+            raise SystemExit(code)
+        return
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")  # gathering a ragged batch is cheap
-    warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated.*")  # Lightning's own affair
-    try:
-        folder, plan = resolve(given)
-        task, settings = TASKS[plan["task"]], Settings(**plan["settings"])
-        root = Path(plan["data"] or f"data/{task.name}-{plan['preset']}")
-        if plan["data"] is None and task.generate(root, task.presets[plan["preset"]].data):
-            print(f"Generated {root}")
-        splits = load(task, root, max_length=settings.max_length, progress=True)
-        fingerprint = hashlib.sha256(b"".join(a.tobytes() for s in splits.values() for a in (s.tokens, s.ptr, s.labels)))
-        if plan.get("fingerprint", fingerprint.hexdigest()) != fingerprint.hexdigest():
-            raise ValueError(f"Expected 'data' to be what the run was started with (got other examples in {root}). Give its folder.")
-        threads = vars(given).get("threads", task.presets[plan["preset"]].threads)
-        if threads is not None:
-            if threads < 1:
-                raise ValueError(f"Expected 'threads' to be at least 1 (got {threads}). Leave it out for the default.")
-            torch.set_num_threads(threads)
-        Data(splits, settings)  # refuses what cannot be trained before anything is written
+    for words in (".*LeafSpec.*", ".*broadcast_buffers.*"):  # Lightning's own affairs
+        warnings.filterwarnings("ignore", message=words + "is deprecated.*")
+    with processes.together(), Signals() as signals:
+        run(given, signals)
+
+
+def run(given: argparse.Namespace, signals: Signals) -> None:
+    """Trains as the command line says, in each of the processes of a run."""
+    say = print if processes.rank() == 0 else lambda *words: None
+    with contextlib.ExitStack() as held:
+        try:
+            folder, plan = processes.of_first(lambda: resolve(given))
+            task, settings, splits, fingerprint = processes.in_turn(lambda: read(given, plan))
+            processes.of_first(lambda: held.enter_context(claim(folder, {**plan, "fingerprint": fingerprint})) and None)
+            start = processes.in_turn(lambda: checkpoints.newest(folder, vars(given).get("resume_from", "last")))
+        except ValueError as error:
+            if processes.rank():
+                raise SystemExit(2) from None
+            given.fail(str(error))
+        for name, split in splits.items():
+            if split.truncated:
+                say(f"{name}: cut {split.truncated:,} of {len(split):,} sequences to {settings.max_length} tokens")
+        say(f"{task.name}, {plan['preset']} preset, {settings.attention} attention, {len(splits['train']):,} examples -> {folder}")
         export: Path | None = vars(given).get("export")
-        if export is not None and export.exists() and (not export.is_dir() or any(export.iterdir())):
-            raise ValueError(f"Expected 'export' to be a new or empty folder (got {export}, which has content). Choose another one.")
-    except ValueError as error:
-        given.fail(str(error))
-    folder.mkdir(parents=True, exist_ok=True)
-    if not (folder / SETTINGS).exists():
-        report.write_json(folder / SETTINGS, {**plan, "fingerprint": fingerprint.hexdigest()})
-    for name, split in splits.items():
-        if split.truncated:
-            print(f"{name}: cut {split.truncated:,} of {len(split):,} sequences to {settings.max_length} tokens")
-    print(f"{task.name}, {plan['preset']} preset, {settings.attention} attention, {len(splits['train']):,} examples -> {folder}")
-    try:
-        results = train(folder, task, settings, splits, given.accelerator, export)
-    except (KeyboardInterrupt, SystemExit):  # Lightning turns the first into the second
-        print(f"\nStopped. Go on with: python {sys.argv[0]} --output {folder} --resume")
-        raise
+        options: dict[str, Any] = {"start": start, "signals": signals, "workers": given.workers}
+        try:
+            results = train(folder, task, settings, splits, given.accelerator, export, **options)
+        except SystemExit:
+            say(f"\nStopped. Go on with: python {sys.argv[0]} --output {folder} --resume")
+            raise
+        except (checkpoints.CheckpointError, OSError) as error:
+            words = checkpoints.failure(error)
+            if words is None:
+                raise
+            raise SystemExit(f"\n{words}" if processes.rank() == 0 else 1) from None
+    if processes.rank():
+        return
     print(f"\n{report.results_table(results)}\n\nSettings, curves, checkpoints, results and plots are in {folder}")
     if export is not None:
         print(f"The model is in {export}; `sbm_pyg.Pretrained.from_pretrained` reads it.")

@@ -14,13 +14,15 @@ import dataclasses
 import hashlib
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from tqdm.auto import tqdm
+
+from lra_batches import Rows
+from lra_files import MANIFEST, already_generated, checksum, count_lines, malformed, places, whole_folder, wrong_folder
 
 SPLITS = ("train", "val", "test")
 OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
@@ -29,9 +31,13 @@ VOCABULARY = (*(str(digit) for digit in range(10)), *OPERATORS, "]")
 TOKEN_NUMBER = {word: number for number, word in enumerate(VOCABULARY, start=1)}
 DIGIT, OPERATOR, END = TOKEN_NUMBER["0"], TOKEN_NUMBER[OPERATORS[0]], TOKEN_NUMBER["]"]
 
-FOLDERS = (".", "listops-1000", "listops", "lra_release/listops-1000", "lra_release/lra_release/listops-1000")
+SPLIT_CHOICES = {"release": "as released or generated (96,000/2,000/2,000)"}
+FOLDERS = places("listops-1000", "listops")
+SOURCE = (
+    "Generate it with 'python examples/lra_tasks.py generate --task listops --out FOLDER'; the original is part of lra_release.gz "
+    "(8 GB), see https://github.com/google-research/long-range-arena."
+)
 HEADER = "Source\tTarget"
-MANIFEST = "manifest.json"
 EXPECTED_TREE = f"""\
     <folder>/
         basic_train.tsv    first line: {HEADER!r}
@@ -213,27 +219,11 @@ def generate(folder: Path, parameters: Parameters, *, seed: int = 0, progress: b
         ValueError: If the folder holds something else, or if there are too few distinct trees of that law.
     """
     wanted = {"task": "listops", "seed": seed, "parameters": dataclasses.asdict(parameters)}
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"Expected '{folder}' to be a folder (got a file). Choose another name.")
-    if folder.is_dir() and any(folder.iterdir()):
-        manifest = folder / MANIFEST
-        found = json.loads(manifest.read_text()) if manifest.is_file() else {}
-        if {name: found.get(name) for name in wanted} == wanted:
-            return False
-        raise ValueError(
-            f"Expected '{folder}' to be new, empty or the data set asked for (got "
-            + (f"one made with seed {found['seed']} and {found['parameters']}" if found else f"files without {MANIFEST}")
-            + "). Choose another folder, or remove this one."
-        )
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    workshop = Path(tempfile.mkdtemp(prefix=f"{folder.name}.partial-", dir=folder.parent))
-    try:
+    if already_generated(folder, wanted):
+        return False
+    with whole_folder(folder) as workshop:
         files = _write_splits(workshop, parameters, np.random.default_rng(seed), progress)
         (workshop / MANIFEST).write_text(json.dumps({**wanted, "files": files}, indent=2) + "\n")
-        workshop.chmod(0o755)
-        os.replace(workshop, folder)
-    finally:
-        shutil.rmtree(workshop, ignore_errors=True)
     return True
 
 
@@ -253,8 +243,7 @@ def _write_splits(folder: Path, parameters: Parameters, rng: np.random.Generator
                     bar.update()
                 file.flush()
                 os.fsync(file.fileno())
-            with path.open("rb") as written:
-                files[path.name] = {"rows": count, "sha256": hashlib.file_digest(written, "sha256").hexdigest()}
+            files[path.name] = {"rows": count, "sha256": checksum(path)}
     return files
 
 
@@ -302,10 +291,27 @@ def locate(root: Path) -> dict[str, Path]:
                 f"Expected '{folder}' to hold every split (got no {', '.join(missing)}). Copy it there, or generate a data set "
                 "with: python examples/lra_tasks.py generate --task listops --out FOLDER"
             )
-    raise ValueError(
-        f"Expected '{root}' to hold ListOps (got {'other files' if root.is_dir() else 'no such folder'}). Generate it with "
-        f"'python examples/lra_tasks.py generate --task listops --out FOLDER', or give a folder like this:\n{EXPECTED_TREE}"
-    )
+    raise wrong_folder(root, "ListOps", EXPECTED_TREE, source=SOURCE)
+
+
+def open_splits(root: Path, *, split: str = "release") -> dict[str, Rows]:
+    """Finds the trees of each split.
+
+    Args:
+        root: The folder, see ``EXPECTED_TREE``.
+        split: Only "release".
+
+    Returns:
+        The splits "train", "val" and "test".
+
+    Raises:
+        ValueError: If files are missing.
+    """
+    return {name: Rows([path], partial(read_rows, path), partial(_count_rows, path)) for name, path in locate(root).items()}
+
+
+def _count_rows(path: Path) -> int:
+    return count_lines(path) - 1  # the header
 
 
 def read_rows(path: Path) -> Iterator[tuple[np.ndarray, int]]:
@@ -321,27 +327,26 @@ def read_rows(path: Path) -> Iterator[tuple[np.ndarray, int]]:
         ValueError: If a row is malformed; the message names file and line.
     """
 
-    def refuse(line: int, expected: str, got: object, way_out: str) -> ValueError:
-        return ValueError(f"Expected '{path}:{line}' to {expected} (got {got}). {way_out}")
-
     with path.open(encoding="utf-8", errors="replace", newline="") as file:
         header = file.readline().rstrip("\r\n")
         if header != HEADER:
-            raise refuse(1, f"be the header {HEADER!r}", repr(header[:80]), "Use the file as LRA's script writes it.")
+            raise malformed(path, 1, f"be the header {HEADER!r}", repr(header[:80]), "Use the file as LRA's script writes it.")
         for line, text in enumerate(file, start=2):
             columns = text.rstrip("\r\n").split("\t")
             if len(columns) != 2:
-                raise refuse(line, "have two columns, a tree and its value", f"{len(columns)}", "Look for a cut or merged line.")
+                raise malformed(path, line, "have two columns, a tree and its value", f"{len(columns)}", "Look for a cut or merged line.")
             source, target = columns
             if not (target.isascii() and target.isdecimal() and int(target) < 10):
-                raise refuse(line, "end in a label from 0 to 9", repr(target[:80]), "Look for swapped or damaged columns.")
+                raise malformed(path, line, "end in a label from 0 to 9", repr(target[:80]), "Look for swapped or damaged columns.")
             words = source.replace("(", "").replace(")", "").split()
             try:
                 tokens = np.fromiter(map(TOKEN_NUMBER.__getitem__, words), dtype=np.uint8, count=len(words))
             except KeyError as error:
-                raise refuse(
-                    line, f"hold the tokens {' '.join(VOCABULARY)}", repr(error.args[0]), "Is this a file of another task?"
+                raise malformed(
+                    path, line, f"hold the tokens {' '.join(VOCABULARY)}", repr(error.args[0]), "Is this a file of another task?"
                 ) from None
             if not words or source.count("[") != source.count("]"):
-                raise refuse(line, "be a whole tree", f"{source.count('[')} operators and {source.count(']')} ends", "Look for a cut line.")
+                raise malformed(
+                    path, line, "be a whole tree", f"{source.count('[')} operators and {source.count(']')} ends", "Look for a cut line."
+                )
             yield tokens, int(target)

@@ -46,7 +46,7 @@ class CurveLogger(Logger):
         super().__init__()
         self.folder = folder
         for path in folder.glob("*.csv"):
-            rows = [] if step is None else [row for row in read_curves(path) if row["step"] <= step]
+            rows = [] if step is None else [row for row in read_rows(path) if float(row["step"]) <= step]
             draft = path.with_name(path.name + ".partial")
             draft.unlink(missing_ok=True)
             for row in rows:
@@ -83,11 +83,15 @@ def _append(path: Path, row: Mapping[str, Any]) -> None:
         writer.writerow(row)
 
 
-def read_curves(path: Path) -> list[dict[str, float]]:
-    """Reads one file of curves; a last row that a killed run left unfinished is dropped."""
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """Reads one file of curves as text; a last row that a killed run left unfinished is dropped."""
     with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    return [{name: float(value) for name, value in row.items()} for row in rows if None not in row.values()]
+        return [row for row in csv.DictReader(file) if None not in row.values()]
+
+
+def read_curves(path: Path) -> list[dict[str, float]]:
+    """Reads one file of curves as numbers; see :func:`read_rows`."""
+    return [{name: float(value) for name, value in row.items()} for row in read_rows(path)]
 
 
 def wilson_interval(correct: int, count: int, z: float = 1.959964) -> tuple[float, float]:

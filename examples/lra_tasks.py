@@ -1,137 +1,35 @@
-"""The table of tasks of the Long Range Arena (LRA): their facts, their settings, their data as ragged batches.
+"""The table of tasks of the Long Range Arena (LRA), and the program that generates, prepares and describes their data.
 
-In: a folder in the layout of a task's release, or the parameters of a generator. Out: ``TASKS``, and batches
-(tokens, ptr, labels, examples) without a single padded token. Not here: the formats themselves (``lra_listops.py``), the
-trainer (``lra.py``). As a program it generates and describes data::
+In: a folder in the layout of a task's release, or the parameters of a generator. Out: ``TASKS``, and all names that a user of
+the data needs. Not here: settings and presets (``lra_settings.py``), formats (``lra_listops.py`` and its siblings), prepared arrays
+(``lra_prepare.py``), batches (``lra_batches.py``), the trainer (``lra.py``). As a program::
 
-    python examples/lra_tasks.py generate --task listops --out data/listops
-    python examples/lra_tasks.py describe --task listops --data data/listops
+    python examples/lra_tasks.py generate --task pathfinder --preset laptop --out data/pathfinder
+    python examples/lra_tasks.py prepare --task text --data aclImdb
+    python examples/lra_tasks.py describe --task text --data aclImdb
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-import numpy as np
-import torch
-from torch.utils.data import Sampler
-from tqdm.auto import tqdm
-
+import lra_image
 import lra_listops
-from sbm_pyg.estimators import ESTIMATORS
-from sbm_pyg.sbm import CLUSTERS, PARAMETERIZATIONS
+import lra_pathfinder
+import lra_retrieval
+import lra_text
+from lra_batches import Batch, LengthBuckets, Row, Rows, Split, random_word
+from lra_prepare import load, prepare, read_manifest, splits_digest
+from lra_settings import PRESETS, Preset, Settings
 
-
-def random_word(*key: int) -> int:
-    """Mixes integers into one random word of 62 bits, a pure function of the key."""
-    return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 2)
-
-
-def _option(help: str, *, choices: tuple[str, ...] = (), least: float | None = None, most: float | None = None) -> Any:
-    """A field of `Settings`, with all that the command line and the check of its value need."""
-    return dataclasses.field(metadata={"help": help, "choices": choices, "least": least, "most": most})
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
-    """Everything that decides the outcome of a training run, apart from data and machine.
-
-    Raises:
-        ValueError: If a value is out of its range, or if two values exclude each other.
-    """
-
-    layers: int = _option("transformer layers", least=1)
-    heads: int = _option("attention heads per layer", least=1)
-    channels: int = _option("width of the model", least=1)
-    head_channels: int = _option("width of a head", least=1)
-    ffn_channels: int = _option("width inside the feed-forward blocks", least=1)
-    max_length: int = _option("longest sequence, in tokens", least=1)
-    dropout: float = _option("dropout on embeddings and blocks", least=0.0, most=0.99)
-    attention_dropout: float = _option("dropout on attention weights", least=0.0, most=0.99)
-
-    attention: str = _option("kind of attention", choices=("sbm", "full", "window", "bigbird"))
-    estimator: str = _option("gradient to the edge probabilities of 'sbm'", choices=ESTIMATORS)
-    probes: float = _option("pairs per query that the estimator 'local' looks at beside the edges", least=0.0)
-    num_blocks: int = _option("blocks (clusters) of 'sbm'", least=1)
-    clusters: str = _option("initial cluster embeddings of 'sbm'", choices=CLUSTERS)
-    parameterization: str = _option("form of the block model of 'sbm'", choices=PARAMETERIZATIONS)
-    initial_density: float = _option("edge probability of 'sbm' at the start ('paper', 'mixed')", least=0.0, most=1.0)
-    temperature: float = _option("of softmax memberships of 'sbm' ('mixed', 'assortative')", least=0.0)
-    tied: int = _option("1: keys of 'sbm' take their memberships from queries", least=0, most=1)
-    exploration: float = _option("probability added to every edge of 'sbm' in training", least=0.0, most=1.0)
-    window: int = _option("tokens on each side that 'window' attention reaches", least=0)
-    density_weight: float = _option("weight of the expected density of 'sbm' in the loss (lambda)", least=0.0)
-
-    batch_size: int = _option("sequences per optimiser step, however they are accumulated", least=1)
-    accumulate: int = _option("equal parts in which a batch is processed, to save memory", least=1)
-    steps: int = _option("optimiser steps", least=1)
-    warmup: int = _option("steps until the learning rate peaks; keeps its share of --steps if not given", least=0)
-    learning_rate: float = _option("peak learning rate of AdamW (one cycle, linear)", least=0.0)
-    weight_decay: float = _option("weight decay of AdamW", least=0.0)
-    clip_norm: float = _option("clip the gradient to this norm; 0 does not clip", least=0.0)
-    precision: str = _option("arithmetic", choices=("32-true", "bf16-mixed"))
-    seed: int = _option("of weights, order of data, dropout and sampled graphs", least=0, most=2**31 - 1)
-    validate_every: int = _option("steps between validations; the last checkpoint is as old", least=1)
-    log_every: int = _option("steps between rows of train.csv and TensorBoard", least=1)
-
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value, meta = getattr(self, field.name), field.metadata
-            option = field.name.replace("_", "-")
-            if meta["choices"] and value not in meta["choices"]:
-                raise ValueError(f"Expected '{option}' to be one of {', '.join(meta['choices'])} (got {value!r}). Choose one of them.")
-            below = meta["least"] is not None and not value >= meta["least"]
-            above = meta["most"] is not None and not value <= meta["most"]
-            if below or above:
-                bounds = [f"at least {meta['least']}"] if meta["least"] is not None else []
-                bounds += [f"at most {meta['most']}"] if meta["most"] is not None else []
-                raise ValueError(f"Expected '{option}' to be {' and '.join(bounds)} (got {value}). See --help.")
-        if self.warmup >= self.steps:
-            raise ValueError(f"Expected 'warmup' to be below 'steps' = {self.steps} (got {self.warmup}). Warm up for fewer steps.")
-        if self.batch_size % self.accumulate:
-            raise ValueError(
-                f"Expected 'accumulate' to divide 'batch-size' = {self.batch_size} (got {self.accumulate}). The parts of a "
-                "batch must be equal for the gradient to be that of the whole."
-            )
-        if self.density_weight > 0 and self.attention != "sbm":
-            raise ValueError(
-                f"Expected 'density-weight' to be 0 for attention {self.attention!r} (got {self.density_weight}). Only 'sbm' "
-                "learns its density."
-            )
-
-
-# Table 7 of the paper, LRA columns; "epochs" there are optimiser steps. Estimator and exploration are those that the
-# published code runs with. How often the authors validated is 50 steps in their code; 250 costs a fifth and is ours.
-PAPER = Settings(
-    layers=2, heads=2, channels=64, head_channels=32, ffn_channels=128, max_length=2048, dropout=0.1, attention_dropout=0.1,
-    attention="sbm", estimator="mask", probes=16.0, num_blocks=128, clusters="kaiming",
-    parameterization="paper", initial_density=0.25, temperature=1.0, tied=0, exploration=0.01, window=64, density_weight=0.0,
-    batch_size=128, accumulate=1, steps=5000, warmup=1000, learning_rate=5e-4, weight_decay=0.0, clip_norm=0.0,
-    precision="32-true", seed=0, validate_every=250, log_every=10,
-)  # fmt: skip
-
-# Ours: the model of the paper on lists without nesting, so that two cores learn within minutes something that needs attention
-# (on the nested lists that we tried, such short runs of 'sbm' gained less than two points over no attention at all).
-LAPTOP = dataclasses.replace(
-    PAPER, estimator="local", exploration=0.0, max_length=128, window=8, dropout=0.0, attention_dropout=0.0, batch_size=64, steps=800, warmup=100, learning_rate=2e-3,
-    clip_norm=1.0, validate_every=100,
-)  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True)
-class Preset:
-    """Settings of a training run, the data that it generates if it is given none, and CPU threads (None: torch decides)."""
-
-    settings: Settings
-    data: lra_listops.Parameters
-    threads: int | None = None
-
-
-Row = tuple[Any, int]  # (token numbers [n], label), or ((token numbers, token numbers), label) for a pair
+__all__ = [
+    "TASKS", "Batch", "LengthBuckets", "Preset", "Row", "Rows", "Settings", "Split", "Task", "data_folder", "load", "prepare", "random_word",
+    "splits_digest",
+]  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,10 +44,15 @@ class Task:
         arity: Sequences per example: 1, or 2 for a pair.
         overflow: What becomes of sequences above the maximum length: "truncate" keeps their beginning and counts them,
             "error" refuses them.
-        open: Finds the splits "train", "val" and "test" in a folder and returns an iterable of rows for each.
-        generate: Writes a folder that ``open`` reads, given (folder, parameters, seed, progress); False if it is there.
+        options: Of ``open``: for each its choices, the default first, and what they mean.
+        open: Finds the splits "train", "val" and "test" in a folder, given (folder, **options).
+        source: In words, where the data comes from.
+        tree: What a folder of it looks like.
         presets: By name.
+        generate: Writes a folder that ``open`` reads, given (folder, parameters, seed, progress); False if it is there. None
+            for a task that is not synthetic.
         words: What token numbers stand for, for plots; empty where that is not worth reading.
+        black: Token number of a black pixel; None where tokens are not pixels.
     """
 
     name: str
@@ -158,16 +61,46 @@ class Task:
     num_classes: int
     arity: Literal[1, 2]
     overflow: Literal["truncate", "error"]
-    open: Callable[[Path], Mapping[str, Iterable[Row]]]
-    generate: Callable[..., bool]
+    options: Mapping[str, Mapping[str, str]]
+    open: Callable[..., Mapping[str, Rows]]
+    source: str
+    tree: str
     presets: Mapping[str, Preset]
+    generate: Callable[..., bool] | None = None
     words: tuple[str, ...] = ()
+    black: int | None = None
+
+    def complete(self, options: Mapping[str, str]) -> dict[str, str]:
+        """Returns options of the reader with defaults for those that are not given.
+
+        Raises:
+            ValueError: If an option is unknown to the task or has no such choice.
+        """
+        for name, value in options.items():
+            choices = self.options.get(name, {"none": ""})
+            if value not in choices:
+                raise ValueError(f"Expected '{name}' of {self.name} to be one of {', '.join(choices)} (got {value!r}). Choose one of them.")
+        return {name: options.get(name, next(iter(choices))) for name, choices in self.options.items()}
+
+    def options_of(self, settings: Settings) -> dict[str, str]:
+        """Returns the options of the reader that settings name; errors as for :meth:`complete`."""
+        return self.complete({"split": settings.split, "level": settings.level})
+
+    def pipeline(self, settings: Settings) -> dict[str, str]:
+        """Says in words what a result depends on beside the model: tokeniser, length and split."""
+        chosen = self.options_of(settings)
+        cut = f"cut to {settings.max_length:,} tokens" if self.overflow == "truncate" else "whole"
+        return {
+            "tokeniser": self.tokeniser,
+            "length": f"sequences {cut}, never padded",
+            **({"compat": settings.compat + ": " + COMPAT} if settings.compat != "none" else {}),
+            **{name: f"{value}: {self.options[name][value]}" for name, value in chosen.items()},
+        }
 
 
-def _open_listops(root: Path) -> Mapping[str, Iterable[Row]]:
-    return {split: lra_listops.read_rows(path) for split, path in lra_listops.locate(root).items()}
-
-
+BYTES = "bytes, numbered from 1; nothing is removed"
+COMPAT = "black pixels left out, as if they were padding, the others in their places; sums over tokens divided by the maximum length"
+PIXELS = "numbered from 1 by value, rows of the image one after the other; black is a token like any other"
 TASKS = {
     "listops": Task(
         name="listops",
@@ -176,220 +109,170 @@ TASKS = {
         num_classes=10,
         arity=1,
         overflow="truncate",  # as LRA does; its own trees have fewer than 2,000 tokens
-        open=_open_listops,
+        options={"split": lra_listops.SPLIT_CHOICES},
+        open=lra_listops.open_splits,
+        source=lra_listops.SOURCE,
+        tree=lra_listops.EXPECTED_TREE,
+        presets=PRESETS["listops"],
         generate=lra_listops.generate,
         words=("padding", *lra_listops.VOCABULARY),
-        presets={
-            "paper": Preset(PAPER, lra_listops.Parameters()),
-            "laptop": Preset(
-                LAPTOP,
-                lra_listops.Parameters(
-                    train=20_000, val=1_000, test=2_000, max_depth=2, max_args=30, min_length=16, max_length=64, operator_probability=1.0
-                ),
-                threads=1,  # its batches are so small that two threads are no faster, and ten times slower on a busy machine
-            ),
+    ),
+    "text": Task(
+        name="text",
+        tokeniser=BYTES,
+        num_tokens=257,
+        num_classes=2,
+        arity=1,
+        overflow="truncate",
+        options={"split": lra_text.SPLITS},
+        open=lra_text.open_splits,
+        source=lra_text.SOURCE,
+        tree=lra_text.EXPECTED_TREE,
+        presets=PRESETS["text"],
+    ),
+    "retrieval": Task(
+        name="retrieval",
+        tokeniser=f"{BYTES}, the texts being Python literals b'...' as they stand",
+        num_tokens=257,
+        num_classes=2,
+        arity=2,
+        overflow="truncate",
+        options={"split": lra_retrieval.SPLITS},
+        open=lra_retrieval.open_splits,
+        source=lra_retrieval.SOURCE,
+        tree=lra_retrieval.EXPECTED_TREE,
+        presets=PRESETS["retrieval"],
+    ),
+    "image": Task(
+        name="image",
+        tokeniser=f"1,024 grey pixels, floor(255.5 (0.2989 R + 0.587 G + 0.114 B) / 255), {PIXELS}",
+        num_tokens=257,
+        num_classes=10,
+        arity=1,
+        overflow="error",
+        options={"split": lra_image.SPLITS},
+        open=lra_image.open_splits,
+        source=lra_image.SOURCE,
+        tree=lra_image.EXPECTED_TREE,
+        presets=PRESETS["image"],
+        black=1,
+    ),
+    "pathfinder": Task(
+        name="pathfinder",
+        tokeniser=f"1,024 grey pixels, {PIXELS}",
+        num_tokens=257,
+        num_classes=2,
+        arity=1,
+        overflow="error",
+        options={
+            "split": lra_pathfinder.SPLITS,
+            "level": {
+                "curv_contour_length_14": "long snakes of 14 paddles, the hard level, which LRA uses",
+                "curv_contour_length_9": "long snakes of 9 paddles, the middle level",
+                "curv_baseline": "long snakes of 6 paddles, the easy level",
+            },
         },
-    )
+        open=lra_pathfinder.open_splits,
+        source=lra_pathfinder.SOURCE,
+        tree=lra_pathfinder.EXPECTED_TREE,
+        presets=PRESETS["pathfinder"],
+        generate=lra_pathfinder.generate,
+        black=1,
+    ),
 }
 
 
-class Batch(NamedTuple):
-    """Some examples as tensors, sequences one after the other, without padding; for pairs, tokens and ptr are pairs."""
-
-    tokens: Any  # [N] int64
-    ptr: Any  # [B + 1] int64
-    labels: torch.Tensor  # [B] int64
-    examples: torch.Tensor  # [B] int64, their numbers in the split
-
-
-@dataclasses.dataclass(frozen=True)
-class Split:
-    """All examples of a split in one array; as a data set, it is indexed by many examples at once.
+def data_folder(task: Task, preset: str, settings: Settings, given: Path | None, *, progress: bool = True) -> tuple[Path, bool]:
+    """Settles where the data of a run is, and generates it if it was not given.
 
     Args:
-        tokens: Token numbers of all sequences, [N].
-        ptr: Sequence s is ``tokens[ptr[s]:ptr[s + 1]]``, [arity * n + 1] int64.
-        labels: [n] int64.
-        arity: Sequences per example.
-        truncated: Number of sequences that were cut to the maximum length.
-    """
-
-    tokens: np.ndarray
-    ptr: np.ndarray
-    labels: np.ndarray
-    arity: int = 1
-    truncated: int = 0
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """Tokens per example, [n] int64."""
-        return np.diff(self.ptr[:: self.arity])
-
-    @property
-    def majority(self) -> float:
-        """Share of the most frequent label: the accuracy of knowing nothing else."""
-        return float(np.bincount(self.labels).max() / len(self))
-
-    def __getitems__(self, examples: list[int]) -> Batch:
-        index = np.asarray(examples, dtype=np.int64)
-        sides = [self._gather(index * self.arity + side) for side in range(self.arity)]
-        tokens, ptr = sides[0] if self.arity == 1 else zip(*sides, strict=True)
-        return Batch(tokens, ptr, torch.from_numpy(self.labels[index]), torch.from_numpy(index))
-
-    def _gather(self, sequences: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        lengths = self.ptr[sequences + 1] - self.ptr[sequences]
-        ptr = np.concatenate([[0], np.cumsum(lengths)])
-        places = np.arange(ptr[-1]) + np.repeat(self.ptr[sequences] - ptr[:-1], lengths)
-        return torch.from_numpy(self.tokens[places].astype(np.int64)), torch.from_numpy(ptr)
-
-
-def load(task: Task, root: Path, *, max_length: int, progress: bool = False) -> dict[str, Split]:
-    """Reads all splits of a task.
-
-    Args:
-        task: What to read.
-        root: Where it lies; see the task's format.
-        max_length: Longest sequence; longer ones follow the task's ``overflow``.
+        task: What to learn.
+        preset: Whose law the generated data has.
+        settings: Of the run; the level of Pathfinder is theirs.
+        given: The folder that the user gave, or None.
         progress: Whether to show a progress bar.
 
     Returns:
-        The splits "train", "val" and "test".
+        The folder, and whether it was written now.
 
     Raises:
-        ValueError: If files are missing or malformed, or if a sequence is too long for a task that does not truncate.
+        ValueError: If none was given and the task has no generator.
     """
-    splits = {}
-    for name, rows in task.open(root).items():
-        sequences: list[np.ndarray] = []
-        labels: list[int] = []
-        truncated = 0
-        for row, (tokens, label) in enumerate(tqdm(rows, f"Reading {name}", unit=" rows", disable=not progress)):
-            for sequence in tokens if task.arity > 1 else (tokens,):
-                if len(sequence) > max_length:
-                    if task.overflow == "error":
-                        raise ValueError(
-                            f"Expected '{name}' example {row} to have at most {max_length} tokens (got {len(sequence)}). "
-                            "Raise --max-length."
-                        )
-                    truncated += 1
-                sequences.append(sequence[:max_length])
-            labels.append(label)
-        if not labels:
-            raise ValueError(f"Expected '{name}' of {root} to hold examples (got none). Generate or copy it again.")
-        ptr = np.concatenate([[0], np.cumsum([len(sequence) for sequence in sequences])])
-        tokens = np.concatenate(sequences).astype(np.min_scalar_type(task.num_tokens))
-        splits[name] = Split(tokens, ptr, np.array(labels, dtype=np.int64), task.arity, truncated)
-    return splits
-
-
-class LengthBuckets(Sampler[list[int]]):
-    """Batches of examples of similar length, a pure function of (lengths, seed, number of the epoch).
-
-    With a seed, an epoch shuffles the examples, cuts them into pools, sorts each pool by length, cuts it into batches and
-    shuffles the batches: neighbours in a batch are similar, and yet every epoch mixes anew. Random examples that would not
-    fill a batch wait for another epoch. Without a seed every example comes exactly once, shortest first, as evaluation wants it.
-
-    Args:
-        lengths: Tokens per example, [n].
-        batch_size: Examples per batch. Give this or ``token_budget``.
-        token_budget: As many examples as have at most so many tokens together (but at least one).
-        seed: Of the order; None for evaluation.
-        pool: Examples per pool.
-
-    Raises:
-        ValueError: If there are fewer examples than a batch needs, or unless exactly one size is given.
-    """
-
-    def __init__(
-        self,
-        lengths: np.ndarray,
-        *,
-        batch_size: int | None = None,
-        token_budget: int | None = None,
-        seed: int | None = None,
-        pool: int = 4096,
-    ) -> None:
-        if (batch_size is None) == (token_budget is None):
-            raise ValueError(
-                f"Expected exactly one of 'batch_size' and 'token_budget' to be given (got {batch_size} and {token_budget}). Give one."
-            )
-        if seed is not None and batch_size is not None and len(lengths) < batch_size:
-            raise ValueError(
-                f"Expected 'batch-size' to be at most the number of examples, {len(lengths)} (got {batch_size}). Take smaller "
-                "batches or more data."
-            )
-        self.lengths = np.asarray(lengths)
-        self.batch_size, self.token_budget, self.seed = batch_size, token_budget, seed
-        self.pool = pool - pool % batch_size if batch_size and pool > batch_size else max(pool, batch_size or 1)
-
-    def epoch(self, number: int) -> list[np.ndarray]:
-        """Returns the batches of one epoch, each an array of example numbers."""
-        if self.seed is None:
-            return self._cut(np.argsort(self.lengths, kind="stable"))
-        rng = np.random.default_rng([self.seed, number])
-        order = rng.permutation(len(self.lengths))
-        order = order[: len(order) - len(order) % (self.batch_size or 1)]
-        batches: list[np.ndarray] = []
-        for start in range(0, len(order), self.pool):
-            pool = order[start : start + self.pool]
-            batches += self._cut(pool[np.argsort(self.lengths[pool], kind="stable")])
-        return [batches[place] for place in rng.permutation(len(batches))]
-
-    def _cut(self, order: np.ndarray) -> list[np.ndarray]:
-        if self.batch_size is not None:
-            return [order[start : start + self.batch_size] for start in range(0, len(order), self.batch_size)]
-        assert self.token_budget is not None
-        cuts, tokens = [], 0
-        for place, length in enumerate(self.lengths[order].tolist()):
-            tokens += length
-            if tokens > self.token_budget and place:
-                cuts.append(place)
-                tokens = length
-        return np.split(order, cuts)
-
-    def stream(self, first: int, count: int, *, parts: int = 1) -> Iterator[list[int]]:
-        """Yields ``count`` batches of the endless sequence of epochs, from batch ``first`` on, each in equal parts."""
-        number = 0
-        while count:
-            batches = self.epoch(number)
-            if self.batch_size is not None:  # every epoch is as long as this one
-                number, first = number + first // len(batches), first % len(batches)
-                batches = self.epoch(number)
-            taken = batches[first : first + count]
-            for batch in taken:
-                yield from (part.tolist() for part in np.split(batch, parts))
-            first, count, number = max(0, first - len(batches)), count - len(taken), number + 1
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return (batch.tolist() for batch in self.epoch(0))
-
-    def __len__(self) -> int:
-        return len(self.epoch(0))
+    if given is not None:
+        return given, False
+    if task.generate is None:
+        raise ValueError(
+            f"Expected 'data' to be a folder of {task.name}, which nobody can generate (got none). Give --data DIR. {task.source} The "
+            f"folder looks like this:\n{task.tree}"
+        )
+    parameters, folder = task.presets[preset].data, f"{task.name}-{preset}"
+    if hasattr(parameters, "level") and parameters.level != settings.level:
+        parameters, folder = dataclasses.replace(parameters, level=settings.level), f"{folder}-{settings.level}"
+    return Path("data") / folder, task.generate(Path("data") / folder, parameters, progress=progress)
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Generates and describes the data of the Long Range Arena.")
+    parser = argparse.ArgumentParser(description="Generates, prepares and describes the data of the Long Range Arena.")
     commands = parser.add_subparsers(dest="command", required=True)
-    make = commands.add_parser("generate", help="write a data set in the layout of its release")
-    make.add_argument("--task", choices=tuple(TASKS), default="listops", help="(default: %(default)s)")
+    make = commands.add_parser("generate", help="write a data set in the layout of its release", argument_default=argparse.SUPPRESS)
+    make.add_argument(
+        "--task", choices=[name for name, task in TASKS.items() if task.generate], default="listops", help="(default: %(default)s)"
+    )
     make.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write; new or empty")
     make.add_argument("--preset", choices=("paper", "laptop"), default="paper", help="of the law (default: %(default)s)")
     make.add_argument("--seed", type=int, default=0, help="of the data (default: %(default)s)")
-    law = make.add_argument_group("law of ListOps", "each overrides the preset")
-    for field in dataclasses.fields(lra_listops.Parameters):
-        kind = float if field.type == "float" else int
-        option = "--" + field.name.replace("_", "-")
-        law.add_argument(option, type=kind, default=argparse.SUPPRESS, help=f"(paper: {field.default})")
-    show = commands.add_parser("describe", help="read a data set and print what is in it")
-    show.add_argument("--task", choices=tuple(TASKS), default="listops", help="(default: %(default)s)")
-    show.add_argument("--data", type=Path, required=True, metavar="DIR", help="folder to read")
-    show.add_argument("--max-length", type=int, default=2048, help="longest sequence (default: %(default)s)")
+    for name, task in TASKS.items():
+        if task.generate:
+            law = make.add_argument_group(f"law of {name}", "each overrides the preset")
+            for field in dataclasses.fields(task.presets["paper"].data):
+                kind = {"int": int, "float": float, "str": str}[str(field.type)]
+                law.add_argument("--" + field.name.replace("_", "-"), type=kind, help=f"(paper: {field.default})")
+    for name, text in (("prepare", "parse a data set once into arrays"), ("describe", "print what is in a data set")):
+        show = commands.add_parser(name, help=text)
+        show.add_argument("--task", choices=tuple(TASKS), default="listops", help="(default: %(default)s)")
+        show.add_argument("--data", type=Path, required=True, metavar="DIR", help="folder to read")
+        where = "--out" if name == "prepare" else "--prepared"
+        show.add_argument(where, type=Path, metavar="DIR", dest="prepared", help="where prepared arrays go (default: 'prepared' in --data)")
+        show.add_argument("--split", help="who is in 'val' (default: the first that `describe` lists)", default=argparse.SUPPRESS)
+        show.add_argument("--level", help="of Pathfinder (default: curv_contour_length_14)", default=argparse.SUPPRESS)
+        if name == "describe":
+            show.add_argument("--max-length", type=int, help="longest sequence (default: that of the paper)")
     parsed = parser.parse_args(arguments)
     parsed.fail = parser.error
     return parsed
+
+
+def _generate(task: Task, given: argparse.Namespace) -> None:
+    parameters, names = task.presets[given.preset].data, {name for other in TASKS.values() if other.generate for name in _law(other)}
+    law = {name: value for name, value in vars(given).items() if name in names}
+    unknown = [name for name in law if name not in _law(task)]
+    if unknown:
+        option = unknown[0].replace("_", "-")
+        raise ValueError(f"Expected '{option}' to be left out for {task.name} (got {law[unknown[0]]}). It belongs to another task.")
+    assert task.generate is not None
+    written = task.generate(given.out, dataclasses.replace(parameters, **law), seed=given.seed)
+    print(f"{given.out}: " + ("written" if written else "already there, nothing to do"))
+
+
+def _law(task: Task) -> list[str]:
+    return [field.name for field in dataclasses.fields(task.presets["paper"].data)]
+
+
+def _describe(task: Task, given: argparse.Namespace, options: Mapping[str, str]) -> None:
+    settings = task.presets["paper"].settings
+    changes: dict[str, Any] = {"max_length": given.max_length or settings.max_length, **options}
+    settings = dataclasses.replace(settings, **changes)
+    for name, words in task.pipeline(settings).items():
+        print(f"{name:>9}: {words}")
+    for name, choices in task.options.items():
+        for choice in set(choices) - {options[name]}:
+            print(f"{'':>9}  or --{name} {choice}: {choices[choice]}")
+    splits = load(task, given.data, max_length=settings.max_length, options=options, prepared=given.prepared, progress=True)
+    for name, split in splits.items():
+        print(
+            f"{name:>9}: {len(split):,} examples, {split.lengths.mean():.1f} tokens on average, {split.lengths.max():,} at "
+            f"most, {split.truncated:,} truncated, majority class {split.majority:.2%}"
+        )
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -398,17 +281,15 @@ def main(arguments: list[str] | None = None) -> None:
     task = TASKS[given.task]
     try:
         if given.command == "generate":
-            law = {f.name: getattr(given, f.name) for f in dataclasses.fields(lra_listops.Parameters) if f.name in given}
-            parameters = dataclasses.replace(task.presets[given.preset].data, **law)
-            written = task.generate(given.out, parameters, seed=given.seed)
-            print(f"{given.out}: " + ("written" if written else "already there, nothing to do"))
-            return
-        print(f"{task.name}: {task.tokeniser}; {task.num_classes} classes")
-        for name, split in load(task, given.data, max_length=given.max_length, progress=True).items():
-            print(
-                f"{name:>6}: {len(split):,} examples, {split.lengths.mean():.1f} tokens on average, {split.lengths.max():,} at "
-                f"most, {split.truncated:,} truncated, majority class {split.majority:.2%}"
-            )
+            return _generate(task, given)
+        options = task.complete({name: getattr(given, name) for name in ("split", "level") if name in given})
+        if given.command == "describe":
+            return _describe(task, given, options)
+        folder, written = prepare(task, given.data, options=options, prepared=given.prepared, progress=True)
+        print(f"{folder}: " + ("written" if written else "already there, nothing to do"))
+        for name, entry in read_manifest(folder)["splits"].items():
+            left_out = f", {entry['skipped']} broken ones left out" if entry["skipped"] else ""
+            print(f"{name:>9}: {entry['examples']:,} examples, {entry['tokens']:,} tokens{left_out}; labels {entry['labels']}")
     except ValueError as error:
         given.fail(str(error))
 

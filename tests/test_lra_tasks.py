@@ -21,7 +21,7 @@ from scipy.stats import chi2_contingency, chisquare
 import lra_listops
 import lra_tasks
 from lra_listops import Parameters
-from lra_tasks import TASKS, LengthBuckets, Split, load
+from lra_tasks import TASKS, LengthBuckets, Rows, Split, load
 
 LISTOPS = TASKS["listops"]
 SMALL = Parameters(train=60, val=10, test=20, max_depth=4, max_args=5, min_length=5, max_length=60)
@@ -95,8 +95,8 @@ def test_generated_labels_agree_with_an_independent_evaluator(folder: Path, spli
 @pytest.mark.needs_data
 @pytest.mark.skipif(not REAL.is_dir(), reason="no folder of sample data; set SBM_PYG_DATA")
 @pytest.mark.parametrize("name", ["d20s_as_lra", "generated_lra_parameters"])
-def test_real_data_is_read_and_agrees_with_the_evaluator(name: str) -> None:
-    splits = load(LISTOPS, REAL / name, max_length=2048)
+def test_real_data_is_read_and_agrees_with_the_evaluator(name: str, tmp_path: Path) -> None:
+    splits = load(LISTOPS, REAL / name, max_length=2048, prepared=tmp_path)
     for split, examples in splits.items():
         rows = rows_of(REAL / name / f"basic_{split}.tsv")
         assert examples.labels.tolist() == [label for _, label in rows]
@@ -231,7 +231,7 @@ def test_more_trees_than_there_are(tmp_path: Path) -> None:
 @pytest.mark.parametrize("place", [".", "listops-1000", "listops", "lra_release/listops-1000", "lra_release/lra_release/listops-1000"])
 def test_folder_is_found_as_released_or_renamed(folder: Path, tmp_path: Path, place: str) -> None:
     (tmp_path / place).mkdir(parents=True, exist_ok=True)
-    for path in folder.iterdir():
+    for path in folder.glob("*.tsv"):
         (tmp_path / place / path.name).write_bytes(path.read_bytes())
     assert {split: len(examples) for split, examples in load(LISTOPS, tmp_path, max_length=60).items()} == {
         "train": 60,
@@ -293,7 +293,7 @@ def test_long_sequences_are_cut_and_counted_or_refused(folder: Path) -> None:
     assert cut.truncated == (whole.lengths > 20).sum() > 0
     assert (cut.lengths == np.minimum(whole.lengths, 20)).all()
     longest = int(whole.lengths.argmax())
-    assert (cut.tokens[cut.ptr[longest] : cut.ptr[longest + 1]] == whole.tokens[whole.ptr[longest] :][:20]).all()
+    assert cut.__getitems__([longest]).tokens.tolist() == whole.__getitems__([longest]).tokens[:20].tolist()
     strict = dataclasses.replace(LISTOPS, overflow="error")
     with pytest.raises(ValueError, match=r"Expected 'train' example \d+ to have at most 20 tokens \(got \d+\)\. Raise --max-length"):
         load(strict, folder, max_length=20)
@@ -325,11 +325,13 @@ def test_pairs_come_as_two_ragged_sides() -> None:
 
 
 def test_a_task_of_pairs_is_read_into_sides(tmp_path: Path) -> None:
-    rows = [((np.array([1, 2]), np.array([3])), 1), ((np.array([4]), np.array([5, 6, 7])), 0)]
-    pairs = dataclasses.replace(LISTOPS, arity=2, open=lambda root: {"train": rows, "val": rows, "test": rows})
+    rows = Rows([], lambda: iter([((np.array([1, 2]), np.array([3])), 1), ((np.array([4]), np.array([5, 6, 7])), 0)]), lambda: 2)
+    pairs = dataclasses.replace(LISTOPS, arity=2, open=lambda root, split: {"train": rows, "val": rows, "test": rows})
     train = load(pairs, tmp_path, max_length=2)["train"]
-    assert train.tokens.tolist() == [1, 2, 3, 4, 5, 6]
-    assert train.ptr.tolist() == [0, 2, 3, 4, 6]
+    batch = train.__getitems__([0, 1])
+    assert [side.tolist() for side in batch.tokens] == [[1, 2, 4], [3, 5, 6]]
+    assert [side.tolist() for side in batch.ptr] == [[0, 2, 3], [0, 1, 3]]
+    assert train.lengths.tolist() == [3, 3]
     assert train.truncated == 1
 
 

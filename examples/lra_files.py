@@ -1,0 +1,109 @@
+"""Folders of data: found under their several names, refused with the tree that is expected, written whole or not at all.
+
+In: a folder that a user names. Out: what lies in it, an error that says what should, or a new folder that came into being in
+one piece. Not here: what the files mean (``lra_listops.py`` and its siblings).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+MANIFEST = "manifest.json"
+ARCHIVES = {".tar.gz": "tar -xzf", ".tgz": "tar -xzf", ".tar": "tar -xf", ".gz": "gunzip -k", ".zip": "unzip"}
+
+
+def places(*names: str) -> tuple[str, ...]:
+    """Lists where data may lie below the folder given: there, under one of its names, or where the LRA release has it.
+
+    >>> places("listops-1000")
+    ('.', 'listops-1000', 'lra_release/listops-1000', 'lra_release/lra_release/listops-1000')
+    """
+    return (".", *(above + name for above in ("", "lra_release/", "lra_release/lra_release/") for name in names))
+
+
+def wrong_folder(root: Path, what: str, tree: str, *, source: str) -> ValueError:
+    """Makes the error for a folder in which data was not found.
+
+    Args:
+        root: The folder.
+        what: Name of the data.
+        tree: What is expected.
+        source: A sentence on where the data comes from.
+
+    Returns:
+        The error; if there is an archive, it says how to unpack it.
+    """
+    candidates = sorted(root.iterdir()) if root.is_dir() else [root] if root.is_file() else []
+    for path in candidates:
+        command = next((command for ending, command in ARCHIVES.items() if path.name.endswith(ending)), None)
+        if command is not None:
+            target = f" -C {path.parent}" if command.startswith("tar") else f" -d {path.parent}" if command == "unzip" else ""
+            return ValueError(
+                f"Expected '{root}' to hold {what} (got an archive, {path.name}). Unpack it with '{command} {path}{target}', to "
+                f"have a folder like this:\n{tree}"
+            )
+    got = "other files" if root.is_dir() else "a file" if root.is_file() else "no such folder"
+    return ValueError(f"Expected '{root}' to hold {what} (got {got}). {source} The folder looks like this:\n{tree}")
+
+
+def malformed(path: Path, line: int | None, expected: str, got: object, way_out: str) -> ValueError:
+    """Makes the error for a file, or a line of it, that is not as it should be."""
+    place = f"{path}" if line is None else f"{path}:{line}"
+    return ValueError(f"Expected '{place}' to {expected} (got {got}). {way_out}")
+
+
+def count_lines(path: Path) -> int:
+    """Counts the lines of a file; a last line without an end counts too."""
+    lines, last = 0, b"\n"
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            lines += block.count(b"\n")
+            last = block[-1:]
+    return lines + (last != b"\n")
+
+
+def checksum(path: Path) -> str:
+    """Returns the sha256 of a file, in hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextlib.contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """Gives a neighbouring folder to write to, which takes its final name if all goes well and vanishes if not."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    workshop = Path(tempfile.mkdtemp(prefix=f"{folder.name}.partial-", dir=folder.parent))
+    try:
+        yield workshop
+        workshop.chmod(0o755)
+        os.replace(workshop, folder)
+    finally:
+        shutil.rmtree(workshop, ignore_errors=True)
+
+
+def already_generated(folder: Path, wanted: dict[str, Any]) -> bool:
+    """Tells whether a folder holds a data set whose manifest says ``wanted``.
+
+    Raises:
+        ValueError: If the folder holds something else.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"Expected '{folder}' to be a folder (got a file). Choose another name.")
+    if not folder.is_dir() or not any(folder.iterdir()):
+        return False
+    manifest = folder / MANIFEST
+    found = json.loads(manifest.read_text()) if manifest.is_file() else {}
+    if {name: found.get(name) for name in wanted} == wanted:
+        return True
+    got = f"one made with seed {found.get('seed')} and {found.get('parameters')}" if found else f"files without {MANIFEST}"
+    raise ValueError(
+        f"Expected '{folder}' to be new, empty or the data set asked for (got {got}). Choose another folder, or remove this one."
+    )

@@ -1,0 +1,148 @@
+"""Image: CIFAR-10 as rows of 1,024 grey pixels, labelled with what they show.
+
+In: the folder ``cifar-10-batches-py`` as released. Out: rows of token numbers. Not here: batches and the table of tasks
+(``lra_tasks.py``), training (``lra.py``).
+
+Grey is ``floor(255.5 (0.2989 R + 0.587 G + 0.114 B) / 255)`` in float32: what ``tf.image.rgb_to_grayscale`` computes, by which
+the Long Range Arena (LRA) and those after it made their data. A token is a grey value plus one; 0 is never used, so black is
+not padding. The release's files are pickles, which can run any program when they are read. Ours can not: the reader knows
+the three names that arrays are made of, and refuses all others.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lra_batches import Row, Rows
+from lra_files import malformed, places, wrong_folder
+
+WORDS = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+SPLITS = {"held-out": "the second half of data_batch_5 is taken from the training set for validation (45,000/5,000/10,000)"}
+TRAIN, TEST = tuple(f"data_batch_{number}" for number in range(1, 6)), "test_batch"
+FOLDERS = places("cifar-10-batches-py", "cifar10")
+SOURCE = "It is cifar-10-python.tar.gz (163 MB) of https://www.cs.toronto.edu/~kriz/cifar.html, unpacked with 'tar -xzf'."
+EXPECTED_TREE = f"""\
+    <folder>/
+        data_batch_1    pickles of a dictionary with b"data" [n, 3072] uint8 and b"labels"
+        ...
+        data_batch_5
+        test_batch
+where <folder> is the one given or, below it, one of {", ".join(FOLDERS[1:])}"""
+
+#: All that a pickle of a dictionary of arrays needs; numpy 2 renamed its core.
+ALLOWED = {("numpy", "ndarray"), ("numpy", "dtype"), ("numpy.core.multiarray", "_reconstruct"), ("numpy._core.multiarray", "_reconstruct")}
+
+
+class ArraysOnly(pickle.Unpickler):
+    """Reads pickles of dictionaries, lists, numbers, bytes and arrays; anything else is refused before it does anything.
+
+    Raises:
+        pickle.UnpicklingError: If the file names anything else.
+    """
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in ALLOWED:
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+        return super().find_class(module, name)
+
+
+def locate(root: Path) -> Path:
+    """Finds the folder of the batches.
+
+    Raises:
+        ValueError: If it is not there, or lacks a part.
+    """
+    for folder in (root / name for name in FOLDERS):
+        missing = [name for name in (*TRAIN, TEST) if not (folder / name).is_file()]
+        if not missing:
+            return folder
+        if len(missing) <= len(TRAIN):
+            raise ValueError(f"Expected '{folder}' to hold every batch (got no {', '.join(missing)}). Unpack the archive again.")
+    raise wrong_folder(root, "CIFAR-10", EXPECTED_TREE, source=SOURCE)
+
+
+def open_splits(root: Path, *, split: str = "held-out") -> dict[str, Rows]:
+    """Finds the images of each split.
+
+    Args:
+        root: The folder, see ``EXPECTED_TREE``.
+        split: Only "held-out".
+
+    Returns:
+        The splits "train", "val" and "test".
+
+    Raises:
+        ValueError: If files are missing.
+    """
+    folder = locate(root)
+    whole, halved, test = [folder / name for name in TRAIN[:-1]], folder / TRAIN[-1], folder / TEST
+    return {
+        "train": _rows([*((path, 0, 2) for path in whole), (halved, 0, 1)]),
+        "val": _rows([(halved, 1, 2)]),
+        "test": _rows([(test, 0, 2)]),
+    }
+
+
+def _rows(parts: list[tuple[Path, int, int]]) -> Rows:
+    """Rows of files, from the first to the last half of each that are given."""
+
+    def read() -> Iterator[Row]:
+        for path, first, last in parts:
+            images, labels = read_batch(path)
+            part = slice(first * len(labels) // 2, last * len(labels) // 2)
+            yield from zip(grey(images[part]).astype(np.uint16) + 1, labels[part].tolist(), strict=True)
+
+    def count() -> int:
+        sizes = [(len(read_batch(path)[1]), first, last) for path, first, last in parts]
+        return sum(last * size // 2 - first * size // 2 for size, first, last in sizes)
+
+    return Rows([path for path, *_ in parts], read, count)
+
+
+def read_batch(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Reads one file of the release.
+
+    Args:
+        path: The file.
+
+    Returns:
+        Colours, first all red ones of an image, then green, then blue, [n, 3072] uint8, and labels [n], 0 to 9.
+
+    Raises:
+        ValueError: If the file holds anything else than such arrays.
+    """
+    try:
+        with path.open("rb") as file:
+            content = ArraysOnly(file, encoding="bytes").load()
+    except (pickle.UnpicklingError, EOFError, ValueError, TypeError, KeyError, IndexError, AttributeError, ImportError) as error:
+        raise malformed(
+            path, None, "be a pickle of arrays and nothing else", error or type(error).__name__, "Copy it anew, from a source you trust."
+        ) from None
+    content = content if isinstance(content, dict) else {}
+    images, labels = content.get(b"data"), content.get(b"labels")
+    if not (isinstance(images, np.ndarray) and images.dtype == np.uint8 and images.ndim == 2 and images.shape[1] == 3072):
+        got = f"{images.dtype} {list(images.shape)}" if isinstance(images, np.ndarray) else type(images).__name__
+        raise malformed(path, None, 'hold b"data" [n, 3072] uint8', got, "Is this CIFAR-10, in its version for Python?")
+    if not (isinstance(labels, list) and len(labels) == len(images)):
+        got = f"{len(labels)}" if isinstance(labels, list) else type(labels).__name__
+        raise malformed(path, None, f'hold b"labels", a list of {len(images)}', got, "Is this CIFAR-10, in its version for Python?")
+    for row, label in enumerate(labels):
+        if not (type(label) is int and 0 <= label < 10):
+            raise malformed(path, None, f"have a label from 0 to 9 in row {row}", repr(label)[:80], "Is this CIFAR-10, and not CIFAR-100?")
+    return images, np.array(labels, dtype=np.int64)
+
+
+def grey(images: np.ndarray) -> np.ndarray:
+    """Turns colours into grey values.
+
+    >>> grey(np.array([[255] * 1024 + [0] * 2048, [255] * 3072], dtype=np.uint8))[:, 0]
+    array([ 76, 255], dtype=uint8)
+    """
+    colours = images.reshape(len(images), 3, -1).astype(np.float32) / np.float32(255)
+    shares = np.array([0.2989, 0.5870, 0.1140], dtype=np.float32)
+    return np.minimum(np.einsum("ncp,c->np", colours, shares) * np.float32(255.5), 255).astype(np.uint8)

@@ -1,0 +1,157 @@
+"""The model of a task as the trainer sees it: its loss, its optimiser, and the rows of its curves.
+
+In: a task, settings, and batches. Out: a loss for each part of a batch, and means over the batches since the last row, over all
+processes. Not here: in what order batches come and when rows are due for saving (``lra.py``, ``lra_checkpoints.py``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+import lra_processes as processes
+import lra_report as report
+from lra_baselines import BASELINES
+from lra_checkpoints import Checkpoints
+from lra_tasks import Batch, Settings, Task, random_word
+from sbm_pyg import PairClassifier, SequenceClassifier, SequenceEncoder
+
+
+class Classifier(LightningModule):
+    """The model of a task, its loss, its optimiser, and the record of its loss, accuracy and densities.
+
+    Args:
+        task: What to learn.
+        settings: How.
+    """
+
+    def __init__(self, task: Task, settings: Settings) -> None:
+        super().__init__()
+        self.settings, self.arity = settings, task.arity
+        options: dict[str, Any] = {"dropout": settings.attention_dropout}
+        if settings.attention == "sbm":
+            options |= {name: getattr(settings, name) for name in ("num_blocks", "estimator", "probes", "exploration", "clusters")}
+            options["sbm_options"] = {
+                "parameterization": settings.parameterization,
+                "density": settings.initial_density,
+                "temperature": settings.temperature,
+                "tied": bool(settings.tied),
+            }
+        elif settings.attention == "window":
+            options["window"] = settings.window
+        attention: Any = settings.attention
+        if settings.attention in BASELINES:
+            attention, options = BASELINES[settings.attention](settings), {}
+        encoder = SequenceEncoder(
+            task.num_tokens,
+            settings.channels,
+            num_layers=settings.layers,
+            heads=settings.heads,
+            head_channels=settings.head_channels,
+            ffn_channels=settings.ffn_channels,
+            max_length=settings.max_length,
+            dropout=settings.dropout,
+            attention=attention,
+            attention_options=options or None,
+        )
+        pooled = settings.max_length if settings.compat == "nystromformer" else None
+        self.model = (SequenceClassifier if task.arity == 1 else PairClassifier)(encoder, task.num_classes, pool_length=pooled)
+        self.sums: dict[str, Tensor] = {}
+        self.latest: dict[str, dict[str, float]] = {}  # the last row of each phase
+        self.seconds = 0.0  # that the unfinished row took before the run was resumed
+
+    def configure_optimizers(self) -> Any:
+        chosen = self.settings
+        optimizer = torch.optim.AdamW(self.parameters(), lr=chosen.learning_rate, eps=1e-6, weight_decay=chosen.weight_decay)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(
+            optimizer,
+            max_lr=chosen.learning_rate,
+            total_steps=chosen.steps,
+            pct_start=chosen.warmup / chosen.steps if chosen.warmup > 1 else 0.0,
+            anneal_strategy="linear",
+        )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def classify(self, batch: Batch, seed: int) -> tuple[Tensor, Any]:
+        """Returns logits [B, classes] and the trace, graphs being sampled from one random stream per sequence."""
+        return self.model(batch.tokens, batch.ptr, places=batch.places, seed=seed, streams=batch.examples, return_trace=True)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        seed, step, turns = self.settings.seed, self.global_step, self.settings.accumulate
+        part = (step * turns + batch_idx % turns) * processes.count() + processes.rank()
+        torch.manual_seed(random_word(seed, 0, part))  # dropout
+        logits, trace = self.classify(batch, seed=random_word(seed, 1, step))
+        loss = cross_entropy(logits.float(), batch.labels)
+        self.add(batch, logits, loss, trace)
+        self.graphs = dataclasses.replace(trace, sbms=(None,) * len(trace.sbms))
+        return loss + self.settings.density_weight * trace.density_loss() if self.settings.density_weight else loss
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        logits, trace = self.classify(batch, seed=self.settings.seed)
+        self.add(batch, logits, cross_entropy(logits.float(), batch.labels), trace)
+
+    test_step = validation_step
+
+    def add(self, batch: Batch, logits: Tensor, loss: Tensor, trace: Any) -> None:
+        """Adds a batch to the sums of which the next row is the mean."""
+        density = trace.density.detach().unflatten(0, (self.arity, -1))  # [arity, layers, B, heads]
+        new = {
+            "examples": torch.tensor(len(batch.labels)),
+            "tokens": torch.tensor(batch.tokens.numel() if self.arity == 1 else sum(side.numel() for side in batch.tokens)),
+            "loss": loss.detach().double() * len(batch.labels),
+            "correct": (logits.argmax(-1) == batch.labels).sum(),
+            "density": density.double().mean((0, 2)) * len(batch.labels),  # [layers, heads]
+        }
+        self.sums = {name: self.sums[name].to(value.device) + value for name, value in new.items()} if self.sums else new
+
+    def finish_row(self) -> dict[str, float]:
+        """Turns the sums of all processes into a row of means, and starts new sums."""
+        sums, self.sums = processes.total(self.sums), {}
+        examples = int(sums["examples"])
+        self.tokens, self.correct, self.examples = int(sums["tokens"]), int(sums["correct"]), examples
+        row = {"loss": sums["loss"].item() / examples, "accuracy": self.correct / examples}
+        for layer, heads in enumerate((sums["density"] / examples).tolist()):
+            row |= {report.density_name(layer, head): density for head, density in enumerate(heads)}
+        return row
+
+    def record(self, phase: str, row: Mapping[str, float]) -> None:
+        """Hands a row to the loggers."""
+        self.latest[phase] = dict(row)
+        for logger in self.loggers:
+            logger.log_metrics({f"{phase}/{name}": value for name, value in row.items()}, step=self.global_step)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        sums = {name: value.cpu() for name, value in processes.total(self.sums).items()}
+        checkpoint["row"] = {"sums": sums, "seconds": time.perf_counter() - self.clock, "latest": self.latest}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        row = checkpoint["row"]  # unfinished: the first process goes on with the sums of all
+        self.sums = {name: value if processes.rank() == 0 else torch.zeros_like(value) for name, value in row["sums"].items()}
+        self.seconds, self.latest = row["seconds"], row["latest"]
+
+    def on_train_start(self) -> None:
+        self.clock = time.perf_counter() - self.seconds
+
+    def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
+        if (batch_idx + 1) % self.settings.accumulate:
+            return
+        if self.global_step % self.settings.log_every == 0 or Checkpoints.validates(self.settings, self.global_step):
+            row = self.finish_row()
+            now = time.perf_counter()
+            row["tokens_per_second"] = self.tokens / (now - self.clock)
+            self.clock = now
+            self.record("train", row)
+
+    def on_validation_epoch_end(self) -> None:
+        self.record("val", self.finish_row())
+        self.clock = time.perf_counter()
+
+    def on_test_epoch_end(self) -> None:
+        self.tested = self.finish_row()

@@ -1,0 +1,95 @@
+"""Retrieval: pairs of papers as bytes, labelled 1 if one cites the other (ACL Anthology Network).
+
+In: the TSV files of the Long Range Arena (LRA). Out: rows of pairs of token numbers. Not here: batches and the table of
+tasks (``lra_tasks.py``), training (``lra.py``).
+
+A line is ``label, id, id, text, text`` between tabs, without header, without quoting: quotation marks are part of the text. LRA
+wrote the texts as Python literals, ``b'...'`` with its prefix, quotation marks and escapes, and reads them as they stand. So
+do we: a token is a byte of that plus one; 0 is never used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from lra_batches import Row, Rows
+from lra_files import count_lines, malformed, places, wrong_folder
+
+SPLITS = {"release": "as released (147,086/18,090/17,437)"}
+FILES = {"train": "new_aan_pairs.train.tsv", "val": "new_aan_pairs.eval.tsv", "test": "new_aan_pairs.test.tsv"}
+FOLDERS = places("tsv_data", "aan", "retrieval")
+SOURCE = "It is part of lra_release.gz (8 GB), see https://github.com/google-research/long-range-arena; 'tar -xzf' unpacks it."
+EXPECTED_TREE = f"""\
+    <folder>/
+        new_aan_pairs.train.tsv    one pair a line: label, id, id, text, text, between tabs
+        new_aan_pairs.eval.tsv
+        new_aan_pairs.test.tsv
+where <folder> is the one given or, below it, one of {", ".join(FOLDERS[1:])}"""
+
+
+def locate(root: Path) -> dict[str, Path]:
+    """Finds the file of each split.
+
+    Raises:
+        ValueError: If there is none, or if one is missing.
+    """
+    for folder in (root / name for name in FOLDERS):
+        paths = {split: folder / name for split, name in FILES.items()}
+        missing = [path.name for path in paths.values() if not path.is_file()]
+        if not missing:
+            return paths
+        if len(missing) < len(paths):
+            raise ValueError(f"Expected '{folder}' to hold every split (got no {', '.join(missing)}). Unpack the archive again.")
+    raise wrong_folder(root, "the pairs of Retrieval", EXPECTED_TREE, source=SOURCE)
+
+
+def open_splits(root: Path, *, split: str = "release") -> dict[str, Rows]:
+    """Finds the pairs of each split.
+
+    Args:
+        root: The folder, see ``EXPECTED_TREE``.
+        split: Only "release".
+
+    Returns:
+        The splits "train", "val" and "test".
+
+    Raises:
+        ValueError: If files are missing.
+    """
+    return {name: Rows([path], partial(read_rows, path), partial(count_lines, path)) for name, path in locate(root).items()}
+
+
+def read_rows(path: Path) -> Iterator[Row]:
+    """Yields both texts and the label of each line of a file.
+
+    Args:
+        path: The file. CRLF and LF both end a line; nothing else does.
+
+    Yields:
+        Two arrays of token numbers, uint16, and the label, 0 or 1, which is ``int(float(...))`` of what is written.
+
+    Raises:
+        ValueError: If a line is malformed; the message names file and line.
+    """
+    with path.open("rb") as file:
+        for line, text in enumerate(file, start=1):
+            columns = text.rstrip(b"\r\n").split(b"\t")
+            if len(columns) != 5:
+                raise malformed(
+                    path, line, "have five columns, label, two ids and two texts", len(columns), "Look for a cut, merged or quoted line."
+                )
+            try:
+                label = int(float(columns[0]))
+            except (ValueError, OverflowError):
+                label = -1
+            if label not in (0, 1):
+                got = repr(columns[0][:80].decode(errors="replace"))
+                raise malformed(path, line, "start with the label 0.0 or 1.0", got, "Look for swapped or damaged columns.")
+            if not (columns[3] and columns[4]):
+                raise malformed(path, line, "hold two texts", "an empty one", "Look for a cut line.")
+            first, second = (np.frombuffer(column, dtype=np.uint8).astype(np.uint16) + 1 for column in columns[3:])
+            yield (first, second), label

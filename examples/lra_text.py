@@ -1,0 +1,103 @@
+"""Text: movie reviews as bytes, labelled 1 if they are favourable (IMDb, Maas et al., 2011).
+
+In: the folder ``aclImdb`` as released. Out: rows of token numbers. Not here: batches and the table of tasks
+(``lra_tasks.py``), training (``lra.py``).
+
+A token is a byte plus one; 0 is never used. Nothing is removed, not even ``<br />``, as in the Long Range Arena (LRA).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from lra_batches import Row, Rows
+from lra_files import malformed, places, wrong_folder
+
+CLASSES = ("neg", "pos")  # labels 0 and 1
+SPLITS = {
+    "held-out": "the tenth of each class with the highest numbers is taken from the training set for validation (22,500/2,500/25,000)",
+    "lra": "LRA's own: all of the training set, and the test set for validation too (25,000/25,000/25,000); its best step is chosen on the test set",
+}
+FOLDERS = places("aclImdb")
+SOURCE = "It is aclImdb_v1.tar.gz (80 MB) of https://ai.stanford.edu/~amaas/data/sentiment/, unpacked with 'tar -xzf'."
+EXPECTED_TREE = f"""\
+    <folder>/
+        train/neg/0_3.txt    one review each, named NUMBER_STARS.txt
+        train/pos/0_9.txt
+        test/neg/0_2.txt
+        test/pos/0_10.txt
+where <folder> is the one given or, below it, one of {", ".join(FOLDERS[1:])}"""
+
+
+def locate(root: Path) -> Path:
+    """Finds the folder of the reviews.
+
+    Raises:
+        ValueError: If it is not there, or lacks a part.
+    """
+    parts = [f"{part}/{name}" for part in ("train", "test") for name in CLASSES]
+    for folder in (root / name for name in FOLDERS):
+        missing = [part for part in parts if not (folder / part).is_dir()]
+        if not missing:
+            return folder
+        if len(missing) < len(parts):
+            raise ValueError(f"Expected '{folder}' to hold every part (got no {', '.join(missing)}). Unpack the archive again.")
+    raise wrong_folder(root, "the IMDb reviews", EXPECTED_TREE, source=SOURCE)
+
+
+def open_splits(root: Path, *, split: str = "held-out") -> dict[str, Rows]:
+    """Finds the reviews of each split.
+
+    Neighbouring numbers are often reviews of one film. So the reviews that are held out are a block of numbers, not a random
+    tenth, which would share most of its films with the rest.
+
+    Args:
+        root: The folder, see ``EXPECTED_TREE``.
+        split: One of ``SPLITS``.
+
+    Returns:
+        The splits "train", "val" and "test".
+
+    Raises:
+        ValueError: If files are missing or have names that are not those of the release.
+    """
+    folder = locate(root)
+    whole = {part: [_reviews(folder / part / name) for name in CLASSES] for part in ("train", "test")}
+    if split == "lra":
+        return {"train": _rows(whole["train"]), "val": _rows(whole["test"]), "test": _rows(whole["test"])}
+    kept = [len(paths) - len(paths) // 10 for paths in whole["train"]]
+    return {
+        "train": _rows([paths[:count] for paths, count in zip(whole["train"], kept, strict=True)]),
+        "val": _rows([paths[count:] for paths, count in zip(whole["train"], kept, strict=True)]),
+        "test": _rows(whole["test"]),
+    }
+
+
+def _reviews(folder: Path) -> list[Path]:
+    """Lists the reviews of a folder in the order of their numbers."""
+    numbered = []
+    for path in folder.iterdir():
+        if path.name.startswith("."):
+            continue
+        match = re.fullmatch(r"(\d+)_(\d+)\.txt", path.name)
+        if match is None:
+            raise malformed(path, None, "be named NUMBER_STARS.txt", "another name", "Remove what is not of the release.")
+        numbered.append((int(match[1]), int(match[2]), path))
+    return [path for *_, path in sorted(numbered)]
+
+
+def _rows(classes: list[list[Path]]) -> Rows:
+    files = [(path, label) for label, paths in enumerate(classes) for path in paths]
+
+    def read() -> Iterator[Row]:
+        for path, label in files:
+            text = path.read_bytes()
+            if not text:
+                raise malformed(path, None, "hold a review", "an empty file", "Unpack the archive again.")
+            yield np.frombuffer(text, dtype=np.uint8).astype(np.uint16) + 1, label
+
+    return Rows([path for path, _ in files], read, lambda: len(files))

@@ -1,0 +1,411 @@
+"""Runs tasks x methods x seeds of the Long Range Arena with one budget, and writes the tables of the paper from them.
+
+In: what to run; data, where a task has no generator. Out: a folder with a run for each, ``report.md``, ``cells.csv`` (a row for
+each method and task), ``runs.csv`` (a row for each run) and ``density.png``. Not here: training (``lra.py``), tables
+(``lra_tables.py``), FLOPs (``cost_lra.py``)::
+
+    python examples/reproduce_lra.py run --tasks listops --methods sbm full linear nystromformer --seeds 0 1 2 --output runs/table1
+    python examples/reproduce_lra.py run --preset paper --methods sbm sbm:density-weight=0.1 full --minutes 60 --output runs/hour
+    python examples/reproduce_lra.py report --output runs/table1
+
+Call it again to go on: finished runs stay, stopped ones resume, failed ones are tried again. The budget is equal steps (those
+of the preset,
+or ``--steps``), or equal time (``--minutes``). A learning rate that warms up and decays must know where it ends, so that time
+is turned into steps first, for each method by itself: a few steps and validations of several lengths are timed, and as
+many are planned as fit. What a run took in the end is in the tables: a graph that grows denser makes later steps slower.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.functional import cross_entropy
+from tqdm.auto import tqdm
+
+import lra
+import lra_tables as tables
+from lra_report import read_curves, write_json
+from lra_tasks import TASKS, Batch
+
+RUNS, LOGS, INDEX = "runs", "logs", "index.json"
+
+
+class Plan:
+    """One run to be made: its name, and the trainer's arguments for it.
+
+    Args:
+        task: As the trainer names it.
+        method: Kind of attention, and after a colon settings of its own: ``sbm:density-weight=0.1,num-blocks=64``.
+        seed: Of the run.
+        common: The trainer's arguments that all runs share.
+        data: Folder of the task's data, or None.
+    """
+
+    def __init__(self, task: str, method: str, seed: int, common: Sequence[str], data: Path | None) -> None:
+        self.task, self.method, self.seed = task, method, seed
+        self.attention, _, own = method.partition(":")
+        pairs = [pair.partition("=") for pair in own.split(",") if pair]
+        if any(not value for _, _, value in pairs):
+            raise ValueError(f"Expected 'methods' to be names like sbm or sbm:density-weight=0.1 (got {method!r}). See --help.")
+        self.name = re.sub(r"[^\w.=-]+", "_", f"{task}-{method}-{seed}")
+        self.kind = " ".join([task, method, *common])  # what a run is but for its seed
+        self.arguments = ["--task", task, "--attention", self.attention, "--seed", str(seed), *common]
+        for name, _, value in pairs:
+            self.arguments += [f"--{name}", value]
+        if data is not None:
+            self.arguments += ["--data", str(data)]
+
+    def settle(self) -> dict[str, Any]:
+        """What the trainer would write to ``settings.json``, checked by the trainer."""
+        given = lra.parse([*self.arguments, "--output", f"{self.name}.absent"])
+        return lra.resolve(given)[1]
+
+
+class Index:
+    """What is known of the runs of a folder: what they are, how long they took, how they ended.
+
+    Args:
+        folder: Of all runs.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.path = folder, folder / INDEX
+        self.content: dict[str, Any] = {"budget": "", "timing": {}, "runs": {}}
+        if self.path.exists():
+            self.content = json.loads(self.path.read_text())
+
+    def save(self) -> None:
+        """Writes it, whole or not at all."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_json(self.path, self.content)
+
+    def finished(self) -> list[dict[str, Any]]:
+        """Records of the finished runs, as ``lra_tables`` takes them."""
+        found = []
+        for name, run in self.content["runs"].items():
+            folder = self.folder / RUNS / name
+            if (folder / lra.RESULTS).exists():
+                results = json.loads((folder / lra.RESULTS).read_text())
+                steps = json.loads((folder / lra.SETTINGS).read_text())["settings"]["steps"]
+                found.append({**run, "steps": steps, "results": results})
+        return found
+
+
+def measure(arguments: list[str]) -> dict[str, float]:
+    """Times steps and validations of one set of the trainer's arguments, on batches from short to long.
+
+    Returns:
+        Seconds per step, and per validation.
+    """
+    given = lra.parse(arguments)
+    task, settings, splits, _ = lra.read(given, lra.resolve(given)[1])
+    cuda = given.accelerator in ("auto", "cuda") and torch.cuda.is_available()
+    device = torch.device("cuda" if cuda else "cpu")
+    data, module = lra.Data(splits, settings), lra.Classifier(task, settings).to(device)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.0)
+
+    def classify(name: str, examples: np.ndarray) -> tuple[Any, Any, Any]:
+        batch = splits[name].__getitems__(examples.tolist())
+        # A pair's tokens and offsets are tuples.
+        moved: list[Any] = [tuple(t.to(device) for t in part) if isinstance(part, tuple) else part.to(device) for part in batch]
+        with torch.autocast(device.type, torch.bfloat16, enabled=settings.precision == "bf16-mixed"):
+            logits, trace = module.classify(Batch(*moved), seed=settings.seed)
+        return logits, trace, moved[2]
+
+    def step(examples: np.ndarray) -> None:
+        optimizer.zero_grad()
+        for part in np.split(examples, settings.accumulate):
+            logits, trace, labels = classify("train", part)
+            loss = cross_entropy(logits.float(), labels)
+            (loss + settings.density_weight * trace.density_loss() if settings.density_weight else loss).backward()
+        optimizer.step()
+
+    @torch.no_grad()
+    def validate(examples: np.ndarray) -> None:
+        classify("val", examples)
+
+    def seconds(action: Any, batches: list[np.ndarray], name: str, count: int) -> float:
+        """Mean over batches at equal distances in the order of their numbers of tokens."""
+        batches = sorted(batches, key=lambda batch: splits[name].lengths[batch].sum())
+        places = ((np.arange(count) + 0.5) / count * len(batches)).astype(int)
+        action(batches[places[count // 2]])  # what only happens once
+        total = 0.0
+        for place in places:
+            if cuda:
+                torch.cuda.synchronize()
+            start = time.perf_counter()
+            action(batches[place])
+            if cuda:
+                torch.cuda.synchronize()
+            total += time.perf_counter() - start
+        return total / count
+
+    module.train()
+    per_step = seconds(step, [np.asarray(batch) for batch in data.buckets.epoch(0)], "train", 5)
+    module.eval()
+    batches = [np.asarray(batch) for batch in data.val_dataloader().batch_sampler]  # type: ignore[union-attr]
+    return {"seconds_per_step": per_step, "seconds_per_validation": seconds(validate, batches, "val", 3) * len(batches)}
+
+
+def plan_steps(timing: dict[str, float], minutes: float, validate_every: int) -> int:
+    """The number of steps that fit into a time, with their validations.
+
+    >>> plan_steps({"seconds_per_step": 1.0, "seconds_per_validation": 10.0}, minutes=1, validate_every=20)
+    40
+    >>> plan_steps({"seconds_per_step": 1.0, "seconds_per_validation": 10.0}, minutes=0.5, validate_every=100)
+    20
+    """
+    step, validation, budget = timing["seconds_per_step"], timing["seconds_per_validation"], 60 * minutes
+    few = (budget - validation) / step  # with one validation, after the last step
+    steps = int(few if few <= validate_every else budget / (step + validation / validate_every))
+    if steps < 2:
+        raise ValueError(
+            f"Expected 'minutes' to be enough for two steps and a validation, {(2 * step + validation) / 60:.1f} (got {minutes}). "
+            "Give more, or take a smaller preset."
+        )
+    return steps
+
+
+class Stopped(Exception):
+    """The user asked to stop."""
+
+
+class Runner:
+    """Runs the trainer in processes of its own, one after the other; as a context, hands on the signals that ask to stop.
+
+    Args:
+        index: Of all runs.
+    """
+
+    def __init__(self, index: Index) -> None:
+        self.index, self.number = index, 0
+        self.child: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Runner:
+        self.handlers = {wanted: signal.signal(wanted, self.stop) for wanted in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for wanted, handler in self.handlers.items():
+            signal.signal(wanted, handler)
+
+    def stop(self, number: int, frame: FrameType | None) -> None:
+        """Asks the running trainer to save and to end."""
+        self.number = number
+        if self.child is not None and self.child.poll() is None:
+            self.child.send_signal(signal.SIGTERM)
+
+    def call(self, command: list[str], log: Path, bar: Any, progress: Path | None = None, total: int = 0) -> int:
+        """Runs a command to its end, with its output in a file and its last step in the bar; returns its exit status."""
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as file:
+            # In a session of its own, so that a key press reaches it once, through us.
+            self.child = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+            if self.number:
+                self.stop(self.number, None)
+            while True:
+                try:
+                    code = self.child.wait(timeout=2)
+                    break
+                except subprocess.TimeoutExpired:
+                    rows = read_curves(progress) if progress is not None and progress.exists() else []
+                    if rows:
+                        bar.set_postfix_str(f"step {rows[-1]['step']:,.0f} of {total:,}, loss {rows[-1]['loss']:.3f}")
+        self.child = None
+        if self.number:
+            raise Stopped
+        return code
+
+    def time(self, plan: Plan, bar: Any) -> dict[str, float]:
+        """The timing of a plan's task and method, measured unless it is known."""
+        key = plan.kind
+        known = self.index.content["timing"]
+        if key not in known:
+            bar.set_postfix_str("timing a few steps")
+            log, result = self.index.folder / LOGS / f"{plan.name}.timing.txt", self.index.folder / f"{plan.name}.timing.json"
+            command = [sys.executable, __file__, "measure", "--result", str(result), "--", *plan.arguments]
+            if self.call(command, log, bar) or not result.exists():
+                raise ValueError(f"Expected {plan.name} to run for a few steps (got an error). Read {log}.")
+            known[key] = json.loads(result.read_text())
+            result.unlink()
+            self.index.save()
+        return known[key]
+
+    def train(self, plan: Plan, settings: dict[str, Any], bar: Any, machine: list[str]) -> bool:
+        """Starts a run or goes on with it; returns whether it came to its end."""
+        folder = self.index.folder / RUNS / plan.name
+        record = self.index.content["runs"].setdefault(
+            plan.name, {"task": plan.task, "method": plan.method, "attention": plan.attention, "seed": plan.seed, "seconds": 0.0}
+        )
+        begun = (folder / lra.SETTINGS).exists()
+        self.index.save()
+        command = [sys.executable, lra.__file__, "--output", str(folder), *machine]
+        command += ["--resume"] if begun else plan.arguments
+        start = time.perf_counter()
+        try:
+            code = self.call(command, self.index.folder / LOGS / f"{plan.name}.txt", bar, folder / "train.csv", settings["steps"])
+        finally:
+            record["seconds"] += time.perf_counter() - start
+            self.index.save()
+        return code == 0 and (folder / lra.RESULTS).exists()
+
+
+def check(index: Index, plan: Plan, wanted: dict[str, Any]) -> bool:
+    """Whether a run has finished.
+
+    Raises:
+        ValueError: If it was started with other settings.
+    """
+    folder = index.folder / RUNS / plan.name
+    if not (folder / lra.SETTINGS).exists():
+        return False
+    known = json.loads((folder / lra.SETTINGS).read_text())
+    old = {**known["settings"], **{name: known[name] for name in ("task", "preset", "data")}}
+    new = {**wanted["settings"], **{name: wanted[name] for name in ("task", "preset", "data")}}
+    for name, value in new.items():
+        if name in old and old[name] != value:
+            raise ValueError(
+                f"Expected {plan.name} to have {name.replace('_', '-')} = {old[name]!r}, as it was started with (got {value!r}). "
+                "Give the same arguments as then, or another --output."
+            )
+    return (folder / lra.RESULTS).exists()
+
+
+def run(given: argparse.Namespace, rest: list[str]) -> int:
+    """Makes all runs that are not there yet, then the tables; returns the exit status."""
+    folders = dict(given.data)
+    common = ["--preset", given.preset, *rest]
+    if given.steps is not None:
+        common += ["--steps", str(given.steps)]
+    machine = ["--accelerator", given.accelerator] + ([] if given.threads is None else ["--threads", str(given.threads)])
+    plans = [Plan(t, m, s, common, folders.get(t)) for t in given.tasks for s in given.seeds for m in given.methods]
+    if len({plan.name for plan in plans}) < len(plans):
+        raise ValueError("Expected 'tasks', 'methods' and 'seeds' to be distinct (got repeats). Name each once.")
+    for plan in plans:
+        plan.settle()  # all mistakes before the first run
+    index = Index(given.output)
+    words = f"Budget: {'the steps of the preset' if given.steps is None else f'{given.steps:,} steps'}"
+    words = f"Budget: {given.minutes:g} minutes of training and validation, planned in steps" if given.minutes else words
+    index.content["budget"] = f"{words}; preset `{given.preset}`{', ' + ' '.join(rest) if rest else ''}."
+    failed = []
+    with Runner(index) as runner, tqdm(plans, desc="Runs", unit="run") as bar:
+        try:
+            for plan in bar:
+                bar.set_description(plan.name)
+                wanted = plan.settle()
+                if given.minutes:
+                    steps = plan_steps(runner.time(plan, bar), given.minutes, wanted["settings"]["validate_every"])
+                    plan.arguments += ["--steps", str(steps)]
+                    wanted = plan.settle()
+                if check(index, plan, wanted):
+                    continue
+                if not runner.train(plan, wanted["settings"], bar, machine):
+                    failed.append(plan.name)
+                    tqdm.write(f"{plan.name} failed; see {given.output / LOGS / plan.name}.txt", file=sys.stderr)
+        except Stopped:
+            print("\nStopped. Go on with the same command.", file=sys.stderr)
+            return 128 + runner.number
+    if index.finished():
+        write_report(index)
+    return 1 if failed else 0
+
+
+def write_report(index: Index) -> None:
+    """Writes all tables and the plot of a folder.
+
+    Raises:
+        ValueError: If no run has finished.
+    """
+    runs = index.finished()
+    if not runs:
+        raise ValueError(f"Expected 'output' to hold finished runs (got none in {index.folder}). Make some with `run` first.")
+    text = tables.report(runs, index.content["budget"])
+    tables.write_csv(index.folder / "cells.csv", tables.cell_rows(runs))
+    tables.write_csv(index.folder / "runs.csv", tables.run_rows(runs))
+    if tables.plot_layer_densities(index.folder / "density.png", runs):
+        text += "\n![Density of each layer](density.png)\n"
+    tables.write_text(index.folder / "report.md", text)
+    print(text)
+
+
+def _pair(text: str) -> tuple[str, Path]:
+    task, equals, folder = text.partition("=")
+    if not equals or task not in TASKS:
+        raise argparse.ArgumentTypeError(f"expected TASK=DIR with one of {', '.join(TASKS)} (got {text!r})")
+    return task, Path(folder)
+
+
+def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """Reads the command line; what stands after ``--`` is for the trainer."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    cut = words.index("--") if "--" in words else len(words)
+    words, rest = words[:cut], words[cut + 1 :]
+    parser = argparse.ArgumentParser(
+        description="Runs tasks x methods x seeds of the Long Range Arena and writes the tables.",
+        epilog="Settings for all runs follow after --, as `lra.py` takes them: reproduce_lra.py run ... -- --max-length 1024",
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    runs = commands.add_parser("run", help="make all runs that are not there yet, then the tables", epilog=parser.epilog)
+    runs.add_argument("--tasks", nargs="+", choices=tuple(TASKS), default=["listops"], metavar="TASK", help=f"of {', '.join(TASKS)}")
+    runs.add_argument(
+        "--methods", nargs="+", default=["sbm", "full"], metavar="METHOD", help="attention, with settings of its own after a colon"
+    )
+    runs.add_argument("--seeds", nargs="+", type=int, default=[0], metavar="N", help="(default: 0)")
+    runs.add_argument("--preset", choices=lra.PRESETS, default="laptop", help="(default: %(default)s)")
+    budget = runs.add_mutually_exclusive_group()
+    budget.add_argument("--steps", type=int, help="equal steps for all (default: the preset's)")
+    budget.add_argument("--minutes", type=float, help="equal time for all: training and validation of one run, without its test")
+    runs.add_argument("--data", nargs="+", type=_pair, default=[], metavar="TASK=DIR", help="folders of tasks that are not generated")
+    runs.add_argument("--accelerator", choices=("auto", "cpu", "cuda", "mps"), default="auto", help="(default: auto)")
+    runs.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: as the preset says)")
+    runs.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder of all runs")
+    again = commands.add_parser("report", help="make the tables again from what is there")
+    again.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder of all runs")
+    clock = commands.add_parser("measure", help="time a few steps of the trainer's arguments that follow after --")
+    clock.add_argument("--result", type=Path, metavar="FILE", help="where to write the seconds, as JSON (default: print them)")
+    given = parser.parse_args(words)
+    if rest and given.command == "report":
+        parser.error(f"Expected nothing after '--' (got {rest}). Tables are made of runs as they are.")
+    if getattr(given, "minutes", None) is not None and not given.minutes > 0:
+        parser.error(f"Expected 'minutes' to be positive (got {given.minutes}). Leave it out for a budget in steps.")
+    given.fail = parser.error
+    return given, rest
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs the command line; ``--help`` explains it."""
+    given, rest = parse(arguments)
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    try:
+        if given.command == "report":
+            write_report(Index(given.output))
+        elif given.command == "measure":
+            seconds = measure([*rest, "--output", f"{os.getpid()}.absent"])
+            if given.result is None:
+                print(json.dumps(seconds))
+            else:
+                write_json(given.result, seconds)
+        else:
+            code = run(given, rest)
+            if code:
+                raise SystemExit(code)
+    except ValueError as error:
+        given.fail(str(error))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,422 @@
+"""Runs that are stopped, killed, damaged and shared: they end with what one process ends with that nothing happened to."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import itertools
+import json
+import os
+import signal
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+import fault_trials
+import lra
+import lra_checkpoints as checkpoints
+import lra_processes as processes
+import lra_report as report
+import lra_tasks
+
+EXAMPLES = Path(lra.__file__).parent
+TINY = "--steps 9 --validate-every 5 --log-every 3 --save-every 2 --layers 1 --batch-size 8 --accumulate 2 --num-blocks 8 --channels 16"
+TINY += " --head-channels 8 --ffn-channels 16 --dropout 0.1 --attention-dropout 0.1 --clip-norm 1 --accelerator cpu"
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]  # Lightning's own
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data") / "listops"
+    law = ["--preset", "laptop", "--train", "50", "--val", "20", "--test", "20", "--min-length", "8", "--max-length", "24"]
+    lra_tasks.main(["generate", "--out", str(folder), *law])
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("plot_curves", "plot_densities", "plot_masks"):
+        monkeypatch.setattr(report, name, lambda *arguments: None)
+
+
+def train(data: Path, folder: Path, *options: str) -> None:
+    lra.main([*TINY.split(), "--data", str(data), "--output", str(folder), *options])
+
+
+def resume(folder: Path, *options: str) -> None:
+    lra.main(["--output", str(folder), "--accelerator", "cpu", *(options or ("--resume",))])
+
+
+@pytest.fixture(scope="module")
+def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that went through."""
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    train(data, folder)
+    return folder
+
+
+def state(folder: Path, name: str = "last.ckpt") -> dict[str, Any]:
+    parts = ("state_dict", "optimizer_states", "lr_schedulers", "callbacks", "global_step")
+    saved = checkpoints.read_checkpoint(folder / name)
+    return {part: saved[part] for part in parts}
+
+
+def rows(folder: Path) -> list[dict[str, str]]:
+    files = ("train.csv", "val.csv")
+    return [{**row, "tokens_per_second": ""} for name in files for row in report.read_rows(folder / name)]
+
+
+def assert_same_end(folder: Path, whole: Path) -> None:
+    for name in ("last.ckpt", "best.ckpt"):
+        assert fault_trials.same(state(folder, name), state(whole, name)), name
+    assert rows(folder) == rows(whole)
+    assert json.loads((folder / "results.json").read_text())["test"] == json.loads((whole / "results.json").read_text())["test"]
+
+
+class Crash(BaseException):
+    """Ends a run as abruptly as can be done within a process."""
+
+
+@pytest.fixture
+def at(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Plans something for the moment before a part of a step is computed; once."""
+    original = lra.Classifier.training_step
+
+    def plan(step: int, part: int, action: Callable[[], None]) -> None:
+        def doomed(self: lra.Classifier, batch: Any, batch_idx: int) -> Any:
+            if (self.global_step, batch_idx % self.settings.accumulate) == (step, part):
+                monkeypatch.setattr(lra.Classifier, "training_step", original)
+                action()
+            return original(self, batch, batch_idx)
+
+        monkeypatch.setattr(lra.Classifier, "training_step", doomed)
+
+    return plan
+
+
+def crash() -> None:
+    raise Crash
+
+
+@pytest.mark.parametrize(("step", "part", "saved"), [(1, 1, None), (3, 0, 2), (4, 1, 4), (5, 0, 5), (8, 1, 8)])
+def test_a_crash_at_any_step_costs_the_steps_since_the_last_checkpoint(
+    data: Path, whole: Path, tmp_path: Path, at: Callable[..., None], step: int, part: int, saved: int | None
+) -> None:
+    folder = tmp_path / "run"
+    at(step, part, crash)
+    with pytest.raises(Crash):
+        train(data, folder)
+    start = checkpoints.newest(folder)
+    assert (start and checkpoints.read_checkpoint(start)["global_step"]) == saved
+    resume(folder)
+    assert_same_end(folder, whole)
+
+
+@pytest.mark.parametrize("function", ["fsync", "replace"])
+def test_a_crash_at_any_moment_of_saving_leaves_a_checkpoint(
+    data: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: Callable[..., None], function: str
+) -> None:
+    folder = tmp_path / "run"
+    original, calls = getattr(os, function), itertools.count()
+
+    def doomed(*arguments: Any) -> None:
+        if next(calls) == 1:  # of two renames the second
+            raise Crash
+        original(*arguments)
+
+    at(3, 0, lambda: monkeypatch.setattr(os, function, doomed))
+    with pytest.raises(Crash):
+        train(data, folder)
+    monkeypatch.setattr(os, function, original)
+    start = checkpoints.newest(folder)
+    assert start is not None
+    assert start.name == ("last.ckpt" if function == "fsync" else "previous.ckpt")
+    resume(folder)
+    assert_same_end(folder, whole)
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "step", "part"), [(signal.SIGINT, 130, 2, 0), (signal.SIGTERM, 143, 6, 1), (signal.SIGTERM, 143, 4, 1)]
+)
+def test_a_signal_ends_the_run_after_its_step(
+    data: Path,
+    whole: Path,
+    tmp_path: Path,
+    at: Callable[..., None],
+    capsys: pytest.CaptureFixture,
+    number: int,
+    code: int,
+    step: int,
+    part: int,
+) -> None:
+    folder, before = tmp_path / "run", signal.getsignal(number)
+    at(step, part, lambda: os.kill(os.getpid(), number))
+    with pytest.raises(SystemExit) as stop:
+        train(data, folder)
+    assert stop.value.code == code
+    assert signal.getsignal(number) is before
+    assert f"--output {folder} --resume" in capsys.readouterr().out
+    assert state(folder)["global_step"] == step + 1
+    resume(folder)
+    assert_same_end(folder, whole)
+
+
+def test_mixed_precision_resumes_too(data: Path, tmp_path: Path, at: Callable[..., None]) -> None:
+    train(data, tmp_path / "whole", "--precision", "bf16-mixed")
+    at(3, 1, crash)
+    with pytest.raises(Crash):
+        train(data, tmp_path / "run", "--precision", "bf16-mixed")
+    resume(tmp_path / "run")
+    assert_same_end(tmp_path / "run", tmp_path / "whole")
+
+
+def test_the_second_signal_exits_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    signals = checkpoints.Signals()
+    signals.patient = True
+    signals.receive(signal.SIGTERM, None)
+    assert signals.agreed()
+    assert codes == []
+    signals.receive(signal.SIGINT, None)
+    assert codes == [130]
+
+
+def test_a_signal_outside_of_training_exits(data: Path) -> None:
+    with checkpoints.Signals(), pytest.raises(SystemExit) as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+    assert stop.value.code == 130
+
+
+def test_a_checkpoint_is_an_archive_that_ends_in_its_checksum(tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    checkpoints.write_checkpoint(path, {"weights": torch.arange(300.0)})
+    with zipfile.ZipFile(path) as archive:
+        assert archive.comment.startswith(b"sha256:")
+    for saved in (torch.load(path, weights_only=True), checkpoints.read_checkpoint(path)):
+        assert torch.equal(saved["weights"], torch.arange(300.0))
+    content = path.read_bytes()
+    for place in [*range(0, len(content), 41), *range(len(content) - checkpoints.SEAL - 24, len(content))]:
+        for damaged in (content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :], content[:place]):
+            path.write_bytes(damaged)
+            with pytest.raises(checkpoints.CheckpointError, match=r"last.ckpt to be as it was written"):
+                checkpoints.read_checkpoint(path)
+
+
+def test_a_damaged_checkpoint_is_named_and_the_previous_one_goes_on(
+    data: Path, whole: Path, tmp_path: Path, at: Callable[..., None], capsys: pytest.CaptureFixture
+) -> None:
+    folder = tmp_path / "run"
+    at(7, 0, crash)
+    with pytest.raises(Crash):
+        train(data, folder)
+    content = bytearray((folder / "last.ckpt").read_bytes())
+    content[len(content) // 2] ^= 16
+    (folder / "last.ckpt").write_bytes(content)
+    with pytest.raises(SystemExit) as stop:
+        resume(folder)
+    assert stop.value.code == 2
+    said = capsys.readouterr().err
+    assert f"Expected {folder / 'last.ckpt'} to be as it was written" in said
+    assert "--resume-from previous" in said
+    resume(folder, "--resume-from", "previous")
+    assert (folder / "damaged-last.ckpt").read_bytes() == content
+    assert_same_end(folder, whole)
+
+
+def test_there_may_be_no_previous_checkpoint(tmp_path: Path) -> None:
+    assert checkpoints.newest(tmp_path) is None
+    with pytest.raises(checkpoints.CheckpointError, match=r"Expected 'resume-from' to be 'last' \(got 'previous', but"):
+        checkpoints.newest(tmp_path, "previous")
+    (tmp_path / "last.ckpt").touch()
+    with pytest.raises(checkpoints.CheckpointError, match="There is none before it: start a new run"):
+        checkpoints.newest(tmp_path)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_full_disk_keeps_the_old_checkpoint_and_says_so(data: Path, whole: Path, tmp_path: Path, at: Callable[..., None]) -> None:
+    folder = tmp_path / "run"
+    draft = folder / "last.ckpt.partial"
+    at(5, 0, lambda: draft.symlink_to("/dev/full"))
+    with pytest.raises(SystemExit) as stop:
+        train(data, folder)
+    words = str(stop.value.code)
+    assert "Expected 'output' to have room for last.ckpt, " in words
+    assert f" bytes (got 'No space left on device' in {folder}, where " in words
+    assert not draft.is_symlink()
+    assert state(folder)["global_step"] == 5
+    resume(folder)
+    assert_same_end(folder, whole)
+
+
+def test_a_full_disk_is_found_behind_other_errors() -> None:
+    full = OSError(errno.ENOSPC, "No space left on device", "train.csv")
+    assert checkpoints.failure(full) == "Expected 'output' to have room (got 'No space left on device' at train.csv). Make room and resume."
+    other = RuntimeError("while tearing down")
+    other.__context__ = checkpoints.CheckpointError("words")
+    assert checkpoints.failure(other) == "words"
+    assert checkpoints.failure(OSError(errno.EACCES, "not allowed")) is None
+
+
+def test_a_folder_has_one_process_at_a_time(whole: Path, capsys: pytest.CaptureFixture) -> None:
+    with checkpoints.hold(whole, lra.SETTINGS):
+        with pytest.raises(SystemExit):
+            resume(whole)
+        assert "Expected 'output' to be the folder of a run that has stopped" in capsys.readouterr().err
+    checkpoints.hold(whole, lra.SETTINGS).close()
+
+
+def test_patience_ends_a_run_and_survives_a_crash(
+    data: Path, tmp_path: Path, at: Callable[..., None], capsys: pytest.CaptureFixture
+) -> None:
+    options = ["--learning-rate", "0", "--steps", "30", "--validate-every", "2", "--patience", "2"]
+    train(data, tmp_path / "whole", *options)
+    assert state(tmp_path / "whole")["callbacks"]["Checkpoints"]["stale"] == 2
+    assert [row["step"] for row in report.read_curves(tmp_path / "whole" / "val.csv")] == [0, 2, 4, 6]
+    assert "Stopped early at step 6" in capsys.readouterr().err
+    at(5, 0, crash)
+    with pytest.raises(Crash):
+        train(data, tmp_path / "run", *options)
+    resume(tmp_path / "run")
+    assert_same_end(tmp_path / "run", tmp_path / "whole")
+    resume(tmp_path / "run")  # only reports again
+    assert state(tmp_path / "run")["global_step"] == 6
+
+
+def test_the_gradient_of_all_parts_is_clipped(data: Path, tmp_path: Path) -> None:
+    norms: list[float] = []
+
+    def note(optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        norms.append(float(torch.nn.utils.get_total_norm(gradients)))
+
+    handle = register_optimizer_step_post_hook(note)
+    try:
+        train(data, tmp_path / "free", "--steps", "3", "--clip-norm", "0")
+        train(data, tmp_path / "clipped", "--steps", "3", "--clip-norm", "0.01")
+    finally:
+        handle.remove()
+    assert min(norms[:3]) > 0.02
+    assert norms[3:] == pytest.approx([0.01] * 3, rel=1e-3)
+
+
+@pytest.fixture
+def loaders(data: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., lra.Data]:
+    task = lra_tasks.TASKS["listops"]
+    splits = lra_tasks.load(task, data, max_length=128)
+    settings = dataclasses.replace(task.presets["laptop"].settings, batch_size=12, steps=30, warmup=0, validate_every=7, save_every=4)
+
+    def make(rank: int = 0, count: int = 1, done: int = 0, workers: int = 0, **options: Any) -> lra.Data:
+        monkeypatch.setattr(processes, "rank", lambda: rank)
+        monkeypatch.setattr(processes, "count", lambda: count)
+        made = lra.Data(splits, dataclasses.replace(settings, **options), workers)
+        made.trainer = cast(Trainer, SimpleNamespace(global_step=done))
+        return made
+
+    return make
+
+
+def order(made: lra.Data) -> list[list[int]]:
+    return [batch.examples.tolist() for batch in made.train_dataloader()]
+
+
+def test_the_order_of_examples_depends_on_seed_and_step_alone(loaders: Callable[..., lra.Data]) -> None:
+    plain: list[list[int]] = []
+    ends = [4, 7, 8, 12, 14, 16, 20, 21, 24, 28, 30]  # of what lies between checkpoints
+    for done, end in zip([0, *ends], ends, strict=False):
+        batches = order(loaders(done=done))
+        assert len(batches) == end - done
+        plain += batches
+    buckets = loaders().buckets
+    assert plain == [batch.tolist() for epoch in range(8) for batch in buckets.epoch(epoch)][:30]
+    for epoch in range(7):  # four batches each
+        assert len(set(itertools.chain(*plain[4 * epoch : 4 * epoch + 4]))) == 48
+    assert order(loaders(workers=2)) == order(loaders(save_every=100))[:4] == plain[:4]
+    parts = order(loaders(accumulate=4))
+    shared = [order(loaders(rank=rank, count=2, accumulate=2)) for rank in range(2)]
+    assert [part for pair in zip(*shared, strict=True) for part in pair] == parts
+    assert [list(itertools.chain(*parts[4 * step : 4 * step + 4])) for step in range(4)] == plain[:4]
+    assert order(loaders(seed=1)) != plain[:4]
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 20])
+def test_processes_evaluate_every_example_once(loaders: Callable[..., lra.Data], count: int) -> None:
+    seen: list[int] = []
+    for rank in range(count):
+        mine = [batch.examples.tolist() for batch in loaders(rank=rank, count=count, batch_size=20).val_dataloader()]
+        assert mine
+        seen += itertools.chain(*mine)
+    assert sorted(seen) == list(range(20))
+
+
+def test_processes_need_equal_parts_and_an_example_each(loaders: Callable[..., lra.Data]) -> None:
+    with pytest.raises(ValueError, match="Expected 'devices' times 'accumulate' to divide 'batch-size' = 12 \\(got 8\\)"):
+        loaders(count=4, accumulate=2)
+    with pytest.raises(ValueError, match="Expected 'devices' to be at most the examples of 'val' \\(got 21\\)"):
+        loaders(count=21, batch_size=21)
+
+
+STOPPED = """
+import os, signal, sys
+sys.path.insert(0, {examples!r})
+import lra
+step = lra.Classifier.training_step
+def doomed(self, batch, batch_idx):
+    if self.global_step == 6 and os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGTERM)  # the other process only hears of it
+    return step(self, batch, batch_idx)
+lra.Classifier.training_step = doomed
+lra.main(sys.argv[1:])
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_end_with_what_one_ends_with(
+    data: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    """The parts of a batch are the same, whether accumulated or shared; halving is exact, so the weights agree in every bit.
+
+    Evaluation cuts other batches, so that sums of losses are rounded otherwise: 1e-6 relative is ten times what float32 does to a mean.
+    """
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    script, folder = tmp_path / "stopped.py", tmp_path / "run"
+    script.write_text(STOPPED.format(examples=str(EXAMPLES)))
+    code = processes.launch(str(script), [*TINY.split(), "--accumulate", "1", "--data", str(data), "--output", str(folder)], 2)
+    said = capfd.readouterr()
+    assert code == 143, said.err
+    assert said.out.count("Go on with: ") == 1
+    assert state(folder)["global_step"] == 7
+    lra.main(["--output", str(folder), "--resume", "--accelerator", "cpu", "--devices", "2"])
+    one, two = state(whole), state(folder)
+    for key, value in one["state_dict"].items():
+        torch.testing.assert_close(two["state_dict"][key], value, rtol=0, atol=0)
+    assert fault_trials.same(one["optimizer_states"], two["optimizer_states"])
+    for phase in ("train", "val"):
+        for expected, row in zip(*(report.read_curves(run / f"{phase}.csv") for run in (whole, folder)), strict=True):
+            assert {**row, "tokens_per_second": 0} == pytest.approx({**expected, "tokens_per_second": 0}, rel=1e-6)
+    results = [json.loads((run / "results.json").read_text())["test"] for run in (whole, folder)]
+    assert results[1] == {name: pytest.approx(value, rel=1e-6) for name, value in results[0].items()}
+
+
+def test_a_failing_process_ends_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "fails.py"
+    script.write_text("import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(7)\ntime.sleep(600)\n")
+    monkeypatch.setattr(processes, "GRACE", 0.1)
+    assert processes.launch(str(script), [], 2) == 7
+
+
+@pytest.mark.slow
+def test_trials_of_faults(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "")
+    monkeypatch.setenv("PYTHONWARNINGS", "")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    fault_trials.main(["--kills", "3", "--steps", "40", "--only", "kills", "--folder", str(tmp_path)])
+    assert "| SIGKILL, 3 times | passed | 3 kills in " in capsys.readouterr().out

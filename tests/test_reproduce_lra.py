@@ -1,0 +1,248 @@
+"""Many runs of the trainer: that nothing runs twice, that stopped runs go on, and what the tables say. And what runs cost."""
+
+from __future__ import annotations
+
+import csv
+import doctest
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import cost_lra
+import lra
+import lra_tables as tables
+import lra_tasks
+import reproduce_lra
+from lra_tasks import TASKS
+
+TINY = ["--validate-every", "2", "--log-every", "1", "--batch-size", "8", "--num-blocks", "4", "--channels", "8", "--head-channels", "4"]
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]  # Lightning's own
+
+
+def results(accuracy: float, density: float = 1.0, speed: float = 100.0) -> dict[str, Any]:
+    """As the trainer writes them."""
+    test = {"accuracy": accuracy, "interval_95": [0.0, 1.0], "loss": 1.0, "examples": 10, "majority": 0.2}
+    densities = {name: [[density, density], [density, 0.0]] for name in ("first", "last", "tested")}
+    known = {"test": test, "best": {"accuracy": 0.5, "step": 2}, "density": densities, "tokens_per_second": speed}
+    return {**known, "peak_memory_bytes": 2**20, "peak_memory_of": "process", "parameters": 7, "device": "cpu"}
+
+
+def record(method: str, seed: int, accuracy: float, task: str = "listops", **more: float) -> dict[str, Any]:
+    attention = method.partition(":")[0]
+    known = {"task": task, "method": method, "attention": attention, "seed": seed, "steps": 5, "seconds": 60.0}
+    return {**known, "results": results(accuracy, **more)}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data") / "listops"
+    law = ["--preset", "laptop", "--train", "50", "--val", "20", "--test", "30", "--min-length", "8", "--max-length", "24"]
+    lra_tasks.main(["generate", "--out", str(folder), *law])
+    return folder
+
+
+def test_doctests() -> None:
+    for module in (reproduce_lra, tables):
+        assert doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE).failed == 0
+
+
+@pytest.mark.slow
+def test_two_methods_to_the_tables_and_no_run_twice(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["run", "--methods", "sbm:exploration=0.02", "linear", "--data", f"listops={data}", "--accelerator", "cpu", "--threads", "1"]
+    words += ["--steps", "4", "--output", str(tmp_path)]
+    reproduce_lra.main([*words, "--", *TINY])
+    text = (tmp_path / "report.md").read_text()
+    assert capsys.readouterr().out.strip() == text.strip()
+    for line in ("| linear, published | 37.46 ± 0.57 |", "Budget: 4 steps; preset `laptop`", "| sbm:exploration=0.02 | "):
+        assert line in text
+    with (tmp_path / "runs.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["method"], row["steps"]) for row in rows] == [("sbm:exploration=0.02", "4"), ("linear", "4")]
+    assert float(rows[0]["density_layer0"]) < 1
+    assert rows[1]["density_layer0"] == ""
+    settings = json.loads((tmp_path / "runs" / "listops-sbm_exploration=0.02-0" / "settings.json").read_text())["settings"]
+    assert settings["exploration"] == 0.02
+
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("*")}
+    index = (tmp_path / "index.json").read_text()
+    reproduce_lra.main([*words, "--", *TINY])
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("*")} == before
+    assert (tmp_path / "index.json").read_text() == index
+    with pytest.raises(SystemExit):
+        reproduce_lra.main([*words, "--", *TINY, "--learning-rate", "0.5"])
+    assert "to have learning-rate = 0.002, as it was started with (got 0.5)" in capsys.readouterr().err
+    (tmp_path / "report.md").unlink()
+    reproduce_lra.main(["report", "--output", str(tmp_path)])
+    assert (tmp_path / "report.md").read_text() == text
+
+
+TRAINER = """
+import json, pathlib, signal, sys, time
+folder = pathlib.Path(sys.argv[sys.argv.index("--output") + 1])
+if "--resume" not in sys.argv:
+    folder.mkdir(parents=True)
+    plan = json.loads(pathlib.Path(WANTED).read_text())
+    plan["settings"]["seed"] = int(sys.argv[sys.argv.index("--seed") + 1])
+    (folder / "settings.json").write_text(json.dumps(plan))
+    if plan["settings"]["seed"] == 1:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+        (folder / "asleep").touch()
+        time.sleep(60)
+    if plan["settings"]["seed"] == 2:
+        sys.exit(1)
+(folder / "results.json").write_text(json.dumps(RESULTS))
+"""
+
+
+@pytest.fixture
+def trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer that finishes at once, but sleeps with seed 1 and fails with seed 2, until it is resumed."""
+    wanted = tmp_path / "wanted.json"
+    wanted.write_text(json.dumps(reproduce_lra.Plan("listops", "sbm", 0, ["--preset", "laptop"], None).settle()))
+    script = tmp_path / "trainer.py"
+    script.write_text(TRAINER.replace("WANTED", repr(str(wanted))).replace("RESULTS", repr(results(0.3))))
+    monkeypatch.setattr(lra, "__file__", str(script))
+
+
+@pytest.mark.usefixtures("trainer")
+def test_a_stopped_run_goes_on_and_the_signal_is_the_status(tmp_path: Path) -> None:
+    words = ["run", "--methods", "sbm", "--seeds", "0", "1", "--output", str(tmp_path / "all")]
+    handler = signal.getsignal(signal.SIGTERM)
+
+    def stop() -> None:
+        while not (tmp_path / "all" / "runs" / "listops-sbm-1" / "asleep").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    with pytest.raises(SystemExit) as status:
+        reproduce_lra.main(words)
+    thread.join()
+    assert status.value.code == 128 + signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) is handler
+    assert not (tmp_path / "all" / "report.md").exists()
+    reproduce_lra.main(words)
+    assert (tmp_path / "all" / "report.md").read_text().startswith("# Long Range Arena\n\n2 runs")
+    assert json.loads((tmp_path / "all" / "index.json").read_text())["runs"]["listops-sbm-1"]["seconds"] > 0
+
+
+@pytest.mark.usefixtures("trainer")
+def test_a_failed_run_does_not_stop_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["run", "--methods", "sbm", "--seeds", "2", "0", "--output", str(tmp_path / "all")]
+    with pytest.raises(SystemExit, match="1"):
+        reproduce_lra.main(words)
+    assert "listops-sbm-2 failed; see" in capsys.readouterr().err
+    assert "1 runs" in (tmp_path / "all" / "report.md").read_text()
+
+
+def test_measured_steps_fit_the_minutes(data: Path, tmp_path: Path) -> None:
+    words = ["--data", str(data), "--accelerator", "cpu", *TINY, "--output", str(tmp_path / "absent")]
+    timing = reproduce_lra.measure([*words, "--accumulate", "2"])
+    assert 0 < timing["seconds_per_step"] < 10
+    assert 0 < timing["seconds_per_validation"] < 60
+    assert not (tmp_path / "absent").exists()
+    for minutes in (1, 7.5, 60):
+        steps = reproduce_lra.plan_steps(timing, minutes, 100)
+        used = steps * timing["seconds_per_step"] + max(1, steps / 100) * timing["seconds_per_validation"]
+        assert used <= 60 * minutes < used + 2 * timing["seconds_per_step"] + timing["seconds_per_validation"]
+    with pytest.raises(ValueError, match=r"Expected 'minutes' to be enough for two steps and a validation, 0.2 \(got 0.1\)"):
+        reproduce_lra.plan_steps({"seconds_per_step": 1.0, "seconds_per_validation": 10.0}, 0.1, 100)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["run", "--methods", "sbm", "sbm"], "Expected 'tasks', 'methods' and 'seeds' to be distinct"),
+        (["run", "--methods", "sbm:window"], "Expected 'methods' to be names like sbm or sbm:density-weight=0.1"),
+        (["run", "--methods", "sbn"], "invalid choice: 'sbn'"),
+        (["run", "--data", "listops"], "expected TASK=DIR"),
+        (["run", "--minutes", "0"], "Expected 'minutes' to be positive"),
+        (["report"], "Expected 'output' to hold finished runs"),
+        (["report", "--", "--seed", "1"], "Expected nothing after '--'"),
+    ],
+)
+def test_errors(words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = ["--output", str(tmp_path / "all")]
+    with pytest.raises(SystemExit):
+        reproduce_lra.main([words[0], *place, *words[1:]])
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "all").exists()
+
+
+def test_tables_have_means_deviations_and_relative_costs(tmp_path: Path) -> None:
+    runs = [record("sbm", 0, 0.30, density=0.2, speed=300.0), record("sbm", 1, 0.40, density=0.4, speed=100.0), record("full", 0, 0.5)]
+    runs += [record("full", 0, 0.6, task="text")]
+    sbm, full, text = tables.cell_rows(runs)
+    assert (sbm["accuracy"], sbm["runs"], sbm["published_accuracy"]) == (pytest.approx(35), 2, 37.45)
+    assert sbm["accuracy_deviation"] == pytest.approx(50**0.5)
+    assert (sbm["tokens_per_second_relative_to_full"], full["tokens_per_second_relative_to_full"]) == (2, 1)
+    assert (sbm["density_layer0"], sbm["density_layer1"]) == (pytest.approx(30), pytest.approx(15))
+    assert (text["task"], text["published_accuracy"], text["accuracy_deviation"]) == ("text", 64.93, "")
+    assert "density_layer0" not in full
+    words = tables.report(runs, "Budget: none.")
+    for line in (
+        "| sbm | 35.00 ± 7.07 | – | – |",
+        "| full | 50.00 | 60.00 | 55.00 |",
+        "| majority class | 20.00 | 20.00 |  |",
+        "| full, published | 37.22 ± 0.52 | 64.93 ± 0.46 | 51.08 |",
+        "| sbm | 30.00 / 15.00 | – |",
+        "| sbm | 200 (2.00) | – |",
+    ):
+        assert line in words
+    assert tables.plot_layer_densities(tmp_path / "density.png", runs)
+    assert (tmp_path / "density.png").read_bytes().startswith(b"\x89PNG")
+    assert not tables.plot_layer_densities(tmp_path / "none.png", runs[2:])
+
+
+def test_published_averages_are_those_of_the_paper() -> None:
+    averages = {
+        "full": 59.27,
+        "linear": 59.31,
+        "reformer": 55.76,
+        "performer": 54.57,
+        "linformer": 55.99,
+        "nystromformer": 59.41,
+        "sbm": 59.93,
+    }
+    for method, average in averages.items():
+        assert sum(mean for mean, _ in tables.PUBLISHED[method]) / 5 == pytest.approx(average, abs=0.006)
+
+
+@pytest.mark.parametrize("method", ["full", "window", "sbm:initial-density=0.05", "linear"])
+def test_costs_are_measured_after_the_gate(method: str) -> None:
+    length, batch = 40, 2
+    row = cost_lra.measure(TASKS["listops"], method, "laptop", length, batch, 1)
+    assert all(row[name] >= 0 for name in cost_lra.MEASURES)
+    assert 0 < row["forward_flops"] < row["step_flops"]
+    assert row["forward_seconds"] > 0
+    if method == "full":  # 2 layers, 2 heads of 32 channels, width 64, hidden 128, 10 classes
+        tokens, wide = batch * length, 2 * 64
+        by_hand = 2 * (4 * batch * 64 * length**2 + tokens * (4 * 64 * wide + 2 * 128 * wide)) + batch * (128 * wide + 2 * 128 * 10)
+        assert row["forward_flops"] == by_hand
+        assert row["density"] is None
+    if method.startswith("sbm"):
+        assert row["density"] == pytest.approx(0.05, abs=0.02)
+        assert 0 < row["forward_sampling_flops"] < row["forward_flops"]
+    words = cost_lra.report([row])
+    assert "## listops, 2 x 40 tokens\n\n| method | density |" in words
+
+
+def test_the_gate_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = lra.Classifier(TASKS["listops"], TASKS["listops"].presets["laptop"].settings)
+    cost_lra.gate(module, TASKS["listops"], torch.device("cpu"))
+    classify = module.classify
+    monkeypatch.setattr(module, "classify", lambda batch, seed: (classify(batch, seed)[0] / 0, None))
+    with pytest.raises(ValueError, match=r"Expected 'sbm' to give finite logits \[3, 10\]"):
+        cost_lra.gate(module, TASKS["listops"], torch.device("cpu"))
+    monkeypatch.setattr(module, "classify", lambda batch, seed: (classify(batch, seed)[0] * len(batch.labels), None))
+    with pytest.raises(ValueError, match=r"Expected 'sbm' alone to give the same \(got a difference of"):
+        cost_lra.gate(module, TASKS["listops"], torch.device("cpu"))
