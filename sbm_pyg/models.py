@@ -331,7 +331,7 @@ class SequenceEncoder(Pretrained):
             raise ValueError(
                 f"Expected 'places' to be {list(tokens.shape)} int64, one for each token (got {list(places.shape)} {places.dtype}). Leave it out to count them."
             )
-        elif readable(places) and (int(places.min()) < 0 or int(places.max()) >= self.max_length):
+        elif places.numel() and readable(places) and (int(places.min()) < 0 or int(places.max()) >= self.max_length):
             raise ValueError(
                 f"Expected 'places' in 0..{self.max_length - 1} (got {int(places.min())} to {int(places.max())}). Raise max_length or leave it out."
             )
