@@ -7,6 +7,7 @@ not run again, and one that was stopped goes on from its last checkpoint. Not he
     python examples/learning_study.py run                       # everything that is missing; hours on two cores
     python examples/learning_study.py run --only local mask     # some of it
     python examples/learning_study.py listops                   # the same question on short ListOps, through lra.py; an hour
+    python examples/learning_study.py average                   # those runs tested over eight graphs per example
     python examples/learning_study.py gradients                 # bias and variance by enumeration, a minute
     python examples/learning_study.py report                    # tables and plots of what is there
 """
@@ -31,11 +32,13 @@ from scipy.stats import t
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from analyse_graphs import open_run
+from lra_tasks import LengthBuckets
 from repeated_tokens import COLUMNS, Settings, plot, read_curve, train
 from sbm_pyg import AttentionGraph, ops
 
 SEEDS = 5
-LISTOPS_RESULTS = "listops.csv"
+LISTOPS_RESULTS, LISTOPS_GRAPHS = "listops.csv", "listops_graphs.csv"
 SMALL = Settings(tokens=64, batch_size=32, num_blocks=32, steps=1000, learning_rate=3e-3, decay=1, evaluate_every=50)
 LONG = replace(SMALL, steps=2000, evaluate_every=100, position_scale=1.0)
 SORTED: dict[str, Any] = {"parameterization": "assortative", "clusters": "orthogonal", "temperature": 0.3, "tied": 1}
@@ -56,6 +59,7 @@ RUNS: dict[str, Settings] = {
     "local, long, assortative, 0.1": replace(LONG, density_weight=0.1, **SORTED),
     "mask, long, assortative, 0.1": replace(LONG, estimator="mask", exploration=0.01, density_weight=0.1, **SORTED),
     "local, long, assortative": replace(LONG, **SORTED),
+    "local, longer, 64 blocks, 0.1": replace(LONG, steps=4000, density_weight=0.1, **{**SORTED, "num_blocks": 64}),
     "local, longer, 64 blocks, 0.3": replace(LONG, steps=4000, density_weight=0.3, **{**SORTED, "num_blocks": 64}),
 }
 SHORT = ("--task", "listops", "--preset", "laptop")
@@ -144,9 +148,60 @@ def listops(folder: Path, names: Iterable[str], seeds: int, data: Path, work: Pa
         _append(folder / LISTOPS_RESULTS, row)
 
 
-def read_results(folder: Path) -> list[dict[str, str]]:
+@torch.no_grad()
+def average(folder: Path, names: Iterable[str], seeds: int, data: Path, work: Path, graphs: int) -> None:
+    """Tests runs that :func:`listops` finished again, with probabilities averaged over several sampled graphs per example.
+
+    Args:
+        folder: Of the CSV files that stay; ``listops_graphs.csv`` gets a row for each run that is not in it.
+        names: Keys of ``LISTOPS``.
+        seeds: Number of seeds.
+        data: Folder of ListOps.
+        work: Folder of the runs.
+        graphs: Number of graphs to average over.
+    """
+    done = {(row["run"], int(row["seed"]), int(row["graphs"])) for row in read_results(folder, LISTOPS_GRAPHS)}
+    pairs = [(name, seed) for name in names for seed in range(seeds) if LISTOPS[name][:1] != ("--attention",)]
+    todo = [(name, seed) for name, seed in pairs if (work / file_name(name, seed) / "results.json").exists()]
+    for name, seed in tqdm([pair for pair in todo if (*pair, graphs) not in done], desc="Runs", unit="run"):
+        _, module, splits, _ = open_run(work / file_name(name, seed), "best.ckpt", data)
+        test, right = splits["test"], np.zeros(2, dtype=np.int64)
+        for examples in LengthBuckets(test.lengths, token_budget=8192):
+            batch = test.__getitems__(examples)
+            seen = [module.classify(batch, seed=module.settings.seed + graph)[0].softmax(-1) for graph in range(graphs)]
+            means = (seen[0], torch.stack(seen).mean(0))
+            right += [int((mean.argmax(-1) == batch.labels).sum()) for mean in means]
+        one, many = (right / len(test)).tolist()
+        _append(folder / LISTOPS_GRAPHS, {"run": name, "seed": seed, "graphs": graphs, "one_graph": one, "accuracy": many})
+
+
+def report_graphs(folder: Path) -> str:
+    """A Markdown table of what averaging over graphs gains."""
+    rows = read_results(folder, LISTOPS_GRAPHS)
+    full = {int(row["seed"]): 100 * float(row["accuracy"]) for row in read_results(folder) if row["run"] == "full"}
+    lines = [
+        "| run | seeds | graphs | one graph, % | averaged, % | averaged less full attention, points (95 %) |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for name, graphs in dict.fromkeys((row["run"], row["graphs"]) for row in rows):
+        found = [row for row in rows if (row["run"], row["graphs"]) == (name, graphs) and int(row["seed"]) in full]
+        if len(found) < 2:
+            continue
+        one, many = (np.array([100 * float(row[column]) for row in found]) for column in ("one_graph", "accuracy"))
+        gain = _interval(many - np.array([full[int(row["seed"])] for row in found]))
+        lines.append(f"| {name} | {len(found)} | {graphs} | {_spread(one, 2)} | {_spread(many, 2)} | {gain} |")
+    return "\n".join(lines)
+
+
+def _interval(differences: np.ndarray) -> str:
+    """Mean and half the width of its 95 % interval, by Student's t."""
+    half = float(t.ppf(0.975, len(differences) - 1)) * differences.std(ddof=1) / len(differences) ** 0.5
+    return f"{differences.mean():+.2f} ± {half:.2f}"
+
+
+def read_results(folder: Path, name: str = LISTOPS_RESULTS) -> list[dict[str, str]]:
     """The rows of results of the runs on ListOps that are finished."""
-    path = folder / LISTOPS_RESULTS
+    path = folder / name
     if not path.exists():
         return []
     with path.open(newline="") as file:
@@ -168,8 +223,8 @@ def report_listops(folder: Path) -> str:
     rows = read_results(folder)
     found = {name: {int(row["seed"]): row for row in rows if row["run"] == name} for name in LISTOPS}
     lines = [
-        "| run | seeds | test accuracy, % | less full attention, points (95 %) | density, % | densest head, % | tokens/s over full |",
-        "|---|---:|---:|---:|---:|---:|---:|",
+        "| run | seeds | test accuracy, % | less full attention, points (95 %) | density, % | densest head, % |",
+        "|---|---:|---:|---:|---:|---:|",
     ]
 
     def values(name: str, column: str, seeds: Iterable[int]) -> np.ndarray:
@@ -183,9 +238,7 @@ def report_listops(folder: Path) -> str:
         heads = [column for column in runs[both[0]] if column.startswith("density_")]
         densest = 100 * np.max([values(name, column, both) for column in heads], axis=0)
         gain = accuracy - 100 * values("full", "accuracy", both)
-        half = float(t.ppf(0.975, len(both) - 1)) * gain.std(ddof=1) / len(both) ** 0.5
-        speed = np.median(values(name, "tokens_per_second", both) / values("full", "tokens_per_second", both))
-        shown = [_spread(accuracy, 2), f"{gain.mean():+.2f} ± {half:.2f}", _spread(density, 1), _spread(densest, 1), f"{speed:.2f}"]
+        shown = [_spread(accuracy, 2), _interval(gain), _spread(density, 1), _spread(densest, 1)]
         lines.append(f"| {name} | {len(both)} | {' | '.join(shown)} |")
     return "\n".join(lines)
 
@@ -325,17 +378,18 @@ def gradients(folder: Path) -> str:
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line; ``--help`` explains it."""
     parser = argparse.ArgumentParser(description="The study of docs/learning.md.")
-    parser.add_argument("action", choices=("run", "listops", "gradients", "report"), help="what to do")
+    parser.add_argument("action", choices=("run", "listops", "average", "gradients", "report"), help="what to do")
     parser.add_argument("--folder", type=Path, default=Path("docs/learning"), help="of the CSV files and plots (default: docs/learning)")
     parser.add_argument("--only", nargs="+", metavar="RUN", help="runs by name (default: all)")
     parser.add_argument("--seeds", type=int, default=SEEDS, help=f"number of seeds (default: {SEEDS})")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1)")
     parser.add_argument("--data", type=Path, default=Path("data/listops-study"), help="of 'listops'; generated if absent (%(default)s)")
+    parser.add_argument("--graphs", type=int, default=8, help="graphs per example that 'average' averages over (default: 8)")
     parser.add_argument("--work", type=Path, default=Path("runs/learning"), help="where 'listops' keeps its whole runs (%(default)s)")
     given = parser.parse_args(arguments)
-    if given.seeds < 1 or given.threads < 1:
-        parser.error(f"Expected 'seeds' and 'threads' to be at least 1 (got {given.seeds} and {given.threads}).")
-    known = LISTOPS if given.action == "listops" else RUNS
+    if min(given.seeds, given.threads, given.graphs) < 1:
+        parser.error(f"Expected 'seeds', 'threads' and 'graphs' to be at least 1 (got {given.seeds}, {given.threads} and {given.graphs}).")
+    known = LISTOPS if given.action in ("listops", "average") else RUNS
     if unknown := [name for name in given.only or () if name not in known]:
         parser.error(f"Expected 'only' to name runs of '{given.action}' (got {unknown}). Choose from: {'; '.join(known)}.")
     torch.set_num_threads(given.threads)
@@ -344,8 +398,12 @@ def main(arguments: list[str] | None = None) -> None:
         run(given.folder, given.only or RUNS, given.seeds)
     elif given.action == "listops":
         listops(given.folder, given.only or LISTOPS, given.seeds, given.data, given.work, given.threads)
+    elif given.action == "average":
+        average(given.folder, given.only or LISTOPS, given.seeds, given.data, given.work, given.graphs)
+    elif given.action == "gradients":
+        print(gradients(given.folder))
     else:
-        print(f"{report(given.folder)}\n\n{report_listops(given.folder)}" if given.action == "report" else gradients(given.folder))
+        print("\n\n".join(table(given.folder) for table in (report, report_listops, report_graphs)))
 
 
 if __name__ == "__main__":

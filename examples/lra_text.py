@@ -52,7 +52,7 @@ def locate(root: Path) -> Path:
 def open_splits(root: Path, *, split: str = "held-out") -> dict[str, Rows]:
     """Finds the reviews of each split.
 
-    Neighbouring numbers are often reviews of one film. So the reviews that are held out are a block of numbers, not a random
+    Neighbouring numbers may be reviews of one film. So the reviews that are held out are a block of numbers, not a random
     tenth, which would share most of its films with the rest.
 
     Args:

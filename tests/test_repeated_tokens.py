@@ -129,6 +129,11 @@ def test_the_study_of_listops_runs_what_is_missing_once(tmp_path: Path, monkeypa
     assert (tmp_path / "listops_local_0.1_0.csv").read_text().count("\n") == 4  # a head, before the first step, two validations
     settings = json.loads((tmp_path / "work" / "local_0.1_0" / "settings.json").read_text())["settings"]
     assert settings["density_weight"] == 0.1
+    for _ in range(2):
+        study.average(tmp_path, study.LISTOPS, 1, tmp_path / "data", tmp_path / "work", graphs=3)
+    (again,) = study.read_results(tmp_path, study.LISTOPS_GRAPHS)
+    assert (again["run"], again["graphs"], again["one_graph"]) == ("local, 0.1", "3", row["accuracy"])
+    assert 0 <= float(again["accuracy"]) <= 1
     shutil.rmtree(tmp_path / "work")
     study.listops(tmp_path, ["local, 0.1"], 1, tmp_path / "data", tmp_path / "work", threads=1)
     assert not (tmp_path / "work").exists()
@@ -141,8 +146,11 @@ def test_the_report_on_listops_pairs_seeds_with_full_attention(tmp_path: Path) -
     (tmp_path / study.LISTOPS_RESULTS).write_text("\n".join(lines) + "\n")
     table = study.report_listops(tmp_path)
     # Differences of 1 and 2 points: mean 1.5, standard error 0.5, and 12.706 is the 97.5 % point of Student's t with one degree of freedom.
-    assert "| local | 2 | 76.50 (75.00 to 78.00) | +1.50 ± 6.35 | 20.0 (20.0 to 20.0) | 20.0 (20.0 to 20.0) | 1.00 |" in table
+    assert "| local | 2 | 76.50 (75.00 to 78.00) | +1.50 ± 6.35 | 20.0 (20.0 to 20.0) | 20.0 (20.0 to 20.0) |" in table
     assert "| full | 2 |" in table
+    rows = ["run,seed,graphs,one_graph,accuracy", "local,0,8,0.75,0.76", "local,1,8,0.78,0.79", "local,2,8,0.1,0.2"]
+    (tmp_path / study.LISTOPS_GRAPHS).write_text("\n".join(rows) + "\n")
+    assert "| local | 2 | 8 | 76.50 (75.00 to 78.00) | 77.50 (76.00 to 79.00) | +2.50 ± 6.35 |" in study.report_graphs(tmp_path)
 
 
 def test_enumeration_finds_the_score_function_unbiased_and_eq_9_no_better_than_a_coin() -> None:
