@@ -168,9 +168,7 @@ def average(folder: Path, names: Iterable[str], seeds: int, data: Path, work: Pa
         test, right = splits["test"], np.zeros(2, dtype=np.int64)
         for examples in LengthBuckets(test.lengths, token_budget=8192):
             batch = test.__getitems__(examples)
-            seen = [module.classify(batch, seed=module.settings.seed + graph)[0].softmax(-1) for graph in range(graphs)]
-            means = (seen[0], torch.stack(seen).mean(0))
-            right += [int((mean.argmax(-1) == batch.labels).sum()) for mean in means]
+            right += [int((module.average(batch, number)[0].argmax(-1) == batch.labels).sum()) for number in (1, graphs)]
         one, many = (right / len(test)).tolist()
         _append(folder / LISTOPS_GRAPHS, {"run": name, "seed": seed, "graphs": graphs, "one_graph": one, "accuracy": many})
 

@@ -7,6 +7,7 @@ processes. Not here: in what order batches come and when rows are due for saving
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -83,6 +84,22 @@ class Classifier(LightningModule):
         """Returns logits [B, classes] and the trace, graphs being sampled from one random stream per sequence."""
         return self.model(batch.tokens, batch.ptr, places=batch.places, seed=seed, streams=batch.examples, return_trace=True)
 
+    def average(self, batch: Batch, graphs: int) -> tuple[Tensor, Any]:
+        """Averages probabilities over sampled graphs.
+
+        Args:
+            batch: Examples.
+            graphs: Number of graphs per example; each is a pass through the model.
+
+        Returns:
+            Logarithms of the means [B, classes], for one graph up to a constant of each example, and the trace of the first graphs.
+        """
+        logits, trace = self.classify(batch, seed=self.settings.seed)
+        if graphs == 1:
+            return logits, trace
+        more = [self.classify(batch, seed=self.settings.seed + graph)[0] for graph in range(1, graphs)]
+        return torch.stack([logits, *more]).float().log_softmax(-1).logsumexp(0) - math.log(graphs), trace
+
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         seed, step, turns = self.settings.seed, self.global_step, self.settings.accumulate
         part = (step * turns + batch_idx % turns) * processes.count() + processes.rank()
@@ -97,7 +114,9 @@ class Classifier(LightningModule):
         logits, trace = self.classify(batch, seed=self.settings.seed)
         self.add(batch, logits, cross_entropy(logits.float(), batch.labels), trace)
 
-    test_step = validation_step
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        logits, trace = self.average(batch, self.settings.test_graphs)
+        self.add(batch, logits, cross_entropy(logits.float(), batch.labels), trace)
 
     def add(self, batch: Batch, logits: Tensor, loss: Tensor, trace: Any) -> None:
         """Adds a batch to the sums of which the next row is the mean."""

@@ -79,6 +79,7 @@ class Settings:
     validate_every: int = _option("steps between validations", least=1)
     save_every: int = _option("steps between checkpoints, beside one after every validation", least=1, default=50)
     patience: int = _option("validations without a better one after which to stop; 0 goes on to the end", least=0, default=0)
+    test_graphs: int = _option("sampled graphs per example over which the final test averages probabilities", least=1, default=1)
     log_every: int = _option("steps between rows of train.csv and TensorBoard", least=1)
 
     def __post_init__(self) -> None:

@@ -116,6 +116,22 @@ def test_best_checkpoint_reproduces_its_validation_accuracy_in_any_batches(run: 
         assert row["density_layer0_head1"] == pytest.approx(logged["density_layer0_head1"], rel=1e-9)  # the very same graphs
 
 
+def test_testing_averages_probabilities_over_graphs(run: Path, data: Path) -> None:
+    settings = lra_tasks.Settings(**json.loads((run / "settings.json").read_text())["settings"])
+    module = lra.Classifier(lra_tasks.TASKS["listops"], dataclasses.replace(settings, test_graphs=3)).eval()
+    batch = lra_tasks.load(lra_tasks.TASKS["listops"], data, max_length=128)["test"].__getitems__(list(range(9)))
+    with torch.no_grad():
+        logits = [module.classify(batch, seed=settings.seed + graph)[0] for graph in range(3)]
+        assert not torch.equal(logits[0], logits[1])
+        assert torch.equal(module.average(batch, 1)[0], logits[0])
+        mean = torch.stack(logits).softmax(-1).mean(0)
+        torch.testing.assert_close(module.average(batch, 3)[0].exp(), mean)
+        module.test_step(batch, 0)
+    row = module.finish_row()
+    assert row["loss"] == pytest.approx(float(torch.nn.functional.nll_loss(mean.log(), batch.labels)), rel=1e-5)
+    assert row["accuracy"] == float((mean.argmax(-1) == batch.labels).float().mean())
+
+
 KILLED = """
 import os, signal, sys
 import lra
