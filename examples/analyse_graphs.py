@@ -29,6 +29,7 @@ from torch.nn.functional import cross_entropy
 from tqdm.auto import tqdm
 
 import lra
+from lra_report import write_text
 from lra_tasks import TASKS, Batch, LengthBuckets, Settings, Split, Task, data_folder, load
 from sbm_pyg import SBM, AttentionGraph, analysis, patterns, plots
 
@@ -91,9 +92,7 @@ class Report:
 
     def write(self, path: Path) -> None:
         """Writes the page, whole or not at all."""
-        draft = path.with_name(path.name + ".partial")
-        draft.write_text("\n".join(self.parts) + "\n")
-        draft.replace(path)
+        write_text(path, "\n".join(self.parts) + "\n")
 
 
 def _cell(value: Any) -> str:

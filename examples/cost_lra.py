@@ -39,7 +39,7 @@ from tqdm.auto import tqdm
 
 import lra
 import lra_tables as tables
-from lra_report import peak_memory, write_json
+from lra_report import peak_memory, write_json, write_text
 from lra_tasks import TASKS, Batch, Task
 from reproduce_lra import Plan
 from sbm_pyg import SBMAttentionConv, patterns
@@ -158,7 +158,7 @@ def measure(task: Task, method: str, preset: str, length: int | None, batch_size
         optimizer.zero_grad()
         logits, trace = module.classify(batch, seed=0)
         loss = cross_entropy(logits.float(), batch.labels)
-        (loss + settings.density_weight * trace.density_loss() if settings.density_weight else loss).backward()
+        module.objective(loss, trace).backward()
         optimizer.step()
 
     short, batch = random_batch(task, [SHORT], device), random_batch(task, [length] * batch_size, device)
@@ -291,7 +291,7 @@ def main(arguments: list[str] | None = None) -> None:
                     continue
             rows.append(json.loads(path.read_text()))
             tables.write_csv(given.output / "cost.csv", rows)
-            tables.write_text(given.output / "cost.md", report(rows))
+            write_text(given.output / "cost.md", report(rows))
     if rows:
         print(report(rows))
     if failed:

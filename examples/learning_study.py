@@ -33,6 +33,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from analyse_graphs import open_run
+from lra_report import append_row
 from lra_tasks import LengthBuckets
 from repeated_tokens import COLUMNS, Settings, plot, read_curve, train
 from sbm_pyg import AttentionGraph, ops
@@ -145,7 +146,7 @@ def listops(folder: Path, names: Iterable[str], seeds: int, data: Path, work: Pa
         row |= {"density": densities.mean(), "tokens_per_second": results["tokens_per_second"]}
         row |= {f"density_layer{layer}_head{head}": density for (layer, head), density in np.ndenumerate(densities)}
         shutil.copyfile(run / "val.csv", folder / f"listops_{file_name(name, seed)}.csv")
-        _append(folder / LISTOPS_RESULTS, row)
+        append_row(folder / LISTOPS_RESULTS, _rounded(row))
 
 
 @torch.no_grad()
@@ -170,7 +171,8 @@ def average(folder: Path, names: Iterable[str], seeds: int, data: Path, work: Pa
             batch = test.__getitems__(examples)
             right += [int((module.average(batch, number)[0].argmax(-1) == batch.labels).sum()) for number in (1, graphs)]
         one, many = (right / len(test)).tolist()
-        _append(folder / LISTOPS_GRAPHS, {"run": name, "seed": seed, "graphs": graphs, "one_graph": one, "accuracy": many})
+        row = {"run": name, "seed": seed, "graphs": graphs, "one_graph": one, "accuracy": many}
+        append_row(folder / LISTOPS_GRAPHS, _rounded(row))
 
 
 def report_graphs(folder: Path) -> str:
@@ -206,14 +208,8 @@ def read_results(folder: Path, name: str = LISTOPS_RESULTS) -> list[dict[str, st
         return list(csv.DictReader(file))
 
 
-def _append(path: Path, row: dict[str, Any]) -> None:
-    """Adds a row to a CSV file."""
-    new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, list(row))
-        if new:
-            writer.writeheader()
-        writer.writerow({key: f"{value:.6g}" if isinstance(value, float) else value for key, value in row.items()})
+def _rounded(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: f"{value:.6g}" if isinstance(value, float) else value for key, value in row.items()}
 
 
 def report_listops(folder: Path) -> str:

@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,46 @@ def places(*names: str) -> tuple[str, ...]:
     ('.', 'listops-1000', 'lra_release/listops-1000', 'lra_release/lra_release/listops-1000')
     """
     return (".", *(above + name for above in ("", "lra_release/", "lra_release/lra_release/") for name in names))
+
+
+def find_folder(
+    root: Path,
+    folders: Sequence[str],
+    parts: Sequence[str],
+    what: str,
+    tree: str,
+    *,
+    source: str,
+    part: str,
+    way_out: str,
+    is_there: Callable[[Path], bool] = Path.is_file,
+) -> Path:
+    """Finds the folder that holds all parts of a data set.
+
+    Args:
+        root: The folder that the user gave.
+        folders: Where to look below it, see :func:`places`.
+        parts: What has to be there, by name.
+        what: Name of the data.
+        tree: What is expected.
+        source: A sentence on where the data comes from.
+        part: What a part is called.
+        way_out: What to do if some of them are missing.
+        is_there: Tells whether a path is a part; files are by default.
+
+    Returns:
+        The first of the folders that holds them all.
+
+    Raises:
+        ValueError: If there is none, or if one that comes before holds only some.
+    """
+    for folder in (root / name for name in folders):
+        missing = [name for name in parts if not is_there(folder / name)]
+        if not missing:
+            return folder
+        if len(missing) < len(parts):
+            raise ValueError(f"Expected '{folder}' to hold every {part} (got no {', '.join(missing)}). {way_out}")
+    raise wrong_folder(root, what, tree, source=source)
 
 
 def wrong_folder(root: Path, what: str, tree: str, *, source: str) -> ValueError:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from lra_batches import Row, Rows
-from lra_files import malformed, places, wrong_folder
+from lra_files import find_folder, malformed, places
 
 WORDS = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 SPLITS = {"held-out": "the second half of data_batch_5 is taken from the training set for validation (45,000/5,000/10,000)"}
@@ -57,13 +57,9 @@ def locate(root: Path) -> Path:
     Raises:
         ValueError: If it is not there, or lacks a part.
     """
-    for folder in (root / name for name in FOLDERS):
-        missing = [name for name in (*TRAIN, TEST) if not (folder / name).is_file()]
-        if not missing:
-            return folder
-        if len(missing) <= len(TRAIN):
-            raise ValueError(f"Expected '{folder}' to hold every batch (got no {', '.join(missing)}). Unpack the archive again.")
-    raise wrong_folder(root, "CIFAR-10", EXPECTED_TREE, source=SOURCE)
+    return find_folder(
+        root, FOLDERS, (*TRAIN, TEST), "CIFAR-10", EXPECTED_TREE, source=SOURCE, part="batch", way_out="Unpack the archive again."
+    )
 
 
 def open_splits(root: Path, *, split: str = "held-out") -> dict[str, Rows]:

@@ -22,7 +22,7 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from lra_batches import Rows
-from lra_files import MANIFEST, already_generated, checksum, count_lines, malformed, places, whole_folder, wrong_folder
+from lra_files import MANIFEST, already_generated, checksum, count_lines, find_folder, malformed, places, whole_folder
 
 SPLITS = ("train", "val", "test")
 OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
@@ -281,17 +281,10 @@ def locate(root: Path) -> dict[str, Path]:
     Raises:
         ValueError: If there is no such folder, or if a split is missing in it.
     """
-    for folder in (root / name for name in FOLDERS):
-        paths = {split: folder / f"basic_{split}.tsv" for split in SPLITS}
-        missing = [path.name for path in paths.values() if not path.is_file()]
-        if not missing:
-            return paths
-        if len(missing) < len(SPLITS):
-            raise ValueError(
-                f"Expected '{folder}' to hold every split (got no {', '.join(missing)}). Copy it there, or generate a data set "
-                "with: python examples/lra_tasks.py generate --task listops --out FOLDER"
-            )
-    raise wrong_folder(root, "ListOps", EXPECTED_TREE, source=SOURCE)
+    names = {split: f"basic_{split}.tsv" for split in SPLITS}
+    way_out = "Copy it there, or generate a data set with: python examples/lra_tasks.py generate --task listops --out FOLDER"
+    folder = find_folder(root, FOLDERS, list(names.values()), "ListOps", EXPECTED_TREE, source=SOURCE, part="split", way_out=way_out)
+    return {split: folder / name for split, name in names.items()}
 
 
 def open_splits(root: Path, *, split: str = "release") -> dict[str, Rows]:

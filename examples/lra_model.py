@@ -108,6 +108,10 @@ class Classifier(LightningModule):
         loss = cross_entropy(logits.float(), batch.labels)
         self.add(batch, logits, loss, trace)
         self.graphs = dataclasses.replace(trace, sbms=(None,) * len(trace.sbms))
+        return self.objective(loss, trace)
+
+    def objective(self, loss: Tensor, trace: Any) -> Tensor:
+        """Returns what is minimised: the loss of the task, and the price of the expected density if there is one."""
         return loss + self.settings.density_weight * trace.density_loss() if self.settings.density_weight else loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:

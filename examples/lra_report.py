@@ -24,11 +24,16 @@ from matplotlib.figure import Figure
 COLOURS = ("#1b6ca8", "#d1495b", "#2e933c", "#edae49", "#6a4c93", "#3d3d3d")
 
 
+def write_text(path: Path, text: str) -> None:
+    """Writes a file, whole or not at all."""
+    draft = path.with_name(path.name + ".partial")
+    draft.write_text(text)
+    os.replace(draft, path)
+
+
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Writes a JSON file, whole or not at all."""
-    draft = path.with_name(path.name + ".partial")
-    draft.write_text(json.dumps(content, indent=2) + "\n")
-    os.replace(draft, path)
+    write_text(path, json.dumps(content, indent=2) + "\n")
 
 
 class CurveLogger(Logger):
@@ -50,7 +55,7 @@ class CurveLogger(Logger):
             draft = path.with_name(path.name + ".partial")
             draft.unlink(missing_ok=True)
             for row in rows:
-                _append(draft, row)
+                append_row(draft, row)
             if rows:
                 os.replace(draft, path)
             else:
@@ -71,10 +76,11 @@ class CurveLogger(Logger):
         """Appends one row; all names share the part before the slash."""
         (phase,) = {name.partition("/")[0] for name in metrics}
         row = {"step": step, **{name.partition("/")[2]: value for name, value in metrics.items()}}
-        _append(self.folder / f"{phase}.csv", row)
+        append_row(self.folder / f"{phase}.csv", row)
 
 
-def _append(path: Path, row: Mapping[str, Any]) -> None:
+def append_row(path: Path, row: Mapping[str, Any]) -> None:
+    """Appends a row to a CSV file, which begins with its header if it is new."""
     new = not path.exists()
     with path.open("a", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=list(row))

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from lra_batches import Row, Rows
-from lra_files import count_lines, malformed, places, wrong_folder
+from lra_files import count_lines, find_folder, malformed, places
 
 SPLITS = {"release": "as released (147,086/18,090/17,437)"}
 FILES = {"train": "new_aan_pairs.train.tsv", "val": "new_aan_pairs.eval.tsv", "test": "new_aan_pairs.test.tsv"}
@@ -37,14 +37,9 @@ def locate(root: Path) -> dict[str, Path]:
     Raises:
         ValueError: If there is none, or if one is missing.
     """
-    for folder in (root / name for name in FOLDERS):
-        paths = {split: folder / name for split, name in FILES.items()}
-        missing = [path.name for path in paths.values() if not path.is_file()]
-        if not missing:
-            return paths
-        if len(missing) < len(paths):
-            raise ValueError(f"Expected '{folder}' to hold every split (got no {', '.join(missing)}). Unpack the archive again.")
-    raise wrong_folder(root, "the pairs of Retrieval", EXPECTED_TREE, source=SOURCE)
+    names, what = list(FILES.values()), "the pairs of Retrieval"
+    folder = find_folder(root, FOLDERS, names, what, EXPECTED_TREE, source=SOURCE, part="split", way_out="Unpack the archive again.")
+    return {split: folder / name for split, name in FILES.items()}
 
 
 def open_splits(root: Path, *, split: str = "release") -> dict[str, Rows]:

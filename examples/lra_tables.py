@@ -39,13 +39,6 @@ Run = Mapping[str, Any]
 """A finished run: "task", "method" (with its options), "attention", "seed", "steps", "seconds", "results" as in ``results.json``."""
 
 
-def write_text(path: Path, text: str) -> None:
-    """Writes a file, whole or not at all."""
-    draft = path.with_name(path.name + ".partial")
-    draft.write_text(text)
-    os.replace(draft, path)
-
-
 def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Writes rows with a header, whole or not at all; columns in the order in which they first occur."""
     draft = path.with_name(path.name + ".partial")

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from lra_batches import Row, Rows
-from lra_files import malformed, places, wrong_folder
+from lra_files import find_folder, malformed, places
 
 CLASSES = ("neg", "pos")  # labels 0 and 1
 SPLITS = {
@@ -40,13 +40,17 @@ def locate(root: Path) -> Path:
         ValueError: If it is not there, or lacks a part.
     """
     parts = [f"{part}/{name}" for part in ("train", "test") for name in CLASSES]
-    for folder in (root / name for name in FOLDERS):
-        missing = [part for part in parts if not (folder / part).is_dir()]
-        if not missing:
-            return folder
-        if len(missing) < len(parts):
-            raise ValueError(f"Expected '{folder}' to hold every part (got no {', '.join(missing)}). Unpack the archive again.")
-    raise wrong_folder(root, "the IMDb reviews", EXPECTED_TREE, source=SOURCE)
+    return find_folder(
+        root,
+        FOLDERS,
+        parts,
+        "the IMDb reviews",
+        EXPECTED_TREE,
+        source=SOURCE,
+        part="part",
+        way_out="Unpack the archive again.",
+        is_there=Path.is_dir,
+    )
 
 
 def open_splits(root: Path, *, split: str = "held-out") -> dict[str, Rows]:

@@ -8,9 +8,8 @@ each method and task), ``runs.csv`` (a row for each run) and ``density.png``. No
     python examples/reproduce_lra.py run --preset paper --methods sbm sbm:density-weight=0.1 full --minutes 60 --output runs/hour
     python examples/reproduce_lra.py report --output runs/table1
 
-Call it again to go on: finished runs stay, stopped ones resume, failed ones are tried again. The budget is equal steps (those
-of the preset,
-or ``--steps``), or equal time (``--minutes``). A learning rate that warms up and decays must know where it ends, so that time
+Call it again to go on: finished runs stay, stopped ones resume, failed ones are tried again. The budget is equal steps (those of the preset, or
+``--steps``), or equal time (``--minutes``). A learning rate that warms up and decays must know where it ends, so that time
 is turned into steps first, for each method by itself: a few steps and validations of several lengths are timed, and as
 many are planned as fit. What a run took in the end is in the tables: a graph that grows denser makes later steps slower.
 """
@@ -38,8 +37,8 @@ from tqdm.auto import tqdm
 
 import lra
 import lra_tables as tables
-from lra_report import read_curves, write_json
-from lra_tasks import TASKS, Batch
+from lra_report import read_curves, write_json, write_text
+from lra_tasks import TASKS
 
 RUNS, LOGS, INDEX = "runs", "logs", "index.json"
 
@@ -119,19 +118,17 @@ def measure(arguments: list[str]) -> dict[str, float]:
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.0)
 
     def classify(name: str, examples: np.ndarray) -> tuple[Any, Any, Any]:
-        batch = splits[name].__getitems__(examples.tolist())
-        # A pair's tokens and offsets are tuples.
-        moved: list[Any] = [tuple(t.to(device) for t in part) if isinstance(part, tuple) else part.to(device) for part in batch]
+        batch = module.transfer_batch_to_device(splits[name].__getitems__(examples.tolist()), device, 0)
         with torch.autocast(device.type, torch.bfloat16, enabled=settings.precision == "bf16-mixed"):
-            logits, trace = module.classify(Batch(*moved), seed=settings.seed)
-        return logits, trace, moved[2]
+            logits, trace = module.classify(batch, seed=settings.seed)
+        return logits, trace, batch.labels
 
     def step(examples: np.ndarray) -> None:
         optimizer.zero_grad()
         for part in np.split(examples, settings.accumulate):
             logits, trace, labels = classify("train", part)
             loss = cross_entropy(logits.float(), labels)
-            (loss + settings.density_weight * trace.density_loss() if settings.density_weight else loss).backward()
+            module.objective(loss, trace).backward()
         optimizer.step()
 
     @torch.no_grad()
@@ -338,7 +335,7 @@ def write_report(index: Index) -> None:
     tables.write_csv(index.folder / "runs.csv", tables.run_rows(runs))
     if tables.plot_layer_densities(index.folder / "density.png", runs):
         text += "\n![Density of each layer](density.png)\n"
-    tables.write_text(index.folder / "report.md", text)
+    write_text(index.folder / "report.md", text)
     print(text)
 
 

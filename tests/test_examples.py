@@ -42,14 +42,6 @@ TINY += ["--head-channels", "8", "--ffn-channels", "16", "--accelerator", "cpu"]
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]  # Lightning's own
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("data") / "listops"
-    law = ["--preset", "laptop", "--train", "50", "--val", "20", "--test", "30", "--min-length", "8", "--max-length", "24"]
-    lra_tasks.main(["generate", "--out", str(folder), *law])
-    return folder
-
-
 def train(data: Path, folder: Path, *options: str) -> dict:
     lra.main([*TINY, "--data", str(data), "--output", str(folder), *options])
     return json.loads((folder / "results.json").read_text())

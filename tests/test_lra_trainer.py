@@ -33,14 +33,6 @@ TINY += " --head-channels 8 --ffn-channels 16 --dropout 0.1 --attention-dropout 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]  # Lightning's own
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("data") / "listops"
-    law = ["--preset", "laptop", "--train", "50", "--val", "20", "--test", "20", "--min-length", "8", "--max-length", "24"]
-    lra_tasks.main(["generate", "--out", str(folder), *law])
-    return folder
-
-
 @pytest.fixture(autouse=True)
 def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("plot_curves", "plot_densities", "plot_masks"):

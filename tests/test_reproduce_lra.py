@@ -18,7 +18,6 @@ import torch
 import cost_lra
 import lra
 import lra_tables as tables
-import lra_tasks
 import reproduce_lra
 from lra_tasks import TASKS
 
@@ -39,14 +38,6 @@ def record(method: str, seed: int, accuracy: float, task: str = "listops", **mor
     attention = method.partition(":")[0]
     known = {"task": task, "method": method, "attention": attention, "seed": seed, "steps": 5, "seconds": 60.0}
     return {**known, "results": results(accuracy, **more)}
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("data") / "listops"
-    law = ["--preset", "laptop", "--train", "50", "--val", "20", "--test", "30", "--min-length", "8", "--max-length", "24"]
-    lra_tasks.main(["generate", "--out", str(folder), *law])
-    return folder
 
 
 def test_doctests() -> None:
