@@ -121,7 +121,9 @@ def open_run(folder: Path, checkpoint: str, data: Path | None) -> tuple[Task, lr
     root, _ = data_folder(task, plan["preset"], settings, given)
     prepared = None if data or plan.get("prepared") is None else Path(plan["prepared"])
     chosen = task.options_of(settings)
-    splits = load(task, root, max_length=settings.max_length, options=chosen, prepared=prepared, compat=settings.compat, progress=True)
+    splits = load(
+        task, root, max_length=settings.max_length, options=chosen, prepared=prepared, masked=task.masked(settings), progress=True
+    )
     with torch.random.fork_rng(devices=[]):  # its initial weights are thrown away
         module = lra.Classifier(task, settings)
     module.load_state_dict(torch.load(folder / checkpoint, map_location="cpu", weights_only=True)["state_dict"])

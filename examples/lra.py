@@ -372,7 +372,9 @@ def read(given: argparse.Namespace, plan: dict[str, Any]) -> tuple[Task, Setting
     if generated:
         print(f"Generated {root}")
     prepared, first = Path(plan["prepared"]) if plan.get("prepared") else None, processes.rank() == 0
-    splits = load(task, root, max_length=settings.max_length, options=chosen, prepared=prepared, compat=settings.compat, progress=first)
+    splits = load(
+        task, root, max_length=settings.max_length, options=chosen, prepared=prepared, masked=task.masked(settings), progress=first
+    )
     fingerprint = splits_digest(splits)
     if plan.get("fingerprint", fingerprint) != fingerprint:
         raise ValueError(f"Expected 'data' to be what the run was started with (got other examples in {root}). Give its folder.")

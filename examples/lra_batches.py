@@ -66,7 +66,7 @@ class Split:
         arity: Sequences per example.
         max_length: Longer sequences are cut to this length as they are taken; None cuts nothing.
         digest: Of the three arrays, if they come from prepared files.
-        padding: Tokens of this number are left out, and the others keep their places; a sequence of nothing else keeps its first
+        masked: Tokens up to this number are left out, and the others keep their places; a sequence of nothing else keeps its first
             token. None leaves out nothing.
     """
 
@@ -76,7 +76,7 @@ class Split:
     arity: int = 1
     max_length: int | None = None
     digest: str = ""
-    padding: int | None = None
+    masked: int | None = None
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -84,7 +84,7 @@ class Split:
     @functools.cached_property
     def lengths(self) -> np.ndarray:
         """Tokens per example, after cutting and leaving out, [n] int64."""
-        if self.padding is not None:
+        if self.masked is not None:
             parts = np.array_split(np.arange(len(self.ptr) - 1), len(self.tokens) // 2**24 + 1)
             sizes = np.concatenate([np.diff(self._gather(part)[1].numpy()) for part in parts])
         else:
@@ -115,8 +115,8 @@ class Split:
         ptr = np.concatenate([[0], np.cumsum(lengths)])
         places = np.arange(ptr[-1]) - np.repeat(ptr[:-1], lengths)
         tokens = np.asarray(self.tokens[places + np.repeat(self.ptr[sequences], lengths)]).astype(np.int64)
-        if self.padding is not None:
-            kept = tokens != self.padding
+        if self.masked is not None:
+            kept = tokens > self.masked
             counts = np.diff(np.concatenate([[0], np.cumsum(kept)])[ptr])
             kept[ptr[:-1][counts == 0]] = True
             tokens, places = tokens[kept], places[kept]

@@ -25,6 +25,31 @@ from lra_tasks import Batch, Settings, Task, random_word
 from sbm_pyg import PairClassifier, SequenceClassifier, SequenceEncoder
 
 
+def grid_positions(side: int, channels: int, base: float = 20.0) -> Tensor:
+    """Position embeddings of a square image [side * side, channels], pixels row by row: sines and cosines of row and of column.
+
+    Wavelengths go geometrically from 4 to almost 4 ``base`` pixels. The mean square is 1, as that of random embeddings.
+
+    Args:
+        side: Of the image, in pixels.
+        channels: A multiple of 4.
+        base: Ratio of the wavelengths.
+
+    Raises:
+        ValueError: If ``channels`` is not a multiple of 4.
+
+    Reference: Vaswani et al. 2017, section 3.5, for both axes of an image as in He et al., "Masked Autoencoders Are Scalable Vision
+    Learners", CVPR 2022. There they stay as they are; here they are where learning starts.
+    """
+    if channels % 4:
+        raise ValueError(f"Expected 'channels' to be a multiple of 4 for positions on a grid (got {channels}). Take random positions.")
+    waves = base ** (-torch.arange(channels // 4) / (channels // 4))
+    angles = torch.arange(side)[:, None] * waves * (math.pi / 2)
+    axis = math.sqrt(2) * torch.cat([angles.sin(), angles.cos()], dim=1)  # [side, channels / 2]
+    rows, columns = axis[:, None].expand(-1, side, -1), axis[None].expand(side, -1, -1)
+    return torch.cat([rows, columns], dim=2).flatten(0, 1)
+
+
 class Classifier(LightningModule):
     """The model of a task, its loss, its optimiser, and the record of its loss, accuracy and densities.
 
@@ -62,6 +87,9 @@ class Classifier(LightningModule):
             attention=attention,
             attention_options=options or None,
         )
+        if settings.positions == "grid":
+            with torch.no_grad():
+                encoder.position.weight[: task.side**2] = grid_positions(task.side, settings.channels)
         pooled = settings.max_length if settings.compat == "nystromformer" else None
         self.model = (SequenceClassifier if task.arity == 1 else PairClassifier)(encoder, task.num_classes, pool_length=pooled)
         self.sums: dict[str, Tensor] = {}
@@ -112,7 +140,10 @@ class Classifier(LightningModule):
 
     def objective(self, loss: Tensor, trace: Any) -> Tensor:
         """Returns what is minimised: the loss of the task, and the price of the expected density if there is one."""
-        return loss + self.settings.density_weight * trace.density_loss() if self.settings.density_weight else loss
+        weight, floor = self.settings.density_weight, self.settings.density_floor
+        if not weight:
+            return loss
+        return loss + weight * ((trace.expected_density - floor).relu().mean() if floor else trace.density_loss())
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         logits, trace = self.classify(batch, seed=self.settings.seed)

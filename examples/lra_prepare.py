@@ -179,7 +179,7 @@ def load(
     max_length: int,
     options: Mapping[str, str] | None = None,
     prepared: Path | None = None,
-    compat: str = "none",
+    masked: int | None = None,
     progress: bool = False,
 ) -> dict[str, Split]:
     """Maps all splits of a task, prepared now if they were not before.
@@ -190,7 +190,7 @@ def load(
         max_length: Longest sequence; longer ones follow the task's ``overflow``.
         options: As for :func:`prepare`.
         prepared: As for :func:`prepare`.
-        compat: "nystromformer" leaves out black pixels, as if they were padding; see ``Settings.compat``.
+        masked: Leave out tokens up to this number, the others in their places; see ``Task.masked``. None leaves out nothing.
         progress: Whether to show a progress bar.
 
     Returns:
@@ -200,10 +200,10 @@ def load(
         ValueError: If files are missing, malformed or damaged, or if a sequence is too long for a task that does not truncate.
     """
     folder, _ = prepare(task, root, options=options, prepared=prepared, progress=progress)
-    return open_prepared(task, folder, max_length=max_length, compat=compat)
+    return open_prepared(task, folder, max_length=max_length, masked=masked)
 
 
-def open_prepared(task: Task, folder: Path, *, max_length: int, compat: str = "none") -> dict[str, Split]:
+def open_prepared(task: Task, folder: Path, *, max_length: int, masked: int | None = None) -> dict[str, Split]:
     """Maps the splits of a folder of prepared data, after a check of every byte; arguments and errors as for :func:`load`."""
     entries = read_manifest(folder)["splits"]
     splits = {}
@@ -220,9 +220,7 @@ def open_prepared(task: Task, folder: Path, *, max_length: int, compat: str = "n
             digests.append(found)
         tokens, ptr, labels = (np.load(folder / f"{name}_{array}.npy", mmap_mode="r") for array in ARRAYS)
         digest = hashlib.sha256("".join(digests).encode()).hexdigest()
-        splits[name] = Split(
-            tokens, np.array(ptr), np.array(labels), task.arity, max_length, digest, task.black if compat == "nystromformer" else None
-        )
+        splits[name] = Split(tokens, np.array(ptr), np.array(labels), task.arity, max_length, digest, masked)
         if task.overflow == "error" and splits[name].truncated:
             sizes = np.diff(splits[name].ptr)
             first = int(np.argmax(sizes > max_length))
@@ -235,5 +233,5 @@ def open_prepared(task: Task, folder: Path, *, max_length: int, compat: str = "n
 
 def splits_digest(splits: Mapping[str, Split]) -> str:
     """Returns one sha256 for all examples, as they are after cutting."""
-    words = [f"{name} {split.digest} {split.max_length} {split.padding}" for name, split in sorted(splits.items())]
+    words = [f"{name} {split.digest} {split.max_length} {split.masked}" for name, split in sorted(splits.items())]
     return hashlib.sha256("\n".join(words).encode()).hexdigest()

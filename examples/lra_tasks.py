@@ -52,7 +52,7 @@ class Task:
         generate: Writes a folder that ``open`` reads, given (folder, parameters, seed, progress); False if it is there. None
             for a task that is not synthetic.
         words: What token numbers stand for, for plots; empty where that is not worth reading.
-        black: Token number of a black pixel; None where tokens are not pixels.
+        side: Of the square images whose pixels are the tokens, value plus one, row by row; 0 where tokens are no pixels.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Task:
     presets: Mapping[str, Preset]
     generate: Callable[..., bool] | None = None
     words: tuple[str, ...] = ()
-    black: int | None = None
+    side: int = 0
 
     def complete(self, options: Mapping[str, str]) -> dict[str, str]:
         """Returns options of the reader with defaults for those that are not given.
@@ -86,20 +86,36 @@ class Task:
         """Returns the options of the reader that settings name; errors as for :meth:`complete`."""
         return self.complete({"split": settings.split, "level": settings.level})
 
+    def masked(self, settings: Settings) -> int | None:
+        """Returns the highest token number that settings leave out, or None.
+
+        Raises:
+            ValueError: If settings are about pixels, and the task has none.
+        """
+        for name, absent in (("mask_dark", -1), ("positions", "random")):
+            if not self.side and getattr(settings, name) != absent:
+                raise ValueError(
+                    f"Expected '{name.replace('_', '-')}' to be {absent} for {self.name} (got {getattr(settings, name)}). Its tokens are no pixels."
+                )
+        darkest = max(settings.mask_dark, 0 if settings.compat == "nystromformer" else -1)
+        return None if not self.side or darkest < 0 else darkest + 1
+
     def pipeline(self, settings: Settings) -> dict[str, str]:
         """Says in words what a result depends on beside the model: tokeniser, length and split."""
         chosen = self.options_of(settings)
+        masked = self.masked(settings)
         cut = f"cut to {settings.max_length:,} tokens" if self.overflow == "truncate" else "whole"
         return {
             "tokeniser": self.tokeniser,
             "length": f"sequences {cut}, never padded",
+            **({} if masked is None else {"mask": f"pixels up to {masked - 1} of 255 left out, the others in their places"}),
             **({"compat": settings.compat + ": " + COMPAT} if settings.compat != "none" else {}),
             **{name: f"{value}: {self.options[name][value]}" for name, value in chosen.items()},
         }
 
 
 BYTES = "bytes, numbered from 1; nothing is removed"
-COMPAT = "black pixels left out, as if they were padding, the others in their places; sums over tokens divided by the maximum length"
+COMPAT = "black pixels left out, as if they were padding; sums over tokens divided by the maximum length"
 PIXELS = "numbered from 1 by value, rows of the image one after the other; black is a token like any other"
 TASKS = {
     "listops": Task(
@@ -155,7 +171,7 @@ TASKS = {
         source=lra_image.SOURCE,
         tree=lra_image.EXPECTED_TREE,
         presets=PRESETS["image"],
-        black=1,
+        side=32,
     ),
     "pathfinder": Task(
         name="pathfinder",
@@ -177,7 +193,7 @@ TASKS = {
         tree=lra_pathfinder.EXPECTED_TREE,
         presets=PRESETS["pathfinder"],
         generate=lra_pathfinder.generate,
-        black=1,
+        side=32,
     ),
 }
 

@@ -581,9 +581,7 @@ def test_older_conventions_leave_out_black_pixels_and_keep_places(tmp_path: Path
     make_pathfinder(tmp_path)
     black = np.zeros((32, 32), dtype=np.uint8)
     Image.fromarray(black).save(tmp_path / "curv_baseline/imgs/0/sample_8.png")
-    ours, theirs = (
-        load(TASKS["pathfinder"], tmp_path, max_length=1024, options=LEVEL, compat=name)["val"] for name in ("none", "nystromformer")
-    )
+    ours, theirs = (load(TASKS["pathfinder"], tmp_path, max_length=1024, options=LEVEL, masked=masked)["val"] for masked in (None, 1))
     assert ours.lengths.tolist() == [1024] * 4
     batch, whole = theirs.__getitems__([2, 0]), ours.__getitems__([2, 0])
     assert batch.ptr.diff().tolist() == theirs.lengths[[2, 0]].tolist()

@@ -1,0 +1,101 @@
+"""The model of a task: where positions start, and what edges cost."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import lra
+from lra_model import Classifier, grid_positions
+from lra_tasks import TASKS, Settings
+
+
+def settings(task: str = "pathfinder", **changes: Any) -> Settings:
+    small = {"layers": 1, "channels": 16, "head_channels": 8, "ffn_channels": 16, "num_blocks": 4}
+    return dataclasses.replace(TASKS[task].presets["laptop"].settings, **small, **changes)
+
+
+def test_positions_on_a_grid_know_displacements_and_nothing_else() -> None:
+    grid = grid_positions(8, 16).double().unflatten(0, (8, 8))
+    assert grid.square().mean(2) == pytest.approx(torch.ones(8, 8), abs=1e-6)
+    products = torch.einsum("yxc,vuc->yxvu", grid, grid)
+    assert products[1, 2, 3, 5] == pytest.approx(products[4, 2, 6, 5])  # two rows down, three columns right
+    assert products[0, 0, 0, 1] == pytest.approx(products[5, 3, 5, 4])
+    assert products[0, 0, 0, 1] == pytest.approx(products[0, 0, 1, 0])
+    distances = torch.cdist(grid.flatten(0, 1), grid.flatten(0, 1)).fill_diagonal_(torch.inf)
+    assert distances.min() > 0.1  # no two pixels share a place
+    assert products[0, 0, 0, 1] > products[0, 0, 0, 2] > products[0, 0, 0, 7]
+    assert grid[0, 4, :8] == pytest.approx(grid[0, 0, :8])  # one half is the row
+    assert grid[4, 0, 8:] == pytest.approx(grid[0, 0, 8:])  # the other one the column
+
+
+def test_channels_of_a_grid_come_in_fours() -> None:
+    with pytest.raises(ValueError, match=r"Expected 'channels' to be a multiple of 4 .* \(got 6\)"):
+        grid_positions(8, 6)
+
+
+def test_positions_start_on_the_grid_and_are_learned() -> None:
+    torch.manual_seed(0)
+    classifier = Classifier(TASKS["pathfinder"], settings(max_length=1030))
+    position = classifier.model.encoder.position.weight
+    assert torch.equal(position[:1024].detach(), grid_positions(32, 16))
+    assert position[1024:].std().item() == pytest.approx(1, abs=0.3)  # beyond the image: at random
+    assert any(position is parameter for parameter in classifier.parameters())
+    other = Classifier(TASKS["pathfinder"], settings(positions="random")).model.encoder.position.weight
+    assert not torch.equal(other.detach(), grid_positions(32, 16))
+
+
+@pytest.mark.parametrize(
+    ("task", "changes", "message"),
+    [
+        ("text", {"positions": "grid"}, r"Expected 'positions' to be random for text \(got grid\)"),
+        ("listops", {"mask_dark": 8}, r"Expected 'mask-dark' to be -1 for listops \(got 8\)"),
+    ],
+)
+def test_what_concerns_pixels_is_refused_elsewhere(
+    task: str, changes: dict[str, Any], message: str, tmp_path: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        TASKS[task].masked(settings(task, **changes))
+    words = [word for name, value in changes.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    with pytest.raises(SystemExit):
+        lra.main(["--task", task, "--data", str(tmp_path), "--output", str(tmp_path / "run"), *words])
+    assert "no pixels" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("mask_dark", "compat", "highest"), [(-1, "none", None), (0, "none", 1), (-1, "nystromformer", 1), (8, "nystromformer", 9)])  # fmt: skip
+def test_pixels_are_masked_up_to_a_value(mask_dark: int, compat: str, highest: int | None) -> None:
+    chosen = settings(mask_dark=mask_dark, compat=compat)
+    assert TASKS["pathfinder"].masked(chosen) == highest
+    words = TASKS["pathfinder"].pipeline(chosen)
+    assert words.get("mask") == (None if highest is None else f"pixels up to {highest - 1} of 255 left out, the others in their places")
+
+
+def trace(*densities: float) -> Any:
+    """What the objective reads of a trace, of one layer, one sequence and some heads."""
+    density = torch.tensor([[densities]], requires_grad=True)
+    return SimpleNamespace(expected_density=density, density_loss=density.mean)
+
+
+def test_edges_cost_as_in_the_paper_or_from_a_floor_on() -> None:
+    loss = torch.tensor(2.0)
+    for chosen, costs, gradient in [
+        ({"density_weight": 0.0}, 2.0, None),
+        ({"density_weight": 0.5}, 2 + 0.5 * (0.01 + 0.09) / 2, [0.25, 0.25]),
+        ({"density_weight": 0.5, "density_floor": 0.03}, 2 + 0.5 * (0 + 0.06) / 2, [0.0, 0.25]),
+    ]:
+        made, heads = Classifier(TASKS["pathfinder"], settings(**chosen)), trace(0.01, 0.09)
+        total = made.objective(loss, heads)
+        assert total.item() == pytest.approx(costs)
+        if gradient is not None:
+            total.backward()
+            assert heads.expected_density.grad.flatten().tolist() == pytest.approx(gradient)
+
+
+def test_a_floor_without_a_price_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"Expected 'density-floor' to be 0 without a density-weight \(got 0\.1\)"):
+        settings(density_floor=0.1)
