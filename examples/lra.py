@@ -77,8 +77,8 @@ class Data(LightningDataModule):
                 f"Expected 'devices' times 'accumulate' to divide 'batch-size' = {settings.batch_size} (got {self.parts}). The parts "
                 "of a batch must be equal for the gradient to be that of the whole."
             )
-        for name, split in splits.items():
-            if len(split) < processes.count():
+        for name in ("val", "test"):
+            if len(self._evaluated(name)) < processes.count():
                 raise ValueError(f"Expected 'devices' to be at most the examples of '{name}' (got {processes.count()}). Use fewer.")
         # No more tokens at a time than in training, so what could be trained can be evaluated.
         self.token_budget = int(lengths.mean() * (settings.batch_size // self.parts))
@@ -95,9 +95,16 @@ class Data(LightningDataModule):
     def test_dataloader(self) -> DataLoader:
         return self._whole("test")
 
+    def _evaluated(self, split: str) -> np.ndarray:
+        """Numbers of the examples that count, all or at equal distances."""
+        total = len(self.splits[split])
+        count = min(total, self.settings.evaluate or total)
+        return np.arange(count) * total // count
+
     def _whole(self, split: str) -> DataLoader:
-        lengths = self.splits[split].lengths
-        share = np.argsort(lengths, kind="stable")[processes.rank() :: processes.count()]  # no example twice, and alike lengths
+        chosen, lengths = self._evaluated(split), self.splits[split].lengths
+        order = chosen[np.argsort(lengths[chosen], kind="stable")]
+        share = order[processes.rank() :: processes.count()]  # no example twice, and alike lengths
         batches = LengthBuckets(lengths[share], token_budget=self.token_budget)
         return self._loader(split, [share[batch].tolist() for batch in batches])
 

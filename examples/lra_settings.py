@@ -90,6 +90,7 @@ class Settings:
     validate_every: int = _option("steps between validations", least=1)
     save_every: int = _option("steps between checkpoints, beside one after every validation", least=1, default=50)
     patience: int = _option("validations without a better one after which to stop; 0 goes on to the end", least=0, default=0)
+    evaluate: int = _option("validate and test on at most so many examples, at equal distances; 0 takes all", least=0, default=0)
     test_graphs: int = _option("sampled graphs per example over which the final test averages probabilities", least=1, default=1)
     log_every: int = _option("steps between rows of train.csv and TensorBoard", least=1)
 
@@ -166,7 +167,7 @@ QUICK: dict[str, Any] = {
     "estimator": "local", "exploration": 0.0, "dropout": 0.0, "attention_dropout": 0.0, "learning_rate": 2e-3, "clip_norm": 1.0,
     "linformer_rank": 64, "random_features": 64, "landmarks": 64,
 }  # fmt: skip
-LONG: dict[str, Any] = {**QUICK, "num_blocks": 32, "initial_density": 0.05}
+LONG: dict[str, Any] = {**QUICK, "num_blocks": 32, "initial_density": 0.05, "evaluate": 1_000}
 LAPTOP = {
     "listops": dataclasses.replace(
         LISTOPS,

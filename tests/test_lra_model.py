@@ -15,7 +15,7 @@ from lra_tasks import TASKS, Settings
 
 
 def settings(task: str = "pathfinder", **changes: Any) -> Settings:
-    small = {"layers": 1, "channels": 16, "head_channels": 8, "ffn_channels": 16, "num_blocks": 4}
+    small: dict[str, Any] = {"layers": 1, "channels": 16, "head_channels": 8, "ffn_channels": 16, "num_blocks": 4}
     return dataclasses.replace(TASKS[task].presets["laptop"].settings, **small, **changes)
 
 
@@ -83,11 +83,12 @@ def trace(*densities: float) -> Any:
 
 def test_edges_cost_as_in_the_paper_or_from_a_floor_on() -> None:
     loss = torch.tensor(2.0)
-    for chosen, costs, gradient in [
+    cases: list[tuple[dict[str, Any], float, list[float] | None]] = [
         ({"density_weight": 0.0}, 2.0, None),
         ({"density_weight": 0.5}, 2 + 0.5 * (0.01 + 0.09) / 2, [0.25, 0.25]),
         ({"density_weight": 0.5, "density_floor": 0.03}, 2 + 0.5 * (0 + 0.06) / 2, [0.0, 0.25]),
-    ]:
+    ]
+    for chosen, costs, gradient in cases:
         made, heads = Classifier(TASKS["pathfinder"], settings(**chosen)), trace(0.01, 0.09)
         total = made.objective(loss, heads)
         assert total.item() == pytest.approx(costs)

@@ -349,6 +349,17 @@ def test_processes_evaluate_every_example_once(loaders: Callable[..., lra.Data],
     assert sorted(seen) == list(range(20))
 
 
+def test_some_examples_at_equal_distances_stand_for_all(loaders: Callable[..., lra.Data]) -> None:
+    lengths = loaders().splits["val"].lengths
+    batches = [batch.examples.tolist() for batch in loaders(evaluate=5).val_dataloader()]
+    assert sorted(itertools.chain(*batches)) == [0, 4, 8, 12, 16]
+    found = lengths[list(itertools.chain(*batches))].tolist()
+    assert found == sorted(found)
+    assert sorted(itertools.chain(*(batch.examples.tolist() for batch in loaders(evaluate=50).val_dataloader()))) == list(range(20))
+    with pytest.raises(ValueError, match="Expected 'devices' to be at most the examples of 'val' \\(got 6\\)"):
+        loaders(count=6, evaluate=5)
+
+
 def test_processes_need_equal_parts_and_an_example_each(loaders: Callable[..., lra.Data]) -> None:
     with pytest.raises(ValueError, match="Expected 'devices' times 'accumulate' to divide 'batch-size' = 12 \\(got 8\\)"):
         loaders(count=4, accumulate=2)
