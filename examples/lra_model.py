@@ -50,6 +50,25 @@ def grid_positions(side: int, channels: int, base: float = 20.0) -> Tensor:
     return torch.cat([rows, columns], dim=2).flatten(0, 1)
 
 
+def smooth_values(count: int, channels: int) -> Tensor:
+    """Embeddings of values on a scale [count, channels], like values alike: sines and cosines of at most one period over the scale.
+
+    The mean square is 1, as that of random embeddings.
+
+    Args:
+        count: Of values.
+        channels: A multiple of 2.
+
+    Raises:
+        ValueError: If ``channels`` is odd.
+    """
+    if channels % 2:
+        raise ValueError(f"Expected 'channels' to be even for smooth values (got {channels}). Take random values.")
+    rates = torch.arange(1, channels // 2 + 1) / (channels // 2)
+    angles = 2 * math.pi * torch.linspace(0, 1, count)[:, None] * rates
+    return math.sqrt(2) * torch.cat([angles.sin(), angles.cos()], dim=1)
+
+
 class Classifier(LightningModule):
     """The model of a task, its loss, its optimiser, and the record of its loss, accuracy and densities.
 
@@ -87,8 +106,10 @@ class Classifier(LightningModule):
             attention=attention,
             attention_options=options or None,
         )
-        if settings.positions == "grid":
-            with torch.no_grad():
+        with torch.no_grad():
+            if settings.values == "smooth":
+                encoder.token.weight[1:] = smooth_values(task.num_tokens - 1, settings.channels)
+            if settings.positions == "grid":
                 encoder.position.weight[: task.side**2] = grid_positions(task.side, settings.channels)
         pooled = settings.max_length if settings.compat == "nystromformer" else None
         self.model = (SequenceClassifier if task.arity == 1 else PairClassifier)(encoder, task.num_classes, pool_length=pooled)

@@ -92,7 +92,7 @@ class Task:
         Raises:
             ValueError: If settings are about pixels, and the task has none.
         """
-        for name, absent in (("mask_dark", -1), ("positions", "random")):
+        for name, absent in (("mask_dark", -1), ("positions", "random"), ("values", "random")):
             if not self.side and getattr(settings, name) != absent:
                 raise ValueError(
                     f"Expected '{name.replace('_', '-')}' to be {absent} for {self.name} (got {getattr(settings, name)}). Its tokens are no pixels."

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import lra
-from lra_model import Classifier, grid_positions
+from lra_model import Classifier, grid_positions, smooth_values
 from lra_tasks import TASKS, Settings
 
 
@@ -49,10 +49,25 @@ def test_positions_start_on_the_grid_and_are_learned() -> None:
     assert not torch.equal(other.detach(), grid_positions(32, 16))
 
 
+def test_like_values_start_alike() -> None:
+    values = smooth_values(256, 16)
+    assert values.square().mean(1) == pytest.approx(torch.ones(256), abs=1e-5)
+    likeness = values @ values.T
+    assert likeness.diagonal(1) == pytest.approx(torch.full((255,), likeness[0, 1].item()), rel=1e-4)  # steps are equal everywhere
+    assert likeness[100, 101] > likeness[100, 110] > likeness[100, 150]
+    with pytest.raises(ValueError, match=r"Expected 'channels' to be even .* \(got 7\)"):
+        smooth_values(256, 7)
+    token = Classifier(TASKS["image"], settings("image")).model.encoder.token.weight.detach()
+    assert torch.equal(token[1:], values)
+    token = Classifier(TASKS["image"], settings("image", values="random")).model.encoder.token.weight.detach()
+    assert not torch.equal(token[1:], values)
+
+
 @pytest.mark.parametrize(
     ("task", "changes", "message"),
     [
         ("text", {"positions": "grid"}, r"Expected 'positions' to be random for text \(got grid\)"),
+        ("retrieval", {"values": "smooth"}, r"Expected 'values' to be random for retrieval \(got smooth\)"),
         ("listops", {"mask_dark": 8}, r"Expected 'mask-dark' to be -1 for listops \(got 8\)"),
     ],
 )
