@@ -162,9 +162,7 @@ class Classifier(LightningModule):
     def objective(self, loss: Tensor, trace: Any) -> Tensor:
         """Returns what is minimised: the loss of the task, and the price of the expected density if there is one."""
         weight, floor = self.settings.density_weight, self.settings.density_floor
-        if not weight:
-            return loss
-        return loss + weight * ((trace.expected_density - floor).relu().mean() if floor else trace.density_loss())
+        return loss + weight * trace.density_loss(floor) if weight else loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         logits, trace = self.classify(batch, seed=self.settings.seed)

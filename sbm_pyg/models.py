@@ -68,13 +68,22 @@ class EncoderTrace:
         ]
         return self._stack(known)
 
-    def density_loss(self) -> Tensor:
+    def density_loss(self, floor: float = 0.0) -> Tensor:
         """Mean expected density over layers, sequences and heads: the regulariser of Cho et al., section 5.2, without its noise.
 
         A scalar in [0, 1], to be weighted and added to the loss. The paper penalises sampled edges; this is their expectation,
         differentiable in O(NK + K^2) without the straight-through estimator.
+
+        Args:
+            floor: Density in [0, 1] up to which a head costs nothing; above it, the excess counts. 0, as in the paper, pulls on every
+                edge from the first step on, and may remove them all before the model has found out what they are good for.
+
+        Raises:
+            ValueError: ``floor`` is out of range.
         """
-        return self.expected_density.mean()
+        if not 0 <= floor <= 1:
+            raise ValueError(f"Expected 'floor' in [0, 1] (got {floor}). It is a density; 0 prices every edge.")
+        return (self.expected_density - floor).relu().mean()
 
     def __add__(self, other: EncoderTrace) -> EncoderTrace:
         return EncoderTrace(self.graphs + other.graphs, self.sbms + other.sbms, self.shape)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sbm_pyg import EncoderTrace, PairClassifier, SBMAttentionConv, SequenceClassifier, SequenceEncoder, TokenClassifier, patterns
+from sbm_pyg import SBM, EncoderTrace, PairClassifier, SBMAttentionConv, SequenceClassifier, SequenceEncoder, TokenClassifier, patterns
 from sbm_pyg.models import FullAttention
 
 PTR = torch.tensor([0, 10, 17, 30])
@@ -29,6 +29,19 @@ OPTIONS: dict[str, dict] = {
 def encoder(attention: str = "sbm", **options: object) -> SequenceEncoder:
     torch.manual_seed(0)
     return SequenceEncoder(15, 16, attention=attention, attention_options=OPTIONS[attention], max_length=40, **options)  # type: ignore[arg-type]
+
+
+def test_only_density_above_the_floor_costs() -> None:
+    """Two heads of constant probabilities, one below the floor and one above it."""
+    chance = torch.tensor([0.1, 0.5], requires_grad=True)
+    sbm = SBM(chance[:, None, None].expand(2, 6, 1), torch.ones(2, 6, 1), torch.ones(2, 1, 1), torch.tensor([0, 6]), torch.tensor([0, 6]))
+    trace = EncoderTrace((None,), (sbm,), (1, 2))
+    for floor, loss, gradient in [(0.0, 0.3, [0.5, 0.5]), (0.2, 0.15, [0.0, 0.5]), (0.6, 0.0, [0.0, 0.0])]:
+        found = trace.density_loss(floor)
+        assert found.item() == pytest.approx(loss)
+        assert torch.autograd.grad(found, chance, retain_graph=True)[0].tolist() == pytest.approx(gradient)
+    with pytest.raises(ValueError, match=r"Expected 'floor' in \[0, 1\] \(got 2\)"):
+        trace.density_loss(2)
 
 
 @pytest.mark.parametrize("attention", OPTIONS)
