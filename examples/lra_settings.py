@@ -188,7 +188,7 @@ LAPTOP = {
     ),
     "text": dataclasses.replace(TABLE_7["text"], **LONG, max_length=512, batch_size=16, steps=400, warmup=50, validate_every=200),
     "retrieval": dataclasses.replace(TABLE_7["retrieval"], **LONG, max_length=512, batch_size=8, steps=400, warmup=50, validate_every=200),
-    # Of the sample of 900 images, every one is seen ten times: hence the dropout, and few validations, whose 100 images would choose by chance.
+    # Of the sample of 900 images, every one is seen nine times: hence the dropout, and few validations, whose 100 images would choose by chance.
     "image": dataclasses.replace(
         TABLE_7["image"],
         **{**LONG, "initial_density": 0.02, "dropout": 0.3},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -71,7 +72,7 @@ def test_like_values_start_alike() -> None:
     ],
 )
 def test_what_concerns_pixels_is_refused_elsewhere(
-    task: str, changes: dict[str, Any], message: str, tmp_path: Any, capsys: pytest.CaptureFixture[str]
+    task: str, changes: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(ValueError, match=message):
         TASKS[task].masked(settings(task, **changes))
@@ -102,3 +103,12 @@ def test_edges_cost_as_in_the_paper_or_from_a_floor_on() -> None:
 def test_a_floor_without_a_price_is_refused() -> None:
     with pytest.raises(ValueError, match=r"Expected 'density-floor' to be 0 without a density-weight \(got 0\.1\)"):
         settings(density_floor=0.1)
+
+
+@pytest.mark.parametrize(("words", "price"), [([], (0.5, 0.02)), (["--attention", "full"], (0.0, 0.0)), (["--attention", "linear"], (0.0, 0.0))])  # fmt: skip
+def test_only_sampled_graphs_pay_what_a_preset_asks(words: list[str], price: tuple[float, float], tmp_path: Path) -> None:
+    given = lra.parse(["--task", "image", "--output", str(tmp_path / "run"), *words])
+    chosen = lra.resolve(given)[1]["settings"]
+    assert (chosen["density_weight"], chosen["density_floor"]) == price
+    with pytest.raises(ValueError, match=r"Expected 'density-weight' to be 0 for attention 'full' \(got 0\.1\)"):
+        lra.resolve(lra.parse(["--task", "image", "--output", str(tmp_path), "--attention", "full", "--density-weight", "0.1"]))
