@@ -30,7 +30,7 @@ from tqdm.auto import tqdm
 
 import lra
 from lra_report import write_text
-from lra_tasks import TASKS, Batch, LengthBuckets, Settings, Split, Task, data_folder, load
+from lra_tasks import TASKS, Batch, LengthBuckets, Settings, Split, Task, data_folder
 from sbm_pyg import SBM, AttentionGraph, analysis, patterns, plots
 
 PIXELS = ("image", "pathfinder", "pathx")  # tasks whose sequences are square images
@@ -120,10 +120,7 @@ def open_run(folder: Path, checkpoint: str, data: Path | None) -> tuple[Task, lr
     given = data or (None if plan["data"] is None else Path(plan["data"]))
     root, _ = data_folder(task, plan["preset"], settings, given)
     prepared = None if data or plan.get("prepared") is None else Path(plan["prepared"])
-    chosen = task.options_of(settings)
-    splits = load(
-        task, root, max_length=settings.max_length, options=chosen, prepared=prepared, masked=task.masked(settings), progress=True
-    )
+    splits = task.load(settings, root, prepared=prepared, progress=True)
     with torch.random.fork_rng(devices=[]):  # its initial weights are thrown away
         module = lra.Classifier(task, settings)
     module.load_state_dict(torch.load(folder / checkpoint, map_location="cpu", weights_only=True)["state_dict"])

@@ -46,7 +46,7 @@ from density_guard import DensityGuard
 from lra_baselines import BASELINES
 from lra_checkpoints import BEST, Checkpoints, Signals
 from lra_model import Classifier
-from lra_tasks import TASKS, LengthBuckets, Settings, Split, Task, data_folder, load, random_word, splits_digest
+from lra_tasks import TASKS, LengthBuckets, Settings, Split, Task, data_folder, random_word, splits_digest
 
 SETTINGS, RESULTS = "settings.json", "results.json"
 PRESETS = ("laptop", "paper")
@@ -376,14 +376,12 @@ def read(given: argparse.Namespace, plan: dict[str, Any]) -> tuple[Task, Setting
     """
     options = vars(given)
     task, settings = TASKS[plan["task"]], Settings(**plan["settings"])
-    chosen = task.options_of(settings)
+    task.options_of(settings)  # refuses what does not fit before anything is generated
     root, generated = data_folder(task, plan["preset"], settings, None if plan["data"] is None else Path(plan["data"]))
     if generated:
         print(f"Generated {root}")
     prepared, first = Path(plan["prepared"]) if plan.get("prepared") else None, processes.rank() == 0
-    splits = load(
-        task, root, max_length=settings.max_length, options=chosen, prepared=prepared, masked=task.masked(settings), progress=first
-    )
+    splits = task.load(settings, root, prepared=prepared, progress=first)
     fingerprint = splits_digest(splits)
     if plan.get("fingerprint", fingerprint) != fingerprint:
         raise ValueError(f"Expected 'data' to be what the run was started with (got other examples in {root}). Give its folder.")

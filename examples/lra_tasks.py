@@ -83,22 +83,27 @@ class Task:
         return {name: options.get(name, next(iter(choices))) for name, choices in self.options.items()}
 
     def options_of(self, settings: Settings) -> dict[str, str]:
-        """Returns the options of the reader that settings name; errors as for :meth:`complete`."""
-        return self.complete({"split": settings.split, "level": settings.level})
-
-    def masked(self, settings: Settings) -> int | None:
-        """Returns the highest token number that settings leave out, or None.
+        """Returns the options of the reader that settings name.
 
         Raises:
-            ValueError: If settings are about pixels, and the task has none.
+            ValueError: As :meth:`complete`, or if settings are about pixels, and the task has none.
         """
         for name, absent in (("mask_dark", -1), ("positions", "random"), ("values", "random")):
             if not self.side and getattr(settings, name) != absent:
                 raise ValueError(
                     f"Expected '{name.replace('_', '-')}' to be {absent} for {self.name} (got {getattr(settings, name)}). Its tokens are no pixels."
                 )
+        return self.complete({"split": settings.split, "level": settings.level})
+
+    def masked(self, settings: Settings) -> int | None:
+        """Returns the highest token number that settings leave out, or None."""
         darkest = max(settings.mask_dark, 0 if settings.compat == "nystromformer" else -1)
         return None if not self.side or darkest < 0 else darkest + 1
+
+    def load(self, settings: Settings, root: Path, *, prepared: Path | None = None, progress: bool = False) -> dict[str, Split]:
+        """Maps all splits as settings want them; see :func:`lra_prepare.load`, also for errors."""
+        chosen, masked = self.options_of(settings), self.masked(settings)
+        return load(self, root, max_length=settings.max_length, options=chosen, prepared=prepared, masked=masked, progress=progress)
 
     def pipeline(self, settings: Settings) -> dict[str, str]:
         """Says in words what a result depends on beside the model: tokeniser, length and split."""

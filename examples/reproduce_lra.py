@@ -139,8 +139,8 @@ def measure(arguments: list[str]) -> dict[str, float]:
         """Mean over batches at equal distances in the order of their numbers of tokens."""
         batches = sorted(batches, key=lambda batch: splits[name].lengths[batch].sum())
         places = ((np.arange(count) + 0.5) / count * len(batches)).astype(int)
-        for place in (count // 2, count - 1, count // 2):  # what only happens once, memory for the longest included
-            action(batches[places[place]])
+        for place in places[[count // 2, -1, count // 2]]:  # what only happens once, memory for the longest included
+            action(batches[place])
         total = 0.0
         for place in places:
             if cuda:

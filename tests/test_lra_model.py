@@ -75,7 +75,7 @@ def test_what_concerns_pixels_is_refused_elsewhere(
     task: str, changes: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        TASKS[task].masked(settings(task, **changes))
+        TASKS[task].options_of(settings(task, **changes))
     words = [word for name, value in changes.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     with pytest.raises(SystemExit):
         lra.main(["--task", task, "--data", str(tmp_path), "--output", str(tmp_path / "run"), *words])
