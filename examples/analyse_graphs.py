@@ -329,7 +329,10 @@ def main(arguments: list[str] | None = None) -> Path:
         f"{given.split}, {done.lengths.mean():.1f} tokens on average ({done.lengths.min():,} to {done.lengths.max():,})."
     )
     right = int((done.guesses == done.labels).sum())
-    facts = [["accuracy on these examples", f"{100 * right / len(examples):.2f} %"], ["majority class", f"{100 * split.majority:.2f} %"]]
+    facts = [
+        ["accuracy on these examples", f"{100 * right / len(examples):.2f} %"],
+        ["majority class", f"{100 * split.majority(examples):.2f} %"],
+    ]
     facts += [["loss", f"{done.loss:.4f}"], ["mean density", f"{100 * float(done.density.mean()):.2f} %"]]
     report.table(["", ""], facts)
     write_densities(report, done, given.run)

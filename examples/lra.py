@@ -78,7 +78,7 @@ class Data(LightningDataModule):
                 "of a batch must be equal for the gradient to be that of the whole."
             )
         for name in ("val", "test"):
-            if len(self._evaluated(name)) < processes.count():
+            if len(self.evaluated(name)) < processes.count():
                 raise ValueError(f"Expected 'devices' to be at most the examples of '{name}' (got {processes.count()}). Use fewer.")
         # No more tokens at a time than in training, so what could be trained can be evaluated.
         self.token_budget = int(lengths.mean() * (settings.batch_size // self.parts))
@@ -95,14 +95,14 @@ class Data(LightningDataModule):
     def test_dataloader(self) -> DataLoader:
         return self._whole("test")
 
-    def _evaluated(self, split: str) -> np.ndarray:
+    def evaluated(self, split: str) -> np.ndarray:
         """Numbers of the examples that count, all or at equal distances."""
         total = len(self.splits[split])
         count = min(total, self.settings.evaluate or total)
         return np.arange(count) * total // count
 
     def _whole(self, split: str) -> DataLoader:
-        chosen, lengths = self._evaluated(split), self.splits[split].lengths
+        chosen, lengths = self.evaluated(split), self.splits[split].lengths
         order = chosen[np.argsort(lengths[chosen], kind="stable")]
         share = order[processes.rank() :: processes.count()]  # no example twice, and alike lengths
         batches = LengthBuckets(lengths[share], token_budget=self.token_budget)
@@ -246,7 +246,7 @@ def train(
             "interval_95": report.wilson_interval(module.correct, module.examples),
             "loss": module.tested["loss"],
             "examples": module.examples,
-            "majority": splits["test"].majority,
+            "majority": splits["test"].majority(data.evaluated("test")),
         },
         "best": best,
         "pipeline": task.pipeline(settings),
@@ -263,7 +263,7 @@ def train(
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "lightning": lightning.__version__},
     }
     report.write_json(folder / RESULTS, results)
-    report.plot_curves(folder / "curves.png", train_rows, val_rows, splits["val"].majority)
+    report.plot_curves(folder / "curves.png", train_rows, val_rows, splits["val"].majority(data.evaluated("val")))
     report.plot_densities(folder / "density.png", train_rows, *sizes)
     draw_masks(folder / "masks.png", module, splits["test"], task.words)
     if export is not None:

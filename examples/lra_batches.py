@@ -97,10 +97,10 @@ class Split:
         """Number of sequences that are cut."""
         return 0 if self.max_length is None else int((np.diff(self.ptr) > self.max_length).sum())
 
-    @property
-    def majority(self) -> float:
-        """Share of the most frequent label: the accuracy of knowing nothing else."""
-        return float(np.bincount(self.labels).max() / len(self))
+    def majority(self, examples: np.ndarray | slice = slice(None)) -> float:
+        """Share of the most frequent label of some examples, or of all: the accuracy of knowing nothing else."""
+        labels = self.labels[examples]
+        return float(np.bincount(labels).max() / len(labels))
 
     def __getitems__(self, examples: list[int]) -> Batch:
         index = np.asarray(examples, dtype=np.int64)

@@ -292,7 +292,7 @@ def _describe(task: Task, given: argparse.Namespace, options: Mapping[str, str])
     for name, split in splits.items():
         print(
             f"{name:>9}: {len(split):,} examples, {split.lengths.mean():.1f} tokens on average, {split.lengths.max():,} at "
-            f"most, {split.truncated:,} truncated, majority class {split.majority:.2%}"
+            f"most, {split.truncated:,} truncated, majority class {split.majority():.2%}"
         )
 
 

@@ -443,7 +443,7 @@ def test_samples_of_the_releases_are_read(tmp_path: Path) -> None:
         splits = load(TASKS[task], root, max_length=4096, prepared=tmp_path / "prepared")
         assert [len(split) for split in splits.values()] == sizes
         assert all(split.tokens.min() > 0 and split.tokens.max() < TASKS[task].num_tokens for split in splits.values())
-        assert all(split.majority < 0.6 for split in splits.values())
+        assert all(split.majority() < 0.6 for split in splits.values())
     pair = load(TASKS["retrieval"], REAL / "retrieval", max_length=4096, prepared=tmp_path / "prepared")["test"].__getitems__([0])
     assert bytes((pair.tokens[0][:2] - 1).tolist()) in (b"b'", b'b"')
 

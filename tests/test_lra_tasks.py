@@ -336,7 +336,8 @@ def test_a_task_of_pairs_is_read_into_sides(tmp_path: Path) -> None:
 
 
 def test_majority_is_the_share_of_the_most_frequent_label() -> None:
-    assert ragged([1] * 4).majority == 0.5
+    assert ragged([1] * 4).majority() == 0.5
+    assert ragged([1] * 4).majority(np.array([0, 3, 1])) == 2 / 3  # labels 0, 0 and 1
 
 
 @settings(max_examples=50, deadline=None)

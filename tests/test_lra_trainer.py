@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Trainer
@@ -358,6 +359,15 @@ def test_some_examples_at_equal_distances_stand_for_all(loaders: Callable[..., l
     assert sorted(itertools.chain(*(batch.examples.tolist() for batch in loaders(evaluate=50).val_dataloader()))) == list(range(20))
     with pytest.raises(ValueError, match="Expected 'devices' to be at most the examples of 'val' \\(got 6\\)"):
         loaders(count=6, evaluate=5)
+
+
+def test_the_majority_class_is_that_of_the_examples_that_count(data: Path, tmp_path: Path) -> None:
+    train(data, tmp_path / "run", "--evaluate", "4", "--steps", "2")
+    test = json.loads((tmp_path / "run" / "results.json").read_text())["test"]
+    labels = lra_tasks.load(lra.TASKS["listops"], data, max_length=24)["test"].labels
+    counts = np.unique(labels[[0, 7, 15, 22]], return_counts=True)[1]
+    assert (test["examples"], test["majority"]) == (4, counts.max() / 4)
+    assert test["majority"] != np.bincount(labels).max() / len(labels)
 
 
 def test_processes_need_equal_parts_and_an_example_each(loaders: Callable[..., lra.Data]) -> None:

@@ -89,6 +89,7 @@ if "--resume" not in sys.argv:
         time.sleep(60)
     if plan["settings"]["seed"] == 2:
         sys.exit(1)
+(folder / "arguments.json").write_text(json.dumps(sys.argv))
 (folder / "results.json").write_text(json.dumps(RESULTS))
 """
 
@@ -121,7 +122,10 @@ def test_a_stopped_run_goes_on_and_the_signal_is_the_status(tmp_path: Path) -> N
     assert status.value.code == 128 + signal.SIGTERM
     assert signal.getsignal(signal.SIGTERM) is handler
     assert not (tmp_path / "all" / "report.md").exists()
-    reproduce_lra.main(words)
+    reproduce_lra.main([*words, "--", "--workers", "2"])
+    again = json.loads((tmp_path / "all" / "runs" / "listops-sbm-1" / "arguments.json").read_text())
+    assert "--resume" in again
+    assert again[again.index("--workers") + 1] == "2"  # what is not a setting is not in the folder of the run
     assert (tmp_path / "all" / "report.md").read_text().startswith("# Long Range Arena\n\n2 runs")
     assert json.loads((tmp_path / "all" / "index.json").read_text())["runs"]["listops-sbm-1"]["seconds"] > 0
 
