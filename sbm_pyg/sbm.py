@@ -226,8 +226,11 @@ class SBM:
 
     def _sum(self, x: Tensor, ptr: Tensor) -> Tensor:
         """Sums ``[H, B, K]`` over the tokens of each sequence, in float32 or better."""
+        heads, count, blocks = x.shape
         wide = x if x.dtype == torch.float64 else x.float()
-        return wide.new_zeros(x.size(0), ptr.numel() - 1, x.size(2)).index_add(1, _batch(ptr, x.size(1)), wide)
+        sequences = ptr.numel() - 1
+        place = _batch(ptr, count) + sequences * torch.arange(heads, device=x.device)[:, None]  # torch is fast along the first dimension
+        return wide.new_zeros(heads * sequences, blocks).index_add(0, place.flatten(), wide.flatten(0, 1)).view(heads, sequences, blocks)
 
 
 def check_values(x: Tensor, name: str) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from sbm_pyg import AttentionGraph, ops
 from sbm_pyg.ops import reference
+from sbm_pyg.ops import threads as workers
 
 OPTIONS = [*product(["score", "weight"], [False, True], [False, True], [0.0, 0.4])]
 
@@ -369,7 +370,45 @@ def test_attention_on_random_cases(heads: int, queries: int, keys: int, density:
             torch.testing.assert_close(next(grads), want, rtol=1e-9, atol=1e-9)
 
 
+def test_weights_that_float32_does_not_notice_leave_no_subnormal_gradients() -> None:
+    """Those of e^-50 and less; processors take a hundred times as long for the numbers that their products would be."""
+    query, key, value = torch.ones(1, 1, 1), torch.tensor([[[0.0], [-50.0], [-85.0], [-3.0]]]), torch.randn(1, 4, 1)
+    leaves = [x.requires_grad_() for x in (query, key, value)]
+    graph = AttentionGraph.from_dense(torch.ones(1, 4))
+    out, _ = ops.edge_attention(*leaves, graph.rowptr, graph.col)
+    torch.testing.assert_close(out, (key[:, :, 0].softmax(-1)[..., None] * value).sum(1, keepdim=True))
+    dquery, dkey, dvalue = torch.autograd.grad(1e-6 * out.sum(), leaves)
+    assert dkey[0, :, 0].ne(0).tolist() == dvalue[0, :, 0].ne(0).tolist() == [True, False, False, True]
+    assert dquery.item() == pytest.approx((dkey * key)[0, [0, 3]].sum().item())
+    plain = [x.detach() for x in leaves]
+    probes = AttentionGraph.from_dense(torch.tensor([[0.0, 1, 1, 0]]))
+    few = AttentionGraph.from_dense(torch.tensor([[1.0, 0, 0, 1]]))
+    rest = (probes.rowptr, probes.col, None, 1.0)
+    assert ops.edge_effect(torch.ones(1, 1, 1), *plain, few.rowptr, few.col, None, *rest)[1].tolist() == [0, 0]
+    assert ops.edge_effect(torch.ones(1, 1, 1), *plain, graph.rowptr, graph.col, None, *rest)[0].ne(0).tolist() == [
+        True,
+        False,
+        False,
+        True,
+    ]
+
+
 # ------------------------------------------------------------------ processes and threads
+
+
+def test_kernels_of_other_sources_are_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """numba asks for the file of a kernel alone, and not for those of what the kernel calls."""
+    file = tmp_path / "kernels.py"
+    file.write_text("def double(x):\n    return x + x\n")
+    hits = []
+    for sources in ("one", "one", "other", "other"):
+        monkeypatch.setattr(workers, "_sources", lambda sources=sources: sources)
+        space: dict[str, Any] = {"__name__": "kernels", "__file__": str(file)}
+        exec(compile(file.read_text(), str(file), "exec"), space)
+        double: Any = workers.kernel(space["double"])
+        assert double(3) == 6
+        hits.append(sum(double.stats.cache_hits.values()))
+    assert hits == [0, 1, 0, 1]
 
 
 FORK = """

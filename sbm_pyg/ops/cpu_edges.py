@@ -8,7 +8,6 @@ pass is the second-level cache: each edge rewrites the gradients of its key. So 
 value side by side, and so their gradients. docs/kernels.md has the measurements.
 
 Names: a unit or piece of work is rows ``begin .. end - 1``; widths are channels padded to a multiple of 16, lanes those taken at once.
-numba's cache of compiled kernels watches this file alone: touch it after editing :mod:`.simd`.
 """
 
 from __future__ import annotations

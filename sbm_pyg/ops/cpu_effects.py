@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .cpu_edges import _lanes, _rows, _wide
-from .simd import at, dots, exp, first, highest, load, load16, maximum, peek, poke, scratch, splat, store, total
+from .simd import NOTHING, at, dots, exp, first, highest, load, load16, maximum, peek, poke, scratch, splat, store, store16, total
 from .threads import kernel, run, split
 
 
@@ -52,7 +52,7 @@ def _effect(width, value_width):
     ):  # fmt: skip
         room = (longest + 15) // 16 * 16
         logits, gains = np.empty(room, query.dtype), np.empty(room, query.dtype)
-        zero, one, low = query.dtype.type(0), query.dtype.type(1), query.dtype.type(-np.inf)
+        zero, one, low, most = query.dtype.type(0), query.dtype.type(1), query.dtype.type(-np.inf), query.dtype.type(-88)
         for row in range(begin, end):
             keys = at(key, row // queries * num_keys * width)
             values = at(value, row // queries * num_keys * value_width)
@@ -78,13 +78,14 @@ def _effect(width, value_width):
                 rest_gain = rest_gain + weight * load(gains, t, 16)
                 store(logits, t, weight)
             others, others_gain = total(rest), total(rest_gain)
-            ratio = np.exp(second - top) if second != low else zero
+            ratio = np.exp(second - top) if second - top > NOTHING else zero
             sums, sums_gain = one + others * ratio, best_gain + others_gain * ratio
             if top == low:
                 sums, sums_gain = zero, zero
-            for t in range(count):
-                share, gain = peek(logits, t) * ratio, peek(gains, t)
-                poke(out, start + t, share / sums * (gain - (sums_gain - share * gain) / (sums - share)) if share != zero else zero)
+            for t in range(0, count, 16):
+                share, gain = load(logits, t, 16) * ratio, load(gains, t, 16)
+                change = share / sums * (gain - (sums_gain - share * gain) / (sums - share)) if top != low else splat(zero, 16)
+                store16(out, start + t, count - t, change)
             if best < count and top != low:
                 poke(out, start + best, (best_gain - (others_gain / others if others != zero else zero)) / sums)
 
@@ -93,13 +94,19 @@ def _effect(width, value_width):
             count = peek(probe_rowptr, row + 1) - start
             measure(row, start, count, keys, values, grad_out, query, probe_col, probe_bias, scale, logits, gains)
             mean = sums_gain / sums if sums != zero else zero
+            for t in range(0, count, 16):
+                if top != low:
+                    weight = exp(zero - maximum(splat(most, 16), top - load(logits, t, 16)))
+                    store16(probe_out, start + t, count - t, weight / (weight + sums) * (load(gains, t, 16) - mean))
+                else:  # the probe would be the row's only edge
+                    for u in range(t, min(t + 16, count)):
+                        poke(probe_out, start + u, peek(gains, u) if peek(logits, u) != low else zero)
             for t in range(count):
-                token, logit = peek(probe_col, start + t), peek(logits, t)
+                token = peek(probe_col, start + t)
                 while edge < stop and peek(col, edge) < token:
                     edge += 1
-                odds = sums * np.exp(top - logit) if top != low else zero
-                change = (peek(gains, t) - mean) / (one + odds)
-                poke(probe_out, start + t, zero if logit == low or (edge < stop and peek(col, edge) == token) else change)
+                if edge < stop and peek(col, edge) == token:
+                    poke(probe_out, start + t, zero)
 
     return effect
 

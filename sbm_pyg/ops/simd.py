@@ -15,6 +15,7 @@ from numba.core.datamodel import models
 from numba.extending import intrinsic, overload, register_model
 from numba.np.arrayobj import make_array
 
+NOTHING = -40.0  # a logit that far below the largest of its row has no weight in float32; kept, its products get subnormal, and slow
 _EXACT = ("contract",)  # a * b + c may become one instruction
 _SUM = ("contract", "reassoc", "nsz")  # and a sum may be taken in any order
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
@@ -249,7 +250,7 @@ def total(typing, vector):
 
 @intrinsic
 def exp(typing, vector):
-    """e to the power of every lane. float32: error below 3 units in the last place, 0 below -87.3, at most exp(88)."""
+    """e to the power of every lane. float32: error below 3 units in the last place, 0 below ``NOTHING``, at most exp(88)."""
 
     def generate(context, builder, signature, args):
         kind = args[0].type
@@ -273,7 +274,7 @@ def exp(typing, vector):
         bits = ir.VectorType(_I32, kind.count)
         power = builder.shl(builder.bitcast(magic, bits), _all(bits, 23))
         result = builder.bitcast(builder.add(builder.bitcast(result, bits), power), kind)
-        return builder.select(builder.fcmp_ordered("<", x, _all(kind, -87.3)), _all(kind, 0.0), result)
+        return builder.select(builder.fcmp_ordered("<", x, _all(kind, NOTHING)), _all(kind, 0.0), result)
 
     return vector(vector), generate
 
@@ -352,5 +353,5 @@ def _arithmetic(python, instruction):
             return lambda left, right: apply(left, right)
 
 
-for _operation in ((operator.add, "fadd"), (operator.sub, "fsub"), (operator.mul, "fmul")):
+for _operation in ((operator.add, "fadd"), (operator.sub, "fsub"), (operator.mul, "fmul"), (operator.truediv, "fdiv")):
     _arithmetic(*_operation)

@@ -12,6 +12,7 @@ their cores. Elsewhere a pool of python threads takes their place.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import itertools
 import logging
 import os
@@ -20,6 +21,8 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -45,7 +48,8 @@ def kernel(function: Callable, reorder: bool = False) -> Callable:
     """Compile ``function`` with numba for :func:`run`: no GIL, cached on disk, floating point that keeps NaN and inf.
 
     A sum keeps its order (:func:`.simd.exp` needs that) unless ``reorder`` lets the compiler take several terms at a time. A cache folder
-    that cannot be written costs one compilation per process, and is no error.
+    that cannot be written costs one compilation per process, and is no error. What was compiled from other sources is compiled again:
+    numba looks at the file of the kernel alone, but what it calls, and what its vectors are made of, lies in other files of this folder.
     """
     options: dict[str, Any] = {
         "nogil": True,
@@ -55,11 +59,23 @@ def kernel(function: Callable, reorder: bool = False) -> Callable:
     }
     try:
         compiled = njit(cache=True, **options)(function)
+        if hasattr(compiled, "_cache"):  # not with NUMBA_DISABLE_JIT; numba has no public name for what a cached kernel depends on
+            index = compiled._cache._cache_file
+            index._source_stamp = (index._source_stamp, _sources())
     except RuntimeError as error:  # numba found no folder that it may write to
         log.debug("%s; it is compiled again in every process", error)
         compiled = njit(**options)(function)
     _kernels.add(compiled)
     return compiled
+
+
+@cache
+def _sources() -> str:
+    """Hash of all files of this folder."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def run(function: Callable, tasks: Sequence[tuple]) -> None:
