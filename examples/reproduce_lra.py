@@ -252,7 +252,8 @@ class Runner:
         begun = (folder / lra.SETTINGS).exists()
         self.index.save()
         command = [sys.executable, lra.__file__, "--output", str(folder), *machine, *plan.arguments]
-        command += ["--resume"] if begun else []
+        if begun:
+            command.append("--resume")
         start = time.perf_counter()
         try:
             code = self.call(command, self.index.folder / LOGS / f"{plan.name}.txt", bar, folder / "train.csv", settings["steps"])

@@ -94,13 +94,13 @@ def _effect(width, value_width):
             count = peek(probe_rowptr, row + 1) - start
             measure(row, start, count, keys, values, grad_out, query, probe_col, probe_bias, scale, logits, gains)
             mean = sums_gain / sums if sums != zero else zero
-            for t in range(0, count, 16):
-                if top != low:
+            if top != low:
+                for t in range(0, count, 16):
                     weight = exp(zero - maximum(splat(most, 16), top - load(logits, t, 16)))
                     store16(probe_out, start + t, count - t, weight / (weight + sums) * (load(gains, t, 16) - mean))
-                else:  # the probe would be the row's only edge
-                    for u in range(t, min(t + 16, count)):
-                        poke(probe_out, start + u, peek(gains, u) if peek(logits, u) != low else zero)
+            else:  # a probe would be the row's only edge
+                for t in range(count):
+                    poke(probe_out, start + t, peek(gains, t) if peek(logits, t) != low else zero)
             for t in range(count):
                 token = peek(probe_col, start + t)
                 while edge < stop and peek(col, edge) < token:
