@@ -52,7 +52,8 @@ class SBMAttentionConv(MessagePassing):
             probes; ``"mask"``, as the authors' code has it; ``"paper"``, eq. 9; ``"relaxed"`` or ``"concrete"``, which train on all pairs
             with a soft mask, O(NM), and sample in evaluation only; ``"none"``. None: ``"local"``, or ``"mask"`` where the normaliser is
             not softmax. See :mod:`sbm_pyg.estimators` and docs/learning.md.
-        probes: With ``"local"``, expected number of pairs per query and head that are looked at beside the edges, drawn uniformly.
+        probes: With ``"local"``, expected number of pairs per query and head that are looked at beside the edges, keys at equal distances
+            from a random start.
         exploration: Added to every edge probability in training only, in [0, 1]. None: 0.01, as in the paper, or 0 with ``"local"``, whose
             probes explore without adding edges.
         method: Law of the sampled graph, ``"bernoulli"`` or ``"fastrg"``; see :func:`~sbm_pyg.sample_edges`.

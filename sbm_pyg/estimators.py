@@ -28,7 +28,6 @@ from torch import Tensor
 
 from . import ops
 from .graph import AttentionGraph
-from .sampling import sample_edges
 from .sbm import SBM
 
 __all__ = ["ESTIMATORS", "concrete_bias", "draw_probes", "local_expectation", "relaxed_bias", "score_function", "straight_through"]
@@ -37,7 +36,6 @@ GATE_FORM = {"paper": "score", "mask": "weight"}
 RELAXATIONS = ("relaxed", "concrete")
 ESTIMATORS = ("local", *GATE_FORM, *RELAXATIONS, "none")
 
-_PROBES = 0x9E3779B97F4A7C15  # added to the seed of the graph; makes the words of the probes other ones
 _LEAST = 1e-9  # probability below which a logarithm is cut
 
 
@@ -54,24 +52,27 @@ def straight_through(sbm: SBM, graph: AttentionGraph, forced: Tensor | None = No
 
 
 def draw_probes(sbm: SBM, per_query: float, *, seed: int, streams: Tensor | None = None) -> tuple[AttentionGraph, Tensor]:
-    """Pairs drawn uniformly and independently of the graph: where :func:`local_expectation` looks beside the edges. O(N per_query).
+    """Pairs drawn independently of the graph, where :func:`local_expectation` looks beside the edges. O(N per_query).
+
+    Each query takes keys at equal distances from a random start (:func:`sbm_pyg.ops.sample_systematic`), so each key with the same
+    probability.
 
     Args:
         sbm: Model whose tokens, heads and sequences they are over.
-        per_query: Expected number of probes of each query and head; a query with fewer keys gets all of them, so that
+        per_query: Number of probes of each query and head, on average; a query with fewer keys gets all of them, so that
             ``math.inf`` means all pairs.
         seed: Seed of the graph; other random words are drawn from it.
-        streams: As :func:`sample_edges`.
+        streams: As :func:`~sbm_pyg.sample_edges`.
 
     Returns:
-        The probes, and the probability with which each pair of a query is one, ``[N]``.
+        The probes, and the probability with which each key of a query is one, ``[N]``.
     """
-    keys = sbm.key_ptr.diff()
-    chance = (per_query / keys.clamp(min=1)).clamp(max=1).to(sbm.query.dtype)
-    chance = torch.repeat_interleave(chance, sbm.query_ptr.diff(), output_size=sbm.num_queries)  # [N]
-    query, key = chance.expand(sbm.heads, -1)[..., None], chance.new_ones(sbm.heads, sbm.num_keys, 1)
-    uniform = SBM(query, key, chance.new_ones(sbm.heads, 1, 1), sbm.query_ptr, sbm.key_ptr)
-    return sample_edges(uniform, clamp=True, seed=(seed + _PROBES) % 2**63, streams=streams), chance
+    chance = (per_query / sbm.key_ptr.diff().clamp(min=1)).clamp(max=1).to(sbm.query.dtype)
+    chance = torch.repeat_interleave(chance, sbm.query_ptr.diff(), output_size=sbm.num_queries)
+    if streams is None:
+        streams = torch.arange(sbm.num_sequences, device=chance.device)
+    rowptr, col = ops.sample_systematic(chance, sbm.query_ptr, sbm.key_ptr, streams, sbm.heads, seed)
+    return AttentionGraph(rowptr, col, sbm.num_queries, sbm.num_keys, sbm.heads, sbm.query_ptr, sbm.key_ptr), chance
 
 
 def local_expectation(
@@ -117,33 +118,8 @@ def local_expectation(
     taking the expectation over one variable exactly; Veach and Guibas, SIGGRAPH 1995, for weighting samples of two sources by their sum
     (the balance heuristic).
     """
-    with torch.no_grad():
-        weight = _weights(sbm, graph, chance, exploration, present=True)
-        probe_weight = _weights(sbm, probes, chance, exploration, present=False)
-        if forced is not None:
-            weight.masked_fill_(forced, 0)
-    return ops.local_expectation(
-        out,
-        sbm.rate,
-        sbm.key,
-        query,
-        key,
-        value,
-        (graph.rowptr, graph.col, bias, weight),
-        (probes.rowptr, probes.col, probe_bias, probe_weight),
-        scale,
-    )
-
-
-def _weights(sbm: SBM, pairs: AttentionGraph, chance: Tensor, exploration: float, present: bool) -> Tensor:
-    """How much each edge counts (``present``), or each probe that is none, ``[E]``; see :func:`local_expectation`."""
-    p = (sbm.edge_prob(pairs) + exploration).clamp_(max=1)
-    eta = torch.repeat_interleave(chance.repeat(pairs.heads), pairs.rowptr.diff(), output_size=pairs.num_edges)
-    seen = torch.lerp(eta, torch.ones_like(eta), p)  # probability that a pair is an edge or a probe
-    if present:
-        return torch.where(p > 0.5, 1, torch.minimum(1 / seen, 0.5 / p))
-    share = (p / seen).clamp_(max=0.5)  # of the side with the edge
-    return torch.where(p > 0.5, 1, (1 - share) / (1 - p)) / eta
+    pairs = (graph.rowptr, graph.col, bias), (probes.rowptr, probes.col, probe_bias)
+    return ops.local_expectation(out, sbm.rate, sbm.key, query, key, value, *pairs, chance, forced, scale, exploration)
 
 
 def relaxed_bias(sbm: SBM, graph: AttentionGraph, exploration: float = 0.0) -> Tensor:

@@ -114,6 +114,24 @@ def test_effect_does_not_depend_on_threads_or_offsets_dtype() -> None:
         assert all(torch.equal(one, two) for one, two in zip(results[0], other, strict=True))
 
 
+@pytest.mark.parametrize("name", GRAPHS)
+@pytest.mark.parametrize(("blocks", "exploration", "op"), [(3, 0.0, ops), (48, 0.05, ops), (3, 0.05, reference)])
+def test_effects_count_by_the_chance_to_see_them(name: str, blocks: int, exploration: float, op: Any) -> None:
+    """One half of the estimate from the side with the edge and one from that without, within the bounds of the docstring."""
+    graph, eta = GRAPHS[name], 0.2
+    plain = effect_arguments(graph, 4, 3, False)
+    rate, member = draw(6, graph.heads, graph.num_queries, blocks).abs(), draw(7, graph.heads, graph.num_keys, blocks).abs()
+    rate = rate / (rate @ member.mT).amax().clamp(min=1)  # from far below the chance of a probe up to 1
+    chance = torch.full((graph.num_queries,), eta, dtype=torch.float64)
+    probes = AttentionGraph(plain[7], plain[8], graph.num_queries, graph.num_keys, graph.heads)
+    got = op.edge_effect(*plain, rate, member, chance, exploration)
+    for edges, alone, counted in zip((graph, probes), op.edge_effect(*plain), got, strict=True):
+        p = ((rate @ member.mT)[edges.edge_head, edges.edge_index[1], edges.edge_index[0]] + exploration).clamp(max=1)
+        alpha = torch.minimum(torch.tensor(0.5), p / (p + eta - p * eta)).maximum(p)  # share of the side with the edge
+        factor = alpha / p if edges is graph else torch.where(p < 1, (1 - alpha) / (1 - p), 1) / eta
+        torch.testing.assert_close(counted, alone * factor, rtol=1e-9, atol=1e-12)
+
+
 # ------------------------------------------------------------------ against the gradient of the expected loss, by enumeration
 
 
@@ -224,11 +242,7 @@ def test_probes_are_uniform_independent_of_the_graph_and_their_own_batch() -> No
     probes, chance = draw_probes(sbm, 50.0, seed=3)
     assert chance[0] == 50 / 1000
     assert chance[-1] == pytest.approx(50 / 3000)
-    degree = probes.degree[0].double()
-    for part, size in ((degree[:1000], 1000), (degree[1000:], 3000)):
-        variance = 50 * (1 - 50 / size)
-        assert abs(float(part.mean()) - 50) < 5 * math.sqrt(variance / len(part))
-        assert 0.8 < float(part.var()) / variance < 1.2
+    assert bool((probes.degree == 50).all())
     graph = sample_edges(sbm, seed=3)
     both = graph.num_edges + probes.num_edges - graph.union(probes)[0].num_edges
     expected = 1000**2 * 0.05 * 0.05 + 3000**2 * 0.05 * 50 / 3000
@@ -236,6 +250,34 @@ def test_probes_are_uniform_independent_of_the_graph_and_their_own_batch() -> No
     alone = SBM(p[:, 1000:], torch.ones(1, 3000, 1), torch.ones(1, 1, 1))
     same, _ = draw_probes(alone, 50.0, seed=3, streams=torch.tensor([1]))
     assert torch.equal(same.col, probes.col[probes.rowptr[1000] :] - (0 if int(probes.col[-1]) < 3000 else 1000))
+
+
+@pytest.mark.parametrize("per_query", [0.4, 1.0, 3.0, 16.0, 39.0])
+def test_every_key_is_a_probe_as_often(per_query: float) -> None:
+    """Whether or not the distance between keys is a whole number."""
+    rows, keys = 20000, 40
+    member = torch.ones(2, keys, 1)
+    probes, chance = draw_probes(SBM(torch.ones(2, rows, 1), member, torch.ones(2, 1, 1)), per_query, seed=1)
+    seen = torch.stack([probes.head(head).col.bincount(minlength=keys) for head in range(2)]).double()
+    expected = rows * per_query / keys
+    assert float(chance[0]) == pytest.approx(per_query / keys)
+    assert float((seen - expected).abs().max()) < 5 * math.sqrt(expected * (1 - per_query / keys))
+    assert not torch.equal(probes.head(0).col[:50], probes.head(1).col[:50])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("per_query", [0.0, 0.3, 2.5, 16.0, math.inf])
+def test_systematic_samples_are_those_of_the_reference(per_query: float, dtype: torch.dtype) -> None:
+    query_ptr, key_ptr = torch.tensor([0, 3, 40, 240]), torch.tensor([0, 1, 5, 96])
+    chance = torch.repeat_interleave((per_query / key_ptr.diff()).clamp(max=1).to(dtype), query_ptr.diff())
+    arguments = (chance, query_ptr, key_ptr, torch.tensor([7, 2**32 - 1, 0]), 3, 2**63 - 5)
+    for ours, meant in zip(ops.sample_systematic(*arguments), reference.sample_systematic(*arguments), strict=True):
+        assert ours.dtype == meant.dtype
+        assert torch.equal(ours, meant)
+    graph = AttentionGraph(*ops.sample_systematic(*arguments), 240, 96, 3, query_ptr, key_ptr).validate()  # sorted, without repeats
+    expected = chance.double() * torch.repeat_interleave(key_ptr.diff(), query_ptr.diff())
+    assert bool(((graph.degree - expected).abs() < 1).all())
+    assert abs(float((graph.degree - expected).mean())) < 5 * 0.5 / math.sqrt(3 * 240)
 
 
 def test_infinitely_many_probes_are_all_pairs() -> None:

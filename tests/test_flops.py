@@ -37,7 +37,7 @@ def random(*shape: int) -> Tensor:
 
 def test_every_op_with_products_has_a_formula() -> None:
     known = {name for name in dir(ops) if name.startswith("_") and isinstance(getattr(ops, name), torch.library.CustomOpDef)}
-    without = {"_segment_entmax", "_segment_entmax_backward"}  # powers and sums, no products over channels
+    without = {"_segment_entmax", "_segment_entmax_backward", "_sample_systematic"}  # no products over channels or blocks
     assert {f"_{name}" for name in flops.__all__} == known - without
     for name in flops.__all__:
         assert getattr(torch.ops.sbm_pyg, name) in flop_registry
@@ -81,10 +81,12 @@ def test_effects_of_edges_and_probes() -> None:
     rate, member = random(HEADS, N, K), random(HEADS, N, K)
     probes = patterns.window(None, 1, ptr=PTR).expand(HEADS)
     out, _ = ops.edge_attention(query.detach(), key.detach(), value.detach(), GRAPH.rowptr, GRAPH.col)
-    sides = ((GRAPH.rowptr, GRAPH.col, None, None), (probes.rowptr, probes.col, None, None))
-    out = ops.local_expectation(out.requires_grad_(), rate, member, query, key, value, *sides)
+    sides = ((GRAPH.rowptr, GRAPH.col, None), (probes.rowptr, probes.col, None))
+    out = ops.local_expectation(out.requires_grad_(), rate, member, query, key, value, *sides, torch.ones(N))
     both = E + probes.num_edges
-    assert counted(lambda: out.sum().backward()) == {"edge_effect": 2 * both * (C + V), "edge_dot_backward": 4 * both * K}
+    assert counted(lambda: out.sum().backward()) == {"edge_effect": 2 * both * (C + V + K), "edge_dot_backward": 4 * both * K}
+    plain = (random(HEADS, N, V), query, key, value, GRAPH.rowptr, GRAPH.col, None, probes.rowptr, probes.col)
+    assert counted(lambda: ops.edge_effect(*plain)) == {"edge_effect": 2 * both * (C + V)}
 
 
 @pytest.mark.parametrize("method", ["bernoulli", "fastrg"])

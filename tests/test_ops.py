@@ -298,10 +298,11 @@ def _samples() -> dict[str, tuple]:
         "edge_dot_backward": (plain[3], plain[0], plain[1], *rows, True, True),
         "edge_attention": (query, key, value, *rows, gate, bias, 0.5, "weight", 0.2, 3),
         "edge_attention_backward": (torch.ones_like(out), *plain[:3], *rows, *plain[3:], out, lse, 0.5, "score", 0.0, 0, True, True),
-        "edge_effect": (torch.ones_like(out), *plain[:3], *rows, plain[4], *rows, plain[4], 0.5),
+        "edge_effect": (torch.ones_like(out), *plain[:3], *rows, plain[4], *rows, plain[4], 0.5, *plain[:2], torch.full((3,), 0.5), 0.1),
         "segment_entmax": (gate, torch.tensor([0, graph.num_edges]), 1.5),
         "segment_entmax_backward": (p, p, torch.tensor([0, graph.num_edges]), 1.5),
         "sample_sbm": (*memberships, ptr, ptr, torch.tensor([0]), 5, "bernoulli", 0.0, True),
+        "sample_systematic": (torch.full((3,), 0.4), ptr, torch.tensor([0, 7]), torch.tensor([0]), 2, 5),
     }
 
 

@@ -20,7 +20,16 @@ from torch.utils.flop_counter import register_flop_formula
 
 from . import cpu, flops, reference
 
-__all__ = ["edge_attention", "edge_dot", "edge_effect", "edge_gate", "local_expectation", "sample_sbm", "segment_entmax"]
+__all__ = [
+    "edge_attention",
+    "edge_dot",
+    "edge_effect",
+    "edge_gate",
+    "local_expectation",
+    "sample_sbm",
+    "sample_systematic",
+    "segment_entmax",
+]
 
 
 def _declare(name: str, schema: str, fake: Callable[..., Any]) -> CustomOpDef:
@@ -72,6 +81,11 @@ def _fake_sample(query: Tensor, key: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return rowptr, query.new_empty(num_edges, dtype=torch.int32)
 
 
+def _fake_systematic(chance: Tensor, query_ptr: Tensor, key_ptr: Tensor, streams: Tensor, heads: int, seed: int) -> tuple[Tensor, Tensor]:
+    num_edges = torch.library.get_ctx().new_dynamic_size()
+    return query_ptr.new_empty(heads * chance.size(0) + 1), query_ptr.new_empty(num_edges, dtype=torch.int32)
+
+
 _edge_dot = _declare("edge_dot", "(Tensor query, Tensor key, Tensor rowptr, Tensor col) -> Tensor", _fake_dot)
 _edge_dot_backward = _declare(
     "edge_dot_backward",
@@ -94,7 +108,7 @@ _edge_attention_backward = _declare(
 _edge_effect = _declare(
     "edge_effect",
     "(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor rowptr, Tensor col, Tensor? bias, Tensor probe_rowptr, "
-    "Tensor probe_col, Tensor? probe_bias, float scale) -> (Tensor, Tensor)",
+    "Tensor probe_col, Tensor? probe_bias, float scale, Tensor? rate, Tensor? member, Tensor? chance, float exploration) -> (Tensor, Tensor)",
     _fake_effect,
 )
 _segment_entmax = _declare(
@@ -110,6 +124,11 @@ _sample_sbm = _declare(
     "(Tensor query, Tensor key, Tensor query_ptr, Tensor key_ptr, Tensor streams, SymInt seed, str method, float exploration, bool clamp) "
     "-> (Tensor, Tensor)",
     _fake_sample,
+)
+_sample_systematic = _declare(
+    "sample_systematic",
+    "(Tensor chance, Tensor query_ptr, Tensor key_ptr, Tensor streams, SymInt heads, SymInt seed) -> (Tensor, Tensor)",
+    _fake_systematic,
 )
 
 
@@ -176,28 +195,28 @@ class _LocalExpectation(torch.autograd.Function):
     @staticmethod
     def forward(
         out: Tensor, rate: Tensor, member: Tensor, query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor, col: Tensor,
-        bias: Tensor | None, weight: Tensor | None, probe_rowptr: Tensor, probe_col: Tensor, probe_bias: Tensor | None,
-        probe_weight: Tensor | None, scale: float,
+        bias: Tensor | None, probe_rowptr: Tensor, probe_col: Tensor, probe_bias: Tensor | None, chance: Tensor, forced: Tensor | None,
+        scale: float, exploration: float,
     ) -> Tensor:  # fmt: skip
         return out.view_as(out)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs[1:-1])
-        ctx.scale = inputs[-1]
+        ctx.save_for_backward(*inputs[1:-2])
+        ctx.options = inputs[-2:]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        rate, member, query, key, value, rowptr, col, bias, weight, probe_rowptr, probe_col, probe_bias, probe_weight = ctx.saved_tensors
+        rate, member, *attention, chance, forced = ctx.saved_tensors
+        scale, exploration = ctx.options
+        rowptr, col, probe_rowptr, probe_col = (attention[place] for place in (3, 4, 6, 7))
+        effects = _edge_effect(grad.contiguous(), *attention, scale, rate, member, chance, exploration)
+        if forced is not None:
+            effects[0].masked_fill_(forced, 0)
         need = ctx.needs_input_grad[1:3]
-        effects = _edge_effect(grad.contiguous(), query, key, value, rowptr, col, bias, probe_rowptr, probe_col, probe_bias, ctx.scale)
-        grads: list[Tensor | None] = [None, None]
-        sides = ((effects[0], weight, rowptr, col), (effects[1], probe_weight, probe_rowptr, probe_col))
-        for effect, factor, *graph in sides:
-            effect = (effect if factor is None else effect * factor).to(rate.dtype)
-            found = _edge_dot_backward(effect, rate, member, *graph, *need)
-            grads = [(new if old is None else old + new) if wanted else None for old, new, wanted in zip(grads, found, need, strict=True)]
-        return (grad, *grads, *[None] * 12)
+        grads = _edge_dot_backward(effects[0].to(rate.dtype), rate, member, rowptr, col, *need)
+        more = _edge_dot_backward(effects[1].to(rate.dtype), rate, member, probe_rowptr, probe_col, *need)
+        return (grad, *(one.add_(two) if wanted else None for one, two, wanted in zip(grads, more, need, strict=True)), *[None] * 13)
 
 
 # ------------------------------------------------------------------ the functions
@@ -279,6 +298,10 @@ def edge_effect(
     probe_col: Tensor,
     probe_bias: Tensor | None = None,
     scale: float = 1.0,
+    rate: Tensor | None = None,
+    member: Tensor | None = None,
+    chance: Tensor | None = None,
+    exploration: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     r"""What each edge, and each probe, does to the loss: the difference between having it and not, the row's other edges given.
 
@@ -288,7 +311,12 @@ def edge_effect(
     .. math:: \Delta_{ij} = \frac{w_{ij}}{w_{ij} + \sum w_{il}} \Big( g_{ij} - \frac{\sum w_{il} g_{il}}{\sum w_{il}} \Big) ,
 
     the last fraction being 0 where there is no other edge. To first order in the output this is the loss with the edge less the loss without
-    it; for a loss that is linear in the output it is exact. Cost O((E + E') C); no sum is ever taken from one that it dominates.
+    it; for a loss that is linear in the output it is exact. No sum is ever taken from one that it dominates.
+
+    With ``rate``, ``member`` and ``chance``, effects come times what they count for in an estimate of :math:`\partial L / \partial p` from a
+    graph that was sampled with :math:`p_{ij} = \langle \text{rate}_i, \text{member}_j \rangle + \delta` and probes that were drawn
+    with probability :math:`\eta_i`. With :math:`p` cut at 1/2 and :math:`d = \max(p + \eta - p \eta, 2 p)` that is :math:`1 / d` for an edge and
+    :math:`(d - p) / (d \, (1 - p) \, \eta)` for a probe; :func:`sbm_pyg.estimators.local_expectation` says why. Cost O((E + E') (C + K)).
 
     Args:
         grad_out: Gradient of the loss to the attention's output, ``[H, N, C']``.
@@ -302,11 +330,17 @@ def edge_effect(
         probe_col: Key of each probe, ``[E']``, sorted within rows, no repeats.
         probe_bias: ``[E']``, added to the logits, or None.
         scale: Factor of the scores.
+        rate: ``Y S``, ``[H, N, K]``, or None.
+        member: ``Z``, ``[H, M, K]``, or None.
+        chance: Probability :math:`\eta` with which each key of a query is a probe, ``[N]``, or None.
+        exploration: :math:`\delta`, what was added to each probability.
 
     Returns:
         ``[E]`` and ``[E']`` in the dtype of ``query``; 0 for a probe that is an edge already.
     """
-    return _edge_effect(grad_out, query, key, value, rowptr, col, bias, probe_rowptr, probe_col, probe_bias, scale)
+    return _edge_effect(
+        grad_out, query, key, value, rowptr, col, bias, probe_rowptr, probe_col, probe_bias, scale, rate, member, chance, exploration
+    )
 
 
 def local_expectation(
@@ -316,13 +350,16 @@ def local_expectation(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    graph: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
-    probes: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+    graph: tuple[Tensor, Tensor, Tensor | None],
+    probes: tuple[Tensor, Tensor, Tensor | None],
+    chance: Tensor,
+    forced: Tensor | None = None,
     scale: float = 1.0,
+    exploration: float = 0.0,
 ) -> Tensor:
     """The output of attention as it is, whose gradient also reaches the edge probabilities: the local expectation gradient.
 
-    The probability ``p = <rate[h, i], member[h, j]>`` of each edge and each probe receives its :func:`edge_effect` times its weight.
+    The probability ``p = <rate[h, i], member[h, j]>`` of each edge and each probe receives its :func:`edge_effect` times what it counts for.
     Nothing is computed forward; backward costs O((E + E') (C + K)).
 
     Args:
@@ -330,16 +367,18 @@ def local_expectation(
         rate: ``Y S``, ``[H, N, K]``.
         member: ``Z``, ``[H, M, K]``.
         query, key, value: Those of the attention; they get no gradient from here.
-        graph: ``rowptr``, ``col``, bias ``[E]`` or None, weight ``[E]`` or None for ones.
+        graph: ``rowptr``, ``col``, bias ``[E]`` or None.
         probes: The same of the pairs that are tried; those that are edges count once, as edges.
+        chance: Probability with which each key of a query is a probe, ``[N]``.
+        forced: Edges that are there whatever p is, ``[E]`` bool, or None; they send no gradient.
         scale: Factor of the scores.
+        exploration: What was added to each probability when the graph was sampled.
 
     Returns:
         ``out``.
     """
-    rowptr, col, bias, weight = graph
-    detached = (x if x is None else x.detach() for x in (query, key, value, rowptr, col, bias, weight, *probes))
-    return _LocalExpectation.apply(out, rate, member, *detached, scale)
+    constants = (x if x is None else x.detach() for x in (query, key, value, *graph, *probes, chance, forced))
+    return _LocalExpectation.apply(out, rate, member, *constants, scale, exploration)
 
 
 def segment_entmax(
@@ -423,3 +462,26 @@ def sample_sbm(
         ValueError: A probability without exploration exceeds 1 (``"bernoulli"`` without ``clamp``).
     """
     return _sample_sbm(query, key, query_ptr, key_ptr, streams, seed, method, exploration, clamp)
+
+
+def sample_systematic(chance: Tensor, query_ptr: Tensor, key_ptr: Tensor, streams: Tensor, heads: int, seed: int) -> tuple[Tensor, Tensor]:
+    r"""Each query takes keys of its sequence at equal distances from a random start: every key with the same probability, at little cost.
+
+    With :math:`\eta_i` the probability and one random :math:`u` per row, uniform in [0, 1), these are the keys :math:`\lfloor (t + u) / \eta_i \rfloor`
+    for t = 0, 1, ... Their number is :math:`\eta_i m` up to less than one. Rows are independent; keys of a row are not. Words as in
+    :func:`sample_sbm`. Cost O(N + E).
+
+    Args:
+        chance: :math:`\eta` of each query, ``[N]``, in [0, 1].
+        query_ptr: Offsets of the sequences in the queries, ``[B+1]`` int64.
+        key_ptr: Offsets of the sequences in the keys, ``[B+1]`` int64.
+        streams: Number of each sequence's random stream, ``[B]`` int64 in ``0 .. 2**32-1``.
+        heads: Number of heads H.
+        seed: 64-bit seed.
+
+    Returns:
+        ``rowptr`` [H*N+1] int64 and ``col`` [E] int32, sorted by (head, query, key), without repeats.
+
+    Reference: Madow and Madow, "On the Theory of Systematic Sampling, I", Annals of Mathematical Statistics 1944.
+    """
+    return _sample_systematic(chance, query_ptr, key_ptr, streams, heads, seed)

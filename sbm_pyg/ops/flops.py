@@ -54,11 +54,15 @@ def edge_effect(
     bias: Tensor | None,
     probe_rowptr: Tensor,
     probe_col: Tensor,
+    probe_bias: Tensor | None = None,
+    scale: float = 1.0,
+    rate: Tensor | None = None,
     *_: Any,
     out_val: Any = None,
 ) -> int:
-    """2 (E + E') (C + C'): score and gain of each edge and each probe."""
-    return 2 * (col.numel() + probe_col.numel()) * (query.size(-1) + value.size(-1))
+    """2 (E + E') (C + C'): score and gain of each edge and each probe; with factors 2 (E + E') K more."""
+    width = query.size(-1) + value.size(-1) + (0 if rate is None else rate.size(-1))
+    return 2 * (col.numel() + probe_col.numel()) * width
 
 
 def sample_sbm(

@@ -20,7 +20,7 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 _WORD = 0xFFFFFFFF
 
 # What a random word is for; the purpose is part of its counter, so no two uses ever share a word.
-COIN_BYTE, COIN_REST, COUNT, PROPOSAL, DROPOUT, GAP = range(1, 7)
+COIN_BYTE, COIN_REST, COUNT, PROPOSAL, DROPOUT, GAP, SYSTEMATIC = range(1, 8)
 
 PROPOSALS, GAPS, COINS = range(3)
 """The ways to sample a row: Poisson proposals by block and key, keys at random distances that are then thinned, one coin per key."""
@@ -200,6 +200,10 @@ def edge_effect(
     probe_col: Tensor,
     probe_bias: Tensor | None,
     scale: float,
+    rate: Tensor | None = None,
+    member: Tensor | None = None,
+    chance: Tensor | None = None,
+    exploration: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     rows = query.size(0) * query.size(1)
     sides = []
@@ -238,6 +242,16 @@ def edge_effect(
     found = torch.searchsorted(mine, known).clamp(max=max(mine.numel() - 1, 0))
     if mine.numel():
         probe_effect = torch.where(mine[found] == known, 0, probe_effect)
+    if rate is not None and member is not None and chance is not None:
+        eta = _wide(chance).repeat(query.size(0))
+        for number, pairs in enumerate(((rowptr, col), (probe_rowptr, probe_col))):
+            p = (edge_dot(_wide(rate), _wide(member), *pairs) + exploration).clamp(max=0.5)
+            seen = eta[sides[number][0]]
+            most = torch.maximum(seen + p - seen * p, 2 * p)
+            if number == 0:
+                effect = effect / most
+            else:
+                probe_effect = probe_effect * (most - p) / (most * (1 - p) * seen)
     return effect.to(query.dtype), probe_effect.to(query.dtype)
 
 
@@ -302,6 +316,21 @@ def sample_sbm(
     rowptr = torch.cat([counts.new_zeros(1), counts.flatten().cumsum(0)])
     dtype = torch.int32 if key.size(1) < 2**31 else torch.int64
     return rowptr, torch.cat(found).to(dtype)
+
+
+def sample_systematic(chance: Tensor, query_ptr: Tensor, key_ptr: Tensor, streams: Tensor, heads: int, seed: int) -> tuple[Tensor, Tensor]:
+    queries = query_ptr.diff()
+    batch = torch.repeat_interleave(queries, output_size=chance.numel())
+    place = torch.arange(chance.numel(), device=chance.device) - query_ptr[batch]
+    head = torch.arange(heads, device=chance.device)[:, None] | SYSTEMATIC << 24
+    start = (philox(0, place, streams[batch] & _WORD, head, seed)[0].double() / 2**32).flatten()  # [H*N]
+    spacing, shift, keys = (x.repeat(heads) for x in (1 / chance.double(), key_ptr[batch], key_ptr.diff()[batch]))
+    counts = (keys * chance.double().repeat(heads) - start).ceil().clamp(min=0).long()
+    rowptr = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    row = torch.repeat_interleave(counts)
+    number = torch.arange(row.numel(), device=row.device) - rowptr[row]
+    key = ((number + start[row]) * spacing[row]).long()
+    return rowptr, (shift[row] + torch.minimum(key, keys[row] - 1)).int()
 
 
 def _sample_block(

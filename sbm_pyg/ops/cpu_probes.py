@@ -1,0 +1,50 @@
+"""Keys at equal distances from a random start, on the CPU: a row costs one random word, and a key one multiplication.
+
+In and out: the tensors of ``sample_systematic`` in :mod:`sbm_pyg.ops`. Not here: graphs of a block model (:mod:`.cpu_sampling`).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from . import reference
+from .cpu_sampling import _cuts, _philox
+from .threads import kernel, run
+
+_SYSTEMATIC = reference.SYSTEMATIC << 24
+
+
+@kernel
+def _starts(first, last, chance, batch, query_ptr, key_ptr, streams, seed, start, counts):
+    """Where each row starts, as a part of its distance, and its number of keys."""
+    queries = chance.size
+    for r in range(first, last):
+        head, i = r // queries, r % queries
+        b = batch[i]
+        start[r] = np.float64(_philox(0, i - query_ptr[b], streams[b], head | _SYSTEMATIC, seed)[0]) / 2.0**32
+        counts[r] = max(0, np.int64(np.ceil((key_ptr[b + 1] - key_ptr[b]) * chance[i] - start[r])))
+
+
+@kernel
+def _steps(first, last, chance, batch, key_ptr, start, rowptr, col):
+    for r in range(first, last):
+        i = r % chance.size
+        shift, most, place = key_ptr[batch[i]], key_ptr[batch[i] + 1] - key_ptr[batch[i]] - 1, rowptr[r]
+        for number in range(rowptr[r + 1] - place):
+            col[place + number] = shift + min(most, np.int64((number + start[r]) * (1 / chance[i])))
+
+
+def sample_systematic(chance: Tensor, query_ptr: Tensor, key_ptr: Tensor, streams: Tensor, heads: int, seed: int) -> tuple[Tensor, Tensor]:
+    chances, q_ptr, k_ptr = chance.double().numpy(), query_ptr.numpy(), key_ptr.numpy()
+    batch = np.repeat(np.arange(q_ptr.size - 1), np.diff(q_ptr))
+    rows = heads * chances.size
+    start, counts, rowptr = np.empty(rows), np.empty(rows, np.int64), np.zeros(rows + 1, np.int64)
+    pieces = _cuts(rows, 3 * torch.get_num_threads())
+    stream, word = streams.numpy() & 0xFFFFFFFF, np.uint64(seed & 0xFFFFFFFFFFFFFFFF)
+    run(_starts, [(*piece, chances, batch, q_ptr, k_ptr, stream, word, start, counts) for piece in pieces])
+    np.cumsum(counts, out=rowptr[1:])
+    col = np.empty(rowptr[-1], np.int32)
+    run(_steps, [(*piece, chances, batch, k_ptr, start, rowptr, col) for piece in pieces])
+    return torch.from_numpy(rowptr), torch.from_numpy(col)
