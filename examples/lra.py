@@ -2,7 +2,7 @@
 
 In: a task, a preset, any setting that should differ, and data (generated if none is given). Out: a folder with curves,
 checkpoints, results and plots. Not here: tasks and presets (``lra_tasks.py``), model and loss (``lra_model.py``), tables and
-plots (``lra_report.py``), what makes runs survive (``lra_checkpoints.py``), how processes share one (``lra_processes.py``)::
+plots (``lra_report.py``), what makes runs survive (``lra_checkpoints.py``), how processes share one (``lra_processes.py``), memory (``lra_upkeep.py``)::
 
     python examples/lra.py --task listops --preset laptop
     python examples/lra.py --task listops --preset paper --data lra_release --precision bf16-mixed --accumulate 4
@@ -47,6 +47,7 @@ from lra_baselines import BASELINES
 from lra_checkpoints import BEST, Checkpoints, Signals
 from lra_model import Classifier
 from lra_tasks import TASKS, LengthBuckets, Settings, Split, Task, data_folder, random_word, splits_digest
+from lra_upkeep import Memory, flushed_subnormals
 
 SETTINGS, RESULTS = "settings.json", "results.json"
 PRESETS = ("laptop", "paper")
@@ -218,7 +219,7 @@ def train(
         ]
         if first
         else False,
-        callbacks=[keeper, *([Guard(), Progress()] if first else [])],
+        callbacks=[keeper, Memory(), *([Guard(), Progress()] if first else [])],
         reload_dataloaders_every_n_epochs=1,
         num_sanity_val_steps=0,
         log_every_n_steps=1,
@@ -449,6 +450,7 @@ def run(given: argparse.Namespace, signals: Signals) -> None:
         say(f"{task.name}, {plan['preset']} preset, {settings.attention} attention, {len(splits['train']):,} examples -> {folder}")
         export: Path | None = vars(given).get("export")
         options: dict[str, Any] = {"start": start, "signals": signals, "workers": given.workers}
+        held.enter_context(flushed_subnormals())
         try:
             results = train(folder, task, settings, splits, given.accelerator, export, **options)
         except SystemExit:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import errno
 import itertools
 import json
 import os
 import signal
+import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +28,7 @@ import lra_checkpoints as checkpoints
 import lra_processes as processes
 import lra_report as report
 import lra_tasks
+import lra_upkeep as upkeep
 
 EXAMPLES = Path(lra.__file__).parent
 TINY = "--steps 9 --validate-every 5 --log-every 3 --save-every 2 --layers 1 --batch-size 8 --accumulate 2 --num-blocks 8 --channels 16"
@@ -433,3 +436,44 @@ def test_trials_of_faults(tmp_path: Path, capsys: pytest.CaptureFixture, monkeyp
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     fault_trials.main(["--kills", "3", "--steps", "40", "--only", "kills", "--folder", str(tmp_path)])
     assert "| SIGKILL, 3 times | passed | 3 kills in " in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------ memory and subnormal numbers
+
+
+def test_memory_goes_back_when_a_process_holds_several_times_what_a_step_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    keeper, given = upkeep.Memory(slack=2.0), []
+    held = iter([100, 150, 201, 120, 230, 241, 90, 241])
+    monkeypatch.setattr(upkeep, "held_bytes", lambda: next(held))
+    keeper.give_back = lambda rest: given.append(step)
+    for step in range(8):
+        keeper.on_train_batch_end(cast(Any, None), cast(Any, None), None, None, 0)
+    assert given == [2, 5, 7]  # more than twice 100; then a step took 120, and later ones no more
+    keeper.give_back = None  # another C library
+    keeper.on_train_batch_end(cast(Any, None), cast(Any, None), None, None, 0)
+
+
+@pytest.mark.skipif(sys.platform != "linux" or not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="needs the GNU C library")
+def test_memory_between_what_lives_on_goes_back() -> None:
+    blocks = [torch.ones(2**14) for _ in range(4000)]  # 64 KiB each, 250 MiB
+    before = upkeep.held_bytes()
+    blocks = blocks[::50]
+    keeper = upkeep.Memory(slack=0.0)
+    keeper.on_train_batch_end(cast(Any, None), cast(Any, None), None, None, 0)
+    assert before - upkeep.held_bytes() > 150 * 2**20
+    assert all(bool((block == 1).all()) for block in blocks)
+
+
+@pytest.mark.skipif(not torch.set_flush_denormal(False), reason="the processor cannot flush subnormal numbers")
+def test_subnormal_numbers_are_zero_during_a_run_and_not_after(data: Path, tmp_path: Path, at: Callable[..., None]) -> None:
+    tiny, found = torch.full((8,), 1e-39), []
+
+    def look() -> None:
+        found.append(int((tiny * 0.5).view(torch.int32).any()))
+        crash()
+
+    at(1, 0, look)
+    with pytest.raises(Crash):
+        train(data, tmp_path / "run")
+    assert found == [0]
+    assert (tiny * 0.5).view(torch.int32).any()

@@ -408,6 +408,22 @@ def test_kernels_of_other_sources_are_compiled_again(tmp_path: Path, monkeypatch
     assert hits == [0, 1, 0, 1]
 
 
+@pytest.mark.skipif(not torch.set_flush_denormal(False), reason="the processor cannot flush subnormal numbers")
+@pytest.mark.parametrize("threads", [1, 2])
+def test_each_thread_that_computes_is_reached(threads: int) -> None:
+    """Flushing subnormal numbers is a setting of each thread; a product on all of them shows who missed it."""
+    tiny, before = torch.full((2**20,), 1e-39), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert (tiny * 0.5).view(torch.int32).all()
+        workers.on_each(lambda: torch.set_flush_denormal(True))
+        assert not (tiny * 0.5).view(torch.int32).any()
+        workers.on_each(lambda: torch.set_flush_denormal(False))
+        assert (tiny * 0.5).view(torch.int32).all()
+    finally:
+        torch.set_num_threads(before)
+
+
 FORK = """
 import multiprocessing, torch
 from sbm_pyg import patterns, ops
@@ -450,6 +466,16 @@ torch.testing.assert_close(out.double(), meant, rtol=1e-4, atol=1e-5)
 grads = zip(torch.autograd.grad(out.sum(), leaves), torch.autograd.grad(meant.sum(), wide), strict=True)
 for grad, want in grads:
     torch.testing.assert_close(grad.double(), want, rtol=1e-4, atol=1e-5)
+rows = (graph.rowptr, graph.col, None)
+shape = (graph.heads, graph.num_queries, 3), (graph.heads, graph.num_keys, 3), (graph.num_queries,)
+rate, member, chance = (torch.rand(x, generator=generator) / 3 for x in shape)
+effects = [
+    op.edge_effect(torch.ones_like(x[0]), *(leaf.detach() for leaf in x), *rows, *rows, 0.3, rate, member, chance + 0.1, 0.0)
+    for op, x in ((ops, leaves), (reference, wide))
+]
+torch.testing.assert_close(effects[0][0].double(), effects[1][0], rtol=1e-3, atol=1e-5)
+probes = (chance, *(torch.tensor([0, length]) for length in (graph.num_queries, graph.num_keys)), torch.tensor([4]), 2, 9)
+assert all(torch.equal(*pair) for pair in zip(ops.sample_systematic(*probes), reference.sample_systematic(*probes), strict=True))
 print("equal")
 """
 

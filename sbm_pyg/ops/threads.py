@@ -113,6 +113,19 @@ def run(function: Callable, tasks: Sequence[tuple]) -> None:
         raise failures[0]
 
 
+def on_each(function: Callable[[], Any]) -> None:
+    """Call ``function()`` once on each thread that torch's operations and :func:`run` compute on, the caller among them.
+
+    For what torch keeps thread by thread, as ``torch.set_flush_denormal``. Where the threads of torch cannot be found, on the caller alone.
+    """
+    global _team_owner
+    if torch.get_num_threads() > 1 and _fork_team is not None and _team_owner in (-1, os.getpid()):
+        _team_owner = os.getpid()
+        _fork_team(_TeamMember(lambda _: function() and None), None, torch.get_num_threads(), 0)
+    else:
+        function()
+
+
 def split(rowptr: np.ndarray, pieces: int) -> list[tuple[int, int]]:
     """Cut rows into at most ``pieces`` ranges of about equal work: edges, and a few edges' worth for each row itself."""
     rows = len(rowptr) - 1
