@@ -442,13 +442,13 @@ def test_trials_of_faults(tmp_path: Path, capsys: pytest.CaptureFixture, monkeyp
 
 
 def test_memory_goes_back_when_a_process_holds_several_times_what_a_step_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    keeper, given = upkeep.Memory(slack=2.0), []
-    held = iter([100, 150, 201, 120, 230, 241, 90, 241])
-    monkeypatch.setattr(upkeep, "held_bytes", lambda: next(held))
-    keeper.give_back = lambda rest: given.append(step)
-    for step in range(8):
+    keeper, held, given = upkeep.Memory(slack=2.0), [], []
+    monkeypatch.setattr(upkeep, "held_bytes", lambda: held[-1])
+    keeper.give_back = lambda rest: given.append(held[-1])
+    for size in (100, 150, 201, 120, 230, 241, 90, 242):
+        held.append(size)
         keeper.on_train_batch_end(cast(Any, None), cast(Any, None), None, None, 0)
-    assert given == [2, 5, 7]  # more than twice 100; then a step took 120, and later ones no more
+    assert given == [201, 241, 242]  # more than twice 100; then a step took 120, and later ones no more
     keeper.give_back = None  # another C library
     keeper.on_train_batch_end(cast(Any, None), cast(Any, None), None, None, 0)
 
