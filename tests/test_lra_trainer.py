@@ -442,7 +442,9 @@ def test_trials_of_faults(tmp_path: Path, capsys: pytest.CaptureFixture, monkeyp
 
 
 def test_memory_goes_back_when_a_process_holds_several_times_what_a_step_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    keeper, held, given = upkeep.Memory(slack=2.0), [], []
+    keeper = upkeep.Memory(slack=2.0)
+    held: list[int] = []
+    given: list[int] = []
     monkeypatch.setattr(upkeep, "held_bytes", lambda: held[-1])
     keeper.give_back = lambda rest: given.append(held[-1])
     for size in (100, 150, 201, 120, 230, 241, 90, 242):
