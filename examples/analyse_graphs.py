@@ -29,6 +29,7 @@ from torch.nn.functional import cross_entropy
 from tqdm.auto import tqdm
 
 import lra
+from lra_baselines import BASELINES
 from lra_report import write_text
 from lra_tasks import TASKS, Batch, LengthBuckets, Settings, Split, Task, data_folder
 from sbm_pyg import SBM, AttentionGraph, analysis, patterns, plots
@@ -101,11 +102,13 @@ def _cell(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def open_run(folder: Path, checkpoint: str, data: Path | None) -> tuple[Task, lra.Classifier, dict[str, Split], dict[str, Any]]:
+def open_run(
+    folder: Path, checkpoint: str, data: Path | None, graphs: bool = True
+) -> tuple[Task, lra.Classifier, dict[str, Split], dict[str, Any]]:
     """The task, the trained model, the data and the settings of a run.
 
     Raises:
-        ValueError: If something is missing, or the run's attention has no graphs.
+        ValueError: If something is missing, or the run's attention has no graphs where they are asked for.
     """
     if not (folder / lra.SETTINGS).is_file() or not (folder / checkpoint).is_file():
         raise ValueError(
@@ -113,9 +116,9 @@ def open_run(folder: Path, checkpoint: str, data: Path | None) -> tuple[Task, lr
         )
     plan = json.loads((folder / lra.SETTINGS).read_text())
     task, settings = TASKS[plan["task"]], Settings(**plan["settings"])
-    if settings.attention == "full":
+    if graphs and settings.attention in ("full", *BASELINES):
         raise ValueError(
-            "Expected a run whose attention has graphs (got attention 'full'). Full attention attends to every pair; there is nothing to see."
+            f"Expected a run whose attention has graphs (got attention {settings.attention!r}). It attends without one; there is nothing to see."
         )
     given = data or (None if plan["data"] is None else Path(plan["data"]))
     root, _ = data_folder(task, plan["preset"], settings, given)

@@ -1,0 +1,117 @@
+"""Steps of several runs, timed side by side."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import lra
+import time_runs
+from lra_tasks import TASKS
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]  # Lightning's own
+SMALL = {"channels": 16, "head_channels": 8, "ffn_channels": 16, "layers": 1, "num_blocks": 8, "batch_size": 8, "clip_norm": 1.0}
+
+
+def untrained(folder: Path, data: Path, attention: str) -> Path:
+    """What the trainer leaves of a model that has not learned yet."""
+    folder.mkdir()
+    settings = dataclasses.replace(TASKS["listops"].presets["laptop"].settings, attention=attention, **SMALL)
+    torch.manual_seed(0)
+    torch.save({"state_dict": lra.Classifier(TASKS["listops"], settings).state_dict()}, folder / "best.ckpt")
+    plan = {"task": "listops", "preset": "laptop", "data": str(data), "settings": dataclasses.asdict(settings)}
+    (folder / "settings.json").write_text(json.dumps(plan))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    parent = tmp_path_factory.mktemp("runs")
+    return [str(untrained(parent / attention, data, attention)) for attention in ("full", "sbm", "linear")]
+
+
+def test_all_runs_take_the_same_batches_and_learn_nothing(
+    runs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[tuple[lra.Classifier, list[torch.Tensor]]] = []
+    original = time_runs.timed_step
+
+    def watched(module: lra.Classifier, *rest: object) -> dict[str, float]:
+        if all(module is not known for known, _ in kept):
+            kept.append((module, [parameter.detach().clone() for parameter in module.parameters()]))
+        return original(module, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(time_runs, "timed_step", watched)
+    time_runs.main([*runs, "--steps", "4", "--output", str(tmp_path / "out")])
+    with (tmp_path / "out" / "steps.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["run"] for row in rows] == [
+        "sbm",
+        "linear",
+        "full",
+        "linear",
+        "full",
+        "sbm",
+        "full",
+        "sbm",
+        "linear",
+        "sbm",
+        "linear",
+        "full",
+    ]
+    for batch in "1234":
+        assert len({row["tokens"] for row in rows if row["batch"] == batch}) == 1
+    assert len({row["tokens"] for row in rows}) > 1
+    for row in rows:
+        assert float(row["step"]) == pytest.approx(sum(float(row[part]) for part in time_runs.PARTS))
+        assert min(float(row[part]) for part in time_runs.PARTS) > 0
+        assert (float(row["density"]) == 1) == (row["run"] == "full" or row["run"] == "linear")
+    assert len(kept) == 3
+    for module, before in kept:
+        assert all(torch.equal(one, two) for one, two in zip(module.parameters(), before, strict=True))
+        assert all(parameter.grad is not None for parameter in module.parameters())
+    table = (tmp_path / "out" / "time.md").read_text()
+    assert table in capsys.readouterr().out
+    assert re.findall(r"^\| (full|sbm|linear) ", table, re.MULTILINE) == ["full", "sbm", "linear"]
+    assert "1.00 (1.00–1.00) |" in table
+
+
+def test_ratios_are_of_the_same_batch() -> None:
+    """The second run is twice as fast on each batch, though the batches differ by more."""
+    rows = [
+        {
+            "run": name,
+            "place": place,
+            "batch": batch,
+            "tokens": 100,
+            "step": batch / factor,
+            "density": 1.0,
+            **dict.fromkeys(time_runs.PARTS, 0.1),
+        }
+        for place, (name, factor) in enumerate((("slow", 1), ("quick", 2)))
+        for batch in (1, 10, 100)
+    ]
+    assert "2.00 (2.00–2.00)" in time_runs.report(rows).splitlines()[-1]
+
+
+def test_refusals(runs: list[str], data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    plan = json.loads((Path(runs[0]) / "settings.json").read_text())
+    settings = dataclasses.replace(TASKS["text"].presets["laptop"].settings, **SMALL)
+    (other / "settings.json").write_text(json.dumps(plan | {"task": "text", "settings": dataclasses.asdict(settings)}))
+    for arguments, words in (
+        ([runs[0], runs[0]], "Expected 'runs' whose folders have different names"),
+        ([*runs, "--steps", "0"], "Expected 'steps' to be at least 1 (got 0)"),
+        ([str(tmp_path / "absent")], "Expected 'run' to be a folder with settings.json and best.ckpt"),
+        ([str(other)], "Expected 'run' to be a folder with settings.json and best.ckpt"),
+    ):
+        with pytest.raises(SystemExit):
+            time_runs.main(arguments)
+        assert words in capsys.readouterr().err
