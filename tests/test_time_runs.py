@@ -7,6 +7,7 @@ import dataclasses
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,15 @@ import time_runs
 from lra_tasks import TASKS
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]  # Lightning's own
-SMALL = {"channels": 16, "head_channels": 8, "ffn_channels": 16, "layers": 1, "num_blocks": 8, "batch_size": 8, "clip_norm": 1.0}
+SMALL: dict[str, Any] = {
+    "channels": 16,
+    "head_channels": 8,
+    "ffn_channels": 16,
+    "layers": 1,
+    "num_blocks": 8,
+    "batch_size": 8,
+    "clip_norm": 1.0,
+}
 
 
 def untrained(folder: Path, data: Path, attention: str) -> Path:
