@@ -356,8 +356,15 @@ class SBMHead(torch.nn.Module):
         return SBM(query_side, key_side, block.to(query_side.dtype), cast(Tensor, query_ptr), cast(Tensor, key_ptr))
 
     def _memberships(self, x: Tensor) -> Tensor:
-        affinity = self.mlp(x) @ self.clusters.mT
-        return affinity.add_(self.shift).sigmoid_() if self.parameterization == "paper" else (affinity / self.temperature).softmax(-1)
+        first, second = cast(torch.nn.Linear, self.mlp[0]), cast(torch.nn.Linear, self.mlp[2])
+        # The second layer and the product with the clusters are one linear map, and few clusters make it cheaply.
+        weight, bias = self.clusters @ second.weight, self.clusters @ second.bias  # [H, K, C], [H, K]
+        if self.parameterization == "paper":
+            bias = bias + self.shift
+        else:
+            weight, bias = weight / self.temperature, bias / self.temperature
+        affinity = torch.baddbmm(bias[:, None], torch.relu_(first(x)), weight.mT)
+        return affinity.sigmoid_() if self.parameterization == "paper" else affinity.softmax(-1)
 
     def extra_repr(self) -> str:
         return (

@@ -129,8 +129,11 @@ def test_a_layer_is_the_sum_of_its_parts() -> None:
     with torch.no_grad():
         count = counted(lambda: graph.append(conv(x, ptr=PTR, seed=0, return_graph=True)[1]))
     assert count.pop("edge_attention") == 4 * graph[0].num_edges * C
-    assert count.pop("aten.addmm") == 2 * N * 16 * HEADS * C * 3 + 2 * 2 * 2 * HEADS * N * C * C  # projections; the perceptron, twice
-    assert {*count} == {"sample_sbm", "aten.bmm"}
+    assert (
+        count.pop("aten.addmm") == 2 * N * 16 * HEADS * C * 3 + 2 * 2 * HEADS * N * C * C
+    )  # projections; first layer of the perceptron, twice
+    assert count.pop("aten.baddbmm") == 2 * 2 * HEADS * N * C * K  # its second layer with the clusters, twice
+    assert {*count} == {"sample_sbm", "aten.bmm", "aten.mm"}
 
 
 def test_denser_graphs_cost_more() -> None:

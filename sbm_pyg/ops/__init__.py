@@ -209,8 +209,9 @@ class _LocalExpectation(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rate, member, *attention, chance, forced = ctx.saved_tensors
         scale, exploration = ctx.options
+        grad = grad.contiguous()  # which attention below needs as well
         rowptr, col, probe_rowptr, probe_col = (attention[place] for place in (3, 4, 6, 7))
-        effects = _edge_effect(grad.contiguous(), *attention, scale, rate, member, chance, exploration)
+        effects = _edge_effect(grad, *attention, scale, rate, member, chance, exploration)
         if forced is not None:
             effects[0].masked_fill_(forced, 0)
         need = ctx.needs_input_grad[1:3]
