@@ -393,6 +393,19 @@ def test_weights_that_float32_does_not_notice_leave_no_subnormal_gradients() -> 
 # ------------------------------------------------------------------ processes and threads
 
 
+def test_kernels_enclose_constants_alone() -> None:
+    """A kernel in the closure of another is pickled anew by each process, and numba then finds no compiled one on disk."""
+    from sbm_pyg.ops import cpu_edges, cpu_effects
+
+    for make, widths in (
+        (cpu_effects._effect, (32, 32, 16)), (cpu_edges._attention, (32, 32)), (cpu_edges._attention_backward, (32, 32)),
+        (cpu_edges._dot, (32,)), (cpu_edges._dot_backward, (32,)),
+    ):  # fmt: skip
+        make(*widths)
+    enclosed = {(k.py_func.__name__, type(cell.cell_contents)) for k in workers._kernels for cell in k.py_func.__closure__ or ()}
+    assert {kind for _, kind in enclosed} == {int}, enclosed
+
+
 def test_kernels_of_other_sources_are_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """numba asks for the file of a kernel alone, and not for those of what the kernel calls."""
     file = tmp_path / "kernels.py"
