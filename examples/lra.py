@@ -2,7 +2,8 @@
 
 In: a task, a preset, any setting that should differ, and data (generated if none is given). Out: a folder with curves,
 checkpoints, results and plots. Not here: tasks and presets (``lra_tasks.py``), model and loss (``lra_model.py``), tables and
-plots (``lra_report.py``), what makes runs survive (``lra_checkpoints.py``), how processes share one (``lra_processes.py``), memory (``lra_upkeep.py``)::
+plots (``lra_report.py``), what makes runs survive (``lra_checkpoints.py``), how processes share one (``lra_processes.py``),
+memory (``lra_upkeep.py``)::
 
     python examples/lra.py --task listops --preset laptop
     python examples/lra.py --task listops --preset paper --data lra_release --precision bf16-mixed --accumulate 4

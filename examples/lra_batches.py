@@ -54,6 +54,12 @@ class Batch(NamedTuple):
     examples: torch.Tensor  # [B] int64, their numbers in the split
     places: Any = None  # [N] int64, of each token in its sequence; None counts them
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all sequences, both sides of pairs together."""
+        sides = (self.tokens,) if isinstance(self.tokens, torch.Tensor) else self.tokens
+        return sum(side.numel() for side in sides)
+
 
 @dataclasses.dataclass(frozen=True)
 class Split:

@@ -177,7 +177,7 @@ class Classifier(LightningModule):
         density = trace.density.detach().unflatten(0, (self.arity, -1))  # [arity, layers, B, heads]
         new = {
             "examples": torch.tensor(len(batch.labels)),
-            "tokens": torch.tensor(batch.tokens.numel() if self.arity == 1 else sum(side.numel() for side in batch.tokens)),
+            "tokens": torch.tensor(batch.num_tokens),
             "loss": loss.detach().double() * len(batch.labels),
             "correct": (logits.argmax(-1) == batch.labels).sum(),
             "density": density.double().mean((0, 2)) * len(batch.labels),  # [layers, heads]

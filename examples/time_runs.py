@@ -86,13 +86,12 @@ def measure(folders: Sequence[Path], checkpoint: str, data: Path | None, steps: 
             torch.manual_seed(number)
             times = timed_step(modules[run], optimizers[run], batch, number)
             if number:  # the first one compiles and allocates
-                tokens = sum(side.numel() for side in (batch.tokens if task.arity == 2 else [batch.tokens]))
                 rows.append(
                     {
                         "run": folders[run].name,
                         "place": run,
                         "batch": number,
-                        "tokens": tokens,
+                        "tokens": batch.num_tokens,
                         "step": sum(times[p] for p in PARTS),
                         **times,
                     }
@@ -101,7 +100,7 @@ def measure(folders: Sequence[Path], checkpoint: str, data: Path | None, steps: 
 
 
 def report(rows: Sequence[dict[str, Any]]) -> str:
-    """Writes medians over batches as a Markdown table, with quartiles of what depends on the batch alone through the ratio."""
+    """Writes a Markdown table of medians over the batches; the ratio, which is taken batch by batch, with its quartiles."""
     names = list(dict.fromkeys(row["run"] for row in sorted(rows, key=lambda row: row["place"])))
     first = {row["batch"]: row["step"] for row in rows if row["run"] == names[0]}
     lines = []

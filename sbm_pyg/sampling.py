@@ -93,12 +93,7 @@ def sample_edges(
         raise ValueError(f"Expected 'method' to be one of {METHODS} (got {method!r}). Use 'bernoulli' unless you compare with Algorithm 1.")
     if not 0 <= exploration <= 1:
         raise ValueError(f"Expected 'exploration' in [0, 1] (got {exploration}). The paper has 0.01 in training and 0 in evaluation.")
-    if streams is None:
-        streams = torch.arange(sbm.num_sequences, device=sbm.query_ptr.device)
-    elif streams.shape != (sbm.num_sequences,) or streams.dtype not in (torch.int32, torch.int64):
-        raise ValueError(
-            f"Expected 'streams' to be [{sbm.num_sequences}] int64 (got {list(streams.shape)} {streams.dtype}). It holds one number per sequence."
-        )
+    streams = resolve_streams(sbm, streams)
     seed = draw_seed(seed, generator)
     with torch.no_grad():
         for name in ("query", "key", "block"):
@@ -106,6 +101,21 @@ def sample_edges(
         limited = sbm if budget is None else sbm.limit(budget)
         rowptr, col = ops.sample_sbm(limited.rate, limited.key, sbm.query_ptr, sbm.key_ptr, streams, seed, method, exploration, clamp)
     return AttentionGraph(rowptr, col, sbm.num_queries, sbm.num_keys, sbm.heads, sbm.query_ptr, sbm.key_ptr)
+
+
+def resolve_streams(sbm: SBM, streams: Tensor | None) -> Tensor:
+    """Number of the random stream of each sequence, ``[B]``: its position in the batch if None.
+
+    Raises:
+        ValueError: Shape or dtype do not fit.
+    """
+    if streams is None:
+        return torch.arange(sbm.num_sequences, device=sbm.query_ptr.device)
+    if streams.shape != (sbm.num_sequences,) or streams.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"Expected 'streams' to be [{sbm.num_sequences}] int64 (got {list(streams.shape)} {streams.dtype}). It holds one number per sequence."
+        )
+    return streams
 
 
 @functional_transform("sbm_graph")

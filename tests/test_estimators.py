@@ -280,6 +280,16 @@ def test_systematic_samples_are_those_of_the_reference(per_query: float, dtype: 
     assert abs(float((graph.degree - expected).mean())) < 5 * 0.5 / math.sqrt(3 * 240)
 
 
+def test_refused_probes() -> None:
+    sbm = SBM(torch.full((1, 3, 1), 0.1), torch.ones(1, 3, 1), torch.ones(1, 1, 1))
+    with pytest.raises(ValueError, match=r"Expected 'per_query' to be 0 or more \(got -1.0\)"):
+        draw_probes(sbm, -1.0, seed=0)
+    with pytest.raises(ValueError, match=r"Expected 'per_query' to be 0 or more \(got nan\)"):
+        draw_probes(sbm, math.nan, seed=0)
+    with pytest.raises(ValueError, match=r"Expected 'streams' to be \[1\] int64 \(got \[2\]"):
+        draw_probes(sbm, 1.0, seed=0, streams=torch.tensor([0, 1]))
+
+
 def test_infinitely_many_probes_are_all_pairs() -> None:
     sbm = SBM(torch.full((2, 3, 1), 0.1), torch.ones(2, 5, 1), torch.ones(2, 1, 1), torch.tensor([0, 1, 3]), torch.tensor([0, 3, 5]))
     probes, chance = draw_probes(sbm, math.inf, seed=0)

@@ -49,12 +49,12 @@ def test_all_runs_take_the_same_batches_and_learn_nothing(
     runs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept: list[tuple[lra.Classifier, list[torch.Tensor]]] = []
-    original = time_runs.timed_step
+    original: Any = time_runs.timed_step
 
     def watched(module: lra.Classifier, *rest: object) -> dict[str, float]:
         if all(module is not known for known, _ in kept):
             kept.append((module, [parameter.detach().clone() for parameter in module.parameters()]))
-        return original(module, *rest)  # type: ignore[arg-type]
+        return original(module, *rest)
 
     monkeypatch.setattr(time_runs, "timed_step", watched)
     time_runs.main([*runs, "--steps", "4", "--output", str(tmp_path / "out")])
@@ -107,6 +107,19 @@ def test_ratios_are_of_the_same_batch() -> None:
         for batch in (1, 10, 100)
     ]
     assert "2.00 (2.00–2.00)" in time_runs.report(rows).splitlines()[-1]
+
+
+def test_runs_of_two_tasks_are_refused(runs: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    original: Any = time_runs.open_run
+
+    def opened(folder: Path, *rest: Any, **options: Any) -> Any:
+        task, *others = original(folder, *rest, **options)
+        return TASKS["text"] if folder.name == "sbm" else task, *others
+
+    monkeypatch.setattr(time_runs, "open_run", opened)
+    with pytest.raises(SystemExit):
+        time_runs.main(runs)
+    assert "Expected 'runs' of one task, listops as the first (got text in " in capsys.readouterr().err
 
 
 def test_refusals(runs: list[str], data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

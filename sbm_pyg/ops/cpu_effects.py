@@ -36,7 +36,8 @@ def _effect(width, value_width, blocks):
             values = at(value, row // queries * num_keys * value_width)
             members = at(member, row // queries * num_keys * blocks)
             edge, stop = peek(rowptr, row), peek(rowptr, row + 1)
-            for probing in range(2):  # the edges, then the probes
+            # The edges, then the probes. One loop for both: a kernel that it called for each would be compiled anew by every process.
+            for probing in range(2):
                 start = peek(probe_rowptr, row) if probing else edge
                 count = (peek(probe_rowptr, row + 1) if probing else stop) - start
                 ends, place = (at(probe_col, start), at(probe_out, start)) if probing else (at(col, start), at(out, start))

@@ -32,8 +32,9 @@ def _steps(first, last, chance, batch, key_ptr, start, rowptr, col):
     for r in range(first, last):
         i = r % chance.size
         shift, most, place = key_ptr[batch[i]], key_ptr[batch[i] + 1] - key_ptr[batch[i]] - 1, rowptr[r]
+        begin, spacing = start[r], 1 / chance[i]
         for number in range(rowptr[r + 1] - place):
-            col[place + number] = shift + min(most, np.int64((number + start[r]) * (1 / chance[i])))
+            col[place + number] = shift + min(most, np.int64((number + begin) * spacing))
 
 
 def sample_systematic(chance: Tensor, query_ptr: Tensor, key_ptr: Tensor, streams: Tensor, heads: int, seed: int) -> tuple[Tensor, Tensor]:

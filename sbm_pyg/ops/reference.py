@@ -244,14 +244,13 @@ def edge_effect(
         probe_effect = torch.where(mine[found] == known, 0, probe_effect)
     if rate is not None and member is not None and chance is not None:
         eta = _wide(chance).repeat(query.size(0))
-        for number, pairs in enumerate(((rowptr, col), (probe_rowptr, probe_col))):
-            p = (edge_dot(_wide(rate), _wide(member), *pairs) + exploration).clamp(max=0.5)
-            seen = eta[sides[number][0]]
-            most = torch.maximum(seen + p - seen * p, 2 * p)
-            if number == 0:
-                effect = effect / most
-            else:
-                probe_effect = probe_effect * (most - p) / (most * (1 - p) * seen)
+        p, probe_p = (
+            (edge_dot(_wide(rate), _wide(member), *pairs) + exploration).clamp(max=0.5)
+            for pairs in ((rowptr, col), (probe_rowptr, probe_col))
+        )
+        seen, probe_seen = (torch.maximum(eta[r] + x - eta[r] * x, 2 * x) for r, x in ((row, p), (probe_row, probe_p)))
+        effect = effect / seen
+        probe_effect = probe_effect * (probe_seen - probe_p) / (probe_seen * (1 - probe_p) * eta[probe_row])
     return effect.to(query.dtype), probe_effect.to(query.dtype)
 
 

@@ -15,9 +15,8 @@ from numba.core.datamodel import models
 from numba.extending import intrinsic, overload, register_model
 from numba.np.arrayobj import make_array
 
-NOTHING = (
-    -40.0
-)  # a logit that far below the largest of its row has no weight in a sum; kept in float32, its products get subnormal, and slow
+NOTHING = -40.0
+"""A logit that far below the largest of its row has no weight in a sum; kept in float32, its products get subnormal, and slow."""
 _EXACT = ("contract",)  # a * b + c may become one instruction
 _SUM = ("contract", "reassoc", "nsz")  # and a sum may be taken in any order
 _I32, _I64 = ir.IntType(32), ir.IntType(64)

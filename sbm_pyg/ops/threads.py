@@ -84,7 +84,6 @@ def run(function: Callable, tasks: Sequence[tuple]) -> None:
     Tasks are taken in order by whichever thread is free, so results must not depend on who runs which. Safe in forked children and from
     several python threads at once. The first exception of a task is raised here.
     """
-    global _team_owner
     todo, failures = deque(tasks), []
 
     def work(_=None):
@@ -100,10 +99,7 @@ def run(function: Callable, tasks: Sequence[tuple]) -> None:
             failures.append(failure)
 
     threads = min(torch.get_num_threads(), len(todo))
-    if threads > 1 and _fork_team is not None and _team_owner in (-1, os.getpid()):
-        _team_owner = os.getpid()
-        _fork_team(_TeamMember(work), None, threads, 0)
-    else:
+    if not _on_team(work, threads):
         futures = [_threads().submit(work) for _ in range(threads - 1)]
         work()
         for future in futures:
@@ -118,12 +114,18 @@ def on_each(function: Callable[[], Any]) -> None:
 
     For what torch keeps thread by thread, as ``torch.set_flush_denormal``. Where the threads of torch cannot be found, on the caller alone.
     """
-    global _team_owner
-    if torch.get_num_threads() > 1 and _fork_team is not None and _team_owner in (-1, os.getpid()):
-        _team_owner = os.getpid()
-        _fork_team(_TeamMember(lambda _: function() and None), None, torch.get_num_threads(), 0)
-    else:
+    if not _on_team(lambda _: function() and None, torch.get_num_threads()):
         function()
+
+
+def _on_team(work: Callable, threads: int) -> bool:
+    """Call ``work(_)`` once on each of several threads of torch's own; False, and no call, where that is one thread or they cannot be had."""
+    global _team_owner
+    if threads < 2 or _fork_team is None or _team_owner not in (-1, os.getpid()):
+        return False
+    _team_owner = os.getpid()
+    _fork_team(_TeamMember(work), None, threads, 0)
+    return True
 
 
 def split(rowptr: np.ndarray, pieces: int) -> list[tuple[int, int]]:
