@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,3 +31,22 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     law = ["--preset", "laptop", "--train", "50", "--val", "20", "--test", "30", "--min-length", "8", "--max-length", "24"]
     lra_tasks.main(["generate", "--out", str(folder), *law])
     return folder
+
+
+@pytest.fixture(scope="session")
+def untrained() -> Callable[..., Path]:
+    """Makes what the trainer leaves of a model of ListOps that has learned nothing: a folder, its data, settings of the model."""
+    import lra
+    from lra_tasks import TASKS
+
+    def make(folder: Path, data: Path, **changes: Any) -> Path:
+        folder.mkdir()
+        small: dict[str, Any] = {"channels": 16, "head_channels": 8, "ffn_channels": 16, "num_blocks": 8}
+        settings = dataclasses.replace(TASKS["listops"].presets["laptop"].settings, **small | changes)
+        torch.manual_seed(0)
+        torch.save({"state_dict": lra.Classifier(TASKS["listops"], settings).state_dict()}, folder / "best.ckpt")
+        plan = {"task": "listops", "preset": "laptop", "data": str(data), "settings": dataclasses.asdict(settings)}
+        (folder / "settings.json").write_text(json.dumps(plan))
+        return folder
+
+    return make

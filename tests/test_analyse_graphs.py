@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import base64
-import dataclasses
 import io
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import matplotlib.image
@@ -14,25 +14,18 @@ import pytest
 import torch
 
 import analyse_graphs
-import lra
 import lra_tasks
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]  # Lightning's own
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the trainer leaves of an untrained model: settings, a checkpoint and a log."""
-    folder, data = tmp_path_factory.mktemp("runs") / "untrained", tmp_path_factory.mktemp("data") / "listops"
-    folder.mkdir()
+def run(untrained: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An untrained model, its data and a log."""
+    data = tmp_path_factory.mktemp("data") / "listops"
     law = ["--preset", "laptop", "--train", "20", "--val", "30", "--test", "20", "--min-length", "8", "--max-length", "24"]
     lra_tasks.main(["generate", "--out", str(data), *law])
-    task = lra_tasks.TASKS["listops"]
-    settings = dataclasses.replace(task.presets["laptop"].settings, channels=16, head_channels=8, ffn_channels=16, num_blocks=8, seed=3)
-    torch.manual_seed(0)
-    torch.save({"state_dict": lra.Classifier(task, settings).state_dict()}, folder / "best.ckpt")
-    plan = {"task": "listops", "preset": "laptop", "data": str(data), "settings": dataclasses.asdict(settings)}
-    (folder / "settings.json").write_text(json.dumps(plan))
+    folder = untrained(tmp_path_factory.mktemp("runs") / "untrained", data, seed=3)
     names = [f"density_layer{layer}_head{head}" for layer in range(2) for head in range(2)]
     (folder / "train.csv").write_text("\n".join([",".join(["step", *names]), "10,0.2,0.3,0.2,0.3", "20,0.1,0.3,0.2,0.4"]))
     return folder

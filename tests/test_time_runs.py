@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import csv
-import dataclasses
-import json
 import re
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,32 +17,12 @@ import time_runs
 from lra_tasks import TASKS
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]  # Lightning's own
-SMALL: dict[str, Any] = {
-    "channels": 16,
-    "head_channels": 8,
-    "ffn_channels": 16,
-    "layers": 1,
-    "num_blocks": 8,
-    "batch_size": 8,
-    "clip_norm": 1.0,
-}
-
-
-def untrained(folder: Path, data: Path, attention: str) -> Path:
-    """What the trainer leaves of a model that has not learned yet."""
-    folder.mkdir()
-    settings = dataclasses.replace(TASKS["listops"].presets["laptop"].settings, attention=attention, **SMALL)
-    torch.manual_seed(0)
-    torch.save({"state_dict": lra.Classifier(TASKS["listops"], settings).state_dict()}, folder / "best.ckpt")
-    plan = {"task": "listops", "preset": "laptop", "data": str(data), "settings": dataclasses.asdict(settings)}
-    (folder / "settings.json").write_text(json.dumps(plan))
-    return folder
 
 
 @pytest.fixture(scope="module")
-def runs(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    parent = tmp_path_factory.mktemp("runs")
-    return [str(untrained(parent / attention, data, attention)) for attention in ("full", "sbm", "linear")]
+def runs(untrained: Callable[..., Path], data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    parent, options = tmp_path_factory.mktemp("runs"), {"layers": 1, "batch_size": 8, "clip_norm": 1.0}
+    return [str(untrained(parent / attention, data, attention=attention, **options)) for attention in ("full", "sbm", "linear")]
 
 
 def test_all_runs_take_the_same_batches_and_learn_nothing(
@@ -122,17 +102,15 @@ def test_runs_of_two_tasks_are_refused(runs: list[str], capsys: pytest.CaptureFi
     assert "Expected 'runs' of one task, listops as the first (got text in " in capsys.readouterr().err
 
 
-def test_refusals(runs: list[str], data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    other = tmp_path / "other"
-    other.mkdir()
-    plan = json.loads((Path(runs[0]) / "settings.json").read_text())
-    settings = dataclasses.replace(TASKS["text"].presets["laptop"].settings, **SMALL)
-    (other / "settings.json").write_text(json.dumps(plan | {"task": "text", "settings": dataclasses.asdict(settings)}))
+def test_refusals(runs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    young = tmp_path / "young"  # stopped before its first checkpoint
+    young.mkdir()
+    shutil.copy(Path(runs[0]) / "settings.json", young)
     for arguments, words in (
         ([runs[0], runs[0]], "Expected 'runs' whose folders have different names"),
         ([*runs, "--steps", "0"], "Expected 'steps' to be at least 1 (got 0)"),
         ([str(tmp_path / "absent")], "Expected 'run' to be a folder with settings.json and best.ckpt"),
-        ([str(other)], "Expected 'run' to be a folder with settings.json and best.ckpt"),
+        ([str(young)], "Expected 'run' to be a folder with settings.json and best.ckpt"),
     ):
         with pytest.raises(SystemExit):
             time_runs.main(arguments)
