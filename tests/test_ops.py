@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+import threading
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -435,6 +436,26 @@ def test_each_thread_that_computes_is_reached(threads: int) -> None:
         assert (tiny * 0.5).view(torch.int32).all()
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    "threads", [1, pytest.param(2, marks=pytest.mark.skipif(workers._fork_team is None, reason="torch's threads cannot be found here"))]
+)
+def test_an_error_on_any_thread_is_raised(threads: int) -> None:
+    before, caller, calls = torch.get_num_threads(), threading.get_ident(), []
+
+    def refuse() -> None:
+        calls.append(threading.get_ident())
+        if threads == 1 or calls[-1] != caller:
+            raise ValueError("of one thread")
+
+    torch.set_num_threads(threads)
+    try:
+        with pytest.raises(ValueError, match="of one thread"):
+            workers.on_each(refuse)
+    finally:
+        torch.set_num_threads(before)
+    assert len(calls) == len(set(calls)) == threads
 
 
 FORK = """

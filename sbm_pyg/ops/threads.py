@@ -113,9 +113,20 @@ def on_each(function: Callable[[], Any]) -> None:
     """Call ``function()`` once on each thread that torch's operations and :func:`run` compute on, the caller among them.
 
     For what torch keeps thread by thread, as ``torch.set_flush_denormal``. Where the threads of torch cannot be found, on the caller alone.
+    The first exception is raised here, after all calls.
     """
-    if not _on_team(lambda _: function() and None, torch.get_num_threads()):
-        function()
+    failures = []
+
+    def work(_=None):
+        try:
+            function()
+        except BaseException as failure:
+            failures.append(failure)
+
+    if not _on_team(work, torch.get_num_threads()):
+        work()
+    if failures:
+        raise failures[0]
 
 
 def _on_team(work: Callable, threads: int) -> bool:
