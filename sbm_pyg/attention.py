@@ -51,7 +51,7 @@ class SBMAttentionConv(MessagePassing):
         estimator: What an edge's probability receives as its gradient: ``"local"``, the effect of that edge on the loss, over edges and
             probes; ``"mask"``, as the authors' code has it; ``"paper"``, eq. 9; ``"relaxed"`` or ``"concrete"``, which train on all pairs
             with a soft mask, O(NM), and sample in evaluation only; ``"none"``. None: ``"local"``, or ``"mask"`` where the normaliser is
-            not softmax. See :mod:`sbm_pyg.estimators` and docs/learning.md.
+            not softmax or the law not Bernoulli's, for which ``"local"`` is derived. See :mod:`sbm_pyg.estimators` and docs/learning.md.
         probes: With ``"local"``, expected number of pairs per query and head that are looked at beside the edges, keys at equal distances
             from a random start.
         exploration: Added to every edge probability in training only, in [0, 1]. None: 0.01, as in the paper, or 0 with ``"local"``, whose
@@ -63,10 +63,10 @@ class SBMAttentionConv(MessagePassing):
         normalizer: ``"softmax"``, ``"entmax15"`` or ``"sparsemax"``; the last two run edge by edge through :meth:`message`.
         score_bias: Callable ``(query [H, N, C], key [H, M, C], graph) -> [E]`` added to the scaled scores, or None.
         dropout: Probability that an attention weight is dropped in training.
-        **kwargs: Of :class:`torch_geometric.nn.MessagePassing`.
+        **kwargs: Of :class:`torch_geometric.nn.MessagePassing`; weights sum to 1, so ``aggr`` is ``"add"``, and keys are sources.
 
     Raises:
-        ValueError: An option is unknown or out of range.
+        ValueError: An option is unknown or out of range, or two do not go together.
 
     Shapes:
         - tokens ``[N, C_in]``, or a pair of keys ``[M, C_in]`` and queries ``[N, C_in']``;
@@ -108,10 +108,14 @@ class SBMAttentionConv(MessagePassing):
         dropout: float = 0.0,
         **kwargs: Any,
     ) -> None:
-        kwargs.setdefault("aggr", "add")
+        for name, fixed in (("aggr", ("add", "sum")), ("flow", ("source_to_target",)), ("decomposed_layers", (1,))):
+            if kwargs.setdefault(name, fixed[0]) not in fixed:
+                raise ValueError(
+                    f"Expected '{name}' to be {fixed[0]!r} (got {kwargs[name]!r}). Attention is a weighted sum from keys to queries."
+                )
         super().__init__(node_dim=0, **kwargs)
         if estimator is None:
-            estimator = "local" if normalizer == "softmax" else "mask"
+            estimator = "local" if normalizer == "softmax" and method == "bernoulli" else "mask"
         if exploration is None:
             exploration = 0.0 if estimator == "local" else 0.01
         choices = {
@@ -132,6 +136,10 @@ class SBMAttentionConv(MessagePassing):
             raise ValueError(
                 f"Expected 'estimator' to be 'mask', 'paper' or 'none' with normalizer={normalizer!r} (got {estimator!r}). The others are derived for softmax."
             )
+        if estimator == "local" and method != "bernoulli":
+            raise ValueError(
+                f"Expected 'estimator' other than 'local' with method={method!r} (got 'local'). It is derived for 'bernoulli'."
+            )
         if heads < 1 or out_channels < 1:
             raise ValueError(
                 f"Expected 'heads' and 'out_channels' to be at least 1 (got {heads} and {out_channels}). Channels count per head."
@@ -151,7 +159,7 @@ class SBMAttentionConv(MessagePassing):
         self.temperature = 1.0  # of the "concrete" estimator; a trainer anneals it
         self.self_loops, self.window, self.normalizer, self.score_bias, self.dropout = (self_loops, window, normalizer, score_bias, dropout)
         self.scale = out_channels**-0.5
-        self._alpha: Tensor | None = None
+        self._alpha: Tensor | None = None  # where PyG's AttentionExplainer looks for the weights, from a hook of `message`
         key_channels, query_channels = in_channels if isinstance(in_channels, tuple) else (in_channels, in_channels)
         self.lin_key = Linear(key_channels, heads * out_channels, bias=bias)
         self.lin_query = Linear(query_channels, heads * out_channels, bias=bias)
@@ -186,7 +194,7 @@ class SBMAttentionConv(MessagePassing):
             edge_index: The graph: an :class:`AttentionGraph` with H heads or one, any PyG adjacency (all heads share it; repeated edges
                 count once), or None to sample one per head.
             edge_head: Head of each edge of ``edge_index``, ``[E]`` int64, if heads do not share the edges.
-            ptr: Offsets of the sequences, ``[B+1]`` int64, or the pair (keys, queries). One sequence if None.
+            ptr: Offsets of the sequences, ``[B+1]`` int64, or the pair (keys, queries). None: those of the graph, or one sequence.
             batch: The same as a sequence number per token, ``[N]``.
             seed: Fixes the sampled graph and the dropout; from torch's default generator if None.
             streams: Number of each sequence's random stream, ``[B]``; see :func:`~sbm_pyg.sample_edges`.
@@ -203,6 +211,12 @@ class SBMAttentionConv(MessagePassing):
             ValueError: Shapes do not fit, there is neither a graph nor an SBM, or an explainer is at work and the edges are not its own.
         """
         x_key, x_query = (x, x) if isinstance(x, Tensor) else x
+        for tokens in (x_key, x_query):
+            if tokens.dim() != 2:
+                raise ValueError(
+                    f"Expected 'x' to be [N, C_in] (got {list(tokens.shape)}). Batches are ragged: `sbm_pyg.unpad` takes padding out and gives 'ptr', and "
+                    "SBMMultiheadAttention takes padded tokens."
+                )
         query, key, value = (
             lin(tokens).view(-1, self.heads, self.out_channels).transpose(0, 1).contiguous()
             for lin, tokens in ((self.lin_query, x_query), (self.lin_key, x_key), (self.lin_value, x_key))
@@ -267,10 +281,17 @@ class SBMAttentionConv(MessagePassing):
         if edge_index is None:
             graph, sbm, forced = self._sample(query, key, query_ptr, key_ptr, not bipartite, seed, streams)
         elif isinstance(edge_index, AttentionGraph):
+            if edge_index.device.type == "cpu":  # where no kernel checks an index
+                edge_index.check_range()
             graph = edge_index.expand(self.heads)
             if (graph.num_queries, graph.num_keys) != (query.size(1), key.size(1)):
                 raise ValueError(
                     f"Expected 'edge_index' over N = {query.size(1)} queries and M = {key.size(1)} keys (got {graph}). Build the graph with the `ptr` of these tokens."
+                )
+            if not (ptr is None and batch is None) and not graph.same_offsets(query_ptr, key_ptr):
+                raise ValueError(
+                    f"Expected 'edge_index' over the sequences of 'ptr' or 'batch' (got {graph}). Build the graph with the `ptr` of these tokens, or it may "
+                    "join what the offsets keep apart."
                 )
         else:
             edges, heads = edge_list(edge_index), 1 if edge_head is None else self.heads
@@ -287,20 +308,22 @@ class SBMAttentionConv(MessagePassing):
                 )
             kept = edge_filter(graph)
             graph, forced = graph.select(kept), None if forced is None else forced[kept]
-        score_bias = None if self.score_bias is None else self.score_bias(query, key, graph)
+        score_bias = self._biased(query, key, graph)
         gate = None
         if sbm is not None and self.estimator in estimators.GATE_FORM and torch.is_grad_enabled():
             gate = estimators.straight_through(sbm, graph, forced)
         if sbm is not None and self._relaxed:
             soft = self._relaxation(sbm, graph, seed)
+            soft = soft if forced is None else soft.masked_fill(forced, 0)
             score_bias = soft if score_bias is None else score_bias + soft
 
+        weights: list[Tensor] = []  # what `message` finds them to be
         if explained and edge_head is None:
             assert isinstance(edge_index, Tensor)
             assert place is not None
-            out = self._propagate_shared(edge_index, place, graph, query, key, value, score_bias, drop, seed)
-        elif explained or self._message_hooks or not self.fuse or self.normalizer != "softmax":
-            out = self._propagate_rows(graph, place if explained else None, query, key, value, gate, score_bias, drop, seed)
+            out = self._propagate_shared(edge_index, place, graph, query, key, value, score_bias, drop, seed, weights)
+        elif explained or self._hooks or not self.fuse or self.normalizer != "softmax":
+            out = self._propagate_rows(graph, place if explained else None, query, key, value, gate, score_bias, drop, seed, weights)
         else:
             out = self.message_and_aggregate(graph, query, key, value, gate, score_bias, drop, seed)
         if sbm is not None and self.estimator == "local" and torch.is_grad_enabled():
@@ -313,7 +336,7 @@ class SBMAttentionConv(MessagePassing):
         if return_sbm:
             results.append(sbm)
         if return_attention_weights:
-            results.append(self._weights(edge_index, edge_head, place, graph, query, key, score_bias, ordered=explained))
+            results.append(self._weights(edge_index, edge_head, place, graph, query, key, score_bias, weights, ordered=explained))
         self._alpha = None
         return results[0] if len(results) == 1 else tuple(results)
 
@@ -322,6 +345,23 @@ class SBMAttentionConv(MessagePassing):
     @property
     def _message_hooks(self) -> bool:
         return bool(self._message_forward_pre_hooks or self._message_forward_hooks)
+
+    @property
+    def _hooks(self) -> bool:
+        """Whether anybody looks at a step of PyG's propagation, which the fused path does not take."""
+        others = (
+            self._propagate_forward_pre_hooks,
+            self._propagate_forward_hooks,
+            self._aggregate_forward_pre_hooks,
+            self._aggregate_forward_hooks,
+        )
+        return self._message_hooks or any(others)
+
+    def _biased(self, query: Tensor, key: Tensor, graph: AttentionGraph) -> Tensor | None:
+        """What ``score_bias`` adds to the score of each edge, ``[E]``."""
+        bias = None if self.score_bias is None else self.score_bias(query, key, graph)
+        ops.checks.shape("score_bias", bias, graph.col.shape, "[E]", "It returns one number per edge of the graph that it is given.")
+        return bias
 
     def _check_explained(self, edge_index: Any) -> bool:
         """Whether an explainer is at work (it masks messages, or hooks into them), which must then be over the edges that it knows."""
@@ -353,10 +393,11 @@ class SBMAttentionConv(MessagePassing):
         if self.budget is not None:
             sbm = sbm.limit(self.budget)
         if self._relaxed:
-            return estimators.draw_probes(sbm, math.inf, seed=seed)[0], sbm, None  # all pairs
-        graph = sample_edges(  # p <= 1 in every parameterisation; clamp takes what low precision rounds above
-            sbm, method=self.method, exploration=self._explored, clamp=True, seed=seed, streams=streams
-        )
+            graph = estimators.draw_probes(sbm, math.inf, seed=seed)[0]  # all pairs
+        else:
+            graph = sample_edges(  # p <= 1 in every parameterisation; clamp takes what low precision rounds above
+                sbm, method=self.method, exploration=self._explored, clamp=True, seed=seed, streams=streams
+            )
         forced = None
         if self.self_loops or self.window is not None:
             if not same:
@@ -399,7 +440,7 @@ class SBMAttentionConv(MessagePassing):
         probes, chance = estimators.draw_probes(sbm, self.probes, seed=seed, streams=streams)
         if edge_filter is not None:
             probes = probes.select(edge_filter(probes))
-        probe_bias = None if score_bias is None or self.score_bias is None else self.score_bias(query, key, probes)
+        probe_bias = None if score_bias is None else self._biased(query, key, probes)
         return estimators.local_expectation(
             out.transpose(0, 1), query, key, value, sbm, graph, probes, chance, bias=score_bias, probe_bias=probe_bias, forced=forced,
             scale=self.scale, exploration=self._explored,
@@ -442,11 +483,15 @@ class SBMAttentionConv(MessagePassing):
         gate: Tensor | None,
         score_bias: Tensor | None,
         keep: Tensor | None,
+        weights: list[Tensor],
         index: Tensor,
         ptr: Tensor | None,
         size_i: int | None,
     ) -> Tensor:
-        """The meaning: weighted values of the edges, ``[E, H or 1, C]``; ``gate``, ``score_bias`` and ``keep`` are ``[E, H or 1]`` or None."""
+        """The meaning: weighted values of the edges, ``[E, H or 1, C]``; ``gate``, ``score_bias`` and ``keep`` are ``[E, H or 1]`` or None.
+
+        Weights before dropout, ``[E, H or 1]``, are added to the list ``weights``.
+        """
         logit = (query_i * key_j).sum(-1) * self.scale  # [E, H or 1]
         if gate is not None:
             logit = logit * gate if estimators.GATE_FORM[self.estimator] == "score" else logit + gate.log()
@@ -460,7 +505,9 @@ class SBMAttentionConv(MessagePassing):
                 for column in logit.unbind(1)
             ]
             alpha = torch.stack(columns, dim=1)
-        self._alpha = alpha
+        weights.append(alpha)
+        if self._message_hooks:
+            self._alpha = alpha
         if keep is not None:
             alpha = alpha * keep
         return value_j * alpha[..., None]
@@ -476,6 +523,7 @@ class SBMAttentionConv(MessagePassing):
         score_bias: Tensor | None,
         dropout: float,
         seed: int,
+        weights: list[Tensor],
     ) -> Tensor:
         """PyG's propagation with heads as separate nodes, for each head has its own edges; in the graph's order, or as ``place`` says."""
         row = graph.edge_row
@@ -495,6 +543,7 @@ class SBMAttentionConv(MessagePassing):
             gate=edge[0],
             score_bias=edge[1],
             keep=edge[2],
+            weights=weights,
             size=size,
         )
         return out.view(self.heads, graph.num_queries, -1).transpose(0, 1)
@@ -510,6 +559,7 @@ class SBMAttentionConv(MessagePassing):
         score_bias: Tensor | None,
         dropout: float,
         seed: int,
+        weights: list[Tensor],
     ) -> Tensor:
         """PyG's propagation with heads as channels, over the caller's own edges in the caller's order: what explainers hook into."""
         self._check_distinct(graph.num_edges // self.heads, place)
@@ -520,7 +570,15 @@ class SBMAttentionConv(MessagePassing):
         query, key, value = (tokens.transpose(0, 1) for tokens in (query, key, value))  # [N, H, C]
         size = (graph.num_keys, graph.num_queries)
         return self.propagate(
-            edge_index, query=(None, query), key=(key, None), value=(value, None), gate=None, score_bias=edge[0], keep=edge[1], size=size
+            edge_index,
+            query=(None, query),
+            key=(key, None),
+            value=(value, None),
+            gate=None,
+            score_bias=edge[0],
+            keep=edge[1],
+            weights=weights,
+            size=size,
         )
 
     @staticmethod
@@ -545,11 +603,12 @@ class SBMAttentionConv(MessagePassing):
         query: Tensor,
         key: Tensor,
         score_bias: Tensor | None,
+        weights: list[Tensor],
         ordered: bool,
     ) -> Any:
         """Attention weights before dropout, as PyG returns them, differentiable. ``ordered``: message passing left them in the caller's order."""
-        if self._alpha is not None:
-            alpha = self._alpha  # [E, H or 1]
+        if weights:
+            (alpha,) = weights  # [E, H or 1]
         else:
             logit = ops.edge_dot(query, key, graph.rowptr, graph.col) * self.scale
             alpha = _softmax(logit if score_bias is None else logit + score_bias, ptr=graph.rowptr)[:, None]

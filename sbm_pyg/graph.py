@@ -197,17 +197,10 @@ class AttentionGraph:
         """
         resolve_ptr(self.num_queries, self.query_ptr, name="query_ptr")
         resolve_ptr(self.num_keys, self.key_ptr, name="key_ptr")
-        if int(self.rowptr[0]) != 0 or int(self.rowptr[-1]) != self.num_edges or bool((self.rowptr.diff() < 0).any()):
-            raise ValueError(
-                f"Expected 'rowptr' to rise from 0 to E = {self.num_edges} (got {int(self.rowptr[0])} to {int(self.rowptr[-1])}, or a decrease). Build it from row counts by `cumsum`."
-            )
+        self.check_range()
         if self.num_edges == 0:
             return self
         key, query = self.edge_index
-        if int(key.min()) < 0 or int(key.max()) >= self.num_keys:
-            raise ValueError(
-                f"Expected 'col' in 0..{self.num_keys - 1} (got {int(key.min())} to {int(key.max())}). Key tokens count through all sequences."
-            )
         sequence = torch.bucketize(query, self.query_ptr[1:], right=True)
         outside = (key < self.key_ptr[sequence]) | (key >= self.key_ptr[sequence + 1])
         if bool(outside.any()):
@@ -221,6 +214,31 @@ class AttentionGraph:
                 "Expected the keys of each row ascending without repeats (got a row that is not). `AttentionGraph.from_edge_index` sorts and removes repeats."
             )
         return self
+
+    def check_range(self) -> None:
+        """Refuse rows that do not cover the edges and keys that are no tokens, which kernels would look for outside of their memory. O(HN + E).
+
+        Raises:
+            ValueError: Row offsets do not rise from 0 to E, or a key is not in 0 .. M-1.
+        """
+        if not readable(self.col):
+            return
+        first, last = (int(self.rowptr[end]) for end in (0, -1))
+        if first != 0 or last != self.num_edges or bool((self.rowptr[1:] < self.rowptr[:-1]).any()):
+            raise ValueError(
+                f"Expected 'rowptr' to rise from 0 to E = {self.num_edges} (got {first} to {last}, or a decrease). Build it from row counts by `cumsum`."
+            )
+        if self.num_edges:
+            low, high = (int(bound) for bound in torch.aminmax(self.col))
+            if low < 0 or high >= self.num_keys:
+                raise ValueError(f"Expected 'col' in 0..{self.num_keys - 1} (got {low} to {high}). Key tokens count through all sequences.")
+
+    def same_offsets(self, query_ptr: Tensor, key_ptr: Tensor) -> bool:
+        """Whether the sequences of the graph are these."""
+        pairs = ((self.query_ptr, query_ptr), (self.key_ptr, key_ptr))
+        return all(
+            mine is theirs or (mine.shape == theirs.shape and (not readable(mine) or torch.equal(mine, theirs))) for mine, theirs in pairs
+        )
 
     # ---------------------------------------------------------------- graphs from graphs
 
@@ -580,6 +598,11 @@ class AttentionGraph:
 
 def edge_list(adjacency: Tensor | SparseTensor) -> Tensor:
     """Edges ``[2, E]`` of any PyG adjacency, in the order in which it stores them: row 0 the key (source), row 1 the query (target)."""
+    if not isinstance(adjacency, Tensor | SparseTensor):
+        raise TypeError(
+            f"Expected 'edge_index' to be a tensor [2, E], a sparse adjacency or an AttentionGraph (got {type(adjacency).__name__}). Use "
+            "torch.tensor(edges), or torch_geometric.utils.from_networkx."
+        )
     if is_sparse(adjacency):
         if isinstance(adjacency, Tensor) and adjacency.layout == torch.sparse_coo:
             adjacency = adjacency.coalesce()  # `to_edge_index` would mark the caller's tensor as coalesced

@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from itertools import pairwise, product
 
+import networkx as nx
 import pytest
 import torch
 from torch import Tensor
@@ -180,6 +183,54 @@ def test_self_loops_and_window_are_always_there() -> None:
         assert graph != plain
 
 
+@pytest.mark.parametrize("estimator", ["relaxed", "concrete"])
+def test_forced_edges_have_probability_one_in_a_soft_mask(estimator: str) -> None:
+    """So where all edges are forced, training is full attention, as evaluation is."""
+    conv, x = layer(estimator=estimator, window=30), tokens()
+    full = conv(x, patterns.full(None, ptr=PTR))
+    torch.testing.assert_close(conv(x, ptr=PTR, seed=1), full)
+    torch.testing.assert_close(conv.eval()(x, ptr=PTR, seed=1), full)
+    some = layer(estimator=estimator, self_loops=True)
+    assert not torch.allclose(some(x, ptr=PTR, seed=1), layer(estimator=estimator)(x, ptr=PTR, seed=1))
+    with pytest.raises(ValueError, match="Expected the same tokens as queries and keys"):
+        some((x, tokens(seed=2)))
+
+
+def test_the_default_estimator_is_one_for_the_law() -> None:
+    assert (layer().estimator, layer(method="fastrg").estimator, layer(normalizer="sparsemax").estimator) == ("local", "mask", "mask")
+
+
+@pytest.mark.parametrize("step", ["message", "propagate", "aggregate"])
+def test_hooks_of_a_step_are_called(step: str) -> None:
+    conv, x, calls = layer(), tokens(), []
+    plain = conv(x, patterns.window(30, 2))
+    getattr(conv, f"register_{step}_forward_hook")(lambda module, inputs, output: calls.append(step))
+    conv.explain = False
+    torch.testing.assert_close(conv(x, patterns.window(30, 2)), plain)
+    assert calls == [step]
+
+
+def test_threads_that_share_a_layer_get_their_own_weights() -> None:
+    conv = layer(normalizer="entmax15")
+    cases = [tokens(30, seed) for seed in range(3)]
+    graph = patterns.full(30)
+    expected = [conv(x, graph, return_attention_weights=True)[1][1] for x in cases]
+    wrong = []
+
+    def work(case: int) -> None:
+        for _ in range(20):
+            weights = conv(cases[case], graph, return_attention_weights=True)[1][1]
+            if not torch.equal(weights, expected[case]):
+                wrong.append(case)
+
+    threads = [threading.Thread(target=work, args=(case,)) for case in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
 def test_budget_reaches_the_sampler() -> None:
     graph = layer(budget=1.0, exploration=0.0)(tokens(), seed=1, return_graph=True)[1]
     assert graph.num_edges < 120
@@ -244,6 +295,10 @@ def test_padding_changes_nothing() -> None:
         ({"dropout": 1.0}, r"Expected 'dropout' in \[0, 1\) \(got 1.0\)"),
         ({"exploration": -0.1}, r"Expected 'exploration' in \[0, 1\] \(got -0.1\)"),
         ({"window": -1}, r"Expected 'window' to be 0 or more \(got -1\)"),
+        ({"aggr": "mean"}, r"Expected 'aggr' to be 'add' \(got 'mean'\)"),
+        ({"flow": "target_to_source"}, r"Expected 'flow' to be 'source_to_target' \(got 'target_to_source'\)"),
+        ({"decomposed_layers": 2}, r"Expected 'decomposed_layers' to be 1 \(got 2\)"),
+        ({"method": "fastrg", "estimator": "local"}, r"Expected 'estimator' other than 'local' with method='fastrg'"),
     ],
 )
 def test_option_errors(options: dict, message: str) -> None:
@@ -267,6 +322,53 @@ def test_call_errors() -> None:
         conv(x, torch.tensor([[0, 30], [0, 1]]))
     with pytest.raises(ValueError, match="Expected 'heads' and 'out_channels' to be at least 1"):
         SBMAttentionConv(16, 0)
+
+
+@pytest.mark.parametrize("shape", [(16,), (3, 10, 16), (1, 3, 10, 16)])
+def test_padded_tokens_are_refused(shape: tuple[int, ...]) -> None:
+    """They would be one sequence, in which every example sees every other."""
+    with pytest.raises(ValueError, match=r"Expected 'x' to be \[N, C_in\] \(got .*`sbm_pyg.unpad`"):
+        layer()(torch.zeros(shape, dtype=torch.float64))
+
+
+def test_a_graph_of_other_sequences_is_refused() -> None:
+    conv, x = layer(), tokens()
+    batch = torch.repeat_interleave(torch.arange(3), PTR.diff())
+    for offsets in ({"ptr": PTR}, {"batch": batch}):
+        with pytest.raises(
+            ValueError, match="Expected 'edge_index' over the sequences of 'ptr' or 'batch' \\(got AttentionGraph\\(1 sequence"
+        ):
+            conv(x, patterns.full(30), **offsets)
+        conv(x, patterns.full(None, ptr=PTR.clone()), **offsets)
+    conv(x, patterns.full(None, ptr=PTR))  # whose own sequences count
+
+
+def test_a_graph_that_leaves_its_tokens_is_refused() -> None:
+    """A kernel would read what lies beyond its arrays."""
+    conv, x = layer(), tokens()
+    rowptr = torch.arange(31)
+    for key in (-1, 30, 10**7):
+        col = torch.zeros(30, dtype=torch.int32).index_fill(0, torch.tensor(3), key)
+        with pytest.raises(ValueError, match=r"Expected 'col' in 0\.\.29"):
+            conv(x, AttentionGraph(rowptr, col, 30, 30, 1))
+    for offsets in (rowptr + 1, rowptr * 2, rowptr.index_fill(0, torch.tensor(5), 10**7)):
+        with pytest.raises(ValueError, match="Expected 'rowptr' to rise from 0 to E = 30"):
+            conv(x, AttentionGraph(offsets, torch.zeros(30, dtype=torch.int32), 30, 30, 1))
+
+
+@pytest.mark.parametrize("wrong", [lambda graph: torch.zeros(1), lambda graph: torch.zeros(graph.num_edges, 1), lambda graph: 0.0])
+@pytest.mark.parametrize("fuse", [True, False])
+def test_a_score_bias_of_another_shape_is_refused(wrong: Callable[[AttentionGraph], object], fuse: bool) -> None:
+    conv = layer(score_bias=lambda query, key, graph: wrong(graph))
+    conv.fuse = fuse
+    with pytest.raises((TypeError, ValueError), match="Expected 'score_bias' to be "):
+        conv(tokens(), patterns.full(30))
+
+
+def test_no_adjacency_is_named() -> None:
+    for wrong in ([[0, 1], [1, 2]], nx.path_graph(30)):
+        with pytest.raises(TypeError, match=f"Expected 'edge_index' to be a tensor .* \\(got {type(wrong).__name__}\\)"):
+            layer()(tokens(), wrong)
 
 
 def test_the_sampled_graph_is_that_of_sample_edges() -> None:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -263,6 +264,92 @@ def test_entmax_gradcheck(alpha: float) -> None:
 def test_entmax_errors(arguments: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ops.segment_entmax(torch.zeros(2), **arguments)
+
+
+# ------------------------------------------------------------------ what is refused
+
+
+def arguments() -> dict[str, Any]:
+    graph, x = GRAPHS["full"], torch.ones(2, 5, 4)
+    edges = torch.ones(graph.num_edges)
+    return {"query": x, "key": x, "value": x, "rowptr": graph.rowptr, "col": graph.col, "gate": edges, "bias": edges}
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("query", lambda x: x[0], r"Expected 'query' to be \[H, N, C\] = \[any, any, any\] \(got \[5, 4\]\)"),
+        ("key", lambda x: x[:1], r"Expected 'key' to be \[H, M, C\] = \[2, any, 4\] \(got \[1, 5, 4\]\)"),
+        ("key", lambda x: x[..., :3], r"Expected 'key' to be "),
+        ("value", lambda x: x[:, :4], r"Expected 'value' to be \[H, M, C'\] = \[2, 5, any\]"),
+        ("rowptr", lambda x: x[:-1], r"Expected 'rowptr' to be \[H\*N\+1\] = \[11\] \(got \[10\]\)"),
+        ("rowptr", lambda x: x.int(), r"Expected 'rowptr' to be int64 and 'col' int32 or int64 \(got torch.int32"),
+        ("col", lambda x: x.float(), r"Expected 'rowptr' to be int64 and 'col' int32 or int64"),
+        ("col", lambda x: x[None], r"Expected 'col' to be \[E\]"),
+        ("gate", lambda x: x[:3], r"Expected 'gate' to be \[E\] = \[50\] \(got \[3\]\)"),
+        ("bias", lambda x: 1.0, r"Expected 'bias' to be a tensor \[E\] \(got float\)"),
+        ("gate_form", lambda x: "wieght", r"Expected 'gate_form' to be one of \['score', 'weight'\] \(got 'wieght'\)"),
+        ("dropout", lambda x: 1.0, r"Expected 'dropout' in \[0, 1\) \(got 1.0\)"),
+    ],
+)
+def test_what_does_not_fit_is_refused(name: str, change: Callable[[Any], Any], message: str) -> None:
+    given = arguments()
+    ops.edge_attention(**given)
+    with pytest.raises((TypeError, ValueError), match=message):
+        ops.edge_attention(**given | {name: change(given.get(name))})
+    if name in ("query", "key", "rowptr", "col"):
+        for op in (ops.edge_dot, ops.edge_gate):
+            with pytest.raises((TypeError, ValueError), match=message):
+                op(*((given | {name: change(given[name])})[wanted] for wanted in ("query", "key", "rowptr", "col")))
+
+
+def test_effects_and_samplers_refuse_what_does_not_fit() -> None:
+    given = arguments()
+    x, rowptr, col = given["query"], given["rowptr"], given["col"]
+    chance, ptr, streams = torch.ones(5), torch.tensor([0, 5]), torch.tensor([0])
+
+    def effect(grad: Tensor = x, probes: Tensor = col, model: tuple[Any, ...] = (x, x, chance)) -> Any:
+        return ops.edge_effect(grad, x, x, x, rowptr, col, None, rowptr, probes, None, 1.0, *model)
+
+    def expectation(out: Tensor = x, forced: Any = None, probes: Tensor = rowptr) -> Any:
+        return ops.local_expectation(out, x, x, x, x, x, (rowptr, col, None), (probes, col, None), chance, forced)
+
+    effect(), expectation(), ops.sample_sbm(x / 4, x / 4, ptr, ptr, streams, 0), ops.sample_systematic(chance, ptr, ptr, streams, 2, 0)
+    for action, message in (
+        (lambda: effect(grad=x[:, :4]), "Expected 'grad_out' to be "),
+        (lambda: effect(probes=col[None]), "Expected 'probe_col' to be "),
+        (lambda: effect(model=(x, None, None)), r"Expected 'rate', 'member' and 'chance' together \(got some of them\)"),
+        (lambda: effect(model=(x, x[..., :2], chance)), r"Expected 'member' to be \[H, M, K\] = \[2, 5, 4\]"),
+        (lambda: effect(model=(x, x, chance[:3])), r"Expected 'chance' to be \[N\] = \[5\]"),
+        (lambda: expectation(out=x[0]), "Expected 'out' to be "),
+        (lambda: expectation(forced=col[:3] > 0), "Expected 'forced' to be "),
+        (lambda: expectation(probes=rowptr[1:]), "Expected 'probe_rowptr' to be "),
+        (lambda: ops.sample_sbm(x, x, ptr, ptr, streams, 0, "bernuli"), r"Expected 'method' to be one of .* \(got 'bernuli'\)"),
+        (lambda: ops.sample_sbm(x, x[..., :2], ptr, ptr, streams, 0), "Expected 'key' to be "),
+        (lambda: ops.sample_sbm(x, x, ptr, ptr, torch.arange(2), 0), r"Expected 'streams' to be \[B\] = \[1\] \(got \[2\]\)"),
+        (lambda: ops.sample_systematic(x, ptr, ptr, streams, 2, 0), "Expected 'chance' to be "),
+        (lambda: ops.sample_systematic(chance, ptr, torch.tensor([0, 2, 5]), streams, 2, 0), "Expected 'key_ptr' to be "),
+    ):
+        with pytest.raises(ValueError, match=message):
+            action()
+
+
+@pytest.mark.parametrize("op", ["edge_attention", "edge_dot", "segment_entmax"])
+@pytest.mark.parametrize("transform", [torch.func.jvp, torch.func.jacfwd])
+def test_forward_mode_is_refused(op: str, transform: Any) -> None:
+    """torch's custom ops have no forward mode, and answer with zeros."""
+    given = arguments()
+
+    def function(x: Tensor) -> Tensor:
+        if op == "edge_attention":
+            return ops.edge_attention(x, given["key"], given["value"], given["rowptr"], given["col"])[0]
+        if op == "edge_dot":
+            return ops.edge_dot(given["query"], x, given["rowptr"], given["col"])
+        return ops.segment_entmax(x.flatten(), ptr=torch.tensor([0, 40]))
+
+    x = given["query"]
+    with pytest.raises(NotImplementedError, match="Expected reverse-mode differentiation"):
+        transform(function, (x,), (x,)) if transform is torch.func.jvp else transform(function)(x)
 
 
 # ------------------------------------------------------------------ random words

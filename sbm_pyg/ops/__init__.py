@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.library import CustomOpDef
 from torch.utils.flop_counter import register_flop_formula
 
-from . import cpu, flops, reference
+from . import checks, cpu, flops, reference
 
 __all__ = [
     "edge_attention",
@@ -223,6 +223,13 @@ class _LocalExpectation(torch.autograd.Function):
 # ------------------------------------------------------------------ the functions
 
 
+def _check_model(rate: Tensor | None, member: Tensor | None, chance: Tensor | None, query: Tensor, key: Tensor) -> None:
+    heads, num_queries, num_keys = *query.shape[:2], key.size(1)
+    checks.shape("rate", rate, (heads, num_queries, None), "[H, N, K]", "It has the heads and tokens of 'query'.")
+    checks.shape("member", member, (heads, num_keys, None if rate is None else rate.size(-1)), "[H, M, K]", "It has the blocks of 'rate'.")
+    checks.shape("chance", chance, (num_queries,), "[N]", "It holds one probability per query.")
+
+
 def edge_dot(query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor) -> Tensor:
     """Dot product of the two ends of each edge: ``out[e] = <query[h, i], key[h, j]>``.
 
@@ -232,11 +239,17 @@ def edge_dot(query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor) -> Tensor:
         query: One vector per head and query, ``[H, N, K]``.
         key: One vector per head and key, ``[H, M, K]``.
         rowptr: Row offsets, ``[H*N+1]`` int64.
-        col: Key of each edge, ``[E]``.
+        col: Key of each edge, ``[E]`` in 0 .. M-1. As in all ops, only shapes are checked; values are for
+            :meth:`sbm_pyg.AttentionGraph.validate`.
 
     Returns:
         ``[E]`` in the dtype of ``query``.
+
+    Raises:
+        NotImplementedError: A tensor carries a forward-mode tangent, as under :func:`torch.func.jvp`; so do the other ops.
+        TypeError, ValueError: Shapes or types do not fit.
     """
+    checks.edges(rowptr, col, query, key=key)
     return _edge_dot(query, key, rowptr, col)
 
 
@@ -245,6 +258,7 @@ def edge_gate(query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor) -> Tensor
 
     Cost O(E) forward, O(E K) backward. Arguments as :func:`edge_dot`. Returns ``[E]``.
     """
+    checks.edges(rowptr, col, query, key=key)
     return _EdgeGate.apply(query, key, rowptr, col)
 
 
@@ -284,6 +298,10 @@ def edge_attention(
         The output ``[H, N, C']`` (zeros for a query without edges) and the log of each row's sum of weights, ``[H, N]``, float32 or
         better, ``-inf`` for a query without edges, without gradient.
     """
+    checks.edges(rowptr, col, query, key=key, value=value, gate=gate, bias=bias)
+    checks.one_of("gate_form", gate_form, ("score", "weight"))
+    if not 0 <= dropout < 1:
+        raise ValueError(f"Expected 'dropout' in [0, 1) (got {dropout}). It is the probability that a weight is dropped.")
     return _edge_attention(query, key, value, rowptr, col, gate, bias, scale, gate_form, dropout, seed)
 
 
@@ -339,6 +357,12 @@ def edge_effect(
     Returns:
         ``[E]`` and ``[E']`` in the dtype of ``query``; 0 for a probe that is an edge already.
     """
+    checks.edges(rowptr, col, query, key=key, value=value, bias=bias)
+    checks.edges(probe_rowptr, probe_col, query, key=key, prefix="probe_", probe_bias=probe_bias)
+    checks.shape("grad_out", grad_out, (*query.shape[:2], value.size(2)), "[H, N, C']", "It has the shape of the output.")
+    if len({x is None for x in (rate, member, chance)}) > 1:
+        raise ValueError("Expected 'rate', 'member' and 'chance' together (got some of them). Give all three, or none.")
+    _check_model(rate, member, chance, query, key)
     return _edge_effect(
         grad_out, query, key, value, rowptr, col, bias, probe_rowptr, probe_col, probe_bias, scale, rate, member, chance, exploration
     )
@@ -378,6 +402,11 @@ def local_expectation(
     Returns:
         ``out``.
     """
+    checks.edges(*graph[:2], query, key=key, value=value, bias=graph[2], forced=forced)
+    checks.edges(*probes[:2], query, key=key, prefix="probe_", probe_bias=probes[2])
+    checks.shape("out", out, (*query.shape[:2], value.size(2)), "[H, N, C']", "It is the output of the attention.")
+    _check_model(rate, member, chance, query, key)
+    checks.no_tangent(out, rate, member)
     constants = (x if x is None else x.detach() for x in (query, key, value, *graph, *probes, chance, forced))
     return _LocalExpectation.apply(out, rate, member, *constants, scale, exploration)
 
@@ -418,6 +447,7 @@ def segment_entmax(
         )
     if src.dim() != 1:
         raise ValueError(f"Expected 'src' to be [E] (got {list(src.shape)}). Call it once per column.")
+    checks.no_tangent(src)
     if ptr is not None:
         return _segment_entmax(src, ptr, alpha)
     assert index is not None
@@ -425,6 +455,12 @@ def segment_entmax(
     counts = torch.bincount(index, minlength=num_nodes or 0)
     sorted_out = _segment_entmax(src[order], torch.cat([counts.new_zeros(1), counts.cumsum(0)]), alpha)
     return torch.empty_like(sorted_out).index_copy(0, order, sorted_out)
+
+
+def _check_sequences(query_ptr: Tensor, key_ptr: Tensor, streams: Tensor) -> None:
+    checks.shape("query_ptr", query_ptr, (None,), "[B+1]", "It holds the offsets of the sequences.")
+    checks.shape("key_ptr", key_ptr, query_ptr.shape, "[B+1]", "It has the sequences of 'query_ptr'.")
+    checks.shape("streams", streams, (query_ptr.size(0) - 1,), "[B]", "It holds one number per sequence.")
 
 
 def sample_sbm(
@@ -462,6 +498,10 @@ def sample_sbm(
     Raises:
         ValueError: A probability without exploration exceeds 1 (``"bernoulli"`` without ``clamp``).
     """
+    checks.shape("query", query, (None, None, None), "[H, N, K]", "Heads come first.")
+    checks.shape("key", key, (query.size(0), None, query.size(2)), "[H, M, K]", "It has the heads and blocks of 'query'.")
+    _check_sequences(query_ptr, key_ptr, streams)
+    checks.one_of("method", method, ("bernoulli", "fastrg"))
     return _sample_sbm(query, key, query_ptr, key_ptr, streams, seed, method, exploration, clamp)
 
 
@@ -485,4 +525,6 @@ def sample_systematic(chance: Tensor, query_ptr: Tensor, key_ptr: Tensor, stream
 
     Reference: Madow and Madow, "On the Theory of Systematic Sampling, I", Annals of Mathematical Statistics 1944.
     """
+    checks.shape("chance", chance, (None,), "[N]", "It holds one probability per query.")
+    _check_sequences(query_ptr, key_ptr, streams)
     return _sample_systematic(chance, query_ptr, key_ptr, streams, heads, seed)
