@@ -60,6 +60,8 @@ def no_tangent(*tensors: Tensor | None) -> None:
     Raises:
         NotImplementedError: A tensor carries a tangent.
     """
+    if torch.compiler.is_compiling():
+        return
     if forward_ad._current_level >= 0 and any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         raise NotImplementedError(
             "Expected reverse-mode differentiation (got a tangent, from torch.func.jvp, jacfwd, hessian or forward_ad). Use `backward` or `torch.autograd.grad`."
