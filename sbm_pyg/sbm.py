@@ -212,7 +212,7 @@ class SBM:
         """
         if not budget > 0:
             raise ValueError(f"Expected 'budget' to be a positive number of edges per query (got {budget}). Leave it out for no limit.")
-        factor = (budget / self.expected_degree().detach()).clamp(max=1)
+        factor = (budget / self.expected_degree().detach()).clamp(max=1).to(self.query.dtype)  # counted in float32 at least
         return replace(self, query=self.query * factor[..., None])
 
     def _check(self, graph: AttentionGraph) -> None:

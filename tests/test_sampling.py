@@ -252,6 +252,16 @@ def test_budget_bounds_the_expected_degree_of_each_query(budget: float) -> None:
     assert graph.num_edges == pytest.approx(expected, abs=6 * math.sqrt(expected))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_budget_in_low_precision(dtype: torch.dtype) -> None:
+    sbm = larger_sbm(queries=500)
+    low = SBM(sbm.query.to(dtype), sbm.key.to(dtype), sbm.block.to(dtype))
+    limited = low.limit(3.0)
+    assert limited.query.dtype == dtype
+    assert float(limited.expected_degree().max()) <= 3 * 1.02
+    assert sample_edges(low, budget=3.0, seed=1) == sample_edges(limited, seed=1)
+
+
 def test_linear_memory() -> None:
     """A graph whose dense form would take 40 GB is sampled in a moment, about 10 edges a query."""
     tokens = 200_000
