@@ -28,7 +28,7 @@ from torch import Tensor
 
 from . import ops
 from .graph import AttentionGraph
-from .sampling import resolve_streams
+from .sampling import draw_seed, resolve_streams
 from .sbm import SBM
 
 __all__ = ["ESTIMATORS", "concrete_bias", "draw_probes", "local_expectation", "relaxed_bias", "score_function", "straight_through"]
@@ -69,13 +69,15 @@ def draw_probes(sbm: SBM, per_query: float, *, seed: int, streams: Tensor | None
         The probes, and the probability with which each key of a query is one, ``[N]``.
 
     Raises:
-        ValueError: ``per_query`` is negative or NaN, or ``streams`` do not fit.
+        TypeError: ``seed`` is not an integer.
+        ValueError: ``per_query`` is negative or NaN, or ``seed`` or ``streams`` do not fit.
     """
     if not per_query >= 0:
         raise ValueError(f"Expected 'per_query' to be 0 or more (got {per_query}). It is an average number of probes.")
     chance = (per_query / sbm.key_ptr.diff().clamp(min=1)).clamp(max=1).to(sbm.query.dtype)
     chance = torch.repeat_interleave(chance, sbm.query_ptr.diff(), output_size=sbm.num_queries)
-    rowptr, col = ops.sample_systematic(chance, sbm.query_ptr, sbm.key_ptr, resolve_streams(sbm, streams), sbm.heads, seed)
+    streams = resolve_streams(streams, sbm.num_sequences, sbm.query_ptr.device)
+    rowptr, col = ops.sample_systematic(chance, sbm.query_ptr, sbm.key_ptr, streams, sbm.heads, draw_seed(seed))
     return AttentionGraph(rowptr, col, sbm.num_queries, sbm.num_keys, sbm.heads, sbm.query_ptr, sbm.key_ptr), chance
 
 

@@ -20,7 +20,7 @@ from .attention import SBMAttentionConv
 from .graph import AttentionGraph
 from .pretrained import Pretrained
 from .ragged import pad, readable, resolve_ptr
-from .sampling import draw_seed
+from .sampling import draw_seed, resolve_streams
 from .sbm import SBM
 
 __all__ = [
@@ -314,7 +314,7 @@ class SequenceEncoder(Pretrained):
             return_trace: Also return an :class:`EncoderTrace`.
 
         Raises:
-            TypeError: Token numbers are not integers.
+            TypeError: Token numbers or the seed are not integers.
             ValueError: A token is outside the vocabulary, a sequence longer than ``max_length``, or a place outside it.
         """
         if tokens.dim() != 1 or tokens.dtype not in (torch.int64, torch.int32):
@@ -344,6 +344,7 @@ class SequenceEncoder(Pretrained):
             raise ValueError(
                 f"Expected 'places' in 0..{self.max_length - 1} (got {int(places.min())} to {int(places.max())}). Raise max_length or leave it out."
             )
+        seed = None if seed is None else draw_seed(seed)
         x = self.dropout(self.token(tokens) + self.position(places))
         graphs, sbms = [], []
         for number, block in enumerate(self.blocks):
@@ -473,12 +474,11 @@ class PairClassifier(_Classifier):
             raise ValueError(
                 f"Expected 'ptr' to hold as many second as first sequences (got {offsets[0].numel() - 1} and {offsets[1].numel() - 1}). Sequences pair up by position."
             )
-        if streams is not None:
-            streams = 2 * streams  # the two sides of a pair sample apart
+        streams = 2 * resolve_streams(streams, offsets[0].numel() - 1, offsets[0].device, bits=31)
         pooled, traces = [], []
-        for side in range(2):
-            stream, place = None if streams is None else streams + side, None if places is None else places[side]
-            x, trace = self.encoder(tokens[side], offsets[side], places=place, seed=seed, streams=stream, return_trace=True)
+        for side in range(2):  # whose streams are apart
+            place = None if places is None else places[side]
+            x, trace = self.encoder(tokens[side], offsets[side], places=place, seed=seed, streams=streams + side, return_trace=True)
             pooled.append(_mean_pool(x, offsets[side], self.pool_length))
             traces.append(trace)
         first, second = pooled

@@ -6,6 +6,7 @@ Not here: the sampling algorithms themselves (``ops``) and gradients (``SBM.edge
 
 from __future__ import annotations
 
+from operator import index
 from typing import cast
 
 import torch
@@ -16,7 +17,8 @@ from torch_geometric.transforms import BaseTransform
 
 from . import ops
 from .graph import AttentionGraph
-from .sbm import SBM, SBMHead, check_values
+from .ragged import readable
+from .sbm import SBM, SBMHead, check_sbm
 
 __all__ = ["SBMGraph", "draw_seed", "sample_edges"]
 
@@ -24,14 +26,23 @@ METHODS = ("bernoulli", "fastrg")
 
 
 def draw_seed(seed: int | None = None, generator: torch.Generator | None = None) -> int:
-    """The seed itself, or one drawn from the generator (torch's default one if None), in ``0 .. 2**63-1``.
+    """The seed itself, an integer of 64 bits, or one drawn from the generator (torch's default one if None), in ``0 .. 2**63-1``.
 
     Raises:
-        ValueError: Both were given.
+        TypeError: The seed is not an integer.
+        ValueError: Both were given, or the seed does not fit into 64 bits.
     """
     if seed is not None:
         if generator is not None:
             raise ValueError("Expected 'seed' or 'generator' (got both). Leave one out.")
+        if torch.compiler.is_compiling():
+            return seed  # may be a symbol
+        try:
+            seed = index(seed)  # numpy's integers too
+        except TypeError:
+            raise TypeError(f"Expected 'seed' to be an integer (got {seed!r}). Convert it with `int`.") from None
+        if not -(2**63) <= seed < 2**63:
+            raise ValueError(f"Expected 'seed' in -2**63 .. 2**63-1 (got {seed}). Take it modulo 2**63.")
         return seed
     device = "cpu" if generator is None else generator.device
     return int(torch.randint(2**63 - 1, (), generator=generator, device=device))
@@ -70,7 +81,7 @@ def sample_edges(
             under the density.
         budget: Largest expected number of keys per query and head, without exploration; see :meth:`SBM.limit`. None: no limit.
         clamp: Cut probabilities above 1 at 1. By default they are an error (``"bernoulli"`` only).
-        seed: Integer that fixes the edges.
+        seed: Integer of 64 bits that fixes the edges.
         generator: Where a seed is drawn from if ``seed`` is None; torch's default generator if both are None.
         streams: Number of the random stream of each sequence, ``[B]`` int64 in ``0 .. 2**32-1``; the position in the batch if None.
             Give each sequence the number it has in its data set, and it keeps its edges wherever it stands.
@@ -79,6 +90,7 @@ def sample_edges(
         A graph over the tokens of the model, on its device; ``col`` is int32.
 
     Raises:
+        TypeError: ``seed`` is not an integer.
         ValueError: An argument is out of range, a membership is negative or not finite, or a probability exceeds 1.
 
     Example:
@@ -93,29 +105,34 @@ def sample_edges(
         raise ValueError(f"Expected 'method' to be one of {METHODS} (got {method!r}). Use 'bernoulli' unless you compare with Algorithm 1.")
     if not 0 <= exploration <= 1:
         raise ValueError(f"Expected 'exploration' in [0, 1] (got {exploration}). The paper has 0.01 in training and 0 in evaluation.")
-    streams = resolve_streams(sbm, streams)
+    streams = resolve_streams(streams, sbm.num_sequences, sbm.query_ptr.device)
     seed = draw_seed(seed, generator)
     with torch.no_grad():
-        for name in ("query", "key", "block"):
-            check_values(getattr(sbm, name), name)
+        check_sbm(sbm)
         limited = sbm if budget is None else sbm.limit(budget)
         rowptr, col = ops.sample_sbm(limited.rate, limited.key, sbm.query_ptr, sbm.key_ptr, streams, seed, method, exploration, clamp)
     return AttentionGraph(rowptr, col, sbm.num_queries, sbm.num_keys, sbm.heads, sbm.query_ptr, sbm.key_ptr)
 
 
-def resolve_streams(sbm: SBM, streams: Tensor | None) -> Tensor:
-    """Number of the random stream of each sequence, ``[B]``: its position in the batch if None.
+def resolve_streams(streams: Tensor | None, sequences: int, device: torch.device, bits: int = 32) -> Tensor:
+    """Number of the random stream of each sequence, ``[B]`` int64: its position in the batch if None.
 
     Raises:
-        ValueError: Shape or dtype do not fit.
+        ValueError: Shape or dtype do not fit, or a number is outside ``0 .. 2**bits-1``.
     """
     if streams is None:
-        return torch.arange(sbm.num_sequences, device=sbm.query_ptr.device)
-    if streams.shape != (sbm.num_sequences,) or streams.dtype not in (torch.int32, torch.int64):
+        return torch.arange(sequences, device=device)
+    if streams.shape != (sequences,) or streams.dtype not in (torch.int32, torch.int64):
         raise ValueError(
-            f"Expected 'streams' to be [{sbm.num_sequences}] int64 (got {list(streams.shape)} {streams.dtype}). It holds one number per sequence."
+            f"Expected 'streams' to be [{sequences}] int64 (got {list(streams.shape)} {streams.dtype}). It holds one number per sequence."
         )
-    return streams
+    if readable(streams):
+        low, high = (int(bound) for bound in torch.aminmax(streams))
+        if low < 0 or high >= 2**bits:
+            raise ValueError(
+                f"Expected 'streams' in 0 .. 2**{bits}-1 (got {low} to {high}). Number sequences by their place in the data set."
+            )
+    return streams.long()
 
 
 @functional_transform("sbm_graph")

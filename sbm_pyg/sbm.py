@@ -153,8 +153,7 @@ class SBM:
         Raises:
             ValueError: A value is out of range.
         """
-        for name in ("query", "key", "block"):
-            check_values(getattr(self, name), name)
+        check_sbm(self)
         for sequence, (queries, keys) in enumerate(self._slices()):
             bound = torch.einsum("hnk,hk->hn", self.rate[:, queries], self.key[:, keys].amax(1)).max()
             top = float(bound) if float(bound) <= 1 else float(self.edge_prob_dense(sequence).max())
@@ -233,15 +232,18 @@ class SBM:
         return wide.new_zeros(heads * sequences, blocks).index_add(0, place.flatten(), wide.flatten(0, 1)).view(heads, sequences, blocks)
 
 
-def check_values(x: Tensor, name: str) -> None:
-    """Raise ValueError unless a tensor is finite and non-negative; nothing where values may not be looked at."""
-    if not readable(x) or x.numel() == 0:
-        return
-    low, high = (float(bound) for bound in torch.aminmax(x.detach()))
-    if math.isnan(low) or math.isinf(high):
-        raise ValueError(f"Expected '{name}' to be finite (got NaN or inf). Look for a diverged loss or a division by zero before the SBM.")
-    if low < 0:
-        raise ValueError(f"Expected '{name}' to be non-negative (got {low:.4g}). Use a sigmoid or softmax, as SBMHead does.")
+def check_sbm(sbm: SBM) -> None:
+    """Raise ValueError unless memberships, blocks and rates are finite and non-negative; nothing where values may not be looked at."""
+    for name, x in (("query", sbm.query), ("key", sbm.key), ("block", sbm.block), ("query @ block", sbm.rate)):
+        if not readable(x) or x.numel() == 0:
+            continue
+        low, high = (float(bound) for bound in torch.aminmax(x.detach()))
+        if math.isnan(low) or math.isinf(high):
+            raise ValueError(
+                f"Expected '{name}' to be finite (got NaN or inf). Look for a diverged loss or a division by zero before the SBM."
+            )
+        if low < 0:
+            raise ValueError(f"Expected '{name}' to be non-negative (got {low:.4g}). Use a sigmoid or softmax, as SBMHead does.")
 
 
 def _batch(ptr: Tensor, total: int) -> Tensor:

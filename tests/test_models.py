@@ -8,6 +8,7 @@ import math
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -108,6 +109,25 @@ def test_pair_classifier() -> None:
     torch.testing.assert_close(logits, model.classifier(torch.cat([m0, m1, m0 * m1, m0 - m1], 1)))
     with pytest.raises(ValueError, match=r"as many second as first sequences \(got 3 and 1\)"):
         model((TOKENS, TOKENS), (PTR, torch.tensor([0, 30])))
+
+
+def test_the_sides_of_a_pair_sample_apart_without_streams_too() -> None:
+    model = PairClassifier(encoder(), 2).eval()
+    pair = (TOKENS, TOKENS), (PTR, PTR)
+    logits, trace = model(*pair, seed=1, return_trace=True)
+    same = trace.graphs[0].to_dense() == trace.graphs[2].to_dense()
+    assert float(same.double().mean()) < 0.9
+    assert torch.equal(logits, model(*pair, seed=1, streams=torch.arange(3, dtype=torch.int32)))
+    assert not torch.equal(logits, model(*pair, seed=1, streams=torch.tensor([2**31 - 1, 2**31 - 2, 2**31 - 3])))
+    with pytest.raises(ValueError, match=r"Expected 'streams' in 0 .. 2\*\*31-1 \(got 0 to 2147483648\)"):
+        model(*pair, seed=1, streams=torch.tensor([0, 1, 2**31]))
+
+
+def test_seeds_of_an_encoder() -> None:
+    model = encoder().eval()
+    assert torch.equal(model(TOKENS, PTR, seed=np.int64(2**62)), model(TOKENS, PTR, seed=2**62))
+    with pytest.raises(TypeError, match=r"Expected 'seed' to be an integer \(got 1.5\)"):
+        model(TOKENS, PTR, seed=1.5)
 
 
 def test_token_classifier_learns_to_copy_a_neighbour() -> None:

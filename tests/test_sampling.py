@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from problems import small_sbms
@@ -227,6 +229,17 @@ def test_seed_and_generator() -> None:
     torch.manual_seed(3)
     assert sample_edges(sbm) == first
     assert draw_seed(5) == 5
+    number: Any = np.uint8(7)
+    assert sample_edges(sbm, seed=number) == sample_edges(sbm, seed=7)
+    for seed in (-(2**63), 2**63 - 1):
+        assert draw_seed(seed) == seed
+        sample_edges(sbm, seed=seed)
+
+
+def test_streams_may_be_int32() -> None:
+    sbm = larger_sbm(sequences=2)
+    streams = torch.tensor([3, 2**31 - 1])
+    assert sample_edges(sbm, seed=0, streams=streams.int()) == sample_edges(sbm, seed=0, streams=streams)
 
 
 def test_extremes() -> None:
@@ -282,6 +295,9 @@ BAD = [
     ({"seed": 1, "generator": torch.Generator()}, r"Expected 'seed' or 'generator' \(got both\)"),
     ({"streams": torch.tensor([0, 1])}, r"Expected 'streams' to be \[1\] int64 \(got \[2\]"),
     ({"streams": torch.tensor([0.0])}, r"Expected 'streams' to be \[1\] int64"),
+    ({"streams": torch.tensor([2**32])}, r"Expected 'streams' in 0 .. 2\*\*32-1 \(got 4294967296 to 4294967296\)"),
+    ({"streams": torch.tensor([-1])}, r"Expected 'streams' in 0 .. 2\*\*32-1 \(got -1 to -1\)"),
+    ({"seed": 2**63}, r"Expected 'seed' in -2\*\*63 .. 2\*\*63-1 \(got 9223372036854775808\). Take it modulo 2\*\*63."),
 ]
 
 
@@ -289,6 +305,20 @@ BAD = [
 def test_bad_arguments(arguments: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         sample_edges(larger_sbm(), **arguments)
+
+
+@pytest.mark.parametrize("seed", [1.5, "a"])
+def test_a_seed_is_an_integer(seed: Any) -> None:
+    with pytest.raises(TypeError, match=rf"Expected 'seed' to be an integer \(got {seed!r}\)"):
+        sample_edges(larger_sbm(), seed=seed)
+
+
+def test_overflowing_rates_are_named() -> None:
+    ones = torch.ones(1, 2, 1)
+    sbm = SBM(1e25 * ones, 0 * ones, 1e25 * ones[:, :1])
+    for check in (sbm.validate, lambda: sample_edges(sbm, clamp=True, seed=0)):
+        with pytest.raises(ValueError, match="Expected 'query @ block' to be finite"):
+            check()
 
 
 @pytest.mark.parametrize("name", ["query", "key", "block"])
