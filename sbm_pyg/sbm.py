@@ -335,9 +335,11 @@ class SBMHead(torch.nn.Module):
                     for group in self.clusters[head].split(self.channels):
                         group.copy_(torch.nn.init.orthogonal_(torch.empty(self.channels, self.channels))[: len(group)])
             if self.parameterization == "mixed":
-                inside = max(0.82, (1 + self.density) / 2) if blocks > 1 else self.density
-                outside = (blocks * self.density - inside) / max(blocks - 1, 1)  # equal memberships then give the density
-                self.block.fill_(_logit(max(outside, self.density / (2 * blocks)))).diagonal(dim1=1, dim2=2).fill_(_logit(inside))
+                # Equal memberships give the density: inside + (K - 1) outside = K density, with edges outside blocks too.
+                least = self.density / (2 * blocks)
+                inside = min(max(0.82, (1 + self.density) / 2), blocks * self.density - (blocks - 1) * least)
+                outside = max((blocks * self.density - inside) / max(blocks - 1, 1), least)
+                self.block.fill_(_logit(outside)).diagonal(dim1=1, dim2=2).fill_(_logit(inside))
 
     def forward(self, query: Tensor, key: Tensor, query_ptr: Tensor | None = None, key_ptr: Tensor | None = None) -> SBM:
         """See the class; the offsets are passed on to :class:`SBM`."""
@@ -358,21 +360,31 @@ class SBMHead(torch.nn.Module):
         return SBM(query_side, key_side, block.to(query_side.dtype), cast(Tensor, query_ptr), cast(Tensor, key_ptr))
 
     def _memberships(self, x: Tensor) -> Tensor:
+        paper = self.parameterization == "paper"
+        if not all(map(_plain, (self.mlp, *self.mlp))):  # someone watches or has replaced a layer, which must then be called
+            affinity = self.mlp(x) @ self.clusters.mT
+            return (affinity + self.shift).sigmoid() if paper else (affinity / self.temperature).softmax(-1)
         first, second = cast(torch.nn.Linear, self.mlp[0]), cast(torch.nn.Linear, self.mlp[2])
         # The second layer and the product with the clusters are one linear map, and few clusters make it cheaply.
         weight, bias = self.clusters @ second.weight, self.clusters @ second.bias  # [H, K, C], [H, K]
-        if self.parameterization == "paper":
+        if paper:
             bias = bias + self.shift
         else:
             weight, bias = weight / self.temperature, bias / self.temperature
         affinity = torch.baddbmm(bias[:, None], torch.relu_(first(x)), weight.mT)
-        return affinity.sigmoid_() if self.parameterization == "paper" else affinity.softmax(-1)
+        return affinity.sigmoid_() if paper else affinity.softmax(-1)
 
     def extra_repr(self) -> str:
         return (
             f"channels={self.channels}, heads={self.heads}, num_blocks={self.num_blocks}, clusters={self.init!r}, "
             f"parameterization={self.parameterization!r}"
         )
+
+
+def _plain(module: torch.nn.Module) -> bool:
+    """Whether a layer is as torch made it, without hooks, so that its parameters may be used in its stead."""
+    watched = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    return type(module) in (torch.nn.Sequential, torch.nn.Linear, torch.nn.ReLU) and not watched and "forward" not in vars(module)
 
 
 def _logit(p: float) -> float:

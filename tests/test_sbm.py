@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from problems import random_graph
+from torch.nn.utils import prune
 
 from sbm_pyg import SBM, AttentionGraph, SBMHead
 
@@ -85,6 +87,50 @@ def test_head_is_equations_5_to_7() -> None:
         torch.testing.assert_close(sbm.block[h], torch.softmax((c @ c.T).flatten(), 0).view(3, 3))
         torch.testing.assert_close(sbm.query[h], torch.sigmoid(head.mlp(q[h]) @ c.T))
         torch.testing.assert_close(sbm.key[h], torch.sigmoid(head.mlp(k[h]) @ c.T))
+
+
+@pytest.mark.parametrize("parameterization", ["paper", "mixed"])
+def test_head_calls_layers_that_someone_watches(parameterization: str) -> None:
+    """A hook changes nothing but what it sees, and no later layer writes over that."""
+    head = SBMHead(4, 2, 3, parameterization=parameterization, temperature=0.7)
+    q, k = torch.randn(2, 5, 4), torch.randn(2, 6, 4)
+    plain, seen = head(q, k), []
+    for layer in (head.mlp[0], head.mlp[2]):
+        layer.register_forward_hook(lambda module, inputs, output: seen.append((module, *inputs, output)))
+    watched = head(q, k)
+    torch.testing.assert_close(watched.edge_prob_dense(), plain.edge_prob_dense())
+    assert len(seen) == 4
+    for module, x, out in seen:
+        torch.testing.assert_close(out, torch.nn.functional.linear(x, module.weight, module.bias))
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+@pytest.mark.parametrize("change", ["weight_norm", "prune", "replace"])
+def test_head_trains_with_changed_layers(change: str) -> None:
+    class Scaled(torch.nn.Module):
+        """Stands for adapters: a layer around a layer, with a parameter of its own."""
+
+        def __init__(self, layer: torch.nn.Linear) -> None:
+            super().__init__()
+            self.layer, self.weight, self.bias = layer, layer.weight, layer.bias
+            self.scale = torch.nn.Parameter(torch.ones(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x) * self.scale
+
+    head = SBMHead(4, 2, 3)
+    layer: Any = head.mlp[2]
+    if change == "weight_norm":
+        torch.nn.utils.weight_norm(layer)
+    elif change == "prune":
+        prune.random_unstructured(layer, "weight", amount=0.5)
+    else:
+        head.mlp[2] = Scaled(layer)
+    q = torch.randn(2, 5, 4)
+    for _ in range(2):
+        head.zero_grad()
+        head(q, q).expected_density().sum().backward()
+        assert all(p.grad is not None for p in head.parameters())
 
 
 def test_repr_and_sizes() -> None:
