@@ -424,13 +424,14 @@ class SequenceClassifier(_Classifier):
         tokens: Tensor,
         ptr: Tensor | None = None,
         *,
+        batch: Tensor | None = None,
         places: Tensor | None = None,
         seed: int | None = None,
         streams: Tensor | None = None,
         return_trace: bool = False,
     ) -> Any:
         """Logits, or logits and :class:`EncoderTrace`; arguments as :meth:`SequenceEncoder.forward`."""
-        ptr = resolve_ptr(tokens.size(0), ptr, device=tokens.device)
+        ptr = resolve_ptr(tokens.size(0), ptr, batch, device=tokens.device)
         x, trace = self.encoder(tokens, ptr, places=places, seed=seed, streams=streams, return_trace=True)
         logits = self.classifier(_mean_pool(x, ptr, self.pool_length))
         return (logits, trace) if return_trace else logits
@@ -456,6 +457,7 @@ class PairClassifier(_Classifier):
         tokens: tuple[Tensor, Tensor],
         ptr: tuple[Tensor, Tensor] | None = None,
         *,
+        batch: tuple[Tensor, Tensor] | None = None,
         places: tuple[Tensor, Tensor] | None = None,
         seed: int | None = None,
         streams: Tensor | None = None,
@@ -463,12 +465,16 @@ class PairClassifier(_Classifier):
     ) -> Any:
         """Logits, or logits and the :class:`EncoderTrace` of the first sequences' layers followed by the second's.
 
+        Arguments as :meth:`SequenceEncoder.forward`, one for each side; but ``streams`` is shared, and in ``0 .. 2**31-1``, for the
+        second sequences draw from streams of their own.
+
         Raises:
             ValueError: The two batches hold different numbers of sequences.
         """
+        ptrs, batches, sides = ptr or (None, None), batch or (None, None), places or (None, None)
         offsets = [
-            resolve_ptr(part.size(0), None if ptr is None else ptr[i], name=f"ptr[{i}]", device=part.device)
-            for i, part in enumerate(tokens)
+            resolve_ptr(part.size(0), ptrs[side], batches[side], name=f"ptr[{side}]", device=part.device)
+            for side, part in enumerate(tokens)
         ]
         if offsets[0].shape != offsets[1].shape:
             raise ValueError(
@@ -477,8 +483,7 @@ class PairClassifier(_Classifier):
         streams = 2 * resolve_streams(streams, offsets[0].numel() - 1, offsets[0].device, bits=31)
         pooled, traces = [], []
         for side in range(2):  # whose streams are apart
-            place = None if places is None else places[side]
-            x, trace = self.encoder(tokens[side], offsets[side], places=place, seed=seed, streams=streams + side, return_trace=True)
+            x, trace = self.encoder(tokens[side], offsets[side], places=sides[side], seed=seed, streams=streams + side, return_trace=True)
             pooled.append(_mean_pool(x, offsets[side], self.pool_length))
             traces.append(trace)
         first, second = pooled
@@ -514,11 +519,13 @@ class TokenClassifier(Pretrained):
         tokens: Tensor,
         ptr: Tensor | None = None,
         *,
+        batch: Tensor | None = None,
+        places: Tensor | None = None,
         seed: int | None = None,
         streams: Tensor | None = None,
         return_trace: bool = False,
     ) -> Any:
         """Logits, or logits and :class:`EncoderTrace`; arguments as :meth:`SequenceEncoder.forward`."""
-        x, trace = self.encoder(tokens, ptr, seed=seed, streams=streams, return_trace=True)
+        x, trace = self.encoder(tokens, ptr, batch=batch, places=places, seed=seed, streams=streams, return_trace=True)
         logits = self.classifier(x)
         return (logits, trace) if return_trace else logits

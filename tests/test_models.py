@@ -245,6 +245,20 @@ def test_places_and_pool_length_are_those_of_zeroed_padding() -> None:
     assert model.constructor_options()["pool_length"] == 12
 
 
+@pytest.mark.parametrize("kind", [SequenceClassifier, PairClassifier, TokenClassifier])
+def test_classifiers_take_a_batch_vector_and_places(kind: Any) -> None:
+    model = kind(encoder(), 2).eval()
+    batch = torch.repeat_interleave(PTR.diff())
+    counted = torch.arange(30) - PTR[batch]
+
+    def both(x: Tensor) -> Any:
+        return (x, x) if kind is PairClassifier else x
+
+    want = model(both(TOKENS), both(PTR), seed=1)
+    assert torch.equal(model(both(TOKENS), batch=both(batch), places=both(counted), seed=1), want)
+    assert not torch.equal(model(both(TOKENS), batch=both(batch), places=both(counted + 1), seed=1), want)
+
+
 def test_places_are_checked() -> None:
     encoder = SequenceEncoder(9, 8, max_length=4)
     tokens = torch.tensor([1, 2])
