@@ -18,7 +18,7 @@ estimator           :math:`\partial L / \partial p_{ij}`                        
 score function      :math:`(L - b) \, \partial \log \Pr(A) / \partial p_{ij}`, added to the loss             all pairs
 ==================  =======================================================================================  ==================
 
-docs/learning.md derives them and compares them by experiment.
+``"local"`` knows the law of method ``"bernoulli"`` alone. docs/learning.md derives them and compares them by experiment.
 """
 
 from __future__ import annotations
@@ -104,7 +104,10 @@ def local_expectation(
     from the graph with the edge, with probability p, or from one without it by a probe, with probability :math:`(1 - p) \eta`. If the first
     counts :math:`\alpha / p` and the second :math:`(1 - \alpha) / ((1 - p) \eta)`, any :math:`\alpha` is unbiased where the loss is linear in the
     output; where it bends, the true difference lies half-way. So :math:`\alpha` is 1/2, but no more than the balance heuristic
-    :math:`p / (p + \eta - p \eta)` where p is small, and no less than p, for the sake of variance. O((E + E')(C + K)).
+    :math:`p / (p + \eta - p \eta)` where p is small, and no less than p, for the sake of variance; and 1 without probes
+    (:math:`\eta = 0`). Where p and exploration exceed 1, the edge is certain and gets no gradient. O((E + E')(C + K)).
+
+    All this is for graphs of method ``"bernoulli"``; under ``"fastrg"``, whose edges are fewer than p says, it is biased.
 
     Args:
         out: Output of the attention, ``[H, N, C']``.

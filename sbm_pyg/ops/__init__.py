@@ -335,7 +335,8 @@ def edge_effect(
     With ``rate``, ``member`` and ``chance``, effects come times what they count for in an estimate of :math:`\partial L / \partial p` from a
     graph that was sampled with :math:`p_{ij} = \langle \text{rate}_i, \text{member}_j \rangle + \delta` and probes that were drawn
     with probability :math:`\eta_i`. With :math:`p` cut at 1/2 and :math:`d = \max(p + \eta - p \eta, 2 p)` that is :math:`1 / d` for an edge and
-    :math:`(d - p) / (d \, (1 - p) \, \eta)` for a probe; :func:`sbm_pyg.estimators.local_expectation` says why. Cost O((E + E') (C + K)).
+    :math:`(d - p) / (d \, (1 - p) \, \eta)` for a probe; it is :math:`1 / p` where :math:`\eta = 0`, and 0 where :math:`p > 1`.
+    :func:`sbm_pyg.estimators.local_expectation` says why. Cost O((E + E') (C + K)).
 
     Args:
         grad_out: Gradient of the loss to the attention's output, ``[H, N, C']``.

@@ -13,7 +13,26 @@ import torch
 from torch import Tensor
 
 from .cpu_edges import _lanes, _rows, _wide
-from .simd import NOTHING, at, dots, exp, first, highest, load, load16, maximum, peek, poke, scratch, splat, store, store16, total
+from .reference import ROUNDED
+from .simd import (
+    NOTHING,
+    at,
+    dots,
+    exp,
+    first,
+    highest,
+    load,
+    load16,
+    maximum,
+    peek,
+    poke,
+    scratch,
+    splat,
+    store,
+    store16,
+    total,
+    where_above,
+)
 from .threads import kernel, run, split
 
 
@@ -29,7 +48,7 @@ def _effect(width, value_width, blocks):
         room = (longest + 15) // 16 * 16
         logits, gains, factors = np.empty(room, query.dtype), np.empty(room, query.dtype), np.empty(room, query.dtype)
         zero, half, one = query.dtype.type(0), query.dtype.type(0.5), query.dtype.type(1)
-        low, most = query.dtype.type(-np.inf), query.dtype.type(-88)
+        low, most, certain = query.dtype.type(-np.inf), query.dtype.type(-88), query.dtype.type(ROUNDED)
         tail, top, sums, sums_gain = scratch(col, 16), low, zero, zero
         for row in range(begin, end):
             keys = at(key, row // queries * num_keys * width)
@@ -57,9 +76,11 @@ def _effect(width, value_width, blocks):
                         eta, p = peek(chance, row % queries), splat(exploration, 16)
                         for c in range(0, blocks, block_lanes):
                             p = p + dots(load(rate, row * blocks + c, block_lanes), at(members, c), blocks, tokens)
-                        p = zero - maximum(zero - p, splat(-half, 16))
-                        seen = maximum(eta + (one - eta) * p, p + p)
-                        factor = (seen - p) / (seen * (one - p) * eta) if probing else one / seen
+                        part = half if eta > zero else one  # without probes edges stand for both sides
+                        few = zero - maximum(zero - p, splat(-part, 16))
+                        seen = maximum(eta + (one - eta) * few, few / part)
+                        factor = (seen - few) / (seen * (one - few) * eta) if probing else one / seen
+                        factor = where_above(p, certain, zero, factor)
                     logit = logit * scale
                     if biased:
                         logit = logit + load16(extra, t, count - t)

@@ -187,6 +187,9 @@ def edge_attention_backward(
 
 # ------------------------------------------------------------------ what an edge does to the loss
 
+ROUNDED = 1 + 1e-5
+"""Larger probabilities are not 1 by rounding: their edges are there whatever the model does."""
+
 
 def edge_effect(
     grad_out: Tensor,
@@ -244,13 +247,15 @@ def edge_effect(
         probe_effect = torch.where(mine[found] == known, 0, probe_effect)
     if rate is not None and member is not None and chance is not None:
         eta = _wide(chance).repeat(query.size(0))
-        p, probe_p = (
-            (edge_dot(_wide(rate), _wide(member), *pairs) + exploration).clamp(max=0.5)
-            for pairs in ((rowptr, col), (probe_rowptr, probe_col))
-        )
-        seen, probe_seen = (torch.maximum(eta[r] + x - eta[r] * x, 2 * x) for r, x in ((row, p), (probe_row, probe_p)))
-        effect = effect / seen
-        probe_effect = probe_effect * (probe_seen - probe_p) / (probe_seen * (1 - probe_p) * eta[probe_row])
+        part = torch.where(eta > 0, 0.5, 1.0)  # without probes edges stand for both sides
+        factors = []
+        for pointer, tokens, r in ((rowptr, col, row), (probe_rowptr, probe_col, probe_row)):
+            p = edge_dot(_wide(rate), _wide(member), pointer, tokens) + exploration
+            few = torch.minimum(p, part[r])
+            seen = torch.maximum(eta[r] + few - eta[r] * few, few / part[r])
+            factor = 1 / seen if pointer is rowptr else (seen - few) / (seen * (1 - few) * eta[r])
+            factors.append(torch.where(p > ROUNDED, 0, factor))
+        effect, probe_effect = effect * factors[0], probe_effect * factors[1]
     return effect.to(query.dtype), probe_effect.to(query.dtype)
 
 

@@ -224,6 +224,17 @@ def maximum(typing, one, two):
 
 
 @intrinsic
+def where_above(typing, one, bound, number, other):
+    """A number in the lanes where ``one`` is larger than the number ``bound``, and ``other`` in the rest."""
+
+    def generate(context, builder, signature, args):
+        above = builder.fcmp_ordered(">", args[0], _splat(builder, args[1], one.lanes))
+        return builder.select(above, _splat(builder, args[2], one.lanes), args[3])
+
+    return one(one, one.dtype, one.dtype, one), generate
+
+
+@intrinsic
 def highest(typing, vector):
     """The largest of 16 lanes, of which none is NaN."""
 
