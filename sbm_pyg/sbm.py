@@ -233,8 +233,10 @@ class SBM:
 
 
 def check_sbm(sbm: SBM) -> None:
-    """Raise ValueError unless memberships, blocks and rates are finite and non-negative; nothing where values may not be looked at."""
-    for name, x in (("query", sbm.query), ("key", sbm.key), ("block", sbm.block), ("query @ block", sbm.rate)):
+    """Raise ValueError unless memberships and blocks are finite, non-negative and no product overflows; nothing where values may not be looked at."""
+    largest = {"query": 0.0, "key": 0.0, "block": 0.0}
+    for name in largest:
+        x = getattr(sbm, name)
         if not readable(x) or x.numel() == 0:
             continue
         low, high = (float(bound) for bound in torch.aminmax(x.detach()))
@@ -244,6 +246,10 @@ def check_sbm(sbm: SBM) -> None:
             )
         if low < 0:
             raise ValueError(f"Expected '{name}' to be non-negative (got {low:.4g}). Use a sigmoid or softmax, as SBMHead does.")
+        largest[name] = high
+    bound = sbm.num_blocks * largest["query"] * largest["block"]
+    if bound > torch.finfo(sbm.query.dtype).max:
+        raise ValueError(f"Expected 'query @ block' to be finite (got a bound of {bound:.4g}). Scale memberships to at most 1.")
 
 
 def _batch(ptr: Tensor, total: int) -> Tensor:
