@@ -272,6 +272,8 @@ class SBMAttentionConv(MessagePassing):
         drop = self.dropout if self.training else 0.0
         if seed is None:
             seed = draw_seed() if edge_index is None or drop > 0 else 0
+        else:
+            seed = draw_seed(seed)
 
         sbm, forced, place = None, None, None
         if edge_head is not None and not isinstance(edge_index, Tensor):

@@ -365,6 +365,12 @@ def test_a_score_bias_of_another_shape_is_refused(wrong: Callable[[AttentionGrap
         conv(tokens(), patterns.full(30))
 
 
+def test_a_seed_that_is_none_is_named() -> None:
+    for graph in (None, patterns.full(30)):
+        with pytest.raises(TypeError, match=r"Expected 'seed' to be an integer \(got 1.5\)"):
+            layer()(tokens(), graph, seed=1.5)
+
+
 def test_no_adjacency_is_named() -> None:
     for wrong in ([[0, 1], [1, 2]], nx.path_graph(30)):
         with pytest.raises(TypeError, match=f"Expected 'edge_index' to be a tensor .* \\(got {type(wrong).__name__}\\)"):
