@@ -24,7 +24,7 @@ from .ragged import offsets, readable, resolve_ptr
 if TYPE_CHECKING:
     import scipy.sparse
 
-__all__ = ["AttentionGraph", "edge_list"]
+__all__ = ["AttentionGraph", "check_graph", "edge_list"]
 
 DataType = TypeVar("DataType", Data, HeteroData)
 
@@ -234,10 +234,15 @@ class AttentionGraph:
                 raise ValueError(f"Expected 'col' in 0..{self.num_keys - 1} (got {low} to {high}). Key tokens count through all sequences.")
 
     def same_offsets(self, query_ptr: Tensor, key_ptr: Tensor) -> bool:
-        """Whether the sequences of the graph are these."""
-        pairs = ((self.query_ptr, query_ptr), (self.key_ptr, key_ptr))
+        """Whether its sequences begin where these offsets say; where no values may be read, whether there are as many.
+
+        Args:
+            query_ptr: Offsets of the sequences in the queries, ``[B+1]`` int64.
+            key_ptr: Offsets of the sequences in the keys, ``[B+1]`` int64.
+        """
         return all(
-            mine is theirs or (mine.shape == theirs.shape and (not readable(mine) or torch.equal(mine, theirs))) for mine, theirs in pairs
+            mine is ptr or (mine.shape == ptr.shape and (not (readable(mine) and readable(ptr)) or torch.equal(mine, ptr.to(mine))))
+            for mine, ptr in ((self.query_ptr, query_ptr), (self.key_ptr, key_ptr))
         )
 
     # ---------------------------------------------------------------- graphs from graphs
@@ -311,14 +316,14 @@ class AttentionGraph:
             The union, and a mask ``[E'']`` bool that is True on the edges of ``other``.
 
         Raises:
-            ValueError: The graphs are not over the same tokens.
+            ValueError: The graphs are not over the same tokens, heads and sequences.
         """
         if self.heads == 1:
             self = self.expand(other.heads)
         elif other.heads == 1:
             other = other.expand(self.heads)
-        sizes = [(graph.num_queries, graph.num_keys, graph.heads, graph.num_sequences, graph.device) for graph in (self, other)]
-        if sizes[0] != sizes[1]:
+        sizes = [(graph.num_queries, graph.num_keys, graph.heads, graph.device) for graph in (self, other)]
+        if sizes[0] != sizes[1] or not self.same_offsets(other.query_ptr, other.key_ptr):
             raise ValueError(
                 f"Expected 'other' over the same tokens, heads and sequences (got {other} for {self}). Build both with the same 'ptr'."
             )
@@ -507,10 +512,15 @@ class AttentionGraph:
         )
 
     def to_data(self) -> Data:
-        """PyG ``Data`` with ``edge_index``, ``edge_type`` (the head) and the sequences as ``batch`` and ``ptr``; N must equal M."""
-        if self.num_queries != self.num_keys:
+        """PyG ``Data`` with ``edge_index``, ``edge_type`` (the head) and the sequences as ``batch`` and ``ptr``.
+
+        Raises:
+            ValueError: Queries and keys are not the same tokens: N and M, or the offsets of their sequences, differ.
+        """
+        if self.num_queries != self.num_keys or not self.same_offsets(self.key_ptr, self.query_ptr):
+            other = " and sequences of other lengths" if self.num_queries == self.num_keys else ""
             raise ValueError(
-                f"Expected queries and keys to be the same tokens (got N = {self.num_queries}, M = {self.num_keys}). Use `to_hetero_data()`."
+                f"Expected queries and keys to be the same tokens (got N = {self.num_queries}, M = {self.num_keys}{other}). Use `to_hetero_data()`."
             )
         lengths = self.query_ptr.diff()
         batch = torch.repeat_interleave(torch.arange(lengths.numel(), device=self.device), lengths)
@@ -594,6 +604,14 @@ class AttentionGraph:
         else:
             result.add_edges_from(zip(sources, targets, strict=True))
         return result
+
+
+def check_graph(graph: object) -> None:
+    """Raise TypeError unless it is an :class:`AttentionGraph`."""
+    if not isinstance(graph, AttentionGraph):
+        raise TypeError(
+            f"Expected 'graph' to be an AttentionGraph (got {type(graph).__name__}). `AttentionGraph.from_edge_index` makes one."
+        )
 
 
 def edge_list(adjacency: Tensor | SparseTensor) -> Tensor:

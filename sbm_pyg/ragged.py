@@ -13,12 +13,27 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 from torch_geometric.utils import to_dense_batch
 
-__all__ = ["offsets", "pad", "readable", "resolve_ptr", "unpad"]
+__all__ = ["check_tensor", "offsets", "pad", "readable", "resolve_ptr", "unpad"]
 
 
 def readable(x: Tensor) -> bool:
-    """Whether checks may look at values: not in code that is being compiled, nor where there are none (meta and fake tensors)."""
-    return not (torch.compiler.is_compiling() or x.is_meta or is_fake(x))
+    """Whether checks may look at values: not in code that is being compiled, nor where there are none (meta and fake tensors, and those
+    that stand for many, in ``vmap``)."""
+    return not (torch.compiler.is_compiling() or x.is_meta or is_fake(x) or _batched(x))
+
+
+def _batched(x: Tensor) -> bool:
+    while torch._C._functorch.is_functorch_wrapped_tensor(x):  # as by `grad` inside of `vmap`
+        if torch._C._functorch.is_batchedtensor(x):
+            return True
+        x = torch._C._functorch.get_unwrapped(x)
+    return False
+
+
+def check_tensor(x: object, name: str) -> None:
+    """Raise TypeError unless it is a tensor or None."""
+    if x is not None and not isinstance(x, Tensor):
+        raise TypeError(f"Expected '{name}' to be a tensor (got {type(x).__name__}). Convert it with `torch.as_tensor`.")
 
 
 def offsets(counts: Tensor) -> Tensor:
@@ -42,11 +57,13 @@ def resolve_ptr(
         Offsets, ``[B+1]`` int64.
 
     Raises:
-        TypeError: A tensor is not an integer tensor.
+        TypeError: Offsets or sequence numbers are no integer tensor.
         ValueError: The offsets do not describe N tokens, or a sequence is empty.
     """
     if ptr is not None and batch is not None:
         raise ValueError(f"Expected '{name}' or 'batch' (got both). Leave one out: they say the same.")
+    check_tensor(ptr, name)
+    check_tensor(batch, "batch")
     if batch is not None:
         if batch.dim() != 1 or batch.numel() != total:
             raise ValueError(

@@ -18,7 +18,7 @@ from torch_geometric import EdgeIndex
 from torch_geometric.data import Batch, Data
 
 from sbm_pyg import AttentionGraph, pad, unpad
-from sbm_pyg.ragged import resolve_ptr
+from sbm_pyg.ragged import readable, resolve_ptr
 
 needs_torch_sparse = pytest.mark.skipif(not torch_geometric.typing.WITH_TORCH_SPARSE, reason="torch-sparse is not installed")
 
@@ -141,6 +141,12 @@ def test_resolve_ptr_errors(total: int, ptr: Any, batch: Any, error: type[Except
     ]
     with pytest.raises(error, match=says(message)):
         resolve_ptr(total, *tensors)
+
+
+def test_resolve_ptr_takes_tensors() -> None:
+    for name in ("ptr", "batch"):
+        with pytest.raises(TypeError, match=says(f"Expected '{name}' to be a tensor (got list). Convert it with `torch.as_tensor`.")):
+            resolve_ptr(2, **{name: [0, 2]})  # type: ignore[arg-type]
 
 
 def test_resolve_ptr_names_the_argument() -> None:
@@ -425,12 +431,28 @@ def test_select_and_find(masks: list[Tensor], dtype: torch.dtype) -> None:
         build(draw_masks(0, [(2, 3), (4, 4), (1, 3)], heads=2, density=0.5)),
         build(draw_masks(0, [(2, 3), (4, 4), (2, 2)], heads=2, density=0.5)),
         build(draw_masks(0, [(2, 3), (5, 6)], heads=2, density=0.5)),
+        build(draw_masks(0, [(3, 3), (3, 4), (1, 2)], heads=2, density=0.5)),
+        build(draw_masks(0, [(2, 4), (4, 3), (1, 2)], heads=2, density=0.5)),
     ],
 )
 def test_union_errors(other: AttentionGraph) -> None:
     graph = build(RAGGED)
     with pytest.raises(ValueError, match=says(f"Expected 'other' over the same tokens, heads and sequences (got {other} for {graph})")):
         graph.union(other)
+
+
+def test_offsets_are_compared_where_they_may_be_read() -> None:
+    graph = build(RAGGED)
+    same, other = (torch.tensor(ptr, device=graph.device) for ptr in ([0, 2, 6, 7], [0, 3, 6, 7]))
+    assert graph.same_offsets(graph.query_ptr, graph.key_ptr)
+    assert graph.same_offsets(same, graph.key_ptr)
+    assert not graph.same_offsets(other, graph.key_ptr)
+    assert not graph.same_offsets(same[1:], graph.key_ptr)
+    assert graph.same_offsets(other.to("meta"), graph.key_ptr)
+    known = torch.func.vmap(lambda ptr: torch.tensor(graph.same_offsets(ptr, graph.key_ptr)))(torch.stack([same, other]))
+    assert known.tolist() == [True, True]
+    per_sample = torch.func.vmap(torch.func.grad(lambda x: x.sum() if not readable(x * x) else x.new_zeros(())))
+    assert per_sample(torch.ones(2, 3)).tolist() == [[1.0] * 3] * 2
 
 
 def test_union_is_with_graphs_only() -> None:
@@ -621,6 +643,9 @@ def test_a_batch_of_data_is_the_concatenated_graph() -> None:
 def test_to_data_needs_the_same_tokens() -> None:
     with pytest.raises(ValueError, match=says("Expected queries and keys to be the same tokens (got N = 7, M = 9)")):
         build(RAGGED).to_data()
+    graph = build(draw_masks(0, [(3, 5), (7, 5)], heads=1, density=0.5))
+    with pytest.raises(ValueError, match=says("(got N = 10, M = 10 and sequences of other lengths). Use `to_hetero_data()`.")):
+        graph.to_data()
 
 
 @many
