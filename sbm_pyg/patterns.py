@@ -25,7 +25,7 @@ from torch_geometric.data.datapipes import functional_transform
 from torch_geometric.transforms import BaseTransform
 
 from .graph import AttentionGraph
-from .ragged import resolve_ptr
+from .ragged import check_tensor, resolve_ptr
 from .sampling import draw_seed
 
 __all__ = [
@@ -294,6 +294,7 @@ class _Tokens:
     @classmethod
     def of(cls, n: int | None, heads: int, ptr: Tensor | None, device: Device) -> _Tokens:
         _check_int("heads", heads, 1, "A graph without heads has no rows.")
+        check_tensor(ptr, "ptr")
         if n is not None:
             _check_int("n", n, 1, "It is the number of tokens.")
         elif ptr is None:

@@ -312,6 +312,8 @@ def test_bigbird_is_the_union(lengths: list[int], heads: int, size: int, num_glo
             ValueError,
             "Expected 'ptr' to be [B+1] with B >= 1 (got [0])",
         ),
+        (lambda: patterns.full(None, ptr=cast(Tensor, [0, 2])), TypeError, "Expected 'ptr' to be a tensor (got list)."),
+        (lambda: patterns.window(2, 1, ptr=cast(Tensor, [0, 2])), TypeError, "Expected 'ptr' to be a tensor (got list)."),
         (lambda: patterns.full(3, heads=0), ValueError, "Expected 'heads' to be at least 1 (got 0)."),
         (lambda: patterns.random(3, 1, heads=0), ValueError, "Expected 'heads' to be at least 1 (got 0)."),
         (lambda: patterns.full(3, heads=True), TypeError, "Expected 'heads' to be an int (got bool)."),
