@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .graph import AttentionGraph
+from .graph import AttentionGraph, check_graph
 from .hamiltonian import Certificate, HamiltonianPath, hamiltonian_path, is_hamiltonian_path, scipy_sparse
 from .ops.walks import breadth_first, compare_rows
 from .sbm import SBM
@@ -147,6 +147,7 @@ def graph_statistics(
         diameter least        inf
         diameter most         inf
     """
+    check_graph(graph)
     labels = None if blocks is None else _labels(graph, blocks)
     graph = graph.to("cpu")
     heads, sequences, num_queries, num_keys = graph.heads, graph.num_sequences, graph.num_queries, graph.num_keys
@@ -235,6 +236,7 @@ def to_networkx(
         >>> to_networkx(AttentionGraph.from_dense(torch.ones(2, 3)), view="bipartite").edges[("key", 2), ("query", 0)]
         {}
     """
+    check_graph(graph)
     if view not in ("tokens", "bipartite"):
         raise ValueError(f"Expected 'view' to be 'tokens' or 'bipartite' (got {view!r}). For all heads at once pass head=None.")
     result = graph.to_networkx(sequence, head, bipartite=view == "bipartite")

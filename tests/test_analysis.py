@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import builtins
 import itertools
 import math
 import sys
 from collections import Counter
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import networkx as nx
@@ -229,6 +231,22 @@ def test_unknown_says_what_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(answer).endswith("an exact search needs OR-tools: `pip install sbm_pyg[analysis]`")
 
 
+def test_an_import_does_not_take_the_time_of_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight tokens that only an exhaustive search decides, in a process that takes 100 s to import OR-tools."""
+    now, get = [0.0], builtins.__import__
+
+    def slow(name: str, *given: Any, **options: Any) -> Any:
+        now[0] += 100 * name.startswith("ortools.sat")
+        return get(name, *given, **options)
+
+    monkeypatch.setattr(builtins, "__import__", slow)
+    monkeypatch.setattr(hamiltonian, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    edges = [[2, 4, 5, 0, 4, 1, 3, 6, 0, 2, 3, 4, 1, 6], [0, 2, 2, 3, 3, 4, 4, 4, 5, 5, 6, 6, 7, 7]]
+    answer = hamiltonian_path(AttentionGraph.from_edge_index(torch.tensor(edges)), time_limit=1.0)
+    assert (answer.status, answer.method) == ("ABSENT", "OR-tools")
+    assert answer.seconds >= 100
+
+
 def test_a_wrong_path_is_never_returned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hamiltonian, "_construct", lambda n, *given: np.arange(n))
     with pytest.raises(AssertionError, match=r"is none\. Please report this graph"):
@@ -240,6 +258,8 @@ def test_is_hamiltonian_path() -> None:
     assert is_hamiltonian_path(graph, [0, 2, 1, 3])
     for wrong in ([3, 1, 2, 0], [0, 2, 1], [0, 2, 1, 1], [0, 1, 2, 3], [0, 2, 1, 4], []):
         assert not is_hamiltonian_path(graph, wrong)
+    with pytest.raises(TypeError, match=r"Expected 'path' to be whole numbers \(got float64\)\. Pass the numbers of the tokens\."):
+        is_hamiltonian_path(graph, [0.4, 2.5, 1.0, 3.9])  # type: ignore[list-item]
 
 
 def test_hamiltonian_errors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,6 +267,9 @@ def test_hamiltonian_errors(monkeypatch: pytest.MonkeyPatch) -> None:
         TypeError, match=r"Expected 'graph' to be an AttentionGraph \(got Graph\). `AttentionGraph.from_edge_index` makes one."
     ):
         hamiltonian_path(nx.Graph())
+    for function in (graph_statistics, to_networkx):
+        with pytest.raises(TypeError, match=r"Expected 'graph' to be an AttentionGraph \(got Tensor\)."):
+            function(torch.eye(3))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"Expected 'graph' to be one sequence \(got 3\). Take one with `graph.sequence\(b\)`."):
         hamiltonian_path(GRAPHS["ragged"])
     with pytest.raises(
