@@ -253,6 +253,27 @@ def test_entmax_gradcheck(alpha: float) -> None:
     assert torch.autograd.gradcheck(lambda x: ops.segment_entmax(x, ptr=ptr, alpha=alpha), src)
 
 
+@pytest.mark.parametrize("alpha", [1.5, 2.0, 3.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_entmax_of_forbidden_values_is_zero(alpha: float, dtype: torch.dtype) -> None:
+    src = torch.tensor([-math.inf, -math.inf, 0.0, -math.inf, 0.5, math.nan, 0.0], dtype=dtype, requires_grad=True)
+    out = ops.segment_entmax(src, ptr=torch.tensor([0, 2, 5, 7]), alpha=alpha)
+    assert out[:2].tolist() == [0, 0]
+    torch.testing.assert_close(out[[2, 4]], ops.segment_entmax(src[[2, 4]], ptr=torch.tensor([0, 2]), alpha=alpha))
+    assert out[3] == 0
+    assert out[5:].isnan().all()
+    (grad,) = torch.autograd.grad(out[:5].square().sum(), src, retain_graph=True)
+    assert grad[[0, 1, 3]].tolist() == [0, 0, 0]
+    assert grad[:5].isfinite().all()
+    (grad,) = torch.autograd.grad(out.sum(), src)
+    assert grad[5:].isnan().all()
+
+
+def test_entmax_takes_floats() -> None:
+    with pytest.raises(TypeError, match=r"Expected 'src' to be floating point \(got torch.int64\). Convert it with `.float\(\)`"):
+        ops.segment_entmax(torch.arange(4), ptr=torch.tensor([0, 4]))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -428,9 +428,10 @@ def segment_entmax(
         alpha: Greater than 1, at most 4.
 
     Returns:
-        ``[E]``, each non-empty segment non-negative with sum 1.
+        ``[E]``, each non-empty segment non-negative with sum 1; zeros, as their gradients are, where all of its values are ``-inf``.
 
     Raises:
+        TypeError: ``src`` is not floating point.
         ValueError: ``alpha`` is out of range, or neither or both of ``index`` and ``ptr`` came.
 
     Example:

@@ -264,13 +264,16 @@ def edge_effect(
 
 def segment_entmax(src: Tensor, rowptr: Tensor, alpha: float) -> Tensor:
     """Bracketed Newton on tau; see :func:`sbm_pyg.ops.segment_entmax` for the law."""
+    if not src.is_floating_point():
+        raise TypeError(f"Expected 'src' to be floating point (got {src.dtype}). Convert it with `.float()`: shares of 1 are no integers.")
     if src.numel() == 0:
         return torch.empty_like(src)
     num_rows = rowptr.numel() - 1
     row = _rows(rowptr, src.numel())
     power = 1 / (alpha - 1)
     z = (alpha - 1) * _wide(src)
-    z = z - _segment_max(z, row, num_rows)[row]
+    top = _segment_max(z, row, num_rows)
+    z = z - torch.where(top == -math.inf, 0, top)[row]  # a row whose values are all forbidden has none
     count = rowptr.diff().to(z.dtype).clamp(min=1)
     low, high = -torch.ones_like(count), -(count ** (1 - alpha))  # mass >= 1 at low, <= 1 at high
     tau = low.clone()
@@ -287,7 +290,7 @@ def segment_entmax(src: Tensor, rowptr: Tensor, alpha: float) -> Tensor:
         tau = step
     out = (z - tau[row]).clamp(min=0) ** power
     total = torch.zeros_like(count).index_add_(0, row, out)
-    return (out / total[row]).to(src.dtype)
+    return (out / torch.where(total == 0, 1, total)[row]).to(src.dtype)
 
 
 def segment_entmax_backward(grad: Tensor, out: Tensor, rowptr: Tensor, alpha: float) -> Tensor:
@@ -295,8 +298,9 @@ def segment_entmax_backward(grad: Tensor, out: Tensor, rowptr: Tensor, alpha: fl
     row = _rows(rowptr, out.numel())
     p, dy = _wide(out), _wide(grad)
     u = torch.where(p > 0, p, 1) ** (2 - alpha) * (p > 0)
-    sums = p.new_zeros(2, rowptr.numel() - 1).index_add_(1, row, torch.stack([u * dy, u]))
-    return (u * dy - u * (sums[0] / sums[1])[row]).to(out.dtype)
+    sums = p.new_zeros(3, rowptr.numel() - 1).index_add_(1, row, torch.stack([u * dy, u, p]))
+    mean = torch.where(sums[2] == 0, 0, sums[0] / sums[1])  # a row of zeros has no support, a row of NaN stays one
+    return (u * dy - u * mean[row]).to(out.dtype)
 
 
 # ------------------------------------------------------------------ sampling a stochastic block model
