@@ -495,10 +495,12 @@ def sample_sbm(
         clamp: Cut probabilities above 1; otherwise they are an error.
 
     Returns:
-        ``rowptr`` [H*N+1] int64 and ``col`` [E] int32 (int64 where M does not fit), sorted by (head, query, key).
+        ``rowptr`` [H*N+1] int64 and ``col`` [E] int32, sorted by (head, query, key). Beyond the CPU, ``col`` is int64
+        where M does not fit.
 
     Raises:
-        ValueError: A probability without exploration exceeds 1 (``"bernoulli"`` without ``clamp``).
+        ValueError: A probability without exploration exceeds 1 (``"bernoulli"`` without ``clamp``), or the CPU is to number more than 2^31
+            keys.
     """
     checks.shape("query", query, (None, None, None), "[H, N, K]", "Heads come first.")
     checks.shape("key", key, (query.size(0), None, query.size(2)), "[H, M, K]", "It has the heads and blocks of 'query'.")
@@ -524,6 +526,9 @@ def sample_systematic(chance: Tensor, query_ptr: Tensor, key_ptr: Tensor, stream
 
     Returns:
         ``rowptr`` [H*N+1] int64 and ``col`` [E] int32, sorted by (head, query, key), without repeats.
+
+    Raises:
+        ValueError: There are more than 2^31 keys.
 
     Reference: Madow and Madow, "On the Theory of Systematic Sampling, I", Annals of Mathematical Statistics 1944.
     """

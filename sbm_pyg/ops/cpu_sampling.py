@@ -510,6 +510,7 @@ def _low_precision(
 def sample_sbm(
     query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, streams: Tensor, seed: int, method: str, exploration: float, clamp: bool
 ) -> tuple[Tensor, Tensor]:
+    reference.check_keys(int(key_ptr[-1]))
     heads, queries, blocks = query.shape
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     rate, keys = query.detach().to(dtype).reshape(heads * queries, blocks).numpy(), key.detach().to(dtype).contiguous().numpy()

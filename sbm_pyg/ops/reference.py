@@ -327,6 +327,7 @@ def sample_sbm(
 
 
 def sample_systematic(chance: Tensor, query_ptr: Tensor, key_ptr: Tensor, streams: Tensor, heads: int, seed: int) -> tuple[Tensor, Tensor]:
+    check_keys(int(key_ptr[-1]))
     queries = query_ptr.diff()
     batch = torch.repeat_interleave(queries, output_size=chance.numel())
     place = torch.arange(chance.numel(), device=chance.device) - query_ptr[batch]
@@ -433,6 +434,14 @@ def _skip_rows(rate: Tensor, key: Tensor, bound: Tensor, rows: Tensor, counter: 
 def over_one(p: float) -> str:
     """Message for an SBM whose edge probability exceeds one."""
     return f"Expected edge probabilities in [0, 1] (got {p:.4g}). Scale the memberships or the block matrix, or pass clamp=True to cut probabilities at 1."
+
+
+def check_keys(num_keys: int) -> None:
+    """Raise ValueError where ``col`` in int32 cannot number the keys."""
+    if num_keys > 2**31:
+        raise ValueError(
+            f"Expected at most 2^31 keys in a batch, whose numbers fit int32 (got {num_keys:,}). Sample fewer sequences at once."
+        )
 
 
 def _propose_rows(
