@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .analysis import Lemma1, blocks_of, path_probability
-from .graph import AttentionGraph
+from .graph import AttentionGraph, check_graph
 from .models import EncoderTrace
 from .sbm import SBM
 
@@ -60,9 +60,10 @@ def plot_mask(graph: AttentionGraph, sbm: SBM | None = None, *, sequence: int = 
         >>> print(figure.get_label()[:62])
         Which query (row) attends to which key (column), head 0, 8 que
     """
+    check_graph(graph)
     if sbm is not None:
         sbm._check(graph)
-    mask = graph.to_dense(sequence)[head].cpu().double().numpy()
+    mask = graph.head(head).to_dense(sequence)[0].cpu().double().numpy()
     figure = _figure(9.2 if sbm is not None else 5.4, 5.2, title)
     panels = figure.subplots(1, 1 if sbm is None else 2, sharex=True, sharey=True, squeeze=False)[0]
     shown, cell = _shrink(mask)
@@ -142,12 +143,17 @@ def density_extremes(density: Tensor | EncoderTrace, count: int = 3) -> tuple[li
 
     Args:
         density: ``[L, B, H]``, or a trace.
-        count: Number of each; at most half of the inputs are taken.
+        count: Number of each, at least 1; at most half of the inputs are taken.
+
+    Raises:
+        ValueError: The number is below 1.
 
     Example:
         >>> density_extremes(torch.tensor([0.2, 0.1, 0.9, 0.5])[None, :, None], 1)
         ([1], [2])
     """
+    if count < 1:
+        raise ValueError(f"Expected 'count' to be at least 1 (got {count}). It is the number of inputs at each end.")
     mean = (density.density if isinstance(density, EncoderTrace) else density).detach().double().mean((0, 2))
     order = mean.argsort(stable=True).tolist()
     count = min(count, max(len(order) // 2, 1))
@@ -259,12 +265,12 @@ def plot_extremes(graphs: Graphs, images: Tensor | None = None, *, count: int = 
     Args:
         graphs: A trace, or the graph of each layer; None is left out.
         images: ``[B, height, width]`` if the inputs are images; attention is then drawn per pixel, else as masks.
-        count: Inputs of lowest and of highest density, each.
+        count: Inputs of lowest and of highest density, each, at least 1.
         titles: What to write at each input of the batch, ``[B]``, e.g. its label.
 
     Raises:
         ImportError: matplotlib is not installed.
-        ValueError: As :func:`plot_pixel_attention`.
+        ValueError: As :func:`plot_pixel_attention` and :func:`density_extremes`.
     """
     layers = _layers(graphs)
     low, high = density_extremes(torch.stack([graph.density for _, graph in layers]), count)
@@ -290,8 +296,9 @@ def plot_blocks(graph: AttentionGraph, sbm: SBM, *, sequence: int = 0, head: int
         ImportError: matplotlib is not installed.
         ValueError: The sequence or head does not exist, or the model is over other tokens.
     """
+    check_graph(graph)
     sbm._check(graph)
-    mask = graph.to_dense(sequence)[head].cpu().double().numpy()
+    mask = graph.head(head).to_dense(sequence)[0].cpu().double().numpy()
     queries, keys = sbm._slices()[sequence]
     sides = [side[head, part].cpu().numpy() for side, part in zip(blocks_of(sbm), (queries, keys), strict=True)]
     strength = [side[head, part].detach().amax(-1).cpu().numpy() for side, part in ((sbm.query, queries), (sbm.key, keys))]

@@ -209,6 +209,15 @@ def test_errors(monkeypatch: pytest.MonkeyPatch, trace: EncoderTrace) -> None:
         plots.plot_training_density([])
     with pytest.raises(ValueError, match=r"Expected 'graph' with \(heads, queries, keys\) = \(2, 24, 24\) \(got \(1, 3, 3\)\)."):
         plots.plot_blocks(patterns.full(3), model())
+    for draw in (plots.plot_mask, plots.plot_blocks):
+        with pytest.raises(ValueError, match=r"Expected 'head' in 0..1 \(got 5\). Count from 0."):
+            draw(patterns.full(24, heads=2), model(), head=5)
+        with pytest.raises(ValueError, match=r"Expected 'sequence' in 0..0 \(got 1\). Count from 0."):
+            draw(patterns.full(24, heads=2), model(), sequence=1)
+        with pytest.raises(TypeError, match=r"Expected 'graph' to be an AttentionGraph \(got Tensor\)."):
+            draw(torch.eye(24), model())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"Expected 'count' to be at least 1 \(got 0\). It is the number of inputs at each end."):
+        plots.density_extremes(torch.rand(1, 4, 1), 0)
     removed = Figure().subplots()
     removed.remove()
     with pytest.raises(ValueError, match=r"Expected 'ax' to belong to a figure \(got one that was removed\)."):
