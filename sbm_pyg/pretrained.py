@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import secrets
@@ -55,7 +56,7 @@ class Pretrained(nn.Module):
         folder: str | os.PathLike[str],
         *,
         task: str | None = None,
-        metric: Mapping[str, float] | None = None,
+        metric: Mapping[str, float | Tensor] | None = None,
         density: float | Sequence[Sequence[float]] | Tensor | None = None,
     ) -> None:
         """Write the model into a folder, whole or not at all.
@@ -66,18 +67,18 @@ class Pretrained(nn.Module):
         Args:
             folder: A new or empty folder, or one that holds a saved model and nothing else.
             task: What the model was trained on.
-            metric: What it reached, by name.
+            metric: What it reached, by name: finite numbers, of Python, numpy or torch.
             density: Share of the pairs that its graphs hold: one number, or one per layer and head ``[L, H]``, in [0, 1].
 
         Raises:
-            TypeError: A constructor option is not plain data, such as an attention factory.
-            ValueError: The folder holds something else, or a density is out of range.
+            TypeError: A constructor option is not plain data, such as an attention factory, or a metric is not a number.
+            ValueError: The folder holds something else, a density is out of range, a metric is not finite, or an option is NaN.
         """
         from safetensors.torch import save_file
 
         target = Path(folder).resolve()
         _check_target(target)
-        record = {"task": task, "metric": None if metric is None else dict(metric), "density": _check_density(density)}
+        record = {"task": task, "metric": _check_metric(metric), "density": _check_density(density)}
         config: dict[str, Any] = {"library": LIBRARY, "version": __version__, **_describe(self)}
         target.parent.mkdir(parents=True, exist_ok=True)
         draft = _beside(target, "partial")
@@ -148,6 +149,10 @@ def _plain(value: Any, where: str) -> Any:
         return {key: _plain(entry, f"{where}.{key}") for key, entry in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(entry, f"{where}[{number}]") for number, entry in enumerate(value)]
+    if isinstance(value, float) and math.isnan(value):
+        raise ValueError(f"Expected '{where}' to be a number (got nan). Make the model with one that it can work with.")
+    if isinstance(value, float) and math.isinf(value):
+        return str(value)  # JSON has no infinity; no option is a word like this
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise TypeError(
@@ -180,6 +185,8 @@ def _revive(value: Any, path: Path) -> Any:
             if value.keys() == {"class", "options"}
             else {key: _revive(entry, path) for key, entry in value.items()}
         )
+    if isinstance(value, str) and value in ("inf", "-inf"):
+        return float(value)
     return [_revive(entry, path) for entry in value] if isinstance(value, list) else value
 
 
@@ -272,6 +279,21 @@ def _check_density(density: float | Sequence[Sequence[float]] | Tensor | None) -
             f"Expected 'density' to be a number or [L, H] in [0, 1] (got {density}). Average over sequences: `trace.density.mean(1)`."
         )
     return table.tolist()
+
+
+def _check_metric(metric: Mapping[str, Any] | None) -> dict[str, float] | None:
+    if metric is None:
+        return None
+    numbers = {}
+    for name, value in metric.items():
+        try:
+            number = float(torch.as_tensor(value, dtype=torch.float64).detach())
+        except (TypeError, ValueError, RuntimeError):
+            raise TypeError(f"Expected 'metric' to hold a number for {name!r} (got {value!r}). Give one for each name.") from None
+        if not math.isfinite(number):
+            raise ValueError(f"Expected 'metric' to hold a finite number for {name!r} (got {number}). Leave it out.")
+        numbers[name] = number
+    return numbers
 
 
 def _card(model: nn.Module, config: Mapping[str, Any]) -> str:

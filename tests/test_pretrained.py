@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import pickle
 import re
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -209,6 +211,43 @@ def test_card_says_what_was_not_stated(saved: Path) -> None:
 def test_impossible_densities_are_refused(density: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=re.escape("Expected 'density' to be a number or [L, H] in [0, 1]")):
         encoder().save_pretrained(tmp_path / "model", density=density)
+    assert not os.listdir(tmp_path)
+
+
+def test_infinite_options_come_back(tmp_path: Path) -> None:
+    model = encoder(attention_options={"num_blocks": 2, "probes": math.inf})
+    model.save_pretrained(tmp_path / "model")
+    again = SequenceEncoder.from_pretrained(tmp_path / "model")
+    assert again.constructor_options() == model.constructor_options()
+    layer: Any = again.blocks[0].attention
+    assert layer.probes == math.inf
+    json.loads((tmp_path / "model" / "config.json").read_text(), parse_constant=pytest.fail)  # standard JSON
+
+
+def test_metrics_are_numbers_of_any_library(tmp_path: Path) -> None:
+    metric: dict[str, Any] = {
+        "plain": 3,
+        "torch": torch.tensor(0.25, requires_grad=True),
+        "numpy": np.float32(0.5),
+        "array": np.array(0.75),
+    }
+    encoder().save_pretrained(tmp_path / "model", metric=metric)
+    saved = json.loads((tmp_path / "model" / "config.json").read_text())["trained"]["metric"]
+    assert saved == {"plain": 3, "torch": 0.25, "numpy": 0.5, "array": 0.75}
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "message"),
+    [
+        (math.nan, ValueError, "Expected 'metric' to hold a finite number for 'accuracy' (got nan). Leave it out."),
+        (torch.tensor(-math.inf), ValueError, "Expected 'metric' to hold a finite number for 'accuracy' (got -inf)."),
+        ("0.5", TypeError, "Expected 'metric' to hold a number for 'accuracy' (got '0.5')."),
+        (torch.ones(2), TypeError, "Expected 'metric' to hold a number for 'accuracy' (got tensor([1., 1.]))."),
+    ],
+)
+def test_metrics_that_are_no_numbers_are_refused(value: Any, error: type[Exception], message: str, tmp_path: Path) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        encoder().save_pretrained(tmp_path / "model", metric={"accuracy": value})
     assert not os.listdir(tmp_path)
 
 
