@@ -270,10 +270,9 @@ class SBMAttentionConv(MessagePassing):
         explained = self._check_explained(edge_index)
         key_ptr, query_ptr = self._ptr(key.size(1), query.size(1), ptr, batch, query.device)
         drop = self.dropout if self.training else 0.0
-        if seed is None:
-            seed = draw_seed() if edge_index is None or drop > 0 else 0
-        else:
-            seed = draw_seed(seed)
+        if seed is None and edge_index is not None and drop == 0:
+            seed = 0  # nothing is drawn
+        seed = draw_seed(seed)
 
         sbm, forced, place = None, None, None
         if edge_head is not None and not isinstance(edge_index, Tensor):
