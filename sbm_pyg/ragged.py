@@ -10,6 +10,7 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import is_fake
 from torch_geometric.utils import to_dense_batch
 
@@ -17,9 +18,9 @@ __all__ = ["check_tensor", "offsets", "pad", "readable", "resolve_ptr", "unpad"]
 
 
 def readable(x: Tensor) -> bool:
-    """Whether checks may look at values: not in code that is being compiled, nor where there are none (meta and fake tensors, and those
-    that stand for many, in ``vmap``)."""
-    return not (torch.compiler.is_compiling() or x.is_meta or is_fake(x) or _batched(x))
+    """Whether checks may look at values: not in code that is being compiled, nor where there are none (meta and fake tensors, all tensors
+    where new ones are fake, and those that stand for many, in ``vmap``)."""
+    return not (torch.compiler.is_compiling() or x.is_meta or is_fake(x) or detect_fake_mode() or _batched(x))
 
 
 def _batched(x: Tensor) -> bool:
