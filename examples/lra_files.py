@@ -11,10 +11,11 @@ import hashlib
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock
 
 MANIFEST = "manifest.json"
 ARCHIVES = {".tar.gz": "tar -xzf", ".tgz": "tar -xzf", ".tar": "tar -xf", ".gz": "gunzip -k", ".zip": "unzip"}
@@ -117,16 +118,45 @@ def checksum(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def whole_folder(folder: Path) -> Iterator[Path]:
-    """Gives a neighbouring folder to write to, which takes its final name if all goes well and vanishes if not."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    workshop = Path(tempfile.mkdtemp(prefix=f"{folder.name}.partial-", dir=folder.parent))
+def new_data_set(folder: Path, wanted: dict[str, Any]) -> Iterator[Path | None]:
+    """Gives a neighbouring folder to write a data set to, which takes its final name if all goes well and vanishes if not.
+
+    Several processes may ask for one data set at the same time: one writes it, the others wait. What a killed process left is
+    removed by the next one.
+
+    Args:
+        folder: Where the data set is to lie.
+        wanted: What its manifest will say.
+
+    Yields:
+        The folder to write to, or None if the data set is there.
+
+    Raises:
+        ValueError: If the folder holds something else, or if nothing can be written there.
+    """
+    folder = folder.resolve()  # has a name and a neighbour on the same disk, even if it is given as "." or as a link
     try:
-        yield workshop
-        workshop.chmod(0o755)
-        os.replace(workshop, folder)
-    finally:
-        shutil.rmtree(workshop, ignore_errors=True)
+        if already_generated(folder, wanted):  # without a lock, which a disk for reading only has no room for
+            yield None
+            return
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder.with_name(f".{folder.name}.lock")):
+            if already_generated(folder, wanted):
+                yield None
+                return
+            draft = folder.with_name(f".{folder.name}.partial")
+            shutil.rmtree(draft, ignore_errors=True)
+            try:
+                draft.mkdir()
+                yield draft
+                os.replace(draft, folder)
+            finally:
+                shutil.rmtree(draft, ignore_errors=True)
+    except OSError as error:
+        raise ValueError(
+            f"Expected '{folder}' to be a place for generated data (got: {error}). Make room there, change its rights, or generate "
+            "elsewhere, with: python examples/lra_tasks.py generate --out DIR"
+        ) from error
 
 
 def already_generated(folder: Path, wanted: dict[str, Any]) -> bool:

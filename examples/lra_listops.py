@@ -22,7 +22,7 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from lra_batches import Rows
-from lra_files import MANIFEST, already_generated, checksum, count_lines, find_folder, malformed, places, whole_folder
+from lra_files import MANIFEST, checksum, count_lines, find_folder, malformed, new_data_set, places
 
 SPLITS = ("train", "val", "test")
 OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
@@ -216,12 +216,12 @@ def generate(folder: Path, parameters: Parameters, *, seed: int = 0, progress: b
         Whether anything was written.
 
     Raises:
-        ValueError: If the folder holds something else, or if there are too few distinct trees of that law.
+        ValueError: If the folder holds something else or cannot be written, or if there are too few distinct trees of that law.
     """
     wanted = {"task": "listops", "seed": seed, "parameters": dataclasses.asdict(parameters)}
-    if already_generated(folder, wanted):
-        return False
-    with whole_folder(folder) as workshop:
+    with new_data_set(folder, wanted) as workshop:
+        if workshop is None:
+            return False
         files = _write_splits(workshop, parameters, np.random.default_rng(seed), progress)
         (workshop / MANIFEST).write_text(json.dumps({**wanted, "files": files}, indent=2) + "\n")
     return True

@@ -24,7 +24,7 @@ from tqdm.auto import tqdm
 
 import lra_snakes
 from lra_batches import Row, Rows
-from lra_files import MANIFEST, already_generated, checksum, malformed, places, whole_folder, wrong_folder
+from lra_files import MANIFEST, checksum, malformed, new_data_set, places, wrong_folder
 
 #: Paddles of the long snakes.
 LEVELS = {"curv_baseline": 6, "curv_contour_length_9": 9, "curv_contour_length_14": 14}
@@ -85,14 +85,14 @@ def generate(folder: Path, parameters: Parameters, *, seed: int = 0, progress: b
         Whether anything was written.
 
     Raises:
-        ValueError: If the folder holds something else, or if the seed is negative.
+        ValueError: If the folder holds something else or cannot be written, or if the seed is negative.
     """
     if seed < 0:
         raise ValueError(f"Expected 'seed' to be at least 0 (got {seed}). Give another one.")
     wanted = {"task": "pathfinder", "seed": seed, "parameters": dataclasses.asdict(parameters)}
-    if already_generated(folder, wanted):
-        return False
-    with whole_folder(folder) as workshop:
+    with new_data_set(folder, wanted) as workshop:
+        if workshop is None:
+            return False
         files = _write_images(workshop, parameters, seed, progress)
         (workshop / MANIFEST).write_text(json.dumps({**wanted, "files": files}, indent=2) + "\n")
     return True

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import errno
 import json
 import os
 import random
 import re
+import shutil
 import statistics
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -183,6 +187,55 @@ def test_generating_again_does_nothing_and_never_overwrites(folder: Path, tmp_pa
         lra_listops.generate(tmp_path, SMALL, progress=False)
 
 
+def test_who_generates_what_another_is_writing_waits_for_it(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, outcomes = lra_listops._write_splits, []
+    seconds: list[threading.Thread] = []
+
+    def generate() -> None:
+        outcomes.append(lra_listops.generate(tmp_path / "listops", SMALL, seed=3, progress=False))
+
+    def slow(*arguments: Any) -> dict:
+        if not seconds:  # the first writer starts the second in its midst
+            seconds.append(threading.Thread(target=generate))
+            seconds[0].start()
+        files = write(*arguments)
+        seconds[0].join(0.3)
+        return files
+
+    monkeypatch.setattr(lra_listops, "_write_splits", slow)
+    generate()
+    seconds[0].join()
+    assert outcomes == [True, False]
+    assert (tmp_path / "listops" / "basic_val.tsv").read_bytes() == (folder / "basic_val.tsv").read_bytes()
+
+
+def test_generation_removes_what_a_killed_one_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)  # as a kill does, it leaves what is written
+
+    def killed(folder: Path, *_: Any) -> dict:
+        (folder / "half").touch()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(lra_listops, "_write_splits", killed)
+    with pytest.raises(KeyboardInterrupt):
+        lra_listops.generate(tmp_path / "listops", SMALL, progress=False)
+    monkeypatch.undo()
+    assert len(list(tmp_path.rglob("half"))) == 1
+    assert lra_listops.generate(tmp_path / "listops", SMALL, progress=False)
+    assert {path.name for path in tmp_path.iterdir()} == {"listops", ".listops.lock"}
+    assert not (tmp_path / "listops" / "half").exists()
+
+
+def test_a_full_disk_is_named_with_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> dict:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(lra_listops, "_write_splits", full)
+    with pytest.raises(ValueError, match=r"listops' to be a place for generated data \(got: .*No space left on device\)\. Make room there"):
+        lra_listops.generate(tmp_path / "listops", SMALL, progress=False)
+    assert [path.name for path in tmp_path.iterdir()] == [".listops.lock"]
+
+
 def test_manifest_tells_how_the_files_were_made(folder: Path) -> None:
     manifest = json.loads((folder / "manifest.json").read_text())
     assert manifest["parameters"] == dataclasses.asdict(SMALL)
@@ -201,7 +254,7 @@ def test_interrupted_generation_leaves_nothing(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(lra_listops, "tqdm", Impatient)
     with pytest.raises(KeyboardInterrupt):
         lra_listops.generate(tmp_path / "listops", SMALL, progress=False)
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == [".listops.lock"]
 
 
 @pytest.mark.parametrize(
@@ -225,7 +278,7 @@ def test_more_trees_than_there_are(tmp_path: Path) -> None:
     law = Parameters(train=500, val=1, test=1, max_depth=2, max_args=2, min_length=1, max_length=5, operator_probability=1.0)
     with pytest.raises(ValueError, match=r"at most the number of distinct trees \(got 502, but .* nothing beyond 400\)"):
         lra_listops.generate(tmp_path / "listops", law, progress=False)
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == [".listops.lock"]
 
 
 @pytest.mark.parametrize("place", [".", "listops-1000", "listops", "lra_release/listops-1000", "lra_release/lra_release/listops-1000"])
