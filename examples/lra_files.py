@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import json
 import os
+import shlex
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -18,7 +19,9 @@ from typing import Any
 from filelock import FileLock
 
 MANIFEST = "manifest.json"
-ARCHIVES = {".tar.gz": "tar -xzf", ".tgz": "tar -xzf", ".tar": "tar -xf", ".gz": "gunzip -k", ".zip": "unzip"}
+ARCHIVES = {  # the first that fits; LRA's release is a tar in spite of its name
+    "lra_release.gz": "tar -xzf", ".tar.gz": "tar -xzf", ".tgz": "tar -xzf", ".tar": "tar -xf", ".gz": "gunzip -k", ".zip": "unzip"
+}  # fmt: skip
 
 
 def places(*names: str) -> tuple[str, ...]:
@@ -86,10 +89,11 @@ def wrong_folder(root: Path, what: str, tree: str, *, source: str) -> ValueError
     for path in candidates:
         command = next((command for ending, command in ARCHIVES.items() if path.name.endswith(ending)), None)
         if command is not None:
-            target = f" -C {path.parent}" if command.startswith("tar") else f" -d {path.parent}" if command == "unzip" else ""
+            place = shlex.quote(str(path.parent))
+            target = f" -C {place}" if command.startswith("tar") else f" -d {place}" if command == "unzip" else ""
             return ValueError(
-                f"Expected '{root}' to hold {what} (got an archive, {path.name}). Unpack it with '{command} {path}{target}', to "
-                f"have a folder like this:\n{tree}"
+                f"Expected '{root}' to hold {what} (got an archive, {path.name}). Unpack it with: {command} {shlex.quote(str(path))}{target}\n"
+                f"to have a folder like this:\n{tree}"
             )
     got = "other files" if root.is_dir() else "a file" if root.is_file() else "no such folder"
     return ValueError(f"Expected '{root}' to hold {what} (got {got}). {source} The folder looks like this:\n{tree}")

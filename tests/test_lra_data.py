@@ -112,9 +112,25 @@ def test_a_wrong_folder_shows_the_tree_and_an_archive_how_to_unpack_it(task: str
     for root in (tmp_path, archive):
         with pytest.raises(
             ValueError,
-            match=rf"(?s)got an archive, release.tar.gz\)\. Unpack it with 'tar -xzf {archive} -C {tmp_path}'.*{re.escape(tree)}",
+            match=rf"(?s)got an archive, release.tar.gz\)\. Unpack it with: tar -xzf {archive} -C {tmp_path}\n.*{re.escape(tree)}",
         ):
             prepare(TASKS[task], root)
+
+
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [
+        ("lra_release.gz", "tar -xzf '{0}/lra_release.gz' -C '{0}'"),
+        ("basic_train.tsv.gz", "gunzip -k '{0}/basic_train.tsv.gz'"),
+        ("it's.zip", """unzip '{0}/it'"'"'s.zip' -d '{0}'"""),
+    ],
+)
+def test_the_advice_for_an_archive_can_be_pasted(tmp_path: Path, name: str, command: str) -> None:
+    folder = tmp_path / "my data"
+    folder.mkdir()
+    (folder / name).touch()
+    with pytest.raises(ValueError, match=re.escape(f"Unpack it with: {command.format(folder)}\n")):
+        prepare(TASKS["listops"], folder)
 
 
 @pytest.mark.parametrize("task", ["text", "retrieval", "image", "listops"])
