@@ -59,6 +59,8 @@ def prepare(
     rows = task.open(root, **options)
     wanted = {"format": FORMAT, "task": task.name, "tokeniser": task.tokeniser, "options": options, "source": fingerprint(root, rows)}
     folder = (prepared or root / FOLDER) / "-".join([task.name, *(value for value in options.values() if value)])
+    if _is_prepared(folder, wanted):
+        return folder, False
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.with_name(f".{folder.name}.lock")):
@@ -76,12 +78,22 @@ def prepare(
             finally:
                 shutil.rmtree(draft, ignore_errors=True)
     except OSError as error:
-        if error.filename and not Path(error.filename).is_relative_to(folder.parent):
+        failed = Path(error.filename or folder)
+        if not failed.is_relative_to(folder.parent) and not folder.is_relative_to(failed):
             raise ValueError(f"Expected '{error.filename}' to be readable (got: {error}). Copy it again, or change its rights.") from error
         raise ValueError(
             f"Expected '{folder}' to be a place for prepared data (got: {error}). Free it, or give another with --prepared DIR."
         ) from error
     return folder, True
+
+
+def _is_prepared(folder: Path, wanted: Mapping[str, Any]) -> bool:
+    """Tells without a lock, which a disk for reading only has no room for, whether a folder is whole and as wanted."""
+    try:
+        found = read_manifest(folder)
+    except (OSError, ValueError):  # not there, damaged or being replaced: who holds the lock looks again
+        return False
+    return {name: found.get(name) for name in wanted} == wanted
 
 
 def fingerprint(root: Path, splits: Mapping[str, Rows]) -> str:

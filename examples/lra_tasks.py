@@ -252,8 +252,10 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         show = commands.add_parser(name, help=text)
         show.add_argument("--task", choices=tuple(TASKS), default="listops", help="(default: %(default)s)")
         show.add_argument("--data", type=Path, required=True, metavar="DIR", help="folder to read")
-        where = "--out" if name == "prepare" else "--prepared"
-        show.add_argument(where, type=Path, metavar="DIR", dest="prepared", help="where prepared arrays go (default: 'prepared' in --data)")
+        where = ("--out", "--prepared") if name == "prepare" else ("--prepared",)
+        show.add_argument(
+            *where, type=Path, metavar="DIR", dest="prepared", help="where prepared arrays go (default: 'prepared' in --data)"
+        )
         show.add_argument("--split", help="who is in 'val' (default: the first that `describe` lists)", default=argparse.SUPPRESS)
         show.add_argument("--level", help="of Pathfinder (default: curv_contour_length_14)", default=argparse.SUPPRESS)
         if name == "describe":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import hashlib
 import json
 import os
@@ -532,6 +533,20 @@ def test_a_changed_source_is_prepared_again(text: Path) -> None:
     assert after["test"].digest == before["test"].digest
 
 
+def test_prepared_data_are_read_where_nothing_can_be_written(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, _ = prepare(TASKS["text"], text)
+    above = text / "prepared"
+
+    def refused(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EROFS, "Read-only file system", str(above))
+
+    monkeypatch.setattr(lra_prepare, "FileLock", refused)
+    assert prepare(TASKS["text"], text) == (folder, False)
+    assert len(load(TASKS["text"], text, max_length=100)["train"]) == 36
+    with pytest.raises(ValueError, match=r"to be a place for prepared data \(got: .*Read-only .*give another with --prepared DIR"):
+        prepare(TASKS["text"], text, prepared=above / "other")
+
+
 def test_a_folder_that_is_not_ours_is_never_replaced(text: Path, tmp_path: Path) -> None:
     (tmp_path / "out" / "text-held-out").mkdir(parents=True)
     (tmp_path / "out" / "text-held-out" / "thesis.tex").touch()
@@ -661,6 +676,8 @@ def test_command_line_prepares_describes_and_generates(text: Path, tmp_path: Pat
     lra_tasks.main(["prepare", "--task", "text", "--data", str(text), "--out", str(tmp_path / "out")])
     assert re.search(r"text-held-out: written\n +train: 36 examples, \d+ tokens; labels {'0': 18, '1': 18}", capsys.readouterr().out)
     lra_tasks.main(["prepare", "--task", "text", "--data", str(text), "--out", str(tmp_path / "out")])
+    assert "already there, nothing to do" in capsys.readouterr().out
+    lra_tasks.main(["prepare", "--task", "text", "--data", str(text), "--prepared", str(tmp_path / "out")])
     assert "already there, nothing to do" in capsys.readouterr().out
     lra_tasks.main(["describe", "--task", "text", "--data", str(text), "--split", "lra", "--prepared", str(tmp_path / "out")])
     shown = capsys.readouterr().out
