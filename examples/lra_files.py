@@ -174,7 +174,13 @@ def already_generated(folder: Path, wanted: dict[str, Any]) -> bool:
     if not folder.is_dir() or not any(folder.iterdir()):
         return False
     manifest = folder / MANIFEST
-    found = json.loads(manifest.read_text()) if manifest.is_file() else {}
+    try:
+        found = json.loads(manifest.read_text()) if manifest.is_file() else {}
+        found = found if isinstance(found, dict) else {}
+    except ValueError as error:
+        raise malformed(
+            manifest, None, "be the manifest of a generated data set", error, "Remove its folder, to have it made again."
+        ) from None
     if {name: found.get(name) for name in wanted} == wanted:
         return True
     got = f"one made with seed {found.get('seed')} and {found.get('parameters')}" if found else f"files without {MANIFEST}"

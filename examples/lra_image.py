@@ -11,7 +11,9 @@ the three names that arrays are made of, and refuses all others.
 
 from __future__ import annotations
 
+import io
 import pickle
+import pickletools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -113,11 +115,22 @@ def read_batch(path: Path) -> tuple[np.ndarray, np.ndarray]:
         ValueError: If the file holds anything else than such arrays.
     """
     try:
-        with path.open("rb") as file:
-            content = ArraysOnly(file, encoding="bytes").load()
-    except (pickle.UnpicklingError, EOFError, ValueError, TypeError, KeyError, IndexError, AttributeError, ImportError) as error:
+        data = path.read_bytes()
+        # A damaged length would have the reader ask for gigabytes: those of contents are checked by genops, places in its memo here.
+        for code, argument, _ in pickletools.genops(data):
+            if code.name.endswith("PUT") and isinstance(argument, int) and argument > len(data):
+                raise pickle.UnpicklingError(f"it counts to {argument:,} in {len(data):,} bytes")
+        content = ArraysOnly(io.BytesIO(data), encoding="bytes").load()
+    except (
+        pickle.UnpicklingError, EOFError, ValueError, TypeError, KeyError, IndexError, AttributeError, ImportError, MemoryError, OverflowError,
+        SyntaxError,
+    ) as error:  # fmt: skip
         raise malformed(
-            path, None, "be a pickle of arrays and nothing else", error or type(error).__name__, "Copy it anew, from a source you trust."
+            path,
+            None,
+            "be a pickle of arrays and nothing else",
+            str(error) or type(error).__name__,
+            "Copy it anew, from a source you trust.",
         ) from None
     content = content if isinstance(content, dict) else {}
     images, labels = content.get(b"data"), content.get(b"labels")

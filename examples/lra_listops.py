@@ -216,8 +216,11 @@ def generate(folder: Path, parameters: Parameters, *, seed: int = 0, progress: b
         Whether anything was written.
 
     Raises:
-        ValueError: If the folder holds something else or cannot be written, or if there are too few distinct trees of that law.
+        ValueError: If the folder holds something else or cannot be written, if there are too few distinct trees of that law, or if the
+            seed is negative.
     """
+    if seed < 0:
+        raise ValueError(f"Expected 'seed' to be at least 0 (got {seed}). Give another one.")
     wanted = {"task": "listops", "seed": seed, "parameters": dataclasses.asdict(parameters)}
     with new_data_set(folder, wanted) as workshop:
         if workshop is None:
@@ -304,7 +307,7 @@ def open_splits(root: Path, *, split: str = "release") -> dict[str, Rows]:
 
 
 def _count_rows(path: Path) -> int:
-    return count_lines(path) - 1  # the header
+    return max(0, count_lines(path) - 1)  # without the header; an empty file has none
 
 
 def read_rows(path: Path) -> Iterator[tuple[np.ndarray, int]]:

@@ -56,12 +56,12 @@ def prepare(
         ValueError: If files are missing or malformed, if an option is not known, or if there is no place to write.
     """
     options = task.complete(options or {})
-    rows = task.open(root, **options)
-    wanted = {"format": FORMAT, "task": task.name, "tokeniser": task.tokeniser, "options": options, "source": fingerprint(root, rows)}
     folder = (prepared or root / FOLDER) / "-".join([task.name, *(value for value in options.values() if value)])
-    if _is_prepared(folder, wanted):
-        return folder, False
     try:
+        rows = task.open(root, **options)
+        wanted = {"format": FORMAT, "task": task.name, "tokeniser": task.tokeniser, "options": options, "source": fingerprint(root, rows)}
+        if _is_prepared(folder, wanted):
+            return folder, False
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.with_name(f".{folder.name}.lock")):
             if folder.exists() and {name: read_manifest(folder).get(name) for name in wanted} == wanted:
@@ -79,7 +79,7 @@ def prepare(
                 shutil.rmtree(draft, ignore_errors=True)
     except OSError as error:
         failed = Path(error.filename or folder)
-        if not failed.is_relative_to(folder.parent) and not folder.is_relative_to(failed):
+        if failed == root or not (failed.is_relative_to(folder.parent) or folder.is_relative_to(failed)):
             raise ValueError(f"Expected '{error.filename}' to be readable (got: {error}). Copy it again, or change its rights.") from error
         raise ValueError(
             f"Expected '{folder}' to be a place for prepared data (got: {error}). Free it, or give another with --prepared DIR."
@@ -109,7 +109,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """Reads the manifest of a folder of prepared data.
 
     Raises:
-        ValueError: If there is none; then it is not a folder that :func:`prepare` may replace.
+        ValueError: If there is none, or if it is damaged; then it is not a folder that :func:`prepare` may replace.
     """
     path = folder / MANIFEST
     try:
@@ -120,12 +120,29 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         got = str(error)
     else:
         if isinstance(manifest, dict) and "format" in manifest:
-            return manifest
-        got = "another one"
+            if manifest["format"] != FORMAT or _is_manifest(manifest):
+                return manifest
+            got = "a damaged one"
+        else:
+            got = "another one"
     raise ValueError(
         f"Expected '{path}' to be the manifest of prepared data (got {got}). Remove {folder}, if it is damaged, or give another place with "
         "--prepared DIR."
     )
+
+
+def _is_manifest(manifest: Mapping[str, Any]) -> bool:
+    """Tells whether a manifest has all entries, of their types, and counts that agree."""
+    try:
+        for entry in (manifest["splits"][name] for name in SPLITS):
+            sizes = {name: entry["arrays"][name]["size"] for name in ARRAYS}
+            hashed = all(isinstance(entry["arrays"][name]["sha256"], str) for name in ARRAYS)
+            counted = entry["examples"] == sizes["labels"] == sum(entry["labels"].values()) and entry["tokens"] == sizes["tokens"]
+            if not (hashed and counted and set(entry["arrays"]) == set(ARRAYS) and isinstance(entry["skipped"], int)):
+                return False
+    except (KeyError, TypeError, AttributeError):
+        return False
+    return True
 
 
 class _Array:

@@ -283,7 +283,7 @@ def _law(task: Task) -> list[str]:
 
 def _describe(task: Task, given: argparse.Namespace, options: Mapping[str, str]) -> None:
     settings = task.presets["paper"].settings
-    changes: dict[str, Any] = {"max_length": given.max_length or settings.max_length, **options}
+    changes: dict[str, Any] = {"max_length": settings.max_length if given.max_length is None else given.max_length, **options}
     settings = dataclasses.replace(settings, **changes)
     for name, words in task.pipeline(settings).items():
         print(f"{name:>9}: {words}")

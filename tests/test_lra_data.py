@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import hashlib
@@ -296,6 +297,21 @@ def test_image_refuses_other_contents(tmp_path: Path, content: bytes, message: s
         lra_image.read_batch(tmp_path / "batch")
 
 
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_no_damaged_length_of_a_pickle_asks_for_memory(tmp_path: Path, protocol: int) -> None:
+    whole = pickle.dumps({b"data": np.full((2, 3072), 7, np.uint8), b"labels": [1, 9]}, protocol)
+    pixels = whole.index(b"\7" * 99)
+    path = tmp_path / "batch"
+    for place in [*range(pixels), *range(pixels + 2 * 3072, len(whole))]:
+        for bit in (0, 3, 7):
+            path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << bit]) + whole[place + 1 :])
+            with contextlib.suppress(ValueError):
+                lra_image.read_batch(path)
+    path.write_bytes(b"\x80\x02]r" + (2**32 - 1).to_bytes(4, "little") + b".")
+    with pytest.raises(ValueError, match=r"a pickle of arrays and nothing else \(got it counts to 4,294,967,295 in 9 bytes\)"):
+        lra_image.read_batch(path)
+
+
 # Pathfinder
 
 
@@ -521,6 +537,38 @@ def test_a_flipped_byte_is_named_with_the_way_out(text: Path, array: str) -> Non
     (folder / "manifest.json").write_text("{")
     with pytest.raises(ValueError, match=rf"manifest\.json' to be the manifest of prepared data.*Remove {folder}"):
         load(TASKS["text"], text, max_length=100)
+
+
+def test_no_flipped_byte_of_a_manifest_ends_in_a_traceback(text: Path) -> None:
+    folder, _ = prepare(TASKS["text"], text)
+    content = (folder / "manifest.json").read_bytes()
+    refused = []
+    for place in range(0, len(content), 3):
+        (folder / "manifest.json").write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        try:
+            manifest = lra_prepare.read_manifest(folder)
+        except ValueError as error:
+            refused.append(str(error))
+            continue
+        if manifest["format"] == lra_prepare.FORMAT:
+            for entry in manifest["splits"].values():
+                assert {"examples", "tokens", "skipped", "labels"} <= set(entry)
+                assert all(len(array["sha256"]) == 64 for array in entry["arrays"].values())
+    assert len(refused) > 200
+    assert all(re.search(r"manifest\.json' to be the manifest of prepared data .* Remove ", message) for message in refused)
+    (folder / "manifest.json").write_bytes(content.replace(b'"splits"', b'"rplits"'))
+    with pytest.raises(ValueError, match=r"to be the manifest of prepared data \(got a damaged one\)\. Remove "):
+        load(TASKS["text"], text, max_length=100)
+
+
+def test_links_to_nothing_are_named(text: Path, tmp_path: Path) -> None:
+    (text / "train" / "neg" / "99_1.txt").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=r"99_1\.txt' to be readable \(got: .*No such file or directory.*\)\. Copy it again"):
+        prepare(TASKS["text"], text)
+    make_pathfinder(tmp_path / "snakes")
+    (tmp_path / "snakes" / "curv_baseline" / "imgs" / "0").rename(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match=r"imgs/0' to be readable \(got: .*No such file or directory.*\)\. Copy it again"):
+        prepare(TASKS["pathfinder"], tmp_path / "snakes", options=LEVEL)
 
 
 def test_a_changed_source_is_prepared_again(text: Path) -> None:

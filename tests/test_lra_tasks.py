@@ -452,3 +452,18 @@ def test_command_line_generates_and_describes(tmp_path: Path, capsys: pytest.Cap
         lra_tasks.main([*make, "--seed", "1"])
     assert stop.value.code == 2
     assert "to be new, empty or the data set asked for (got one made with seed 0" in capsys.readouterr().err
+    for arguments, message in (
+        ([*make, "--seed", "-1"], "Expected 'seed' to be at least 0 (got -1)"),
+        (["describe", "--data", str(out), "--max-length", "0"], "Expected 'max-length' to be at least 1 (got 0)"),
+    ):
+        with pytest.raises(SystemExit):
+            lra_tasks.main(arguments)
+        assert message in capsys.readouterr().err
+    (out / "basic_val.tsv").write_bytes(b"")
+    with pytest.raises(SystemExit):
+        lra_tasks.main(["describe", "--data", str(out)])
+    assert re.search(r"basic_val\.tsv:1' to be the header .* \(got ''\)", capsys.readouterr().err)
+    (out / "manifest.json").write_text("{")
+    with pytest.raises(SystemExit):
+        lra_tasks.main(make)
+    assert re.search(r"manifest\.json' to be the manifest of a generated data set .* Remove its folder", capsys.readouterr().err)
