@@ -45,7 +45,7 @@ import lra_processes as processes
 import lra_report as report
 from density_guard import DensityGuard
 from lra_baselines import BASELINES
-from lra_checkpoints import BEST, Checkpoints, Signals
+from lra_checkpoints import BEST, LOCK, Checkpoints, Signals
 from lra_model import Classifier
 from lra_tasks import TASKS, LengthBuckets, Settings, Split, Task, data_folder, random_word, splits_digest
 from lra_upkeep import Memory, flushed_subnormals
@@ -357,14 +357,19 @@ def resolve(given: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
     settings = dataclasses.replace(settings, **chosen)
     folder = options.get("output")
     if folder is None:
-        names = (Path("runs") / f"{name}-{preset}-{number}" for number in itertools.count(1))
-        folder = next(path for path in names if not path.exists())
-    elif folder.exists() and (not folder.is_dir() or any(path.suffix != ".partial" for path in folder.iterdir())):
+        folder = next_folder(name, preset)
+    elif folder.exists() and (not folder.is_dir() or any(path.name != LOCK and path.suffix != ".partial" for path in folder.iterdir())):
         raise ValueError(
             f"Expected 'output' to be a new or empty folder (got {folder}, which has content). Choose another one, or add --resume."
         )
     places = {place: str(options[place]) if place in options else None for place in ("data", "prepared")}
     return folder, {"task": name, "preset": preset, **places, "settings": dataclasses.asdict(settings)}
+
+
+def next_folder(task: str, preset: str) -> Path:
+    """Returns the first folder in runs/ that there is not."""
+    names = (Path("runs") / f"{task}-{preset}-{number}" for number in itertools.count(1))
+    return next(path for path in names if not path.exists())
 
 
 def read(given: argparse.Namespace, plan: dict[str, Any]) -> tuple[Task, Settings, dict[str, Split], str]:
@@ -406,12 +411,40 @@ def read(given: argparse.Namespace, plan: dict[str, Any]) -> tuple[Task, Setting
     return task, settings, splits, fingerprint
 
 
-def claim(folder: Path, plan: Mapping[str, Any]) -> Any:
-    """Makes the folder of a run if it is new, and takes it for this process; see :func:`lra_checkpoints.hold`."""
+def claim(given: argparse.Namespace, folder: Path, plan: Mapping[str, Any]) -> tuple[Path, Any]:
+    """Makes the folder of a run if it is new, and takes it for this process; see :func:`lra_checkpoints.hold`.
+
+    Another process may have taken the folder since it was settled. Then a run without --output takes the next one.
+
+    Returns:
+        The folder, and the open file that holds the lock.
+
+    Raises:
+        ValueError: If the folder was taken.
+    """
+    options = vars(given)
+    resumed = "resume" in options or "resume_from" in options
+    while True:
+        try:
+            return folder, _take(folder, plan, resumed)
+        except checkpoints.CheckpointError:
+            if "output" in options:
+                raise
+            folder = next_folder(plan["task"], plan["preset"])
+
+
+def _take(folder: Path, plan: Mapping[str, Any], resumed: bool) -> Any:
     folder.mkdir(parents=True, exist_ok=True)
-    if not (folder / SETTINGS).exists():
+    lock = checkpoints.hold(folder)
+    if not resumed and (folder / SETTINGS).exists():
+        lock.close()
+        raise checkpoints.CheckpointError(
+            f"Expected 'output' to be a new or empty folder (got {folder}, in which a run has begun meanwhile). Choose another one, or add "
+            "--resume."
+        )
+    if not resumed:
         report.write_json(folder / SETTINGS, plan)
-    return checkpoints.hold(folder, SETTINGS)
+    return lock
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -436,10 +469,16 @@ def run(given: argparse.Namespace, signals: Signals) -> None:
     """Trains as the command line says, in each of the processes of a run."""
     say = print if processes.rank() == 0 else lambda *words: None
     with contextlib.ExitStack() as held:
+
+        def take() -> Path:
+            taken, lock = claim(given, folder, {**plan, "fingerprint": fingerprint})
+            held.enter_context(lock)
+            return taken
+
         try:
             folder, plan = processes.of_first(lambda: resolve(given))
             task, settings, splits, fingerprint = processes.in_turn(lambda: read(given, plan))
-            processes.of_first(lambda: held.enter_context(claim(folder, {**plan, "fingerprint": fingerprint})) and None)
+            folder = processes.of_first(take)
             start = processes.in_turn(lambda: checkpoints.newest(folder, vars(given).get("resume_from", "last")))
         except ValueError as error:
             if processes.rank():

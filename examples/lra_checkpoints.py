@@ -31,6 +31,7 @@ from tqdm.auto import tqdm
 import lra_processes as processes
 
 LAST, PREVIOUS, BEST = "last.ckpt", "previous.ckpt", "best.ckpt"
+LOCK = ".lock"  # never replaced: a lock is on a file, not on its name
 PREFIX = b"sha256:"
 SEAL = len(PREFIX) + 64  # bytes
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, the user's share of it, or what one file may have
@@ -155,12 +156,11 @@ def failure(error: BaseException | None) -> str | None:
     return None
 
 
-def hold(folder: Path, name: str) -> Any:
+def hold(folder: Path) -> Any:
     """Takes the run's folder for this process until it ends, however it ends.
 
     Args:
-        folder: Of the run.
-        name: A file in it that is never replaced.
+        folder: Of the run; the file that is locked stays in it.
 
     Returns:
         The open file that holds the lock; closing it lets go.
@@ -168,7 +168,7 @@ def hold(folder: Path, name: str) -> Any:
     Raises:
         CheckpointError: If another process that is still running has the folder.
     """
-    file = (folder / name).open()
+    file = (folder / LOCK).open("a")
     try:
         import fcntl  # absent on Windows, where nobody guards the folder
     except ImportError:

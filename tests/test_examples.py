@@ -24,6 +24,7 @@ from sbm_pyg import SequenceClassifier
 
 EXAMPLES = Path(lra.__file__).parent
 FILES = [
+    ".lock",
     "best.ckpt",
     "curves.png",
     "density.png",

@@ -263,11 +263,34 @@ def test_a_full_disk_is_found_behind_other_errors() -> None:
 
 
 def test_a_folder_has_one_process_at_a_time(whole: Path, capsys: pytest.CaptureFixture) -> None:
-    with checkpoints.hold(whole, lra.SETTINGS):
+    with checkpoints.hold(whole):
         with pytest.raises(SystemExit):
             resume(whole)
         assert "Expected 'output' to be the folder of a run that has stopped" in capsys.readouterr().err
-    checkpoints.hold(whole, lra.SETTINGS).close()
+    checkpoints.hold(whole).close()
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_two_processes_that_settled_on_one_folder_do_not_share_it(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finished: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    mine = lra.parse([*TINY.split(), "--data", str(data)])
+    named = lra.parse([*TINY.split(), "--data", str(data), "--output", "runs/listops-laptop-1"])
+    (folder, plan), (same, _) = lra.resolve(mine), lra.resolve(named)
+    assert folder == same
+    folder, lock = lra.claim(mine, folder, plan)
+    if finished:
+        lock.close()
+    with pytest.raises(checkpoints.CheckpointError, match="begun meanwhile" if finished else "still training"):
+        lra.claim(named, same, plan)
+    other, second = lra.claim(mine, same, plan)
+    assert (str(folder), str(other)) == ("runs/listops-laptop-1", "runs/listops-laptop-2")
+    lock.close()
+    second.close()
+    (tmp_path / "left").mkdir()
+    (tmp_path / "left" / checkpoints.LOCK).touch()  # by a process that was refused, or killed at once
+    lra.resolve(lra.parse(["--output", "left"]))
 
 
 def test_patience_ends_a_run_and_survives_a_crash(
