@@ -190,6 +190,7 @@ def train(
 
     Raises:
         lra_checkpoints.CheckpointError: If a checkpoint cannot be read or written.
+        lra_checkpoints.DivergenceError: If loss or weights are no longer finite.
         SystemExit: If the run was asked to stop.
     """
     torch.manual_seed(random_word(settings.seed, 2))
@@ -230,7 +231,13 @@ def train(
     if state is None:
         trainer.validate(module, data, verbose=False)  # the densities before the first step
     if state is None or not state["callbacks"]["Checkpoints"]["finished"]:
-        trainer.fit(module, data, ckpt_path=start, weights_only=True)
+        try:
+            trainer.fit(module, data, ckpt_path=start, weights_only=True)
+        except Exception as error:  # as the sampler's at NaN, before a loss was looked at
+            diverged = not module.finite() or (isinstance(error, ValueError) and "to be finite" in str(error))  # as sbm_pyg says it
+            if checkpoints.failure(error) is None and diverged:
+                raise checkpoints.DivergenceError("activations", trainer.global_step) from error
+            raise
         if signals.number:
             raise SystemExit(128 + signals.number)
     trainer.test(module, data, ckpt_path=folder / BEST, weights_only=True, verbose=False)
@@ -496,7 +503,7 @@ def run(given: argparse.Namespace, signals: Signals) -> None:
         except SystemExit:
             say(f"\nStopped. Go on with: python {sys.argv[0]} --output {folder} --resume")
             raise
-        except (checkpoints.CheckpointError, OSError) as error:
+        except (checkpoints.CheckpointError, checkpoints.DivergenceError, OSError) as error:
             words = checkpoints.failure(error)
             if words is None:
                 raise

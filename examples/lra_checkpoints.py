@@ -42,6 +42,16 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be read or written, in words for the user."""
 
 
+class DivergenceError(ValueError):
+    """A run whose loss or weights are no longer finite numbers, in words for the user."""
+
+    def __init__(self, what: str, step: int) -> None:
+        super().__init__(
+            f"Expected the {what} to stay finite (got NaN or inf at step {step:,}): training has diverged. Start a new run with a lower "
+            "--learning-rate, or with --clip-norm 1. The checkpoints before it are whole, but going on from them ends here again."
+        )
+
+
 def write_checkpoint(path: Path, checkpoint: dict[str, Any], keep: Path | None = None) -> None:
     """Writes a checkpoint that is complete under its name at any moment, even if the power fails.
 
@@ -146,7 +156,7 @@ def newest(folder: Path, choice: str = "last") -> Path | None:
 def failure(error: BaseException | None) -> str | None:
     """Finds the words for the user in an error or in what led to it; None if there are none, and it is a bug."""
     while error is not None:
-        if isinstance(error, CheckpointError):
+        if isinstance(error, (CheckpointError, DivergenceError)):
             return str(error)
         if isinstance(error, OSError) and error.errno in FULL:
             return (

@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 import lra_processes as processes
 import lra_report as report
 from lra_baselines import BASELINES
-from lra_checkpoints import Checkpoints
+from lra_checkpoints import Checkpoints, DivergenceError
 from lra_tasks import Batch, Settings, Task, random_word
 from sbm_pyg import PairClassifier, SequenceClassifier, SequenceEncoder
 
@@ -200,7 +200,13 @@ class Classifier(LightningModule):
         for logger in self.loggers:
             logger.log_metrics({f"{phase}/{name}": value for name, value in row.items()}, step=self.global_step)
 
+    def finite(self) -> bool:
+        """Says whether all weights are finite numbers; asks the device once."""
+        return bool(torch.stack([parameter.detach().sum().isfinite() for parameter in self.parameters()]).all())
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if not self.finite():  # so that no checkpoint holds what cannot be mended
+            raise DivergenceError("weights", self.global_step)
         sums = {name: value.cpu() for name, value in processes.total(self.sums).items()}
         checkpoint["row"] = {"sums": sums, "seconds": time.perf_counter() - self.clock, "latest": self.latest}
 
@@ -217,13 +223,18 @@ class Classifier(LightningModule):
             return
         if self.global_step % self.settings.log_every == 0 or Checkpoints.validates(self.settings, self.global_step):
             row = self.finish_row()
+            if not math.isfinite(row["loss"]):
+                raise DivergenceError("training loss", self.global_step)
             now = time.perf_counter()
             row["tokens_per_second"] = self.tokens / (now - self.clock)
             self.clock = now
             self.record("train", row)
 
     def on_validation_epoch_end(self) -> None:
-        self.record("val", self.finish_row())
+        row = self.finish_row()
+        if not math.isfinite(row["loss"]):
+            raise DivergenceError("validation loss", self.global_step)
+        self.record("val", row)
         self.clock = time.perf_counter()
 
     def on_test_epoch_end(self) -> None:

@@ -7,6 +7,7 @@ are (``lra_tasks.py``).
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -111,6 +112,8 @@ class Settings:
                 bounds = [f"at least {meta['least']}"] if meta["least"] is not None else []
                 bounds += [f"at most {meta['most']}"] if meta["most"] is not None else []
                 raise ValueError(f"Expected '{option}' to be {' and '.join(bounds)} (got {value}). See --help.")
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"Expected '{option}' to be finite (got {value}). Give a number; --help shows usual ones.")
         if self.warmup >= self.steps:
             raise ValueError(f"Expected 'warmup' to be below 'steps' = {self.steps} (got {self.warmup}). Warm up for fewer steps.")
         if self.value_kernel and self.value_kernel % 2 == 0:

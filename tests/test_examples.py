@@ -241,6 +241,8 @@ def test_every_attention_trains(data: Path, tmp_path: Path, attention: str) -> N
         (["--steps", "0"], "Expected 'steps' to be at least 1 (got 0)"),
         (["--dropout", "1.5"], "Expected 'dropout' to be at least 0.0 and at most 0.99 (got 1.5)"),
         (["--learning-rate", "nan"], "Expected 'learning-rate' to be at least 0.0 (got nan)"),
+        (["--learning-rate", "inf"], "Expected 'learning-rate' to be finite (got inf)"),
+        (["--weight-decay", "inf"], "Expected 'weight-decay' to be finite (got inf)"),
         (["--threads", "0"], "Expected 'threads' to be at least 1 (got 0)"),
         (["--warmup", "7"], "Expected 'warmup' to be below 'steps' = 7 (got 7)"),
         (["--accumulate", "3"], "Expected 'accumulate' to divide 'batch-size' = 8 (got 3)"),

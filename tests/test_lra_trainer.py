@@ -293,6 +293,18 @@ def test_two_processes_that_settled_on_one_folder_do_not_share_it(
     lra.resolve(lra.parse(["--output", "left"]))
 
 
+@pytest.mark.parametrize("options", [["--attention", "full"], [], ["--log-every", "1", "--attention", "full"]])
+def test_a_diverged_run_ends_with_one_message_and_finite_checkpoints(data: Path, tmp_path: Path, options: list[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        train(data, tmp_path / "run", "--learning-rate", "1e30", "--clip-norm", "0", "--accumulate", "1", *options)
+    words = str(stop.value.code)
+    assert "to stay finite (got NaN or inf at step " in words
+    assert "lower --learning-rate" in words
+    assert not (tmp_path / "run" / "results.json").exists()
+    start = checkpoints.newest(tmp_path / "run")
+    assert start is None or all(value.isfinite().all() for value in checkpoints.read_checkpoint(start)["state_dict"].values())
+
+
 def test_patience_ends_a_run_and_survives_a_crash(
     data: Path, tmp_path: Path, at: Callable[..., None], capsys: pytest.CaptureFixture
 ) -> None:
