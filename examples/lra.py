@@ -24,6 +24,7 @@ import itertools
 import json
 import logging
 import platform
+import shlex
 import sys
 import warnings
 from collections.abc import Mapping
@@ -390,6 +391,12 @@ def read(given: argparse.Namespace, plan: dict[str, Any]) -> tuple[Task, Setting
     """
     options = vars(given)
     task, settings = TASKS[plan["task"]], Settings(**plan["settings"])
+    count = plan.get("processes", processes.count())  # runs of before do not say
+    if count != processes.count():
+        raise ValueError(
+            f"Expected 'devices' to be {count} as in the run to resume (got {processes.count()}). Its results depend on how many processes "
+            f"share a batch: give --devices {count}, or start a new run."
+        )
     task.options_of(settings)  # refuses what does not fit before anything is generated
     root, generated = data_folder(task, plan["preset"], settings, None if plan["data"] is None else Path(plan["data"]))
     if generated:
@@ -454,6 +461,21 @@ def _take(folder: Path, plan: Mapping[str, Any], resumed: bool) -> Any:
     return lock
 
 
+def hint(given: argparse.Namespace, folder: Path) -> str:
+    """Writes the command that goes on with a run on the same machine, in the same number of processes."""
+    words = ["python", sys.argv[0]]
+    if processes.count() > 1 and given.devices == 1:
+        here = processes.on_this_machine()
+        words = ["torchrun", "--nnodes", str(processes.count() // here), "--nproc-per-node", str(here), sys.argv[0]]
+    words += ["--output", str(folder), "--resume"]
+    usual = {"accelerator": "auto", "devices": 1, "workers": 0}
+    for name in ("data", "prepared", "export", "accelerator", "devices", "workers", "threads"):
+        value = vars(given).get(name)
+        if value is not None and value != usual.get(name):
+            words += ["--" + name, str(value)]
+    return shlex.join(words)
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line; ``--help`` explains it."""
     given = parse(arguments)
@@ -478,7 +500,7 @@ def run(given: argparse.Namespace, signals: Signals) -> None:
     with contextlib.ExitStack() as held:
 
         def take() -> Path:
-            taken, lock = claim(given, folder, {**plan, "fingerprint": fingerprint})
+            taken, lock = claim(given, folder, {**plan, "processes": processes.count(), "fingerprint": fingerprint})
             held.enter_context(lock)
             return taken
 
@@ -501,7 +523,7 @@ def run(given: argparse.Namespace, signals: Signals) -> None:
         try:
             results = train(folder, task, settings, splits, given.accelerator, export, **options)
         except SystemExit:
-            say(f"\nStopped. Go on with: python {sys.argv[0]} --output {folder} --resume")
+            say(f"\nStopped. Go on with: {hint(given, folder)}")
             raise
         except (checkpoints.CheckpointError, checkpoints.DivergenceError, OSError) as error:
             words = checkpoints.failure(error)

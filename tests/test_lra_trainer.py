@@ -8,6 +8,8 @@ import errno
 import itertools
 import json
 import os
+import shlex
+import shutil
 import signal
 import sys
 import zipfile
@@ -163,6 +165,30 @@ def test_a_signal_ends_the_run_after_its_step(
     assert state(folder)["global_step"] == step + 1
     resume(folder)
     assert_same_end(folder, whole)
+
+
+def test_the_hint_repeats_what_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["examples/lra.py"])
+    words = ["--prepared", "a b", "--devices", "2", "--accelerator", "cpu", "--threads", "1", "--export", "models/it's"]
+    command = shlex.split(lra.hint(lra.parse([*words, "--steps", "9"]), tmp_path / "a run"))
+    assert command[:5] == ["python", "examples/lra.py", "--output", str(tmp_path / "a run"), "--resume"]
+    assert sorted(command[5:]) == sorted(words)
+    assert lra.hint(lra.parse([]), Path("run")) == "python examples/lra.py --output run --resume"
+
+
+def test_a_run_goes_on_in_as_many_processes_as_it_was_started_with(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    plan = json.loads((whole / lra.SETTINGS).read_text())
+    assert plan["processes"] == 1
+    shutil.copytree(whole, tmp_path / "run")
+    (tmp_path / "run" / lra.SETTINGS).write_text(json.dumps({**plan, "processes": 2}))
+    with pytest.raises(SystemExit):
+        resume(tmp_path / "run")
+    assert "Expected 'devices' to be 2 as in the run to resume (got 1)" in capsys.readouterr().err
+    del plan["processes"]  # a run of before
+    (tmp_path / "run" / lra.SETTINGS).write_text(json.dumps(plan))
+    resume(tmp_path / "run")
 
 
 def test_mixed_precision_resumes_too(data: Path, tmp_path: Path, at: Callable[..., None]) -> None:
