@@ -249,6 +249,9 @@ def train(
 
     train_rows, val_rows = (report.read_curves(folder / f"{phase}.csv") for phase in ("train", "val"))
     place, peak = report.peak_memory()
+    old = report.read_results(folder / RESULTS)  # of a finished run, of which only the test was done again
+    if old.get("peak_memory_of") == place:
+        peak = max(peak, old["peak_memory_bytes"])
     sizes = (settings.layers, settings.heads)
     results: dict[str, Any] = {
         "test": {

@@ -36,6 +36,15 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     write_text(path, json.dumps(content, indent=2) + "\n")
 
 
+def read_results(path: Path) -> dict[str, Any]:
+    """Reads the results of a run; empty if there are none, or if they are damaged: they are about to be written anew."""
+    try:
+        results = json.loads(path.read_text())
+    except (FileNotFoundError, ValueError):
+        return {}
+    return results if isinstance(results, dict) and isinstance(results.get("peak_memory_bytes"), int) else {}
+
+
 class CurveLogger(Logger):
     """Appends rows to ``train.csv`` and ``val.csv``, one column per number; the part before the slash names the file.
 
