@@ -349,7 +349,7 @@ def resolve(given: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
                 f"Expected 'output' to be the folder of a run to resume (got {folder}). Give --output the folder that holds its "
                 f"{SETTINGS}, or start a new run without --resume."
             )
-        plan = json.loads((folder / SETTINGS).read_text())
+        plan = read_plan(folder / SETTINGS)
         known = {"task": plan["task"], "preset": plan["preset"], **plan["settings"]}
         for name, value in {name: options[name] for name in known if name in options}.items():
             if value != known[name]:
@@ -373,8 +373,54 @@ def resolve(given: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
         raise ValueError(
             f"Expected 'output' to be a new or empty folder (got {folder}, which has content). Choose another one, or add --resume."
         )
+    check_place("output", folder)
     places = {place: str(options[place]) if place in options else None for place in ("data", "prepared")}
     return folder, {"task": name, "preset": preset, **places, "settings": dataclasses.asdict(settings)}
+
+
+def read_plan(path: Path) -> dict[str, Any]:
+    """Reads the ``settings.json`` of a run.
+
+    Raises:
+        ValueError: If it is not what the trainer wrote.
+    """
+    try:
+        plan = json.loads(path.read_text())
+        Settings(**plan["settings"])
+        if plan["task"] not in TASKS or plan["preset"] not in PRESETS or not isinstance(plan["data"], str | None):
+            raise ValueError(f"no task, preset or data of ours: {plan['task']!r}, {plan['preset']!r}, {plan['data']!r}")
+    except (ValueError, TypeError, KeyError) as error:
+        words = f"no {error}" if isinstance(error, KeyError) else str(error)
+        raise ValueError(f"Expected {path} to be as it was written (got: {words}). Take it from a backup, or start a new run.") from None
+    return plan
+
+
+def check_place(option: str, folder: Path) -> None:
+    """Refuses a folder that cannot be made because it is to lie below a file.
+
+    Raises:
+        ValueError: If so.
+    """
+    above = next((path for path in folder.parents if path.exists()), None)
+    if above is not None and not above.is_dir():
+        raise ValueError(f"Expected '{option}' to be a folder that can be made (got {folder}, but {above} is a file). Choose another one.")
+
+
+def check_files(folder: Path, settings: Settings, start: Path | None) -> None:
+    """Looks at what a run needs beside the checkpoint that it goes on from.
+
+    Raises:
+        ValueError: If anything is missing or damaged.
+    """
+    if start is None:
+        return
+    saved = checkpoints.read_checkpoint(start)
+    first = min(settings.log_every, settings.validate_every, settings.steps)  # step of the first row
+    report.check_curves(folder, ["val"] + ["train"] * (saved["global_step"] >= first), saved["global_step"])
+    if saved["callbacks"]["Checkpoints"]["step"] and not (folder / BEST).is_file():
+        raise ValueError(
+            f"Expected {folder / BEST} to be there, which is what is tested (got no such file). Take it from a backup, or start a new run."
+        )
 
 
 def next_folder(task: str, preset: str) -> Path:
@@ -401,6 +447,10 @@ def read(given: argparse.Namespace, plan: dict[str, Any]) -> tuple[Task, Setting
             f"share a batch: give --devices {count}, or start a new run."
         )
     task.options_of(settings)  # refuses what does not fit before anything is generated
+    try:
+        Classifier(task, settings)
+    except ImportError as error:  # of the package of a baseline
+        raise ValueError(str(error)) from None
     root, generated = data_folder(task, plan["preset"], settings, None if plan["data"] is None else Path(plan["data"]))
     if generated:
         print(f"Generated {root}")
@@ -423,6 +473,8 @@ def read(given: argparse.Namespace, plan: dict[str, Any]) -> tuple[Task, Setting
             f"Expected no 'export' with {settings.attention!r} attention (got {export}). Baselines are of the examples alone; copy the "
             "folder of the run."
         )
+    if export is not None:
+        check_place("export", export)
     if export is not None and export.exists() and (not export.is_dir() or any(export.iterdir())):
         raise ValueError(f"Expected 'export' to be a new or empty folder (got {export}, which has content). Choose another one.")
     return task, settings, splits, fingerprint
@@ -451,8 +503,11 @@ def claim(given: argparse.Namespace, folder: Path, plan: Mapping[str, Any]) -> t
 
 
 def _take(folder: Path, plan: Mapping[str, Any], resumed: bool) -> Any:
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = checkpoints.hold(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = checkpoints.hold(folder)
+    except OSError as error:
+        raise _not_writable(folder, error) from None
     if not resumed and (folder / SETTINGS).exists():
         lock.close()
         raise checkpoints.CheckpointError(
@@ -460,8 +515,19 @@ def _take(folder: Path, plan: Mapping[str, Any], resumed: bool) -> Any:
             "--resume."
         )
     if not resumed:
-        report.write_json(folder / SETTINGS, plan)
+        try:
+            report.write_json(folder / SETTINGS, plan)
+        except OSError as error:
+            lock.close()
+            raise _not_writable(folder, error) from None
     return lock
+
+
+def _not_writable(folder: Path, error: OSError) -> ValueError:
+    return ValueError(
+        f"Expected 'output' to be a folder that can be written (got {error.strerror!r} for {folder}). Make room or get the right, or choose "
+        "another one."
+    )
 
 
 def hint(given: argparse.Namespace, folder: Path) -> str:
@@ -512,6 +578,7 @@ def run(given: argparse.Namespace, signals: Signals) -> None:
             task, settings, splits, fingerprint = processes.in_turn(lambda: read(given, plan))
             folder = processes.of_first(take)
             start = processes.in_turn(lambda: checkpoints.newest(folder, vars(given).get("resume_from", "last")))
+            processes.of_first(lambda: check_files(folder, settings, start))
         except ValueError as error:
             if processes.rank():
                 raise SystemExit(2) from None

@@ -21,13 +21,18 @@ from lightning.pytorch.loggers.logger import Logger
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+PHASES = ("train", "val")
 COLOURS = ("#1b6ca8", "#d1495b", "#2e933c", "#edae49", "#6a4c93", "#3d3d3d")
 
 
 def write_text(path: Path, text: str) -> None:
     """Writes a file, whole or not at all."""
     draft = path.with_name(path.name + ".partial")
-    draft.write_text(text)
+    try:
+        draft.write_text(text)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
     os.replace(draft, path)
 
 
@@ -59,7 +64,7 @@ class CurveLogger(Logger):
     def __init__(self, folder: Path, step: int | None = None) -> None:
         super().__init__()
         self.folder = folder
-        for path in folder.glob("*.csv"):
+        for path in filter(Path.exists, (folder / f"{phase}.csv" for phase in PHASES)):
             rows = [] if step is None else [row for row in read_rows(path) if float(row["step"]) <= step]
             draft = path.with_name(path.name + ".partial")
             draft.unlink(missing_ok=True)
@@ -107,6 +112,35 @@ def read_rows(path: Path) -> list[dict[str, str]]:
 def read_curves(path: Path) -> list[dict[str, float]]:
     """Reads one file of curves as numbers; see :func:`read_rows`."""
     return [{name: float(value) for name, value in row.items()} for row in read_rows(path)]
+
+
+def check_curves(folder: Path, needed: Sequence[str], step: float) -> None:
+    """Looks whether the curves of a run can be gone on with.
+
+    Args:
+        folder: Of the run.
+        needed: Phases of which there are rows.
+        step: Rows after this one do not count; a kill may have left them unfinished.
+
+    Raises:
+        ValueError: If a file is missing or damaged.
+    """
+    for path in (folder / f"{phase}.csv" for phase in PHASES):
+        if not path.exists() and path.stem not in needed:
+            continue
+        try:
+            rows = [row for row in read_rows(path) if float(row["step"]) <= step]
+            for value in (value for row in rows for value in row.values()):
+                float(value)
+            found = "" if rows or path.stem not in needed else "no rows"
+        except FileNotFoundError:
+            found = "no such file"
+        except KeyError as error:
+            found = f"no column {error}"
+        except (ValueError, TypeError, csv.Error) as error:
+            found = str(error)
+        if found:
+            raise ValueError(f"Expected {path} to be as it was written (got: {found}). Take it from a backup, or start a new run.")
 
 
 def wilson_interval(correct: int, count: int, z: float = 1.959964) -> tuple[float, float]:

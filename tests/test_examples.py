@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -248,6 +251,10 @@ def test_every_attention_trains(data: Path, tmp_path: Path, attention: str) -> N
         (["--learning-rate", "nan"], "Expected 'learning-rate' to be at least 0.0 (got nan)"),
         (["--learning-rate", "inf"], "Expected 'learning-rate' to be finite (got inf)"),
         (["--weight-decay", "inf"], "Expected 'weight-decay' to be finite (got inf)"),
+        (["--temperature", "0", "--parameterization", "mixed"], "temperature"),
+        (["--initial-density", "0"], "density"),
+        (["--export", "{data}/listops/afile/x"], "Expected 'export' to be a folder that can be made"),
+        (["--output", "{data}/listops/afile/x"], "Expected 'output' to be a folder that can be made"),
         (["--threads", "0"], "Expected 'threads' to be at least 1 (got 0)"),
         (["--warmup", "7"], "Expected 'warmup' to be below 'steps' = 7 (got 7)"),
         (["--accumulate", "3"], "Expected 'accumulate' to divide 'batch-size' = 8 (got 3)"),
@@ -261,8 +268,10 @@ def test_bad_arguments_are_told_before_anything_is_written(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture, options: list[str], message: str
 ) -> None:
     folder = tmp_path / "run"
+    (tmp_path / "listops").mkdir()
+    (tmp_path / "listops" / "afile").touch()
     with pytest.raises(SystemExit) as stop:
-        train(data, folder, *options)
+        train(data, folder, *(option.format(data=tmp_path) for option in options))
     assert stop.value.code == 2
     assert message.format(folder=folder) in capsys.readouterr().err
     assert not folder.exists()
@@ -282,6 +291,60 @@ def test_a_run_is_neither_overwritten_nor_resumed_with_other_settings_or_data(
     lra_tasks.main(["generate", "--out", str(other), "--preset", "laptop", "--train", "50", "--val", "20", "--test", "30", "--seed", "9"])
     assert "Expected 'data' to be what the run was started with" in refuse("--resume", "--data", str(other))
     assert "to hold ListOps (got no such folder)" in refuse("--resume", "--data", str(tmp_path / "nowhere"))
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("settings.json", lambda text: text[: len(text) // 2]),
+        ("settings.json", lambda text: text.replace('"layers"', '"lairs"')),
+        ("settings.json", lambda text: text.replace('"task"', '"tusk"')),
+        ("train.csv", lambda text: text.replace("0.", "x.", 3)),
+        ("train.csv", lambda text: ""),
+        ("train.csv", None),
+        ("val.csv", None),
+        ("best.ckpt", None),
+    ],
+)
+def test_a_damaged_or_missing_file_of_a_run_is_named(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture, name: str, change: Callable[[str], str] | None
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(run, folder)
+    if change is None:
+        (folder / name).unlink()
+    else:
+        (folder / name).write_text(change((folder / name).read_text()))
+    with pytest.raises(SystemExit) as stop:
+        lra.main(["--output", str(folder), "--resume", "--accelerator", "cpu"])
+    assert stop.value.code == 2
+    assert f"Expected {folder / name} to be " in capsys.readouterr().err
+
+
+def test_curves_of_others_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "notes.csv").write_text("a,b\n1,2\n")
+    report.CurveLogger(tmp_path, step=2)
+    report.CurveLogger(tmp_path)
+    assert (tmp_path / "notes.csv").read_text() == "a,b\n1,2\n"
+
+
+def test_a_missing_package_and_a_full_disk_are_told(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "linformer", None)
+    with pytest.raises(SystemExit):
+        train(data, tmp_path / "run", "--attention", "linformer")
+    assert "Expected 'linformer' to be installed" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(report, "write_json", full)
+    with pytest.raises(SystemExit) as stop:
+        train(data, tmp_path / "run")
+    assert stop.value.code == 2
+    assert "to be a folder that can be written (got 'No space left on device' for" in capsys.readouterr().err
 
 
 def test_truncation_is_reported(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
