@@ -319,10 +319,14 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--devices", type=int, default=1, metavar="N", help="processes that share each batch (default: 1)")
     parser.add_argument("--workers", type=int, default=0, metavar="N", help="processes that gather batches (default: 0)")
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: 1 for laptop, as torch chooses for paper)")
-    group = parser.add_argument_group("settings", "each overrides the preset; values are those of laptop | paper")
+    first = argparse.ArgumentParser(add_help=False)  # the task alone, whose values --help shows
+    first.add_argument("--task", nargs="?")
+    task = first.parse_known_args(arguments)[0].task
+    task = task if task in TASKS else "listops"
+    group = parser.add_argument_group("settings", f"each overrides the preset; values are those of laptop | paper for {task}")
     for field in dataclasses.fields(Settings):
         kind = {"int": int, "float": float, "str": str}[str(field.type)]
-        values = " | ".join(str(getattr(TASKS["listops"].presets[name].settings, field.name)) for name in PRESETS)
+        values = " | ".join(str(getattr(TASKS[task].presets[name].settings, field.name)) for name in PRESETS)
         option = "--" + field.name.replace("_", "-")
         help_text = f"{field.metadata['help']} ({values})"
         group.add_argument(option, type=kind, choices=field.metadata["choices"] or None, help=help_text)

@@ -347,6 +347,18 @@ def test_a_missing_package_and_a_full_disk_are_told(
     assert "to be a folder that can be written (got 'No space left on device' for" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words", [[], ["--task", "pathfinder"], ["--task=text"]])
+def test_help_shows_the_values_of_the_task(words: list[str], capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit):
+        lra.main([*words, "--help"])
+    task = words[-1].rpartition("=")[2] if words else "listops"
+    shown = capsys.readouterr().out
+    steps = [lra_tasks.TASKS[task].presets[name].settings.steps for name in ("laptop", "paper")]
+    assert f"values are those of laptop | paper for {task}" in shown
+    assert f"optimiser steps ({steps[0]} | {steps[1]})" in shown
+
+
 def test_truncation_is_reported(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     train(data, tmp_path / "run", "--steps", "1", "--max-length", "10")
     assert "of 50 sequences to 10 tokens" in capsys.readouterr().out
