@@ -361,7 +361,9 @@ def resolve(given: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
                     f"Expected '{name.replace('_', '-')}' to be {known[name]!r} as in the run to resume (got {value!r}). Leave it "
                     "out, or start a new run."
                 )
-        return folder, plan | {name: str(options[name]) for name in ("data", "prepared") if name in options}
+        began = Path(plan.get("directory", ""))  # runs of before do not say; then here
+        located = {name: str(began / plan[name]) for name in ("data", "prepared") if plan.get(name) is not None}
+        return folder, plan | located | {name: str(options[name]) for name in ("data", "prepared") if name in options}
 
     name, preset = options.get("task", "listops"), options.get("preset", "laptop")
     settings = TASKS[name].presets[preset].settings
@@ -379,7 +381,8 @@ def resolve(given: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
         )
     check_place("output", folder)
     places = {place: str(options[place]) if place in options else None for place in ("data", "prepared")}
-    return folder, {"task": name, "preset": preset, **places, "settings": dataclasses.asdict(settings)}
+    # Places are saved as given, to be compared with those of other calls, and so is the directory that they start from.
+    return folder, {"task": name, "preset": preset, **places, "directory": str(Path.cwd()), "settings": dataclasses.asdict(settings)}
 
 
 def read_plan(path: Path) -> dict[str, Any]:

@@ -191,6 +191,19 @@ def test_a_run_goes_on_in_as_many_processes_as_it_was_started_with(
     resume(tmp_path / "run")
 
 
+def test_a_run_with_relative_places_is_resumed_from_anywhere(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(data.parent)
+    train(Path(data.name), tmp_path / "run", "--steps", "2", "--prepared", "arrays")
+    monkeypatch.chdir(tmp_path)
+    resume(tmp_path / "run")
+    assert not (tmp_path / "arrays").exists()
+    plan = json.loads((tmp_path / "run" / lra.SETTINGS).read_text())
+    del plan["directory"]  # a run of before, whose places start from where it is resumed
+    (tmp_path / "run" / lra.SETTINGS).write_text(json.dumps(plan))
+    monkeypatch.chdir(data.parent)
+    resume(tmp_path / "run")
+
+
 def test_mixed_precision_resumes_too(data: Path, tmp_path: Path, at: Callable[..., None]) -> None:
     train(data, tmp_path / "whole", "--precision", "bf16-mixed")
     at(3, 1, crash)
