@@ -60,7 +60,8 @@ class Plan:
         pairs = [pair.partition("=") for pair in own.split(",") if pair]
         if any(not value for _, _, value in pairs):
             raise ValueError(f"Expected 'methods' to be names like sbm or sbm:density-weight=0.1 (got {method!r}). See --help.")
-        self.name = re.sub(r"[^\w.=-]+", "_", f"{task}-{method}-{seed}")
+        self.stem = re.sub(r"[^\w.=-]+", "_", f"{task}-{method}")
+        self.name = f"{self.stem}-{seed}"
         self.kind = " ".join([task, method, *common])  # what a run is but for its seed
         self.arguments = ["--task", task, "--attention", self.attention, "--seed", str(seed), *common]
         for name, _, value in pairs:
@@ -86,6 +87,9 @@ class Index:
         self.content: dict[str, Any] = {"budget": "", "timing": {}, "runs": {}}
         if self.path.exists():
             self.content = json.loads(self.path.read_text())
+        planned = re.match(r"Budget: ([\d.e+]+) minutes", self.content["budget"])
+        for run in self.content["runs"].values():  # of a time when runs did not say it themselves
+            run.setdefault("minutes", float(planned[1]) if planned else None)
 
     def save(self) -> None:
         """Writes it, whole or not at all."""
@@ -99,9 +103,32 @@ class Index:
             folder = self.folder / RUNS / name
             if (folder / lra.RESULTS).exists():
                 results = json.loads((folder / lra.RESULTS).read_text())
-                steps = json.loads((folder / lra.SETTINGS).read_text())["settings"]["steps"]
-                found.append({**run, "steps": steps, "results": results})
+                known = json.loads((folder / lra.SETTINGS).read_text())
+                found.append({**run, "name": name, "steps": known["settings"]["steps"], "kind": kind(known, run), "results": results})
         return found
+
+
+def kind(known: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]:
+    """All that runs must agree in whose results are averaged: everything but the seed, and but the steps that a time was turned into.
+
+    Args:
+        known: Content of ``settings.json``.
+        record: Of the run, with its "minutes".
+    """
+    minutes = record.get("minutes")
+    free = {"seed"} if minutes is None else {"seed", "steps", "warmup"}
+    settings = {name: value for name, value in known["settings"].items() if name not in free}
+    return {**{name: known[name] for name in ("task", "preset")}, **settings, "data": place(known["data"]), "minutes": minutes}
+
+
+def place(folder: str | None) -> str | None:
+    """A folder by the one name that all its names lead to."""
+    return None if folder is None else str(Path(folder).resolve())
+
+
+def difference(old: dict[str, Any], new: dict[str, Any]) -> tuple[str, Any, Any] | None:
+    """The first setting in which two kinds differ, with both values; settings that an older run did not have are no difference."""
+    return next(((name.replace("_", "-"), old[name], new[name]) for name in old if name in new and old[name] != new[name]), None)
 
 
 def measure(arguments: list[str]) -> dict[str, float]:
@@ -243,12 +270,13 @@ class Runner:
             self.index.save()
         return known[key]
 
-    def train(self, plan: Plan, settings: dict[str, Any], bar: Any, machine: list[str]) -> bool:
+    def train(self, plan: Plan, settings: dict[str, Any], bar: Any, machine: list[str], minutes: float | None) -> bool:
         """Starts a run or goes on with it; returns whether it came to its end."""
         folder = self.index.folder / RUNS / plan.name
         record = self.index.content["runs"].setdefault(
             plan.name, {"task": plan.task, "method": plan.method, "attention": plan.attention, "seed": plan.seed, "seconds": 0.0}
         )
+        record.setdefault("minutes", minutes)
         begun = (folder / lra.SETTINGS).exists()
         self.index.save()
         command = [sys.executable, lra.__file__, "--output", str(folder), *machine, *plan.arguments]
@@ -284,6 +312,25 @@ def check(index: Index, plan: Plan, wanted: dict[str, Any]) -> bool:
     return (folder / lra.RESULTS).exists()
 
 
+def agree(index: Index, plan: Plan, wanted: dict[str, Any], minutes: float | None) -> None:
+    """Refuses a run that would be averaged with others of the folder that had other settings.
+
+    Raises:
+        ValueError: If there are such.
+    """
+    for path in sorted((index.folder / RUNS).glob(f"{plan.stem}-*/{lra.SETTINGS}")):
+        name = path.parent.name
+        if not re.fullmatch(r"-\d+", name.removeprefix(plan.stem)) or name == plan.name:
+            continue
+        record = index.content["runs"].get(name, {"minutes": minutes})
+        found = difference(kind(json.loads(path.read_text()), record), kind(wanted, {"minutes": minutes}))
+        if found:
+            raise ValueError(
+                f"Expected {plan.name} to have {found[0]} = {found[1]!r}, as {name} with which it is averaged (got {found[2]!r}). "
+                "Give the same arguments as then, or another --output."
+            )
+
+
 def run(given: argparse.Namespace, rest: list[str]) -> int:
     """Makes all runs that are not there yet, then the tables; returns the exit status."""
     folders = dict(given.data)
@@ -294,9 +341,12 @@ def run(given: argparse.Namespace, rest: list[str]) -> int:
     plans = [Plan(t, m, s, common, folders.get(t)) for t in given.tasks for s in given.seeds for m in given.methods]
     if len({plan.name for plan in plans}) < len(plans):
         raise ValueError("Expected 'tasks', 'methods' and 'seeds' to be distinct (got repeats). Name each once.")
-    for plan in plans:
-        plan.settle()  # all mistakes before the first run
     index = Index(given.output)
+    for plan in plans:  # all mistakes before the first run
+        wanted = plan.settle()
+        if given.minutes is None:  # else its steps are not known yet
+            check(index, plan, wanted)
+        agree(index, plan, wanted, given.minutes)
     words = f"Budget: {'the steps of the preset' if given.steps is None else f'{given.steps:,} steps'}"
     words = f"Budget: {given.minutes:g} minutes of training and validation, planned in steps" if given.minutes else words
     index.content["budget"] = f"{words}; preset `{given.preset}`{', ' + ' '.join(rest) if rest else ''}."
@@ -312,7 +362,7 @@ def run(given: argparse.Namespace, rest: list[str]) -> int:
                     wanted = plan.settle()
                 if check(index, plan, wanted):
                     continue
-                if not runner.train(plan, wanted["settings"], bar, machine):
+                if not runner.train(plan, wanted["settings"], bar, machine, given.minutes):
                     failed.append(plan.name)
                     tqdm.write(f"{plan.name} failed; see {given.output / LOGS / plan.name}.txt", file=sys.stderr)
         except Stopped:
@@ -327,11 +377,20 @@ def write_report(index: Index) -> None:
     """Writes all tables and the plot of a folder.
 
     Raises:
-        ValueError: If no run has finished.
+        ValueError: If no run has finished, or if some that would be averaged had different settings.
     """
     runs = index.finished()
     if not runs:
         raise ValueError(f"Expected 'output' to hold finished runs (got none in {index.folder}). Make some with `run` first.")
+    first: dict[tuple[str, str], dict[str, Any]] = {}
+    for run in runs:
+        one = first.setdefault((run["task"], run["method"]), run)
+        found = difference(one["kind"], run["kind"])
+        if found:
+            raise ValueError(
+                f"Expected runs of one task and method to have the same {found[0]}, {found[1]!r} as {one['name']} (got {found[2]!r} in "
+                f"{run['name']}). Their mean would be of no model: move one of them out of {index.folder / RUNS}."
+            )
     text = tables.report(runs, index.content["budget"])
     tables.write_csv(index.folder / "cells.csv", tables.cell_rows(runs))
     tables.write_csv(index.folder / "runs.csv", tables.run_rows(runs))

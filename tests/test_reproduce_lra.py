@@ -139,6 +139,36 @@ def test_a_failed_run_does_not_stop_the_others(tmp_path: Path, capsys: pytest.Ca
     assert "1 runs" in (tmp_path / "all" / "report.md").read_text()
 
 
+@pytest.mark.usefixtures("trainer")
+def test_runs_that_are_averaged_have_the_same_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "all"
+    words = ["run", "--methods", "sbm", "--output", str(folder), "--seeds"]
+    reproduce_lra.main([*words, "0", "3"])
+    for more, difference in (
+        (["--", "--channels", "16"], "channels = 64, as listops-sbm-0 with which it is averaged (got 16)"),
+        (["--steps", "6"], "steps = 800, as listops-sbm-0 with which it is averaged (got 6)"),
+        (["--minutes", "5"], "minutes = None, as listops-sbm-0 with which it is averaged (got 5.0)"),
+    ):
+        with pytest.raises(SystemExit):
+            reproduce_lra.main([*words, "4", *more])
+        assert f"Expected listops-sbm-4 to have {difference}. Give the same arguments as then, or" in capsys.readouterr().err
+        assert not (folder / "runs" / "listops-sbm-4").exists()
+
+    path = folder / "runs" / "listops-sbm-3" / "settings.json"
+    plan = json.loads(path.read_text())
+    plan["settings"]["steps"] = 6
+    path.write_text(json.dumps(plan))
+    index = json.loads((folder / "index.json").read_text())
+    with pytest.raises(SystemExit):
+        reproduce_lra.main(["report", "--output", str(folder)])
+    assert "to have the same steps, 800 as listops-sbm-0 (got 6 in listops-sbm-3)" in capsys.readouterr().err
+    for run in index["runs"].values():  # that were planned from a time, as the index of older ones says in words
+        del run["minutes"]
+    (folder / "index.json").write_text(json.dumps({**index, "budget": "Budget: 7.5 minutes of training"}))
+    reproduce_lra.main(["report", "--output", str(folder)])
+    assert "2 runs, at most 2 of a kind" in capsys.readouterr().out
+
+
 def test_measured_steps_fit_the_minutes(data: Path, tmp_path: Path) -> None:
     words = ["--data", str(data), "--accelerator", "cpu", *TINY, "--output", str(tmp_path / "absent")]
     timing = reproduce_lra.measure([*words, "--accumulate", "2"])
