@@ -42,6 +42,37 @@ from lra_tasks import TASKS
 
 RUNS, LOGS, INDEX = "runs", "logs", "index.json"
 
+# The trainer's arguments that each run gets from here, and what to do instead.
+RESERVED = {
+    "task": "Name it with --tasks.",
+    "preset": "Give --preset.",
+    "attention": "Name it with --methods.",
+    "seed": "Name it with --seeds.",
+    "output": "Give --output, which has a folder for each run.",
+    "export": "Runs would overwrite each other's; export one with `lra.py --resume`.",
+    "resume": "Give the same command again, which resumes.",
+    "resume_from": "Resume that run with `lra.py`, then give the same command again.",
+    "data": "Give --data TASK=DIR.",
+}
+TIMED = "Its steps are planned from --minutes, on one device: leave it out, or give --steps."
+
+
+def refuse_reserved(words: Sequence[str], where: str, more: Sequence[str] = ()) -> None:
+    """Refuses trainer's arguments that are decided here, however they are abbreviated.
+
+    Args:
+        words: The arguments.
+        where: What to call them in the error.
+        more: Names that are refused too.
+
+    Raises:
+        ValueError: If one of them is.
+    """
+    found = vars(lra.parse(list(words)))
+    for name in (*RESERVED, *more):
+        if name in found and not (name == "devices" and found[name] == 1):
+            raise ValueError(f"Expected no '{name.replace('_', '-')}' in {where} (got {found[name]}). {RESERVED.get(name, TIMED)}")
+
 
 class Plan:
     """One run to be made: its name, and the trainer's arguments for it.
@@ -64,8 +95,9 @@ class Plan:
         self.name = f"{self.stem}-{seed}"
         self.kind = " ".join([task, method, *common])  # what a run is but for its seed
         self.arguments = ["--task", task, "--attention", self.attention, "--seed", str(seed), *common]
-        for name, _, value in pairs:
-            self.arguments += [f"--{name}", value]
+        own_words = [word for name, _, value in pairs for word in (f"--{name}", value)]
+        refuse_reserved(own_words, f"the settings of {method!r}")
+        self.arguments += own_words
         if data is not None:
             self.arguments += ["--data", str(data)]
 
@@ -334,6 +366,7 @@ def agree(index: Index, plan: Plan, wanted: dict[str, Any], minutes: float | Non
 def run(given: argparse.Namespace, rest: list[str]) -> int:
     """Makes all runs that are not there yet, then the tables; returns the exit status."""
     folders = dict(given.data)
+    refuse_reserved(rest, "the arguments after '--'", ("steps", "devices") if given.minutes else ())
     common = ["--preset", given.preset, *rest]
     if given.steps is not None:
         common += ["--steps", str(given.steps)]

@@ -193,6 +193,18 @@ def test_measured_steps_fit_the_minutes(data: Path, tmp_path: Path) -> None:
         (["run", "--minutes", "0"], "Expected 'minutes' to be positive"),
         (["report"], "Expected 'output' to hold finished runs"),
         (["report", "--", "--seed", "1"], "Expected nothing after '--'"),
+        (["run", "--", "--seed", "5"], "Expected no 'seed' in the arguments after '--' (got 5). Name it with --seeds."),
+        (["run", "--", "--seed=5"], "Expected no 'seed' in the arguments after '--' (got 5)"),
+        (["run", "--", "--see", "5"], "Expected no 'seed' in the arguments after '--' (got 5)"),
+        (["run", "--", "--task", "listops"], "Expected no 'task' in the arguments"),
+        (["run", "--", "--attention", "full"], "Expected no 'attention' in the arguments"),
+        (["run", "--", "--outp", "zzz"], "Expected no 'output' in the arguments after '--' (got zzz)"),
+        (["run", "--", "--resume"], "Expected no 'resume' in the arguments"),
+        (["run", "--", "--resume-from", "last"], "Expected no 'resume-from' in the arguments"),
+        (["run", "--", "--data=zzz"], "(got zzz). Give --data TASK=DIR."),
+        (["run", "--minutes", "1", "--", "--devices", "2"], "Expected no 'devices' in the arguments"),
+        (["run", "--minutes", "1", "--", "--steps", "2"], "Expected no 'steps' in the arguments"),
+        (["run", "--methods", "sbm:seed=5"], "Expected no 'seed' in the settings of 'sbm:seed=5' (got 5)"),
     ],
 )
 def test_errors(words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
