@@ -30,8 +30,9 @@ from tqdm.auto import tqdm
 
 import lra
 from lra_baselines import BASELINES
+from lra_checkpoints import read_checkpoint
 from lra_report import write_text
-from lra_tasks import TASKS, Batch, LengthBuckets, Settings, Split, Task, data_folder
+from lra_tasks import TASKS, Batch, LengthBuckets, Settings, Split, Task, data_folder, splits_digest
 from sbm_pyg import SBM, AttentionGraph, analysis, patterns, plots
 
 PIXELS = ("image", "pathfinder", "pathx")  # tasks whose sequences are square images
@@ -108,7 +109,7 @@ def open_run(
     """The task, the trained model, the data and the settings of a run.
 
     Raises:
-        ValueError: If something is missing, or the run's attention has no graphs where they are asked for.
+        ValueError: If something is missing or damaged, if the data are not the run's, or if its attention has no graphs where they are asked for.
     """
     if not (folder / lra.SETTINGS).is_file() or not (folder / checkpoint).is_file():
         raise ValueError(
@@ -120,13 +121,18 @@ def open_run(
         raise ValueError(
             f"Expected a run whose attention has graphs (got attention {settings.attention!r}). It attends without one; there is nothing to see."
         )
+    state = read_checkpoint(folder / checkpoint, "Give another --checkpoint, or take it from a backup.")
     given = data or (None if plan["data"] is None else Path(plan["data"]))
     root, _ = data_folder(task, plan["preset"], settings, given)
     prepared = None if data or plan.get("prepared") is None else Path(plan["prepared"])
     splits = task.load(settings, root, prepared=prepared, progress=True)
+    if plan.get("fingerprint") not in (None, splits_digest(splits)):
+        raise ValueError(
+            f"Expected 'data' to be what {folder} was trained with (got other examples in {root}). Give its folder with --data."
+        )
     with torch.random.fork_rng(devices=[]):  # its initial weights are thrown away
         module = lra.Classifier(task, settings)
-    module.load_state_dict(torch.load(folder / checkpoint, map_location="cpu", weights_only=True)["state_dict"])
+    module.load_state_dict(state["state_dict"])
     return task, module.eval(), splits, plan
 
 

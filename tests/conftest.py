@@ -37,6 +37,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def untrained() -> Callable[..., Path]:
     """Makes what the trainer leaves of a model of ListOps that has learned nothing: a folder, its data, settings of the model."""
     import lra
+    from lra_checkpoints import write_checkpoint
     from lra_tasks import TASKS
 
     def make(folder: Path, data: Path, **changes: Any) -> Path:
@@ -44,7 +45,7 @@ def untrained() -> Callable[..., Path]:
         small: dict[str, Any] = {"channels": 16, "head_channels": 8, "ffn_channels": 16, "num_blocks": 8}
         settings = dataclasses.replace(TASKS["listops"].presets["laptop"].settings, **small | changes)
         torch.manual_seed(0)
-        torch.save({"state_dict": lra.Classifier(TASKS["listops"], settings).state_dict()}, folder / "best.ckpt")
+        write_checkpoint(folder / "best.ckpt", {"state_dict": lra.Classifier(TASKS["listops"], settings).state_dict()})
         plan = {"task": "listops", "preset": "laptop", "data": str(data), "settings": dataclasses.asdict(settings)}
         (folder / "settings.json").write_text(json.dumps(plan))
         return folder

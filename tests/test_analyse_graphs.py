@@ -15,6 +15,7 @@ import torch
 
 import analyse_graphs
 import lra_tasks
+import time_runs
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]  # Lightning's own
 
@@ -105,3 +106,25 @@ def test_errors(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     with pytest.raises(SystemExit):
         analyse_graphs.main(["--run", str(full)])
     assert "Expected a run whose attention has graphs (got attention 'full')." in capsys.readouterr().err
+
+
+def test_damaged_weights_and_other_data_are_refused(
+    untrained: Callable[..., Path], run: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = json.loads((run / "settings.json").read_text())
+    folder = untrained(tmp_path / "other", Path(plan["data"]))
+    splits = analyse_graphs.open_run(folder, "best.ckpt", None)[2]
+    plan = {**json.loads((folder / "settings.json").read_text()), "fingerprint": lra_tasks.splits_digest(splits)}
+    (folder / "settings.json").write_text(json.dumps(plan))
+    analyse_graphs.open_run(folder, "best.ckpt", None)
+    for program, options in ((analyse_graphs, ["--run", str(folder)]), (time_runs, [str(folder)])):
+        with pytest.raises(SystemExit):
+            program.main([*options, "--data", str(data)])
+        assert f"Expected 'data' to be what {folder} was trained with (got other examples in {data})" in capsys.readouterr().err
+    content = bytearray((folder / "best.ckpt").read_bytes())
+    content[len(content) // 2] ^= 1
+    (folder / "best.ckpt").write_bytes(content)
+    for program, options in ((analyse_graphs, ["--run", str(folder)]), (time_runs, [str(folder)])):
+        with pytest.raises(SystemExit):
+            program.main(options)
+        assert "best.ckpt to be as it was written (got other bytes than its checksum says, so damaged)" in capsys.readouterr().err
