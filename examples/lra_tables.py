@@ -36,7 +36,10 @@ PUBLISHED_DENSITY = {"sbm": (20.09, 26.10, 29.46, 20.49, 18.56)}  # per cent, of
 SPARSE = ("sbm", "window", "bigbird")  # attention over a graph, which has a density
 
 Run = Mapping[str, Any]
-"""A finished run: "task", "method" (with its options), "attention", "seed", "steps", "seconds", "results" as in ``results.json``."""
+"""A finished run: "task", "method" (with its options), "attention", "seed", "steps", "seconds", "results" as in ``results.json``.
+
+Seconds of None or 0 are not known: whoever counted them was killed, or the count was lost.
+"""
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -100,7 +103,7 @@ def run_rows(runs: Sequence[Run]) -> list[dict[str, Any]]:
         row |= {"test_examples": test["examples"], "test_loss": test["loss"], "best_step": results["best"]["step"]}
         row |= {"parameters": results["parameters"], "tokens_per_second": results["tokens_per_second"]}
         row |= {"peak_memory_bytes": results["peak_memory_bytes"], "peak_memory_of": results["peak_memory_of"]}
-        row |= {"wall_seconds": run["seconds"], "device": results["device"]}
+        row |= {"wall_seconds": run["seconds"] or "", "device": results["device"]}
         row |= {f"density_layer{layer}": density for layer, density in enumerate(layer_densities(run))}
         rows.append(row)
     return rows
@@ -125,12 +128,18 @@ def cell_rows(runs: Sequence[Run]) -> list[dict[str, Any]]:
                 row[name] = mean_of(group, name)
                 reference = cells.get(("full", task))
                 row[name + "_relative_to_full"] = row[name] / mean_of(reference, name) if reference else ""
-            row["wall_seconds"] = statistics.fmean(run["seconds"] for run in group)
+            row["wall_seconds"] = mean_seconds(group) or ""
             row["steps"] = statistics.fmean(run["steps"] for run in group)
             layers = [layer_densities(run) for run in group]
             row |= {f"density_layer{n}": 100 * statistics.fmean(column) for n, column in enumerate(zip(*layers, strict=True))}
             rows.append(row)
     return rows
+
+
+def mean_seconds(group: Sequence[Run]) -> float | None:
+    """Mean wall time of the runs of which it is known; None if there is none."""
+    known = [run["seconds"] for run in group if run["seconds"]]
+    return statistics.fmean(known) if known else None
 
 
 def mean_of(group: Sequence[Run], name: str) -> float:
@@ -196,14 +205,18 @@ def report(runs: Sequence[Run], budget: str) -> str:
         full = cells.get(("full", group[0]["task"]))
         return f"{mean / scale:,.{digits}f}" + (f" ({mean / mean_of(full, name):.2f})" if full else "")
 
+    def duration(group: list[Run]) -> str:
+        seconds = mean_seconds(group)
+        return f"{statistics.fmean(run['steps'] for run in group):,.0f} in {'–' if seconds is None else f'{seconds / 60:.1f}'}"
+
     parts += [
         "## Cost",
         "Tokens per second in training (relative to full attention in brackets):",
         table(lambda group: relative(group, "tokens_per_second", 1), methods),
         "Peak memory, MiB, of the whole process on the CPU, of the device's allocator on a GPU (relative to full attention):",
         table(lambda group: relative(group, "peak_memory_bytes", 2**20), methods),
-        "Steps, and minutes of wall time for the whole run with validation and test:",
-        table(lambda g: f"{statistics.fmean(r['steps'] for r in g):,.0f} in {statistics.fmean(r['seconds'] for r in g) / 60:.1f}", methods),
+        "Steps, and minutes of wall time for the whole run with validation and test, where known:",
+        table(duration, methods),
     ]
     return "\n\n".join(parts) + "\n"
 

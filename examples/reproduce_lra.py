@@ -128,6 +128,12 @@ class Index:
         self.folder.mkdir(parents=True, exist_ok=True)
         write_json(self.path, self.content)
 
+    def record(self, plan: Plan, minutes: float | None) -> dict[str, Any]:
+        """The record of a run, made if there is none; of a run that began without one, nobody knows how long it took."""
+        seconds = None if (self.folder / RUNS / plan.name / lra.SETTINGS).exists() else 0.0
+        known = {"task": plan.task, "method": plan.method, "attention": plan.attention, "seed": plan.seed}
+        return self.content["runs"].setdefault(plan.name, {**known, "seconds": seconds, "minutes": minutes})
+
     def finished(self) -> list[dict[str, Any]]:
         """Records of the finished runs, as ``lra_tables`` takes them."""
         found = []
@@ -305,10 +311,7 @@ class Runner:
     def train(self, plan: Plan, settings: dict[str, Any], bar: Any, machine: list[str], minutes: float | None) -> bool:
         """Starts a run or goes on with it; returns whether it came to its end."""
         folder = self.index.folder / RUNS / plan.name
-        record = self.index.content["runs"].setdefault(
-            plan.name, {"task": plan.task, "method": plan.method, "attention": plan.attention, "seed": plan.seed, "seconds": 0.0}
-        )
-        record.setdefault("minutes", minutes)
+        record = self.index.record(plan, minutes)
         begun = (folder / lra.SETTINGS).exists()
         self.index.save()
         command = [sys.executable, lra.__file__, "--output", str(folder), *machine, *plan.arguments]
@@ -318,7 +321,8 @@ class Runner:
         try:
             code = self.call(command, self.index.folder / LOGS / f"{plan.name}.txt", bar, folder / "train.csv", settings["steps"])
         finally:
-            record["seconds"] += time.perf_counter() - start
+            if record["seconds"] is not None:
+                record["seconds"] += time.perf_counter() - start
             self.index.save()
         return code == 0 and (folder / lra.RESULTS).exists()
 
@@ -333,8 +337,7 @@ def check(index: Index, plan: Plan, wanted: dict[str, Any]) -> bool:
     if not (folder / lra.SETTINGS).exists():
         return False
     known = json.loads((folder / lra.SETTINGS).read_text())
-    old = {**known["settings"], **{name: known[name] for name in ("task", "preset", "data")}}
-    new = {**wanted["settings"], **{name: wanted[name] for name in ("task", "preset", "data")}}
+    old, new = ({**of["settings"], **{n: of[n] for n in ("task", "preset")}, "data": place(of["data"])} for of in (known, wanted))
     for name, value in new.items():
         if name in old and old[name] != value:
             raise ValueError(
@@ -394,6 +397,9 @@ def run(given: argparse.Namespace, rest: list[str]) -> int:
                     plan.arguments += ["--steps", str(steps)]
                     wanted = plan.settle()
                 if check(index, plan, wanted):
+                    if plan.name not in index.content["runs"]:  # index.json was lost
+                        index.record(plan, given.minutes)
+                        index.save()
                     continue
                 if not runner.train(plan, wanted["settings"], bar, machine, given.minutes):
                     failed.append(plan.name)
@@ -414,6 +420,10 @@ def write_report(index: Index) -> None:
     """
     runs = index.finished()
     if not runs:
+        if list((index.folder / RUNS).glob(f"*/{lra.RESULTS}")):
+            raise ValueError(
+                f"Expected {index.path} to know the finished runs (got none of them). Give the command that made them again, which enters them."
+            )
         raise ValueError(f"Expected 'output' to hold finished runs (got none in {index.folder}). Make some with `run` first.")
     first: dict[tuple[str, str], dict[str, Any]] = {}
     for run in runs:

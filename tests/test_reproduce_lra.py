@@ -169,6 +169,45 @@ def test_runs_that_are_averaged_have_the_same_settings(tmp_path: Path, capsys: p
     assert "2 runs, at most 2 of a kind" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("trainer")
+def test_a_lost_index_is_made_again_without_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "all"
+    words = ["run", "--methods", "sbm", "--output", str(folder), "--seeds", "0", "3"]
+    reproduce_lra.main(words)
+    before = json.loads((folder / "index.json").read_text())["runs"]
+    (folder / "index.json").unlink()
+    (folder / "report.md").unlink()
+    with pytest.raises(SystemExit):
+        reproduce_lra.main(["report", "--output", str(folder)])
+    assert "index.json to know the finished runs (got none of them). Give the command that made them" in capsys.readouterr().err
+    reproduce_lra.main(words)
+    after = json.loads((folder / "index.json").read_text())["runs"]
+    assert after == {name: {**run, "seconds": None} for name, run in before.items()}
+    assert "| sbm | 800 in – |" in (folder / "report.md").read_text()
+    with (folder / "runs.csv").open() as file:
+        assert [row["wall_seconds"] for row in csv.DictReader(file)] == ["", ""]
+
+
+@pytest.mark.usefixtures("trainer")
+def test_a_folder_of_data_has_several_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    plan = reproduce_lra.Plan("listops", "sbm", 0, ["--preset", "laptop"], Path("lo"))
+    (tmp_path / "wanted.json").write_text(json.dumps(plan.settle()))
+    words = ["run", "--methods", "sbm", "--output", "all", "--data"]
+    reproduce_lra.main([*words, "listops=lo"])
+    reproduce_lra.main([*words, f"listops={tmp_path / 'lo'}"])
+    with pytest.raises(SystemExit):
+        reproduce_lra.main([*words, "listops=other"])
+
+
+def test_times_that_are_not_known_are_no_zeros() -> None:
+    lost = {**record("sbm", 0, 0.3), "seconds": 0.0}
+    assert "| sbm | 5 in – |" in tables.report([lost], "")
+    assert "| sbm | 5 in 1.0 |" in tables.report([lost, record("sbm", 1, 0.3)], "")
+    assert tables.run_rows([lost])[0]["wall_seconds"] == ""
+    assert tables.cell_rows([lost])[0]["wall_seconds"] == ""
+
+
 def test_measured_steps_fit_the_minutes(data: Path, tmp_path: Path) -> None:
     words = ["--data", str(data), "--accelerator", "cpu", *TINY, "--output", str(tmp_path / "absent")]
     timing = reproduce_lra.measure([*words, "--accumulate", "2"])
