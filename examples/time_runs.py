@@ -64,22 +64,37 @@ def measure(folders: Sequence[Path], checkpoint: str, data: Path | None, steps: 
         A row for each batch and run.
 
     Raises:
-        ValueError: If a run cannot be read, is of another task, or its model fails the gate.
+        ValueError: If a run cannot be read, is of another task or takes its examples in another form, if its model fails the gate, or if
+            there are no two batches.
     """
     runs = [open_run(folder, checkpoint, data, graphs=False) for folder in folders]
     task, _, splits, _ = runs[0]
     modules, optimizers = [], []
+    form = task.pipeline(runs[0][1].settings)
     for folder, (its_task, module, _, _) in zip(folders, runs, strict=True):
         if its_task is not task:
             raise ValueError(
                 f"Expected 'runs' of one task, {task.name} as the first (got {its_task.name} in {folder}). Compare them apart."
             )
+        its_form = task.pipeline(module.settings)
+        for name in dict.fromkeys([*form, *its_form]):
+            one, other = form.get(name, "none"), its_form.get(name, "none")
+            if one != other:
+                raise ValueError(
+                    f"Expected 'runs' that take examples in one form, {name}: {one}, as the first (got {other!r} in {folder}). Its steps "
+                    "would be timed on batches that it never had; compare them apart."
+                )
         gate(module, task, torch.device("cpu"))
         modules.append(module.train())
         optimizers.append(torch.optim.AdamW(module.parameters(), lr=0.0))
     batches = LengthBuckets(splits["train"].lengths, batch_size=modules[0].settings.batch_size, seed=modules[0].settings.seed)
     rows: list[dict[str, Any]] = []
-    for number, chosen in enumerate(tqdm([*batches.epoch(0)][: steps + 1], "Timing", unit="batch")):
+    epoch = [*batches.epoch(0)]
+    if len(epoch) < 2:
+        raise ValueError(
+            f"Expected 'data' of at least two training batches (got {len(epoch)}). The first one is not timed; give more examples."
+        )
+    for number, chosen in enumerate(tqdm(epoch[: steps + 1], "Timing", unit="batch")):
         batch = splits["train"].__getitems__([int(example) for example in chosen])
         for place in range(len(folders)):
             run = (place + number) % len(folders)
@@ -120,7 +135,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folders of runs of lra.py; ratios are to the first")
     parser.add_argument("--checkpoint", default=BEST, metavar="NAME", help="whose weights are taken (default: %(default)s)")
     parser.add_argument("--data", type=Path, metavar="DIR", help="where the data are now, if not where the runs had them")
-    parser.add_argument("--steps", type=int, default=20, help="batches, after one that is not counted (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=20, help="batches at most, after one that is not counted (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: %(default)s)")
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder for the table and the times of all steps")
     given = parser.parse_args(arguments)
@@ -145,7 +160,8 @@ def main(arguments: list[str] | None = None) -> None:
         given.fail(str(error))
     finally:
         torch.set_num_threads(before)
-    words = f"{given.steps} batches, {given.threads} thread(s), medians; quartiles of the ratio.\n\n{report(rows)}"
+    count = len({row["batch"] for row in rows})  # the data may have fewer than were asked for
+    words = f"{count} batches, {given.threads} thread(s), medians; quartiles of the ratio.\n\n{report(rows)}"
     if given.output is not None:
         given.output.mkdir(parents=True, exist_ok=True)
         tables.write_csv(given.output / "steps.csv", rows)

@@ -115,3 +115,24 @@ def test_refusals(runs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture
         with pytest.raises(SystemExit):
             time_runs.main(arguments)
         assert words in capsys.readouterr().err
+
+
+def test_the_number_of_batches_is_that_of_those_timed(
+    untrained: Callable[..., Path], runs: list[str], data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    time_runs.main([runs[2], "--steps", "20"])  # 50 examples by 8: there are 6 whole batches
+    assert "\n5 batches, 1 thread(s)" in "\n" + capsys.readouterr().out
+    large = untrained(tmp_path / "large", data, attention="linear", layers=1, batch_size=50)
+    with pytest.raises(SystemExit):
+        time_runs.main([str(large)])
+    assert "Expected 'data' of at least two training batches (got 1)" in capsys.readouterr().err
+
+
+def test_runs_that_take_other_examples_are_refused(
+    untrained: Callable[..., Path], runs: list[str], data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = untrained(tmp_path / "short", data, attention="linear", layers=1, batch_size=8, max_length=12)
+    with pytest.raises(SystemExit):
+        time_runs.main([runs[2], str(short)])
+    error = capsys.readouterr().err
+    assert "in one form, length: sequences cut to 128 tokens, never padded, as the first (got 'sequences cut to 12 tokens" in error
