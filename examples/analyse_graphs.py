@@ -321,6 +321,10 @@ def main(arguments: list[str] | None = None) -> Path:
         for name in ("examples", "structure"):
             if getattr(given, name) < 1:
                 raise ValueError(f"Expected '{name}' to be at least 1 (got {getattr(given, name)}). See --help.")
+        if given.seed < 0:
+            raise ValueError(f"Expected 'seed' to be at least 0 (got {given.seed}). Leave it out for 0.")
+        if not given.time_limit > 0:
+            raise ValueError(f"Expected 'time-limit' to be a positive number of seconds (got {given.time_limit}). The default is 5.")
         task, module, splits, plan = open_run(given.run, given.checkpoint, given.data)
     except ValueError as error:
         given.fail(str(error))

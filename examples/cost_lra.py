@@ -21,7 +21,6 @@ over a full graph, ``sbm`` equal to full attention.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
@@ -41,7 +40,7 @@ import lra
 import lra_tables as tables
 from lra_report import peak_memory, write_json, write_text
 from lra_tasks import TASKS, Batch, Task
-from reproduce_lra import Plan
+from reproduce_lra import Plan, file_above, read_json
 from sbm_pyg import SBMAttentionConv, patterns
 from sbm_pyg.models import FullAttention
 
@@ -251,6 +250,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     for name in ("batch", "repeats", "threads"):
         if getattr(given, name) < 1:
             parser.error(f"Expected '{name}' to be at least 1 (got {getattr(given, name)}). Leave it out for the default.")
+    file = file_above(given.output)
+    if file is not None:
+        parser.error(f"Expected 'output' to be a folder (got {given.output}, but {file} is a file). Choose another name.")
     if given.length is not None and given.length < 1:
         parser.error(f"Expected 'length' to be at least 1 (got {given.length}). Leave it out for the preset's.")
     return given
@@ -289,7 +291,10 @@ def main(arguments: list[str] | None = None) -> None:
                     failed.append((task, method))
                     tqdm.write(f"{task}, {method} failed:\n{done.stderr[-2000:]}", file=sys.stderr)
                     continue
-            rows.append(json.loads(path.read_text()))
+            try:
+                rows.append(read_json(path, "Remove it, and give the same command again, which measures this row again.", MEASURES))
+            except ValueError as error:
+                given.fail(str(error))
             tables.write_csv(given.output / "cost.csv", rows)
             write_text(given.output / "cost.md", report(rows))
     if rows:

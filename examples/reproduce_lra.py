@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
 import os
 import re
 import signal
@@ -118,7 +119,8 @@ class Index:
         self.folder, self.path = folder, folder / INDEX
         self.content: dict[str, Any] = {"budget": "", "timing": {}, "runs": {}}
         if self.path.exists():
-            self.content = json.loads(self.path.read_text())
+            way_out = "Remove it, and give the same `run` command again, which enters the finished runs; only their times are lost."
+            self.content = read_json(self.path, way_out, tuple(self.content))
         planned = re.match(r"Budget: ([\d.e+]+) minutes", self.content["budget"])
         for run in self.content["runs"].values():  # of a time when runs did not say it themselves
             run.setdefault("minutes", float(planned[1]) if planned else None)
@@ -140,10 +142,41 @@ class Index:
         for name, run in self.content["runs"].items():
             folder = self.folder / RUNS / name
             if (folder / lra.RESULTS).exists():
-                results = json.loads((folder / lra.RESULTS).read_text())
-                known = json.loads((folder / lra.SETTINGS).read_text())
+                results, known = read_results(folder), read_settings(folder)
                 found.append({**run, "name": name, "steps": known["settings"]["steps"], "kind": kind(known, run), "results": results})
         return found
+
+
+def read_json(path: Path, way_out: str, names: Sequence[str] = ()) -> dict[str, Any]:
+    """Reads a JSON file.
+
+    Raises:
+        ValueError: If it is not whole or lacks one of the names.
+    """
+    try:
+        content = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"Expected {path} to be whole JSON (got {error}). {way_out}") from None
+    if not isinstance(content, dict) or not content.keys() >= set(names):
+        raise ValueError(f"Expected {path} to hold {', '.join(names) or 'an object'} (got something else). {way_out}")
+    return content
+
+
+def read_results(folder: Path) -> dict[str, Any]:
+    """What a run found; see :func:`read_json`."""
+    way_out = "Remove it, and give the same `run` command again, which tests the best checkpoint again."
+    return read_json(folder / lra.RESULTS, way_out, ("test", "best", "density"))
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """What a run was started with; see :func:`read_json`."""
+    way_out = f"Take it from a backup, or move {folder} away and run it again."
+    return read_json(folder / lra.SETTINGS, way_out, ("task", "preset", "data", "settings"))
+
+
+def file_above(folder: Path) -> Path | None:
+    """The file that keeps a folder from being made, or None."""
+    return next((path for path in (folder, *folder.parents) if path.exists() and not path.is_dir()), None)
 
 
 def kind(known: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]:
@@ -331,12 +364,12 @@ def check(index: Index, plan: Plan, wanted: dict[str, Any]) -> bool:
     """Whether a run has finished.
 
     Raises:
-        ValueError: If it was started with other settings.
+        ValueError: If it was started with other settings, or if its files are damaged.
     """
     folder = index.folder / RUNS / plan.name
     if not (folder / lra.SETTINGS).exists():
         return False
-    known = json.loads((folder / lra.SETTINGS).read_text())
+    known = read_settings(folder)
     old, new = ({**of["settings"], **{n: of[n] for n in ("task", "preset")}, "data": place(of["data"])} for of in (known, wanted))
     for name, value in new.items():
         if name in old and old[name] != value:
@@ -344,7 +377,7 @@ def check(index: Index, plan: Plan, wanted: dict[str, Any]) -> bool:
                 f"Expected {plan.name} to have {name.replace('_', '-')} = {old[name]!r}, as it was started with (got {value!r}). "
                 "Give the same arguments as then, or another --output."
             )
-    return (folder / lra.RESULTS).exists()
+    return (folder / lra.RESULTS).exists() and bool(read_results(folder))
 
 
 def agree(index: Index, plan: Plan, wanted: dict[str, Any], minutes: float | None) -> None:
@@ -358,7 +391,7 @@ def agree(index: Index, plan: Plan, wanted: dict[str, Any], minutes: float | Non
         if not re.fullmatch(r"-\d+", name.removeprefix(plan.stem)) or name == plan.name:
             continue
         record = index.content["runs"].get(name, {"minutes": minutes})
-        found = difference(kind(json.loads(path.read_text()), record), kind(wanted, {"minutes": minutes}))
+        found = difference(kind(read_settings(path.parent), record), kind(wanted, {"minutes": minutes}))
         if found:
             raise ValueError(
                 f"Expected {plan.name} to have {found[0]} = {found[1]!r}, as {name} with which it is averaged (got {found[2]!r}). "
@@ -481,8 +514,11 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     given = parser.parse_args(words)
     if rest and given.command == "report":
         parser.error(f"Expected nothing after '--' (got {rest}). Tables are made of runs as they are.")
-    if getattr(given, "minutes", None) is not None and not given.minutes > 0:
-        parser.error(f"Expected 'minutes' to be positive (got {given.minutes}). Leave it out for a budget in steps.")
+    if getattr(given, "minutes", None) is not None and not 0 < given.minutes < math.inf:
+        parser.error(f"Expected 'minutes' to be positive and finite (got {given.minutes}). Leave it out for a budget in steps.")
+    file = file_above(given.output) if "output" in given else None
+    if file is not None:
+        parser.error(f"Expected 'output' to be a folder (got {given.output}, but {file} is a file). Choose another name.")
     given.fail = parser.error
     return given, rest
 

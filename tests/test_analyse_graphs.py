@@ -93,6 +93,8 @@ def test_errors(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         (["--run", str(tmp_path)], "Expected 'run' to be a folder with settings.json and best.ckpt"),
         (["--run", str(run), "--checkpoint", "none.ckpt"], "with settings.json and none.ckpt"),
         (["--run", str(run), "--examples", "0"], "Expected 'examples' to be at least 1 (got 0). See --help."),
+        (["--run", str(run), "--seed", "-1"], "Expected 'seed' to be at least 0 (got -1)."),
+        (["--run", str(run), "--time-limit", "-1"], "Expected 'time-limit' to be a positive number of seconds (got -1.0)."),
     ):
         with pytest.raises(SystemExit):
             analyse_graphs.main(options)

@@ -208,6 +208,33 @@ def test_times_that_are_not_known_are_no_zeros() -> None:
     assert tables.cell_rows([lost])[0]["wall_seconds"] == ""
 
 
+@pytest.mark.usefixtures("trainer")
+@pytest.mark.parametrize("name", ["index.json", "runs/listops-sbm-0/results.json", "runs/listops-sbm-0/settings.json"])
+def test_files_that_were_cut_are_named(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "all"
+    words = ["run", "--methods", "sbm", "--output", str(folder)]
+    reproduce_lra.main(words)
+    content = (folder / name).read_bytes()
+    (folder / name).write_bytes(content[: len(content) // 2])
+    for again in (words, ["report", "--output", str(folder)]):
+        with pytest.raises(SystemExit):
+            reproduce_lra.main(again)
+        assert f"Expected {folder / name} to be whole JSON (got " in capsys.readouterr().err
+    if not name.endswith("settings.json"):  # the way out that is named
+        (folder / name).unlink()
+        reproduce_lra.main(words)
+
+
+@pytest.mark.parametrize("below", ["", "deeper"])
+def test_a_file_is_no_folder(below: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "afile"
+    file.touch()
+    for program, words in ((reproduce_lra, ["run"]), (reproduce_lra, ["report"]), (cost_lra, [])):
+        with pytest.raises(SystemExit):
+            program.main([*words, "--output", str(file / below)])
+        assert f"Expected 'output' to be a folder (got {file / below}, but {file} is a file)" in capsys.readouterr().err
+
+
 def test_measured_steps_fit_the_minutes(data: Path, tmp_path: Path) -> None:
     words = ["--data", str(data), "--accelerator", "cpu", *TINY, "--output", str(tmp_path / "absent")]
     timing = reproduce_lra.measure([*words, "--accumulate", "2"])
@@ -229,7 +256,8 @@ def test_measured_steps_fit_the_minutes(data: Path, tmp_path: Path) -> None:
         (["run", "--methods", "sbm:window"], "Expected 'methods' to be names like sbm or sbm:density-weight=0.1"),
         (["run", "--methods", "sbn"], "invalid choice: 'sbn'"),
         (["run", "--data", "listops"], "expected TASK=DIR"),
-        (["run", "--minutes", "0"], "Expected 'minutes' to be positive"),
+        (["run", "--minutes", "0"], "Expected 'minutes' to be positive and finite (got 0.0)"),
+        (["run", "--minutes", "inf"], "Expected 'minutes' to be positive and finite (got inf)"),
         (["report"], "Expected 'output' to hold finished runs"),
         (["report", "--", "--seed", "1"], "Expected nothing after '--'"),
         (["run", "--", "--seed", "5"], "Expected no 'seed' in the arguments after '--' (got 5). Name it with --seeds."),
