@@ -115,7 +115,7 @@ def open_run(
         raise ValueError(
             f"Expected 'run' to be a folder with {lra.SETTINGS} and {checkpoint} (got {folder}). Give the folder of a run of lra.py, or another --checkpoint."
         )
-    plan = json.loads((folder / lra.SETTINGS).read_text())
+    plan = lra.read_plan(folder / lra.SETTINGS)
     task, settings = TASKS[plan["task"]], Settings(**plan["settings"])
     if graphs and settings.attention in ("full", *BASELINES):
         raise ValueError(

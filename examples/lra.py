@@ -361,9 +361,7 @@ def resolve(given: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
                     f"Expected '{name.replace('_', '-')}' to be {known[name]!r} as in the run to resume (got {value!r}). Leave it "
                     "out, or start a new run."
                 )
-        began = Path(plan.get("directory", ""))  # runs of before do not say; then here
-        located = {name: str(began / plan[name]) for name in ("data", "prepared") if plan.get(name) is not None}
-        return folder, plan | located | {name: str(options[name]) for name in ("data", "prepared") if name in options}
+        return folder, plan | {name: str(options[name]) for name in ("data", "prepared") if name in options}
 
     name, preset = options.get("task", "listops"), options.get("preset", "laptop")
     settings = TASKS[name].presets[preset].settings
@@ -386,7 +384,7 @@ def resolve(given: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
 
 
 def read_plan(path: Path) -> dict[str, Any]:
-    """Reads the ``settings.json`` of a run.
+    """Reads the ``settings.json`` of a run; relative places in it start where the run was started.
 
     Raises:
         ValueError: If it is not what the trainer wrote.
@@ -399,7 +397,8 @@ def read_plan(path: Path) -> dict[str, Any]:
     except (ValueError, TypeError, KeyError) as error:
         words = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise ValueError(f"Expected {path} to be as it was written (got: {words}). Take it from a backup, or start a new run.") from None
-    return plan
+    began = Path(plan.get("directory", ""))  # runs of before do not say; then here
+    return plan | {name: str(began / plan[name]) for name in ("data", "prepared") if plan.get(name) is not None}
 
 
 def check_place(option: str, folder: Path) -> None:

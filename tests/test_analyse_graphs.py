@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -86,6 +87,16 @@ def test_graphs_are_those_of_the_trainer_and_the_seed_decides(run: Path, tmp_pat
     for layer in range(2):
         for head in range(2):
             assert float(done.density[layer, :, head].mean()) == pytest.approx(row[f"density_layer{layer}_head{head}"])
+
+
+def test_places_are_those_of_the_directory_where_the_run_was_started(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    moved = tmp_path / "moved"
+    shutil.copytree(run, moved)
+    plan = json.loads((run / "settings.json").read_text())
+    data = Path(plan["data"])
+    (moved / "settings.json").write_text(json.dumps(plan | {"data": data.name, "directory": str(data.parent)}))
+    monkeypatch.chdir(tmp_path)
+    assert analyse_graphs.open_run(moved, "best.ckpt", None)[3]["data"] == str(data)
 
 
 def test_errors(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
