@@ -281,7 +281,8 @@ def train(
     draw_masks(folder / "masks.png", module, splits["test"], task.words)
     if export is not None:
         metric = {"test accuracy": module.tested["accuracy"], "validation accuracy": best["accuracy"]}
-        module.model.save_pretrained(export, task=task.name, metric=metric, density=results["density"]["tested"])
+        told = f"{task.name} ({'; '.join(f'{name}: {words}' for name, words in task.pipeline(settings).items())})"
+        module.model.save_pretrained(export, task=told, metric=metric, density=results["density"]["tested"])
     return results
 
 

@@ -66,7 +66,7 @@ class Pretrained(nn.Module):
 
         Args:
             folder: A new or empty folder, or one that holds a saved model and nothing else.
-            task: What the model was trained on.
+            task: What the model was trained on, and how its inputs were made.
             metric: What it reached, by name: finite numbers, of Python, numpy or torch.
             density: Share of the pairs that its graphs hold: one number, or one per layer and head ``[L, H]``, in [0, 1].
 
@@ -299,11 +299,11 @@ def _check_metric(metric: Mapping[str, Any] | None) -> dict[str, float] | None:
 def _card(model: nn.Module, config: Mapping[str, Any]) -> str:
     """What a person should know about the folder, in Markdown."""
     trained = config["trained"]
-    density, metric, task = trained["density"], trained["metric"] or {}, trained["task"]
+    density, metric = trained["density"], trained["metric"] or {}
     name = config["class"]
     mean = None if density is None else float(torch.as_tensor(density).mean())
     rows = [
-        ("task", task or "not stated"),
+        ("trained on", trained["task"] or "not stated"),
         *([(key, f"{value:.6g}") for key, value in metric.items()] or [("metric", "not stated")]),
         ("density", "not stated" if mean is None else f"{100 * mean:.2f} % of the pairs of tokens"),
         ("parameters", f"{sum(parameter.numel() for parameter in model.parameters()):,}"),
@@ -311,7 +311,7 @@ def _card(model: nn.Module, config: Mapping[str, Any]) -> str:
         (f"SHA-256 of `{WEIGHTS}`", f"`{config['sha256'][WEIGHTS]}`"),
     ]
     lines = ["---", f"library_name: {LIBRARY}", "tags: [sparse-attention, stochastic-block-model]", "---", ""]
-    lines += [f"# {name}" + (f", trained on {_cell(task)}" if task else ""), "", "| | |", "|---|---|"]
+    lines += [f"# {name}", "", "| | |", "|---|---|"]
     lines += [f"| {_cell(key)} | {_cell(value)} |" for key, value in rows]
     if isinstance(density, list):
         heads = len(density[0])

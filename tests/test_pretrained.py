@@ -182,8 +182,8 @@ def test_card_states_task_metric_and_density(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "model", task="ListOps | flat", metric={"test accuracy": 0.7371, "loss": 1}, density=density)
     card = (tmp_path / "model" / "README.md").read_text()
     for line in (
-        "# SequenceClassifier, trained on ListOps \\| flat",
-        "| task | ListOps \\| flat |",
+        "# SequenceClassifier",
+        "| trained on | ListOps \\| flat |",
         "| test accuracy | 0.7371 |",
         "| loss | 1 |",
         "| density | 23.44 % of the pairs of tokens |",
@@ -204,7 +204,7 @@ def test_card_states_task_metric_and_density(tmp_path: Path) -> None:
 
 def test_card_says_what_was_not_stated(saved: Path) -> None:
     rows = (saved / "README.md").read_text().splitlines()
-    assert {"| task | not stated |", "| metric | not stated |", "| density | not stated |"} <= {*rows}
+    assert {"| trained on | not stated |", "| metric | not stated |", "| density | not stated |"} <= {*rows}
 
 
 @pytest.mark.parametrize("density", [1.5, -0.1, float("nan"), [0.5, 0.5], torch.full((2, 3, 2), 0.5), torch.empty(0, 2)])
