@@ -31,6 +31,7 @@ from tqdm.auto import tqdm
 import lra
 from lra_baselines import BASELINES
 from lra_checkpoints import read_checkpoint
+from lra_folders import SETTINGS, read_plan
 from lra_report import write_text
 from lra_tasks import TASKS, Batch, LengthBuckets, Settings, Split, Task, data_folder, splits_digest
 from sbm_pyg import SBM, AttentionGraph, analysis, patterns, plots
@@ -111,11 +112,11 @@ def open_run(
     Raises:
         ValueError: If something is missing or damaged, if the data are not the run's, or if its attention has no graphs where they are asked for.
     """
-    if not (folder / lra.SETTINGS).is_file() or not (folder / checkpoint).is_file():
+    if not (folder / SETTINGS).is_file() or not (folder / checkpoint).is_file():
         raise ValueError(
-            f"Expected 'run' to be a folder with {lra.SETTINGS} and {checkpoint} (got {folder}). Give the folder of a run of lra.py, or another --checkpoint."
+            f"Expected 'run' to be a folder with {SETTINGS} and {checkpoint} (got {folder}). Give the folder of a run of lra.py, or another --checkpoint."
         )
-    plan = lra.read_plan(folder / lra.SETTINGS)
+    plan = read_plan(folder / SETTINGS)
     task, settings = TASKS[plan["task"]], Settings(**plan["settings"])
     if graphs and settings.attention in ("full", *BASELINES):
         raise ValueError(

@@ -38,9 +38,10 @@ from tqdm.auto import tqdm
 
 import lra
 import lra_tables as tables
+from lra_folders import file_above
 from lra_report import peak_memory, write_json, write_text
 from lra_tasks import TASKS, Batch, Task
-from reproduce_lra import Plan, file_above, read_json
+from reproduce_lra import Plan, read_json
 from sbm_pyg import SBMAttentionConv, patterns
 from sbm_pyg.models import FullAttention
 

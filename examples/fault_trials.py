@@ -35,6 +35,7 @@ import lra
 import lra_checkpoints as checkpoints
 import lra_listops
 import lra_report as report
+from lra_folders import RESULTS, SETTINGS
 
 DATA = lra_listops.Parameters(train=90, val=20, test=20, max_depth=2, max_args=12, min_length=8, max_length=24, operator_probability=1.0)
 RUN = {
@@ -123,7 +124,7 @@ class Bench:
         notes = self.folder / (name + "-notes")
         notes.mkdir(exist_ok=True)
         given = ["--output", str(folder), "--data", str(self.folder / "data"), "--accelerator", "cpu", "--threads", "1"]
-        if not (folder / lra.SETTINGS).exists():
+        if not (folder / SETTINGS).exists():
             given += [word for option, value in RUN.items() for word in (f"--{option}", str(value))] + ["--steps", str(self.steps)]
         elif not options:
             given += ["--resume"]
@@ -163,7 +164,7 @@ class Bench:
         for file in ("train.csv", "val.csv"):
             curves = [[{**row, "tokens_per_second": ""} for row in report.read_rows(run / file)] for run in runs]
             found += [file] if curves[0] != curves[1] else []
-        one, other = (json.loads((run / lra.RESULTS).read_text())["test"] for run in runs)
+        one, other = (json.loads((run / RESULTS).read_text())["test"] for run in runs)
         found += ["test result"] if one != other else []
         rows, expected = consumed(self.folder / (name + "-notes")), consumed(self.folder / "whole-notes")
         if [row[:2] for row in expected] != [(step, part) for step in range(self.steps) for part in range(2)]:

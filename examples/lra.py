@@ -2,8 +2,8 @@
 
 In: a task, a preset, any setting that should differ, and data (generated if none is given). Out: a folder with curves,
 checkpoints, results and plots. Not here: tasks and presets (``lra_tasks.py``), model and loss (``lra_model.py``), tables and
-plots (``lra_report.py``), what makes runs survive (``lra_checkpoints.py``), how processes share one (``lra_processes.py``),
-memory (``lra_upkeep.py``)::
+plots (``lra_report.py``), what makes runs survive (``lra_checkpoints.py``), their folders (``lra_folders.py``), how processes
+share one (``lra_processes.py``), memory (``lra_upkeep.py``)::
 
     python examples/lra.py --task listops --preset laptop
     python examples/lra.py --task listops --preset paper --data lra_release --precision bf16-mixed --accumulate 4
@@ -21,7 +21,6 @@ import argparse
 import contextlib
 import dataclasses
 import itertools
-import json
 import logging
 import platform
 import shlex
@@ -47,11 +46,11 @@ import lra_report as report
 from density_guard import DensityGuard
 from lra_baselines import BASELINES
 from lra_checkpoints import BEST, LOCK, Checkpoints, Signals
+from lra_folders import RESULTS, SETTINGS, check_files, check_place, claim, next_folder, read_plan
 from lra_model import Classifier
 from lra_tasks import TASKS, LengthBuckets, Settings, Split, Task, data_folder, random_word, splits_digest
 from lra_upkeep import Memory, flushed_subnormals
 
-SETTINGS, RESULTS = "settings.json", "results.json"
 PRESETS = ("laptop", "paper")
 
 
@@ -384,58 +383,6 @@ def resolve(given: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
     return folder, {"task": name, "preset": preset, **places, "directory": str(Path.cwd()), "settings": dataclasses.asdict(settings)}
 
 
-def read_plan(path: Path) -> dict[str, Any]:
-    """Reads the ``settings.json`` of a run; relative places in it start where the run was started.
-
-    Raises:
-        ValueError: If it is not what the trainer wrote.
-    """
-    try:
-        plan = json.loads(path.read_text())
-        Settings(**plan["settings"])
-        if plan["task"] not in TASKS or plan["preset"] not in PRESETS or not isinstance(plan["data"], str | None):
-            raise ValueError(f"no task, preset or data of ours: {plan['task']!r}, {plan['preset']!r}, {plan['data']!r}")
-    except (ValueError, TypeError, KeyError) as error:
-        words = f"no {error}" if isinstance(error, KeyError) else str(error)
-        raise ValueError(f"Expected {path} to be as it was written (got: {words}). Take it from a backup, or start a new run.") from None
-    began = Path(plan.get("directory", ""))  # runs of before do not say; then here
-    return plan | {name: str(began / plan[name]) for name in ("data", "prepared") if plan.get(name) is not None}
-
-
-def check_place(option: str, folder: Path) -> None:
-    """Refuses a folder that cannot be made because it is to lie below a file.
-
-    Raises:
-        ValueError: If so.
-    """
-    above = next((path for path in folder.parents if path.exists()), None)
-    if above is not None and not above.is_dir():
-        raise ValueError(f"Expected '{option}' to be a folder that can be made (got {folder}, but {above} is a file). Choose another one.")
-
-
-def check_files(folder: Path, settings: Settings, start: Path | None) -> None:
-    """Looks at what a run needs beside the checkpoint that it goes on from.
-
-    Raises:
-        ValueError: If anything is missing or damaged.
-    """
-    if start is None:
-        return
-    saved = checkpoints.read_checkpoint(start)
-    first = min(settings.log_every, settings.validate_every, settings.steps)  # step of the first row
-    report.check_curves(folder, ["val"] + ["train"] * (saved["global_step"] >= first), saved["global_step"])
-    if saved["callbacks"]["Checkpoints"]["step"] and not (folder / BEST).is_file():
-        raise ValueError(
-            f"Expected {folder / BEST} to be there, which is what is tested (got no such file). Take it from a backup, or start a new run."
-        )
-
-
-def next_folder(task: str, preset: str) -> Path:
-    """Returns the first folder in runs/ that there is not."""
-    names = (Path("runs") / f"{task}-{preset}-{number}" for number in itertools.count(1))
-    return next(path for path in names if not path.exists())
-
-
 def read(given: argparse.Namespace, plan: dict[str, Any]) -> tuple[Task, Settings, dict[str, Split], str]:
     """Reads the data of a run, generates them if there are none, and checks all that can be checked before the run is touched.
 
@@ -485,56 +432,6 @@ def read(given: argparse.Namespace, plan: dict[str, Any]) -> tuple[Task, Setting
     if export is not None and export.exists() and (not export.is_dir() or any(export.iterdir())):
         raise ValueError(f"Expected 'export' to be a new or empty folder (got {export}, which has content). Choose another one.")
     return task, settings, splits, fingerprint
-
-
-def claim(given: argparse.Namespace, folder: Path, plan: Mapping[str, Any]) -> tuple[Path, Any]:
-    """Makes the folder of a run if it is new, and takes it for this process; see :func:`lra_checkpoints.hold`.
-
-    Another process may have taken the folder since it was settled. Then a run without --output takes the next one.
-
-    Returns:
-        The folder, and the open file that holds the lock.
-
-    Raises:
-        ValueError: If the folder was taken.
-    """
-    options = vars(given)
-    resumed = "resume" in options or "resume_from" in options
-    while True:
-        try:
-            return folder, _take(folder, plan, resumed)
-        except checkpoints.CheckpointError:
-            if "output" in options:
-                raise
-            folder = next_folder(plan["task"], plan["preset"])
-
-
-def _take(folder: Path, plan: Mapping[str, Any], resumed: bool) -> Any:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = checkpoints.hold(folder)
-    except OSError as error:
-        raise _not_writable(folder, error) from None
-    if not resumed and (folder / SETTINGS).exists():
-        lock.close()
-        raise checkpoints.CheckpointError(
-            f"Expected 'output' to be a new or empty folder (got {folder}, in which a run has begun meanwhile). Choose another one, or add "
-            "--resume."
-        )
-    if not resumed:
-        try:
-            report.write_json(folder / SETTINGS, plan)
-        except OSError as error:
-            lock.close()
-            raise _not_writable(folder, error) from None
-    return lock
-
-
-def _not_writable(folder: Path, error: OSError) -> ValueError:
-    return ValueError(
-        f"Expected 'output' to be a folder that can be written (got {error.strerror!r} for {folder}). Make room or get the right, or choose "
-        "another one."
-    )
 
 
 def hint(given: argparse.Namespace, folder: Path) -> str:

@@ -38,6 +38,7 @@ from tqdm.auto import tqdm
 
 import lra
 import lra_tables as tables
+from lra_folders import RESULTS, SETTINGS, file_above
 from lra_report import read_curves, write_json, write_text
 from lra_tasks import TASKS
 
@@ -132,7 +133,7 @@ class Index:
 
     def record(self, plan: Plan, minutes: float | None) -> dict[str, Any]:
         """The record of a run, made if there is none; of a run that began without one, nobody knows how long it took."""
-        seconds = None if (self.folder / RUNS / plan.name / lra.SETTINGS).exists() else 0.0
+        seconds = None if (self.folder / RUNS / plan.name / SETTINGS).exists() else 0.0
         known = {"task": plan.task, "method": plan.method, "attention": plan.attention, "seed": plan.seed}
         return self.content["runs"].setdefault(plan.name, {**known, "seconds": seconds, "minutes": minutes})
 
@@ -141,7 +142,7 @@ class Index:
         found = []
         for name, run in self.content["runs"].items():
             folder = self.folder / RUNS / name
-            if (folder / lra.RESULTS).exists():
+            if (folder / RESULTS).exists():
                 results, known = read_results(folder), read_settings(folder)
                 found.append({**run, "name": name, "steps": known["settings"]["steps"], "kind": kind(known, run), "results": results})
         return found
@@ -165,18 +166,13 @@ def read_json(path: Path, way_out: str, names: Sequence[str] = ()) -> dict[str, 
 def read_results(folder: Path) -> dict[str, Any]:
     """What a run found; see :func:`read_json`."""
     way_out = "Remove it, and give the same `run` command again, which tests the best checkpoint again."
-    return read_json(folder / lra.RESULTS, way_out, ("test", "best", "density"))
+    return read_json(folder / RESULTS, way_out, ("test", "best", "density"))
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
     """What a run was started with; see :func:`read_json`."""
     way_out = f"Take it from a backup, or move {folder} away and run it again."
-    return read_json(folder / lra.SETTINGS, way_out, ("task", "preset", "data", "settings"))
-
-
-def file_above(folder: Path) -> Path | None:
-    """The file that keeps a folder from being made, or None."""
-    return next((path for path in (folder, *folder.parents) if path.exists() and not path.is_dir()), None)
+    return read_json(folder / SETTINGS, way_out, ("task", "preset", "data", "settings"))
 
 
 def kind(known: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]:
@@ -345,7 +341,7 @@ class Runner:
         """Starts a run or goes on with it; returns whether it came to its end."""
         folder = self.index.folder / RUNS / plan.name
         record = self.index.record(plan, minutes)
-        begun = (folder / lra.SETTINGS).exists()
+        begun = (folder / SETTINGS).exists()
         self.index.save()
         command = [sys.executable, lra.__file__, "--output", str(folder), *machine, *plan.arguments]
         if begun:
@@ -357,7 +353,7 @@ class Runner:
             if record["seconds"] is not None:
                 record["seconds"] += time.perf_counter() - start
             self.index.save()
-        return code == 0 and (folder / lra.RESULTS).exists()
+        return code == 0 and (folder / RESULTS).exists()
 
 
 def check(index: Index, plan: Plan, wanted: dict[str, Any]) -> bool:
@@ -367,7 +363,7 @@ def check(index: Index, plan: Plan, wanted: dict[str, Any]) -> bool:
         ValueError: If it was started with other settings, or if its files are damaged.
     """
     folder = index.folder / RUNS / plan.name
-    if not (folder / lra.SETTINGS).exists():
+    if not (folder / SETTINGS).exists():
         return False
     known = read_settings(folder)
     old, new = ({**of["settings"], **{n: of[n] for n in ("task", "preset")}, "data": place(of["data"])} for of in (known, wanted))
@@ -377,7 +373,7 @@ def check(index: Index, plan: Plan, wanted: dict[str, Any]) -> bool:
                 f"Expected {plan.name} to have {name.replace('_', '-')} = {old[name]!r}, as it was started with (got {value!r}). "
                 "Give the same arguments as then, or another --output."
             )
-    return (folder / lra.RESULTS).exists() and bool(read_results(folder))
+    return (folder / RESULTS).exists() and bool(read_results(folder))
 
 
 def agree(index: Index, plan: Plan, wanted: dict[str, Any], minutes: float | None) -> None:
@@ -386,7 +382,7 @@ def agree(index: Index, plan: Plan, wanted: dict[str, Any], minutes: float | Non
     Raises:
         ValueError: If there are such.
     """
-    for path in sorted((index.folder / RUNS).glob(f"{plan.stem}-*/{lra.SETTINGS}")):
+    for path in sorted((index.folder / RUNS).glob(f"{plan.stem}-*/{SETTINGS}")):
         name = path.parent.name
         if not re.fullmatch(r"-\d+", name.removeprefix(plan.stem)) or name == plan.name:
             continue
@@ -453,7 +449,7 @@ def write_report(index: Index) -> None:
     """
     runs = index.finished()
     if not runs:
-        if list((index.folder / RUNS).glob(f"*/{lra.RESULTS}")):
+        if list((index.folder / RUNS).glob(f"*/{RESULTS}")):
             raise ValueError(
                 f"Expected {index.path} to know the finished runs (got none of them). Give the command that made them again, which enters them."
             )

@@ -20,7 +20,7 @@ from torch_geometric.utils.sparse import set_sparse_value
 from . import estimators, ops, patterns
 from .graph import AttentionGraph, edge_list
 from .ragged import resolve_ptr
-from .sampling import METHODS, draw_seed, sample_edges
+from .sampling import draw_seed, sample_edges
 from .sbm import SBM, SBMHead
 
 __all__ = ["SBMAttentionConv"]
@@ -120,7 +120,7 @@ class SBMAttentionConv(MessagePassing):
             exploration = 0.0 if estimator == "local" else 0.01
         choices = {
             "estimator": (estimator, estimators.ESTIMATORS),
-            "method": (method, METHODS),
+            "method": (method, ops.METHODS),
             "normalizer": (normalizer, ("softmax", *ENTMAX_ALPHA)),
         }
         for name, (choice, options) in choices.items():

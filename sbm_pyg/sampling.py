@@ -22,8 +22,6 @@ from .sbm import SBM, SBMHead, check_sbm
 
 __all__ = ["SBMGraph", "draw_seed", "sample_edges"]
 
-METHODS = ("bernoulli", "fastrg")
-
 
 def draw_seed(seed: int | None = None, generator: torch.Generator | None = None) -> int:
     """The seed itself, an integer of 64 bits, or one drawn from the generator (torch's default one if None), in ``0 .. 2**63-1``.
@@ -101,8 +99,10 @@ def sample_edges(
     Reference: Rohe et al., "A note on quickly sampling a sparse matrix with low rank expectation", JMLR 2018 (fastRG); the thinning
     that makes it exact is derived in docs/concepts.md.
     """
-    if method not in METHODS:
-        raise ValueError(f"Expected 'method' to be one of {METHODS} (got {method!r}). Use 'bernoulli' unless you compare with Algorithm 1.")
+    if method not in ops.METHODS:
+        raise ValueError(
+            f"Expected 'method' to be one of {ops.METHODS} (got {method!r}). Use 'bernoulli' unless you compare with Algorithm 1."
+        )
     if not 0 <= exploration <= 1:
         raise ValueError(f"Expected 'exploration' in [0, 1] (got {exploration}). The paper has 0.01 in training and 0 in evaluation.")
     streams = resolve_streams(streams, sbm.num_sequences, sbm.query_ptr.device)

@@ -31,6 +31,7 @@ import lra_processes as processes
 import lra_report as report
 import lra_tasks
 import lra_upkeep as upkeep
+from lra_folders import SETTINGS, claim
 
 EXAMPLES = Path(lra.__file__).parent
 TINY = "--steps 9 --validate-every 5 --log-every 3 --save-every 2 --layers 1 --batch-size 8 --accumulate 2 --num-blocks 8 --channels 16"
@@ -179,15 +180,15 @@ def test_the_hint_repeats_what_was_given(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_run_goes_on_in_as_many_processes_as_it_was_started_with(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    plan = json.loads((whole / lra.SETTINGS).read_text())
+    plan = json.loads((whole / SETTINGS).read_text())
     assert plan["processes"] == 1
     shutil.copytree(whole, tmp_path / "run")
-    (tmp_path / "run" / lra.SETTINGS).write_text(json.dumps({**plan, "processes": 2}))
+    (tmp_path / "run" / SETTINGS).write_text(json.dumps({**plan, "processes": 2}))
     with pytest.raises(SystemExit):
         resume(tmp_path / "run")
     assert "Expected 'devices' to be 2 as in the run to resume (got 1)" in capsys.readouterr().err
     del plan["processes"]  # a run of before
-    (tmp_path / "run" / lra.SETTINGS).write_text(json.dumps(plan))
+    (tmp_path / "run" / SETTINGS).write_text(json.dumps(plan))
     resume(tmp_path / "run")
 
 
@@ -197,9 +198,9 @@ def test_a_run_with_relative_places_is_resumed_from_anywhere(data: Path, tmp_pat
     monkeypatch.chdir(tmp_path)
     resume(tmp_path / "run")
     assert not (tmp_path / "arrays").exists()
-    plan = json.loads((tmp_path / "run" / lra.SETTINGS).read_text())
+    plan = json.loads((tmp_path / "run" / SETTINGS).read_text())
     del plan["directory"]  # a run of before, whose places start from where it is resumed
-    (tmp_path / "run" / lra.SETTINGS).write_text(json.dumps(plan))
+    (tmp_path / "run" / SETTINGS).write_text(json.dumps(plan))
     monkeypatch.chdir(data.parent)
     resume(tmp_path / "run")
 
@@ -318,12 +319,12 @@ def test_two_processes_that_settled_on_one_folder_do_not_share_it(
     named = lra.parse([*TINY.split(), "--data", str(data), "--output", "runs/listops-laptop-1"])
     (folder, plan), (same, _) = lra.resolve(mine), lra.resolve(named)
     assert folder == same
-    folder, lock = lra.claim(mine, folder, plan)
+    folder, lock = claim(mine, folder, plan)
     if finished:
         lock.close()
     with pytest.raises(checkpoints.CheckpointError, match="begun meanwhile" if finished else "still training"):
-        lra.claim(named, same, plan)
-    other, second = lra.claim(mine, same, plan)
+        claim(named, same, plan)
+    other, second = claim(mine, same, plan)
     assert (str(folder), str(other)) == ("runs/listops-laptop-1", "runs/listops-laptop-2")
     lock.close()
     second.close()

@@ -31,6 +31,8 @@ __all__ = [
     "segment_entmax",
 ]
 
+METHODS = ("bernoulli", "fastrg")  # laws of a sampled graph
+
 
 def _declare(name: str, schema: str, fake: Callable[..., Any]) -> CustomOpDef:
     """Declare ``sbm_pyg::name``: the reference on any device, numba where :mod:`~sbm_pyg.ops.cpu` has a kernel, and what it costs."""
@@ -505,7 +507,7 @@ def sample_sbm(
     checks.shape("query", query, (None, None, None), "[H, N, K]", "Heads come first.")
     checks.shape("key", key, (query.size(0), None, query.size(2)), "[H, M, K]", "It has the heads and blocks of 'query'.")
     _check_sequences(query_ptr, key_ptr, streams)
-    checks.one_of("method", method, ("bernoulli", "fastrg"))
+    checks.one_of("method", method, METHODS)
     return _sample_sbm(query, key, query_ptr, key_ptr, streams, seed, method, exploration, clamp)
 
 
