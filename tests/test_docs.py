@@ -125,6 +125,16 @@ def test_every_page_is_in_a_table_of_contents() -> None:
     assert listed <= pages
 
 
+def test_links_between_pages_lead_to_files() -> None:
+    """Sphinx takes no folders, and GitHub shows a link to nothing without a word."""
+    pages = [*ROOT.glob("*.md"), *(ROOT / "examples").glob("*.md"), *(page for page in DOCS.rglob("*.md") if "_build" not in page.parts)]
+    link = re.compile(r"\]\((?!https?:)([^)#\s]+)(?:#[^)]*)?\)")
+    links = [(page, target) for page in pages for target in link.findall(FENCE.sub("", page.read_text()))]
+    assert len(links) > 20
+    broken = [f"{page.relative_to(ROOT)}: {target}" for page, target in links if not (page.parent / target).is_file()]
+    assert not broken
+
+
 def test_every_public_name_is_on_an_api_page() -> None:
     pages = "".join(page.read_text() for page in (DOCS / "api").glob("*.md"))
     for name in sbm_pyg.__all__:
