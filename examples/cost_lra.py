@@ -112,14 +112,13 @@ def gate(module: lra.Classifier, task: Task, device: torch.device) -> None:
             f"{bool(logits.isfinite().all())}). It cannot be measured."
         )
     problems = {"with the same seed": float((module.classify(batch, seed=1)[0] - logits).abs().max())}
-    if method != "bigbird":  # which draws its random keys for the whole batch
-        sides = [batch.tokens] if task.arity == 1 else list(batch.tokens)
-        alone = [side[:SHORT] for side in sides]
-        ptr = torch.tensor([0, SHORT], device=device)
-        single = Batch(alone[0], ptr, batch.labels[:1], batch.examples[:1])
-        if task.arity == 2:
-            single = single._replace(tokens=tuple(alone), ptr=(ptr, ptr))
-        problems["alone"] = float((module.classify(single, seed=1)[0] - logits[:1]).abs().max())
+    sides = [batch.tokens] if task.arity == 1 else list(batch.tokens)
+    alone = [side[:SHORT] for side in sides]
+    ptr = torch.tensor([0, SHORT], device=device)
+    single = Batch(alone[0], ptr, batch.labels[:1], batch.examples[:1])
+    if task.arity == 2:
+        single = single._replace(tokens=tuple(alone), ptr=(ptr, ptr))
+    problems["alone"] = float((module.classify(single, seed=1)[0] - logits[:1]).abs().max())
     if method == "sbm":
         conv: Any = module.model.encoder.blocks[0].attention
         assert isinstance(conv, SBMAttentionConv)

@@ -142,12 +142,17 @@ class PatternAttention(nn.Module):
         channels: Channels of the tokens.
         head_channels: Channels per head C.
         heads: Number of heads H.
-        pattern: ``(ptr, seed) -> AttentionGraph`` with one head or H.
+        pattern: ``(ptr, seed, streams) -> AttentionGraph`` with one head or H.
         dropout: Probability that an attention weight is dropped in training.
     """
 
     def __init__(
-        self, channels: int, head_channels: int, heads: int, pattern: Callable[[Tensor, int], AttentionGraph], dropout: float = 0.0
+        self,
+        channels: int,
+        head_channels: int,
+        heads: int,
+        pattern: Callable[[Tensor, int, Tensor | None], AttentionGraph],
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
         self.conv = SBMAttentionConv(channels, head_channels, heads, num_blocks=None, estimator="none", dropout=dropout)
@@ -163,18 +168,19 @@ class PatternAttention(nn.Module):
         return_graph: bool = False,
         return_sbm: bool = False,
     ) -> Any:
-        """Attend; ``streams`` is taken for the sake of a common call and not used."""
+        """Attend over the pattern."""
         seed = draw_seed() if seed is None else seed
-        graph = self.pattern(ptr, seed).expand(self.conv.heads)
+        graph = self.pattern(ptr, seed, streams).expand(self.conv.heads)
         return self.conv(x, graph, ptr=ptr, seed=seed, return_graph=return_graph, return_sbm=return_sbm)
 
 
-def _window(size: int, ptr: Tensor, seed: int) -> AttentionGraph:
+def _window(size: int, ptr: Tensor, seed: int, streams: Tensor | None) -> AttentionGraph:
     return patterns.window(None, size, ptr=ptr)
 
 
-def _bigbird(options: Mapping[str, int], heads: int, ptr: Tensor, seed: int) -> AttentionGraph:
-    return patterns.bigbird(None, options["size"], options["num_global"], options["num_random"], heads=heads, ptr=ptr, seed=seed)
+def _bigbird(options: Mapping[str, int], heads: int, ptr: Tensor, seed: int, streams: Tensor | None) -> AttentionGraph:
+    size, num_global, num_random = (options[key] for key in BIGBIRD)
+    return patterns.bigbird(None, size, num_global, num_random, heads=heads, ptr=ptr, seed=seed, streams=streams)
 
 
 def _named(name: str, channels: int, head_channels: int, heads: int, options: Mapping[str, Any]) -> nn.Module:

@@ -25,8 +25,9 @@ from torch_geometric.data.datapipes import functional_transform
 from torch_geometric.transforms import BaseTransform
 
 from .graph import AttentionGraph
+from .ops.reference import RANDOM_KEY, philox
 from .ragged import check_tensor, resolve_ptr
-from .sampling import draw_seed
+from .sampling import draw_seed, resolve_streams
 
 __all__ = [
     "BigBirdGraph", "BlockDiagonalGraph", "FullGraph", "GlobalGraph", "RandomGraph", "RelayKeysGraph", "RelayQueriesGraph", "SelfLoopsGraph",
@@ -115,6 +116,7 @@ def random(
     *,
     seed: int | None = None,
     generator: torch.Generator | None = None,
+    streams: Tensor | None = None,
     heads: int = 1,
     ptr: Tensor | None = None,
     device: Device = None,
@@ -124,12 +126,14 @@ def random(
     All :math:`\\binom{n}{k}` sets of a query are equally likely, itself included among the keys; queries and heads draw independently.
     Keys are drawn with replacement and drawn again only where they repeat one that the query has. That treats all keys
     alike, so the final set is uniform; where k > n/2 the keys left out are drawn instead, so each draw is new with probability 1/2 at
-    least. Cost O(E log E) time, O(E) memory, expected.
+    least. Cost O(E log E) time, O(E) memory, expected. Probabilities of a draw are resolved to :math:`2^{-32}`; random words are those of
+    :func:`~sbm_pyg.sample_edges`: the keys of a sequence do not depend on the other sequences of the batch.
 
     Args:
         num_keys_per_query: Number of keys k of each query, at least 0. A sequence with fewer tokens gets its full graph.
-        seed: Integer that fixes the keys, for one kind of device.
+        seed: Integer of 64 bits that fixes the keys.
         generator: Where a seed is drawn from if ``seed`` is None; torch's default generator if both are None.
+        streams: Number of the random stream of each sequence, ``[B]``; see :func:`~sbm_pyg.sample_edges`.
         heads: Number of heads H; each draws its own keys.
         n, ptr, device: As in :func:`full`.
 
@@ -144,8 +148,7 @@ def random(
     tokens = _Tokens.of(n, heads, ptr, device)
     size = tokens.length.repeat(heads)  # [H*N]
     degree = size.clamp(max=num_keys_per_query)
-    own_generator = torch.Generator(size.device).manual_seed(draw_seed(seed, generator))
-    place = _distinct(degree, size, own_generator)
+    place = _distinct(degree, size, _Draws(tokens, streams, draw_seed(seed, generator)))
     first = torch.repeat_interleave(tokens.start.repeat(heads), degree, output_size=place.numel())
     return tokens.graph(degree, first + place, heads)
 
@@ -158,6 +161,7 @@ def bigbird(
     *,
     seed: int | None = None,
     generator: torch.Generator | None = None,
+    streams: Tensor | None = None,
     heads: int = 1,
     ptr: Tensor | None = None,
     device: Device = None,
@@ -172,7 +176,7 @@ def bigbird(
         size: Reach of the window to each side, at least 0.
         num_global: Number of global tokens, the first of each sequence, at least 0.
         num_random: Number of random keys of each query, at least 0.
-        seed, generator: As in :func:`random`.
+        seed, generator, streams: As in :func:`random`.
         heads: Number of heads H; they share window and global tokens, each draws its own random keys.
         n, ptr, device: As in :func:`full`.
 
@@ -185,7 +189,7 @@ def bigbird(
     """
     _check_int("num_random", num_random, 0, "It is the number of random keys that each query draws.")
     fixed = window(n, size, ptr=ptr, device=device) | global_tokens(n, num_global, ptr=ptr, device=device)
-    drawn = random(n, num_random, seed=seed, generator=generator, heads=heads, ptr=ptr, device=device)
+    drawn = random(n, num_random, seed=seed, generator=generator, streams=streams, heads=heads, ptr=ptr, device=device)
     return fixed.expand(heads) | drawn
 
 
@@ -329,16 +333,37 @@ def _ranges(first: Tensor, count: Tensor) -> Tensor:
     return shift.add_(torch.arange(total, device=first.device))
 
 
-def _distinct(count: Tensor, size: Tensor, generator: torch.Generator) -> Tensor:
+class _Draws:
+    """Random words for rows ``h * N + i``: functions of the seed, the stream of the sequence, the head and the token's place in its sequence."""
+
+    def __init__(self, tokens: _Tokens, streams: Tensor | None, seed: int) -> None:
+        stream = resolve_streams(streams, tokens.ptr.numel() - 1, tokens.ptr.device)
+        stream = stream.to(tokens.ptr.device).repeat_interleave(tokens.ptr.diff(), output_size=tokens.place.numel())
+        head = torch.arange(tokens.heads, device=stream.device).repeat_interleave(stream.numel())
+        self.row = torch.arange(head.numel(), device=stream.device)
+        self.place, self.stream, self.head = tokens.place.repeat(tokens.heads), stream.repeat(tokens.heads), head | RANDOM_KEY << 24
+        self.used, self.seed = torch.zeros_like(self.row), seed
+
+    def __call__(self, count: Tensor) -> tuple[Tensor, Tensor]:
+        """The next ``count[row]`` words of 32 bits for each row, ``[sum(count)]``, with their rows."""
+        blocks = (count + 3) // 4  # of four words
+        row = torch.repeat_interleave(self.row, blocks)
+        block = _ranges(self.used, blocks)
+        words = torch.stack(philox(block, self.place[row], self.stream[row], self.head[row], self.seed), dim=1)
+        wanted = 4 * (block - self.used[row])[:, None] + torch.arange(4, device=row.device) < count[row][:, None]
+        self.used = self.used + blocks
+        return row[:, None].expand(-1, 4)[wanted], words[wanted]
+
+
+def _distinct(count: Tensor, size: Tensor, draws: _Draws) -> Tensor:
     """For each i a uniform set of ``count[i]`` numbers in ``0..size[i]-1``, ascending, one after the other, ``[sum(count)]``."""
-    device, stride, rows = size.device, int(size.max()), torch.arange(size.numel(), device=size.device)
+    stride, rows = int(size.max()), draws.row
     leave = 2 * count > size  # there the numbers left out are drawn
     wanted = torch.where(leave, size - count, count)
     missing, drawn = wanted, [wanted[:0]]  # the cells of each round, ascending; a cell is a row and a number: row * stride + number
-    while total := int(missing.sum()):
-        row = torch.repeat_interleave(rows, missing, output_size=total)
-        word = torch.randint(2**62, (total,), generator=generator, device=device)
-        cells = (row * stride + word % size[row]).unique()  # uniform up to size / 2^62
+    while bool(missing.any()):
+        row, word = draws(missing)
+        cells = (row * stride + (word * size[row] >> 32)).unique()
         for before in drawn[1:]:
             cells = cells[before[torch.searchsorted(before, cells).clamp(max=before.numel() - 1)] != cells]
         if cells.numel():

@@ -200,9 +200,10 @@ def test_an_export_never_replaces_anything(data: Path, tmp_path: Path, capsys: p
     assert not (tmp_path / "run").exists()
 
 
-def test_accumulating_changes_neither_graphs_nor_gradients(data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("attention", ["sbm", "bigbird"])
+def test_accumulating_changes_neither_graphs_nor_gradients(data: Path, tmp_path: Path, attention: str) -> None:
     for parts in ("1", "4"):
-        train(data, tmp_path / parts, "--steps", "3", "--accumulate", parts, "--precision", "32-true")
+        train(data, tmp_path / parts, "--attention", attention, "--steps", "3", "--accumulate", parts, "--precision", "32-true")
     whole, parted = (curves(tmp_path / parts) for parts in ("1", "4"))
     for one, other in zip(whole, parted, strict=True):
         assert one == pytest.approx(other, rel=1e-4)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sbm_pyg import SBM, EncoderTrace, PairClassifier, SBMAttentionConv, SequenceClassifier, SequenceEncoder, TokenClassifier, patterns
-from sbm_pyg.models import FullAttention
+from sbm_pyg.models import ATTENTION, FullAttention
 
 PTR = torch.tensor([0, 10, 17, 30])
 TOKENS = torch.randint(0, 15, (30,), generator=torch.Generator().manual_seed(0))
@@ -67,9 +67,8 @@ def test_trace_and_shapes(attention: str) -> None:
         assert trace.density.eq(1).all()
 
 
-@pytest.mark.parametrize("attention", ["sbm", "full", "window"])
+@pytest.mark.parametrize("attention", ATTENTION)
 def test_a_sequence_is_encoded_alike_in_any_batch(attention: str) -> None:
-    """bigbird draws its random keys for the whole batch, so it is left out."""
     model = encoder(attention).eval().double()
     streams = torch.tensor([7, 2, 11])
     together = model(TOKENS, PTR, seed=3, streams=streams)

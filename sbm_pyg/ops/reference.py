@@ -20,7 +20,7 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 _WORD = 0xFFFFFFFF
 
 # What a random word is for; the purpose is part of its counter, so no two uses ever share a word.
-COIN_BYTE, COIN_REST, COUNT, PROPOSAL, DROPOUT, GAP, SYSTEMATIC = range(1, 8)
+COIN_BYTE, COIN_REST, COUNT, PROPOSAL, DROPOUT, GAP, SYSTEMATIC, RANDOM_KEY = range(1, 9)
 
 PROPOSALS, GAPS, COINS = range(3)
 """The ways to sample a row: Poisson proposals by block and key, keys at random distances that are then thinned, one coin per key."""
