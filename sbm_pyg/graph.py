@@ -19,7 +19,7 @@ from torch_geometric.data import Batch, Data, HeteroData
 from torch_geometric.typing import EdgeType, SparseTensor
 from torch_geometric.utils import is_sparse, to_edge_index
 
-from .ragged import offsets, readable, resolve_ptr
+from .ragged import check_tensor, offsets, readable, resolve_ptr
 
 if TYPE_CHECKING:
     import scipy.sparse
@@ -66,6 +66,8 @@ class AttentionGraph:
     key_ptr: Tensor = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
+        for name in ("rowptr", "col", "query_ptr", "key_ptr"):
+            check_tensor(getattr(self, name), name)
         if self.rowptr.dtype != torch.int64:
             raise TypeError(f"Expected 'rowptr' to be int64 (got {self.rowptr.dtype}). Offsets of large graphs overflow anything smaller.")
         if self.col.dtype not in (torch.int32, torch.int64):

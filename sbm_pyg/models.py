@@ -7,7 +7,7 @@ Not here: training (``examples``), and attention itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -48,16 +48,18 @@ class EncoderTrace:
         graphs: Graph of each layer, None for a layer without one (full attention).
         sbms: Model that each layer's graph was sampled from, None for a layer without one.
         shape: Numbers of sequences and heads, (B, H).
+        device: Where the tokens were, for densities of layers without a graph; torch's default if None.
     """
 
     graphs: tuple[AttentionGraph | None, ...]
     sbms: tuple[SBM | None, ...]
     shape: tuple[int, int]
+    device: torch.device | None = None
 
     @property
     def density(self) -> Tensor:
         """Density of each layer's graph, ``[L, B, H]`` float64; 1 for full attention."""
-        return self._stack([None if graph is None else graph.density for graph in self.graphs])
+        return self._stack([None if graph is None else graph.density for graph in self.graphs], torch.float64)
 
     @property
     def expected_density(self) -> Tensor:
@@ -86,11 +88,11 @@ class EncoderTrace:
         return (self.expected_density - floor).relu().mean()
 
     def __add__(self, other: EncoderTrace) -> EncoderTrace:
-        return EncoderTrace(self.graphs + other.graphs, self.sbms + other.sbms, self.shape)
+        return replace(self, graphs=self.graphs + other.graphs, sbms=self.sbms + other.sbms)
 
-    def _stack(self, rows: list[Tensor | None]) -> Tensor:
-        device = next((row.device for row in rows if row is not None), None)
-        return torch.stack([torch.ones(self.shape, device=device) if row is None else row for row in rows])
+    def _stack(self, rows: list[Tensor | None], dtype: torch.dtype | None = None) -> Tensor:
+        device = next((row.device for row in rows if row is not None), self.device)
+        return torch.stack([torch.ones(self.shape, device=device, dtype=dtype) if row is None else row for row in rows])
 
 
 class FullAttention(nn.Module):
@@ -359,7 +361,7 @@ class SequenceEncoder(Pretrained):
             graphs.append(graph)
             sbms.append(sbm)
         x = self.norm(x)
-        return (x, EncoderTrace(tuple(graphs), tuple(sbms), (ptr.numel() - 1, self.heads))) if return_trace else x
+        return (x, EncoderTrace(tuple(graphs), tuple(sbms), (ptr.numel() - 1, self.heads), tokens.device)) if return_trace else x
 
 
 class _Block(nn.Module):

@@ -305,8 +305,7 @@ class _Tokens:
             raise ValueError("Expected 'n' or 'ptr' (got neither). Pass the number of tokens or their offsets.")
         else:
             n = int(ptr.flatten()[-1]) if ptr.numel() else 0
-        device = None if device is None else torch.device(device)
-        ptr = resolve_ptr(n, None if ptr is None else ptr.to(device), device=device)
+        ptr = resolve_ptr(n, ptr, device=None if device is None else torch.device(device))
         start, end = (torch.repeat_interleave(side, ptr.diff(), output_size=n) for side in (ptr[:-1], ptr[1:]))
         return cls(heads, ptr, start, end, torch.arange(n, device=ptr.device) - start)
 
@@ -338,7 +337,7 @@ class _Draws:
 
     def __init__(self, tokens: _Tokens, streams: Tensor | None, seed: int) -> None:
         stream = resolve_streams(streams, tokens.ptr.numel() - 1, tokens.ptr.device)
-        stream = stream.to(tokens.ptr.device).repeat_interleave(tokens.ptr.diff(), output_size=tokens.place.numel())
+        stream = stream.repeat_interleave(tokens.ptr.diff(), output_size=tokens.place.numel())
         head = torch.arange(tokens.heads, device=stream.device).repeat_interleave(stream.numel())
         self.row = torch.arange(head.numel(), device=stream.device)
         self.place, self.stream, self.head = tokens.place.repeat(tokens.heads), stream.repeat(tokens.heads), head | RANDOM_KEY << 24

@@ -52,7 +52,8 @@ def resolve_ptr(
         ptr: Offsets, ``[B+1]`` int64, from 0 to N, strictly increasing; or None.
         batch: Sequence number of each token, ``[N]`` int64, sorted, without gaps; or None.
         name: What to call ``ptr`` in messages.
-        device: Where the offsets of a single sequence are made.
+        device: Where the offsets go, that of the tokens; None leaves them where they are. (PyG's batches have theirs on the CPU unless their
+            features are on CUDA.)
 
     Returns:
         Offsets, ``[B+1]`` int64.
@@ -88,13 +89,12 @@ def resolve_ptr(
         )
     if ptr.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"Expected '{name}' to be int64 (got {ptr.dtype}). Convert it with `.long()`.")
-    ptr = ptr.to(torch.int64)
     if readable(ptr):
         _check_ptr_values(ptr, total, name)
     else:  # no branch on values; the kernels must still see none that is out of range
         fits = (ptr[0] == 0) & (ptr[-1] == total) & (ptr.diff() > 0).all()
         torch._assert_async(fits, f"Expected '{name}' to run from 0 to the number of tokens, strictly increasing.")
-    return ptr
+    return ptr.to(device=device, dtype=torch.int64)
 
 
 def _check_ptr_values(ptr: Tensor, total: int, name: str) -> None:
@@ -130,7 +130,7 @@ def pad(x: Tensor, ptr: Tensor, fill_value: float = 0.0) -> tuple[Tensor, Tensor
         >>> padded.tolist(), mask.tolist()
         ([[0.0, 0.0], [1.0, 2.0]], [[True, False], [True, True]])
     """
-    lengths = resolve_ptr(x.size(0), ptr).diff()
+    lengths = resolve_ptr(x.size(0), ptr, device=x.device).diff()
     batch = torch.repeat_interleave(torch.arange(lengths.numel(), device=x.device), lengths, output_size=x.size(0))
     return to_dense_batch(x, batch, fill_value=fill_value, batch_size=lengths.numel())
 

@@ -115,7 +115,7 @@ def sample_edges(
 
 
 def resolve_streams(streams: Tensor | None, sequences: int, device: torch.device, bits: int = 32) -> Tensor:
-    """Number of the random stream of each sequence, ``[B]`` int64: its position in the batch if None.
+    """Number of the random stream of each sequence, ``[B]`` int64, on a device: its position in the batch if None.
 
     Raises:
         ValueError: Shape or dtype do not fit, or a number is outside ``0 .. 2**bits-1``.
@@ -132,7 +132,7 @@ def resolve_streams(streams: Tensor | None, sequences: int, device: torch.device
             raise ValueError(
                 f"Expected 'streams' in 0 .. 2**{bits}-1 (got {low} to {high}). Number sequences by their place in the data set."
             )
-    return streams.long()
+    return streams.to(device=device, dtype=torch.int64)
 
 
 @functional_transform("sbm_graph")

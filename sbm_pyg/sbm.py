@@ -104,8 +104,6 @@ class SBM:
                 "Sequence b of the queries attends to sequence b of the keys."
             )
         for name, ptr in (("query_ptr", query_ptr), ("key_ptr", key_ptr)):
-            if ptr.device != query.device:
-                raise ValueError(f"Expected '{name}' on {query.device}, as 'query' is (got {ptr.device}). Move it with `.to(device)`.")
             object.__setattr__(self, name, ptr)
         object.__setattr__(self, "rate", query @ block)
 

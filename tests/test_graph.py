@@ -231,6 +231,7 @@ GOOD: dict[str, Any] = {
         ({"query_ptr": torch.tensor([0, 2, 3], dtype=torch.int32)}, TypeError, "Expected 'query_ptr' to be int64 (got torch.int32)"),
         ({"key_ptr": torch.tensor([0.0, 2, 3])}, TypeError, "Expected 'key_ptr' to be int64 (got torch.float32)"),
         ({"key_ptr": torch.tensor([0, 3])}, ValueError, "Expected 'query_ptr' and 'key_ptr' to be [B+1] both (got [3] and [2])"),
+        ({"query_ptr": [0, 2, 3]}, TypeError, "Expected 'query_ptr' to be a tensor (got list)"),
         ({"query_ptr": None}, ValueError, "Expected 'query_ptr' and 'key_ptr' to be [B+1] both (got [2] and [3])"),
         ({"query_ptr": torch.tensor([[0, 3]]), "key_ptr": torch.tensor([[0, 3]])}, ValueError, "to be [B+1] both (got [1, 2] and [1, 2])"),
         ({"query_ptr": torch.tensor([0]), "key_ptr": torch.tensor([0])}, ValueError, "to be [B+1] both (got [1] and [1])"),

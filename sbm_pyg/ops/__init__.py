@@ -230,6 +230,7 @@ def _check_model(rate: Tensor | None, member: Tensor | None, chance: Tensor | No
     checks.shape("rate", rate, (heads, num_queries, None), "[H, N, K]", "It has the heads and tokens of 'query'.")
     checks.shape("member", member, (heads, num_keys, None if rate is None else rate.size(-1)), "[H, M, K]", "It has the blocks of 'rate'.")
     checks.shape("chance", chance, (num_queries,), "[N]", "It holds one probability per query.")
+    checks.same_device("query", query, rate=rate, member=member, chance=chance)
 
 
 def edge_dot(query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor) -> Tensor:
@@ -451,6 +452,7 @@ def segment_entmax(
         )
     if src.dim() != 1:
         raise ValueError(f"Expected 'src' to be [E] (got {list(src.shape)}). Call it once per column.")
+    checks.same_device("src", src, index=index, ptr=ptr)
     checks.no_tangent(src)
     if ptr is not None:
         return _segment_entmax(src, ptr, alpha)
@@ -461,10 +463,11 @@ def segment_entmax(
     return torch.empty_like(sorted_out).index_copy(0, order, sorted_out)
 
 
-def _check_sequences(query_ptr: Tensor, key_ptr: Tensor, streams: Tensor) -> None:
+def _check_sequences(like: tuple[str, Tensor], query_ptr: Tensor, key_ptr: Tensor, streams: Tensor) -> None:
     checks.shape("query_ptr", query_ptr, (None,), "[B+1]", "It holds the offsets of the sequences.")
     checks.shape("key_ptr", key_ptr, query_ptr.shape, "[B+1]", "It has the sequences of 'query_ptr'.")
     checks.shape("streams", streams, (query_ptr.size(0) - 1,), "[B]", "It holds one number per sequence.")
+    checks.same_device(*like, query_ptr=query_ptr, key_ptr=key_ptr, streams=streams)
 
 
 def sample_sbm(
@@ -506,7 +509,8 @@ def sample_sbm(
     """
     checks.shape("query", query, (None, None, None), "[H, N, K]", "Heads come first.")
     checks.shape("key", key, (query.size(0), None, query.size(2)), "[H, M, K]", "It has the heads and blocks of 'query'.")
-    _check_sequences(query_ptr, key_ptr, streams)
+    _check_sequences(("query", query), query_ptr, key_ptr, streams)
+    checks.same_device("query", query, key=key)
     checks.one_of("method", method, METHODS)
     return _sample_sbm(query, key, query_ptr, key_ptr, streams, seed, method, exploration, clamp)
 
@@ -535,5 +539,5 @@ def sample_systematic(chance: Tensor, query_ptr: Tensor, key_ptr: Tensor, stream
     Reference: Madow and Madow, "On the Theory of Systematic Sampling, I", Annals of Mathematical Statistics 1944.
     """
     checks.shape("chance", chance, (None,), "[N]", "It holds one probability per query.")
-    _check_sequences(query_ptr, key_ptr, streams)
+    _check_sequences(("chance", chance), query_ptr, key_ptr, streams)
     return _sample_systematic(chance, query_ptr, key_ptr, streams, heads, seed)

@@ -45,7 +45,17 @@ def edges(
         )
     for name, numbers in per_edge.items():
         shape(name, numbers, (col.size(0),), "[E]", "It holds one number per edge.")
+    same_device("query", query, **{"key": key, "value": value, f"{prefix}rowptr": rowptr, f"{prefix}col": col}, **per_edge)
     no_tangent(query, key, value, *per_edge.values())
+
+
+def same_device(first: str, like: Tensor, **others: Tensor | None) -> None:
+    """Refuse tensors that are elsewhere than the first; None passes."""
+    for name, x in others.items():
+        if x is not None and x.device != like.device:
+            raise ValueError(
+                f"Expected '{name}' on {like.device}, as '{first}' is (got {x.device}). Move it, or the graph, with `.to(device)`."
+            )
 
 
 def one_of(name: str, choice: str, options: Sequence[str]) -> None:

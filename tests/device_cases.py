@@ -1,0 +1,351 @@
+"""What the package does, once for each part, on a device that the caller chooses: the cases of ``test_devices.py``.
+
+In: a device. Out: what was computed there, which must be the same on every device. Inputs are drawn on the CPU and carried over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch_geometric.data import Batch, Data
+
+from sbm_pyg import (
+    SBM,
+    AttentionGraph,
+    PairClassifier,
+    SBMAttentionConv,
+    SBMGraph,
+    SBMHead,
+    SBMMultiheadAttention,
+    SequenceClassifier,
+    SequenceEncoder,
+    TokenClassifier,
+    analysis,
+    estimators,
+    ops,
+    pad,
+    patterns,
+    plots,
+    sample_edges,
+    unpad,
+)  # fmt: skip
+
+Device = torch.device
+Case = Callable[[Device], Any]
+
+CASES: dict[str, Case] = {}
+PTR = torch.tensor([0, 5, 12, 40])
+KEY_PTR = torch.tensor([0, 4, 10, 30])
+
+
+def case(function: Case) -> Case:
+    CASES[function.__name__] = function
+    return function
+
+
+def cases(prefix: str, variants: dict[str, Any]) -> Callable[[Callable[[Device, Any], Any]], Callable[[Device, Any], Any]]:
+    """Registers a function of device and variant, once for each variant."""
+
+    def register(function: Callable[[Device, Any], Any]) -> Callable[[Device, Any], Any]:
+        for name, variant in variants.items():
+            CASES[f"{prefix}-{name}"] = lambda device, variant=variant: function(device, variant)  # type: ignore[misc]
+        return function
+
+    return register
+
+
+def leaves(result: Any) -> Iterator[Any]:
+    """Tensors and numbers of a result, graphs and block models taken apart."""
+    if isinstance(result, AttentionGraph):
+        result = (result.rowptr, result.col, result.query_ptr, result.key_ptr)
+    elif isinstance(result, SBM):
+        result = (result.query, result.key, result.block, result.query_ptr, result.key_ptr)
+    if isinstance(result, list | tuple):
+        for part in result:
+            yield from leaves(part)
+    else:
+        yield result
+
+
+def compare(result: Any, expected: Any, device: Device) -> None:
+    """Raise AssertionError unless all tensors are on the device and everything equals, to rounding in float32, what was expected."""
+    for got, want in zip(leaves(result), leaves(expected), strict=True):
+        if isinstance(want, Tensor):
+            assert got.device.type == device.type
+            got, want = got.detach().cpu(), want.detach()
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-5, equal_nan=True)
+
+
+def normal(device: Device, *size: int, seed: int = 0) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+def words(device: Device) -> Tensor:
+    return torch.randint(11, (40,), generator=torch.Generator().manual_seed(0)).to(device)
+
+
+def on(device: Device, make: Callable[[], nn.Module]) -> Any:
+    torch.manual_seed(0)
+    return make().to(device)
+
+
+def block_model(device: Device) -> SBM:
+    head, ptr = on(device, lambda: SBMHead(8, heads=2, num_blocks=4)), PTR.to(device)
+    return head(normal(device, 2, 40, 8, seed=1), normal(device, 2, 40, 8, seed=2), ptr, ptr)
+
+
+def with_gradients(out: Tensor, module: nn.Module, *inputs: Tensor) -> list[Tensor]:
+    out.sin().sum().backward()
+    return [out, *(x.grad for x in (*inputs, *module.parameters()) if x.grad is not None)]
+
+
+# ------------------------------------------------------------------ layers
+
+
+@cases(
+    "layer",
+    {name: {"estimator": name} for name in estimators.ESTIMATORS}
+    | {
+        "fastrg": {"method": "fastrg"},
+        "budget": {"budget": 5.0},
+        "exploration": {"exploration": 0.01},
+        "window and self-loops": {"window": 2, "self_loops": True},
+        "no probes": {"probes": 0},
+        "dropout": {"dropout": 0.3},
+        "mean of heads": {"concat": False},
+        "entmax": {"normalizer": "entmax15"},
+        "sparsemax": {"normalizer": "sparsemax"},
+        "mixed": {"sbm_options": {"parameterization": "mixed"}},
+        "assortative": {"sbm_options": {"parameterization": "assortative"}},
+        "score bias": {"score_bias": lambda query, key, graph: -graph.col.float() / 40},
+    },
+)
+def layer(device: Device, variant: dict[str, Any]) -> Any:
+    conv = on(device, lambda: SBMAttentionConv(16, 8, heads=2, num_blocks=4, **variant))
+    x = normal(device, 40, 16).requires_grad_()
+    out, graph, (_, alpha) = conv(x, ptr=PTR.to(device), seed=3, return_graph=True, return_attention_weights=True)
+    return with_gradients(out, conv, x), graph, alpha
+
+
+@case
+def layer_between_two_sets(device: Device) -> Any:
+    conv = on(device, lambda: SBMAttentionConv((12, 16), 8, heads=2, num_blocks=4))
+    x = normal(device, 30, 12).requires_grad_(), normal(device, 40, 16).requires_grad_()
+    out, graph = conv(x, ptr=(KEY_PTR.to(device), PTR.to(device)), seed=3, streams=torch.tensor([2, 0, 1]).to(device), return_graph=True)
+    return with_gradients(out, conv, *x), graph
+
+
+@case
+def layer_of_offsets_from_the_cpu(device: Device) -> Any:
+    """PyG's batches have theirs there, unless features are on CUDA."""
+    conv = on(device, lambda: SBMAttentionConv(16, 8, heads=2, num_blocks=4))
+    x, batch, streams = normal(device, 40, 16), torch.repeat_interleave(torch.arange(3), PTR.diff()), torch.tensor([2, 0, 1])
+    return conv(x, ptr=PTR, seed=3, streams=streams), conv(x, batch=batch, seed=3, return_graph=True)
+
+
+@case
+def layer_over_a_graph(device: Device) -> Any:
+    conv = on(device, lambda: SBMAttentionConv(16, 8, heads=2, num_blocks=None))
+    x, ptr = normal(device, 40, 16).requires_grad_(), PTR.to(device)
+    graph = patterns.window(None, 2, ptr=ptr)
+    batch = torch.repeat_interleave(torch.arange(3), PTR.diff()).to(device)
+    over_edges = conv(x, graph.edge_index, batch=batch)
+    hook = conv.register_message_forward_hook(lambda module, inputs, out: 2 * out)  # the path by messages
+    by_messages = conv(x, graph.edge_index)
+    hook.remove()
+    return with_gradients(conv(x, graph, ptr=ptr), conv, x), over_edges, by_messages
+
+
+@cases("multihead", {"dense": {"num_blocks": None}, "sampled": {"num_blocks": 4}})
+def multihead(device: Device, variant: dict[str, Any]) -> Any:
+    layer = on(device, lambda: SBMMultiheadAttention(16, 2, batch_first=True, **variant)).eval()
+    x, padding = normal(device, 3, 10, 16), (torch.arange(10) >= torch.tensor([[4], [10], [7]])).to(device)
+    future = torch.ones(10, 10, dtype=torch.bool).triu(1).to(device)
+    torch.manual_seed(0)  # sampled layers draw their seed
+    masked = layer(x, x, x, key_padding_mask=padding, attn_mask=future, need_weights=False)[0]
+    return masked, layer(x, x, x, key_padding_mask=padding.float().masked_fill(padding, -torch.inf), need_weights=False)[0]
+
+
+# ------------------------------------------------------------------ models
+
+
+def encoder(attention: str = "sbm") -> SequenceEncoder:
+    return SequenceEncoder(11, channels=16, num_layers=2, heads=2, ffn_channels=32, max_length=64, attention=attention)
+
+
+@cases("model", {name: name for name in ("sbm", "full", "window", "bigbird")})
+def model(device: Device, variant: str) -> Any:
+    classifier = on(device, lambda: SequenceClassifier(encoder(variant), 3)).eval()
+    logits, trace = classifier(words(device), PTR.to(device), seed=1, streams=torch.tensor([4, 1, 2]).to(device), return_trace=True)
+    loss = F.cross_entropy(logits, torch.tensor([0, 1, 2]).to(device)) + 0.1 * trace.density_loss(0.02)
+    return with_gradients(loss, classifier), logits, trace.density, trace.expected_density
+
+
+@case
+def model_of_given_places(device: Device) -> Any:
+    classifier = on(device, lambda: SequenceClassifier(encoder(), 3, pool_length=50)).eval()
+    batch = torch.repeat_interleave(torch.arange(3), PTR.diff()).to(device)
+    return classifier(words(device), batch=batch, places=torch.cat([2 * torch.arange(n) for n in PTR.diff()]).to(device), seed=1)
+
+
+@case
+def model_of_pairs(device: Device) -> Any:
+    classifier = on(device, lambda: PairClassifier(encoder(), 3)).eval()
+    pair = (words(device), words(device).flip(0)), (PTR.to(device), PTR.to(device))
+    return classifier(*pair, seed=1), classifier(*pair, seed=1, streams=torch.tensor([5, 1, 2]).to(device))
+
+
+@case
+def model_of_tokens(device: Device) -> Any:
+    return on(device, lambda: TokenClassifier(encoder(), 3)).eval()(words(device), PTR.to(device), seed=1)
+
+
+@cases("baseline", {name: name for name in ("linear", "linformer", "performer", "nystromformer", "reformer")})
+def baseline(device: Device, variant: str) -> Any:
+    from lra_baselines import BASELINES
+
+    sizes = {"linformer_rank": 12, "hash_rounds": 2, "hash_chunk": 16, "random_features": 32, "landmarks": 16, "value_kernel": 7}
+    settings: Any = SimpleNamespace(max_length=40, attention_dropout=0.0, **sizes)
+    layer = on(device, lambda: BASELINES[variant](settings)(16, 8, 2))
+    x = normal(device, 40, 16).requires_grad_()
+    out = layer(x, ptr=PTR.to(device), seed=1)
+    return out.shape if variant == "reformer" else with_gradients(out, layer, x)  # its hashes are drawn by the device's own generator
+
+
+# ------------------------------------------------------------------ graphs
+
+
+@case
+def graphs(device: Device) -> Any:
+    sampled, window = sample_edges(block_model(device), seed=1), patterns.window(None, 1, heads=2, ptr=PTR.to(device))
+    assert sampled.same_offsets(window.query_ptr, window.key_ptr)
+    assert f"device='{device}'" in repr(sampled) or device.type == "cpu"
+    assert {x.device.type for x in (sampled.to("cpu").rowptr, sampled.to("cpu").col)} == {"cpu"}
+    parts = (
+        sampled.validate(),
+        sampled.sequence(1),
+        sampled.head(1),
+        sampled.head(0).expand(2),
+        AttentionGraph.concatenate([sampled, window]),
+    )
+    edges = sampled.degree, sampled.density, sampled.edges_per_sequence, sampled.edge_row, sampled.find(window.edge_index, window.edge_head)
+    return parts, edges, sampled.union(window), sampled.select(sampled.col % 2 == 0), sampled.to_dense(1)
+
+
+@case
+def graphs_from_other_forms(device: Device) -> Any:
+    ptr = PTR.to(device)
+    graph = patterns.window(None, 1, ptr=ptr)
+    from_edges = AttentionGraph.from_edge_index(graph.edge_index, query_ptr=ptr, key_ptr=ptr)
+    return from_edges, AttentionGraph.from_dense(graph.to_dense(1)), AttentionGraph.from_edge_index(graph.to_edge_index(0))
+
+
+@case
+def graphs_in_other_forms(device: Device) -> Any:
+    graph = sample_edges(block_model(device), seed=1)
+    hetero = graph.to_hetero_data()
+    numbers = graph.to_scipy(1).nnz, graph.to_networkx(1, 0).number_of_edges(), analysis.to_networkx(graph, sequence=1, head=0).size()
+    return numbers, graph.to_data().edge_index, [hetero[kind].edge_index for kind in hetero.edge_types]
+
+
+@cases(
+    "pattern",
+    {
+        "full": patterns.full,
+        "window": partial(patterns.window, size=2),
+        "global tokens": partial(patterns.global_tokens, num_global=2),
+        "random": partial(patterns.random, num_keys_per_query=3, seed=1),
+        "bigbird": partial(patterns.bigbird, size=1, num_global=2, num_random=2, seed=1),
+        "block diagonal": partial(patterns.block_diagonal, num_blocks=3),
+        "relay keys": partial(patterns.relay_keys, num_relays=2),
+        "relay queries": partial(patterns.relay_queries, num_relays=2),
+        "self-loops": patterns.self_loops,
+    },
+)
+def pattern(device: Device, variant: Callable[..., AttentionGraph]) -> Any:
+    return variant(None, heads=2, ptr=PTR.to(device)), variant(9, device=device), variant(None, ptr=PTR, device=device)
+
+
+@case
+def transforms(device: Device) -> Any:
+    data = [Data(x=normal(device, n, 16, seed=n)) for n in (4, 7)]
+    batch = patterns.WindowGraph(2)(Batch.from_data_list(data))
+    sampled = SBMGraph(head=on(device, lambda: SBMHead(8, heads=2, num_blocks=4)), seed=1)(Data(x=normal(device, 9, 16)))
+    return batch.edge_index, patterns.BigBirdGraph(1, 1, 1, seed=0)(data[0]).edge_index, sampled.edge_index, sampled.edge_type
+
+
+# ------------------------------------------------------------------ block models, estimators, ops
+
+
+@case
+def block_models(device: Device) -> Any:
+    sbm = block_model(device).validate()
+    graph = sample_edges(sbm, seed=1)
+    others = [
+        sample_edges(sbm, **options)
+        for options in ({"seed": 1, "method": "fastrg"}, {"seed": 2, "budget": 2.0}, {"generator": torch.Generator().manual_seed(0)})
+    ]
+    streams = sample_edges(sbm, seed=1, streams=torch.tensor([7, 0, 2]).to(device), exploration=0.1)
+    of_edges = sbm.edge_prob(graph), sbm.edge_gate(graph), sbm.edge_prob_dense(1), sbm.limit(2.0)
+    return sbm, graph, others, streams, of_edges, sbm.expected_degree(), sbm.expected_edges(), sbm.expected_density()
+
+
+@case
+def how_losses_reach_edges(device: Device) -> Any:
+    sbm = block_model(device)
+    graph, loss = sample_edges(sbm, seed=1), torch.tensor([1.0, 2.0, 4.0]).to(device)
+    probes, chance = estimators.draw_probes(sbm, 3.0, seed=1)
+    return (
+        probes,
+        chance,
+        estimators.straight_through(sbm, graph),
+        estimators.relaxed_bias(sbm, graph),
+        estimators.score_function(sbm, graph, loss),
+    )
+
+
+@case
+def edge_ops(device: Device) -> Any:
+    graph = patterns.window(None, 2, heads=2, ptr=PTR.to(device))
+    query, key, value = (normal(device, 2, 40, 8, seed=seed).requires_grad_() for seed in (1, 2, 3))
+    gate, bias = (normal(device, graph.num_edges, seed=seed).sigmoid().requires_grad_() for seed in (4, 5))
+    dots = ops.edge_dot(query, key, graph.rowptr, graph.col)
+    attended, lse = ops.edge_attention(query, key, value, graph.rowptr, graph.col, gate=gate, bias=bias, dropout=0.2, seed=7)
+    entmax = ops.segment_entmax(dots, ptr=graph.rowptr, alpha=1.5)
+    (attended.sin().sum() + entmax.square().sum()).backward()
+    return dots, attended, lse, entmax, [x.grad for x in (query, key, value, gate, bias)]
+
+
+@case
+def padding(device: Device) -> Any:
+    padded, mask = pad(normal(device, 40, 3), PTR.to(device))
+    return padded, mask, unpad(padded, mask)
+
+
+# ------------------------------------------------------------------ analysis
+
+
+@case
+def analyses(device: Device) -> Any:
+    sbm = block_model(device)
+    graph, window = sample_edges(sbm, seed=1), patterns.window(8, 1, device=device)
+    statistics = [[*row.values()] for row in analysis.graph_statistics(graph, blocks=sbm).rows()]
+    path = analysis.hamiltonian_path(window).path
+    return statistics, path, analysis.universality([window]).holds, analysis.blocks_of(sbm), analysis.expected_graph(sbm, 0.05)
+
+
+@case
+def figures(device: Device) -> Any:
+    sbm = block_model(device)
+    graph = sample_edges(sbm, seed=1)
+    plots.plot_mask(graph, sbm, sequence=1)
+    plots.plot_blocks(graph, sbm, sequence=1)
+    plots.plot_density(graph.density[None])
+    plots.plot_inputs([graph])
+    plots.plot_extremes([graph])

@@ -1,0 +1,171 @@
+"""A device that is not there: tensors in this machine's memory that claim to be elsewhere, and refuse to meet those that do not.
+
+What a GPU refuses is refused here: an op on tensors of two devices, kernels of the CPU, numpy. So a machine without a GPU finds what would fail on
+one, but for speed, precision and whatever torch's own kernels do. The device is torch's ``PrivateUse1`` and stays registered with the process, so
+that this module is for processes of its own: as a program it runs the cases of ``device_cases.py`` and prints as JSON what went wrong in each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import matplotlib
+import numpy as np
+import torch
+from device_cases import CASES, compare
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
+from torch.utils._pytree import tree_leaves, tree_map
+
+from sbm_pyg import patterns
+
+DEVICE, CPU = torch.device("privateuseone", 0), torch.device("cpu")
+aten = torch.ops.aten
+INDEXED = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default)
+"""Ops that take indices on the CPU whatever they index."""
+
+
+class Remote(Tensor):
+    """A tensor of the device: its values are those of ``here``."""
+
+    here: Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, here: Tensor) -> Remote:
+        layout: dict[str, Any] = {"strides": here.stride(), "storage_offset": here.storage_offset(), "dtype": here.dtype}
+        out = torch.Tensor._make_wrapper_subclass(cls, here.size(), device=DEVICE, **layout)
+        out.here = here
+        return out
+
+    def tolist(self) -> Any:
+        return self.here.tolist()
+
+    def numpy(self, **options: Any) -> Any:
+        raise TypeError(f"can't convert {DEVICE} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory first.")
+
+    def __array__(self, *arguments: Any, **options: Any) -> Any:
+        return self.numpy()
+
+    @classmethod
+    def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        return run(op, args, kwargs or {})
+
+
+class Pretend(TorchDispatchMode):
+    """In it, tensors can be made on the device and carried there."""
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return run(op, args, kwargs or {})
+
+
+def local(x: Any) -> Any:
+    """The same on the CPU."""
+    return x.here if isinstance(x, Remote) else CPU if isinstance(x, torch.device) else x
+
+
+def copy(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
+    """Values go from anywhere to anywhere."""
+    local(target).copy_(local(source))
+    return target
+
+
+def run(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """One op, on the device if its tensors are there or its ``device`` is."""
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    remote = any(isinstance(x, Remote) for x in tensors)
+    if op is aten.copy_.default:
+        return copy(args[1], args[0])
+    moves = op is aten._to_copy.default
+    if remote and not moves:
+        first_only = op in INDEXED and isinstance(args[0], Remote)
+        strangers = [x for x in tensors if x.dim() and not isinstance(x, Remote)]
+        if strangers and not first_only:
+            raise RuntimeError(f"Expected all tensors to be on the same device, but found at least two devices, {DEVICE} and cpu, in {op}")
+    device = kwargs.get("device")
+    remote = remote if device is None else device.type == DEVICE.type
+    out = op(*tree_map(local, args), **tree_map(local, kwargs))
+    if not remote:
+        return out
+    out = tree_map(lambda x: Remote(x) if isinstance(x, Tensor) else x, out)
+    return out if moves or device is not None else return_and_correct_aliasing(op, args, kwargs, out)
+
+
+def empty(size: Any, stride: Any, dtype: torch.dtype | None = None, **options: Any) -> Tensor:
+    return Remote(torch.empty_strided(size, stride, dtype=dtype))
+
+
+def register() -> torch.library.Library:
+    """Makes the device known to torch, for the rest of the process. What is returned has to be kept."""
+    from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
+
+    class Module(_DummyBackendModule):
+        def get_amp_supported_dtype(self) -> list[torch.dtype]:
+            return [torch.float16, torch.bfloat16]
+
+    _setup_privateuseone_for_python_backend("pretend", backend_module=Module())
+    library = torch.library.Library("aten", "IMPL")  # what torch.tensor(..., device=...) calls beneath any mode
+    library.impl("empty_strided", empty, "PrivateUse1")
+    library.impl("_copy_from", copy, "PrivateUse1")
+    return library
+
+
+@contextlib.contextmanager
+def pretending() -> Iterator[torch.device]:
+    """The device, whose tensors can be made inside; its generators are the CPU's."""
+    generator = torch.Generator
+    torch.Generator = lambda device=None: generator()  # type: ignore[assignment,misc]
+    try:
+        with Pretend():
+            yield DEVICE
+    finally:
+        torch.Generator = generator  # type: ignore[misc]
+
+
+def refuses(device: torch.device) -> list[str]:
+    """Which of the mistakes that a GPU refuses are refused."""
+    far, near = torch.arange(6.0, device=device).view(2, 3), torch.ones(2, 3)
+    graph = patterns.window(3, 1)
+    mistakes = {
+        "two devices": lambda: far + near,
+        "indices elsewhere": lambda: near[far.long()],
+        "writing elsewhere": lambda: near.add_(far),
+        "an op of ours": lambda: torch.ops.sbm_pyg.edge_dot(far[None], near[None], graph.rowptr, graph.col),
+        "numpy": lambda: np.asarray(far),
+    }
+    refused = []
+    for name, mistake in mistakes.items():
+        try:
+            mistake()
+        except (RuntimeError, TypeError):
+            refused.append(name)
+    return refused
+
+
+def main() -> None:
+    library = register()  # noqa: F841
+    matplotlib.use("agg")
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    with pretending() as device:
+        assert refuses(device) == ["two devices", "indices elsewhere", "writing elsewhere", "an op of ours", "numpy"]
+    outcome = {}
+    for name, case in CASES.items():
+        try:
+            expected = case(CPU)
+            with pretending() as device:
+                compare(case(device), expected, device)
+            outcome[name] = ""
+        except Exception:
+            outcome[name] = traceback.format_exc()
+    json.dump(outcome, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
