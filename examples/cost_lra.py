@@ -203,13 +203,16 @@ def report(rows: Sequence[dict[str, Any]]) -> str:
         "# Cost on the Long Range Arena",
         f"One run on {first['device']} with {first['threads']} thread(s), random tokens, models before their first step. In brackets: "
         "relative to full attention of the same task. *Published* is Table 3 of Cho et al., 2022: FLOPs and memory of inference; "
-        "theirs of sbm is of trained, regularised models, whose densities are 1.2, 10.6, 2.5, 1.3 and 2.6 per cent.",
+        "theirs of sbm is of trained, regularised models, whose densities are 1.2, 10.6, 2.5, 1.3 and 2.6 per cent. A dash for memory: less than "
+        "the process had needed before.",
     ]
     for task in dict.fromkeys(row["task"] for row in rows):
         group = [row for row in rows if row["task"] == task]
         full = next((row for row in group if row["method"] == "full"), None)
 
         def cell(row: dict[str, Any], name: str, scale: float, full: dict[str, Any] | None = full) -> str:
+            if name.endswith("bytes") and not row[name]:
+                return "–"
             value = row[name] / scale
             text = f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
             return text if full is None or not full[name] else f"{text} ({row[name] / full[name]:.2f})"

@@ -338,6 +338,8 @@ def test_costs_are_measured_after_the_gate(method: str) -> None:
         assert 0 < row["forward_sampling_flops"] < row["forward_flops"]
     words = cost_lra.report([row])
     assert "## listops, 2 x 40 tokens\n\n| method | density |" in words
+    last = cost_lra.report([{**row, "forward_bytes": 0, "step_bytes": 2**20}]).splitlines()[-1].split(" | ")
+    assert [words.split()[0] for words in last[5:7]] == ["–", "1"]  # what is hidden below an earlier peak is not nothing
 
 
 def test_the_gate_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
