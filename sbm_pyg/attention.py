@@ -197,7 +197,8 @@ class SBMAttentionConv(MessagePassing):
             ptr: Offsets of the sequences, ``[B+1]`` int64, or the pair (keys, queries). None: those of the graph, or one sequence.
             batch: The same as a sequence number per token, ``[N]``.
             seed: Fixes the sampled graph and the dropout; from torch's default generator if None.
-            streams: Number of each sequence's random stream, ``[B]``; see :func:`~sbm_pyg.sample_edges`.
+            streams: Number of each sequence's random stream, ``[B]``; see :func:`~sbm_pyg.sample_edges`. Of graphs and probes, that is: dropout and
+                the noise of the estimator "concrete" count the edges of the whole batch.
             return_graph: Also return the :class:`AttentionGraph`.
             return_sbm: Also return the :class:`SBM` it was sampled from (None with a given graph).
             return_attention_weights: Also return ``(edge_index, alpha)``, the weights before dropout. As PyG layers do, an adjacency comes
@@ -210,8 +211,10 @@ class SBMAttentionConv(MessagePassing):
         Raises:
             ValueError: Shapes do not fit, there is neither a graph nor an SBM, or an explainer is at work and the edges are not its own.
         """
-        x_key, x_query = (x, x) if isinstance(x, Tensor) else x
+        x_key, x_query = x if isinstance(x, tuple | list) and len(x) == 2 else (x, x)
         for tokens in (x_key, x_query):
+            if not isinstance(tokens, Tensor):
+                raise TypeError(f"Expected 'x' to be a tensor, or a pair of keys and queries (got {type(tokens).__name__}). Convert it.")
             if tokens.dim() != 2:
                 raise ValueError(
                     f"Expected 'x' to be [N, C_in] (got {list(tokens.shape)}). Batches are ragged: `sbm_pyg.unpad` takes padding out and gives 'ptr', and "
@@ -326,10 +329,12 @@ class SBMAttentionConv(MessagePassing):
         elif explained or self._hooks or not self.fuse or self.normalizer != "softmax":
             out = self._propagate_rows(graph, place if explained else None, query, key, value, gate, score_bias, drop, seed, weights)
         else:
-            out = self.message_and_aggregate(graph, query, key, value, gate, score_bias, drop, seed)
+            out = self._fused(graph, query, key, value, gate, score_bias, drop, seed)
         if sbm is not None and self.estimator == "local" and torch.is_grad_enabled():
             out = self._local_expectation(out, query, key, value, sbm, graph, forced, score_bias, edge_filter, seed, streams)
         out = out.flatten(1) if self.concat else out.mean(1)
+        if self.heads == 1 and out.requires_grad:
+            out = out.clone()  # as the kernel keeps its own, which an activation in place would overwrite
 
         results: list[Any] = [out]
         if return_graph:
@@ -448,6 +453,17 @@ class SBMAttentionConv(MessagePassing):
         ).transpose(0, 1)  # fmt: skip
 
     # ---------------------------------------------------------------- attention over it
+
+    def _fused(self, *arguments: Any) -> Tensor:
+        """:meth:`message_and_aggregate` with the hooks that PyG has for it."""
+        for before in self._message_and_aggregate_forward_pre_hooks.values():
+            changed = before(self, arguments)
+            arguments = arguments if changed is None else changed
+        out = self.message_and_aggregate(*arguments)
+        for after in self._message_and_aggregate_forward_hooks.values():
+            changed = after(self, arguments, out)
+            out = out if changed is None else changed
+        return out
 
     def message_and_aggregate(
         self,

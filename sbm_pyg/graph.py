@@ -406,6 +406,9 @@ class AttentionGraph:
         for name, value in (("edge_index", edge_index), ("edge_head", edge_head)):
             if value is not None and (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool):
                 raise TypeError(f"Expected '{name}' to be int64 (got {value.dtype}). Convert it with `.long()`.")
+        for name, ptr in (("query_ptr", query_ptr), ("key_ptr", key_ptr)):
+            check_tensor(ptr, name)
+        query_ptr, key_ptr = (ptr.long() if ptr is not None and ptr.dtype == torch.int32 else ptr for ptr in (query_ptr, key_ptr))
         key, query = edge_index.long()
         num_edges = key.numel()
         if num_queries is None:

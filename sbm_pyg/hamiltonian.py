@@ -170,7 +170,10 @@ def is_hamiltonian_path(graph: AttentionGraph, path: Sequence[int]) -> bool:
         True
     """
     tokens, into = _arcs(graph)
-    steps = np.asarray(path)
+    try:
+        steps = np.asarray(path)
+    except ValueError:
+        raise TypeError("Expected 'path' to be whole numbers (got lists of different lengths). Pass the numbers of the tokens.") from None
     if steps.size and steps.dtype.kind not in "iu":
         raise TypeError(f"Expected 'path' to be whole numbers (got {steps.dtype}). Pass the numbers of the tokens.")
     return _visits_all(graph.num_queries, tokens, into, steps)

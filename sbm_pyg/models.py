@@ -325,11 +325,7 @@ class SequenceEncoder(Pretrained):
             TypeError: Token numbers or the seed are not integers.
             ValueError: A token is outside the vocabulary, a sequence longer than ``max_length``, or a place outside it.
         """
-        if tokens.dim() != 1 or tokens.dtype not in (torch.int64, torch.int32):
-            raise TypeError(
-                f"Expected 'tokens' to be [N] int64 (got {list(tokens.shape)} {tokens.dtype}). Join sequences and pass `ptr`; `sbm_pyg.unpad` does it."
-            )
-        ptr = resolve_ptr(tokens.size(0), ptr, batch, device=tokens.device)
+        ptr = resolve_ptr(_count(tokens), ptr, batch, device=tokens.device)
         if readable(tokens):
             low, high, longest = int(tokens.min()), int(tokens.max()), int(ptr.diff().max())
             if low < 0 or high >= self.num_tokens:
@@ -381,6 +377,14 @@ class _Block(nn.Module):
         attended, graph, sbm = self.attention(self.norm1(x), ptr=ptr, seed=seed, streams=streams, return_graph=True, return_sbm=True)
         x = x + self.dropout(self.lin_out(attended))
         return x + self.ffn(self.norm2(x)), graph, sbm
+
+
+def _count(tokens: Tensor) -> int:
+    """How many token numbers there are."""
+    if not isinstance(tokens, Tensor) or tokens.dim() != 1 or tokens.dtype not in (torch.int64, torch.int32):
+        got = f"{list(tokens.shape)} {tokens.dtype}" if isinstance(tokens, Tensor) else type(tokens).__name__
+        raise TypeError(f"Expected 'tokens' to be [N] int64 (got {got}). Join sequences and pass `ptr`; `sbm_pyg.unpad` does it.")
+    return tokens.numel()
 
 
 def _mean_pool(x: Tensor, ptr: Tensor, length: int | None) -> Tensor:
@@ -439,7 +443,7 @@ class SequenceClassifier(_Classifier):
         return_trace: bool = False,
     ) -> Any:
         """Logits, or logits and :class:`EncoderTrace`; arguments as :meth:`SequenceEncoder.forward`."""
-        ptr = resolve_ptr(tokens.size(0), ptr, batch, device=tokens.device)
+        ptr = resolve_ptr(_count(tokens), ptr, batch, device=tokens.device)
         x, trace = self.encoder(tokens, ptr, places=places, seed=seed, streams=streams, return_trace=True)
         logits = self.classifier(_mean_pool(x, ptr, self.pool_length))
         return (logits, trace) if return_trace else logits
@@ -479,9 +483,12 @@ class PairClassifier(_Classifier):
         Raises:
             ValueError: The two batches hold different numbers of sequences.
         """
+        for name, pair in (("tokens", tokens), ("ptr", ptr), ("batch", batch), ("places", places)):
+            if not (isinstance(pair, tuple | list) and len(pair) == 2) and (pair is not None or name == "tokens"):
+                raise TypeError(f"Expected '{name}' to be a pair, of first and second sequences (got {type(pair).__name__}). Pass both.")
         ptrs, batches, sides = ptr or (None, None), batch or (None, None), places or (None, None)
         offsets = [
-            resolve_ptr(part.size(0), ptrs[side], batches[side], name=f"ptr[{side}]", device=part.device)
+            resolve_ptr(_count(part), ptrs[side], batches[side], name=f"ptr[{side}]", device=part.device)
             for side, part in enumerate(tokens)
         ]
         if offsets[0].shape != offsets[1].shape:

@@ -17,6 +17,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Self
 
@@ -149,6 +150,8 @@ def _plain(value: Any, where: str) -> Any:
         return {key: _plain(entry, f"{where}.{key}") for key, entry in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(entry, f"{where}[{number}]") for number, entry in enumerate(value)]
+    if isinstance(value, Real) and not isinstance(value, bool | int | float):  # of numpy
+        value = int(value) if isinstance(value, Integral) else float(value)
     if isinstance(value, float) and math.isnan(value):
         raise ValueError(f"Expected '{where}' to be a number (got nan). Make the model with one that it can work with.")
     if isinstance(value, float) and math.isinf(value):
@@ -273,7 +276,12 @@ def _publish(draft: Path, folder: Path) -> None:
 def _check_density(density: float | Sequence[Sequence[float]] | Tensor | None) -> float | list[list[float]] | None:
     if density is None:
         return None
-    table = torch.as_tensor(density, dtype=torch.float64)
+    try:
+        table = torch.as_tensor(density, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(
+            f"Expected 'density' to be a number or [L, H] (got {density!r}). Average over sequences: `trace.density.mean(1)`."
+        ) from None
     if table.dim() not in (0, 2) or table.numel() == 0 or not bool(((table >= 0) & (table <= 1)).all()):
         raise ValueError(
             f"Expected 'density' to be a number or [L, H] in [0, 1] (got {density}). Average over sequences: `trace.density.mean(1)`."
@@ -284,11 +292,15 @@ def _check_density(density: float | Sequence[Sequence[float]] | Tensor | None) -
 def _check_metric(metric: Mapping[str, Any] | None) -> dict[str, float] | None:
     if metric is None:
         return None
+    if not isinstance(metric, Mapping):
+        raise TypeError(f"Expected 'metric' to be numbers by name (got {metric!r}). Say what it is: {{'test accuracy': 0.5}}.")
     numbers = {}
     for name, value in metric.items():
         try:
+            if isinstance(value, Tensor) and value.is_complex():
+                raise TypeError
             number = float(torch.as_tensor(value, dtype=torch.float64).detach())
-        except (TypeError, ValueError, RuntimeError):
+        except (TypeError, ValueError, RuntimeError, OverflowError):
             raise TypeError(f"Expected 'metric' to hold a number for {name!r} (got {value!r}). Give one for each name.") from None
         if not math.isfinite(number):
             raise ValueError(f"Expected 'metric' to hold a finite number for {name!r} (got {number}). Leave it out.")

@@ -7,7 +7,7 @@ Not here: the sampling algorithms themselves (``ops``) and gradients (``SBM.edge
 from __future__ import annotations
 
 from operator import index
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch_geometric.transforms import BaseTransform
 
 from . import ops
 from .graph import AttentionGraph
-from .ragged import readable
+from .ragged import check_tensor, readable, resolve_ptr
 from .sbm import SBM, SBMHead, check_sbm
 
 __all__ = ["SBMGraph", "draw_seed", "sample_edges"]
@@ -120,6 +120,7 @@ def resolve_streams(streams: Tensor | None, sequences: int, device: torch.device
     Raises:
         ValueError: Shape or dtype do not fit, or a number is outside ``0 .. 2**bits-1``.
     """
+    check_tensor(streams, "streams")
     if streams is None:
         return torch.arange(sequences, device=device)
     if streams.shape != (sequences,) or streams.dtype not in (torch.int32, torch.int64):
@@ -133,6 +134,12 @@ def resolve_streams(streams: Tensor | None, sequences: int, device: torch.device
                 f"Expected 'streams' in 0 .. 2**{bits}-1 (got {low} to {high}). Number sequences by their place in the data set."
             )
     return streams.to(device=device, dtype=torch.int64)
+
+
+def _offsets(store: Any) -> Tensor | None:
+    """Offsets of the sequences of a ``Data`` or a kind of nodes, by ``ptr``, else by ``batch``; None for one sequence."""
+    ptr, batch = (getattr(store, name, None) for name in ("ptr", "batch"))
+    return resolve_ptr(batch.numel(), batch=batch) if ptr is None and batch is not None else ptr
 
 
 @functional_transform("sbm_graph")
@@ -176,7 +183,7 @@ class SBMGraph(BaseTransform):
     def forward(self, data: Data | HeteroData) -> Data | HeteroData:
         hetero = isinstance(data, HeteroData)
         target, source = (data[self.edge_type[2]], data[self.edge_type[0]]) if hetero else (data, data)
-        query_ptr, key_ptr = (store.get("ptr") if hetero else getattr(store, "ptr", None) for store in (target, source))
+        query_ptr, key_ptr = (_offsets(store) for store in (target, source))
         if self.head is not None:
             heads = self.head.heads
             query, key = (self._read(store, "x", "features").unflatten(1, (heads, -1)).transpose(0, 1) for store in (target, source))

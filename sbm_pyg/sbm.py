@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .graph import AttentionGraph
-from .ragged import readable, resolve_ptr
+from .graph import AttentionGraph, check_graph
+from .ragged import check_tensor, readable, resolve_ptr
 
 __all__ = ["SBM", "SBMHead"]
 
@@ -89,6 +89,8 @@ class SBM:
                 f"Expected 'block' to be [{heads}, {blocks}, {blocks}] (got {list(block.shape)}). Heads and blocks must be those of 'query'."
             )
         query_ptr, key_ptr = self.query_ptr, self.key_ptr
+        for name, ptr in (("query_ptr", query_ptr), ("key_ptr", key_ptr)):
+            check_tensor(ptr, name)
         if key_ptr is None and query_ptr is not None:
             if num_queries != key.size(1) and query_ptr.numel() > 2:
                 raise ValueError(
@@ -213,9 +215,14 @@ class SBM:
         return replace(self, query=self.query * factor[..., None])
 
     def _check(self, graph: AttentionGraph) -> None:
+        check_graph(graph)
+        if graph.device.type == "cpu":  # where no kernel checks an index
+            graph.check_range()
         mine, theirs = (self.heads, self.num_queries, self.num_keys), (graph.heads, graph.num_queries, graph.num_keys)
         if mine != theirs:
             raise ValueError(f"Expected 'graph' with (heads, queries, keys) = {mine} (got {theirs}). Build it over the tokens of this SBM.")
+        if not graph.same_offsets(self.query_ptr, self.key_ptr):
+            raise ValueError(f"Expected 'graph' over the sequences of this SBM (got {graph}). Build it with the same 'ptr'.")
 
     def _slices(self) -> list[tuple[slice, slice]]:
         query, key = self.query_ptr.tolist(), self.key_ptr.tolist()
@@ -246,7 +253,7 @@ def check_sbm(sbm: SBM) -> None:
             raise ValueError(f"Expected '{name}' to be non-negative (got {low:.4g}). Use a sigmoid or softmax, as SBMHead does.")
         largest[name] = high
     bound = sbm.num_blocks * largest["query"] * largest["block"]
-    if bound > torch.finfo(sbm.query.dtype).max:
+    if bound > torch.finfo(sbm.query.dtype).max and not bool(sbm.rate.isfinite().all()):
         raise ValueError(f"Expected 'query @ block' to be finite (got a bound of {bound:.4g}). Scale memberships to at most 1.")
 
 
@@ -365,7 +372,7 @@ class SBMHead(torch.nn.Module):
 
     def _memberships(self, x: Tensor) -> Tensor:
         paper = self.parameterization == "paper"
-        if not all(map(_plain, (self.mlp, *self.mlp))):  # someone watches or has replaced a layer, which must then be called
+        if not _two_plain_layers(self.mlp):  # someone watches or has replaced a layer, which must then be called
             affinity = self.mlp(x) @ self.clusters.mT
             return (affinity + self.shift).sigmoid() if paper else (affinity / self.temperature).softmax(-1)
         first, second = cast(torch.nn.Linear, self.mlp[0]), cast(torch.nn.Linear, self.mlp[2])
@@ -385,10 +392,14 @@ class SBMHead(torch.nn.Module):
         )
 
 
-def _plain(module: torch.nn.Module) -> bool:
-    """Whether a layer is as torch made it, without hooks, so that its parameters may be used in its stead."""
-    watched = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    return type(module) in (torch.nn.Sequential, torch.nn.Linear, torch.nn.ReLU) and not watched and "forward" not in vars(module)
+def _two_plain_layers(mlp: torch.nn.Module) -> bool:
+    """Whether a perceptron is the one that torch made here, without hooks, so that its parameters may be used in its stead."""
+    if type(mlp) is not torch.nn.Sequential or [type(layer) for layer in mlp] != [torch.nn.Linear, torch.nn.ReLU, torch.nn.Linear]:
+        return False
+    everywhere = torch.nn.modules.module._has_any_global_hook()
+    watched = any(x._forward_hooks or x._forward_pre_hooks or x._backward_hooks or x._backward_pre_hooks for x in (mlp, *mlp))
+    replaced = any("forward" in vars(x) for x in (mlp, *mlp))
+    return not (everywhere or watched or replaced or mlp[2].bias is None)
 
 
 def _logit(p: float) -> float:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from itertools import pairwise, product
+from typing import Any
 
 import networkx as nx
 import pytest
@@ -20,7 +21,7 @@ PTR = torch.tensor([0, 10, 17, 30])
 
 def layer(**options: object) -> SBMAttentionConv:
     torch.manual_seed(0)
-    return SBMAttentionConv(16, 8, heads=2, num_blocks=4, **options).double()  # type: ignore[arg-type]
+    return SBMAttentionConv(16, 8, **{"heads": 2, "num_blocks": 4, **options}).double()  # type: ignore[arg-type]
 
 
 def tokens(n: int = 30, seed: int = 1) -> Tensor:
@@ -208,6 +209,34 @@ def test_hooks_of_a_step_are_called(step: str) -> None:
     conv.explain = False
     torch.testing.assert_close(conv(x, patterns.window(30, 2)), plain)
     assert calls == [step]
+
+
+def test_hooks_of_the_fused_step_are_called() -> None:
+    conv, x, graph = layer(), tokens(), patterns.window(30, 2)
+    plain, calls = conv(x, graph), []
+    before = conv.register_message_and_aggregate_forward_pre_hook(lambda module, inputs: calls.append(inputs[0]))
+    conv.register_message_and_aggregate_forward_hook(lambda module, inputs, out: 2 * out)
+    torch.testing.assert_close(conv(x, graph), 2 * plain)
+    assert calls == [graph.expand(conv.heads)]
+    before.remove()
+    conv.register_message_and_aggregate_forward_pre_hook(lambda module, inputs: (patterns.full(30).expand(conv.heads), *inputs[1:]))
+    torch.testing.assert_close(conv(x, graph), 2 * conv(x, patterns.full(30)) / 2)
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("estimator", ["local", "mask", "none"])
+def test_an_activation_in_place_may_follow(estimator: str, heads: int) -> None:
+    conv, x = layer(heads=heads, estimator=estimator), tokens()
+    expected = torch.autograd.grad(torch.relu(conv(x, seed=1)).sum(), [*conv.parameters()], allow_unused=True)
+    found = torch.autograd.grad(torch.relu_(conv(x, seed=1)).sum(), [*conv.parameters()], allow_unused=True)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("x", [None, [1.0], (None, torch.ones(3, 16))])
+def test_tokens_are_tensors(x: Any) -> None:
+    with pytest.raises(TypeError, match=r"Expected 'x' to be a tensor, or a pair of keys and queries \(got \w+\)"):
+        layer()(x, patterns.window(3, 1))
 
 
 def test_threads_that_share_a_layer_get_their_own_weights() -> None:

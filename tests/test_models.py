@@ -195,13 +195,22 @@ def test_bf16_autocast_trains() -> None:
         (torch.zeros(41, dtype=torch.long), None, ValueError, r"Expected sequences of at most max_length = 40 tokens \(got 41\)"),
         (torch.zeros(2, 3, dtype=torch.long), None, TypeError, r"Expected 'tokens' to be \[N\] int64 \(got \[2, 3\]"),
         (torch.zeros(3), None, TypeError, r"Expected 'tokens' to be \[N\] int64"),
+        ([1, 2], None, TypeError, r"Expected 'tokens' to be \[N\] int64 \(got list\)"),
         (torch.zeros(3, dtype=torch.long), torch.tensor([0, 2, 2, 3]), ValueError, "an empty sequence at sequence 1"),
         (torch.zeros(0, dtype=torch.long), None, ValueError, r"at least one token \(got 0 tokens\)"),
     ],
 )
 def test_input_errors(tokens: Tensor, ptr: Tensor | None, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        encoder()(tokens, ptr)
+    for model in (encoder(), SequenceClassifier(encoder(), 2), TokenClassifier(encoder(), 2)):
+        with pytest.raises(error, match=message):
+            model(tokens, ptr)
+
+
+@pytest.mark.parametrize("name", ["tokens", "ptr", "batch", "places"])
+def test_pairs_are_pairs(name: str) -> None:
+    given: dict[str, Any] = {"tokens": (TOKENS, TOKENS), "ptr": (PTR, PTR)}
+    with pytest.raises(TypeError, match=rf"Expected '{name}' to be a pair, of first and second sequences \(got Tensor\)"):
+        PairClassifier(encoder(), 2)(**given | {name: TOKENS})
 
 
 def test_constructor_errors() -> None:

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from itertools import pairwise, product
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -356,12 +356,16 @@ def test_effects_and_samplers_refuse_what_does_not_fit() -> None:
             r"Expected 'streams' on cpu, as 'chance' is \(got meta\)",
         ),
         (lambda: ops.segment_entmax(chance, ptr=ptr.to("meta")), r"Expected 'ptr' on cpu, as 'src' is \(got meta\)"),
+        (lambda: ops.segment_entmax(chance, ptr=ptr[None]), r"Expected 'ptr' to be \[S\+1\]"),
+        (lambda: ops.segment_entmax(chance, ptr=cast(Any, [0, 5])), r"Expected 'ptr' to be a tensor \[S\+1\] \(got list\)"),
+        (lambda: ops.segment_entmax(chance, index=col[:3].long()), r"Expected 'index' to be \[E\] = \[5\] \(got \[3\]\)"),
+        (lambda: ops.sample_sbm(x, x, ptr, ptr, streams.int(), 0), r"Expected 'streams' to be int64 \(got torch.int32\)"),
         (lambda: effect(model=(x, x, chance.to("meta"))), r"Expected 'chance' on cpu, as 'query' is \(got meta\)"),
         (lambda: ops.sample_sbm(x, x, ptr, ptr, torch.arange(2), 0), r"Expected 'streams' to be \[B\] = \[1\] \(got \[2\]\)"),
         (lambda: ops.sample_systematic(x, ptr, ptr, streams, 2, 0), "Expected 'chance' to be "),
         (lambda: ops.sample_systematic(chance, ptr, torch.tensor([0, 2, 5]), streams, 2, 0), "Expected 'key_ptr' to be "),
     ):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises((TypeError, ValueError), match=message):
             action()
 
 

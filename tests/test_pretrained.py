@@ -243,12 +243,37 @@ def test_metrics_are_numbers_of_any_library(tmp_path: Path) -> None:
         (torch.tensor(-math.inf), ValueError, "Expected 'metric' to hold a finite number for 'accuracy' (got -inf)."),
         ("0.5", TypeError, "Expected 'metric' to hold a number for 'accuracy' (got '0.5')."),
         (torch.ones(2), TypeError, "Expected 'metric' to hold a number for 'accuracy' (got tensor([1., 1.]))."),
+        (10**400, TypeError, "Expected 'metric' to hold a number for 'accuracy' (got 1000"),
+        (torch.tensor(1 + 2j), TypeError, "Expected 'metric' to hold a number for 'accuracy' (got tensor(1.+2.j))."),
     ],
 )
 def test_metrics_that_are_no_numbers_are_refused(value: Any, error: type[Exception], message: str, tmp_path: Path) -> None:
     with pytest.raises(error, match=re.escape(message)):
         encoder().save_pretrained(tmp_path / "model", metric={"accuracy": value})
     assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"metric": 0.5}, "Expected 'metric' to be numbers by name (got 0.5)."),
+        ({"density": "x"}, "Expected 'density' to be a number or [L, H] (got 'x')."),
+        ({"density": [[0.1], [0.1, 0.2]]}, "Expected 'density' to be a number or [L, H] (got [[0.1], [0.1, 0.2]])."),
+    ],
+)
+def test_what_a_card_cannot_say_is_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=re.escape(message)):
+        encoder().save_pretrained(tmp_path / "model", **options)
+    assert not (tmp_path / "model").exists()
+
+
+def test_numbers_of_numpy_are_options(tmp_path: Path) -> None:
+    model = SequenceEncoder(15, 16, num_layers=1, attention_options={"num_blocks": np.int64(4), "dropout": np.float32(0.5)})
+    model.save_pretrained(tmp_path / "model")
+    assert SequenceEncoder.from_pretrained(tmp_path / "model").constructor_options()["attention_options"] == {
+        "num_blocks": 4,
+        "dropout": 0.5,
+    }
 
 
 # ------------------------------------------------------------------------------------------------ whole or not at all

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -242,6 +242,13 @@ def test_streams_may_be_int32() -> None:
     assert sample_edges(sbm, seed=0, streams=streams.int()) == sample_edges(sbm, seed=0, streams=streams)
 
 
+def test_streams_are_a_tensor() -> None:
+    sbm = larger_sbm(sequences=2)
+    for streams in ([0, 1], np.array([0, 1])):
+        with pytest.raises(TypeError, match=r"Expected 'streams' to be a tensor \(got \w+\)"):
+            sample_edges(sbm, seed=0, streams=cast(Any, streams))
+
+
 def test_extremes() -> None:
     ones = torch.ones(1, 40, 1)
     full = sample_edges(SBM(ones, ones, ones[:, :1]), seed=0)
@@ -396,6 +403,8 @@ def test_transform_with_a_head_on_a_batch() -> None:
         *zip(*graph.edge_index.tolist(), graph.edge_head.tolist(), strict=True)
     }
     graph.validate()
+    del batch.ptr  # `batch` says the same
+    assert torch.equal(SBMGraph(head, seed=1)(batch).edge_index, out.edge_index)
 
 
 def test_transform_on_bipartite_data() -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from problems import random_graph
 from torch.nn.utils import prune
 
-from sbm_pyg import SBM, AttentionGraph, SBMHead
+from sbm_pyg import SBM, AttentionGraph, SBMHead, patterns, sample_edges
 
 Y = torch.rand(2, 6, 3)
 Z = torch.rand(2, 8, 3)
@@ -175,12 +175,65 @@ def test_other_errors() -> None:
     sbm = SBM(Y, Z, S)
     with pytest.raises(ValueError, match=r"Expected 'graph' with \(heads, queries, keys\) = \(2, 6, 8\) \(got \(1, 2, 2\)\)"):
         sbm.edge_prob(AttentionGraph.from_dense(torch.eye(2)))
+    with pytest.raises(TypeError, match=r"Expected 'query_ptr' to be a tensor \(got list\)"):
+        SBM(Y, Z, S, cast(Any, [0, 2, 6]))
     with pytest.raises(ValueError, match=r"Expected 'num_blocks' to be at least 1 \(got 0\)"):
         SBMHead(4, 1, 0)
     with pytest.raises(ValueError, match=r"Expected 'clusters' to be 'kaiming' or 'orthogonal' \(got 'normal'\)"):
         SBMHead(4, clusters="normal")
     with pytest.raises(ValueError, match=r"Expected 'budget' to be a positive number"):
         sbm.limit(-1)
+
+
+def test_probabilities_are_of_this_models_edges_alone() -> None:
+    """A pair across sequences has none, and a key that is no token lies in foreign memory."""
+    sbm = ragged()
+    whole = patterns.full(sbm.num_queries, heads=sbm.heads)
+    other = AttentionGraph(whole.rowptr, whole.col, sbm.num_queries, sbm.num_queries, sbm.heads)
+    square = SBM(sbm.query, sbm.query, sbm.block, sbm.query_ptr)
+    strange = AttentionGraph(other.rowptr, other.col + 10**9, sbm.num_queries, sbm.num_queries, sbm.heads, square.query_ptr)
+    for ask in (square.edge_prob, square.edge_gate):
+        ask(patterns.full(None, heads=sbm.heads, ptr=sbm.query_ptr))
+        with pytest.raises(ValueError, match="Expected 'graph' over the sequences of this SBM"):
+            ask(other)
+        with pytest.raises(ValueError, match="Expected 'col' in 0"):
+            ask(strange)
+        with pytest.raises(TypeError, match="AttentionGraph"):
+            ask(cast(Any, other.edge_index))
+
+
+def test_a_half_model_whose_product_fits_is_sampled() -> None:
+    eye = torch.eye(128, dtype=torch.float16)[None]
+    assert sample_edges(SBM(1000 * eye, eye / 2048, eye), seed=0).num_edges > 0
+    with pytest.raises(ValueError, match="Expected 'query @ block' to be finite"):
+        sample_edges(SBM(60_000 * eye, eye / 60_000, 2 * eye), seed=0)
+
+
+@pytest.mark.parametrize("change", ["deeper", "shallower", "no bias", "one layer", "compiled", "another activation"])
+def test_head_calls_a_perceptron_of_another_kind(change: str) -> None:
+    head, linear = SBMHead(4, 2, 3), torch.nn.Linear(4, 4)
+    changes: dict[str, Any] = {
+        "deeper": torch.nn.Sequential(*head.mlp, torch.nn.ReLU(), linear),
+        "shallower": torch.nn.Sequential(linear),
+        "no bias": torch.nn.Sequential(head.mlp[0], torch.nn.ReLU(), torch.nn.Linear(4, 4, bias=False)),
+        "one layer": linear,
+        "compiled": torch.compile(head.mlp, backend="eager"),
+        "another activation": torch.nn.Sequential(head.mlp[0], torch.nn.GELU(), head.mlp[2]),
+    }
+    head.mlp = changes[change]
+    q = torch.randn(2, 5, 4)
+    expected = (head.mlp(q) @ head.clusters.mT + head.shift).sigmoid()
+    torch.testing.assert_close(head(q, q).query, expected)
+
+
+def test_hooks_of_all_modules_see_the_perceptron() -> None:
+    head, seen = SBMHead(4, 2, 3), []
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda module, inputs, out: seen.append(module))
+    try:
+        head(torch.randn(2, 5, 4), torch.randn(2, 5, 4))
+    finally:
+        handle.remove()
+    assert seen == 2 * [*head.mlp, head.mlp] + [head]
 
 
 def test_validate_passes_a_good_model() -> None:

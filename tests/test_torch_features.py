@@ -95,6 +95,19 @@ def test_one_graph_for_five_numbers_of_edges(kind: str, compile_whole: Callable[
             compiled(x, adjacency + 1)
 
 
+@pytest.mark.filterwarnings("ignore")  # dynamo's own, where it resumes after the break
+@pytest.mark.parametrize("estimator", ["local", "mask"])
+def test_a_block_model_trains_where_sampling_breaks_the_graph(estimator: str) -> None:
+    """As ``torch.compile`` does without ``fullgraph=True``: what follows on the sampler is a graph of its own."""
+    conv, x = layer(estimator=estimator), tokens()
+    assert conv.sbm is not None
+    torch._dynamo.reset()
+    compiled: Any = torch.compile(conv, backend=aot_eager)
+    equal_with_gradients(compiled(x, ptr=PTR, seed=1), conv(x, ptr=PTR, seed=1), [*conv.parameters()])
+    assert all(bool(grad.any()) for grad in torch.autograd.grad(compiled(x, ptr=PTR, seed=1).sin().sum(), [*conv.sbm.parameters()]))
+    torch._dynamo.reset()
+
+
 def test_one_graph_for_ragged_batches_and_options(compile_whole: Callable[..., Any]) -> None:
     conv = layer(dropout=0.2, concat=False, score_bias=lambda query, key, graph: graph.edge_index.sum(0).float().sin())
     compiled = compile_whole(conv)

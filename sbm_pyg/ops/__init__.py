@@ -200,7 +200,8 @@ class _LocalExpectation(torch.autograd.Function):
         bias: Tensor | None, probe_rowptr: Tensor, probe_col: Tensor, probe_bias: Tensor | None, chance: Tensor, forced: Tensor | None,
         scale: float, exploration: float,
     ) -> Tensor:  # fmt: skip
-        return out.view_as(out)
+        # A compiled graph that begins with `out` would return a view of its input, and leave the derivative out.
+        return out.clone() if torch.compiler.is_compiling() else out.view_as(out)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -452,6 +453,8 @@ def segment_entmax(
         )
     if src.dim() != 1:
         raise ValueError(f"Expected 'src' to be [E] (got {list(src.shape)}). Call it once per column.")
+    checks.shape("ptr", ptr, (None,), "[S+1]", "It holds the offsets of consecutive segments.")
+    checks.shape("index", index, src.shape, "[E]", "It holds the segment of each value.")
     checks.same_device("src", src, index=index, ptr=ptr)
     checks.no_tangent(src)
     if ptr is not None:
@@ -467,6 +470,9 @@ def _check_sequences(like: tuple[str, Tensor], query_ptr: Tensor, key_ptr: Tenso
     checks.shape("query_ptr", query_ptr, (None,), "[B+1]", "It holds the offsets of the sequences.")
     checks.shape("key_ptr", key_ptr, query_ptr.shape, "[B+1]", "It has the sequences of 'query_ptr'.")
     checks.shape("streams", streams, (query_ptr.size(0) - 1,), "[B]", "It holds one number per sequence.")
+    for name, x in (("query_ptr", query_ptr), ("key_ptr", key_ptr), ("streams", streams)):
+        if x.dtype != torch.int64:
+            raise TypeError(f"Expected '{name}' to be int64 (got {x.dtype}). Convert it with `.long()`.")
     checks.same_device(*like, query_ptr=query_ptr, key_ptr=key_ptr, streams=streams)
 
 
