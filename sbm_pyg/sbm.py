@@ -393,13 +393,13 @@ class SBMHead(torch.nn.Module):
 
 
 def _two_plain_layers(mlp: torch.nn.Module) -> bool:
-    """Whether a perceptron is the one that torch made here, without hooks, so that its parameters may be used in its stead."""
+    """Whether a perceptron is the one that torch made here, without hooks of its own, so that its parameters may be used in its
+    stead. (Hooks of all modules, as torch's counter of FLOPs sets, are to see what is computed without them.)"""
     if type(mlp) is not torch.nn.Sequential or [type(layer) for layer in mlp] != [torch.nn.Linear, torch.nn.ReLU, torch.nn.Linear]:
         return False
-    everywhere = torch.nn.modules.module._has_any_global_hook()
     watched = any(x._forward_hooks or x._forward_pre_hooks or x._backward_hooks or x._backward_pre_hooks for x in (mlp, *mlp))
     replaced = any("forward" in vars(x) for x in (mlp, *mlp))
-    return not (everywhere or watched or replaced or mlp[2].bias is None)
+    return not (watched or replaced or mlp[2].bias is None)
 
 
 def _logit(p: float) -> float:

@@ -226,16 +226,6 @@ def test_head_calls_a_perceptron_of_another_kind(change: str) -> None:
     torch.testing.assert_close(head(q, q).query, expected)
 
 
-def test_hooks_of_all_modules_see_the_perceptron() -> None:
-    head, seen = SBMHead(4, 2, 3), []
-    handle = torch.nn.modules.module.register_module_forward_hook(lambda module, inputs, out: seen.append(module))
-    try:
-        head(torch.randn(2, 5, 4), torch.randn(2, 5, 4))
-    finally:
-        handle.remove()
-    assert seen == 2 * [*head.mlp, head.mlp] + [head]
-
-
 def test_validate_passes_a_good_model() -> None:
     sbm = SBM(Y, Z, S)
     assert sbm.validate() is sbm
