@@ -110,7 +110,8 @@ class Classifier(LightningModule):
             if settings.values == "smooth":
                 encoder.token.weight[1:] = smooth_values(task.num_tokens - 1, settings.channels)
             if settings.positions == "grid":
-                encoder.position.weight[: task.side**2] = grid_positions(task.side, settings.channels)
+                grid = grid_positions(task.side, settings.channels)[: settings.max_length]
+                encoder.position.weight[: len(grid)] = grid
         pooled = settings.max_length if settings.compat == "nystromformer" else None
         self.model = (SequenceClassifier if task.arity == 1 else PairClassifier)(encoder, task.num_classes, pool_length=pooled)
         self.sums: dict[str, Tensor] = {}

@@ -86,13 +86,18 @@ class Task:
         """Returns the options of the reader that settings name.
 
         Raises:
-            ValueError: As :meth:`complete`, or if settings are about pixels, and the task has none.
+            ValueError: As :meth:`complete`, if settings are about pixels, and the task has none, or if its images have more than a sequence may.
         """
         for name, absent in (("mask_dark", -1), ("positions", "random"), ("values", "random")):
             if not self.side and getattr(settings, name) != absent:
                 raise ValueError(
                     f"Expected '{name.replace('_', '-')}' to be {absent} for {self.name} (got {getattr(settings, name)}). Its tokens are no pixels."
                 )
+        if settings.max_length < self.side**2:
+            raise ValueError(
+                f"Expected 'max-length' to be at least the {self.side**2:,} pixels of an image of {self.name} (got {settings.max_length}). "
+                "Raise --max-length."
+            )
         return self.complete({"split": settings.split, "level": settings.level})
 
     def masked(self, settings: Settings) -> int | None:

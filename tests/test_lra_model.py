@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import cost_lra
 import lra
 from lra_model import Classifier, grid_positions, smooth_values
 from lra_tasks import TASKS, Settings
@@ -47,6 +48,27 @@ def test_positions_start_on_the_grid_and_are_learned() -> None:
     assert any(position is parameter for parameter in classifier.parameters())
     other = Classifier(TASKS["pathfinder"], settings(positions="random")).model.encoder.position.weight
     assert not torch.equal(other.detach(), grid_positions(32, 16))
+
+
+@pytest.mark.parametrize("task", ["image", "pathfinder"])
+def test_images_longer_than_sequences_are_refused_before_anything_is_written(
+    task: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        lra.main(["--task", task, "--data", str(tmp_path), "--output", str(tmp_path / "run"), "--max-length", "512"])
+    assert stop.value.code == 2
+    said = capsys.readouterr().err
+    assert f"Expected 'max-length' to be at least the 1,024 pixels of an image of {task} (got 512). Raise --max-length." in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_short_sequences_are_measured_on_the_first_rows_of_the_grid() -> None:
+    small = {name: getattr(settings(), name) for name in ("layers", "channels", "head_channels", "ffn_channels")}
+    method = "full:" + ",".join(f"{name.replace('_', '-')}={value}" for name, value in small.items())
+    row = cost_lra.measure(TASKS["pathfinder"], method, "laptop", 96, 1, 1)
+    assert (row["length"], row["density"]) == (96, None)
+    position = Classifier(TASKS["pathfinder"], settings(max_length=96)).model.encoder.position.weight
+    assert torch.equal(position.detach(), grid_positions(32, 16)[:96])
 
 
 def test_like_values_start_alike() -> None:
