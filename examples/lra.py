@@ -383,6 +383,20 @@ def resolve(given: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
     return folder, {"task": name, "preset": preset, **places, "directory": str(Path.cwd()), "settings": dataclasses.asdict(settings)}
 
 
+def check_accelerator(name: str) -> None:
+    """Refuses an accelerator that this machine lacks, or has too few of for its processes.
+
+    Raises:
+        ValueError: If so.
+    """
+    found = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
+    if found.get(name, processes.on_this_machine()) < processes.on_this_machine():
+        raise ValueError(
+            f"Expected 'accelerator' to be one of which there is one for each process (got {name!r}, of which this machine has "
+            f"{found[name]}). Leave it out for what there is."
+        )
+
+
 def read(given: argparse.Namespace, plan: dict[str, Any]) -> tuple[Task, Settings, dict[str, Split], str]:
     """Reads the data of a run, generates them if there are none, and checks all that can be checked before the run is touched.
 
@@ -400,6 +414,7 @@ def read(given: argparse.Namespace, plan: dict[str, Any]) -> tuple[Task, Setting
             f"Expected 'devices' to be {count} as in the run to resume (got {processes.count()}). Its results depend on how many processes "
             f"share a batch: give --devices {count}, or start a new run."
         )
+    check_accelerator(given.accelerator)
     task.options_of(settings)  # refuses what does not fit before anything is generated
     try:
         Classifier(task, settings)

@@ -281,6 +281,21 @@ def test_bad_arguments_are_told_before_anything_is_written(
     assert not folder.exists()
 
 
+@pytest.mark.parametrize("accelerator", ["cuda", "mps"])
+def test_an_absent_accelerator_is_told_before_anything_is_written(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, accelerator: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as stop:
+        train(data, tmp_path / "run", "--accelerator", accelerator)
+    assert stop.value.code == 2
+    assert (
+        f"for each process (got '{accelerator}', of which this machine has 0). Leave it out for what there is." in capsys.readouterr().err
+    )
+    train(data, tmp_path / "run", "--steps", "1")  # the same command, corrected
+
+
 def test_a_run_is_neither_overwritten_nor_resumed_with_other_settings_or_data(
     run: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
