@@ -46,7 +46,7 @@ import lra_report as report
 from density_guard import DensityGuard
 from lra_baselines import BASELINES
 from lra_checkpoints import BEST, LOCK, Checkpoints, Signals
-from lra_folders import RESULTS, SETTINGS, check_files, check_place, claim, next_folder, read_plan
+from lra_folders import RESULTS, SETTINGS, check_files, check_place, check_writable, claim, next_folder, read_plan
 from lra_model import Classifier
 from lra_tasks import TASKS, LengthBuckets, Settings, Split, Task, data_folder, random_word, splits_digest
 from lra_upkeep import Memory, flushed_subnormals
@@ -436,17 +436,28 @@ def read(given: argparse.Namespace, plan: dict[str, Any]) -> tuple[Task, Setting
     if given.workers < 0:
         raise ValueError(f"Expected 'workers' to be at least 0 (got {given.workers}). Leave it out for the default.")
     Data(splits, settings)  # refuses what cannot be trained before anything is written
-    export: Path | None = options.get("export")
-    if export is not None and settings.attention in BASELINES:
+    return task, settings, splits, fingerprint
+
+
+def check_export(export: Path | None, folder: Path, settings: Settings) -> None:
+    """Looks whether the tested model can be saved where it is to be, before anything is trained.
+
+    Raises:
+        ValueError: If not.
+    """
+    if export is None:
+        return
+    if settings.attention in BASELINES:
         raise ValueError(
             f"Expected no 'export' with {settings.attention!r} attention (got {export}). Baselines are of the examples alone; copy the "
             "folder of the run."
         )
-    if export is not None:
-        check_place("export", export)
-    if export is not None and export.exists() and (not export.is_dir() or any(export.iterdir())):
+    if folder.resolve().is_relative_to(export.resolve()):
+        raise ValueError(f"Expected 'export' to be a folder without that of the run, {folder} (got {export}). Choose another one.")
+    check_place("export", export)
+    if export.exists() and (not export.is_dir() or any(export.iterdir())):
         raise ValueError(f"Expected 'export' to be a new or empty folder (got {export}, which has content). Choose another one.")
-    return task, settings, splits, fingerprint
+    check_writable("export", export.parent)
 
 
 def hint(given: argparse.Namespace, folder: Path) -> str:
@@ -485,6 +496,7 @@ def main(arguments: list[str] | None = None) -> None:
 def run(given: argparse.Namespace, signals: Signals) -> None:
     """Trains as the command line says, in each of the processes of a run."""
     say = print if processes.rank() == 0 else lambda *words: None
+    export: Path | None = vars(given).get("export")
     with contextlib.ExitStack() as held:
 
         def take() -> Path:
@@ -495,6 +507,7 @@ def run(given: argparse.Namespace, signals: Signals) -> None:
         try:
             folder, plan = processes.of_first(lambda: resolve(given))
             task, settings, splits, fingerprint = processes.in_turn(lambda: read(given, plan))
+            processes.of_first(lambda: check_export(export, folder, settings))
             folder = processes.of_first(take)
             start = processes.in_turn(lambda: checkpoints.newest(folder, vars(given).get("resume_from", "last")))
             processes.of_first(lambda: check_files(folder, settings, start))
@@ -506,7 +519,6 @@ def run(given: argparse.Namespace, signals: Signals) -> None:
             if split.truncated:
                 say(f"{name}: cut {split.truncated:,} of {len(split):,} sequences to {settings.max_length} tokens")
         say(f"{task.name}, {plan['preset']} preset, {settings.attention} attention, {len(splits['train']):,} examples -> {folder}")
-        export: Path | None = vars(given).get("export")
         options: dict[str, Any] = {"start": start, "signals": signals, "workers": given.workers}
         held.enter_context(flushed_subnormals())
         try:

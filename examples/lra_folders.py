@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,19 @@ def check_place(option: str, folder: Path) -> None:
     file = file_above(folder.parent)
     if file is not None:
         raise ValueError(f"Expected '{option}' to be a folder that can be made (got {folder}, but {file} is a file). Choose another one.")
+
+
+def check_writable(option: str, folder: Path) -> None:
+    """Refuses a folder where nothing can be written, by writing in it, or in the first above it that there is; leaves nothing there.
+
+    Raises:
+        ValueError: If so.
+    """
+    place = next(path for path in (folder, *folder.parents) if path.exists())
+    try:
+        tempfile.TemporaryFile(dir=place).close()
+    except OSError as error:
+        raise _not_writable(option, place, error) from None
 
 
 def check_files(folder: Path, settings: Settings, start: Path | None) -> None:
@@ -105,7 +119,7 @@ def _take(folder: Path, plan: Mapping[str, Any], resumed: bool) -> Any:
         folder.mkdir(parents=True, exist_ok=True)
         lock = checkpoints.hold(folder)
     except OSError as error:
-        raise _not_writable(folder, error) from None
+        raise _not_writable("output", folder, error) from None
     if not resumed and (folder / SETTINGS).exists():
         lock.close()
         raise checkpoints.CheckpointError(
@@ -117,12 +131,12 @@ def _take(folder: Path, plan: Mapping[str, Any], resumed: bool) -> Any:
             report.write_json(folder / SETTINGS, plan)
         except OSError as error:
             lock.close()
-            raise _not_writable(folder, error) from None
+            raise _not_writable("output", folder, error) from None
     return lock
 
 
-def _not_writable(folder: Path, error: OSError) -> ValueError:
+def _not_writable(option: str, folder: Path, error: OSError) -> ValueError:
     return ValueError(
-        f"Expected 'output' to be a folder that can be written (got {error.strerror!r} for {folder}). Make room or get the right, or choose "
-        "another one."
+        f"Expected '{option}' to be a folder that can be written (got {error.strerror!r} for {folder}). Make room or get the right, or "
+        "choose another one."
     )

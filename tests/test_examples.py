@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -200,6 +201,25 @@ def test_an_export_never_replaces_anything(data: Path, tmp_path: Path, capsys: p
     assert not (tmp_path / "run").exists()
 
 
+def test_an_export_is_tried_before_training(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(dir: Path) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(dir))
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refused)
+    monkeypatch.setattr(lra, "train", None)
+    for export, words in (
+        (tmp_path / "new" / "model", f"'export' to be a folder that can be written (got 'Read-only file system' for {tmp_path})"),
+        (run, f"Expected 'export' to be a folder without that of the run, {run} (got {run})"),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            lra.main(["--output", str(run), "--resume", "--accelerator", "cpu", "--export", str(export)])
+        assert stop.value.code == 2
+        assert words in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
 @pytest.mark.parametrize("attention", ["sbm", "bigbird"])
 def test_accumulating_changes_neither_graphs_nor_gradients(data: Path, tmp_path: Path, attention: str) -> None:
     for parts in ("1", "4"):
@@ -258,6 +278,8 @@ def test_every_attention_trains(data: Path, tmp_path: Path, attention: str) -> N
         (["--temperature", "0", "--parameterization", "mixed"], "temperature"),
         (["--initial-density", "0"], "density"),
         (["--export", "{data}/listops/afile/x"], "Expected 'export' to be a folder that can be made"),
+        (["--export", "{data}/run"], "Expected 'export' to be a folder without that of the run, {folder} (got {folder})"),
+        (["--export", "{data}/listops/..", "--output", "{data}/run"], "to be a folder without that of the run, {folder} (got "),
         (["--output", "{data}/listops/afile/x"], "Expected 'output' to be a folder that can be made"),
         (["--threads", "0"], "Expected 'threads' to be at least 1 (got 0)"),
         (["--warmup", "7"], "Expected 'warmup' to be below 'steps' = 7 (got 7)"),
