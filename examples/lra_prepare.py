@@ -57,6 +57,8 @@ def prepare(
     """
     options = task.complete(options or {})
     folder = (prepared or root / FOLDER) / "-".join([task.name, *(value for value in options.values() if value)])
+    draft, old = (folder.with_name(f".{folder.name}.{kind}") for kind in ("partial", "old"))
+    shutil.rmtree(old, ignore_errors=True)  # which a killed process had replaced; nobody goes back to it
     try:
         rows = task.open(root, **options)
         wanted = {"format": FORMAT, "task": task.name, "tokeniser": task.tokeniser, "options": options, "source": fingerprint(root, rows)}
@@ -66,17 +68,18 @@ def prepare(
         with FileLock(folder.with_name(f".{folder.name}.lock")):
             if folder.exists() and {name: read_manifest(folder).get(name) for name in wanted} == wanted:
                 return folder, False
-            draft = folder.with_name(f".{folder.name}.partial")
-            shutil.rmtree(draft, ignore_errors=True)  # what a killed process left
+            for left in (draft, old):  # by a killed process
+                shutil.rmtree(left, ignore_errors=True)
             try:
                 draft.mkdir()
                 splits = {name: _write_split(draft, name, rows[name], task, root, progress) for name in SPLITS}
                 (draft / MANIFEST).write_text(json.dumps({**wanted, "root": str(root), "splits": splits}, indent=2) + "\n")
                 if folder.exists():
-                    shutil.rmtree(folder)
+                    os.replace(folder, old)
                 os.replace(draft, folder)
             finally:
-                shutil.rmtree(draft, ignore_errors=True)
+                for left in (draft, old):
+                    shutil.rmtree(left, ignore_errors=True)
     except OSError as error:
         failed = Path(error.filename or folder)
         if failed == root or not (failed.is_relative_to(folder.parent) or folder.is_relative_to(failed)):

@@ -643,6 +643,41 @@ def test_a_kill_in_the_middle_leaves_nothing_half_done(text: Path) -> None:
     assert [len(split) for split in load(TASKS["text"], text, max_length=100).values()] == SIZES["text"]
 
 
+REPLACING = """
+import os, shutil, signal, sys
+from pathlib import Path
+import lra_tasks
+calls = []
+def watch(module, name):
+    done = getattr(module, name)
+    def watched(path, *rest, **options):
+        manifest = Path(path) / "manifest.json"
+        if manifest.exists():
+            calls.append(name)
+            if len(calls) == int(sys.argv[2]):
+                if name == "rmtree":
+                    manifest.unlink()
+                os.kill(os.getpid(), signal.SIGKILL)
+        return done(path, *rest, **options)
+    setattr(module, name, watched)
+watch(shutil, "rmtree")
+watch(os, "replace")
+lra_tasks.prepare(lra_tasks.TASKS["text"], Path(sys.argv[1]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", [1, 2, 3])
+def test_a_kill_while_old_arrays_are_replaced_leaves_nothing_half_done(text: Path, moment: int) -> None:
+    """Before the old ones are moved, before the new ones get their name, and in the middle of removing the old ones."""
+    folder, _ = prepare(TASKS["text"], text)
+    (text / "train" / "pos" / "3_9.txt").write_bytes(b"another text, so another length and time")
+    assert run(REPLACING, text, moment).wait() == -signal.SIGKILL
+    assert prepare(TASKS["text"], text) == (folder, moment < 3)
+    assert {path.name for path in folder.parent.iterdir()} == {folder.name, f".{folder.name}.lock"}
+    assert b"another text, so another length and time" in sequences(load(TASKS["text"], text, max_length=100)["train"])
+
+
 @pytest.mark.slow
 def test_processes_that_prepare_at_once_agree(text: Path) -> None:
     program = "import sys; from pathlib import Path; import lra_tasks; print(lra_tasks.prepare(lra_tasks.TASKS['text'], Path(sys.argv[1])))"
