@@ -367,8 +367,10 @@ def resolve(given: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
     settings = TASKS[name].presets[preset].settings
     if "steps" in chosen and "warmup" not in chosen:
         chosen["warmup"] = settings.warmup * chosen["steps"] // settings.steps
-    if chosen.get("attention", "sbm") != "sbm" and "density_weight" not in chosen:
-        chosen |= {"density_weight": 0.0, "density_floor": 0.0}  # only 'sbm' has what the preset prices
+    if chosen.get("attention", "sbm") != "sbm":  # only 'sbm' has what the preset prices
+        chosen.setdefault("density_weight", 0.0)
+    if chosen.get("density_weight") == 0:  # then the preset's floor is that of nothing
+        chosen.setdefault("density_floor", 0.0)
     settings = dataclasses.replace(settings, **chosen)
     folder = options.get("output")
     if folder is None:
