@@ -354,7 +354,8 @@ def resolve(given: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
                 f"{SETTINGS}, or start a new run without --resume."
             )
         plan = read_plan(folder / SETTINGS)
-        known = {"task": plan["task"], "preset": plan["preset"], **plan["settings"]}
+        settled = dataclasses.asdict(Settings(**plan["settings"]))  # with the defaults of what a run of before could not choose
+        known = {"task": plan["task"], "preset": plan["preset"], **settled}
         for name, value in {name: options[name] for name in known if name in options}.items():
             if value != known[name]:
                 raise ValueError(

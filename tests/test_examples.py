@@ -334,6 +334,18 @@ def test_a_run_is_neither_overwritten_nor_resumed_with_other_settings_or_data(
     assert "to hold ListOps (got no such folder)" in refuse("--resume", "--data", str(tmp_path / "nowhere"))
 
 
+def test_a_run_of_before_is_resumed_with_the_settings_that_it_had(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(run, folder)
+    plan = json.loads((folder / "settings.json").read_text())
+    assert plan["settings"].pop("test_graphs") == 1  # which it did not know
+    (folder / "settings.json").write_text(json.dumps(plan))
+    with pytest.raises(SystemExit) as stop:
+        lra.main(["--output", str(folder), "--resume", "--accelerator", "cpu", "--test-graphs", "8"])
+    assert stop.value.code == 2
+    assert "Expected 'test-graphs' to be 1 as in the run to resume (got 8)" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("name", "change"),
     [
