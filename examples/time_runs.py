@@ -6,9 +6,9 @@ before training (``cost_lra.py``), whole runs and their accuracy (``reproduce_lr
     python examples/time_runs.py runs/hour/runs/listops-full-0 runs/hour/runs/listops-sbm-0 --threads 2
 
 The steps that a run logs say how fast it went on a machine that did other things besides, with another batch at every step. Here each
-batch goes through all models in turn, the order changing from batch to batch, and ratios are those of the same batch. A step is what the trainer does:
-forward, backward, clipping and the optimiser, at a learning rate of 0, with subnormal numbers flushed. Before it is timed, each model passes
-the gate of ``cost_lra.py``.
+batch goes through all models in turn, the order changing from batch to batch, and ratios are those of the same batch. A step is what the
+trainer does: forward, backward, clipping and the optimiser, in the run's precision and its parts of a batch, at a learning rate of 0, with
+subnormal numbers flushed. Before it is timed, each model passes the gate of ``cost_lra.py``.
 """
 
 from __future__ import annotations
@@ -37,24 +37,30 @@ from lra_upkeep import flushed_subnormals
 PARTS = ("forward", "backward", "update")
 
 
-def timed_step(module: lra.Classifier, optimizer: torch.optim.Optimizer, batch: Batch, number: int) -> dict[str, float]:
-    """Trains on a batch without learning anything.
+def timed_step(module: lra.Classifier, optimizer: torch.optim.Optimizer, batches: Sequence[Batch], number: int) -> dict[str, float]:
+    """Trains on the parts of a batch without learning anything.
 
     Returns:
         Seconds of each of ``PARTS``, and the mean density of the graphs (1 without graphs).
     """
+    seconds, density = np.zeros(len(PARTS)), 0.0
     optimizer.zero_grad()
-    clock = [time.perf_counter()]
-    logits, trace = module.classify(batch, seed=number)
-    loss = module.objective(cross_entropy(logits.float(), batch.labels), trace)
-    clock.append(time.perf_counter())
-    loss.backward()
-    clock.append(time.perf_counter())
+    for batch in batches:
+        clock = [time.perf_counter()]
+        with torch.autocast("cpu", torch.bfloat16, enabled=module.settings.precision == "bf16-mixed"):
+            logits, trace = module.classify(batch, seed=number)
+            loss = module.objective(cross_entropy(logits.float(), batch.labels), trace) / len(batches)
+        clock.append(time.perf_counter())
+        loss.backward()
+        clock.append(time.perf_counter())
+        seconds[:2] += np.diff(clock)
+        density += float(trace.density.mean()) * len(batch.labels)
+    start = time.perf_counter()
     if module.settings.clip_norm:
         torch.nn.utils.clip_grad_norm_(module.parameters(), module.settings.clip_norm)
     optimizer.step()
-    clock.append(time.perf_counter())
-    return {**dict(zip(PARTS, np.diff(clock).tolist(), strict=True)), "density": float(trace.density.mean())}
+    seconds[2] = time.perf_counter() - start
+    return {**dict(zip(PARTS, seconds.tolist(), strict=True)), "density": density / sum(len(batch.labels) for batch in batches)}
 
 
 def measure(folders: Sequence[Path], checkpoint: str, data: Path | None, steps: int) -> list[dict[str, Any]]:
@@ -95,9 +101,10 @@ def measure(folders: Sequence[Path], checkpoint: str, data: Path | None, steps: 
             f"Expected 'data' of at least two training batches (got {len(epoch)}). The first one is not timed; give more examples."
         )
     for number, chosen in enumerate(tqdm(epoch[: steps + 1], "Timing", unit="batch")):
-        batch = splits["train"].__getitems__([int(example) for example in chosen])
         for place in range(len(folders)):
             run = (place + number) % len(folders)
+            parts = np.array_split(chosen, min(modules[run].settings.accumulate, len(chosen)))  # equal ones, if the batch is the run's own
+            batch = [splits["train"].__getitems__(part.tolist()) for part in parts]
             torch.manual_seed(number)
             times = timed_step(modules[run], optimizers[run], batch, number)
             if number:  # the first one compiles and allocates
@@ -106,7 +113,7 @@ def measure(folders: Sequence[Path], checkpoint: str, data: Path | None, steps: 
                         "run": folders[run].name,
                         "place": run,
                         "batch": number,
-                        "tokens": batch.num_tokens,
+                        "tokens": sum(part.num_tokens for part in batch),
                         "step": sum(times[p] for p in PARTS),
                         **times,
                     }

@@ -71,6 +71,29 @@ def test_all_runs_take_the_same_batches_and_learn_nothing(
     assert "1.00 (1.00–1.00) |" in table
 
 
+def test_a_step_has_the_precision_and_the_parts_of_the_run(
+    untrained: Callable[..., Path], runs: list[str], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"layers": 1, "batch_size": 8, "precision": "bf16-mixed", "accumulate": 4}
+    low = untrained(tmp_path / "low", data, attention="linear", **options)
+    seen: list[tuple[torch.dtype, int]] = []
+    original: Any = lra.Classifier.classify
+
+    def classify(module: lra.Classifier, batch: Any, seed: int) -> Any:
+        logits, trace = original(module, batch, seed)
+        if module.training:
+            seen.append((logits.dtype, len(batch.labels)))
+        return logits, trace
+
+    monkeypatch.setattr(lra.Classifier, "classify", classify)
+    rows = time_runs.measure([Path(runs[2]), low], "best.ckpt", None, 1)
+    assert [row["run"] for row in rows] == ["low", "linear"]
+    assert rows[0]["tokens"] == rows[1]["tokens"]
+    assert rows[0]["density"] == rows[1]["density"] == 1
+    parts, whole = [(torch.bfloat16, 2)] * 4, [(torch.float32, 8)]
+    assert seen == [*whole, *parts, *parts, *whole]
+
+
 def test_ratios_are_of_the_same_batch() -> None:
     """The second run is twice as fast on each batch, though the batches differ by more."""
     rows = [
