@@ -102,7 +102,7 @@ def gate(module: lra.Classifier, task: Task, device: torch.device) -> None:
     Raises:
         ValueError: If outputs are not finite, of another shape, random for one seed, or depend on the rest of the batch.
     """
-    method, lengths = module.settings.attention, (SHORT, 17, 40)
+    method, lengths = module.settings.attention, [min(length, module.settings.max_length) for length in (SHORT, 17, 40)]
     module.eval()
     batch = random_batch(task, lengths, device)
     logits = module.classify(batch, seed=1)[0]
@@ -113,8 +113,8 @@ def gate(module: lra.Classifier, task: Task, device: torch.device) -> None:
         )
     problems = {"with the same seed": float((module.classify(batch, seed=1)[0] - logits).abs().max())}
     sides = [batch.tokens] if task.arity == 1 else list(batch.tokens)
-    alone = [side[:SHORT] for side in sides]
-    ptr = torch.tensor([0, SHORT], device=device)
+    alone = [side[: lengths[0]] for side in sides]
+    ptr = torch.tensor([0, lengths[0]], device=device)
     single = Batch(alone[0], ptr, batch.labels[:1], batch.examples[:1])
     if task.arity == 2:
         single = single._replace(tokens=tuple(alone), ptr=(ptr, ptr))

@@ -140,6 +140,12 @@ def test_refusals(runs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture
         assert words in capsys.readouterr().err
 
 
+def test_short_runs_pass_the_gate_too(untrained: Callable[..., Path], data: Path, tmp_path: Path) -> None:
+    for attention in ("full", "sbm", "linformer", "nystromformer", "reformer"):
+        run = untrained(tmp_path / attention, data, attention=attention, layers=1, batch_size=8, max_length=12)
+        assert {row["run"] for row in time_runs.measure([run], "best.ckpt", None, 1)} == {attention}
+
+
 def test_the_number_of_batches_is_that_of_those_timed(
     untrained: Callable[..., Path], runs: list[str], data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
