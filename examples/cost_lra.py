@@ -38,7 +38,7 @@ from tqdm.auto import tqdm
 
 import lra
 import lra_tables as tables
-from lra_folders import file_above
+from lra_folders import check_writable, file_above
 from lra_report import peak_memory, write_json, write_text
 from lra_tasks import TASKS, Batch, Task
 from reproduce_lra import Plan, read_json
@@ -273,6 +273,7 @@ def main(arguments: list[str] | None = None) -> None:
         for task in given.tasks:
             for method in given.methods:
                 Plan(task, method, 0, ["--preset", given.preset], None).settle()
+        check_writable("output", given.output)
     except ValueError as error:
         given.fail(str(error))
     given.output.mkdir(parents=True, exist_ok=True)

@@ -30,6 +30,7 @@ import lra_tables as tables
 from analyse_graphs import open_run
 from cost_lra import gate
 from lra_checkpoints import BEST
+from lra_folders import check_writable
 from lra_report import write_text
 from lra_tasks import Batch, LengthBuckets
 from lra_upkeep import flushed_subnormals
@@ -161,6 +162,8 @@ def main(arguments: list[str] | None = None) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(given.threads)
     try:
+        if given.output is not None:
+            check_writable("output", given.output)
         with flushed_subnormals():
             rows = measure(given.runs, given.checkpoint, given.data, given.steps)
     except ValueError as error:

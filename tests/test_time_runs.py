@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import csv
+import errno
 import re
 import shutil
+import subprocess
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+import cost_lra
 import lra
 import time_runs
 from lra_tasks import TASKS
@@ -138,6 +142,33 @@ def test_refusals(runs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture
         with pytest.raises(SystemExit):
             time_runs.main(arguments)
         assert words in capsys.readouterr().err
+
+
+def test_an_output_that_cannot_be_written_is_told_before_anything_is_measured(
+    runs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, folder = tmp_path / "file", tmp_path / "new" / "folder"
+    file.touch()
+    costs = ["--tasks", "listops", "--methods", "full", "--preset", "laptop"]
+    monkeypatch.setattr(time_runs, "measure", None)
+    monkeypatch.setattr(subprocess, "run", None)
+
+    def refuse(program: Any, arguments: list[str], output: Path) -> str:
+        with pytest.raises(SystemExit) as stop:
+            program.main([*arguments, "--output", str(output)])
+        assert stop.value.code == 2
+        return capsys.readouterr().err
+
+    assert f"Expected 'output' to be a folder that can be written (got 'Not a directory' for {file})" in refuse(time_runs, runs, file)
+
+    def refused(dir: Path) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(dir))
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refused)
+    for program, arguments in ((time_runs, runs), (cost_lra, costs)):
+        said = refuse(program, arguments, folder)
+        assert f"Expected 'output' to be a folder that can be written (got 'Read-only file system' for {tmp_path})" in said
+    assert not folder.parent.exists()
 
 
 def test_short_runs_pass_the_gate_too(untrained: Callable[..., Path], data: Path, tmp_path: Path) -> None:
