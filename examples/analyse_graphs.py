@@ -124,7 +124,7 @@ def open_run(
         )
     state = read_checkpoint(folder / checkpoint, "Give another --checkpoint, or take it from a backup.")
     given = data or (None if plan["data"] is None else Path(plan["data"]))
-    root, _ = data_folder(task, plan["preset"], settings, given)
+    root, _ = data_folder(task, plan["preset"], settings, given, start=Path(plan.get("directory", "")))
     prepared = None if data or plan.get("prepared") is None else Path(plan["prepared"])
     splits = task.load(settings, root, prepared=prepared, progress=True)
     if plan.get("fingerprint") not in (None, splits_digest(splits)):

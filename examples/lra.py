@@ -423,7 +423,8 @@ def read(given: argparse.Namespace, plan: dict[str, Any]) -> tuple[Task, Setting
         Classifier(task, settings)
     except ImportError as error:  # of the package of a baseline
         raise ValueError(str(error)) from None
-    root, generated = data_folder(task, plan["preset"], settings, None if plan["data"] is None else Path(plan["data"]))
+    given_data = None if plan["data"] is None else Path(plan["data"])
+    root, generated = data_folder(task, plan["preset"], settings, given_data, start=Path(plan.get("directory", "")))
     if generated:
         print(f"Generated {root}")
     prepared, first = Path(plan["prepared"]) if plan.get("prepared") else None, processes.rank() == 0

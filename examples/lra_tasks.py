@@ -208,7 +208,9 @@ TASKS = {
 }
 
 
-def data_folder(task: Task, preset: str, settings: Settings, given: Path | None, *, progress: bool = True) -> tuple[Path, bool]:
+def data_folder(
+    task: Task, preset: str, settings: Settings, given: Path | None, *, start: Path = Path(), progress: bool = True
+) -> tuple[Path, bool]:
     """Settles where the data of a run is, and generates it if it was not given.
 
     Args:
@@ -216,6 +218,7 @@ def data_folder(task: Task, preset: str, settings: Settings, given: Path | None,
         preset: Whose law the generated data has.
         settings: Of the run; the level of Pathfinder is theirs.
         given: The folder that the user gave, or None.
+        start: Where the run was started, in whose "data" it is generated; here, if that is no longer there.
         progress: Whether to show a progress bar.
 
     Returns:
@@ -234,7 +237,8 @@ def data_folder(task: Task, preset: str, settings: Settings, given: Path | None,
     parameters, folder = task.presets[preset].data, f"{task.name}-{preset}"
     if hasattr(parameters, "level") and parameters.level != settings.level:
         parameters, folder = dataclasses.replace(parameters, level=settings.level), f"{folder}-{settings.level}"
-    return Path("data") / folder, task.generate(Path("data") / folder, parameters, progress=progress)
+    root = (start if start.is_dir() else Path()) / "data" / folder
+    return root, task.generate(root, parameters, progress=progress)
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:

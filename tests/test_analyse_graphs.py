@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import io
 import json
 import re
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 import analyse_graphs
+import lra
 import lra_tasks
 import time_runs
 
@@ -97,6 +99,32 @@ def test_places_are_those_of_the_directory_where_the_run_was_started(run: Path, 
     (moved / "settings.json").write_text(json.dumps(plan | {"data": data.name, "directory": str(data.parent)}))
     monkeypatch.chdir(tmp_path)
     assert analyse_graphs.open_run(moved, "best.ckpt", None)[3]["data"] == str(data)
+
+
+def test_generated_data_are_those_of_the_directory_where_the_run_was_started(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved, began = tmp_path / "moved", tmp_path / "began"
+    shutil.copytree(run, moved)
+    plan = json.loads((run / "settings.json").read_text())
+    shutil.copytree(plan["data"], began / "data" / "listops-laptop")
+    plan |= {"data": None, "directory": str(began), "settings": plan["settings"] | {"batch_size": 8}}
+    (moved / "settings.json").write_text(json.dumps(plan))
+    asked: list[Path] = []
+
+    def generate(folder: Path, *rest: object, **options: object) -> bool:
+        asked.append(folder)
+        return False
+
+    monkeypatch.setitem(lra_tasks.TASKS, "listops", dataclasses.replace(lra_tasks.TASKS["listops"], generate=generate))
+    monkeypatch.chdir(tmp_path)
+    analyse_graphs.open_run(moved, "best.ckpt", None)
+    given = lra.parse(["--output", str(moved), "--resume"])
+    lra.read(given, lra.resolve(given)[1])
+    shutil.rmtree(began)  # as on another machine
+    with pytest.raises(ValueError, match="Expected 'data/listops-laptop' to hold ListOps"):
+        analyse_graphs.open_run(moved, "best.ckpt", None)
+    assert asked == [began / "data" / "listops-laptop"] * 2 + [Path("data/listops-laptop")]
 
 
 def test_errors(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
