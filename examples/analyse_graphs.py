@@ -36,7 +36,6 @@ from lra_report import write_text
 from lra_tasks import TASKS, Batch, LengthBuckets, Settings, Split, Task, data_folder, splits_digest
 from sbm_pyg import SBM, AttentionGraph, analysis, patterns, plots
 
-PIXELS = ("image", "pathfinder", "pathx")  # tasks whose sequences are square images
 STYLE = """body { font: 15px/1.5 system-ui, sans-serif; max-width: 1040px; margin: 2em auto; padding: 0 1em; color: #222 }
 h1, h2 { line-height: 1.2 } h2 { margin-top: 2em; border-bottom: 1px solid #ccc }
 table { border-collapse: collapse; margin: 1em 0 } td, th { padding: .2em .8em; text-align: right; border-bottom: 1px solid #eee }
@@ -196,9 +195,8 @@ def write_inputs(report: Report, task: Task, module: lra.Classifier, split: Spli
     graphs, _ = layers_of(module, batch)[1][0]
     titles = [f"example {done.examples[place]}\nclass {done.labels[place]}, said {done.guesses[place]}" for place in places]
     notes = f"Rows: the {len(low)} inputs of lowest and the {len(places) - len(low)} of highest mean density among {len(done.examples):,}."
-    side = math.isqrt(int(done.lengths[places[0]]))
-    if task.name in PIXELS and side * side == done.lengths[places[0]]:
-        images = batch.tokens.view(len(places), side, side).float()
+    if task.side and (done.lengths == task.side**2).all():  # masked ones would leave holes
+        images = batch.tokens.view(len(places), task.side, task.side).float()
         report.figure(plots.plot_pixel_attention(graphs, images, sequences=range(len(places)), titles=titles, notes=notes))
     else:
         report.figure(plots.plot_inputs(graphs, sequences=range(len(places)), titles=titles, notes=notes))

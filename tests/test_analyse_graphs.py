@@ -10,8 +10,10 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import matplotlib.image
+import numpy as np
 import pytest
 import torch
 
@@ -19,6 +21,7 @@ import analyse_graphs
 import lra
 import lra_tasks
 import time_runs
+from sbm_pyg import plots
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]  # Lightning's own
 
@@ -125,6 +128,33 @@ def test_generated_data_are_those_of_the_directory_where_the_run_was_started(
     with pytest.raises(ValueError, match="Expected 'data/listops-laptop' to hold ListOps"):
         analyse_graphs.open_run(moved, "best.ckpt", None)
     assert asked == [began / "data" / "listops-laptop"] * 2 + [Path("data/listops-laptop")]
+
+
+@pytest.mark.parametrize(("masked", "drawn"), [(None, ["plot_pixel_attention"]), (9, ["plot_inputs"])])
+def test_pixels_are_drawn_where_they_are_unless_some_are_masked(
+    masked: int | None, drawn: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = lra_tasks.TASKS["pathfinder"]
+    small: dict[str, Any] = {"layers": 1, "channels": 16, "head_channels": 8, "ffn_channels": 16, "num_blocks": 4, "initial_density": 0.01}
+    module = lra.Classifier(task, dataclasses.replace(task.presets["laptop"].settings, **small)).eval()
+    tokens = np.ones((2, 1024), np.int64)  # black
+    tokens[0, :225] = tokens[1, :300] = 200  # of the first image, as many bright ones as a smaller square has
+    split = lra_tasks.Split(tokens.ravel(), np.array([0, 1024, 2048]), np.array([0, 1]), max_length=1024, masked=masked)
+    density = torch.tensor([0.1, 0.2], dtype=torch.float64)[None, :, None].expand(1, 2, 2)
+    done = analyse_graphs.Evaluated(np.arange(2), split.lengths, split.labels, split.labels, 1.0, density)
+    called: list[str] = []
+
+    def watch(name: str, original: Callable[..., Any]) -> None:
+        def watched(*arguments: Any, **options: Any) -> Any:
+            called.append(name)
+            return original(*arguments, **options)
+
+        monkeypatch.setattr(plots, name, watched)
+
+    for name in ("plot_pixel_attention", "plot_inputs"):
+        watch(name, getattr(plots, name))
+    analyse_graphs.write_inputs(analyse_graphs.Report("pixels"), task, module, split, done)
+    assert called == drawn
 
 
 def test_errors(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
