@@ -31,7 +31,7 @@ from tqdm.auto import tqdm
 import lra
 from lra_baselines import BASELINES
 from lra_checkpoints import read_checkpoint
-from lra_folders import SETTINGS, read_plan
+from lra_folders import SETTINGS, check_writable, read_plan
 from lra_report import write_text
 from lra_tasks import TASKS, Batch, LengthBuckets, Settings, Split, Task, data_folder, splits_digest
 from sbm_pyg import SBM, AttentionGraph, analysis, patterns, plots
@@ -324,7 +324,13 @@ def main(arguments: list[str] | None = None) -> Path:
             raise ValueError(f"Expected 'seed' to be at least 0 (got {given.seed}). Leave it out for 0.")
         if not given.time_limit > 0:
             raise ValueError(f"Expected 'time-limit' to be a positive number of seconds (got {given.time_limit}). The default is 5.")
+        if not 0 <= given.threshold < 1:
+            raise ValueError(f"Expected 'threshold' to be at least 0 and below 1 (got {given.threshold}). The default is 0.5.")
         task, module, splits, plan = open_run(given.run, given.checkpoint, given.data)
+        out = given.out or given.run / "graphs.html"
+        if out.is_dir() or not out.parent.is_dir():
+            raise ValueError(f"Expected 'out' to be a file in a folder that is there (got {out}). Make the folder, or choose another name.")
+        check_writable("out", out.parent)
     except ValueError as error:
         given.fail(str(error))
     start = time.perf_counter()
@@ -354,9 +360,8 @@ def main(arguments: list[str] | None = None) -> Path:
     report.head("Settings")
     report.page(json.dumps(plan, indent=2))
     report.text(
-        f"Made in {time.perf_counter() - start:.0f} seconds with seed {given.seed}; {given.structure:,} examples for structure and universality."
+        f"Made in {time.perf_counter() - start:.0f} seconds with seed {given.seed}; {len(some):,} examples for structure and universality."
     )
-    out = given.out or given.run / "graphs.html"
     report.write(out)
     print(f"Wrote {out}")
     return out

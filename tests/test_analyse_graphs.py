@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import errno
 import io
 import json
 import re
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -70,9 +72,9 @@ def test_graphs_are_those_of_the_trainer_and_the_seed_decides(run: Path, tmp_pat
             "--run",
             str(run),
             "--examples",
-            "5",
+            "2",
             "--structure",
-            "1",
+            "20",
             "--split",
             "test",
             "--seed",
@@ -83,6 +85,7 @@ def test_graphs_are_those_of_the_trainer_and_the_seed_decides(run: Path, tmp_pat
         text = analyse_graphs.main(options).read_text()
         pages.append(re.sub(r"[\d.]+ s\b|Made in \d+ seconds", "", text))
     assert pages[0] == pages[1]
+    assert "with seed 7; 2 examples for structure and universality" in pages[0]  # there are no more
     _, module, splits, _ = analyse_graphs.open_run(run, "best.ckpt", None)
     done = analyse_graphs.evaluate(module, splits["test"], torch.arange(20).numpy())
     module.validation_step(splits["test"].__getitems__(list(range(20))), 0)
@@ -157,12 +160,19 @@ def test_pixels_are_drawn_where_they_are_unless_some_are_masked(
     assert called == drawn
 
 
-def test_errors(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(analyse_graphs, "evaluate", None)  # all are told before
     for options, words in (
         (["--run", str(tmp_path)], "Expected 'run' to be a folder with settings.json and best.ckpt"),
         (["--run", str(run), "--checkpoint", "none.ckpt"], "with settings.json and none.ckpt"),
         (["--run", str(run), "--examples", "0"], "Expected 'examples' to be at least 1 (got 0). See --help."),
         (["--run", str(run), "--seed", "-1"], "Expected 'seed' to be at least 0 (got -1)."),
+        (["--run", str(run), "--threshold", "7"], "Expected 'threshold' to be at least 0 and below 1 (got 7.0)."),
+        (
+            ["--run", str(run), "--out", str(tmp_path / "no" / "x.html")],
+            f"'out' to be a file in a folder that is there (got {tmp_path}/no/x",
+        ),
+        (["--run", str(run), "--out", str(tmp_path)], f"Expected 'out' to be a file in a folder that is there (got {tmp_path})"),
         (["--run", str(run), "--time-limit", "-1"], "Expected 'time-limit' to be a positive number of seconds (got -1.0)."),
     ):
         with pytest.raises(SystemExit):
@@ -177,6 +187,19 @@ def test_errors(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     with pytest.raises(SystemExit):
         analyse_graphs.main(["--run", str(full)])
     assert "Expected a run whose attention has graphs (got attention 'full')." in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_written_is_told_before_anything_is_computed(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(dir: Path) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(dir))
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refused)
+    monkeypatch.setattr(analyse_graphs, "evaluate", None)
+    with pytest.raises(SystemExit):
+        analyse_graphs.main(["--run", str(run)])
+    assert f"Expected 'out' to be a folder that can be written (got 'Read-only file system' for {run})" in capsys.readouterr().err
 
 
 def test_damaged_weights_and_other_data_are_refused(
