@@ -17,6 +17,7 @@ many are planned as fit. What a run took in the end is in the tables: a graph th
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import logging
 import math
@@ -38,9 +39,9 @@ from tqdm.auto import tqdm
 
 import lra
 import lra_tables as tables
-from lra_folders import RESULTS, SETTINGS, file_above
+from lra_folders import RESULTS, SETTINGS, file_above, read_plan
 from lra_report import read_curves, write_json, write_text
-from lra_tasks import TASKS
+from lra_tasks import TASKS, Settings
 
 RUNS, LOGS, INDEX = "runs", "logs", "index.json"
 
@@ -170,9 +171,9 @@ def read_results(folder: Path) -> dict[str, Any]:
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """What a run was started with; see :func:`read_json`."""
-    way_out = f"Take it from a backup, or move {folder} away and run it again."
-    return read_json(folder / SETTINGS, way_out, ("task", "preset", "data", "settings"))
+    """What a run was started with, with the defaults of settings that its program did not have yet; see :func:`read_plan`."""
+    plan = read_plan(folder / SETTINGS)
+    return plan | {"settings": dataclasses.asdict(Settings(**plan["settings"]))}
 
 
 def kind(known: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]:
@@ -194,7 +195,7 @@ def place(folder: str | None) -> str | None:
 
 
 def difference(old: dict[str, Any], new: dict[str, Any]) -> tuple[str, Any, Any] | None:
-    """The first setting in which two kinds differ, with both values; settings that an older run did not have are no difference."""
+    """The first setting in which two kinds differ, with both values."""
     return next(((name.replace("_", "-"), old[name], new[name]) for name in old if name in new and old[name] != new[name]), None)
 
 

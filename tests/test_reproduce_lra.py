@@ -156,17 +156,37 @@ def test_runs_that_are_averaged_have_the_same_settings(tmp_path: Path, capsys: p
 
     path = folder / "runs" / "listops-sbm-3" / "settings.json"
     plan = json.loads(path.read_text())
-    plan["settings"]["steps"] = 6
+    plan["settings"]["steps"] = 600
     path.write_text(json.dumps(plan))
     index = json.loads((folder / "index.json").read_text())
     with pytest.raises(SystemExit):
         reproduce_lra.main(["report", "--output", str(folder)])
-    assert "to have the same steps, 800 as listops-sbm-0 (got 6 in listops-sbm-3)" in capsys.readouterr().err
+    assert "to have the same steps, 800 as listops-sbm-0 (got 600 in listops-sbm-3)" in capsys.readouterr().err
     for run in index["runs"].values():  # that were planned from a time, as the index of older ones says in words
         del run["minutes"]
     (folder / "index.json").write_text(json.dumps({**index, "budget": "Budget: 7.5 minutes of training"}))
     reproduce_lra.main(["report", "--output", str(folder)])
     assert "2 runs, at most 2 of a kind" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("trainer")
+def test_a_setting_that_an_older_program_did_not_have_is_at_its_default(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "all"
+    words = ["run", "--methods", "sbm", "--output", str(folder), "--seeds"]
+    reproduce_lra.main([*words, "0", "3"])
+    plans = {seed: json.loads((folder / "runs" / f"listops-sbm-{seed}" / "settings.json").read_text()) for seed in (0, 3)}
+    del plans[0]["settings"]["test_graphs"]
+    (folder / "runs" / "listops-sbm-0" / "settings.json").write_text(json.dumps(plans[0]))
+    for seed, told in ((0, "as it was started with"), (4, "as listops-sbm-0 with which it is averaged")):
+        with pytest.raises(SystemExit):
+            reproduce_lra.main([*words, str(seed), "--", "--test-graphs", "2"])
+        assert f"Expected listops-sbm-{seed} to have test-graphs = 1, {told} (got 2)" in capsys.readouterr().err
+    reproduce_lra.main([*words, "0", "3"])
+    plans[3]["settings"]["test_graphs"] = 2
+    (folder / "runs" / "listops-sbm-3" / "settings.json").write_text(json.dumps(plans[3]))
+    with pytest.raises(SystemExit):
+        reproduce_lra.main(["report", "--output", str(folder)])
+    assert "to have the same test-graphs, 1 as listops-sbm-0 (got 2 in listops-sbm-3)" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("trainer")
@@ -219,7 +239,8 @@ def test_files_that_were_cut_are_named(name: str, tmp_path: Path, capsys: pytest
     for again in (words, ["report", "--output", str(folder)]):
         with pytest.raises(SystemExit):
             reproduce_lra.main(again)
-        assert f"Expected {folder / name} to be whole JSON (got " in capsys.readouterr().err
+        message = "to be as it was written (got: " if name.endswith("settings.json") else "to be whole JSON (got "
+        assert f"Expected {folder / name} {message}" in capsys.readouterr().err
     if not name.endswith("settings.json"):  # the way out that is named
         (folder / name).unlink()
         reproduce_lra.main(words)
