@@ -41,9 +41,10 @@ import lra
 import lra_tables as tables
 from lra_folders import RESULTS, SETTINGS, file_above, read_plan
 from lra_report import read_curves, write_json, write_text
-from lra_tasks import TASKS, Settings
+from lra_tasks import TASKS, Settings, data_folder, splits_digest
 
 RUNS, LOGS, INDEX = "runs", "logs", "index.json"
+FINGERPRINT = "fingerprint of the data"
 
 # The trainer's arguments that each run gets from here, and what to do instead.
 RESERVED = {
@@ -132,9 +133,13 @@ class Index:
         self.folder.mkdir(parents=True, exist_ok=True)
         write_json(self.path, self.content)
 
+    def began(self, plan: Plan) -> bool:
+        """Whether a run has been started, and so has its settings."""
+        return (self.folder / RUNS / plan.name / SETTINGS).exists()
+
     def record(self, plan: Plan, minutes: float | None) -> dict[str, Any]:
         """The record of a run, made if there is none; of a run that began without one, nobody knows how long it took."""
-        seconds = None if (self.folder / RUNS / plan.name / SETTINGS).exists() else 0.0
+        seconds = None if self.began(plan) else 0.0
         known = {"task": plan.task, "method": plan.method, "attention": plan.attention, "seed": plan.seed}
         return self.content["runs"].setdefault(plan.name, {**known, "seconds": seconds, "minutes": minutes})
 
@@ -177,16 +182,15 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 
 def kind(known: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]:
-    """All that runs must agree in whose results are averaged: everything but the seed, and but the steps that a time was turned into.
+    """All that runs must agree in whose results are averaged: everything but the seed.
 
     Args:
         known: Content of ``settings.json``.
         record: Of the run, with its "minutes".
     """
-    minutes = record.get("minutes")
-    free = {"seed"} if minutes is None else {"seed", "steps", "warmup"}
-    settings = {name: value for name, value in known["settings"].items() if name not in free}
-    return {**{name: known[name] for name in ("task", "preset")}, **settings, "data": place(known["data"]), "minutes": minutes}
+    settings = {name: value for name, value in known["settings"].items() if name != "seed"}
+    data = {"data": place(known["data"]), FINGERPRINT: known.get("fingerprint")}
+    return {**{name: known[name] for name in ("task", "preset")}, "minutes": record.get("minutes"), **settings, **data}
 
 
 def place(folder: str | None) -> str | None:
@@ -194,9 +198,22 @@ def place(folder: str | None) -> str | None:
     return None if folder is None else str(Path(folder).resolve())
 
 
-def difference(old: dict[str, Any], new: dict[str, Any]) -> tuple[str, Any, Any] | None:
-    """The first setting in which two kinds differ, with both values."""
-    return next(((name.replace("_", "-"), old[name], new[name]) for name in old if name in new and old[name] != new[name]), None)
+def data_fingerprint(wanted: dict[str, Any]) -> str:
+    """The fingerprint that the trainer would save of the data of a run, which are generated if there are none."""
+    task, settings = TASKS[wanted["task"]], Settings(**wanted["settings"])
+    folder, prepared = (None if wanted[name] is None else Path(wanted[name]) for name in ("data", "prepared"))
+    return splits_digest(task.load(settings, data_folder(task, wanted["preset"], settings, folder)[0], prepared=prepared))
+
+
+def difference(old: dict[str, Any], new: dict[str, Any], *, exact: bool = False) -> tuple[str, Any, Any] | None:
+    """The first setting in which two kinds differ, with both values.
+
+    The folder of data is none where both have their fingerprint, nor, unless ``exact``, are steps that a time was turned into.
+    """
+    free = {"data"} if old[FINGERPRINT] and new[FINGERPRINT] else {FINGERPRINT}
+    if old["minutes"] is not None and not exact:
+        free |= {"steps", "warmup"}
+    return next(((name.replace("_", "-"), old[name], new[name]) for name in old if name not in free and old[name] != new[name]), None)
 
 
 def measure(arguments: list[str]) -> dict[str, float]:
@@ -342,10 +359,9 @@ class Runner:
         """Starts a run or goes on with it; returns whether it came to its end."""
         folder = self.index.folder / RUNS / plan.name
         record = self.index.record(plan, minutes)
-        begun = (folder / SETTINGS).exists()
         self.index.save()
         command = [sys.executable, lra.__file__, "--output", str(folder), *machine, *plan.arguments]
-        if begun:
+        if self.index.began(plan):
             command.append("--resume")
         start = time.perf_counter()
         try:
@@ -357,43 +373,26 @@ class Runner:
         return code == 0 and (folder / RESULTS).exists()
 
 
-def check(index: Index, plan: Plan, wanted: dict[str, Any]) -> bool:
+def check(index: Index, plan: Plan, wanted: dict[str, Any], minutes: float | None) -> bool:
     """Whether a run has finished.
 
     Raises:
-        ValueError: If it was started with other settings, or if its files are damaged.
+        ValueError: If it, or one that it would be averaged with, was started with other settings or data, or if its files are damaged.
     """
-    folder = index.folder / RUNS / plan.name
-    if not (folder / SETTINGS).exists():
-        return False
-    known = read_settings(folder)
-    old, new = ({**of["settings"], **{n: of[n] for n in ("task", "preset")}, "data": place(of["data"])} for of in (known, wanted))
-    for name, value in new.items():
-        if name in old and old[name] != value:
-            raise ValueError(
-                f"Expected {plan.name} to have {name.replace('_', '-')} = {old[name]!r}, as it was started with (got {value!r}). "
-                "Give the same arguments as then, or another --output."
-            )
-    return (folder / RESULTS).exists() and bool(read_results(folder))
-
-
-def agree(index: Index, plan: Plan, wanted: dict[str, Any], minutes: float | None) -> None:
-    """Refuses a run that would be averaged with others of the folder that had other settings.
-
-    Raises:
-        ValueError: If there are such.
-    """
-    for path in sorted((index.folder / RUNS).glob(f"{plan.stem}-*/{SETTINGS}")):
-        name = path.parent.name
-        if not re.fullmatch(r"-\d+", name.removeprefix(plan.stem)) or name == plan.name:
-            continue
-        record = index.content["runs"].get(name, {"minutes": minutes})
-        found = difference(kind(read_settings(path.parent), record), kind(wanted, {"minutes": minutes}))
+    folders = {path.parent.name: path.parent for path in sorted((index.folder / RUNS).glob(f"{plan.stem}-*/{SETTINGS}"))}
+    alike = sorted((name for name in folders if re.fullmatch(r"-\d+", name.removeprefix(plan.stem))), key=lambda name: name != plan.name)
+    saved = {name: read_settings(folders[name]) for name in alike}
+    if any("fingerprint" in known for known in saved.values()):
+        wanted = wanted | {"fingerprint": data_fingerprint(wanted)}
+    for name, known in saved.items():
+        own, record = name == plan.name, index.content["runs"].get(name, {"minutes": minutes})
+        found = difference(kind(known, record), kind(wanted, {"minutes": minutes}), exact=own)
         if found:
             raise ValueError(
-                f"Expected {plan.name} to have {found[0]} = {found[1]!r}, as {name} with which it is averaged (got {found[2]!r}). "
-                "Give the same arguments as then, or another --output."
+                f"Expected {plan.name} to have {found[0]} = {found[1]!r}, as "
+                f"{'it was started with' if own else f'{name} with which it is averaged'} (got {found[2]!r}). Give the same arguments as then, or another --output."
             )
+    return plan.name in saved and (folders[plan.name] / RESULTS).exists() and bool(read_results(folders[plan.name]))
 
 
 def run(given: argparse.Namespace, rest: list[str]) -> int:
@@ -409,10 +408,9 @@ def run(given: argparse.Namespace, rest: list[str]) -> int:
         raise ValueError("Expected 'tasks', 'methods' and 'seeds' to be distinct (got repeats). Name each once.")
     index = Index(given.output)
     for plan in plans:  # all mistakes before the first run
-        wanted = plan.settle()
-        if given.minutes is None:  # else its steps are not known yet
-            check(index, plan, wanted)
-        agree(index, plan, wanted, given.minutes)
+        if given.minutes and index.began(plan):
+            plan.arguments += ["--steps", str(read_settings(index.folder / RUNS / plan.name)["settings"]["steps"])]
+        check(index, plan, plan.settle(), given.minutes)
     words = f"Budget: {'the steps of the preset' if given.steps is None else f'{given.steps:,} steps'}"
     words = f"Budget: {given.minutes:g} minutes of training and validation, planned in steps" if given.minutes else words
     index.content["budget"] = f"{words}; preset `{given.preset}`{', ' + ' '.join(rest) if rest else ''}."
@@ -422,11 +420,11 @@ def run(given: argparse.Namespace, rest: list[str]) -> int:
             for plan in bar:
                 bar.set_description(plan.name)
                 wanted = plan.settle()
-                if given.minutes:
+                if given.minutes and not index.began(plan):
                     steps = plan_steps(runner.time(plan, bar), given.minutes, wanted["settings"]["validate_every"])
                     plan.arguments += ["--steps", str(steps)]
                     wanted = plan.settle()
-                if check(index, plan, wanted):
+                if check(index, plan, wanted, given.minutes):
                     if plan.name not in index.content["runs"]:  # index.json was lost
                         index.record(plan, given.minutes)
                         index.save()

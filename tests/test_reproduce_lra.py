@@ -6,6 +6,7 @@ import csv
 import doctest
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -19,7 +20,7 @@ import cost_lra
 import lra
 import lra_tables as tables
 import reproduce_lra
-from lra_tasks import TASKS
+from lra_tasks import TASKS, Settings, splits_digest
 
 TINY = ["--validate-every", "2", "--log-every", "1", "--batch-size", "8", "--num-blocks", "4", "--channels", "8", "--head-channels", "4"]
 
@@ -216,8 +217,46 @@ def test_a_folder_of_data_has_several_names(tmp_path: Path, monkeypatch: pytest.
     words = ["run", "--methods", "sbm", "--output", "all", "--data"]
     reproduce_lra.main([*words, "listops=lo"])
     reproduce_lra.main([*words, f"listops={tmp_path / 'lo'}"])
+    (tmp_path / "deeper").mkdir()
+    monkeypatch.chdir(tmp_path / "deeper")  # where the run was not started
+    words[words.index("all")] = str(tmp_path / "all")
+    reproduce_lra.main([*words, "listops=../lo"])
+    for other in ("listops=../other", "listops=lo"):
+        with pytest.raises(SystemExit):
+            reproduce_lra.main([*words, other])
+
+
+@pytest.mark.usefixtures("trainer")
+def test_data_are_what_their_fingerprint_says(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for folder in ("here", "there"):
+        shutil.copytree(data, tmp_path / folder / "lo")
+    monkeypatch.chdir(tmp_path / "here")
+    words = ["run", "--methods", "sbm", "--output", str(tmp_path / "all"), "--data", "listops=lo", "--seeds"]
+    wanted = reproduce_lra.Plan("listops", "sbm", 0, ["--preset", "laptop"], Path("lo")).settle()
+
+    def fingerprint() -> str:
+        return splits_digest(TASKS["listops"].load(Settings(**wanted["settings"]), Path("lo")))
+
+    wanted["fingerprint"] = first = fingerprint()
+    (tmp_path / "wanted.json").write_text(json.dumps(wanted))
+    reproduce_lra.main([*words, "0"])
+    monkeypatch.chdir(tmp_path / "there")
+    reproduce_lra.main([*words, "0", "3"])
+
+    train = tmp_path / "there" / "lo" / "basic_train.tsv"
+    train.write_text("".join(train.read_text().splitlines(keepends=True)[:-1]))
+    other = fingerprint()
+    for seed, told in ((0, "as it was started with"), (4, "as listops-sbm-0 with which it is averaged")):
+        with pytest.raises(SystemExit):
+            reproduce_lra.main([*words, str(seed)])
+        assert f"listops-sbm-{seed} to have fingerprint of the data = {first!r}, {told} (got {other!r})" in capsys.readouterr().err
+    path = tmp_path / "all" / "runs" / "listops-sbm-3" / "settings.json"
+    path.write_text(path.read_text().replace(first, other))
     with pytest.raises(SystemExit):
-        reproduce_lra.main([*words, "listops=other"])
+        reproduce_lra.main(["report", "--output", str(tmp_path / "all")])
+    assert f"to have the same fingerprint of the data, {first!r} as listops-sbm-0 (got {other!r} in" in capsys.readouterr().err
 
 
 def test_times_that_are_not_known_are_no_zeros() -> None:
