@@ -97,7 +97,7 @@ class Plan:
             raise ValueError(f"Expected 'methods' to be names like sbm or sbm:density-weight=0.1 (got {method!r}). See --help.")
         self.stem = re.sub(r"[^\w.=-]+", "_", f"{task}-{method}")
         self.name = f"{self.stem}-{seed}"
-        self.kind = " ".join([task, method, *common])  # what a run is but for its seed
+        self.kind = " ".join([task, method, *common])  # all that its time depends on
         self.arguments = ["--task", task, "--attention", self.attention, "--seed", str(seed), *common]
         own_words = [word for name, _, value in pairs for word in (f"--{name}", value)]
         refuse_reserved(own_words, f"the settings of {method!r}")
@@ -355,12 +355,12 @@ class Runner:
             self.index.save()
         return known[key]
 
-    def train(self, plan: Plan, settings: dict[str, Any], bar: Any, machine: list[str], minutes: float | None) -> bool:
+    def train(self, plan: Plan, settings: dict[str, Any], bar: Any, minutes: float | None) -> bool:
         """Starts a run or goes on with it; returns whether it came to its end."""
         folder = self.index.folder / RUNS / plan.name
         record = self.index.record(plan, minutes)
         self.index.save()
-        command = [sys.executable, lra.__file__, "--output", str(folder), *machine, *plan.arguments]
+        command = [sys.executable, lra.__file__, "--output", str(folder), *plan.arguments]
         if self.index.began(plan):
             command.append("--resume")
         start = time.perf_counter()
@@ -385,12 +385,13 @@ def check(index: Index, plan: Plan, wanted: dict[str, Any], minutes: float | Non
     if any("fingerprint" in known for known in saved.values()):
         wanted = wanted | {"fingerprint": data_fingerprint(wanted)}
     for name, known in saved.items():
-        own, record = name == plan.name, index.content["runs"].get(name, {"minutes": minutes})
+        record, own = index.content["runs"].get(name, {"minutes": minutes}), name == plan.name
         found = difference(kind(known, record), kind(wanted, {"minutes": minutes}), exact=own)
         if found:
+            told = "it was started with" if own else f"{name} with which it is averaged"
             raise ValueError(
-                f"Expected {plan.name} to have {found[0]} = {found[1]!r}, as "
-                f"{'it was started with' if own else f'{name} with which it is averaged'} (got {found[2]!r}). Give the same arguments as then, or another --output."
+                f"Expected {plan.name} to have {found[0]} = {found[1]!r}, as {told} (got {found[2]!r}). Give the same arguments as then, or "
+                "another --output."
             )
     return plan.name in saved and (folders[plan.name] / RESULTS).exists() and bool(read_results(folders[plan.name]))
 
@@ -399,10 +400,9 @@ def run(given: argparse.Namespace, rest: list[str]) -> int:
     """Makes all runs that are not there yet, then the tables; returns the exit status."""
     folders = dict(given.data)
     refuse_reserved(rest, "the arguments after '--'", ("steps", "devices") if given.minutes else ())
-    common = ["--preset", given.preset, *rest]
-    if given.steps is not None:
-        common += ["--steps", str(given.steps)]
-    machine = ["--accelerator", given.accelerator] + ([] if given.threads is None else ["--threads", str(given.threads)])
+    common = ["--accelerator", given.accelerator, "--preset", given.preset]
+    common += [word for name in ("threads", "steps") if vars(given)[name] is not None for word in (f"--{name}", str(vars(given)[name]))]
+    common += rest
     plans = [Plan(t, m, s, common, folders.get(t)) for t in given.tasks for s in given.seeds for m in given.methods]
     if len({plan.name for plan in plans}) < len(plans):
         raise ValueError("Expected 'tasks', 'methods' and 'seeds' to be distinct (got repeats). Name each once.")
@@ -429,7 +429,7 @@ def run(given: argparse.Namespace, rest: list[str]) -> int:
                         index.record(plan, given.minutes)
                         index.save()
                     continue
-                if not runner.train(plan, wanted["settings"], bar, machine, given.minutes):
+                if not runner.train(plan, wanted["settings"], bar, given.minutes):
                     failed.append(plan.name)
                     tqdm.write(f"{plan.name} failed; see {given.output / LOGS / plan.name}.txt", file=sys.stderr)
         except Stopped:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import doctest
 import json
@@ -283,6 +284,35 @@ def test_files_that_were_cut_are_named(name: str, tmp_path: Path, capsys: pytest
     if not name.endswith("settings.json"):  # the way out that is named
         (folder / name).unlink()
         reproduce_lra.main(words)
+
+
+MEASURE = """
+import json, pathlib, sys
+with pathlib.Path(CALLS).open("a") as file:
+    print(json.dumps(sys.argv), file=file)
+result = pathlib.Path(sys.argv[sys.argv.index("--result") + 1])
+result.write_text(json.dumps({"seconds_per_step": 1.0, "seconds_per_validation": 1.0}))
+"""
+
+
+@pytest.mark.usefixtures("trainer")
+def test_steps_are_timed_on_the_machine_that_trains_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, script, folder = tmp_path / "calls", tmp_path / "measure.py", tmp_path / "all"
+    script.write_text(MEASURE.replace("CALLS", repr(str(calls))))
+    monkeypatch.setattr(reproduce_lra, "__file__", str(script))
+    words = ["run", "--methods", "sbm", "--minutes", "5", "--output", str(folder), "--accelerator", "cpu", "--threads"]
+    for threads, seeds in (("1", ["0"]), ("1", ["3"]), ("2", ["2"])):  # 2 fails until it is resumed
+        with contextlib.suppress(SystemExit):
+            reproduce_lra.main([*words, threads, "--seeds", *seeds])
+    measured = [json.loads(line) for line in calls.read_text().splitlines()]
+    assert [line[line.index("--threads") + 1] for line in measured] == ["1", "2"]
+    assert all(line[line.index("--accelerator") + 1] == "cpu" for line in measured)
+
+    (folder / "index.json").unlink()
+    reproduce_lra.main([*words, "3", "--seeds", "0", "2", "3"])
+    assert len(calls.read_text().splitlines()) == 2
+    resumed = json.loads((folder / "runs" / "listops-sbm-2" / "arguments.json").read_text())
+    assert resumed[resumed.index("--steps") + 1] == "800"  # as it was started with, here by the trainer that pretends
 
 
 @pytest.mark.parametrize("below", ["", "deeper"])
