@@ -359,6 +359,7 @@ class Runner:
         """Starts a run or goes on with it; returns whether it came to its end."""
         folder = self.index.folder / RUNS / plan.name
         record = self.index.record(plan, minutes)
+        spent, record["seconds"] = record["seconds"], None  # nobody counts on when this process is killed
         self.index.save()
         command = [sys.executable, lra.__file__, "--output", str(folder), *plan.arguments]
         if self.index.began(plan):
@@ -367,8 +368,8 @@ class Runner:
         try:
             code = self.call(command, self.index.folder / LOGS / f"{plan.name}.txt", bar, folder / "train.csv", settings["steps"])
         finally:
-            if record["seconds"] is not None:
-                record["seconds"] += time.perf_counter() - start
+            if spent is not None:
+                record["seconds"] = spent + time.perf_counter() - start
             self.index.save()
         return code == 0 and (folder / RESULTS).exists()
 

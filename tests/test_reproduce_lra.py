@@ -9,6 +9,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -78,7 +80,7 @@ def test_two_methods_to_the_tables_and_no_run_twice(data: Path, tmp_path: Path, 
 
 
 TRAINER = """
-import json, pathlib, signal, sys, time
+import json, os, pathlib, signal, sys, time
 folder = pathlib.Path(sys.argv[sys.argv.index("--output") + 1])
 if "--resume" not in sys.argv:
     folder.mkdir(parents=True)
@@ -87,7 +89,8 @@ if "--resume" not in sys.argv:
     (folder / "settings.json").write_text(json.dumps(plan))
     if plan["settings"]["seed"] == 1:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-        (folder / "asleep").touch()
+        (folder / "asleep.partial").write_text(str(os.getpid()))
+        (folder / "asleep.partial").rename(folder / "asleep")
         time.sleep(60)
     if plan["settings"]["seed"] == 2:
         sys.exit(1)
@@ -130,6 +133,33 @@ def test_a_stopped_run_goes_on_and_the_signal_is_the_status(tmp_path: Path) -> N
     assert again[again.index("--workers") + 1] == "2"  # what is not a setting is not in the folder of the run
     assert (tmp_path / "all" / "report.md").read_text().startswith("# Long Range Arena\n\n2 runs")
     assert json.loads((tmp_path / "all" / "index.json").read_text())["runs"]["listops-sbm-1"]["seconds"] > 0
+
+
+@pytest.mark.usefixtures("trainer")
+def test_a_killed_call_leaves_no_wrong_times(tmp_path: Path) -> None:
+    folder = tmp_path / "all"
+    words = ["run", "--methods", "sbm", "--seeds", "1", "--output", str(folder)]
+    program = "import sys, lra, reproduce_lra; lra.__file__ = sys.argv[1]; reproduce_lra.main(sys.argv[2:])"
+    asleep = folder / "runs" / "listops-sbm-1" / "asleep"
+    with (
+        (tmp_path / "log").open("w") as log,
+        subprocess.Popen(
+            [sys.executable, "-c", program, lra.__file__, *words],
+            stdout=log,
+            stderr=log,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        ) as process,
+    ):
+        try:
+            while process.poll() is None and not asleep.exists():
+                time.sleep(0.05)
+        finally:
+            process.kill()
+    os.kill(int(asleep.read_text()), signal.SIGKILL)
+    reproduce_lra.main(words)
+    assert "| sbm | 800 in – |" in (folder / "report.md").read_text()
+    with (folder / "runs.csv").open() as file:
+        assert [row["wall_seconds"] for row in csv.DictReader(file)] == [""]
 
 
 @pytest.mark.usefixtures("trainer")
