@@ -39,6 +39,7 @@ from tqdm.auto import tqdm
 
 import lra
 import lra_tables as tables
+from lra_checkpoints import LOCK, hold
 from lra_folders import RESULTS, SETTINGS, file_above, read_plan
 from lra_report import read_curves, write_json, write_text
 from lra_tasks import TASKS, Settings, data_folder, splits_digest
@@ -290,6 +291,12 @@ def plan_steps(timing: dict[str, float], minutes: float, validate_every: int) ->
     return steps
 
 
+def refuse_busy(folder: Path) -> None:
+    """Refuses the folder of a run in which a process is training; see :func:`lra_checkpoints.hold`."""
+    if (folder / LOCK).exists():
+        hold(folder).close()
+
+
 class Stopped(Exception):
     """The user asked to stop."""
 
@@ -306,7 +313,9 @@ class Runner:
         self.child: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Runner:
-        self.handlers = {wanted: signal.signal(wanted, self.stop) for wanted in (signal.SIGINT, signal.SIGTERM)}
+        asked = {signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}  # the last: the terminal was closed
+        heard = [wanted for wanted in asked if signal.getsignal(wanted) is not signal.SIG_IGN]  # not below nohup
+        self.handlers = {wanted: signal.signal(wanted, self.stop) for wanted in heard}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -356,8 +365,13 @@ class Runner:
         return known[key]
 
     def train(self, plan: Plan, settings: dict[str, Any], bar: Any, minutes: float | None) -> bool:
-        """Starts a run or goes on with it; returns whether it came to its end."""
+        """Starts a run or goes on with it; returns whether it came to its end.
+
+        Raises:
+            ValueError: If another process is training it, as one does that a killed call left behind.
+        """
         folder = self.index.folder / RUNS / plan.name
+        refuse_busy(folder)
         record = self.index.record(plan, minutes)
         spent, record["seconds"] = record["seconds"], None  # nobody counts on when this process is killed
         self.index.save()
@@ -371,6 +385,8 @@ class Runner:
             if spent is not None:
                 record["seconds"] = spent + time.perf_counter() - start
             self.index.save()
+        if code:
+            refuse_busy(folder)  # by one that had not taken the folder yet
         return code == 0 and (folder / RESULTS).exists()
 
 

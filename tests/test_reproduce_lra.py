@@ -21,6 +21,7 @@ import torch
 
 import cost_lra
 import lra
+import lra_checkpoints
 import lra_tables as tables
 import reproduce_lra
 from lra_tasks import TASKS, Settings, splits_digest
@@ -80,7 +81,7 @@ def test_two_methods_to_the_tables_and_no_run_twice(data: Path, tmp_path: Path, 
 
 
 TRAINER = """
-import json, os, pathlib, signal, sys, time
+import fcntl, json, os, pathlib, signal, sys, time
 folder = pathlib.Path(sys.argv[sys.argv.index("--output") + 1])
 if "--resume" not in sys.argv:
     folder.mkdir(parents=True)
@@ -89,6 +90,8 @@ if "--resume" not in sys.argv:
     (folder / "settings.json").write_text(json.dumps(plan))
     if plan["settings"]["seed"] == 1:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+        lock = (folder / ".lock").open("a")
+        fcntl.flock(lock, fcntl.LOCK_EX)
         (folder / "asleep.partial").write_text(str(os.getpid()))
         (folder / "asleep.partial").rename(folder / "asleep")
         time.sleep(60)
@@ -110,22 +113,23 @@ def trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("trainer")
-def test_a_stopped_run_goes_on_and_the_signal_is_the_status(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_stopped_run_goes_on_and_the_signal_is_the_status(number: int, tmp_path: Path) -> None:
     words = ["run", "--methods", "sbm", "--seeds", "0", "1", "--output", str(tmp_path / "all")]
-    handler = signal.getsignal(signal.SIGTERM)
+    handler = signal.getsignal(number)
 
     def stop() -> None:
         while not (tmp_path / "all" / "runs" / "listops-sbm-1" / "asleep").exists():
             time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
 
     thread = threading.Thread(target=stop)
     thread.start()
     with pytest.raises(SystemExit) as status:
         reproduce_lra.main(words)
     thread.join()
-    assert status.value.code == 128 + signal.SIGTERM
-    assert signal.getsignal(signal.SIGTERM) is handler
+    assert status.value.code == 128 + number
+    assert signal.getsignal(number) is handler
     assert not (tmp_path / "all" / "report.md").exists()
     reproduce_lra.main([*words, "--", "--workers", "2"])
     again = json.loads((tmp_path / "all" / "runs" / "listops-sbm-1" / "arguments.json").read_text())
@@ -135,8 +139,9 @@ def test_a_stopped_run_goes_on_and_the_signal_is_the_status(tmp_path: Path) -> N
     assert json.loads((tmp_path / "all" / "index.json").read_text())["runs"]["listops-sbm-1"]["seconds"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("trainer")
-def test_a_killed_call_leaves_no_wrong_times(tmp_path: Path) -> None:
+def test_a_killed_call_leaves_a_trainer_at_work_and_no_wrong_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "all"
     words = ["run", "--methods", "sbm", "--seeds", "1", "--output", str(folder)]
     program = "import sys, lra, reproduce_lra; lra.__file__ = sys.argv[1]; reproduce_lra.main(sys.argv[2:])"
@@ -155,11 +160,43 @@ def test_a_killed_call_leaves_no_wrong_times(tmp_path: Path) -> None:
                 time.sleep(0.05)
         finally:
             process.kill()
+    index = (folder / "index.json").read_text()
+    with pytest.raises(SystemExit):
+        reproduce_lra.main(words)
+    assert f"(got {asleep.parent}, in which a process is still training). Wait for it or stop it." in capsys.readouterr().err
+    assert (folder / "index.json").read_text() == index
     os.kill(int(asleep.read_text()), signal.SIGKILL)
     reproduce_lra.main(words)
     assert "| sbm | 800 in – |" in (folder / "report.md").read_text()
     with (folder / "runs.csv").open() as file:
         assert [row["wall_seconds"] for row in csv.DictReader(file)] == [""]
+
+
+def test_below_nohup_the_terminal_may_be_closed(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with reproduce_lra.Runner(reproduce_lra.Index(tmp_path)):
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("trainer")
+def test_a_run_that_another_process_began_meanwhile_has_not_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, held = tmp_path / "all" / "runs" / "listops-sbm-0", contextlib.ExitStack()
+
+    def call(*words: Any) -> int:
+        folder.mkdir(parents=True)
+        held.enter_context(lra_checkpoints.hold(folder))
+        return 2
+
+    monkeypatch.setattr(reproduce_lra.Runner, "call", call)
+    with held, pytest.raises(SystemExit, match="2"):
+        reproduce_lra.main(["run", "--methods", "sbm", "--seeds", "0", "3", "--output", str(tmp_path / "all")])
+    assert f"(got {folder}, in which a process is still training)" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("trainer")
