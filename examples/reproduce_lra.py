@@ -273,20 +273,21 @@ def measure(arguments: list[str]) -> dict[str, float]:
 
 
 def plan_steps(timing: dict[str, float], minutes: float, validate_every: int) -> int:
-    """The number of steps that fit into a time, with their validations.
+    """The number of steps that fit into a time, with their validations: one before them, one after every so many, and one in the end.
 
     >>> plan_steps({"seconds_per_step": 1.0, "seconds_per_validation": 10.0}, minutes=1, validate_every=20)
-    40
+    30
     >>> plan_steps({"seconds_per_step": 1.0, "seconds_per_validation": 10.0}, minutes=0.5, validate_every=100)
-    20
+    10
     """
     step, validation, budget = timing["seconds_per_step"], timing["seconds_per_validation"], 60 * minutes
-    few = (budget - validation) / step  # with one validation, after the last step
-    steps = int(few if few <= validate_every else budget / (step + validation / validate_every))
+    rounds, rest = divmod(budget - validation, validate_every * step + validation)
+    steps = int(rounds) * validate_every + max(0, int((rest - validation) / step))
     if steps < 2:
+        least = 2 * step + (1 + math.ceil(2 / validate_every)) * validation
         raise ValueError(
-            f"Expected 'minutes' to be enough for two steps and a validation, {(2 * step + validation) / 60:.1f} (got {minutes}). "
-            "Give more, or take a smaller preset."
+            f"Expected 'minutes' to be enough for two steps and their validations, {least / 60:.1f} (got {minutes}). Give more, or take a "
+            "smaller preset."
         )
     return steps
 

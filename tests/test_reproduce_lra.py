@@ -6,6 +6,7 @@ import contextlib
 import csv
 import doctest
 import json
+import math
 import os
 import shutil
 import signal
@@ -398,12 +399,15 @@ def test_measured_steps_fit_the_minutes(data: Path, tmp_path: Path) -> None:
     assert 0 < timing["seconds_per_step"] < 10
     assert 0 < timing["seconds_per_validation"] < 60
     assert not (tmp_path / "absent").exists()
-    for minutes in (1, 7.5, 60):
-        steps = reproduce_lra.plan_steps(timing, minutes, 100)
-        used = steps * timing["seconds_per_step"] + max(1, steps / 100) * timing["seconds_per_validation"]
-        assert used <= 60 * minutes < used + 2 * timing["seconds_per_step"] + timing["seconds_per_validation"]
-    with pytest.raises(ValueError, match=r"Expected 'minutes' to be enough for two steps and a validation, 0.2 \(got 0.1\)"):
-        reproduce_lra.plan_steps({"seconds_per_step": 1.0, "seconds_per_validation": 10.0}, 0.1, 100)
+    for minutes, every in ((1, 100), (7.5, 100), (60, 100), (1, 1), (1, 7)):
+        steps = reproduce_lra.plan_steps(timing, minutes, every)
+        used, more = (
+            count * timing["seconds_per_step"] + (1 + math.ceil(count / every)) * timing["seconds_per_validation"]
+            for count in (steps, steps + 1)
+        )
+        assert used <= 60 * minutes < more
+    with pytest.raises(ValueError, match=r"Expected 'minutes' to be enough for two steps and their validations, 0.4 \(got 0.3\)"):
+        reproduce_lra.plan_steps({"seconds_per_step": 1.0, "seconds_per_validation": 10.0}, 0.3, 100)
 
 
 @pytest.mark.parametrize(
