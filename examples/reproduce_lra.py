@@ -27,7 +27,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -60,23 +60,24 @@ RESERVED = {
     "data": "Give --data TASK=DIR.",
 }
 TIMED = "Its steps are planned from --minutes, on one device: leave it out, or give --steps."
+TWICE = "Give it once, before '--'."
 
 
-def refuse_reserved(words: Sequence[str], where: str, more: Sequence[str] = ()) -> None:
+def refuse_reserved(words: Sequence[str], where: str, more: Mapping[str, str] | None = None) -> None:
     """Refuses trainer's arguments that are decided here, however they are abbreviated.
 
     Args:
         words: The arguments.
         where: What to call them in the error.
-        more: Names that are refused too.
+        more: Names that are refused too, and what to do instead.
 
     Raises:
         ValueError: If one of them is.
     """
     found = vars(lra.parse(list(words)))
-    for name in (*RESERVED, *more):
+    for name, way_out in (RESERVED | dict(more or {})).items():
         if name in found and not (name == "devices" and found[name] == 1):
-            raise ValueError(f"Expected no '{name.replace('_', '-')}' in {where} (got {found[name]}). {RESERVED.get(name, TIMED)}")
+            raise ValueError(f"Expected no '{name.replace('_', '-')}' in {where} (got {found[name]}). {way_out}")
 
 
 class Plan:
@@ -121,11 +122,11 @@ class Index:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.path = folder, folder / INDEX
-        self.content: dict[str, Any] = {"budget": "", "timing": {}, "runs": {}}
+        self.content: dict[str, Any] = {"timing": {}, "runs": {}}
         if self.path.exists():
             way_out = "Remove it, and give the same `run` command again, which enters the finished runs; only their times are lost."
             self.content = read_json(self.path, way_out, tuple(self.content))
-        planned = re.match(r"Budget: ([\d.e+]+) minutes", self.content["budget"])
+        planned = re.match(r"Budget: ([\d.e+]+) minutes", self.content.pop("budget", ""))
         for run in self.content["runs"].values():  # of a time when runs did not say it themselves
             run.setdefault("minutes", float(planned[1]) if planned else None)
 
@@ -417,7 +418,8 @@ def check(index: Index, plan: Plan, wanted: dict[str, Any], minutes: float | Non
 def run(given: argparse.Namespace, rest: list[str]) -> int:
     """Makes all runs that are not there yet, then the tables; returns the exit status."""
     folders = dict(given.data)
-    refuse_reserved(rest, "the arguments after '--'", ("steps", "devices") if given.minutes else ())
+    decided = {name: TWICE for name in ("steps", "threads") if vars(given)[name] is not None}
+    refuse_reserved(rest, "the arguments after '--'", decided | ({"steps": TIMED, "devices": TIMED} if given.minutes else {}))
     common = ["--accelerator", given.accelerator, "--preset", given.preset]
     common += [word for name in ("threads", "steps") if vars(given)[name] is not None for word in (f"--{name}", str(vars(given)[name]))]
     common += rest
@@ -429,9 +431,6 @@ def run(given: argparse.Namespace, rest: list[str]) -> int:
         if given.minutes and index.began(plan):
             plan.arguments += ["--steps", str(read_settings(index.folder / RUNS / plan.name)["settings"]["steps"])]
         check(index, plan, plan.settle(), given.minutes)
-    words = f"Budget: {'the steps of the preset' if given.steps is None else f'{given.steps:,} steps'}"
-    words = f"Budget: {given.minutes:g} minutes of training and validation, planned in steps" if given.minutes else words
-    index.content["budget"] = f"{words}; preset `{given.preset}`{', ' + ' '.join(rest) if rest else ''}."
     failed = []
     with Runner(index) as runner, tqdm(plans, desc="Runs", unit="run") as bar:
         try:
@@ -458,6 +457,23 @@ def run(given: argparse.Namespace, rest: list[str]) -> int:
     return 1 if failed else 0
 
 
+def budgets(kinds: Sequence[dict[str, Any]]) -> str:
+    """What runs were given, each budget and preset once, and the settings of all that are not those of their presets."""
+
+    def budget(kind: dict[str, Any]) -> str:
+        minutes = kind["minutes"]
+        return f"{kind['steps']:,} steps" if minutes is None else f"{minutes:g} minutes of training and validation, planned in steps"
+
+    def own(kind: dict[str, Any]) -> dict[str, str]:
+        preset = dataclasses.asdict(TASKS[kind["task"]].presets[kind["preset"]].settings)
+        free = {"seed", "attention", "steps", "warmup"}
+        return {f"--{name.replace('_', '-')}": str(kind[name]) for name in preset if name not in free and kind[name] != preset[name]}
+
+    presets = " or ".join(dict.fromkeys(f"`{kind['preset']}`" for kind in kinds))
+    shared = [" ".join(pair) for pair in own(kinds[0]).items() if all(pair in own(kind).items() for kind in kinds)]
+    return f"Budget: {' or '.join(dict.fromkeys(map(budget, kinds)))}; preset {presets}{', ' * bool(shared)}{' '.join(shared)}."
+
+
 def write_report(index: Index) -> None:
     """Writes all tables and the plot of a folder.
 
@@ -480,7 +496,7 @@ def write_report(index: Index) -> None:
                 f"Expected runs of one task and method to have the same {found[0]}, {found[1]!r} as {one['name']} (got {found[2]!r} in "
                 f"{run['name']}). Their mean would be of no model: move one of them out of {index.folder / RUNS}."
             )
-    text = tables.report(runs, index.content["budget"])
+    text = tables.report(runs, budgets([run["kind"] for run in runs]))
     tables.write_csv(index.folder / "cells.csv", tables.cell_rows(runs))
     tables.write_csv(index.folder / "runs.csv", tables.run_rows(runs))
     if tables.plot_layer_densities(index.folder / "density.png", runs):

@@ -236,7 +236,28 @@ def test_runs_that_are_averaged_have_the_same_settings(tmp_path: Path, capsys: p
         del run["minutes"]
     (folder / "index.json").write_text(json.dumps({**index, "budget": "Budget: 7.5 minutes of training"}))
     reproduce_lra.main(["report", "--output", str(folder)])
-    assert "2 runs, at most 2 of a kind" in capsys.readouterr().out
+    assert "2 runs, at most 2 of a kind. Budget: 7.5 minutes of training and validation, planned in" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("trainer")
+def test_the_budget_in_the_report_is_that_of_its_runs(tmp_path: Path) -> None:
+    def line() -> str:
+        return (tmp_path / "all" / "report.md").read_text().splitlines()[2]
+
+    words = ["run", "--output", str(tmp_path / "all"), "--methods"]
+    reproduce_lra.main([*words, "sbm"])
+    assert line() == "1 runs, at most 1 of a kind. Budget: 800 steps; preset `laptop`."
+    plan = json.loads((tmp_path / "wanted.json").read_text())
+    plan["settings"] |= {"attention": "linear", "steps": 600, "channels": 32, "heads": 4}
+    (tmp_path / "wanted.json").write_text(json.dumps(plan))
+    reproduce_lra.main([*words, "linear", "--steps", "600", "--", "--channels", "32", "--heads", "4"])
+    assert line() == "2 runs, at most 1 of a kind. Budget: 800 steps or 600 steps; preset `laptop`."
+    path = tmp_path / "all" / "runs" / "listops-sbm-0" / "settings.json"
+    plan = json.loads(path.read_text())
+    plan["settings"] |= {"channels": 32, "heads": 1}
+    path.write_text(json.dumps(plan))
+    reproduce_lra.main(["report", "--output", str(tmp_path / "all")])
+    assert line() == "2 runs, at most 1 of a kind. Budget: 800 steps or 600 steps; preset `laptop`, --channels 32."
 
 
 @pytest.mark.usefixtures("trainer")
@@ -431,7 +452,12 @@ def test_measured_steps_fit_the_minutes(data: Path, tmp_path: Path) -> None:
         (["run", "--", "--resume-from", "last"], "Expected no 'resume-from' in the arguments"),
         (["run", "--", "--data=zzz"], "(got zzz). Give --data TASK=DIR."),
         (["run", "--minutes", "1", "--", "--devices", "2"], "Expected no 'devices' in the arguments"),
-        (["run", "--minutes", "1", "--", "--steps", "2"], "Expected no 'steps' in the arguments"),
+        (["run", "--minutes", "1", "--", "--steps", "2"], "Expected no 'steps' in the arguments after '--' (got 2). Its steps are planned"),
+        (
+            ["run", "--steps", "2", "--", "--step", "6"],
+            "Expected no 'steps' in the arguments after '--' (got 6). Give it once, before '--'.",
+        ),
+        (["run", "--threads", "1", "--", "--threads", "2"], "Expected no 'threads' in the arguments after '--' (got 2). Give it once"),
         (["run", "--methods", "sbm:seed=5"], "Expected no 'seed' in the settings of 'sbm:seed=5' (got 5)"),
     ],
 )
