@@ -66,7 +66,7 @@ def check_writable(option: str, folder: Path) -> None:
     try:
         tempfile.TemporaryFile(dir=place).close()
     except OSError as error:
-        raise _not_writable(option, place, error) from None
+        raise not_writable(option, place, error) from None
 
 
 def check_files(folder: Path, settings: Settings, start: Path | None) -> None:
@@ -119,7 +119,7 @@ def _take(folder: Path, plan: Mapping[str, Any], resumed: bool) -> Any:
         folder.mkdir(parents=True, exist_ok=True)
         lock = checkpoints.hold(folder)
     except OSError as error:
-        raise _not_writable("output", folder, error) from None
+        raise not_writable("output", folder, error) from None
     if not resumed and (folder / SETTINGS).exists():
         lock.close()
         raise checkpoints.CheckpointError(
@@ -131,11 +131,12 @@ def _take(folder: Path, plan: Mapping[str, Any], resumed: bool) -> Any:
             report.write_json(folder / SETTINGS, plan)
         except OSError as error:
             lock.close()
-            raise _not_writable("output", folder, error) from None
+            raise not_writable("output", folder, error) from None
     return lock
 
 
-def _not_writable(option: str, folder: Path, error: OSError) -> ValueError:
+def not_writable(option: str, folder: Path, error: OSError) -> ValueError:
+    """Puts into words that a folder for output cannot be written."""
     return ValueError(
         f"Expected '{option}' to be a folder that can be written (got {error.strerror!r} for {folder}). Make room or get the right, or "
         "choose another one."

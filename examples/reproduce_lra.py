@@ -17,6 +17,7 @@ many are planned as fit. What a run took in the end is in the tables: a graph th
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import logging
@@ -27,7 +28,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -40,7 +41,7 @@ from tqdm.auto import tqdm
 import lra
 import lra_tables as tables
 from lra_checkpoints import LOCK, hold
-from lra_folders import RESULTS, SETTINGS, file_above, read_plan
+from lra_folders import RESULTS, SETTINGS, file_above, not_writable, read_plan
 from lra_report import read_curves, write_json, write_text
 from lra_tasks import TASKS, Settings, data_folder, splits_digest
 
@@ -131,9 +132,10 @@ class Index:
             run.setdefault("minutes", float(planned[1]) if planned else None)
 
     def save(self) -> None:
-        """Writes it, whole or not at all."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        write_json(self.path, self.content)
+        """Writes it, whole or not at all; see :func:`writing`."""
+        with writing(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_json(self.path, self.content)
 
     def began(self, plan: Plan) -> bool:
         """Whether a run has been started, and so has its settings."""
@@ -154,6 +156,19 @@ class Index:
                 results, known = read_results(folder), read_settings(folder)
                 found.append({**run, "name": name, "steps": known["settings"]["steps"], "kind": kind(known, run), "results": results})
         return found
+
+
+@contextlib.contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Names the folder in which nothing can be written.
+
+    Raises:
+        ValueError: If so.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise not_writable("output", folder, error) from None
 
 
 def read_json(path: Path, way_out: str, names: Sequence[str] = ()) -> dict[str, Any]:
@@ -426,7 +441,10 @@ def run(given: argparse.Namespace, rest: list[str]) -> int:
     plans = [Plan(t, m, s, common, folders.get(t)) for t in given.tasks for s in given.seeds for m in given.methods]
     if len({plan.name for plan in plans}) < len(plans):
         raise ValueError("Expected 'tasks', 'methods' and 'seeds' to be distinct (got repeats). Name each once.")
+    for plan in plans:
+        plan.settle()  # what is wrong with it before the folder is there
     index = Index(given.output)
+    index.save()  # that nothing can be written, before any work
     for plan in plans:  # all mistakes before the first run
         if given.minutes and index.began(plan):
             plan.arguments += ["--steps", str(read_settings(index.folder / RUNS / plan.name)["settings"]["steps"])]
@@ -497,11 +515,12 @@ def write_report(index: Index) -> None:
                 f"{run['name']}). Their mean would be of no model: move one of them out of {index.folder / RUNS}."
             )
     text = tables.report(runs, budgets([run["kind"] for run in runs]))
-    tables.write_csv(index.folder / "cells.csv", tables.cell_rows(runs))
-    tables.write_csv(index.folder / "runs.csv", tables.run_rows(runs))
-    if tables.plot_layer_densities(index.folder / "density.png", runs):
-        text += "\n![Density of each layer](density.png)\n"
-    write_text(index.folder / "report.md", text)
+    with writing(index.folder):
+        tables.write_csv(index.folder / "cells.csv", tables.cell_rows(runs))
+        tables.write_csv(index.folder / "runs.csv", tables.run_rows(runs))
+        if tables.plot_layer_densities(index.folder / "density.png", runs):
+            text += "\n![Density of each layer](density.png)\n"
+        write_text(index.folder / "report.md", text)
     print(text)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import doctest
+import errno
 import json
 import math
 import os
@@ -412,6 +413,32 @@ def test_a_file_is_no_folder(below: str, tmp_path: Path, capsys: pytest.CaptureF
         with pytest.raises(SystemExit):
             program.main([*words, "--output", str(file / below)])
         assert f"Expected 'output' to be a folder (got {file / below}, but {file} is a file)" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("trainer")
+def test_a_folder_that_cannot_be_written_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "all"
+    words = ["run", "--methods", "sbm", "--output", str(folder)]
+    reproduce_lra.main(words)
+    write_text = Path.write_text
+
+    def refuse(path: Path, *args: Any) -> int:
+        if path.parent == folder:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+        return write_text(path, *args)
+
+    monkeypatch.setattr(Path, "write_text", refuse)
+    for again in ([*words, "--seeds", "3"], ["report", "--output", str(folder)]):
+        with pytest.raises(SystemExit):
+            reproduce_lra.main(again)
+        assert f"to be a folder that can be written (got 'Read-only file system' for {folder})" in capsys.readouterr().err
+    assert not (folder / "runs" / "listops-sbm-3").exists()
+    if Path("/proc/self").exists():  # where nobody can make a folder
+        with pytest.raises(SystemExit):
+            reproduce_lra.main(["run", "--methods", "sbm", "--output", "/proc/sbm/all"])
+        assert "Expected 'output' to be a folder that can be written (got " in capsys.readouterr().err
 
 
 def test_measured_steps_fit_the_minutes(data: Path, tmp_path: Path) -> None:
