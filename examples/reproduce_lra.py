@@ -35,6 +35,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from filelock import FileLock, Timeout
 from torch.nn.functional import cross_entropy
 from tqdm.auto import tqdm
 
@@ -169,6 +170,29 @@ def writing(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise not_writable("output", folder, error) from None
+
+
+@contextlib.contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Keeps the folder of all runs for this process until it ends, however it ends.
+
+    Raises:
+        ValueError: If another one has it, or if nothing can be written there.
+    """
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder / f"{INDEX}.lock")
+        try:
+            lock.acquire(blocking=False)
+        except Timeout:
+            raise ValueError(
+                f"Expected 'output' to be a folder in which no other `run` is at work (got {folder}). Wait for it or stop it, or choose "
+                "another one."
+            ) from None
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def read_json(path: Path, way_out: str, names: Sequence[str] = ()) -> dict[str, Any]:
@@ -430,8 +454,12 @@ def check(index: Index, plan: Plan, wanted: dict[str, Any], minutes: float | Non
     return plan.name in saved and (folders[plan.name] / RESULTS).exists() and bool(read_results(folders[plan.name]))
 
 
-def run(given: argparse.Namespace, rest: list[str]) -> int:
-    """Makes all runs that are not there yet, then the tables; returns the exit status."""
+def plan_runs(given: argparse.Namespace, rest: list[str]) -> list[Plan]:
+    """All runs that are asked for, checked as far as they can be without their folder.
+
+    Raises:
+        ValueError: If anything is wrong with them.
+    """
     folders = dict(given.data)
     decided = {name: TWICE for name in ("steps", "threads") if vars(given)[name] is not None}
     refuse_reserved(rest, "the arguments after '--'", decided | ({"steps": TIMED, "devices": TIMED} if given.minutes else {}))
@@ -442,7 +470,12 @@ def run(given: argparse.Namespace, rest: list[str]) -> int:
     if len({plan.name for plan in plans}) < len(plans):
         raise ValueError("Expected 'tasks', 'methods' and 'seeds' to be distinct (got repeats). Name each once.")
     for plan in plans:
-        plan.settle()  # what is wrong with it before the folder is there
+        plan.settle()
+    return plans
+
+
+def run(given: argparse.Namespace, plans: list[Plan]) -> int:
+    """Makes all runs that are not there yet, then the tables; returns the exit status."""
     index = Index(given.output)
     index.save()  # that nothing can be written, before any work
     for plan in plans:  # all mistakes before the first run
@@ -585,7 +618,9 @@ def main(arguments: list[str] | None = None) -> None:
             else:
                 write_json(given.result, seconds)
         else:
-            code = run(given, rest)
+            plans = plan_runs(given, rest)
+            with alone(given.output):
+                code = run(given, plans)
             if code:
                 raise SystemExit(code)
     except ValueError as error:

@@ -160,9 +160,12 @@ def test_a_killed_call_leaves_a_trainer_at_work_and_no_wrong_times(tmp_path: Pat
         try:
             while process.poll() is None and not asleep.exists():
                 time.sleep(0.05)
+            index = (folder / "index.json").read_text()
+            with pytest.raises(SystemExit):
+                reproduce_lra.main(words)
+            assert f"a folder in which no other `run` is at work (got {folder}). Wait for it" in capsys.readouterr().err
         finally:
             process.kill()
-    index = (folder / "index.json").read_text()
     with pytest.raises(SystemExit):
         reproduce_lra.main(words)
     assert f"(got {asleep.parent}, in which a process is still training). Wait for it or stop it." in capsys.readouterr().err
