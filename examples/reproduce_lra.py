@@ -146,7 +146,10 @@ class Index:
         """The record of a run, made if there is none; of a run that began without one, nobody knows how long it took."""
         seconds = None if self.began(plan) else 0.0
         known = {"task": plan.task, "method": plan.method, "attention": plan.attention, "seed": plan.seed}
-        return self.content["runs"].setdefault(plan.name, {**known, "seconds": seconds, "minutes": minutes})
+        found = self.content["runs"].setdefault(plan.name, {**known, "seconds": seconds, "minutes": minutes})
+        if not self.began(plan):
+            found["minutes"] = minutes  # those of a start that came to nothing bind nobody
+        return found
 
     def finished(self) -> list[dict[str, Any]]:
         """Records of the finished runs, as ``lra_tables`` takes them."""

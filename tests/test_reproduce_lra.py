@@ -353,6 +353,11 @@ def test_data_are_what_their_fingerprint_says(
     assert f"to have the same fingerprint of the data, {first!r} as listops-sbm-0 (got {other!r} in" in capsys.readouterr().err
 
 
+def test_a_start_that_came_to_nothing_does_not_bind_the_budget(tmp_path: Path) -> None:
+    index, plan = reproduce_lra.Index(tmp_path), reproduce_lra.Plan("listops", "sbm", 0, [], None)
+    assert [index.record(plan, minutes)["minutes"] for minutes in (5.0, None)] == [5.0, None]
+
+
 def test_times_that_are_not_known_are_no_zeros() -> None:
     lost = {**record("sbm", 0, 0.3), "seconds": 0.0}
     assert "| sbm | 5 in – |" in tables.report([lost], "")
