@@ -40,8 +40,8 @@ import lra
 import lra_tables as tables
 from lra_folders import check_writable, file_above
 from lra_report import peak_memory, write_json, write_text
+from lra_runs import Plan, read_json
 from lra_tasks import TASKS, Batch, Task
-from reproduce_lra import Plan, read_json
 from sbm_pyg import SBMAttentionConv, patterns
 from sbm_pyg.models import FullAttention
 
