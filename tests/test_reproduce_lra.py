@@ -116,8 +116,10 @@ def trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("trainer")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_stopped_run_goes_on_and_the_signal_is_the_status(number: int, tmp_path: Path) -> None:
+def test_a_stopped_run_goes_on_and_the_signal_is_the_status(number: int, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     words = ["run", "--methods", "sbm", "--seeds", "0", "1", "--output", str(tmp_path / "all")]
+    before = signal.signal(number, signal.SIG_DFL)  # below nohup, tests would ignore it, and so would the program
+    request.addfinalizer(lambda: signal.signal(number, before))
     handler = signal.getsignal(number)
 
     def stop() -> None:
@@ -139,6 +141,14 @@ def test_a_stopped_run_goes_on_and_the_signal_is_the_status(number: int, tmp_pat
     assert again[again.index("--workers") + 1] == "2"  # what is not a setting is not in the folder of the run
     assert (tmp_path / "all" / "report.md").read_text().startswith("# Long Range Arena\n\n2 runs")
     assert json.loads((tmp_path / "all" / "index.json").read_text())["runs"]["listops-sbm-1"]["seconds"] > 0
+
+
+def test_a_closed_terminal_is_ignored_below_nohup(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    request.addfinalizer(lambda: signal.signal(signal.SIGHUP, before))
+    with reproduce_lra.Runner(reproduce_lra.Index(tmp_path)) as runner:
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        assert signal.getsignal(signal.SIGTERM) == runner.stop
 
 
 @pytest.mark.slow
