@@ -44,9 +44,8 @@ import lra_checkpoints as checkpoints
 import lra_processes as processes
 import lra_report as report
 from density_guard import DensityGuard
-from lra_baselines import BASELINES
 from lra_checkpoints import BEST, LOCK, Checkpoints, Signals
-from lra_folders import RESULTS, SETTINGS, check_files, check_place, check_writable, claim, next_folder, read_plan
+from lra_folders import RESULTS, SETTINGS, check_export, check_files, check_place, claim, next_folder, read_plan
 from lra_model import Classifier
 from lra_tasks import TASKS, LengthBuckets, Settings, Split, Task, data_folder, random_word, splits_digest
 from lra_upkeep import Memory, flushed_subnormals
@@ -354,8 +353,7 @@ def resolve(given: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
                 f"{SETTINGS}, or start a new run without --resume."
             )
         plan = read_plan(folder / SETTINGS)
-        settled = dataclasses.asdict(Settings(**plan["settings"]))  # with the defaults of what a run of before could not choose
-        known = {"task": plan["task"], "preset": plan["preset"], **settled}
+        known = {"task": plan["task"], "preset": plan["preset"], **plan["settings"]}
         for name, value in {name: options[name] for name in known if name in options}.items():
             if value != known[name]:
                 raise ValueError(
@@ -441,27 +439,6 @@ def read(given: argparse.Namespace, plan: dict[str, Any]) -> tuple[Task, Setting
         raise ValueError(f"Expected 'workers' to be at least 0 (got {given.workers}). Leave it out for the default.")
     Data(splits, settings)  # refuses what cannot be trained before anything is written
     return task, settings, splits, fingerprint
-
-
-def check_export(export: Path | None, folder: Path, settings: Settings) -> None:
-    """Looks whether the tested model can be saved where it is to be, before anything is trained.
-
-    Raises:
-        ValueError: If not.
-    """
-    if export is None:
-        return
-    if settings.attention in BASELINES:
-        raise ValueError(
-            f"Expected no 'export' with {settings.attention!r} attention (got {export}). Baselines are of the examples alone; copy the "
-            "folder of the run."
-        )
-    if folder.resolve().is_relative_to(export.resolve()):
-        raise ValueError(f"Expected 'export' to be a folder without that of the run, {folder} (got {export}). Choose another one.")
-    check_place("export", export)
-    if export.exists() and (not export.is_dir() or any(export.iterdir())):
-        raise ValueError(f"Expected 'export' to be a new or empty folder (got {export}, which has content). Choose another one.")
-    check_writable("export", export.parent)
 
 
 def hint(given: argparse.Namespace, folder: Path) -> str:

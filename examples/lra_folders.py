@@ -7,6 +7,7 @@ line and training (``lra.py``), what checkpoints hold (``lra_checkpoints.py``), 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import json
 import tempfile
@@ -16,6 +17,7 @@ from typing import Any
 
 import lra_checkpoints as checkpoints
 import lra_report as report
+from lra_baselines import BASELINES
 from lra_checkpoints import BEST
 from lra_tasks import TASKS, Settings
 
@@ -28,14 +30,15 @@ def file_above(folder: Path) -> Path | None:
 
 
 def read_plan(path: Path) -> dict[str, Any]:
-    """Reads the ``settings.json`` of a run; relative places in it start where the run was started.
+    """Reads the ``settings.json`` of a run: relative places start where it was started, and settings that its program did not have yet are
+    at their defaults.
 
     Raises:
         ValueError: If it is not what the trainer wrote.
     """
     try:
         plan = json.loads(path.read_text())
-        Settings(**plan["settings"])
+        plan["settings"] = dataclasses.asdict(Settings(**plan["settings"]))
         if plan["task"] not in TASKS or plan["preset"] not in TASKS[plan["task"]].presets or not isinstance(plan["data"], str | None):
             raise ValueError(f"no task, preset or data of ours: {plan['task']!r}, {plan['preset']!r}, {plan['data']!r}")
     except (ValueError, TypeError, KeyError) as error:
@@ -67,6 +70,27 @@ def check_writable(option: str, folder: Path) -> None:
         tempfile.TemporaryFile(dir=place).close()
     except OSError as error:
         raise not_writable(option, place, error) from None
+
+
+def check_export(export: Path | None, folder: Path, settings: Settings) -> None:
+    """Looks whether the tested model can be saved where it is to be, before anything is trained.
+
+    Raises:
+        ValueError: If not.
+    """
+    if export is None:
+        return
+    if settings.attention in BASELINES:
+        raise ValueError(
+            f"Expected no 'export' with {settings.attention!r} attention (got {export}). Baselines are of the examples alone; copy the "
+            "folder of the run."
+        )
+    if folder.resolve().is_relative_to(export.resolve()):
+        raise ValueError(f"Expected 'export' to be a folder without that of the run, {folder} (got {export}). Choose another one.")
+    check_place("export", export)
+    if export.exists() and (not export.is_dir() or any(export.iterdir())):
+        raise ValueError(f"Expected 'export' to be a new or empty folder (got {export}, which has content). Choose another one.")
+    check_writable("export", export.parent)
 
 
 def check_files(folder: Path, settings: Settings, start: Path | None) -> None:

@@ -130,7 +130,7 @@ class Index:
         for name, run in self.content["runs"].items():
             folder = self.folder / RUNS / name
             if (folder / RESULTS).exists():
-                results, known = read_results(folder), read_settings(folder)
+                results, known = read_results(folder), read_plan(folder / SETTINGS)
                 found.append({**run, "name": name, "steps": known["settings"]["steps"], "kind": kind(known, run), "results": results})
         return found
 
@@ -192,12 +192,6 @@ def read_results(folder: Path) -> dict[str, Any]:
     return read_json(folder / RESULTS, way_out, ("test", "best", "density"))
 
 
-def read_settings(folder: Path) -> dict[str, Any]:
-    """What a run was started with, with the defaults of settings that its program did not have yet; see :func:`read_plan`."""
-    plan = read_plan(folder / SETTINGS)
-    return plan | {"settings": dataclasses.asdict(Settings(**plan["settings"]))}
-
-
 def kind(known: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]:
     """All that runs must agree in whose results are averaged: everything but the seed.
 
@@ -241,7 +235,7 @@ def check(index: Index, plan: Plan, wanted: dict[str, Any], minutes: float | Non
     """
     folders = {path.parent.name: path.parent for path in sorted((index.folder / RUNS).glob(f"{plan.stem}-*/{SETTINGS}"))}
     alike = sorted((name for name in folders if re.fullmatch(r"-\d+", name.removeprefix(plan.stem))), key=lambda name: name != plan.name)
-    saved = {name: read_settings(folders[name]) for name in alike}
+    saved = {name: read_plan(folders[name] / SETTINGS) for name in alike}
     if any("fingerprint" in known for known in saved.values()):
         wanted = wanted | {"fingerprint": data_fingerprint(wanted)}
     for name, known in saved.items():

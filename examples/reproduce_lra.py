@@ -37,9 +37,9 @@ from tqdm.auto import tqdm
 import lra
 import lra_tables as tables
 from lra_checkpoints import LOCK, hold
-from lra_folders import RESULTS, file_above
+from lra_folders import RESULTS, SETTINGS, file_above, read_plan
 from lra_report import read_curves, write_json, write_text
-from lra_runs import LOGS, RUNS, Index, Plan, alone, budgets, check, difference, read_settings, refuse_reserved, writing
+from lra_runs import LOGS, RUNS, Index, Plan, alone, budgets, check, difference, refuse_reserved, writing
 from lra_tasks import TASKS
 
 TIMED = "Its steps are planned from --minutes, on one device: leave it out, or give --steps."
@@ -246,7 +246,7 @@ def run(given: argparse.Namespace, plans: list[Plan]) -> int:
     index.save()  # that nothing can be written, before any work
     for plan in plans:  # all mistakes before the first run
         if given.minutes and index.began(plan):
-            plan.arguments += ["--steps", str(read_settings(index.folder / RUNS / plan.name)["settings"]["steps"])]
+            plan.arguments += ["--steps", str(read_plan(index.folder / RUNS / plan.name / SETTINGS)["settings"]["steps"])]
         check(index, plan, plan.settle(), given.minutes)
     failed = []
     with Runner(index) as runner, tqdm(plans, desc="Runs", unit="run") as bar:

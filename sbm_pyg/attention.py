@@ -333,7 +333,7 @@ class SBMAttentionConv(MessagePassing):
         if sbm is not None and self.estimator == "local" and torch.is_grad_enabled():
             out = self._local_expectation(out, query, key, value, sbm, graph, forced, score_bias, edge_filter, seed, streams)
         out = out.flatten(1) if self.concat else out.mean(1)
-        if self.heads == 1 and out.requires_grad:
+        if self.heads == 1 and self.concat and out.requires_grad:
             out = out.clone()  # as the kernel keeps its own, which an activation in place would overwrite
 
         results: list[Any] = [out]

@@ -296,7 +296,6 @@ def plot_blocks(graph: AttentionGraph, sbm: SBM, *, sequence: int = 0, head: int
         ImportError: matplotlib is not installed.
         ValueError: The sequence or head does not exist, or the model is over other tokens.
     """
-    check_graph(graph)
     sbm._check(graph)
     mask = graph.head(head).to_dense(sequence)[0].cpu().double().numpy()
     queries, keys = sbm._slices()[sequence]
