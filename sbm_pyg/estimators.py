@@ -78,7 +78,7 @@ def draw_probes(sbm: SBM, per_query: float, *, seed: int, streams: Tensor | None
     chance = torch.repeat_interleave(chance, sbm.query_ptr.diff(), output_size=sbm.num_queries)
     streams = resolve_streams(streams, sbm.num_sequences, sbm.query_ptr.device)
     rowptr, col = ops.sample_systematic(chance, sbm.query_ptr, sbm.key_ptr, streams, sbm.heads, draw_seed(seed))
-    return AttentionGraph(rowptr, col, sbm.num_queries, sbm.num_keys, sbm.heads, sbm.query_ptr, sbm.key_ptr), chance
+    return AttentionGraph._trusted(rowptr, col, sbm.num_queries, sbm.num_keys, sbm.heads, sbm.query_ptr, sbm.key_ptr), chance
 
 
 def local_expectation(

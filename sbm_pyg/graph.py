@@ -7,9 +7,9 @@ Not here: how a graph is chosen (``sampling``, ``patterns``) and what is compute
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import networkx as nx
 import torch
@@ -19,12 +19,16 @@ from torch_geometric.data import Batch, Data, HeteroData
 from torch_geometric.typing import EdgeType, SparseTensor
 from torch_geometric.utils import is_sparse, to_edge_index
 
-from .ragged import check_tensor, offsets, readable, resolve_ptr
+from . import ops
+from .ops import checks
+from .ragged import check_int, check_tensor, offsets, readable, resolve_ptr, stored_ptr
 
 if TYPE_CHECKING:
     import scipy.sparse
 
 __all__ = ["AttentionGraph", "check_graph", "edge_list"]
+
+_TOKENS = "A graph has tokens on both sides."
 
 DataType = TypeVar("DataType", Data, HeteroData)
 
@@ -35,19 +39,21 @@ class AttentionGraph:
 
     Row ``h * N + i`` lists the keys that query ``i`` attends to in head ``h``, ascending and without repeats.
     Token numbers count through all sequences of the batch, as in PyTorch Geometric; an edge never leaves its sequence.
-    Memory is O(HN + E).
+    A graph is valid or it does not exist: the constructor checks every value, in O(HN + E), and whoever is handed a graph may trust it.
+    It keeps the tensors that it is given. Do not write into them. Memory is O(HN + E).
 
     Args:
-        rowptr: Row offsets, ``[H*N+1]`` int64, from 0 to E.
-        col: Key token of each edge, ``[E]`` int32 or int64, in ``0..M-1``.
-        num_queries: Number of query tokens N.
-        num_keys: Number of key tokens M.
-        heads: Number of heads H.
+        rowptr: Row offsets, ``[H*N+1]`` int64, rising from 0 to E.
+        col: Key token of each edge, ``[E]`` int32 or int64, in ``0..M-1``, ascending within each row.
+        num_queries: Number of query tokens N, at least 1.
+        num_keys: Number of key tokens M, at least 1; ``H * N * M`` is below 2^63.
+        heads: Number of heads H, at least 1.
         query_ptr: Offsets of the sequences in the queries, ``[B+1]`` int64. One sequence if None.
         key_ptr: Offsets of the sequences in the keys, ``[B+1]`` int64. If None, that of the queries (when N = M) or one sequence.
 
     Raises:
-        TypeError, ValueError: A shape, dtype or device does not fit. Values are checked by :meth:`validate` alone.
+        TypeError: An argument has another type or dtype.
+        ValueError: Shapes, devices or offsets do not fit, an edge leaves its sequence, or the keys of a row are unsorted or repeated.
 
     Example:
         >>> graph = AttentionGraph.from_dense(torch.tensor([[1, 0], [1, 1]]))
@@ -67,13 +73,14 @@ class AttentionGraph:
 
     def __post_init__(self) -> None:
         for name in ("rowptr", "col", "query_ptr", "key_ptr"):
-            check_tensor(getattr(self, name), name)
+            check_tensor(getattr(self, name), name, optional=name.endswith("_ptr"))
+        for name, way_out in (("heads", "A graph without heads has no rows."), ("num_queries", _TOKENS), ("num_keys", _TOKENS)):
+            check_int(name, getattr(self, name), 1, way_out)
         if self.rowptr.dtype != torch.int64:
             raise TypeError(f"Expected 'rowptr' to be int64 (got {self.rowptr.dtype}). Offsets of large graphs overflow anything smaller.")
         if self.col.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"Expected 'col' to be int32 or int64 (got {self.col.dtype}). Convert it with `.long()`.")
-        if self.heads < 1:
-            raise ValueError(f"Expected 'heads' to be at least 1 (got {self.heads}). A graph without heads has no rows.")
+        _check_pairs(self.heads, self.num_queries, self.num_keys)
         rows = self.heads * self.num_queries + 1
         if self.rowptr.shape != (rows,):
             raise ValueError(
@@ -81,17 +88,7 @@ class AttentionGraph:
             )
         if self.col.dim() != 1:
             raise ValueError(f"Expected 'col' to be [E] (got {list(self.col.shape)}). It holds the key token of each edge.")
-        device = self.col.device
-        if self.query_ptr is None:
-            object.__setattr__(self, "query_ptr", resolve_ptr(self.num_queries, device=device))
-        if self.key_ptr is None:
-            if self.num_keys != self.num_queries and self.query_ptr.numel() > 2:
-                raise ValueError(
-                    f"Expected 'key_ptr' where N != M (got N = {self.num_queries}, M = {self.num_keys} and no 'key_ptr'). Pass the offsets of the keys."
-                )
-            object.__setattr__(
-                self, "key_ptr", self.query_ptr if self.num_keys == self.num_queries else resolve_ptr(self.num_keys, device=device)
-            )
+        self._fill_offsets()
         for name in ("query_ptr", "key_ptr"):
             if getattr(self, name).dtype != torch.int64:
                 raise TypeError(f"Expected '{name}' to be int64 (got {getattr(self, name).dtype}). Convert it with `.long()`.")
@@ -101,10 +98,46 @@ class AttentionGraph:
                 "Sequence b of the queries attends to sequence b of the keys."
             )
         for name in ("rowptr", "query_ptr", "key_ptr"):
-            if getattr(self, name).device != device:
+            if getattr(self, name).device != self.device:
                 raise ValueError(
-                    f"Expected '{name}' on the device of 'col' (got {getattr(self, name).device} and {device}). Move the graph as a whole with `.to(device)`."
+                    f"Expected '{name}' on the device of 'col' (got {getattr(self, name).device} and {self.device}). Move the graph as a whole with `.to(device)`."
                 )
+        self.validate()
+
+    def _fill_offsets(self) -> None:
+        """Put the offsets of one sequence where none were given."""
+        if self.query_ptr is None:
+            object.__setattr__(self, "query_ptr", resolve_ptr(self.num_queries, device=self.device))
+        if self.key_ptr is None:
+            if self.num_keys != self.num_queries and self.query_ptr.numel() > 2:
+                raise ValueError(
+                    f"Expected 'key_ptr' where N != M (got N = {self.num_queries}, M = {self.num_keys} and no 'key_ptr'). Pass the offsets of the keys."
+                )
+            same = self.num_keys == self.num_queries
+            object.__setattr__(self, "key_ptr", self.query_ptr if same else resolve_ptr(self.num_keys, device=self.device))
+
+    @classmethod
+    def _trusted(
+        cls,
+        rowptr: Tensor,
+        col: Tensor,
+        num_queries: int,
+        num_keys: int,
+        heads: int = 1,
+        query_ptr: Tensor | None = None,
+        key_ptr: Tensor | None = None,
+    ) -> AttentionGraph:
+        """The private door: a graph whose rows are valid by the way they were made, without a look at them."""
+        graph = object.__new__(cls)
+        values = (rowptr, col, num_queries, num_keys, heads, query_ptr, key_ptr)
+        for field, value in zip(fields(cls), values, strict=True):
+            object.__setattr__(graph, field.name, value)
+        graph._fill_offsets()
+        return graph
+
+    def _with(self, rowptr: Tensor, col: Tensor, heads: int) -> AttentionGraph:
+        """Other rows, valid ones, over the same tokens."""
+        return self._trusted(rowptr, col, self.num_queries, self.num_keys, heads, self.query_ptr, self.key_ptr)
 
     # ---------------------------------------------------------------- what is in it
 
@@ -132,12 +165,12 @@ class AttentionGraph:
     @property
     def edge_index(self) -> Tensor:
         """Edges as PyG writes them, ``[2, E]`` int64: row 0 the key (source), row 1 the query (target)."""
-        return torch.stack([self.col.long(), self.edge_row % max(self.num_queries, 1)])
+        return torch.stack([self.col.long(), self.edge_row % self.num_queries])
 
     @property
     def edge_head(self) -> Tensor:
         """Head of each edge, ``[E]`` int64, an edge type in the sense of PyG's relational layers."""
-        return self.edge_row // max(self.num_queries, 1)
+        return self.edge_row // self.num_queries
 
     @property
     def degree(self) -> Tensor:
@@ -192,48 +225,49 @@ class AttentionGraph:
         return hash((self.heads, self.num_queries, self.num_keys, self.num_edges))
 
     def validate(self) -> AttentionGraph:
-        """Check every value, in O(HN + E), and return the graph.
+        """Check every value again, in O(HN + E), and return the graph.
+
+        The constructor has done so. This is for a graph whose tensors somebody has written into since.
 
         Raises:
-            ValueError: Offsets do not fit, an edge leaves its sequence, or keys of a row are unsorted or repeated.
+            ValueError: Offsets do not fit, an edge leaves its sequence, or the keys of a row are unsorted or repeated.
         """
         resolve_ptr(self.num_queries, self.query_ptr, name="query_ptr")
-        resolve_ptr(self.num_keys, self.key_ptr, name="key_ptr")
-        self.check_range()
-        if self.num_edges == 0:
+        if self.key_ptr is not self.query_ptr or self.num_keys != self.num_queries:
+            resolve_ptr(self.num_keys, self.key_ptr, name="key_ptr")
+        compiling = torch.compiler.is_compiling()
+        if not (compiling or readable(self.col)):
             return self
-        key, query = self.edge_index
-        sequence = torch.bucketize(query, self.query_ptr[1:], right=True)
-        outside = (key < self.key_ptr[sequence]) | (key >= self.key_ptr[sequence + 1])
-        if bool(outside.any()):
-            edge = int(outside.nonzero()[0])
-            raise ValueError(
-                f"Expected every edge inside its sequence (got query {int(query[edge])} attending to key {int(key[edge])}). Add 'key_ptr' offsets to key numbers that start at 0 in each sequence."
-            )
-        row = self.edge_row
-        if bool(((row[1:] == row[:-1]) & (key[1:] <= key[:-1])).any()):
-            raise ValueError(
-                "Expected the keys of each row ascending without repeats (got a row that is not). `AttentionGraph.from_edge_index` sorts and removes repeats."
-            )
+        row = ops.invalid_row(self.rowptr, self.col, self.query_ptr, self.key_ptr, self.heads)
+        rises = (self.rowptr[0] == 0) & (self.rowptr[-1] == self.num_edges)
+        if compiling:  # no branch on values; the kernels must still see none that is out of range
+            torch._assert_async(rises & (row < 0), "Expected 'rowptr' and 'col' to be the rows of a graph, see AttentionGraph.")
+        elif not bool(rises & (row < 0)):
+            self._explain(int(row))
         return self
 
-    def check_range(self) -> None:
-        """Refuse rows that do not cover the edges and keys that are no tokens, which kernels would look for outside of their memory. O(HN + E).
-
-        Raises:
-            ValueError: Row offsets do not rise from 0 to E, or a key is not in 0 .. M-1.
-        """
-        if not readable(self.col):
-            return
-        first, last = (int(self.rowptr[end]) for end in (0, -1))
-        if first != 0 or last != self.num_edges or bool((self.rowptr[1:] < self.rowptr[:-1]).any()):
+    def _explain(self, row: int) -> None:
+        """Say what is wrong with a row, or with the ends of all."""
+        first, last, (start, end) = int(self.rowptr[0]), int(self.rowptr[-1]), self.rowptr[row : row + 2].tolist() if row >= 0 else (0, 0)
+        if first != 0 or last != self.num_edges or not 0 <= start <= end <= last:
             raise ValueError(
-                f"Expected 'rowptr' to rise from 0 to E = {self.num_edges} (got {first} to {last}, or a decrease). Build it from row counts by `cumsum`."
+                f"Expected 'rowptr' to rise from 0 to E = {self.num_edges} (got {first} to {last}{f', and {start} to {end} in row {row}' if row >= 0 else ''}). "
+                "Build it from row counts by `cumsum`."
             )
-        if self.num_edges:
-            low, high = (int(bound) for bound in torch.aminmax(self.col))
-            if low < 0 or high >= self.num_keys:
-                raise ValueError(f"Expected 'col' in 0..{self.num_keys - 1} (got {low} to {high}). Key tokens count through all sequences.")
+        keys = self.col[start:end]
+        descents = (keys[1:] <= keys[:-1]).nonzero()
+        if descents.numel():
+            before, after = keys[int(descents[0]) :][:2].tolist()
+            raise ValueError(
+                f"Expected 'col' to hold the keys of each row ascending, without repeats (got {before} before {after} in row {row}). "
+                "`AttentionGraph.from_edge_index` sorts and removes repeats."
+            )
+        sequence = int(torch.searchsorted(self.query_ptr, row % self.num_queries, right=True)) - 1
+        low, high = self.key_ptr[sequence : sequence + 2].tolist()
+        raise ValueError(
+            f"Expected 'col' to hold keys of the sequence of their query (got {int(keys[0])} to {int(keys[-1])} in row {row}, whose sequence has keys "
+            f"{low} to {high - 1}). Key numbers count through all sequences: add their 'key_ptr' offsets to numbers that start at 0 in each."
+        )
 
     def same_offsets(self, query_ptr: Tensor, key_ptr: Tensor) -> bool:
         """Whether its sequences begin where these offsets say; where no values may be read, whether there are as many.
@@ -251,8 +285,11 @@ class AttentionGraph:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> AttentionGraph:
         """The same graph on another device."""
-        moved = {name: getattr(self, name).to(device, non_blocking=non_blocking) for name in ("rowptr", "col", "query_ptr", "key_ptr")}
-        return replace(self, **moved)
+        rowptr, col, query_ptr, key_ptr = (
+            x.to(device, non_blocking=non_blocking) for x in (self.rowptr, self.col, self.query_ptr, self.key_ptr)
+        )
+        key_ptr = query_ptr if self.key_ptr is self.query_ptr else key_ptr
+        return self._trusted(rowptr, col, self.num_queries, self.num_keys, self.heads, query_ptr, key_ptr)
 
     def sequence(self, sequence: int) -> AttentionGraph:
         """The graph of one sequence, tokens counted from 0, all heads."""
@@ -263,25 +300,28 @@ class AttentionGraph:
         counts = self.degree[:, start:end].flatten()
         edges = [slice(a, b) for a, b in zip(self.rowptr[head_start + start].tolist(), self.rowptr[head_start + end].tolist(), strict=True)]
         col = torch.cat([self.col[edge] for edge in edges]) - first_key
-        return AttentionGraph(offsets(counts), col, end - start, end_key - first_key, self.heads)
+        return self._trusted(offsets(counts), col, end - start, end_key - first_key, self.heads)
 
     def head(self, head: int) -> AttentionGraph:
         """The graph of one head, all sequences."""
         head = _index(head, self.heads, "head")
         rowptr = self.rowptr[head * self.num_queries : (head + 1) * self.num_queries + 1]
         col = self.col[int(rowptr[0]) : int(rowptr[-1])]
-        return replace(self, rowptr=rowptr - rowptr[0], col=col, heads=1)
+        return self._with(rowptr - rowptr[0], col, 1)
 
     def expand(self, heads: int) -> AttentionGraph:
         """A graph of one head, repeated for ``heads`` heads."""
-        if heads < 1:
-            raise ValueError(f"Expected 'heads' to be at least 1 (got {heads}). A graph without heads has no rows.")
+        check_int("heads", heads, 1, "A graph without heads has no rows.")
         if self.heads == heads:
             return self
         if self.heads != 1:
             raise ValueError(f"Expected 'graph' to have 1 or {heads} heads (got {self.heads}). Take one with `graph.head(h)` first.")
-        rowptr = torch.cat([self.rowptr.new_zeros(1), *(self.rowptr[1:] + head * self.num_edges for head in range(heads))])
-        return replace(self, rowptr=rowptr, col=self.col.repeat(heads), heads=heads)
+        way_out = "Ask for fewer heads, or attend over the graph of one head, which serves all."
+        checks.memory("heads", heads * self.num_edges, self.col.element_size(), self.device, way_out, "edges")
+        checks.memory("heads", heads * self.num_queries, 8, self.device, way_out, "rows")
+        starts = self.num_edges * torch.arange(heads, device=self.device)[:, None]
+        rowptr = torch.cat([self.rowptr[:1], (self.rowptr[1:] + starts).flatten()])
+        return self._with(rowptr, self.col.repeat(heads), heads)
 
     @classmethod
     def concatenate(cls, graphs: Sequence[AttentionGraph]) -> AttentionGraph:
@@ -293,18 +333,24 @@ class AttentionGraph:
         Raises:
             ValueError: The list is empty or heads differ.
         """
+        if isinstance(graphs, AttentionGraph) or not isinstance(graphs, Sequence):
+            raise TypeError(f"Expected 'graphs' to be a list of graphs (got {type(graphs).__name__}). Put it in brackets.")
+        for graph in graphs:
+            check_graph(graph, "graphs")
         if not graphs or len({graph.heads for graph in graphs}) != 1:
             raise ValueError(
                 f"Expected 'graphs' to be one or more graphs with the same heads (got {[graph.heads for graph in graphs]}). Use `graph.expand(heads)`."
             )
-        heads = graphs[0].heads
+        heads, devices = graphs[0].heads, {graph.device for graph in graphs}
+        if len(devices) != 1:
+            raise ValueError(f"Expected 'graphs' on one device (got {sorted(map(str, devices))}). Move them with `graph.to(device)`.")
         starts = torch.tensor([0] + [graph.num_keys for graph in graphs]).cumsum(0).tolist()
         per_head = [[graph.head(head) for graph in graphs] for head in range(heads)]
         degree = torch.cat([graph.degree for graph in graphs], dim=1).flatten()
         col = torch.cat([graph.col.long() + offset for row in per_head for graph, offset in zip(row, starts, strict=False)])
         query_ptr = offsets(torch.cat([graph.query_ptr.diff() for graph in graphs]))
         key_ptr = offsets(torch.cat([graph.key_ptr.diff() for graph in graphs]))
-        return cls(offsets(degree), col, sum(graph.num_queries for graph in graphs), starts[-1], heads, query_ptr, key_ptr)
+        return cls._trusted(offsets(degree), col, sum(graph.num_queries for graph in graphs), starts[-1], heads, query_ptr, key_ptr)
 
     def union(self, other: AttentionGraph) -> tuple[AttentionGraph, Tensor]:
         """The union of both graphs per head, and which of its edges the other graph holds.
@@ -320,6 +366,7 @@ class AttentionGraph:
         Raises:
             ValueError: The graphs are not over the same tokens, heads and sequences.
         """
+        check_graph(other, "other")
         if self.heads == 1:
             self = self.expand(other.heads)
         elif other.heads == 1:
@@ -340,29 +387,54 @@ class AttentionGraph:
         col = self.col.new_empty(is_new.numel(), dtype=torch.promote_types(self.col.dtype, other.col.dtype))
         col = col.index_copy(0, old, self.col.to(col.dtype)).index_copy(0, slot, other.col[new].to(col.dtype))
         from_other = is_new.index_fill(0, old[place[added.logical_not().nonzero()[:, 0]]], True)
-        graph = replace(self, rowptr=self.rowptr + offsets(added)[other.rowptr], col=col)
-        return graph, from_other
+        return self._with(self.rowptr + offsets(added)[other.rowptr], col, self.heads), from_other
 
     def select(self, mask: Tensor) -> AttentionGraph:
-        """The graph of those edges where ``mask`` ``[E]`` bool is True. Cost O(HN + E)."""
-        return replace(self, rowptr=offsets(mask)[self.rowptr], col=self.col[mask])
+        """The graph of those edges where ``mask`` ``[E]`` bool is True. Cost O(HN + E).
+
+        Raises:
+            TypeError, ValueError: The mask is no tensor, not boolean, or not ``[E]``.
+        """
+        check_tensor(mask, "mask", optional=False)
+        if mask.dtype != torch.bool:
+            raise TypeError(f"Expected 'mask' to be bool (got {mask.dtype}). Compare, as in `select(weight > 0)`.")
+        if not torch.compiler.is_compiling() and mask.shape != self.col.shape:
+            raise ValueError(
+                f"Expected 'mask' to be [E] = [{self.num_edges}] (got {list(mask.shape)}). It says of each edge whether it stays."
+            )
+        return self._with(offsets(mask)[self.rowptr], self.col[mask], self.heads)
 
     def find(self, edge_index: Tensor, edge_head: Tensor | None = None) -> Tensor:
         """Number that each of the given edges, all of which are in the graph, has in it, ``[E']`` int64. Cost O(E' log E).
 
         Args:
-            edge_index: ``[2, E']``, keys and queries, in any order.
-            edge_head: Head of each edge, ``[E']``; head 0 if None.
+            edge_index: ``[2, E']`` integers, keys and queries, in any order.
+            edge_head: Head of each edge, ``[E']`` integers; head 0 if None.
+
+        Raises:
+            TypeError: A tensor is not an integer tensor.
+            ValueError: Shapes do not fit, or an edge is not in the graph.
         """
-        key, query = edge_index.long()
-        row = query if edge_head is None else edge_head * self.num_queries + query
-        return torch.searchsorted(self._edge_key(), row * max(self.num_keys, 1) + key)
+        key, query, head = _check_edges(edge_index, edge_head)
+        wanted = (head * self.num_queries + query) * self.num_keys + key
+        mine = self._edge_key()
+        place = torch.searchsorted(mine, wanted)
+        if readable(place) and wanted.numel():
+            inside = (query >= 0) & (query < self.num_queries) & (key >= 0) & (key < self.num_keys) & (head >= 0) & (head < self.heads)
+            found = inside & (mine[place.clamp(max=mine.numel() - 1)] == wanted) if mine.numel() else torch.zeros_like(inside)
+            if not bool(found.all()):
+                edge = int(found.logical_not().nonzero()[0])
+                raise ValueError(
+                    f"Expected 'edge_index' to hold edges of the graph (got key {int(key[edge])}, query {int(query[edge])}, head {int(head[edge])}, which is none). "
+                    "Choose among `graph.edge_index` and `graph.edge_head`."
+                )
+        return place
 
     def __or__(self, other: AttentionGraph) -> AttentionGraph:
         return self.union(other)[0] if isinstance(other, AttentionGraph) else NotImplemented
 
     def _edge_key(self) -> Tensor:
-        return self.edge_row * max(self.num_keys, 1) + self.col
+        return self.edge_row * self.num_keys + self.col
 
     # ---------------------------------------------------------------- from other forms
 
@@ -373,51 +445,58 @@ class AttentionGraph:
         num_queries: int | None = None,
         num_keys: int | None = None,
         *,
+        size: tuple[int, int] | None = None,
         edge_head: Tensor | None = None,
         heads: int = 1,
         query_ptr: Tensor | None = None,
         key_ptr: Tensor | None = None,
     ) -> AttentionGraph:
-        """Graph of any PyG adjacency; repeated edges count once. Cost O(E log E).
+        """Graph of any PyG adjacency; repeated edges count once. Cost O(HN + E log E).
 
         Args:
             edge_index: ``[2, E]`` (row 0 = key = source, row 1 = query = target), an ``EdgeIndex``, or a transposed sparse adjacency
                 (``SparseTensor`` or torch sparse, ``[N, M]``, rows = queries), of which every stored entry is an edge.
-            num_queries: N. If None, from the adjacency's size, else from the last query.
-            num_keys: M. If None, from the adjacency's size, else N or the last key, whichever is larger.
+            num_queries: N. If None, from the offsets or the adjacency's size, else from the last query.
+            num_keys: M. If None, from the offsets or the adjacency's size, else N or the last key, whichever is larger.
+            size: ``(M, N)``, sources and targets as PyG's ``size`` has them, in place of ``num_queries`` and ``num_keys``.
             edge_head: Head of each edge, ``[E]`` int64; all edges in head 0 if None.
             heads: Number of heads H.
             query_ptr: Offsets of the sequences in the queries, ``[B+1]``.
             key_ptr: Offsets of the sequences in the keys, ``[B+1]``.
 
         Raises:
-            TypeError: A tensor is not an integer tensor.
-            ValueError: Shapes or ranges do not fit, or an edge leaves its sequence.
+            TypeError: A tensor is not an integer tensor, or a number is no int.
+            ValueError: Shapes or ranges do not fit, an edge leaves its sequence, or the rows take more memory than there is.
         """
-        if is_sparse(edge_index):
+        if size is not None:
+            if num_queries is not None or num_keys is not None:
+                raise ValueError(f"Expected 'size' or 'num_queries' and 'num_keys' (got size={size!r} and another). They say the same.")
+            if not isinstance(size, tuple | list) or len(size) != 2:
+                raise TypeError(f"Expected 'size' to be the pair (M, N) of keys and queries (got {size!r}). Sources come first, as in PyG.")
+            num_keys, num_queries = size
+        for name, ptr in (("query_ptr", query_ptr), ("key_ptr", key_ptr)):
+            check_tensor(ptr, name)
+            if ptr is not None and (ptr.dim() != 1 or ptr.numel() < 2 or ptr.dtype not in (torch.int32, torch.int64)):
+                raise ValueError(
+                    f"Expected '{name}' to be [B+1] int64 (got {list(ptr.shape)} {ptr.dtype}). It holds the offsets of the sequences."
+                )
+        query_ptr, key_ptr = (None if ptr is None else ptr.long() for ptr in (query_ptr, key_ptr))
+        if num_queries is None and query_ptr is not None:
+            num_queries = int(query_ptr[-1])
+        if num_keys is None and key_ptr is not None:
+            num_keys = int(key_ptr[-1])
+        if is_sparse(edge_index) and edge_index.dim() == 2:
             num_queries, num_keys = num_queries or edge_index.size(0), num_keys or edge_index.size(1)
         elif isinstance(edge_index, EdgeIndex):
             num_keys, num_queries = num_keys or edge_index.sparse_size(0), num_queries or edge_index.sparse_size(1)
-        edge_index = edge_list(edge_index)
-        if edge_index.dim() != 2 or edge_index.size(0) != 2:
-            raise ValueError(
-                f"Expected 'edge_index' to be [2, E] (got {list(edge_index.shape)}). Row 0 holds keys (sources), row 1 queries (targets)."
-            )
-        for name, value in (("edge_index", edge_index), ("edge_head", edge_head)):
-            if value is not None and (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool):
-                raise TypeError(f"Expected '{name}' to be int64 (got {value.dtype}). Convert it with `.long()`.")
-        for name, ptr in (("query_ptr", query_ptr), ("key_ptr", key_ptr)):
-            check_tensor(ptr, name)
-        query_ptr, key_ptr = (ptr.long() if ptr is not None and ptr.dtype == torch.int32 else ptr for ptr in (query_ptr, key_ptr))
-        key, query = edge_index.long()
+        key, query, head = _check_edges(edge_list(edge_index), edge_head)
         num_edges = key.numel()
         if num_queries is None:
-            num_queries = int(query_ptr[-1]) if query_ptr is not None else int(query.max()) + 1 if num_edges else 0
+            num_queries = int(query.max()) + 1 if num_edges else 0
         if num_keys is None:
-            num_keys = int(key_ptr[-1]) if key_ptr is not None else max(num_queries, int(key.max()) + 1 if num_edges else 0)
-        head = torch.zeros_like(key) if edge_head is None else edge_head.long()
-        if head.shape != key.shape:
-            raise ValueError(f"Expected 'edge_head' to be [{num_edges}] (got {list(head.shape)}). It holds one head number per edge.")
+            num_keys = max(num_queries, int(key.max()) + 1 if num_edges else 0)
+        for name, value in (("heads", heads), ("num_queries", num_queries), ("num_keys", num_keys)):
+            check_int(name, value, 1, _TOKENS if name != "heads" else "A graph without heads has no rows.")
         for name, index, end in (("edge_index[0]", key, num_keys), ("edge_index[1]", query, num_queries), ("edge_head", head, heads)):
             if not readable(index):  # no branch on values; the kernels must still see none that is out of range
                 torch._assert_async(
@@ -427,23 +506,125 @@ class AttentionGraph:
                 raise ValueError(
                     f"Expected '{name}' in 0..{end - 1} (got {int(index.min())} to {int(index.max())}). Check the numbers of queries, keys and heads."
                 )
-        row = head * num_queries + query
-        unique = torch.unique(row * max(num_keys, 1) + key)
-        rowptr = torch.searchsorted(unique, max(num_keys, 1) * torch.arange(heads * num_queries + 1, device=key.device))
-        graph = cls(rowptr, unique % max(num_keys, 1), num_queries, num_keys, heads, query_ptr, key_ptr)  # type: ignore[arg-type]
-        checked = not readable(key) or (query_ptr is None and key_ptr is None)
-        return graph if checked else graph.validate()
+        _check_pairs(heads, num_queries, num_keys)
+        checks.memory(
+            "num_queries",
+            heads * num_queries,
+            16,
+            key.device,
+            "Rows cost memory even without edges: leave out the tokens that have none.",
+            "rows",
+        )
+        unique = torch.unique((head * num_queries + query) * num_keys + key)
+        rowptr = torch.searchsorted(unique, num_keys * torch.arange(heads * num_queries + 1, device=key.device))
+        rows = (rowptr, unique % num_keys, num_queries, num_keys, heads, query_ptr, key_ptr)
+        if readable(key) and (query_ptr is not None or key_ptr is not None):
+            return cls(*rows)  # type: ignore[arg-type]
+        return cls._trusted(*rows)
+
+    @classmethod
+    def from_data(cls, data: Data | HeteroData, edge_type: EdgeType | None = None, *, heads: int | None = None) -> AttentionGraph:
+        """Graph of the edges of PyG data: what :meth:`to_data`, :meth:`to_hetero_data` and :meth:`replace_edges` wrote, or any other.
+
+        Sequences are those of ``ptr``, else of ``batch``, else all nodes are one. Repeated edges count once. Cost O(HN + E log E).
+
+        Args:
+            data: ``Data``, ``HeteroData`` or a ``Batch`` of either, with ``edge_index`` or, transposed, ``adj_t``. The head of each edge is its
+                ``edge_type`` in ``Data`` and its ``edge_head`` in ``HeteroData``; without them all edges are in one head.
+            edge_type: Which edges of ``HeteroData``; may be None where there is one type.
+            heads: Number of heads H; one more than the last head of an edge if None.
+
+        Raises:
+            TypeError: It is no data object.
+            ValueError: It has no edges or no number of nodes, the type of edges does not exist or is not told, or offsets do not fit.
+
+        Example:
+            >>> graph = AttentionGraph.from_dense(torch.tensor([[1, 0], [1, 1]]))
+            >>> AttentionGraph.from_data(graph.to_data()) == graph
+            True
+        """
+        if not isinstance(data, Data | HeteroData):
+            raise TypeError(f"Expected 'data' to be Data or HeteroData (got {type(data).__name__}). `from_edge_index` takes edges.")
+        store, source, target, head_name = _stores(data, edge_type)
+        edges = store.get("edge_index")
+        edges = store.get("adj_t") if edges is None else edges
+        if edges is None:
+            raise ValueError("Expected 'data' to have edges (got neither 'edge_index' nor 'adj_t'). A transform, as `SBMGraph`, adds some.")
+        sizes = (source.num_nodes, target.num_nodes)
+        if None in sizes:
+            raise ValueError("Expected 'data' to have nodes (got none). Set `x` or `num_nodes`.")
+        head = store.get(head_name)
+        if heads is None:
+            heads = 1 if head is None or head.numel() == 0 else int(head.max()) + 1
+        key_ptr, query_ptr = (stored_ptr(nodes, device=edges.device) for nodes in (source, target))
+        return cls.from_edge_index(edges, size=sizes, edge_head=head, heads=heads, query_ptr=query_ptr, key_ptr=key_ptr)
+
+    @classmethod
+    def from_networkx(cls, graph: nx.Graph[Any], *, heads: int | None = None) -> AttentionGraph:
+        """Graph of one sequence from networkx, where an edge runs from key to query; an undirected edge runs both ways.
+
+        Tokens are the nodes, in their order unless they are the numbers ``0..n-1`` themselves. Where nodes have networkx's attribute
+        ``bipartite``, those with 0 are keys and those with 1 are queries, each in their order, and an undirected edge runs from the key.
+        What else nodes and edges carry is left behind. Cost O(HN + E log E).
+
+        Args:
+            graph: Any networkx graph. Edges with an attribute ``head`` belong to that head, others to head 0.
+            heads: Number of heads H; one more than the last head of an edge if None.
+
+        Raises:
+            TypeError: It is no networkx graph.
+            ValueError: It has no nodes, an edge of a bipartite graph does not run from key to query, or a head is out of range.
+
+        Example:
+            >>> AttentionGraph.from_networkx(nx.DiGraph([(0, 1), (1, 1)])).to_dense()[0].int().tolist()
+            [[0, 0], [1, 1]]
+        """
+        if not isinstance(graph, nx.Graph):
+            raise TypeError(f"Expected 'graph' to be a networkx graph (got {type(graph).__name__}). Make one by `nx.DiGraph(edges)`.")
+        side: Mapping[Any, Any] = dict(graph.nodes(data="bipartite"))
+        split = any(value is not None for value in side.values())
+        if split and not {*side.values()} <= {0, 1}:
+            raise ValueError(
+                f"Expected the attribute 'bipartite' of each node of 'graph' to be 0 or 1 (got {_few({*side.values()})}). Keys have 0."
+            )
+        keys = [node for node in graph if not split or side[node] == 0]
+        queries = [node for node in graph if side[node] == 1] if split else keys
+        if not keys or not queries:
+            raise ValueError(f"Expected 'graph' to have keys and queries (got {len(keys)} and {len(queries)}). Add nodes first.")
+        if not split and {*keys} == {*range(len(keys))}:
+            keys = queries = [*range(len(keys))]
+        source, target = ({node: number for number, node in enumerate(nodes)} for nodes in (keys, queries))
+        edges = [(s, t, 0 if head is None else head) for s, t, head in graph.edges(data="head")]
+        if not graph.is_directed():
+            edges = [(t, s, head) if split and side[s] == 1 else (s, t, head) for s, t, head in edges]
+            edges += [] if split else [(t, s, head) for s, t, head in edges]
+        wrong = [(s, t) for s, t, _ in edges if s not in source or t not in target]
+        if wrong:
+            raise ValueError(
+                f"Expected each edge of 'graph' to run from a key to a query (got {_few(wrong)}). Reverse it, as `graph.reverse()` does."
+            )
+        if any(not isinstance(head, int) for _, _, head in edges):
+            raise ValueError("Expected the attribute 'head' of each edge of 'graph' to be an int (got another type). Number heads from 0.")
+        edge_index = torch.tensor([(source[s], target[t]) for s, t, _ in edges], dtype=torch.int64).view(-1, 2).T
+        edge_head = torch.tensor([head for *_, head in edges], dtype=torch.int64)
+        if heads is None:
+            heads = max((head for *_, head in edges), default=0) + 1
+        return cls.from_edge_index(edge_index, size=(len(keys), len(queries)), edge_head=edge_head, heads=heads)
 
     @classmethod
     def from_dense(cls, mask: Tensor) -> AttentionGraph:
         """Graph of a mask: an edge where it is not zero.
 
         Args:
-            mask: ``[N, M]``, ``[H, N, M]`` or ``[B, H, N, M]``, any dtype.
+            mask: ``[N, M]``, ``[H, N, M]`` or ``[B, H, N, M]``, any dtype, not empty.
 
         Raises:
-            ValueError: The mask has another number of dimensions, or none of something.
+            TypeError: The mask is no tensor.
+            ValueError: The mask is sparse, has another number of dimensions, or none of something.
         """
+        check_tensor(mask, "mask", optional=False)
+        if mask.layout != torch.strided or mask.is_nested:
+            raise ValueError(f"Expected 'mask' to be dense (got {mask.layout}). `AttentionGraph.from_edge_index` takes sparse adjacencies.")
         if mask.dim() not in (2, 3, 4) or mask.numel() == 0:
             raise ValueError(
                 f"Expected 'mask' to be [N, M], [H, N, M] or [B, H, N, M] (got {list(mask.shape)}). Queries are rows, and there is at least one of each."
@@ -453,14 +634,26 @@ class AttentionGraph:
         _, sequence, _, key = mask.transpose(0, 1).nonzero(as_tuple=True)
         degree = mask.sum(-1).transpose(0, 1).flatten()
         steps = torch.arange(batch + 1, device=mask.device)
-        return cls(
+        return cls._trusted(
             offsets(degree), sequence * num_keys + key, batch * num_queries, batch * num_keys, heads, steps * num_queries, steps * num_keys
         )
 
     # ---------------------------------------------------------------- to other forms
 
-    def to_dense(self, sequence: int = 0) -> Tensor:
-        """Mask of one sequence, ``[H, n, m]`` bool, rows = queries."""
+    def to_dense(self, sequence: int | None = None) -> Tensor:
+        """Mask of one sequence, ``[H, n, m]`` bool, rows = queries.
+
+        Args:
+            sequence: Which sequence; may be None where there is one.
+
+        Raises:
+            ValueError: The sequence does not exist or is not told, or the mask takes more memory than there is.
+        """
+        sequence = _the_one(sequence, self.num_sequences, "sequence")
+        pairs = int(self.query_ptr.diff()[sequence] * self.key_ptr.diff()[sequence])
+        checks.memory(
+            "sequence", self.heads * pairs, 1, self.device, "Take one head by `graph.head(h)`, or keep the graph sparse.", "pairs"
+        )
         one = self.sequence(sequence)
         mask = torch.zeros(one.heads * one.num_queries, one.num_keys, dtype=torch.bool, device=self.device)
         mask[one.edge_row, one.col.long()] = True
@@ -472,26 +665,38 @@ class AttentionGraph:
         order = "col" if graph.heads == 1 else None
         return EdgeIndex(graph.edge_index, sparse_size=(self.num_keys, self.num_queries), sort_order=order)
 
-    def to_scipy(self, head: int = 0, sequence: int | None = None) -> scipy.sparse.csr_array:
-        """scipy compressed rows ``[N, M]`` bool of one head, of one sequence or of the whole batch."""
-        import scipy.sparse
+    def to_scipy(self, head: int | None = None, sequence: int | None = None) -> scipy.sparse.csr_array:
+        """scipy compressed rows ``[N, M]`` bool of one head, of one sequence or of the whole batch.
 
+        Args:
+            head: Which head; may be None where there is one.
+            sequence: Which sequence; None for the whole batch.
+
+        Raises:
+            ImportError: scipy is not installed.
+            ValueError: The head or sequence does not exist, or the head is not told.
+        """
+        try:
+            import scipy.sparse
+        except ImportError:
+            raise ImportError("Expected 'scipy' to be installed (it is not). Install it with `pip install sbm_pyg[analysis]`.") from None
+        head = _the_one(head, self.heads, "head")
         graph = self.head(head) if sequence is None else self.sequence(sequence).head(head)
         data = torch.ones(graph.num_edges, dtype=torch.bool).numpy()
         return scipy.sparse.csr_array(
             (data, graph.col.cpu().numpy(), graph.rowptr.cpu().numpy()), shape=(graph.num_queries, graph.num_keys)
         )
 
-    def to_sparse_tensor(self, head: int = 0, value: Tensor | None = None) -> SparseTensor:
+    def to_sparse_tensor(self, head: int | None = None, value: Tensor | None = None) -> SparseTensor:
         """torch-sparse ``SparseTensor`` of one head, transposed as PyG layers take it: ``[N, M]``, rows = queries.
 
         Args:
-            head: Which head.
+            head: Which head; may be None where there is one.
             value: What its entries hold: one number or vector for each edge of all heads, ``[E, ...]``, differentiable; nothing if None.
 
         Raises:
             ImportError: torch-sparse is not installed.
-            ValueError: ``value`` is not ``[E, ...]``.
+            ValueError: The head does not exist or is not told, or ``value`` is not ``[E, ...]``.
         """
         import torch_geometric.typing
 
@@ -499,13 +704,14 @@ class AttentionGraph:
             raise ImportError(
                 "Expected 'torch-sparse' to be installed. Install it with `pip install --no-build-isolation sbm_pyg[sparse]`, or use `to_edge_index()`."
             )
+        head = _the_one(head, self.heads, "head")
         graph = self.head(head)
         if value is not None:
             if value.dim() < 1 or value.size(0) != self.num_edges:
                 raise ValueError(
                     f"Expected 'value' to be [{self.num_edges}, ...] (got {list(value.shape)}). It holds one entry for each edge of all heads."
                 )
-            first = int(self.rowptr[_index(head, self.heads, "head") * self.num_queries])
+            first = int(self.rowptr[head * self.num_queries])
             value = value[first : first + graph.num_edges]
         return SparseTensor(
             rowptr=graph.rowptr,
@@ -574,36 +780,39 @@ class AttentionGraph:
         data["key", "to", "query"].edge_head = self.edge_head
         return data
 
-    def to_networkx(self, sequence: int = 0, head: int | None = 0, *, bipartite: bool | None = None) -> nx.DiGraph[Any]:
+    def to_networkx(
+        self, sequence: int | None = None, head: int | Literal["all"] | None = None, *, bipartite: bool | None = None
+    ) -> nx.DiGraph[Any]:
         """networkx graph of one sequence; an edge runs from key to query, as messages do.
 
         Args:
-            sequence: Which sequence.
-            head: Which head; None gives a ``MultiDiGraph`` over all heads, the head as edge key and attribute ``head``.
+            sequence: Which sequence; may be None where there is one.
+            head: Which head; may be None where there is one. ``"all"`` gives a ``MultiDiGraph`` over all heads, the head as edge key and
+                attribute ``head``.
             bipartite: False: nodes are tokens ``0..n-1`` (needs N = M). True: nodes are ``("key", j)`` and ``("query", i)`` with networkx's
                 ``bipartite`` attribute 0 and 1. None: tokens where the sequence has as many queries as keys, else bipartite.
 
         Raises:
-            ValueError: The sequence or head does not exist, or tokens were asked for where N != M.
+            ValueError: The sequence or head does not exist or is not told, or tokens were asked for where N != M.
         """
-        graph = self.sequence(sequence)
+        graph = self.sequence(_the_one(sequence, self.num_sequences, "sequence"))
+        chosen = graph if head == "all" else graph.head(_the_one(head, self.heads, "head", ", or head='all' for a MultiDiGraph"))
         square = graph.num_queries == graph.num_keys
         if bipartite is False and not square:
             raise ValueError(
                 f"Expected as many queries as keys for a graph of tokens (got {graph.num_queries} and {graph.num_keys}). Pass bipartite=True."
             )
         split = not square if bipartite is None else bipartite
-        result: nx.DiGraph[Any] = nx.MultiDiGraph() if head is None else nx.DiGraph()
+        result: nx.DiGraph[Any] = nx.MultiDiGraph() if head == "all" else nx.DiGraph()
         if split:
             result.add_nodes_from((("key", j) for j in range(graph.num_keys)), bipartite=0)
             result.add_nodes_from((("query", i) for i in range(graph.num_queries)), bipartite=1)
         else:
             result.add_nodes_from(range(graph.num_queries))
-        chosen = graph if head is None else graph.head(head)
         keys, queries = chosen.edge_index.tolist()
         sources: Sequence[Any] = [("key", j) for j in keys] if split else keys
         targets: Sequence[Any] = [("query", i) for i in queries] if split else queries
-        if head is None:
+        if head == "all":
             heads = chosen.edge_head.tolist()
             result.add_edges_from((s, t, h, {"head": h}) for s, t, h in zip(sources, targets, heads, strict=True))
         else:
@@ -611,11 +820,11 @@ class AttentionGraph:
         return result
 
 
-def check_graph(graph: object) -> None:
+def check_graph(graph: object, name: str = "graph") -> None:
     """Raise TypeError unless it is an :class:`AttentionGraph`."""
     if not isinstance(graph, AttentionGraph):
         raise TypeError(
-            f"Expected 'graph' to be an AttentionGraph (got {type(graph).__name__}). `AttentionGraph.from_edge_index` makes one."
+            f"Expected '{name}' to be an AttentionGraph (got {type(graph).__name__}). `AttentionGraph.from_edge_index` makes one."
         )
 
 
@@ -633,7 +842,59 @@ def edge_list(adjacency: Tensor | SparseTensor) -> Tensor:
     return adjacency.as_tensor() if isinstance(adjacency, EdgeIndex) else adjacency
 
 
+def _check_edges(edge_index: Tensor, edge_head: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Key, query and head of each edge, ``[E]`` int64 each; refuse what is no list of edges."""
+    for name, value in (("edge_index", edge_index), ("edge_head", edge_head)):
+        check_tensor(value, name, optional=name == "edge_head")
+        if value is not None and (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool):
+            raise TypeError(f"Expected '{name}' to be int64 (got {value.dtype}). Convert it with `.long()`.")
+    if edge_index.dim() != 2 or edge_index.size(0) != 2:
+        raise ValueError(
+            f"Expected 'edge_index' to be [2, E] (got {list(edge_index.shape)}). Row 0 holds keys (sources), row 1 queries (targets)."
+        )
+    key, query = edge_index.long()
+    if edge_head is None:
+        return key, query, torch.zeros_like(key)
+    if edge_head.shape != key.shape:
+        raise ValueError(f"Expected 'edge_head' to be [{key.numel()}] (got {list(edge_head.shape)}). It holds one head number per edge.")
+    return key, query, edge_head.long()
+
+
+def _check_pairs(heads: int, num_queries: int, num_keys: int) -> None:
+    """Refuse sizes whose pairs int64 cannot number."""
+    if not torch.compiler.is_compiling() and heads * num_queries * num_keys >= 2**63:
+        raise ValueError(
+            f"Expected 'num_keys' such that H * N * M is below 2**63 (got {heads} * {num_queries} * {num_keys}). Pairs are numbered in int64."
+        )
+
+
+def _stores(data: Data | HeteroData, edge_type: EdgeType | None) -> tuple[Any, Any, Any, str]:
+    """Where edges, keys and queries lie in a data object, and what the head of an edge is called there."""
+    if isinstance(data, Data):
+        if edge_type is not None:
+            raise ValueError(f"Expected no 'edge_type' with Data (got {edge_type!r}). Its edges are of one type.")
+        return data, data, data, "edge_type"
+    types = data.edge_types
+    if edge_type is None and len(types) == 1:
+        (edge_type,) = types
+    if edge_type not in types:
+        raise ValueError(f"Expected 'edge_type' to be one of {types} (got {edge_type!r}). Say which edges of the data are meant.")
+    return data[edge_type], data[edge_type[0]], data[edge_type[2]], "edge_head"
+
+
 def _index(value: int, end: int, name: str) -> int:
+    check_int(name, value, -(2**63), "Count from 0.")
     if not -end <= value < end:
         raise ValueError(f"Expected '{name}' in 0..{end - 1} (got {value}). Count from 0.")
     return value % end
+
+
+def _the_one(value: int | None, end: int, name: str, other: str = "") -> int:
+    """The number itself, or 0 where there is no choice."""
+    if value is None and end > 1:
+        raise ValueError(f"Expected '{name}' where the graph has {end} of them (got None). Pass {name}=0, for one{other}.")
+    return 0 if value is None else _index(value, end, name)
+
+
+def _few(things: Any) -> str:
+    return ", ".join(map(repr, [*things][:3]))

@@ -335,7 +335,7 @@ class _Frame:
         _, query, key = rows.nonzero(as_tuple=True)
         number = self.real_key.flatten().cumsum(0).view(self.real_key.shape) - 1  # [B, S], of each real key among all
         col = number[self.query[query] // self.real_query.size(1), key]
-        return AttentionGraph(
+        return AttentionGraph._trusted(
             offsets(rows.sum(-1).flatten()), col, self.query.numel(), self.key.numel(), rows.size(0), self.query_ptr, self.key_ptr
         )
 

@@ -316,7 +316,7 @@ class _Tokens:
     def graph(self, degree: Tensor, col: Tensor, heads: int) -> AttentionGraph:
         rowptr = torch.cat([degree.new_zeros(1), degree.cumsum(0)])
         n = self.place.numel()
-        return AttentionGraph(rowptr, col, n, n, heads, self.ptr, self.ptr)
+        return AttentionGraph._trusted(rowptr, col, n, n, heads, self.ptr, self.ptr)
 
     def consecutive(self, first: Tensor, end: Tensor) -> AttentionGraph:
         """The graph in which token i attends to tokens ``first[i]..end[i]-1``, in every head."""

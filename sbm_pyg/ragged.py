@@ -7,6 +7,8 @@ Not here: anything that knows what a token is.
 from __future__ import annotations
 
 from itertools import pairwise
+from numbers import Integral
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +16,7 @@ from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import is_fake
 from torch_geometric.utils import to_dense_batch
 
-__all__ = ["check_tensor", "offsets", "pad", "readable", "resolve_ptr", "unpad"]
+__all__ = ["check_int", "check_tensor", "offsets", "pad", "readable", "resolve_ptr", "stored_ptr", "unpad"]
 
 
 def readable(x: Tensor) -> bool:
@@ -31,10 +33,18 @@ def _batched(x: Tensor) -> bool:
     return False
 
 
-def check_tensor(x: object, name: str) -> None:
-    """Raise TypeError unless it is a tensor or None."""
-    if x is not None and not isinstance(x, Tensor):
+def check_tensor(x: object, name: str, optional: bool = True) -> None:
+    """Raise TypeError unless it is a tensor or, where it is optional, None."""
+    if not isinstance(x, Tensor) and not (optional and x is None):
         raise TypeError(f"Expected '{name}' to be a tensor (got {type(x).__name__}). Convert it with `torch.as_tensor`.")
+
+
+def check_int(name: str, value: object, least: int, way_out: str) -> None:
+    """Raise TypeError unless it is a whole number, and ValueError if it is below the least."""
+    if not isinstance(value, Integral | torch.SymInt) or isinstance(value, bool):
+        raise TypeError(f"Expected '{name}' to be an int (got {type(value).__name__}). {way_out}")
+    if not torch.compiler.is_compiling() and value < least:
+        raise ValueError(f"Expected '{name}' to be at least {least} (got {value}). {way_out}")
 
 
 def offsets(counts: Tensor) -> Tensor:
@@ -95,6 +105,25 @@ def resolve_ptr(
         fits = (ptr[0] == 0) & (ptr[-1] == total) & (ptr.diff() > 0).all()
         torch._assert_async(fits, f"Expected '{name}' to run from 0 to the number of tokens, strictly increasing.")
     return ptr.to(device=device, dtype=torch.int64)
+
+
+def stored_ptr(store: Any, *, device: torch.device | None = None) -> Tensor | None:
+    """Offsets of the sequences of PyG ``Data``, or of one kind of nodes of ``HeteroData``: by its ``ptr``, else by its ``batch``.
+
+    Args:
+        store: What carries ``num_nodes`` and perhaps ``ptr`` or ``batch``.
+        device: As in :func:`resolve_ptr`.
+
+    Returns:
+        Offsets, ``[B+1]`` int64, or None where it carries neither.
+
+    Raises:
+        TypeError, ValueError: As :func:`resolve_ptr`.
+    """
+    ptr, batch = store.get("ptr"), store.get("batch")
+    if ptr is None and batch is None:
+        return None
+    return resolve_ptr(store.num_nodes, ptr, batch if ptr is None else None, device=device)
 
 
 def _check_ptr_values(ptr: Tensor, total: int, name: str) -> None:

@@ -111,7 +111,7 @@ def sample_edges(
         check_sbm(sbm)
         limited = sbm if budget is None else sbm.limit(budget)
         rowptr, col = ops.sample_sbm(limited.rate, limited.key, sbm.query_ptr, sbm.key_ptr, streams, seed, method, exploration, clamp)
-    return AttentionGraph(rowptr, col, sbm.num_queries, sbm.num_keys, sbm.heads, sbm.query_ptr, sbm.key_ptr)
+    return AttentionGraph._trusted(rowptr, col, sbm.num_queries, sbm.num_keys, sbm.heads, sbm.query_ptr, sbm.key_ptr)
 
 
 def resolve_streams(streams: Tensor | None, sequences: int, device: torch.device, bits: int = 32) -> Tensor:

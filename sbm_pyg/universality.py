@@ -222,7 +222,9 @@ def expected_graph(sbm: SBM, threshold: float = 0.5) -> AttentionGraph:
                     likely = rows @ keys.T > threshold
                     degree.append(likely.sum(1))
                     col.append(likely.nonzero()[:, 1] + first_key)
-    return AttentionGraph(offsets(torch.cat(degree)), torch.cat(col), sbm.num_queries, sbm.num_keys, sbm.heads, sbm.query_ptr, sbm.key_ptr)
+    return AttentionGraph._trusted(
+        offsets(torch.cat(degree)), torch.cat(col), sbm.num_queries, sbm.num_keys, sbm.heads, sbm.query_ptr, sbm.key_ptr
+    )
 
 
 def _one_head(graph: AttentionGraph) -> AttentionGraph:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from itertools import pairwise
 from typing import Any
 
 import networkx as nx
@@ -15,9 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch_geometric import EdgeIndex
-from torch_geometric.data import Batch, Data
+from torch_geometric.data import Batch, Data, HeteroData
 
 from sbm_pyg import AttentionGraph, pad, unpad
+from sbm_pyg.ops import checks
 from sbm_pyg.ragged import readable, resolve_ptr
 
 needs_torch_sparse = pytest.mark.skipif(not torch_geometric.typing.WITH_TORCH_SPARSE, reason="torch-sparse is not installed")
@@ -249,7 +251,7 @@ def test_constructor_errors(change: dict[str, Any], error: type[Exception], mess
 @pytest.mark.parametrize("name", ["num_queries", "num_keys"])
 def test_a_graph_has_tokens(name: str) -> None:
     sizes: dict[str, Any] = {"num_queries": 1, "num_keys": 1, name: 0}
-    with pytest.raises(ValueError, match=says("Expected a sequence of at least one token (got 0 tokens)")):
+    with pytest.raises(ValueError, match=says(f"Expected '{name}' to be at least 1 (got 0)")):
         AttentionGraph(torch.zeros(sizes["num_queries"] + 1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), **sizes)
 
 
@@ -262,21 +264,86 @@ def test_a_graph_has_tokens(name: str) -> None:
         ({"key_ptr": torch.tensor([0, 3, 3])}, "Expected 'key_ptr' to be strictly increasing (got an empty sequence at sequence 1)"),
         ({"rowptr": torch.tensor([1, 2, 3, 4])}, "Expected 'rowptr' to rise from 0 to E = 4 (got 1 to 4"),
         ({"rowptr": torch.tensor([0, 2, 3, 5])}, "Expected 'rowptr' to rise from 0 to E = 4 (got 0 to 5"),
-        ({"rowptr": torch.tensor([0, 3, 2, 4])}, "Expected 'rowptr' to rise from 0 to E = 4 (got 0 to 4, or a decrease)"),
-        ({"col": torch.tensor([0, 1, 0, 3])}, "Expected 'col' in 0..2 (got 0 to 3)"),
-        ({"col": torch.tensor([-1, 1, 0, 2])}, "Expected 'col' in 0..2 (got -1 to 2)"),
-        ({"col": torch.tensor([0, 1, 2, 2])}, "Expected every edge inside its sequence (got query 1 attending to key 2)"),
-        ({"col": torch.tensor([0, 1, 0, 1])}, "Expected every edge inside its sequence (got query 2 attending to key 1)"),
-        ({"col": torch.tensor([1, 0, 0, 2])}, "Expected the keys of each row ascending without repeats"),
-        ({"col": torch.tensor([1, 1, 0, 2])}, "Expected the keys of each row ascending without repeats"),
+        ({"rowptr": torch.tensor([0, 2, 1, 4])}, "Expected 'rowptr' to rise from 0 to E = 4 (got 0 to 4, and 2 to 1 in row 1)"),
+        ({"col": torch.tensor([0, 1, 0, 3])}, "(got 3 to 3 in row 2, whose sequence has keys 2 to 2)"),
+        ({"col": torch.tensor([-1, 1, 0, 2])}, "(got -1 to 1 in row 0, whose sequence has keys 0 to 1)"),
+        ({"col": torch.tensor([0, 1, 2, 2])}, "(got 2 to 2 in row 1, whose sequence has keys 0 to 1)"),
+        ({"col": torch.tensor([0, 1, 0, 1])}, "(got 1 to 1 in row 2, whose sequence has keys 2 to 2)"),
+        ({"col": torch.tensor([1, 0, 0, 2])}, "to hold the keys of each row ascending, without repeats (got 1 before 0 in row 0)"),
+        ({"col": torch.tensor([1, 1, 0, 2])}, "to hold the keys of each row ascending, without repeats (got 1 before 1 in row 0)"),
     ],
 )
-def test_validate_errors(change: dict[str, Any], message: str) -> None:
+def test_no_graph_is_made_of_wrong_values(change: dict[str, Any], message: str) -> None:
     good = AttentionGraph(**GOOD)
     assert good.validate() is good
-    bad = dataclasses.replace(good, **change)
     with pytest.raises(ValueError, match=says(message)):
-        bad.validate()
+        dataclasses.replace(good, **change)
+    with pytest.raises(ValueError, match=says(message)):
+        AttentionGraph._trusted(**(GOOD | change)).validate()
+
+
+def is_valid(rowptr: list[int], col: list[int], query_ptr: list[int], key_ptr: list[int], heads: int) -> bool:
+    """The definition, row by row."""
+    if rowptr[0] != 0 or rowptr[-1] != len(col) or any(b < a for a, b in pairwise(rowptr)):
+        return False
+    for row, (first, end) in enumerate(pairwise(rowptr)):
+        query = row % query_ptr[-1]
+        sequence = next(b for b, stop in enumerate(query_ptr[1:]) if query < stop)
+        keys = col[first:end]
+        if keys != sorted({*keys}) or any(not key_ptr[sequence] <= key < key_ptr[sequence + 1] for key in keys):
+            return False
+    return True
+
+
+@settings(max_examples=400, deadline=None)
+@given(MASKS, DTYPES, st.data())
+def test_exactly_the_valid_graphs_are_made(masks: list[Tensor], dtype: torch.dtype, data: st.DataObject) -> None:
+    graph = build(masks, dtype)
+    rowptr, col = graph.rowptr.clone(), graph.col.clone()
+    for _ in range(data.draw(st.integers(0, 2))):
+        target = rowptr if data.draw(st.booleans()) or not len(col) else col
+        place = data.draw(st.integers(0, len(target) - 1))
+        target[place] = int(target[place]) + data.draw(st.integers(-2, 2))
+    sizes = (graph.num_queries, graph.num_keys, graph.heads, graph.query_ptr, graph.key_ptr)
+    if is_valid(rowptr.tolist(), col.tolist(), graph.query_ptr.tolist(), graph.key_ptr.tolist(), graph.heads):
+        assert AttentionGraph(rowptr, col, *sizes).num_edges == len(col)
+    else:
+        with pytest.raises(ValueError, match=r"Expected '(rowptr|col)' to"):
+            AttentionGraph(rowptr, col, *sizes)
+
+
+def test_makers_of_valid_rows_do_not_look_at_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each graph is checked once, where it comes in."""
+    graph = build(RAGGED)
+    monkeypatch.setattr(AttentionGraph, "validate", lambda self: pytest.fail("checked once more"))
+    union = graph.to("cpu") | graph.select(graph.col > 0) | graph.head(0)
+    assert AttentionGraph.concatenate([union.sequence(0), union.sequence(1).head(1).expand(2)]).num_sequences == 2
+    assert AttentionGraph.from_dense(torch.ones(2, 2)) == AttentionGraph.from_edge_index(torch.tensor([[0, 1, 0, 1], [0, 0, 1, 1]]))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"num_keys": 2**62}, "Expected 'num_keys' such that H * N * M is below 2**63 (got 1 * 3 * 4611686018427387904)"),
+        ({"num_keys": 2**63}, "Expected 'num_keys' such that H * N * M is below 2**63"),
+        ({"num_queries": 2**40, "num_keys": 3}, "Expected 'num_queries' to make what memory can hold (got 1,099,511,627,776 rows"),
+        ({"heads": 2**40}, "Expected 'num_queries' to make what memory can hold"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused_by_arithmetic(sizes: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=says(message)):
+        AttentionGraph.from_edge_index(torch.tensor([[0], [1]]), **({"num_queries": 3} | sizes))
+    with pytest.raises(ValueError, match=says("Expected 'heads' to make what memory can hold")):
+        build(RAGGED).head(0).expand(2**40)
+
+
+def test_a_dense_mask_that_memory_cannot_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = AttentionGraph.from_edge_index(torch.tensor([[0], [1]]), 10_000)
+    monkeypatch.setattr(checks, "free_memory", lambda device: 10**8 - 1)
+    with pytest.raises(ValueError, match=says("Expected 'sequence' to make what memory can hold (got 100,000,000 pairs of 1 bytes")):
+        graph.to_dense()
+    monkeypatch.setattr(checks, "free_memory", lambda device: 10**8)
+    assert graph.to_dense().sum() == 1
 
 
 @many
@@ -319,9 +386,7 @@ def test_equality() -> None:
     assert hash(graph) == hash(same)
     others: list[dict[str, Any]] = [
         {"col": torch.tensor([0, 1, 1, 2])},
-        {"rowptr": torch.tensor([0, 1, 3, 4])},
-        {"query_ptr": torch.tensor([0, 1, 3])},
-        {"key_ptr": torch.tensor([0, 1, 3])},
+        {"rowptr": torch.tensor([0, 1, 3, 4]), "col": torch.tensor([0, 0, 1, 2])},
         {"query_ptr": torch.tensor([0, 3]), "key_ptr": torch.tensor([0, 3])},
         {"num_keys": 4, "key_ptr": torch.tensor([0, 2, 4])},
         {"col": GOOD["col"][:3], "rowptr": torch.tensor([0, 2, 3, 3])},
@@ -330,6 +395,9 @@ def test_equality() -> None:
         assert graph != AttentionGraph(**(GOOD | change)), change
     assert graph != graph.expand(2)
     assert graph != "a graph"
+    few = GOOD | {"rowptr": torch.tensor([0, 1, 1, 2]), "col": torch.tensor([0, 2])}
+    for name in ("query_ptr", "key_ptr"):
+        assert AttentionGraph(**few) != AttentionGraph(**(few | {name: torch.tensor([0, 1, 3])})), name
 
 
 def test_a_graph_without_edges_is_not_false() -> None:
@@ -485,6 +553,7 @@ def test_from_edge_index_finds_the_sizes() -> None:
     assert (square.num_queries, square.num_keys) == (5, 5)
     fixed = AttentionGraph.from_edge_index(edge_index, num_queries=7, num_keys=6)
     assert (fixed.num_queries, fixed.num_keys) == (7, 6)
+    assert AttentionGraph.from_edge_index(edge_index, size=(6, 7)) == fixed
     empty = AttentionGraph.from_edge_index(torch.empty(2, 0, dtype=torch.int64), num_queries=3)
     assert (empty.num_queries, empty.num_keys, empty.num_edges) == (3, 3, 0)
 
@@ -505,7 +574,7 @@ def test_from_edge_index_finds_the_sizes() -> None:
             torch.tensor([[0, 1], [1, 0]]),
             {"query_ptr": torch.tensor([0, 1, 2])},
             ValueError,
-            "Expected every edge inside its sequence (got query 0 attending to key 1)",
+            "(got 1 to 1 in row 0, whose sequence has keys 0 to 0)",
         ),
         (
             torch.tensor([[0], [0]]),
@@ -513,7 +582,13 @@ def test_from_edge_index_finds_the_sizes() -> None:
             ValueError,
             "Expected 'query_ptr' to run from 0 to 2",
         ),
-        (torch.empty(2, 0, dtype=torch.int64), {}, ValueError, "Expected a sequence of at least one token"),
+        (torch.empty(2, 0, dtype=torch.int64), {}, ValueError, "Expected 'num_queries' to be at least 1 (got 0)"),
+        (torch.zeros(2, 1, dtype=torch.bool), {}, TypeError, "Expected 'edge_index' to be int64 (got torch.bool)"),
+        (torch.tensor([[0], [0]]), {"size": (1, 1), "num_keys": 1}, ValueError, "Expected 'size' or 'num_queries' and 'num_keys'"),
+        (torch.tensor([[0], [0]]), {"size": 3}, TypeError, "Expected 'size' to be the pair (M, N) of keys and queries (got 3)"),
+        (torch.tensor([[0], [0]]), {"num_queries": 2.0}, TypeError, "Expected 'num_queries' to be an int (got float)"),
+        (torch.tensor([[0], [0]]), {"query_ptr": torch.tensor([])}, ValueError, "Expected 'query_ptr' to be [B+1] int64 (got [0]"),
+        (torch.tensor([[0], [0]]), {"query_ptr": [0, 1]}, TypeError, "Expected 'query_ptr' to be a tensor (got list)"),
     ],
 )
 def test_from_edge_index_errors(edge_index: Tensor, options: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -695,7 +770,7 @@ def test_networkx_bipartite(masks: list[Tensor]) -> None:
 def test_networkx_of_all_heads(masks: list[Tensor]) -> None:
     graph = build(masks)
     for sequence, mask in enumerate(masks):
-        result = graph.to_networkx(sequence, None, bipartite=True)
+        result = graph.to_networkx(sequence, "all", bipartite=True)
         assert type(result) is nx.MultiDiGraph
         expected = {(("key", j), ("query", i), h) for h, i, j in mask.nonzero().tolist()}
         assert set(result.edges(keys=True)) == expected
@@ -707,10 +782,150 @@ def test_networkx_chooses_the_view() -> None:
     graph = build(RAGGED)
     assert list(graph.to_networkx(1, 0)) == [0, 1, 2, 3]
     assert ("key", 2) in graph.to_networkx(0, 0)
-    assert set(graph.to_networkx(1, None).edges(keys=True)) == {(j, i, h) for h, i, j in RAGGED[1].nonzero().tolist()}
+    assert set(graph.to_networkx(1, "all").edges(keys=True)) == {(j, i, h) for h, i, j in RAGGED[1].nonzero().tolist()}
     with pytest.raises(ValueError, match=says("Expected as many queries as keys for a graph of tokens (got 2 and 3)")):
         graph.to_networkx(0, 0, bipartite=False)
     with pytest.raises(ValueError, match=says("Expected 'sequence' in 0..2 (got 3)")):
-        graph.to_networkx(3)
+        graph.to_networkx(3, 0)
     with pytest.raises(ValueError, match=says("Expected 'head' in 0..1 (got 2)")):
         graph.to_networkx(0, 2)
+
+
+def test_nobody_is_shown_the_first_of_several_unasked() -> None:
+    several, one = build(RAGGED), build(RAGGED[1:2]).head(0)
+    for ask in (several.to_networkx, several.to_dense):
+        with pytest.raises(ValueError, match=says("Expected 'sequence' where the graph has 3 of them (got None). Pass sequence=0")):
+            ask()  # type: ignore[operator]
+    for ask in (several.sequence(1).to_networkx, several.to_scipy):
+        with pytest.raises(ValueError, match=says("Expected 'head' where the graph has 2 of them (got None). Pass head=0")):
+            ask()  # type: ignore[operator]
+    assert one.to_networkx().number_of_edges() == one.to_scipy().nnz == one.to_dense().sum() == one.num_edges
+
+
+@pytest.mark.parametrize(
+    ("index", "error", "message"),
+    [
+        (1.5, TypeError, "Expected 'head' to be an int (got float)"),
+        (True, TypeError, "Expected 'head' to be an int (got bool)"),
+        (2**70, ValueError, "Expected 'head' in 0..1 (got 1180591620717411303424)"),
+    ],
+)
+def test_heads_are_whole_numbers(index: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=says(message)):
+        build(RAGGED).head(index)
+
+
+@many
+@given(MASKS, SEEDS)
+def test_find_knows_what_is_there(masks: list[Tensor], seed: int) -> None:
+    graph = build(masks)
+    order = torch.randperm(graph.num_edges, generator=torch.Generator().manual_seed(seed))
+    assert torch.equal(graph.find(graph.edge_index[:, order], graph.edge_head[order]), order)
+    every = AttentionGraph.from_dense(torch.ones(graph.heads, graph.num_queries, graph.num_keys))
+    strange = every.select(~every.union(AttentionGraph(graph.rowptr, graph.col, *every_size(graph)))[1])
+    for edge in range(0, strange.num_edges, 5):
+        with pytest.raises(ValueError, match="Expected 'edge_index' to hold edges of the graph"):
+            graph.find(strange.edge_index[:, edge : edge + 1], strange.edge_head[edge : edge + 1])
+    for key, query, head in ((-1, 0, 0), (graph.num_keys, 0, 0), (0, graph.num_queries, 0), (0, 0, graph.heads), (0, -1, 0)):
+        with pytest.raises(ValueError, match="Expected 'edge_index' to hold edges of the graph"):
+            graph.find(torch.tensor([[key], [query]]), torch.tensor([head]))
+
+
+def every_size(graph: AttentionGraph) -> tuple[int, int, int]:
+    return graph.num_queries, graph.num_keys, graph.heads
+
+
+# ------------------------------------------------------------------------------------------------ and back
+
+
+@many
+@given(SQUARE_MASKS)
+def test_from_data_inverts_to_data(masks: list[Tensor]) -> None:
+    graph = build(masks)
+    data = graph.to_data()
+    assert AttentionGraph.from_data(data, heads=graph.heads) == graph
+    del data.ptr
+    assert AttentionGraph.from_data(data, heads=graph.heads) == graph  # by `batch`
+    del data.edge_type
+    assert AttentionGraph.from_data(data).to_dense(0).shape[0] == 1
+
+
+@many
+@given(MASKS)
+def test_from_data_inverts_to_hetero_data(masks: list[Tensor]) -> None:
+    graph = build(masks)
+    data = graph.to_hetero_data()
+    assert AttentionGraph.from_data(data, heads=graph.heads) == graph
+    assert AttentionGraph.from_data(data, ("key", "to", "query"), heads=graph.heads) == graph
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_from_data_reads_batches_and_transposed_adjacencies() -> None:
+    single = [Data(edge_index=torch.tensor([[0, 1], [1, 1]]), num_nodes=2), Data(edge_index=torch.tensor([[2], [0]]), num_nodes=3)]
+    batch = Batch.from_data_list(single)
+    graph = AttentionGraph.from_data(batch)
+    assert graph.query_ptr.tolist() == [0, 2, 5]
+    assert graph.edge_index.tolist() == [[0, 1, 4], [1, 1, 2]]
+    transposed = Data(adj_t=torch.eye(3).to_sparse_csr(), num_nodes=3)
+    assert AttentionGraph.from_data(transposed) == AttentionGraph.from_dense(torch.eye(3))
+
+
+@pytest.mark.parametrize(
+    ("data", "edge_type", "error", "message"),
+    [
+        (torch.tensor([[0], [0]]), None, TypeError, "Expected 'data' to be Data or HeteroData (got Tensor)"),
+        (Data(num_nodes=3), None, ValueError, "Expected 'data' to have edges (got neither 'edge_index' nor 'adj_t')"),
+        (Data(num_nodes=3), ("a", "to", "b"), ValueError, "Expected no 'edge_type' with Data"),
+        (HeteroData(), None, ValueError, "Expected 'edge_type' to be one of [] (got None)"),
+    ],
+)
+def test_from_data_errors(data: Any, edge_type: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=says(message)):
+        AttentionGraph.from_data(data, edge_type)
+
+
+@many
+@given(MASKS)
+def test_from_networkx_inverts_to_networkx(masks: list[Tensor]) -> None:
+    graph = build(masks)
+    for sequence in range(len(masks)):
+        one = graph.sequence(sequence)
+        for bipartite in (None, True):
+            assert AttentionGraph.from_networkx(graph.to_networkx(sequence, "all", bipartite=bipartite), heads=graph.heads) == one
+            for head in range(graph.heads):
+                assert AttentionGraph.from_networkx(graph.to_networkx(sequence, head, bipartite=bipartite)) == one.head(head)
+
+
+def test_from_networkx_of_other_graphs() -> None:
+    path = AttentionGraph.from_networkx(nx.path_graph(4))
+    assert path.edge_index.tolist() == [[1, 0, 2, 1, 3, 2], [0, 1, 1, 2, 2, 3]]
+    named = nx.DiGraph([("the", "cat"), ("cat", "sat")])
+    assert AttentionGraph.from_networkx(named).edge_index.tolist() == [[0, 1], [1, 2]]
+    shuffled = nx.DiGraph()
+    shuffled.add_nodes_from([2, 0, 1])
+    shuffled.add_edge(2, 0)
+    assert AttentionGraph.from_networkx(shuffled).edge_index.tolist() == [[2], [0]]  # tokens keep their numbers
+    davis = nx.davis_southern_women_graph()
+    graph = AttentionGraph.from_networkx(davis)
+    keys, queries = nx.bipartite.sets(davis)
+    assert {graph.num_keys, graph.num_queries} == {len(keys), len(queries)}
+    assert graph.num_edges == davis.number_of_edges()
+
+
+@pytest.mark.parametrize(
+    ("graph", "error", "message"),
+    [
+        ([(0, 1)], TypeError, "Expected 'graph' to be a networkx graph (got list)"),
+        (nx.DiGraph(), ValueError, "Expected 'graph' to have keys and queries (got 0 and 0)"),
+        (
+            nx.complete_bipartite_graph(2, 2).to_directed(),
+            ValueError,
+            "Expected each edge of 'graph' to run from a key to a query (got (2, 0)",
+        ),
+        (nx.DiGraph([(0, 1, {"head": "a"})]), ValueError, "Expected the attribute 'head' of each edge of 'graph' to be an int"),
+        (nx.DiGraph([(0, 1, {"head": -1})]), ValueError, "Expected 'edge_head' in 0..0 (got -1 to -1)"),
+    ],
+)
+def test_from_networkx_errors(graph: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=says(message)):
+        AttentionGraph.from_networkx(graph, heads=1)

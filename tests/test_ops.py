@@ -422,6 +422,7 @@ def _samples() -> dict[str, tuple]:
         "edge_attention": (query, key, value, *rows, gate, bias, 0.5, "weight", 0.2, 3),
         "edge_attention_backward": (torch.ones_like(out), *plain[:3], *rows, *plain[3:], out, lse, 0.5, "score", 0.0, 0, True, True),
         "edge_effect": (torch.ones_like(out), *plain[:3], *rows, plain[4], *rows, plain[4], 0.5, *plain[:2], torch.full((3,), 0.5), 0.1),
+        "invalid_row": (*rows, graph.query_ptr, graph.key_ptr, 2),
         "segment_entmax": (gate, torch.tensor([0, graph.num_edges]), 1.5),
         "segment_entmax_backward": (p, p, torch.tensor([0, graph.num_edges]), 1.5),
         "sample_sbm": (*memberships, ptr, ptr, torch.tensor([0]), 5, "bernoulli", 0.0, True),
@@ -448,6 +449,34 @@ def test_every_output_element_is_written(name: str) -> None:
         assert all(grad.isfinite().all() for grad in torch.autograd.grad(out.sum(), leaves))
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_invalid_row_finds_the_first_of_many_faults(dtype: torch.dtype, threads: int) -> None:
+    """On rows enough for several pieces; the reference and the kernel agree on each."""
+    graph = AttentionGraph.concatenate([random_graph(2, 900, 1200, 0.1, seed) for seed in range(2)])
+    generator = torch.Generator().manual_seed(0)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for _ in range(20):
+            col = graph.col.to(dtype, copy=True)
+            rows = torch.randint(2 * graph.num_queries, (3,), generator=generator)
+            for row, fault in zip(rows.tolist(), torch.randperm(3, generator=generator).tolist(), strict=True):
+                start, end = graph.rowptr[row : row + 2].tolist()
+                if fault == 0:
+                    col[start + 1] = col[start]
+                elif fault == 1:
+                    col[end - 1] += 1200  # a key of the second sequence, or of none
+                else:
+                    col[start] -= 1200
+            arguments = (graph.rowptr, col, graph.query_ptr, graph.key_ptr, 2)
+            assert ops.invalid_row(*arguments) == reference.invalid_row(*arguments) == rows.min()
+        good = (graph.rowptr, graph.col.to(dtype), graph.query_ptr, graph.key_ptr, 2)
+        assert ops.invalid_row(*good) == reference.invalid_row(*good) == -1
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_results_do_not_depend_on_the_number_of_threads() -> None:

@@ -14,7 +14,7 @@ import pytest
 import sbm_pyg
 
 ROOT = Path(sbm_pyg.__file__).parent
-ORDER = ["version", "ragged", "graph", "ops", "sbm", "sampling", "patterns", "estimators", "attention", "multihead", "pretrained", "models"]
+ORDER = ["version", "ops", "ragged", "graph", "sbm", "sampling", "patterns", "estimators", "attention", "multihead", "pretrained", "models"]
 ORDER += ["hamiltonian", "universality", "analysis", "plots", "info"]
 OPTIONAL = [
     "lightning",

@@ -25,6 +25,7 @@ __all__ = [
     "edge_dot",
     "edge_effect",
     "edge_gate",
+    "invalid_row",
     "local_expectation",
     "sample_sbm",
     "sample_systematic",
@@ -131,6 +132,11 @@ _sample_systematic = _declare(
     "sample_systematic",
     "(Tensor chance, Tensor query_ptr, Tensor key_ptr, Tensor streams, SymInt heads, SymInt seed) -> (Tensor, Tensor)",
     _fake_systematic,
+)
+_invalid_row = _declare(
+    "invalid_row",
+    "(Tensor rowptr, Tensor col, Tensor query_ptr, Tensor key_ptr, SymInt heads) -> Tensor",
+    lambda rowptr, col, query_ptr, key_ptr, heads: rowptr.new_empty(()),
 )
 
 
@@ -466,9 +472,13 @@ def segment_entmax(
     return torch.empty_like(sorted_out).index_copy(0, order, sorted_out)
 
 
-def _check_sequences(like: tuple[str, Tensor], query_ptr: Tensor, key_ptr: Tensor, streams: Tensor) -> None:
+def _check_ptr(query_ptr: Tensor, key_ptr: Tensor) -> None:
     checks.shape("query_ptr", query_ptr, (None,), "[B+1]", "It holds the offsets of the sequences.")
     checks.shape("key_ptr", key_ptr, query_ptr.shape, "[B+1]", "It has the sequences of 'query_ptr'.")
+
+
+def _check_sequences(like: tuple[str, Tensor], query_ptr: Tensor, key_ptr: Tensor, streams: Tensor) -> None:
+    _check_ptr(query_ptr, key_ptr)
     checks.shape("streams", streams, (query_ptr.size(0) - 1,), "[B]", "It holds one number per sequence.")
     for name, x in (("query_ptr", query_ptr), ("key_ptr", key_ptr), ("streams", streams)):
         if x.dtype != torch.int64:
@@ -547,3 +557,28 @@ def sample_systematic(chance: Tensor, query_ptr: Tensor, key_ptr: Tensor, stream
     checks.shape("chance", chance, (None,), "[N]", "It holds one probability per query.")
     _check_sequences(("chance", chance), query_ptr, key_ptr, streams)
     return _sample_systematic(chance, query_ptr, key_ptr, streams, heads, seed)
+
+
+def invalid_row(rowptr: Tensor, col: Tensor, query_ptr: Tensor, key_ptr: Tensor, heads: int) -> Tensor:
+    """The first row whose keys are not ascending, repeat, or leave the sequence of their query.
+
+    It is what makes an :class:`sbm_pyg.AttentionGraph` trustworthy, and the one op that looks at values. Cost O(HN + E).
+
+    Args:
+        rowptr: Row offsets, ``[H*N+1]`` int64.
+        col: Key of each edge, ``[E]`` int32 or int64.
+        query_ptr: Offsets of the sequences in the queries, ``[B+1]`` int64, rising from 0 to N.
+        key_ptr: Offsets of the sequences in the keys, ``[B+1]`` int64.
+        heads: Number of heads H.
+
+    Returns:
+        Its number ``h * N + i``, ``[]`` int64, or -1 where every row is as it should be. A row whose offsets decrease or leave ``0 .. E`` is
+        not; whether the first is 0 and the last E is for the caller to see.
+    """
+    checks.shape("rowptr", rowptr, (None,), "[H*N+1]", "It holds one row per head and query, heads outermost.")
+    checks.shape("col", col, (None,), "[E]", "It holds the key of each edge.")
+    _check_ptr(query_ptr, key_ptr)
+    if rowptr.dtype != torch.int64 or col.dtype not in checks.INTEGERS:
+        raise TypeError(f"Expected 'rowptr' to be int64 and 'col' int32 or int64 (got {rowptr.dtype} and {col.dtype}). Convert them.")
+    checks.same_device("col", col, rowptr=rowptr, query_ptr=query_ptr, key_ptr=key_ptr)
+    return _invalid_row(rowptr, col, query_ptr, key_ptr, heads)

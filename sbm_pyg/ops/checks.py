@@ -7,13 +7,17 @@ for :meth:`sbm_pyg.AttentionGraph.validate` to say. Nothing is checked in code t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._guards import detect_fake_mode
 from torch.autograd import forward_ad
 
 INTEGERS = (torch.int32, torch.int64)
+CGROUP = Path("/sys/fs/cgroup")
 
 
 def shape(name: str, x: Any, wanted: Sequence[int | None], symbols: str, way_out: str) -> None:
@@ -76,3 +80,44 @@ def no_tangent(*tensors: Tensor | None) -> None:
         raise NotImplementedError(
             "Expected reverse-mode differentiation (got a tangent, from torch.func.jvp, jacfwd, hessian or forward_ad). Use `backward` or `torch.autograd.grad`."
         )
+
+
+def memory(name: str, count: int, bytes_each: int, device: torch.device, way_out: str, noun: str = "edges") -> None:
+    """Refuse what cannot fit, by arithmetic, before anything is allocated. Below 64 MiB nothing is asked.
+
+    Args:
+        name: The argument to blame.
+        count: How many edges, rows or pairs there will be.
+        bytes_each: What each of them takes at the least.
+        device: Where they will lie.
+        way_out: What to do instead.
+        noun: What is counted.
+
+    Raises:
+        ValueError: They take more than is free.
+    """
+    if torch.compiler.is_compiling() or not isinstance(count, int) or count * bytes_each <= 2**26 or detect_fake_mode():
+        return
+    free = free_memory(device)
+    if free is not None and count * bytes_each > free:
+        wanted, there = count * bytes_each / 2**30, free / 2**30
+        raise ValueError(
+            f"Expected '{name}' to make what memory can hold (got {count:,} {noun} of {bytes_each} bytes, {wanted:,.1f} GiB, where {there:,.1f} GiB are free). {way_out}"
+        )
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that are free on a device, within the limits of a container; None where nobody says."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    if device.type != "cpu":
+        return None
+    try:
+        meminfo = Path("/proc/meminfo").read_text()
+        free = int(meminfo.split("MemAvailable:")[1].split()[0]) * 1024
+    except (OSError, LookupError, ValueError):
+        return None
+    for limit, used in (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
+        with suppress(OSError, ValueError):  # no such limit
+            free = min(free, int((CGROUP / limit).read_text()) - int((CGROUP / used).read_text()))
+    return free

@@ -507,3 +507,18 @@ def _poisson(rate: Tensor, rows: Tensor, counter: tuple[int, int], seed: int) ->
             left = torch.where(term > 0, left, -1.0)  # the tail beyond double precision
         total += count
     return total
+
+
+def invalid_row(rowptr: Tensor, col: Tensor, query_ptr: Tensor, key_ptr: Tensor, heads: int) -> Tensor:
+    rows, num_edges = rowptr.numel() - 1, col.numel()
+    number, starts, ends = torch.arange(rows, device=col.device), rowptr[:-1], rowptr[1:]
+    wrong = (starts < 0) | (ends < starts) | (ends > num_edges)
+    if num_edges:
+        low, high = (
+            torch.repeat_interleave(side, query_ptr.diff(), output_size=rows // heads).repeat(heads) for side in (key_ptr[:-1], key_ptr[1:])
+        )
+        first, last = starts.clamp(0, num_edges - 1), (ends - 1).clamp(0, num_edges - 1)
+        descents = torch.cat([rowptr.new_zeros(1), (col[1:] <= col[:-1]).cumsum(0)])  # [E], among the edges up to this one
+        wrong |= (ends > starts) & ((col[first] < low) | (col[last] >= high) | (descents[last] > descents[first]))
+    least = torch.where(wrong, number, rows).amin()
+    return torch.where(least == rows, -1, least)

@@ -1,0 +1,38 @@
+"""Whether compressed rows are what a graph may hold, on the CPU: one pass over the keys.
+
+In and out: the tensors of ``invalid_row`` in :mod:`sbm_pyg.ops`. Not here: what is said of a row that is wrong (:mod:`sbm_pyg.graph`).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .threads import kernel, run, split
+
+
+@kernel
+def _first(first, last, rowptr, col, low, high, found, piece):
+    """Writes the first row in ``first .. last-1`` that is not valid, or leaves what stands there."""
+    for row in range(first, last):
+        start, end = rowptr[row], rowptr[row + 1]
+        wrong = start < 0 or end < start or end > col.size
+        if not wrong and end > start:
+            query = row % low.size
+            wrong = col[start] < low[query] or col[end - 1] >= high[query]
+            for edge in range(start, end - 1):
+                wrong |= col[edge] >= col[edge + 1]
+        if wrong:
+            found[piece] = row
+            return
+
+
+def invalid_row(rowptr: Tensor, col: Tensor, query_ptr: Tensor, key_ptr: Tensor, heads: int) -> Tensor:
+    low, high = (np.repeat(side.numpy(), np.diff(query_ptr.numpy())) for side in (key_ptr[:-1], key_ptr[1:]))
+    rows, keys = rowptr.numpy(), col.contiguous().numpy()
+    pieces = split(rows, min(3 * torch.get_num_threads(), 1 + keys.size // 2**16))
+    found = np.full(len(pieces), rows.size, np.int64)
+    run(_first, [(*piece, rows, keys, low, high, found, number) for number, piece in enumerate(pieces)])
+    first = int(found.min())
+    return torch.tensor(first if first < rows.size else -1)
