@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from numbers import Real
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ from torch_geometric.utils.sparse import set_sparse_value
 
 from . import estimators, ops, patterns
 from .graph import AttentionGraph, edge_list
-from .ragged import resolve_ptr
+from .ops import checks
+from .ragged import check_int, resolve_ptr
 from .sampling import draw_seed, sample_edges
 from .sbm import SBM, SBMHead
 
@@ -37,7 +39,8 @@ class SBMAttentionConv(MessagePassing):
 
     .. math:: x_i' = \Big\Vert_{h} \sum_{j \in \mathcal{N}_h(i)} \operatorname{softmax}_j\big(q_i^\top k_j / \sqrt{C}\big) \, v_j .
 
-    A query without edges gives zeros. There is no padding: batches are ragged, as PyG's are. Cost O(N C_in H C + NKC + E (C + K)).
+    A query without edges gives zeros. A token that no edge touches reaches no output and no gradient of another token, whatever it holds. The
+    projections still see every token: NaN in one makes the gradients of their parameters NaN, as in every layer of torch. There is no padding: batches are ragged, as PyG's are. Cost O(N C_in H C + NKC + E (C + K)).
 
     Args:
         in_channels: Channels of the tokens, or of the pair (keys, queries), as PyG orders bipartite features; -1 to infer.
@@ -118,6 +121,28 @@ class SBMAttentionConv(MessagePassing):
             estimator = "local" if normalizer == "softmax" and method == "bernoulli" else "mask"
         if exploration is None:
             exploration = 0.0 if estimator == "local" else 0.01
+        for name, size, least in (
+            ("heads", heads, 1),
+            ("out_channels", out_channels, 1),
+            ("window", window, 0),
+            ("num_blocks", num_blocks, 1),
+        ):
+            if size is not None or name in ("heads", "out_channels"):
+                check_int(name, size, least, "See the docstring of SBMAttentionConv.")
+        pair = in_channels if isinstance(in_channels, tuple | list) else (in_channels, in_channels)
+        if len(pair) != 2 or not all(isinstance(width, int) and (width == -1 or width > 0) for width in pair) or True in pair:
+            raise ValueError(
+                f"Expected 'in_channels' to be a number of channels, -1 to infer it, or a pair for keys and queries (got {in_channels!r}). It is the width of the tokens."
+            )
+        for name, number in (("probes", probes), ("exploration", exploration), ("dropout", dropout), ("budget", budget)):
+            if not isinstance(number, Real) and not (number is None and name == "budget"):
+                raise TypeError(f"Expected '{name}' to be a number (got {number!r}). See the docstring of SBMAttentionConv.")
+        if score_bias is not None and not callable(score_bias):
+            raise TypeError(
+                f"Expected 'score_bias' to be a callable (query, key, graph) -> [E] (got {type(score_bias).__name__}). Wrap a tensor in a function."
+            )
+        if budget is not None and not budget > 0:
+            raise ValueError(f"Expected 'budget' to be a positive number of keys per query (got {budget}). Leave it out for no limit.")
         choices = {
             "estimator": (estimator, estimators.ESTIMATORS),
             "method": (method, ops.METHODS),
@@ -140,14 +165,8 @@ class SBMAttentionConv(MessagePassing):
             raise ValueError(
                 f"Expected 'estimator' other than 'local' with method={method!r} (got 'local'). It is derived for 'bernoulli'."
             )
-        if heads < 1 or out_channels < 1:
-            raise ValueError(
-                f"Expected 'heads' and 'out_channels' to be at least 1 (got {heads} and {out_channels}). Channels count per head."
-            )
-        if window is not None and window < 0:
-            raise ValueError(
-                f"Expected 'window' to be 0 or more (got {window}). It is the largest distance of tokens that always see each other."
-            )
+        way_out = "Take fewer heads, or narrower ones."
+        checks.memory("heads", (max(*pair, 1) + (num_blocks or 0)) * heads * out_channels, 4, torch.device("cpu"), way_out, "parameters")
         self.in_channels, self.out_channels, self.heads, self.num_blocks, self.concat = (
             in_channels,
             out_channels,
@@ -160,7 +179,7 @@ class SBMAttentionConv(MessagePassing):
         self.self_loops, self.window, self.normalizer, self.score_bias, self.dropout = (self_loops, window, normalizer, score_bias, dropout)
         self.scale = out_channels**-0.5
         self._alpha: Tensor | None = None  # where PyG's AttentionExplainer looks for the weights, from a hook of `message`
-        key_channels, query_channels = in_channels if isinstance(in_channels, tuple) else (in_channels, in_channels)
+        key_channels, query_channels = pair
         self.lin_key = Linear(key_channels, heads * out_channels, bias=bias)
         self.lin_query = Linear(query_channels, heads * out_channels, bias=bias)
         self.lin_value = Linear(key_channels, heads * out_channels, bias=bias)
@@ -197,8 +216,8 @@ class SBMAttentionConv(MessagePassing):
             ptr: Offsets of the sequences, ``[B+1]`` int64, or the pair (keys, queries). None: those of the graph, or one sequence.
             batch: The same as a sequence number per token, ``[N]``.
             seed: Fixes the sampled graph and the dropout; from torch's default generator if None.
-            streams: Number of each sequence's random stream, ``[B]``; see :func:`~sbm_pyg.sample_edges`. Of graphs and probes, that is: dropout and
-                the noise of the estimator "concrete" count the edges of the whole batch.
+            streams: Number of each sequence's random stream, ``[B]``, where a graph is sampled; see :func:`~sbm_pyg.sample_edges`. Graphs and
+                probes follow it. Dropout and the noise of the estimator "concrete" count the edges of the whole batch.
             return_graph: Also return the :class:`AttentionGraph`.
             return_sbm: Also return the :class:`SBM` it was sampled from (None with a given graph).
             return_attention_weights: Also return ``(edge_index, alpha)``, the weights before dropout. As PyG layers do, an adjacency comes
@@ -212,13 +231,25 @@ class SBMAttentionConv(MessagePassing):
             ValueError: Shapes do not fit, there is neither a graph nor an SBM, or an explainer is at work and the edges are not its own.
         """
         x_key, x_query = x if isinstance(x, tuple | list) and len(x) == 2 else (x, x)
-        for tokens in (x_key, x_query):
+        for tokens, lin in ((x_key, self.lin_key), (x_query, self.lin_query)):
             if not isinstance(tokens, Tensor):
                 raise TypeError(f"Expected 'x' to be a tensor, or a pair of keys and queries (got {type(tokens).__name__}). Convert it.")
             if tokens.dim() != 2:
                 raise ValueError(
                     f"Expected 'x' to be [N, C_in] (got {list(tokens.shape)}). Batches are ragged: `sbm_pyg.unpad` takes padding out and gives 'ptr', and "
                     "SBMMultiheadAttention takes padded tokens."
+                )
+            width = getattr(lin, "in_channels", -1)
+            if width not in (-1, tokens.size(1)):
+                raise ValueError(
+                    f"Expected 'x' to be [N, {width}], as 'in_channels' says (got {list(tokens.shape)}). A pair is (keys, queries), as in PyG."
+                )
+            weight = getattr(lin, "weight", None)
+            if not tokens.is_floating_point():
+                raise TypeError(f"Expected 'x' to be floating point (got {tokens.dtype}). Embed token numbers first.")
+            if isinstance(weight, Tensor) and tokens.dtype != weight.dtype and not torch.is_autocast_enabled(tokens.device.type):
+                raise TypeError(
+                    f"Expected 'x' to be {weight.dtype}, as the layer's parameters are (got {tokens.dtype}). Convert it with `.to`, or run under torch.autocast."
                 )
         query, key, value = (
             lin(tokens).view(-1, self.heads, self.out_channels).transpose(0, 1).contiguous()
@@ -282,11 +313,13 @@ class SBMAttentionConv(MessagePassing):
             raise ValueError(
                 f"Expected 'edge_head' with an 'edge_index' tensor alone (got it with {type(edge_index).__name__}). An AttentionGraph holds its heads."
             )
+        if streams is not None and edge_index is not None:
+            raise ValueError(
+                "Expected no 'streams' with a given graph (got both). They number the random graphs that the layer samples, and it samples none."
+            )
         if edge_index is None:
             graph, sbm, forced = self._sample(query, key, query_ptr, key_ptr, not bipartite, seed, streams)
         elif isinstance(edge_index, AttentionGraph):
-            if edge_index.device.type == "cpu":  # where no kernel checks an index
-                edge_index.check_range()
             graph = edge_index.expand(self.heads)
             if (graph.num_queries, graph.num_keys) != (query.size(1), key.size(1)):
                 raise ValueError(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable
 from itertools import pairwise, product
@@ -312,6 +313,24 @@ def test_padding_changes_nothing() -> None:
     assert torch.equal(conv(ragged, ptr=ptr, seed=1), conv(x, ptr=PTR, seed=1))
 
 
+@pytest.mark.parametrize("fuse", [True, False])
+def test_what_nan_in_a_token_that_no_edge_touches_reaches(fuse: bool) -> None:
+    """No output and no gradient of a token; the parameters of the projections, which are applied to every token."""
+    conv, x = layer(), tokens()
+    conv.fuse = fuse
+    apart = torch.arange(30) == 4
+    graph = patterns.full(30).select(~(apart[patterns.full(30).edge_index]).any(0))
+    expected = conv(x, graph)
+    broken = torch.where(apart[:, None], torch.nan, x).requires_grad_()
+    out = conv(broken, graph)
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-14)
+    out.sum().backward()
+    assert broken.grad is not None
+    assert not broken.grad.isnan().any()
+    for lin in (conv.lin_query, conv.lin_key, conv.lin_value):
+        assert lin.weight.grad.isnan().any()
+
+
 # ------------------------------------------------------------------ errors
 
 
@@ -323,7 +342,12 @@ def test_padding_changes_nothing() -> None:
         ({"normalizer": "entmax"}, r"Expected 'normalizer' to be one of \['softmax', 'entmax15', 'sparsemax'\]"),
         ({"dropout": 1.0}, r"Expected 'dropout' in \[0, 1\) \(got 1.0\)"),
         ({"exploration": -0.1}, r"Expected 'exploration' in \[0, 1\] \(got -0.1\)"),
-        ({"window": -1}, r"Expected 'window' to be 0 or more \(got -1\)"),
+        ({"window": -1}, r"Expected 'window' to be at least 0 \(got -1\)"),
+        ({"budget": -1.0}, r"Expected 'budget' to be a positive number of keys per query \(got -1.0\)"),
+        ({"budget": float("nan")}, r"Expected 'budget' to be a positive number"),
+        ({"num_blocks": 0}, r"Expected 'num_blocks' to be at least 1 \(got 0\)"),
+        ({"exploration": float("nan")}, r"Expected 'exploration' in \[0, 1\] \(got nan\)"),
+        ({"probes": -1}, r"Expected 'probes' to be 0 or more \(got -1\)"),
         ({"aggr": "mean"}, r"Expected 'aggr' to be 'add' \(got 'mean'\)"),
         ({"flow": "target_to_source"}, r"Expected 'flow' to be 'source_to_target' \(got 'target_to_source'\)"),
         ({"decomposed_layers": 2}, r"Expected 'decomposed_layers' to be 1 \(got 2\)"),
@@ -349,8 +373,49 @@ def test_call_errors() -> None:
         layer(window=1)((x, tokens(seed=2)))
     with pytest.raises(ValueError, match=r"Expected 'edge_index\[0\]' in 0..29 \(got 0 to 30\)"):
         conv(x, torch.tensor([[0, 30], [0, 1]]))
-    with pytest.raises(ValueError, match="Expected 'heads' and 'out_channels' to be at least 1"):
+    with pytest.raises(ValueError, match=r"Expected 'out_channels' to be at least 1 \(got 0\)"):
         SBMAttentionConv(16, 0)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"in_channels": 0}, "Expected 'in_channels' to be a number of channels, -1 to infer it, or a pair for keys and queries (got 0)"),
+        ({"in_channels": -2}, "Expected 'in_channels' to be a number of channels, -1 to infer it, or a pair for keys and queries (got -2)"),
+        ({"in_channels": (16, 16, 16)}, "or a pair for keys and queries (got (16, 16, 16))"),
+        ({"dropout": "0.1"}, "Expected 'dropout' to be a number (got '0.1')"),
+        ({"probes": None}, "Expected 'probes' to be a number (got None)"),
+        ({"heads": 2.0}, "Expected 'heads' to be an int (got float)"),
+        ({"window": True}, "Expected 'window' to be an int (got bool)"),
+        ({"num_blocks": "8"}, "Expected 'num_blocks' to be an int (got str)"),
+        ({"score_bias": torch.zeros(3)}, "Expected 'score_bias' to be a callable (query, key, graph) -> [E] (got Tensor)"),
+    ],
+)
+def test_option_types(option: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+        SBMAttentionConv(**({"in_channels": 16, "out_channels": 8} | option))
+
+
+def test_heads_that_memory_cannot_hold_are_refused() -> None:
+    with pytest.raises(ValueError, match=re.escape("Expected 'heads' to make what memory can hold (got 2,473,901,162,496 parameters")):
+        SBMAttentionConv(16, 8, heads=2**31)
+
+
+def test_tokens_of_another_width_or_type_are_named() -> None:
+    conv, pair, x, narrow = layer(), SBMAttentionConv((12, 16), 8).double(), tokens(), torch.zeros(30, 12).double()
+    with pytest.raises(ValueError, match=re.escape("Expected 'x' to be [N, 16], as 'in_channels' says (got [30, 12])")):
+        conv(narrow)
+    with pytest.raises(ValueError, match=re.escape("Expected 'x' to be [N, 12], as 'in_channels' says (got [30, 16])")):
+        pair((x, narrow))
+    with pytest.raises(TypeError, match=re.escape("Expected 'x' to be floating point (got torch.int64)")):
+        conv(x.long())
+    with pytest.raises(TypeError, match=re.escape("Expected 'x' to be torch.float64, as the layer's parameters are (got torch.float32)")):
+        conv(x.float())
+
+
+def test_streams_of_a_given_graph_are_refused() -> None:
+    with pytest.raises(ValueError, match="Expected no 'streams' with a given graph"):
+        layer()(tokens(), patterns.full(None, ptr=PTR), streams=torch.arange(3))
 
 
 @pytest.mark.parametrize("shape", [(16,), (3, 10, 16), (1, 3, 10, 16)])
@@ -378,7 +443,7 @@ def test_a_graph_that_leaves_its_tokens_is_refused() -> None:
     rowptr = torch.arange(31)
     for key in (-1, 30, 10**7):
         col = torch.zeros(30, dtype=torch.int32).index_fill(0, torch.tensor(3), key)
-        with pytest.raises(ValueError, match=r"Expected 'col' in 0\.\.29"):
+        with pytest.raises(ValueError, match=r"Expected 'col' to hold keys of the sequence of their query"):
             conv(x, AttentionGraph(rowptr, col, 30, 30, 1))
     for offsets in (rowptr + 1, rowptr * 2, rowptr.index_fill(0, torch.tensor(5), 10**7)):
         with pytest.raises(ValueError, match="Expected 'rowptr' to rise from 0 to E = 30"):
