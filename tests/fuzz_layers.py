@@ -250,7 +250,7 @@ def _attend(d: Draw) -> Case:
 
 @case("SBMHead", 10)
 def _head_options(d: Draw) -> Case:
-    options = {
+    options: dict[str, Any] = {
         "channels": d.randint(1, 4),
         "heads": d.randint(1, 3),
         "num_blocks": d.randint(1, 4),
