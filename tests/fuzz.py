@@ -1,0 +1,630 @@
+"""Fuzz driver: numbered calls of every public name, with valid and with hostile arguments, each with a verdict.
+
+In: a seed and a number of calls. Out: a table per public name, the failures by call number, and exit status 1 if there is a crash, a hang, a wrong
+result, an exception that blames the library, or a share of refusals without the argument's name of 1 % or more. Not here: the tests (``test_fuzz.py``).
+
+``python tests/fuzz.py --calls 20000`` runs the calls in forked children, which are replaced when they crash or hang. Call ``n`` is a function of the
+seed and ``n`` alone: ``--only n`` makes it in this process and shows it as code.
+
+A refusal is a ValueError, a TypeError, an ImportError, or the NotImplementedError of forward-mode derivatives. It has the argument's name if a word in
+quotes is that name. A value that is at odds with another argument and wrong in nothing else (a size, a number, a dtype, a graph over other tokens) may
+be refused by the name of the other argument. All other exceptions count as refusals without the name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import faulthandler
+import json
+import math
+import multiprocessing
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import networkx as nx
+import numpy as np
+import torch
+from fuzz_cases import Case, Draw, Wrong, expect, valid
+from fuzz_layers import TABLE
+from numba.core import event
+from torch import Tensor
+from torch_geometric.data import Data, HeteroData
+
+from sbm_pyg import SBM, AttentionGraph
+
+LIMIT, COMPILING = 20.0, 300.0  # seconds of CPU that a call, and one compilation of a kernel, may take
+PATIENCE = 6  # times as long may it take by the clock, since others use the machine too
+REFUSALS = (ValueError, TypeError, ImportError)
+RELATIONS = {"size", "number", "dtype", "other"}  # kinds of hostile values that only another argument makes wrong
+HARMLESS = {"view"}  # kinds whose values are those of the plain argument: the same result, if any
+RECORDS = {"graph": ("graph", "rowptr", "col", "query_ptr", "key_ptr", "edge_index"), "sbm": ("sbm", "query", "key", "block")}
+
+
+# ------------------------------------------------------------------ hostile values
+
+
+def swap(x: Tensor, place: int, value: Any) -> Tensor:
+    x = x.clone()
+    x.view(-1)[place] = torch.tensor(value, dtype=torch.float64).to(x.dtype) if x.is_floating_point() else value
+    return x
+
+
+Hostile = tuple[str, str, Callable[[], Any]]  # label, kind, maker
+
+JUNK: list[Hostile] = [
+    ("None", "none", lambda: None), ("'nonsense'", "junk", lambda: "nonsense"), ("{}", "junk", dict), ("object()", "junk", object),
+]  # fmt: skip
+NUMBERS: dict[str, Any] = {str(x): x for x in (True, -1, 0, 1, 0.5, 2.5, -1.0, 1e-45, 1e39, math.nan, math.inf, -math.inf, 1j)}
+NUMBERS |= {"2**31": 2**31, "2**62": 2**62, "2**63": 2**63, "2**64": 2**64, "-2**63": -(2**63), "10**400": 10**400}
+
+
+def always(value: Any) -> Callable[[], Any]:
+    return lambda: value
+
+
+def replaced(value: Any, place: int, make: Callable[[], Any]) -> Any:
+    return type(value)([*value[:place], make(), *value[place + 1 :]])
+
+
+def mutations(value: Any, trusted: bool, draw: Draw) -> list[Hostile]:
+    """Hostile values in place of a valid one."""
+    if isinstance(value, Tensor):
+        return tensors(value, trusted, draw)
+    if isinstance(value, bool):
+        flags: list[Any] = [None, 0, 1, 2.5, "nonsense", [], float("nan"), np.bool_(value)]
+        return [(repr(x), "flag", always(x)) for x in flags]
+    if isinstance(value, int | float):
+        kind = type(value)
+        result = JUNK + [(name, "number" if type(x) is kind else "value", always(x)) for name, x in NUMBERS.items()]
+        changed = {"value + 1": value + 1, "value - 1": value - 1, "-value": -value}
+        result += [(name, "number", always(x)) for name, x in changed.items()]
+        same: list[Any] = (
+            [np.int64(value), np.int32(value)] if kind is int and abs(value) < 2**31 else [np.float64(value)] if kind is float else []
+        )
+        result += [(f"numpy {type(x).__name__}", "view", always(x)) for x in same]
+        other: dict[str, Any] = {"text": str(value), "[]": [], "list": [value], "float16": np.float16(0.5), "bytes": b"1"}
+        result += [(name, "value", always(x)) for name, x in other.items()]
+        return [*result, ("tensor", "value", lambda: torch.tensor(value)), ("two-element tensor", "value", lambda: torch.tensor([1, 2]))]
+    if isinstance(value, str):
+        plain: list[Any] = [3, "", [], b"bytes", True, math.nan, "\0"]
+        others = {repr(x): x for x in plain}
+        others |= {"upper case": value.upper(), "with a line feed": value + "\n", "300 characters": "x" * 300}
+        return JUNK + [(name, "value", always(x)) for name, x in others.items()]
+    if isinstance(value, AttentionGraph):
+        return graphs(value, draw)
+    if isinstance(value, SBM):
+        return models(value, draw)
+    if isinstance(value, tuple | list) and value:
+        sequence: Any = value
+        make, place = type(value), draw.randrange(len(value))
+        inner = mutations(value[place], trusted, draw)
+        result = [(f"[{place}] {name}", kind, partial(replaced, value, place, f)) for name, kind, f in inner]
+        whole: list[Hostile] = [
+            ("empty", "size", make),
+            ("shorter", "size", lambda: sequence[:-1]),
+            ("longer", "size", lambda: sequence + sequence[:1]),
+        ]
+        whole += [("iterator", "value", lambda: iter(value)), ("3", "value", lambda: 3)]
+        return [*draw.sample(result, min(len(result), 16)), *JUNK, *whole]
+    return [
+        *JUNK,
+        ("3", "value", lambda: 3),
+        ("-1.5", "value", lambda: -1.5),
+        ("[]", "value", list),
+        ("class", "junk", lambda: type(value)),
+    ]
+
+
+def tensors(x: Tensor, trusted: bool, draw: Draw) -> list[Hostile]:
+    """Hostile tensors; ``trusted``: of types and shapes alone."""
+    floating, dim, count = x.is_floating_point(), x.dim(), x.numel()
+    result = [
+        *list(JUNK),
+        ("3", "value", lambda: 3),
+        ("[]", "value", list),
+        ("nested list", "value", x.tolist),
+        ("numpy array", "view", x.numpy),
+    ]
+    dtypes = (
+        torch.bool,
+        torch.int8,
+        torch.int32,
+        torch.int64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.complex64,
+    )
+    result += [(str(dtype), "dtype", partial(x.to, dtype)) for dtype in dtypes if dtype != x.dtype]
+    result += [("rank + 1", "rank", lambda: x[None]), ("scalar tensor", "rank", lambda: torch.ones((), dtype=x.dtype))]
+    result += [("rank - 1", "rank", lambda: x[0])] if dim and len(x) else []
+    result += [("meta", "device", lambda: x.to("meta")), ("sparse", "layout", lambda: x.to_sparse())] if dim else []
+    result += [("nested", "layout", lambda: torch.nested.nested_tensor([x]))] if dim and floating else []
+    result += [("strided view", "view", lambda: torch.stack([x, x], -1)[..., 0])]
+    result += [("transposed view", "view", lambda: x.mT.contiguous().mT)] if dim > 1 else []
+    if floating:
+        result += [("requires grad", "view", lambda: x.clone().requires_grad_()), ("negative view", "view", lambda: torch._neg_view(-x))]
+    if trusted:
+        return result
+    for axis in range(dim):
+        result.append((f"axis {axis} + 1", "size", partial(torch.cat, [x, x.narrow(axis, 0, min(1, x.size(axis)))], axis)))
+        if x.size(axis):
+            result.append((f"axis {axis} - 1", "size", partial(x.narrow, axis, 0, x.size(axis) - 1)))
+            result.append((f"axis {axis} empty", "size", partial(x.narrow, axis, 0, 0)))
+    if not count:
+        return result
+    place = draw.randrange(count)
+    if floating:
+        for value in (float("nan"), float("inf"), -float("inf"), 1e-45, 1e39, -1.0, 1.5):
+            result += [(f"one is {value}", "value", partial(swap, x, place, value))]
+        result += [("all NaN", "value", lambda: x * float("nan")), ("all 1e-45", "value", lambda: torch.full_like(x, 1e-45))]
+        result += [("expanded", "value", lambda: x.reshape(-1)[place].expand(x.shape)), ("all 0", "value", lambda: x * 0)]
+    elif x.dtype == torch.bool:
+        result += [("all False", "value", lambda: x & False), ("all True", "value", lambda: x | True)]
+    else:
+        for value in (-1, 2**31 - 1, -(2**31), *((2**31, 2**62, 2**63 - 1, -(2**63)) if x.dtype == torch.int64 else ())):
+            result += [(f"one is {value}", "value", partial(swap, x, place, value))]
+        result += [("one larger", "value", lambda: swap(x, place, int(x.max()) + 1)), ("all 0", "value", lambda: x * 0)]
+        result += (
+            [("reversed", "value", lambda: x.flip(0)), ("repeated", "value", lambda: swap(x, place, int(x.view(-1)[place - 1])))]
+            if dim
+            else []
+        )
+        result += [("expanded", "value", lambda: x.reshape(-1)[place].expand(x.shape))]
+    return result
+
+
+def graphs(graph: AttentionGraph, draw: Draw) -> list[Hostile]:
+    """What is no graph, graphs over other tokens, and what no graph may be: built by hand, which may refuse it already."""
+    n, m, heads = graph.num_queries, graph.num_keys, graph.heads
+
+    def build(**changes: Any) -> AttentionGraph:
+        fields = ("rowptr", "col", "num_queries", "num_keys", "heads", "query_ptr", "key_ptr")
+        return AttentionGraph(**({name: getattr(graph, name) for name in fields} | changes))
+
+    result = [*list(JUNK), ("3", "value", lambda: 3), ("tensor", "value", lambda: graph.col), ("networkx", "value", nx.DiGraph)]
+    result += [("tuple of tensors", "value", lambda: (graph.rowptr, graph.col)), ("on meta", "device", lambda: graph.to("meta"))]
+    result += [("over other tokens", "other", lambda: draw.graph(heads)), ("of other heads", "other", lambda: draw.graph(heads + 1))]
+    result += [("of other heads over the same tokens", "other", lambda: draw.graph(heads + 1, [n], [m]))]
+    result += [("without edges", "other", lambda: build(rowptr=graph.rowptr * 0, col=graph.col[:0]))]
+    result += [("rowptr from 1", "value", lambda: build(rowptr=graph.rowptr.clamp(min=1)))]
+    result += [("rowptr to E + 1", "value", lambda: build(rowptr=swap(graph.rowptr, -1, graph.num_edges + 1)))]
+    result += [("rowptr decreasing", "value", lambda: build(rowptr=swap(graph.rowptr, -2, graph.num_edges + 2**31)))]
+    result += [("rowptr negative", "value", lambda: build(rowptr=swap(graph.rowptr, -2, -5)))]
+    if graph.num_edges:
+        place = draw.randrange(graph.num_edges)
+        for value in (-1, m, 2**31 - 1):
+            result += [(f"col has {value if value != m else 'M'}", "value", partial(build, col=swap(graph.col, place, value)))]
+        if graph.num_sequences > 1:
+            result += [("edges leave their sequence", "value", lambda: build(col=torch.full_like(graph.col, m - 1)))]
+        if int(graph.rowptr.diff().max()) > 1:
+            row = int(graph.rowptr.diff().argmax())
+            first, end = graph.rowptr[row : row + 2].tolist()
+            flipped = torch.cat([graph.col[:first], graph.col[first:end].flip(0), graph.col[end:]])
+            result += [("a row unsorted", "value", lambda: build(col=flipped))]
+            result += [("a key repeated", "value", lambda: build(col=swap(graph.col, first + 1, int(graph.col[first]))))]
+    return result
+
+
+def models(sbm: SBM, draw: Draw) -> list[Hostile]:
+    """What is no model, models over other tokens, and models of values out of range."""
+
+    def build(**changes: Any) -> SBM:
+        return SBM(**({name: getattr(sbm, name) for name in ("query", "key", "block", "query_ptr", "key_ptr")} | changes))
+
+    result = [
+        *list(JUNK),
+        ("3", "value", lambda: 3),
+        ("tensor", "value", lambda: sbm.query),
+        ("tuple", "value", lambda: (sbm.query, sbm.key)),
+    ]
+    result += [("over other tokens", "other", lambda: draw.sbm(sbm.heads)), ("of other heads", "other", lambda: draw.sbm(sbm.heads + 1))]
+    for name in ("query", "key", "block"):
+        x = getattr(sbm, name)
+        for value in (float("nan"), float("inf"), -0.5, 1e39, 1e-45, 50.0):
+            result += [(f"{name} has {value}", "value", partial(build, **{name: swap(x, 0, value)}))]
+        result += [(f"all of {name} 1e-45", "value", partial(build, **{name: torch.full_like(x, 1e-45)}))]
+    for dtype in (torch.float16, torch.bfloat16):
+        result += [(str(dtype), "dtype", partial(build, query=sbm.query.to(dtype), key=sbm.key.to(dtype), block=sbm.block.to(dtype)))]
+    return result
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two results of the same call are equal."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        if a.layout != torch.strided or a.is_meta:
+            return a.shape == b.shape
+        return a.shape == b.shape and torch.allclose(a.detach().double(), b.detach().double(), rtol=1e-4, atol=1e-5, equal_nan=True)
+    if isinstance(a, tuple | list) and isinstance(b, tuple | list):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, AttentionGraph):
+        return isinstance(b, AttentionGraph) and a == b
+    if isinstance(a, Data | HeteroData):
+        return same([*a.to_dict().values()], [*b.to_dict().values()])
+    return bool(a == b) or a != a if isinstance(a, int | float | str) else True
+
+
+def walk(result: Any) -> Iterator[AttentionGraph]:
+    if isinstance(result, AttentionGraph):
+        yield result
+    elif isinstance(result, tuple | list):
+        for part in result:
+            yield from walk(part)
+
+
+def named(message: str, names: Sequence[str]) -> bool:
+    """Whether one of the names stands in quotes, alone or as part of what is quoted: ``'ptr'``, ``'ptr[0]'``."""
+    quoted = re.findall(r"(?<!\w)'([^']{1,400})'(?!\w)", message)
+    return any(re.search(rf"(?<!\w){re.escape(name)}(?!\w)", words) for name in names for words in quoted)
+
+
+# ------------------------------------------------------------------ one call
+
+
+@cache
+def _schedule(seed: int, names: tuple[str, ...]) -> list[str]:
+    """The names of one round: each name once, then again as its weight has it."""
+    once, more = [*names], [name for name in names for _ in range(TABLE[name][0] - 1)]
+    shuffle = random.Random(seed).shuffle
+    shuffle(once)
+    shuffle(more)
+    return once + more
+
+
+def plan(seed: int, number: int) -> tuple[str, Case, dict[str, Hostile], Draw]:
+    """What call ``number`` is: its name, valid arguments, and what is put in place of some. About one call in four is valid."""
+    name, draw = _schedule(seed, tuple(TABLE))[number % sum(weight for weight, _ in TABLE.values())], Draw(seed, number)
+    torch.manual_seed(number)
+    case = TABLE[name][1](draw)
+    chosen: dict[str, Hostile] = {}
+    if case.arguments and draw.random() < 0.8:
+        for argument in draw.sample([*case.arguments], min(len(case.arguments), draw.choice((1, 1, 1, 1, 2)))):
+            own = case.more.get(argument, [])
+            options = mutations(case.arguments[argument], argument in case.unchecked, draw)
+            chosen[argument] = draw.choice(own if own and draw.random() < 0.6 else options)
+    return name, case, chosen, draw
+
+
+def judge(seed: int, number: int) -> dict[str, Any]:
+    """Make a call and judge it."""
+    name, case, chosen, draw = plan(seed, number)
+    mutated = [[argument, label] for argument, (label, _, _) in chosen.items()]
+    verdict: dict[str, Any] = {"number": number, "name": name, "mutated": mutated, "verdict": "returned", "detail": ""}
+    names = [each for argument in chosen for each in (argument, *case.names.get(argument, ()), *records(case.arguments[argument]))]
+    if any(kind in RELATIONS for _, kind, _ in chosen.values()):
+        names += [each for argument, value in case.arguments.items() for each in (argument, *case.names.get(argument, ()), *records(value))]
+    start = time.perf_counter()
+    arguments = dict(case.arguments)
+    try:
+        arguments |= {argument: make() for argument, (_, _, make) in chosen.items()}
+        torch.manual_seed(number)
+        result = case.call(**arguments)
+    except (Exception, SystemExit) as error:
+        message = f"{type(error).__name__}: {error}"
+        forward = isinstance(error, NotImplementedError) and "reverse-mode" in message
+        refused = (isinstance(error, REFUSALS) and not isinstance(error, UnicodeError)) or forward
+        if not chosen and not (isinstance(error, ImportError) and "to be installed" in message):
+            kind = "wrong"
+            message = f"valid arguments refused: {message}"
+        elif refused:
+            kind = "refused" if named(message, names) or "to be installed" in message else "unnamed"
+        else:
+            kind = "other"
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        verdict |= {
+            "verdict": kind,
+            "detail": message[:300],
+            "where": f"{Path(last.filename).name}:{last.lineno}",
+            "type": type(error).__name__,
+        }
+    else:
+        complaint = review(seed, number, case, chosen, arguments, result)
+        if complaint:
+            verdict |= {"verdict": "wrong", "detail": complaint[:300]}
+    finally:
+        for folder in draw.folders:
+            shutil.rmtree(folder, ignore_errors=True)
+    return verdict | {"seconds": round(time.perf_counter() - start, 3)}
+
+
+def records(value: Any) -> tuple[str, ...]:
+    return RECORDS["graph"] if isinstance(value, AttentionGraph) else RECORDS["sbm"] if isinstance(value, SBM) else ()
+
+
+def review(seed: int, number: int, case: Case, chosen: dict[str, Hostile], arguments: dict[str, Any], result: Any) -> str:
+    """What is wrong with a result, or nothing."""
+    try:
+        for argument, (label, kind, _) in chosen.items():
+            expect(kind != "junk" or argument in case.free, f"{label} was taken for '{argument}'")
+        for graph in walk(result):
+            valid(graph)
+        case.check(result, **arguments)
+        if all(kind in HARMLESS for _, kind, _ in chosen.values()) and number % 2:  # also: equal calls, equal results
+            again = plan(seed, number)[1]
+            torch.manual_seed(number)
+            expect(same(again.call(**again.arguments), result), "another result than that of the plain call")
+    except Wrong as wrong:
+        return str(wrong)
+    except Exception as error:  # a hostile value that the oracle cannot read is left unjudged
+        return "" if chosen else f"the oracle fails: {traceback.format_exc(limit=-2)} {error}"
+    return ""
+
+
+def source(value: Any) -> str:
+    """Code that makes a value, as far as that is possible."""
+    if isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta and not value.is_nested:
+        return f"torch.tensor({value.detach().tolist()}, dtype={value.dtype})" + ("" if value.numel() else f".view({list(value.shape)})")
+    if isinstance(value, AttentionGraph | SBM):
+        fields = ("rowptr", "col", "num_queries", "num_keys", "heads") if isinstance(value, AttentionGraph) else ("query", "key", "block")
+        return (
+            f"{type(value).__name__}({', '.join(f'{name}={source(getattr(value, name))}' for name in (*fields, 'query_ptr', 'key_ptr'))})"
+        )
+    if isinstance(value, tuple | list):
+        inner = ", ".join(source(each) for each in value)
+        return f"[{inner}]" if isinstance(value, list) else f"({inner},)"
+    return repr(value)
+
+
+def show(seed: int, number: int) -> None:
+    """Print call ``number`` as code, make it, and print the verdict."""
+    name, case, chosen, _ = plan(seed, number)
+    print(f"# call {number} of seed {seed}: {', '.join(f'{argument} <- {label}' for argument, (label, _, _) in chosen.items()) or 'valid'}")
+    lines = []
+    for argument, value in case.arguments.items():
+        try:
+            lines.append(f"    {argument}={source(chosen[argument][2]() if argument in chosen else value)},")
+        except Exception as error:
+            lines.append(f"    {argument}=...,  # cannot be made: {type(error).__name__}: {error}")
+    print("\n".join([f"{name}(", *lines, ")"]), flush=True)
+    print(json.dumps(judge(seed, number), indent=2))
+
+
+# ------------------------------------------------------------------ many calls
+
+
+class Compilations(event.Listener):
+    """Tells the parent about compilations, whose time is not the call's."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self.pipe = pipe
+
+    def on_start(self, event: Any) -> None:
+        self.pipe.send(("compile", True))
+
+    def on_end(self, event: Any) -> None:
+        self.pipe.send(("compile", False))
+
+
+def work(pipe: Connection, seed: int, memory: float) -> None:
+    """A child: judges the calls whose numbers come through the pipe."""
+    faulthandler.disable()  # crashes are expected, and told to the parent
+    quiet = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):
+        os.dup2(quiet, stream)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_AS, (int(memory * 2**30),) * 2)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    warnings.simplefilter("ignore")
+    sys.argv = sys.argv[:1]
+    event.register("numba:compile", Compilations(pipe))
+    while (number := pipe.recv()) is not None:
+        os.chdir(home := tempfile.mkdtemp())  # for what hostile paths write
+        try:
+            pipe.send(("verdict", judge(seed, number)))
+        finally:
+            os.chdir("/")
+            shutil.rmtree(home, ignore_errors=True)
+
+
+class Worker:
+    """A child and what it is about."""
+
+    def __init__(self, seed: int, memory: float) -> None:
+        context = multiprocessing.get_context("fork")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=work, args=(theirs, seed, memory), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.number: int | None = None
+        self.first: int | None = None
+        self.since, self.used, self.compiling = 0.0, 0.0, 0
+
+    def start(self, number: int) -> None:
+        self.number, self.compiling = number, 0
+        self.rest()
+        self.first = number if self.first is None else self.first
+        self.pipe.send(number)
+
+    def rest(self) -> None:
+        """Begin to count time."""
+        self.since, self.used = time.monotonic(), self.cpu()
+
+    def cpu(self) -> float:
+        """Seconds of CPU that the child has used, user and system."""
+        with contextlib.suppress(OSError):
+            ticks = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+            return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
+        return 0.0
+
+    def late(self, limit: float) -> bool:
+        limit = COMPILING if self.compiling else limit
+        return self.number is not None and (self.cpu() - self.used > limit or time.monotonic() - self.since > PATIENCE * limit)
+
+    def end(self) -> int:
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+        return self.process.exitcode or 0
+
+
+def run(numbers: Sequence[int], seed: int, jobs: int, limit: float, memory: float) -> list[dict[str, Any]]:
+    """Verdicts of these calls. A child that crashes or hangs is replaced; a crash is tried again alone, since earlier calls may be the cause."""
+    from tqdm import tqdm
+
+    tqdm.monitor_interval = 0  # no thread beside forks
+    todo, verdicts, workers = deque(numbers), [], [Worker(seed, memory) for _ in range(min(jobs, len(numbers)))]
+    bar = tqdm(total=len(numbers), file=sys.stderr, smoothing=0.02, mininterval=1.0)
+    for worker in workers:
+        worker.start(todo.popleft())
+    while any(worker.number is not None for worker in workers):
+        try:
+            ready = wait([worker.pipe for worker in workers if worker.number is not None], timeout=0.5)
+        except KeyboardInterrupt:  # a report of what there is
+            break
+        for place, worker in enumerate(workers):
+            verdict: dict[str, Any] | None = None
+            fallen = False
+            if worker.pipe in ready:
+                try:
+                    kind, content = worker.pipe.recv()
+                    if kind == "compile":
+                        worker.compiling += 1 if content else -1
+                        worker.rest()
+                    else:
+                        verdict = content
+                except (EOFError, ConnectionResetError):
+                    fallen = True
+            elif worker.late(limit):
+                verdict = describe(seed, worker.number, "hang", f"no answer in {limit:g} s of CPU")
+                worker.end()
+            if fallen:
+                worker.process.join()  # the pipe is closed: it is about to end
+                code = worker.end()
+                verdict = describe(seed, worker.number, "crash", f"exit status {code}; {alone(seed, worker, limit, memory)}")
+            if verdict is None:
+                continue
+            verdicts.append(verdict)
+            bar.update()
+            if verdict["verdict"] in ("hang", "crash"):
+                worker = workers[place] = Worker(seed, memory)
+            worker.number = None
+            if todo:
+                worker.start(todo.popleft())
+    bar.close()
+    for worker in workers:
+        worker.end()
+    return sorted(verdicts, key=lambda verdict: verdict["number"])
+
+
+def alone(seed: int, fallen: Worker, limit: float, memory: float) -> str:
+    """Whether a call that crashed does so in a child of its own."""
+    assert fallen.number is not None
+    worker = Worker(seed, memory)
+    worker.start(fallen.number)
+    while not worker.late(limit):
+        if not worker.pipe.poll(0.5):
+            continue
+        try:
+            kind, content = worker.pipe.recv()
+        except (EOFError, ConnectionResetError):
+            worker.process.join()
+            return f"alone too, with {worker.end()}"
+        if kind == "verdict":
+            worker.end()
+            return f"not alone: then {content['verdict']}; look at the calls of that child, {fallen.first} to {fallen.number}"
+        worker.compiling += 1 if content else -1
+        worker.rest()
+    worker.end()
+    return "alone it hangs"
+
+
+def describe(seed: int, number: int | None, verdict: str, detail: str) -> dict[str, Any]:
+    assert number is not None
+    name, _, chosen, draw = plan(seed, number)
+    for folder in draw.folders:
+        shutil.rmtree(folder, ignore_errors=True)
+    mutated = [[argument, label] for argument, (label, _, _) in chosen.items()]
+    return {"number": number, "name": name, "mutated": mutated, "verdict": verdict, "detail": detail, "seconds": 0.0}
+
+
+# ------------------------------------------------------------------ the report
+
+COLUMNS = ("returned", "refused", "unnamed", "other", "wrong", "crash", "hang")
+BLAME = (
+    "AssertionError",
+    "SystemError",
+    "SystemExit",
+    "RecursionError",
+    "NameError",
+    "UnboundLocalError",
+)  # the library's fault, not the caller's
+
+
+def share(verdicts: Sequence[dict[str, Any]]) -> tuple[int, int]:
+    """Refusals without the argument's name, and all refusals."""
+    counts = Counter(each["verdict"] for each in verdicts)
+    without = counts["unnamed"] + counts["other"]
+    return without, without + counts["refused"]
+
+
+def faults(verdicts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What no call may end in."""
+    return [each for each in verdicts if each["verdict"] in ("crash", "hang", "wrong") or each.get("type") in BLAME]
+
+
+def report(verdicts: Sequence[dict[str, Any]]) -> str:
+    by_name: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for each in verdicts:
+        by_name[each["name"]][each["verdict"]] += 1
+    lines = [f"{'public name':<44}{'calls':>7}" + "".join(f"{column:>10}" for column in COLUMNS)]
+    total = sum(by_name.values(), Counter())
+    for name, counts in [*sorted(by_name.items()), ("all", total)]:
+        lines.append(f"{name:<44}{counts.total():>7}" + "".join(f"{counts[column]:>10}" for column in COLUMNS))
+    groups: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)
+    for each in verdicts:
+        if each["verdict"] not in ("returned", "refused"):
+            what = ", ".join(f"{argument} <- {label}" for argument, label in each["mutated"]) or "valid"
+            groups[each["verdict"], each["name"], what, each["detail"].split("\n")[0][:140]].append(each["number"])
+    order = {"crash": 0, "hang": 1, "wrong": 2, "other": 3, "unnamed": 4}
+    lines += ["", "failures: call numbers, public name, what was hostile, how it ended"]
+    for (verdict, name, what, detail), numbers in sorted(groups.items(), key=lambda group: (order[group[0][0]], group[0][1:])):
+        lines.append(f"{verdict:<8}{', '.join(map(str, numbers[:4]))}{', ...' if len(numbers) > 4 else ''}  {name}: {what}: {detail}")
+    without, refusals = share(verdicts)
+    lines += ["", f"{without:,} of {refusals:,} refusals ({100 * without / max(refusals, 1):.2f} %) without the argument's name"]
+    return "\n".join([*lines, f"{len(faults(verdicts)):,} crashes, hangs, wrong results and exceptions that blame the library"])
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Fuzz every public name; see the docstring of this file.")
+    parser.add_argument("--calls", type=int, default=20_000, help="number of calls")
+    parser.add_argument("--first", type=int, default=0, help="number of the first call")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the calls")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="number of children")
+    parser.add_argument("--limit", type=float, default=LIMIT, help="seconds of CPU that a call may take")
+    parser.add_argument("--memory", type=float, default=8.0, help="GiB of address space of a child")
+    parser.add_argument("--only", type=int, help="make this one call here, and show it as code")
+    parser.add_argument("--json", type=Path, help="where to write all verdicts")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell may have ignored for what runs behind it
+    if options.only is not None:
+        show(options.seed, options.only)
+        return 0
+    verdicts = run(range(options.first, options.first + options.calls), options.seed, options.jobs, options.limit, options.memory)
+    if options.json:
+        options.json.write_text(json.dumps(verdicts, indent=1))
+    print(report(verdicts))
+    without, refusals = share(verdicts)
+    return int(bool(faults(verdicts)) or without * 100 >= max(refusals, 1))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,902 @@
+"""What the fuzz driver calls: for each public name a maker of valid arguments, and an oracle that knows what the result must be.
+
+In: a :class:`Draw`, which is a function of the seed and the number of a call. Out: a :class:`Case`. Oracles compute apart from the library: dense
+masks, networkx, brute force. Not here: hostile values, and verdicts (``fuzz.py``).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+import random
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from problems import reference_attention, small_sbms
+from torch import Tensor
+from torch_geometric.data import Data, HeteroData
+
+from sbm_pyg import SBM, AttentionGraph, SBMGraph, SBMHead, ops, patterns, sample_edges
+
+
+class Wrong(Exception):
+    """What an oracle finds wrong with a result."""
+
+
+def expect(truth: Any, words: str) -> None:
+    if not bool(truth):
+        raise Wrong(words)
+
+
+@dataclass
+class Case:
+    """A valid call: what is called, with what, and what the result must be; ``check(result, **arguments)`` raises :class:`Wrong`."""
+
+    call: Callable[..., Any]
+    arguments: dict[str, Any]
+    check: Callable[..., None] = lambda result, **arguments: None
+    free: tuple[str, ...] = ()  # arguments where any object may stand, and those of which the library says that it ignores them
+    unchecked: tuple[str, ...] = ()  # tensors whose values the library says it does not check: only their types and shapes are mutated
+    names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # what else an argument is called in messages
+    more: dict[str, list[tuple[str, str, Callable[[], Any]]]] = field(default_factory=dict)  # hostile values of an argument's own
+
+
+class Draw(random.Random):
+    """Random small arguments: a function of the seed and the number of the call."""
+
+    def __init__(self, seed: int, number: int) -> None:
+        super().__init__(f"{seed}/{number}")
+        self.torch = torch.Generator().manual_seed(self.getrandbits(48))
+        self.dtype = self.choice((torch.float32, torch.float64))
+        self.folders: list[str] = []
+
+    def real(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.torch, dtype=self.dtype)
+
+    def unit(self, *shape: int) -> Tensor:
+        return torch.rand(shape, generator=self.torch, dtype=self.dtype)
+
+    def whole(self, end: int, *shape: int) -> Tensor:
+        return torch.randint(end, shape, generator=self.torch)
+
+    def maybe(self, value: Any) -> Any:
+        return self.choice((None, value))
+
+    def lengths(self, most: int = 3) -> list[int]:
+        return [self.randint(1, 6) for _ in range(self.randint(1, most))]
+
+    def graph(self, heads: int | None = None, queries: list[int] | None = None, keys: list[int] | None = None) -> AttentionGraph:
+        """A graph with independent edges, of ragged sequences; built by hand, apart from the library's makers."""
+        heads = self.randint(1, 3) if heads is None else heads
+        queries = self.lengths() if queries is None else queries
+        keys = self.choice((queries, [self.randint(1, 6) for _ in queries])) if keys is None else keys
+        inside = torch.block_diag(*(torch.ones(n, m) for n, m in zip(queries, keys, strict=True))) > 0
+        mask = inside & (self.unit(heads, *inside.shape) < self.choice((0.2, 0.5, 0.5, 1.0)))
+        rowptr = torch.cat([torch.zeros(1, dtype=torch.int64), mask.sum(-1).flatten().cumsum(0)])
+        col = mask.nonzero()[:, 2].to(self.choice((torch.int32, torch.int64)))
+        return AttentionGraph(rowptr, col, sum(queries), sum(keys), heads, pointer(queries), pointer(keys))
+
+    def square(self, heads: int | None = None, most: int = 7) -> AttentionGraph:
+        """A graph of one sequence whose queries and keys are the same tokens."""
+        n = self.randint(1, most)
+        return self.graph(heads, [n], [n])
+
+    def sbm(self, heads: int | None = None, queries: list[int] | None = None, keys: list[int] | None = None) -> SBM:
+        heads, queries = self.randint(1, 3) if heads is None else heads, self.lengths() if queries is None else queries
+        keys, blocks = [self.randint(1, 6) for _ in queries] if keys is None else keys, self.randint(1, 4)
+        y, z = (self.unit(heads, sum(side), blocks) / blocks for side in (queries, keys))
+        return SBM(y, z, self.unit(heads, blocks, blocks), pointer(queries), pointer(keys))
+
+    def model(self, graph: AttentionGraph) -> SBM:
+        """A model over the tokens of a graph."""
+        return self.sbm(graph.heads, graph.query_ptr.diff().tolist(), graph.key_ptr.diff().tolist())
+
+    def folder(self) -> str:
+        self.folders.append(tempfile.mkdtemp())
+        return self.folders[-1]
+
+
+def pointer(lengths: Sequence[int]) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0)
+
+
+def dense(graph: AttentionGraph) -> Tensor:
+    """Mask ``[H, N, M]``, read row by row."""
+    rowptr, col, n = graph.rowptr.tolist(), graph.col.tolist(), graph.num_queries
+    mask = torch.zeros(graph.heads, n, graph.num_keys, dtype=torch.bool)
+    for row in range(graph.heads * n):
+        for key in col[rowptr[row] : rowptr[row + 1]]:
+            mask[row // n, row % n, key] = True
+    return mask
+
+
+def valid(graph: AttentionGraph) -> None:
+    """What the library promises of every graph, checked apart from it."""
+    if graph.col.is_meta:
+        return
+    rowptr, col, n, m = graph.rowptr.tolist(), graph.col.tolist(), graph.num_queries, graph.num_keys
+    query_ptr, key_ptr = graph.query_ptr.tolist(), graph.key_ptr.tolist()
+    expect(graph.heads >= 1 and len(rowptr) == graph.heads * n + 1, "rowptr has another length than H*N+1")
+    expect(rowptr[0] == 0 and rowptr[-1] == len(col) and rowptr == sorted(rowptr), "rowptr does not rise from 0 to E")
+    for ptr, total in ((query_ptr, n), (key_ptr, m)):
+        expect(ptr[0] == 0 and ptr[-1] == total and all(a < b for a, b in itertools.pairwise(ptr)), "offsets do not fit the tokens")
+    expect(len(query_ptr) == len(key_ptr), "queries and keys have other numbers of sequences")
+    for row in range(graph.heads * n):
+        keys = col[rowptr[row] : rowptr[row + 1]]
+        expect(all(a < b for a, b in itertools.pairwise(keys)), "a row is unsorted or repeats a key")
+        b = sum(end <= row % n for end in query_ptr[1:])
+        expect(all(key_ptr[b] <= key < key_ptr[b + 1] for key in keys), "an edge leaves its sequence")
+
+
+def tame(*values: Any) -> bool:
+    """Whether all tensors and numbers among them are finite and of a size whose products are."""
+    floats = [x for x in values if isinstance(x, Tensor) and x.is_floating_point()]
+    plain = all(not isinstance(x, float) or abs(x) < 1e6 for x in values)
+    return plain and all(not x.is_meta and bool((x.detach().abs() < 1e6).all()) for x in floats)
+
+
+def close(found: Tensor, wanted: Tensor, words: str, dtype: torch.dtype | None = None) -> None:
+    """Equal to about the precision of the dtype, relative to the largest value."""
+    expect(found.shape == wanted.shape, f"{words}: shape {list(found.shape)}, not {list(wanted.shape)}")
+    if found.numel():
+        error = float((found.detach().double() - wanted.detach().double()).abs().max())
+        scale = max(float(wanted.detach().double().abs().max()), 0.1)
+        narrow = torch.finfo(dtype or found.dtype if found.is_floating_point() else torch.float64).eps
+        expect(error <= 2000 * narrow * scale, f"{words}: off by {error:.3g}")
+
+
+# ------------------------------------------------------------------ the table
+
+Maker = Callable[[Draw], Case]
+TABLE: dict[str, tuple[int, Maker]] = {}  # public name -> how often it is called, and its maker
+
+
+def case(name: str, weight: int = 6) -> Callable[[Maker], Maker]:
+    def add(maker: Maker) -> Maker:
+        TABLE[name] = weight, maker
+        return maker
+
+    return add
+
+
+def split_heads(x: Tensor, heads: int) -> Tensor:
+    return x.view(len(x), heads, -1).transpose(0, 1)
+
+
+# ------------------------------------------------------------------ ops
+
+
+def attention_inputs(d: Draw, sequences: int = 1) -> tuple[AttentionGraph, dict[str, Tensor]]:
+    graph = d.graph(None, [d.randint(1, 6) for _ in range(sequences)])
+    channels, values = d.randint(1, 5), d.randint(1, 5)
+    query, key = d.real(graph.heads, graph.num_queries, channels), d.real(graph.heads, graph.num_keys, channels)
+    return graph, {"query": query, "key": key, "value": d.real(graph.heads, graph.num_keys, values)}
+
+
+def rows(graph: AttentionGraph) -> dict[str, Tensor]:
+    return {"rowptr": graph.rowptr, "col": graph.col}
+
+
+def ends(rowptr: Tensor, col: Tensor, queries: int) -> tuple[list[int], list[int], list[int]]:
+    """Head, query and key of each edge."""
+    row = [i for i, count in enumerate(rowptr.diff().tolist()) for _ in range(count)]
+    return [i // queries for i in row], [i % queries for i in row], col.tolist()
+
+
+@case("ops.edge_dot")
+def _edge_dot(d: Draw) -> Case:
+    graph, x = attention_inputs(d)
+
+    def check(result: Tensor, query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor) -> None:
+        if tame(query, key):
+            head, i, j = ends(rowptr, col, query.size(1))
+            close(result, (query[head, i].double() * key[head, j].double()).sum(-1), "dot products")
+
+    return Case(ops.edge_dot, {"query": x["query"], "key": x["key"], **rows(graph)}, check, unchecked=("rowptr", "col"))
+
+
+@case("ops.edge_gate")
+def _edge_gate(d: Draw) -> Case:
+    graph, x = attention_inputs(d)
+
+    def check(result: Tensor, **_: Any) -> None:
+        expect(result.is_meta or bool((result == 1).all()), "a gate is not 1")
+
+    return Case(ops.edge_gate, {"query": x["query"], "key": x["key"], **rows(graph)}, check, unchecked=("rowptr", "col"))
+
+
+@case("ops.edge_attention", 12)
+def _edge_attention(d: Draw) -> Case:
+    graph, x = attention_inputs(d)
+    x = {name: tensor.requires_grad_() for name, tensor in x.items()}
+    options: dict[str, Any] = {"gate": d.maybe(d.unit(graph.num_edges) + 0.5), "bias": d.maybe(d.real(graph.num_edges))}
+    options |= {"scale": d.uniform(0.1, 1.5), "gate_form": d.choice(("score", "weight")), "dropout": d.choice((0.0, 0.0, 0.3))}
+
+    def check(result: tuple[Tensor, Tensor], query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor, col: Tensor, **o: Any) -> None:
+        if not tame(query, key, value, o["gate"], o["bias"], o["scale"]) or (o["gate"] is not None and bool((o["gate"] <= 0).any())):
+            return
+        expect(result[0].isfinite().all(), "output is not finite")
+        if o["dropout"] == 0:
+            record = AttentionGraph(rowptr, col, query.size(1), key.size(1), query.size(0))
+            wide = [tensor.detach().double().requires_grad_() for tensor in (query, key, value)]
+            extra = [None if o[name] is None else o[name].detach().double() for name in ("gate", "bias")]
+            wanted = reference_attention(wide[0], wide[1], wide[2], record, extra[0], extra[1], o["scale"], o["gate_form"])
+            close(result[0], wanted, "attention")
+            if all(tensor.requires_grad and tensor.is_leaf for tensor in (query, key, value)):
+                found = torch.autograd.grad(result[0].sum(), (query, key, value))
+                for mine, theirs in zip(found, torch.autograd.grad(wanted.sum(), wide), strict=True):
+                    close(mine, theirs, "gradient", query.dtype)
+
+    return Case(ops.edge_attention, {**x, **rows(graph), **options, "seed": d.randrange(99)}, check, unchecked=("rowptr", "col"))
+
+
+def effects(
+    graph: tuple[Tensor, Tensor, Any], pairs: tuple[Tensor, Tensor, Any], grad: Tensor, x: Sequence[Tensor], scale: float
+) -> Tensor:
+    """What each pair does to the loss, by the formula: the row's other edges with and without it."""
+    query, key, value = (tensor.double() for tensor in x)
+    head, i, j = ends(*pairs[:2], query.size(1))
+    edges = [*zip(*ends(*graph[:2], query.size(1)), strict=True)]
+    bias = dict(zip(edges, [0.0] * len(edges) if graph[2] is None else graph[2].tolist(), strict=True))
+    found = []
+    for place, pair in enumerate(zip(head, i, j, strict=True)):
+        own = 0.0 if pairs[2] is None else float(pairs[2][place])
+
+        def weight(h: int, q: int, k: int, b: float) -> tuple[float, float]:
+            return math.exp(scale * float(query[h, q] @ key[h, k]) + b), float(grad[h, q].double() @ value[h, k])
+
+        w, g = weight(*pair, own)
+        others = [weight(*edge, b) for edge, b in bias.items() if edge[:2] == pair[:2] and edge != pair]
+        total = sum(each for each, _ in others)
+        mean = sum(each * gain for each, gain in others) / total if others else 0.0
+        found.append(w / (w + total) * (g - mean))
+    return torch.tensor(found, dtype=torch.float64)
+
+
+@case("ops.edge_effect")
+def _edge_effect(d: Draw) -> Case:
+    graph, x = attention_inputs(d)
+    probes = d.graph(graph.heads, [graph.num_queries], [graph.num_keys])
+    arguments: dict[str, Any] = {"grad_out": d.real(graph.heads, graph.num_queries, x["value"].size(2)), **x, **rows(graph)}
+    arguments |= {"bias": d.maybe(d.real(graph.num_edges)), "probe_rowptr": probes.rowptr, "probe_col": probes.col}
+    arguments |= {
+        "probe_bias": d.maybe(d.real(probes.num_edges)),
+        "scale": d.uniform(0.1, 1.5),
+        "rate": None,
+        "member": None,
+        "chance": None,
+    }
+    if d.random() < 0.5:
+        sbm = d.model(graph)
+        sides = {"rate": sbm.rate.to(d.dtype), "member": sbm.key.to(d.dtype), "chance": d.unit(graph.num_queries)}
+        arguments |= {**sides, "exploration": d.choice((0.0, 0.1))}
+
+    def check(result: tuple[Tensor, Tensor], grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, **o: Any) -> None:
+        if o["rate"] is not None or not tame(grad_out, query, key, value, o["bias"], o["probe_bias"], o["scale"]):
+            return
+        mine, tried = (o["rowptr"], o["col"], o["bias"]), (o["probe_rowptr"], o["probe_col"], o["probe_bias"])
+        close(result[0], effects(mine, mine, grad_out, (query, key, value), o["scale"]), "effects of edges")
+        edges = {*zip(*ends(*mine[:2], query.size(1)), strict=True)}
+        fresh = torch.tensor([pair not in edges for pair in zip(*ends(*tried[:2], query.size(1)), strict=True)])
+        close(result[1], effects(mine, tried, grad_out, (query, key, value), o["scale"]) * fresh, "effects of probes")
+
+    return Case(ops.edge_effect, arguments, check, unchecked=("rowptr", "col", "probe_rowptr", "probe_col"))
+
+
+@case("ops.local_expectation")
+def _local_expectation(d: Draw) -> Case:
+    graph, x = attention_inputs(d)
+    probes, sbm = d.graph(graph.heads, [graph.num_queries], [graph.num_keys]), d.model(graph)
+    leaves = [sbm.rate.to(d.dtype).requires_grad_(), sbm.key.to(d.dtype).requires_grad_()]
+    out = d.real(graph.heads, graph.num_queries, x["value"].size(2))
+    pairs = {"graph": (graph.rowptr, graph.col, None), "probes": (probes.rowptr, probes.col, None)}
+    more = {"chance": d.unit(graph.num_queries), "forced": d.maybe(d.whole(2, graph.num_edges) > 0), "scale": 0.5, "exploration": 0.0}
+
+    def check(result: Tensor, out: Tensor, rate: Tensor, member: Tensor, **o: Any) -> None:
+        close(result, out, "what came in")
+        if rate.requires_grad and member.requires_grad and result.requires_grad and tame(rate, member, *o.values(), out):
+            grads = torch.autograd.grad(result.square().sum(), (rate, member))
+            expect(all(bool(grad.isfinite().all()) for grad in grads), "a gradient is not finite")
+
+    names = {"graph": ("rowptr", "col", "bias"), "probes": ("probe_rowptr", "probe_col", "probe_bias")}
+    arguments = {"out": out, "rate": leaves[0], "member": leaves[1], **x, **pairs, **more}
+    return Case(ops.local_expectation, arguments, check, unchecked=("graph", "probes"), names=names)
+
+
+def sampled(result: Any, queries: Tensor, keys: Tensor, heads: int) -> AttentionGraph:
+    """Rows and columns of a sampler as a graph that is valid."""
+    graph = AttentionGraph(result[0], result[1], int(queries[-1]), int(keys[-1]), heads, queries, keys)
+    valid(graph)
+    return graph
+
+
+@case("ops.sample_sbm")
+def _sample_sbm(d: Draw) -> Case:
+    sbm = d.sbm()
+    query = torch.where(d.unit(sbm.heads, sbm.num_queries, 1) < 0.3, torch.zeros(()), sbm.rate).to(sbm.rate.dtype)
+    arguments: dict[str, Any] = {"query": query, "key": sbm.key, "query_ptr": sbm.query_ptr, "key_ptr": sbm.key_ptr}
+    arguments |= {"streams": d.whole(9, sbm.num_sequences), "seed": d.getrandbits(60), "method": d.choice(("bernoulli", "fastrg"))}
+
+    def check(result: Any, query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, exploration: float, **o: Any) -> None:
+        graph = sampled(result, query_ptr, key_ptr, query.size(0))
+        if tame(query, key) and exploration == 0:
+            p = query.double() @ key.double().mT
+            expect(not bool((dense(graph) & (p <= 0)).any()), "an edge of probability 0")
+
+    arguments |= {"exploration": d.choice((0.0, 0.0, 0.2)), "clamp": d.random() < 0.5}
+    return Case(ops.sample_sbm, arguments, check, unchecked=("query_ptr", "key_ptr"))
+
+
+@case("ops.sample_systematic")
+def _sample_systematic(d: Draw) -> Case:
+    sbm = d.sbm()
+    arguments: dict[str, Any] = {"chance": d.unit(sbm.num_queries), "query_ptr": sbm.query_ptr, "key_ptr": sbm.key_ptr}
+    arguments |= {"streams": d.whole(9, sbm.num_sequences), "heads": sbm.heads, "seed": d.getrandbits(60)}
+
+    def check(result: Any, chance: Tensor, query_ptr: Tensor, key_ptr: Tensor, heads: int, **_: Any) -> None:
+        graph = sampled(result, query_ptr, key_ptr, heads)
+        sizes = torch.repeat_interleave(key_ptr.diff(), query_ptr.diff()) * chance.double()
+        expect(bool(((graph.degree - sizes).abs() < 1 + 1e-6).all()), "a number of keys that is not the probability times the keys")
+
+    return Case(ops.sample_systematic, arguments, check, unchecked=("query_ptr", "key_ptr"))
+
+
+@case("ops.segment_entmax")
+def _segment_entmax(d: Draw) -> Case:
+    lengths = d.lengths()
+    segment = torch.repeat_interleave(torch.tensor(lengths))
+    by_index, order = d.random() < 0.5, torch.randperm(sum(lengths), generator=d.torch)
+
+    def check(result: Tensor, src: Tensor, index: Any, ptr: Any, alpha: float, **_: Any) -> None:
+        if not tame(src) or not src.is_floating_point():
+            return
+        expect(bool((result >= 0).all()), "a negative share")
+        place = torch.repeat_interleave(ptr.diff()) if index is None else index
+        narrow = 100 * torch.finfo(src.dtype).eps
+        for number in place.unique().tolist():
+            p, x = result[place == number].double(), src[place == number].double()
+            expect(abs(float(p.sum()) - 1) < narrow, "shares do not sum to 1")
+            level = (alpha - 1) * x - p ** (alpha - 1)  # the same for all that have a share, and no less for the others
+            loose = narrow**0.5 * (1 + float(x.abs().max()))
+            expect(float(level[p > 0].max() - level[p > narrow**0.5].min()) < loose, "shares follow no threshold")
+            expect(bool(((alpha - 1) * x[p == 0] <= level[p > 0].max() + loose).all()), "a large value without a share")
+
+    index, ptr = (segment[order], None) if by_index else (None, pointer(lengths))
+    arguments = {"src": d.real(sum(lengths)), "index": index, "ptr": ptr, "num_nodes": len(lengths) if by_index else None}
+    return Case(ops.segment_entmax, {**arguments, "alpha": d.choice((1.2, 1.5, 2.0, 4.0))}, check, unchecked=("index", "ptr"))
+
+
+# ------------------------------------------------------------------ graphs
+
+
+@case("AttentionGraph", 30)
+def _graph(d: Draw) -> Case:
+    g = d.graph()
+    arguments = {name: getattr(g, name) for name in ("rowptr", "col", "num_queries", "num_keys", "heads", "query_ptr", "key_ptr")}
+
+    def check(result: AttentionGraph, rowptr: Tensor, col: Tensor, **_: Any) -> None:
+        expect(result.rowptr.tolist() == rowptr.tolist() and result.col.tolist() == col.tolist(), "other edges than those given")
+
+    return Case(AttentionGraph, arguments, check)
+
+
+@case("AttentionGraph.from_dense", 8)
+def _from_dense(d: Draw) -> Case:
+    shape = [d.randint(1, 4) for _ in range(d.randint(2, 4))]
+
+    def check(result: AttentionGraph, mask: Tensor) -> None:
+        full = (mask != 0).reshape(-1 if mask.dim() == 4 else 1, mask.shape[-3] if mask.dim() > 2 else 1, *mask.shape[-2:])
+        for number, wanted in enumerate(full):
+            n, m = wanted.shape[1:]
+            found = dense(result)[:, number * n : (number + 1) * n, number * m : (number + 1) * m]
+            expect(torch.equal(found, wanted), "other edges than those of the mask")
+        expect(result.num_edges == int(full.sum()), "more edges than those of the mask")
+
+    return Case(AttentionGraph.from_dense, {"mask": d.unit(*shape) < 0.5}, check)
+
+
+@case("AttentionGraph.from_edge_index", 16)
+def _from_edge_index(d: Draw) -> Case:
+    g = d.graph()
+    order = torch.randint(g.num_edges, (g.num_edges + 2,), generator=d.torch) if g.num_edges else torch.arange(0)
+    edge_index, head = g.edge_index[:, order], g.edge_head[order]
+    sizes = {"num_queries": g.num_queries, "num_keys": g.num_keys, "edge_head": head, "heads": g.heads}
+
+    def check(result: AttentionGraph, edge_index: Tensor, edge_head: Any, num_queries: Any, num_keys: Any, **_: Any) -> None:
+        key, query = edge_index.tolist()
+        heads = [0] * len(key) if edge_head is None else edge_head.tolist()
+        found = {*zip(*ends(result.rowptr, result.col, result.num_queries), strict=True)}
+        expect(found == {*zip(heads, query, key, strict=True)}, "other edges than those given")
+        expect(num_queries is None or result.num_queries == num_queries, "another number of queries")
+        expect(num_keys is None or result.num_keys == num_keys, "another number of keys")
+
+    arguments = {"edge_index": edge_index, **sizes, "query_ptr": g.query_ptr, "key_ptr": g.key_ptr}
+    return Case(AttentionGraph.from_edge_index, arguments, check)
+
+
+GraphCheck = Callable[[AttentionGraph, Any], None]
+
+
+def part(graph: AttentionGraph, sequence: Any) -> Tensor:
+    """Dense mask ``[H, n, m]`` of one sequence."""
+    b = operator.index(sequence) % graph.num_sequences
+    queries, keys = graph.query_ptr.tolist(), graph.key_ptr.tolist()
+    return dense(graph)[:, queries[b] : queries[b + 1], keys[b] : keys[b + 1]]
+
+
+@case("AttentionGraph.sequence")
+def _sequence(d: Draw) -> Case:
+    g = d.graph()
+
+    def check(result: AttentionGraph, sequence: Any) -> None:
+        expect(torch.equal(dense(result), part(g, sequence)), "other edges than those of the sequence")
+
+    return Case(g.sequence, {"sequence": d.randrange(g.num_sequences)}, check)
+
+
+@case("AttentionGraph.head")
+def _head(d: Draw) -> Case:
+    g = d.graph()
+
+    def check(result: AttentionGraph, head: Any) -> None:
+        expect(torch.equal(dense(result)[0], dense(g)[operator.index(head)]), "other edges than those of the head")
+
+    return Case(g.head, {"head": d.randrange(g.heads)}, check)
+
+
+@case("AttentionGraph.expand")
+def _expand(d: Draw) -> Case:
+    g = d.graph(1)
+
+    def check(result: AttentionGraph, heads: Any) -> None:
+        expect(result.heads == heads and torch.equal(dense(result), dense(g).expand(operator.index(heads), -1, -1)), "heads differ")
+
+    return Case(g.expand, {"heads": d.randint(1, 4)}, check)
+
+
+@case("AttentionGraph.concatenate")
+def _concatenate(d: Draw) -> Case:
+    heads = d.randint(1, 3)
+
+    def check(result: AttentionGraph, graphs: Sequence[AttentionGraph]) -> None:
+        wanted = [torch.block_diag(*(dense(each)[h].float() for each in graphs)) > 0 for h in range(result.heads)]
+        expect(torch.equal(dense(result), torch.stack(wanted)), "other edges than those of the graphs")
+
+    return Case(AttentionGraph.concatenate, {"graphs": [d.graph(heads) for _ in range(d.randint(1, 3))]}, check)
+
+
+def twin(d: Draw, g: AttentionGraph) -> AttentionGraph:
+    """Another graph over the same tokens, of as many heads or one."""
+    return d.graph(d.choice((1, g.heads)), g.query_ptr.diff().tolist(), g.key_ptr.diff().tolist())
+
+
+@case("AttentionGraph.union", 8)
+def _union(d: Draw) -> Case:
+    g = d.graph()
+
+    def check(result: tuple[AttentionGraph, Tensor], other: AttentionGraph) -> None:
+        both = dense(result[0])
+        expect(torch.equal(both, dense(g) | dense(other)), "not the union")
+        expect(torch.equal(both[both], both[both]) and result[1].tolist() == dense(other).expand_as(both)[both].tolist(), "a wrong mask")
+
+    return Case(g.union, {"other": twin(d, g)}, check)
+
+
+@case("AttentionGraph.select")
+def _select(d: Draw) -> Case:
+    g = d.graph()
+
+    def check(result: AttentionGraph, mask: Tensor) -> None:
+        kept = [edge for edge, keep in zip(zip(*ends(g.rowptr, g.col, g.num_queries), strict=True), mask.tolist(), strict=True) if keep]
+        expect([*zip(*ends(result.rowptr, result.col, result.num_queries), strict=True)] == kept, "other edges than the mask keeps")
+
+    return Case(g.select, {"mask": d.whole(2, g.num_edges) > 0}, check)
+
+
+@case("AttentionGraph.find")
+def _find(d: Draw) -> Case:
+    g = d.graph()
+    order = d.whole(max(g.num_edges, 1), 4) if g.num_edges else torch.arange(0)
+
+    def check(result: Tensor, edge_index: Tensor, edge_head: Tensor) -> None:
+        expect(
+            torch.equal(g.edge_index[:, result], edge_index.long()) and torch.equal(g.edge_head[result], edge_head.long()), "other edges"
+        )
+
+    return Case(g.find, {"edge_index": g.edge_index[:, order], "edge_head": g.edge_head[order]}, check)
+
+
+@case("AttentionGraph.same_offsets")
+def _same_offsets(d: Draw) -> Case:
+    g, other = d.graph(), d.graph()
+    query_ptr, key_ptr = d.choice(((g.query_ptr.clone(), g.key_ptr.clone()), (other.query_ptr, other.key_ptr)))
+
+    def check(result: bool, query_ptr: Tensor, key_ptr: Tensor) -> None:
+        truth = query_ptr.is_meta or key_ptr.is_meta or (query_ptr.tolist(), key_ptr.tolist()) == (g.query_ptr.tolist(), g.key_ptr.tolist())
+        expect(result == truth or query_ptr.is_meta or key_ptr.is_meta, f"{result}, where the truth is {truth}")
+
+    return Case(g.same_offsets, {"query_ptr": query_ptr, "key_ptr": key_ptr}, check)
+
+
+@case("AttentionGraph.to", 3)
+def _to(d: Draw) -> Case:
+    g = d.graph()
+    arguments = {"device": d.choice(("cpu", torch.device("cpu"))), "non_blocking": False}
+    return Case(g.to, arguments, lambda result, **_: expect(result.col.is_meta or result == g, "another graph"))
+
+
+@case("AttentionGraph.validate", 3)
+def _validate(d: Draw) -> Case:
+    g = d.graph()
+    return Case(g.validate, {}, lambda result: expect(result is g, "another graph"))
+
+
+@case("AttentionGraph.check_range", 2)
+def _check_range(d: Draw) -> Case:
+    return Case(d.graph().check_range, {})
+
+
+@case("AttentionGraph.to_dense")
+def _to_dense(d: Draw) -> Case:
+    g = d.graph()
+
+    def check(result: Tensor, sequence: Any) -> None:
+        expect(torch.equal(result, part(g, sequence)), "another mask")
+
+    return Case(g.to_dense, {"sequence": d.randrange(g.num_sequences)}, check)
+
+
+@case("AttentionGraph.to_edge_index")
+def _to_edge_index(d: Draw) -> Case:
+    g = d.graph()
+
+    def check(result: Any, head: Any) -> None:
+        mask = dense(g) if head is None else dense(g)[operator.index(head)][None]
+        _h, query, key = mask.nonzero(as_tuple=True)
+        expect(
+            sorted(zip(*result.as_tensor().tolist(), strict=True)) == sorted(zip(key.tolist(), query.tolist(), strict=True)), "other edges"
+        )
+
+    return Case(g.to_edge_index, {"head": d.maybe(d.randrange(g.heads))}, check)
+
+
+@case("AttentionGraph.to_scipy")
+def _to_scipy(d: Draw) -> Case:
+    g = d.graph()
+
+    def check(result: Any, head: Any, sequence: Any) -> None:
+        mask = dense(g) if sequence is None else part(g, sequence)
+        expect(np.array_equal(result.toarray(), mask[operator.index(head)].numpy()), "other edges")
+
+    return Case(g.to_scipy, {"head": d.randrange(g.heads), "sequence": d.maybe(d.randrange(g.num_sequences))}, check)
+
+
+@case("AttentionGraph.to_sparse_tensor", 3)
+def _to_sparse_tensor(d: Draw) -> Case:
+    g = d.graph()
+
+    def check(result: Any, head: Any, value: Any) -> None:
+        if value is None:
+            expect(torch.equal(result.to_dense() != 0, dense(g)[operator.index(head)]), "other edges")
+
+    return Case(g.to_sparse_tensor, {"head": d.randrange(g.heads), "value": d.maybe(d.real(g.num_edges))}, check)
+
+
+def edges_of(data: Any, heads: int) -> list[tuple[int, ...]]:
+    head = data.edge_type if heads > 1 or "edge_type" in data else torch.zeros(data.edge_index.size(1), dtype=torch.int64)
+    return sorted(zip(head.tolist(), data.edge_index[1].tolist(), data.edge_index[0].tolist(), strict=True))
+
+
+def edges_in(graph: AttentionGraph) -> list[tuple[int, ...]]:
+    return sorted(zip(*ends(graph.rowptr, graph.col, graph.num_queries), strict=True))
+
+
+@case("AttentionGraph.to_data", 3)
+def _to_data(d: Draw) -> Case:
+    lengths = d.lengths()
+    g = d.graph(None, lengths, lengths)
+    return Case(g.to_data, {}, lambda result: expect(edges_of(result, g.heads) == edges_in(g), "other edges"))
+
+
+@case("AttentionGraph.to_hetero_data", 3)
+def _to_hetero_data(d: Draw) -> Case:
+    g = d.graph()
+
+    def check(result: HeteroData) -> None:
+        store = result["key", "to", "query"]
+        found = sorted(zip(store.edge_head.tolist(), store.edge_index[1].tolist(), store.edge_index[0].tolist(), strict=True))
+        expect(found == edges_in(g), "other edges")
+
+    return Case(g.to_hetero_data, {}, check)
+
+
+DATA: list[tuple[str, str, Callable[[], Any]]] = [
+    ("Data()", "value", Data), ("HeteroData()", "value", HeteroData), ("of 50 nodes", "other", lambda: Data(num_nodes=50)),
+    ("x of one dimension", "value", lambda: Data(x=torch.ones(3))), ("num_nodes=0", "value", lambda: Data(num_nodes=0)),
+    ("num_nodes negative", "value", lambda: Data(num_nodes=-3)), ("a model", "value", lambda: small_sbms()["2 x 4"]),
+    ("a bad ptr", "value", lambda: Data(num_nodes=3, ptr=torch.tensor([0, 5]))), ("a bad batch", "value", lambda: Data(num_nodes=3, batch=torch.tensor([1, 0, 5]))),
+    ("a list", "value", lambda: [Data(num_nodes=3)]), ("a dict", "value", lambda: {"x": torch.ones(3, 2)}),
+]  # fmt: skip
+DATA_NAMES = (
+    "data",
+    "query_membership",
+    "key_membership",
+    "block_matrix",
+    "x",
+    "ptr",
+    "batch",
+    "num_nodes",
+    "edge_type",
+    "query",
+    "key",
+    "block",
+)
+
+
+@case("AttentionGraph.replace_edges", 3)
+def _replace_edges(d: Draw) -> Case:
+    lengths = d.lengths()
+    g = d.graph(None, lengths, lengths)
+    data = Data(num_nodes=g.num_queries, edge_attr=torch.ones(3), ptr=g.query_ptr)
+
+    def check(result: Data, data: Any, **_: Any) -> None:
+        expect(edges_of(result, g.heads) == edges_in(g) and "edge_attr" not in result, "other edges")
+        expect(result.num_nodes == g.num_queries, "edges of a graph over other nodes")
+
+    return Case(g.replace_edges, {"data": data, "edge_type": None}, check, more={"data": DATA}, names={"data": DATA_NAMES})
+
+
+def networkx_edges(result: Any, mask: Tensor, head: Any, split: bool) -> None:
+    """Edges of a networkx graph against a dense mask of one sequence."""
+    heads = range(len(mask)) if head is None else [operator.index(head)]
+    wanted = Counter(((("key", j), ("query", i)) if split else (j, i)) for h in heads for i, j in mask[h].nonzero().tolist())
+    expect(Counter(edge[:2] for edge in result.edges) == wanted, "other edges")
+
+
+@case("AttentionGraph.to_networkx", 8)
+def _to_networkx(d: Draw) -> Case:
+    g = d.graph()
+
+    def check(result: Any, sequence: Any, head: Any, bipartite: Any) -> None:
+        mask = part(g, sequence)
+        networkx_edges(result, mask, head, mask.size(1) != mask.size(2) if bipartite is None else bool(bipartite))
+
+    arguments = {"sequence": d.randrange(g.num_sequences), "head": d.maybe(d.randrange(g.heads)), "bipartite": d.maybe(True)}
+    return Case(g.to_networkx, arguments, check, free=("bipartite",))
+
+
+# ------------------------------------------------------------------ models of graphs
+
+
+@case("SBM", 16)
+def _sbm(d: Draw) -> Case:
+    s = d.sbm()
+
+    def check(result: SBM, query: Tensor, block: Tensor, **_: Any) -> None:
+        expect(result.query.shape == query.shape and result.query_ptr.numel() == result.key_ptr.numel(), "other shapes")
+        if tame(query, block):
+            close(result.rate, query.double() @ block.double(), "rate")
+
+    return Case(SBM, {name: getattr(s, name) for name in ("query", "key", "block", "query_ptr", "key_ptr")}, check)
+
+
+def chances(s: SBM) -> Tensor:
+    """Probabilities ``[H, N, M]`` by the definition, 0 across sequences."""
+    lengths = [side.diff().tolist() for side in (s.query_ptr, s.key_ptr)]
+    inside = torch.block_diag(*(torch.ones(n, m, dtype=torch.float64) for n, m in zip(*lengths, strict=True)))
+    return s.query.detach().double() @ s.block.detach().double() @ s.key.detach().double().mT * inside
+
+
+def of_sequence(s: SBM, table: Tensor) -> Tensor:
+    """Sums ``[B, H]`` of a table ``[H, N, M]`` over the pairs of each sequence."""
+    batch = torch.repeat_interleave(s.query_ptr.diff())
+    return torch.zeros(s.num_sequences, s.heads, dtype=torch.float64).index_add(0, batch, table.sum(2).T)
+
+
+@case("SBM.edge_prob")
+def _edge_prob(d: Draw) -> Case:
+    s = d.sbm()
+    g = d.graph(s.heads, s.query_ptr.diff().tolist(), s.key_ptr.diff().tolist())
+    return Case(s.edge_prob, {"graph": g}, lambda result, graph: close(result, chances(s)[dense(graph)], "probabilities"))
+
+
+@case("SBM.edge_gate", 3)
+def _sbm_edge_gate(d: Draw) -> Case:
+    s = d.sbm()
+    g = d.graph(s.heads, s.query_ptr.diff().tolist(), s.key_ptr.diff().tolist())
+    return Case(s.edge_gate, {"graph": g}, lambda result, graph: expect((result == 1).all(), "a gate is not 1"))
+
+
+@case("SBM.edge_prob_dense")
+def _edge_prob_dense(d: Draw) -> Case:
+    s = d.sbm()
+
+    def check(result: Tensor, sequence: Any) -> None:
+        b = operator.index(sequence) % s.num_sequences
+        queries, keys = s.query_ptr.tolist(), s.key_ptr.tolist()
+        close(result, chances(s)[:, queries[b] : queries[b + 1], keys[b] : keys[b + 1]], "probabilities")
+
+    return Case(s.edge_prob_dense, {"sequence": d.randrange(s.num_sequences)}, check)
+
+
+@case("SBM.limit")
+def _limit(d: Draw) -> Case:
+    s = d.sbm()
+
+    def check(result: SBM, budget: Any) -> None:
+        expect(bool((chances(result).sum(2) <= float(budget) * 1.001 + 1e-9).all()), "more expected keys than the budget")
+
+    return Case(s.limit, {"budget": d.uniform(0.1, 5)}, check)
+
+
+SUMS: dict[str, Callable[[SBM], Tensor]] = {
+    "expected_degree": lambda s: chances(s).sum(2),
+    "expected_edges": lambda s: of_sequence(s, chances(s)),
+    "expected_density": lambda s: of_sequence(s, chances(s)) / (s.query_ptr.diff() * s.key_ptr.diff())[:, None],
+}
+for _name, _meaning in SUMS.items():
+
+    @case(f"SBM.{_name}", 2)
+    def _expected(d: Draw, name: str = _name, meaning: Callable[[SBM], Tensor] = _meaning) -> Case:
+        s = d.sbm()
+        return Case(getattr(s, name), {}, lambda result: close(result, meaning(s), name))
+
+
+@case("SBM.validate", 2)
+def _sbm_validate(d: Draw) -> Case:
+    s = d.sbm()
+    return Case(s.validate, {}, lambda result: expect(result is s, "another model"))
+
+
+@case("sample_edges", 24)
+def _sample_edges(d: Draw) -> Case:
+    sbm = d.sbm()
+    arguments = {"sbm": sbm, "method": d.choice(("bernoulli", "fastrg")), "exploration": d.choice((0.0, 0.1)), "budget": d.maybe(1.5)}
+    arguments |= {
+        "clamp": d.random() < 0.5,
+        "seed": d.getrandbits(60),
+        "generator": None,
+        "streams": d.maybe(d.whole(9, sbm.num_sequences)),
+    }
+
+    def check(result: AttentionGraph, sbm: SBM, exploration: Any, **_: Any) -> None:
+        expect((result.heads, result.num_queries, result.num_keys) == (sbm.heads, sbm.num_queries, sbm.num_keys), "other tokens")
+        tiny = min(float(x[x > 0].min()) if bool((x > 0).any()) else 1.0 for x in (sbm.query, sbm.key, sbm.block))
+        expect(tiny > torch.finfo(torch.float32).tiny, "memberships outside of the normal range of float32 were sampled")
+        expect(exploration > 0 or not bool((dense(result) & (chances(sbm) <= 0)).any()), "an edge of probability 0")
+
+    return Case(sample_edges, arguments, check)
+
+
+@case("SBMGraph", 10)
+def _sbm_graph(d: Draw) -> Case:
+    n, heads, blocks = d.randint(1, 6), d.randint(1, 3), d.randint(1, 3)
+    if d.random() < 0.5:
+        head, data = SBMHead(4, heads, blocks), Data(x=torch.randn(n, heads * 4))
+    else:
+        y = torch.rand(n, heads, blocks) / blocks
+        head, data = None, Data(query_membership=y, key_membership=y, block_matrix=torch.rand(heads, blocks, blocks), num_nodes=n)
+        broken = d.choice((None, None, "query_membership", "key_membership", "block_matrix", "num_nodes"))
+        more = [(f"without {broken}", "value", lambda: Data(**{k: v for k, v in data.to_dict().items() if k != broken}))]
+        more += [("num_nodes of others", "value", lambda: Data(**(data.to_dict() | {"num_nodes": n + 3})))]
+        more += [("memberships of more rows", "value", lambda: Data(**(data.to_dict() | {"query_membership": y.repeat(2, 1, 1)})))]
+    hostile = DATA if head is not None else DATA + (more if broken else more[1:])
+
+    def call(data: Any, **options: Any) -> Any:
+        return SBMGraph(**options)(data)
+
+    def check(result: Data, **_: Any) -> None:
+        nodes = result.num_nodes
+        expect(result.edge_index.numel() == 0 or int(result.edge_index.max()) < nodes, "edges to nodes that there are not")
+
+    arguments = {
+        "data": data,
+        "head": head,
+        "edge_type": ("key", "to", "query"),
+        "method": "bernoulli",
+        "exploration": 0.0,
+        "budget": d.maybe(1.0),
+    }
+    arguments |= {"clamp": True, "seed": d.getrandbits(60)}
+    return Case(call, arguments, check, more={"data": hostile}, names={"data": DATA_NAMES}, free=("edge_type",))
+
+
+TABLE["SBMGraph.forward"] = (4, _sbm_graph)
+
+
+# ------------------------------------------------------------------ patterns
+
+Place = Callable[..., bool]
+PATTERNS: dict[str, tuple[str, dict[str, tuple[int, int]], Place]] = {  # class, ranges of options, whether i attends to j among n
+    "full": ("FullGraph", {}, lambda i, j, n: True),
+    "window": ("WindowGraph", {"size": (0, 4)}, lambda i, j, n, size, causal=False: (0 if causal else -size) <= i - j <= size),
+    "global_tokens": ("GlobalGraph", {"num_global": (0, 3)}, lambda i, j, n, num_global: i < num_global or j < num_global),
+    "random": ("RandomGraph", {"num_keys_per_query": (0, 5)}, lambda i, j, n, **_: True),
+    "bigbird": ("BigBirdGraph", {"size": (0, 2), "num_global": (0, 2), "num_random": (0, 3)}, lambda i, j, n, **_: True),
+    "block_diagonal": (
+        "BlockDiagonalGraph",
+        {"num_blocks": (1, 4)},
+        lambda i, j, n, num_blocks: i * num_blocks // n == j * num_blocks // n,
+    ),
+    "relay_keys": ("RelayKeysGraph", {"num_relays": (1, 4)}, lambda i, j, n, num_relays: j >= n - num_relays),
+    "relay_queries": ("RelayQueriesGraph", {"num_relays": (1, 4)}, lambda i, j, n, num_relays: i >= n - num_relays),
+    "self_loops": ("SelfLoopsGraph", {}, lambda i, j, n: i == j),
+}
+
+
+def check_pattern(name: str, mask: Tensor, lengths: Sequence[int], options: dict[str, Any]) -> None:
+    """A dense mask ``[H, N, N]`` against the definition."""
+    options = {
+        key: operator.index(value) for key, value in options.items() if key in {**PATTERNS[name][1], "causal": 0} and value is not None
+    }
+    start = 0
+    for n in lengths:
+        found = mask[:, start : start + n, start : start + n]
+        if name == "random":
+            expect(bool((found.sum(2) == min(options["num_keys_per_query"], n)).all()), "another number of keys")
+        elif name == "bigbird":
+            least = torch.tensor([[abs(i - j) <= options["size"] or min(i, j) < options["num_global"] for j in range(n)] for i in range(n)])
+            extra = (found & ~least).sum(2)
+            expect(
+                bool((found | ~least).all()) and bool((extra <= options["num_random"]).all()), "other edges than those of the definition"
+            )
+        else:
+            wanted = torch.tensor([[PATTERNS[name][2](i, j, n, **options) for j in range(n)] for i in range(n)])
+            expect(bool((found == wanted).all()), "other edges than those of the definition")
+        start += n
+    expect(start == mask.size(1), "another number of tokens")
+
+
+def pattern_options(d: Draw, name: str) -> dict[str, Any]:
+    options: dict[str, Any] = {option: d.randint(*bounds) for option, bounds in PATTERNS[name][1].items()} | {"heads": d.randint(1, 3)}
+    options |= {"causal": d.random() < 0.5} if name == "window" else {}
+    return options | ({"seed": d.getrandbits(60), "generator": None} if name in ("random", "bigbird") else {})
+
+
+def _pattern(d: Draw, name: str) -> Case:
+    lengths = d.lengths()
+    which = d.choice(("n", "ptr", "both"))
+    lengths = lengths[:1] if which == "n" else lengths
+    arguments = {
+        "n": None if which == "ptr" else sum(lengths),
+        "ptr": None if which == "n" else pointer(lengths),
+        **pattern_options(d, name),
+    }
+    arguments |= {"streams": d.maybe(d.whole(9, len(lengths)))} if name in ("random", "bigbird") else {}
+
+    def check(result: AttentionGraph, n: Any, ptr: Any, heads: Any, **options: Any) -> None:
+        sizes = [operator.index(n)] if ptr is None else ptr.diff().tolist()
+        expect(result.heads == heads and result.query_ptr.diff().tolist() == sizes, "other heads or sequences")
+        check_pattern(name, dense(result), sizes, options)
+
+    return Case(getattr(patterns, name), {**arguments, "device": d.maybe("cpu")}, check)
+
+
+def _transform(d: Draw, name: str) -> Case:
+    lengths = d.lengths()
+    ptr = pointer(lengths)
+    data = Data(x=torch.ones(sum(lengths), 2), ptr=ptr, batch=torch.repeat_interleave(ptr.diff()))
+
+    def call(data: Any, **options: Any) -> Any:
+        return getattr(patterns, PATTERNS[name][0])(**options)(data)
+
+    def check(result: Data, data: Any, heads: Any, **options: Any) -> None:
+        nodes = data.num_nodes
+        mask = torch.zeros(operator.index(heads), nodes, nodes, dtype=torch.bool)
+        for place in edges_of(result, heads):
+            mask[place] = True
+        check_pattern(name, mask, lengths if "ptr" in data else [nodes], options)
+
+    return Case(call, {"data": data, **pattern_options(d, name)}, check, more={"data": DATA}, names={"data": DATA_NAMES})
+
+
+for _name, _entry in PATTERNS.items():
+    TABLE[f"patterns.{_name}"] = 9, partial(_pattern, name=_name)
+    TABLE[f"patterns.{_entry[0]}"] = 4, partial(_transform, name=_name)

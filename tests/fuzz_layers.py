@@ -1,0 +1,1114 @@
+"""What the fuzz driver calls beyond graphs: estimators, layers, models, analysis, plots and helpers; see ``fuzz_cases``, whose table this fills."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import json
+import math
+import operator
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import networkx as nx
+import numpy as np
+import torch
+from fuzz_cases import (
+    TABLE,
+    Case,
+    Draw,
+    attention_inputs,
+    case,
+    chances,
+    check_pattern,
+    close,
+    dense,
+    expect,
+    networkx_edges,
+    part,
+    pointer,
+    split_heads,
+    tame,
+)  # fmt: skip
+from problems import reference_attention
+from torch import Tensor, nn
+
+import sbm_pyg
+from sbm_pyg import (
+    SBM,
+    AttentionGraph,
+    EncoderTrace,
+    PairClassifier,
+    SBMAttentionConv,
+    SBMHead,
+    SBMMultiheadAttention,
+    SequenceClassifier,
+    SequenceEncoder,
+    TokenClassifier,
+    analysis,
+    estimators,
+    info,
+    models,
+    patterns,
+    plots,
+    ragged,
+)  # fmt: skip
+
+# ------------------------------------------------------------------ estimators
+
+
+@case("estimators.straight_through", 3)
+def _straight_through(d: Draw) -> Case:
+    g = d.graph()
+    arguments = {"sbm": d.model(g), "graph": g, "forced": d.maybe(d.whole(2, g.num_edges) > 0)}
+    return Case(estimators.straight_through, arguments, lambda result, **_: expect((result == 1).all(), "a gate is not 1"))
+
+
+@case("estimators.draw_probes", 5)
+def _draw_probes(d: Draw) -> Case:
+    s = d.sbm()
+    arguments = {
+        "sbm": s,
+        "per_query": d.choice((0.0, 1.5, math.inf)),
+        "seed": d.getrandbits(60),
+        "streams": d.maybe(d.whole(9, s.num_sequences)),
+    }
+
+    def check(result: tuple[AttentionGraph, Tensor], sbm: SBM, per_query: Any, **_: Any) -> None:
+        keys = torch.repeat_interleave(sbm.key_ptr.diff(), sbm.query_ptr.diff())
+        wanted = (float(per_query) / keys).clamp(max=1)
+        close(result[1], wanted, "chances")
+        expect(bool(((result[0].degree - wanted * keys).abs() < 1 + 1e-4).all()), "another number of probes")
+
+    return Case(estimators.draw_probes, arguments, check)
+
+
+@case("estimators.local_expectation", 6)
+def _local(d: Draw) -> Case:
+    graph, x = attention_inputs(d, d.randint(1, 2))
+    sbm, probes = d.model(graph), d.graph(graph.heads, graph.query_ptr.diff().tolist(), graph.key_ptr.diff().tolist())
+    sbm = SBM(sbm.query.to(d.dtype).requires_grad_(), sbm.key.to(d.dtype), sbm.block.to(d.dtype), sbm.query_ptr, sbm.key_ptr)
+    arguments = {"out": d.real(graph.heads, graph.num_queries, x["value"].size(2)), **x, "sbm": sbm, "graph": graph, "probes": probes}
+    arguments |= {
+        "chance": d.unit(graph.num_queries),
+        "bias": d.maybe(d.real(graph.num_edges)),
+        "probe_bias": d.maybe(d.real(probes.num_edges)),
+    }
+    arguments |= {"forced": d.maybe(d.whole(2, graph.num_edges) > 0), "scale": 0.5, "exploration": d.choice((0.0, 0.1))}
+
+    def check(result: Tensor, out: Tensor, sbm: SBM, **o: Any) -> None:
+        if tame(out):
+            close(result, out, "what came in")
+        if sbm.query.requires_grad and result.requires_grad and tame(out, *o.values()):
+            (grad,) = torch.autograd.grad(result.square().sum(), sbm.query)
+            expect(grad.isfinite().all(), "a gradient is not finite")
+
+    return Case(estimators.local_expectation, arguments, check)
+
+
+@case("estimators.relaxed_bias", 3)
+def _relaxed(d: Draw) -> Case:
+    g = d.graph()
+
+    def check(result: Tensor, sbm: SBM, graph: AttentionGraph, exploration: Any) -> None:
+        close(result, (chances(sbm)[dense(graph)] + exploration).clamp(1e-9, 1).log(), "logarithms", torch.float32)
+
+    return Case(estimators.relaxed_bias, {"sbm": d.model(g), "graph": g, "exploration": 0.1}, check)
+
+
+@case("estimators.concrete_bias", 4)
+def _concrete(d: Draw) -> Case:
+    g = d.graph()
+    arguments = {"sbm": d.model(g), "graph": g, "temperature": d.uniform(0.1, 2), "seed": d.getrandbits(60), "exploration": 0.1}
+
+    def check(result: Tensor, sbm: SBM, temperature: Any, **_: Any) -> None:
+        expect(not math.isnan(temperature) and temperature > 0, "a temperature that is not positive was taken")
+        expect(bool((result <= 0).all()), "the logarithm of a coin is above 0")
+
+    return Case(estimators.concrete_bias, arguments, check)
+
+
+@case("estimators.score_function", 3)
+def _score(d: Draw) -> Case:
+    g = d.graph()
+
+    def check(result: Tensor, **_: Any) -> None:
+        expect(result.dim() == 0 and (bool(result == 0) or bool(result.isnan())), "a value that is not 0")
+
+    return Case(estimators.score_function, {"sbm": d.model(g), "graph": g, "loss": d.real(g.num_sequences), "exploration": 0.1}, check)
+
+
+# ------------------------------------------------------------------ layers
+
+
+def layer_options(d: Draw) -> dict[str, Any]:
+    options: dict[str, Any] = {"in_channels": 4, "out_channels": d.randint(1, 3), "heads": d.randint(1, 3), "num_blocks": d.randint(1, 4)}
+    options |= {"concat": d.random() < 0.7, "bias": d.random() < 0.7, "clusters": d.choice(("kaiming", "orthogonal")), "sbm_options": None}
+    options |= {"estimator": d.maybe(d.choice(estimators.ESTIMATORS)), "probes": 4.0, "exploration": d.maybe(0.1), "method": "bernoulli"}
+    options |= {
+        "budget": d.maybe(2.0),
+        "self_loops": d.random() < 0.3,
+        "window": d.maybe(1),
+        "normalizer": "softmax",
+        "dropout": d.choice((0.0, 0.2)),
+    }
+    return options
+
+
+def finite(result: Any) -> None:
+    expect(result.is_meta or result.isfinite().all(), "output is not finite")
+
+
+@case("SBMAttentionConv", 24)
+def _conv(d: Draw) -> Case:
+    lengths = d.lengths()
+    options = layer_options(d)
+    if d.random() < 0.2:
+        options |= {"normalizer": d.choice(("entmax15", "sparsemax")), "estimator": d.choice(("mask", "none"))}
+
+    def call(in_channels: Any, **options: Any) -> Any:
+        layer = SBMAttentionConv(in_channels, **options)
+        width = 4 if in_channels == -1 else in_channels
+        x = torch.randn(sum(lengths), width, requires_grad=True)
+        out = layer(x, ptr=pointer(lengths), seed=0)
+        out.sum().backward()
+        return out, x.grad, layer
+
+    def check(result: Any, heads: Any, out_channels: Any, concat: Any, **_: Any) -> None:
+        out, grad, layer = result
+        expect(out.shape == (sum(lengths), out_channels * (heads if concat else 1)), "another shape")
+        finite(out)
+        expect(
+            all(p.grad is None or bool(p.grad.isfinite().all()) for p in layer.parameters()) and grad.isfinite().all(),
+            "gradient not finite",
+        )
+
+    return Case(call, options, check, free=("sbm_options",))
+
+
+def float_tokens(d: Draw, count: int, channels: int) -> Tensor:
+    return torch.randn(count, channels, generator=d.torch)
+
+
+@case("SBMAttentionConv.forward", 30)
+def _conv_forward(d: Draw) -> Case:
+    lengths = d.lengths()
+    g = d.graph(None, lengths, lengths)
+    conv = SBMAttentionConv(4, d.randint(1, 3), g.heads, 3, probes=2.0).train(d.random() < 0.5)
+    x, how = float_tokens(d, sum(lengths), 4), d.choice(("graph", "edges", "typed", "sample", "pair"))
+    given = {"graph": g, "edges": g.edge_index, "typed": g.edge_index, "sample": None, "pair": None}[how]
+    head = g.edge_head if how == "typed" else None
+    by_batch = d.random() < 0.4
+    ptr, batch = (None, torch.repeat_interleave(pointer(lengths).diff())) if by_batch else (pointer(lengths), None)
+    tokens = (x, float_tokens(d, sum(lengths), 4)) if how == "pair" else x
+    arguments = {"x": tokens, "edge_index": given, "edge_head": head, "ptr": ptr, "batch": batch, "seed": d.getrandbits(60)}
+    arguments |= {"streams": d.maybe(d.whole(9, len(lengths))) if given is None else None, "return_graph": True}
+
+    def check(result: Any, x: Any, **o: Any) -> None:
+        out, graph = result
+        keys, queries = x if isinstance(x, tuple) else (x, x)
+        if not tame(keys, queries):
+            return
+        finite(out)
+        q, k, v = (split_heads(lin(y), conv.heads) for lin, y in ((conv.lin_query, queries), (conv.lin_key, keys), (conv.lin_value, keys)))
+        wanted = reference_attention(q.double(), k.double(), v.double(), graph, None, None, conv.scale, "score")
+        close(out, wanted.transpose(0, 1).flatten(1), "attention", torch.float32)
+        if how in ("graph", "edges", "typed") and isinstance(o["edge_index"], AttentionGraph | Tensor):
+            kept = dense(graph)
+            mine = dense(g) if how != "edges" else dense(g).any(0, keepdim=True).expand_as(kept)
+            same_edges = o["edge_index"] is g or (isinstance(o["edge_index"], Tensor) and o["edge_index"].tolist() == g.edge_index.tolist())
+            expect(torch.equal(kept, mine) or not same_edges or o["edge_head"] is not head, "other edges than those given")
+        conv.zero_grad()
+        out.sum().backward()
+        expect(all(p.grad is None or bool(p.grad.isfinite().all()) for p in conv.parameters()), "a gradient is not finite")
+
+    free = ("return_graph",) if given is None else ("return_graph", "streams")  # a given graph draws nothing
+    return Case(conv, arguments, check, free=free, names={"x": ("x[0]", "x[1]")})
+
+
+@case("SBMAttentionConv.attend", 10)
+def _attend(d: Draw) -> Case:
+    n = [d.randint(1, 6) for _ in range(d.randint(1, 2))]
+    g = d.graph(None, n, d.choice((n, [2 for _ in n])))
+    channels = d.randint(1, 4)
+    conv = SBMAttentionConv(4, channels, g.heads, 3, probes=2.0).eval()
+    q, k, v = (torch.randn(g.heads, count, channels, generator=d.torch) for count in (g.num_queries, g.num_keys, g.num_keys))
+    arguments: dict[str, Any] = {"query": q, "key": k, "value": v, "edge_index": d.choice((g, None)), "bipartite": True}
+    arguments |= {"ptr": (g.key_ptr, g.query_ptr), "seed": d.getrandbits(60), "return_graph": True, "return_sbm": True}
+    arguments |= {"edge_filter": d.maybe(lambda graph: graph.edge_index[0] % 2 == 0)}
+
+    def check(result: Any, query: Tensor, key: Tensor, value: Tensor, **_: Any) -> None:
+        if tame(query, key, value):
+            wanted = reference_attention(query.double(), key.double(), value.double(), result[1], None, None, conv.scale, "score")
+            close(result[0], wanted.transpose(0, 1).flatten(1), "attention", torch.float32)
+
+    return Case(conv.attend, arguments, check)
+
+
+@case("SBMHead", 10)
+def _head_options(d: Draw) -> Case:
+    options: dict[str, Any] = {
+        "channels": d.randint(1, 4),
+        "heads": d.randint(1, 3),
+        "num_blocks": d.randint(1, 4),
+        "clusters": d.choice(("kaiming", "orthogonal")),
+    }
+    options |= {"parameterization": d.choice(("paper", "mixed", "assortative")), "density": 0.25, "temperature": 1.0, "tied": False}
+
+    def call(channels: Any, heads: Any, **options: Any) -> Any:
+        x = torch.randn(int(heads), 5, int(channels))
+        return SBMHead(channels, heads, **options)(x, x)
+
+    def check(result: SBM, **_: Any) -> None:
+        p = chances(result)
+        expect(bool(((p >= 0) & (p <= 1 + 1e-5)).all()), "a probability outside of [0, 1]")
+
+    return Case(call, options, check)
+
+
+@case("SBMHead.forward", 6)
+def _head_forward(d: Draw) -> Case:
+    lengths, keys = d.lengths(), None
+    head = SBMHead(3, 2, 4, tied=d.random() < 0.3)
+    keys = lengths if head.tied else [d.randint(1, 6) for _ in lengths]
+    q, k = (torch.randn(2, sum(side), 3, generator=d.torch) for side in (lengths, keys))
+    arguments = {"query": q, "key": k, "query_ptr": pointer(lengths), "key_ptr": pointer(keys)}
+
+    def check(result: SBM, query: Tensor, key: Tensor, **_: Any) -> None:
+        if tame(query, key):
+            expect(bool(((chances(result) >= 0) & (chances(result) <= 1 + 1e-5)).all()), "a probability outside of [0, 1]")
+
+    return Case(head, arguments, check)
+
+
+@case("SBMMultiheadAttention", 8)
+def _multihead(d: Draw) -> Case:
+    heads = d.randint(1, 3)
+    options = {
+        "embed_dim": 2 * heads,
+        "num_heads": heads,
+        "dropout": 0.0,
+        "bias": True,
+        "add_bias_kv": False,
+        "add_zero_attn": False,
+        "kdim": d.maybe(5),
+    }
+    options |= {
+        "vdim": d.maybe(3),
+        "batch_first": True,
+        "device": None,
+        "dtype": d.choice((None, torch.float64)),
+        "num_blocks": d.randint(1, 4),
+    }
+    options |= {"budget": d.maybe(2.0)}
+
+    def call(embed_dim: Any, num_heads: Any, kdim: Any, vdim: Any, **options: Any) -> Any:
+        layer = SBMMultiheadAttention(embed_dim, num_heads, kdim=kdim, vdim=vdim, **options)
+        widths = (embed_dim, embed_dim if kdim is None else kdim, embed_dim if vdim is None else vdim)
+        return layer(*(torch.randn(2, 4, width, dtype=options["dtype"]) for width in widths), seed=0)[0]
+
+    def check(result: Tensor, **_: Any) -> None:
+        finite(result)
+
+    return Case(call, options, check)
+
+
+@case("SBMMultiheadAttention.forward", 16)
+def _multihead_forward(d: Draw) -> Case:
+    heads, length, keys, batch = d.randint(1, 2), d.randint(1, 4), d.randint(1, 4), d.randint(1, 3)
+    old = nn.MultiheadAttention(4, heads, batch_first=True)
+    full = d.random() < 0.5
+    layer = SBMMultiheadAttention.from_torch(old, num_blocks=None if full else 3).eval()
+    q, k, v = (torch.randn(batch, count, 4, generator=d.torch) for count in (length, keys, keys))
+    padding = torch.arange(keys) >= torch.tensor([[d.randint(1, keys)] for _ in range(batch)])
+    arguments: dict[str, Any] = {"query": q, "key": k, "value": v, "key_padding_mask": d.maybe(padding), "need_weights": d.random() < 0.5}
+    arguments |= {
+        "attn_mask": d.maybe(torch.ones(length, keys, dtype=torch.bool).triu(1)),
+        "average_attn_weights": True,
+        "is_causal": False,
+    }
+    arguments |= {"seed": d.getrandbits(60), "streams": d.maybe(d.whole(9, batch))}
+
+    def check(
+        result: Any, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Any, attn_mask: Any, is_causal: Any, **_: Any
+    ) -> None:
+        if not tame(query, key, value):
+            return
+        finite(result[0])
+        if full and not is_causal and query is not key:
+            masks = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
+            wanted = old(query, key, value, **masks)[0]
+            finite_rows = wanted.isfinite()
+            close(result[0][finite_rows], wanted[finite_rows], "torch's attention", torch.float32)
+
+    return Case(layer, arguments, check, free=("streams",) if full else ())
+
+
+@case("SBMMultiheadAttention.from_torch", 4)
+def _from_torch(d: Draw) -> Case:
+    arguments = {"attention": nn.MultiheadAttention(4, d.randint(1, 2), batch_first=True), "num_blocks": None}
+    layers: list[tuple[str, str, Callable[[], Any]]] = [
+        ("a Linear", "value", lambda: nn.Linear(4, 4)), ("with bias_k", "value", lambda: nn.MultiheadAttention(4, 2, add_bias_kv=True)),
+        ("ours", "value", lambda: SBMMultiheadAttention(4, 2)), ("zero_attn", "value", lambda: nn.MultiheadAttention(4, 2, add_zero_attn=True)),
+    ]  # fmt: skip
+
+    def check(result: SBMMultiheadAttention, attention: nn.MultiheadAttention, num_blocks: Any) -> None:
+        x = torch.randn(2, 3, 4)
+        if num_blocks is None and attention.batch_first:
+            close(result(x, x, x)[0], attention(x, x, x)[0], "torch's attention", torch.float32)
+
+    return Case(
+        SBMMultiheadAttention.from_torch,
+        arguments,
+        check,
+        more={"attention": layers},
+        names={"attention": ("add_bias_kv", "add_zero_attn")},
+    )
+
+
+# ------------------------------------------------------------------ models
+
+
+def encoder_options(d: Draw) -> dict[str, Any]:
+    attention = d.choice(models.ATTENTION)
+    extra = {"sbm": {"num_blocks": 3}, "window": {"window": 1}, "bigbird": {"num_random": 1}, "full": None}[attention]
+    options = {"num_tokens": 9, "channels": 4, "num_layers": d.randint(1, 2), "heads": d.randint(1, 2), "head_channels": d.maybe(2)}
+    options |= {
+        "ffn_channels": d.maybe(5),
+        "max_length": 8,
+        "dropout": d.choice((0.0, 0.1)),
+        "attention": attention,
+        "attention_options": extra,
+    }
+    return options
+
+
+def encoder(d: Draw) -> SequenceEncoder:
+    return SequenceEncoder(**encoder_options(d)).train(d.random() < 0.5)
+
+
+def tokens(d: Draw) -> dict[str, Any]:
+    lengths = d.lengths()
+    places = torch.cat([torch.arange(n) for n in lengths])
+    arguments = {"tokens": d.whole(9, sum(lengths)), "ptr": pointer(lengths), "batch": None, "places": d.maybe(places)}
+    return arguments | {"seed": d.getrandbits(60), "streams": d.maybe(d.whole(9, len(lengths))), "return_trace": True}
+
+
+def ignored(model: SequenceEncoder) -> tuple[str, ...]:
+    """What an encoder does not look at: streams, where its attention draws nothing."""
+    return ("return_trace",) if model.constructor_options()["attention"] in ("sbm", "bigbird") else ("return_trace", "streams")
+
+
+def check_trace(result: Any, rows: int, width: int) -> None:
+    out, trace = result
+    expect(out.shape == (rows, width), "another shape")
+    finite(out)
+    expect(bool(((trace.density >= 0) & (trace.density <= 1)).all()), "a density outside of [0, 1]")
+
+
+@case("SequenceEncoder", 16)
+def _encoder(d: Draw) -> Case:
+    def call(**options: Any) -> Any:
+        return SequenceEncoder(**options)(torch.tensor([0, 1, 2, 0, 1]), torch.tensor([0, 2, 5]), seed=0, return_trace=True)
+
+    return Case(call, encoder_options(d), lambda result, channels, **_: check_trace(result, 5, channels))
+
+
+@case("SequenceEncoder.forward", 16)
+def _encoder_forward(d: Draw) -> Case:
+    model = encoder(d)
+    return Case(model, tokens(d), lambda result, tokens, **_: check_trace(result, len(tokens), 4), free=ignored(model))
+
+
+def _classifier(d: Draw, kind: Any) -> Case:
+    pooled = {} if kind is TokenClassifier else {"pool_length": d.maybe(4)}
+
+    def call(**options: Any) -> Any:
+        x, ptr = torch.tensor([0, 1, 2]), torch.tensor([0, 1, 3])
+        return kind(**options)(*(((x, x), (ptr, ptr)) if kind is PairClassifier else (x, ptr)), seed=0)
+
+    def check(result: Tensor, num_classes: Any, **_: Any) -> None:
+        expect(result.shape == (3 if kind is TokenClassifier else 2, num_classes), "another shape")
+        finite(result)
+
+    return Case(call, {"encoder": encoder(d), "num_classes": 3, **pooled}, check)
+
+
+for _kind in (SequenceClassifier, TokenClassifier, PairClassifier):
+    TABLE[_kind.__name__] = 3, partial(_classifier, kind=_kind)
+
+
+@case("SequenceClassifier.forward", 8)
+def _classifier_forward(d: Draw) -> Case:
+    arguments = tokens(d)
+    model = SequenceClassifier(encoder(d), 3)
+    return Case(
+        model, arguments, lambda result, ptr, **_: check_trace(result, 1 if ptr is None else len(ptr) - 1, 3), free=("return_trace",)
+    )
+
+
+@case("TokenClassifier.forward", 5)
+def _token_forward(d: Draw) -> Case:
+    model = TokenClassifier(encoder(d), 3)
+    return Case(model, tokens(d), lambda result, tokens, **_: check_trace(result, len(tokens), 3), free=ignored(model.encoder))
+
+
+@case("PairClassifier.forward", 10)
+def _pair_forward(d: Draw) -> Case:
+    sides = [d.lengths(1) for _ in range(2)]
+    arguments: dict[str, Any] = {
+        "tokens": tuple(d.whole(9, sum(side)) for side in sides),
+        "ptr": tuple(map(pointer, sides)),
+        "batch": None,
+        "places": None,
+    }
+    arguments |= {"seed": d.getrandbits(60), "streams": d.maybe(d.whole(9, 1)), "return_trace": True}
+    return Case(PairClassifier(encoder(d), 3), arguments, lambda result, **_: check_trace(result, 1, 3), free=("return_trace",))
+
+
+def _dense_layer(d: Draw, pattern: bool) -> Case:
+    lengths = d.lengths()
+    options: dict[str, Any] = {"channels": 4, "head_channels": d.randint(1, 3), "heads": d.randint(1, 3), "dropout": 0.0}
+    if pattern:
+        options["pattern"] = lambda ptr, seed, streams: patterns.window(None, 1, ptr=ptr)
+
+    def call(channels: Any, **options: Any) -> Any:
+        kind: Any = models.PatternAttention if pattern else models.FullAttention
+        return kind(channels, **options)(torch.randn(sum(lengths), channels), ptr=pointer(lengths), seed=0)
+
+    return Case(call, options, lambda result, **_: finite(result))
+
+
+TABLE["models.FullAttention"] = 4, lambda d: _dense_layer(d, False)
+TABLE["models.PatternAttention"] = 4, lambda d: _dense_layer(d, True)
+
+
+def _dense_forward(d: Draw, pattern: bool) -> Case:
+    lengths, heads = d.lengths(), d.randint(1, 3)
+    layer: Any = models.FullAttention(4, 3, heads)
+    if pattern:
+        layer = models.PatternAttention(4, 3, heads, lambda ptr, seed, streams: patterns.full(None, ptr=ptr))
+    lins = [getattr(layer.conv if pattern else layer, f"lin_{name}") for name in ("query", "key", "value")]
+
+    def check(result: Tensor, x: Tensor, ptr: Tensor, **_: Any) -> None:
+        if tame(x):
+            q, k, v = (split_heads(lin(x), heads).double() for lin in lins)
+            wanted = reference_attention(q, k, v, patterns.full(None, ptr=ptr, heads=heads), None, None, 3**-0.5, "score")
+            close(result, wanted.transpose(0, 1).flatten(1), "attention", torch.float32)
+
+    arguments = {"x": float_tokens(d, sum(lengths), 4), "ptr": pointer(lengths), "seed": 3, "streams": None}
+    return Case(layer, arguments, check, free=("streams",) if pattern else ("seed", "streams"))
+
+
+TABLE["models.FullAttention.forward"] = 5, lambda d: _dense_forward(d, False)
+TABLE["models.PatternAttention.forward"] = 5, lambda d: _dense_forward(d, True)
+
+
+def record_of(d: Draw) -> EncoderTrace:
+    g = d.graph(2)
+    return EncoderTrace((g, None), (d.model(g), None), (g.num_sequences, 2))
+
+
+@case("EncoderTrace", 3)
+def _trace(d: Draw) -> Case:
+    g = d.graph(2)
+    arguments = {"graphs": (g, None), "sbms": (d.model(g), None), "shape": (g.num_sequences, 2), "device": None}
+
+    def call(**fields: Any) -> Any:
+        trace = EncoderTrace(**fields)
+        return trace.density, trace.expected_density
+
+    def check(result: Any, graphs: Any, **_: Any) -> None:
+        expect(result[0].shape[0] == len(graphs) and bool(((result[0] >= 0) & (result[0] <= 1)).all()), "densities")
+
+    return Case(call, arguments, check, free=("device",))  # used where no layer has a graph
+
+
+@case("EncoderTrace.density_loss", 3)
+def _density_loss(d: Draw) -> Case:
+    trace = record_of(d)
+
+    def check(result: Tensor, floor: Any) -> None:
+        close(result, (trace.expected_density.double() - float(floor)).relu().mean(), "loss", torch.float32)
+
+    return Case(trace.density_loss, {"floor": d.choice((0.0, 0.2))}, check)
+
+
+@case("Pretrained.save_pretrained", 6)
+def _save(d: Draw) -> Case:
+    model = SequenceClassifier(encoder(d), 3)
+    arguments = {"folder": f"{d.folder()}/model", "task": d.maybe("words"), "metric": d.maybe({"accuracy": 0.5}), "density": d.maybe(0.2)}
+
+    def check(result: None, folder: Any, density: Any, **_: Any) -> None:
+        expect(density is None or 0 <= torch.as_tensor(density).min() <= torch.as_tensor(density).max() <= 1, "a density outside of [0, 1]")
+        again = SequenceClassifier.from_pretrained(folder).state_dict()
+        expect(all(torch.equal(x, again[name]) for name, x in model.state_dict().items()), "other weights come back")
+
+    return Case(model.save_pretrained, arguments, check, free=("folder", "task"))
+
+
+def corrupted(folder: str, name: str, change: Callable[[bytes], bytes]) -> str:
+    path = Path(folder) / name
+    path.write_bytes(change(path.read_bytes()))
+    return folder
+
+
+def written(folder: str, name: str, content: bytes | None) -> str:
+    """A folder with another file, or without it."""
+    path = Path(folder) / name
+    if content is None:
+        path.unlink()
+    else:
+        path.write_bytes(content)
+    return folder
+
+
+def edited(**changes: Any) -> Callable[[bytes], bytes]:
+    """A config with other entries; a name with dots goes into objects."""
+
+    def change(old: bytes) -> bytes:
+        config = json.loads(old)
+        for name, value in changes.items():
+            *outer, last = name.split("__")
+            place = config
+            for key in outer:
+                place = place[key]
+            place[last] = value
+        return json.dumps(config).encode()
+
+    return change
+
+
+@case("Pretrained.from_pretrained", 12)
+def _load(d: Draw) -> Case:
+    folder = f"{d.folder()}/model"
+    model = SequenceClassifier(encoder(d), 3)
+    model.save_pretrained(folder)
+    deep: Any = 0
+    for _ in range(500):
+        deep = [deep]
+    bad: dict[str, Any] = {
+        "class": "nonsense", "class ": [], "version": "9" * 5000, "version ": 3, "version  ": None, "sha256": {}, "options": [], "options ": None,
+        "options__num_classes": "x", "options__num_classes ": -1, "options__num_classes  ": 4, "options__pool_length": [], "options__encoder": 3,
+        "options__encoder__class": ["SequenceEncoder"], "options__encoder__class ": "SequenceClassifier", "options__encoder__clazz": 1,
+        "options__encoder__options": None, "options__encoder__options__dropout": float("nan"), "options__encoder__options__dropout ": 2.0,
+        "options__encoder__options__num_layers": 2**31, "options__encoder__options__heads": 2**62, "options__encoder__options__channels": "4",
+        "options__encoder__options__attention": {}, "options__encoder__options__attention_options": deep, "library": "torch", "options__x": deep,
+    }  # fmt: skip
+    hostile: list[tuple[str, str, Callable[[], Any]]] = [
+        (f"config {key.strip()}={value!r:.30}", "value", partial(corrupted, folder, "config.json", edited(**{key.strip(): value})))
+        for key, value in bad.items()
+    ]
+    raw = {"config.json": (b"", b"[" * 5000, b"null", b'{"library": "sbm_pyg"', b"\xff\xfe"), "model.safetensors": (b"", b"\0" * 99)}
+    for name, contents in raw.items():
+        hostile += [(f"{name} is {x[:12]!r}", "value", partial(written, folder, name, x)) for x in contents]
+        hostile += [(f"{name} cut", "value", partial(corrupted, folder, name, lambda old: old[:-9]))]
+        hostile += [(f"no {name}", "value", partial(written, folder, name, None))]
+    hostile += [
+        ("a file", "value", lambda: f"{folder}/config.json"),
+        ("a long name", "value", lambda: "x" * 300),
+        ("zero byte", "value", lambda: "a\0b"),
+    ]
+
+    def check(result: nn.Module, folder: Any, **_: Any) -> None:
+        state = result.state_dict()
+        expect(all(torch.equal(x, state[name]) for name, x in model.state_dict().items()), "other weights come back")
+        stored = json.loads((Path(folder) / "config.json").read_text())["options"]["encoder"]["options"]["dropout"]
+        expect(0 <= stored <= 1, f"dropout = {stored} was taken")
+
+    names: dict[str, tuple[str, ...]] = {"folder": ("config.json", "model.safetensors", "class", "options", "version", "sha256")}
+    kind: Any = d.choice((sbm_pyg.Pretrained, SequenceClassifier))
+    return Case(kind.from_pretrained, {"folder": folder, "device": "cpu"}, check, more={"folder": hostile}, names=names, free=("folder",))
+
+
+# ------------------------------------------------------------------ analysis
+
+
+def tour(mask: Tensor) -> bool:
+    """Whether a path along the edges ``j -> i`` of ``mask[i, j]`` visits all tokens: by trying all, with sets of tokens as numbers."""
+    n = len(mask)
+    after = [[i for i in range(n) if i != j and bool(mask[i, j])] for j in range(n)]
+    states = {(1 << j, j) for j in range(n)}
+    for _ in range(n - 1):
+        states = {(seen | 1 << i, i) for seen, j in states for i in after[j] if not seen >> i & 1}
+    return bool(states)
+
+
+def steps(masks: Sequence[Tensor]) -> float:
+    """The s of condition 3, by products of matrices."""
+    known, seen, step = masks[0].clone(), set(), 1
+    while not bool(known.all()):
+        state = (step % len(masks), tuple(known.flatten().tolist()))
+        if state in seen:
+            return math.inf
+        seen.add(state)
+        known = (masks[step % len(masks)].float() @ known.float()) > 0
+        step += 1
+    return step
+
+
+@case("analysis.graph_statistics", 10)
+def _statistics(d: Draw) -> Case:
+    g = d.graph()
+    labels = d.maybe((d.whole(3, g.heads, g.num_queries), d.whole(3, g.heads, g.num_keys)))
+    square = g.query_ptr.tolist() == g.key_ptr.tolist()
+    arguments = {"graph": g, "blocks": d.choice((None, labels, d.model(g))), "bipartite": d.maybe(True if not square else d.random() < 0.5)}
+
+    def check(result: Any, graph: AttentionGraph, bipartite: Any, **_: Any) -> None:
+        split = graph.query_ptr.tolist() != graph.key_ptr.tolist() if bipartite is None else bool(bipartite)
+        for b in range(graph.num_sequences):
+            for h in range(graph.heads):
+                mask = part(graph, b)[h]
+                n, m = mask.shape
+                wanted: Any = nx.DiGraph()
+                wanted.add_nodes_from([*((0, i) for i in range(n)), *((1, j) for j in range(m))] if split else [(0, i) for i in range(n)])
+                wanted.add_edges_from(((1 if split else 0, j), (0, i)) for i, j in mask.nonzero().tolist())
+                values = {
+                    "density": mask.double().mean().item(), "weak_components": nx.number_weakly_connected_components(wanted),
+                    "strong_components": nx.number_strongly_connected_components(wanted),
+                    "self_loops": nx.number_of_selfloops(wanted) / len(wanted), "empty_queries": (mask.sum(1) == 0).double().mean().item(),
+                    "unread_keys": (mask.sum(0) == 0).double().mean().item(),
+                }  # fmt: skip
+                values |= {"reciprocity": nx.overall_reciprocity(wanted)} if wanted.number_of_edges() else {}
+                for name, value in values.items():
+                    expect(abs(float(getattr(result, name)[b, h]) - value) < 1e-9, f"{name} is not that of networkx")
+                if nx.is_strongly_connected(wanted):
+                    least, most = float(result.diameter_least[b, h]), float(result.diameter_most[b, h])
+                    expect(least <= nx.diameter(wanted) <= most, "bounds do not hold the diameter")
+        str(result)
+        expect(len(result.rows()) == graph.num_sequences * graph.heads, "another number of rows")
+
+    return Case(analysis.graph_statistics, {**arguments, "spectral_gap": d.random() < 0.5}, check, free=("bipartite",))
+
+
+TABLE["analysis.GraphStatistics.rows"] = (2, _statistics)
+
+
+@case("analysis.hamiltonian_path", 12)
+def _hamiltonian(d: Draw) -> Case:
+    g = d.square()
+
+    def check(result: Any, graph: AttentionGraph, **_: Any) -> None:
+        truth = tour(dense(graph).any(0))
+        expect(result.status != "FOUND" or truth, "FOUND, and there is none")
+        expect(result.status != "ABSENT" or not truth, "ABSENT, and there is one")
+        str(result)
+
+    return Case(analysis.hamiltonian_path, {"graph": g, "time_limit": 5.0, "seed": d.randrange(99)}, check)
+
+
+@case("analysis.is_hamiltonian_path", 5)
+def _is_path(d: Draw) -> Case:
+    g = d.square()
+    path = d.sample(range(g.num_queries), g.num_queries)
+
+    def check(result: bool, graph: AttentionGraph, path: Any) -> None:
+        mask, places = dense(graph).any(0), [operator.index(token) for token in path]
+        truth = sorted(places) == list(range(len(mask))) and all(bool(mask[i, j]) for j, i in itertools.pairwise(places))
+        expect(bool(result) == truth, f"{result}, where the truth is {truth}")
+
+    return Case(analysis.is_hamiltonian_path, {"graph": g, "path": path}, check)
+
+
+@case("analysis.universality", 8)
+def _universality(d: Draw) -> Case:
+    n = d.randint(1, 6)
+    given = [d.graph(None, [n], [n]) for _ in range(d.randint(1, 3))]
+    arguments = {"patterns": d.choice((given, given[0])), "threshold": 0.5, "self_loops": d.random() < 0.5, "time_limit": 5.0, "seed": 0}
+
+    def check(result: Any, patterns: Any, self_loops: Any, **_: Any) -> None:
+        graphs = [patterns] if isinstance(patterns, AttentionGraph) else list(patterns)
+        masks = [dense(graph).any(0) | (torch.eye(graph.num_queries) * bool(self_loops) > 0) for graph in graphs]
+        path, s = tour(torch.stack(masks).any(0)), steps(masks)
+        loops = all(bool(mask.diagonal().all()) for mask in masks)
+        expect(result.s is None or result.s == s, f"s is {result.s}, not {s}")
+        expect(result.holds is None or result.holds == (loops and path and s < math.inf), f"holds is {result.holds}")
+        str(result)
+
+    return Case(analysis.universality, arguments, check)
+
+
+@case("analysis.spread_steps", 5)
+def _spread(d: Draw) -> Case:
+    n = d.randint(1, 6)
+
+    def check(result: Any, patterns: Any, **_: Any) -> None:
+        s = steps([dense(graph).any(0) for graph in patterns])
+        expect(result is None or result == s, f"{result}, not {s}")
+
+    given = [d.graph(None, [n], [n]) for _ in range(d.randint(1, 3))]
+    return Case(analysis.spread_steps, {"patterns": given, "time_limit": 5.0}, check)
+
+
+@case("analysis.expected_graph", 4)
+def _expected_graph(d: Draw) -> Case:
+    def check(result: AttentionGraph, sbm: SBM, threshold: Any) -> None:
+        p = chances(sbm)
+        sure = (p - float(threshold)).abs() > 1e-3
+        expect(torch.equal(dense(result)[sure], (p > float(threshold))[sure]), "other pairs than those above the threshold")
+
+    return Case(analysis.expected_graph, {"sbm": d.sbm(), "threshold": d.choice((0.0, 0.3))}, check)
+
+
+@case("analysis.blocks_of", 2)
+def _blocks_of(d: Draw) -> Case:
+    def check(result: Any, sbm: SBM) -> None:
+        expect(torch.equal(result[0], sbm.query.argmax(-1)) and torch.equal(result[1], sbm.key.argmax(-1)), "other blocks")
+
+    return Case(analysis.blocks_of, {"sbm": d.sbm()}, check)
+
+
+@case("analysis.to_networkx", 6)
+def _analysis_networkx(d: Draw) -> Case:
+    g = d.graph()
+    square = all(n == m for n, m in zip(g.query_ptr.diff().tolist(), g.key_ptr.diff().tolist(), strict=True))
+    view = d.choice(("tokens", "bipartite")) if square else "bipartite"
+    arguments = {
+        "graph": g,
+        "sequence": d.randrange(g.num_sequences),
+        "head": d.maybe(d.randrange(g.heads)),
+        "view": view,
+        "sbm": d.maybe(d.model(g)),
+    }
+
+    def check(result: Any, graph: AttentionGraph, sequence: Any, head: Any, view: str, sbm: Any) -> None:
+        networkx_edges(result, part(graph, sequence), head, view == "bipartite")
+        if sbm is not None:
+            expect(all(0 <= p <= 1.001 for _, _, p in result.edges(data="probability")), "an edge without its probability")
+
+    return Case(analysis.to_networkx, arguments, check)
+
+
+@case("analysis.lemma2", 4)
+def _lemma2(d: Draw) -> Case:
+    n = d.randint(1, 8)
+
+    def check(result: Any, n: Any, num_blocks: Any) -> None:
+        for graph, name, option in zip(
+            result.graphs, ("block_diagonal", "relay_keys", "relay_queries"), ("num_blocks", "num_relays", "num_relays"), strict=True
+        ):
+            mask = dense(graph)
+            if name != "block_diagonal":
+                bare = dense(getattr(patterns, name)(n, num_blocks))
+                check_pattern(name, bare, [n], {option: num_blocks})
+                expect(torch.equal(mask, bare | (torch.eye(n) > 0)), "another pattern")
+            else:
+                check_pattern(name, mask, [n], {option: num_blocks})
+        union = reduce_any([dense(graph)[0] for graph in result.graphs])
+        expect(
+            sorted(result.path) == list(range(n)) and all(bool(union[i, j]) for j, i in zip(result.path, result.path[1:], strict=False)),
+            "no path",
+        )
+
+    return Case(analysis.lemma2, {"n": n, "num_blocks": d.randint(1, n)}, check)
+
+
+def reduce_any(masks: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(masks)).any(0)
+
+
+@case("analysis.Lemma2.s", 3)
+def _lemma2_s(d: Draw) -> Case:
+    n = d.randint(1, 7)
+    lemma = analysis.lemma2(n, d.randint(1, n))
+
+    def check(result: Any, order: Any) -> None:
+        expect(result == steps([dense(lemma.graphs[number - 1])[0] for number in order]), "another s")
+
+    return Case(lemma.s, {"order": tuple(d.sample((1, 2, 3), 3))}, check)
+
+
+@case("analysis.lemma1", 4)
+def _lemma1(d: Draw) -> Case:
+    arguments = {"n": d.randint(3, 6), "probabilities": d.maybe([0.2, 0.8]), "samples": d.randint(1, 3), "seed": 0, "time_limit": 1.0}
+
+    def check(result: Any, samples: Any, **_: Any) -> None:
+        expect(bool((result.found + result.absent <= samples).all()), "more graphs than were drawn")
+        low, high = result.interval
+        expect(bool(((low <= result.share + 1e-9) & (result.share <= high + 1e-9)).all()), "an interval without its share")
+        str(result)
+
+    return Case(analysis.lemma1, arguments, check)
+
+
+@case("analysis.log10_cycles", 3)
+def _cycles(d: Draw) -> Case:
+    def check(result: Any, n: Any, p: Any) -> None:
+        expect(int(n) == n and n >= 1 and 0 < p <= 1, "a number out of range was taken")
+        if isinstance(p, np.float16):
+            return
+        expect(abs(float(result) - (n * math.log10(p) + math.lgamma(n) / math.log(10))) < 1e-6 * (1 + abs(float(result))), "another number")
+
+    return Case(analysis.log10_cycles, {"n": d.randint(2, 9), "p": d.uniform(0.1, 1)}, check)
+
+
+@case("analysis.path_probability", 3)
+def _path_probability(d: Draw) -> Case:
+    def check(result: Any, n: Any, p: Any) -> None:
+        expect(int(n) == n and n >= 1 and 0 <= p <= 1, "a number out of range was taken")
+        rate = n * (1 - p) ** (n - 1)
+        expect(abs(float(result) - ((1 + rate) * math.exp(-rate)) ** 2) < 1e-9, "another probability")
+
+    return Case(analysis.path_probability, {"n": d.randint(2, 9), "p": d.uniform(0.1, 1)}, check)
+
+
+# ------------------------------------------------------------------ plots
+
+
+def drawn(result: Any, /, **_: Any) -> None:
+    expect(type(result).__name__ == "Figure" and len(result.get_label()) > 20, "no figure with a caption")
+
+
+@case("plots.plot_mask", 2)
+def _plot_mask(d: Draw) -> Case:
+    g = d.graph()
+    arguments = {
+        "graph": g,
+        "sbm": d.maybe(d.model(g)),
+        "sequence": d.randrange(g.num_sequences),
+        "head": d.randrange(g.heads),
+        "title": "a",
+    }
+    return Case(plots.plot_mask, arguments, drawn, free=("title",))
+
+
+@case("plots.plot_blocks", 2)
+def _plot_blocks(d: Draw) -> Case:
+    g = d.graph()
+    arguments = {"graph": g, "sbm": d.model(g), "sequence": d.randrange(g.num_sequences), "head": d.randrange(g.heads), "title": ""}
+    return Case(plots.plot_blocks, arguments, drawn, free=("title",))
+
+
+@case("plots.plot_density", 2)
+def _plot_density(d: Draw) -> Case:
+    given = d.choice((d.unit(2, 3, 2), {"a": d.unit(1, 2, 2), "b": d.unit(2, 1, 1)}, record_of(d)))
+    return Case(plots.plot_density, {"density": given, "ax": None}, drawn)
+
+
+@case("plots.density_extremes", 4)
+def _extremes(d: Draw) -> Case:
+    def check(result: Any, density: Any, count: Any) -> None:
+        mean = density.double().mean((0, 2))
+        count = min(operator.index(count), max(len(mean) // 2, 1))
+        expect(not bool(mean.isnan().any()), "a density that is no number was taken")
+        expect(tame(density), "a density that is not finite was taken")
+        low, high = (mean[torch.tensor(side)].sum() for side in result)
+        expect(len(result[0]) == len(result[1]) == count, "another number of inputs")
+        expect(
+            abs(float(low - mean.sort().values[:count].sum())) + abs(float(high - mean.sort().values[-count:].sum())) < 1e-9, "other inputs"
+        )
+
+    return Case(plots.density_extremes, {"density": d.unit(2, d.randint(1, 6), 2), "count": d.randint(1, 3)}, check)
+
+
+def _many(d: Draw, name: str) -> Case:
+    count = d.randint(1, 3)
+    layers = [d.graph(d.randint(1, 2), [4] * count, [4] * count) for _ in range(2)]
+    images = torch.rand(count, 2, 2)
+    arguments: dict[str, Any] = {"graphs": d.choice((layers, [layers[0], None]))}
+    if name == "plot_extremes":
+        arguments |= {"images": d.maybe(images), "count": 1, "titles": d.maybe(["a"] * count)}
+    else:
+        arguments |= {"images": images} if name == "plot_pixel_attention" else {}
+        arguments |= {"sequences": d.maybe([0]), "titles": d.maybe(["a"] * count), "notes": ""}
+    return Case(getattr(plots, name), arguments, drawn, free=("titles", "notes"))
+
+
+for _name in ("plot_inputs", "plot_pixel_attention", "plot_extremes"):
+    TABLE[f"plots.{_name}"] = 1, partial(_many, name=_name)
+
+
+@case("plots.plot_lemma1", 1)
+def _plot_lemma1(d: Draw) -> Case:
+    return Case(plots.plot_lemma1, {"result": analysis.lemma1(4, [0.3, 0.6], samples=2), "ax": None}, drawn)
+
+
+@case("plots.plot_training_density", 2)
+def _plot_training(d: Draw) -> Case:
+    path = Path(d.folder()) / "log.csv"
+    path.write_text("step,density_layer0_head0\n0,0.1\n5,0.2\n")
+    logs: list[tuple[str, str, Callable[[], Any]]] = [
+        ("no file", "value", lambda: "/no/such/file.csv"),
+        ("a folder", "value", lambda: str(path.parent)),
+    ]
+    texts = ("", "step\n", "a,b\n1,2\n", "step,density_layer0_head0\n0,x\n", "step,density_layer0_head0\n0\n\n")
+    logs += [(f"csv {text!r:.24}", "value", partial(written, str(path), "", text.encode())) for text in texts]
+    logs += [("rows of text", "value", lambda: ["a"]), ("rows without a column", "value", lambda: [{"step": 1}])]
+    given = d.choice((str(path), path, [{"step": 0, "density_layer0_head0": 0.3}]))
+    return Case(
+        plots.plot_training_density, {"log": given, "ax": None}, drawn, more={"log": logs}, names={"log": ("step", "density_layer0_head0")}
+    )
+
+
+# ------------------------------------------------------------------ ragged batches, and what runs here
+
+
+@case("pad", 8)
+def _pad(d: Draw) -> Case:
+    lengths = d.lengths()
+
+    def check(result: Any, x: Tensor, ptr: Tensor, fill_value: Any) -> None:
+        padded, mask = result
+        for b, (first, end) in enumerate(zip(ptr.tolist(), ptr.tolist()[1:], strict=False)):
+            expect(torch.equal(padded[b, : end - first].nan_to_num(), x[first:end].nan_to_num()), "other tokens")
+            expect(mask[b].tolist() == [place < end - first for place in range(mask.size(1))], "a wrong mask")
+            if end - first < mask.size(1):
+                close(padded[b, end - first :], torch.full_like(padded[b, end - first :], float(fill_value)), "what stands in the padding")
+
+    return Case(ragged.pad, {"x": d.real(sum(lengths), 2), "ptr": pointer(lengths), "fill_value": d.choice((0.0, -1.0))}, check)
+
+
+@case("unpad", 8)
+def _unpad(d: Draw) -> Case:
+    mask = d.whole(2, 3, 4) > 0
+    mask[:, 0] = True
+
+    def check(result: Any, x: Tensor, mask: Tensor) -> None:
+        expect(torch.equal(result[0].nan_to_num(), x[mask].nan_to_num()), "other tokens")
+        expect(result[1].tolist() == [0, *mask.sum(1).cumsum(0).tolist()], "other offsets")
+
+    return Case(ragged.unpad, {"x": d.real(3, 4, *d.choice(((), (2,)))), "mask": mask}, check)
+
+
+@case("ragged.offsets", 3)
+def _offsets(d: Draw) -> Case:
+    def check(result: Tensor, counts: Tensor) -> None:
+        expect(result.tolist() == [0, *np.cumsum(counts.long().tolist()).tolist()], "other offsets")
+
+    return Case(ragged.offsets, {"counts": torch.tensor(d.lengths())}, check)
+
+
+@case("ragged.resolve_ptr", 10)
+def _resolve(d: Draw) -> Case:
+    lengths = d.lengths()
+    ptr, batch = d.choice(((pointer(lengths), None), (None, torch.repeat_interleave(pointer(lengths).diff())), (None, None)))
+
+    def check(result: Tensor, total: Any, ptr: Any, batch: Any, **_: Any) -> None:
+        if not result.is_meta:
+            wanted = ptr.tolist() if ptr is not None else [0, total] if batch is None else [0, *torch.bincount(batch).cumsum(0).tolist()]
+            expect(result.tolist() == wanted and result.dtype == torch.int64 and wanted[-1] == total, "other offsets")
+
+    arguments = {"total": sum(lengths), "ptr": ptr, "batch": batch, "name": "ptr", "device": d.maybe(torch.device("cpu"))}
+    return Case(ragged.resolve_ptr, arguments, check, free=("name",))
+
+
+@case("ragged.check_tensor", 2)
+def _check_tensor(d: Draw) -> Case:
+    def check(result: None, x: Any, name: Any) -> None:
+        expect(x is None or isinstance(x, Tensor), "what is no tensor passed")
+
+    return Case(ragged.check_tensor, {"x": d.real(2), "name": "x"}, check, free=("name",))
+
+
+@case("ragged.readable", 2)
+def _readable(d: Draw) -> Case:
+    return Case(ragged.readable, {"x": d.real(2)}, lambda result, x: expect(result == (not x.is_meta), "the other answer"))
+
+
+@case("info.collect", 2)
+def _collect(d: Draw) -> Case:
+    return Case(info.collect, {"test": False}, lambda result, test: expect(bool(test) == (result["self_test"] is not None), "no self-test"))
+
+
+@case("info.self_test", 1)
+def _self_test(d: Draw) -> Case:
+    return Case(info.self_test, {}, lambda result: expect(result["passed"], "it fails"))
+
+
+@case("info.main", 1)
+def _main(d: Draw) -> Case:
+    def call(json: bool) -> int:
+        with contextlib.redirect_stdout(io.StringIO()):
+            return info.main(["--json"] if json else [])
+
+    return Case(call, {"json": d.random() < 0.5}, lambda result, json: expect(result == 0, "it fails"))
+
+
+# ------------------------------------------------------------------ what has no arguments
+
+Meaning = Callable[[Any], Any]
+RECORDS: dict[str, tuple[Callable[[Draw], Any], dict[str, Meaning]]] = {  # class -> an instance, and what its properties are (None: whatever)
+    "AttentionGraph": (Draw.graph, {
+        "num_edges": lambda g: int(dense(g).sum()), "num_sequences": lambda g: len(g.query_ptr) - 1, "device": lambda g: g.col.device,
+        "edge_row": lambda g: torch.stack(dense(g).nonzero(as_tuple=True)[:2]).T.matmul(torch.tensor([g.num_queries, 1])),
+        "edge_index": lambda g: dense(g).nonzero()[:, [2, 1]].T, "edge_head": lambda g: dense(g).nonzero()[:, 0], "degree": lambda g: dense(g).sum(2),
+        "edges_per_sequence": lambda g: torch.stack([part(g, b).sum((1, 2)) for b in range(g.num_sequences)]),
+        "density": lambda g: torch.stack([part(g, b).double().mean((1, 2)) for b in range(g.num_sequences)]),
+    }),
+    "SBM": (Draw.sbm, {
+        "heads": lambda s: len(s.query), "num_queries": lambda s: s.query.size(1), "num_keys": lambda s: s.key.size(1),
+        "num_blocks": lambda s: s.block.size(1), "num_sequences": lambda s: len(s.query_ptr) - 1,
+    }),
+    "EncoderTrace": (record_of, {"density": lambda t: torch.stack([t.graphs[0].density, torch.ones(t.shape)]), "expected_density": lambda t: None}),
+    "SBMMultiheadAttention": (lambda d: SBMMultiheadAttention(6, 3), {
+        "dropout": lambda a: 0.0, "head_dim": lambda a: 2, "in_proj_weight": lambda a: a.conv.lin_query.weight, "reset_parameters()": lambda a: None,
+    }),
+    "SBMAttentionConv": (lambda d: SBMAttentionConv(4, 2), {"reset_parameters()": lambda a: None}),
+    "SBMHead": (lambda d: SBMHead(4, 2), {"reset_parameters()": lambda a: None, "extra_repr()": lambda a: None}),
+    "SequenceEncoder": (encoder, {"constructor_options()": lambda m: None}),
+    "TokenClassifier": (lambda d: TokenClassifier(encoder(d), 2), {"constructor_options()": lambda m: None}),
+    "analysis.Lemma1": (lambda d: analysis.lemma1(4, [0.3, 0.6], samples=2), {
+        "log10_cycles": lambda r: None, "share": lambda r: None, "interval": lambda r: None, "limit": lambda r: None, "lemma": lambda r: None,
+    }),
+    "analysis.Universality": (lambda d: analysis.universality(patterns.window(4, 1)), {
+        "hamiltonian_path": lambda r: (0, 1, 2, 3), "hamiltonian_status": lambda r: "FOUND", "holds": lambda r: True,
+    }),
+}  # fmt: skip
+for _owner, (_make, _meanings) in RECORDS.items():
+    for _member, _meaning in _meanings.items():
+
+        @case(f"{_owner}.{_member.removesuffix('()')}", 1)
+        def _property(d: Draw, make: Any = _make, member: str = _member, meaning: Meaning = _meaning) -> Case:
+            record = make(d)
+
+            def call() -> Any:
+                value = getattr(record, member.removesuffix("()"))
+                return value() if member.endswith("()") else value
+
+            def check(result: Any) -> None:
+                wanted = meaning(record)
+                if isinstance(wanted, Tensor):
+                    close(result, wanted, member)
+                else:
+                    expect(wanted is None or result == wanted, "another value")
+
+            return Case(call, {}, check)
+
+
+# ------------------------------------------------------------------ all public names
+
+MODULES = {"": sbm_pyg, "ops": sbm_pyg.ops, "patterns": patterns, "analysis": analysis, "plots": plots, "estimators": estimators}
+MODULES |= {"models": models, "ragged": ragged, "info": info}
+EXEMPT = {  # public names that are not called, and why
+    "estimators.ESTIMATORS": "a constant",
+    "Pretrained": "a base class, called through its models",
+    "Pretrained.constructor_options": "what subclasses define",
+    "SBMAttentionConv.message": "called by torch_geometric's propagation, within forward",
+    "SBMAttentionConv.message_and_aggregate": "called by forward",
+    **{f"analysis.{name}": "a record that the library makes and users read" for name in
+       ("Certificate", "GraphStatistics", "HamiltonianPath", "Lemma1", "Lemma2", "Universality")},
+}  # fmt: skip
+
+
+def public_names() -> list[str]:
+    """Every public name, with the public methods and properties of the classes; by the first module that lists it."""
+    found: dict[int, str] = {}
+    names: list[str] = []
+    for prefix, module in MODULES.items():
+        for name in module.__all__:
+            thing = getattr(module, name)
+            full = f"{prefix}.{name}" if prefix else name
+            if id(thing) in found or isinstance(thing, type(sbm_pyg)):
+                continue
+            found[id(thing)] = full
+            names.append(full)
+            if isinstance(thing, type):
+                members = {key: value for key, value in vars(thing).items() if not key.startswith("_") and key != "pattern"}
+                calls = {
+                    key for key, value in members.items() if callable(value) or isinstance(value, classmethod | staticmethod | property)
+                }
+                names += [f"{full}.{key}" for key in sorted(calls)]
+    return names

@@ -1,0 +1,118 @@
+"""The fuzz driver in short, in long with ``pytest -m long``, and that it knows every public name and can tell right from wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fuzz import faults, judge, named, run, share
+from fuzz_cases import Case, Wrong, dense, expect, valid
+from fuzz_layers import EXEMPT, TABLE, public_names
+from problems import random_graph
+
+from sbm_pyg import AttentionGraph
+
+DRIVER = Path(__file__).with_name("fuzz.py")
+
+
+def fuzz(calls: int, folder: Path, seed: int = 0) -> tuple[list[dict[str, Any]], str]:
+    """Verdicts of that many calls, in a process of their own, and what it says about them."""
+    verdicts = folder / "verdicts.json"
+    command = [sys.executable, "-W", "ignore", str(DRIVER), "--calls", str(calls), "--seed", str(seed), "--json", str(verdicts)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert verdicts.is_file(), done.stderr
+    return json.loads(verdicts.read_text()), done.stdout
+
+
+def check(calls: int, folder: Path) -> None:
+    verdicts, said = fuzz(calls, folder)
+    assert len(verdicts) == calls
+    without, refusals = share(verdicts)
+    assert not faults(verdicts), said
+    assert 100 * without < refusals, said
+
+
+@pytest.mark.slow
+def test_some_calls(tmp_path: Path) -> None:
+    """Each public name at least once: a round begins with all of them."""
+    assert len(TABLE) < 400
+    check(400, tmp_path)
+
+
+@pytest.mark.long
+def test_twenty_thousand_calls(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    if "long" not in request.config.option.markexpr:  # another `-m` has taken the place of the default
+        pytest.skip("it takes many minutes: ask for it with `pytest -m long`")
+    check(20_000, tmp_path)
+
+
+def test_every_public_name_is_called() -> None:
+    names = {*public_names()}
+    assert names == TABLE.keys() | EXEMPT.keys()
+    assert not TABLE.keys() & EXEMPT.keys()
+
+
+@pytest.mark.parametrize(
+    ("message", "has"),
+    [
+        ("Expected 'heads' to be at least 1 (got 0).", True),
+        ("Expected 'heads[0]' to be an int (got 'x').", True),
+        ("Expected heads to be at least 1.", False),
+        ("Expected 'num_heads' to be at least 1.", False),
+        ("Expected 'rowptr' to have more heads than 'col'.", False),  # the words between two quotations are not quoted
+    ],
+)
+def test_a_name_counts_in_quotes_alone(message: str, has: bool) -> None:
+    assert named(message, ["heads"]) is has
+
+
+def test_oracles_know_a_graph_that_is_not_valid() -> None:
+    graph = random_graph(2, 5, 5, 0.6)
+    valid(graph)
+    bad = dense(graph).clone()
+    bad[0, 0, 0] ^= True
+    assert not torch.equal(bad, dense(graph))
+    broken = object.__new__(AttentionGraph)
+    for name in ("rowptr", "num_queries", "num_keys", "heads", "query_ptr", "key_ptr"):
+        object.__setattr__(broken, name, getattr(graph, name))
+    object.__setattr__(broken, "col", graph.col.flip(0))
+    with pytest.raises(Wrong, match="unsorted"):
+        valid(broken)
+
+
+def crash() -> None:
+    import ctypes
+
+    ctypes.string_at(0)
+
+
+def spin() -> None:
+    while True:
+        pass
+
+
+def lie() -> int:
+    return 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("call", "verdict"), [(crash, "crash"), (spin, "hang"), (lie, "wrong"), (lambda: 3, "returned")])
+def test_the_driver_sees_crashes_hangs_and_wrong_results(call: Any, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["fuzz"])
+    monkeypatch.setitem(TABLE, "only", (1, lambda draw: Case(call, {}, lambda result: expect(result == 3, "not 3"))))
+    for name in [*TABLE]:
+        if name != "only":
+            monkeypatch.delitem(TABLE, name)
+    found = run([0, 1], seed=0, jobs=1, limit=1.0, memory=64.0)
+    assert [each["verdict"] for each in found] == [verdict] * 2
+    assert bool(faults(found)) is (verdict != "returned")
+
+
+def test_a_call_is_a_function_of_its_number() -> None:
+    first, again = ({**judge(3, 11), "seconds": 0} for _ in range(2))
+    assert first == again
