@@ -21,7 +21,7 @@ from torch_geometric.utils import is_sparse, to_edge_index
 
 from . import ops
 from .ops import checks
-from .ragged import check_int, check_tensor, offsets, readable, resolve_ptr, stored_ptr
+from .ragged import check_int, check_present, check_tensor, offsets, readable, resolve_ptr, stored_ptr
 
 if TYPE_CHECKING:
     import scipy.sparse
@@ -396,6 +396,7 @@ class AttentionGraph:
             TypeError, ValueError: The mask is no tensor, not boolean, or not ``[E]``.
         """
         check_tensor(mask, "mask", optional=False)
+        check_present(mask, "mask")
         if mask.dtype != torch.bool:
             raise TypeError(f"Expected 'mask' to be bool (got {mask.dtype}). Compare, as in `select(weight > 0)`.")
         if not torch.compiler.is_compiling() and mask.shape != self.col.shape:
@@ -623,6 +624,7 @@ class AttentionGraph:
             ValueError: The mask is sparse, has another number of dimensions, or none of something.
         """
         check_tensor(mask, "mask", optional=False)
+        check_present(mask, "mask")
         if mask.layout != torch.strided or mask.is_nested:
             raise ValueError(f"Expected 'mask' to be dense (got {mask.layout}). `AttentionGraph.from_edge_index` takes sparse adjacencies.")
         if mask.dim() not in (2, 3, 4) or mask.numel() == 0:

@@ -7,7 +7,7 @@ Not here: anything that knows what a token is.
 from __future__ import annotations
 
 from itertools import pairwise
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -47,8 +47,17 @@ def check_int(name: str, value: object, least: int, way_out: str) -> None:
         raise ValueError(f"Expected '{name}' to be at least {least} (got {value}). {way_out}")
 
 
+def check_present(x: Tensor, name: str) -> None:
+    """Raise ValueError for a tensor without values, where the size of the answer depends on them."""
+    if x.is_meta:
+        raise ValueError(f"Expected '{name}' to hold values (got a meta tensor). Move it to a device that has memory.")
+
+
 def offsets(counts: Tensor) -> Tensor:
     """Offsets ``[n+1]`` int64 of counts ``[n]``."""
+    if not isinstance(counts, Tensor) or counts.dim() != 1 or counts.is_floating_point() or counts.is_complex():
+        what = f"{counts.dtype} {list(counts.shape)}" if isinstance(counts, Tensor) else type(counts).__name__
+        raise TypeError(f"Expected 'counts' to be [n] integers (got {what}). It holds how many there are of each.")
     return torch.cat([counts.new_zeros(1, dtype=torch.int64), counts.cumsum(0, dtype=torch.int64)])
 
 
@@ -76,7 +85,9 @@ def resolve_ptr(
         raise ValueError(f"Expected '{name}' or 'batch' (got both). Leave one out: they say the same.")
     check_tensor(ptr, name)
     check_tensor(batch, "batch")
+    check_int("total", total, 0, "It is the number of tokens.")
     if batch is not None:
+        check_present(batch, "batch")
         if batch.dim() != 1 or batch.numel() != total:
             raise ValueError(
                 f"Expected 'batch' to be [{total}], one sequence number per token (got {list(batch.shape)}). Pass the `batch` vector of the same tokens."
@@ -99,6 +110,8 @@ def resolve_ptr(
         )
     if ptr.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"Expected '{name}' to be int64 (got {ptr.dtype}). Convert it with `.long()`.")
+    if ptr.is_meta and device is not None and device.type != "meta":
+        check_present(ptr, name)
     if readable(ptr):
         _check_ptr_values(ptr, total, name)
     else:  # no branch on values; the kernels must still see none that is out of range
@@ -152,13 +165,17 @@ def pad(x: Tensor, ptr: Tensor, fill_value: float = 0.0) -> tuple[Tensor, Tensor
         The tokens, ``[B, L, ...]`` with L the longest sequence, and the mask of real tokens, ``[B, L]`` bool.
 
     Raises:
-        TypeError, ValueError: ``ptr`` does not describe N tokens.
+        TypeError: An argument has another type.
+        ValueError: ``ptr`` does not describe N tokens.
 
     Example:
         >>> padded, mask = pad(torch.arange(3.0), torch.tensor([0, 1, 3]))
         >>> padded.tolist(), mask.tolist()
         ([[0.0, 0.0], [1.0, 2.0]], [[True, False], [True, True]])
     """
+    _check_tokens(x, 1, "[N, ...]")
+    if isinstance(fill_value, bool) or not isinstance(fill_value, Real):
+        raise TypeError(f"Expected 'fill_value' to be a number (got {type(fill_value).__name__}). It stands in the padding.")
     lengths = resolve_ptr(x.size(0), ptr, device=x.device).diff()
     batch = torch.repeat_interleave(torch.arange(lengths.numel(), device=x.device), lengths, output_size=x.size(0))
     return to_dense_batch(x, batch, fill_value=fill_value, batch_size=lengths.numel())
@@ -175,8 +192,12 @@ def unpad(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         The tokens, ``[N, ...]``, and their offsets, ``[B+1]`` int64.
 
     Raises:
+        TypeError: An argument is no tensor.
         ValueError: Shapes differ, or a sequence is empty.
     """
+    _check_tokens(x, 2, "[B, L, ...]")
+    check_tensor(mask, "mask", optional=False)
+    check_present(mask, "mask")
     if mask.dtype != torch.bool or mask.shape != x.shape[:2]:
         raise ValueError(
             f"Expected 'mask' to be bool {list(x.shape[:2])} (got {mask.dtype} {list(mask.shape)}). It is True where a token is real."
@@ -187,3 +208,10 @@ def unpad(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
             "Expected 'mask' to hold a real token in each row (got an empty sequence). Leave empty sequences out of the batch."
         )
     return x[mask], offsets(lengths)
+
+
+def _check_tokens(x: Tensor, dims: int, symbols: str) -> None:
+    check_tensor(x, "x", optional=False)
+    if x.is_nested or x.layout != torch.strided or x.dim() < dims:
+        what = "a nested tensor" if x.is_nested else f"{x.layout} {list(x.shape)}"
+        raise ValueError(f"Expected 'x' to be {symbols}, dense (got {what}). Tokens come first; `to_dense` or `to_padded_tensor` converts.")
