@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from numbers import Real
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from torch_geometric.utils.sparse import set_sparse_value
 from . import estimators, ops, patterns
 from .graph import AttentionGraph, edge_list
 from .ops import checks
-from .ragged import check_int, resolve_ptr
+from .ragged import resolve_ptr
 from .sampling import draw_seed, sample_edges
 from .sbm import SBM, SBMHead
 
@@ -128,21 +127,16 @@ class SBMAttentionConv(MessagePassing):
             ("num_blocks", num_blocks, 1),
         ):
             if size is not None or name in ("heads", "out_channels"):
-                check_int(name, size, least, "See the docstring of SBMAttentionConv.")
+                checks.integer(name, size, least, "See the docstring of SBMAttentionConv.")
         pair = in_channels if isinstance(in_channels, tuple | list) else (in_channels, in_channels)
         if len(pair) != 2 or not all(isinstance(width, int) and (width == -1 or width > 0) for width in pair) or True in pair:
             raise ValueError(
                 f"Expected 'in_channels' to be a number of channels, -1 to infer it, or a pair for keys and queries (got {in_channels!r}). It is the width of the tokens."
             )
-        for name, number in (("probes", probes), ("exploration", exploration), ("dropout", dropout), ("budget", budget)):
-            if not isinstance(number, Real) and not (number is None and name == "budget"):
-                raise TypeError(f"Expected '{name}' to be a number (got {number!r}). See the docstring of SBMAttentionConv.")
         if score_bias is not None and not callable(score_bias):
             raise TypeError(
                 f"Expected 'score_bias' to be a callable (query, key, graph) -> [E] (got {type(score_bias).__name__}). Wrap a tensor in a function."
             )
-        if budget is not None and not budget > 0:
-            raise ValueError(f"Expected 'budget' to be a positive number of keys per query (got {budget}). Leave it out for no limit.")
         choices = {
             "estimator": (estimator, estimators.ESTIMATORS),
             "method": (method, ops.METHODS),
@@ -151,12 +145,11 @@ class SBMAttentionConv(MessagePassing):
         for name, (choice, options) in choices.items():
             if choice not in options:
                 raise ValueError(f"Expected '{name}' to be one of {[*options]} (got {choice!r}). See the docstring of SBMAttentionConv.")
-        if not 0 <= exploration <= 1:
-            raise ValueError(f"Expected 'exploration' in [0, 1] (got {exploration}). It is added to every edge probability in training.")
-        if not 0 <= dropout < 1:
-            raise ValueError(f"Expected 'dropout' in [0, 1) (got {dropout}). It is the probability that an attention weight is dropped.")
-        if not probes >= 0:
-            raise ValueError(f"Expected 'probes' to be 0 or more (got {probes}). It is an expected number of pairs per query and head.")
+        checks.number("exploration", exploration, "[0, 1]", "It is added to every edge probability in training.")
+        checks.number("dropout", dropout, "[0, 1)", "It is the probability that an attention weight is dropped.")
+        checks.number("probes", probes, "[0, inf]", "It is an expected number of pairs per query and head.")
+        if budget is not None:
+            checks.number("budget", budget, "(0, inf]", "It is an expected number of keys per query and head; None sets no limit.")
         if normalizer != "softmax" and estimator in ("local", *estimators.RELAXATIONS):
             raise ValueError(
                 f"Expected 'estimator' to be 'mask', 'paper' or 'none' with normalizer={normalizer!r} (got {estimator!r}). The others are derived for softmax."

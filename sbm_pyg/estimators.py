@@ -28,8 +28,9 @@ from torch import Tensor
 
 from . import ops
 from .graph import AttentionGraph
+from .ragged import readable
 from .sampling import draw_seed, resolve_streams
-from .sbm import SBM
+from .sbm import SBM, check_model
 
 __all__ = ["ESTIMATORS", "concrete_bias", "draw_probes", "local_expectation", "relaxed_bias", "score_function", "straight_through"]
 
@@ -38,6 +39,7 @@ RELAXATIONS = ("relaxed", "concrete")
 ESTIMATORS = ("local", *GATE_FORM, *RELAXATIONS, "none")
 
 _LEAST = 1e-9  # probability below which a logarithm is cut
+_FEWER = "Take fewer heads or shorter sequences, or an estimator that does not look at all pairs."
 
 
 def straight_through(sbm: SBM, graph: AttentionGraph, forced: Tensor | None = None) -> Tensor:
@@ -47,8 +49,13 @@ def straight_through(sbm: SBM, graph: AttentionGraph, forced: Tensor | None = No
         sbm: Model of the graph.
         graph: The graph.
         forced: Edges that are there whatever p is, ``[E]`` bool; they send no gradient to it.
+
+    Raises:
+        TypeError, ValueError: The graph is not over the tokens of the model, or ``forced`` is no mask of its edges.
     """
+    check_model(sbm)
     gate = sbm.edge_gate(graph)
+    ops.check_forced(forced, graph.col)
     return gate if forced is None else torch.where(forced, gate.detach(), gate)
 
 
@@ -69,11 +76,12 @@ def draw_probes(sbm: SBM, per_query: float, *, seed: int, streams: Tensor | None
         The probes, and the probability with which each key of a query is one, ``[N]``.
 
     Raises:
-        TypeError: ``seed`` is not an integer.
-        ValueError: ``per_query`` is negative or NaN, or ``seed`` or ``streams`` do not fit.
+        TypeError: An argument has the wrong type.
+        ValueError: ``per_query`` is negative or NaN, ``seed`` or ``streams`` do not fit, or memory does not hold the probes and a number for each.
     """
-    if not per_query >= 0:
-        raise ValueError(f"Expected 'per_query' to be 0 or more (got {per_query}). It is an average number of probes.")
+    check_model(sbm)
+    ops.checks.number("per_query", per_query, "[0, inf]", "It is an average number of probes.")
+    _check_memory(sbm, per_query)
     chance = (per_query / sbm.key_ptr.diff().clamp(min=1)).clamp(max=1).to(sbm.query.dtype)
     chance = torch.repeat_interleave(chance, sbm.query_ptr.diff(), output_size=sbm.num_queries)
     streams = resolve_streams(streams, sbm.num_sequences, sbm.query_ptr.device)
@@ -123,17 +131,54 @@ def local_expectation(
     Returns:
         ``out``, whose backward pass also reaches the memberships and the block matrix.
 
+    Raises:
+        TypeError, ValueError: A shape, type or number does not fit, or a graph is not over the tokens of the model.
+
     Reference: Titsias and Lazaro-Gredilla, "Local Expectation Gradients for Black Box Variational Inference", NeurIPS 2015, for the idea of
     taking the expectation over one variable exactly; Veach and Guibas, SIGGRAPH 1995, for weighting samples of two sources by their sum
     (the balance heuristic).
     """
+    check_model(sbm)
+    sbm.check(graph)
+    sbm.check(probes, "probes")
+    ops.checks.tensors(chance=chance)
+    if chance.device.type == "cpu" and readable(chance) and not bool(((chance >= 0) & (chance <= 1)).all()):
+        raise ValueError("Expected 'chance' in [0, 1] (got a number outside). It is the second result of `draw_probes`.")
     pairs = (graph.rowptr, graph.col, bias), (probes.rowptr, probes.col, probe_bias)
     return ops.local_expectation(out, sbm.rate, sbm.key, query, key, value, *pairs, chance, forced, scale, exploration)
 
 
+def _explored(sbm: SBM, graph: AttentionGraph, exploration: float, numbers: int) -> Tensor:
+    """Probability of each edge with what was added to it, ``[E]``, where memory holds so many numbers for each."""
+    check_model(sbm)
+    ops.checks.number("exploration", exploration, "[0, 1]", "It is what was added to each probability.")
+    sbm.check(graph)
+    ops.checks.memory("graph", graph.num_edges, numbers * sbm.query.element_size(), graph.device, _FEWER)
+    return sbm.edge_prob(graph) + exploration
+
+
+def _check_memory(sbm: SBM, per_query: float) -> None:
+    """Refuse more probes than fit into memory, each with a number in the precision of the model, without which it is no use."""
+    device, bytes_each = sbm.query.device, (4 if sbm.query.device.type == "cpu" else 20) + sbm.query.element_size()
+    if ops.checks.fits(sbm.heads * sbm.num_queries * sbm.num_keys, bytes_each, device) or not readable(sbm.query_ptr):
+        return
+    keys = sbm.key_ptr.diff().double().clamp(max=per_query + 1)  # a row takes up to one more
+    count = sbm.heads * int((sbm.query_ptr.diff() * keys).sum())
+    ops.checks.memory("per_query", count, bytes_each, device, f"Take fewer probes. {_FEWER}", "probes")
+
+
 def relaxed_bias(sbm: SBM, graph: AttentionGraph, exploration: float = 0.0) -> Tensor:
-    """Log-probability of each pair, ``[E]``: as a score bias over all pairs it replaces the mask by its expectation. O(E K)."""
-    return (sbm.edge_prob(graph) + exploration).clamp(_LEAST, 1).log()
+    """Log-probability of each pair, ``[E]``: as a score bias over all pairs it replaces the mask by its expectation. O(E K).
+
+    Args:
+        sbm: Model of the pairs.
+        graph: Usually all pairs.
+        exploration: Added to each probability, in [0, 1].
+
+    Raises:
+        TypeError, ValueError: The graph is not over the tokens of the model, or memory does not hold a few numbers for each pair.
+    """
+    return _explored(sbm, graph, exploration, numbers=4).clamp(_LEAST, 1).log()
 
 
 def concrete_bias(sbm: SBM, graph: AttentionGraph, temperature: float, *, seed: int, exploration: float = 0.0) -> Tensor:
@@ -144,12 +189,19 @@ def concrete_bias(sbm: SBM, graph: AttentionGraph, temperature: float, *, seed: 
         graph: Usually all pairs.
         temperature: :math:`\tau > 0`; the coin hardens as it goes to 0.
         seed: Seed of the uniform words u.
-        exploration: Added to each probability.
+        exploration: Added to each probability, in [0, 1].
+
+    Raises:
+        TypeError, ValueError: The graph is not over the tokens of the model, a number is out of range, or memory does not hold a few numbers for
+            each pair.
 
     Reference: Maddison et al. and Jang et al., ICLR 2017.
     """
-    p = (sbm.edge_prob(graph) + exploration).clamp(_LEAST, 1 - 1e-6)
-    noise = torch.rand(p.shape, generator=torch.Generator(p.device).manual_seed(seed), device=p.device, dtype=p.dtype).clamp(1e-6, 1 - 1e-6)
+    ops.checks.number("temperature", temperature, "(0, inf)", "The coin hardens as it goes to 0.")
+    p = _explored(sbm, graph, exploration, numbers=8).clamp(_LEAST, 1 - 1e-6)
+    noise = torch.rand(p.shape, generator=torch.Generator(p.device).manual_seed(draw_seed(seed)), device=p.device, dtype=p.dtype).clamp(
+        1e-6, 1 - 1e-6
+    )
     return torch.nn.functional.logsigmoid((p.logit() + noise.logit()) / temperature)
 
 
@@ -163,12 +215,23 @@ def score_function(sbm: SBM, graph: AttentionGraph, loss: Tensor, exploration: f
         sbm: Model of the graph.
         graph: Sampled from it, with nothing forced.
         loss: Loss of each sequence, ``[B]``.
-        exploration: What was added to each probability when the graph was sampled.
+        exploration: What was added to each probability when the graph was sampled, in [0, 1].
+
+    Raises:
+        TypeError, ValueError: The graph is not over the tokens of the model, the loss is not ``[B]``, or memory does not hold all pairs.
     """
+    check_model(sbm)
+    ops.checks.tensors(loss=loss)
+    ops.checks.floating(loss=loss)
+    ops.checks.shape("loss", loss, (sbm.num_sequences,), "[B]", "It holds one number per sequence, not their mean.")
+    sbm.check(graph)
+    if not ops.checks.fits(sbm.heads * sbm.num_queries * sbm.num_keys, 3 * sbm.query.element_size(), sbm.query.device):
+        pairs = sbm.heads * int((sbm.query_ptr.diff() * sbm.key_ptr.diff()).sum())
+        ops.checks.memory("sbm", pairs, 3 * sbm.query.element_size(), sbm.query.device, _FEWER, "pairs")
     batch = loss.numel()
     others = (loss.sum() - loss) / (batch - 1) if batch > 1 else torch.zeros_like(loss)
     advantage = (loss - others).detach()
-    p = (sbm.edge_prob(graph) + exploration).clamp(1e-6, 1 - 1e-6)
+    p = _explored(sbm, graph, exploration, numbers=4).clamp(1e-6, 1 - 1e-6)
     sequence = torch.repeat_interleave(sbm.query_ptr.diff(), output_size=sbm.num_queries).repeat(sbm.heads)[graph.edge_row]
     log_prob = p.new_zeros(batch).index_add(0, sequence, p.logit())
     absent = torch.stack([(-(sbm.edge_prob_dense(b) + exploration).clamp(0, 1 - 1e-6)).log1p().sum() for b in range(sbm.num_sequences)])

@@ -21,7 +21,7 @@ from torch_geometric.utils import is_sparse, to_edge_index
 
 from . import ops
 from .ops import checks
-from .ragged import check_int, check_present, check_tensor, offsets, readable, resolve_ptr, stored_ptr
+from .ragged import check_present, check_tensor, offsets, readable, resolve_ptr, stored_ptr
 
 if TYPE_CHECKING:
     import scipy.sparse
@@ -75,7 +75,7 @@ class AttentionGraph:
         for name in ("rowptr", "col", "query_ptr", "key_ptr"):
             check_tensor(getattr(self, name), name, optional=name.endswith("_ptr"))
         for name, way_out in (("heads", "A graph without heads has no rows."), ("num_queries", _TOKENS), ("num_keys", _TOKENS)):
-            check_int(name, getattr(self, name), 1, way_out)
+            checks.integer(name, getattr(self, name), 1, way_out)
         if self.rowptr.dtype != torch.int64:
             raise TypeError(f"Expected 'rowptr' to be int64 (got {self.rowptr.dtype}). Offsets of large graphs overflow anything smaller.")
         if self.col.dtype not in (torch.int32, torch.int64):
@@ -311,7 +311,7 @@ class AttentionGraph:
 
     def expand(self, heads: int) -> AttentionGraph:
         """A graph of one head, repeated for ``heads`` heads."""
-        check_int("heads", heads, 1, "A graph without heads has no rows.")
+        checks.integer("heads", heads, 1, "A graph without heads has no rows.")
         if self.heads == heads:
             return self
         if self.heads != 1:
@@ -497,7 +497,7 @@ class AttentionGraph:
         if num_keys is None:
             num_keys = max(num_queries, int(key.max()) + 1 if num_edges else 0)
         for name, value in (("heads", heads), ("num_queries", num_queries), ("num_keys", num_keys)):
-            check_int(name, value, 1, _TOKENS if name != "heads" else "A graph without heads has no rows.")
+            checks.integer(name, value, 1, _TOKENS if name != "heads" else "A graph without heads has no rows.")
         for name, index, end in (("edge_index[0]", key, num_keys), ("edge_index[1]", query, num_queries), ("edge_head", head, heads)):
             if not readable(index):  # no branch on values; the kernels must still see none that is out of range
                 torch._assert_async(
@@ -885,7 +885,7 @@ def _stores(data: Data | HeteroData, edge_type: EdgeType | None) -> tuple[Any, A
 
 
 def _index(value: int, end: int, name: str) -> int:
-    check_int(name, value, -(2**63), "Count from 0.")
+    checks.integer(name, value, -(2**63), "Count from 0.")
     if not -end <= value < end:
         raise ValueError(f"Expected '{name}' in 0..{end - 1} (got {value}). Count from 0.")
     return value % end

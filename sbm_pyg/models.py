@@ -6,6 +6,7 @@ Not here: training (``examples``), and attention itself.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,12 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch_geometric.nn import MessagePassing
 
 from . import patterns
 from .attention import SBMAttentionConv
-from .graph import AttentionGraph
+from .graph import AttentionGraph, check_graph
+from .ops import checks
 from .pretrained import Pretrained
-from .ragged import pad, readable, resolve_ptr
+from .ragged import check_tensor, pad, readable, resolve_ptr
 from .sampling import draw_seed, resolve_streams
 from .sbm import SBM
 
@@ -35,6 +38,9 @@ __all__ = [
 
 ATTENTION = ("sbm", "full", "window", "bigbird")
 BIGBIRD = {"size": 3, "num_global": 2, "num_random": 3}
+BLOCK_BYTES = 2**15  # of the Python objects of a block, without its parameters
+
+SIZES = "See the docstring of SequenceEncoder."
 
 AttentionFactory = Callable[[int, int, int], nn.Module]
 """``(channels, head_channels, heads) -> module``; see :class:`SequenceEncoder` for how the module is called."""
@@ -83,8 +89,7 @@ class EncoderTrace:
         Raises:
             ValueError: ``floor`` is out of range.
         """
-        if not 0 <= floor <= 1:
-            raise ValueError(f"Expected 'floor' in [0, 1] (got {floor}). It is a density; 0 prices every edge.")
+        checks.number("floor", floor, "[0, 1]", "It is a density; 0 prices every edge.")
         return (self.expected_density - floor).relu().mean()
 
     def __add__(self, other: EncoderTrace) -> EncoderTrace:
@@ -102,7 +107,10 @@ class FullAttention(nn.Module):
         channels: Channels of the tokens.
         head_channels: Channels per head C.
         heads: Number of heads H.
-        dropout: Probability that an attention weight is dropped in training.
+        dropout: Probability in [0, 1) that an attention weight is dropped in training.
+
+    Raises:
+        TypeError, ValueError: A size or probability is out of range.
 
     Shapes:
         - tokens ``[N, channels]``; output ``[N, H*C]``. Cost O(B L^2 H C) with L the longest sequence.
@@ -110,7 +118,8 @@ class FullAttention(nn.Module):
 
     def __init__(self, channels: int, head_channels: int, heads: int, dropout: float = 0.0) -> None:
         super().__init__()
-        self.heads, self.dropout = heads, dropout
+        channels, head_channels, heads = _check_attention(channels, head_channels, heads, dropout)
+        self.channels, self.heads, self.dropout = channels, heads, dropout
         self.lin_query = nn.Linear(channels, heads * head_channels)
         self.lin_key = nn.Linear(channels, heads * head_channels)
         self.lin_value = nn.Linear(channels, heads * head_channels)
@@ -126,6 +135,9 @@ class FullAttention(nn.Module):
         return_sbm: bool = False,
     ) -> Any:
         """Attend; ``seed`` and ``streams`` are taken for the sake of a common call and not used. No graph is ever made: None."""
+        checks.tensors(x=x, ptr=ptr)
+        checks.floating(x=x)
+        checks.shape("x", x, (None, self.channels), "[N, channels]", "It has the channels of the layer.")
         padded, mask = pad(x, ptr)  # [B, L, channels], [B, L]
         query, key, value = (
             lin(padded).unflatten(2, (self.heads, -1)).transpose(1, 2) for lin in (self.lin_query, self.lin_key, self.lin_value)
@@ -145,7 +157,10 @@ class PatternAttention(nn.Module):
         head_channels: Channels per head C.
         heads: Number of heads H.
         pattern: ``(ptr, seed, streams) -> AttentionGraph`` with one head or H.
-        dropout: Probability that an attention weight is dropped in training.
+        dropout: Probability in [0, 1) that an attention weight is dropped in training.
+
+    Raises:
+        TypeError, ValueError: A size or probability is out of range, or ``pattern`` cannot be called.
     """
 
     def __init__(
@@ -157,6 +172,9 @@ class PatternAttention(nn.Module):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
+        channels, head_channels, heads = _check_attention(channels, head_channels, heads, dropout)
+        if not callable(pattern):
+            raise TypeError(f"Expected 'pattern' to be callable (got {type(pattern).__name__}). It makes a graph of (ptr, seed, streams).")
         self.conv = SBMAttentionConv(channels, head_channels, heads, num_blocks=None, estimator="none", dropout=dropout)
         self.pattern = pattern
 
@@ -171,9 +189,25 @@ class PatternAttention(nn.Module):
         return_sbm: bool = False,
     ) -> Any:
         """Attend over the pattern."""
-        seed = draw_seed() if seed is None else seed
-        graph = self.pattern(ptr, seed, streams).expand(self.conv.heads)
-        return self.conv(x, graph, ptr=ptr, seed=seed, return_graph=return_graph, return_sbm=return_sbm)
+        seed = draw_seed(seed)
+        graph = self.pattern(ptr, seed, streams)
+        check_graph(graph)
+        return self.conv(x, graph.expand(self.conv.heads), ptr=ptr, seed=seed, return_graph=return_graph, return_sbm=return_sbm)
+
+
+def _check_attention(channels: int, head_channels: int, heads: int, dropout: float) -> tuple[int, int, int]:
+    """The sizes of a layer of attention, whose three projections fit into memory."""
+    sizes = {"channels": channels, "head_channels": head_channels, "heads": heads}
+    channels, head_channels, heads = (checks.integer(name, size, 1, "Channels count per head.") for name, size in sizes.items())
+    checks.number("dropout", dropout, "[0, 1)", "It is the probability that an attention weight is dropped.")
+    _check_parameters("heads", 3 * channels * heads * head_channels)
+    return channels, head_channels, heads
+
+
+def _check_parameters(name: str, count: int) -> None:
+    """Refuse so many parameters where memory does not hold them."""
+    width, device = torch.get_default_dtype().itemsize, torch.get_default_device()
+    checks.memory(name, count, width, device, "Build a smaller model.", "parameters")
 
 
 def _window(size: int, ptr: Tensor, seed: int, streams: Tensor | None) -> AttentionGraph:
@@ -187,19 +221,21 @@ def _bigbird(options: Mapping[str, int], heads: int, ptr: Tensor, seed: int, str
 
 def _named(name: str, channels: int, head_channels: int, heads: int, options: Mapping[str, Any]) -> nn.Module:
     """The attention layer of that name."""
+    known = {"full": {"dropout"}, "window": {"dropout", "window"}, "bigbird": {"dropout", *BIGBIRD}}.get(name)
+    if known is None:  # those of the layer, without what the encoder says itself
+        known = {*inspect.signature(SBMAttentionConv).parameters, *inspect.signature(MessagePassing).parameters}
+        known -= {"in_channels", "out_channels", "heads", "kwargs"}
+    unknown = [option for option in options if option not in known]
+    if unknown:
+        raise ValueError(f"Expected 'attention_options' of {name!r} to be known (got {unknown}). See the docstring of SequenceEncoder.")
     if name == "sbm":
         return SBMAttentionConv(channels, head_channels, heads, **options)
     if name == "full":
         return FullAttention(channels, head_channels, heads, **options)
-    options = dict(options)
-    dropout = options.pop("dropout", 0.0)
-    if name == "window":
-        pattern = partial(_window, options.pop("window", 64))
-    else:
-        pattern = partial(_bigbird, {key: options.pop(key, default) for key, default in BIGBIRD.items()}, heads)
-    if options:
-        raise ValueError(f"Expected 'attention_options' of {name!r} to be known (got {[*options]}). See the docstring of SequenceEncoder.")
-    return PatternAttention(channels, head_channels, heads, pattern, dropout)
+    defaults = {"window": 64} if name == "window" else BIGBIRD
+    sizes = {key: checks.integer(key, options.get(key, least), 0, "It counts tokens.") for key, least in defaults.items()}
+    pattern = partial(_window, sizes["window"]) if name == "window" else partial(_bigbird, sizes, heads)
+    return PatternAttention(channels, head_channels, heads, pattern, options.get("dropout", 0.0))
 
 
 class SequenceEncoder(Pretrained):
@@ -213,7 +249,7 @@ class SequenceEncoder(Pretrained):
         head_channels: Channels per head C; ``channels // heads`` if None.
         ffn_channels: Width of the feed-forward network; ``2 * channels`` if None.
         max_length: Longest sequence, the number of position embeddings.
-        dropout: Dropout on embeddings and on what each block adds.
+        dropout: Dropout on embeddings and on what each block adds, in [0, 1).
         attention: ``"sbm"`` (:class:`SBMAttentionConv`), ``"full"`` (:class:`FullAttention`), ``"window"`` or ``"bigbird"``
             (:class:`PatternAttention`), or a factory ``(channels, head_channels, heads) -> module`` whose module is called as
             ``module(x, ptr=ptr, seed=seed, streams=streams, return_graph=True, return_sbm=True)`` and returns ``[N, H*C]``, graph or
@@ -221,7 +257,8 @@ class SequenceEncoder(Pretrained):
         attention_options: Keyword arguments of the attention that is named, e.g. ``{"num_blocks": 16, "dropout": 0.1}``.
 
     Raises:
-        ValueError: A size is below 1, or the attention has no such name.
+        TypeError: A size is no int, or another argument is of the wrong type.
+        ValueError: A size is below 1, the attention or one of its options has no such name, or memory does not hold the parameters.
 
     Shapes:
         - tokens ``[N]`` int64 in ``0 .. num_tokens-1``; output ``[N, channels]``.
@@ -260,22 +297,37 @@ class SequenceEncoder(Pretrained):
             "max_length": max_length,
             "dropout": dropout,
             "attention": attention,
-            "attention_options": None if attention_options is None else dict(attention_options),
+            "attention_options": attention_options,
         }
-        head_channels = channels // max(heads, 1) if head_channels is None else head_channels
+        if attention_options is not None:
+            if not isinstance(attention_options, Mapping):
+                raise TypeError(f"Expected 'attention_options' to be a dict (got {type(attention_options).__name__}). Name each option.")
+            self._options["attention_options"] = dict(attention_options)
+        channels, heads = (checks.integer(name, size, 1, SIZES) for name, size in (("channels", channels), ("heads", heads)))
+        head_channels = channels // heads if head_channels is None else head_channels
         ffn_channels = 2 * channels if ffn_channels is None else ffn_channels
         sizes = {
             "num_tokens": num_tokens,
-            "channels": channels,
             "num_layers": num_layers,
-            "heads": heads,
             "head_channels": head_channels,
             "ffn_channels": ffn_channels,
             "max_length": max_length,
         }
-        for name, size in sizes.items():
-            if size < 1:
-                raise ValueError(f"Expected '{name}' to be at least 1 (got {size}). See the docstring of SequenceEncoder.")
+        num_tokens, num_layers, head_channels, ffn_channels, max_length = (
+            checks.integer(name, size, 1, SIZES) for name, size in sizes.items()
+        )
+        checks.number("dropout", dropout, "[0, 1)", "It is the probability that a number is dropped in training.")
+        attended, network = 4 * channels * heads * head_channels, 2 * channels * ffn_channels
+        _check_parameters("num_tokens", num_tokens * channels)
+        _check_parameters("max_length", max_length * channels)
+        _check_parameters("heads", attended)
+        _check_parameters("ffn_channels", network)
+        _check_parameters("num_layers", num_layers * (attended + network))
+        checks.memory("num_layers", num_layers, BLOCK_BYTES, torch.device("cpu"), "Build a smaller model.", "blocks")
+        if not (isinstance(attention, str) or callable(attention)):
+            raise TypeError(
+                f"Expected 'attention' to be a name or a factory (got {type(attention).__name__}). The names are {[*ATTENTION]}."
+            )
         if isinstance(attention, str):
             if attention not in ATTENTION:
                 raise ValueError(
@@ -322,7 +374,7 @@ class SequenceEncoder(Pretrained):
             return_trace: Also return an :class:`EncoderTrace`.
 
         Raises:
-            TypeError: Token numbers or the seed are not integers.
+            TypeError: Token numbers, places or the seed are not integers.
             ValueError: A token is outside the vocabulary, a sequence longer than ``max_length``, or a place outside it.
         """
         ptr = resolve_ptr(_count(tokens), ptr, batch, device=tokens.device)
@@ -336,6 +388,7 @@ class SequenceEncoder(Pretrained):
                 raise ValueError(
                     f"Expected sequences of at most max_length = {self.max_length} tokens (got {longest}). Raise max_length or cut them."
                 )
+        check_tensor(places, "places")
         if places is None:
             places = torch.arange(tokens.size(0), device=tokens.device) - torch.repeat_interleave(
                 ptr[:-1], ptr.diff(), output_size=tokens.size(0)
@@ -394,17 +447,23 @@ def _mean_pool(x: Tensor, ptr: Tensor, length: int | None) -> Tensor:
     return x.new_zeros(lengths.numel(), x.size(1)).index_add(0, batch, x) / (lengths[:, None] if length is None else length)
 
 
+def _check_head(encoder: SequenceEncoder, num_classes: int, encoder_width: str) -> int:
+    """The number of classes, whose last layer fits into memory."""
+    if not isinstance(encoder, SequenceEncoder):
+        raise TypeError(f"Expected 'encoder' to be a SequenceEncoder (got {type(encoder).__name__}). It turns tokens into vectors.")
+    num_classes = checks.integer("num_classes", num_classes, 1, "It is the number of logits.")
+    _check_parameters("num_classes", num_classes * getattr(encoder, encoder_width))
+    return num_classes
+
+
 class _Classifier(Pretrained):
     """An encoder and a two-layer perceptron on features of ``inputs * channels``."""
 
     def __init__(self, encoder: SequenceEncoder, num_classes: int, inputs: int, pool_length: int | None) -> None:
         super().__init__()
-        if num_classes < 1:
-            raise ValueError(f"Expected 'num_classes' to be at least 1 (got {num_classes}). It is the number of logits.")
-        if pool_length is not None and pool_length < 1:
-            raise ValueError(
-                f"Expected 'pool_length' to be at least 1 (got {pool_length}). Leave it out to average over the tokens there are."
-            )
+        num_classes = _check_head(encoder, num_classes, encoder_width="ffn_channels")
+        if pool_length is not None:
+            pool_length = checks.integer("pool_length", pool_length, 1, "Leave it out to average over the tokens there are.")
         self.encoder = encoder
         self.classifier = nn.Sequential(
             nn.Linear(inputs * encoder.channels, encoder.ffn_channels), nn.ReLU(), nn.Linear(encoder.ffn_channels, num_classes)
@@ -519,8 +578,7 @@ class TokenClassifier(Pretrained):
 
     def __init__(self, encoder: SequenceEncoder, num_classes: int) -> None:
         super().__init__()
-        if num_classes < 1:
-            raise ValueError(f"Expected 'num_classes' to be at least 1 (got {num_classes}). It is the number of logits.")
+        num_classes = _check_head(encoder, num_classes, encoder_width="channels")
         self.encoder = encoder
         self.classifier = nn.Linear(encoder.channels, num_classes)
         self.num_classes = num_classes

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from numbers import Integral
 from typing import ClassVar
 
 import torch
@@ -25,6 +24,7 @@ from torch_geometric.data.datapipes import functional_transform
 from torch_geometric.transforms import BaseTransform
 
 from .graph import AttentionGraph
+from .ops import checks
 from .ops.reference import RANDOM_KEY, philox
 from .ragged import check_tensor, resolve_ptr
 from .sampling import draw_seed, resolve_streams
@@ -50,7 +50,8 @@ def full(n: int | None, *, heads: int = 1, ptr: Tensor | None = None, device: De
         A graph with :math:`H \\sum_b n_b^2` edges.
 
     Raises:
-        TypeError, ValueError: An argument has the wrong type or range, or ``ptr`` does not describe n tokens; so in all functions here.
+        TypeError, ValueError: An argument has the wrong type or range, ``ptr`` does not describe n tokens, or the memory that is available
+            does not hold the edges, which are counted before they are made; so in all functions here.
 
     Example:
         >>> full(3)
@@ -80,7 +81,7 @@ def window(
         >>> window(4, 1).to_dense()[0].int().tolist()
         [[1, 1, 0, 0], [1, 1, 1, 0], [0, 1, 1, 1], [0, 0, 1, 1]]
     """
-    _check_int("size", size, 0, "Its unit is tokens to each side; 0 gives self-loops.")
+    size = _size("size", size, 0, "Its unit is tokens to each side; 0 gives self-loops.")
     tokens = _Tokens.of(n, heads, ptr, device)
     reach, token = tokens.length.clamp(max=size), tokens.start + tokens.place
     end = token + 1 if causal else torch.minimum(token + reach + 1, tokens.end)
@@ -104,7 +105,7 @@ def global_tokens(n: int | None, num_global: int, *, heads: int = 1, ptr: Tensor
         >>> global_tokens(4, 1).to_dense()[0].int().tolist()
         [[1, 1, 1, 1], [1, 0, 0, 0], [1, 0, 0, 0], [1, 0, 0, 0]]
     """
-    _check_int("num_global", num_global, 0, "It is the number of global tokens of each sequence.")
+    num_global = _size("num_global", num_global, 0, "It is the number of global tokens of each sequence.")
     tokens = _Tokens.of(n, heads, ptr, device)
     keys = tokens.length.where(tokens.place < num_global, tokens.length.clamp(max=num_global))
     return tokens.consecutive(tokens.start, tokens.start + keys)
@@ -144,10 +145,12 @@ def random(
         >>> random(6, 2, seed=0).degree
         tensor([[2, 2, 2, 2, 2, 2]])
     """
-    _check_int("num_keys_per_query", num_keys_per_query, 0, "It is the number of keys that each query draws.")
+    num_keys_per_query = _size("num_keys_per_query", num_keys_per_query, 0, "It is the number of keys that each query draws.")
     tokens = _Tokens.of(n, heads, ptr, device)
     size = tokens.length.repeat(heads)  # [H*N]
     degree = size.clamp(max=num_keys_per_query)
+    listed = torch.where(2 * degree > size, size, degree)  # as numbers are, of which some are left out
+    tokens.check_memory(listed, 1, bytes_each=64)
     place = _distinct(degree, size, _Draws(tokens, streams, draw_seed(seed, generator)))
     first = torch.repeat_interleave(tokens.start.repeat(heads), degree, output_size=place.numel())
     return tokens.graph(degree, first + place, heads)
@@ -187,8 +190,12 @@ def bigbird(
         >>> bigbird(512, size=3, num_global=2, num_random=3, seed=0, heads=2).degree[:, :2].tolist()  # global tokens
         [[512, 512], [512, 512]]
     """
-    _check_int("num_random", num_random, 0, "It is the number of random keys that each query draws.")
-    fixed = window(n, size, ptr=ptr, device=device) | global_tokens(n, num_global, ptr=ptr, device=device)
+    _size("num_random", num_random, 0, "It is the number of random keys that each query draws.")
+    near, wide = window(n, size, ptr=ptr, device=device), global_tokens(n, num_global, ptr=ptr, device=device)
+    heads = checks.integer("heads", heads, 1, "A graph without heads has no rows.")
+    edges = heads * (near.num_edges + wide.num_edges)
+    checks.memory("heads", edges, 64, near.device, "Take fewer global tokens, fewer heads or shorter sequences.")
+    fixed = near | wide
     drawn = random(n, num_random, seed=seed, generator=generator, streams=streams, heads=heads, ptr=ptr, device=device)
     return fixed.expand(heads) | drawn
 
@@ -210,7 +217,7 @@ def block_diagonal(n: int | None, num_blocks: int, *, heads: int = 1, ptr: Tenso
         >>> block_diagonal(5, 2).to_dense()[0].int().tolist()
         [[1, 1, 1, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 0, 0], [0, 0, 0, 1, 1], [0, 0, 0, 1, 1]]
     """
-    _check_int("num_blocks", num_blocks, 1, "One block is the full graph.")
+    num_blocks = _size("num_blocks", num_blocks, 1, "One block is the full graph.")
     tokens = _Tokens.of(n, heads, ptr, device)
     length = tokens.length
     # From n blocks on every token is alone; the least such K keeps r * K and the ceilings below within int64.
@@ -238,7 +245,7 @@ def relay_keys(n: int | None, num_relays: int, *, heads: int = 1, ptr: Tensor | 
         >>> relay_keys(3, 1).to_dense()[0].int().tolist()
         [[0, 0, 1], [0, 0, 1], [0, 0, 1]]
     """
-    _check_int("num_relays", num_relays, 1, "It is the number of relays of each sequence.")
+    num_relays = _size("num_relays", num_relays, 1, "It is the number of relays of each sequence.")
     tokens = _Tokens.of(n, heads, ptr, device)
     return tokens.consecutive(tokens.end - tokens.length.clamp(max=num_relays), tokens.end)
 
@@ -260,7 +267,7 @@ def relay_queries(n: int | None, num_relays: int, *, heads: int = 1, ptr: Tensor
         >>> relay_queries(3, 1).to_dense()[0].int().tolist()
         [[0, 0, 0], [0, 0, 0], [1, 1, 1]]
     """
-    _check_int("num_relays", num_relays, 1, "It is the number of relays of each sequence.")
+    num_relays = _size("num_relays", num_relays, 1, "It is the number of relays of each sequence.")
     tokens = _Tokens.of(n, heads, ptr, device)
     is_relay = tokens.length - tokens.place <= num_relays
     return tokens.consecutive(tokens.start, torch.where(is_relay, tokens.end, tokens.start))
@@ -297,14 +304,17 @@ class _Tokens:
 
     @classmethod
     def of(cls, n: int | None, heads: int, ptr: Tensor | None, device: Device) -> _Tokens:
-        _check_int("heads", heads, 1, "A graph without heads has no rows.")
+        heads = checks.integer("heads", heads, 1, "A graph without heads has no rows.")
         check_tensor(ptr, "ptr")
         if n is not None:
-            _check_int("n", n, 1, "It is the number of tokens.")
+            n = checks.integer("n", n, 1, "It is the number of tokens.")
         elif ptr is None:
             raise ValueError("Expected 'n' or 'ptr' (got neither). Pass the number of tokens or their offsets.")
         else:
-            n = int(ptr.flatten()[-1]) if ptr.numel() else 0
+            n = int(ptr.flatten()[-1]) if ptr.numel() and ptr.dtype in checks.INTEGERS else 0
+        place = (torch.get_default_device() if ptr is None else ptr.device) if device is None else torch.device(device)
+        checks.memory("n", n, 80, place, "Take shorter sequences.", "tokens")
+        checks.memory("heads", heads * n, 24, place, "Take fewer heads.", "rows")
         ptr = resolve_ptr(n, ptr, device=None if device is None else torch.device(device))
         start, end = (torch.repeat_interleave(side, ptr.diff(), output_size=n) for side in (ptr[:-1], ptr[1:]))
         return cls(heads, ptr, start, end, torch.arange(n, device=ptr.device) - start)
@@ -312,6 +322,14 @@ class _Tokens:
     @property
     def length(self) -> Tensor:
         return self.end - self.start  # [N]
+
+    def check_memory(self, degree: Tensor, copies: int, bytes_each: int) -> None:
+        """Refuse rows of so many keys, and so many copies of them, where memory does not hold them."""
+        if not torch.compiler.is_compiling():
+            # The sum in two parts, for int64 may not hold it.
+            edges = copies * ((int((degree >> 16).sum()) << 16) + int((degree & 0xFFFF).sum()))
+            name = "n" if self.heads == 1 or not checks.fits(edges // self.heads, bytes_each, self.ptr.device) else "heads"
+            checks.memory(name, edges, bytes_each, self.ptr.device, "Take a sparser pattern, fewer heads or shorter sequences.")
 
     def graph(self, degree: Tensor, col: Tensor, heads: int) -> AttentionGraph:
         rowptr = torch.cat([degree.new_zeros(1), degree.cumsum(0)])
@@ -321,6 +339,7 @@ class _Tokens:
     def consecutive(self, first: Tensor, end: Tensor) -> AttentionGraph:
         """The graph in which token i attends to tokens ``first[i]..end[i]-1``, in every head."""
         degree = end - first
+        self.check_memory(degree, self.heads, bytes_each=16)
         return self.graph(degree, _ranges(first, degree), 1).expand(self.heads)
 
 
@@ -375,11 +394,9 @@ def _distinct(count: Tensor, size: Tensor, draws: _Draws) -> Tensor:
     return cells % stride
 
 
-def _check_int(name: str, value: int, least: int, way_out: str) -> None:
-    if not isinstance(value, Integral) or isinstance(value, bool):
-        raise TypeError(f"Expected '{name}' to be an int (got {type(value).__name__}). {way_out}")
-    if value < least:
-        raise ValueError(f"Expected '{name}' to be at least {least} (got {value}). {way_out}")
+def _size(name: str, value: int, least: int, way_out: str) -> int:
+    """A number of tokens, cut at what int64 holds, which no sequence reaches."""
+    return min(checks.integer(name, value, least, way_out), 2**63 - 1)
 
 
 # ---------------------------------------------------------------------------------------------------------- transforms

@@ -7,7 +7,7 @@ Not here: anything that knows what a token is.
 from __future__ import annotations
 
 from itertools import pairwise
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any
 
 import torch
@@ -16,7 +16,9 @@ from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import is_fake
 from torch_geometric.utils import to_dense_batch
 
-__all__ = ["check_int", "check_tensor", "offsets", "pad", "readable", "resolve_ptr", "stored_ptr", "unpad"]
+from .ops import checks
+
+__all__ = ["check_tensor", "offsets", "pad", "readable", "resolve_ptr", "stored_ptr", "unpad"]
 
 
 def readable(x: Tensor) -> bool:
@@ -37,14 +39,6 @@ def check_tensor(x: object, name: str, optional: bool = True) -> None:
     """Raise TypeError unless it is a tensor or, where it is optional, None."""
     if not isinstance(x, Tensor) and not (optional and x is None):
         raise TypeError(f"Expected '{name}' to be a tensor (got {type(x).__name__}). Convert it with `torch.as_tensor`.")
-
-
-def check_int(name: str, value: object, least: int, way_out: str) -> None:
-    """Raise TypeError unless it is a whole number, and ValueError if it is below the least."""
-    if not isinstance(value, Integral | torch.SymInt) or isinstance(value, bool):
-        raise TypeError(f"Expected '{name}' to be an int (got {type(value).__name__}). {way_out}")
-    if not torch.compiler.is_compiling() and value < least:
-        raise ValueError(f"Expected '{name}' to be at least {least} (got {value}). {way_out}")
 
 
 def check_present(x: Tensor, name: str) -> None:
@@ -85,7 +79,7 @@ def resolve_ptr(
         raise ValueError(f"Expected '{name}' or 'batch' (got both). Leave one out: they say the same.")
     check_tensor(ptr, name)
     check_tensor(batch, "batch")
-    check_int("total", total, 0, "It is the number of tokens.")
+    checks.integer("total", total, 0, "It is the number of tokens.")
     if batch is not None:
         check_present(batch, "batch")
         if batch.dim() != 1 or batch.numel() != total:

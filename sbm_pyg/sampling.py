@@ -6,7 +6,7 @@ Not here: the sampling algorithms themselves (``ops``) and gradients (``SBM.edge
 
 from __future__ import annotations
 
-from operator import index
+import math
 from typing import Any, cast
 
 import torch
@@ -18,9 +18,12 @@ from torch_geometric.transforms import BaseTransform
 from . import ops
 from .graph import AttentionGraph
 from .ragged import check_tensor, readable, resolve_ptr
-from .sbm import SBM, SBMHead, check_sbm
+from .sbm import SBM, SBMHead, check_model, check_sbm
 
 __all__ = ["SBMGraph", "draw_seed", "sample_edges"]
+
+FAR = 2.0**60
+"""Products below this make what is lost below float32's normal range, from 2^-126 on, nothing next to the resolution of a probability, 2^-32."""
 
 
 def draw_seed(seed: int | None = None, generator: torch.Generator | None = None) -> int:
@@ -33,15 +36,9 @@ def draw_seed(seed: int | None = None, generator: torch.Generator | None = None)
     if seed is not None:
         if generator is not None:
             raise ValueError("Expected 'seed' or 'generator' (got both). Leave one out.")
-        if torch.compiler.is_compiling():
-            return seed  # may be a symbol
-        try:
-            seed = index(seed)  # numpy's integers too
-        except TypeError:
-            raise TypeError(f"Expected 'seed' to be an integer (got {seed!r}). Convert it with `int`.") from None
-        if not -(2**63) <= seed < 2**63:
-            raise ValueError(f"Expected 'seed' in -2**63 .. 2**63-1 (got {seed}). Take it modulo 2**63.")
-        return seed
+        return ops.checks.seed(seed)
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(f"Expected 'generator' to be a torch.Generator (got {type(generator).__name__}). Pass a number as `seed`.")
     device = "cpu" if generator is None else generator.device
     return int(torch.randint(2**63 - 1, (), generator=generator, device=device))
 
@@ -72,6 +69,10 @@ def sample_edges(
     Random words come from a counter-based generator (Philox4x32-10) keyed by seed, stream, head and query: the edges of a sequence do
     not depend on the number of threads nor on the other sequences of the batch.
 
+    Memberships may have any size, as long as probabilities stay below :math:`2^{60}`: numbers beyond float32's normal range, and those near its
+    ends, are rescaled by powers of two in float64, which leaves :math:`p_{ij}` as it is. Where the expected edges do not fit into the memory
+    that is available, nothing is sampled.
+
     Args:
         sbm: The model.
         method: ``"bernoulli"`` or ``"fastrg"``.
@@ -88,8 +89,9 @@ def sample_edges(
         A graph over the tokens of the model, on its device; ``col`` is int32.
 
     Raises:
-        TypeError: ``seed`` is not an integer.
-        ValueError: An argument is out of range, a membership is negative or not finite, or a probability exceeds 1.
+        TypeError: An argument has the wrong type.
+        ValueError: An argument is out of range, a membership is negative or not finite, a probability exceeds 1, or memory does not hold the
+            edges that are to be expected.
 
     Example:
         >>> sbm = SBM(torch.full((1, 1000, 1), 0.1), torch.ones(1, 1000, 1), torch.ones(1, 1, 1))
@@ -103,15 +105,71 @@ def sample_edges(
         raise ValueError(
             f"Expected 'method' to be one of {ops.METHODS} (got {method!r}). Use 'bernoulli' unless you compare with Algorithm 1."
         )
-    if not 0 <= exploration <= 1:
-        raise ValueError(f"Expected 'exploration' in [0, 1] (got {exploration}). The paper has 0.01 in training and 0 in evaluation.")
+    check_model(sbm)
+    ops.checks.number("exploration", exploration, "[0, 1]", "The paper has 0.01 in training and 0 in evaluation.")
+    if not isinstance(clamp, bool):
+        raise TypeError(f"Expected 'clamp' to be a bool (got {type(clamp).__name__}). It says whether to cut probabilities at 1.")
     streams = resolve_streams(streams, sbm.num_sequences, sbm.query_ptr.device)
     seed = draw_seed(seed, generator)
     with torch.no_grad():
-        check_sbm(sbm)
-        limited = sbm if budget is None else sbm.limit(budget)
-        rowptr, col = ops.sample_sbm(limited.rate, limited.key, sbm.query_ptr, sbm.key_ptr, streams, seed, method, exploration, clamp)
+        reach = check_sbm(sbm)
+        limited = sbm if reach <= FAR else _widen(sbm, reach)
+        limited = limited if budget is None else limited.limit(budget)
+        _check_memory(limited, method, exploration)
+        rate, key = (limited.rate, limited.key) if reach <= FAR else _rescale(limited)
+        rowptr, col = ops.sample_sbm(rate, key, sbm.query_ptr, sbm.key_ptr, streams, seed, method, exploration, clamp)
     return AttentionGraph._trusted(rowptr, col, sbm.num_queries, sbm.num_keys, sbm.heads, sbm.query_ptr, sbm.key_ptr)
+
+
+def _widen(sbm: SBM, reach: float) -> SBM:
+    """The model in float64."""
+    if reach > 2.0**900:
+        sizes = {name: float(getattr(sbm, name).max()) for name in ("query", "key", "block")}
+        name = max(sizes, key=lambda name: sizes[name])
+        raise ValueError(
+            f"Expected '{name}' of a size whose products float64 holds (got {sizes[name]:.4g}). Scale memberships and block matrix towards 1."
+        )
+    return SBM(sbm.query.double(), sbm.key.double(), sbm.block.double(), sbm.query_ptr, sbm.key_ptr)
+
+
+def _rescale(sbm: SBM) -> tuple[Tensor, Tensor]:
+    """Rates and memberships of the keys of a float64 model, whose products are the same, in a range that kernels take.
+
+    For each head, sequence and block the largest membership of a key comes to lie in [1/2, 1), by a power of two that the rate gives back.
+    """
+    keys, queries = (
+        torch.repeat_interleave(ptr.diff(), output_size=count)
+        for ptr, count in ((sbm.key_ptr, sbm.num_keys), (sbm.query_ptr, sbm.num_queries))
+    )
+    top = sbm.key.new_zeros(sbm.heads, sbm.num_sequences, sbm.num_blocks)
+    top = top.scatter_reduce(1, keys[None, :, None].expand_as(sbm.key), sbm.key, "amax")
+    power = torch.where(top > 0, top / top.frexp().mantissa, 1)
+    rate = sbm.rate * power[:, queries]
+    most = float(rate.max())
+    if most > FAR:
+        raise ValueError(
+            f"Expected 'sbm' with probabilities below 2**60, even where they are cut at 1 (got up to {most:.4g}). Scale its block matrix."
+        )
+    return rate, sbm.key / power[:, keys]
+
+
+def _check_memory(sbm: SBM, method: str, exploration: float) -> None:
+    """Refuse a model whose expected edges do not fit into memory. Looks at the model only where all pairs of all tokens would not."""
+    device = sbm.query.device
+    bytes_each = 9 if device.type == "cpu" else 20  # numbers of 4 bytes, in parts and joined; of 8 bytes in plain torch
+    if ops.checks.fits(sbm.heads * sbm.num_queries * sbm.num_keys, bytes_each, device) or not readable(sbm.query):
+        return
+    keys = sbm.key_ptr.diff()
+    pairs = sbm.heads * int((sbm.query_ptr.diff() * keys).sum())
+    if ops.checks.fits(pairs, bytes_each, device):
+        return
+    keys = torch.repeat_interleave(keys, sbm.query_ptr.diff(), output_size=sbm.num_queries)
+    degree = sbm.expected_degree().double() + exploration * keys
+    # The mean of 1 - exp(-p) over the keys of a row is at most that of the mean p.
+    degree = -keys * torch.expm1(-degree / keys) if method == "fastrg" else torch.minimum(degree, keys)
+    expected = float(degree.sum())
+    way_out = "Pass `budget=`, or take fewer heads or shorter sequences."
+    ops.checks.memory("sbm", min(int(expected + 6 * math.sqrt(expected)), pairs), bytes_each, device, way_out)
 
 
 def resolve_streams(streams: Tensor | None, sequences: int, device: torch.device, bits: int = 32) -> Tensor:
@@ -158,7 +216,8 @@ class SBMGraph(BaseTransform):
             default generator decides.
 
     Raises:
-        ValueError: The data object lacks an attribute that is needed.
+        TypeError: An argument, or an attribute of the data object, has the wrong type.
+        ValueError: The data object lacks an attribute or a kind of nodes that is needed, or shapes do not fit each other, the nodes or the head.
 
     Example:
         >>> data = Data(query_membership=torch.ones(5, 1), key_membership=torch.ones(5, 1), block_matrix=torch.ones(1, 1))
@@ -177,16 +236,40 @@ class SBMGraph(BaseTransform):
         clamp: bool = False,
         seed: int | None = None,
     ) -> None:
-        self.head, self.edge_type = head, edge_type
+        if head is not None and not isinstance(head, torch.nn.Module):
+            raise TypeError(
+                f"Expected 'head' to be a module such as SBMHead (got {type(head).__name__}). Memberships are read from the data."
+            )
+        if not isinstance(edge_type, tuple | list) or len(edge_type) != 3 or not all(isinstance(name, str) for name in edge_type):
+            raise TypeError(
+                f"Expected 'edge_type' to be (source, relation, target), three names (got {edge_type!r}). Leave it out for Data."
+            )
+        self.head, self.edge_type = head, cast(tuple[str, str, str], tuple(edge_type))
         self.method, self.exploration, self.budget, self.clamp, self.seed = method, exploration, budget, clamp, seed
 
     def forward(self, data: Data | HeteroData) -> Data | HeteroData:
+        if not isinstance(data, Data | HeteroData):
+            raise TypeError(
+                f"Expected 'data' to be Data or HeteroData (got {type(data).__name__}). Edges of an SBM come from `sample_edges`."
+            )
         hetero = isinstance(data, HeteroData)
+        if hetero and not {self.edge_type[0], self.edge_type[2]} <= {*data.node_types}:
+            raise ValueError(
+                f"Expected 'edge_type' to begin and end with a kind of nodes of the data, of {data.node_types} (got {self.edge_type}). "
+                "Pass `edge_type=(source, relation, target)`."
+            )
         target, source = (data[self.edge_type[2]], data[self.edge_type[0]]) if hetero else (data, data)
         query_ptr, key_ptr = (_offsets(store) for store in (target, source))
         if self.head is not None:
-            heads = self.head.heads
-            query, key = (self._read(store, "x", "features").unflatten(1, (heads, -1)).transpose(0, 1) for store in (target, source))
+            heads, width = self.head.heads, self.head.heads * self.head.channels
+            features = [self._read(store, "x", "features", (2,), "[N, H*C]") for store in (target, source)]
+            for x in features:
+                if x.size(1) != width:
+                    raise ValueError(
+                        f"Expected 'x' to be [N, H*C] = [N, {width}], as the head has {heads} heads of {self.head.channels} channels (got "
+                        f"{list(x.shape)}). Project the features, or build another head."
+                    )
+            query, key = (x.unflatten(1, (heads, -1)).transpose(0, 1) for x in features)
             with torch.no_grad():
                 sbm = self.head(query, key, query_ptr, key_ptr)
         else:
@@ -194,19 +277,29 @@ class SBMGraph(BaseTransform):
                 raise ValueError(
                     "Expected single graphs where memberships are read (got a Batch, whose block matrices are stacked). Apply SBMGraph before batching, as a `pre_transform` or `transform` of the dataset."
                 )
-            query = self._read(target, "query_membership", "memberships")
-            key = self._read(source, "key_membership", "memberships")
-            block = self._read(data, "block_matrix", "block matrices")
+            query = self._read(target, "query_membership", "memberships", (2, 3), "[N, K] or [N, H, K]")
+            key = self._read(source, "key_membership", "memberships", (2, 3), "[N, K] or [N, H, K]")
+            block = self._read(data, "block_matrix", "block matrices", (2, 3), "[K, K] or [H, K, K]", rows=False)
             query, key = (x[None] if x.dim() == 2 else x.transpose(0, 1) for x in (query, key))
             sbm = SBM(query, key, block[None] if block.dim() == 2 else block, cast(Tensor, query_ptr), cast(Tensor, key_ptr))
         graph = sample_edges(sbm, method=self.method, exploration=self.exploration, budget=self.budget, clamp=self.clamp, seed=self.seed)
         return graph.replace_edges(data, self.edge_type if hetero else None)
 
-    def _read(self, store: Data | HeteroData, name: str, what: str) -> Tensor:
+    def _read(self, store: Any, name: str, what: str, dims: tuple[int, ...], shape: str, rows: bool = True) -> Tensor:
+        """An attribute, which has a row for each node, if the store knows its nodes, unless ``rows`` is False."""
         value = getattr(store, name, None)
         if value is None:
             raise ValueError(
                 f"Expected the data object to carry '{name}' (got none). Add the {what} of the SBM, or pass `head=` and node features `x`."
+            )
+        ops.checks.tensors(**{name: value})
+        ops.checks.floating(**{name: value})
+        if value.dim() not in dims:
+            raise ValueError(f"Expected '{name}' to be {shape} (got {list(value.shape)}). Nodes come first.")
+        known = rows and any(each in store for each in ("num_nodes", "x", "pos", "batch"))  # else PyG guesses, from edges
+        if known and value.size(0) != store.num_nodes:
+            raise ValueError(
+                f"Expected '{name}' to have a row for each of the {store.num_nodes} nodes (got {list(value.shape)}). Its edges join nodes by number."
             )
         return value
 

@@ -64,9 +64,9 @@ class SBM:
 
     def __post_init__(self) -> None:
         query, key, block = self.query, self.key, self.block
+        ops.checks.tensors(query=query, key=key, block=block)
+        ops.checks.floating(query=query, key=key, block=block)
         for name, tensor in (("query", query), ("key", key), ("block", block)):
-            if not tensor.is_floating_point():
-                raise TypeError(f"Expected '{name}' to be a floating tensor (got {tensor.dtype}). Convert it with `.float()`.")
             if tensor.dtype != query.dtype:
                 raise TypeError(f"Expected '{name}' to be {query.dtype}, as 'query' is (got {tensor.dtype}). Convert one of them.")
             if tensor.device != query.device:
@@ -170,17 +170,30 @@ class SBM:
         Raises:
             ValueError: The graph is not over these tokens and heads.
         """
-        self._check(graph)
+        self.check(graph)
         return ops.edge_dot(self.rate, self.key, graph.rowptr, graph.col)
 
     def edge_gate(self, graph: AttentionGraph) -> Tensor:
         """Straight-through gate of each edge, ``[E]``: exactly 1, with the gradient of :meth:`edge_prob`. O(E) forward, O(E K) backward."""
-        self._check(graph)
+        self.check(graph)
         return ops.edge_gate(self.rate, self.key, graph.rowptr, graph.col)
 
     def edge_prob_dense(self, sequence: int = 0) -> Tensor:
-        """Probabilities of all pairs of one sequence, ``[H, n, m]``, differentiable. Cost O(n m K): for looking, not for training."""
+        """Probabilities of all pairs of one sequence, ``[H, n, m]``, differentiable. Cost O(n m K): for looking, not for training.
+
+        Args:
+            sequence: Which sequence, counted from 0.
+
+        Raises:
+            TypeError, ValueError: There is no such sequence, or memory does not hold its pairs.
+        """
+        count = self.num_sequences
+        if ops.checks.integer("sequence", sequence, -count, "Count from 0.") >= count:
+            raise ValueError(f"Expected 'sequence' in 0..{count - 1} (got {sequence}). Count from 0.")
         queries, keys = self._slices()[sequence]
+        pairs = self.heads * (queries.stop - queries.start) * (keys.stop - keys.start)
+        way_out = "Ask for those of the edges of a graph, by `edge_prob`."
+        ops.checks.memory("sequence", pairs, self.query.element_size(), self.query.device, way_out, "pairs")
         return self.rate[:, queries] @ self.key[:, keys].mT
 
     def expected_degree(self) -> Tensor:
@@ -207,20 +220,26 @@ class SBM:
             budget: Positive number of keys per query and head.
 
         Raises:
-            ValueError: ``budget`` is not positive.
+            TypeError, ValueError: ``budget`` is not a positive number.
         """
-        if not budget > 0:
-            raise ValueError(f"Expected 'budget' to be a positive number of edges per query (got {budget}). Leave it out for no limit.")
+        ops.checks.number("budget", budget, "(0, inf]", "It is a number of edges per query; leave it out for no limit.")
         factor = (budget / self.expected_degree().detach()).clamp(max=1).to(self.query.dtype)  # counted in float32 at least
         return replace(self, query=self.query * factor[..., None])
 
-    def _check(self, graph: AttentionGraph) -> None:
+    def check(self, graph: AttentionGraph, name: str = "graph") -> None:
+        """Refuse a graph that is not over the tokens, heads and sequences of this model.
+
+        Raises:
+            TypeError, ValueError: It is not.
+        """
         check_graph(graph)
         mine, theirs = (self.heads, self.num_queries, self.num_keys), (graph.heads, graph.num_queries, graph.num_keys)
         if mine != theirs:
-            raise ValueError(f"Expected 'graph' with (heads, queries, keys) = {mine} (got {theirs}). Build it over the tokens of this SBM.")
+            raise ValueError(
+                f"Expected '{name}' with (heads, queries, keys) = {mine} (got {theirs}). Build it over the tokens of this SBM."
+            )
         if not graph.same_offsets(self.query_ptr, self.key_ptr):
-            raise ValueError(f"Expected 'graph' over the sequences of this SBM (got {graph}). Build it with the same 'ptr'.")
+            raise ValueError(f"Expected '{name}' over the sequences of this SBM (got {graph}). Build it with the same 'ptr'.")
 
     def _slices(self) -> list[tuple[slice, slice]]:
         query, key = self.query_ptr.tolist(), self.key_ptr.tolist()
@@ -235,8 +254,19 @@ class SBM:
         return wide.new_zeros(heads * sequences, blocks).index_add(0, place.flatten(), wide.flatten(0, 1)).view(heads, sequences, blocks)
 
 
-def check_sbm(sbm: SBM) -> None:
-    """Raise ValueError unless memberships and blocks are finite, non-negative and no product overflows; nothing where values may not be looked at."""
+def check_model(sbm: object) -> None:
+    """Raise TypeError unless it is an :class:`SBM`."""
+    if not isinstance(sbm, SBM):
+        raise TypeError(f"Expected 'sbm' to be an SBM (got {type(sbm).__name__}). `SBMHead` predicts one, `SBM(query, key, block)` is one.")
+
+
+def check_sbm(sbm: SBM) -> float:
+    """Raise ValueError unless memberships and blocks are finite, non-negative and no product overflows; nothing where values may not be looked at.
+
+    Returns:
+        A bound on every product of a membership of a query, an entry of a block matrix and a membership of a key, each taken as 1 where it is
+        less, times the number of terms :math:`K^2`. What is below the least normal number of a precision is nothing next to it times this.
+    """
     largest = {"query": 0.0, "key": 0.0, "block": 0.0}
     for name in largest:
         x = getattr(sbm, name)
@@ -253,6 +283,7 @@ def check_sbm(sbm: SBM) -> None:
     bound = sbm.num_blocks * largest["query"] * largest["block"]
     if bound > torch.finfo(sbm.query.dtype).max and not bool(sbm.rate.isfinite().all()):
         raise ValueError(f"Expected 'query @ block' to be finite (got a bound of {bound:.4g}). Scale memberships to at most 1.")
+    return sbm.num_blocks**2 * math.prod(max(1.0, high) for high in largest.values())
 
 
 def _batch(ptr: Tensor, total: int) -> Tensor:
@@ -287,7 +318,7 @@ class SBMHead(torch.nn.Module):
         tied: Keys take their memberships from queries too, so that like tokens start in like blocks; needs the same tokens on both sides.
 
     Raises:
-        ValueError: An option is unknown or out of range.
+        TypeError, ValueError: An option is unknown or out of range, or its parameters would not fit into memory.
 
     Shapes:
         - query ``[H, N, C]``, key ``[H, M, C]``; returns an :class:`SBM` with K blocks.
@@ -308,19 +339,28 @@ class SBMHead(torch.nn.Module):
         tied: bool = False,
     ) -> None:
         super().__init__()
-        for name, size in (("channels", channels), ("heads", heads), ("num_blocks", num_blocks)):
-            if size < 1:
-                raise ValueError(f"Expected '{name}' to be at least 1 (got {size}). The paper has 32 channels and 128 blocks.")
+        sizes = (("channels", channels), ("heads", heads), ("num_blocks", num_blocks))
+        channels, heads, num_blocks = (
+            ops.checks.integer(name, size, 1, "The paper has 32 channels and 128 blocks.") for name, size in sizes
+        )
         if clusters not in CLUSTERS:
             raise ValueError(f"Expected 'clusters' to be 'kaiming' or 'orthogonal' (got {clusters!r}). The paper has 'kaiming'.")
         if parameterization not in PARAMETERIZATIONS:
             raise ValueError(
                 f"Expected 'parameterization' to be one of {[*PARAMETERIZATIONS]} (got {parameterization!r}). See the docstring of SBMHead."
             )
-        if not 0 < density < 1:
-            raise ValueError(f"Expected 'density' in (0, 1) (got {density}). It is the probability of an edge at the start.")
-        if not temperature > 0:
-            raise ValueError(f"Expected 'temperature' to be positive (got {temperature}). Memberships harden as it goes to 0.")
+        ops.checks.number("density", density, "(0, 1)", "It is the probability of an edge at the start.")
+        ops.checks.number("temperature", temperature, "(0, inf]", "Memberships harden as it goes to 0.")
+        if not isinstance(tied, bool):
+            raise TypeError(
+                f"Expected 'tied' to be a bool (got {type(tied).__name__}). It says whether keys take the queries' memberships."
+            )
+        width = torch.get_default_dtype().itemsize
+        device = torch.get_default_device()
+        ops.checks.memory("channels", 2 * channels**2, width, device, "They are channels of one head.", "parameters")
+        each = num_blocks * (channels + (num_blocks if parameterization == "mixed" else 0))
+        ops.checks.memory("num_blocks", each, width, device, "Take fewer blocks.", "parameters")
+        ops.checks.memory("heads", heads * each, width, device, "Take fewer heads or blocks.", "parameters")
         self.channels, self.heads, self.num_blocks, self.init = channels, heads, num_blocks, clusters
         self.parameterization, self.density, self.temperature, self.tied = parameterization, density, temperature, tied
         self.shift = _logit(density**0.5)
@@ -351,7 +391,21 @@ class SBMHead(torch.nn.Module):
                 self.block.fill_(_logit(outside)).diagonal(dim1=1, dim2=2).fill_(_logit(inside))
 
     def forward(self, query: Tensor, key: Tensor, query_ptr: Tensor | None = None, key_ptr: Tensor | None = None) -> SBM:
-        """See the class; the offsets are passed on to :class:`SBM`."""
+        """See the class; the offsets are passed on to :class:`SBM`.
+
+        Raises:
+            TypeError, ValueError: A shape or type does not fit.
+        """
+        ops.checks.tensors(query=query, key=key)
+        ops.checks.floating(query=query, key=key)
+        ops.checks.shape("query", query, (self.heads, None, self.channels), "[H, N, C]", "It has the heads and channels of the SBMHead.")
+        ops.checks.shape("key", key, (self.heads, None, self.channels), "[H, M, C]", "It has the heads and channels of the SBMHead.")
+        if not torch.is_autocast_enabled(query.device.type):
+            for name, x in (("query", query), ("key", key)):
+                if x.dtype != self.clusters.dtype:
+                    raise TypeError(
+                        f"Expected '{name}' to be {self.clusters.dtype}, as the SBMHead is (got {x.dtype}). Convert one of them."
+                    )
         if self.tied:
             if key.shape != query.shape:
                 raise ValueError(

@@ -343,11 +343,11 @@ def test_what_nan_in_a_token_that_no_edge_touches_reaches(fuse: bool) -> None:
         ({"dropout": 1.0}, r"Expected 'dropout' in \[0, 1\) \(got 1.0\)"),
         ({"exploration": -0.1}, r"Expected 'exploration' in \[0, 1\] \(got -0.1\)"),
         ({"window": -1}, r"Expected 'window' to be at least 0 \(got -1\)"),
-        ({"budget": -1.0}, r"Expected 'budget' to be a positive number of keys per query \(got -1.0\)"),
-        ({"budget": float("nan")}, r"Expected 'budget' to be a positive number"),
+        ({"budget": -1.0}, r"Expected 'budget' in \(0, inf\] \(got -1.0\)"),
+        ({"budget": float("nan")}, r"Expected 'budget' in \(0, inf\] \(got nan\)"),
         ({"num_blocks": 0}, r"Expected 'num_blocks' to be at least 1 \(got 0\)"),
         ({"exploration": float("nan")}, r"Expected 'exploration' in \[0, 1\] \(got nan\)"),
-        ({"probes": -1}, r"Expected 'probes' to be 0 or more \(got -1\)"),
+        ({"probes": -1}, r"Expected 'probes' in \[0, inf\] \(got -1\)"),
         ({"aggr": "mean"}, r"Expected 'aggr' to be 'add' \(got 'mean'\)"),
         ({"flow": "target_to_source"}, r"Expected 'flow' to be 'source_to_target' \(got 'target_to_source'\)"),
         ({"decomposed_layers": 2}, r"Expected 'decomposed_layers' to be 1 \(got 2\)"),
@@ -383,8 +383,8 @@ def test_call_errors() -> None:
         ({"in_channels": 0}, "Expected 'in_channels' to be a number of channels, -1 to infer it, or a pair for keys and queries (got 0)"),
         ({"in_channels": -2}, "Expected 'in_channels' to be a number of channels, -1 to infer it, or a pair for keys and queries (got -2)"),
         ({"in_channels": (16, 16, 16)}, "or a pair for keys and queries (got (16, 16, 16))"),
-        ({"dropout": "0.1"}, "Expected 'dropout' to be a number (got '0.1')"),
-        ({"probes": None}, "Expected 'probes' to be a number (got None)"),
+        ({"dropout": "0.1"}, "Expected 'dropout' to be a number in [0, 1) (got str)"),
+        ({"probes": None}, "Expected 'probes' to be a number in [0, inf] (got NoneType)"),
         ({"heads": 2.0}, "Expected 'heads' to be an int (got float)"),
         ({"window": True}, "Expected 'window' to be an int (got bool)"),
         ({"num_blocks": "8"}, "Expected 'num_blocks' to be an int (got str)"),
@@ -397,7 +397,9 @@ def test_option_types(option: dict[str, Any], message: str) -> None:
 
 
 def test_heads_that_memory_cannot_hold_are_refused() -> None:
-    with pytest.raises(ValueError, match=re.escape("Expected 'heads' to make what memory can hold (got 2,473,901,162,496 parameters")):
+    with pytest.raises(
+        ValueError, match=re.escape("Expected 'heads' to ask for no more than memory holds (got 2,473,901,162,496 parameters")
+    ):
         SBMAttentionConv(16, 8, heads=2**31)
 
 

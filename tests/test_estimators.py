@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from itertools import product
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from problems import GRAPHS, random_graph, reference_attention
 from torch import Tensor
 
-from sbm_pyg import SBM, AttentionGraph, SBMAttentionConv, SBMHead, ops, sample_edges
+from sbm_pyg import SBM, AttentionGraph, SBMAttentionConv, SBMHead, ops, patterns, sample_edges
 from sbm_pyg.estimators import concrete_bias, draw_probes, local_expectation, relaxed_bias, score_function, straight_through
 from sbm_pyg.ops import reference
 
@@ -286,12 +286,80 @@ def test_systematic_samples_are_those_of_the_reference(per_query: float, dtype: 
 
 def test_refused_probes() -> None:
     sbm = SBM(torch.full((1, 3, 1), 0.1), torch.ones(1, 3, 1), torch.ones(1, 1, 1))
-    with pytest.raises(ValueError, match=r"Expected 'per_query' to be 0 or more \(got -1.0\)"):
+    with pytest.raises(ValueError, match=r"Expected 'per_query' in \[0, inf\] \(got -1.0\)"):
         draw_probes(sbm, -1.0, seed=0)
-    with pytest.raises(ValueError, match=r"Expected 'per_query' to be 0 or more \(got nan\)"):
+    with pytest.raises(ValueError, match=r"Expected 'per_query' in \[0, inf\] \(got nan\)"):
         draw_probes(sbm, math.nan, seed=0)
     with pytest.raises(ValueError, match=r"Expected 'streams' to be \[1\] int64 \(got \[2\]"):
         draw_probes(sbm, 1.0, seed=0, streams=torch.tensor([0, 1]))
+
+
+def test_refused_arguments_of_estimators() -> None:
+    ptr = torch.tensor([0, 3, 5])
+    sbm = SBM(torch.full((1, 5, 1), 0.1), torch.ones(1, 5, 1), torch.ones(1, 1, 1), ptr)
+    graph, (probes, chance) = sample_edges(sbm, exploration=0.5, seed=0), draw_probes(sbm, 2.0, seed=0)
+    x, foreign = torch.ones(1, 5, 4), patterns.full(5)
+    longer = patterns.full(9)
+    loss = torch.ones(2)
+
+    def expect(model: Any = sbm, edges: Any = graph, tried: Any = probes, eta: Any = chance, **options: Any) -> Any:
+        return local_expectation(x, x, x, x, model, edges, tried, eta, **options)
+
+    (
+        expect(),
+        straight_through(sbm, graph),
+        relaxed_bias(sbm, graph),
+        concrete_bias(sbm, graph, 0.5, seed=0),
+        score_function(sbm, graph, loss),
+    )
+    cases: list[tuple[Any, type[Exception], str]] = [
+        (lambda: expect(model=None), TypeError, r"Expected 'sbm' to be an SBM \(got NoneType\)"),
+        (lambda: expect(edges=longer), ValueError, r"Expected 'graph' with \(heads, queries, keys\) = \(1, 5, 5\) \(got \(1, 9, 9\)\)"),
+        (lambda: expect(edges=foreign), ValueError, "Expected 'graph' over the sequences of this SBM"),
+        (lambda: expect(tried=foreign), ValueError, "Expected 'probes' over the sequences of this SBM"),
+        (lambda: expect(edges=None), TypeError, r"Expected 'graph' to be an AttentionGraph \(got NoneType\)"),
+        (lambda: expect(eta=chance + 1), ValueError, r"Expected 'chance' in \[0, 1\]"),
+        (lambda: expect(eta=chance * math.nan), ValueError, r"Expected 'chance' in \[0, 1\]"),
+        (lambda: expect(eta=0.5), TypeError, r"Expected 'chance' to be a tensor \(got float\)"),
+        (lambda: expect(exploration=2), ValueError, r"Expected 'exploration' in \[0, 1\] \(got 2\)"),
+        (lambda: expect(scale=math.nan), ValueError, r"Expected 'scale' in \(-inf, inf\) \(got nan\)"),
+        (lambda: expect(forced=chance), ValueError, r"Expected 'forced' to be \[E\]"),
+        (lambda: straight_through(sbm, graph, graph.col), TypeError, r"Expected 'forced' to be bool \(got torch.int32\)"),
+        (lambda: straight_through(sbm, foreign), ValueError, "Expected 'graph' over the sequences of this SBM"),
+        (lambda: relaxed_bias(sbm, graph, math.nan), ValueError, r"Expected 'exploration' in \[0, 1\] \(got nan\)"),
+        (lambda: relaxed_bias(cast(Any, graph), graph), TypeError, r"Expected 'sbm' to be an SBM \(got AttentionGraph\)"),
+        (lambda: concrete_bias(sbm, graph, 0.0, seed=0), ValueError, r"Expected 'temperature' in \(0, inf\) \(got 0.0\)"),
+        (lambda: concrete_bias(sbm, graph, math.nan, seed=0), ValueError, r"Expected 'temperature' in \(0, inf\) \(got nan\)"),
+        (lambda: concrete_bias(sbm, graph, 1.0, seed=cast(Any, 1.5)), TypeError, r"Expected 'seed' to be an integer \(got 1.5\)"),
+        (lambda: score_function(sbm, graph, loss.mean()), ValueError, r"Expected 'loss' to be \[B\] = \[2\] \(got \[\]\)"),
+        (lambda: score_function(sbm, graph, loss[:1]), ValueError, r"Expected 'loss' to be \[B\] = \[2\] \(got \[1\]\)"),
+        (lambda: score_function(sbm, graph, loss.long()), TypeError, r"Expected 'loss' to be a floating tensor \(got torch.int64\)"),
+        (lambda: score_function(sbm, foreign, loss), ValueError, "Expected 'graph' over the sequences of this SBM"),
+        (lambda: draw_probes(sbm, cast(Any, "2"), seed=0), TypeError, r"Expected 'per_query' to be a number in \[0, inf\] \(got str\)"),
+        (lambda: draw_probes(cast(Any, None), 2.0, seed=0), TypeError, r"Expected 'sbm' to be an SBM \(got NoneType\)"),
+    ]
+    for action, error, message in cases:
+        with pytest.raises(error, match=message):
+            action()
+
+
+def test_more_pairs_than_memory_holds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops.checks, "available", lambda device: 2**30)
+    ones = torch.ones(1, 60_000, 1)
+    sbm = SBM(ones / 60_000, ones, ones[:, :1])
+    message = r"Expected 'per_query' to ask for no more than memory holds \(got 3,600,000,000 probes, 26.8 GiB of 1.0 GiB\). .*fewer heads"
+    with pytest.raises(ValueError, match=message):
+        draw_probes(sbm, math.inf, seed=0)
+    with pytest.raises(ValueError, match=r"Expected 'per_query' .* \(got 3,600,000,000 probes"):
+        SBMAttentionConv(4, 4, num_blocks=2, estimator="relaxed")(torch.ones(60_000, 4), seed=0)
+    with pytest.raises(ValueError, match=r"Expected 'sbm' to ask for no more than memory holds \(got 3,600,000,000 pairs"):
+        score_function(sbm, sample_edges(sbm, seed=0), torch.ones(1))
+    assert draw_probes(sbm, 16.0, seed=0)[0].num_edges == pytest.approx(960_000, rel=0.01)
+    few, short = patterns.window(6000, 500), SBM(sbm.query[:, :6000], sbm.key[:, :6000], sbm.block)
+    monkeypatch.setattr(ops.checks, "available", lambda device: 2**26)
+    for bias in (lambda: relaxed_bias(short, few), lambda: concrete_bias(short, few, 0.5, seed=0)):
+        with pytest.raises(ValueError, match=r"Expected 'graph' to ask for no more than memory holds \(got 5,755,500 edges"):
+            bias()
 
 
 def test_infinitely_many_probes_are_all_pairs() -> None:
@@ -394,7 +462,7 @@ def test_local_expectation_runs_under_a_score_bias() -> None:
         ({"estimator": "local", "normalizer": "entmax15"}, "The others are derived for softmax"),
         ({"sbm_options": {"parameterization": "odd"}}, "Expected 'parameterization' to be one of"),
         ({"sbm_options": {"density": 1.0}}, r"Expected 'density' in \(0, 1\)"),
-        ({"sbm_options": {"temperature": 0.0}}, "Expected 'temperature' to be positive"),
+        ({"sbm_options": {"temperature": 0.0}}, r"Expected 'temperature' in \(0, inf\]"),
     ],
 )
 def test_errors(options: dict[str, Any], message: str) -> None:

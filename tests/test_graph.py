@@ -326,23 +326,25 @@ def test_makers_of_valid_rows_do_not_look_at_them(monkeypatch: pytest.MonkeyPatc
     [
         ({"num_keys": 2**62}, "Expected 'num_keys' such that H * N * M is below 2**63 (got 1 * 3 * 4611686018427387904)"),
         ({"num_keys": 2**63}, "Expected 'num_keys' such that H * N * M is below 2**63"),
-        ({"num_queries": 2**40, "num_keys": 3}, "Expected 'num_queries' to make what memory can hold (got 1,099,511,627,776 rows"),
-        ({"heads": 2**40}, "Expected 'num_queries' to make what memory can hold"),
+        ({"num_queries": 2**40, "num_keys": 3}, "Expected 'num_queries' to ask for no more than memory holds (got 1,099,511,627,776 rows"),
+        ({"heads": 2**40}, "Expected 'num_queries' to ask for no more than memory holds"),
     ],
 )
 def test_sizes_that_cannot_be_are_refused_by_arithmetic(sizes: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=says(message)):
         AttentionGraph.from_edge_index(torch.tensor([[0], [1]]), **({"num_queries": 3} | sizes))
-    with pytest.raises(ValueError, match=says("Expected 'heads' to make what memory can hold")):
+    with pytest.raises(ValueError, match=says("Expected 'heads' to ask for no more than memory holds")):
         build(RAGGED).head(0).expand(2**40)
 
 
 def test_a_dense_mask_that_memory_cannot_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = AttentionGraph.from_edge_index(torch.tensor([[0], [1]]), 10_000)
-    monkeypatch.setattr(checks, "free_memory", lambda device: 10**8 - 1)
-    with pytest.raises(ValueError, match=says("Expected 'sequence' to make what memory can hold (got 100,000,000 pairs of 1 bytes")):
+    monkeypatch.setattr(checks, "available", lambda device: 10**8 - 1)
+    with pytest.raises(
+        ValueError, match=says("Expected 'sequence' to ask for no more than memory holds (got 100,000,000 pairs of 1 bytes")
+    ):
         graph.to_dense()
-    monkeypatch.setattr(checks, "free_memory", lambda device: 10**8)
+    monkeypatch.setattr(checks, "available", lambda device: 10**8)
     assert graph.to_dense().sum() == 1
 
 

@@ -6,7 +6,7 @@ import copy
 import itertools
 import math
 import pickle
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sbm_pyg import SBM, EncoderTrace, PairClassifier, SBMAttentionConv, SequenceClassifier, SequenceEncoder, TokenClassifier, patterns
-from sbm_pyg.models import ATTENTION, FullAttention
+from sbm_pyg import SBM, EncoderTrace, PairClassifier, SBMAttentionConv, SequenceClassifier, SequenceEncoder, TokenClassifier, ops, patterns
+from sbm_pyg.models import ATTENTION, FullAttention, PatternAttention
 
 PTR = torch.tensor([0, 10, 17, 30])
 TOKENS = torch.randint(0, 15, (30,), generator=torch.Generator().manual_seed(0))
@@ -226,6 +226,99 @@ def test_constructor_errors() -> None:
         TokenClassifier(encoder(), 0)
     with pytest.raises(ValueError, match=r"Expected 'num_classes' to be at least 1 \(got 0\)"):
         SequenceClassifier(encoder(), 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"num_tokens": None}, TypeError, r"Expected 'num_tokens' to be an int \(got NoneType\)"),
+        ({"channels": True}, TypeError, r"Expected 'channels' to be an int \(got bool\)"),
+        ({"channels": -2}, ValueError, r"Expected 'channels' to be at least 1 \(got -2\)"),
+        ({"heads": 0}, ValueError, r"Expected 'heads' to be at least 1 \(got 0\)"),
+        ({"heads": 128}, ValueError, r"Expected 'head_channels' to be at least 1 \(got 0\)"),
+        ({"heads": "2"}, TypeError, r"Expected 'heads' to be an int \(got str\)"),
+        ({"num_layers": 2.0}, TypeError, r"Expected 'num_layers' to be an int \(got float\)"),
+        ({"ffn_channels": -1}, ValueError, r"Expected 'ffn_channels' to be at least 1 \(got -1\)"),
+        ({"max_length": 0}, ValueError, r"Expected 'max_length' to be at least 1 \(got 0\)"),
+        ({"dropout": math.nan}, ValueError, r"Expected 'dropout' in \[0, 1\) \(got nan\)"),
+        ({"dropout": -0.1}, ValueError, r"Expected 'dropout' in \[0, 1\) \(got -0.1\)"),
+        ({"dropout": None}, TypeError, r"Expected 'dropout' to be a number in \[0, 1\) \(got NoneType\)"),
+        ({"attention": None}, TypeError, r"Expected 'attention' to be a name or a factory \(got NoneType\)"),
+        ({"attention_options": [1]}, TypeError, r"Expected 'attention_options' to be a dict \(got list\)"),
+        ({"attention_options": {"blocks": 3}}, ValueError, r"Expected 'attention_options' of 'sbm' to be known \(got \['blocks'\]\)"),
+        ({"attention_options": {"heads": 3}}, ValueError, r"Expected 'attention_options' of 'sbm' to be known \(got \['heads'\]\)"),
+        (
+            {"attention": "full", "attention_options": {"num_blocks": 3}},
+            ValueError,
+            r"Expected 'attention_options' of 'full' to be known \(got \['num_blocks'\]\)",
+        ),
+        ({"attention": "full", "attention_options": {"dropout": math.nan}}, ValueError, r"Expected 'dropout' in \[0, 1\) \(got nan\)"),
+        ({"attention": "window", "attention_options": {"window": -1}}, ValueError, r"Expected 'window' to be at least 0 \(got -1\)"),
+        (
+            {"attention": "bigbird", "attention_options": {"num_random": 1.5}},
+            TypeError,
+            r"Expected 'num_random' to be an int \(got float\)",
+        ),
+        ({"num_layers": 10**9}, ValueError, r"Expected 'num_layers' to ask for no more than memory holds \(got [\d,]+ parameters"),
+        (
+            {"num_layers": 10**9, "channels": 1, "heads": 1},
+            ValueError,
+            r"Expected 'num_layers' to ask for no more than memory holds \(got 8,000,000,000 parameters",
+        ),
+        ({"num_layers": 10**7, "channels": 1, "heads": 1}, ValueError, r"Expected 'num_layers' .* \(got 10,000,000 blocks"),
+        (
+            {"num_tokens": 2**40},
+            ValueError,
+            r"Expected 'num_tokens' to ask for no more than memory holds \(got 70,368,744,177,664 parameters",
+        ),
+        ({"max_length": 2**64}, ValueError, r"Expected 'max_length' to ask for no more than memory holds \(got more than 2\*\*63"),
+        ({"heads": 2**31, "head_channels": 1}, ValueError, r"Expected 'heads' to ask for no more than memory holds"),
+        ({"ffn_channels": 2**40}, ValueError, r"Expected 'ffn_channels' to ask for no more than memory holds"),
+    ],
+)
+def test_options_of_an_encoder(options: dict[str, Any], error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops.checks, "available", lambda device: 2**34)
+    with pytest.raises(error, match=message):
+        SequenceEncoder(**{"num_tokens": 15, **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"encoder": None}, TypeError, r"Expected 'encoder' to be a SequenceEncoder \(got NoneType\)"),
+        ({"num_classes": None}, TypeError, r"Expected 'num_classes' to be an int \(got NoneType\)"),
+        ({"num_classes": True}, TypeError, r"Expected 'num_classes' to be an int \(got bool\)"),
+        ({"num_classes": 2**40}, ValueError, r"Expected 'num_classes' to ask for no more than memory holds"),
+        ({"pool_length": 1.5}, TypeError, r"Expected 'pool_length' to be an int \(got float\)"),
+    ],
+)
+def test_options_of_a_classifier(options: dict[str, Any], error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops.checks, "available", lambda device: 2**34)
+    for kind in (SequenceClassifier, PairClassifier) if "pool_length" in options else (SequenceClassifier, PairClassifier, TokenClassifier):
+        with pytest.raises(error, match=message):
+            kind(**{"encoder": encoder(), "num_classes": 2, **options})
+
+
+def test_inputs_of_layers() -> None:
+    layers = FullAttention(4, 2, 2), PatternAttention(4, 2, 2, cast(Any, lambda ptr, seed, streams: None))
+    x, ptr = torch.ones(3, 4), torch.tensor([0, 3])
+    cases: list[tuple[Any, type[Exception], str]] = [
+        (lambda: layers[0](x[:, :3], ptr=ptr), ValueError, r"Expected 'x' to be \[N, channels\] = \[any, 4\] \(got \[3, 3\]\)"),
+        (lambda: layers[0](x.long(), ptr=ptr), TypeError, r"Expected 'x' to be a floating tensor \(got torch.int64\)"),
+        (lambda: layers[0](None, ptr=ptr), TypeError, r"Expected 'x' to be a tensor \(got NoneType\)"),
+        (lambda: layers[0](x, ptr=None), TypeError, r"Expected 'ptr' to be a tensor \(got NoneType\)"),
+        (lambda: layers[1](x, ptr=ptr), TypeError, r"Expected 'graph' to be an AttentionGraph \(got NoneType\)"),
+        (lambda: PatternAttention(4, 2, 2, cast(Any, 3)), TypeError, r"Expected 'pattern' to be callable \(got int\)"),
+        (lambda: FullAttention(4, 0, 2), ValueError, r"Expected 'head_channels' to be at least 1 \(got 0\)"),
+        (lambda: FullAttention(4, 2, cast(Any, None)), TypeError, r"Expected 'heads' to be an int \(got NoneType\)"),
+        (lambda: FullAttention(4, 2, 2, math.nan), ValueError, r"Expected 'dropout' in \[0, 1\) \(got nan\)"),
+        (lambda: encoder()(TOKENS, PTR, places=cast(Any, [0])), TypeError, r"Expected 'places' to be a tensor \(got list\)"),
+        (lambda: encoder()(TOKENS, cast(Any, [0, 30])), TypeError, r"Expected 'ptr' to be a tensor \(got list\)"),
+        (lambda: encoder()(TOKENS > 3), TypeError, r"Expected 'tokens' to be \[N\] int64 \(got \[30\] torch.bool\)"),
+    ]
+    for action, error, message in cases:
+        with pytest.raises(error, match=message):
+            action()
 
 
 def test_places_and_pool_length_are_those_of_zeroed_padding() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -19,9 +20,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import GRAPHS, random_graph, reference_attention
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sbm_pyg import AttentionGraph, ops
-from sbm_pyg.ops import reference
+from sbm_pyg.ops import checks, reference
 from sbm_pyg.ops import threads as workers
 
 OPTIONS = [*product(["score", "weight"], [False, True], [False, True], [0.0, 0.4])]
@@ -314,6 +316,26 @@ def arguments() -> dict[str, Any]:
         ("bias", lambda x: 1.0, r"Expected 'bias' to be a tensor \[E\] \(got float\)"),
         ("gate_form", lambda x: "wieght", r"Expected 'gate_form' to be one of \['score', 'weight'\] \(got 'wieght'\)"),
         ("dropout", lambda x: 1.0, r"Expected 'dropout' in \[0, 1\) \(got 1.0\)"),
+        ("dropout", lambda x: math.nan, r"Expected 'dropout' in \[0, 1\) \(got nan\)"),
+        ("dropout", lambda x: "a", r"Expected 'dropout' to be a number in \[0, 1\) \(got str\)"),
+        ("scale", lambda x: math.nan, r"Expected 'scale' in \(-inf, inf\) \(got nan\)"),
+        ("scale", lambda x: -math.inf, r"Expected 'scale' in \(-inf, inf\) \(got -inf\)"),
+        ("scale", lambda x: True, r"Expected 'scale' to be a number in \(-inf, inf\) \(got bool\)"),
+        ("seed", lambda x: 2**63, r"Expected 'seed' in -2\*\*63 .. 2\*\*63-1 \(got 9223372036854775808\)"),
+        ("seed", lambda x: 1.5, r"Expected 'seed' to be an integer \(got 1.5\)"),
+        ("query", lambda x: x.bool(), r"Expected 'query' to be a floating tensor \(got torch.bool\)"),
+        ("key", lambda x: x.long(), r"Expected 'key' to be a floating tensor \(got torch.int64\)"),
+        (
+            "value",
+            lambda x: x.double(),
+            r"'query', 'key' and 'value' to be of one dtype \(got torch.float32, torch.float32 and torch.float64\)",
+        ),
+        ("gate", lambda x: x.long(), r"Expected 'gate' to be a floating tensor \(got torch.int64\)"),
+        ("bias", lambda x: x > 0, r"Expected 'bias' to be a floating tensor \(got torch.bool\)"),
+        ("query", lambda x: None, r"Expected 'query' to be a tensor \(got NoneType\)"),
+        ("value", lambda x: None, r"Expected 'value' to be a tensor \(got NoneType\)"),
+        ("rowptr", lambda x: None, r"Expected 'rowptr' to be a tensor \(got NoneType\)"),
+        ("col", lambda x: [0], r"Expected 'col' to be a tensor \(got list\)"),
     ],
 )
 def test_what_does_not_fit_is_refused(name: str, change: Callable[[Any], Any], message: str) -> None:
@@ -332,11 +354,17 @@ def test_effects_and_samplers_refuse_what_does_not_fit() -> None:
     x, rowptr, col = given["query"], given["rowptr"], given["col"]
     chance, ptr, streams = torch.ones(5), torch.tensor([0, 5]), torch.tensor([0])
 
-    def effect(grad: Tensor = x, probes: Tensor = col, model: tuple[Any, ...] = (x, x, chance)) -> Any:
-        return ops.edge_effect(grad, x, x, x, rowptr, col, None, rowptr, probes, None, 1.0, *model)
+    def effect(grad: Any = x, probes: Tensor = col, model: tuple[Any, ...] = (x, x, chance), scale: Any = 1.0, more: float = 0.0) -> Any:
+        return ops.edge_effect(grad, x, x, x, rowptr, col, None, rowptr, probes, None, scale, *model, more)
 
-    def expectation(out: Tensor = x, forced: Any = None, probes: Tensor = rowptr) -> Any:
-        return ops.local_expectation(out, x, x, x, x, x, (rowptr, col, None), (probes, col, None), chance, forced)
+    def expectation(out: Any = x, forced: Any = None, probes: Tensor = rowptr, model: tuple[Any, ...] = (x, x), **more: Any) -> Any:
+        return ops.local_expectation(out, *model, x, x, x, (rowptr, col, None), (probes, col, None), chance, forced, **more)
+
+    def sample(query: Any = x, *options: Any, streams: Tensor = streams, starts: Tensor = ptr, seed: Any = 0) -> Any:
+        return ops.sample_sbm(query, x, starts, starts, streams, seed, *options)
+
+    def spread(chance: Any = chance, heads: Any = 2, seed: Any = 0) -> Any:
+        return ops.sample_systematic(chance, ptr, ptr, streams, heads, seed)
 
     effect(), expectation(), ops.sample_sbm(x / 4, x / 4, ptr, ptr, streams, 0), ops.sample_systematic(chance, ptr, ptr, streams, 2, 0)
     for action, message in (
@@ -364,9 +392,139 @@ def test_effects_and_samplers_refuse_what_does_not_fit() -> None:
         (lambda: ops.sample_sbm(x, x, ptr, ptr, torch.arange(2), 0), r"Expected 'streams' to be \[B\] = \[1\] \(got \[2\]\)"),
         (lambda: ops.sample_systematic(x, ptr, ptr, streams, 2, 0), "Expected 'chance' to be "),
         (lambda: ops.sample_systematic(chance, ptr, torch.tensor([0, 2, 5]), streams, 2, 0), "Expected 'key_ptr' to be "),
+        (lambda: effect(grad=None), r"Expected 'grad_out' to be a tensor \(got NoneType\)"),
+        (lambda: effect(grad=x.bool()), r"Expected 'grad_out' to be a floating tensor \(got torch.bool\)"),
+        (lambda: effect(scale=math.inf), r"Expected 'scale' in \(-inf, inf\) \(got inf\)"),
+        (lambda: effect(more=1.5), r"Expected 'exploration' in \[0, 1\] \(got 1.5\)"),
+        (lambda: effect(model=(x, x, chance.long())), r"Expected 'chance' to be a floating tensor \(got torch.int64\)"),
+        (lambda: effect(model=(x.bool(), x, chance)), r"Expected 'rate' to be a floating tensor \(got torch.bool\)"),
+        (lambda: expectation(out=None), r"Expected 'out' to be a tensor \(got NoneType\)"),
+        (lambda: expectation(forced=col), r"Expected 'forced' to be bool \(got torch.int64\)"),
+        (lambda: expectation(model=(x, None)), r"Expected 'member' to be a tensor \(got NoneType\)"),
+        (lambda: expectation(exploration=-0.1), r"Expected 'exploration' in \[0, 1\] \(got -0.1\)"),
+        (lambda: expectation(scale=math.nan), r"Expected 'scale' in \(-inf, inf\) \(got nan\)"),
+        (
+            lambda: ops.local_expectation(x, x, x, x, x, x, cast(Any, [rowptr]), (rowptr, col, None), chance),
+            "Expected 'graph' to be a tuple",
+        ),
+        (lambda: sample(x.bool()), r"Expected 'query' to be a floating tensor \(got torch.bool\)"),
+        (lambda: sample(None), r"Expected 'query' to be a tensor \(got NoneType\)"),
+        (lambda: sample(x, "bernoulli", math.nan), r"Expected 'exploration' in \[0, 1\] \(got nan\)"),
+        (lambda: sample(x, "bernoulli", 2), r"Expected 'exploration' in \[0, 1\] \(got 2\)"),
+        (lambda: sample(seed=2**64), r"Expected 'seed' in -2\*\*63 .. 2\*\*63-1"),
+        (lambda: sample(starts=ptr[:1], streams=ptr[:0]), r"Expected 'query_ptr' to be \[B\+1\] with B >= 1 \(got \[1\]\)"),
+        (lambda: sample(starts=ptr[:0], streams=ptr[:0]), r"Expected 'query_ptr' to be \[B\+1\] with B >= 1 \(got \[0\]\)"),
+        (lambda: spread(chance > 0), r"Expected 'chance' to be a floating tensor \(got torch.bool\)"),
+        (lambda: spread(None), r"Expected 'chance' to be a tensor \(got NoneType\)"),
+        (lambda: spread(heads=0), r"Expected 'heads' to be at least 1 \(got 0\)"),
+        (lambda: spread(heads=True), r"Expected 'heads' to be an int \(got bool\)"),
+        (lambda: spread(heads=2**60), r"Expected 'heads' to ask for no more than memory holds \(got 5,764,607,523,034,234,880 rows"),
+        (lambda: spread(seed="a"), r"Expected 'seed' to be an integer \(got 'a'\)"),
+        (lambda: ops.segment_entmax(chance, ptr=ptr.float()), r"Expected 'ptr' to be int64 \(got torch.float32\)"),
+        (lambda: ops.segment_entmax(chance, ptr=ptr[:0]), r"Expected 'ptr' to be \[S\+1\] \(got \[0\]\)"),
+        (lambda: ops.segment_entmax(chance, ptr=torch.tensor([0, 4])), "Expected 'ptr' to rise from 0 to E = 5"),
+        (lambda: ops.segment_entmax(chance, ptr=torch.tensor([0, 4, 2, 5])), "Expected 'ptr' to rise from 0 to E = 5"),
+        (lambda: ops.segment_entmax(chance, index=chance), r"Expected 'index' to be int64 \(got torch.float32\)"),
+        (lambda: ops.segment_entmax(chance, index=torch.arange(5) - 1), r"Expected 'index' to be 0 or more \(got -1\)"),
+        (lambda: ops.segment_entmax(chance, index=torch.arange(5) + 2**60), "Expected 'index' to ask for no more than memory holds"),
+        (lambda: ops.segment_entmax(chance, index=torch.arange(5), num_nodes=-1), "Expected 'num_nodes' to be at least 0"),
+        (lambda: ops.segment_entmax(chance, ptr=ptr, alpha=math.nan), r"Expected 'alpha' in \(1, 4\] \(got nan\)"),
+        (
+            lambda: ops.segment_entmax(chance, ptr=ptr, alpha=cast(Any, None)),
+            r"Expected 'alpha' to be a number in \(1, 4\] \(got NoneType\)",
+        ),
+        (lambda: ops.segment_entmax(cast(Any, None), ptr=ptr), r"Expected 'src' to be a tensor \(got NoneType\)"),
     ):
         with pytest.raises((TypeError, ValueError), match=message):
             action()
+
+
+def test_a_chance_outside_0_and_1_is_cut() -> None:
+    ptr, streams = torch.tensor([0, 6]), torch.tensor([0])
+    wild, cut = torch.tensor([2.0, math.nan, -1.0, math.inf, -math.inf, 0.5]), torch.tensor([1.0, 0.0, 0.0, 1.0, 0.0, 0.5])
+    for sample in (ops.sample_systematic, reference.sample_systematic):
+        for got, want in zip(sample(wild, ptr, ptr, streams, 2, 3), sample(cut, ptr, ptr, streams, 2, 3), strict=True):
+            assert torch.equal(got, want)
+
+
+# ------------------------------------------------------------------ memory
+
+
+CPU = torch.device("cpu")
+
+
+def test_what_memory_does_not_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "available", lambda device: 3 * 2**30)
+    checks.memory("n", 3 * 2**28, 4, CPU, "Take fewer.")
+    message = "Expected 'n' to ask for no more than memory holds (got 805,306,369 edges, 3.0 GiB of 3.0 GiB). Take fewer."
+    with pytest.raises(ValueError, match=re.escape(message)):
+        checks.memory("n", 3 * 2**28 + 1, 4, CPU, "Take fewer.")
+    with pytest.raises(ValueError, match=re.escape("(got more than 2**63 rows, ")):
+        checks.memory("n", 10**5000, 4, CPU, "Take fewer.", "rows")
+
+
+def test_memory_is_not_looked_at_for_little_nor_for_fake_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(device: torch.device) -> float:
+        raise AssertionError("memory was read")
+
+    monkeypatch.setattr(checks, "available", never)
+    checks.memory("n", checks.LARGE, 1, CPU, "")
+    with FakeTensorMode():
+        checks.memory("n", 2**60, 1, CPU, "")
+    torch.compile(lambda x: (checks.memory("n", 2**60, 1, CPU, ""), x + 1)[1], backend="eager", fullgraph=True)(torch.ones(2))
+    with pytest.raises(AssertionError, match="memory was read"):
+        checks.memory("n", checks.LARGE + 1, 1, CPU, "")
+
+
+def test_what_is_available_is_less_than_what_there_is() -> None:
+    assert 2**20 < checks.available(CPU) < 2**50
+    assert checks.available(torch.device("meta")) == math.inf
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="limits of the address space are read from /proc")
+def test_a_limit_of_the_address_space_counts() -> None:
+    code = (
+        "import resource, torch; from sbm_pyg import patterns; from sbm_pyg.ops import checks\n"
+        "used = int(open('/proc/self/statm').read().split()[0]) * 4096\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (used + 2**28,) * 2)\n"
+        "assert checks.available(torch.device('cpu')) <= 2**28\n"
+        "try: patterns.full(5000)\n"
+        "except ValueError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
+    assert done.stdout.startswith("Expected 'n' to ask for no more than memory holds (got 25,000,000 edges, 0.4 GiB of 0.")
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_limits_of_control_groups(version: int, tmp_path: Path) -> None:
+    """Of the group itself, and of those above it; a file that the kernel drops when it needs room is no usage."""
+    mount, table = tmp_path / "mount", tmp_path / "cgroup"
+    root = mount if version == 2 else mount / "memory"
+    names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    nothing = "max" if version == 2 else str(2**63 - 4096)
+    for folder, limit, usage in ((root, nothing, "900"), (root / "a", "1000", "700"), (root / "a" / "b", "800", "100")):
+        folder.mkdir(parents=True)
+        for name, text in zip(names, (limit, usage), strict=True):
+            (folder / name).write_text(f"{text}\n")
+        (folder / "memory.stat").write_text("anon 5\ninactive_file 50\ntotal_inactive_file 60\n")
+    table.write_text("5:cpu,cpuacct:/a/b\n0::/a/b\n" if version == 2 else "5:cpu,cpuacct:/a/b\n4:memory:/a/b\n")
+    groups = [*checks._limited_groups(table, mount)]
+    assert [(usage.read_text(), limit) for usage, _, _, limit in groups] == [("100\n", 800), ("700\n", 1000)]
+    assert {name for _, _, name, _ in groups} == {"inactive_file" if version == 2 else "total_inactive_file"}
+    table.write_text("0::/elsewhere\n" if version == 2 else "4:memory:/elsewhere\n")  # as in a container, where its own group is the root
+    (root / names[0]).write_text("600\n")
+    assert [limit for *_, limit in checks._limited_groups(table, mount)] == [600]
+    assert [*checks._limited_groups(tmp_path / "nothing", mount)] == []
+
+
+def test_a_limit_of_a_control_group_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage, stat = tmp_path / "usage", tmp_path / "stat"
+    usage.write_text("700\n")
+    stat.write_text("anon 5\ninactive_file 50\n")
+    monkeypatch.setattr(checks, "_cgroups", lambda: [(usage, stat, "inactive_file", 1000)])
+    assert checks.available(CPU) == 350
+    usage.write_text("2000\n")
+    assert checks.available(CPU) == 0
 
 
 @pytest.mark.parametrize("op", ["edge_attention", "edge_dot", "segment_entmax"])

@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 from itertools import combinations
 from typing import Any, NamedTuple, cast
 
@@ -24,6 +25,7 @@ from torch_geometric.transforms import Compose
 
 from sbm_pyg import patterns
 from sbm_pyg.graph import AttentionGraph
+from sbm_pyg.ops import checks
 
 FALSE_ALARM = 1e-6
 
@@ -302,6 +304,64 @@ def test_bigbird_is_the_union(lengths: list[int], heads: int, size: int, num_glo
         assert torch.equal(graph.to_dense(sequence), fixed | drawn.to_dense(sequence))
 
 
+# ------------------------------------------------------------------------------------------------ sizes
+
+
+@pytest.mark.parametrize("size", [2**63, 2**64 + 1, 10**100, np.uint64(2**63)])
+def test_sizes_beyond_int64_are_those_of_the_whole_sequence(size: Any) -> None:
+    calls = [patterns.window, patterns.global_tokens, partial(patterns.random, seed=0), patterns.block_diagonal, patterns.relay_keys]
+    for call in (*calls, patterns.relay_queries):
+        assert call(4, size) == call(4, 4)
+    assert patterns.bigbird(4, size, size, size, seed=0) == patterns.full(4)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: patterns.full(200_000),
+            "Expected 'n' to ask for no more than memory holds (got 40,000,000,000 edges, 596.0 GiB of 1.0 GiB).",
+        ),
+        (
+            lambda: patterns.full(None, ptr=torch.tensor([0, 10, 200_010])),
+            "Expected 'n' to ask for no more than memory holds (got 40,000,000,100",
+        ),
+        (lambda: patterns.window(10**6, 10**6), "Expected 'n' to ask for no more than memory holds (got 1,000,000,000,000 edges"),
+        (
+            lambda: patterns.window(10**6, 10**6, causal=True),
+            "Expected 'n' to ask for no more than memory holds (got 500,000,500,000 edges",
+        ),
+        (lambda: patterns.global_tokens(10**6, 1000), "Expected 'n' to ask for no more than memory holds (got 1,999,000,000 edges"),
+        (lambda: patterns.random(10**6, 1000, seed=0), "Expected 'n' to ask for no more than memory holds (got 1,000,000,000 edges"),
+        (lambda: patterns.random(10**5, 10**5 - 1, seed=0), "Expected 'n' to ask for no more than memory holds (got 10,000,000,000 edges"),
+        (lambda: patterns.bigbird(10**5, 1, 1, 1000, seed=0), "Expected 'n' to ask for no more than memory holds (got 100,000,000 edges"),
+        (lambda: patterns.bigbird(10**5, 2, 2, 0, heads=100), "Expected 'heads' to ask for no more than memory holds"),
+        (lambda: patterns.block_diagonal(200_000, 1), "Expected 'n' to ask for no more than memory holds (got 40,000,000,000 edges"),
+        (lambda: patterns.relay_keys(10**6, 10**6), "Expected 'n' to ask for no more than memory holds (got 1,000,000,000,000 edges"),
+        (lambda: patterns.relay_queries(10**6, 10**6), "Expected 'n' to ask for no more than memory holds (got 1,000,000,000,000 edges"),
+        (lambda: patterns.self_loops(2**62), "Expected 'n' to ask for no more than memory holds (got 4,611,686,018,427,387,904 tokens"),
+        (lambda: patterns.self_loops(2**64), "Expected 'n' to ask for no more than memory holds (got more than 2**63 tokens"),
+        (lambda: patterns.self_loops(2, heads=2**31), "Expected 'heads' to ask for no more than memory holds (got 4,294,967,296 rows"),
+        (lambda: patterns.random(2, 1, heads=2**31), "Expected 'heads' to ask for no more than memory holds (got 4,294,967,296 rows"),
+        (lambda: patterns.full(2000, heads=1000), "Expected 'heads' to ask for no more than memory holds (got 4,000,000,000 edges"),
+        (
+            lambda: patterns.FullGraph()(Data(num_nodes=200_000)),
+            "Expected 'n' to ask for no more than memory holds (got 40,000,000,000 edges",
+        ),
+    ],
+)
+def test_what_memory_does_not_hold_is_refused(call: Callable[[], Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "available", lambda device: 2**30)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call()
+
+
+def test_large_patterns_that_fit_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "available", lambda device: 2**30)
+    assert patterns.window(10**6, 5).num_edges == 11 * 10**6 - 30
+    assert patterns.full(2000, heads=2).num_edges == 8_000_000
+
+
 # ------------------------------------------------------------------------------------------------ errors
 
 
@@ -331,6 +391,8 @@ def test_bigbird_is_the_union(lengths: list[int], heads: int, size: int, num_glo
         (lambda: patterns.window(2, 1, ptr=cast(Tensor, [0, 2])), TypeError, "Expected 'ptr' to be a tensor (got list)."),
         (lambda: patterns.full(3, heads=0), ValueError, "Expected 'heads' to be at least 1 (got 0)."),
         (lambda: patterns.random(3, 1, heads=0), ValueError, "Expected 'heads' to be at least 1 (got 0)."),
+        (lambda: patterns.full(None, ptr=torch.tensor([0.0, np.inf])), TypeError, "Expected 'ptr' to be int64 (got torch.float32)"),
+        (lambda: patterns.bigbird(3, 1, 1, 1, heads=0), ValueError, "Expected 'heads' to be at least 1 (got 0)."),
         (lambda: patterns.full(3, heads=True), TypeError, "Expected 'heads' to be an int (got bool)."),
         (lambda: patterns.window(3, -1), ValueError, "Expected 'size' to be at least 0 (got -1)."),
         (lambda: patterns.window(3, cast(int, 1.5)), TypeError, "Expected 'size' to be an int (got float)."),

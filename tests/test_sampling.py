@@ -291,6 +291,97 @@ def test_linear_memory() -> None:
     assert graph.num_edges == pytest.approx(10 * tokens, rel=0.01)
 
 
+# ------------------------------------------------------------------ memberships of any size
+
+
+def sizes_sbm(query: float, key: float, dtype: torch.dtype) -> SBM:
+    """Off-diagonal model of 200 times 300 tokens in two sequences, whose probabilities are those of sizes 1 and 1 times ``query * key``."""
+    sbm = larger_sbm(heads=1, queries=100, keys=150, blocks=3, sequences=2)
+    y, z = (x.double() + 0.1 for x in (sbm.query, sbm.key))
+    return SBM((y * query).to(dtype), (z * key).to(dtype), sbm.block.to(dtype), sbm.query_ptr, sbm.key_ptr)
+
+
+@pytest.mark.parametrize(
+    ("query", "key", "dtype"),
+    [
+        (1e-45, 1e44, torch.float64),
+        (1e44, 1e-45, torch.float64),
+        (1e39, 1e-40, torch.float64),
+        (1e-150, 3e149, torch.float64),
+        (1e37, 2e-38, torch.float32),
+        (2e-38, 1e37, torch.float32),
+        (1e30, 2e-31, torch.float32),
+    ],
+)
+def test_memberships_of_any_size_have_their_law(query: float, key: float, dtype: torch.dtype, way: str) -> None:
+    """Pair frequencies by chi-square against probabilities that float64 gives exactly enough."""
+    sbm = sizes_sbm(query, key, dtype)
+    prob = torch.cat([(sbm.query.double() @ sbm.block.double())[:, q] @ sbm.key.double()[:, k].mT for q, k in sbm._slices()]).double()
+    assert float(prob.min()) > 0
+    assert float(prob.max()) < 1
+    draws = 200
+    samples = [sample_edges(sbm, seed=seed) for seed in range(draws)]
+    counts = torch.stack([sum(graph.to_dense(b)[0].double() for graph in samples) for b in range(2)])
+    z = (counts / draws - prob) / (prob * (1 - prob) / draws).sqrt()
+    assert FALSE_ALARM < stats.chi2.sf(float((z**2).sum()), z.numel()) < 1 - FALSE_ALARM
+
+
+def test_sequences_are_rescaled_apart() -> None:
+    """What is large in one sequence is small in the other; where nothing is rescaled, both would be lost."""
+    size = torch.tensor([1e-44, 1e44], dtype=torch.float64).repeat_interleave(40)[None, :, None]
+    ptr = torch.tensor([0, 40, 80])
+    ones = torch.ones(1, 1, 1, dtype=torch.float64)
+    graph = sample_edges(SBM(1 / size, size, ones, ptr, ptr), seed=0)
+    assert graph.edges_per_sequence.tolist() == [[1600], [1600]]
+    assert sample_edges(SBM(0.5 / size, size, ones, ptr, ptr), method="fastrg", seed=0, budget=10.0).num_edges < 1200
+
+
+def test_blocks_without_members_and_tiny_memberships_are_no_edges() -> None:
+    wide = torch.tensor([1e40, 0.0, 1e-300], dtype=torch.float64).expand(1, 50, 3)
+    key = torch.tensor([1e-41, 1e30, 1e-300], dtype=torch.float64).expand(1, 60, 3)
+    graph = sample_edges(SBM(wide, key, torch.eye(3, dtype=torch.float64)[None]), seed=0)
+    assert graph.num_edges == pytest.approx(300, abs=6 * math.sqrt(300))
+
+
+@pytest.mark.parametrize(
+    ("query", "key", "options", "message"),
+    [
+        (1e200, 1e100, {}, r"Expected 'query' of a size whose products float64 holds \(got 1e\+200\)"),
+        (1e-300, 1e300, {}, r"Expected 'key' of a size whose products float64 holds \(got 1e\+300\)"),
+        (
+            1e20,
+            1e5,
+            {"clamp": True},
+            r"Expected 'sbm' with probabilities below 2\*\*60, even where they are cut at 1 \(got up to 1\.311e\+25\)",
+        ),
+        (1e20, 1e5, {"method": "fastrg"}, r"Expected 'sbm' with probabilities below 2\*\*60"),
+    ],
+)
+def test_sizes_that_cannot_be_rescaled_are_refused(query: float, key: float, options: dict[str, Any], message: str) -> None:
+    ones = torch.ones(1, 4, 1, dtype=torch.float64)
+    with pytest.raises(ValueError, match=message):
+        sample_edges(SBM(query * ones, key * ones, ones[:, :1]), seed=0, **options)
+
+
+# ------------------------------------------------------------------ memory
+
+
+def test_more_edges_than_memory_holds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops.checks, "available", lambda device: 2**30)
+    ones = torch.ones(1, 200_000, 1)
+    full = SBM(ones, ones, ones[:, :1])
+    message = r"Expected 'sbm' to ask for no more than memory holds \(got 40,000,000,000 edges, 335.3 GiB of 1.0 GiB\). Pass `budget=`"
+    with pytest.raises(ValueError, match=message):
+        sample_edges(full, seed=0)
+    with pytest.raises(ValueError, match=r"Expected 'sbm' to ask for no more than memory holds \(got 2,000,\d"):
+        sample_edges(SBM(0 * ones, ones, ones[:, :1]), exploration=0.05, seed=0)
+    with pytest.raises(ValueError, match=r"Expected 'sbm' to ask for no more than memory holds \(got 25,28\d,"):
+        sample_edges(full, method="fastrg", seed=0)
+    assert sample_edges(full, budget=3.0, seed=0).num_edges == pytest.approx(600_000, rel=0.02)
+    sequences = SBM(ones, ones, ones[:, :1], torch.arange(0, 200_001, 10))
+    assert sample_edges(sequences, seed=0).num_edges == 2_000_000
+
+
 # ------------------------------------------------------------------ errors
 
 
@@ -298,7 +389,9 @@ BAD = [
     ({"method": "exact"}, r"Expected 'method' to be one of \('bernoulli', 'fastrg'\) \(got 'exact'\)"),
     ({"exploration": 1.5}, r"Expected 'exploration' in \[0, 1\] \(got 1.5\)"),
     ({"exploration": math.nan}, r"Expected 'exploration' in \[0, 1\] \(got nan\)"),
-    ({"budget": 0}, r"Expected 'budget' to be a positive number of edges per query \(got 0\)"),
+    ({"budget": 0}, r"Expected 'budget' in \(0, inf\] \(got 0\). It is a number of edges per query"),
+    ({"budget": -1.0}, r"Expected 'budget' in \(0, inf\] \(got -1.0\)"),
+    ({"budget": math.nan}, r"Expected 'budget' in \(0, inf\] \(got nan\)"),
     ({"seed": 1, "generator": torch.Generator()}, r"Expected 'seed' or 'generator' \(got both\)"),
     ({"streams": torch.tensor([0, 1])}, r"Expected 'streams' to be \[1\] int64 \(got \[2\]"),
     ({"streams": torch.tensor([0.0])}, r"Expected 'streams' to be \[1\] int64"),
@@ -312,6 +405,24 @@ BAD = [
 def test_bad_arguments(arguments: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         sample_edges(larger_sbm(), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"sbm": None}, r"Expected 'sbm' to be an SBM \(got NoneType\)"),
+        ({"sbm": SBMHead(2)}, r"Expected 'sbm' to be an SBM \(got SBMHead\)"),
+        ({"exploration": "1"}, r"Expected 'exploration' to be a number in \[0, 1\] \(got str\)"),
+        ({"exploration": None}, r"Expected 'exploration' to be a number in \[0, 1\] \(got NoneType\)"),
+        ({"budget": "3"}, r"Expected 'budget' to be a number in \(0, inf\] \(got str\)"),
+        ({"budget": True}, r"Expected 'budget' to be a number in \(0, inf\] \(got bool\)"),
+        ({"clamp": 2.0}, r"Expected 'clamp' to be a bool \(got float\)"),
+        ({"generator": 3}, r"Expected 'generator' to be a torch.Generator \(got int\)"),
+    ],
+)
+def test_arguments_of_another_type(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        sample_edges(**{"sbm": larger_sbm(), **arguments})
 
 
 @pytest.mark.parametrize("seed", [1.5, "a"])
@@ -461,3 +572,61 @@ def test_transform_errors() -> None:
     one = Data(query_membership=torch.ones(3, 1), key_membership=torch.ones(3, 1), block_matrix=torch.ones(1, 1))
     with pytest.raises(ValueError, match="Apply SBMGraph before batching"):
         SBMGraph()(Batch.from_data_list([one, one]))
+
+
+def carriers(**changes: Any) -> dict[str, Any]:
+    return {"query_membership": torch.ones(3, 1), "key_membership": torch.ones(3, 1), "block_matrix": torch.ones(1, 1), **changes}
+
+
+@pytest.mark.parametrize(
+    ("data", "error", "message"),
+    [
+        (Data(num_nodes=2, **carriers()), ValueError, r"Expected 'query_membership' to have a row for each of the 2 nodes \(got \[3, 1\]\)"),
+        (Data(x=torch.ones(4, 2), **carriers()), ValueError, r"Expected 'query_membership' to have a row for each of the 4 nodes"),
+        (
+            Data(num_nodes=3, **carriers(key_membership=torch.ones(5, 1))),
+            ValueError,
+            r"Expected 'key_membership' to have a row for each of the 3 nodes \(got \[5, 1\]\)",
+        ),
+        (Data(**carriers(query_membership=torch.ones(3))), ValueError, r"Expected 'query_membership' to be \[N, K\] or \[N, H, K\] \(got \[3\]\)"),
+        (Data(**carriers(block_matrix=torch.ones(1))), ValueError, r"Expected 'block_matrix' to be \[K, K\] or \[H, K, K\] \(got \[1\]\)"),
+        (Data(**carriers(key_membership=[1.0])), TypeError, r"Expected 'key_membership' to be a tensor \(got list\)"),
+        (Data(**carriers(block_matrix=torch.ones(1, 1).long())), TypeError, r"Expected 'block_matrix' to be a floating tensor \(got torch.int64\)"),
+        (SBM(torch.ones(1, 3, 1), torch.ones(1, 3, 1), torch.ones(1, 1, 1)), TypeError, r"Expected 'data' to be Data or HeteroData \(got SBM\)"),
+        (None, TypeError, r"Expected 'data' to be Data or HeteroData \(got NoneType\)"),
+        (HeteroData({"word": {"x": torch.ones(3, 2)}}), ValueError, r"Expected 'edge_type' to begin and end with a kind of nodes of the data, of \['word'\]"),
+    ],
+)  # fmt: skip
+def test_data_that_do_not_fit(data: Any, error: type[Exception], message: str) -> None:
+    before = list(data.keys()) if isinstance(data, Data) else None
+    with pytest.raises(error, match=message):
+        SBMGraph(seed=0)(data)
+    assert before is None or list(data.keys()) == before
+
+
+def test_hetero_memberships_have_a_row_for_each_node() -> None:
+    data = HeteroData({"query": {"query_membership": torch.ones(3, 1)}, "key": {"key_membership": torch.ones(4, 1), "num_nodes": 3}})
+    data.block_matrix = torch.ones(1, 1)
+    with pytest.raises(ValueError, match=r"Expected 'key_membership' to have a row for each of the 3 nodes \(got \[4, 1\]\)"):
+        SBMGraph(seed=0)(data)
+    assert data.node_types == ["query", "key"]
+
+
+@pytest.mark.parametrize(("width", "dims"), [(6, 2), (9, 2), (8, 3)])
+def test_features_are_as_wide_as_the_head(width: int, dims: int) -> None:
+    x = torch.ones(5, width) if dims == 2 else torch.ones(5, 2, 4)
+    with pytest.raises(ValueError, match=r"Expected 'x' to be \[N, H\*C\]"):
+        SBMGraph(SBMHead(4, 2, 3))(Data(x=x))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"head": larger_sbm()}, r"Expected 'head' to be a module such as SBMHead \(got SBM\)"),
+        ({"edge_type": "to"}, r"Expected 'edge_type' to be \(source, relation, target\), three names \(got 'to'\)"),
+        ({"edge_type": ("key", "query")}, r"Expected 'edge_type' to be \(source, relation, target\), three names"),
+    ],
+)
+def test_options_of_the_transform(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        SBMGraph(**options)

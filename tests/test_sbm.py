@@ -10,7 +10,7 @@ import torch
 from problems import random_graph
 from torch.nn.utils import prune
 
-from sbm_pyg import SBM, AttentionGraph, SBMHead, patterns, sample_edges
+from sbm_pyg import SBM, AttentionGraph, SBMHead, ops, patterns, sample_edges
 
 Y = torch.rand(2, 6, 3)
 Z = torch.rand(2, 8, 3)
@@ -164,6 +164,9 @@ def test_repr_and_sizes() -> None:
         ((Y, Z, S, torch.tensor([0, 3, 6]), torch.tensor([0, 8])), ValueError, r"as many sequences as 'query_ptr' \(got 1 and 2\)"),
         ((Y, Z, S, torch.tensor([0.0, 6.0])), TypeError, r"Expected 'query_ptr' to be int64 \(got torch.float32\)"),
         ((Y[:, :0], Z, S), ValueError, r"at least one token \(got 0 tokens\)"),
+        ((None, Z, S), TypeError, r"Expected 'query' to be a tensor \(got NoneType\)"),
+        ((Y, Z.tolist(), S), TypeError, r"Expected 'key' to be a tensor \(got list\)"),
+        ((Y, Z, S > 0), TypeError, r"Expected 'block' to be a floating tensor \(got torch.bool\)"),
     ],
 )
 def test_constructor_errors(arguments: tuple, error: type[Exception], message: str) -> None:
@@ -181,23 +184,86 @@ def test_other_errors() -> None:
         SBMHead(4, 1, 0)
     with pytest.raises(ValueError, match=r"Expected 'clusters' to be 'kaiming' or 'orthogonal' \(got 'normal'\)"):
         SBMHead(4, clusters="normal")
-    with pytest.raises(ValueError, match=r"Expected 'budget' to be a positive number"):
+    with pytest.raises(ValueError, match=r"Expected 'budget' in \(0, inf\] \(got -1\)"):
         sbm.limit(-1)
 
 
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"heads": True}, TypeError, r"Expected 'heads' to be an int \(got bool\)"),
+        ({"heads": -1}, ValueError, r"Expected 'heads' to be at least 1 \(got -1\)"),
+        ({"channels": None}, TypeError, r"Expected 'channels' to be an int \(got NoneType\)"),
+        ({"num_blocks": 2.5}, TypeError, r"Expected 'num_blocks' to be an int \(got float\)"),
+        ({"density": math.nan}, ValueError, r"Expected 'density' in \(0, 1\) \(got nan\)"),
+        ({"density": 1.0}, ValueError, r"Expected 'density' in \(0, 1\) \(got 1.0\)"),
+        ({"density": "0.5"}, TypeError, r"Expected 'density' to be a number in \(0, 1\) \(got str\)"),
+        ({"temperature": 0}, ValueError, r"Expected 'temperature' in \(0, inf\] \(got 0\)"),
+        ({"temperature": math.nan}, ValueError, r"Expected 'temperature' in \(0, inf\] \(got nan\)"),
+        ({"tied": 1}, TypeError, r"Expected 'tied' to be a bool \(got int\)"),
+        ({"clusters": ["kaiming"]}, ValueError, "Expected 'clusters' to be 'kaiming' or 'orthogonal'"),
+        ({"parameterization": None}, ValueError, r"Expected 'parameterization' to be one of .* \(got None\)"),
+        ({"heads": 2**31}, ValueError, "Expected 'heads' to ask for no more than memory holds .got 1,099,511,627,776 parameters"),
+        ({"channels": 2**40}, ValueError, "Expected 'channels' to ask for no more than memory holds"),
+        ({"num_blocks": 2**64, "channels": 2}, ValueError, "Expected 'num_blocks' to ask for no more than memory holds"),
+    ],
+)
+def test_options_of_the_head(options: dict[str, Any], error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops.checks, "available", lambda device: 2**30)
+    with pytest.raises(error, match=message):
+        SBMHead(**{"channels": 4, **options})
+
+
+@pytest.mark.parametrize(
+    ("query", "key", "error", "message"),
+    [
+        (None, torch.ones(2, 5, 4), TypeError, r"Expected 'query' to be a tensor \(got NoneType\)"),
+        (torch.ones(2, 5, 4), [1.0], TypeError, r"Expected 'key' to be a tensor \(got list\)"),
+        (torch.ones(2, 5, 4).long(), torch.ones(2, 5, 4), TypeError, r"Expected 'query' to be a floating tensor \(got torch.int64\)"),
+        (torch.ones(2, 5, 4), torch.ones(2, 5, 4).double(), TypeError, r"Expected 'key' to be torch.float32, as the SBMHead is"),
+        (torch.ones(5, 4), torch.ones(2, 5, 4), ValueError, r"Expected 'query' to be \[H, N, C\] = \[2, any, 4\] \(got \[5, 4\]\)"),
+        (torch.ones(2, 5, 4), torch.ones(2, 5, 3), ValueError, r"Expected 'key' to be \[H, M, C\] = \[2, any, 4\] \(got \[2, 5, 3\]\)"),
+    ],
+)
+def test_inputs_of_the_head(query: Any, key: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        SBMHead(4, 2, 3)(query, key)
+
+
+@pytest.mark.parametrize(
+    ("sequence", "error", "message"),
+    [
+        (2, ValueError, r"Expected 'sequence' in 0..1 \(got 2\)"),
+        (-3, ValueError, r"Expected 'sequence' to be at least -2 \(got -3\)"),
+        (0.0, TypeError, r"Expected 'sequence' to be an int \(got float\)"),
+        (None, TypeError, r"Expected 'sequence' to be an int \(got NoneType\)"),
+    ],
+)
+def test_a_sequence_that_is_not_there(sequence: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        ragged().edge_prob_dense(sequence)
+    assert torch.equal(ragged().edge_prob_dense(-1), ragged().edge_prob_dense(1))
+
+
+def test_pairs_that_memory_does_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops.checks, "available", lambda device: 2**30)
+    ones = torch.ones(2, 200_000, 1)
+    message = r"Expected 'sequence' to ask for no more than memory holds \(got 80,000,000,000 pairs, 298.0 GiB of 1.0 GiB\)"
+    with pytest.raises(ValueError, match=message):
+        SBM(ones, ones, ones[:, :1]).edge_prob_dense()
+    assert SBM(ones, ones, ones[:, :1], torch.tensor([0, 10, 200_000])).edge_prob_dense().shape == (2, 10, 10)
+
+
 def test_probabilities_are_of_this_models_edges_alone() -> None:
-    """A pair across sequences has none, and a key that is no token lies in foreign memory."""
+    """A pair across sequences has none."""
     sbm = ragged()
     whole = patterns.full(sbm.num_queries, heads=sbm.heads)
     other = AttentionGraph(whole.rowptr, whole.col, sbm.num_queries, sbm.num_queries, sbm.heads)
     square = SBM(sbm.query, sbm.query, sbm.block, sbm.query_ptr)
-    strange = AttentionGraph(other.rowptr, other.col + 10**9, sbm.num_queries, sbm.num_queries, sbm.heads, square.query_ptr)
     for ask in (square.edge_prob, square.edge_gate):
         ask(patterns.full(None, heads=sbm.heads, ptr=sbm.query_ptr))
         with pytest.raises(ValueError, match="Expected 'graph' over the sequences of this SBM"):
             ask(other)
-        with pytest.raises(ValueError, match="Expected 'col' in 0"):
-            ask(strange)
         with pytest.raises(TypeError, match="AttentionGraph"):
             ask(cast(Any, other.edge_index))
 

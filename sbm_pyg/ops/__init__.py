@@ -238,6 +238,20 @@ def _check_model(rate: Tensor | None, member: Tensor | None, chance: Tensor | No
     checks.shape("member", member, (heads, num_keys, None if rate is None else rate.size(-1)), "[H, M, K]", "It has the blocks of 'rate'.")
     checks.shape("chance", chance, (num_queries,), "[N]", "It holds one probability per query.")
     checks.same_device("query", query, rate=rate, member=member, chance=chance)
+    checks.floating(rate=rate, member=member, chance=chance)
+
+
+def _check_scores(scale: float, exploration: float = 0.0) -> None:
+    checks.number("scale", scale, "(-inf, inf)", "It is a factor of the scores, usually C ** -0.5.")
+    checks.number("exploration", exploration, "[0, 1]", "It is what was added to each probability.")
+
+
+def check_forced(forced: Tensor | None, col: Tensor) -> None:
+    """Refuse what is no mask of the edges; None passes."""
+    checks.shape("forced", forced, (col.size(0),), "[E]", "It holds one bool per edge.")
+    checks.same_device("col", col, forced=forced)
+    if forced is not None and forced.dtype != torch.bool:
+        raise TypeError(f"Expected 'forced' to be bool (got {forced.dtype}). It is True on edges that are there whatever p is.")
 
 
 def edge_dot(query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor) -> Tensor:
@@ -250,7 +264,7 @@ def edge_dot(query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor) -> Tensor:
         key: One vector per head and key, ``[H, M, K]``.
         rowptr: Row offsets, ``[H*N+1]`` int64.
         col: Key of each edge, ``[E]`` in 0 .. M-1. As in all ops, only shapes are checked; values are for
-            :meth:`sbm_pyg.AttentionGraph.validate`.
+            :class:`sbm_pyg.AttentionGraph`.
 
     Returns:
         ``[E]`` in the dtype of ``query``.
@@ -308,11 +322,12 @@ def edge_attention(
         The output ``[H, N, C']`` (zeros for a query without edges) and the log of each row's sum of weights, ``[H, N]``, float32 or
         better, ``-inf`` for a query without edges, without gradient.
     """
+    checks.tensors(value=value)
     checks.edges(rowptr, col, query, key=key, value=value, gate=gate, bias=bias)
     checks.one_of("gate_form", gate_form, ("score", "weight"))
-    if not 0 <= dropout < 1:
-        raise ValueError(f"Expected 'dropout' in [0, 1) (got {dropout}). It is the probability that a weight is dropped.")
-    return _edge_attention(query, key, value, rowptr, col, gate, bias, scale, gate_form, dropout, seed)
+    checks.number("dropout", dropout, "[0, 1)", "It is the probability that a weight is dropped.")
+    _check_scores(scale)
+    return _edge_attention(query, key, value, rowptr, col, gate, bias, scale, gate_form, dropout, checks.seed(seed))
 
 
 def edge_effect(
@@ -368,8 +383,11 @@ def edge_effect(
     Returns:
         ``[E]`` and ``[E']`` in the dtype of ``query``; 0 for a probe that is an edge already.
     """
+    checks.tensors(value=value, grad_out=grad_out)
     checks.edges(rowptr, col, query, key=key, value=value, bias=bias)
     checks.edges(probe_rowptr, probe_col, query, key=key, prefix="probe_", probe_bias=probe_bias)
+    checks.floating(grad_out=grad_out)
+    _check_scores(scale, exploration)
     checks.shape("grad_out", grad_out, (*query.shape[:2], value.size(2)), "[H, N, C']", "It has the shape of the output.")
     if len({x is None for x in (rate, member, chance)}) > 1:
         raise ValueError("Expected 'rate', 'member' and 'chance' together (got some of them). Give all three, or none.")
@@ -413,8 +431,15 @@ def local_expectation(
     Returns:
         ``out``.
     """
-    checks.edges(*graph[:2], query, key=key, value=value, bias=graph[2], forced=forced)
+    for name, parts in (("graph", graph), ("probes", probes)):
+        if not isinstance(parts, tuple) or len(parts) != 3:
+            raise TypeError(f"Expected '{name}' to be a tuple of rowptr, col and bias (got {type(parts).__name__}). The bias may be None.")
+    checks.tensors(out=out, value=value, rate=rate, member=member, chance=chance)
+    checks.edges(*graph[:2], query, key=key, value=value, bias=graph[2])
     checks.edges(*probes[:2], query, key=key, prefix="probe_", probe_bias=probes[2])
+    check_forced(forced, graph[1])
+    checks.floating(out=out)
+    _check_scores(scale, exploration)
     checks.shape("out", out, (*query.shape[:2], value.size(2)), "[H, N, C']", "It is the output of the attention.")
     _check_model(rate, member, chance, query, key)
     checks.no_tangent(out, rate, member)
@@ -433,7 +458,7 @@ def segment_entmax(
     Args:
         src: Values, ``[E]``.
         index: Segment of each value, ``[E]`` int64, in any order.
-        ptr: Offsets of consecutive segments, ``[S+1]`` int64; used instead of ``index``.
+        ptr: Offsets of consecutive segments, ``[S+1]`` int64, from 0 to E; used instead of ``index``.
         num_nodes: Number of segments with ``index``; the largest index plus one if None.
         alpha: Greater than 1, at most 4.
 
@@ -441,8 +466,8 @@ def segment_entmax(
         ``[E]``, each non-empty segment non-negative with sum 1; zeros, as their gradients are, where all of its values are ``-inf``.
 
     Raises:
-        TypeError: ``src`` is not floating point.
-        ValueError: ``alpha`` is out of range, or neither or both of ``index`` and ``ptr`` came.
+        TypeError: ``src`` is not floating point, or segments are not given by integers.
+        ValueError: ``alpha`` or a segment is out of range, or neither or both of ``index`` and ``ptr`` came.
 
     Example:
         >>> segment_entmax(torch.tensor([0.0, 2.0, 0.0, 0.1]), ptr=torch.tensor([0, 2, 4]), alpha=2.0)
@@ -451,8 +476,8 @@ def segment_entmax(
     Reference: Peters, Niculae and Martins, "Sparse Sequence-to-Sequence Models", ACL 2019. There the root is found by sorting or
     bisection on dense rows; here by bracketed Newton steps on sums over segments.
     """
-    if not 1 < alpha <= 4:
-        raise ValueError(f"Expected 'alpha' in (1, 4] (got {alpha}). Use softmax for alpha = 1.")
+    checks.number("alpha", alpha, "(1, 4]", "Use softmax for alpha = 1.")
+    checks.tensors(src=src)
     if (index is None) == (ptr is None):
         raise ValueError(
             f"Expected one of 'index' and 'ptr' (got {'neither' if ptr is None else 'both'}). Pass `ptr` where segments are consecutive."
@@ -462,23 +487,39 @@ def segment_entmax(
     checks.shape("ptr", ptr, (None,), "[S+1]", "It holds the offsets of consecutive segments.")
     checks.shape("index", index, src.shape, "[E]", "It holds the segment of each value.")
     checks.same_device("src", src, index=index, ptr=ptr)
+    for name, x in (("index", index), ("ptr", ptr)):
+        if x is not None and x.dtype not in checks.INTEGERS:
+            raise TypeError(f"Expected '{name}' to be int64 (got {x.dtype}). Convert it with `.long()`.")
     checks.no_tangent(src)
     if ptr is not None:
+        if ptr.size(0) < 1:
+            raise ValueError("Expected 'ptr' to be [S+1] (got [0]). It holds the offsets of consecutive segments, from 0 on.")
         return _segment_entmax(src, ptr, alpha)
     assert index is not None
+    segments = 0 if num_nodes is None else checks.integer("num_nodes", num_nodes, 0, "It is the number of segments.")
+    if index.numel() and not torch.compiler.is_compiling():
+        low, high = (int(bound) for bound in torch.aminmax(index))
+        if low < 0:
+            raise ValueError(f"Expected 'index' to be 0 or more (got {low}). It holds the segment of each value.")
+        segments = max(segments, high + 1)
+    checks.memory("index", segments, 100, src.device, "Number the segments from 0 without gaps.", "segments")
     order = torch.argsort(index, stable=True)
-    counts = torch.bincount(index, minlength=num_nodes or 0)
+    counts = torch.bincount(index, minlength=segments)
     sorted_out = _segment_entmax(src[order], torch.cat([counts.new_zeros(1), counts.cumsum(0)]), alpha)
     return torch.empty_like(sorted_out).index_copy(0, order, sorted_out)
 
 
 def _check_ptr(query_ptr: Tensor, key_ptr: Tensor) -> None:
+    checks.tensors(query_ptr=query_ptr, key_ptr=key_ptr)
     checks.shape("query_ptr", query_ptr, (None,), "[B+1]", "It holds the offsets of the sequences.")
+    if not torch.compiler.is_compiling() and query_ptr.size(0) < 2:
+        raise ValueError(f"Expected 'query_ptr' to be [B+1] with B >= 1 (got {[*query_ptr.shape]}). It holds the offsets of the sequences.")
     checks.shape("key_ptr", key_ptr, query_ptr.shape, "[B+1]", "It has the sequences of 'query_ptr'.")
 
 
 def _check_sequences(like: tuple[str, Tensor], query_ptr: Tensor, key_ptr: Tensor, streams: Tensor) -> None:
     _check_ptr(query_ptr, key_ptr)
+    checks.tensors(streams=streams)
     checks.shape("streams", streams, (query_ptr.size(0) - 1,), "[B]", "It holds one number per sequence.")
     for name, x in (("query_ptr", query_ptr), ("key_ptr", key_ptr), ("streams", streams)):
         if x.dtype != torch.int64:
@@ -505,8 +546,9 @@ def sample_sbm(
     sequence depend on its own memberships, ``seed`` and its stream alone: not on threads, on the device or on the rest of the batch.
 
     Args:
-        query: Rates of the queries ``Y S``, ``[H, N, K]``, finite, non-negative.
-        key: Memberships of the keys ``Z``, ``[H, M, K]``, finite, non-negative.
+        query: Rates of the queries ``Y S``, ``[H, N, K]``, finite, non-negative, below :math:`2^{50}`.
+        key: Memberships of the keys ``Z``, ``[H, M, K]``, finite, non-negative, below :math:`2^{50}`. Kernels may work in float32 and take
+            what is below its normal range for 0, which is only nothing next to numbers of that size; :func:`sbm_pyg.sample_edges` rescales others.
         query_ptr: Offsets of the sequences in the queries, ``[B+1]`` int64.
         key_ptr: Offsets of the sequences in the keys, ``[B+1]`` int64.
         streams: Number of each sequence's random stream, ``[B]`` int64 in ``0 .. 2**32-1``.
@@ -523,12 +565,15 @@ def sample_sbm(
         ValueError: A probability without exploration exceeds 1 (``"bernoulli"`` without ``clamp``), or the CPU is to number more than 2^31
             keys.
     """
+    checks.tensors(query=query, key=key)
     checks.shape("query", query, (None, None, None), "[H, N, K]", "Heads come first.")
     checks.shape("key", key, (query.size(0), None, query.size(2)), "[H, M, K]", "It has the heads and blocks of 'query'.")
+    checks.floating(query=query, key=key)
     _check_sequences(("query", query), query_ptr, key_ptr, streams)
     checks.same_device("query", query, key=key)
     checks.one_of("method", method, METHODS)
-    return _sample_sbm(query, key, query_ptr, key_ptr, streams, seed, method, exploration, clamp)
+    checks.number("exploration", exploration, "[0, 1]", "It is added to every probability.")
+    return _sample_sbm(query, key, query_ptr, key_ptr, streams, checks.seed(seed), method, exploration, clamp)
 
 
 def sample_systematic(chance: Tensor, query_ptr: Tensor, key_ptr: Tensor, streams: Tensor, heads: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -539,7 +584,7 @@ def sample_systematic(chance: Tensor, query_ptr: Tensor, key_ptr: Tensor, stream
     :func:`sample_sbm`. Cost O(N + E).
 
     Args:
-        chance: :math:`\eta` of each query, ``[N]``, in [0, 1].
+        chance: :math:`\eta` of each query, ``[N]``, in [0, 1]; what is outside is cut, and NaN counts as 0.
         query_ptr: Offsets of the sequences in the queries, ``[B+1]`` int64.
         key_ptr: Offsets of the sequences in the keys, ``[B+1]`` int64.
         streams: Number of each sequence's random stream, ``[B]`` int64 in ``0 .. 2**32-1``.
@@ -554,9 +599,13 @@ def sample_systematic(chance: Tensor, query_ptr: Tensor, key_ptr: Tensor, stream
 
     Reference: Madow and Madow, "On the Theory of Systematic Sampling, I", Annals of Mathematical Statistics 1944.
     """
+    checks.tensors(chance=chance)
     checks.shape("chance", chance, (None,), "[N]", "It holds one probability per query.")
+    checks.floating(chance=chance)
     _check_sequences(("chance", chance), query_ptr, key_ptr, streams)
-    return _sample_systematic(chance, query_ptr, key_ptr, streams, heads, seed)
+    heads = checks.integer("heads", heads, 1, "It is the number of heads.")
+    checks.memory("heads", heads * chance.size(0), 32, chance.device, "Take fewer heads, or shorter sequences.", "rows")
+    return _sample_systematic(chance, query_ptr, key_ptr, streams, heads, checks.seed(seed))
 
 
 def invalid_row(rowptr: Tensor, col: Tensor, query_ptr: Tensor, key_ptr: Tensor, heads: int) -> Tensor:
@@ -575,10 +624,11 @@ def invalid_row(rowptr: Tensor, col: Tensor, query_ptr: Tensor, key_ptr: Tensor,
         Its number ``h * N + i``, ``[]`` int64, or -1 where every row is as it should be. A row whose offsets decrease or leave ``0 .. E`` is
         not; whether the first is 0 and the last E is for the caller to see.
     """
+    checks.tensors(rowptr=rowptr, col=col)
     checks.shape("rowptr", rowptr, (None,), "[H*N+1]", "It holds one row per head and query, heads outermost.")
     checks.shape("col", col, (None,), "[E]", "It holds the key of each edge.")
     _check_ptr(query_ptr, key_ptr)
     if rowptr.dtype != torch.int64 or col.dtype not in checks.INTEGERS:
         raise TypeError(f"Expected 'rowptr' to be int64 and 'col' int32 or int64 (got {rowptr.dtype} and {col.dtype}). Convert them.")
     checks.same_device("col", col, rowptr=rowptr, query_ptr=query_ptr, key_ptr=key_ptr)
-    return _invalid_row(rowptr, col, query_ptr, key_ptr, heads)
+    return _invalid_row(rowptr, col, query_ptr, key_ptr, checks.integer("heads", heads, 1, "It is the number of heads."))

@@ -1,13 +1,19 @@
-"""What the ops refuse before a kernel touches memory: shapes, types and names that do not fit together, and forward-mode derivatives.
+"""What is refused before a kernel touches memory: shapes, types, numbers and names that do not fit, forward-mode derivatives, and sizes that
+the memory cannot hold.
 
-In: the arguments of an op. Out: nothing, or an error. No value of a tensor is looked at, so that a check costs microseconds: that keys lie in range is
-for :meth:`sbm_pyg.AttentionGraph.validate` to say. Nothing is checked in code that is being compiled, where numbers of edges are unknown.
+In: the arguments of an op, or of what calls it. Out: nothing, or an error. No value of a tensor is looked at, so that a check costs
+microseconds: that keys lie in range is for :class:`sbm_pyg.AttentionGraph` to say. Nothing is checked in code that is being compiled, where
+numbers of edges are unknown.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
+import math
+import os
+from collections.abc import Iterator, Sequence
+from functools import cache
+from numbers import Integral, Real
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +23,26 @@ from torch._guards import detect_fake_mode
 from torch.autograd import forward_ad
 
 INTEGERS = (torch.int32, torch.int64)
-CGROUP = Path("/sys/fs/cgroup")
+LARGE = 2**26  # bytes below which nobody asks how many there are
+
+
+# ------------------------------------------------------------------ tensors
+
+
+def tensors(**given: Any) -> None:
+    """Refuse what is no tensor, None too."""
+    if torch.compiler.is_compiling():
+        return
+    for name, x in given.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"Expected '{name}' to be a tensor (got {type(x).__name__}). Convert it with `torch.as_tensor`.")
+
+
+def floating(**given: Tensor | None) -> None:
+    """Refuse integers, bools and complex numbers, which a kernel would cut; None passes."""
+    for name, x in given.items():
+        if x is not None and not x.is_floating_point():
+            raise TypeError(f"Expected '{name}' to be a floating tensor (got {x.dtype}). Convert it with `.float()`.")
 
 
 def shape(name: str, x: Any, wanted: Sequence[int | None], symbols: str, way_out: str) -> None:
@@ -37,6 +62,12 @@ def edges(
     """Refuse rows, tokens and numbers per edge that are not of one graph; ``prefix`` names a second graph over the same tokens."""
     if torch.compiler.is_compiling():
         return
+    tensors(query=query, key=key, **{f"{prefix}rowptr": rowptr, f"{prefix}col": col})
+    floating(query=query, key=key, value=value)
+    if value is not None and not query.dtype == key.dtype == value.dtype:
+        raise TypeError(
+            f"Expected 'query', 'key' and 'value' to be of one dtype (got {query.dtype}, {key.dtype} and {value.dtype}). Convert them to one."
+        )
     shape("query", query, (None, None, None), "[H, N, C]", "Heads come first.")
     heads, num_queries, channels = query.shape
     shape("key", key, (heads, None, channels), "[H, M, C]", "It has the heads and channels of 'query'.")
@@ -49,6 +80,7 @@ def edges(
         )
     for name, numbers in per_edge.items():
         shape(name, numbers, (col.size(0),), "[E]", "It holds one number per edge.")
+    floating(**per_edge)
     same_device("query", query, **{"key": key, "value": value, f"{prefix}rowptr": rowptr, f"{prefix}col": col}, **per_edge)
     no_tangent(query, key, value, *per_edge.values())
 
@@ -62,10 +94,145 @@ def same_device(first: str, like: Tensor, **others: Tensor | None) -> None:
             )
 
 
+# ------------------------------------------------------------------ numbers and names
+
+
+def integer(name: str, value: Any, least: int, way_out: str) -> int:
+    """The int, of Python or numpy; refuses anything else, bools too, and what is too small. A symbol, in code that is compiled, comes back."""
+    if torch.compiler.is_compiling():
+        return value
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"Expected '{name}' to be an int (got {type(value).__name__}). {way_out}")
+    if value < least:
+        raise ValueError(f"Expected '{name}' to be at least {least} (got {value}). {way_out}")
+    return int(value)
+
+
+def number(name: str, value: Any, span: str, way_out: str) -> None:
+    """Refuse what is no real number of an interval such as ``"[0, 1)"``; NaN lies in none."""
+    if torch.compiler.is_compiling():
+        return
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"Expected '{name}' to be a number in {span} (got {type(value).__name__}). {way_out}")
+    low, high = _ends(span)
+    if not low <= value <= high or (value == low and span[0] == "(") or (value == high and span[-1] == ")"):
+        raise ValueError(f"Expected '{name}' in {span} (got {value}). {way_out}")
+
+
+@cache
+def _ends(span: str) -> tuple[float, float]:
+    low, high = span[1:-1].split(", ")
+    return float(low), float(high)
+
+
+def seed(value: Any) -> int:
+    """The seed as an int of 64 bits; refuses anything else. A symbol, in code that is compiled, comes back."""
+    if torch.compiler.is_compiling():
+        return value
+    try:
+        value = index(value)  # numpy's integers too
+    except TypeError:
+        raise TypeError(f"Expected 'seed' to be an integer (got {value!r}). Convert it with `int`.") from None
+    if not -(2**63) <= value < 2**63:
+        raise ValueError(f"Expected 'seed' in -2**63 .. 2**63-1 (got {value}). Take it modulo 2**63.")
+    return value
+
+
 def one_of(name: str, choice: str, options: Sequence[str]) -> None:
     """Refuse a name that is none of several."""
     if choice not in options:
         raise ValueError(f"Expected '{name}' to be one of {[*options]} (got {choice!r}).")
+
+
+# ------------------------------------------------------------------ memory
+
+
+def memory(name: str, count: int, bytes_each: int, device: torch.device, way_out: str, what: str = "edges") -> None:
+    """Refuse, before anything is allocated, so many things that the memory that is available cannot hold them.
+
+    Args:
+        name: Argument that asks for them.
+        count: How many.
+        bytes_each: Bytes that each takes while it is made.
+        device: Where.
+        way_out: What to do instead.
+        what: What they are.
+
+    Raises:
+        ValueError: They take more than there is.
+    """
+    if fits(count, bytes_each, device):
+        return
+    asked, there = (f"{min(size, 2**100) / 2**30:,.1f} GiB" for size in (count * bytes_each, available(device)))
+    many = f"{count:,}" if count < 2**63 else "more than 2**63"
+    raise ValueError(f"Expected '{name}' to ask for no more than memory holds (got {many} {what}, {asked} of {there}). {way_out}")
+
+
+def fits(count: int, bytes_each: int, device: torch.device) -> bool:
+    """Whether memory holds so many things. True for few, and where nobody knows: in code that is compiled, and for fake tensors."""
+    if torch.compiler.is_compiling() or count * bytes_each <= LARGE:
+        return True
+    return detect_fake_mode() is not None or count * bytes_each <= available(device)
+
+
+def available(device: torch.device) -> float:
+    """Bytes that can be had on a device now, inf where nobody knows; of the CPU without swap, and within the limits of this process."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if device.type != "cpu":
+        return math.inf
+    left = [_system(), _address_space()]
+    for usage, stat, cache_name, limit in _cgroups():
+        cached = next((int(line.split()[1]) for line in stat.read_text().splitlines() if line.split()[0] == cache_name), 0)
+        left.append(limit - int(usage.read_text()) + cached)
+    return max(min(left), 0)
+
+
+def _system() -> float:
+    if os.path.exists("/proc/meminfo"):
+        with open("/proc/meminfo") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return 1024 * int(line.split()[1])
+    names = getattr(os, "sysconf_names", {})  # none on Windows
+    pages = next((name for name in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES") if name in names), None)
+    return math.inf if pages is None else os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _address_space() -> float:
+    """What ``ulimit -v`` leaves."""
+    if not os.path.exists("/proc/self/statm"):
+        return math.inf
+    import resource  # which Windows has not
+
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY:
+        return math.inf
+    return limit - int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@cache
+def _cgroups() -> list[tuple[Path, Path, str, int]]:
+    """For each control group of this process that has a limit: the files of its usage and statistics, what these call cached files, the limit."""
+    return [*_limited_groups(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))]
+
+
+def _limited_groups(table: Path, mount: Path) -> Iterator[tuple[Path, Path, str, int]]:
+    for line in table.read_text().splitlines() if table.exists() else ():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":  # version 2
+            root, maximum, usage, cache_name = mount, "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            root, maximum, usage, cache_name = mount / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+        else:
+            continue
+        folder = root / path.strip("/")
+        while folder != mount.parent:  # a group stays within the limits of those above it; in a container only the root may be there
+            files = [folder / name for name in (maximum, usage, "memory.stat")]
+            limit = files[0].read_text().strip() if all(file.exists() for file in files) else "max"
+            if limit != "max" and int(limit) < 2**62:
+                yield files[1], files[2], cache_name, int(limit)
+            folder = folder.parent
 
 
 def no_tangent(*tensors: Tensor | None) -> None:
@@ -80,44 +247,3 @@ def no_tangent(*tensors: Tensor | None) -> None:
         raise NotImplementedError(
             "Expected reverse-mode differentiation (got a tangent, from torch.func.jvp, jacfwd, hessian or forward_ad). Use `backward` or `torch.autograd.grad`."
         )
-
-
-def memory(name: str, count: int, bytes_each: int, device: torch.device, way_out: str, noun: str = "edges") -> None:
-    """Refuse what cannot fit, by arithmetic, before anything is allocated. Below 64 MiB nothing is asked.
-
-    Args:
-        name: The argument to blame.
-        count: How many edges, rows or pairs there will be.
-        bytes_each: What each of them takes at the least.
-        device: Where they will lie.
-        way_out: What to do instead.
-        noun: What is counted.
-
-    Raises:
-        ValueError: They take more than is free.
-    """
-    if torch.compiler.is_compiling() or not isinstance(count, int) or count * bytes_each <= 2**26 or detect_fake_mode():
-        return
-    free = free_memory(device)
-    if free is not None and count * bytes_each > free:
-        wanted, there = count * bytes_each / 2**30, free / 2**30
-        raise ValueError(
-            f"Expected '{name}' to make what memory can hold (got {count:,} {noun} of {bytes_each} bytes, {wanted:,.1f} GiB, where {there:,.1f} GiB are free). {way_out}"
-        )
-
-
-def free_memory(device: torch.device) -> int | None:
-    """Bytes that are free on a device, within the limits of a container; None where nobody says."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    if device.type != "cpu":
-        return None
-    try:
-        meminfo = Path("/proc/meminfo").read_text()
-        free = int(meminfo.split("MemAvailable:")[1].split()[0]) * 1024
-    except (OSError, LookupError, ValueError):
-        return None
-    for limit, used in (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
-        with suppress(OSError, ValueError):  # no such limit
-            free = min(free, int((CGROUP / limit).read_text()) - int((CGROUP / used).read_text()))
-    return free

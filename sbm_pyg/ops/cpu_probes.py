@@ -39,7 +39,7 @@ def _steps(first, last, chance, batch, key_ptr, start, rowptr, col):
 
 def sample_systematic(chance: Tensor, query_ptr: Tensor, key_ptr: Tensor, streams: Tensor, heads: int, seed: int) -> tuple[Tensor, Tensor]:
     reference.check_keys(int(key_ptr[-1]))
-    chances, q_ptr, k_ptr = chance.double().numpy(), query_ptr.numpy(), key_ptr.numpy()
+    chances, q_ptr, k_ptr = reference.cut_chance(chance).numpy(), query_ptr.numpy(), key_ptr.numpy()
     batch = np.repeat(np.arange(q_ptr.size - 1), np.diff(q_ptr))
     rows = heads * chances.size
     start, counts, rowptr = np.empty(rows), np.empty(rows, np.int64), np.zeros(rows + 1, np.int64)

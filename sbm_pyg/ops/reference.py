@@ -269,6 +269,10 @@ def segment_entmax(src: Tensor, rowptr: Tensor, alpha: float) -> Tensor:
     if src.numel() == 0:
         return torch.empty_like(src)
     num_rows = rowptr.numel() - 1
+    if not bool((rowptr[0] == 0) & (rowptr[-1] == src.numel()) & (rowptr.diff() >= 0).all()):
+        raise ValueError(
+            f"Expected 'ptr' to rise from 0 to E = {src.numel()} (got another order). Pass offsets, not lengths, of all segments."
+        )
     row = _rows(rowptr, src.numel())
     power = 1 / (alpha - 1)
     z = (alpha - 1) * _wide(src)
@@ -328,13 +332,14 @@ def sample_sbm(
 
 def sample_systematic(chance: Tensor, query_ptr: Tensor, key_ptr: Tensor, streams: Tensor, heads: int, seed: int) -> tuple[Tensor, Tensor]:
     check_keys(int(key_ptr[-1]))
+    chance = cut_chance(chance)
     queries = query_ptr.diff()
     batch = torch.repeat_interleave(queries, output_size=chance.numel())
     place = torch.arange(chance.numel(), device=chance.device) - query_ptr[batch]
     head = torch.arange(heads, device=chance.device)[:, None] | SYSTEMATIC << 24
     start = (philox(0, place, streams[batch] & _WORD, head, seed)[0].double() / 2**32).flatten()  # [H*N]
-    spacing, shift, keys = (x.repeat(heads) for x in (1 / chance.double(), key_ptr[batch], key_ptr.diff()[batch]))
-    counts = (keys * chance.double().repeat(heads) - start).ceil().clamp(min=0).long()
+    spacing, shift, keys = (x.repeat(heads) for x in (1 / chance, key_ptr[batch], key_ptr.diff()[batch]))
+    counts = (keys * chance.repeat(heads) - start).ceil().clamp(min=0).long()
     rowptr = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
     row = torch.repeat_interleave(counts)
     number = torch.arange(row.numel(), device=row.device) - rowptr[row]
@@ -434,6 +439,11 @@ def _skip_rows(rate: Tensor, key: Tensor, bound: Tensor, rows: Tensor, counter: 
 def over_one(p: float) -> str:
     """Message for an SBM whose edge probability exceeds one."""
     return f"Expected edge probabilities in [0, 1] (got {p:.4g}). Scale the memberships or the block matrix, or pass clamp=True to cut probabilities at 1."
+
+
+def cut_chance(chance: Tensor) -> Tensor:
+    """Probabilities in float64, cut to [0, 1]; NaN counts as 0."""
+    return chance.detach().double().nan_to_num(0.0).clamp(0, 1)
 
 
 def check_keys(num_keys: int) -> None:
