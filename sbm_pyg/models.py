@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from reprlib import repr as short
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from . import patterns
 from .attention import SBMAttentionConv
 from .graph import AttentionGraph
 from .pretrained import Pretrained
-from .ragged import pad, readable, resolve_ptr
+from .ragged import memory, pad, readable, resolve_ptr
 from .sampling import draw_seed, resolve_streams
 from .sbm import SBM
 
@@ -34,6 +35,7 @@ __all__ = [
 ]
 
 ATTENTION = ("sbm", "full", "window", "bigbird")
+MODULES = 2**13  # numbers whose bytes the modules of one block cost beside their weights
 BIGBIRD = {"size": 3, "num_global": 2, "num_random": 3}
 
 AttentionFactory = Callable[[int, int, int], nn.Module]
@@ -276,6 +278,15 @@ class SequenceEncoder(Pretrained):
         for name, size in sizes.items():
             if size < 1:
                 raise ValueError(f"Expected '{name}' to be at least 1 (got {size}). See the docstring of SequenceEncoder.")
+        wide = heads * head_channels
+        blocks = num_layers * (3 * channels * wide + 2 * channels * ffn_channels + MODULES)  # at least, whatever the attention
+        numbers = (num_tokens + max_length) * channels + blocks
+        if 4 * numbers > memory():
+            asked = ", ".join(f"{name} = {short(size)}" for name, size in sizes.items())
+            raise ValueError(
+                f"Expected 'num_layers' and other sizes to fit in {memory():,} bytes of memory (got {asked}: "
+                f"{min(4 * numbers, 10**300):.1e} bytes). Make the model smaller."
+            )
         if isinstance(attention, str):
             if attention not in ATTENTION:
                 raise ValueError(

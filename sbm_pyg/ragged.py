@@ -6,6 +6,8 @@ Not here: anything that knows what a token is.
 
 from __future__ import annotations
 
+import os
+import sys
 from itertools import pairwise
 
 import torch
@@ -14,7 +16,7 @@ from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import is_fake
 from torch_geometric.utils import to_dense_batch
 
-__all__ = ["check_tensor", "offsets", "pad", "readable", "resolve_ptr", "unpad"]
+__all__ = ["check_tensor", "memory", "offsets", "pad", "readable", "resolve_ptr", "unpad"]
 
 
 def readable(x: Tensor) -> bool:
@@ -29,6 +31,14 @@ def _batched(x: Tensor) -> bool:
             return True
         x = torch._C._functorch.get_unwrapped(x)
     return False
+
+
+def memory() -> int:
+    """Bytes of memory that the machine has, or the largest number where it does not say."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return sys.maxsize
 
 
 def check_tensor(x: object, name: str) -> None:

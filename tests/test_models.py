@@ -277,3 +277,11 @@ def test_places_are_checked() -> None:
     torch.testing.assert_close(encoder.eval()(tokens, seed=0), encoder(tokens, places=torch.tensor([0, 1]), seed=0))
     with pytest.raises(ValueError, match=r"Expected 'pool_length' to be at least 1 \(got 0\)"):
         SequenceClassifier(encoder, 2, pool_length=0)
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"num_layers": 10**9}, {"heads": 2**31, "head_channels": 1}, {"max_length": 2**62}, {"num_tokens": 10**400}]
+)
+def test_models_larger_than_memory_are_refused_at_once(sizes: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=r"Expected 'num_layers' and other sizes to fit in [\d,]+ bytes of memory \(got .* bytes\)\. Make"):
+        SequenceEncoder(**({"num_tokens": 5, "channels": 64} | sizes))
