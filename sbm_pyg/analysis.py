@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 from itertools import pairwise
+from reprlib import repr as short
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -129,6 +130,7 @@ def graph_statistics(
 
     Raises:
         ImportError: scipy is not installed.
+        TypeError: It is no graph, or blocks are no integers.
         ValueError: Blocks do not fit the graph, or tokens were asked for where N != M.
 
     Example:
@@ -211,7 +213,12 @@ def graph_statistics(
 
 
 def blocks_of(sbm: SBM) -> tuple[Tensor, Tensor]:
-    """The block of each query ``[H, N]`` and of each key ``[H, M]``: where its membership is largest, the first of equals."""
+    """The block of each query ``[H, N]`` and of each key ``[H, M]``: where its membership is largest, the first of equals.
+
+    Raises:
+        TypeError: It is no model.
+    """
+    _check_model(sbm)
     return sbm.query.argmax(-1), sbm.key.argmax(-1)
 
 
@@ -230,6 +237,7 @@ def to_networkx(
             in the view of tokens).
 
     Raises:
+        TypeError: An argument is of another type.
         ValueError: The sequence, head or view does not exist, the model is over other tokens, or tokens were asked for where N != M.
 
     Example:
@@ -237,6 +245,8 @@ def to_networkx(
         {}
     """
     check_graph(graph)
+    if sbm is not None:
+        _check_model(sbm)
     if view not in ("tokens", "bipartite"):
         raise ValueError(f"Expected 'view' to be 'tokens' or 'bipartite' (got {view!r}). For all heads at once pass head=None.")
     result = graph.to_networkx(sequence, head, bipartite=view == "bipartite")
@@ -262,9 +272,19 @@ def to_networkx(
 # --------------------------------------------------------------------------------------------------------------- parts
 
 
+def _check_model(sbm: object) -> None:
+    if not isinstance(sbm, SBM):
+        raise TypeError(f"Expected 'sbm' to be an SBM (got {type(sbm).__name__}). `SBMHead` makes one, or `SBM(query, key, block)`.")
+
+
 def _labels(graph: AttentionGraph, blocks: Blocks) -> tuple[Array, Array]:
     """Blocks of the queries ``[H*N]`` and of the keys ``[H*M]``."""
-    query, key = blocks_of(blocks) if isinstance(blocks, SBM) else blocks if isinstance(blocks, tuple) else (blocks, blocks)
+    pair = blocks_of(blocks) if isinstance(blocks, SBM) else blocks if isinstance(blocks, tuple) else (blocks, blocks)
+    if len(pair) != 2 or not all(isinstance(side, Tensor) and not (side.is_floating_point() or side.is_complex()) for side in pair):
+        raise TypeError(
+            f"Expected 'blocks' to be an SBM, a tensor of integers or a pair of those (got {short(blocks)}). They are block numbers."
+        )
+    query, key = pair
     for name, side, size in (("queries", query, graph.num_queries), ("keys", key, graph.num_keys)):
         if side.shape != (graph.heads, size):
             raise ValueError(
@@ -377,9 +397,9 @@ def _gap(both: Any) -> float:
 
 def _by_chance(labels: tuple[Array, Array], groups: tuple[Array, Array], degrees: tuple[Tensor, Tensor], cells: int) -> Array:
     """Sum over blocks of the degrees of its queries times the degrees of its keys, ``[B*H]``."""
-    blocks = int(max(side.max() for side in labels)) + 1
-    sums = [
-        np.bincount(group * blocks + label, degree.flatten().numpy(), minlength=cells * blocks).reshape(cells, blocks)
-        for label, group, degree in zip(labels, groups, degrees, strict=True)
-    ]
-    return (sums[0] * sums[1]).sum(1)
+    named = np.stack([np.concatenate(groups), np.concatenate(labels)])
+    blocks, place = np.unique(named, axis=1, return_inverse=True)
+    degree = [side.flatten().numpy() for side in degrees]
+    first, second = np.split(place.ravel(), [len(degree[0])])
+    sums = [np.bincount(numbers, side, minlength=blocks.shape[1]) for numbers, side in zip((first, second), degree, strict=True)]
+    return np.bincount(blocks[0], sums[0] * sums[1], minlength=cells)
