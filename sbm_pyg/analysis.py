@@ -11,13 +11,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from reprlib import repr as short
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from .graph import AttentionGraph, check_graph
+from .graph import AttentionGraph, check_graph, the_one
 from .hamiltonian import Certificate, HamiltonianPath, hamiltonian_path, is_hamiltonian_path, scipy_sparse
 from .ops.walks import breadth_first, compare_rows
 from .sbm import SBM
@@ -129,6 +130,7 @@ def graph_statistics(
 
     Raises:
         ImportError: scipy is not installed.
+        TypeError: It is no graph, or blocks are no integers.
         ValueError: Blocks do not fit the graph, or tokens were asked for where N != M.
 
     Example:
@@ -211,46 +213,61 @@ def graph_statistics(
 
 
 def blocks_of(sbm: SBM) -> tuple[Tensor, Tensor]:
-    """The block of each query ``[H, N]`` and of each key ``[H, M]``: where its membership is largest, the first of equals."""
+    """The block of each query ``[H, N]`` and of each key ``[H, M]``: where its membership is largest, the first of equals.
+
+    Raises:
+        TypeError: It is no model.
+    """
+    _check_model(sbm)
     return sbm.query.argmax(-1), sbm.key.argmax(-1)
 
 
 def to_networkx(
-    graph: AttentionGraph, sequence: int = 0, head: int | None = 0, *, view: str = "tokens", sbm: SBM | None = None
+    graph: AttentionGraph,
+    sequence: int | None = None,
+    head: int | Literal["all"] | None = None,
+    *,
+    view: str = "tokens",
+    sbm: SBM | None = None,
 ) -> nx.DiGraph[Any]:
     """networkx graph of one sequence, with probabilities and blocks where a model is given; an edge runs from key to query.
 
     Args:
         graph: Any graph.
-        sequence: Which sequence.
-        head: Which head; None for all, as a ``MultiDiGraph`` whose edges carry their head as key and attribute ``head``.
+        sequence: Which sequence; may be None where there is one.
+        head: Which head; may be None where there is one. ``"all"`` gives a ``MultiDiGraph`` whose edges carry their head as key and
+            attribute ``head``.
         view: ``"tokens"``: nodes are tokens (needs N = M). ``"bipartite"``: nodes are ``("key", j)`` and ``("query", i)``, numbered by networkx's
             attribute ``bipartite`` 0 and 1.
         sbm: Model over the same tokens and heads: edges then carry ``probability``, and nodes, with a single head, ``block`` (that of the query
             in the view of tokens).
 
     Raises:
-        ValueError: The sequence, head or view does not exist, the model is over other tokens, or tokens were asked for where N != M.
+        TypeError: An argument is of another type.
+        ValueError: The sequence, head or view does not exist or is not told, the model is over other tokens, or tokens were asked for where N != M.
 
     Example:
         >>> to_networkx(AttentionGraph.from_dense(torch.ones(2, 3)), view="bipartite").edges[("key", 2), ("query", 0)]
         {}
     """
     check_graph(graph)
+    if sbm is not None:
+        _check_model(sbm)
     if view not in ("tokens", "bipartite"):
-        raise ValueError(f"Expected 'view' to be 'tokens' or 'bipartite' (got {view!r}). For all heads at once pass head=None.")
+        raise ValueError(f"Expected 'view' to be 'tokens' or 'bipartite' (got {view!r}). For all heads at once pass head='all'.")
     result = graph.to_networkx(sequence, head, bipartite=view == "bipartite")
     if sbm is None:
         return result
-    probabilities, query = sbm.edge_prob(graph).detach(), graph.edge_index[1]
-    one, sequence = graph.sequence(sequence), sequence % graph.num_sequences
-    head = head if head is None else head % graph.heads
+    sequence = the_one(sequence, graph.num_sequences, "sequence")
+    every = head == "all"
+    head = None if every else the_one(head, graph.heads, "head")  # type: ignore[arg-type]
+    one, (probabilities, query) = graph.sequence(sequence), (sbm.edge_prob(graph).detach(), graph.edge_index[1])
     first, first_key = int(graph.query_ptr[sequence]), int(graph.key_ptr[sequence])
     inside = (query >= first) & (query < first + one.num_queries)
     for source, target, number, p in zip(*one.edge_index.tolist(), one.edge_head.tolist(), probabilities[inside].tolist(), strict=True):
-        if head is None or number == head:
+        if every or number == head:
             ends = (("key", source), ("query", target)) if view == "bipartite" else (source, target)
-            result.edges[(*ends, number) if head is None else ends]["probability"] = p
+            result.edges[(*ends, number) if every else ends]["probability"] = p
     if head is not None:
         queries, keys = (side[head].tolist() for side in blocks_of(sbm))
         for node in result:
@@ -262,9 +279,19 @@ def to_networkx(
 # --------------------------------------------------------------------------------------------------------------- parts
 
 
+def _check_model(sbm: object) -> None:
+    if not isinstance(sbm, SBM):
+        raise TypeError(f"Expected 'sbm' to be an SBM (got {type(sbm).__name__}). `SBMHead` makes one, or `SBM(query, key, block)`.")
+
+
 def _labels(graph: AttentionGraph, blocks: Blocks) -> tuple[Array, Array]:
     """Blocks of the queries ``[H*N]`` and of the keys ``[H*M]``."""
-    query, key = blocks_of(blocks) if isinstance(blocks, SBM) else blocks if isinstance(blocks, tuple) else (blocks, blocks)
+    pair = blocks_of(blocks) if isinstance(blocks, SBM) else blocks if isinstance(blocks, tuple) else (blocks, blocks)
+    if len(pair) != 2 or not all(isinstance(side, Tensor) and not (side.is_floating_point() or side.is_complex()) for side in pair):
+        raise TypeError(
+            f"Expected 'blocks' to be an SBM, a tensor of integers or a pair of those (got {short(blocks)}). They are block numbers."
+        )
+    query, key = pair
     for name, side, size in (("queries", query, graph.num_queries), ("keys", key, graph.num_keys)):
         if side.shape != (graph.heads, size):
             raise ValueError(
@@ -377,9 +404,9 @@ def _gap(both: Any) -> float:
 
 def _by_chance(labels: tuple[Array, Array], groups: tuple[Array, Array], degrees: tuple[Tensor, Tensor], cells: int) -> Array:
     """Sum over blocks of the degrees of its queries times the degrees of its keys, ``[B*H]``."""
-    blocks = int(max(side.max() for side in labels)) + 1
-    sums = [
-        np.bincount(group * blocks + label, degree.flatten().numpy(), minlength=cells * blocks).reshape(cells, blocks)
-        for label, group, degree in zip(labels, groups, degrees, strict=True)
-    ]
-    return (sums[0] * sums[1]).sum(1)
+    named = np.stack([np.concatenate(groups), np.concatenate(labels)])
+    blocks, place = np.unique(named, axis=1, return_inverse=True)
+    degree = [side.flatten().numpy() for side in degrees]
+    first, second = np.split(place.ravel(), [len(degree[0])])
+    sums = [np.bincount(numbers, side, minlength=blocks.shape[1]) for numbers, side in zip((first, second), degree, strict=True)]
+    return np.bincount(blocks[0], sums[0] * sums[1], minlength=cells)

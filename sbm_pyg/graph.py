@@ -26,7 +26,7 @@ from .ragged import check_present, check_tensor, offsets, readable, resolve_ptr,
 if TYPE_CHECKING:
     import scipy.sparse
 
-__all__ = ["AttentionGraph", "check_graph", "edge_list"]
+__all__ = ["AttentionGraph", "check_graph", "edge_list", "the_one"]
 
 _TOKENS = "A graph has tokens on both sides."
 
@@ -651,7 +651,7 @@ class AttentionGraph:
         Raises:
             ValueError: The sequence does not exist or is not told, or the mask takes more memory than there is.
         """
-        sequence = _the_one(sequence, self.num_sequences, "sequence")
+        sequence = the_one(sequence, self.num_sequences, "sequence")
         pairs = int(self.query_ptr.diff()[sequence] * self.key_ptr.diff()[sequence])
         checks.memory(
             "sequence", self.heads * pairs, 1, self.device, "Take one head by `graph.head(h)`, or keep the graph sparse.", "pairs"
@@ -682,7 +682,7 @@ class AttentionGraph:
             import scipy.sparse
         except ImportError:
             raise ImportError("Expected 'scipy' to be installed (it is not). Install it with `pip install sbm_pyg[analysis]`.") from None
-        head = _the_one(head, self.heads, "head")
+        head = the_one(head, self.heads, "head")
         graph = self.head(head) if sequence is None else self.sequence(sequence).head(head)
         data = torch.ones(graph.num_edges, dtype=torch.bool).numpy()
         return scipy.sparse.csr_array(
@@ -706,7 +706,7 @@ class AttentionGraph:
             raise ImportError(
                 "Expected 'torch-sparse' to be installed. Install it with `pip install --no-build-isolation sbm_pyg[sparse]`, or use `to_edge_index()`."
             )
-        head = _the_one(head, self.heads, "head")
+        head = the_one(head, self.heads, "head")
         graph = self.head(head)
         if value is not None:
             if value.dim() < 1 or value.size(0) != self.num_edges:
@@ -797,8 +797,8 @@ class AttentionGraph:
         Raises:
             ValueError: The sequence or head does not exist or is not told, or tokens were asked for where N != M.
         """
-        graph = self.sequence(_the_one(sequence, self.num_sequences, "sequence"))
-        chosen = graph if head == "all" else graph.head(_the_one(head, self.heads, "head", ", or head='all' for a MultiDiGraph"))
+        graph = self.sequence(the_one(sequence, self.num_sequences, "sequence"))
+        chosen = graph if head == "all" else graph.head(the_one(head, self.heads, "head", ", or head='all' for a MultiDiGraph"))
         square = graph.num_queries == graph.num_keys
         if bipartite is False and not square:
             raise ValueError(
@@ -891,8 +891,12 @@ def _index(value: int, end: int, name: str) -> int:
     return value % end
 
 
-def _the_one(value: int | None, end: int, name: str, other: str = "") -> int:
-    """The number itself, or 0 where there is no choice."""
+def the_one(value: int | None, end: int, name: str, other: str = "") -> int:
+    """The number itself, counted from 0, or 0 for None where there is no choice.
+
+    Raises:
+        TypeError, ValueError: It is no int, there is no such thing, or there are several and None was told.
+    """
     if value is None and end > 1:
         raise ValueError(f"Expected '{name}' where the graph has {end} of them (got None). Pass {name}=0, for one{other}.")
     return 0 if value is None else _index(value, end, name)

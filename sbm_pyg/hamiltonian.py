@@ -10,14 +10,18 @@ construction by assignment, patching and rotation, which succeeds on most graphs
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Literal
 
 import numpy as np
+from numba.core.event import TimingListener, install_listener
 
 from .graph import AttentionGraph, check_graph
 from .ops.walks import breadth_first, merge_cycles, parts_without, rotate, topological_order
+from .sampling import draw_seed
 
 __all__ = ["Certificate", "HamiltonianPath", "hamiltonian_path", "is_hamiltonian_path"]
 
@@ -63,7 +67,7 @@ class Certificate:
 
 @dataclass(frozen=True)
 class HamiltonianPath:
-    """Answer of :func:`hamiltonian_path`.
+    """Answer of :func:`hamiltonian_path`. It is true where a path was found, false where there is none, and an error where nobody knows.
 
     Args:
         status: ``"FOUND"``, ``"ABSENT"`` or ``"UNKNOWN"``.
@@ -78,6 +82,13 @@ class HamiltonianPath:
     certificate: Certificate | None
     method: str
     seconds: float
+
+    def __bool__(self) -> bool:
+        if self.status == "UNKNOWN":
+            raise ValueError(
+                "Expected 'status' to be 'FOUND' or 'ABSENT' for a yes or no (got 'UNKNOWN'). Read `.status`, or raise `time_limit`."
+            )
+        return self.status == "FOUND"
 
     def __str__(self) -> str:
         if self.path is not None:
@@ -97,8 +108,8 @@ def hamiltonian_path(graph: AttentionGraph, *, time_limit: float = 10.0, seed: i
 
     Args:
         graph: One sequence with N = M; several heads count as the union of their edges.
-        time_limit: Seconds after which the answer is ``"UNKNOWN"``, positive. Certificates are always tried; importing OR-tools does not
-            count.
+        time_limit: Seconds after which the answer is ``"UNKNOWN"``, positive. Certificates are always tried; the first call's import of
+            OR-tools and compilation of kernels do not count.
         seed: Fixes the search (but not where a time limit cuts it).
 
     Returns:
@@ -106,7 +117,7 @@ def hamiltonian_path(graph: AttentionGraph, *, time_limit: float = 10.0, seed: i
 
     Raises:
         ImportError: scipy is not installed.
-        TypeError, ValueError: The graph has several sequences or N != M, or the time limit is not positive.
+        TypeError, ValueError: The graph has several sequences or N != M, the time limit is not positive, or the seed is no integer.
 
     Example:
         >>> import torch
@@ -118,9 +129,13 @@ def hamiltonian_path(graph: AttentionGraph, *, time_limit: float = 10.0, seed: i
 
     Without OR-tools (``[analysis]`` extra) the exact search is skipped, and graphs that reach it are ``"UNKNOWN"``.
     """
+    time_limit, seed = seconds(time_limit), draw_seed(seed)
+    with stopwatch() as searched:
+        return _hamiltonian_path(graph, time_limit, seed, searched)
+
+
+def _hamiltonian_path(graph: AttentionGraph, time_limit: float, seed: int, searched: Callable[[], float]) -> HamiltonianPath:
     start = time.perf_counter()
-    if not time_limit > 0:
-        raise ValueError(f"Expected 'time_limit' to be a positive number of seconds (got {time_limit}). The default is 10.")
     tokens, into = _arcs(graph)
     n = graph.num_queries
 
@@ -148,10 +163,10 @@ def hamiltonian_path(graph: AttentionGraph, *, time_limit: float = 10.0, seed: i
     certificate = _matching(n, tokens, into) or _separator(n, tokens, into)
     if certificate is not None:
         return answer("ABSENT", "matching" if certificate.kind == "predecessors" else "cut token", certificate=certificate)
-    found = _construct(n, tokens, into, ranks, start + 0.4 * time_limit, seed)
+    found = _construct(n, tokens, into, ranks, seed, searched, 0.4 * time_limit)
     if found is not None:
         return answer("FOUND", "assignment, patching and rotation", found)
-    return answer(*_search(n, tokens, into, ranks, start + time_limit, seed))
+    return answer(*_search(n, tokens, into, ranks, seed, time_limit - searched()))
 
 
 def is_hamiltonian_path(graph: AttentionGraph, path: Sequence[int]) -> bool:
@@ -186,6 +201,25 @@ def _visits_all(n: int, tokens: Array, into: Array, path: Sequence[int] | Array)
     wanted, arcs = steps[1:] * n + steps[:-1], into.astype(np.int64) * n + tokens  # ascending, as rows are
     place = np.searchsorted(arcs, wanted)
     return bool((place < len(arcs)).all()) and bool((arcs[np.minimum(place, len(arcs) - 1)] == wanted).all() if n > 1 else True)
+
+
+def seconds(time_limit: float) -> float:
+    """A time limit that is one.
+
+    Raises:
+        ValueError: It is not a positive number.
+    """
+    if not isinstance(time_limit, Real) or not time_limit > 0:
+        raise ValueError(f"Expected 'time_limit' to be a positive number of seconds (got {time_limit!r}). The default is 10.")
+    return float(min(time_limit, 10**9))
+
+
+@contextmanager
+def stopwatch() -> Iterator[Callable[[], float]]:
+    """Yields what tells the seconds that have passed, without those in which numba compiled kernels."""
+    start, compiling = time.perf_counter(), TimingListener()
+    with install_listener("numba:compile", compiling):
+        yield lambda: time.perf_counter() - start - (compiling.duration if compiling.done else 0.0)
 
 
 def some(tokens: Sequence[int], count: int = 8) -> str:
@@ -323,15 +357,15 @@ def _open(n: int, follow: Array) -> Array:
     return path
 
 
-def _construct(n: int, tokens: Array, into: Array, ranks: Array, deadline: float, seed: int) -> Array | None:
+def _construct(n: int, tokens: Array, into: Array, ranks: Array, seed: int, searched: Callable[[], float], limit: float) -> Array | None:
     """A path by cycle covers, or None. Arcs of dense graphs are thinned at first: an assignment costs more than it gains from them."""
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(seed % 2**64)
     tails, heads = _closed(n, tokens, into, ranks)
     nodes = n + 1
     out, inward = _matrix(nodes, tails, heads), _matrix(nodes, heads, tails)
     forward, backward = (out.indptr, out.indices), (inward.indptr, inward.indices)
     for attempt in range(24 if n > 16 else 4):
-        if attempt and time.perf_counter() > deadline:
+        if attempt and searched() > limit:
             return None
         thin = 32 * nodes / len(tails) if attempt < 2 else 1.0
         chosen = np.flatnonzero(random.random(len(tails)) < thin) if thin < 1 else slice(None)
@@ -355,7 +389,7 @@ def _construct(n: int, tokens: Array, into: Array, ranks: Array, deadline: float
             if rotate(*backward, *forward, back, word, 500 + nodes):
                 follow[back] = np.arange(nodes)
                 return _open(n, follow)
-            if time.perf_counter() > deadline:
+            if searched() > limit:
                 return None
     return None
 
@@ -363,22 +397,21 @@ def _construct(n: int, tokens: Array, into: Array, ranks: Array, deadline: float
 # -------------------------------------------------------------------------------------------------------- exact search
 
 
-def _search(n: int, tokens: Array, into: Array, ranks: Array, deadline: float, seed: int) -> Any:
+def _search(n: int, tokens: Array, into: Array, ranks: Array, seed: int, limit: float) -> Any:
     """What ``answer`` takes, from an exhaustive search for a circuit through all tokens and the dummy."""
-    start = time.perf_counter()
     try:
         from ortools.sat.python import cp_model
     except ImportError:
         return "UNKNOWN", "the construction failed, and an exact search needs OR-tools: `pip install sbm_pyg[analysis]`"
-    deadline += time.perf_counter() - start  # the first import in a process takes longer than most searches
+    start = time.perf_counter()  # after the import, which takes longer than most searches where it is the first in a process
     tails, heads = _closed(n, tokens, into, ranks)
-    if 1e-5 * len(tails) > deadline - time.perf_counter():  # to set up the search would take all the time
+    if 1e-5 * len(tails) > limit:  # to set up the search would take all the time
         return "UNKNOWN", f"the construction failed, and {len(tails):,} arcs are too many to search in the time left"
     model = cp_model.CpModel()
     used = [model.new_bool_var("") for _ in range(len(tails))]
     model.add_circuit(list(zip(tails.tolist(), heads.tolist(), used, strict=True)))
     solver = cp_model.CpSolver()
-    solver.parameters.max_time_in_seconds = max(deadline - time.perf_counter(), 0.01)
+    solver.parameters.max_time_in_seconds = max(limit - (time.perf_counter() - start), 0.01)
     solver.parameters.random_seed = seed % 2**31
     solver.parameters.num_workers = 1
     status = solver.solve(model)

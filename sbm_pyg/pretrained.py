@@ -19,10 +19,12 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from numbers import Integral, Real
 from pathlib import Path
+from reprlib import repr as short
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from .version import __version__
 
@@ -30,6 +32,7 @@ __all__ = ["Pretrained"]
 
 LIBRARY = "sbm_pyg"
 CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
+RESTORE = "Restore the file as it was saved."
 
 
 class Pretrained(nn.Module):
@@ -73,19 +76,21 @@ class Pretrained(nn.Module):
 
         Raises:
             TypeError: A constructor option is not plain data, such as an attention factory, or a metric is not a number.
-            ValueError: The folder holds something else, a density is out of range, a metric is not finite, or an option is NaN.
+            ValueError: The folder holds something else, a density is out of range, a metric is not finite, an option is NaN, or weights
+                are NaN, infinite or not there yet (lazy or on the device ``meta``).
         """
         from safetensors.torch import save_file
 
         target = Path(folder).resolve()
         _check_target(target)
         record = {"task": task, "metric": _check_metric(metric), "density": _check_density(density)}
+        weights = _weights(self)
         config: dict[str, Any] = {"library": LIBRARY, "version": __version__, **_describe(self)}
         target.parent.mkdir(parents=True, exist_ok=True)
         draft = _beside(target, "partial")
         draft.mkdir()
         try:
-            save_file({name: tensor.detach().contiguous() for name, tensor in self.state_dict().items()}, draft / WEIGHTS)
+            save_file(weights, draft / WEIGHTS)
             config |= {"sha256": {WEIGHTS: _sha256(draft / WEIGHTS)}, "trained": record}
             (draft / CONFIG).write_text(json.dumps(config, indent=2, allow_nan=False) + "\n", encoding="utf-8")
             (draft / CARD).write_text(_card(self, config), encoding="utf-8")
@@ -102,17 +107,17 @@ class Pretrained(nn.Module):
         """Read a model from a folder, in evaluation mode, with the dtypes that it was saved with.
 
         ``Pretrained.from_pretrained`` reads a model of any known class; a class reads itself and its subclasses. The state of
-        torch's random generators is left as it is.
+        torch's random generators is left as it is. Weights lie in memory of torch's own, where on the CPU they start at a multiple of 64
+        bytes as those of the saved model did: products of matrices are rounded alike. Memory: the model, and one of its weights.
 
         Args:
             folder: What :meth:`save_pretrained` wrote.
             device: Where the weights go.
 
         Raises:
-            ValueError: A file is missing or has changed, the library is too old for it, the class is unknown or another one, or
-                options or weights do not fit the class.
+            ValueError: A file is missing or has changed, the library is too old for it, the class is unknown or another one, options or
+                weights do not fit the class, or weights are NaN or infinite.
         """
-        from safetensors.torch import load_file
 
         source = Path(folder)
         config = _read_config(source)
@@ -122,17 +127,17 @@ class Pretrained(nn.Module):
         wanted, found = config["sha256"].get(WEIGHTS), _sha256(weights)
         if wanted != found:
             raise ValueError(
-                f"Expected '{weights}' to have the SHA-256 {wanted} of {CONFIG} (got {found}). The file has changed: copy it again."
+                f"Expected '{weights}' to have the SHA-256 {short(wanted)} of {CONFIG} (got {short(found)}). The file has changed: copy it again."
             )
         with torch.random.fork_rng(devices=[]):
-            model = _build(config, cls, source / CONFIG)
-        try:
-            model.load_state_dict(load_file(weights, device=str(device)), assign=True)
-        except RuntimeError as error:
-            raise ValueError(
-                f"Expected '{source / CONFIG}' to fit the weights beside it (got {error}). Restore the options it was saved with."
-            ) from error
-        return model.eval()
+            try:
+                model = _build(config, cls, source / CONFIG)
+            except RecursionError:
+                raise ValueError(
+                    f"Expected 'options' in '{source / CONFIG}' to be nested less deeply (got too many levels). {RESTORE}"
+                ) from None
+        _load(model, weights, torch.device(device))
+        return model.to(device).eval()
 
 
 # ------------------------------------------------------------------ options
@@ -147,6 +152,8 @@ def _plain(value: Any, where: str) -> Any:
     if isinstance(value, Pretrained):
         return _describe(value)
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        if value.keys() & {"class", "options"}:
+            raise ValueError(f"Expected '{where}' to have no key 'class' or 'options' (got {[*value]}). They tell a model: rename the key.")
         return {key: _plain(entry, f"{where}.{key}") for key, entry in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(entry, f"{where}[{number}]") for number, entry in enumerate(value)]
@@ -163,34 +170,43 @@ def _plain(value: Any, where: str) -> Any:
     )
 
 
-def _build(description: Mapping[str, Any], base: type[Any], path: Path) -> Any:
-    """The module that a description asks for, a ``base`` or a subclass of it."""
+def _build(description: Mapping[str, Any], base: type[Any], path: Path, where: str = "") -> Any:
+    """The module that a description asks for, a ``base`` or a subclass of it; ``where`` is the way to it in the file."""
     known = {cls.__name__: cls for cls in _subclasses(base)}
     name, options = description.get("class"), description.get("options")
-    if name not in known:
+    if not isinstance(name, str) or name not in known:
         every = {cls.__name__ for cls in _subclasses(Pretrained)}
-        way_out = f"Load it with `{name}.from_pretrained`" if name in every else "Import the module that defines it first"
-        raise ValueError(f"Expected 'class' in '{path}' to be one of {sorted(known)} (got {name!r}). {way_out}.")
+        way_out = (
+            f"Load it with `{name}.from_pretrained`"
+            if isinstance(name, str) and name in every
+            else "Import the module that defines it first"
+        )
+        raise ValueError(f"Expected '{where}class' in '{path}' to be one of {sorted(known)} (got {short(name)}). {way_out}.")
+    where = f"{where}options"
     if not isinstance(options, dict):
-        raise ValueError(f"Expected 'options' in '{path}' to be an object (got {options!r}). Restore the file as it was saved.")
-    parts = {key: _revive(value, path) for key, value in options.items()}
+        raise ValueError(f"Expected '{where}' in '{path}' to be an object (got {short(options)}). {RESTORE}")
+    parts = {key: _revive(value, path, f"{where}.{key}") for key, value in options.items()}
     try:
         return known[name](**parts)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"Expected 'options' in '{path}' to fit {name} (got {error}). Restore the options it was saved with.") from error
+    except Exception as error:  # a class may say in any way that it was not made for these
+        raise ValueError(
+            f"Expected '{where}' in '{path}' to fit {name} (got {type(error).__name__}: {error}). Restore the options it was saved with."
+        ) from error
 
 
-def _revive(value: Any, path: Path) -> Any:
+def _revive(value: Any, path: Path, where: str) -> Any:
     """What :func:`_plain` made plain."""
+    if isinstance(value, dict) and value.keys() & {"class", "options"}:
+        if value.keys() != {"class", "options"}:
+            raise ValueError(f"Expected '{where}' in '{path}' to have the keys 'class' and 'options' (got {short([*value])}). {RESTORE}")
+        return _build(value, Pretrained, path, f"{where}.")
     if isinstance(value, dict):
-        return (
-            _build(value, Pretrained, path)
-            if value.keys() == {"class", "options"}
-            else {key: _revive(entry, path) for key, entry in value.items()}
-        )
-    if isinstance(value, str) and value in ("inf", "-inf"):
-        return float(value)
-    return [_revive(entry, path) for entry in value] if isinstance(value, list) else value
+        return {key: _revive(entry, path, f"{where}.{key}") for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_revive(entry, path, f"{where}[{number}]") for number, entry in enumerate(value)]
+    if isinstance(value, float) and not math.isfinite(value):  # infinity is written as a word
+        raise ValueError(f"Expected '{where}' in '{path}' to be a finite number (got {value}). {RESTORE}")
+    return float(value) if value in ("inf", "-inf") else value
 
 
 def _subclasses(base: type[Any]) -> Iterator[type[Any]]:
@@ -198,6 +214,66 @@ def _subclasses(base: type[Any]) -> Iterator[type[Any]]:
         yield base
     for cls in base.__subclasses__():
         yield from _subclasses(cls)
+
+
+# ------------------------------------------------------------------ weights
+
+
+def _weights(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict as safetensors takes it: numbers, each in memory of its own."""
+    weights: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if is_lazy(tensor) or tensor.is_meta:
+            kind, way_out = (
+                ("a size that no input has set", "Call the model once") if is_lazy(tensor) else ("a meta tensor", "Load weights")
+            )
+            raise ValueError(f"Expected '{name}' to hold numbers (got {kind}). {way_out} before it is saved.")
+        _check_numbers(tensor, f"'{name}'", "The training diverged: save an earlier state, or keep `model.state_dict()`.")
+        tensor = tensor.detach().contiguous()
+        place = tensor.untyped_storage().data_ptr()
+        weights[name] = tensor.clone() if place in seen else tensor
+        seen.add(place)
+    return weights
+
+
+def _load(model: nn.Module, path: Path, device: torch.device) -> None:
+    """Put weights in the place of those that a model was made with, one after the other; what is one parameter stays one."""
+    from safetensors import SafetensorError, safe_open
+
+    mine, state = model.state_dict(keep_vars=True), {}
+    try:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118, it is no dict
+                saved = file.get_tensor(name)
+                tensor = torch.empty_like(saved, device=device, memory_format=torch.contiguous_format).copy_(saved)
+                own = mine.get(name)
+                if own is not None and not is_lazy(own) and not own.is_meta and own.shape == tensor.shape:
+                    if (own.is_floating_point(), own.is_complex()) != (tensor.is_floating_point(), tensor.is_complex()):
+                        raise ValueError(f"Expected '{name}' in '{path}' to be as {own.dtype} (got {tensor.dtype}). {RESTORE}")
+                    own.data = tensor  # which frees what was there
+                    tensor = own
+                state[name] = tensor
+    except SafetensorError as error:
+        raise ValueError(f"Expected '{path}' to be a file of safetensors (got {error}). {RESTORE}") from error
+    try:
+        model.load_state_dict(state, assign=True)
+    except RuntimeError as error:
+        raise ValueError(
+            f"Expected '{path.with_name(CONFIG)}' to fit the weights beside it (got {error}). Restore the options it was saved with."
+        ) from error
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        _check_numbers(tensor, f"'{name}' in '{path}'", "The training diverged before the model was saved: load an earlier one.")
+
+
+def _check_numbers(tensor: Tensor, name: str, way_out: str) -> None:
+    """Refuse NaN, and infinite parameters; a buffer may hold infinity, as masks do."""
+    if tensor.numel() == 0 or not (tensor.is_floating_point() or tensor.is_complex()):
+        return
+    real = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    low, high = (real.float() if real.element_size() == 1 else real).aminmax()  # of which one is NaN if any number is
+    if low.isnan() or (isinstance(tensor, nn.Parameter) and (low.isinf() or high.isinf())):
+        raise ValueError(f"Expected {name} to be finite (got values from {low:g} to {high:g}). {way_out}")
 
 
 # ------------------------------------------------------------------ files
@@ -208,14 +284,16 @@ def _read_config(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"Expected '{path}' to be a file (got none). Give the folder that `save_pretrained` wrote.")
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"Expected '{path}' to be JSON (got {error}). Restore the file as it was saved.") from error
+        config = json.loads(path.read_text(encoding="utf-8"), parse_int=_integer)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"Expected '{path}' to be JSON (got {error}). {RESTORE}") from error
     if not isinstance(config, dict) or config.get("library") != LIBRARY or not isinstance(config.get("sha256"), dict):
         raise ValueError(
             f"Expected '{path}' to be the config of a model of {LIBRARY} (got another one). Give the folder that `save_pretrained` wrote."
         )
-    version = str(config.get("version"))
+    version = config.get("version")
+    if not isinstance(version, str) or not _release(version):
+        raise ValueError(f"Expected 'version' in '{path}' to be one such as {__version__!r} (got {short(version)}). {RESTORE}")
     if _release(version) > _release(__version__):
         raise ValueError(
             f"Expected 'version' in '{path}' to be at most {__version__} (got {version}). Upgrade with `pip install -U {LIBRARY}`."
@@ -223,8 +301,13 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
+def _integer(digits: str) -> int | float:
+    """What JSON has as an integer; infinite beyond what a float can hold, where Python takes long or refuses."""
+    return int(digits) if len(digits) < 300 else float(digits)
+
+
 def _release(version: str) -> tuple[int, ...]:
-    found = re.match(r"\d+(\.\d+)*", version)
+    found = re.match(r"\d{1,9}(\.\d{1,9})*(?!\.?\d)", version)
     return tuple(int(part) for part in found[0].split(".")) if found else ()
 
 
@@ -247,7 +330,7 @@ def _check_target(folder: Path) -> None:
     if content and {*content} <= {CONFIG, WEIGHTS, CARD} and CONFIG in content and folder.is_dir():
         try:
             ours = json.loads((folder / CONFIG).read_text(encoding="utf-8"))["library"] == LIBRARY
-        except (ValueError, TypeError, LookupError):
+        except (ValueError, TypeError, LookupError, RecursionError):
             ours = False
     if not ours:
         raise ValueError(

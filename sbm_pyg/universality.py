@@ -11,11 +11,13 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import pairwise
-from operator import or_
+from numbers import Real
+from operator import index, or_
+from reprlib import repr as short
 from typing import Any
 
 import numpy as np
@@ -23,23 +25,25 @@ import torch
 
 from . import patterns as fixed
 from .graph import AttentionGraph
-from .hamiltonian import HamiltonianPath, hamiltonian_path, one_sequence, scipy_sparse, some
-from .ops import threads
+from .hamiltonian import HamiltonianPath, hamiltonian_path, one_sequence, scipy_sparse, seconds, some, stopwatch
+from .ops import checks, threads
 from .ops.walks import spread
 from .ragged import offsets
+from .sampling import draw_seed
 from .sbm import SBM
 
 __all__ = [
     "Lemma1", "Lemma2", "Universality", "expected_graph", "lemma1", "lemma2", "log10_cycles", "path_probability", "spread_steps", "universality",
 ]  # fmt: skip
 
+PATIENCE = 3600  # seconds that an experiment may take
 Array = np.ndarray[Any, Any]
 Pattern = AttentionGraph | SBM
 
 
 @dataclass(frozen=True)
 class Universality:
-    """Answer of :func:`universality`; ``print`` shows it as a page.
+    """Answer of :func:`universality`; ``print`` shows it as a page. It is true where ``holds`` is, and an error where that is not known.
 
     Args:
         num_tokens: Number of tokens n.
@@ -80,6 +84,11 @@ class Universality:
         answers = [not any(self.missing_self_loops), {"FOUND": True, "ABSENT": False}.get(self.hamiltonian_status)]
         answers.append(None if self.s is None else self.s < math.inf)
         return False if False in answers else None if None in answers else True
+
+    def __bool__(self) -> bool:
+        if self.holds is None:
+            raise ValueError("Expected 'holds' to be True or False for a yes or no (got None). Read `.holds`, or raise `time_limit`.")
+        return self.holds
 
     def __str__(self) -> str:
         verdict = {True: "HOLDS", False: "FAILS", None: "UNDECIDED"}[self.holds]
@@ -129,7 +138,8 @@ def universality(
 
     Raises:
         ImportError: scipy is not installed.
-        TypeError, ValueError: No pattern, patterns of several sequences or of different tokens, or a number out of range.
+        TypeError, ValueError: No pattern, patterns of several sequences or of different tokens, more tokens than fit in memory, or a number
+            out of range.
 
     Example:
         >>> report = universality([fixed.window(6, 1)])
@@ -139,9 +149,8 @@ def universality(
     Reference: Yun et al., "O(n) connections are expressive enough", NeurIPS 2020, Assumption 1.
     """
     start = time.perf_counter()
-    given: list[Pattern] = [patterns] if isinstance(patterns, AttentionGraph | SBM) else list(patterns)
-    if not time_limit > 0:
-        raise ValueError(f"Expected 'time_limit' to be a positive number of seconds (got {time_limit}). The default is 10.")
+    given = [patterns] if isinstance(patterns, AttentionGraph | SBM) else _listed(patterns)
+    time_limit, seed = seconds(time_limit), draw_seed(seed)
     graphs = [_one_head(expected_graph(each, threshold) if isinstance(each, SBM) else each) for each in given]
     n = _common_size(graphs)
     models = sum(isinstance(each, SBM) for each in given)
@@ -154,13 +163,14 @@ def universality(
     lacking = tuple(_without_loop(graph) for graph in graphs)
     union = reduce(or_, graphs)
     pair = _unreached(union)
+    s = math.inf if pair else _steps(graphs, not any(lacking), time_limit)
     return Universality(
         num_tokens=n,
         edges=tuple(graph.num_edges for graph in graphs),
         source=source,
         missing_self_loops=lacking,
         hamiltonian=hamiltonian_path(union, time_limit=time_limit, seed=seed),
-        s=math.inf if pair else _steps(graphs, not any(lacking), time_limit),
+        s=s,
         strongly_connected=pair is None,
         unreached=pair,
         seconds=time.perf_counter() - start,
@@ -176,7 +186,7 @@ def spread_steps(patterns: Sequence[AttentionGraph], *, time_limit: float = 10.0
 
     Args:
         patterns: In the order in which they are applied, as in :func:`universality`.
-        time_limit: Seconds.
+        time_limit: Seconds, positive; those in which the first call compiles kernels do not count.
 
     Returns:
         s; ``math.inf`` if there is none; None if the time was too short.
@@ -189,7 +199,7 @@ def spread_steps(patterns: Sequence[AttentionGraph], *, time_limit: float = 10.0
         >>> spread_steps([blocks, to, fro]), spread_steps([blocks, fro, to])
         (5, 3)
     """
-    graphs = [_one_head(graph) for graph in patterns]
+    graphs, time_limit = [_one_head(graph) for graph in _listed(patterns)], seconds(time_limit)
     _common_size(graphs)
     if _unreached(reduce(or_, graphs)) is not None:
         return math.inf
@@ -204,13 +214,16 @@ def expected_graph(sbm: SBM, threshold: float = 0.5) -> AttentionGraph:
         threshold: In [0, 1).
 
     Raises:
+        TypeError: It is no model.
         ValueError: The threshold is out of range.
 
     Example:
         >>> expected_graph(lemma2(16, 4).sbms[0])
         AttentionGraph(1 sequence, 1 head, 16 queries, 16 keys, 64 edges, density 25.0%)
     """
-    if not 0 <= threshold < 1:
+    if not isinstance(sbm, SBM):
+        raise TypeError(f"Expected 'sbm' to be an SBM (got {type(sbm).__name__}). `SBMHead` makes one; a graph needs no threshold.")
+    if not isinstance(threshold, Real) or not 0 <= threshold < 1:
         raise ValueError(f"Expected 'threshold' in [0, 1) (got {threshold}). An edge counts where its probability is above it.")
     degree, col = [], []
     with torch.no_grad():
@@ -225,6 +238,12 @@ def expected_graph(sbm: SBM, threshold: float = 0.5) -> AttentionGraph:
     return AttentionGraph._trusted(
         offsets(torch.cat(degree)), torch.cat(col), sbm.num_queries, sbm.num_keys, sbm.heads, sbm.query_ptr, sbm.key_ptr
     )
+
+
+def _listed(patterns: Any) -> list[Any]:
+    if not isinstance(patterns, Iterable) or isinstance(patterns, str | torch.Tensor):
+        raise TypeError(f"Expected 'patterns' to be a list of graphs (got {type(patterns).__name__}). Pass [graph] for one.")
+    return list(patterns)
 
 
 def _one_head(graph: AttentionGraph) -> AttentionGraph:
@@ -262,10 +281,19 @@ def _unreached(union: AttentionGraph) -> tuple[int, int] | None:
 
 def _steps(graphs: list[AttentionGraph], keeps: bool, time_limit: float) -> int | float | None:
     """:func:`spread_steps` for a union that is strongly connected; ``keeps``: all tokens attend to themselves in all patterns."""
-    deadline = time.perf_counter() + time_limit
-    n, period = graphs[0].num_queries, len(graphs)
-    rows = [(graph.rowptr.numpy(), graph.col.numpy()) for graph in graphs]
+    n = graphs[0].num_queries
     words = -(-n // 64)
+    way_out = "Check shorter sequences; `hamiltonian_path` needs memory for the edges alone."
+    checks.memory("patterns", 2 * n * words, 8, torch.device("cpu"), way_out, "words of tokens that are known")
+    with stopwatch() as searched:
+        return _spread(graphs, keeps, n, words, searched, time_limit)
+
+
+def _spread(
+    graphs: list[AttentionGraph], keeps: bool, n: int, words: int, searched: Callable[[], float], time_limit: float
+) -> int | float | None:
+    period = len(graphs)
+    rows = [(graph.rowptr.numpy(), graph.col.numpy()) for graph in graphs]
     shares = [
         min(max(graph.num_edges * words >> 20, 1), 64) for graph in graphs
     ]  # threads wait for each other: not for a millisecond's work
@@ -279,7 +307,7 @@ def _steps(graphs: list[AttentionGraph], keeps: bool, time_limit: float) -> int 
     stamp, next_stamp, full = np.ones(n, np.int64), np.ones(n, np.int64), (old == target).all(1)
     step, seen = 1, set()
     while not full.all():
-        if time.perf_counter() > deadline:
+        if searched() > time_limit:
             return None
         if not keeps and step % period == 0:  # sets may shrink: all is said once a state comes again
             state = hashlib.blake2b(old.tobytes()).digest()
@@ -348,7 +376,7 @@ def lemma2(n: int, num_blocks: int) -> Lemma2:
         Models, graphs and path.
 
     Raises:
-        ValueError: A number is out of range.
+        TypeError, ValueError: A number is no integer, is out of range, or asks for more memory than there is.
 
     Example:
         >>> lemma = lemma2(6, 2)
@@ -360,8 +388,14 @@ def lemma2(n: int, num_blocks: int) -> Lemma2:
     Where the paper is off: its floor formula with tokens counted from 1 makes K + 1 blocks, and s is not 3 in the order (1, 2, 3) of the text.
     The memberships are set directly, for eq. 5 cannot express S = I (a softmax over all entries sums to 1).
     """
-    if not 1 <= num_blocks <= n:
-        raise ValueError(f"Expected 'num_blocks' in 1..n = 1..{n} (got {num_blocks}). Each block needs a token.")
+    n = checks.integer("n", n, 1, "It is the number of tokens.")
+    num_blocks = checks.integer("num_blocks", num_blocks, 1, "Each block needs a token.")
+    if num_blocks > n:
+        raise ValueError(f"Expected 'num_blocks' in 1..n = 1..{short(n)} (got {short(num_blocks)}). Each block needs a token.")
+    edges = n * n // num_blocks + 2 * n * (num_blocks + 1)
+    needed = 12 * n * num_blocks + 4 * num_blocks**2 + 16 * edges
+    way_out = "Fewest edges come with about the square root of n / 2 blocks."
+    checks.memory("n", needed, 1, torch.device("cpu"), way_out, "bytes of models and graphs")
     place = torch.arange(n)
     block = torch.nn.functional.one_hot(place * num_blocks // n, num_blocks).float()[None]
     relay = (place >= n - num_blocks).float()[None, :, None]
@@ -445,7 +479,9 @@ def log10_cycles(n: int, p: float | Array) -> Any:
     >>> float(log10_cycles(3, 1.0).round(4))  # two cycles
     0.301
     """
-    return (n * np.log(p) + math.lgamma(n)) / math.log(10)
+    n, p = _law(n, p)
+    with np.errstate(divide="ignore"):  # none without edges
+        return (n * np.log(p) + math.lgamma(n)) / math.log(10)
 
 
 def path_probability(n: int, p: float | Array) -> Any:
@@ -455,8 +491,25 @@ def path_probability(n: int, p: float | Array) -> Any:
     Poisson with mean :math:`\lambda = n (1-p)^{n-1}`: :math:`((1 + \lambda) e^{-\lambda})^2`. The directed form of the theorem of Komlós and
     Szemerédi (1983), as hitting time for cycles by Frieze (1988).
     """
+    n, p = _law(n, p)
     rate = n * (1 - p) ** (n - 1)
     return ((1 + rate) * np.exp(-rate)) ** 2
+
+
+def _law(n: int, p: float | Array) -> tuple[int, Array]:
+    """Number of tokens and edge probabilities of G(n, p).
+
+    Raises:
+        TypeError, ValueError: They are none.
+    """
+    n = checks.integer("n", n, 1, "It is the number of tokens.")
+    try:
+        chances = np.asarray(p, dtype=np.float64)
+    except (TypeError, ValueError):
+        chances = np.array(math.nan)
+    if n >= 2**53 or not bool(((chances >= 0) & (chances <= 1)).all()):
+        raise ValueError(f"Expected 'p' in [0, 1] and 'n' below 2**53 (got {short(p)} and {short(n)}). They are those of a graph G(n, p).")
+    return n, chances
 
 
 def lemma1(
@@ -476,20 +529,33 @@ def lemma1(
 
     Raises:
         ImportError: scipy is not installed.
-        ValueError: A number is out of range.
+        TypeError, ValueError: A number is none, is out of range, or asks for more than the memory there is or an hour.
 
     Example:
         >>> result = lemma1(12, [0.05, 0.9], samples=5)
         >>> result.found.tolist(), result.absent.tolist()
         ([0, 5], [5, 0])
     """
-    if n < 3 or samples < 1:
-        raise ValueError(f"Expected 'n' to be at least 3 and 'samples' at least 1 (got {n} and {samples}). The defaults are 64 and 200.")
+    n = checks.integer("n", n, 3, "The default is 64.")
+    samples = checks.integer("samples", samples, 1, "The default is 200.")
+    time_limit, seed = seconds(time_limit), draw_seed(seed)
+    checks.memory("n", n * n, 10, torch.device("cpu"), "Take fewer tokens.", "pairs")
     low, high = 0.5 * math.e * n ** (1 / n) / n, min((math.log(n) + 4) / n, 1.0)
-    chosen = np.linspace(low, high, 12) if probabilities is None else np.asarray(probabilities, dtype=np.float64)
-    if chosen.ndim != 1 or not bool(((chosen > 0) & (chosen <= 1)).all()):
-        raise ValueError(f"Expected 'probabilities' to be a list of numbers in (0, 1] (got {probabilities}). Leave it out for a range.")
-    random = np.random.default_rng(seed)
+    try:
+        chosen = np.linspace(low, high, 12) if probabilities is None else np.asarray(probabilities, dtype=np.float64)
+    except (TypeError, ValueError):
+        chosen = np.empty(0)
+    if chosen.ndim != 1 or len(chosen) == 0 or not bool(((chosen > 0) & (chosen <= 1)).all()):
+        raise ValueError(
+            f"Expected 'probabilities' to be a list of numbers in (0, 1] (got {short(probabilities)}). Leave it out for a range."
+        )
+    each = 3e-4 + 2.5e-8 * n * n  # seconds for a graph, at least
+    if samples * len(chosen) * each > PATIENCE:
+        raise ValueError(
+            f"Expected 'samples' to be at most {int(PATIENCE / len(chosen) / each):,} for {len(chosen)} probabilities of graphs of {n:,} tokens "
+            f"(got {short(samples)}: more than an hour). Take fewer, or call it several times with seeds of their own."
+        )
+    random = np.random.default_rng(seed % 2**64)
     answers = {
         "FOUND": np.zeros(len(chosen), np.int64),
         "ABSENT": np.zeros(len(chosen), np.int64),

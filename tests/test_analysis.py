@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import builtins
+import dataclasses
+import inspect
 import itertools
 import math
+import re
+import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
 import networkx as nx
+import numba
+import numba.core.event
 import numpy as np
 import pytest
+import scipy.stats
 import torch
 from problems import GRAPHS, random_graph
 
 from sbm_pyg import SBM, AttentionGraph, analysis, hamiltonian, patterns, sample_edges, universality
 from sbm_pyg.analysis import (
     Certificate,
+    HamiltonianPath,
+    Lemma1,
     blocks_of,
     expected_graph,
     graph_statistics,
@@ -231,6 +241,12 @@ def test_unknown_says_what_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(answer).endswith("an exact search needs OR-tools: `pip install sbm_pyg[analysis]`")
 
 
+EIGHT = [
+    [2, 4, 5, 0, 4, 1, 3, 6, 0, 2, 3, 4, 1, 6],
+    [0, 2, 2, 3, 3, 4, 4, 4, 5, 5, 6, 6, 7, 7],
+]  # tokens that only an exhaustive search decides
+
+
 def test_an_import_does_not_take_the_time_of_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight tokens that only an exhaustive search decides, in a process that takes 100 s to import OR-tools."""
     now, get = [0.0], builtins.__import__
@@ -241,10 +257,75 @@ def test_an_import_does_not_take_the_time_of_the_search(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(builtins, "__import__", slow)
     monkeypatch.setattr(hamiltonian, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    edges = [[2, 4, 5, 0, 4, 1, 3, 6, 0, 2, 3, 4, 1, 6], [0, 2, 2, 3, 3, 4, 4, 4, 5, 5, 6, 6, 7, 7]]
-    answer = hamiltonian_path(AttentionGraph.from_edge_index(torch.tensor(edges)), time_limit=1.0)
+    answer = hamiltonian_path(AttentionGraph.from_edge_index(torch.tensor(EIGHT)), time_limit=1.0)
     assert (answer.status, answer.method) == ("ABSENT", "OR-tools")
     assert answer.seconds >= 100
+
+
+def test_a_compilation_does_not_take_the_time_of_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The eight tokens again, where one kernel takes 100 s to compile; and steps within a tenth of a second, with a kernel that is compiled anew."""
+    now, kernel = [0.0], hamiltonian.parts_without
+
+    def compiles(*given: Any) -> None:
+        with numba.core.event.trigger_event("numba:compile", data={"dispatcher": None}):
+            now[0] += 100
+        kernel(*given)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(hamiltonian, "parts_without", compiles)
+        patched.setattr(hamiltonian, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+        patched.setattr(numba.core.event, "timer", lambda: now[0])
+        answer = hamiltonian_path(AttentionGraph.from_edge_index(torch.tensor(EIGHT)), time_limit=1.0)
+    assert (answer.status, answer.method) == ("ABSENT", "OR-tools")
+    assert answer.seconds >= 100
+
+    monkeypatch.setattr(universality, "spread", numba.njit(universality.spread.py_func))
+    start = time.perf_counter()
+    assert spread_steps([patterns.window(40, 1)], time_limit=0.1) == 39
+    assert time.perf_counter() - start > 0.1  # or this shows nothing
+
+
+def test_truth_is_the_answer_and_an_error_where_there_is_none() -> None:
+    assert hamiltonian_path(patterns.full(3))
+    assert not hamiltonian_path(star(3, 2))
+    assert analysis.universality(patterns.full(3))
+    assert not analysis.universality(star(3, 2), self_loops=True)
+    unknown = HamiltonianPath("UNKNOWN", None, None, "nothing", 0.0)
+    with pytest.raises(ValueError, match=r"Expected 'status' to be 'FOUND' or 'ABSENT' .* \(got 'UNKNOWN'\)\. Read `.status`, or raise"):
+        bool(unknown)
+    report = dataclasses.replace(analysis.universality(patterns.full(3)), hamiltonian=unknown)
+    with pytest.raises(ValueError, match=r"Expected 'holds' to be True or False .* \(got None\)\. Read `.holds`, or raise `time_limit`\."):
+        bool(report)
+    assert not dataclasses.replace(report, s=math.inf)  # one condition that fails is enough
+
+
+def test_without_scipy_each_function_that_needs_it_says_so() -> None:
+    """In a process of its own, where no module has imported it before."""
+    code = """
+import importlib.abc, sys
+class Without(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "scipy":
+            raise ImportError(name)
+sys.meta_path.insert(0, Without())
+import torch
+from sbm_pyg import AttentionGraph, SBM, analysis
+graph = AttentionGraph.from_edge_index(torch.tensor([[0, 1, 0, 2, 3, 0], [1, 0, 2, 0, 0, 3]]))
+sbm = SBM(torch.ones(1, 4, 1), torch.ones(1, 4, 1), torch.ones(1, 1, 1))
+for call in (
+    lambda: analysis.graph_statistics(graph), lambda: analysis.graph_statistics(graph, spectral_gap=False),
+    lambda: analysis.hamiltonian_path(graph), lambda: analysis.universality(graph), lambda: analysis.universality(sbm),
+    lambda: analysis.spread_steps([graph]), lambda: analysis.lemma1(5, [0.5], samples=9), lambda: analysis.lemma2(6, 2).s(),
+):
+    try:
+        call()
+    except ImportError as error:
+        print(error)
+analysis.to_networkx(graph, sbm=sbm), analysis.expected_graph(sbm), analysis.is_hamiltonian_path(graph, [0, 1, 2, 3]), analysis.lemma2(6, 2)
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=500)
+    line = "Expected 'scipy' to be installed (it is not). Install it with `pip install sbm_pyg[analysis]`."
+    assert found.stdout.splitlines() == [line] * 8
 
 
 def test_a_wrong_path_is_never_returned(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -433,6 +514,8 @@ def test_expectations_are_judged_by_their_threshold() -> None:
     assert analysis.universality(sbms, self_loops=True).s == lemma.s()
     assert "expected edges, p > 0.5" in str(analysis.universality(sbms))
     assert analysis.universality(sbms, threshold=0.61, self_loops=True).s == math.inf
+    assert analysis.universality([*sbms]).source == "expected edges, p > 0.5"
+    assert analysis.universality([*lemma.graphs]).source == "given graphs"
     mixed = analysis.universality([sbms[0], lemma.graphs[1], lemma.graphs[2]])
     assert mixed.source == "given graphs and expected edges, p > 0.5"
     assert analysis.universality(sbms[0], threshold=0.0).edges == (180,)
@@ -473,6 +556,23 @@ def test_universality_errors() -> None:
     with pytest.raises(ValueError, match=r"Expected 'num_blocks' in 1..n = 1..4 \(got 5\). Each block needs a token."):
         lemma2(4, 5)
     with pytest.raises(
+        ValueError, match=r"Expected 'n' to ask for no more than memory holds \(got 800,\d{3},\d{3},\d{3},\d{3} bytes of models and graphs"
+    ):
+        lemma2(10**7, 2)
+    with pytest.raises(TypeError, match=r"Expected 'n' to be an int \(got float\). It is the number of tokens."):
+        lemma2(4.5, 2)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"Expected 'patterns' to be a list of graphs \(got int\). Pass \[graph\] for one."):
+        analysis.universality(5)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"Expected 'patterns' to be a list of graphs \(got AttentionGraph\). Pass \[graph\] for one."):
+        spread_steps(patterns.full(3))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"Expected 'time_limit' to be a positive number of seconds \(got '5'\)."):
+        spread_steps([patterns.full(3)], time_limit="5")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"Expected 'sbm' to be an SBM \(got AttentionGraph\). `SBMHead` makes one"):
+        expected_graph(patterns.full(3))  # type: ignore[arg-type]
+    ring = torch.arange(3 * 10**6)
+    with pytest.raises(ValueError, match=r"Expected 'patterns' to ask for no more than memory holds \(got 281,250,000,000 words"):
+        spread_steps([AttentionGraph.from_edge_index(torch.stack([ring, ring.roll(1)]))])
+    with pytest.raises(
         ValueError, match=r"Expected 'order' to be a permutation of 1, 2, 3 \(got \(0, 1, 2\)\). The paper has \(1, 2, 3\)."
     ):
         lemma2(4, 2).s((0, 1, 2))
@@ -499,6 +599,8 @@ def test_expected_cycles_and_paths_equal_enumeration() -> None:
 
 
 def test_lemma1_shows_that_the_expectation_says_little() -> None:
+    defaults = {name: each.default for name, each in inspect.signature(lemma1).parameters.items()}
+    assert defaults == {"n": 64, "probabilities": None, "samples": 200, "seed": 0, "time_limit": 1.0}
     result = lemma1(48, samples=25, seed=0)
     assert len(result.probabilities) == 12
     assert (result.found + result.absent == 25).all()
@@ -513,8 +615,34 @@ def test_lemma1_shows_that_the_expectation_says_little() -> None:
 
 
 def test_lemma1_errors() -> None:
-    with pytest.raises(ValueError, match=r"Expected 'n' to be at least 3 and 'samples' at least 1 \(got 2 and 5\)."):
-        lemma1(2, samples=5)
+    for arguments, error, message in (
+        ({"n": 2}, ValueError, "Expected 'n' to be at least 3 (got 2). The default is 64."),
+        ({"n": 2.5}, TypeError, "Expected 'n' to be an int (got float)."),
+        ({"n": 2**40}, ValueError, "Expected 'n' to ask for no more than memory holds (got more than 2**63 pairs"),
+        ({"samples": 0}, ValueError, "Expected 'samples' to be at least 1 (got 0)."),
+        (
+            {"samples": 2**31},
+            ValueError,
+            "Expected 'samples' to be at most 745,526 for 12 probabilities of graphs of 64 tokens (got 2147483648: more",
+        ),
+        (
+            {"n": 3000, "samples": 10**5},
+            ValueError,
+            "Expected 'samples' to be at most 1,331 for 12 probabilities of graphs of 3,000 tokens",
+        ),
+        ({"probabilities": []}, ValueError, "Expected 'probabilities' to be a list of numbers in (0, 1] (got []). Leave it out"),
+        ({"probabilities": ["x"]}, ValueError, "Expected 'probabilities' to be a list of numbers in (0, 1] (got ['x'])."),
+        ({"time_limit": math.nan}, ValueError, "Expected 'time_limit' to be a positive number of seconds (got nan)."),
+        ({"seed": 0.5}, TypeError, "Expected 'seed' to be an integer (got 0.5)."),
+    ):
+        with pytest.raises(error, match=re.escape(message)):
+            lemma1(**arguments)  # type: ignore[arg-type]
+    for law in (log10_cycles, path_probability):
+        with pytest.raises(ValueError, match=r"Expected 'n' to be at least 1 \(got 0\)"):
+            law(0, 0.5)
+        with pytest.raises(ValueError, match=r"Expected 'p' in \[0, 1\] and 'n' below 2\*\*53 \(got 1.5 and 4\)"):
+            law(4, 1.5)
+    assert log10_cycles(4, 0.0) == -math.inf
     with pytest.raises(ValueError, match=r"Expected 'probabilities' to be a list of numbers in \(0, 1\] \(got \[0.0\]\)."):
         lemma1(5, [0.0])
 
@@ -623,6 +751,28 @@ def test_statistics_errors() -> None:
         ValueError, match=r"Expected 'blocks' of the keys to be \[3, 11\] \(got \[3, 7\]\). They number the block of each token"
     ):
         graph_statistics(GRAPHS["bipartite"], blocks=torch.zeros(3, 7, dtype=torch.long))
+    for wrong in (torch.zeros(3, 7), "blocks", (torch.zeros(3, 7, dtype=torch.long),)):
+        with pytest.raises(TypeError, match=r"Expected 'blocks' to be an SBM, a tensor of integers or a pair of those \(got "):
+            graph_statistics(GRAPHS["bipartite"], blocks=wrong)  # type: ignore[arg-type]
+    for function in (blocks_of, lambda sbm: to_networkx(patterns.full(3), sbm=sbm)):
+        with pytest.raises(TypeError, match=r"Expected 'sbm' to be an SBM \(got Tensor\)."):
+            function(torch.eye(3))
+
+
+def test_blocks_may_have_any_numbers() -> None:
+    graph = random_graph(2, 30, 30, 0.2, 3)
+    blocks = torch.randint(3, (2, 30), generator=torch.Generator().manual_seed(0))
+    wanted = graph_statistics(graph, blocks=blocks, spectral_gap=False).modularity
+    found = graph_statistics(graph, blocks=torch.tensor([2**62, -7, 2**40])[blocks], spectral_gap=False).modularity
+    assert torch.equal(found, wanted)
+
+
+def test_the_interval_is_that_of_wilson() -> None:
+    """7 of 20 at 95 %: [0.1812, 0.5671], a value of the literature (Brown, Cai and DasGupta's formula by hand)."""
+    result = Lemma1(10, 20, np.array([0.5]), np.array([7]), np.array([13]))
+    peer = scipy.stats.binomtest(7, 20).proportion_ci(0.95, method="wilson")
+    np.testing.assert_allclose(np.concatenate(result.interval), [peer.low, peer.high], rtol=1e-6)
+    assert f"{peer.low:.3f} to {peer.high:.3f}" in str(result)
 
 
 # ---------------------------------------------------------------------------------------------------------- networkx
@@ -644,7 +794,7 @@ def test_networkx_views_carry_probabilities_and_blocks() -> None:
         split = to_networkx(graph, sequence, 0, view="bipartite", sbm=sbm)
         assert split.nodes["key", 1]["block"] == int(key[0, first + 1].argmax())
         assert split.number_of_edges() == int((chance[0] > 0.1).sum())
-        every = to_networkx(graph, sequence, None, sbm=sbm)
+        every = to_networkx(graph, sequence, "all", sbm=sbm)
         assert every.number_of_edges() == int((chance > 0.1).sum())
         for a, b, head, p in every.edges.data("probability", keys=True):
             assert p == pytest.approx(float(chance[head, b, a]), abs=1e-6)
@@ -656,7 +806,7 @@ def test_networkx_errors() -> None:
     ):
         to_networkx(patterns.full(3), view="multigraph")
     with pytest.raises(ValueError, match=r"Expected as many queries as keys for a graph of tokens \(got 7 and 11\)."):
-        to_networkx(GRAPHS["bipartite"])
+        to_networkx(GRAPHS["bipartite"], 0, 0)
     with pytest.raises(ValueError, match=r"Expected 'graph' with \(heads, queries, keys\) = \(1, 4, 4\) \(got \(1, 3, 3\)\)."):
         to_networkx(patterns.full(3), sbm=lemma2(4, 2).sbms[0])
 

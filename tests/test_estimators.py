@@ -200,6 +200,19 @@ def test_score_function_is_unbiased() -> None:
     torch.testing.assert_close(mean, case.true_gradient(), rtol=1e-4, atol=1e-6)  # probabilities are cut at 1e-6
 
 
+def test_score_function_takes_the_mean_of_the_others_as_baseline() -> None:
+    """By hand for three sequences of one query and one key, with and without the edge."""
+    ptr, p = torch.arange(4), torch.tensor([0.25, 0.5, 0.8], dtype=torch.float64, requires_grad=True)
+    one = torch.ones(1, 3, 1, dtype=torch.float64)
+    sbm = SBM(p[None, :, None], one, one[:, :1], ptr, ptr)
+    graph = AttentionGraph.from_edge_index(torch.tensor([[0, 2], [0, 2]]), 3, 3, query_ptr=ptr, key_ptr=ptr)
+    term = score_function(sbm, graph, torch.tensor([1.0, 5.0, 12.0], dtype=torch.float64))
+    found = torch.autograd.grad(term, p)[0]
+    advantage = [1 - (5 + 12) / 2, 5 - (1 + 12) / 2, 12 - (1 + 5) / 2]
+    wanted = [advantage[0] / 0.25, -advantage[1] / 0.5, advantage[2] / 0.8]
+    torch.testing.assert_close(found, torch.tensor(wanted, dtype=torch.float64), rtol=1e-5, atol=0)  # probabilities are cut at 1e-6
+
+
 @pytest.mark.parametrize("form", ["score", "weight"])
 def test_gates_are_biased(form: str) -> None:
     """The control: what passes for the local expectation gradient fails for eq. 9 and for the released form."""

@@ -31,7 +31,8 @@ def test_every_row_names_a_test_that_exists() -> None:
         assert len(cells) == 3, cells
         named = re.fullmatch(r"`(test_\w+\.py)::(test_\w+)`", cells[2])
         assert named is not None, cells
-        assert named[2] in functions.get(named[1], set()), f"{named[1]}::{named[2]} does not exist"
+    for file, name in re.findall(r"`(test_\w+\.py)::(test_\w+)`", PAGE.read_text()):  # those outside of the tables too
+        assert name in functions.get(file, set()), f"{file}::{name} does not exist"
 
 
 def test_every_house_has_rows() -> None:

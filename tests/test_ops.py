@@ -654,6 +654,21 @@ def test_results_do_not_depend_on_the_number_of_threads() -> None:
     assert torch.equal(results[0][0], results[1][0])
 
 
+@pytest.mark.parametrize(("edges_per_key", "same"), [(16, True), (100, False)])
+def test_gradients_of_keys_are_the_same_bits_where_edges_are_few(edges_per_key: int, same: bool) -> None:
+    graph, before = random_graph(1, 400, 400, edges_per_key / 400), torch.get_num_threads()
+    leaves = tensors(graph, 16, 16, False, False, torch.float32)
+    grads = []
+    try:
+        for threads in (1, 3, 3):
+            torch.set_num_threads(threads)
+            grads.append(gradients(attend(leaves, graph, "score", 0.0)[0], leaves))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(one, two) for one, two in zip(*grads[1:], strict=True))
+    assert all(torch.equal(one, two) for one, two in zip(*grads[:2], strict=True)) == same
+
+
 @settings(max_examples=300, deadline=None)
 @given(
     heads=st.integers(1, 3),

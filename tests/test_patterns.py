@@ -26,6 +26,7 @@ from torch_geometric.transforms import Compose
 from sbm_pyg import patterns
 from sbm_pyg.graph import AttentionGraph
 from sbm_pyg.ops import checks
+from sbm_pyg.ops.reference import philox
 
 FALSE_ALARM = 1e-6
 
@@ -250,6 +251,14 @@ def test_keys_are_drawn_alike_in_long_sequences(k: int) -> None:
 def test_random_has_the_exact_number_of_keys(lengths: list[int], k: int, heads: int, seed: int) -> None:
     graph = patterns.random(None, k, ptr=offsets(lengths), heads=heads, seed=seed).validate()
     assert torch.equal(graph.degree, torch.tensor([min(k, n) for n in lengths for _ in range(n)]).expand(heads, -1))
+
+
+def test_random_keys_have_words_of_their_own() -> None:
+    """The first key of a query is a word of Philox at (0, its place, its stream, its head and, in the top byte, what the word is for: 8)."""
+    graph = patterns.random(None, 1, ptr=torch.tensor([0, 50, 100]), heads=2, seed=5)
+    place, stream, head = torch.arange(50).repeat(4), torch.tensor([0, 1]).repeat_interleave(50).repeat(2), torch.arange(200) // 100
+    word = philox(torch.zeros(200, dtype=torch.int64), place, stream, head + 0x08000000, 5)[0]
+    assert torch.equal(graph.col.long(), 50 * stream + (50 * word >> 32))
 
 
 @pytest.mark.parametrize("case", RANDOM_CASES, ids=map(name, RANDOM_CASES))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import hashlib
 import json
 import math
@@ -17,6 +19,7 @@ import pytest
 import safetensors.torch
 import torch
 from torch import Tensor, nn
+from torch_geometric.nn.dense.linear import Linear
 
 from sbm_pyg import PairClassifier, Pretrained, SequenceClassifier, SequenceEncoder, TokenClassifier, pretrained
 from sbm_pyg.models import FullAttention
@@ -143,6 +146,77 @@ def test_weights_that_are_views_are_saved_whole(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "model")
     again = SequenceClassifier.from_pretrained(tmp_path / "model")
     assert torch.equal(again.classifier[2].weight, weight)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_weights_lie_where_torch_puts_its_own(saved: Path, dtype: torch.dtype) -> None:
+    """Products of matrices may round otherwise elsewhere. Headers of all lengths put the numbers of the file at all places."""
+    weights = saved / "model.safetensors"
+    state = {name: tensor.to(dtype) for name, tensor in safetensors.torch.load_file(weights).items()}
+    for spaces in range(0, 64, 8):
+        safetensors.torch.save_file(state, weights, metadata={"space": " " * spaces})
+        edit(saved, sha256={"model.safetensors": hashlib.sha256(weights.read_bytes()).hexdigest()})
+        tensors = SequenceClassifier.from_pretrained(saved).state_dict()
+        assert {name: tensor.data_ptr() % 64 for name, tensor in tensors.items() if tensor.numel()} == dict.fromkeys(state, 0)
+        assert all(torch.equal(tensors[name], tensor) and tensors[name].dtype == dtype for name, tensor in state.items())
+
+
+class Odd(Pretrained):
+    """A parameter under two names, one that waits for its size, a mask with infinity, memory that is shared, and what no file holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.second.weight = self.first.weight
+        self.lazy, self.graph = nn.LazyLinear(3), Linear(-1, 2)
+        whole = torch.zeros(6)
+        self.left, self.right = nn.Parameter(whole[:3]), nn.Parameter(whole[3:], requires_grad=False)
+        self.register_buffer("mask", torch.tensor([0.0, -math.inf]))
+        self.register_buffer("table", torch.arange(3), persistent=False)
+
+    def constructor_options(self) -> dict[str, Any]:
+        return {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lazy(self.second(self.first(x))).sum() + self.graph(x).sum()
+
+
+def test_shared_and_lazy_parameters_come_back(tmp_path: Path) -> None:
+    model, x = Odd(), torch.randn(5, 4)
+    with pytest.raises(
+        ValueError, match=re.escape("Expected 'lazy.weight' to hold numbers (got a size that no input has set). Call the model")
+    ):
+        model.save_pretrained(tmp_path / "model")
+    model(x)
+    model.double()
+    model.graph.float()
+    model.save_pretrained(tmp_path / "model")
+    again = Odd.from_pretrained(tmp_path / "model")
+    assert again.first.weight is again.second.weight
+    assert {name: value.dtype for name, value in again.state_dict().items()} == {n: v.dtype for n, v in model.state_dict().items()}
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in again.state_dict().items())
+    assert [p.requires_grad for p in again.parameters()] == [p.requires_grad for p in model.parameters()]
+    assert again.table.tolist() == [0, 1, 2]
+    again.float()
+    torch.testing.assert_close(again(x), model.float()(x))
+    with pytest.raises(ValueError, match=re.escape("Expected 'left' to hold numbers (got a meta tensor). Load weights")):
+        model.to("meta").save_pretrained(tmp_path / "model")
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_weights_that_are_no_numbers_are_refused(saved: Path, number: float, tmp_path: Path) -> None:
+    model = SequenceClassifier.from_pretrained(saved)
+    name = "encoder.blocks.1.norm.weight" if "encoder.blocks.1.norm.weight" in model.state_dict() else "classifier.2.bias"
+    with torch.no_grad():
+        model.get_parameter(name)[3] = number
+    with pytest.raises(ValueError, match=re.escape(f"Expected '{name}' to be finite (got values from ")):
+        model.save_pretrained(tmp_path / "diverged")
+    assert not (tmp_path / "diverged").exists()
+    weights = saved / "model.safetensors"
+    safetensors.torch.save_file(model.state_dict(), weights)
+    edit(saved, sha256={"model.safetensors": hashlib.sha256(weights.read_bytes()).hexdigest()})
+    with pytest.raises(ValueError, match=re.escape(f"Expected '{name}' in '{weights}' to be finite (got values from ")):
+        SequenceClassifier.from_pretrained(saved)
 
 
 def test_weights_go_to_the_device(saved: Path) -> None:
@@ -435,3 +509,116 @@ def test_a_config_that_is_none_is_told(saved: Path, text: str) -> None:
 def test_older_versions_are_read(saved: Path) -> None:
     edit(saved, version="0.0.9")
     assert SequenceClassifier.from_pretrained(saved).num_classes == 10
+
+
+FOREIGN: dict[str, Callable[[dict[str, Tensor]], bytes]] = {
+    "no safetensors": lambda state: b"no header, and no tensors",
+    "nothing": lambda state: b"",
+    "cut off": lambda state: safetensors.torch.save(state)[:-8],
+    "of another model": lambda state: safetensors.torch.save({"weight": torch.ones(3)}),
+    "one missing": lambda state: safetensors.torch.save(dict([*state.items()][1:])),
+    "another shape": lambda state: safetensors.torch.save({name: value[:1].clone() for name, value in state.items()}),
+    "integers": lambda state: safetensors.torch.save({name: value.long() for name, value in state.items()}),
+    "complex": lambda state: safetensors.torch.save({name: value.to(torch.complex64) for name, value in state.items()}),
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_foreign_weights_are_told(saved: Path, kind: str) -> None:
+    weights = saved / "model.safetensors"
+    weights.write_bytes(FOREIGN[kind](safetensors.torch.load_file(weights)))
+    edit(saved, sha256={"model.safetensors": hashlib.sha256(weights.read_bytes()).hexdigest()})
+    with pytest.raises(ValueError, match=f"(?s)^Expected .*'{re.escape(str(saved))}/.* Restore .* saved"):
+        SequenceClassifier.from_pretrained(saved)
+
+
+# ------------------------------------------------------------------------------------------------ damaged configs
+
+VALUES = {  # as JSON has them; Python's own also reads NaN
+    "null": "null", "list": "[1, [2]]", "empty list": "[]", "object": '{"a": 1}', "empty object": "{}", "text": '""', "true": "true",
+    "deep": "[" * 100_000 + "]" * 100_000, "less deep": '{"a":' * 300 + "1" + "}" * 300, "nan": "NaN", "infinity": "-Infinity", "1e400": "1e400",
+    "huge": "9" * 5000, "large": str(2**62), "negative": "-1", "many digits": f'"{"9" * 5000}"',
+}  # fmt: skip
+
+
+def places(config: Any, way: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    """The way to each key of a config."""
+    if not isinstance(config, dict):
+        return []
+    return [found for key, value in config.items() for found in ((*way, key), *places(value, (*way, key)))]
+
+
+def damaged(config: dict[str, Any], way: tuple[str, ...], change: str) -> str:
+    """The text of a config in which one key is gone, named otherwise, or has one of VALUES."""
+    config = copy.deepcopy(config)
+    holder = functools.reduce(dict.__getitem__, way[:-1], config)
+    value = holder.pop(way[-1])
+    if change == "renamed":
+        holder[way[-1][::-1]] = value
+    elif change != "deleted":
+        holder[way[-1]] = "@"
+    return json.dumps(config).replace('"@"', VALUES.get(change, ""))
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("small") / "model"
+    options = {"num_blocks": 2, "dropout": 0.1, "window": 3}
+    small = SequenceEncoder(5, 4, num_layers=1, heads=1, max_length=3, dropout=0.2, attention_options=options)
+    SequenceClassifier(small, 2).save_pretrained(folder, task="small", metric={"loss": 1.5}, density=[[0.25]])
+    return folder, json.loads((folder / "config.json").read_text())
+
+
+@pytest.mark.parametrize("change", ["deleted", "renamed", *VALUES])
+def test_a_damaged_config_is_read_or_told(small: tuple[Path, dict[str, Any]], change: str) -> None:
+    """Each key: what is read is a model without NaN, and what is not ends in one kind of error that names the file."""
+    folder, config = small
+    told = {}
+    for way in places(config):
+        (folder / "config.json").write_text(damaged(config, way, change))
+        try:
+            model = SequenceClassifier.from_pretrained(folder)
+        except ValueError as error:
+            told[way] = str(error)
+        else:
+            assert "nan" not in repr(model.constructor_options()), way
+            assert model.encoder.dropout.p <= 1, way
+    assert len(told) >= 8
+    for way, message in told.items():
+        assert re.match(rf"(?s)Expected .*'{re.escape(str(folder))}/(config.json|model.safetensors)'.*\(got .*\)\. \w.*\.$", message), (
+            way,
+            message,
+        )
+
+
+@pytest.mark.parametrize(
+    ("way", "change", "message"),
+    [
+        (("options", "encoder", "class"), "renamed", "Expected 'options.encoder' in '{}' to have the keys 'class' and 'options' (got ['"),
+        (("options", "encoder", "options"), "deleted", "Expected 'options.encoder' in '{}' to have the keys 'class' and 'options' (got ['class'])"),
+        (("options", "encoder", "class"), "list", "Expected 'options.encoder.class' in '{}' to be one of ["),
+        (("class",), "list", "Expected 'class' in '{}' to be one of ['SequenceClassifier'] (got [1, [2]]). Import the module"),
+        (("options", "encoder"), "null", "Expected 'options' in '{}' to fit SequenceClassifier (got AttributeError: "),
+        (("options", "encoder", "options", "dropout"), "nan", "Expected 'options.encoder.options.dropout' in '{}' to be a finite number (got nan)."),
+        (("options", "encoder", "options", "dropout"), "1e400", "Expected 'options.encoder.options.dropout' in '{}' to be a finite number (got inf)."),
+        (("options", "num_classes"), "huge", "Expected 'options.num_classes' in '{}' to be a finite number (got inf)."),
+        (("options", "encoder", "options", "num_layers"), "large", "Expected 'options.encoder.options' in '{}' to fit SequenceEncoder (got ValueError: "),
+        (("version",), "many digits", "Expected 'version' in '{}' to be one such as '"),
+        (("version",), "deleted", "Expected 'version' in '{}' to be one such as '"),
+        (("options",), "deep", "Expected '{}' to be JSON (got "),
+    ],
+)  # fmt: skip
+def test_a_damaged_config_is_told_by_key(small: tuple[Path, dict[str, Any]], way: tuple[str, ...], change: str, message: str) -> None:
+    folder, config = small
+    (folder / "config.json").write_text(damaged(config, way, change))
+    with pytest.raises(ValueError, match=re.escape(message.format(folder / "config.json"))):
+        SequenceClassifier.from_pretrained(folder)
+
+
+def test_options_that_look_like_a_model_are_refused(tmp_path: Path) -> None:
+    model = encoder(attention_options={"num_blocks": 2})
+    model._options["attention_options"] = {"class": "x"}
+    with pytest.raises(
+        ValueError, match=re.escape("Expected 'SequenceEncoder.attention_options' to have no key 'class' or 'options' (got ['class'])")
+    ):
+        model.save_pretrained(tmp_path / "model")

@@ -273,7 +273,9 @@ def spread(first, last, ptr, index, old, new, stamp, next_stamp, since, now, ful
     """
     for row in range(first, last):
         for word in range(old.shape[1]):
-            new[row, word] = old[row, word] if keeps else 0
+            new[row, word] = 0
+            if keeps:  # a conditional expression of a uint64 and 0 would be a float64 to numba
+                new[row, word] = old[row, word]
         next_stamp[row] = stamp[row]
         if keeps and full[row]:
             continue
