@@ -23,6 +23,7 @@ import lra_pathfinder
 import lra_retrieval
 import lra_text
 from lra_batches import Batch, LengthBuckets, Row, Rows, Split, random_word
+from lra_files import path_argument
 from lra_prepare import load, prepare, read_manifest, splits_digest
 from lra_settings import PRESETS, Preset, Settings
 
@@ -248,7 +249,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     make.add_argument(
         "--task", choices=[name for name, task in TASKS.items() if task.generate], default="listops", help="(default: %(default)s)"
     )
-    make.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write; new or empty")
+    make.add_argument("--out", type=path_argument, required=True, metavar="DIR", help="folder to write; new or empty")
     make.add_argument("--preset", choices=("paper", "laptop"), default="paper", help="of the law (default: %(default)s)")
     make.add_argument("--seed", type=int, default=0, help="of the data (default: %(default)s)")
     for name, task in TASKS.items():
@@ -260,10 +261,10 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     for name, text in (("prepare", "parse a data set once into arrays"), ("describe", "print what is in a data set")):
         show = commands.add_parser(name, help=text)
         show.add_argument("--task", choices=tuple(TASKS), default="listops", help="(default: %(default)s)")
-        show.add_argument("--data", type=Path, required=True, metavar="DIR", help="folder to read")
+        show.add_argument("--data", type=path_argument, required=True, metavar="DIR", help="folder to read")
         where = ("--out", "--prepared") if name == "prepare" else ("--prepared",)
         show.add_argument(
-            *where, type=Path, metavar="DIR", dest="prepared", help="where prepared arrays go (default: 'prepared' in --data)"
+            *where, type=path_argument, metavar="DIR", dest="prepared", help="where prepared arrays go (default: 'prepared' in --data)"
         )
         show.add_argument("--split", help="who is in 'val' (default: the first that `describe` lists)", default=argparse.SUPPRESS)
         show.add_argument("--level", help="of Pathfinder (default: curv_contour_length_14)", default=argparse.SUPPRESS)
