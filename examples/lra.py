@@ -294,6 +294,7 @@ def train(
     if old.get("peak_memory_of") == place:
         peak = max(peak, old["peak_memory_bytes"])
     sizes = (settings.layers, settings.heads)
+    pipeline = task.pipeline(settings, splits)
     results: dict[str, Any] = {
         "test": {
             "accuracy": module.tested["accuracy"],
@@ -303,7 +304,7 @@ def train(
             "majority": splits["test"].majority(data.evaluated("test")),
         },
         "best": best,
-        "pipeline": task.pipeline(settings),
+        "pipeline": pipeline,
         "density": {
             "first": report.densities(val_rows[0], *sizes),
             "last": report.densities(val_rows[-1], *sizes),
@@ -322,7 +323,7 @@ def train(
     draw_masks(folder / "masks.png", module, splits["test"], task.words)
     if export is not None:
         metric = {"test accuracy": module.tested["accuracy"], "validation accuracy": best["accuracy"]}
-        told = f"{task.name} ({'; '.join(f'{name}: {words}' for name, words in task.pipeline(settings).items())})"
+        told = f"{task.name} ({'; '.join(f'{name}: {words}' for name, words in pipeline.items())})"
         module.model.save_pretrained(export, task=told, metric=metric, density=results["density"]["tested"])
     return results
 

@@ -31,7 +31,7 @@ VOCABULARY = (*(str(digit) for digit in range(10)), *OPERATORS, "]")
 TOKEN_NUMBER = {word: number for number, word in enumerate(VOCABULARY, start=1)}
 DIGIT, OPERATOR, END = TOKEN_NUMBER["0"], TOKEN_NUMBER[OPERATORS[0]], TOKEN_NUMBER["]"]
 
-SPLIT_CHOICES = {"release": "as released or generated (96,000/2,000/2,000)"}
+SPLIT_CHOICES = {"release": "as released or generated (96,000/2,000/2,000 of the whole release)"}
 FOLDERS = places("listops-1000", "listops")
 SOURCE = (
     "Generate it with 'python examples/lra_tasks.py generate --task listops --out FOLDER'; the original is part of lra_release.gz "

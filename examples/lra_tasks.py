@@ -111,8 +111,8 @@ class Task:
         chosen, masked = self.options_of(settings), self.masked(settings)
         return load(self, root, max_length=settings.max_length, options=chosen, prepared=prepared, masked=masked, progress=progress)
 
-    def pipeline(self, settings: Settings) -> dict[str, str]:
-        """Says in words what a result depends on beside the model: tokeniser, length and split."""
+    def pipeline(self, settings: Settings, splits: Mapping[str, Split] | None = None) -> dict[str, str]:
+        """Says in words what a result depends on beside the model: tokeniser, length and split, and how many examples were there."""
         chosen = self.options_of(settings)
         masked = self.masked(settings)
         cut = f"cut to {settings.max_length:,} tokens" if self.overflow == "truncate" else "whole"
@@ -122,6 +122,7 @@ class Task:
             **({} if masked is None else {"mask": f"pixels up to {masked - 1} of 255 left out, the others in their places"}),
             **({"compat": settings.compat + ": " + COMPAT} if settings.compat != "none" else {}),
             **{name: f"{value}: {self.options[name][value]}" for name, value in chosen.items()},
+            **({"examples": "/".join(f"{len(splits[name]):,}" for name in ("train", "val", "test"))} if splits else {}),
         }
 
 
@@ -295,12 +296,12 @@ def _describe(task: Task, given: argparse.Namespace, options: Mapping[str, str])
     settings = task.presets["paper"].settings
     changes: dict[str, Any] = {"max_length": settings.max_length if given.max_length is None else given.max_length, **options}
     settings = dataclasses.replace(settings, **changes)
-    for name, words in task.pipeline(settings).items():
+    splits = load(task, given.data, max_length=settings.max_length, options=options, prepared=given.prepared, progress=True)
+    for name, words in task.pipeline(settings, splits).items():
         print(f"{name:>9}: {words}")
     for name, choices in task.options.items():
         for choice in set(choices) - {options[name]}:
             print(f"{'':>9}  or --{name} {choice}: {choices[choice]}")
-    splits = load(task, given.data, max_length=settings.max_length, options=options, prepared=given.prepared, progress=True)
     for name, split in splits.items():
         print(
             f"{name:>9}: {len(split):,} examples, {split.lengths.mean():.1f} tokens on average, {split.lengths.max():,} at "

@@ -28,6 +28,7 @@ import lra_pathfinder
 import lra_prepare
 import lra_snakes
 import lra_tasks
+import lra_text
 from lra_tasks import TASKS, load, prepare
 
 EXAMPLES = Path(lra_tasks.__file__).parent
@@ -479,6 +480,24 @@ def test_samples_of_the_releases_are_read(tmp_path: Path) -> None:
         assert all(split.majority() < 0.6 for split in splits.values())
     pair = load(TASKS["retrieval"], REAL / "retrieval", max_length=4096, prepared=tmp_path / "prepared")["test"].__getitems__([0])
     assert bytes((pair.tokens[0][:2] - 1).tolist()) in (b"b'", b'b"')
+
+
+@pytest.mark.parametrize("split", lra_text.SPLITS)
+def test_reviews_that_no_split_reads_are_refused(text: Path, split: str) -> None:
+    (text / "unsup_notes").mkdir()  # holds no reviews
+    assert sum(map(len, lra_text.open_splits(text, split=split).values())) == (48 if split == "held-out" else 56)
+    for name in ("neg", "pos"):
+        (text / "val" / name).mkdir(parents=True)
+        (text / "train" / name / f"19_{9 if name == 'pos' else 2}.txt").rename(text / "val" / name / "19_5.txt")
+    with pytest.raises(ValueError, match=r"aclImdb' to hold reviews in train and test alone \(got more in val\)\. Move those of val back"):
+        load(TASKS["text"], text, max_length=100, options={"split": split})
+
+
+def test_a_part_of_a_release_is_described_by_what_is_there(text: Path, capsys: pytest.CaptureFixture) -> None:
+    lra_tasks.main(["describe", "--task", "text", "--data", str(text)])
+    told = capsys.readouterr().out
+    assert "(22,500/2,500/25,000 of the whole release)" in told
+    assert "\n examples: 36/4/8\n" in told
 
 
 # Prepared data
