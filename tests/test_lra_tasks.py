@@ -6,7 +6,6 @@ import csv
 import dataclasses
 import errno
 import json
-import os
 import random
 import re
 import shutil
@@ -29,7 +28,6 @@ from lra_tasks import TASKS, LengthBuckets, Rows, Split, load
 
 LISTOPS = TASKS["listops"]
 SMALL = Parameters(train=60, val=10, test=20, max_depth=4, max_args=5, min_length=5, max_length=60)
-REAL = Path(os.environ.get("SBM_PYG_DATA", Path(__file__).parents[2] / "shared" / "data")) / "listops"
 
 
 OPERATIONS: dict[str, Callable[[list[int]], int]] = {
@@ -97,12 +95,12 @@ def test_generated_labels_agree_with_an_independent_evaluator(folder: Path, spli
 
 
 @pytest.mark.needs_data
-@pytest.mark.skipif(not REAL.is_dir(), reason="no folder of sample data; set SBM_PYG_DATA")
 @pytest.mark.parametrize("name", ["d20s_as_lra", "generated_lra_parameters"])
-def test_real_data_is_read_and_agrees_with_the_evaluator(name: str, tmp_path: Path) -> None:
-    splits = load(LISTOPS, REAL / name, max_length=2048, prepared=tmp_path)
+def test_real_data_is_read_and_agrees_with_the_evaluator(name: str, tmp_path: Path, sample: Callable[..., Path]) -> None:
+    real = sample(f"listops/{name}", *(f"basic_{split}.tsv" for split in lra_listops.SPLITS))
+    splits = load(LISTOPS, real, max_length=2048, prepared=tmp_path)
     for split, examples in splits.items():
-        rows = rows_of(REAL / name / f"basic_{split}.tsv")
+        rows = rows_of(real / f"basic_{split}.tsv")
         assert examples.labels.tolist() == [label for _, label in rows]
         assert [evaluate(source) for source, _ in rows] == [label for _, label in rows]
         source = rows[-1][0].replace("(", "").replace(")", "").split()
