@@ -8,6 +8,7 @@ In: the folder of a run of ``lra.py`` and a split of its data. Out: one HTML fil
 Graphs are those of the trainer's evaluation: a function of the run's seed and of the number of the example.
 """
 
+# ruff: noqa: E402
 from __future__ import annotations
 
 import argparse
@@ -16,11 +17,44 @@ import html
 import io
 import json
 import math
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from lra_files import check_writable, path_argument
+from lra_settings import BASELINES
+from lra_tasks import TASKS, Batch, LengthBuckets, Settings, Split, Task, data_folder, splits_digest
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description="Writes a report on the graphs that a trained model samples.")
+    parser.add_argument("--run", type=path_argument, required=True, metavar="DIR", help="folder of a run of lra.py")
+    parser.add_argument("--checkpoint", metavar="NAME", help="file in that folder (default: that of the best validation)")
+    parser.add_argument("--data", type=path_argument, metavar="DIR", help="folder of the data, if it is not where the run found it")
+    parser.add_argument("--split", choices=("train", "val", "test"), default="val", help="(default: %(default)s)")
+    parser.add_argument("--examples", type=int, default=500, metavar="N", help="for densities; at random (default: %(default)s)")
+    parser.add_argument(
+        "--structure", type=int, default=20, metavar="N", help="of them, for structure and universality (default: %(default)s)"
+    )
+    parser.add_argument("--threshold", type=float, default=0.5, metavar="P", help="of expected patterns (default: %(default)s)")
+    parser.add_argument(
+        "--time-limit", type=float, default=5.0, metavar="S", help="seconds for each condition of each set (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--out", type=path_argument, metavar="FILE", help="where the report goes (default: graphs.html in the folder of the run)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the choice of examples and of searches (default: %(default)s)")
+    parsed = parser.parse_args(arguments)
+    parsed.fail = parser.error
+    return parsed
+
+
+if __name__ == "__main__":  # --help and mistakes do not wait for the imports below
+    parse(None)
 
 import numpy as np
 import torch
@@ -29,11 +63,9 @@ from torch.nn.functional import cross_entropy
 from tqdm.auto import tqdm
 
 import lra
-from lra_baselines import BASELINES
-from lra_checkpoints import read_checkpoint
-from lra_folders import SETTINGS, check_writable, read_plan
+from lra_checkpoints import BEST, read_checkpoint
+from lra_folders import SETTINGS, read_plan
 from lra_report import write_text
-from lra_tasks import TASKS, Batch, LengthBuckets, Settings, Split, Task, data_folder, splits_digest
 from sbm_pyg import SBM, AttentionGraph, analysis, patterns, plots
 
 STYLE = """body { font: 15px/1.5 system-ui, sans-serif; max-width: 1040px; margin: 2em auto; padding: 0 1em; color: #222 }
@@ -111,7 +143,7 @@ def open_run(
     Raises:
         ValueError: If something is missing or damaged, if the data are not the run's, or if its attention has no graphs where they are asked for.
     """
-    if not (folder / SETTINGS).is_file() or not (folder / checkpoint).is_file():
+    if not all(os.path.isfile(folder / name) for name in (SETTINGS, checkpoint)):
         raise ValueError(
             f"Expected 'run' to be a folder with {SETTINGS} and {checkpoint} (got {folder}). Give the folder of a run of lra.py, or another --checkpoint."
         )
@@ -291,46 +323,27 @@ def write_universality(
             report.page(f"{name}\n{counts[name][0]}")
 
 
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """Reads the command line."""
-    parser = argparse.ArgumentParser(description="Writes a report on the graphs that a trained model samples.")
-    parser.add_argument("--run", type=Path, required=True, metavar="DIR", help="folder of a run of lra.py")
-    parser.add_argument("--checkpoint", default=lra.BEST, metavar="NAME", help="file in that folder (default: %(default)s)")
-    parser.add_argument("--data", type=Path, metavar="DIR", help="folder of the data, if it is not where the run found it")
-    parser.add_argument("--split", choices=("train", "val", "test"), default="val", help="(default: %(default)s)")
-    parser.add_argument("--examples", type=int, default=500, metavar="N", help="for densities; at random (default: %(default)s)")
-    parser.add_argument(
-        "--structure", type=int, default=20, metavar="N", help="of them, for structure and universality (default: %(default)s)"
-    )
-    parser.add_argument("--threshold", type=float, default=0.5, metavar="P", help="of expected patterns (default: %(default)s)")
-    parser.add_argument(
-        "--time-limit", type=float, default=5.0, metavar="S", help="seconds for each condition of each set (default: %(default)s)"
-    )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="where the report goes (default: graphs.html in the folder of the run)")
-    parser.add_argument("--seed", type=int, default=0, help="of the choice of examples and of searches (default: %(default)s)")
-    parsed = parser.parse_args(arguments)
-    parsed.fail = parser.error
-    return parsed
-
-
 def main(arguments: list[str] | None = None) -> Path:
     """Runs the command line; ``--help`` explains it. Returns where the report is."""
     given = parse(arguments)
+    checkpoint = given.checkpoint or BEST
     try:
         for name in ("examples", "structure"):
             if getattr(given, name) < 1:
                 raise ValueError(f"Expected '{name}' to be at least 1 (got {getattr(given, name)}). See --help.")
         if given.seed < 0:
             raise ValueError(f"Expected 'seed' to be at least 0 (got {given.seed}). Leave it out for 0.")
-        if not given.time_limit > 0:
-            raise ValueError(f"Expected 'time-limit' to be a positive number of seconds (got {given.time_limit}). The default is 5.")
+        if not 0 < given.time_limit < math.inf:
+            raise ValueError(
+                f"Expected 'time-limit' to be a positive and finite number of seconds (got {given.time_limit}). The default is 5."
+            )
         if not 0 <= given.threshold < 1:
             raise ValueError(f"Expected 'threshold' to be at least 0 and below 1 (got {given.threshold}). The default is 0.5.")
-        task, module, splits, plan = open_run(given.run, given.checkpoint, given.data)
         out = given.out or given.run / "graphs.html"
-        if out.is_dir() or not out.parent.is_dir():
+        if given.out is not None and (out.is_dir() or not out.parent.is_dir()):
             raise ValueError(f"Expected 'out' to be a file in a folder that is there (got {out}). Make the folder, or choose another name.")
         check_writable("out", out.parent)
+        task, module, splits, plan = open_run(given.run, checkpoint, given.data)
     except ValueError as error:
         given.fail(str(error))
     start = time.perf_counter()
@@ -343,7 +356,7 @@ def main(arguments: list[str] | None = None) -> Path:
     settings = module.settings
     report = Report(f"Graphs of {given.run.name}: {task.name}, {settings.attention} attention")
     report.text(
-        f"{settings.layers} layers, {settings.heads} heads, {given.checkpoint} of {plan['preset']} preset; {len(examples):,} of {len(split):,} examples of "
+        f"{settings.layers} layers, {settings.heads} heads, {checkpoint} of {plan['preset']} preset; {len(examples):,} of {len(split):,} examples of "
         f"{given.split}, {done.lengths.mean():.1f} tokens on average ({done.lengths.min():,} to {done.lengths.max():,})."
     )
     right = int((done.guesses == done.labels).sum())

@@ -10,6 +10,7 @@ Peers of a table stay alive together and take turns, so that a drift of the mach
 process that takes longer is stopped. Peak memory is what a call adds to the resident memory of its process.
 """
 
+# ruff: noqa: E402
 from __future__ import annotations
 
 import argparse
@@ -28,14 +29,84 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
+FULL = {"tokens": [4096], "densities": [1.0, 5.0, 10.0, 25.0], "blocks": [128, 16], "channels": 32, "repeats": 15, "seconds": 15.0, "setup_seconds": 300.0, "edges_per_query": 64.0, "growth_tokens": [2**n for n in range(10, 18)]}  # fmt: skip
+QUICK = {"tokens": [192], "densities": [10.0], "blocks": [8], "channels": 16, "repeats": 3, "seconds": 2.0, "setup_seconds": 60.0, "edges_per_query": 16.0, "growth_tokens": [128, 256], "no_compile": True}  # fmt: skip
+PEERS = {  # by suite, as ``benchmark_worker`` has them, which would bring torch with it
+    "attention": ("ours", "ours-ungated", "sdpa", "sdpa-masked", "pyg", "pyg-tuned", "pyg-compiled", "scatter", "csr", "dgl"),
+    "sampling": ("bernoulli", "edges", "fastrg", "dense", "hard", "networkx", "pyg", "igraph"),
+    "layer": ("sbm", "dense"),
+    "growth": ("sampling", "layer", "dense"),
+}
+
+
+def _available() -> float:
+    """Memory that processes can still get, in GiB."""
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")) / 2**20
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line, with the defaults of the full or the quick run filled in."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("suites", nargs="*", metavar="SUITE", help=f"what to measure: {', '.join(PEERS)} (default: all)")
+    add("--tokens", type=int, nargs="+", metavar="N", help="queries, and as many keys; each with every density (default: 4096)")
+    add("--heads", type=int, default=2, metavar="H", help="attention heads (default: 2)")
+    add("--channels", type=int, metavar="C", help="channels per head (default: 32)")
+    add("--densities", type=float, nargs="+", metavar="PERCENT", help="mean densities in percent (default: 1 5 10 25)")
+    add("--blocks", type=int, nargs="+", metavar="K", help="blocks of the SBM; growth takes the first (default: 128 16)")
+    add("--growth-tokens", type=int, nargs="+", metavar="N", help="sizes of the growth suite (default: 2^10 .. 2^17)")
+    add("--edges-per-query", type=float, metavar="E", help="expected, in the growth suite (default: 64)")
+    add("--threads", type=int, help="threads of every peer (default: as torch chooses)")
+    add("--repeats", type=int, metavar="R", help="most timed repeats of a measurement, spread over five turns (default: 15)")
+    add("--seconds", type=float, metavar="S", help="cap for the timed repeats of a measurement; slow peers get fewer repeats, and none if one call takes longer (default: 15)")  # fmt: skip
+    add("--setup-seconds", type=float, metavar="S", help="cap for compiling and checking a peer (default: 300)")
+    add("--memory", type=float, default=0.8 * _available(), metavar="GIB", help="limit for the data of each process, so that a peer fails instead of the machine (default: 80 %% of what is available, here %(default).1f)")  # fmt: skip
+    add("--peers", nargs="+", metavar="PEER", help=f"only these peers; {'; '.join(f'{suite}: ' + ' '.join(peers) for suite, peers in PEERS.items())}")  # fmt: skip
+    add("--no-compile", action="store_true", default=None, help="leave out peers that torch.compile makes")
+    add("--wrong", action="store_true", help="also run a peer that is wrong on purpose, to see that it is rejected")
+    add("--seed", type=int, default=0, help="of tensors, masks and models (default: 0)")
+    add("--quick", action="store_true", help="tiny sizes and few repeats instead of the defaults above")
+    add("--json", type=Path, metavar="FILE", help="append one JSON line for each measurement")
+    add("--plots", type=Path, metavar="DIR", help="draw time and memory over density and over N, wherever there are two points or more")
+    add("--markdown", type=Path, metavar="FILE", help="write all tables as a page")
+    add("--replay", type=Path, metavar="FILE", help="measure nothing; take the rows of this JSON file")
+    options = parser.parse_args(arguments)
+    for name, value in {**FULL, "no_compile": False, **(QUICK if options.quick else {})}.items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    options.suites = options.suites or [*PEERS]
+    unknown = [suite for suite in options.suites if suite not in PEERS]
+    if unknown:
+        parser.error(f"expected SUITE to be one of {', '.join(PEERS)} (got {unknown[0]})")
+    known = {name for peers in PEERS.values() for name in peers}
+    if not known.issuperset(options.peers or ()):
+        parser.error(f"expected --peers among {', '.join(sorted(known))} (got {' '.join(options.peers)})")
+    for name in ("tokens", "densities", "blocks", "growth_tokens", "heads", "channels", "repeats", "seconds", "edges_per_query"):
+        value = getattr(options, name)
+        if min(value if isinstance(value, list) else [value]) <= 0:
+            parser.error(f"expected --{name.replace('_', '-')} to be positive (got {value})")
+    if options.threads is not None and options.threads < 1:
+        parser.error(f"expected --threads to be positive (got {options.threads})")
+    if max(options.densities) > 60:
+        parser.error(
+            f"expected --densities of at most 60 percent (got {max(options.densities):g}): block probabilities of samplers would exceed 1"
+        )
+    return options
+
+
+if __name__ == "__main__":  # --help and mistakes do not wait for the imports below
+    parse(None)
+
+
 import torch
 
 from benchmark_peers import Case, Peer
 from benchmark_report import Row, add_ratios, as_markdown, as_text, plot, tables
 from benchmark_worker import STAGES, SUITES, Failed, Worker, find_peer
 
-FULL = {"tokens": [4096], "densities": [1.0, 5.0, 10.0, 25.0], "blocks": [128, 16], "channels": 32, "repeats": 15, "seconds": 15.0, "setup_seconds": 300.0, "edges_per_query": 64.0, "growth_tokens": [2**n for n in range(10, 18)]}  # fmt: skip
-QUICK = {"tokens": [192], "densities": [10.0], "blocks": [8], "channels": 16, "repeats": 3, "seconds": 2.0, "setup_seconds": 60.0, "edges_per_query": 16.0, "growth_tokens": [128, 256], "no_compile": True}  # fmt: skip
 ROUNDS = 5  # turns that each peer gets
 SLOW = ("over the cap", "skipped", "out of memory")  # what a larger case would end in too
 MIB = 2**20
@@ -264,62 +335,6 @@ def machine(threads: int) -> Row:
     }  # fmt: skip
 
 
-def _available() -> float:
-    """Memory that processes can still get, in GiB."""
-    with suppress(OSError, StopIteration):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")) / 2**20
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-
-
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line, with the defaults of the full or the quick run filled in."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("suites", nargs="*", metavar="SUITE", help=f"what to measure: {', '.join(SUITES)} (default: all)")
-    add("--tokens", type=int, nargs="+", metavar="N", help="queries, and as many keys; each with every density (default: 4096)")
-    add("--heads", type=int, default=2, metavar="H", help="attention heads (default: 2)")
-    add("--channels", type=int, metavar="C", help="channels per head (default: 32)")
-    add("--densities", type=float, nargs="+", metavar="PERCENT", help="mean densities in percent (default: 1 5 10 25)")
-    add("--blocks", type=int, nargs="+", metavar="K", help="blocks of the SBM; growth takes the first (default: 128 16)")
-    add("--growth-tokens", type=int, nargs="+", metavar="N", help="sizes of the growth suite (default: 2^10 .. 2^17)")
-    add("--edges-per-query", type=float, metavar="E", help="expected, in the growth suite (default: 64)")
-    add("--threads", type=int, default=torch.get_num_threads(), help="threads of every peer (default: torch's, here %(default)s)")
-    add("--repeats", type=int, metavar="R", help="most timed repeats of a measurement, spread over five turns (default: 15)")
-    add("--seconds", type=float, metavar="S", help="cap for the timed repeats of a measurement; slow peers get fewer repeats, and none if one call takes longer (default: 15)")  # fmt: skip
-    add("--setup-seconds", type=float, metavar="S", help="cap for compiling and checking a peer (default: 300)")
-    add("--memory", type=float, default=0.8 * _available(), metavar="GIB", help="limit for the data of each process, so that a peer fails instead of the machine (default: 80 %% of what is available, here %(default).1f)")  # fmt: skip
-    add("--peers", nargs="+", metavar="PEER", help=f"only these peers; {'; '.join(f'{suite}: ' + ' '.join(peers) for suite, peers in SUITES.items())}")  # fmt: skip
-    add("--no-compile", action="store_true", default=None, help="leave out peers that torch.compile makes")
-    add("--wrong", action="store_true", help="also run a peer that is wrong on purpose, to see that it is rejected")
-    add("--seed", type=int, default=0, help="of tensors, masks and models (default: 0)")
-    add("--quick", action="store_true", help="tiny sizes and few repeats instead of the defaults above")
-    add("--json", type=Path, metavar="FILE", help="append one JSON line for each measurement")
-    add("--plots", type=Path, metavar="DIR", help="draw time and memory over density and over N, wherever there are two points or more")
-    add("--markdown", type=Path, metavar="FILE", help="write all tables as a page")
-    add("--replay", type=Path, metavar="FILE", help="measure nothing; take the rows of this JSON file")
-    options = parser.parse_args(arguments)
-    for name, value in {**FULL, "no_compile": False, **(QUICK if options.quick else {})}.items():
-        if getattr(options, name) is None:
-            setattr(options, name, value)
-    options.suites = options.suites or [*SUITES]
-    unknown = [suite for suite in options.suites if suite not in SUITES]
-    if unknown:
-        parser.error(f"expected SUITE to be one of {', '.join(SUITES)} (got {unknown[0]})")
-    known = {name for peers in SUITES.values() for name in peers}
-    if not known.issuperset(options.peers or ()):
-        parser.error(f"expected --peers among {', '.join(sorted(known))} (got {' '.join(options.peers)})")
-    for name in ("tokens", "densities", "blocks", "growth_tokens", "heads", "channels", "threads", "repeats", "seconds", "edges_per_query"):
-        value = getattr(options, name)
-        if min(value if isinstance(value, list) else [value]) <= 0:
-            parser.error(f"expected --{name.replace('_', '-')} to be positive (got {value})")
-    if max(options.densities) > 60:
-        parser.error(
-            f"expected --densities of at most 60 percent (got {max(options.densities):g}): block probabilities of samplers would exceed 1"
-        )
-    return options
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, write. Returns 1 where one of our own peers is wrong or broken (slow is neither), else 0."""
     options = parse(arguments)
@@ -344,6 +359,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def measure(options: argparse.Namespace) -> list[Row]:
     """All rows of all suites; each table is printed as soon as it is whole."""
+    options.threads = options.threads or torch.get_num_threads()
     bench = Bench(options, machine(options.threads))
     facts = bench.facts
     print(f"{facts['cpu']}, {facts['cores']} cores, {facts['threads']} threads; torch {facts['torch']}, PyG {facts['torch_geometric']}, numba {facts['numba']}; commit {facts['commit']}")  # fmt: skip

@@ -18,6 +18,7 @@ over a full graph, ``sbm`` equal to full attention.
 * **Time** is the median of some repeats. *Forward* is inference without gradients, *step* is forward, backward and optimiser.
 """
 
+# ruff: noqa: E402
 from __future__ import annotations
 
 import argparse
@@ -27,8 +28,42 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
+
+from lra_files import check_writable, file_above, path_argument
+from lra_settings import NAMES
+from lra_tasks import TASKS, Batch, Task
+
+METHODS = ("full", "linear", "reformer", "performer", "linformer", "nystromformer", "window", "bigbird", "sbm")
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description="Measures FLOPs, memory and time per task and method, relative to full attention.")
+    parser.add_argument("--tasks", nargs="+", choices=tuple(TASKS), default=list(TASKS), metavar="TASK", help=f"of {', '.join(TASKS)}")
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), metavar="METHOD", help=f"of {', '.join(METHODS)}, or with settings")
+    parser.add_argument("--preset", choices=NAMES, default="paper", help="(default: %(default)s)")
+    parser.add_argument("--length", type=int, help="tokens per sequence (default: the preset's max-length)")
+    parser.add_argument("--batch", type=int, default=1, help="sequences at a time (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=5, help="of each timing (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: %(default)s)")
+    parser.add_argument("--output", type=path_argument, required=True, metavar="DIR", help="folder of the tables")
+    parser.add_argument("--row", type=path_argument, help=argparse.SUPPRESS)  # measure in this process, and write the row there
+    given = parser.parse_args(arguments)
+    given.fail = parser.error
+    for name in ("batch", "repeats", "threads"):
+        if getattr(given, name) < 1:
+            parser.error(f"Expected '{name}' to be at least 1 (got {getattr(given, name)}). Leave it out for the default.")
+    file = file_above(given.output)
+    if file is not None:
+        parser.error(f"Expected 'output' to be a folder (got {given.output}, but {file} is a file). Choose another name.")
+    if given.length is not None and given.length < 1:
+        parser.error(f"Expected 'length' to be at least 1 (got {given.length}). Leave it out for the preset's.")
+    return given
+
+
+if __name__ == "__main__":  # --help and mistakes do not wait for the imports below
+    parse(None)
 
 import torch
 from torch import Tensor
@@ -38,14 +73,11 @@ from tqdm.auto import tqdm
 
 import lra
 import lra_tables as tables
-from lra_folders import check_writable, file_above
 from lra_report import peak_memory, write_json, write_text
 from lra_runs import Plan, read_json
-from lra_tasks import TASKS, Batch, Task
 from sbm_pyg import SBMAttentionConv, patterns
 from sbm_pyg.models import FullAttention
 
-METHODS = ("full", "linear", "reformer", "performer", "linformer", "nystromformer", "window", "bigbird", "sbm")
 SHORT = 64  # tokens
 
 # Cho et al., 2022, Table 3, per example and relative to full attention: FLOPs and peak memory of inference, in the order of
@@ -234,31 +266,6 @@ def report(rows: Sequence[dict[str, Any]]) -> str:
         examples = f"{group[0]['batch']} x {group[0]['length']:,} tokens" + (", two sides" if TASKS[task].arity == 2 else "")
         parts += [f"## {task}, {examples}", tables.markdown([*header, "FLOPs, published", "memory, published"], body)]
     return "\n\n".join(parts) + "\n"
-
-
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """Reads the command line."""
-    parser = argparse.ArgumentParser(description="Measures FLOPs, memory and time per task and method, relative to full attention.")
-    parser.add_argument("--tasks", nargs="+", choices=tuple(TASKS), default=list(TASKS), metavar="TASK", help=f"of {', '.join(TASKS)}")
-    parser.add_argument("--methods", nargs="+", default=list(METHODS), metavar="METHOD", help=f"of {', '.join(METHODS)}, or with settings")
-    parser.add_argument("--preset", choices=lra.PRESETS, default="paper", help="(default: %(default)s)")
-    parser.add_argument("--length", type=int, help="tokens per sequence (default: the preset's max-length)")
-    parser.add_argument("--batch", type=int, default=1, help="sequences at a time (default: %(default)s)")
-    parser.add_argument("--repeats", type=int, default=5, help="of each timing (default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: %(default)s)")
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder of the tables")
-    parser.add_argument("--row", type=Path, help=argparse.SUPPRESS)  # measure in this process, and write the row there
-    given = parser.parse_args(arguments)
-    given.fail = parser.error
-    for name in ("batch", "repeats", "threads"):
-        if getattr(given, name) < 1:
-            parser.error(f"Expected '{name}' to be at least 1 (got {getattr(given, name)}). Leave it out for the default.")
-    file = file_above(given.output)
-    if file is not None:
-        parser.error(f"Expected 'output' to be a folder (got {given.output}, but {file} is a file). Choose another name.")
-    if given.length is not None and given.length < 1:
-        parser.error(f"Expected 'length' to be at least 1 (got {given.length}). Leave it out for the preset's.")
-    return given
 
 
 def main(arguments: list[str] | None = None) -> None:

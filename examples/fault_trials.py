@@ -10,6 +10,7 @@ writes down which examples each step consumed. Compared are all bits of weights,
 the best checkpoint, the rows of both curves, the test result, and the examples of those steps that were not done again.
 """
 
+# ruff: noqa: E402
 from __future__ import annotations
 
 import argparse
@@ -28,6 +29,25 @@ from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+
+from lra_files import path_argument
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Breaks training runs on purpose and resumes them.")
+    parser.add_argument("--kills", type=int, default=25, help="(default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=300, help="of every run (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of moments and positions (default: %(default)s)")
+    parser.add_argument("--only", choices=("kills", "signals", "disk", "bits"), help="one kind of trial")
+    parser.add_argument(
+        "--folder", type=path_argument, help="of all runs, new or empty, to be looked at afterwards (default: one that is removed)"
+    )
+    parser.add_argument("--inside", type=path_argument, help=argparse.SUPPRESS)  # the folder of a bench, in a name space of its own
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":  # --help and mistakes do not wait for the imports below
+    parse(None)
 
 import torch
 
@@ -323,17 +343,6 @@ def check(differences: list[str]) -> None:
     """Raises if there are differences."""
     if differences:
         raise AssertionError("differs in " + ", ".join(differences))
-
-
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Breaks training runs on purpose and resumes them.")
-    parser.add_argument("--kills", type=int, default=25, help="(default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=300, help="of every run (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of moments and positions (default: %(default)s)")
-    parser.add_argument("--only", choices=("kills", "signals", "disk", "bits"), help="one kind of trial")
-    parser.add_argument("--folder", type=Path, help="of all runs, new or empty, to be looked at afterwards (default: one that is removed)")
-    parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)  # the folder of a bench, in a name space of its own
-    return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -3,10 +3,23 @@
 python examples/hugging_face.py
 """
 
+# ruff: noqa: E402
 from __future__ import annotations
 
 import argparse
 from typing import Any
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=60, help="training steps of 32 sequences (default: 60)")
+    parser.add_argument("--num-blocks", type=int, default=8, help="blocks of each head's model (default: 8)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights, data and graphs (default: 0)")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":  # --help and mistakes do not wait for the imports below
+    parse(None)
 
 import torch
 from torch import Tensor, nn
@@ -89,12 +102,7 @@ def small_bert() -> BertForSequenceClassification:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=60, help="training steps of 32 sequences (default: 60)")
-    parser.add_argument("--num-blocks", type=int, default=8, help="blocks of each head's model (default: 8)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of weights, data and graphs (default: 0)")
-    options = parser.parse_args(arguments)
-
+    options = parse(arguments)
     torch.manual_seed(options.seed)
     tokens = torch.randint(1, 16, (32, 24))
     mask = (torch.arange(24) < torch.randint(12, 25, (32, 1))).long()

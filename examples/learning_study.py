@@ -12,6 +12,7 @@ not run again, and one that was stopped goes on from its last checkpoint. Not he
     python examples/learning_study.py report                    # tables and plots of what is there
 """
 
+# ruff: noqa: E402
 from __future__ import annotations
 
 import argparse
@@ -26,6 +27,36 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from lra_files import path_argument
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description="The study of docs/learning.md.")
+    parser.add_argument("action", choices=("run", "listops", "average", "gradients", "report"), help="what to do")
+    parser.add_argument(
+        "--folder", type=path_argument, default=Path("docs/learning"), help="of the CSV files and plots (default: docs/learning)"
+    )
+    parser.add_argument("--only", nargs="+", metavar="RUN", help="runs by name (default: all)")
+    parser.add_argument("--seeds", type=int, default=5, help="number of seeds (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1)")
+    parser.add_argument(
+        "--data", type=path_argument, default=Path("data/listops-study"), help="of 'listops'; generated if absent (%(default)s)"
+    )
+    parser.add_argument("--graphs", type=int, default=8, help="graphs per example that 'average' averages over (default: 8)")
+    parser.add_argument(
+        "--work", type=path_argument, default=Path("runs/learning"), help="where 'listops' keeps its whole runs (%(default)s)"
+    )
+    given = parser.parse_args(arguments)
+    if min(given.seeds, given.threads, given.graphs) < 1:
+        parser.error(f"Expected 'seeds', 'threads' and 'graphs' to be at least 1 (got {given.seeds}, {given.threads} and {given.graphs}).")
+    given.fail = parser.error
+    return given
+
+
+if __name__ == "__main__":  # --help and mistakes do not wait for the imports below
+    parse(None)
+
 import numpy as np
 import torch
 from scipy.stats import t
@@ -33,8 +64,8 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from analyse_graphs import open_run
+from lra_batches import LengthBuckets
 from lra_report import append_row
-from lra_tasks import LengthBuckets
 from repeated_tokens import COLUMNS, Settings, plot, read_curve, train
 from sbm_pyg import AttentionGraph, ops
 
@@ -371,21 +402,10 @@ def gradients(folder: Path) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line; ``--help`` explains it."""
-    parser = argparse.ArgumentParser(description="The study of docs/learning.md.")
-    parser.add_argument("action", choices=("run", "listops", "average", "gradients", "report"), help="what to do")
-    parser.add_argument("--folder", type=Path, default=Path("docs/learning"), help="of the CSV files and plots (default: docs/learning)")
-    parser.add_argument("--only", nargs="+", metavar="RUN", help="runs by name (default: all)")
-    parser.add_argument("--seeds", type=int, default=SEEDS, help=f"number of seeds (default: {SEEDS})")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1)")
-    parser.add_argument("--data", type=Path, default=Path("data/listops-study"), help="of 'listops'; generated if absent (%(default)s)")
-    parser.add_argument("--graphs", type=int, default=8, help="graphs per example that 'average' averages over (default: 8)")
-    parser.add_argument("--work", type=Path, default=Path("runs/learning"), help="where 'listops' keeps its whole runs (%(default)s)")
-    given = parser.parse_args(arguments)
-    if min(given.seeds, given.threads, given.graphs) < 1:
-        parser.error(f"Expected 'seeds', 'threads' and 'graphs' to be at least 1 (got {given.seeds}, {given.threads} and {given.graphs}).")
+    given = parse(arguments)
     known = LISTOPS if given.action in ("listops", "average") else RUNS
     if unknown := [name for name in given.only or () if name not in known]:
-        parser.error(f"Expected 'only' to name runs of '{given.action}' (got {unknown}). Choose from: {'; '.join(known)}.")
+        given.fail(f"Expected 'only' to name runs of '{given.action}' (got {unknown}). Choose from: {'; '.join(known)}.")
     torch.set_num_threads(given.threads)
     given.folder.mkdir(parents=True, exist_ok=True)
     if given.action == "run":

@@ -15,6 +15,7 @@ killed and resumed ends with the very weights of one that was not (bit for bit o
 processes change which graphs are sampled, and an example is evaluated alike in whatever batch it comes.
 """
 
+# ruff: noqa: E402
 from __future__ import annotations
 
 import argparse
@@ -22,6 +23,7 @@ import contextlib
 import dataclasses
 import itertools
 import logging
+import os
 import platform
 import shlex
 import sys
@@ -29,6 +31,50 @@ import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from lra_files import check_place, check_writable, path_argument
+from lra_settings import NAMES
+from lra_tasks import TASKS, LengthBuckets, Settings, Split, Task, data_folder, random_word, splits_digest
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """Reads the command line; settings that are not given are absent from the result."""
+    parser = argparse.ArgumentParser(description="Trains on a task of the Long Range Arena.", argument_default=argparse.SUPPRESS)
+    parser.add_argument("--task", choices=tuple(TASKS), help="what to learn (default: listops)")
+    parser.add_argument("--preset", choices=NAMES, help="where all other settings come from (default: laptop)")
+    parser.add_argument("--data", type=path_argument, metavar="DIR", help="a folder of the task; by default one is generated in data/")
+    parser.add_argument(
+        "--prepared", type=path_argument, metavar="DIR", help="where prepared arrays go (default: 'prepared' in the data's folder)"
+    )
+    parser.add_argument("--output", type=path_argument, metavar="DIR", help="folder of the run (default: a new one in runs/)")
+    parser.add_argument("--resume", action="store_true", help="go on with the run in --output; its settings are known")
+    choices = ("last", "previous")
+    parser.add_argument("--resume-from", choices=choices, help="the same; 'previous' if the last checkpoint is damaged (default: last)")
+    parser.add_argument(
+        "--export", type=path_argument, metavar="DIR", help="save the tested model there, with its card, for `from_pretrained`"
+    )
+    parser.add_argument("--accelerator", choices=("auto", "cpu", "cuda", "mps"), default="auto", help="(default: auto)")
+    parser.add_argument("--devices", type=int, default=1, metavar="N", help="processes that share each batch (default: 1)")
+    parser.add_argument("--workers", type=int, default=0, metavar="N", help="processes that gather batches (default: 0)")
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: 1 for laptop, as torch chooses for paper)")
+    first = argparse.ArgumentParser(add_help=False)  # the task alone, whose values --help shows
+    first.add_argument("--task", nargs="?")
+    task = first.parse_known_args(arguments)[0].task
+    task = task if task in TASKS else "listops"
+    group = parser.add_argument_group("settings", f"each overrides the preset; values are those of laptop | paper for {task}")
+    for field in dataclasses.fields(Settings):
+        kind = {"int": int, "float": float, "str": str}[str(field.type)]
+        values = " | ".join(str(getattr(TASKS[task].presets[name].settings, field.name)) for name in NAMES)
+        option = "--" + field.name.replace("_", "-")
+        help_text = f"{field.metadata['help']} ({values})"
+        group.add_argument(option, type=kind, choices=field.metadata["choices"] or None, help=help_text)
+    parsed = parser.parse_args(arguments)
+    parsed.fail = parser.error
+    return parsed
+
+
+if __name__ == "__main__":  # --help and mistakes do not wait for the imports below
+    parse(None)
 
 import lightning
 import numpy as np
@@ -45,12 +91,9 @@ import lra_processes as processes
 import lra_report as report
 from density_guard import DensityGuard
 from lra_checkpoints import BEST, LOCK, Checkpoints, Signals
-from lra_folders import RESULTS, SETTINGS, check_export, check_files, check_place, claim, next_folder, read_plan
+from lra_folders import RESULTS, SETTINGS, check_export, check_files, claim, next_folder, read_plan
 from lra_model import Classifier
-from lra_tasks import TASKS, LengthBuckets, Settings, Split, Task, data_folder, random_word, splits_digest
 from lra_upkeep import Memory, flushed_subnormals
-
-PRESETS = ("laptop", "paper")
 
 
 class Data(LightningDataModule):
@@ -251,6 +294,7 @@ def train(
     if old.get("peak_memory_of") == place:
         peak = max(peak, old["peak_memory_bytes"])
     sizes = (settings.layers, settings.heads)
+    pipeline = task.pipeline(settings, splits)
     results: dict[str, Any] = {
         "test": {
             "accuracy": module.tested["accuracy"],
@@ -260,7 +304,7 @@ def train(
             "majority": splits["test"].majority(data.evaluated("test")),
         },
         "best": best,
-        "pipeline": task.pipeline(settings),
+        "pipeline": pipeline,
         "density": {
             "first": report.densities(val_rows[0], *sizes),
             "last": report.densities(val_rows[-1], *sizes),
@@ -279,7 +323,7 @@ def train(
     draw_masks(folder / "masks.png", module, splits["test"], task.words)
     if export is not None:
         metric = {"test accuracy": module.tested["accuracy"], "validation accuracy": best["accuracy"]}
-        told = f"{task.name} ({'; '.join(f'{name}: {words}' for name, words in task.pipeline(settings).items())})"
+        told = f"{task.name} ({'; '.join(f'{name}: {words}' for name, words in pipeline.items())})"
         module.model.save_pretrained(export, task=told, metric=metric, density=results["density"]["tested"])
     return results
 
@@ -300,38 +344,6 @@ def draw_masks(path: Path, module: Classifier, split: Split, words: tuple[str, .
     masks = [graph.to_dense(0).cpu().numpy() for graph in trace.graphs[:layers]]
     chances = [None if sbm is None else sbm.edge_prob_dense(0).cpu().numpy() for sbm in trace.sbms[:layers]]
     report.plot_masks(path, masks, chances, [words[token] for token in batch.tokens.tolist()] if words else [])
-
-
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """Reads the command line; settings that are not given are absent from the result."""
-    parser = argparse.ArgumentParser(description="Trains on a task of the Long Range Arena.", argument_default=argparse.SUPPRESS)
-    parser.add_argument("--task", choices=tuple(TASKS), help="what to learn (default: listops)")
-    parser.add_argument("--preset", choices=PRESETS, help="where all other settings come from (default: laptop)")
-    parser.add_argument("--data", type=Path, metavar="DIR", help="a folder of the task; by default one is generated in data/")
-    parser.add_argument("--prepared", type=Path, metavar="DIR", help="where prepared arrays go (default: 'prepared' in the data's folder)")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="folder of the run (default: a new one in runs/)")
-    parser.add_argument("--resume", action="store_true", help="go on with the run in --output; its settings are known")
-    choices = ("last", "previous")
-    parser.add_argument("--resume-from", choices=choices, help="the same; 'previous' if the last checkpoint is damaged (default: last)")
-    parser.add_argument("--export", type=Path, metavar="DIR", help="save the tested model there, with its card, for `from_pretrained`")
-    parser.add_argument("--accelerator", choices=("auto", "cpu", "cuda", "mps"), default="auto", help="(default: auto)")
-    parser.add_argument("--devices", type=int, default=1, metavar="N", help="processes that share each batch (default: 1)")
-    parser.add_argument("--workers", type=int, default=0, metavar="N", help="processes that gather batches (default: 0)")
-    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: 1 for laptop, as torch chooses for paper)")
-    first = argparse.ArgumentParser(add_help=False)  # the task alone, whose values --help shows
-    first.add_argument("--task", nargs="?")
-    task = first.parse_known_args(arguments)[0].task
-    task = task if task in TASKS else "listops"
-    group = parser.add_argument_group("settings", f"each overrides the preset; values are those of laptop | paper for {task}")
-    for field in dataclasses.fields(Settings):
-        kind = {"int": int, "float": float, "str": str}[str(field.type)]
-        values = " | ".join(str(getattr(TASKS[task].presets[name].settings, field.name)) for name in PRESETS)
-        option = "--" + field.name.replace("_", "-")
-        help_text = f"{field.metadata['help']} ({values})"
-        group.add_argument(option, type=kind, choices=field.metadata["choices"] or None, help=help_text)
-    parsed = parser.parse_args(arguments)
-    parsed.fail = parser.error
-    return parsed
 
 
 def resolve(given: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
@@ -379,6 +391,8 @@ def resolve(given: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
             f"Expected 'output' to be a new or empty folder (got {folder}, which has content). Choose another one, or add --resume."
         )
     check_place("output", folder)
+    if "prepared" in options:
+        check_place("prepared", options["prepared"] / "prepared")
     places = {place: str(options[place]) if place in options else None for place in ("data", "prepared")}
     # Places are saved as given, to be compared with those of other calls, and so is the directory that they start from.
     return folder, {"task": name, "preset": preset, **places, "directory": str(Path.cwd()), "settings": dataclasses.asdict(settings)}
@@ -398,6 +412,52 @@ def check_accelerator(name: str) -> None:
         )
 
 
+def check_memory(task: Task, settings: Settings) -> None:
+    """Refuses a model whose weights, gradients and optimiser alone are above the memory of this machine, before they are made.
+
+    Raises:
+        ValueError: If so.
+    """
+    with torch.device("meta"):  # shapes without memory; layers are alike
+        one, two = (
+            sum(weight.numel() for weight in Classifier(task, dataclasses.replace(settings, layers=layers)).parameters())
+            for layers in (1, 2)
+        )
+    needed, there = 16 * (one + (settings.layers - 1) * (two - one)), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > there:
+        raise ValueError(
+            f"Expected 'layers', 'heads', 'channels', 'head-channels', 'ffn-channels', 'num-blocks' and 'max-length' to give a model that fits "
+            f"into the {there / 2**30:,.1f} GiB of this machine (got one of {needed / 2**30:,.1f} GiB). Lower what is above the preset."
+        )
+
+
+def check_start(given: argparse.Namespace, plan: Mapping[str, Any]) -> None:
+    """Refuses what cannot be trained as far as that shows without reading data; nothing is written.
+
+    Raises:
+        ValueError: If anything of the command line, the model, this machine or the place of the data does not fit.
+    """
+    task, settings = TASKS[plan["task"]], Settings(**plan["settings"])
+    check_accelerator(given.accelerator)
+    threads = vars(given).get("threads")
+    if threads is not None and threads < 1:
+        raise ValueError(f"Expected 'threads' to be at least 1 (got {threads}). Leave it out for the default.")
+    if given.workers < 0:
+        raise ValueError(f"Expected 'workers' to be at least 0 (got {given.workers}). Leave it out for the default.")
+    options = task.options_of(settings)
+    check_memory(task, settings)
+    try:
+        Classifier(task, settings)
+    except ImportError as error:  # of the package of a baseline
+        raise ValueError(str(error)) from None
+    if plan["data"] is not None or task.generate is None:
+        root, _ = data_folder(task, plan["preset"], settings, None if plan["data"] is None else Path(plan["data"]))
+        try:
+            task.open(root, **options)
+        except OSError as error:
+            raise ValueError(f"Expected 'data' to be readable (got: {error}). Copy it again, or change its rights.") from error
+
+
 def read(given: argparse.Namespace, plan: dict[str, Any]) -> tuple[Task, Settings, dict[str, Split], str]:
     """Reads the data of a run, generates them if there are none, and checks all that can be checked before the run is touched.
 
@@ -407,7 +467,6 @@ def read(given: argparse.Namespace, plan: dict[str, Any]) -> tuple[Task, Setting
     Raises:
         ValueError: If anything does not fit.
     """
-    options = vars(given)
     task, settings = TASKS[plan["task"]], Settings(**plan["settings"])
     count = plan.get("processes", processes.count())  # runs of before do not say
     if count != processes.count():
@@ -415,12 +474,7 @@ def read(given: argparse.Namespace, plan: dict[str, Any]) -> tuple[Task, Setting
             f"Expected 'devices' to be {count} as in the run to resume (got {processes.count()}). Its results depend on how many processes "
             f"share a batch: give --devices {count}, or start a new run."
         )
-    check_accelerator(given.accelerator)
-    task.options_of(settings)  # refuses what does not fit before anything is generated
-    try:
-        Classifier(task, settings)
-    except ImportError as error:  # of the package of a baseline
-        raise ValueError(str(error)) from None
+    check_start(given, plan)
     given_data = None if plan["data"] is None else Path(plan["data"])
     root, generated = data_folder(task, plan["preset"], settings, given_data, start=Path(plan.get("directory", "")))
     if generated:
@@ -430,13 +484,9 @@ def read(given: argparse.Namespace, plan: dict[str, Any]) -> tuple[Task, Setting
     fingerprint = splits_digest(splits)
     if plan.get("fingerprint", fingerprint) != fingerprint:
         raise ValueError(f"Expected 'data' to be what the run was started with (got other examples in {root}). Give its folder.")
-    threads = options.get("threads", task.presets[plan["preset"]].threads)
+    threads = vars(given).get("threads", task.presets[plan["preset"]].threads)
     if threads is not None:
-        if threads < 1:
-            raise ValueError(f"Expected 'threads' to be at least 1 (got {threads}). Leave it out for the default.")
         torch.set_num_threads(threads)
-    if given.workers < 0:
-        raise ValueError(f"Expected 'workers' to be at least 0 (got {given.workers}). Leave it out for the default.")
     Data(splits, settings)  # refuses what cannot be trained before anything is written
     return task, settings, splits, fingerprint
 
@@ -487,8 +537,9 @@ def run(given: argparse.Namespace, signals: Signals) -> None:
 
         try:
             folder, plan = processes.of_first(lambda: resolve(given))
+            processes.of_first(lambda: check_writable("output", folder))
+            processes.of_first(lambda: check_export(export, folder, Settings(**plan["settings"])))
             task, settings, splits, fingerprint = processes.in_turn(lambda: read(given, plan))
-            processes.of_first(lambda: check_export(export, folder, settings))
             folder = processes.of_first(take)
             start = processes.in_turn(lambda: checkpoints.newest(folder, vars(given).get("resume_from", "last")))
             processes.of_first(lambda: check_files(folder, settings, start))

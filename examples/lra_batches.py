@@ -1,7 +1,8 @@
 """Examples in ragged arrays, batches of them, and the order in which they come.
 
 In: rows of token numbers, or arrays that are mapped from files. Out: batches (tokens, ptr, labels, examples) without a single
-padded token, in an order that is a function of (lengths, seed, epoch). Not here: formats and files (``lra_prepare.py``).
+padded token, in an order that is a function of (lengths, seed, epoch). Not here: formats and files (``lra_prepare.py``). torch is
+imported where tensors are made, so that command lines, which need the tasks, are read without it.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
-from torch.utils.data import Sampler
+
+if TYPE_CHECKING:
+    import torch
 
 Row = tuple[Any, int]  # (token numbers [n], label), or ((token numbers, token numbers), label) for a pair
 
@@ -57,7 +59,7 @@ class Batch(NamedTuple):
     @property
     def num_tokens(self) -> int:
         """Tokens of all sequences, both sides of pairs together."""
-        sides = (self.tokens,) if isinstance(self.tokens, torch.Tensor) else self.tokens
+        sides = self.tokens if isinstance(self.tokens, tuple) else (self.tokens,)
         return sum(side.numel() for side in sides)
 
 
@@ -109,6 +111,8 @@ class Split:
         return float(np.bincount(labels).max() / len(labels))
 
     def __getitems__(self, examples: list[int]) -> Batch:
+        import torch
+
         index = np.asarray(examples, dtype=np.int64)
         sides = [self._gather(index * self.arity + side) for side in range(self.arity)]
         tokens, ptr, places = sides[0] if self.arity == 1 else zip(*sides, strict=True)
@@ -116,6 +120,8 @@ class Split:
 
     def _gather(self, sequences: np.ndarray) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns tokens, ptr and places of some sequences."""
+        import torch
+
         lengths = self.ptr[sequences + 1] - self.ptr[sequences]
         lengths = lengths if self.max_length is None else np.minimum(lengths, self.max_length)
         ptr = np.concatenate([[0], np.cumsum(lengths)])
@@ -130,7 +136,7 @@ class Split:
         return torch.from_numpy(tokens), torch.from_numpy(ptr), torch.from_numpy(places)
 
 
-class LengthBuckets(Sampler[list[int]]):
+class LengthBuckets:
     """Batches of examples of similar length, a pure function of (lengths, seed, number of the epoch).
 
     With a seed, an epoch shuffles the examples, cuts them into pools, sorts each pool by length, cuts it into batches and

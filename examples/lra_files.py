@@ -1,17 +1,19 @@
-"""Folders of data: found under their several names, refused with the tree that is expected, written whole or not at all.
+"""Paths of the command line, and folders of data: found under their several names, refused with the tree that is expected, written whole.
 
-In: a folder that a user names. Out: what lies in it, an error that says what should, or a new folder that came into being in
+In: a path that a user names. Out: what lies there, an error that says what should, or a new folder that came into being in
 one piece. Not here: what the files mean (``lra_listops.py`` and its siblings).
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import hashlib
 import json
 import os
 import shlex
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,62 @@ MANIFEST = "manifest.json"
 ARCHIVES = {  # the first that fits; LRA's release is a tar in spite of its name
     "lra_release.gz": "tar -xzf", ".tar.gz": "tar -xzf", ".tgz": "tar -xzf", ".tar": "tar -xf", ".gz": "gunzip -k", ".zip": "unzip"
 }  # fmt: skip
+
+
+def path_argument(text: str) -> Path:
+    """Reads a path of the command line, and refuses one that no file or folder can have or that nobody may look at.
+
+    Raises:
+        argparse.ArgumentTypeError: If so; argparse adds the name of the option.
+    """
+    path = Path(text)
+    try:
+        above = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+        for place in (path / "settings.json.partial", *(above / name for name in path.parts)):  # the length of all, and of each name
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                os.lstat(place)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(
+            f"Expected a path that the file system can have (got {error.strerror!r} for {text}). Choose another one."
+        ) from None
+    return path
+
+
+def file_above(folder: Path) -> Path | None:
+    """Finds the file that keeps a folder from being made: itself, or one of its parents."""
+    return next((path for path in (folder, *folder.parents) if path.exists() and not path.is_dir()), None)
+
+
+def check_place(option: str, folder: Path) -> None:
+    """Refuses a folder that cannot be made because it is to lie below a file.
+
+    Raises:
+        ValueError: If so.
+    """
+    file = file_above(folder.parent)
+    if file is not None:
+        raise ValueError(f"Expected '{option}' to be a folder that can be made (got {folder}, but {file} is a file). Choose another one.")
+
+
+def check_writable(option: str, folder: Path) -> None:
+    """Refuses a folder where nothing can be written, by writing in it, or in the first above it that there is; leaves nothing there.
+
+    Raises:
+        ValueError: If so.
+    """
+    place = next(path for path in (folder, *folder.parents) if path.exists())
+    try:
+        tempfile.TemporaryFile(dir=place).close()
+    except OSError as error:
+        raise not_writable(option, place, error) from None
+
+
+def not_writable(option: str, folder: Path, error: OSError) -> ValueError:
+    """Puts into words that a folder for output cannot be written."""
+    return ValueError(
+        f"Expected '{option}' to be a folder that can be written (got {error.strerror!r} for {folder}). Make room or get the right, or "
+        "choose another one."
+    )
 
 
 def places(*names: str) -> tuple[str, ...]:
@@ -144,6 +202,7 @@ def new_data_set(folder: Path, wanted: dict[str, Any]) -> Iterator[Path | None]:
             yield None
             return
         folder.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder.parent).close()  # for a lock that cannot be made is waited for without end
         with FileLock(folder.with_name(f".{folder.name}.lock")):
             if already_generated(folder, wanted):
                 yield None

@@ -10,23 +10,18 @@ import argparse
 import dataclasses
 import itertools
 import json
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import lra_checkpoints as checkpoints
 import lra_report as report
-from lra_baselines import BASELINES
 from lra_checkpoints import BEST
+from lra_files import check_place, check_writable, not_writable
+from lra_settings import BASELINES
 from lra_tasks import TASKS, Settings
 
 SETTINGS, RESULTS = "settings.json", "results.json"
-
-
-def file_above(folder: Path) -> Path | None:
-    """Finds the file that keeps a folder from being made: itself, or one of its parents."""
-    return next((path for path in (folder, *folder.parents) if path.exists() and not path.is_dir()), None)
 
 
 def read_plan(path: Path) -> dict[str, Any]:
@@ -46,30 +41,6 @@ def read_plan(path: Path) -> dict[str, Any]:
         raise ValueError(f"Expected {path} to be as it was written (got: {words}). Take it from a backup, or start a new run.") from None
     began = Path(plan.get("directory", ""))  # runs of before do not say; then here
     return plan | {name: str(began / plan[name]) for name in ("data", "prepared") if plan.get(name) is not None}
-
-
-def check_place(option: str, folder: Path) -> None:
-    """Refuses a folder that cannot be made because it is to lie below a file.
-
-    Raises:
-        ValueError: If so.
-    """
-    file = file_above(folder.parent)
-    if file is not None:
-        raise ValueError(f"Expected '{option}' to be a folder that can be made (got {folder}, but {file} is a file). Choose another one.")
-
-
-def check_writable(option: str, folder: Path) -> None:
-    """Refuses a folder where nothing can be written, by writing in it, or in the first above it that there is; leaves nothing there.
-
-    Raises:
-        ValueError: If so.
-    """
-    place = next(path for path in (folder, *folder.parents) if path.exists())
-    try:
-        tempfile.TemporaryFile(dir=place).close()
-    except OSError as error:
-        raise not_writable(option, place, error) from None
 
 
 def check_export(export: Path | None, folder: Path, settings: Settings) -> None:
@@ -157,11 +128,3 @@ def _take(folder: Path, plan: Mapping[str, Any], resumed: bool) -> Any:
             lock.close()
             raise not_writable("output", folder, error) from None
     return lock
-
-
-def not_writable(option: str, folder: Path, error: OSError) -> ValueError:
-    """Puts into words that a folder for output cannot be written."""
-    return ValueError(
-        f"Expected '{option}' to be a folder that can be written (got {error.strerror!r} for {folder}). Make room or get the right, or "
-        "choose another one."
-    )

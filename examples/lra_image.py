@@ -24,7 +24,9 @@ from lra_batches import Row, Rows
 from lra_files import find_folder, malformed, places
 
 WORDS = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
-SPLITS = {"held-out": "the second half of data_batch_5 is taken from the training set for validation (45,000/5,000/10,000)"}
+SPLITS = {
+    "held-out": "the second half of data_batch_5 is taken from the training set for validation (45,000/5,000/10,000 of the whole release)"
+}
 TRAIN, TEST = tuple(f"data_batch_{number}" for number in range(1, 6)), "test_batch"
 FOLDERS = places("cifar-10-batches-py", "cifar10")
 SOURCE = "It is cifar-10-python.tar.gz (163 MB) of https://www.cs.toronto.edu/~kriz/cifar.html, unpacked with 'tar -xzf'."

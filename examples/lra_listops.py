@@ -14,7 +14,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -31,7 +31,7 @@ VOCABULARY = (*(str(digit) for digit in range(10)), *OPERATORS, "]")
 TOKEN_NUMBER = {word: number for number, word in enumerate(VOCABULARY, start=1)}
 DIGIT, OPERATOR, END = TOKEN_NUMBER["0"], TOKEN_NUMBER[OPERATORS[0]], TOKEN_NUMBER["]"]
 
-SPLIT_CHOICES = {"release": "as released or generated (96,000/2,000/2,000)"}
+SPLIT_CHOICES = {"release": "as released or generated (96,000/2,000/2,000 of the whole release)"}
 FOLDERS = places("listops-1000", "listops")
 SOURCE = (
     "Generate it with 'python examples/lra_tasks.py generate --task listops --out FOLDER'; the original is part of lra_release.gz "
@@ -317,10 +317,10 @@ def read_rows(path: Path) -> Iterator[tuple[np.ndarray, int]]:
         path: A file with LRA's header and one tree a line; CRLF and LF both end a line.
 
     Yields:
-        Token numbers, [n] uint8, and the label, 0 to 9.
+        Token numbers, [n] uint8, and the label, 0 to 9, which is the value of the tree.
 
     Raises:
-        ValueError: If a row is malformed; the message names file and line.
+        ValueError: If a row is malformed, or its label is not the value of its tree; the message names file and line.
     """
 
     with path.open(encoding="utf-8", errors="replace", newline="") as file:
@@ -332,17 +332,64 @@ def read_rows(path: Path) -> Iterator[tuple[np.ndarray, int]]:
             if len(columns) != 2:
                 raise malformed(path, line, "have two columns, a tree and its value", f"{len(columns)}", "Look for a cut or merged line.")
             source, target = columns
-            if not (target.isascii() and target.isdecimal() and int(target) < 10):
+            if target not in VOCABULARY[:10]:
                 raise malformed(path, line, "end in a label from 0 to 9", repr(target[:80]), "Look for swapped or damaged columns.")
             words = source.replace("(", "").replace(")", "").split()
             try:
-                tokens = np.fromiter(map(TOKEN_NUMBER.__getitem__, words), dtype=np.uint8, count=len(words))
+                tokens = bytes(map(TOKEN_NUMBER.__getitem__, words))
             except KeyError as error:
                 raise malformed(
                     path, line, f"hold the tokens {' '.join(VOCABULARY)}", repr(error.args[0]), "Is this a file of another task?"
                 ) from None
-            if not words or source.count("[") != source.count("]"):
-                raise malformed(
-                    path, line, "be a whole tree", f"{source.count('[')} operators and {source.count(']')} ends", "Look for a cut line."
-                )
-            yield tokens, int(target)
+            try:
+                value = value_of(tokens)
+            except ValueError as error:
+                raise malformed(path, line, "be one whole tree", error, "Look for a cut or merged line.") from None
+            if value != int(target):
+                raise malformed(path, line, f"end in {value}, the value of its tree", repr(target), "Look for swapped or damaged lines.")
+            yield np.frombuffer(tokens, dtype=np.uint8), value
+
+
+def value_of(tokens: bytes) -> int:
+    """Returns the value of a tree, which it parses on the way.
+
+    >>> value_of(bytes(TOKEN_NUMBER[word] for word in "[MED 4 [SM 7 8 ] 9 2 ]".split()))
+    4
+
+    Raises:
+        ValueError: If the tokens are not one whole tree; it says what they are instead.
+    """
+    above: list[tuple[int, list[int]]] = []  # operators whose lists are open, and the values beside each
+    values: list[int] = []
+    for place, token in enumerate(tokens, start=1):
+        if token < OPERATOR:
+            values.append(token - DIGIT)
+        elif token < END:
+            above.append((token, values))
+            values = []
+        elif not above:
+            raise ValueError(f"a ']' that ends nothing, token {place} of {len(tokens)}")
+        elif not values:
+            raise ValueError(f"{VOCABULARY[above[-1][0] - 1]} without arguments, which ends at token {place} of {len(tokens)}")
+        else:
+            operator, beside = above.pop()
+            beside.append(OPERATIONS[operator](values))
+            values = beside
+    if above:
+        raise ValueError(f"{len(above)} operators without their ']'")
+    if len(values) != 1:
+        raise ValueError(f"{len(values)} trees")
+    return values[0]
+
+
+def _median(values: list[int]) -> int:
+    values.sort()
+    return (values[(len(values) - 1) // 2] + values[len(values) // 2]) // 2
+
+
+OPERATIONS: dict[int, Callable[[list[int]], int]] = {
+    TOKEN_NUMBER["[MIN"]: min,
+    TOKEN_NUMBER["[MAX"]: max,
+    TOKEN_NUMBER["[MED"]: _median,
+    TOKEN_NUMBER["[SM"]: lambda values: sum(values) % 10,
+}

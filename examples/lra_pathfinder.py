@@ -22,10 +22,10 @@ import numpy as np
 from PIL import Image
 from tqdm.auto import tqdm
 
-import lra_snakes
 from lra_batches import Row, Rows
 from lra_files import MANIFEST, checksum, malformed, new_data_set, places, wrong_folder
 
+SIDE = 32
 #: Paddles of the long snakes.
 LEVELS = {"curv_baseline": 6, "curv_contour_length_9": 9, "curv_contour_length_14": 14}
 SPLITS = {
@@ -99,6 +99,8 @@ def generate(folder: Path, parameters: Parameters, *, seed: int = 0, progress: b
 
 
 def _write_images(folder: Path, parameters: Parameters, seed: int, progress: bool) -> dict[str, dict]:
+    import lra_snakes  # with numba, which reading need not wait for
+
     contour = LEVELS[parameters.level]
     facts = f"1.0 {contour} {contour // 3} {lra_snakes.LENGTH} {lra_snakes.THICKNESS} {lra_snakes.MARGIN} 1"
     files = {}
@@ -208,8 +210,7 @@ def _read_image(image: tuple[Path, int]) -> Row | None:
             pixels = np.asarray(picture)
     except (OSError, SyntaxError, ValueError) as error:
         raise malformed(path, None, "be an image in PNG", error, "Copy or generate the data again.") from None
-    side = lra_snakes.SIZE
-    if pixels.shape != (side, side) or pixels.dtype != np.uint8:
+    if pixels.shape != (SIDE, SIDE) or pixels.dtype != np.uint8:
         got = f"{' x '.join(map(str, pixels.shape))}, {pixels.dtype}"
-        raise malformed(path, None, f"have {side} x {side} grey pixels, uint8", got, "Is this Pathfinder128 or another task?")
+        raise malformed(path, None, f"have {SIDE} x {SIDE} grey pixels, uint8", got, "Is this Pathfinder128 or another task?")
     return pixels.reshape(-1).astype(np.uint16) + 1, label

@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -65,6 +66,7 @@ def prepare(
         if _is_prepared(folder, wanted):
             return folder, False
         folder.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder.parent).close()  # for a lock that cannot be made is waited for without end
         with FileLock(folder.with_name(f".{folder.name}.lock")):
             if folder.exists() and {name: read_manifest(folder).get(name) for name in wanted} == wanted:
                 return folder, False

@@ -20,6 +20,7 @@ import torch
 from lightning.pytorch.loggers.logger import Logger
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 PHASES = ("train", "val")
 COLOURS = ("#1b6ca8", "#d1495b", "#2e933c", "#edae49", "#6a4c93", "#3d3d3d")
@@ -249,23 +250,25 @@ def plot_masks(path: Path, masks: Sequence[np.ndarray], chances: Sequence[np.nda
         words: The tokens, [n], to write along the axes if they are few; empty to write nothing.
     """
     rows = [(layer, head) for layer, mask in enumerate(masks) for head in range(len(mask))]
-    figure = Figure(figsize=(6.4, 2.9 * len(rows)), layout="constrained")
+    figure = Figure(figsize=(7.4, 3.3 * len(rows) + 0.4), layout="constrained")
     panels = figure.subplots(len(rows), 2, squeeze=False)
     for (layer, head), (left, right) in zip(rows, panels, strict=True):
         mask, chance = masks[layer][head], chances[layer]
         left.imshow(mask, cmap="Greys", vmin=0, vmax=1, interpolation="nearest")
         left.set_title(f"layer {layer}, head {head}: sampled, density {mask.mean():.1%}", fontsize=9)
-        left.set_ylabel("query")
         if chance is None:
             right.axis("off")
-            right.text(0.5, 0.5, "fixed pattern", ha="center", va="center", color="grey")
+            right.text(0.5, 0.5, "fixed pattern", ha="center", va="center", color="grey", transform=right.transAxes)
             continue
         picture = right.imshow(chance[head], cmap="viridis", vmin=0, interpolation="nearest")
         right.set_title(f"probability, mean {chance[head].mean():.1%}", fontsize=9)
-        figure.colorbar(picture, ax=right, shrink=0.8)
-    shown = words if len(words) <= 48 else ()
+        figure.colorbar(picture, ax=right, shrink=0.8, label="probability of an edge")
     for axes in panels.flat:
-        axes.set_xticks(range(len(shown)), shown, rotation=90, fontsize=4)
-        axes.set_yticks(range(len(shown)), shown, fontsize=4)
-        axes.tick_params(length=0, pad=1)
+        axes.set(xlabel="key (token)", ylabel="query (token)")
+        if 0 < len(words) <= 48:
+            axes.set_xticks(range(len(words)), words, rotation=90, fontsize=4)
+            axes.set_yticks(range(len(words)), words, fontsize=4)
+            axes.tick_params(length=0, pad=1)
+    edges = [Patch(facecolor=colour, edgecolor="black", label=name) for colour, name in (("black", "edge"), ("white", "no edge"))]
+    figure.legend(handles=edges, loc="outside upper left", ncols=2, frameon=False, title="sampled masks", fontsize=8, title_fontsize=8)
     figure.savefig(path, dpi=150)

@@ -19,7 +19,7 @@ import numpy as np
 from lra_batches import Row, Rows
 from lra_files import count_lines, find_folder, malformed, places
 
-SPLITS = {"release": "as released (147,086/18,090/17,437)"}
+SPLITS = {"release": "as released (147,086/18,090/17,437 of the whole release)"}
 FILES = {"train": "new_aan_pairs.train.tsv", "val": "new_aan_pairs.eval.tsv", "test": "new_aan_pairs.test.tsv"}
 FOLDERS = places("tsv_data", "aan", "retrieval")
 SOURCE = "It is part of lra_release.gz (8 GB), see https://github.com/google-research/long-range-arena; 'tar -xzf' unpacks it."

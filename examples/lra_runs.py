@@ -17,7 +17,8 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 import lra
-from lra_folders import RESULTS, SETTINGS, not_writable, read_plan
+from lra_files import not_writable
+from lra_folders import RESULTS, SETTINGS, read_plan
 from lra_report import write_json
 from lra_tasks import TASKS, Settings, data_folder, splits_digest
 

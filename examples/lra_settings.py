@@ -13,11 +13,14 @@ from typing import Any
 
 import lra_listops
 import lra_pathfinder
-from lra_baselines import BASELINES
-from sbm_pyg.estimators import ESTIMATORS
-from sbm_pyg.sbm import CLUSTERS, PARAMETERIZATIONS
 
+NAMES = ("laptop", "paper")
 SPLITS = ("release", "held-out", "lra", "80-10-10")
+# As ``lra_baselines`` and the package have them, which would bring torch with them.
+BASELINES = ("linear", "linformer", "reformer", "performer", "nystromformer")
+ESTIMATORS = ("local", "paper", "mask", "relaxed", "concrete", "none")
+CLUSTERS = ("kaiming", "orthogonal")
+PARAMETERIZATIONS = ("paper", "mixed", "assortative")
 
 
 def _option(

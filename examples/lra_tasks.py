@@ -23,6 +23,7 @@ import lra_pathfinder
 import lra_retrieval
 import lra_text
 from lra_batches import Batch, LengthBuckets, Row, Rows, Split, random_word
+from lra_files import path_argument
 from lra_prepare import load, prepare, read_manifest, splits_digest
 from lra_settings import PRESETS, Preset, Settings
 
@@ -110,8 +111,8 @@ class Task:
         chosen, masked = self.options_of(settings), self.masked(settings)
         return load(self, root, max_length=settings.max_length, options=chosen, prepared=prepared, masked=masked, progress=progress)
 
-    def pipeline(self, settings: Settings) -> dict[str, str]:
-        """Says in words what a result depends on beside the model: tokeniser, length and split."""
+    def pipeline(self, settings: Settings, splits: Mapping[str, Split] | None = None) -> dict[str, str]:
+        """Says in words what a result depends on beside the model: tokeniser, length and split, and how many examples were there."""
         chosen = self.options_of(settings)
         masked = self.masked(settings)
         cut = f"cut to {settings.max_length:,} tokens" if self.overflow == "truncate" else "whole"
@@ -121,6 +122,7 @@ class Task:
             **({} if masked is None else {"mask": f"pixels up to {masked - 1} of 255 left out, the others in their places"}),
             **({"compat": settings.compat + ": " + COMPAT} if settings.compat != "none" else {}),
             **{name: f"{value}: {self.options[name][value]}" for name, value in chosen.items()},
+            **({"examples": "/".join(f"{len(splits[name]):,}" for name in ("train", "val", "test"))} if splits else {}),
         }
 
 
@@ -248,7 +250,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     make.add_argument(
         "--task", choices=[name for name, task in TASKS.items() if task.generate], default="listops", help="(default: %(default)s)"
     )
-    make.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write; new or empty")
+    make.add_argument("--out", type=path_argument, required=True, metavar="DIR", help="folder to write; new or empty")
     make.add_argument("--preset", choices=("paper", "laptop"), default="paper", help="of the law (default: %(default)s)")
     make.add_argument("--seed", type=int, default=0, help="of the data (default: %(default)s)")
     for name, task in TASKS.items():
@@ -260,10 +262,10 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     for name, text in (("prepare", "parse a data set once into arrays"), ("describe", "print what is in a data set")):
         show = commands.add_parser(name, help=text)
         show.add_argument("--task", choices=tuple(TASKS), default="listops", help="(default: %(default)s)")
-        show.add_argument("--data", type=Path, required=True, metavar="DIR", help="folder to read")
+        show.add_argument("--data", type=path_argument, required=True, metavar="DIR", help="folder to read")
         where = ("--out", "--prepared") if name == "prepare" else ("--prepared",)
         show.add_argument(
-            *where, type=Path, metavar="DIR", dest="prepared", help="where prepared arrays go (default: 'prepared' in --data)"
+            *where, type=path_argument, metavar="DIR", dest="prepared", help="where prepared arrays go (default: 'prepared' in --data)"
         )
         show.add_argument("--split", help="who is in 'val' (default: the first that `describe` lists)", default=argparse.SUPPRESS)
         show.add_argument("--level", help="of Pathfinder (default: curv_contour_length_14)", default=argparse.SUPPRESS)
@@ -294,12 +296,12 @@ def _describe(task: Task, given: argparse.Namespace, options: Mapping[str, str])
     settings = task.presets["paper"].settings
     changes: dict[str, Any] = {"max_length": settings.max_length if given.max_length is None else given.max_length, **options}
     settings = dataclasses.replace(settings, **changes)
-    for name, words in task.pipeline(settings).items():
+    splits = load(task, given.data, max_length=settings.max_length, options=options, prepared=given.prepared, progress=True)
+    for name, words in task.pipeline(settings, splits).items():
         print(f"{name:>9}: {words}")
     for name, choices in task.options.items():
         for choice in set(choices) - {options[name]}:
             print(f"{'':>9}  or --{name} {choice}: {choices[choice]}")
-    splits = load(task, given.data, max_length=settings.max_length, options=options, prepared=given.prepared, progress=True)
     for name, split in splits.items():
         print(
             f"{name:>9}: {len(split):,} examples, {split.lengths.mean():.1f} tokens on average, {split.lengths.max():,} at "

@@ -19,8 +19,8 @@ from lra_files import find_folder, malformed, places
 
 CLASSES = ("neg", "pos")  # labels 0 and 1
 SPLITS = {
-    "held-out": "the tenth of each class with the highest numbers is taken from the training set for validation (22,500/2,500/25,000)",
-    "lra": "LRA's own: all of the training set, and the test set for validation too (25,000/25,000/25,000); its best step is chosen on the test set",
+    "held-out": "the tenth of each class with the highest numbers is taken from the training set for validation (22,500/2,500/25,000 of the whole release)",
+    "lra": "LRA's own: all of the training set, and the test set for validation too (25,000/25,000/25,000 of the whole release); its best step is chosen on the test set",
 }
 FOLDERS = places("aclImdb")
 SOURCE = "It is aclImdb_v1.tar.gz (80 MB) of https://ai.stanford.edu/~amaas/data/sentiment/, unpacked with 'tar -xzf'."
@@ -67,9 +67,18 @@ def open_splits(root: Path, *, split: str = "held-out") -> dict[str, Rows]:
         The splits "train", "val" and "test".
 
     Raises:
-        ValueError: If files are missing or have names that are not those of the release.
+        ValueError: If files are missing or have names that are not those of the release, or if there are reviews that no split would read.
     """
     folder = locate(root)
+    for path in sorted(folder.iterdir()):
+        if path.name not in ("train", "test") and any((path / name).is_dir() for name in CLASSES):
+            raise malformed(
+                folder,
+                None,
+                "hold reviews in train and test alone",
+                f"more in {path.name}",
+                f"Move those of {path.name} back, or unpack the archive again.",
+            )
     whole = {part: [_reviews(folder / part / name) for name in CLASSES] for part in ("train", "test")}
     if split == "lra":
         return {"train": _rows(whole["train"]), "val": _rows(whole["test"]), "test": _rows(whole["test"])}

@@ -13,6 +13,7 @@ token with all others. Batches are made on the fly; batch and graphs are functio
 the bits of one that never stopped.
 """
 
+# ruff: noqa: E402
 from __future__ import annotations
 
 import argparse
@@ -27,19 +28,8 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from matplotlib.figure import Figure
-from torch import Tensor
-from torch.nn.functional import binary_cross_entropy_with_logits
-from tqdm.auto import tqdm
-
-from density_guard import DensityGuard
-from lra_tasks import random_word
-from sbm_pyg import SBMAttentionConv, SequenceEncoder, TokenClassifier
-from sbm_pyg.estimators import score_function
-
-COLUMNS = ("step", "train_loss", "loss", "accuracy", "density", "expected_density", "p_equal", "p_other", "empty_rows", "seconds")
-TRIAL, VALIDATION = 0, 1  # what a random word is for
+from lra_batches import random_word
+from lra_files import path_argument
 
 
 def _setting(default: Any, text: str) -> Any:
@@ -91,6 +81,45 @@ SPARSE: dict[str, Any] = {
     "decay": 1,
     "position_scale": 1.0,
 }
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """Reads the command line; settings that are not given are absent from the result."""
+    parser = argparse.ArgumentParser(
+        description="Trains on the repeated-token task and draws loss and density.", argument_default=argparse.SUPPRESS
+    )
+    parser.add_argument("--quick", action="store_true", help="64 tokens, 32 sequences, 32 blocks: two minutes")
+    parser.add_argument("--sparse", action="store_true", help=f"a block model that can solve it sparsely: {SPARSE}")
+    parser.add_argument("--models", nargs="+", choices=("full", "sbm"), default=["full", "sbm"], help="(default: both)")
+    parser.add_argument("--output", type=path_argument, metavar="DIR", help="folder of the run (default: a new one in runs/)")
+    parser.add_argument("--resume", action="store_true", help="go on with the run in --output; its settings are known")
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: as torch chooses)")
+    group = parser.add_argument_group("settings")
+    for setting in fields(Settings):
+        if setting.name != "attention":
+            kind = {"int": int, "float": float, "str": str}[str(setting.type)]
+            text = f"{setting.metadata['help']} ({setting.default}; quick: {getattr(QUICK, setting.name)})"
+            group.add_argument("--" + setting.name.replace("_", "-"), type=kind, help=text)
+    parsed = parser.parse_args(arguments)
+    parsed.fail = parser.error
+    return parsed
+
+
+if __name__ == "__main__":  # --help and mistakes do not wait for the imports below
+    parse(None)
+
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
+from tqdm.auto import tqdm
+
+from density_guard import DensityGuard
+from sbm_pyg import SBMAttentionConv, SequenceEncoder, TokenClassifier
+from sbm_pyg.estimators import score_function
+
+COLUMNS = ("step", "train_loss", "loss", "accuracy", "density", "expected_density", "p_equal", "p_other", "empty_rows", "seconds")
+TRIAL, VALIDATION = 0, 1  # what a random word is for
 
 
 def make_batch(sequences: int, tokens: int, word: int) -> tuple[Tensor, Tensor]:
@@ -255,28 +284,6 @@ def plot(path: Path, curves: dict[str, list[dict[str, float]]]) -> None:
     right.set(xlabel="step", ylabel="mask density", ylim=(0, 1.02))
     left.legend(frameon=False)
     figure.savefig(path, dpi=150)
-
-
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """Reads the command line; settings that are not given are absent from the result."""
-    parser = argparse.ArgumentParser(
-        description="Trains on the repeated-token task and draws loss and density.", argument_default=argparse.SUPPRESS
-    )
-    parser.add_argument("--quick", action="store_true", help="64 tokens, 32 sequences, 32 blocks: two minutes")
-    parser.add_argument("--sparse", action="store_true", help=f"a block model that can solve it sparsely: {SPARSE}")
-    parser.add_argument("--models", nargs="+", choices=("full", "sbm"), default=["full", "sbm"], help="(default: both)")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="folder of the run (default: a new one in runs/)")
-    parser.add_argument("--resume", action="store_true", help="go on with the run in --output; its settings are known")
-    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: as torch chooses)")
-    group = parser.add_argument_group("settings")
-    for setting in fields(Settings):
-        if setting.name != "attention":
-            kind = {"int": int, "float": float, "str": str}[str(setting.type)]
-            text = f"{setting.metadata['help']} ({setting.default}; quick: {getattr(QUICK, setting.name)})"
-            group.add_argument("--" + setting.name.replace("_", "-"), type=kind, help=text)
-    parsed = parser.parse_args(arguments)
-    parsed.fail = parser.error
-    return parsed
 
 
 def main(arguments: list[str] | None = None) -> None:

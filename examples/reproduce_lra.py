@@ -14,6 +14,7 @@ is turned into steps first, for each method by itself: a few steps and validatio
 many are planned as fit. What a run took in the end is in the tables: a graph that grows denser makes later steps slower.
 """
 
+# ruff: noqa: E402
 from __future__ import annotations
 
 import argparse
@@ -29,6 +30,61 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from lra_files import check_place, check_writable, file_above, path_argument
+from lra_settings import NAMES
+from lra_tasks import TASKS
+
+
+def _pair(text: str) -> tuple[str, Path]:
+    task, equals, folder = text.partition("=")
+    if not equals or task not in TASKS:
+        raise argparse.ArgumentTypeError(f"expected TASK=DIR with one of {', '.join(TASKS)} (got {text!r})")
+    return task, path_argument(folder)
+
+
+def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """Reads the command line; what stands after ``--`` is for the trainer."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    cut = words.index("--") if "--" in words else len(words)
+    words, rest = words[:cut], words[cut + 1 :]
+    parser = argparse.ArgumentParser(
+        description="Runs tasks x methods x seeds of the Long Range Arena and writes the tables.",
+        epilog="Settings for all runs follow after --, as `lra.py` takes them: reproduce_lra.py run ... -- --max-length 1024",
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    runs = commands.add_parser("run", help="make all runs that are not there yet, then the tables", epilog=parser.epilog)
+    runs.add_argument("--tasks", nargs="+", choices=tuple(TASKS), default=["listops"], metavar="TASK", help=f"of {', '.join(TASKS)}")
+    runs.add_argument(
+        "--methods", nargs="+", default=["sbm", "full"], metavar="METHOD", help="attention, with settings of its own after a colon"
+    )
+    runs.add_argument("--seeds", nargs="+", type=int, default=[0], metavar="N", help="(default: 0)")
+    runs.add_argument("--preset", choices=NAMES, default="laptop", help="(default: %(default)s)")
+    budget = runs.add_mutually_exclusive_group()
+    budget.add_argument("--steps", type=int, help="equal steps for all (default: the preset's)")
+    budget.add_argument("--minutes", type=float, help="equal time for all: training and validation of one run, without its test")
+    runs.add_argument("--data", nargs="+", type=_pair, default=[], metavar="TASK=DIR", help="folders of tasks that are not generated")
+    runs.add_argument("--accelerator", choices=("auto", "cpu", "cuda", "mps"), default="auto", help="(default: auto)")
+    runs.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: as the preset says)")
+    runs.add_argument("--output", type=path_argument, required=True, metavar="DIR", help="folder of all runs")
+    again = commands.add_parser("report", help="make the tables again from what is there")
+    again.add_argument("--output", type=path_argument, required=True, metavar="DIR", help="folder of all runs")
+    clock = commands.add_parser("measure", help="time a few steps of the trainer's arguments that follow after --")
+    clock.add_argument("--result", type=path_argument, metavar="FILE", help="where to write the seconds, as JSON (default: print them)")
+    given = parser.parse_args(words)
+    if rest and given.command == "report":
+        parser.error(f"Expected nothing after '--' (got {rest}). Tables are made of runs as they are.")
+    if getattr(given, "minutes", None) is not None and not 0 < given.minutes < math.inf:
+        parser.error(f"Expected 'minutes' to be positive and finite (got {given.minutes}). Leave it out for a budget in steps.")
+    file = file_above(given.output) if "output" in given else None
+    if file is not None:
+        parser.error(f"Expected 'output' to be a folder (got {given.output}, but {file} is a file). Choose another name.")
+    given.fail = parser.error
+    return given, rest
+
+
+if __name__ == "__main__":  # --help and mistakes do not wait for the imports below
+    parse(None)
+
 import numpy as np
 import torch
 from torch.nn.functional import cross_entropy
@@ -37,10 +93,9 @@ from tqdm.auto import tqdm
 import lra
 import lra_tables as tables
 from lra_checkpoints import LOCK, hold
-from lra_folders import RESULTS, SETTINGS, file_above, read_plan
+from lra_folders import RESULTS, SETTINGS, read_plan
 from lra_report import read_curves, write_json, write_text
 from lra_runs import LOGS, RUNS, Index, Plan, alone, budgets, check, difference, refuse_reserved, writing
-from lra_tasks import TASKS
 
 TIMED = "Its steps are planned from --minutes, on one device: leave it out, or give --steps."
 TWICE = "Give it once, before '--'."
@@ -236,7 +291,7 @@ def plan_runs(given: argparse.Namespace, rest: list[str]) -> list[Plan]:
     if len({plan.name for plan in plans}) < len(plans):
         raise ValueError("Expected 'tasks', 'methods' and 'seeds' to be distinct (got repeats). Name each once.")
     for plan in plans:
-        plan.settle()
+        lra.check_start(lra.parse(plan.arguments), plan.settle())
     return plans
 
 
@@ -306,53 +361,6 @@ def write_report(index: Index) -> None:
     print(text)
 
 
-def _pair(text: str) -> tuple[str, Path]:
-    task, equals, folder = text.partition("=")
-    if not equals or task not in TASKS:
-        raise argparse.ArgumentTypeError(f"expected TASK=DIR with one of {', '.join(TASKS)} (got {text!r})")
-    return task, Path(folder)
-
-
-def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """Reads the command line; what stands after ``--`` is for the trainer."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    cut = words.index("--") if "--" in words else len(words)
-    words, rest = words[:cut], words[cut + 1 :]
-    parser = argparse.ArgumentParser(
-        description="Runs tasks x methods x seeds of the Long Range Arena and writes the tables.",
-        epilog="Settings for all runs follow after --, as `lra.py` takes them: reproduce_lra.py run ... -- --max-length 1024",
-    )
-    commands = parser.add_subparsers(dest="command", required=True)
-    runs = commands.add_parser("run", help="make all runs that are not there yet, then the tables", epilog=parser.epilog)
-    runs.add_argument("--tasks", nargs="+", choices=tuple(TASKS), default=["listops"], metavar="TASK", help=f"of {', '.join(TASKS)}")
-    runs.add_argument(
-        "--methods", nargs="+", default=["sbm", "full"], metavar="METHOD", help="attention, with settings of its own after a colon"
-    )
-    runs.add_argument("--seeds", nargs="+", type=int, default=[0], metavar="N", help="(default: 0)")
-    runs.add_argument("--preset", choices=lra.PRESETS, default="laptop", help="(default: %(default)s)")
-    budget = runs.add_mutually_exclusive_group()
-    budget.add_argument("--steps", type=int, help="equal steps for all (default: the preset's)")
-    budget.add_argument("--minutes", type=float, help="equal time for all: training and validation of one run, without its test")
-    runs.add_argument("--data", nargs="+", type=_pair, default=[], metavar="TASK=DIR", help="folders of tasks that are not generated")
-    runs.add_argument("--accelerator", choices=("auto", "cpu", "cuda", "mps"), default="auto", help="(default: auto)")
-    runs.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: as the preset says)")
-    runs.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder of all runs")
-    again = commands.add_parser("report", help="make the tables again from what is there")
-    again.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder of all runs")
-    clock = commands.add_parser("measure", help="time a few steps of the trainer's arguments that follow after --")
-    clock.add_argument("--result", type=Path, metavar="FILE", help="where to write the seconds, as JSON (default: print them)")
-    given = parser.parse_args(words)
-    if rest and given.command == "report":
-        parser.error(f"Expected nothing after '--' (got {rest}). Tables are made of runs as they are.")
-    if getattr(given, "minutes", None) is not None and not 0 < given.minutes < math.inf:
-        parser.error(f"Expected 'minutes' to be positive and finite (got {given.minutes}). Leave it out for a budget in steps.")
-    file = file_above(given.output) if "output" in given else None
-    if file is not None:
-        parser.error(f"Expected 'output' to be a folder (got {given.output}, but {file} is a file). Choose another name.")
-    given.fail = parser.error
-    return given, rest
-
-
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line; ``--help`` explains it."""
     given, rest = parse(arguments)
@@ -361,6 +369,9 @@ def main(arguments: list[str] | None = None) -> None:
         if given.command == "report":
             write_report(Index(given.output))
         elif given.command == "measure":
+            if given.result is not None:
+                check_place("result", given.result)
+                check_writable("result", given.result.parent)
             seconds = measure([*rest, "--output", f"{os.getpid()}.absent"])
             if given.result is None:
                 print(json.dumps(seconds))

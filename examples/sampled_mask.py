@@ -3,10 +3,24 @@
 python examples/sampled_mask.py --out docs/figures/sampled_mask.png
 """
 
+# ruff: noqa: E402
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=256, help="tokens of the sequence (default: 256)")
+    parser.add_argument("--blocks", type=int, default=5, help="blocks of the model (default: 5)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sampled mask (default: 0)")
+    parser.add_argument("--out", type=Path, default=Path("sampled_mask.png"), help="where the figure goes (default: sampled_mask.png)")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":  # --help and mistakes do not wait for the imports below
+    parse(None)
 
 import matplotlib
 
@@ -27,14 +41,8 @@ def smooth_blocks(tokens: int, blocks: int) -> SBM:
     return SBM(membership, membership, block[None])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=256, help="tokens of the sequence (default: 256)")
-    parser.add_argument("--blocks", type=int, default=5, help="blocks of the model (default: 5)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the sampled mask (default: 0)")
-    parser.add_argument("--out", type=Path, default=Path("sampled_mask.png"), help="where the figure goes (default: sampled_mask.png)")
-    options = parser.parse_args()
-
+def main(arguments: list[str] | None = None) -> None:
+    options = parse(arguments)
     sbm = smooth_blocks(options.tokens, options.blocks)
     graph = sample_edges(sbm, clamp=True, seed=options.seed)
     figure, axes = plt.subplots(1, 2, figsize=(9.2, 4.9), layout="constrained", sharey=True)

@@ -11,6 +11,7 @@ trainer does: forward, backward, clipping and the optimiser, in the run's precis
 subnormal numbers flushed. Before it is timed, each model passes the gate of ``cost_lra.py``.
 """
 
+# ruff: noqa: E402
 from __future__ import annotations
 
 import argparse
@@ -19,6 +20,31 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from lra_files import check_writable, path_argument
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description="Times steps of trained models side by side, batch by batch.")
+    parser.add_argument("runs", nargs="+", type=path_argument, metavar="RUN", help="folders of runs of lra.py; ratios are to the first")
+    parser.add_argument("--checkpoint", metavar="NAME", help="whose weights are taken (default: those of the best validation)")
+    parser.add_argument("--data", type=path_argument, metavar="DIR", help="where the data are now, if not where the runs had them")
+    parser.add_argument("--steps", type=int, default=20, help="batches at most, after one that is not counted (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: %(default)s)")
+    parser.add_argument("--output", type=path_argument, metavar="DIR", help="folder for the table and the times of all steps")
+    given = parser.parse_args(arguments)
+    given.fail = parser.error
+    for name in ("steps", "threads"):
+        if getattr(given, name) < 1:
+            parser.error(f"Expected '{name}' to be at least 1 (got {getattr(given, name)}). Leave it out for the default.")
+    if len({folder.name for folder in given.runs}) < len(given.runs):
+        parser.error("Expected 'runs' whose folders have different names (got some twice). They name the rows; rename one.")
+    return given
+
+
+if __name__ == "__main__":  # --help and mistakes do not wait for the imports below
+    parse(None)
 
 import numpy as np
 import torch
@@ -30,7 +56,6 @@ import lra_tables as tables
 from analyse_graphs import open_run
 from cost_lra import gate
 from lra_checkpoints import BEST
-from lra_folders import check_writable
 from lra_report import write_text
 from lra_tasks import Batch, LengthBuckets
 from lra_upkeep import flushed_subnormals
@@ -137,25 +162,6 @@ def report(rows: Sequence[dict[str, Any]]) -> str:
     return tables.markdown(["run", "density", *PARTS, "step", "tokens/s", "times as fast as the first"], lines) + "\n"
 
 
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """Reads the command line."""
-    parser = argparse.ArgumentParser(description="Times steps of trained models side by side, batch by batch.")
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folders of runs of lra.py; ratios are to the first")
-    parser.add_argument("--checkpoint", default=BEST, metavar="NAME", help="whose weights are taken (default: %(default)s)")
-    parser.add_argument("--data", type=Path, metavar="DIR", help="where the data are now, if not where the runs had them")
-    parser.add_argument("--steps", type=int, default=20, help="batches at most, after one that is not counted (default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: %(default)s)")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="folder for the table and the times of all steps")
-    given = parser.parse_args(arguments)
-    given.fail = parser.error
-    for name in ("steps", "threads"):
-        if getattr(given, name) < 1:
-            parser.error(f"Expected '{name}' to be at least 1 (got {getattr(given, name)}). Leave it out for the default.")
-    if len({folder.name for folder in given.runs}) < len(given.runs):
-        parser.error("Expected 'runs' whose folders have different names (got some twice). They name the rows; rename one.")
-    return given
-
-
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line; ``--help`` explains it."""
     given = parse(arguments)
@@ -165,7 +171,7 @@ def main(arguments: list[str] | None = None) -> None:
         if given.output is not None:
             check_writable("output", given.output)
         with flushed_subnormals():
-            rows = measure(given.runs, given.checkpoint, given.data, given.steps)
+            rows = measure(given.runs, given.checkpoint or BEST, given.data, given.steps)
     except ValueError as error:
         given.fail(str(error))
     finally:

@@ -318,17 +318,19 @@ def plot_blocks(graph: AttentionGraph, sbm: SBM, *, sequence: int = 0, head: int
     middle.set(xlabel="key (token, sorted by block)", ylabel="query (token, sorted by block)")
     figure.colorbar(heat, ax=[left, middle], label=f"edge, 0 or 1{_cells(cell)}", shrink=0.8)
     block = sbm.block[head].detach().cpu().double().numpy()[np.ix_(*used)]
-    matrix = right.imshow(block, cmap=HEAT, interpolation="nearest", aspect="auto", vmin=0)
+    low, high = float(block.min()), float(block.max())
+    matrix = right.imshow(block, cmap=HEAT, interpolation="nearest", aspect="auto", vmin=low if low < high else 0.0, vmax=high or 1.0)
     right.set_box_aspect(1)
     for axis, side in ((right.yaxis, used[0]), (right.xaxis, used[1])):
         spots = np.unique(np.linspace(0, len(side) - 1, min(len(side), 12)).round().astype(int))
         axis.set_ticks(spots, [str(side[spot]) for spot in spots])
     right.set(xlabel="key block", ylabel="query block")
     right.set_title(f"block matrix S, {sbm.num_blocks} blocks, those in use", fontsize=10)
-    figure.colorbar(matrix, ax=right, label="weight between two blocks", shrink=0.8)
+    figure.colorbar(matrix, ax=right, label=f"weight between two blocks\n(colours span {low:.4g} to {high:.4g})", shrink=0.8)
     words = (
         f"Blocks of head {head}: a token belongs to the block in which its membership is largest (lines separate blocks; within a block the surest tokens "
-        "come first). If the blocks explained the mask, the middle panel would be a patchwork of even tones, those of the block matrix on the right."
+        "come first). If the blocks explained the mask, the middle panel would be a patchwork of even tones, those of the block matrix on the right, "
+        "whose colours go from its least to its largest weight."
     )
     return _caption(figure, words)
 

@@ -1,15 +1,31 @@
-"""Fixtures that several test files share."""
+"""Fixtures that several test files share, and the sample data that some of them need."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+SAMPLES = Path(os.environ.get("SBM_PYG_DATA", Path(__file__).parents[2] / "shared" / "data"))
+
+
+@pytest.fixture
+def sample() -> Callable[..., Path]:
+    """Finds a file or folder of the sample data, which hold the parts named; skips the test where one is missing."""
+
+    def find(place: str, *parts: str) -> Path:
+        missing = [path for path in (SAMPLES / place, *(SAMPLES / place / part for part in parts)) if not path.exists()]
+        if missing:
+            pytest.skip(f"no sample data in {missing[0]}; set SBM_PYG_DATA to a folder that holds {missing[0].relative_to(SAMPLES)}")
+        return SAMPLES / place
+
+    return find
 
 
 @pytest.fixture(scope="module")

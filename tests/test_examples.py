@@ -16,9 +16,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from matplotlib.figure import Figure
 from scipy.stats import binomtest
 
 import lra
@@ -127,6 +129,20 @@ def test_testing_averages_probabilities_over_graphs(run: Path, data: Path) -> No
     row = module.finish_row()
     assert row["loss"] == pytest.approx(float(torch.nn.functional.nll_loss(mean.log(), batch.labels)), rel=1e-5)
     assert row["accuracy"] == float((mean.argmax(-1) == batch.labels).float().mean())
+
+
+def test_masks_have_names_at_their_axes_and_a_legend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **options: drawn.append(figure))
+    mask = np.eye(3)[None].repeat(2, 0) > 0
+    report.plot_masks(tmp_path / "masks.png", [mask, mask], [0.5 * mask, None], ["[MAX", "1", "]"])
+    (figure,) = drawn
+    *panels, bar, other = figure.axes
+    assert len(panels) == 8
+    assert {(axes.get_xlabel(), axes.get_ylabel()) for axes in panels} == {("key (token)", "query (token)")}
+    assert bar.get_ylabel() == other.get_ylabel() == "probability of an edge"
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["edge", "no edge"]
+    assert [text.get_text() for text in panels[0].get_xticklabels()] == ["[MAX", "1", "]"]
 
 
 KILLED = """

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -26,12 +26,13 @@ import lra_files
 import lra_image
 import lra_pathfinder
 import lra_prepare
+import lra_retrieval
 import lra_snakes
 import lra_tasks
+import lra_text
 from lra_tasks import TASKS, load, prepare
 
 EXAMPLES = Path(lra_tasks.__file__).parent
-REAL = Path(os.environ.get("SBM_PYG_DATA", Path(__file__).parents[2] / "shared" / "data"))
 LEVEL = {"level": "curv_baseline"}
 
 
@@ -442,10 +443,9 @@ def statistics_of(images: np.ndarray) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.needs_data
-@pytest.mark.skipif(not REAL.is_dir(), reason="no folder of sample data; set SBM_PYG_DATA")
 @pytest.mark.parametrize("level", lra_pathfinder.LEVELS)
-def test_generated_images_look_like_those_of_the_published_generator(level: str, tmp_path: Path) -> None:
-    with tarfile.open(REAL / "pathfinder/pathfinder32_generated.tar.gz") as archive:
+def test_generated_images_look_like_those_of_the_published_generator(level: str, tmp_path: Path, sample: Callable[..., Path]) -> None:
+    with tarfile.open(sample("pathfinder/pathfinder32_generated.tar.gz")) as archive:
         archive.extractall(tmp_path, filter="data")
     splits = load(TASKS["pathfinder"], tmp_path, max_length=1024, options={"level": level})
     images = np.concatenate([np.array(split.tokens) - 1 for split in splits.values()]).reshape(-1, 32, 32).astype(np.uint8)[:400]
@@ -464,21 +464,57 @@ def test_generated_images_look_like_those_of_the_published_generator(level: str,
 
 
 @pytest.mark.needs_data
-@pytest.mark.skipif(not REAL.is_dir(), reason="no folder of sample data; set SBM_PYG_DATA")
-def test_samples_of_the_releases_are_read(tmp_path: Path) -> None:
-    with tarfile.open(REAL / "imdb/aclImdb_sample.tar.gz") as archive:
-        archive.extractall(tmp_path, filter="data")
-    for task, root, sizes in (
-        ("text", tmp_path, [1800, 200, 1000]),
-        ("retrieval", REAL / "retrieval", [360, 60, 60]),
-        ("image", REAL / "cifar10", [900, 100, 300]),
+@pytest.mark.parametrize(
+    ("task", "place", "parts", "sizes"),
+    [
+        ("text", "imdb/aclImdb_sample.tar.gz", (), [1800, 200, 1000]),
+        ("retrieval", "retrieval", lra_retrieval.FILES.values(), [360, 60, 60]),
+        ("image", "cifar10", [f"cifar-10-batches-py/{name}" for name in (*lra_image.TRAIN, lra_image.TEST)], [900, 100, 300]),
+    ],
+)
+def test_samples_of_the_releases_are_read(
+    task: str, place: str, parts: Sequence[str], sizes: list[int], tmp_path: Path, sample: Callable[..., Path]
+) -> None:
+    root = sample(place, *parts)
+    if root.is_file():
+        with tarfile.open(root) as archive:
+            archive.extractall(tmp_path, filter="data")
+        root = tmp_path
+    splits = load(TASKS[task], root, max_length=4096, prepared=tmp_path / "prepared")
+    assert [len(split) for split in splits.values()] == sizes
+    assert all(split.tokens.min() > 0 and split.tokens.max() < TASKS[task].num_tokens for split in splits.values())
+    assert all(split.majority() < 0.6 for split in splits.values())
+    if task == "retrieval":
+        pair = splits["test"].__getitems__([0])
+        assert bytes((pair.tokens[0][:2] - 1).tolist()) in (b"b'", b'b"')
+
+
+def test_a_folder_of_other_samples_skips(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sample: Callable[..., Path]) -> None:
+    monkeypatch.setattr("conftest.SAMPLES", tmp_path)
+    (tmp_path / "retrieval").mkdir()
+    assert sample("retrieval") == tmp_path / "retrieval"
+    with pytest.raises(
+        pytest.skip.Exception, match=r"no sample data in .*retrieval/a.tsv; set SBM_PYG_DATA to a folder that holds retrieval/a.tsv"
     ):
-        splits = load(TASKS[task], root, max_length=4096, prepared=tmp_path / "prepared")
-        assert [len(split) for split in splits.values()] == sizes
-        assert all(split.tokens.min() > 0 and split.tokens.max() < TASKS[task].num_tokens for split in splits.values())
-        assert all(split.majority() < 0.6 for split in splits.values())
-    pair = load(TASKS["retrieval"], REAL / "retrieval", max_length=4096, prepared=tmp_path / "prepared")["test"].__getitems__([0])
-    assert bytes((pair.tokens[0][:2] - 1).tolist()) in (b"b'", b'b"')
+        sample("retrieval", "a.tsv")
+
+
+@pytest.mark.parametrize("split", lra_text.SPLITS)
+def test_reviews_that_no_split_reads_are_refused(text: Path, split: str) -> None:
+    (text / "unsup_notes").mkdir()  # holds no reviews
+    assert sum(map(len, lra_text.open_splits(text, split=split).values())) == (48 if split == "held-out" else 56)
+    for name in ("neg", "pos"):
+        (text / "val" / name).mkdir(parents=True)
+        (text / "train" / name / f"19_{9 if name == 'pos' else 2}.txt").rename(text / "val" / name / "19_5.txt")
+    with pytest.raises(ValueError, match=r"aclImdb' to hold reviews in train and test alone \(got more in val\)\. Move those of val back"):
+        load(TASKS["text"], text, max_length=100, options={"split": split})
+
+
+def test_a_part_of_a_release_is_described_by_what_is_there(text: Path, capsys: pytest.CaptureFixture) -> None:
+    lra_tasks.main(["describe", "--task", "text", "--data", str(text)])
+    told = capsys.readouterr().out
+    assert "(22,500/2,500/25,000 of the whole release)" in told
+    assert "\n examples: 36/4/8\n" in told
 
 
 # Prepared data

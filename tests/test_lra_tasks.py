@@ -6,7 +6,6 @@ import csv
 import dataclasses
 import errno
 import json
-import os
 import random
 import re
 import shutil
@@ -29,7 +28,6 @@ from lra_tasks import TASKS, LengthBuckets, Rows, Split, load
 
 LISTOPS = TASKS["listops"]
 SMALL = Parameters(train=60, val=10, test=20, max_depth=4, max_args=5, min_length=5, max_length=60)
-REAL = Path(os.environ.get("SBM_PYG_DATA", Path(__file__).parents[2] / "shared" / "data")) / "listops"
 
 
 OPERATIONS: dict[str, Callable[[list[int]], int]] = {
@@ -97,12 +95,12 @@ def test_generated_labels_agree_with_an_independent_evaluator(folder: Path, spli
 
 
 @pytest.mark.needs_data
-@pytest.mark.skipif(not REAL.is_dir(), reason="no folder of sample data; set SBM_PYG_DATA")
 @pytest.mark.parametrize("name", ["d20s_as_lra", "generated_lra_parameters"])
-def test_real_data_is_read_and_agrees_with_the_evaluator(name: str, tmp_path: Path) -> None:
-    splits = load(LISTOPS, REAL / name, max_length=2048, prepared=tmp_path)
+def test_real_data_is_read_and_agrees_with_the_evaluator(name: str, tmp_path: Path, sample: Callable[..., Path]) -> None:
+    real = sample(f"listops/{name}", *(f"basic_{split}.tsv" for split in lra_listops.SPLITS))
+    splits = load(LISTOPS, real, max_length=2048, prepared=tmp_path)
     for split, examples in splits.items():
-        rows = rows_of(REAL / name / f"basic_{split}.tsv")
+        rows = rows_of(real / f"basic_{split}.tsv")
         assert examples.labels.tolist() == [label for _, label in rows]
         assert [evaluate(source) for source, _ in rows] == [label for _, label in rows]
         source = rows[-1][0].replace("(", "").replace(")", "").split()
@@ -318,8 +316,18 @@ GOOD = "( ( ( [MAX 4 ) 7 ) ] )\t7"
         (["Source\tTarget", "[MAX 4 7 ]\tx"], r"val\.tsv:2' to end in a label from 0 to 9 \(got 'x'\)"),
         (["Source\tTarget", "[MAX 4 12 ]\t4"], r"val\.tsv:2' to hold the tokens 0 1 .* \(got '12'\)"),
         (["Source\tTarget", "[AVG 4 7 ]\t4"], r"val\.tsv:2' to hold the tokens .* \(got '\[AVG'\)"),
-        (["Source\tTarget", "[MAX 4 [MIN 7 ]\t7"], r"val\.tsv:2' to be a whole tree \(got 2 operators and 1 ends\)"),
-        (["Source\tTarget", "( )\t7"], r"val\.tsv:2' to be a whole tree \(got 0 operators and 0 ends\)"),
+        (["Source\tTarget", GOOD, "[MAX 4 7 ]\t07"], r"val\.tsv:3' to end in a label from 0 to 9 \(got '07'\)"),
+        (["Source\tTarget", "[MAX 4 7 ]\t٣"], r"val\.tsv:2' to end in a label from 0 to 9 \(got '٣'\)"),
+        (["Source\tTarget", "[MAX 4 7 ]\t"], r"val\.tsv:2' to end in a label from 0 to 9 \(got ''\)"),
+        (["Source\tTarget", "[MAX 4 [MIN 7 ]\t7"], r"val\.tsv:2' to be one whole tree \(got 1 operators without their '\]'\)"),
+        (["Source\tTarget", "( )\t7"], r"val\.tsv:2' to be one whole tree \(got 0 trees\)"),
+        (["Source\tTarget", "] [MAX 1\t1"], r"val\.tsv:2' to be one whole tree \(got a '\]' that ends nothing, token 1 of 3\)"),
+        (["Source\tTarget", "[MAX ]\t0"], r"val\.tsv:2' to be one whole tree \(got \[MAX without arguments, which ends at token 2 of 2\)"),
+        (["Source\tTarget", GOOD, "[MAX 1 [SM ] ]\t1"], r"val\.tsv:3' to be one whole tree \(got \[SM without arguments, .* 4 of 5\)"),
+        (["Source\tTarget", "[MAX 1 2 ] [MIN 2 3 ]\t2"], r"val\.tsv:2' to be one whole tree \(got 2 trees\)"),
+        (["Source\tTarget", "[MAX 1 2 ] 2\t2"], r"val\.tsv:2' to be one whole tree \(got 2 trees\)"),
+        (["Source\tTarget", GOOD, "[MAX 4 7 ]\t6"], r"val\.tsv:3' to end in 7, the value of its tree \(got '6'\)\. Look for"),
+        (["Source\tTarget", "[MED 1 [SM 9 9 ] 4 6 ]\t4"], r"val\.tsv:2' to end in 5, the value of its tree \(got '4'\)"),
         (["Source\tTarget"], r"Expected 'val' of .* to hold examples \(got none\)"),
     ],
 )

@@ -168,6 +168,16 @@ def test_sorting_by_block_makes_blocks_visible() -> None:
     np.testing.assert_array_equal(np.asarray(right.images[0].get_array()), np.eye(4))
 
 
+def test_colours_of_the_block_matrix_span_its_weights() -> None:
+    """At the paper's start, all weights are within some percent of each other."""
+    sbm = SBM(*(torch.eye(3).repeat_interleave(4, 0)[None] for _ in range(2)), 0.11 + 0.001 * torch.arange(9.0).view(1, 3, 3))
+    figure = plots.plot_blocks(sample_edges(sbm, seed=0), sbm)
+    assert figure.axes[2].images[0].get_clim() == pytest.approx((0.11, 0.118))
+    assert "(colours span 0.11 to 0.118)" in figure.axes[-1].get_ylabel()
+    even = SBM(sbm.query, sbm.key, torch.full((1, 3, 3), 0.2))
+    assert plots.plot_blocks(sample_edges(even, seed=0), even).axes[2].images[0].get_clim() == pytest.approx((0.0, 0.2))
+
+
 def test_training_density_reads_what_the_trainer_writes(tmp_path: Path) -> None:
     log = tmp_path / "train.csv"
     names = list(ROWS[0])
