@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import reduce
 from itertools import pairwise
 from numbers import Real
-from operator import index, or_
+from operator import or_
 from reprlib import repr as short
 from typing import Any
 
