@@ -318,7 +318,13 @@ def test_bigbird_is_the_union(lengths: list[int], heads: int, size: int, num_glo
 
 @pytest.mark.parametrize("size", [2**63, 2**64 + 1, 10**100, np.uint64(2**63)])
 def test_sizes_beyond_int64_are_those_of_the_whole_sequence(size: Any) -> None:
-    calls = [patterns.window, patterns.global_tokens, partial(patterns.random, seed=0), patterns.block_diagonal, patterns.relay_keys]
+    calls: list[Callable[..., AttentionGraph]] = [
+        patterns.window,
+        patterns.global_tokens,
+        partial(patterns.random, seed=0),
+        patterns.block_diagonal,
+        patterns.relay_keys,
+    ]
     for call in (*calls, patterns.relay_queries):
         assert call(4, size) == call(4, 4)
     assert patterns.bigbird(4, size, size, size, seed=0) == patterns.full(4)

@@ -321,7 +321,7 @@ def test_memberships_of_any_size_have_their_law(query: float, key: float, dtype:
     assert float(prob.max()) < 1
     draws = 200
     samples = [sample_edges(sbm, seed=seed) for seed in range(draws)]
-    counts = torch.stack([sum(graph.to_dense(b)[0].double() for graph in samples) for b in range(2)])
+    counts = torch.stack([torch.stack([graph.to_dense(b)[0] for graph in samples]).sum(0) for b in range(2)]).double()
     z = (counts / draws - prob) / (prob * (1 - prob) / draws).sqrt()
     assert FALSE_ALARM < stats.chi2.sf(float((z**2).sum()), z.numel()) < 1 - FALSE_ALARM
 

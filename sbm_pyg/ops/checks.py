@@ -115,7 +115,8 @@ def number(name: str, value: Any, span: str, way_out: str) -> None:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"Expected '{name}' to be a number in {span} (got {type(value).__name__}). {way_out}")
     low, high = _ends(span)
-    if not low <= value <= high or (value == low and span[0] == "(") or (value == high and span[-1] == ")"):
+    x: Any = value  # mypy knows no order of numbers.Real
+    if not low <= x <= high or (x == low and span[0] == "(") or (x == high and span[-1] == ")"):
         raise ValueError(f"Expected '{name}' in {span} (got {value}). {way_out}")
 
 
