@@ -282,6 +282,6 @@ def test_places_are_checked() -> None:
 @pytest.mark.parametrize(
     "sizes", [{"num_layers": 10**9}, {"heads": 2**31, "head_channels": 1}, {"max_length": 2**62}, {"num_tokens": 10**400}]
 )
-def test_models_larger_than_memory_are_refused_at_once(sizes: dict[str, int]) -> None:
+def test_models_larger_than_memory_are_refused_at_once(sizes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"Expected 'num_layers' and other sizes to fit in [\d,]+ bytes of memory \(got .* bytes\)\. Make"):
         SequenceEncoder(**({"num_tokens": 5, "channels": 64} | sizes))
