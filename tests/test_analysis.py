@@ -279,7 +279,8 @@ def test_a_compilation_does_not_take_the_time_of_the_search(monkeypatch: pytest.
     assert (answer.status, answer.method) == ("ABSENT", "OR-tools")
     assert answer.seconds >= 100
 
-    monkeypatch.setattr(universality, "spread", numba.njit(universality.spread.py_func))
+    spread: Any = universality.spread
+    monkeypatch.setattr(universality, "spread", numba.njit(spread.py_func))
     start = time.perf_counter()
     assert spread_steps([patterns.window(40, 1)], time_limit=0.1) == 39
     assert time.perf_counter() - start > 0.1  # or this shows nothing
@@ -636,7 +637,7 @@ def test_lemma1_errors() -> None:
         ({"seed": 0.5}, TypeError, "Expected 'seed' to be an integer (got 0.5)."),
     ):
         with pytest.raises(error, match=re.escape(message)):
-            lemma1(**arguments)  # type: ignore[arg-type]
+            lemma1(**arguments)
     for law in (log10_cycles, path_probability):
         with pytest.raises(ValueError, match=r"Expected 'n' to be at least 1 \(got 0\)"):
             law(0, 0.5)
@@ -756,7 +757,7 @@ def test_statistics_errors() -> None:
             graph_statistics(GRAPHS["bipartite"], blocks=wrong)  # type: ignore[arg-type]
     for function in (blocks_of, lambda sbm: to_networkx(patterns.full(3), sbm=sbm)):
         with pytest.raises(TypeError, match=r"Expected 'sbm' to be an SBM \(got Tensor\)."):
-            function(torch.eye(3))
+            function(torch.eye(3))  # type: ignore[arg-type]
 
 
 def test_blocks_may_have_any_numbers() -> None:

@@ -196,7 +196,7 @@ def test_shared_and_lazy_parameters_come_back(tmp_path: Path) -> None:
     assert {name: value.dtype for name, value in again.state_dict().items()} == {n: v.dtype for n, v in model.state_dict().items()}
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in again.state_dict().items())
     assert [p.requires_grad for p in again.parameters()] == [p.requires_grad for p in model.parameters()]
-    assert again.table.tolist() == [0, 1, 2]
+    assert again.get_buffer("table").tolist() == [0, 1, 2]
     again.float()
     torch.testing.assert_close(again(x), model.float()(x))
     with pytest.raises(ValueError, match=re.escape("Expected 'left' to hold numbers (got a meta tensor). Load weights")):
