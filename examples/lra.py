@@ -445,8 +445,8 @@ def check_start(given: argparse.Namespace, plan: Mapping[str, Any]) -> None:
     if given.workers < 0:
         raise ValueError(f"Expected 'workers' to be at least 0 (got {given.workers}). Leave it out for the default.")
     options = task.options_of(settings)
-    check_memory(task, settings)
     try:
+        check_memory(task, settings)
         Classifier(task, settings)
     except ImportError as error:  # of the package of a baseline
         raise ValueError(str(error)) from None
@@ -537,8 +537,8 @@ def run(given: argparse.Namespace, signals: Signals) -> None:
 
         try:
             folder, plan = processes.of_first(lambda: resolve(given))
-            processes.of_first(lambda: check_writable("output", folder))
             processes.of_first(lambda: check_export(export, folder, Settings(**plan["settings"])))
+            processes.of_first(lambda: check_writable("output", folder))
             task, settings, splits, fingerprint = processes.in_turn(lambda: read(given, plan))
             folder = processes.of_first(take)
             start = processes.in_turn(lambda: checkpoints.newest(folder, vars(given).get("resume_from", "last")))

@@ -173,7 +173,7 @@ def test_errors(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], m
             f"'out' to be a file in a folder that is there (got {tmp_path}/no/x",
         ),
         (["--run", str(run), "--out", str(tmp_path)], f"Expected 'out' to be a file in a folder that is there (got {tmp_path})"),
-        (["--run", str(run), "--time-limit", "-1"], "Expected 'time-limit' to be a positive number of seconds (got -1.0)."),
+        (["--run", str(run), "--time-limit", "-1"], "Expected 'time-limit' to be a positive and finite number of seconds (got -1.0)."),
     ):
         with pytest.raises(SystemExit):
             analyse_graphs.main(options)

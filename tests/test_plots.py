@@ -170,11 +170,12 @@ def test_sorting_by_block_makes_blocks_visible() -> None:
 
 def test_colours_of_the_block_matrix_span_its_weights() -> None:
     """At the paper's start, all weights are within some percent of each other."""
-    sbm = SBM(*(torch.eye(3).repeat_interleave(4, 0)[None] for _ in range(2)), 0.11 + 0.001 * torch.arange(9.0).view(1, 3, 3))
+    member = torch.eye(3).repeat_interleave(4, 0)[None]
+    sbm = SBM(member, member, 0.11 + 0.001 * torch.arange(9.0).view(1, 3, 3))
     figure = plots.plot_blocks(sample_edges(sbm, seed=0), sbm)
     assert figure.axes[2].images[0].get_clim() == pytest.approx((0.11, 0.118))
     assert "(colours span 0.11 to 0.118)" in figure.axes[-1].get_ylabel()
-    even = SBM(sbm.query, sbm.key, torch.full((1, 3, 3), 0.2))
+    even = SBM(member, member, torch.full((1, 3, 3), 0.2))
     assert plots.plot_blocks(sample_edges(even, seed=0), even).axes[2].images[0].get_clim() == pytest.approx((0.0, 0.2))
 
 

@@ -314,14 +314,15 @@ def test_a_lost_index_is_made_again_without_times(tmp_path: Path, capsys: pytest
 
 
 @pytest.mark.usefixtures("trainer")
-def test_a_folder_of_data_has_several_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_of_data_has_several_names(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in ("lo", "other", "deeper/lo"):
+        shutil.copytree(data, tmp_path / folder)
     monkeypatch.chdir(tmp_path)
     plan = reproduce_lra.Plan("listops", "sbm", 0, ["--preset", "laptop"], Path("lo"))
     (tmp_path / "wanted.json").write_text(json.dumps(plan.settle()))
     words = ["run", "--methods", "sbm", "--output", "all", "--data"]
     reproduce_lra.main([*words, "listops=lo"])
     reproduce_lra.main([*words, f"listops={tmp_path / 'lo'}"])
-    (tmp_path / "deeper").mkdir()
     monkeypatch.chdir(tmp_path / "deeper")  # where the run was not started
     words[words.index("all")] = str(tmp_path / "all")
     reproduce_lra.main([*words, "listops=../lo"])
