@@ -341,7 +341,7 @@ def test_a_dense_mask_that_memory_cannot_hold_is_refused(monkeypatch: pytest.Mon
     graph = AttentionGraph.from_edge_index(torch.tensor([[0], [1]]), 10_000)
     monkeypatch.setattr(checks, "available", lambda device: 10**8 - 1)
     with pytest.raises(
-        ValueError, match=says("Expected 'sequence' to ask for no more than memory holds (got 100,000,000 pairs of 1 bytes")
+        ValueError, match=says("Expected 'sequence' to ask for no more than memory holds (got 100,000,000 pairs, 0.1 GiB")
     ):
         graph.to_dense()
     monkeypatch.setattr(checks, "available", lambda device: 10**8)
