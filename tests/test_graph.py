@@ -77,6 +77,7 @@ SQUARE_MASKS = st.builds(
 )
 DTYPES = st.sampled_from([torch.int32, torch.int64])
 many = settings(max_examples=200, deadline=None)
+some = settings(max_examples=40, deadline=None)
 
 RAGGED = draw_masks(0, [(2, 3), (4, 4), (1, 2)], heads=2, density=0.5)
 SQUARE = draw_masks(1, [(3, 3), (2, 2)], heads=2, density=0.5)
@@ -295,7 +296,7 @@ def is_valid(rowptr: list[int], col: list[int], query_ptr: list[int], key_ptr: l
     return True
 
 
-@settings(max_examples=400, deadline=None)
+@many
 @given(MASKS, DTYPES, st.data())
 def test_exactly_the_valid_graphs_are_made(masks: list[Tensor], dtype: torch.dtype, data: st.DataObject) -> None:
     graph = build(masks, dtype)
@@ -817,7 +818,7 @@ def test_heads_are_whole_numbers(index: Any, error: type[Exception], message: st
         build(RAGGED).head(index)
 
 
-@many
+@some
 @given(MASKS, SEEDS)
 def test_find_knows_what_is_there(masks: list[Tensor], seed: int) -> None:
     graph = build(masks)
@@ -840,7 +841,7 @@ def every_size(graph: AttentionGraph) -> tuple[int, int, int]:
 # ------------------------------------------------------------------------------------------------ and back
 
 
-@many
+@some
 @given(SQUARE_MASKS)
 def test_from_data_inverts_to_data(masks: list[Tensor]) -> None:
     graph = build(masks)
@@ -852,7 +853,7 @@ def test_from_data_inverts_to_data(masks: list[Tensor]) -> None:
     assert AttentionGraph.from_data(data).to_dense(0).shape[0] == 1
 
 
-@many
+@some
 @given(MASKS)
 def test_from_data_inverts_to_hetero_data(masks: list[Tensor]) -> None:
     graph = build(masks)
@@ -886,7 +887,7 @@ def test_from_data_errors(data: Any, edge_type: Any, error: type[Exception], mes
         AttentionGraph.from_data(data, edge_type)
 
 
-@many
+@some
 @given(MASKS)
 def test_from_networkx_inverts_to_networkx(masks: list[Tensor]) -> None:
     graph = build(masks)
