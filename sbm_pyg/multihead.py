@@ -1,13 +1,13 @@
 """The attention layer behind the call of :class:`torch.nn.MultiheadAttention`, for models with padded tensors.
 
-In: padded queries, keys and values with masks. Out: padded tokens and, on request, the weights as a sparse tensor.
+In: padded (or nested) queries, keys and values with masks. Out: tokens in that form and, on request, the weights as a sparse tensor.
 Not here: attention itself. This module removes the padding, calls :class:`~sbm_pyg.SBMAttentionConv` and puts the padding back.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,10 @@ from .graph import AttentionGraph
 from .ragged import offsets, readable
 
 __all__ = ["SBMMultiheadAttention"]
+
+
+class _Kept(Tensor):
+    """A tensor that :func:`torch.overrides.has_torch_function` knows from an ordinary one, which kernels of torch must leave alone."""
 
 
 class SBMMultiheadAttention(nn.Module):
@@ -48,7 +52,7 @@ class SBMMultiheadAttention(nn.Module):
 
     Shapes:
         - query ``[B, L, embed_dim]``, key ``[B, S, kdim]``, value ``[B, S, vdim]`` with ``batch_first``, ``[L, B, ...]`` without, or
-          ``[L, ...]`` for one sequence; output as the query.
+          ``[L, ...]`` for one sequence; or nested, ``[B, *, ...]`` always. Output as the query.
 
     Example:
         >>> attention = SBMMultiheadAttention(32, num_heads=4, batch_first=True, num_blocks=8)
@@ -65,6 +69,7 @@ class SBMMultiheadAttention(nn.Module):
     in_proj_bias = None
     """Always None. :class:`torch.nn.TransformerEncoderLayer` looks here before it bypasses a layer with a fused kernel of its own."""
     _qkv_same_embed_dim = False
+    """Always False. :class:`torch.nn.TransformerEncoder` looks here, when it is made, before it plans for nested tensors."""
 
     def __init__(
         self,
@@ -161,8 +166,8 @@ class SBMMultiheadAttention(nn.Module):
 
     @property
     def in_proj_weight(self) -> Tensor:
-        """The query projection. torch's encoders ask whether it requires a gradient."""
-        return self.conv.lin_query.weight
+        """The query projection, of a class of its own: an encoder of torch that meets it leaves its fused kernels and nested tensors."""
+        return self.conv.lin_query.weight.as_subclass(_Kept)
 
     def forward(
         self,
@@ -204,21 +209,23 @@ class SBMMultiheadAttention(nn.Module):
 
         Raises:
             TypeError: A mask is neither boolean nor floating.
-            ValueError: Shapes do not fit, a mask holds other values, or a sequence has no real token.
+            ValueError: Shapes or the graph do not fit, a mask holds other values, or a sequence has no real token.
         """
-        self_attention, batched = query is key, query.dim() == 3
-        query, key, value, real_key = self._padded(query, key, value, key_padding_mask)  # [B, L, ...], [B, S, ...], [B, S, ...], [B, S]
+        self_attention, batched, nested = query is key, query.dim() == 3, query.is_nested
+        query, key, value, real_query, real_key = self._padded(query, key, value, key_padding_mask)
         forbidden = self._forbidden(attn_mask, is_causal, query, key)  # [B or 1, H or 1, L, S]
-        real_query = real_key if self_attention else torch.ones(query.shape[:2], dtype=torch.bool, device=query.device)
-        frame = _Frame(real_query, real_key)
+        keys = _Side(key, real_key)
+        frame = _Frame(keys if self_attention else _Side(query, real_query), keys)
         edge_filter = None
+        if graph is not None:
+            self._check_graph(graph, frame)
         if graph is None and self.conv.num_blocks is None:
             graph = frame.dense_graph(forbidden)
         elif forbidden is not None:
             edge_filter = partial(frame.allowed, forbidden)
         flat_query, flat_key, flat_value = (
-            lin(tokens.flatten(0, 1)[place]).view(-1, self.num_heads, self.head_dim).transpose(0, 1)
-            for lin, tokens, place in (
+            lin(side.take(tokens)).view(-1, self.num_heads, self.head_dim).transpose(0, 1)
+            for lin, tokens, side in (
                 (self.conv.lin_query, query, frame.query),
                 (self.conv.lin_key, key, frame.key),
                 (self.conv.lin_value, value, frame.key),
@@ -231,46 +238,70 @@ class SBMMultiheadAttention(nn.Module):
             graph,
             bipartite=not self_attention,
             edge_filter=edge_filter,
-            ptr=frame.query_ptr if self_attention else (frame.key_ptr, frame.query_ptr),
+            ptr=frame.query.ptr if self_attention else (frame.key.ptr, frame.query.ptr),
             seed=seed,
             streams=streams,
             return_graph=True,
             return_attention_weights=need_weights,
         )
         attended = self.out_proj(attended)
-        out = attended.new_zeros(real_query.numel(), self.embed_dim).index_copy(0, frame.query, attended).view(query.shape)
-        out = out[0] if not batched else out if self.batch_first else out.transpose(0, 1)
+        if nested:
+            out = torch.nested.as_nested_tensor([*attended.split(frame.query.ptr.diff().tolist())])
+        else:
+            out = frame.query.put(attended)
+            out = out[0] if not batched else out if self.batch_first else out.transpose(0, 1)
         weights = None
         if need_weights:
             weights = frame.weights(used, rest[0][1], average_attn_weights)
             weights = weights if batched else weights[0]
         return (out, weights, used) if return_graph else (out, weights)
 
-    def _padded(self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The three tensors as ``[B, length, channels]``, and which keys are real, ``[B, S]``."""
-        if query.is_nested or key.is_nested or value.is_nested:
-            raise ValueError(
-                "Expected padded tensors (got a nested one). Set `use_nested_tensor = False` on the torch.nn.TransformerEncoder around the layer."
-            )
+    def _padded(
+        self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+        """The three tensors as ``[B, length, channels]``, and which queries and keys are real, ``[B, length]``, or None where all are."""
         tensors = {"query": query, "key": key, "value": value}
-        if query.dim() == 2:
-            tensors = {name: x[None] for name, x in tensors.items()}
-            key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
-        elif query.dim() == 3 and not self.batch_first:
-            tensors = {name: x.transpose(0, 1) for name, x in tensors.items()}
+        real: dict[str, Tensor | None] = dict.fromkeys(tensors)
+        for name, x in tensors.items():
+            if x.is_nested:
+                tensors[name], real[name] = _from_nested(x, name)
+            elif query.dim() == 2:
+                tensors[name] = x[None]
+            elif not self.batch_first:
+                tensors[name] = x.transpose(0, 1)
         batch, keys = tensors["query"].size(0), tensors["key"].shape[1:2]
         for (name, x), channels in zip(tensors.items(), (self.embed_dim, self.kdim, self.vdim), strict=True):
-            if x.dim() != 3 or x.size(0) != batch or x.size(2) != channels or (name == "value" and x.shape[1:2] != keys):
+            fits = x.size(0) == batch and 0 not in x.shape[:2] and x.size(2) == channels
+            if not fits or (name == "value" and x.shape[1:2] != keys):
                 raise ValueError(
-                    f"Expected '{name}' to be [B, length, {channels}], one of keys and values as long as the other (got {list(x.shape)} with batch_first). See the docstring of SBMMultiheadAttention."
+                    f"Expected '{name}' to be [B, length, {channels}] with a token or more in each of the B sequences of 'query', keys as many "
+                    f"as values (got {list(x.shape)} with batch_first). See the docstring of SBMMultiheadAttention."
                 )
-        if key_padding_mask is None:
-            return *tensors.values(), torch.ones(batch, *keys, dtype=torch.bool, device=query.device)  # type: ignore[return-value]
-        if key_padding_mask.shape != (batch, *keys):
+        if key.is_nested != value.is_nested or (key.is_nested and not torch.equal(cast(Tensor, real["key"]), cast(Tensor, real["value"]))):
+            raise ValueError("Expected 'value' to be nested as 'key' is (got other lengths). Each key has one value.")
+        if key_padding_mask is not None:
+            if key.is_nested:
+                raise ValueError("Expected no 'key_padding_mask' with a nested 'key' (got both). Nested tensors have no padding.")
+            if query.dim() == 2:
+                key_padding_mask = key_padding_mask[None]
+            if key_padding_mask.shape != (batch, *keys):
+                raise ValueError(
+                    f"Expected 'key_padding_mask' to be {[batch, *keys]} (got {list(key_padding_mask.shape)}). It is True at padded keys."
+                )
+            real["key"] = ~_as_bool(key_padding_mask, "key_padding_mask")
+        return tensors["query"], tensors["key"], tensors["value"], real["query"], real["key"]
+
+    def _check_graph(self, graph: AttentionGraph, frame: _Frame) -> None:
+        total, keys = frame.query.total, frame.key.total
+        if graph.heads not in (1, self.num_heads):
             raise ValueError(
-                f"Expected 'key_padding_mask' to be {[batch, *keys]} (got {list(key_padding_mask.shape)}). It is True at padded keys."
+                f"Expected 'graph' to have 1 or {self.num_heads} heads (got {graph.heads}). Take one with `graph.head(h)` first."
             )
-        return *tensors.values(), ~_as_bool(key_padding_mask, "key_padding_mask")  # type: ignore[return-value]
+        if (graph.num_queries, graph.num_keys) != (total, keys) or not graph.same_offsets(frame.query.ptr, frame.key.ptr):
+            raise ValueError(
+                f"Expected 'graph' over the sequences of N = {total} real queries and M = {keys} real keys (got {graph}). "
+                "Build it with the `ptr` that `sbm_pyg.unpad` gives."
+            )
 
     def _forbidden(self, attn_mask: Tensor | None, is_causal: bool, query: Tensor, key: Tensor) -> Tensor | None:
         """Pairs that must not attend, ``[B or 1, H or 1, L, S]`` bool, or None."""
@@ -298,29 +329,69 @@ def _as_bool(mask: Tensor, name: str) -> Tensor:
     return masked
 
 
-class _Frame:
-    """Where the real tokens of a batch lie in its padded form."""
+def _from_nested(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    """A nested tensor in padded form, ``[B, length, channels]``, and which of its tokens are real, ``[B, length]``."""
+    if x.layout != torch.strided:
+        raise ValueError(
+            f"Expected '{name}' to be padded, or nested as torch's encoders have it (got layout {x.layout}). Pad it with "
+            "`torch.nested.to_padded_tensor`, or give its `values()` and `offsets()` to SBMAttentionConv as tokens and `ptr`."
+        )
+    lengths, channels = zip(*(part.shape for part in x.unbind()), strict=True)
+    if min(lengths) < 1 or len({*channels}) > 1:
+        raise ValueError(
+            f"Expected '{name}' to hold a token or more in each sequence, of equal channels (got lengths {lengths}, channels {channels}). "
+            "Leave empty sequences out of the batch."
+        )
+    padded = torch.nested.to_padded_tensor(x, 0.0)
+    return padded, torch.arange(padded.size(1), device=x.device) < torch.tensor(lengths, device=x.device)[:, None]
 
-    def __init__(self, real_query: Tensor, real_key: Tensor) -> None:
-        self.real_query, self.real_key = real_query, real_key  # [B, L], [B, S]
-        self.key, self.key_ptr = self._places(real_key)
-        self.query, self.query_ptr = (self.key, self.key_ptr) if real_query is real_key else self._places(real_query)
 
-    @staticmethod
-    def _places(real: Tensor) -> tuple[Tensor, Tensor]:
-        """Place of each real token among the padded ones, ``[N]``, and the offsets of the sequences, ``[B+1]``."""
+class _Side:
+    """Where the real tokens of the queries, or of the keys, lie in their padded form: by default all of them are real."""
+
+    def __init__(self, padded: Tensor, real: Tensor | None = None) -> None:
+        batch, self.length = padded.shape[:2]
+        self.shape, self.real = (batch, self.length), real
+        if real is None:
+            self.place, self.total = None, batch * self.length
+            self.ptr = torch.arange(batch + 1, device=padded.device) * self.length
+            return
         lengths = real.sum(1)
         if readable(real) and bool((lengths == 0).any()):
             raise ValueError(
-                "Expected a real token in each sequence (got one that is all padding). Leave empty sequences out of the batch."
+                "Expected 'key_padding_mask' to leave a real key in each sequence (got one that is all padding). Leave empty sequences out of the batch."
             )
-        return real.flatten().nonzero()[:, 0], offsets(lengths)
+        self.place, self.ptr = real.flatten().nonzero()[:, 0], offsets(lengths)  # [N], [B+1]
+        self.total = self.place.numel()
+
+    def take(self, padded: Tensor) -> Tensor:
+        """The real tokens ``[N, ...]`` of padded ones."""
+        tokens = padded.flatten(0, 1)
+        return tokens if self.place is None else tokens[self.place]
+
+    def put(self, tokens: Tensor) -> Tensor:
+        """Padded tokens, ``[B, length, ...]``, with zeros where none is real."""
+        if self.place is not None:
+            padded = tokens.new_zeros(self.shape[0] * self.length, *tokens.shape[1:])
+            tokens = padded.index_copy(0, self.place, tokens)
+        return tokens.unflatten(0, self.shape)
+
+    def where(self, token: Tensor) -> Tensor:
+        """Where real tokens, given by their numbers, stand among the padded ones."""
+        return token if self.place is None else self.place[token]
+
+
+class _Frame:
+    """Queries and keys of a batch in their padded form."""
+
+    def __init__(self, query: _Side, key: _Side) -> None:
+        self.query, self.key = query, key
 
     def coordinates(self, graph: AttentionGraph) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Sequence, head, query and key of each edge, as the padded tensors count them, four times ``[E]``."""
         key, query = graph.edge_index
-        query, key, length, keys = self.query[query], self.key[key], self.real_query.size(1), self.real_key.size(1)
-        return query // length, graph.edge_head, query % length, key % keys
+        query, key = self.query.where(query), self.key.where(key)
+        return query // self.query.length, graph.edge_head, query % self.query.length, key % self.key.length
 
     def allowed(self, forbidden: Tensor, graph: AttentionGraph) -> Tensor:
         """Mask ``[E]`` of the edges that are not among the forbidden pairs ``[B or 1, H or 1, L, S]``."""
@@ -329,23 +400,25 @@ class _Frame:
 
     def dense_graph(self, forbidden: Tensor | None) -> AttentionGraph:
         """All pairs of real tokens that are not forbidden."""
-        pairs = (self.real_query[:, :, None] & self.real_key[:, None])[:, None]  # [B, 1, L, S]
-        pairs = pairs if forbidden is None else pairs & ~forbidden
-        rows = pairs.transpose(0, 1)[:, self.real_query]  # [H or 1, N, S]
+        batch, length, keys = *self.query.shape, self.key.length
+        real = torch.ones(batch, keys, dtype=torch.bool, device=self.key.ptr.device) if self.key.real is None else self.key.real
+        pairs = real[:, None, None].expand(batch, 1, length, keys)
+        pairs = pairs if forbidden is None else pairs & ~forbidden  # [B, H or 1, L, S]
+        rows = self.query.take(pairs.transpose(1, 2))  # [N, H or 1, S]
+        heads = rows.size(1)
+        rows = rows.transpose(0, 1)  # [H or 1, N, S]
         _, query, key = rows.nonzero(as_tuple=True)
-        number = self.real_key.flatten().cumsum(0).view(self.real_key.shape) - 1  # [B, S], of each real key among all
-        col = number[self.query[query] // self.real_query.size(1), key]
-        return AttentionGraph(
-            offsets(rows.sum(-1).flatten()), col, self.query.numel(), self.key.numel(), rows.size(0), self.query_ptr, self.key_ptr
-        )
+        number = real.flatten().cumsum(0).view(batch, keys) - 1  # of each real key among all
+        col = number[self.query.where(query) // length, key]
+        return AttentionGraph(offsets(rows.sum(-1).flatten()), col, self.query.total, self.key.total, heads, self.query.ptr, self.key.ptr)
 
     def weights(self, graph: AttentionGraph, alpha: Tensor, average: bool) -> Tensor:
         """Weights of the edges as a sparse tensor, ``[B, L, S]``, the mean over heads, or ``[B, H, L, S]``."""
         sequence, head, query, key = self.coordinates(graph)
-        size = (*self.real_query.shape, self.real_key.size(1))
+        batch, length, keys = *self.query.shape, self.key.length
         if average:
             return torch.sparse_coo_tensor(
-                torch.stack([sequence, query, key]), alpha / graph.heads, size, check_invariants=False
+                torch.stack([sequence, query, key]), alpha / graph.heads, (batch, length, keys), check_invariants=False
             ).coalesce()
-        size = (size[0], graph.heads, *size[1:])
+        size = (batch, graph.heads, length, keys)
         return torch.sparse_coo_tensor(torch.stack([sequence, head, query, key]), alpha, size, check_invariants=False).coalesce()

@@ -47,6 +47,10 @@ def forbidden_pairs(kind: str | None, batch: int, length: int, keys: int) -> Ten
     return torch.zeros(shape, dtype=torch.float64).masked_fill(mask, -torch.inf) if kind == "floating" else mask
 
 
+def nested(x: Tensor, lengths: tuple[int, ...] = (7, 5, 2)) -> Tensor:
+    return torch.nested.as_nested_tensor([row[:length] for row, length in zip(x, lengths, strict=True)])
+
+
 # ------------------------------------------------------------------ torch's layer
 
 
@@ -93,11 +97,14 @@ def test_single_precision_equals_torch() -> None:
     torch.testing.assert_close(out[~PADDING], expected[~PADDING], rtol=0, atol=1e-6)
 
 
-def test_one_sequence_has_no_batch_dimension() -> None:
+@pytest.mark.parametrize(("mask", "average"), [*product(MASKS, [True, False])])
+def test_one_sequence_has_no_batch_dimension(mask: str | None, average: bool) -> None:
     theirs, query, memory = torch_layer(), draw(4, 16), draw(7, 16, seed=2)
     ours = SBMMultiheadAttention.from_torch(theirs, num_blocks=None)
-    mask = PADDING[1]
-    for mine, expected in zip(ours(query, memory, memory, mask), theirs(query, memory, memory, mask), strict=True):
+    arguments: dict[str, Any] = {"attn_mask": forbidden_pairs(mask, 1, 4, 7), "average_attn_weights": average}
+    padding = torch.zeros(7, dtype=torch.float64).masked_fill(PADDING[1], -torch.inf) if mask == "floating" else PADDING[1]
+    results = (layer(query, memory, memory, padding, **arguments) for layer in (ours, theirs))
+    for mine, expected in zip(*results, strict=True):
         torch.testing.assert_close(mine.to_dense() if mine.is_sparse else mine, expected, rtol=0, atol=1e-12)
 
 
@@ -221,26 +228,107 @@ def counted(function: Callable[..., Any], calls: list[bool]) -> Callable[..., An
     return call
 
 
+def encoder(**options: Any) -> nn.TransformerEncoder:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, **{"dropout": 0.0, "batch_first": True, **options})
+    nested = layer.self_attn.batch_first and not layer.norm_first  # else torch warns that it cannot
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=nested).double()
+
+
+def count_calls(model: nn.Module) -> list[bool]:
+    calls: list[bool] = []
+    for module in model.modules():
+        if isinstance(module, SBMMultiheadAttention):
+            module.conv.attend = counted(module.conv.attend, calls)  # type: ignore[method-assign]  # a hook would switch the bypass off
+    return calls
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # torch's own way around its layers
 @pytest.mark.parametrize(("batch_first", "norm_first"), [*product([True, False], repeat=2)])
-@pytest.mark.parametrize("train", [True, False])
-def test_transformer_encoder(batch_first: bool, norm_first: bool, train: bool) -> None:
+@pytest.mark.parametrize("mask", ["padding", "both", None])
+def test_transformer_encoder(batch_first: bool, norm_first: bool, mask: str | None) -> None:
     """In evaluation without gradients torch bypasses the forward pass of a layer it knows, and makes padded batches nested: not of this one."""
-    torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=batch_first, norm_first=norm_first)
-    theirs = nn.TransformerEncoder(layer, 2, enable_nested_tensor=batch_first and not norm_first).double().train(train)
+    theirs = encoder(batch_first=batch_first, norm_first=norm_first)
     ours = copy.deepcopy(theirs)
     assert transformer_encoder.replace_attention(ours, num_blocks=None) == 2
     x = draw(3, 7, 16) if batch_first else draw(3, 7, 16).transpose(0, 1)
-    calls: list[bool] = []
-    for module in ours.modules():
-        if isinstance(module, SBMMultiheadAttention):
-            module.conv.attend = counted(module.conv.attend, calls)  # type: ignore[method-assign]  # a hook would switch the bypass off
-    with torch.set_grad_enabled(train):
-        expected, out = (model(x, src_key_padding_mask=PADDING) for model in (theirs, ours))
+    arguments: dict[str, Any] = {"src_key_padding_mask": PADDING if mask else None}
+    arguments["mask"] = forbidden_pairs("shared", 3, 7, 7) if mask == "both" else None
+    calls = count_calls(ours)
+    expected, trained = theirs(x, **arguments), ours(x, **arguments)
+    ours.eval()
+    with torch.no_grad():
+        evaluated = ours(x, **arguments)
+    frozen = ours.requires_grad_(False)(x, **arguments)
+    assert len(calls) == 6
+    assert trained.isfinite().all()
+    real = torch.ones_like(PADDING) if mask is None else ~PADDING
+    real = real if batch_first else real.T
+    torch.testing.assert_close(trained[real], expected[real], rtol=0, atol=1e-12)
+    assert torch.equal(evaluated, trained)
+    assert torch.equal(frozen, trained)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("which", [0, 1])
+def test_an_encoder_with_a_layer_of_either_kind(which: int) -> None:
+    """An encoder whose first layer is torch's gives nested tensors to the others."""
+    theirs = encoder().eval()
+    ours, x = copy.deepcopy(theirs), draw(3, 7, 16)
+    layer: Any = ours.layers[which]
+    layer.self_attn = SBMMultiheadAttention.from_torch(layer.self_attn, num_blocks=None)
+    calls, inputs = count_calls(ours), [x, nested(x)]
+    with torch.no_grad():
+        for tokens in inputs:
+            mask = None if tokens.is_nested else PADDING
+            expected, out = (model(tokens, src_key_padding_mask=mask) for model in (theirs, ours))
+            if out.is_nested:
+                expected, out = (torch.cat(result.unbind()) for result in (expected, out))
+            else:
+                expected, out = expected[~PADDING], out[~PADDING]
+            torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
     assert len(calls) == 2
-    real = ~PADDING if batch_first else ~PADDING.T
-    torch.testing.assert_close(out[real], expected[real], rtol=0, atol=1e-12)
+
+
+def test_an_encoder_of_layers_that_sample() -> None:
+    """Made of a layer whose attention is replaced already; in evaluation over the same graphs as in training."""
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True, dtype=torch.float64)
+    layer.self_attn = sampling_layer()  # type: ignore[assignment]
+    with pytest.warns(UserWarning, match="_qkv_same_embed_dim was not True"):
+        model = nn.TransformerEncoder(layer, 2)
+    x, results = draw(3, 7, 16), []
+    for train in (True, False):
+        torch.manual_seed(1)
+        with torch.set_grad_enabled(train):
+            results.append(model.train(train)(x, src_key_padding_mask=PADDING))
+    assert torch.equal(*results)
+    assert results[0].isfinite().all()
+
+
+def test_the_projection_that_encoders_see_is_the_layer_s_own() -> None:
+    layer = sampling_layer()
+    assert layer.in_proj_weight.requires_grad
+    nn.init.zeros_(layer.in_proj_weight)
+    assert not layer.conv.lin_query.weight.any()
+    assert "in_proj_weight" not in layer.state_dict()
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True, but")  # torch's, of a model that is not batch_first
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_transformer(batch_first: bool) -> None:
+    torch.manual_seed(0)
+    theirs = nn.Transformer(16, 2, 1, 1, 32, dropout=0.0, batch_first=batch_first, dtype=torch.float64)
+    ours = copy.deepcopy(theirs)
+    assert transformer_encoder.replace_attention(ours, num_blocks=None) == 3
+    source, target = (x if batch_first else x.transpose(0, 1) for x in (draw(3, 7, 16), draw(3, 5, 16, seed=2)))
+    mask = nn.Transformer.generate_square_subsequent_mask(5, dtype=torch.float64)
+    padding = torch.zeros(3, 7, dtype=torch.float64).masked_fill(PADDING, -torch.inf)
+    arguments = {"tgt_mask": mask, "src_key_padding_mask": padding, "memory_key_padding_mask": padding}
+    expected = theirs(source, target, **arguments)
+    for train in (True, False):
+        with torch.set_grad_enabled(train):
+            out = ours.train(train)(source, target, **arguments)
+        torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
 
 
 def test_transformer_decoder_layer() -> None:
@@ -294,6 +382,35 @@ def test_the_recipe_for_hugging_face(capsys: pytest.CaptureFixture[str]) -> None
     assert loss < at_first / 2
 
 
+# ------------------------------------------------------------------ nested tensors
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("batch_first", [True, False])  # of no account to nested tensors
+def test_a_nested_tensor_is_a_padded_one(batch_first: bool) -> None:
+    layer, x, results = sampling_layer(), draw(3, 7, 16).requires_grad_(), []
+    for tokens, mask in ((x, PADDING), (nested(x), None)):
+        layer.batch_first = batch_first or tokens is x
+        out, weights, graph = layer(tokens, tokens, tokens, mask, is_causal=True, seed=3, return_graph=True)
+        real = torch.cat(out.unbind()) if out.is_nested else out[~PADDING]
+        results.append((real, weights.to_dense(), graph.col, *torch.autograd.grad(real.sin().sum(), x)))
+    assert out.is_nested
+    assert [row.size(0) for row in out.unbind()] == [7, 5, 2]
+    for expected, got in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_queries_or_keys() -> None:
+    layer, x, memory = sampling_layer(), draw(3, 7, 16), draw(3, 7, 16, seed=2)
+    expected = layer(x, memory, memory, PADDING, seed=3)
+    for wanted, got in zip(expected, layer(x, *[nested(memory)] * 2, seed=3), strict=True):
+        assert torch.equal(got.to_dense(), wanted.to_dense())
+    dense = SBMMultiheadAttention.from_torch(torch_layer(batch_first=True), num_blocks=None)
+    out = torch.cat(dense(nested(x), memory, memory, PADDING)[0].unbind())
+    torch.testing.assert_close(out, dense(x, memory, memory, PADDING)[0][~PADDING], rtol=1e-12, atol=1e-14)
+
+
 # ------------------------------------------------------------------ errors
 
 
@@ -317,14 +434,18 @@ def test_option_errors(options: dict[str, Any], message: str) -> None:
     [
         ({"key_padding_mask": PADDING[:2]}, ValueError, r"Expected 'key_padding_mask' to be \[3, 7\] \(got \[2, 7\]\)"),
         ({"key_padding_mask": PADDING.long()}, TypeError, r"Expected 'key_padding_mask' to be boolean or floating \(got torch.int64\)"),
-        ({"key_padding_mask": torch.ones(3, 7, dtype=torch.bool)}, ValueError, "Expected a real token in each sequence"),
+        (
+            {"key_padding_mask": torch.ones(3, 7, dtype=torch.bool)},
+            ValueError,
+            "Expected 'key_padding_mask' to leave a real key in each sequence",
+        ),
         ({"attn_mask": torch.ones(7, 7)}, ValueError, r"Expected 'attn_mask' to hold 0 and minus infinity alone .* option `score_bias`"),
         (
             {"attn_mask": torch.ones(7, 6, dtype=torch.bool)},
             ValueError,
             r"Expected 'attn_mask' to be \[7, 7\] or \[6, 7, 7\] \(got \[7, 6\]\)",
         ),
-        ({"graph": patterns.full(20)}, ValueError, r"over N = 21 queries and M = 21 keys"),
+        ({"graph": patterns.full(20)}, ValueError, r"over the sequences of N = 21 real queries and M = 21 real keys"),
         ({"value": draw(3, 6, 16)}, ValueError, r"Expected 'value' to be \[B, length, 16\]"),
         ({"key": draw(2, 7, 16)}, ValueError, r"Expected 'key' to be \[B, length, 16\]"),
     ],
@@ -333,9 +454,3 @@ def test_call_errors(arguments: dict[str, Any], error: type[Exception], message:
     x = draw(3, 7, 16)
     with pytest.raises(error, match=message):
         sampling_layer()(**{"query": x, "key": x, "value": x, **arguments})
-
-
-def test_nested_tensors_are_refused() -> None:
-    nested = torch.nested.nested_tensor([draw(3, 16), draw(5, 16)], layout=torch.jagged)
-    with pytest.raises(ValueError, match="Expected padded tensors"):
-        sampling_layer()(nested, nested, nested)
