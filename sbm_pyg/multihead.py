@@ -293,6 +293,11 @@ class SBMMultiheadAttention(nn.Module):
 
     def _check_graph(self, graph: AttentionGraph, frame: _Frame) -> None:
         total, keys = frame.query.total, frame.key.total
+        if torch.compiler.is_compiling():  # which takes it for granted, and looks when it runs
+            same = (graph.query_ptr == frame.query.ptr).all() & (graph.key_ptr == frame.key.ptr).all()
+            torch._assert_async(same, "Expected 'graph' over the sequences of the real tokens.")
+            torch._check(graph.num_queries == total)
+            torch._check(graph.num_keys == keys)
         if graph.heads not in (1, self.num_heads):
             raise ValueError(
                 f"Expected 'graph' to have 1 or {self.num_heads} heads (got {graph.heads}). Take one with `graph.head(h)` first."
@@ -322,7 +327,10 @@ def _as_bool(mask: Tensor, name: str) -> Tensor:
     if not mask.is_floating_point():
         raise TypeError(f"Expected '{name}' to be boolean or floating (got {mask.dtype}). Convert it with `.bool()`, True = leave out.")
     masked = mask == -torch.inf
-    if bool((~masked & (mask != 0)).any()):
+    known = (masked | (mask == 0)).all()
+    if not readable(mask):
+        torch._assert_async(known, f"Expected '{name}' to hold 0 and minus infinity alone.")
+    elif not known:
         raise ValueError(
             f"Expected '{name}' to hold 0 and minus infinity alone (got other values). Add to the scores of edges by the option `score_bias`."
         )
@@ -357,12 +365,16 @@ class _Side:
             self.ptr = torch.arange(batch + 1, device=padded.device) * self.length
             return
         lengths = real.sum(1)
-        if readable(real) and bool((lengths == 0).any()):
+        if not readable(real):
+            torch._assert_async((lengths > 0).all(), "Expected 'key_padding_mask' to leave a real key in each sequence.")
+        elif bool((lengths == 0).any()):
             raise ValueError(
                 "Expected 'key_padding_mask' to leave a real key in each sequence (got one that is all padding). Leave empty sequences out of the batch."
             )
         self.place, self.ptr = real.flatten().nonzero()[:, 0], offsets(lengths)  # [N], [B+1]
         self.total = self.place.numel()
+        if torch.compiler.is_compiling():
+            torch._check(self.total >= 2)  # inductor wants to know, as of other sizes, that it is not 1
 
     def take(self, padded: Tensor) -> Tensor:
         """The real tokens ``[N, ...]`` of padded ones."""
