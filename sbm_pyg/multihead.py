@@ -7,6 +7,8 @@ Not here: attention itself. This module removes the padding, calls :class:`~sbm_
 from __future__ import annotations
 
 from functools import partial
+from numbers import Real
+from operator import index
 from typing import Any, cast
 
 import torch
@@ -18,6 +20,8 @@ from .graph import AttentionGraph
 from .ragged import offsets, readable
 
 __all__ = ["SBMMultiheadAttention"]
+
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 class _Kept(Tensor):
@@ -48,7 +52,8 @@ class SBMMultiheadAttention(nn.Module):
         **options: Of :class:`SBMAttentionConv`: ``estimator``, ``exploration``, ``budget``, ``window``, ``normalizer``, ``score_bias``...
 
     Raises:
-        ValueError: ``embed_dim`` is no multiple of ``num_heads``, an option is out of range or not supported.
+        TypeError: A size is no integer, a switch no bool, or ``dtype`` not floating.
+        ValueError: ``embed_dim`` is no multiple of ``num_heads``, an argument is out of range or not supported.
 
     Shapes:
         - query ``[B, L, embed_dim]``, key ``[B, S, kdim]``, value ``[B, S, vdim]`` with ``batch_first``, ``[L, B, ...]`` without, or
@@ -89,7 +94,17 @@ class SBMMultiheadAttention(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        if num_heads < 1 or embed_dim < 1 or embed_dim % num_heads:
+        embed_dim, num_heads = _count("embed_dim", embed_dim), _count("num_heads", num_heads)
+        kdim = embed_dim if kdim is None else _count("kdim", kdim)
+        vdim = embed_dim if vdim is None else _count("vdim", vdim)
+        num_blocks = None if num_blocks is None else _count("num_blocks", num_blocks)
+        _check_flags(bias=bias, add_bias_kv=add_bias_kv, add_zero_attn=add_zero_attn, batch_first=batch_first)
+        if isinstance(dropout, bool) or not isinstance(cast(Any, dropout), Real):
+            raise TypeError(f"Expected 'dropout' to be a number in [0, 1) (got {type(dropout).__name__}). Use 0.0 for none.")
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in DTYPES):
+            raise TypeError(f"Expected 'dtype' to be one of {[*DTYPES]} (got {dtype!r}). Attention computes with these.")
+        _check_device(device)
+        if embed_dim % num_heads:
             raise ValueError(
                 f"Expected 'embed_dim' to be a multiple of 'num_heads' (got {embed_dim} and {num_heads}). Each head takes embed_dim / num_heads channels."
             )
@@ -99,7 +114,7 @@ class SBMMultiheadAttention(nn.Module):
         if not options.pop("concat", True):
             raise ValueError("Expected no 'concat' (got False). The output projection takes the heads side by side.")
         self.embed_dim, self.num_heads, self.batch_first = embed_dim, num_heads, batch_first
-        self.kdim, self.vdim = kdim or embed_dim, vdim or embed_dim
+        self.kdim, self.vdim = kdim, vdim
         head_channels = embed_dim // num_heads
         self.conv = SBMAttentionConv((self.kdim, embed_dim), head_channels, num_heads, num_blocks, bias=bias, dropout=dropout, **options)
         if self.vdim != self.kdim:
@@ -117,8 +132,13 @@ class SBMMultiheadAttention(nn.Module):
             **options: Of :class:`SBMAttentionConv`.
 
         Raises:
-            ValueError: The layer appends a bias or zeros to its keys.
+            TypeError: It is no layer of torch.
+            ValueError: It appends a bias or zeros to its keys.
         """
+        if not isinstance(attention, nn.MultiheadAttention):
+            raise TypeError(
+                f"Expected 'attention' to be a torch.nn.MultiheadAttention (got {type(attention).__name__}). Pass the layer itself."
+            )
         weight = attention.out_proj.weight
         made = cls(
             attention.embed_dim,
@@ -208,9 +228,16 @@ class SBMMultiheadAttention(nn.Module):
             averaging; no B for one sequence) that stores the edges; and the graph, if asked for.
 
         Raises:
-            TypeError: A mask is neither boolean nor floating.
-            ValueError: Shapes or the graph do not fit, a mask holds other values, or a sequence has no real token.
+            TypeError: An argument is no tensor, no bool or no graph, tokens are not of the layer's dtype, or a mask is neither boolean nor floating.
+            ValueError: Shapes, devices or the graph do not fit, a mask holds other values, a sequence has no real token, or there are ``streams``
+                and nothing is sampled.
         """
+        _check_flags(need_weights=need_weights, average_attn_weights=average_attn_weights, is_causal=is_causal, return_graph=return_graph)
+        self._check_tensors(
+            {"query": query, "key": key, "value": value}, {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask}, graph
+        )
+        if streams is not None and (graph is not None or self.conv.num_blocks is None):
+            raise ValueError("Expected no 'streams' where nothing is sampled (got a 'graph', or num_blocks=None). Leave them out.")
         self_attention, batched, nested = query is key, query.dim() == 3, query.is_nested
         query, key, value, real_query, real_key = self._padded(query, key, value, key_padding_mask)
         forbidden = self._forbidden(attn_mask, is_causal, query, key)  # [B or 1, H or 1, L, S]
@@ -255,6 +282,37 @@ class SBMMultiheadAttention(nn.Module):
             weights = frame.weights(used, rest[0][1], average_attn_weights)
             weights = weights if batched else weights[0]
         return (out, weights, used) if return_graph else (out, weights)
+
+    def _check_tensors(self, tokens: dict[str, Tensor], masks: dict[str, Tensor | None], graph: AttentionGraph | None) -> None:
+        """Refuse what is no tensor of numbers that this layer can take."""
+        like = self.conv.lin_query.weight
+        for name, x in (tokens | masks).items():
+            if x is None and name in masks:
+                continue
+            if not isinstance(x, Tensor):
+                raise TypeError(f"Expected '{name}' to be a tensor (got {type(x).__name__}). Convert it with `torch.as_tensor`.")
+            if (x.is_nested or x.layout != torch.strided) and not (x.is_nested and name in tokens):
+                raise TypeError(f"Expected '{name}' to be dense (got layout {x.layout}). Convert it with `.to_dense()`.")
+            if x.device != like.device:
+                raise ValueError(f"Expected '{name}' on {like.device}, as the layer is (got {x.device}). Move it with `.to(device)`.")
+        dims = tokens["query"].dim()
+        for name, x in tokens.items():
+            if x.dim() != dims or dims not in (2, 3):
+                raise ValueError(
+                    f"Expected '{name}' to have 3 dimensions, or 2 for one sequence, as the other tokens have (got {x.dim()}). "
+                    "See the docstring of SBMMultiheadAttention."
+                )
+            same = x.dtype == like.dtype or not like.is_floating_point()  # quantized weights know better what they take
+            if not same and x.dtype in DTYPES and torch.is_autocast_enabled(x.device.type):
+                same = torch.float64 not in (x.dtype, like.dtype)
+            if not same:
+                raise TypeError(f"Expected '{name}' to be {like.dtype}, as the layer is (got {x.dtype}). Convert one of them with `.to`.")
+        if graph is not None and not isinstance(graph, AttentionGraph):
+            raise TypeError(
+                f"Expected 'graph' to be an AttentionGraph (got {type(graph).__name__}). Make one with `AttentionGraph.from_edge_index`."
+            )
+        if graph is not None and graph.device != like.device:
+            raise ValueError(f"Expected 'graph' on {like.device}, as the layer is (got {graph.device}). Move it with `.to(device)`.")
 
     def _padded(
         self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None
@@ -318,6 +376,32 @@ class SBMMultiheadAttention(nn.Module):
                 f"Expected 'attn_mask' to be {[length, keys]} or {[batch * self.num_heads, length, keys]} (got {list(attn_mask.shape)}). It is True where a query must not attend."
             )
         return _as_bool(attn_mask, "attn_mask").view(*((1, 1) if attn_mask.dim() == 2 else (batch, self.num_heads)), length, keys)
+
+
+def _count(name: str, value: Any) -> int:
+    """A size from 1 on, as an integer of Python's."""
+    try:
+        size = index(value)
+    except TypeError:
+        size = None
+    if size is None or isinstance(value, bool):
+        raise TypeError(f"Expected '{name}' to be an integer (got {type(value).__name__}). Convert it with `int`.")
+    if size < 1:
+        raise ValueError(f"Expected '{name}' to be at least 1 (got {size}). It counts channels, heads or blocks.")
+    return size
+
+
+def _check_flags(**flags: Any) -> None:
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"Expected '{name}' to be True or False (got {type(value).__name__}). Look at the order of the arguments.")
+
+
+def _check_device(device: Any) -> None:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, TypeError, AssertionError) as error:
+        raise ValueError(f"Expected 'device' to be one that torch has here (got {device!r}). Name it as in 'cpu' or 'cuda:0'.") from error
 
 
 def _as_bool(mask: Tensor, name: str) -> Tensor:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 from collections.abc import Callable
 from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -382,6 +384,177 @@ def test_the_recipe_for_hugging_face(capsys: pytest.CaptureFixture[str]) -> None
     assert loss < at_first / 2
 
 
+# ------------------------------------------------------------------ errors
+
+
+def refused(call: Callable[..., Any], arguments: dict[str, Any], error: type[Exception], name: str, got: str) -> None:
+    with pytest.raises(error) as caught:
+        call(**arguments)
+    message = str(caught.value)
+    assert type(caught.value) is error
+    assert re.fullmatch(r"Expected .+ \(got .+\)\. .+\.", message), message
+    assert f"'{name}'" in message.split(" (got ")[0], message
+    assert got in message, message
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "name", "got"),
+    [
+        ({"num_heads": 3}, ValueError, "embed_dim", "got 16 and 3"),
+        ({"embed_dim": True}, TypeError, "embed_dim", "got bool"),
+        ({"embed_dim": 16.0}, TypeError, "embed_dim", "got float"),
+        ({"embed_dim": None}, TypeError, "embed_dim", "got NoneType"),
+        ({"embed_dim": "16"}, TypeError, "embed_dim", "got str"),
+        ({"embed_dim": torch.tensor(1.5)}, TypeError, "embed_dim", "got Tensor"),
+        ({"embed_dim": 0}, ValueError, "embed_dim", "got 0"),
+        ({"embed_dim": -16}, ValueError, "embed_dim", "got -16"),
+        ({"num_heads": True}, TypeError, "num_heads", "got bool"),
+        ({"num_heads": None}, TypeError, "num_heads", "got NoneType"),
+        ({"num_heads": 0}, ValueError, "num_heads", "got 0"),
+        ({"num_heads": -2}, ValueError, "num_heads", "got -2"),
+        ({"kdim": 0}, ValueError, "kdim", "got 0"),
+        ({"kdim": -1}, ValueError, "kdim", "got -1"),
+        ({"kdim": False}, TypeError, "kdim", "got bool"),
+        ({"kdim": [16]}, TypeError, "kdim", "got list"),
+        ({"vdim": 0}, ValueError, "vdim", "got 0"),
+        ({"vdim": -1}, ValueError, "vdim", "got -1"),
+        ({"vdim": 2.5}, TypeError, "vdim", "got float"),
+        ({"num_blocks": 0}, ValueError, "num_blocks", "got 0"),
+        ({"num_blocks": -4}, ValueError, "num_blocks", "got -4"),
+        ({"num_blocks": True}, TypeError, "num_blocks", "got bool"),
+        ({"num_blocks": "8"}, TypeError, "num_blocks", "got str"),
+        ({"dropout": 1.0}, ValueError, "dropout", "got 1.0"),
+        ({"dropout": -0.1}, ValueError, "dropout", "got -0.1"),
+        ({"dropout": float("nan")}, ValueError, "dropout", "got nan"),
+        ({"dropout": None}, TypeError, "dropout", "got NoneType"),
+        ({"dropout": "0.1"}, TypeError, "dropout", "got str"),
+        ({"dropout": True}, TypeError, "dropout", "got bool"),
+        ({"bias": None}, TypeError, "bias", "got NoneType"),
+        ({"batch_first": "False"}, TypeError, "batch_first", "got str"),
+        ({"batch_first": 1}, TypeError, "batch_first", "got int"),
+        ({"add_bias_kv": True}, ValueError, "add_bias_kv", "got True"),
+        ({"add_bias_kv": 0}, TypeError, "add_bias_kv", "got int"),
+        ({"add_zero_attn": True}, ValueError, "add_zero_attn", "got True"),
+        ({"add_zero_attn": None}, TypeError, "add_zero_attn", "got NoneType"),
+        ({"concat": False}, ValueError, "concat", "got False"),
+        ({"device": "nonsense"}, ValueError, "device", "got 'nonsense'"),
+        ({"device": "cuda:99"}, ValueError, "device", "got 'cuda:99'"),
+        ({"device": 1.5}, ValueError, "device", "got 1.5"),
+        ({"dtype": torch.int64}, TypeError, "dtype", "got torch.int64"),
+        ({"dtype": torch.complex64}, TypeError, "dtype", "got torch.complex64"),
+        ({"dtype": "float32"}, TypeError, "dtype", "got 'float32'"),
+        ({"dtype": float}, TypeError, "dtype", "got <class 'float'>"),
+    ],
+)
+def test_option_errors(options: dict[str, Any], error: type[Exception], name: str, got: str) -> None:
+    refused(SBMMultiheadAttention, {"embed_dim": 16, "num_heads": 2, **options}, error, name, got)
+
+
+def test_sizes_of_numpy_and_dropout_of_an_integer() -> None:
+    layer = SBMMultiheadAttention(np.int64(16), np.int32(2), 0, kdim=np.int8(12), num_blocks=np.int64(4))  # type: ignore[arg-type]
+    assert [type(size) for size in (layer.embed_dim, layer.num_heads, layer.kdim, layer.vdim)] == [int] * 4
+    assert layer(draw(4, 3, 16).float(), draw(5, 3, 12).float(), draw(5, 3, 16).float())[0].shape == (4, 3, 16)
+
+
+@pytest.mark.parametrize("attention", [None, nn.Linear(16, 16), nn.TransformerEncoderLayer(16, 2)])
+def test_a_layer_to_copy(attention: Any) -> None:
+    refused(SBMMultiheadAttention.from_torch, {"attention": attention}, TypeError, "attention", f"got {type(attention).__name__}")
+
+
+def test_layers_that_cannot_be_copied() -> None:
+    for name in ("add_bias_kv", "add_zero_attn"):
+        theirs = nn.MultiheadAttention(16, 2, **{name: True})
+        refused(SBMMultiheadAttention.from_torch, {"attention": theirs}, ValueError, name, "got True")
+
+
+NAN_MASK = torch.zeros(3, 7, dtype=torch.float64).masked_fill(PADDING, torch.nan)
+SQUARE = torch.zeros(7, 7, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "name", "got"),
+    [
+        *(({name: None}, TypeError, name, "got NoneType") for name in ("query", "key", "value")),
+        *(({name: [[1.0] * 16]}, TypeError, name, "got list") for name in ("query", "key", "value")),
+        *(({name: draw(3, 7, 16).numpy()}, TypeError, name, "got ndarray") for name in ("query", "key", "value")),
+        *(({name: draw(3, 7, 16).float()}, TypeError, name, "got torch.float32") for name in ("query", "key", "value")),
+        *(({name: draw(3, 7, 16).long()}, TypeError, name, "got torch.int64") for name in ("query", "key", "value")),
+        *(({name: draw(3, 7, 16) > 0}, TypeError, name, "got torch.bool") for name in ("query", "key", "value")),
+        *(({name: draw(3, 7, 16).to(torch.complex128)}, TypeError, name, "got torch.complex128") for name in ("query", "key", "value")),
+        *(({name: draw(3, 7, 16).to_sparse()}, TypeError, name, "got layout torch.sparse_coo") for name in ("query", "key", "value")),
+        *(({name: draw(3, 7, 16).to("meta")}, ValueError, name, "got meta") for name in ("query", "key", "value")),
+        *(({name: draw(3, 7, 15)}, ValueError, name, "got [3, 7, 15]") for name in ("query", "key", "value")),
+        ({"query": draw(1, 3, 7, 16)}, ValueError, "query", "got 4"),
+        ({"query": draw(16)}, ValueError, "query", "got 1"),
+        ({"query": torch.tensor(1.0, dtype=torch.float64)}, ValueError, "query", "got 0"),
+        ({"key": draw(1, 3, 7, 16)}, ValueError, "key", "got 4"),
+        ({"query": draw(7, 16)}, ValueError, "key", "got 3"),
+        ({"query": draw(3, 0, 16)}, ValueError, "query", "got [3, 0, 16]"),
+        ({"query": draw(0, 7, 16)}, ValueError, "query", "got [0, 7, 16]"),
+        ({"key": draw(3, 0, 16), "value": draw(3, 0, 16)}, ValueError, "key", "got [3, 0, 16]"),
+        ({"key": draw(2, 7, 16)}, ValueError, "key", "got [2, 7, 16]"),
+        ({"value": draw(3, 6, 16)}, ValueError, "value", "got [3, 6, 16]"),
+        ({"key_padding_mask": PADDING[:2]}, ValueError, "key_padding_mask", "got [2, 7]"),
+        ({"key_padding_mask": PADDING[0]}, ValueError, "key_padding_mask", "got [7]"),
+        ({"key_padding_mask": PADDING.tolist()}, TypeError, "key_padding_mask", "got list"),
+        ({"key_padding_mask": PADDING.long()}, TypeError, "key_padding_mask", "got torch.int64"),
+        ({"key_padding_mask": PADDING.byte()}, TypeError, "key_padding_mask", "got torch.uint8"),
+        ({"key_padding_mask": PADDING.to("meta")}, ValueError, "key_padding_mask", "got meta"),
+        ({"key_padding_mask": PADDING.to_sparse()}, TypeError, "key_padding_mask", "got layout torch.sparse_coo"),
+        ({"key_padding_mask": NAN_MASK}, ValueError, "key_padding_mask", "got other values"),
+        ({"key_padding_mask": PADDING.double()}, ValueError, "key_padding_mask", "got other values"),
+        ({"key_padding_mask": torch.ones(3, 7, dtype=torch.bool)}, ValueError, "key_padding_mask", "got one that is all padding"),
+        ({"attn_mask": "causal"}, TypeError, "attn_mask", "got str"),
+        ({"attn_mask": torch.ones(7, 7)}, ValueError, "attn_mask", "option `score_bias`"),
+        ({"attn_mask": SQUARE + torch.inf}, ValueError, "attn_mask", "got other values"),
+        ({"attn_mask": SQUARE * torch.nan}, ValueError, "attn_mask", "got other values"),
+        ({"attn_mask": SQUARE.int()}, TypeError, "attn_mask", "got torch.int32"),
+        ({"attn_mask": SQUARE.to(torch.complex64)}, TypeError, "attn_mask", "got torch.complex64"),
+        ({"attn_mask": SQUARE.to("meta")}, ValueError, "attn_mask", "got meta"),
+        ({"attn_mask": SQUARE[:, :6]}, ValueError, "attn_mask", "got [7, 6]"),
+        ({"attn_mask": SQUARE[None, None]}, ValueError, "attn_mask", "got [1, 1, 7, 7]"),
+        ({"attn_mask": SQUARE.expand(3, 7, 7)}, ValueError, "attn_mask", "got [3, 7, 7]"),
+        ({"need_weights": PADDING}, TypeError, "need_weights", "got Tensor"),
+        ({"average_attn_weights": 1}, TypeError, "average_attn_weights", "got int"),
+        ({"is_causal": None}, TypeError, "is_causal", "got NoneType"),
+        ({"return_graph": "yes"}, TypeError, "return_graph", "got str"),
+        ({"graph": torch.tensor([[0, 1], [1, 0]])}, TypeError, "graph", "got Tensor"),
+        ({"graph": "full"}, TypeError, "graph", "got str"),
+        ({"graph": patterns.full(20)}, ValueError, "graph", "20 queries"),
+        ({"graph": patterns.full(21)}, ValueError, "graph", "1 sequence"),
+        ({"graph": patterns.full(None, ptr=torch.tensor([0, 7, 14, 21])).expand(3)}, ValueError, "graph", "got 3"),
+        ({"graph": patterns.full(21).to("meta")}, ValueError, "graph", "got meta"),
+        ({"seed": 0.5}, TypeError, "seed", "got 0.5"),
+        ({"seed": "0"}, TypeError, "seed", "got '0'"),
+        ({"seed": 2**64}, ValueError, "seed", "got 18446744073709551616"),
+        ({"streams": [0, 1, 2]}, TypeError, "streams", "got list"),
+        ({"streams": torch.arange(2)}, ValueError, "streams", "got [2]"),
+        ({"streams": torch.tensor([0, 1, -1])}, ValueError, "streams", "got -1 to 1"),
+        (
+            {"streams": torch.arange(3), "graph": patterns.full(None, ptr=torch.tensor([0, 7, 14, 21]))},
+            ValueError,
+            "streams",
+            "got a 'graph', or num_blocks=None",
+        ),
+    ],
+)
+def test_call_errors(arguments: dict[str, Any], error: type[Exception], name: str, got: str) -> None:
+    x = draw(3, 7, 16)
+    refused(sampling_layer(), {"query": x, "key": x, "value": x, **arguments}, error, name, got)
+
+
+def test_streams_of_a_layer_without_blocks() -> None:
+    x, layer = draw(3, 7, 16), SBMMultiheadAttention(16, 2, batch_first=True, num_blocks=None, dtype=torch.float64)
+    refused(layer, {"query": x, "key": x, "value": x, "streams": torch.arange(3)}, ValueError, "streams", "num_blocks=None")
+
+
+def test_autocast_takes_what_it_converts() -> None:
+    layer, x = SBMMultiheadAttention(16, 2, batch_first=True, num_blocks=4), draw(3, 7, 16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert layer(x.bfloat16(), x.float(), x.half(), seed=0)[0].dtype == torch.bfloat16
+        refused(layer, {"query": x, "key": x, "value": x}, TypeError, "query", "got torch.float64")
+
+
 # ------------------------------------------------------------------ nested tensors
 
 
@@ -411,46 +584,20 @@ def test_nested_queries_or_keys() -> None:
     torch.testing.assert_close(out, dense(x, memory, memory, PADDING)[0][~PADDING], rtol=1e-12, atol=1e-14)
 
 
-# ------------------------------------------------------------------ errors
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"num_heads": 3}, r"Expected 'embed_dim' to be a multiple of 'num_heads' \(got 16 and 3\)"),
-        ({"add_bias_kv": True}, r"Expected 'add_bias_kv' to be False \(got True\)"),
-        ({"add_zero_attn": True}, r"Expected 'add_zero_attn' to be False \(got True\)"),
-        ({"concat": False}, r"Expected no 'concat' \(got False\)"),
-        ({"dropout": 1.0}, r"Expected 'dropout' in \[0, 1\) \(got 1.0\)"),
-    ],
-)
-def test_option_errors(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        SBMMultiheadAttention(**{"embed_dim": 16, "num_heads": 2, **options})
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"key_padding_mask": PADDING[:2]}, ValueError, r"Expected 'key_padding_mask' to be \[3, 7\] \(got \[2, 7\]\)"),
-        ({"key_padding_mask": PADDING.long()}, TypeError, r"Expected 'key_padding_mask' to be boolean or floating \(got torch.int64\)"),
-        (
-            {"key_padding_mask": torch.ones(3, 7, dtype=torch.bool)},
-            ValueError,
-            "Expected 'key_padding_mask' to leave a real key in each sequence",
-        ),
-        ({"attn_mask": torch.ones(7, 7)}, ValueError, r"Expected 'attn_mask' to hold 0 and minus infinity alone .* option `score_bias`"),
-        (
-            {"attn_mask": torch.ones(7, 6, dtype=torch.bool)},
-            ValueError,
-            r"Expected 'attn_mask' to be \[7, 7\] or \[6, 7, 7\] \(got \[7, 6\]\)",
-        ),
-        ({"graph": patterns.full(20)}, ValueError, r"over the sequences of N = 21 real queries and M = 21 real keys"),
-        ({"value": draw(3, 6, 16)}, ValueError, r"Expected 'value' to be \[B, length, 16\]"),
-        ({"key": draw(2, 7, 16)}, ValueError, r"Expected 'key' to be \[B, length, 16\]"),
-    ],
-)
-def test_call_errors(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
-    x = draw(3, 7, 16)
-    with pytest.raises(error, match=message):
-        sampling_layer()(**{"query": x, "key": x, "value": x, **arguments})
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_errors() -> None:
+    layer, x = sampling_layer(), draw(3, 7, 16)
+    jagged = torch.nested.nested_tensor([draw(3, 16), draw(5, 16)], layout=torch.jagged)
+    refused(layer, {"query": jagged, "key": jagged, "value": jagged}, ValueError, "query", "got layout torch.jagged")
+    for name, tokens, got in (
+        ("key", nested(x, (7, 0, 2)), "got lengths (7, 0, 2)"),
+        ("key", torch.nested.as_nested_tensor([draw(7, 16), draw(5, 8), draw(2, 16)]), "channels (16, 8, 16)"),
+        ("value", nested(x, (7, 4, 2)), "got other lengths"),
+        ("value", nested(x, (6, 4, 2)), "got [3, 6, 16]"),
+        ("value", x, "got other lengths"),
+        ("key_padding_mask", PADDING, "got both"),
+        ("key_padding_mask", nested(x), "got layout"),
+        ("attn_mask", nested(x), "got layout"),
+    ):
+        arguments = {"query": x, "key": nested(x), "value": nested(x), name: tokens}
+        refused(layer, arguments, TypeError if got == "got layout" else ValueError, name, got)
