@@ -18,8 +18,7 @@ from sbm_pyg import SBMMultiheadAttention
 def replace_attention(model: nn.Module, num_blocks: int | None, **options: Any) -> int:
     """Replace every `torch.nn.MultiheadAttention` inside a model, in place; its projections are kept. Returns how many there were.
 
-    The same for encoder and decoder layers of torch, which hold theirs as `self_attn` and `multihead_attn`. An encoder must not turn padded
-    batches into nested tensors on its way in: torch's own kernels alone would understand them.
+    The same for encoder and decoder layers of torch, which hold theirs as `self_attn` and `multihead_attn`.
     """
     count = 0
     for parent in [*model.modules()]:
@@ -27,8 +26,6 @@ def replace_attention(model: nn.Module, num_blocks: int | None, **options: Any) 
             if isinstance(child, nn.MultiheadAttention):
                 setattr(parent, name, SBMMultiheadAttention.from_torch(child, num_blocks=num_blocks, **options))
                 count += 1
-        if isinstance(parent, nn.TransformerEncoder):
-            parent.use_nested_tensor = False
     return count
 
 

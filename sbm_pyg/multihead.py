@@ -1,13 +1,15 @@
 """The attention layer behind the call of :class:`torch.nn.MultiheadAttention`, for models with padded tensors.
 
-In: padded queries, keys and values with masks. Out: padded tokens and, on request, the weights as a sparse tensor.
+In: padded (or nested) queries, keys and values with masks. Out: tokens in that form and, on request, the weights as a sparse tensor.
 Not here: attention itself. This module removes the padding, calls :class:`~sbm_pyg.SBMAttentionConv` and puts the padding back.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from numbers import Real
+from operator import index
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +20,12 @@ from .graph import AttentionGraph
 from .ragged import offsets, readable
 
 __all__ = ["SBMMultiheadAttention"]
+
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+class _Kept(Tensor):
+    """A tensor that :func:`torch.overrides.has_torch_function` knows from an ordinary one, which kernels of torch must leave alone."""
 
 
 class SBMMultiheadAttention(nn.Module):
@@ -44,11 +52,12 @@ class SBMMultiheadAttention(nn.Module):
         **options: Of :class:`SBMAttentionConv`: ``estimator``, ``exploration``, ``budget``, ``window``, ``normalizer``, ``score_bias``...
 
     Raises:
-        ValueError: ``embed_dim`` is no multiple of ``num_heads``, an option is out of range or not supported.
+        TypeError: A size is no integer, a switch no bool, or ``dtype`` not floating.
+        ValueError: ``embed_dim`` is no multiple of ``num_heads``, an argument is out of range or not supported.
 
     Shapes:
         - query ``[B, L, embed_dim]``, key ``[B, S, kdim]``, value ``[B, S, vdim]`` with ``batch_first``, ``[L, B, ...]`` without, or
-          ``[L, ...]`` for one sequence; output as the query.
+          ``[L, ...]`` for one sequence; or nested, ``[B, *, ...]`` always. Output as the query.
 
     Example:
         >>> attention = SBMMultiheadAttention(32, num_heads=4, batch_first=True, num_blocks=8)
@@ -65,6 +74,7 @@ class SBMMultiheadAttention(nn.Module):
     in_proj_bias = None
     """Always None. :class:`torch.nn.TransformerEncoderLayer` looks here before it bypasses a layer with a fused kernel of its own."""
     _qkv_same_embed_dim = False
+    """Always False. :class:`torch.nn.TransformerEncoder` looks here, when it is made, before it plans for nested tensors."""
 
     def __init__(
         self,
@@ -84,7 +94,17 @@ class SBMMultiheadAttention(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        if num_heads < 1 or embed_dim < 1 or embed_dim % num_heads:
+        embed_dim, num_heads = _count("embed_dim", embed_dim), _count("num_heads", num_heads)
+        kdim = embed_dim if kdim is None else _count("kdim", kdim)
+        vdim = embed_dim if vdim is None else _count("vdim", vdim)
+        num_blocks = None if num_blocks is None else _count("num_blocks", num_blocks)
+        _check_flags(bias=bias, add_bias_kv=add_bias_kv, add_zero_attn=add_zero_attn, batch_first=batch_first)
+        if isinstance(dropout, bool) or not isinstance(cast(Any, dropout), Real):
+            raise TypeError(f"Expected 'dropout' to be a number in [0, 1) (got {type(dropout).__name__}). Use 0.0 for none.")
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in DTYPES):
+            raise TypeError(f"Expected 'dtype' to be one of {[*DTYPES]} (got {dtype!r}). Attention computes with these.")
+        _check_device(device)
+        if embed_dim % num_heads:
             raise ValueError(
                 f"Expected 'embed_dim' to be a multiple of 'num_heads' (got {embed_dim} and {num_heads}). Each head takes embed_dim / num_heads channels."
             )
@@ -94,7 +114,7 @@ class SBMMultiheadAttention(nn.Module):
         if not options.pop("concat", True):
             raise ValueError("Expected no 'concat' (got False). The output projection takes the heads side by side.")
         self.embed_dim, self.num_heads, self.batch_first = embed_dim, num_heads, batch_first
-        self.kdim, self.vdim = kdim or embed_dim, vdim or embed_dim
+        self.kdim, self.vdim = kdim, vdim
         head_channels = embed_dim // num_heads
         self.conv = SBMAttentionConv((self.kdim, embed_dim), head_channels, num_heads, num_blocks, bias=bias, dropout=dropout, **options)
         if self.vdim != self.kdim:
@@ -112,8 +132,13 @@ class SBMMultiheadAttention(nn.Module):
             **options: Of :class:`SBMAttentionConv`.
 
         Raises:
-            ValueError: The layer appends a bias or zeros to its keys.
+            TypeError: It is no layer of torch.
+            ValueError: It appends a bias or zeros to its keys.
         """
+        if not isinstance(attention, nn.MultiheadAttention):
+            raise TypeError(
+                f"Expected 'attention' to be a torch.nn.MultiheadAttention (got {type(attention).__name__}). Pass the layer itself."
+            )
         weight = attention.out_proj.weight
         made = cls(
             attention.embed_dim,
@@ -161,8 +186,8 @@ class SBMMultiheadAttention(nn.Module):
 
     @property
     def in_proj_weight(self) -> Tensor:
-        """The query projection. torch's encoders ask whether it requires a gradient."""
-        return self.conv.lin_query.weight
+        """The query projection, of a class of its own: an encoder of torch that meets it leaves its fused kernels and nested tensors."""
+        return self.conv.lin_query.weight.as_subclass(_Kept)
 
     def forward(
         self,
@@ -203,22 +228,31 @@ class SBMMultiheadAttention(nn.Module):
             averaging; no B for one sequence) that stores the edges; and the graph, if asked for.
 
         Raises:
-            TypeError: A mask is neither boolean nor floating.
-            ValueError: Shapes do not fit, a mask holds other values, or a sequence has no real token.
+            TypeError: An argument is no tensor, no bool or no graph, tokens are not of the layer's dtype, or a mask is neither boolean nor floating.
+            ValueError: Shapes, devices or the graph do not fit, a mask holds other values, a sequence has no real token, or there are ``streams``
+                and nothing is sampled.
         """
-        self_attention, batched = query is key, query.dim() == 3
-        query, key, value, real_key = self._padded(query, key, value, key_padding_mask)  # [B, L, ...], [B, S, ...], [B, S, ...], [B, S]
+        _check_flags(need_weights=need_weights, average_attn_weights=average_attn_weights, is_causal=is_causal, return_graph=return_graph)
+        self._check_tensors(
+            {"query": query, "key": key, "value": value}, {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask}, graph
+        )
+        if streams is not None and (graph is not None or self.conv.num_blocks is None):
+            raise ValueError("Expected no 'streams' where nothing is sampled (got a 'graph', or num_blocks=None). Leave them out.")
+        self_attention, batched, nested = query is key, query.dim() == 3, query.is_nested
+        query, key, value, real_query, real_key = self._padded(query, key, value, key_padding_mask)
         forbidden = self._forbidden(attn_mask, is_causal, query, key)  # [B or 1, H or 1, L, S]
-        real_query = real_key if self_attention else torch.ones(query.shape[:2], dtype=torch.bool, device=query.device)
-        frame = _Frame(real_query, real_key)
+        keys = _Side(key, real_key)
+        frame = _Frame(keys if self_attention else _Side(query, real_query), keys)
         edge_filter = None
+        if graph is not None:
+            self._check_graph(graph, frame)
         if graph is None and self.conv.num_blocks is None:
             graph = frame.dense_graph(forbidden)
         elif forbidden is not None:
             edge_filter = partial(frame.allowed, forbidden)
         flat_query, flat_key, flat_value = (
-            lin(tokens.flatten(0, 1)[place]).view(-1, self.num_heads, self.head_dim).transpose(0, 1)
-            for lin, tokens, place in (
+            lin(side.take(tokens)).view(-1, self.num_heads, self.head_dim).transpose(0, 1)
+            for lin, tokens, side in (
                 (self.conv.lin_query, query, frame.query),
                 (self.conv.lin_key, key, frame.key),
                 (self.conv.lin_value, value, frame.key),
@@ -231,46 +265,106 @@ class SBMMultiheadAttention(nn.Module):
             graph,
             bipartite=not self_attention,
             edge_filter=edge_filter,
-            ptr=frame.query_ptr if self_attention else (frame.key_ptr, frame.query_ptr),
+            ptr=frame.query.ptr if self_attention else (frame.key.ptr, frame.query.ptr),
             seed=seed,
             streams=streams,
             return_graph=True,
             return_attention_weights=need_weights,
         )
         attended = self.out_proj(attended)
-        out = attended.new_zeros(real_query.numel(), self.embed_dim).index_copy(0, frame.query, attended).view(query.shape)
-        out = out[0] if not batched else out if self.batch_first else out.transpose(0, 1)
+        if nested:
+            out = torch.nested.as_nested_tensor([*attended.split(frame.query.ptr.diff().tolist())])
+        else:
+            out = frame.query.put(attended)
+            out = out[0] if not batched else out if self.batch_first else out.transpose(0, 1)
         weights = None
         if need_weights:
             weights = frame.weights(used, rest[0][1], average_attn_weights)
             weights = weights if batched else weights[0]
         return (out, weights, used) if return_graph else (out, weights)
 
-    def _padded(self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The three tensors as ``[B, length, channels]``, and which keys are real, ``[B, S]``."""
-        if query.is_nested or key.is_nested or value.is_nested:
-            raise ValueError(
-                "Expected padded tensors (got a nested one). Set `use_nested_tensor = False` on the torch.nn.TransformerEncoder around the layer."
+    def _check_tensors(self, tokens: dict[str, Tensor], masks: dict[str, Tensor | None], graph: AttentionGraph | None) -> None:
+        """Refuse what is no tensor of numbers that this layer can take."""
+        like = self.conv.lin_query.weight
+        for name, x in (tokens | masks).items():
+            if x is None and name in masks:
+                continue
+            if not isinstance(x, Tensor):
+                raise TypeError(f"Expected '{name}' to be a tensor (got {type(x).__name__}). Convert it with `torch.as_tensor`.")
+            if (x.is_nested or x.layout != torch.strided) and not (x.is_nested and name in tokens):
+                raise TypeError(f"Expected '{name}' to be dense (got layout {x.layout}). Convert it with `.to_dense()`.")
+            if x.device != like.device:
+                raise ValueError(f"Expected '{name}' on {like.device}, as the layer is (got {x.device}). Move it with `.to(device)`.")
+        dims = tokens["query"].dim()
+        for name, x in tokens.items():
+            if x.dim() != dims or dims not in (2, 3):
+                raise ValueError(
+                    f"Expected '{name}' to have 3 dimensions, or 2 for one sequence, as the other tokens have (got {x.dim()}). "
+                    "See the docstring of SBMMultiheadAttention."
+                )
+            same = x.dtype == like.dtype or not like.is_floating_point()  # quantized weights know better what they take
+            if not same and x.dtype in DTYPES and torch.is_autocast_enabled(x.device.type):
+                same = torch.float64 not in (x.dtype, like.dtype)
+            if not same:
+                raise TypeError(f"Expected '{name}' to be {like.dtype}, as the layer is (got {x.dtype}). Convert one of them with `.to`.")
+        if graph is not None and not isinstance(graph, AttentionGraph):
+            raise TypeError(
+                f"Expected 'graph' to be an AttentionGraph (got {type(graph).__name__}). Make one with `AttentionGraph.from_edge_index`."
             )
+        if graph is not None and graph.device != like.device:
+            raise ValueError(f"Expected 'graph' on {like.device}, as the layer is (got {graph.device}). Move it with `.to(device)`.")
+
+    def _padded(
+        self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+        """The three tensors as ``[B, length, channels]``, and which queries and keys are real, ``[B, length]``, or None where all are."""
         tensors = {"query": query, "key": key, "value": value}
-        if query.dim() == 2:
-            tensors = {name: x[None] for name, x in tensors.items()}
-            key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
-        elif query.dim() == 3 and not self.batch_first:
-            tensors = {name: x.transpose(0, 1) for name, x in tensors.items()}
+        real: dict[str, Tensor | None] = dict.fromkeys(tensors)
+        for name, x in tensors.items():
+            if x.is_nested:
+                tensors[name], real[name] = _from_nested(x, name)
+            elif query.dim() == 2:
+                tensors[name] = x[None]
+            elif not self.batch_first:
+                tensors[name] = x.transpose(0, 1)
         batch, keys = tensors["query"].size(0), tensors["key"].shape[1:2]
         for (name, x), channels in zip(tensors.items(), (self.embed_dim, self.kdim, self.vdim), strict=True):
-            if x.dim() != 3 or x.size(0) != batch or x.size(2) != channels or (name == "value" and x.shape[1:2] != keys):
+            fits = x.size(0) == batch and 0 not in x.shape[:2] and x.size(2) == channels
+            if not fits or (name == "value" and x.shape[1:2] != keys):
                 raise ValueError(
-                    f"Expected '{name}' to be [B, length, {channels}], one of keys and values as long as the other (got {list(x.shape)} with batch_first). See the docstring of SBMMultiheadAttention."
+                    f"Expected '{name}' to be [B, length, {channels}] with a token or more in each of the B sequences of 'query', keys as many "
+                    f"as values (got {list(x.shape)} with batch_first). See the docstring of SBMMultiheadAttention."
                 )
-        if key_padding_mask is None:
-            return *tensors.values(), torch.ones(batch, *keys, dtype=torch.bool, device=query.device)  # type: ignore[return-value]
-        if key_padding_mask.shape != (batch, *keys):
+        if key.is_nested != value.is_nested or (key.is_nested and not torch.equal(cast(Tensor, real["key"]), cast(Tensor, real["value"]))):
+            raise ValueError("Expected 'value' to be nested as 'key' is (got other lengths). Each key has one value.")
+        if key_padding_mask is not None:
+            if key.is_nested:
+                raise ValueError("Expected no 'key_padding_mask' with a nested 'key' (got both). Nested tensors have no padding.")
+            if query.dim() == 2:
+                key_padding_mask = key_padding_mask[None]
+            if key_padding_mask.shape != (batch, *keys):
+                raise ValueError(
+                    f"Expected 'key_padding_mask' to be {[batch, *keys]} (got {list(key_padding_mask.shape)}). It is True at padded keys."
+                )
+            real["key"] = ~_as_bool(key_padding_mask, "key_padding_mask")
+        return tensors["query"], tensors["key"], tensors["value"], real["query"], real["key"]
+
+    def _check_graph(self, graph: AttentionGraph, frame: _Frame) -> None:
+        total, keys = frame.query.total, frame.key.total
+        if torch.compiler.is_compiling():  # which takes it for granted, and looks when it runs
+            same = (graph.query_ptr == frame.query.ptr).all() & (graph.key_ptr == frame.key.ptr).all()
+            torch._assert_async(same, "Expected 'graph' over the sequences of the real tokens.")
+            torch._check(graph.num_queries == total)
+            torch._check(graph.num_keys == keys)
+        if graph.heads not in (1, self.num_heads):
             raise ValueError(
-                f"Expected 'key_padding_mask' to be {[batch, *keys]} (got {list(key_padding_mask.shape)}). It is True at padded keys."
+                f"Expected 'graph' to have 1 or {self.num_heads} heads (got {graph.heads}). Take one with `graph.head(h)` first."
             )
-        return *tensors.values(), ~_as_bool(key_padding_mask, "key_padding_mask")  # type: ignore[return-value]
+        if (graph.num_queries, graph.num_keys) != (total, keys) or not graph.same_offsets(frame.query.ptr, frame.key.ptr):
+            raise ValueError(
+                f"Expected 'graph' over the sequences of N = {total} real queries and M = {keys} real keys (got {graph}). "
+                "Build it with the `ptr` that `sbm_pyg.unpad` gives."
+            )
 
     def _forbidden(self, attn_mask: Tensor | None, is_causal: bool, query: Tensor, key: Tensor) -> Tensor | None:
         """Pairs that must not attend, ``[B or 1, H or 1, L, S]`` bool, or None."""
@@ -284,6 +378,32 @@ class SBMMultiheadAttention(nn.Module):
         return _as_bool(attn_mask, "attn_mask").view(*((1, 1) if attn_mask.dim() == 2 else (batch, self.num_heads)), length, keys)
 
 
+def _count(name: str, value: Any) -> int:
+    """A size from 1 on, as an integer of Python's."""
+    try:
+        size = index(value)
+    except TypeError:
+        size = None
+    if size is None or isinstance(value, bool):
+        raise TypeError(f"Expected '{name}' to be an integer (got {type(value).__name__}). Convert it with `int`.")
+    if size < 1:
+        raise ValueError(f"Expected '{name}' to be at least 1 (got {size}). It counts channels, heads or blocks.")
+    return size
+
+
+def _check_flags(**flags: Any) -> None:
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"Expected '{name}' to be True or False (got {type(value).__name__}). Look at the order of the arguments.")
+
+
+def _check_device(device: Any) -> None:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, TypeError, AssertionError) as error:
+        raise ValueError(f"Expected 'device' to be one that torch has here (got {device!r}). Name it as in 'cpu' or 'cuda:0'.") from error
+
+
 def _as_bool(mask: Tensor, name: str) -> Tensor:
     """True where a boolean mask is True, or a floating one minus infinity."""
     if mask.dtype == torch.bool:
@@ -291,36 +411,83 @@ def _as_bool(mask: Tensor, name: str) -> Tensor:
     if not mask.is_floating_point():
         raise TypeError(f"Expected '{name}' to be boolean or floating (got {mask.dtype}). Convert it with `.bool()`, True = leave out.")
     masked = mask == -torch.inf
-    if bool((~masked & (mask != 0)).any()):
+    known = (masked | (mask == 0)).all()
+    if not readable(mask):
+        torch._assert_async(known, f"Expected '{name}' to hold 0 and minus infinity alone.")
+    elif not known:
         raise ValueError(
             f"Expected '{name}' to hold 0 and minus infinity alone (got other values). Add to the scores of edges by the option `score_bias`."
         )
     return masked
 
 
-class _Frame:
-    """Where the real tokens of a batch lie in its padded form."""
+def _from_nested(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    """A nested tensor in padded form, ``[B, length, channels]``, and which of its tokens are real, ``[B, length]``."""
+    if x.layout != torch.strided:
+        raise ValueError(
+            f"Expected '{name}' to be padded, or nested as torch's encoders have it (got layout {x.layout}). Pad it with "
+            "`torch.nested.to_padded_tensor`, or give its `values()` and `offsets()` to SBMAttentionConv as tokens and `ptr`."
+        )
+    lengths, channels = zip(*(part.shape for part in x.unbind()), strict=True)
+    if min(lengths) < 1 or len({*channels}) > 1:
+        raise ValueError(
+            f"Expected '{name}' to hold a token or more in each sequence, of equal channels (got lengths {lengths}, channels {channels}). "
+            "Leave empty sequences out of the batch."
+        )
+    padded = torch.nested.to_padded_tensor(x, 0.0)
+    return padded, torch.arange(padded.size(1), device=x.device) < torch.tensor(lengths, device=x.device)[:, None]
 
-    def __init__(self, real_query: Tensor, real_key: Tensor) -> None:
-        self.real_query, self.real_key = real_query, real_key  # [B, L], [B, S]
-        self.key, self.key_ptr = self._places(real_key)
-        self.query, self.query_ptr = (self.key, self.key_ptr) if real_query is real_key else self._places(real_query)
 
-    @staticmethod
-    def _places(real: Tensor) -> tuple[Tensor, Tensor]:
-        """Place of each real token among the padded ones, ``[N]``, and the offsets of the sequences, ``[B+1]``."""
+class _Side:
+    """Where the real tokens of the queries, or of the keys, lie in their padded form: by default all of them are real."""
+
+    def __init__(self, padded: Tensor, real: Tensor | None = None) -> None:
+        batch, self.length = padded.shape[:2]
+        self.shape, self.real = (batch, self.length), real
+        if real is None:
+            self.place, self.total = None, batch * self.length
+            self.ptr = torch.arange(batch + 1, device=padded.device) * self.length
+            return
         lengths = real.sum(1)
-        if readable(real) and bool((lengths == 0).any()):
+        if not readable(real):
+            torch._assert_async((lengths > 0).all(), "Expected 'key_padding_mask' to leave a real key in each sequence.")
+        elif bool((lengths == 0).any()):
             raise ValueError(
-                "Expected a real token in each sequence (got one that is all padding). Leave empty sequences out of the batch."
+                "Expected 'key_padding_mask' to leave a real key in each sequence (got one that is all padding). Leave empty sequences out of the batch."
             )
-        return real.flatten().nonzero()[:, 0], offsets(lengths)
+        self.place, self.ptr = real.flatten().nonzero()[:, 0], offsets(lengths)  # [N], [B+1]
+        self.total = self.place.numel()
+        if torch.compiler.is_compiling():
+            torch._check(self.total >= 2)  # inductor wants to know, as of other sizes, that it is not 1
+
+    def take(self, padded: Tensor) -> Tensor:
+        """The real tokens ``[N, ...]`` of padded ones."""
+        tokens = padded.flatten(0, 1)
+        return tokens if self.place is None else tokens[self.place]
+
+    def put(self, tokens: Tensor) -> Tensor:
+        """Padded tokens, ``[B, length, ...]``, with zeros where none is real."""
+        if self.place is not None:
+            padded = tokens.new_zeros(self.shape[0] * self.length, *tokens.shape[1:])
+            tokens = padded.index_copy(0, self.place, tokens)
+        return tokens.unflatten(0, self.shape)
+
+    def where(self, token: Tensor) -> Tensor:
+        """Where real tokens, given by their numbers, stand among the padded ones."""
+        return token if self.place is None else self.place[token]
+
+
+class _Frame:
+    """Queries and keys of a batch in their padded form."""
+
+    def __init__(self, query: _Side, key: _Side) -> None:
+        self.query, self.key = query, key
 
     def coordinates(self, graph: AttentionGraph) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Sequence, head, query and key of each edge, as the padded tensors count them, four times ``[E]``."""
         key, query = graph.edge_index
-        query, key, length, keys = self.query[query], self.key[key], self.real_query.size(1), self.real_key.size(1)
-        return query // length, graph.edge_head, query % length, key % keys
+        query, key = self.query.where(query), self.key.where(key)
+        return query // self.query.length, graph.edge_head, query % self.query.length, key % self.key.length
 
     def allowed(self, forbidden: Tensor, graph: AttentionGraph) -> Tensor:
         """Mask ``[E]`` of the edges that are not among the forbidden pairs ``[B or 1, H or 1, L, S]``."""
@@ -329,23 +496,26 @@ class _Frame:
 
     def dense_graph(self, forbidden: Tensor | None) -> AttentionGraph:
         """All pairs of real tokens that are not forbidden."""
-        pairs = (self.real_query[:, :, None] & self.real_key[:, None])[:, None]  # [B, 1, L, S]
-        pairs = pairs if forbidden is None else pairs & ~forbidden
-        rows = pairs.transpose(0, 1)[:, self.real_query]  # [H or 1, N, S]
+        batch, length, keys = *self.query.shape, self.key.length
+        real = torch.ones(batch, keys, dtype=torch.bool, device=self.key.ptr.device) if self.key.real is None else self.key.real
+        pairs = real[:, None, None].expand(batch, 1, length, keys)
+        pairs = pairs if forbidden is None else pairs & ~forbidden  # [B, H or 1, L, S]
+        rows = self.query.take(pairs.transpose(1, 2))  # [N, H or 1, S]
+        heads = rows.size(1)
+        rows = rows.transpose(0, 1)  # [H or 1, N, S]
         _, query, key = rows.nonzero(as_tuple=True)
-        number = self.real_key.flatten().cumsum(0).view(self.real_key.shape) - 1  # [B, S], of each real key among all
-        col = number[self.query[query] // self.real_query.size(1), key]
-        return AttentionGraph._trusted(
-            offsets(rows.sum(-1).flatten()), col, self.query.numel(), self.key.numel(), rows.size(0), self.query_ptr, self.key_ptr
-        )
+        number = real.flatten().cumsum(0).view(batch, keys) - 1  # of each real key among all
+        col = number[self.query.where(query) // length, key]
+        sizes = (self.query.total, self.key.total, heads, self.query.ptr, self.key.ptr)
+        return AttentionGraph._trusted(offsets(rows.sum(-1).flatten()), col, *sizes)
 
     def weights(self, graph: AttentionGraph, alpha: Tensor, average: bool) -> Tensor:
         """Weights of the edges as a sparse tensor, ``[B, L, S]``, the mean over heads, or ``[B, H, L, S]``."""
         sequence, head, query, key = self.coordinates(graph)
-        size = (*self.real_query.shape, self.real_key.size(1))
+        batch, length, keys = *self.query.shape, self.key.length
         if average:
             return torch.sparse_coo_tensor(
-                torch.stack([sequence, query, key]), alpha / graph.heads, size, check_invariants=False
+                torch.stack([sequence, query, key]), alpha / graph.heads, (batch, length, keys), check_invariants=False
             ).coalesce()
-        size = (size[0], graph.heads, *size[1:])
+        size = (batch, graph.heads, length, keys)
         return torch.sparse_coo_tensor(torch.stack([sequence, head, query, key]), alpha, size, check_invariants=False).coalesce()

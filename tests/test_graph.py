@@ -341,9 +341,7 @@ def test_sizes_that_cannot_be_are_refused_by_arithmetic(sizes: dict[str, int], m
 def test_a_dense_mask_that_memory_cannot_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = AttentionGraph.from_edge_index(torch.tensor([[0], [1]]), 10_000)
     monkeypatch.setattr(checks, "available", lambda device: 10**8 - 1)
-    with pytest.raises(
-        ValueError, match=says("Expected 'sequence' to ask for no more than memory holds (got 100,000,000 pairs, 0.1 GiB")
-    ):
+    with pytest.raises(ValueError, match=says("Expected 'sequence' to ask for no more than memory holds (got 100,000,000 pairs, 0.1 GiB")):
         graph.to_dense()
     monkeypatch.setattr(checks, "available", lambda device: 10**8)
     assert graph.to_dense().sum() == 1

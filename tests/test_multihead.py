@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 from collections.abc import Callable
 from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -45,6 +47,10 @@ def forbidden_pairs(kind: str | None, batch: int, length: int, keys: int) -> Ten
     mask = torch.rand(shape, generator=torch.Generator().manual_seed(2)) < 0.3
     mask[..., 0] = False
     return torch.zeros(shape, dtype=torch.float64).masked_fill(mask, -torch.inf) if kind == "floating" else mask
+
+
+def nested(x: Tensor, lengths: tuple[int, ...] = (7, 5, 2)) -> Tensor:
+    return torch.nested.as_nested_tensor([row[:length] for row, length in zip(x, lengths, strict=True)])
 
 
 # ------------------------------------------------------------------ torch's layer
@@ -93,11 +99,14 @@ def test_single_precision_equals_torch() -> None:
     torch.testing.assert_close(out[~PADDING], expected[~PADDING], rtol=0, atol=1e-6)
 
 
-def test_one_sequence_has_no_batch_dimension() -> None:
+@pytest.mark.parametrize(("mask", "average"), [*product(MASKS, [True, False])])
+def test_one_sequence_has_no_batch_dimension(mask: str | None, average: bool) -> None:
     theirs, query, memory = torch_layer(), draw(4, 16), draw(7, 16, seed=2)
     ours = SBMMultiheadAttention.from_torch(theirs, num_blocks=None)
-    mask = PADDING[1]
-    for mine, expected in zip(ours(query, memory, memory, mask), theirs(query, memory, memory, mask), strict=True):
+    arguments: dict[str, Any] = {"attn_mask": forbidden_pairs(mask, 1, 4, 7), "average_attn_weights": average}
+    padding = torch.zeros(7, dtype=torch.float64).masked_fill(PADDING[1], -torch.inf) if mask == "floating" else PADDING[1]
+    results = (layer(query, memory, memory, padding, **arguments) for layer in (ours, theirs))
+    for mine, expected in zip(*results, strict=True):
         torch.testing.assert_close(mine.to_dense() if mine.is_sparse else mine, expected, rtol=0, atol=1e-12)
 
 
@@ -221,26 +230,107 @@ def counted(function: Callable[..., Any], calls: list[bool]) -> Callable[..., An
     return call
 
 
+def encoder(**options: Any) -> nn.TransformerEncoder:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, **{"dropout": 0.0, "batch_first": True, **options})
+    nested = layer.self_attn.batch_first and not layer.norm_first  # else torch warns that it cannot
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=nested).double()
+
+
+def count_calls(model: nn.Module) -> list[bool]:
+    calls: list[bool] = []
+    for module in model.modules():
+        if isinstance(module, SBMMultiheadAttention):
+            module.conv.attend = counted(module.conv.attend, calls)  # type: ignore[method-assign]  # a hook would switch the bypass off
+    return calls
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # torch's own way around its layers
 @pytest.mark.parametrize(("batch_first", "norm_first"), [*product([True, False], repeat=2)])
-@pytest.mark.parametrize("train", [True, False])
-def test_transformer_encoder(batch_first: bool, norm_first: bool, train: bool) -> None:
+@pytest.mark.parametrize("mask", ["padding", "both", None])
+def test_transformer_encoder(batch_first: bool, norm_first: bool, mask: str | None) -> None:
     """In evaluation without gradients torch bypasses the forward pass of a layer it knows, and makes padded batches nested: not of this one."""
-    torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=batch_first, norm_first=norm_first)
-    theirs = nn.TransformerEncoder(layer, 2, enable_nested_tensor=batch_first and not norm_first).double().train(train)
+    theirs = encoder(batch_first=batch_first, norm_first=norm_first)
     ours = copy.deepcopy(theirs)
     assert transformer_encoder.replace_attention(ours, num_blocks=None) == 2
     x = draw(3, 7, 16) if batch_first else draw(3, 7, 16).transpose(0, 1)
-    calls: list[bool] = []
-    for module in ours.modules():
-        if isinstance(module, SBMMultiheadAttention):
-            module.conv.attend = counted(module.conv.attend, calls)  # type: ignore[method-assign]  # a hook would switch the bypass off
-    with torch.set_grad_enabled(train):
-        expected, out = (model(x, src_key_padding_mask=PADDING) for model in (theirs, ours))
+    arguments: dict[str, Any] = {"src_key_padding_mask": PADDING if mask else None}
+    arguments["mask"] = forbidden_pairs("shared", 3, 7, 7) if mask == "both" else None
+    calls = count_calls(ours)
+    expected, trained = theirs(x, **arguments), ours(x, **arguments)
+    ours.eval()
+    with torch.no_grad():
+        evaluated = ours(x, **arguments)
+    frozen = ours.requires_grad_(False)(x, **arguments)
+    assert len(calls) == 6
+    assert trained.isfinite().all()
+    real = torch.ones_like(PADDING) if mask is None else ~PADDING
+    real = real if batch_first else real.T
+    torch.testing.assert_close(trained[real], expected[real], rtol=0, atol=1e-12)
+    assert torch.equal(evaluated, trained)
+    assert torch.equal(frozen, trained)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("which", [0, 1])
+def test_an_encoder_with_a_layer_of_either_kind(which: int) -> None:
+    """An encoder whose first layer is torch's gives nested tensors to the others."""
+    theirs = encoder().eval()
+    ours, x = copy.deepcopy(theirs), draw(3, 7, 16)
+    layer: Any = ours.layers[which]
+    layer.self_attn = SBMMultiheadAttention.from_torch(layer.self_attn, num_blocks=None)
+    calls, inputs = count_calls(ours), [x, nested(x)]
+    with torch.no_grad():
+        for tokens in inputs:
+            mask = None if tokens.is_nested else PADDING
+            expected, out = (model(tokens, src_key_padding_mask=mask) for model in (theirs, ours))
+            if out.is_nested:
+                expected, out = (torch.cat(result.unbind()) for result in (expected, out))
+            else:
+                expected, out = expected[~PADDING], out[~PADDING]
+            torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
     assert len(calls) == 2
-    real = ~PADDING if batch_first else ~PADDING.T
-    torch.testing.assert_close(out[real], expected[real], rtol=0, atol=1e-12)
+
+
+def test_an_encoder_of_layers_that_sample() -> None:
+    """Made of a layer whose attention is replaced already; in evaluation over the same graphs as in training."""
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True, dtype=torch.float64)
+    layer.self_attn = sampling_layer()  # type: ignore[assignment]
+    with pytest.warns(UserWarning, match="_qkv_same_embed_dim was not True"):
+        model = nn.TransformerEncoder(layer, 2)
+    x, results = draw(3, 7, 16), []
+    for train in (True, False):
+        torch.manual_seed(1)
+        with torch.set_grad_enabled(train):
+            results.append(model.train(train)(x, src_key_padding_mask=PADDING))
+    assert torch.equal(*results)
+    assert results[0].isfinite().all()
+
+
+def test_the_projection_that_encoders_see_is_the_layer_s_own() -> None:
+    layer = sampling_layer()
+    assert layer.in_proj_weight.requires_grad
+    nn.init.zeros_(layer.in_proj_weight)
+    assert not layer.conv.lin_query.weight.any()
+    assert "in_proj_weight" not in layer.state_dict()
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True, but")  # torch's, of a model that is not batch_first
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_transformer(batch_first: bool) -> None:
+    torch.manual_seed(0)
+    theirs = nn.Transformer(16, 2, 1, 1, 32, dropout=0.0, batch_first=batch_first, dtype=torch.float64)
+    ours = copy.deepcopy(theirs)
+    assert transformer_encoder.replace_attention(ours, num_blocks=None) == 3
+    source, target = (x if batch_first else x.transpose(0, 1) for x in (draw(3, 7, 16), draw(3, 5, 16, seed=2)))
+    mask = nn.Transformer.generate_square_subsequent_mask(5, dtype=torch.float64)
+    padding = torch.zeros(3, 7, dtype=torch.float64).masked_fill(PADDING, -torch.inf)
+    arguments = {"tgt_mask": mask, "src_key_padding_mask": padding, "memory_key_padding_mask": padding}
+    expected = theirs(source, target, **arguments)
+    for train in (True, False):
+        with torch.set_grad_enabled(train):
+            out = ours.train(train)(source, target, **arguments)
+        torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
 
 
 def test_transformer_decoder_layer() -> None:
@@ -297,45 +387,217 @@ def test_the_recipe_for_hugging_face(capsys: pytest.CaptureFixture[str]) -> None
 # ------------------------------------------------------------------ errors
 
 
+def refused(call: Callable[..., Any], arguments: dict[str, Any], error: type[Exception], name: str, got: str) -> None:
+    with pytest.raises(error) as caught:
+        call(**arguments)
+    message = str(caught.value)
+    assert type(caught.value) is error
+    assert re.fullmatch(r"Expected .+ \(got .+\)\. .+\.", message), message
+    assert f"'{name}'" in message.split(" (got ")[0], message
+    assert got in message, message
+
+
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "error", "name", "got"),
     [
-        ({"num_heads": 3}, r"Expected 'embed_dim' to be a multiple of 'num_heads' \(got 16 and 3\)"),
-        ({"add_bias_kv": True}, r"Expected 'add_bias_kv' to be False \(got True\)"),
-        ({"add_zero_attn": True}, r"Expected 'add_zero_attn' to be False \(got True\)"),
-        ({"concat": False}, r"Expected no 'concat' \(got False\)"),
-        ({"dropout": 1.0}, r"Expected 'dropout' in \[0, 1\) \(got 1.0\)"),
+        ({"num_heads": 3}, ValueError, "embed_dim", "got 16 and 3"),
+        ({"embed_dim": True}, TypeError, "embed_dim", "got bool"),
+        ({"embed_dim": 16.0}, TypeError, "embed_dim", "got float"),
+        ({"embed_dim": None}, TypeError, "embed_dim", "got NoneType"),
+        ({"embed_dim": "16"}, TypeError, "embed_dim", "got str"),
+        ({"embed_dim": torch.tensor(1.5)}, TypeError, "embed_dim", "got Tensor"),
+        ({"embed_dim": 0}, ValueError, "embed_dim", "got 0"),
+        ({"embed_dim": -16}, ValueError, "embed_dim", "got -16"),
+        ({"num_heads": True}, TypeError, "num_heads", "got bool"),
+        ({"num_heads": None}, TypeError, "num_heads", "got NoneType"),
+        ({"num_heads": 0}, ValueError, "num_heads", "got 0"),
+        ({"num_heads": -2}, ValueError, "num_heads", "got -2"),
+        ({"kdim": 0}, ValueError, "kdim", "got 0"),
+        ({"kdim": -1}, ValueError, "kdim", "got -1"),
+        ({"kdim": False}, TypeError, "kdim", "got bool"),
+        ({"kdim": [16]}, TypeError, "kdim", "got list"),
+        ({"vdim": 0}, ValueError, "vdim", "got 0"),
+        ({"vdim": -1}, ValueError, "vdim", "got -1"),
+        ({"vdim": 2.5}, TypeError, "vdim", "got float"),
+        ({"num_blocks": 0}, ValueError, "num_blocks", "got 0"),
+        ({"num_blocks": -4}, ValueError, "num_blocks", "got -4"),
+        ({"num_blocks": True}, TypeError, "num_blocks", "got bool"),
+        ({"num_blocks": "8"}, TypeError, "num_blocks", "got str"),
+        ({"dropout": 1.0}, ValueError, "dropout", "got 1.0"),
+        ({"dropout": -0.1}, ValueError, "dropout", "got -0.1"),
+        ({"dropout": float("nan")}, ValueError, "dropout", "got nan"),
+        ({"dropout": None}, TypeError, "dropout", "got NoneType"),
+        ({"dropout": "0.1"}, TypeError, "dropout", "got str"),
+        ({"dropout": True}, TypeError, "dropout", "got bool"),
+        ({"bias": None}, TypeError, "bias", "got NoneType"),
+        ({"batch_first": "False"}, TypeError, "batch_first", "got str"),
+        ({"batch_first": 1}, TypeError, "batch_first", "got int"),
+        ({"add_bias_kv": True}, ValueError, "add_bias_kv", "got True"),
+        ({"add_bias_kv": 0}, TypeError, "add_bias_kv", "got int"),
+        ({"add_zero_attn": True}, ValueError, "add_zero_attn", "got True"),
+        ({"add_zero_attn": None}, TypeError, "add_zero_attn", "got NoneType"),
+        ({"concat": False}, ValueError, "concat", "got False"),
+        ({"device": "nonsense"}, ValueError, "device", "got 'nonsense'"),
+        ({"device": "cuda:99"}, ValueError, "device", "got 'cuda:99'"),
+        ({"device": 1.5}, ValueError, "device", "got 1.5"),
+        ({"dtype": torch.int64}, TypeError, "dtype", "got torch.int64"),
+        ({"dtype": torch.complex64}, TypeError, "dtype", "got torch.complex64"),
+        ({"dtype": "float32"}, TypeError, "dtype", "got 'float32'"),
+        ({"dtype": float}, TypeError, "dtype", "got <class 'float'>"),
     ],
 )
-def test_option_errors(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        SBMMultiheadAttention(**{"embed_dim": 16, "num_heads": 2, **options})
+def test_option_errors(options: dict[str, Any], error: type[Exception], name: str, got: str) -> None:
+    refused(SBMMultiheadAttention, {"embed_dim": 16, "num_heads": 2, **options}, error, name, got)
+
+
+def test_sizes_of_numpy_and_dropout_of_an_integer() -> None:
+    layer = SBMMultiheadAttention(np.int64(16), np.int32(2), 0, kdim=np.int8(12), num_blocks=np.int64(4))  # type: ignore[arg-type]
+    assert [type(size) for size in (layer.embed_dim, layer.num_heads, layer.kdim, layer.vdim)] == [int] * 4
+    assert layer(draw(4, 3, 16).float(), draw(5, 3, 12).float(), draw(5, 3, 16).float())[0].shape == (4, 3, 16)
+
+
+@pytest.mark.parametrize("attention", [None, nn.Linear(16, 16), nn.TransformerEncoderLayer(16, 2)])
+def test_a_layer_to_copy(attention: Any) -> None:
+    refused(SBMMultiheadAttention.from_torch, {"attention": attention}, TypeError, "attention", f"got {type(attention).__name__}")
+
+
+def test_layers_that_cannot_be_copied() -> None:
+    for name in ("add_bias_kv", "add_zero_attn"):
+        theirs = nn.MultiheadAttention(16, 2, **{name: True})
+        refused(SBMMultiheadAttention.from_torch, {"attention": theirs}, ValueError, name, "got True")
+
+
+NAN_MASK = torch.zeros(3, 7, dtype=torch.float64).masked_fill(PADDING, torch.nan)
+SQUARE = torch.zeros(7, 7, dtype=torch.float64)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "message"),
+    ("arguments", "error", "name", "got"),
     [
-        ({"key_padding_mask": PADDING[:2]}, ValueError, r"Expected 'key_padding_mask' to be \[3, 7\] \(got \[2, 7\]\)"),
-        ({"key_padding_mask": PADDING.long()}, TypeError, r"Expected 'key_padding_mask' to be boolean or floating \(got torch.int64\)"),
-        ({"key_padding_mask": torch.ones(3, 7, dtype=torch.bool)}, ValueError, "Expected a real token in each sequence"),
-        ({"attn_mask": torch.ones(7, 7)}, ValueError, r"Expected 'attn_mask' to hold 0 and minus infinity alone .* option `score_bias`"),
+        *(({name: None}, TypeError, name, "got NoneType") for name in ("query", "key", "value")),
+        *(({name: [[1.0] * 16]}, TypeError, name, "got list") for name in ("query", "key", "value")),
+        *(({name: draw(3, 7, 16).numpy()}, TypeError, name, "got ndarray") for name in ("query", "key", "value")),
+        *(({name: draw(3, 7, 16).float()}, TypeError, name, "got torch.float32") for name in ("query", "key", "value")),
+        *(({name: draw(3, 7, 16).long()}, TypeError, name, "got torch.int64") for name in ("query", "key", "value")),
+        *(({name: draw(3, 7, 16) > 0}, TypeError, name, "got torch.bool") for name in ("query", "key", "value")),
+        *(({name: draw(3, 7, 16).to(torch.complex128)}, TypeError, name, "got torch.complex128") for name in ("query", "key", "value")),
+        *(({name: draw(3, 7, 16).to_sparse()}, TypeError, name, "got layout torch.sparse_coo") for name in ("query", "key", "value")),
+        *(({name: draw(3, 7, 16).to("meta")}, ValueError, name, "got meta") for name in ("query", "key", "value")),
+        *(({name: draw(3, 7, 15)}, ValueError, name, "got [3, 7, 15]") for name in ("query", "key", "value")),
+        ({"query": draw(1, 3, 7, 16)}, ValueError, "query", "got 4"),
+        ({"query": draw(16)}, ValueError, "query", "got 1"),
+        ({"query": torch.tensor(1.0, dtype=torch.float64)}, ValueError, "query", "got 0"),
+        ({"key": draw(1, 3, 7, 16)}, ValueError, "key", "got 4"),
+        ({"query": draw(7, 16)}, ValueError, "key", "got 3"),
+        ({"query": draw(3, 0, 16)}, ValueError, "query", "got [3, 0, 16]"),
+        ({"query": draw(0, 7, 16)}, ValueError, "query", "got [0, 7, 16]"),
+        ({"key": draw(3, 0, 16), "value": draw(3, 0, 16)}, ValueError, "key", "got [3, 0, 16]"),
+        ({"key": draw(2, 7, 16)}, ValueError, "key", "got [2, 7, 16]"),
+        ({"value": draw(3, 6, 16)}, ValueError, "value", "got [3, 6, 16]"),
+        ({"key_padding_mask": PADDING[:2]}, ValueError, "key_padding_mask", "got [2, 7]"),
+        ({"key_padding_mask": PADDING[0]}, ValueError, "key_padding_mask", "got [7]"),
+        ({"key_padding_mask": PADDING.tolist()}, TypeError, "key_padding_mask", "got list"),
+        ({"key_padding_mask": PADDING.long()}, TypeError, "key_padding_mask", "got torch.int64"),
+        ({"key_padding_mask": PADDING.byte()}, TypeError, "key_padding_mask", "got torch.uint8"),
+        ({"key_padding_mask": PADDING.to("meta")}, ValueError, "key_padding_mask", "got meta"),
+        ({"key_padding_mask": PADDING.to_sparse()}, TypeError, "key_padding_mask", "got layout torch.sparse_coo"),
+        ({"key_padding_mask": NAN_MASK}, ValueError, "key_padding_mask", "got other values"),
+        ({"key_padding_mask": PADDING.double()}, ValueError, "key_padding_mask", "got other values"),
+        ({"key_padding_mask": torch.ones(3, 7, dtype=torch.bool)}, ValueError, "key_padding_mask", "got one that is all padding"),
+        ({"attn_mask": "causal"}, TypeError, "attn_mask", "got str"),
+        ({"attn_mask": torch.ones(7, 7)}, ValueError, "attn_mask", "option `score_bias`"),
+        ({"attn_mask": SQUARE + torch.inf}, ValueError, "attn_mask", "got other values"),
+        ({"attn_mask": SQUARE * torch.nan}, ValueError, "attn_mask", "got other values"),
+        ({"attn_mask": SQUARE.int()}, TypeError, "attn_mask", "got torch.int32"),
+        ({"attn_mask": SQUARE.to(torch.complex64)}, TypeError, "attn_mask", "got torch.complex64"),
+        ({"attn_mask": SQUARE.to("meta")}, ValueError, "attn_mask", "got meta"),
+        ({"attn_mask": SQUARE[:, :6]}, ValueError, "attn_mask", "got [7, 6]"),
+        ({"attn_mask": SQUARE[None, None]}, ValueError, "attn_mask", "got [1, 1, 7, 7]"),
+        ({"attn_mask": SQUARE.expand(3, 7, 7)}, ValueError, "attn_mask", "got [3, 7, 7]"),
+        ({"need_weights": PADDING}, TypeError, "need_weights", "got Tensor"),
+        ({"average_attn_weights": 1}, TypeError, "average_attn_weights", "got int"),
+        ({"is_causal": None}, TypeError, "is_causal", "got NoneType"),
+        ({"return_graph": "yes"}, TypeError, "return_graph", "got str"),
+        ({"graph": torch.tensor([[0, 1], [1, 0]])}, TypeError, "graph", "got Tensor"),
+        ({"graph": "full"}, TypeError, "graph", "got str"),
+        ({"graph": patterns.full(20)}, ValueError, "graph", "20 queries"),
+        ({"graph": patterns.full(21)}, ValueError, "graph", "1 sequence"),
+        ({"graph": patterns.full(None, ptr=torch.tensor([0, 7, 14, 21])).expand(3)}, ValueError, "graph", "got 3"),
+        ({"graph": patterns.full(21).to("meta")}, ValueError, "graph", "got meta"),
+        ({"seed": 0.5}, TypeError, "seed", "got 0.5"),
+        ({"seed": "0"}, TypeError, "seed", "got '0'"),
+        ({"seed": 2**64}, ValueError, "seed", "got 18446744073709551616"),
+        ({"streams": [0, 1, 2]}, TypeError, "streams", "got list"),
+        ({"streams": torch.arange(2)}, ValueError, "streams", "got [2]"),
+        ({"streams": torch.tensor([0, 1, -1])}, ValueError, "streams", "got -1 to 1"),
         (
-            {"attn_mask": torch.ones(7, 6, dtype=torch.bool)},
+            {"streams": torch.arange(3), "graph": patterns.full(None, ptr=torch.tensor([0, 7, 14, 21]))},
             ValueError,
-            r"Expected 'attn_mask' to be \[7, 7\] or \[6, 7, 7\] \(got \[7, 6\]\)",
+            "streams",
+            "got a 'graph', or num_blocks=None",
         ),
-        ({"graph": patterns.full(20)}, ValueError, r"over N = 21 queries and M = 21 keys"),
-        ({"value": draw(3, 6, 16)}, ValueError, r"Expected 'value' to be \[B, length, 16\]"),
-        ({"key": draw(2, 7, 16)}, ValueError, r"Expected 'key' to be \[B, length, 16\]"),
     ],
 )
-def test_call_errors(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_call_errors(arguments: dict[str, Any], error: type[Exception], name: str, got: str) -> None:
     x = draw(3, 7, 16)
-    with pytest.raises(error, match=message):
-        sampling_layer()(**{"query": x, "key": x, "value": x, **arguments})
+    refused(sampling_layer(), {"query": x, "key": x, "value": x, **arguments}, error, name, got)
 
 
-def test_nested_tensors_are_refused() -> None:
-    nested = torch.nested.nested_tensor([draw(3, 16), draw(5, 16)], layout=torch.jagged)
-    with pytest.raises(ValueError, match="Expected padded tensors"):
-        sampling_layer()(nested, nested, nested)
+def test_streams_of_a_layer_without_blocks() -> None:
+    x, layer = draw(3, 7, 16), SBMMultiheadAttention(16, 2, batch_first=True, num_blocks=None, dtype=torch.float64)
+    refused(layer, {"query": x, "key": x, "value": x, "streams": torch.arange(3)}, ValueError, "streams", "num_blocks=None")
+
+
+def test_autocast_takes_what_it_converts() -> None:
+    layer, x = SBMMultiheadAttention(16, 2, batch_first=True, num_blocks=4), draw(3, 7, 16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert layer(x.bfloat16(), x.float(), x.half(), seed=0)[0].dtype == torch.bfloat16
+        refused(layer, {"query": x, "key": x, "value": x}, TypeError, "query", "got torch.float64")
+
+
+# ------------------------------------------------------------------ nested tensors
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("batch_first", [True, False])  # of no account to nested tensors
+def test_a_nested_tensor_is_a_padded_one(batch_first: bool) -> None:
+    layer, x, results = sampling_layer(), draw(3, 7, 16).requires_grad_(), []
+    for tokens, mask in ((x, PADDING), (nested(x), None)):
+        layer.batch_first = batch_first or tokens is x
+        out, weights, graph = layer(tokens, tokens, tokens, mask, is_causal=True, seed=3, return_graph=True)
+        real = torch.cat(out.unbind()) if out.is_nested else out[~PADDING]
+        results.append((real, weights.to_dense(), graph.col, *torch.autograd.grad(real.sin().sum(), x)))
+    assert out.is_nested
+    assert [row.size(0) for row in out.unbind()] == [7, 5, 2]
+    for expected, got in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_queries_or_keys() -> None:
+    layer, x, memory = sampling_layer(), draw(3, 7, 16), draw(3, 7, 16, seed=2)
+    expected = layer(x, memory, memory, PADDING, seed=3)
+    for wanted, got in zip(expected, layer(x, *[nested(memory)] * 2, seed=3), strict=True):
+        assert torch.equal(got.to_dense(), wanted.to_dense())
+    dense = SBMMultiheadAttention.from_torch(torch_layer(batch_first=True), num_blocks=None)
+    out = torch.cat(dense(nested(x), memory, memory, PADDING)[0].unbind())
+    torch.testing.assert_close(out, dense(x, memory, memory, PADDING)[0][~PADDING], rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_errors() -> None:
+    layer, x = sampling_layer(), draw(3, 7, 16)
+    jagged = torch.nested.nested_tensor([draw(3, 16), draw(5, 16)], layout=torch.jagged)
+    refused(layer, {"query": jagged, "key": jagged, "value": jagged}, ValueError, "query", "got layout torch.jagged")
+    for name, tokens, got in (
+        ("key", nested(x, (7, 0, 2)), "got lengths (7, 0, 2)"),
+        ("key", torch.nested.as_nested_tensor([draw(7, 16), draw(5, 8), draw(2, 16)]), "channels (16, 8, 16)"),
+        ("value", nested(x, (7, 4, 2)), "got other lengths"),
+        ("value", nested(x, (6, 4, 2)), "got [3, 6, 16]"),
+        ("value", x, "got other lengths"),
+        ("key_padding_mask", PADDING, "got both"),
+        ("key_padding_mask", nested(x), "got layout"),
+        ("attn_mask", nested(x), "got layout"),
+    ):
+        arguments = {"query": x, "key": nested(x), "value": nested(x), name: tokens}
+        refused(layer, arguments, TypeError if got == "got layout" else ValueError, name, got)

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn import functional as F
 
-from sbm_pyg import AttentionGraph, SBMAttentionConv, SBMMultiheadAttention, SequenceClassifier, SequenceEncoder, ops, patterns
+from sbm_pyg import AttentionGraph, SBMAttentionConv, SBMMultiheadAttention, SequenceClassifier, SequenceEncoder, ops, patterns, ragged
 from sbm_pyg.ops import reference
 
 PTR = torch.tensor([0, 10, 17, 30])
@@ -142,16 +142,74 @@ def test_one_graph_with_forced_edges(compile_whole: Callable[..., Any]) -> None:
         compiled(tokens(30), ptr=torch.tensor([0, 7, 31]), seed=1)
 
 
-def test_one_graph_for_padded_batches(compile_whole: Callable[..., Any]) -> None:
-    """Without weights: torch does not trace sparse tensors."""
+def padded(**options: Any) -> SBMMultiheadAttention:
     torch.manual_seed(0)
-    attention = SBMMultiheadAttention(16, 2, batch_first=True, num_blocks=4).eval()
-    compiled = compile_whole(attention)
+    return SBMMultiheadAttention(16, 2, batch_first=True, **{"num_blocks": 4, **options})
+
+
+def padded_call(kind: str, n: int) -> dict[str, Any]:
+    """Three sequences, padded to n tokens, without weights: torch does not trace sparse tensors."""
+    lengths = torch.tensor([n, n - 3, 4])
+    padding, causal = torch.arange(n) >= lengths[:, None], torch.ones(n, n, dtype=torch.bool).triu(1)
+    arguments: dict[str, Any] = {"key_padding_mask": padding, "need_weights": False, "seed": n}
+    if kind == "boolean masks":
+        arguments["attn_mask"] = causal
+    elif kind == "floating masks":
+        arguments["attn_mask"] = torch.zeros(n, n).masked_fill(causal, -torch.inf)
+        arguments["key_padding_mask"] = torch.zeros(3, n).masked_fill(padding, -torch.inf)
+    elif kind == "a graph":
+        arguments |= {"graph": patterns.window(None, 1, ptr=ragged.offsets(lengths)), "is_causal": True}
+    elif kind == "no padding":
+        del arguments["key_padding_mask"]
+    return arguments
+
+
+def equal_over_padded_batches(compiled: Any, attention: SBMMultiheadAttention, kind: str, cross: bool = False) -> None:
+    for n in (10, 13, 8):
+        x = tokens(3 * n).view(3, n, 16).requires_grad_()
+        query, arguments = tokens(15, seed=2).view(3, 5, 16) if cross else x, padded_call(kind, n)
+        out, expected = (layer(query, x, x, **arguments)[0] for layer in (compiled, attention))
+        equal_with_gradients(out, expected, [x, *attention.parameters()])
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("kind", "num_blocks"), [("boolean masks", 4), ("floating masks", 4), ("a graph", 4), ("no padding", 4), ("floating masks", None)]
+)
+def test_one_graph_for_padded_batches(kind: str, num_blocks: int | None, compile_whole: Callable[..., Any]) -> None:
+    attention = padded(num_blocks=num_blocks)
+    equal_over_padded_batches(compile_whole(attention), attention, kind)
+
+
+def test_one_graph_for_padded_memories(compile_whole: Callable[..., Any]) -> None:
+    attention = padded(num_blocks=None)
+    equal_over_padded_batches(compile_whole(attention), attention, "key padding", cross=True)
+
+
+def test_compiled_code_checks_masks_when_it_runs(compile_whole: Callable[..., Any]) -> None:
+    compiled, x = compile_whole(padded().eval()), tokens(30).view(3, 10, 16)
+    call = padded_call("floating masks", 10)
+    padding, mask = call["key_padding_mask"], call["attn_mask"]
     with torch.no_grad():
-        for n in (10, 13, 8):
-            x, padding = tokens(3 * n).view(3, n, 16), torch.arange(n) >= torch.tensor([[n], [n - 3], [4]])
-            arguments: dict[str, Any] = {"key_padding_mask": padding, "need_weights": False, "is_causal": True, "seed": n}
-            torch.testing.assert_close(compiled(x, x, x, **arguments)[0], attention(x, x, x, **arguments)[0])
+        compiled(x, x, x, **call)
+        for name, wrong, message in (
+            ("key_padding_mask", padding + 1, "Expected 'key_padding_mask' to hold 0 and minus infinity alone"),
+            ("attn_mask", mask * torch.nan, "Expected 'attn_mask' to hold 0 and minus infinity alone"),
+            ("key_padding_mask", padding - torch.inf, "Expected 'key_padding_mask' to leave a real key in each sequence"),
+        ):
+            with pytest.raises(RuntimeError, match=message):
+                compiled(x, x, x, **{**call, name: wrong})
+
+
+def test_compiled_code_checks_sizes_when_it_runs(compile_whole: Callable[..., Any]) -> None:
+    compiled, x = compile_whole(padded().eval()), tokens(30).view(3, 10, 16)
+    call = padded_call("a graph", 10)
+    with torch.no_grad():
+        compiled(x, x, x, **call)
+        for ends in ([0, 10, 17, 22], [0, 9, 17, 21]):  # another number of tokens, other sequences
+            wrong = patterns.window(None, 1, ptr=torch.tensor(ends))
+            with pytest.raises(RuntimeError, match="Expected 'graph' over the sequences of the real tokens"):
+                compiled(x, x, x, **{**call, "graph": wrong})
 
 
 def test_a_seed_may_be_drawn_inside(compile_whole: Callable[..., Any]) -> None:
@@ -167,12 +225,31 @@ def test_a_seed_may_be_drawn_inside(compile_whole: Callable[..., Any]) -> None:
 
 
 @pytest.mark.slow
-def test_inductor(compile_whole: Callable[..., Any]) -> None:
+def test_inductor_over_a_graph(compile_whole: Callable[..., Any]) -> None:
     conv = layer()
     compiled = compile_whole(conv, "inductor")
     for n, reach in ((30, 1), (35, 4)):
         x, graph = tokens(n).requires_grad_(), patterns.window(n, reach)
         equal_with_gradients(compiled(x, graph), conv(x, graph), [x, conv.lin_key.weight])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_inductor_of_a_model_that_samples(compile_whole: Callable[..., Any]) -> None:
+    """Forward alone, for compilers of C++ take their time; `test_one_graph_for_a_whole_model` has the gradients."""
+    model = classifier().eval()
+    compiled = compile_whole(model, "inductor")
+    with torch.no_grad():
+        for n in (30, 40):
+            arguments = (words(n), torch.tensor([0, 10, 17, n]))
+            torch.testing.assert_close(compiled(*arguments, seed=n), model(*arguments, seed=n))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_inductor_of_padded_batches(compile_whole: Callable[..., Any]) -> None:
+    attention = padded()
+    equal_over_padded_batches(compile_whole(attention, "inductor"), attention, "floating masks")
 
 
 # ------------------------------------------------------------------ exported
