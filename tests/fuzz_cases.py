@@ -348,6 +348,25 @@ def _sample_systematic(d: Draw) -> Case:
     return Case(ops.sample_systematic, arguments, check, unchecked=("query_ptr", "key_ptr"))
 
 
+@case("ops.invalid_row")
+def _invalid_row(d: Draw) -> Case:
+    g = d.graph()
+    arguments = {"rowptr": g.rowptr, "col": g.col, "query_ptr": g.query_ptr, "key_ptr": g.key_ptr, "heads": g.heads}
+
+    def check(result: Tensor, rowptr: Tensor, col: Tensor, query_ptr: Tensor, key_ptr: Tensor, heads: Any) -> None:
+        first = -1
+        for row in range(rowptr.numel() - 1):
+            start, end = rowptr[row : row + 2].tolist()
+            keys, b = col[max(start, 0) : max(end, 0)].tolist(), sum(x <= row % g.num_queries for x in query_ptr[1:].tolist())
+            good = 0 <= start <= end <= len(col) and all(x < y for x, y in itertools.pairwise(keys))
+            if not (good and all(key_ptr[b] <= key < key_ptr[b + 1] for key in keys)):
+                first = row
+                break
+        expect(int(result) == first, "another row")
+
+    return Case(ops.invalid_row, arguments, check, unchecked=("query_ptr", "key_ptr"))
+
+
 @case("ops.segment_entmax")
 def _segment_entmax(d: Draw) -> Case:
     lengths = d.lengths()
@@ -426,9 +445,39 @@ GraphCheck = Callable[[AttentionGraph, Any], None]
 
 def part(graph: AttentionGraph, sequence: Any) -> Tensor:
     """Dense mask ``[H, n, m]`` of one sequence."""
-    b = operator.index(sequence) % graph.num_sequences
+    expect(sequence is not None or graph.num_sequences == 1, "the first of several sequences was shown unasked")
+    b = operator.index(sequence or 0) % graph.num_sequences
     queries, keys = graph.query_ptr.tolist(), graph.key_ptr.tolist()
     return dense(graph)[:, queries[b] : queries[b + 1], keys[b] : keys[b + 1]]
+
+
+@case("AttentionGraph.from_data", 6)
+def _from_data(d: Draw) -> Case:
+    g = d.graph()
+    square = g.num_queries == g.num_keys and torch.equal(g.query_ptr, g.key_ptr)
+    data = g.to_data() if square and d.random() < 0.5 else g.to_hetero_data()
+
+    def check(result: AttentionGraph, data: Any, **_: Any) -> None:
+        if isinstance(data, Data):
+            expect(edges_in(result) == sorted({*edges_of(data, result.heads)}), "other edges")
+        else:
+            expect(edges_in(result) == edges_in(g), "other edges")
+
+    edge_type = None if isinstance(data, Data) else d.maybe(("key", "to", "query"))
+    arguments = {"data": data, "edge_type": edge_type, "heads": d.maybe(g.heads)}
+    names = {"data": (*DATA_NAMES, "edge_index", "edge_head", "num_queries", "num_keys"), "heads": ("edge_head",)}
+    return Case(AttentionGraph.from_data, arguments, check, more={"data": DATA}, names=names)
+
+
+@case("AttentionGraph.from_networkx", 6)
+def _from_networkx(d: Draw) -> Case:
+    g = d.graph(None, [d.randint(1, 5)], [d.randint(1, 5)])
+
+    def check(result: AttentionGraph, graph: Any, heads: Any) -> None:
+        expect(edges_in(result) == edges_in(g), "other edges")
+
+    arguments = {"graph": g.to_networkx(0, "all"), "heads": d.maybe(g.heads)}
+    return Case(AttentionGraph.from_networkx, arguments, check, names={"heads": ("edge_head",)})
 
 
 @case("AttentionGraph.sequence")
@@ -538,11 +587,6 @@ def _validate(d: Draw) -> Case:
     return Case(g.validate, {}, lambda result: expect(result is g, "another graph"))
 
 
-@case("AttentionGraph.check_range", 2)
-def _check_range(d: Draw) -> Case:
-    return Case(d.graph().check_range, {})
-
-
 @case("AttentionGraph.to_dense")
 def _to_dense(d: Draw) -> Case:
     g = d.graph()
@@ -573,7 +617,8 @@ def _to_scipy(d: Draw) -> Case:
 
     def check(result: Any, head: Any, sequence: Any) -> None:
         mask = dense(g) if sequence is None else part(g, sequence)
-        expect(np.array_equal(result.toarray(), mask[operator.index(head)].numpy()), "other edges")
+        expect(head is not None or g.heads == 1, "the first of several heads was shown unasked")
+        expect(np.array_equal(result.toarray(), mask[operator.index(head or 0)].numpy()), "other edges")
 
     return Case(g.to_scipy, {"head": d.randrange(g.heads), "sequence": d.maybe(d.randrange(g.num_sequences))}, check)
 
@@ -584,7 +629,7 @@ def _to_sparse_tensor(d: Draw) -> Case:
 
     def check(result: Any, head: Any, value: Any) -> None:
         if value is None:
-            expect(torch.equal(result.to_dense() != 0, dense(g)[operator.index(head)]), "other edges")
+            expect(torch.equal(result.to_dense() != 0, dense(g)[operator.index(head or 0)]), "other edges")
 
     return Case(g.to_sparse_tensor, {"head": d.randrange(g.heads), "value": d.maybe(d.real(g.num_edges))}, check)
 
@@ -655,7 +700,8 @@ def _replace_edges(d: Draw) -> Case:
 
 def networkx_edges(result: Any, mask: Tensor, head: Any, split: bool) -> None:
     """Edges of a networkx graph against a dense mask of one sequence."""
-    heads = range(len(mask)) if head is None else [operator.index(head)]
+    expect(head is not None or len(mask) == 1, "the first of several heads was shown unasked")
+    heads = range(len(mask)) if head == "all" else [operator.index(head or 0)]
     wanted = Counter(((("key", j), ("query", i)) if split else (j, i)) for h in heads for i, j in mask[h].nonzero().tolist())
     expect(Counter(edge[:2] for edge in result.edges) == wanted, "other edges")
 
@@ -668,7 +714,7 @@ def _to_networkx(d: Draw) -> Case:
         mask = part(g, sequence)
         networkx_edges(result, mask, head, mask.size(1) != mask.size(2) if bipartite is None else bool(bipartite))
 
-    arguments = {"sequence": d.randrange(g.num_sequences), "head": d.maybe(d.randrange(g.heads)), "bipartite": d.maybe(True)}
+    arguments = {"sequence": d.randrange(g.num_sequences), "head": d.choice(("all", d.randrange(g.heads))), "bipartite": d.maybe(True)}
     return Case(g.to_networkx, arguments, check, free=("bipartite",))
 
 
@@ -768,8 +814,6 @@ def _sample_edges(d: Draw) -> Case:
 
     def check(result: AttentionGraph, sbm: SBM, exploration: Any, **_: Any) -> None:
         expect((result.heads, result.num_queries, result.num_keys) == (sbm.heads, sbm.num_queries, sbm.num_keys), "other tokens")
-        tiny = min(float(x[x > 0].min()) if bool((x > 0).any()) else 1.0 for x in (sbm.query, sbm.key, sbm.block))
-        expect(tiny > torch.finfo(torch.float32).tiny, "memberships outside of the normal range of float32 were sampled")
         expect(exploration > 0 or not bool((dense(result) & (chances(sbm) <= 0)).any()), "an edge of probability 0")
 
     return Case(sample_edges, arguments, check)

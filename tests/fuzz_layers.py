@@ -769,7 +769,7 @@ def _analysis_networkx(d: Draw) -> Case:
     arguments = {
         "graph": g,
         "sequence": d.randrange(g.num_sequences),
-        "head": d.maybe(d.randrange(g.heads)),
+        "head": d.choice(("all", d.randrange(g.heads))),
         "view": view,
         "sbm": d.maybe(d.model(g)),
     }
