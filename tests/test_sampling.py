@@ -316,14 +316,16 @@ def sizes_sbm(query: float, key: float, dtype: torch.dtype) -> SBM:
 def test_memberships_of_any_size_have_their_law(query: float, key: float, dtype: torch.dtype, way: str) -> None:
     """Pair frequencies by chi-square against probabilities that float64 gives exactly enough."""
     sbm = sizes_sbm(query, key, dtype)
-    prob = torch.cat([(sbm.query.double() @ sbm.block.double())[:, q] @ sbm.key.double()[:, k].mT for q, k in sbm._slices()]).double()
+    draws, queries, keys = 200, 100, 150
+    y, z = sbm.query.double().view(2, queries, -1), sbm.key.double().view(2, keys, -1)
+    prob = y @ sbm.block.double() @ z.mT
     assert float(prob.min()) > 0
     assert float(prob.max()) < 1
-    draws = 200
-    samples = [sample_edges(sbm, seed=seed) for seed in range(draws)]
-    counts = torch.stack([torch.stack([graph.to_dense(b)[0] for graph in samples]).sum(0) for b in range(2)]).double()
-    z = (counts / draws - prob) / (prob * (1 - prob) / draws).sqrt()
-    assert FALSE_ALARM < stats.chi2.sf(float((z**2).sum()), z.numel()) < 1 - FALSE_ALARM
+    repeated = sbm.query.view(2, queries, -1).repeat(1, draws, 1).view(1, 2 * draws * queries, -1)  # each sequence as many times
+    graph = sample_edges(SBM(repeated, sbm.key, sbm.block, draws * sbm.query_ptr, sbm.key_ptr), seed=0)
+    counts = torch.stack([graph.to_dense(b).view(draws, queries, keys).sum(0) for b in range(2)]).double()
+    error = (counts / draws - prob) / (prob * (1 - prob) / draws).sqrt()
+    assert FALSE_ALARM < stats.chi2.sf(float((error**2).sum()), error.numel()) < 1 - FALSE_ALARM
 
 
 def test_sequences_are_rescaled_apart() -> None:
