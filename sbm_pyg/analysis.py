@@ -21,6 +21,7 @@ from torch import Tensor
 from .graph import AttentionGraph, check_graph, the_one
 from .hamiltonian import Certificate, HamiltonianPath, hamiltonian_path, is_hamiltonian_path, scipy_sparse
 from .ops.walks import breadth_first, compare_rows
+from .ragged import check_present
 from .sbm import SBM
 from .universality import (
     Lemma1,
@@ -156,7 +157,7 @@ def graph_statistics(
     square = torch.equal(graph.query_ptr, graph.key_ptr)
     if bipartite is False and not square:
         raise ValueError(
-            f"Expected as many queries as keys in each sequence for a graph of tokens (got N = {num_queries}, M = {num_keys}). Pass bipartite=True."
+            f"Expected 'bipartite' to be True where sequences have not as many queries as keys (got N = {num_queries}, M = {num_keys}). Pass bipartite=True."
         )
     split = not square if bipartite is None else bipartite
 
@@ -251,6 +252,7 @@ def to_networkx(
         {}
     """
     check_graph(graph)
+    check_present(graph.col, "graph")
     if sbm is not None:
         _check_model(sbm)
     if view not in ("tokens", "bipartite"):

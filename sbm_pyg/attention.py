@@ -158,8 +158,13 @@ class SBMAttentionConv(MessagePassing):
             raise ValueError(
                 f"Expected 'estimator' other than 'local' with method={method!r} (got 'local'). It is derived for 'bernoulli'."
             )
-        way_out = "Take fewer heads, or narrower ones."
-        checks.memory("heads", (max(*pair, 1) + (num_blocks or 0)) * heads * out_channels, 4, torch.device("cpu"), way_out, "parameters")
+        for name, width in (("in_channels", max(*pair, 1)), ("num_blocks", num_blocks or 1), ("heads", 1)):
+            count, way_out = width * heads * out_channels, "Take fewer heads, or narrower ones."
+            checks.memory(name if width > heads * out_channels else "heads", count, 4, torch.device("cpu"), way_out, "parameters")
+        if sbm_options is not None and not isinstance(sbm_options, Mapping):
+            raise TypeError(
+                f"Expected 'sbm_options' to be a dict of arguments of SBMHead (got {type(sbm_options).__name__}). Name each option."
+            )
         self.in_channels, self.out_channels, self.heads, self.num_blocks, self.concat = (
             in_channels,
             out_channels,
@@ -295,6 +300,15 @@ class SBMAttentionConv(MessagePassing):
         The other arguments and the results are those of :meth:`forward`.
         """
         explained = self._check_explained(edge_index)
+        checks.tensors(query=query, key=key, value=value)
+        checks.shape("query", query, (self.heads, None, self.out_channels), "[H, N, C]", "Heads come first.")
+        checks.shape("key", key, (self.heads, None, self.out_channels), "[H, M, C]", "Heads come first.")
+        checks.shape("value", value, (self.heads, key.size(1), None), "[H, M, C']", "It has the heads and tokens of 'key'.")
+        checks.same_device("query", query, key=key, value=value)
+        if edge_filter is not None and not callable(edge_filter):
+            raise TypeError(
+                f"Expected 'edge_filter' to be a callable graph -> [E] (got {type(edge_filter).__name__}). Wrap a mask in a function."
+            )
         key_ptr, query_ptr = self._ptr(key.size(1), query.size(1), ptr, batch, query.device)
         drop = self.dropout if self.training else 0.0
         if seed is None and edge_index is not None and drop == 0:

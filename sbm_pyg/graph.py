@@ -276,6 +276,8 @@ class AttentionGraph:
             query_ptr: Offsets of the sequences in the queries, ``[B+1]`` int64.
             key_ptr: Offsets of the sequences in the keys, ``[B+1]`` int64.
         """
+        check_tensor(query_ptr, "query_ptr", optional=False)
+        check_tensor(key_ptr, "key_ptr", optional=False)
         return all(
             mine is ptr or (mine.shape == ptr.shape and (not (readable(mine) and readable(ptr)) or torch.equal(mine, ptr.to(mine))))
             for mine, ptr in ((self.query_ptr, query_ptr), (self.key_ptr, key_ptr))
@@ -284,7 +286,17 @@ class AttentionGraph:
     # ---------------------------------------------------------------- graphs from graphs
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> AttentionGraph:
-        """The same graph on another device."""
+        """The same graph on another device.
+
+        Raises:
+            TypeError: It is no device, or ``non_blocking`` is no bool.
+            ValueError: The graph has no values, being on the meta device.
+        """
+        device = checks.device(device)
+        if not isinstance(non_blocking, bool):
+            raise TypeError(f"Expected 'non_blocking' to be a bool (got {type(non_blocking).__name__}). It is that of `torch.Tensor.to`.")
+        if device.type != "meta":
+            check_present(self.col, "graph")
         rowptr, col, query_ptr, key_ptr = (
             x.to(device, non_blocking=non_blocking) for x in (self.rowptr, self.col, self.query_ptr, self.key_ptr)
         )
@@ -422,6 +434,10 @@ class AttentionGraph:
         place = torch.searchsorted(mine, wanted)
         if readable(place) and wanted.numel():
             inside = (query >= 0) & (query < self.num_queries) & (key >= 0) & (key < self.num_keys) & (head >= 0) & (head < self.heads)
+            if edge_head is not None and not bool(((head >= 0) & (head < self.heads)).all()):
+                raise ValueError(
+                    f"Expected 'edge_head' in 0..{self.heads - 1} (got {int(head.min())} to {int(head.max())}). Heads count from 0."
+                )
             found = inside & (mine[place.clamp(max=mine.numel() - 1)] == wanted) if mine.numel() else torch.zeros_like(inside)
             if not bool(found.all()):
                 edge = int(found.logical_not().nonzero()[0])
@@ -491,6 +507,8 @@ class AttentionGraph:
         elif isinstance(edge_index, EdgeIndex):
             num_keys, num_queries = num_keys or edge_index.sparse_size(0), num_queries or edge_index.sparse_size(1)
         key, query, head = _check_edges(edge_list(edge_index), edge_head)
+        if query_ptr is not None or key_ptr is not None or num_queries is None or num_keys is None:
+            check_present(key, "edge_index")
         num_edges = key.numel()
         if num_queries is None:
             num_queries = int(query.max()) + 1 if num_edges else 0
@@ -508,14 +526,9 @@ class AttentionGraph:
                     f"Expected '{name}' in 0..{end - 1} (got {int(index.min())} to {int(index.max())}). Check the numbers of queries, keys and heads."
                 )
         _check_pairs(heads, num_queries, num_keys)
-        checks.memory(
-            "num_queries",
-            heads * num_queries,
-            16,
-            key.device,
-            "Rows cost memory even without edges: leave out the tokens that have none.",
-            "rows",
-        )
+        way_out = "Rows cost memory even without edges: leave out the tokens that have none."
+        name = "heads" if heads > num_queries else "num_queries"
+        checks.memory(name, heads * num_queries, 16, key.device, way_out, "rows")
         unique = torch.unique((head * num_queries + query) * num_keys + key)
         rowptr = torch.searchsorted(unique, num_keys * torch.arange(heads * num_queries + 1, device=key.device))
         rows = (rowptr, unique % num_keys, num_queries, num_keys, heads, query_ptr, key_ptr)
@@ -733,7 +746,7 @@ class AttentionGraph:
         if self.num_queries != self.num_keys or not self.same_offsets(self.key_ptr, self.query_ptr):
             other = " and sequences of other lengths" if self.num_queries == self.num_keys else ""
             raise ValueError(
-                f"Expected queries and keys to be the same tokens (got N = {self.num_queries}, M = {self.num_keys}{other}). Use `to_hetero_data()`."
+                f"Expected 'graph' to have the same tokens as queries and keys (got N = {self.num_queries}, M = {self.num_keys}{other}). Use `to_hetero_data()`."
             )
         lengths = self.query_ptr.diff()
         batch = torch.repeat_interleave(torch.arange(lengths.numel(), device=self.device), lengths)
@@ -749,7 +762,27 @@ class AttentionGraph:
             data: ``Data``, ``HeteroData`` or a ``Batch`` of either, changed in place.
             edge_type: Which edges of ``HeteroData``; None for ``Data``.
         """
+        if not isinstance(data, Data | HeteroData):
+            raise TypeError(f"Expected 'data' to be Data or HeteroData (got {type(data).__name__}). `to_data()` makes a new one.")
+        if isinstance(data, Data) and edge_type is not None:
+            raise ValueError(f"Expected no 'edge_type' with Data (got {edge_type!r}). Its edges are of one type.")
+        if isinstance(data, HeteroData) and not (isinstance(edge_type, tuple) and len(edge_type) == 3):
+            raise ValueError(f"Expected 'edge_type' to be (source, relation, target) (got {edge_type!r}). Say which edges are meant.")
         store: Any = data if edge_type is None else data[edge_type]
+        target, source = (None, None) if edge_type is None else (edge_type[2], edge_type[0])
+        for nodes, total, ptr in ((target, self.num_queries, self.query_ptr), (source, self.num_keys, self.key_ptr)):
+            there: Any = data if nodes is None else data[nodes]
+            if not any(name in there for name in ("num_nodes", "x", "pos", "batch", "ptr")):
+                continue  # PyG would guess, from edges
+            if there.num_nodes != total:
+                raise ValueError(
+                    f"Expected 'data' to have {total} nodes, as the graph has tokens (got {there.num_nodes}). Its edges join nodes by number."
+                )
+            known = stored_ptr(there)
+            if known is not None and not torch.equal(known.cpu(), ptr.cpu()):
+                raise ValueError(
+                    f"Expected 'data' to have the sequences of the graph (got 'ptr' {known.tolist()[:9]}). Build the graph with its 'ptr'."
+                )
         head = "edge_type" if edge_type is None else "edge_head"
         for name in {"edge_attr", "edge_weight", "edge_type", "edge_head", "adj", "adj_t"} & {*store.keys()}:
             del store[name]
@@ -797,12 +830,13 @@ class AttentionGraph:
         Raises:
             ValueError: The sequence or head does not exist or is not told, or tokens were asked for where N != M.
         """
+        check_present(self.col, "graph")
         graph = self.sequence(the_one(sequence, self.num_sequences, "sequence"))
         chosen = graph if head == "all" else graph.head(the_one(head, self.heads, "head", ", or head='all' for a MultiDiGraph"))
         square = graph.num_queries == graph.num_keys
         if bipartite is False and not square:
             raise ValueError(
-                f"Expected as many queries as keys for a graph of tokens (got {graph.num_queries} and {graph.num_keys}). Pass bipartite=True."
+                f"Expected 'bipartite' to be True where there are not as many queries as keys (got {bipartite}, {graph.num_queries} and {graph.num_keys})."
             )
         split = not square if bipartite is None else bipartite
         result: nx.DiGraph[Any] = nx.MultiDiGraph() if head == "all" else nx.DiGraph()
@@ -857,6 +891,7 @@ def _check_edges(edge_index: Tensor, edge_head: Tensor | None) -> tuple[Tensor, 
     key, query = edge_index.long()
     if edge_head is None:
         return key, query, torch.zeros_like(key)
+    checks.same_device("edge_index", edge_index, edge_head=edge_head)
     if edge_head.shape != key.shape:
         raise ValueError(f"Expected 'edge_head' to be [{key.numel()}] (got {list(edge_head.shape)}). It holds one head number per edge.")
     return key, query, edge_head.long()
@@ -864,9 +899,9 @@ def _check_edges(edge_index: Tensor, edge_head: Tensor | None) -> tuple[Tensor, 
 
 def _check_pairs(heads: int, num_queries: int, num_keys: int) -> None:
     """Refuse sizes whose pairs int64 cannot number."""
-    if not torch.compiler.is_compiling() and heads * num_queries * num_keys >= 2**63:
+    if not torch.compiler.is_compiling() and int(heads) * int(num_queries) * num_keys >= 2**63:
         raise ValueError(
-            f"Expected 'num_keys' such that H * N * M is below 2**63 (got {heads} * {num_queries} * {num_keys}). Pairs are numbered in int64."
+            f"Expected 'heads', 'num_queries' and 'num_keys' of a product below 2**63 (got {heads} * {num_queries} * {num_keys}). Pairs are numbered in int64."
         )
 
 

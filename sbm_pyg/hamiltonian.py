@@ -21,6 +21,7 @@ from numba.core.event import TimingListener, install_listener
 
 from .graph import AttentionGraph, check_graph
 from .ops.walks import breadth_first, merge_cycles, parts_without, rotate, topological_order
+from .ragged import check_present
 from .sampling import draw_seed
 
 __all__ = ["Certificate", "HamiltonianPath", "hamiltonian_path", "is_hamiltonian_path"]
@@ -231,18 +232,19 @@ def some(tokens: Sequence[int], count: int = 8) -> str:
 # ------------------------------------------------------------------------------------------------------- arcs and rows
 
 
-def one_sequence(graph: AttentionGraph) -> AttentionGraph:
+def one_sequence(graph: AttentionGraph, name: str = "graph") -> AttentionGraph:
     """The graph itself, on the CPU, if it is one sequence of tokens that are queries and keys alike.
 
     Raises:
         TypeError, ValueError: It is not.
     """
-    check_graph(graph)
+    check_graph(graph, name)
+    check_present(graph.col, name)
     if graph.num_sequences != 1:
-        raise ValueError(f"Expected 'graph' to be one sequence (got {graph.num_sequences}). Take one with `graph.sequence(b)`.")
+        raise ValueError(f"Expected '{name}' to be one sequence (got {graph.num_sequences}). Take one with `graph.sequence(b)`.")
     if graph.num_queries != graph.num_keys:
         raise ValueError(
-            f"Expected queries and keys to be the same tokens (got N = {graph.num_queries}, M = {graph.num_keys}). Paths need one set of tokens."
+            f"Expected '{name}' to have the same tokens as queries and keys (got N = {graph.num_queries}, M = {graph.num_keys}). Paths need one set of tokens."
         )
     return graph.to("cpu")
 

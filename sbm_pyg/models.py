@@ -62,6 +62,24 @@ class EncoderTrace:
     shape: tuple[int, int]
     device: torch.device | None = None
 
+    def __post_init__(self) -> None:
+        for name, kind, rows in (("graphs", AttentionGraph, self.graphs), ("sbms", SBM, self.sbms)):
+            if (
+                not isinstance(rows, tuple)
+                or not all(row is None or isinstance(row, kind) for row in rows)
+                or len(rows) != len(self.graphs)
+            ):
+                raise TypeError(f"Expected '{name}' to be a tuple of one {kind.__name__} or None per layer (got {repr(rows)[:80]}).")
+        if not isinstance(self.shape, tuple) or len(self.shape) != 2:
+            raise TypeError(f"Expected 'shape' to be the numbers of sequences and heads, (B, H) (got {self.shape!r}).")
+        for row in (*self.graphs, *self.sbms):
+            if row is not None and (row.num_sequences, row.heads) != self.shape:
+                raise ValueError(
+                    f"Expected 'graphs' and 'sbms' of 'shape' {self.shape} (got {(row.num_sequences, row.heads)}). It is (B, H)."
+                )
+        if self.device is not None:
+            checks.device(self.device)
+
     @property
     def density(self) -> Tensor:
         """Density of each layer's graph, ``[L, B, H]`` float64; 1 for full attention."""
@@ -378,11 +396,12 @@ class SequenceEncoder(Pretrained):
             ValueError: A token is outside the vocabulary, a sequence longer than ``max_length``, or a place outside it.
         """
         ptr = resolve_ptr(_count(tokens), ptr, batch, device=tokens.device)
+        streams = None if streams is None else resolve_streams(streams, ptr.numel() - 1, ptr.device)
         if readable(tokens):
             low, high, longest = int(tokens.min()), int(tokens.max()), int(ptr.diff().max())
             if low < 0 or high >= self.num_tokens:
                 raise ValueError(
-                    f"Expected 'tokens' in 0..{self.num_tokens - 1}, the vocabulary (got {low} to {high}). Raise num_tokens or check the tokeniser."
+                    f"Expected 'tokens' in 0..{self.num_tokens - 1}, the vocabulary (got {low} to {high}). Raise 'num_tokens' or check the tokeniser."
                 )
             if longest > self.max_length:
                 raise ValueError(
@@ -434,7 +453,12 @@ class _Block(nn.Module):
 
 def _count(tokens: Tensor) -> int:
     """How many token numbers there are."""
-    if not isinstance(tokens, Tensor) or tokens.dim() != 1 or tokens.dtype not in (torch.int64, torch.int32):
+    if (
+        not isinstance(tokens, Tensor)
+        or tokens.layout != torch.strided
+        or tokens.dim() != 1
+        or tokens.dtype not in (torch.int64, torch.int32)
+    ):
         got = f"{list(tokens.shape)} {tokens.dtype}" if isinstance(tokens, Tensor) else type(tokens).__name__
         raise TypeError(f"Expected 'tokens' to be [N] int64 (got {got}). Join sequences and pass `ptr`; `sbm_pyg.unpad` does it.")
     return tokens.numel()
@@ -464,6 +488,7 @@ class _Classifier(Pretrained):
         num_classes = _check_head(encoder, num_classes, encoder_width="ffn_channels")
         if pool_length is not None:
             pool_length = checks.integer("pool_length", pool_length, 1, "Leave it out to average over the tokens there are.")
+            checks.number("pool_length", pool_length, "[1, 9e15]", "It is a number of tokens.")
         self.encoder = encoder
         self.classifier = nn.Sequential(
             nn.Linear(inputs * encoder.channels, encoder.ffn_channels), nn.ReLU(), nn.Linear(encoder.ffn_channels, num_classes)
@@ -503,6 +528,7 @@ class SequenceClassifier(_Classifier):
     ) -> Any:
         """Logits, or logits and :class:`EncoderTrace`; arguments as :meth:`SequenceEncoder.forward`."""
         ptr = resolve_ptr(_count(tokens), ptr, batch, device=tokens.device)
+        streams = None if streams is None else resolve_streams(streams, ptr.numel() - 1, ptr.device)
         x, trace = self.encoder(tokens, ptr, places=places, seed=seed, streams=streams, return_trace=True)
         logits = self.classifier(_mean_pool(x, ptr, self.pool_length))
         return (logits, trace) if return_trace else logits

@@ -26,7 +26,7 @@ from torch_geometric.transforms import BaseTransform
 from .graph import AttentionGraph
 from .ops import checks
 from .ops.reference import RANDOM_KEY, philox
-from .ragged import check_tensor, resolve_ptr
+from .ragged import check_tensor, readable, resolve_ptr
 from .sampling import draw_seed, resolve_streams
 
 __all__ = [
@@ -308,14 +308,21 @@ class _Tokens:
         check_tensor(ptr, "ptr")
         if n is not None:
             n = checks.integer("n", n, 1, "It is the number of tokens.")
+            if ptr is not None and ptr.dim() == 1 and ptr.numel() > 1 and readable(ptr) and ptr[-1] != n:
+                raise ValueError(f"Expected 'n' to be the last entry of 'ptr', {int(ptr[-1])} (got {n}). Leave it out, as None.")
         elif ptr is None:
             raise ValueError("Expected 'n' or 'ptr' (got neither). Pass the number of tokens or their offsets.")
         else:
-            n = int(ptr.flatten()[-1]) if ptr.numel() and ptr.dtype in checks.INTEGERS else 0
-        place = (torch.get_default_device() if ptr is None else ptr.device) if device is None else torch.device(device)
-        checks.memory("n", n, 80, place, "Take shorter sequences.", "tokens")
+            n = int(ptr.flatten()[-1]) if ptr.numel() and ptr.dtype in checks.INTEGERS and not ptr.is_meta else 0
+            if n < 1:
+                raise ValueError(
+                    f"Expected 'ptr' to be [B+1] int64, from 0 to the number of tokens (got {list(ptr.shape)} {ptr.dtype}, up to {n})."
+                )
+        device = None if device is None else checks.device(device)
+        place = (torch.get_default_device() if ptr is None else ptr.device) if device is None else device
+        checks.memory("n" if ptr is None else "ptr", n, 80, place, "Take shorter sequences.", "tokens")
         checks.memory("heads", heads * n, 24, place, "Take fewer heads.", "rows")
-        ptr = resolve_ptr(n, ptr, device=None if device is None else torch.device(device))
+        ptr = resolve_ptr(n, ptr, device=device)
         start, end = (torch.repeat_interleave(side, ptr.diff(), output_size=n) for side in (ptr[:-1], ptr[1:]))
         return cls(heads, ptr, start, end, torch.arange(n, device=ptr.device) - start)
 
@@ -417,8 +424,8 @@ class _PatternTransform(BaseTransform):
     def forward(self, data: Data) -> Data:
         if not isinstance(data, Data):
             raise TypeError(f"Expected 'data' to be Data (got {type(data).__name__}). Convert it with `to_homogeneous()`.")
-        if data.num_nodes is None:
-            raise ValueError("Expected 'data' to have nodes (got none). Set `x` or `num_nodes`.")
+        if data.num_nodes is None or data.num_nodes < 1:
+            raise ValueError(f"Expected 'data' to have nodes (got {data.num_nodes}). Set `x` or `num_nodes`.")
         device = next((value.device for value in data.to_dict().values() if isinstance(value, Tensor)), None)
         offsets = data.get("ptr")
         ptr = resolve_ptr(data.num_nodes, offsets, data.get("batch") if offsets is None else None, device=device)

@@ -21,9 +21,12 @@ import torch
 from torch import Tensor
 
 from .analysis import Lemma1, blocks_of, path_probability
-from .graph import AttentionGraph, check_graph
+from .graph import AttentionGraph, check_graph, the_one
 from .models import EncoderTrace
+from .ops import checks
+from .ragged import check_tensor
 from .sbm import SBM
+from .sbm import check_model as check_sbm
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -62,7 +65,9 @@ def plot_mask(graph: AttentionGraph, sbm: SBM | None = None, *, sequence: int = 
     """
     check_graph(graph)
     if sbm is not None:
-        sbm._check(graph)
+        check_sbm(sbm)
+        check_sbm(sbm)
+    sbm.check(graph)
     mask = graph.head(head).to_dense(sequence)[0].cpu().double().numpy()
     figure = _figure(9.2 if sbm is not None else 5.4, 5.2, title)
     panels = figure.subplots(1, 1 if sbm is None else 2, sharex=True, sharey=True, squeeze=False)[0]
@@ -98,6 +103,7 @@ def plot_density(density: Tensor | EncoderTrace | Mapping[str, Tensor], *, ax: A
     """
     named = density if isinstance(density, Mapping) else {"": density.density if isinstance(density, EncoderTrace) else density}
     for value in named.values():
+        check_tensor(value, "density", optional=False)
         if value.dim() != 3 or value.numel() == 0:
             raise ValueError(f"Expected 'density' to be [L, B, H] (got {list(value.shape)}). `EncoderTrace.density` is.")
     figure, axes = _axes(ax, 1.6 + 1.1 * sum(value.size(0) for value in named.values()), 4.2)
@@ -146,15 +152,19 @@ def density_extremes(density: Tensor | EncoderTrace, count: int = 3) -> tuple[li
         count: Number of each, at least 1; at most half of the inputs are taken.
 
     Raises:
-        ValueError: The number is below 1.
+        TypeError: ``density`` is no tensor or ``count`` no int.
+        ValueError: The number is below 1, or a density is not ``[L, B, H]`` or not finite.
 
     Example:
         >>> density_extremes(torch.tensor([0.2, 0.1, 0.9, 0.5])[None, :, None], 1)
         ([1], [2])
     """
-    if count < 1:
-        raise ValueError(f"Expected 'count' to be at least 1 (got {count}). It is the number of inputs at each end.")
-    mean = (density.density if isinstance(density, EncoderTrace) else density).detach().double().mean((0, 2))
+    count = checks.integer("count", count, 1, "It is the number of inputs at each end.")
+    density = density.density if isinstance(density, EncoderTrace) else density
+    checks.tensors(density=density)
+    if density.dim() != 3 or density.numel() == 0 or not bool(density.isfinite().all()):
+        raise ValueError(f"Expected 'density' to be finite, [L, B, H] (got {list(density.shape)}). `EncoderTrace.density` is.")
+    mean = density.detach().double().mean((0, 2))
     order = mean.argsort(stable=True).tolist()
     count = min(count, max(len(order) // 2, 1))
     return order[:count], order[-count:]
@@ -177,7 +187,8 @@ def plot_pixel_attention(
         ValueError: There is no graph, or pixels and tokens differ in number.
     """
     layers = _layers(graphs)
-    chosen = list(range(min(4, layers[0][1].num_sequences))) if sequences is None else list(sequences)
+    checks.tensors(images=images)
+    chosen, titles = _chosen(layers, sequences, titles)
     if images.dim() != 3 or len(images) != layers[0][1].num_sequences:
         raise ValueError(
             f"Expected 'images' to be [{layers[0][1].num_sequences}, height, width], one for each sequence (got {list(images.shape)}). Turn colours into grey first."
@@ -188,7 +199,7 @@ def plot_pixel_attention(
         parts = [graph.sequence(sequence).to("cpu") for sequence in chosen]
         if any(part.num_keys != height * width for part in parts):
             raise ValueError(
-                f"Expected as many tokens as pixels, {height} x {width} (got {[part.num_keys for part in parts]}). Drop special tokens from the graph first."
+                f"Expected 'graphs' with as many tokens as 'images' have pixels, {height} x {width} (got {[part.num_keys for part in parts]}). Drop special tokens from the graph first."
             )
         for head in range(graph.heads):
             maps = []
@@ -240,7 +251,7 @@ def plot_inputs(graphs: Graphs, *, sequences: Sequence[int] | None = None, title
         ValueError: There is no graph.
     """
     layers = _layers(graphs)
-    chosen = list(range(min(4, layers[0][1].num_sequences))) if sequences is None else list(sequences)
+    chosen, titles = _chosen(layers, sequences, titles)
     columns = [(number, head, graph) for number, graph in layers for head in range(graph.heads)]
     figure = _figure(2.3 * len(columns) + 1.2, 2.35 * len(chosen) + 1.0)
     panels = figure.subplots(len(chosen), len(columns), squeeze=False)
@@ -273,7 +284,10 @@ def plot_extremes(graphs: Graphs, images: Tensor | None = None, *, count: int = 
         ValueError: As :func:`plot_pixel_attention` and :func:`density_extremes`.
     """
     layers = _layers(graphs)
+    if len({graph.heads for _, graph in layers}) > 1:
+        raise ValueError(f"Expected 'graphs' with one number of heads (got {[graph.heads for _, graph in layers]}). Leave layers out.")
     low, high = density_extremes(torch.stack([graph.density for _, graph in layers]), count)
+    titles = _chosen(layers, range(layers[0][1].num_sequences), titles)[1]
     chosen = low + [sequence for sequence in high if sequence not in low]
     words = f"Rows: the {len(low)} inputs of lowest and the {len(chosen) - len(low)} of highest mean density among {layers[0][1].num_sequences:,}."
     beside = [titles[sequence] if titles is not None else f"input {sequence}" for sequence in chosen]
@@ -296,7 +310,8 @@ def plot_blocks(graph: AttentionGraph, sbm: SBM, *, sequence: int = 0, head: int
         ImportError: matplotlib is not installed.
         ValueError: The sequence or head does not exist, or the model is over other tokens.
     """
-    sbm._check(graph)
+    check_sbm(sbm)
+    sbm.check(graph)
     mask = graph.head(head).to_dense(sequence)[0].cpu().double().numpy()
     queries, keys = sbm._slices()[sequence]
     sides = [side[head, part].cpu().numpy() for side, part in zip(blocks_of(sbm), (queries, keys), strict=True)]
@@ -350,8 +365,10 @@ def plot_training_density(log: str | Path | Sequence[Mapping[str, float]], *, ax
         with open(log, newline="") as file:
             read: list[dict[str, Any]] = list(csv.DictReader(file))
         rows: list[Mapping[str, Any]] = [row for row in read if None not in row.values()]  # a killed run may leave half a row
-    else:
+    elif isinstance(log, Sequence) and all(isinstance(row, Mapping) for row in log):
         rows = list(log)
+    else:
+        raise TypeError(f"Expected 'log' to be a file or its rows (got {type(log).__name__}). Rows are mappings from columns to numbers.")
     names = sorted(
         (int(match[1]), int(match[2]), name)
         for name in (rows[0] if rows else ())
@@ -386,6 +403,8 @@ def plot_lemma1(result: Lemma1, *, ax: Axes | None = None) -> Figure:
     Raises:
         ImportError: matplotlib is not installed.
     """
+    if not isinstance(result, Lemma1):
+        raise TypeError(f"Expected 'result' to be a Lemma1 (got {type(result).__name__}). `analysis.lemma1` makes one.")
     figure, axes = _axes(ax, 7.6, 4.8)
     p = result.probabilities
     low, high = result.interval
@@ -417,6 +436,19 @@ def plot_lemma1(result: Lemma1, *, ax: Axes | None = None) -> Figure:
 # --------------------------------------------------------------------------------------------------------------- parts
 
 
+def _chosen(
+    layers: list[tuple[int, AttentionGraph]], sequences: Sequence[int] | None, titles: Sequence[str] | None
+) -> tuple[list[int], Sequence[str] | None]:
+    """The sequences to draw, the first four if None, and a title for each or None."""
+    there = layers[0][1].num_sequences
+    if sequences is not None and (not isinstance(sequences, Sequence) or isinstance(sequences, str) or len(sequences) == 0):
+        raise TypeError(f"Expected 'sequences' to be a list of numbers, not empty (got {sequences!r}). None draws the first four.")
+    chosen = [*range(min(4, there))] if sequences is None else [the_one(number, there, "sequences") for number in sequences]
+    if titles is not None and (not isinstance(titles, Sequence) or len(titles) < len(chosen)):
+        raise TypeError(f"Expected 'titles' to be {len(chosen)} texts, one for each input that is drawn (got {titles!r}).")
+    return chosen, titles
+
+
 def _figure(width: float, height: float, title: str = "") -> Figure:
     try:
         from matplotlib.figure import Figure
@@ -432,6 +464,8 @@ def _axes(ax: Axes | None, width: float, height: float) -> tuple[Figure, Axes]:
     if ax is None:
         figure = _figure(width, height)
         return figure, figure.subplots()
+    if not hasattr(ax, "get_figure") or isinstance(ax, type):
+        raise TypeError(f"Expected 'ax' to be axes of matplotlib (got {type(ax).__name__}). `figure.subplots()` makes some.")
     owner = ax.get_figure(root=True)
     if owner is None:
         raise ValueError("Expected 'ax' to belong to a figure (got one that was removed). Make it with `figure.subplots()`.")

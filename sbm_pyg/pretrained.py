@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from .ops import checks
 from .version import __version__
 
 __all__ = ["Pretrained"]
@@ -81,7 +82,9 @@ class Pretrained(nn.Module):
         """
         from safetensors.torch import save_file
 
-        target = Path(folder).resolve()
+        target = _path(folder).resolve()
+        if not isinstance(task, str | None):
+            raise TypeError(f"Expected 'task' to be a text or None (got {type(task).__name__}). It goes into the model card.")
         _check_target(target)
         record = {"task": task, "metric": _check_metric(metric), "density": _check_density(density)}
         weights = _weights(self)
@@ -119,7 +122,7 @@ class Pretrained(nn.Module):
                 weights do not fit the class, or weights are NaN or infinite.
         """
 
-        source = Path(folder)
+        source, device = _path(folder), checks.device(device)
         config = _read_config(source)
         weights = source / WEIGHTS
         if not weights.is_file():
@@ -136,7 +139,7 @@ class Pretrained(nn.Module):
                 raise ValueError(
                     f"Expected 'options' in '{source / CONFIG}' to be nested less deeply (got too many levels). {RESTORE}"
                 ) from None
-        _load(model, weights, torch.device(device))
+        _load(model, weights, device)
         return model.to(device).eval()
 
 
@@ -277,6 +280,20 @@ def _check_numbers(tensor: Tensor, name: str, way_out: str) -> None:
 
 
 # ------------------------------------------------------------------ files
+
+
+def _path(folder: Any) -> Path:
+    """The folder, if the file system can have one of that name."""
+    if not isinstance(folder, str | os.PathLike):
+        raise TypeError(f"Expected 'folder' to be a path (got {type(folder).__name__}). Give it as a text or a pathlib.Path.")
+    path = Path(folder)
+    try:
+        path.exists()
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"Expected 'folder' to be a path of this file system (got {str(folder)[:80]!r}: {error}). Choose another."
+        ) from None
+    return path
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

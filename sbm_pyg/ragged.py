@@ -6,6 +6,7 @@ Not here: anything that knows what a token is.
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 from numbers import Real
 from typing import Any
@@ -36,9 +37,9 @@ def _batched(x: Tensor) -> bool:
 
 
 def check_tensor(x: object, name: str, optional: bool = True) -> None:
-    """Raise TypeError unless it is a tensor or, where it is optional, None."""
-    if not isinstance(x, Tensor) and not (optional and x is None):
-        raise TypeError(f"Expected '{name}' to be a tensor (got {type(x).__name__}). Convert it with `torch.as_tensor`.")
+    """Raise TypeError unless it is a dense tensor or, where it is optional, None."""
+    if not (optional and x is None):
+        checks.dense(name, x)
 
 
 def check_present(x: Tensor, name: str) -> None:
@@ -49,7 +50,13 @@ def check_present(x: Tensor, name: str) -> None:
 
 def offsets(counts: Tensor) -> Tensor:
     """Offsets ``[n+1]`` int64 of counts ``[n]``."""
-    if not isinstance(counts, Tensor) or counts.dim() != 1 or counts.is_floating_point() or counts.is_complex():
+    if (
+        not isinstance(counts, Tensor)
+        or counts.layout != torch.strided
+        or counts.dim() != 1
+        or counts.is_floating_point()
+        or counts.is_complex()
+    ):
         what = f"{counts.dtype} {list(counts.shape)}" if isinstance(counts, Tensor) else type(counts).__name__
         raise TypeError(f"Expected 'counts' to be [n] integers (got {what}). It holds how many there are of each.")
     return torch.cat([counts.new_zeros(1, dtype=torch.int64), counts.cumsum(0, dtype=torch.int64)])
@@ -80,6 +87,8 @@ def resolve_ptr(
     check_tensor(ptr, name)
     check_tensor(batch, "batch")
     checks.integer("total", total, 0, "It is the number of tokens.")
+    if device is not None and not isinstance(device, torch.device):
+        device = checks.device(device)
     if batch is not None:
         check_present(batch, "batch")
         if batch.dim() != 1 or batch.numel() != total:
@@ -168,8 +177,8 @@ def pad(x: Tensor, ptr: Tensor, fill_value: float = 0.0) -> tuple[Tensor, Tensor
         ([[0.0, 0.0], [1.0, 2.0]], [[True, False], [True, True]])
     """
     _check_tokens(x, 1, "[N, ...]")
-    if isinstance(fill_value, bool) or not isinstance(fill_value, Real):
-        raise TypeError(f"Expected 'fill_value' to be a number (got {type(fill_value).__name__}). It stands in the padding.")
+    if not (isinstance(fill_value, Real) and math.isnan(fill_value)):
+        checks.number("fill_value", fill_value, "[-inf, inf]", "It stands in the padding, NaN if you like.")
     lengths = resolve_ptr(x.size(0), ptr, device=x.device).diff()
     batch = torch.repeat_interleave(torch.arange(lengths.numel(), device=x.device), lengths, output_size=x.size(0))
     return to_dense_batch(x, batch, fill_value=fill_value, batch_size=lengths.numel())

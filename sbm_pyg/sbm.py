@@ -223,7 +223,7 @@ class SBM:
             TypeError, ValueError: ``budget`` is not a positive number.
         """
         ops.checks.number("budget", budget, "(0, inf]", "It is a number of edges per query; leave it out for no limit.")
-        factor = (budget / self.expected_degree().detach()).clamp(max=1).to(self.query.dtype)  # counted in float32 at least
+        factor = (min(budget, 2.0**62) / self.expected_degree().detach()).clamp(max=1).to(self.query.dtype)  # counted in float32 at least
         return replace(self, query=self.query * factor[..., None])
 
     def check(self, graph: AttentionGraph, name: str = "graph") -> None:
@@ -400,6 +400,7 @@ class SBMHead(torch.nn.Module):
         ops.checks.floating(query=query, key=key)
         ops.checks.shape("query", query, (self.heads, None, self.channels), "[H, N, C]", "It has the heads and channels of the SBMHead.")
         ops.checks.shape("key", key, (self.heads, None, self.channels), "[H, M, C]", "It has the heads and channels of the SBMHead.")
+        ops.checks.same_device("clusters", self.clusters, query=query, key=key)
         if not torch.is_autocast_enabled(query.device.type):
             for name, x in (("query", query), ("key", key)):
                 if x.dtype != self.clusters.dtype:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from itertools import pairwise
+from itertools import pairwise, permutations
 from numbers import Real
 from operator import or_
 from reprlib import repr as short
@@ -151,6 +151,7 @@ def universality(
     start = time.perf_counter()
     given = [patterns] if isinstance(patterns, AttentionGraph | SBM) else _listed(patterns)
     time_limit, seed = seconds(time_limit), draw_seed(seed)
+    checks.number("threshold", threshold, "[0, 1)", "An edge counts where its probability is above it.")
     graphs = [_one_head(expected_graph(each, threshold) if isinstance(each, SBM) else each) for each in given]
     n = _common_size(graphs)
     models = sum(isinstance(each, SBM) for each in given)
@@ -247,7 +248,7 @@ def _listed(patterns: Any) -> list[Any]:
 
 
 def _one_head(graph: AttentionGraph) -> AttentionGraph:
-    graph = one_sequence(graph)
+    graph = one_sequence(graph, "patterns")
     return reduce(or_, (graph.head(head) for head in range(graph.heads)))
 
 
@@ -351,8 +352,8 @@ class Lemma2:
         Raises:
             ValueError: The order is not a permutation of 1, 2, 3.
         """
-        if sorted(order) != [1, 2, 3]:
-            raise ValueError(f"Expected 'order' to be a permutation of 1, 2, 3 (got {tuple(order)}). The paper has (1, 2, 3).")
+        if not isinstance(order, Sequence) or [*order] not in [[*each] for each in permutations((1, 2, 3))]:
+            raise ValueError(f"Expected 'order' to be a permutation of 1, 2, 3 (got {short(order)}). The paper has (1, 2, 3).")
         return spread_steps([self.graphs[number - 1] for number in order])
 
 

@@ -345,6 +345,8 @@ def judge(seed: int, number: int) -> dict[str, Any]:
 
 
 def records(value: Any) -> tuple[str, ...]:
+    if isinstance(value, tuple | list) and value:
+        return records(value[0])
     return RECORDS["graph"] if isinstance(value, AttentionGraph) else RECORDS["sbm"] if isinstance(value, SBM) else ()
 
 

@@ -478,6 +478,7 @@ def segment_entmax(
     """
     checks.number("alpha", alpha, "(1, 4]", "Use softmax for alpha = 1.")
     checks.tensors(src=src)
+    segments = 0 if num_nodes is None else checks.integer("num_nodes", num_nodes, 0, "It is the number of segments.")
     if (index is None) == (ptr is None):
         raise ValueError(
             f"Expected one of 'index' and 'ptr' (got {'neither' if ptr is None else 'both'}). Pass `ptr` where segments are consecutive."
@@ -496,7 +497,6 @@ def segment_entmax(
             raise ValueError("Expected 'ptr' to be [S+1] (got [0]). It holds the offsets of consecutive segments, from 0 on.")
         return _segment_entmax(src, ptr, alpha)
     assert index is not None
-    segments = 0 if num_nodes is None else checks.integer("num_nodes", num_nodes, 0, "It is the number of segments.")
     if index.numel() and not torch.compiler.is_compiling():
         low, high = (int(bound) for bound in torch.aminmax(index))
         if low < 0:

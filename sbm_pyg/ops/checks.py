@@ -34,8 +34,17 @@ def tensors(**given: Any) -> None:
     if torch.compiler.is_compiling():
         return
     for name, x in given.items():
-        if not isinstance(x, Tensor):
-            raise TypeError(f"Expected '{name}' to be a tensor (got {type(x).__name__}). Convert it with `torch.as_tensor`.")
+        dense(name, x)
+
+
+def dense(name: str, x: Any) -> None:
+    """Refuse what is no tensor, and one that is sparse or nested."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"Expected '{name}' to be a tensor (got {type(x).__name__}). Convert it with `torch.as_tensor`.")
+    if x.is_nested or x.layout != torch.strided:
+        raise TypeError(
+            f"Expected '{name}' to be dense (got {'a nested tensor' if x.is_nested else x.layout}). Convert it with `to_dense`."
+        )
 
 
 def floating(**given: Tensor | None) -> None:
@@ -51,6 +60,7 @@ def shape(name: str, x: Any, wanted: Sequence[int | None], symbols: str, way_out
         return
     if not isinstance(x, Tensor):
         raise TypeError(f"Expected '{name}' to be a tensor {symbols} (got {type(x).__name__}). {way_out}")
+    dense(name, x)
     if x.dim() != len(wanted) or any(size is not None and size != mine for size, mine in zip(wanted, x.shape, strict=True)):
         sizes = ", ".join("any" if size is None else str(size) for size in wanted)
         raise ValueError(f"Expected '{name}' to be {symbols} = [{sizes}] (got {list(x.shape)}). {way_out}")
@@ -118,6 +128,16 @@ def number(name: str, value: Any, span: str, way_out: str) -> None:
     x: Any = value  # mypy knows no order of numbers.Real
     if not low <= x <= high or (x == low and span[0] == "(") or (x == high and span[-1] == ")"):
         raise ValueError(f"Expected '{name}' in {span} (got {value}). {way_out}")
+
+
+def device(value: Any, name: str = "device") -> torch.device:
+    """The device that is meant; refuses what names none that is there."""
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return torch.device(value)
+    except (RuntimeError, TypeError):
+        raise TypeError(f"Expected '{name}' to be a device that is there (got {value!r}). Such are 'cpu' and 'cuda:0'.") from None
 
 
 @cache
