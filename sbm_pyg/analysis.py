@@ -151,6 +151,10 @@ def graph_statistics(
         diameter most         inf
     """
     check_graph(graph)
+    check_present(graph.col, "graph")
+    for name, flag in (("bipartite", bipartite), ("spectral_gap", spectral_gap)):
+        if not isinstance(flag, bool) and not (flag is None and name == "bipartite"):
+            raise TypeError(f"Expected '{name}' to be a bool (got {type(flag).__name__}). See the docstring of graph_statistics.")
     labels = None if blocks is None else _labels(graph, blocks)
     graph = graph.to("cpu")
     heads, sequences, num_queries, num_keys = graph.heads, graph.num_sequences, graph.num_queries, graph.num_keys

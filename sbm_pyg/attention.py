@@ -230,7 +230,9 @@ class SBMAttentionConv(MessagePassing):
         """
         x_key, x_query = x if isinstance(x, tuple | list) and len(x) == 2 else (x, x)
         for tokens, lin in ((x_key, self.lin_key), (x_query, self.lin_query)):
-            if not isinstance(tokens, Tensor):
+            if isinstance(tokens, Tensor):
+                checks.dense("x", tokens)
+            else:
                 raise TypeError(f"Expected 'x' to be a tensor, or a pair of keys and queries (got {type(tokens).__name__}). Convert it.")
             if tokens.dim() != 2:
                 raise ValueError(
@@ -322,7 +324,7 @@ class SBMAttentionConv(MessagePassing):
             )
         if streams is not None and edge_index is not None:
             raise ValueError(
-                "Expected no 'streams' with a given graph (got both). They number the random graphs that the layer samples, and it samples none."
+                "Expected no 'streams' with a given 'edge_index' (got both). They number the random graphs that the layer samples, and it samples none."
             )
         if edge_index is None:
             graph, sbm, forced = self._sample(query, key, query_ptr, key_ptr, not bipartite, seed, streams)
@@ -433,7 +435,7 @@ class SBMAttentionConv(MessagePassing):
         """Graph, its model, and which edges are there whatever the model says (None: no edge)."""
         if self.sbm is None:
             raise ValueError(
-                "Expected 'edge_index' (got None, and the layer has num_blocks=None). Pass a graph, or give the layer blocks to sample its own."
+                "Expected 'edge_index' (got None, and the layer has 'num_blocks' None). Pass a graph, or give the layer blocks to sample its own."
             )
         sbm: SBM = self.sbm(query, key, query_ptr, key_ptr)
         if self.budget is not None:

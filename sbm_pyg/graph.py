@@ -349,6 +349,7 @@ class AttentionGraph:
             raise TypeError(f"Expected 'graphs' to be a list of graphs (got {type(graphs).__name__}). Put it in brackets.")
         for graph in graphs:
             check_graph(graph, "graphs")
+            check_present(graph.col, "graphs")
         if not graphs or len({graph.heads for graph in graphs}) != 1:
             raise ValueError(
                 f"Expected 'graphs' to be one or more graphs with the same heads (got {[graph.heads for graph in graphs]}). Use `graph.expand(heads)`."
@@ -514,8 +515,10 @@ class AttentionGraph:
             num_queries = int(query.max()) + 1 if num_edges else 0
         if num_keys is None:
             num_keys = max(num_queries, int(key.max()) + 1 if num_edges else 0)
-        for name, value in (("heads", heads), ("num_queries", num_queries), ("num_keys", num_keys)):
-            checks.integer(name, value, 1, _TOKENS if name != "heads" else "A graph without heads has no rows.")
+        heads = checks.integer("heads", heads, 1, "A graph without heads has no rows.")
+        num_queries, num_keys = (
+            checks.integer(f"num_{name}", size, 1, _TOKENS) for name, size in (("queries", num_queries), ("keys", num_keys))
+        )
         for name, index, end in (("edge_index[0]", key, num_keys), ("edge_index[1]", query, num_queries), ("edge_head", head, heads)):
             if not readable(index):  # no branch on values; the kernels must still see none that is out of range
                 torch._assert_async(
@@ -831,6 +834,10 @@ class AttentionGraph:
             ValueError: The sequence or head does not exist or is not told, or tokens were asked for where N != M.
         """
         check_present(self.col, "graph")
+        if not isinstance(bipartite, bool | None):
+            raise TypeError(
+                f"Expected 'bipartite' to be a bool or None (got {type(bipartite).__name__}). It says whether queries and keys are apart."
+            )
         graph = self.sequence(the_one(sequence, self.num_sequences, "sequence"))
         chosen = graph if head == "all" else graph.head(the_one(head, self.heads, "head", ", or head='all' for a MultiDiGraph"))
         square = graph.num_queries == graph.num_keys

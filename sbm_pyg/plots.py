@@ -24,7 +24,7 @@ from .analysis import Lemma1, blocks_of, path_probability
 from .graph import AttentionGraph, check_graph, the_one
 from .models import EncoderTrace
 from .ops import checks
-from .ragged import check_tensor
+from .ragged import check_present, check_tensor
 from .sbm import SBM
 from .sbm import check_model as check_sbm
 
@@ -66,8 +66,7 @@ def plot_mask(graph: AttentionGraph, sbm: SBM | None = None, *, sequence: int = 
     check_graph(graph)
     if sbm is not None:
         check_sbm(sbm)
-        check_sbm(sbm)
-    sbm.check(graph)
+        sbm.check(graph)
     mask = graph.head(head).to_dense(sequence)[0].cpu().double().numpy()
     figure = _figure(9.2 if sbm is not None else 5.4, 5.2, title)
     panels = figure.subplots(1, 1 if sbm is None else 2, sharex=True, sharey=True, squeeze=False)[0]
@@ -102,8 +101,11 @@ def plot_density(density: Tensor | EncoderTrace | Mapping[str, Tensor], *, ax: A
         ValueError: A density is not ``[L, B, H]``.
     """
     named = density if isinstance(density, Mapping) else {"": density.density if isinstance(density, EncoderTrace) else density}
+    if not named:
+        raise ValueError("Expected 'density' to hold one (got none). Name at least one task or model.")
     for value in named.values():
         check_tensor(value, "density", optional=False)
+        check_present(value, "density")
         if value.dim() != 3 or value.numel() == 0:
             raise ValueError(f"Expected 'density' to be [L, B, H] (got {list(value.shape)}). `EncoderTrace.density` is.")
     figure, axes = _axes(ax, 1.6 + 1.1 * sum(value.size(0) for value in named.values()), 4.2)
@@ -362,6 +364,10 @@ def plot_training_density(log: str | Path | Sequence[Mapping[str, float]], *, ax
         ValueError: A column is missing.
     """
     if isinstance(log, str | Path):
+        if not Path(log).is_file():
+            raise ValueError(
+                f"Expected 'log' to be a CSV file (got {str(log)!r}, which is none). `examples/lra.py` writes train.csv and val.csv."
+            )
         with open(log, newline="") as file:
             read: list[dict[str, Any]] = list(csv.DictReader(file))
         rows: list[Mapping[str, Any]] = [row for row in read if None not in row.values()]  # a killed run may leave half a row
@@ -517,6 +523,8 @@ def _percent(share: float) -> str:
 
 def _layers(graphs: Graphs) -> list[tuple[int, AttentionGraph]]:
     found = graphs.graphs if isinstance(graphs, EncoderTrace) else graphs
+    if not isinstance(found, Sequence) or not all(graph is None or isinstance(graph, AttentionGraph) for graph in found):
+        raise TypeError(f"Expected 'graphs' to be a trace, or the graph or None of each layer (got {type(graphs).__name__}).")
     layers = [(number, graph) for number, graph in enumerate(found) if graph is not None]
     if not layers:
         raise ValueError("Expected 'graphs' to hold the graph of a layer (got none). Full attention has no graph to draw.")

@@ -288,7 +288,7 @@ def _path(folder: Any) -> Path:
         raise TypeError(f"Expected 'folder' to be a path (got {type(folder).__name__}). Give it as a text or a pathlib.Path.")
     path = Path(folder)
     try:
-        path.exists()
+        path.stat() if "\0" in str(path) else path.exists()  # `exists` takes a name with a null for one that is free
     except (OSError, ValueError) as error:
         raise ValueError(
             f"Expected 'folder' to be a path of this file system (got {str(folder)[:80]!r}: {error}). Choose another."

@@ -105,7 +105,7 @@ def resolve_ptr(
         ptr = offsets(torch.bincount(batch)) if total else None
     if ptr is None:
         if total < 1:
-            raise ValueError("Expected a sequence of at least one token (got 0 tokens). Leave empty sequences out of the batch.")
+            raise ValueError("Expected a sequence of at least one token ('total' is 0). Leave empty sequences out of the batch.")
         return torch.tensor([0, total], dtype=torch.int64, device=device)
     if ptr.dim() != 1 or ptr.numel() < 2:
         raise ValueError(

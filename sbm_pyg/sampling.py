@@ -275,7 +275,7 @@ class SBMGraph(BaseTransform):
         else:
             if isinstance(data, Batch):
                 raise ValueError(
-                    "Expected single graphs where memberships are read (got a Batch, whose block matrices are stacked). Apply SBMGraph before batching, as a `pre_transform` or `transform` of the dataset."
+                    "Expected 'data' to be single graphs where memberships are read (got a Batch, whose block matrices are stacked). Apply SBMGraph before batching, as a `pre_transform` or `transform` of the dataset."
                 )
             query = self._read(target, "query_membership", "memberships", (2, 3), "[N, K] or [N, H, K]")
             key = self._read(source, "key_membership", "memberships", (2, 3), "[N, K] or [N, H, K]")
@@ -290,7 +290,7 @@ class SBMGraph(BaseTransform):
         value = getattr(store, name, None)
         if value is None:
             raise ValueError(
-                f"Expected the data object to carry '{name}' (got none). Add the {what} of the SBM, or pass `head=` and node features `x`."
+                f"Expected 'data' to carry '{name}' (got none). Add the {what} of the SBM, or pass 'head' and node features `x`."
             )
         ops.checks.tensors(**{name: value})
         ops.checks.floating(**{name: value})

@@ -352,7 +352,11 @@ class Lemma2:
         Raises:
             ValueError: The order is not a permutation of 1, 2, 3.
         """
-        if not isinstance(order, Sequence) or [*order] not in [[*each] for each in permutations((1, 2, 3))]:
+        if (
+            not isinstance(order, Sequence)
+            or not all(isinstance(each, int) for each in order)
+            or [*order] not in [[*each] for each in permutations((1, 2, 3))]
+        ):
             raise ValueError(f"Expected 'order' to be a permutation of 1, 2, 3 (got {short(order)}). The paper has (1, 2, 3).")
         return spread_steps([self.graphs[number - 1] for number in order])
 

@@ -361,7 +361,7 @@ def test_option_errors(options: dict, message: str) -> None:
 
 def test_call_errors() -> None:
     conv, x = layer(), tokens()
-    with pytest.raises(ValueError, match="num_blocks=None"):
+    with pytest.raises(ValueError, match="the layer has 'num_blocks' None"):
         SBMAttentionConv(16, 8, num_blocks=None)(x.float())
     with pytest.raises(ValueError, match=r"over N = 30 queries and M = 30 keys \(got AttentionGraph"):
         conv(x, patterns.full(20))
@@ -416,7 +416,7 @@ def test_tokens_of_another_width_or_type_are_named() -> None:
 
 
 def test_streams_of_a_given_graph_are_refused() -> None:
-    with pytest.raises(ValueError, match="Expected no 'streams' with a given graph"):
+    with pytest.raises(ValueError, match="Expected no 'streams' with a given 'edge_index'"):
         layer()(tokens(), patterns.full(None, ptr=PTR), streams=torch.arange(3))
 
 

@@ -567,9 +567,9 @@ def test_transform_is_a_functional_datapipe() -> None:
 
 
 def test_transform_errors() -> None:
-    with pytest.raises(ValueError, match=r"Expected the data object to carry 'query_membership' \(got none\)"):
+    with pytest.raises(ValueError, match=r"Expected 'data' to carry 'query_membership' \(got none\)"):
         SBMGraph()(Data(x=torch.ones(3, 2)))
-    with pytest.raises(ValueError, match=r"Expected the data object to carry 'x' \(got none\)"):
+    with pytest.raises(ValueError, match=r"Expected 'data' to carry 'x' \(got none\)"):
         SBMGraph(SBMHead(2))(Data(num_nodes=3))
     one = Data(query_membership=torch.ones(3, 1), key_membership=torch.ones(3, 1), block_matrix=torch.ones(1, 1))
     with pytest.raises(ValueError, match="Apply SBMGraph before batching"):

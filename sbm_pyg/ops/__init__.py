@@ -512,6 +512,9 @@ def segment_entmax(
 def _check_ptr(query_ptr: Tensor, key_ptr: Tensor) -> None:
     checks.tensors(query_ptr=query_ptr, key_ptr=key_ptr)
     checks.shape("query_ptr", query_ptr, (None,), "[B+1]", "It holds the offsets of the sequences.")
+    for name, ptr in (("query_ptr", query_ptr), ("key_ptr", key_ptr)):
+        if ptr.dtype != torch.int64:
+            raise TypeError(f"Expected '{name}' to be int64 (got {ptr.dtype}). Convert it with `.long()`.")
     if not torch.compiler.is_compiling() and query_ptr.size(0) < 2:
         raise ValueError(f"Expected 'query_ptr' to be [B+1] with B >= 1 (got {[*query_ptr.shape]}). It holds the offsets of the sequences.")
     checks.shape("key_ptr", key_ptr, query_ptr.shape, "[B+1]", "It has the sequences of 'query_ptr'.")

@@ -115,6 +115,8 @@ def integer(name: str, value: Any, least: int, way_out: str) -> int:
         raise TypeError(f"Expected '{name}' to be an int (got {type(value).__name__}). {way_out}")
     if value < least:
         raise ValueError(f"Expected '{name}' to be at least {least} (got {value}). {way_out}")
+    if value >= 2**200:  # which no count is, and no float holds if it is larger still
+        raise ValueError(f"Expected '{name}' to be a number of things that there can be (got more than 2**200). {way_out}")
     return int(value)
 
 
@@ -124,6 +126,8 @@ def number(name: str, value: Any, span: str, way_out: str) -> None:
         return
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"Expected '{name}' to be a number in {span} (got {type(value).__name__}). {way_out}")
+    if isinstance(value, int) and abs(value) >= 2**1000:  # which no float holds
+        raise ValueError(f"Expected '{name}' in {span}, as a float holds it (got a whole number beyond 2**1000). {way_out}")
     low, high = _ends(span)
     x: Any = value  # mypy knows no order of numbers.Real
     if not low <= x <= high or (x == low and span[0] == "(") or (x == high and span[-1] == ")"):
