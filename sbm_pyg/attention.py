@@ -240,7 +240,7 @@ class SBMAttentionConv(MessagePassing):
                     "SBMMultiheadAttention takes padded tokens."
                 )
             width = getattr(lin, "in_channels", -1)
-            if width not in (-1, tokens.size(1)):
+            if not torch.compiler.is_compiling() and width not in (-1, tokens.size(1)):
                 raise ValueError(
                     f"Expected 'x' to be [N, {width}], as 'in_channels' says (got {list(tokens.shape)}). A pair is (keys, queries), as in PyG."
                 )
@@ -423,6 +423,9 @@ class SBMAttentionConv(MessagePassing):
         return explained
 
     def _ptr(self, num_keys: int, num_queries: int, ptr: Any, batch: Any, device: torch.device) -> tuple[Tensor, Tensor]:
+        for name, value in (("ptr", ptr), ("batch", batch)):
+            if isinstance(value, tuple) and len(value) != 2:
+                raise ValueError(f"Expected '{name}' to be a tensor, or a pair for keys and queries (got {len(value)} of them).")
         pairs = [value if isinstance(value, tuple) else (value, value) for value in (ptr, batch)]
         query_ptr = resolve_ptr(num_queries, pairs[0][1], pairs[1][1], device=device)
         if pairs[0][0] is pairs[0][1] and pairs[1][0] is pairs[1][1] and num_keys == num_queries:

@@ -8,7 +8,7 @@ Not here: how a graph is chosen (``sampling``, ``patterns``) and what is compute
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import networkx as nx
@@ -129,9 +129,13 @@ class AttentionGraph:
     ) -> AttentionGraph:
         """The private door: a graph whose rows are valid by the way they were made, without a look at them."""
         graph = object.__new__(cls)
-        values = (rowptr, col, num_queries, num_keys, heads, query_ptr, key_ptr)
-        for field, value in zip(fields(cls), values, strict=True):
-            object.__setattr__(graph, field.name, value)
+        object.__setattr__(graph, "rowptr", rowptr)
+        object.__setattr__(graph, "col", col)
+        object.__setattr__(graph, "num_queries", num_queries)
+        object.__setattr__(graph, "num_keys", num_keys)
+        object.__setattr__(graph, "heads", heads)
+        object.__setattr__(graph, "query_ptr", query_ptr)
+        object.__setattr__(graph, "key_ptr", key_ptr)
         graph._fill_offsets()
         return graph
 

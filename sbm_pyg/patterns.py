@@ -314,9 +314,9 @@ class _Tokens:
             raise ValueError("Expected 'n' or 'ptr' (got neither). Pass the number of tokens or their offsets.")
         else:
             n = int(ptr.flatten()[-1]) if ptr.numel() and ptr.dtype in checks.INTEGERS and not ptr.is_meta else 0
-            if n < 1:
+            if n < 1 and ptr.dim() == 1 and ptr.numel() > 1 and ptr.dtype in checks.INTEGERS:
                 raise ValueError(
-                    f"Expected 'ptr' to be [B+1] int64, from 0 to the number of tokens (got {list(ptr.shape)} {ptr.dtype}, up to {n})."
+                    f"Expected 'ptr' to run from 0 to the number of tokens (got an end of {n}). Pass offsets of all sequences."
                 )
         device = None if device is None else checks.device(device)
         place = (torch.get_default_device() if ptr is None else ptr.device) if device is None else device

@@ -19,7 +19,7 @@ from torch_geometric.utils import to_dense_batch
 
 from .ops import checks
 
-__all__ = ["check_tensor", "offsets", "pad", "readable", "resolve_ptr", "stored_ptr", "unpad"]
+__all__ = ["check_tensor", "offsets", "pad", "readable", "resolve_ptr", "unpad"]
 
 
 def readable(x: Tensor) -> bool:
@@ -105,7 +105,7 @@ def resolve_ptr(
         ptr = offsets(torch.bincount(batch)) if total else None
     if ptr is None:
         if total < 1:
-            raise ValueError("Expected a sequence of at least one token ('total' is 0). Leave empty sequences out of the batch.")
+            raise ValueError("Expected a sequence of at least one token (got 0 tokens). Leave empty sequences out of the batch.")
         return torch.tensor([0, total], dtype=torch.int64, device=device)
     if ptr.dim() != 1 or ptr.numel() < 2:
         raise ValueError(
@@ -203,7 +203,7 @@ def unpad(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     check_present(mask, "mask")
     if mask.dtype != torch.bool or mask.shape != x.shape[:2]:
         raise ValueError(
-            f"Expected 'mask' to be bool {list(x.shape[:2])} (got {mask.dtype} {list(mask.shape)}). It is True where a token is real."
+            f"Expected 'mask' to be bool {list(x.shape[:2])}, as 'x' is [B, L, ...] (got {mask.dtype} {list(mask.shape)}). It is True where a token is real."
         )
     lengths = mask.sum(1)
     if lengths.numel() == 0 or bool((lengths == 0).any()):

@@ -283,7 +283,7 @@ def check_sbm(sbm: SBM) -> float:
     bound = sbm.num_blocks * largest["query"] * largest["block"]
     if bound > torch.finfo(sbm.query.dtype).max and not bool(sbm.rate.isfinite().all()):
         raise ValueError(f"Expected 'query @ block' to be finite (got a bound of {bound:.4g}). Scale memberships to at most 1.")
-    return sbm.num_blocks**2 * math.prod(max(1.0, high) for high in largest.values())
+    return sbm.num_blocks**2 * max(1.0, largest["query"]) * max(1.0, largest["key"]) * max(1.0, largest["block"])
 
 
 def _batch(ptr: Tensor, total: int) -> Tensor:

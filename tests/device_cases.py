@@ -234,7 +234,8 @@ def graphs(device: Device) -> Any:
         sampled.head(0).expand(2),
         AttentionGraph.concatenate([sampled, window]),
     )
-    edges = sampled.degree, sampled.density, sampled.edges_per_sequence, sampled.edge_row, sampled.find(window.edge_index, window.edge_head)
+    place = sampled.union(window)[0].find(window.edge_index, window.edge_head)
+    edges = sampled.degree, sampled.density, sampled.edges_per_sequence, sampled.edge_row, place
     return parts, edges, sampled.union(window), sampled.select(sampled.col % 2 == 0), sampled.to_dense(1)
 
 

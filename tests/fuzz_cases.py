@@ -746,6 +746,12 @@ def of_sequence(s: SBM, table: Tensor) -> Tensor:
     return torch.zeros(s.num_sequences, s.heads, dtype=torch.float64).index_add(0, batch, table.sum(2).T)
 
 
+@case("SBM.check", 3)
+def _check(d: Draw) -> Case:
+    g = d.graph()
+    return Case(d.model(g).check, {"graph": g})
+
+
 @case("SBM.edge_prob")
 def _edge_prob(d: Draw) -> Case:
     s = d.sbm()

@@ -116,11 +116,18 @@ def register() -> torch.library.Library:
     return library
 
 
+class _OnTheCPU(torch.Generator):
+    """A generator of the CPU, for whatever device it is asked."""
+
+    def __new__(cls, device: object = None) -> _OnTheCPU:
+        return super().__new__(cls)
+
+
 @contextlib.contextmanager
 def pretending() -> Iterator[torch.device]:
     """The device, whose tensors can be made inside; its generators are the CPU's."""
     generator = torch.Generator
-    torch.Generator = lambda device=None: generator()  # type: ignore[assignment,misc]
+    torch.Generator = _OnTheCPU  # type: ignore[misc]
     try:
         with Pretend():
             yield DEVICE

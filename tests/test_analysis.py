@@ -355,7 +355,8 @@ def test_hamiltonian_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"Expected 'graph' to be one sequence \(got 3\). Take one with `graph.sequence\(b\)`."):
         hamiltonian_path(GRAPHS["ragged"])
     with pytest.raises(
-        ValueError, match=r"Expected queries and keys to be the same tokens \(got N = 7, M = 11\). Paths need one set of tokens."
+        ValueError,
+        match=r"Expected 'graph' to have the same tokens as queries and keys \(got N = 7, M = 11\). Paths need one set of tokens.",
     ):
         hamiltonian_path(GRAPHS["bipartite"])
     with pytest.raises(ValueError, match=r"Expected 'time_limit' to be a positive number of seconds \(got 0\). The default is 10."):
@@ -548,7 +549,7 @@ def test_universality_errors() -> None:
         analysis.universality([])
     with pytest.raises(ValueError, match=r"Expected 'patterns' over the same tokens \(got \[3, 4\] tokens\)."):
         spread_steps([patterns.full(3), patterns.full(4)])
-    with pytest.raises(ValueError, match=r"Expected 'graph' to be one sequence \(got 3\)."):
+    with pytest.raises(ValueError, match=r"Expected 'patterns' to be one sequence \(got 3\)."):
         analysis.universality(GRAPHS["ragged"])
     with pytest.raises(ValueError, match=r"Expected 'time_limit' to be a positive number of seconds \(got -1\)."):
         analysis.universality(patterns.full(3), time_limit=-1)
@@ -746,7 +747,9 @@ def test_statistics_as_rows_and_table() -> None:
 
 
 def test_statistics_errors() -> None:
-    with pytest.raises(ValueError, match=r"Expected as many queries as keys in each sequence for a graph of tokens \(got N = 7, M = 11\)."):
+    with pytest.raises(
+        ValueError, match=r"Expected 'bipartite' to be True where sequences have not as many queries as keys \(got N = 7, M = 11\)."
+    ):
         graph_statistics(GRAPHS["bipartite"], bipartite=False)
     with pytest.raises(
         ValueError, match=r"Expected 'blocks' of the keys to be \[3, 11\] \(got \[3, 7\]\). They number the block of each token"
@@ -803,10 +806,12 @@ def test_networkx_views_carry_probabilities_and_blocks() -> None:
 
 def test_networkx_errors() -> None:
     with pytest.raises(
-        ValueError, match=r"Expected 'view' to be 'tokens' or 'bipartite' \(got 'multigraph'\). For all heads at once pass head=None."
+        ValueError, match=r"Expected 'view' to be 'tokens' or 'bipartite' \(got 'multigraph'\). For all heads at once pass head='all'."
     ):
         to_networkx(patterns.full(3), view="multigraph")
-    with pytest.raises(ValueError, match=r"Expected as many queries as keys for a graph of tokens \(got 7 and 11\)."):
+    with pytest.raises(
+        ValueError, match=r"Expected 'bipartite' to be True where there are not as many queries as keys \(got False, 7 and 11\)."
+    ):
         to_networkx(GRAPHS["bipartite"], 0, 0)
     with pytest.raises(ValueError, match=r"Expected 'graph' with \(heads, queries, keys\) = \(1, 4, 4\) \(got \(1, 3, 3\)\)."):
         to_networkx(patterns.full(3), sbm=lemma2(4, 2).sbms[0])

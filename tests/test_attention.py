@@ -398,7 +398,7 @@ def test_option_types(option: dict[str, Any], message: str) -> None:
 
 def test_heads_that_memory_cannot_hold_are_refused() -> None:
     with pytest.raises(
-        ValueError, match=re.escape("Expected 'heads' to ask for no more than memory holds (got 2,473,901,162,496 parameters")
+        ValueError, match=re.escape("Expected 'heads' to ask for no more than memory holds (got 274,877,906,944 parameters")
     ):
         SBMAttentionConv(16, 8, heads=2**31)
 

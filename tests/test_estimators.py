@@ -471,7 +471,7 @@ def test_local_expectation_runs_under_a_score_bias() -> None:
     ("options", "message"),
     [
         ({"estimator": "loud"}, "Expected 'estimator' to be one of"),
-        ({"probes": -1}, "Expected 'probes' to be 0 or more"),
+        ({"probes": -1}, "Expected 'probes' in "),
         ({"estimator": "local", "normalizer": "entmax15"}, "The others are derived for softmax"),
         ({"sbm_options": {"parameterization": "odd"}}, "Expected 'parameterization' to be one of"),
         ({"sbm_options": {"density": 1.0}}, r"Expected 'density' in \(0, 1\)"),

@@ -212,7 +212,9 @@ def test_errors(monkeypatch: pytest.MonkeyPatch, trace: EncoderTrace) -> None:
         plots.plot_extremes([None, None])
     with pytest.raises(ValueError, match=r"Expected 'images' to be \[4, height, width\], one for each sequence \(got \[3, 4, 4\]\)."):
         plots.plot_pixel_attention(trace, torch.rand(3, 4, 4))
-    with pytest.raises(ValueError, match=r"Expected as many tokens as pixels, 5 x 5 \(got \[16, 16, 16, 16\]\)."):
+    with pytest.raises(
+        ValueError, match=r"Expected 'graphs' with as many tokens as 'images' have pixels, 5 x 5 \(got \[16, 16, 16, 16\]\)."
+    ):
         plots.plot_pixel_attention(trace, torch.rand(4, 5, 5))
     with pytest.raises(ValueError, match=r"Expected 'log' with columns 'step' and 'density_layer0_head0', ... \(got \['step'\]\)."):
         plots.plot_training_density([{"step": 1.0}])

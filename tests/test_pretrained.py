@@ -598,7 +598,7 @@ def test_a_damaged_config_is_read_or_told(small: tuple[Path, dict[str, Any]], ch
         (("options", "encoder", "options"), "deleted", "Expected 'options.encoder' in '{}' to have the keys 'class' and 'options' (got ['class'])"),
         (("options", "encoder", "class"), "list", "Expected 'options.encoder.class' in '{}' to be one of ["),
         (("class",), "list", "Expected 'class' in '{}' to be one of ['SequenceClassifier'] (got [1, [2]]). Import the module"),
-        (("options", "encoder"), "null", "Expected 'options' in '{}' to fit SequenceClassifier (got AttributeError: "),
+        (("options", "encoder"), "null", "Expected 'options' in '{}' to fit SequenceClassifier (got TypeError: Expected 'encoder' to be a SequenceEncoder"),
         (("options", "encoder", "options", "dropout"), "nan", "Expected 'options.encoder.options.dropout' in '{}' to be a finite number (got nan)."),
         (("options", "encoder", "options", "dropout"), "1e400", "Expected 'options.encoder.options.dropout' in '{}' to be a finite number (got inf)."),
         (("options", "num_classes"), "huge", "Expected 'options.num_classes' in '{}' to be a finite number (got inf)."),
