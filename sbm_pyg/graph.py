@@ -925,7 +925,7 @@ def _stores(data: Data | HeteroData, edge_type: EdgeType | None) -> tuple[Any, A
     types = data.edge_types
     if edge_type is None and len(types) == 1:
         (edge_type,) = types
-    if edge_type not in types:
+    if edge_type is None or edge_type not in types:
         raise ValueError(f"Expected 'edge_type' to be one of {types} (got {edge_type!r}). Say which edges of the data are meant.")
     return data[edge_type], data[edge_type[0]], data[edge_type[2]], "edge_head"
 

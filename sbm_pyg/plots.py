@@ -286,9 +286,7 @@ def plot_extremes(graphs: Graphs, images: Tensor | None = None, *, count: int = 
         ValueError: As :func:`plot_pixel_attention` and :func:`density_extremes`.
     """
     layers = _layers(graphs)
-    if len({graph.heads for _, graph in layers}) > 1:
-        raise ValueError(f"Expected 'graphs' with one number of heads (got {[graph.heads for _, graph in layers]}). Leave layers out.")
-    low, high = density_extremes(torch.stack([graph.density for _, graph in layers]), count)
+    low, high = density_extremes(torch.stack([graph.density.mean(1, keepdim=True) for _, graph in layers]), count)
     titles = _chosen(layers, range(layers[0][1].num_sequences), titles)[1]
     chosen = low + [sequence for sequence in high if sequence not in low]
     words = f"Rows: the {len(low)} inputs of lowest and the {len(chosen) - len(low)} of highest mean density among {layers[0][1].num_sequences:,}."
@@ -371,7 +369,7 @@ def plot_training_density(log: str | Path | Sequence[Mapping[str, float]], *, ax
         with open(log, newline="") as file:
             read: list[dict[str, Any]] = list(csv.DictReader(file))
         rows: list[Mapping[str, Any]] = [row for row in read if None not in row.values()]  # a killed run may leave half a row
-    elif isinstance(log, Sequence) and all(isinstance(row, Mapping) for row in log):
+    elif not isinstance(log, str) and isinstance(log, Sequence) and all(isinstance(row, Mapping) for row in log):
         rows = list(log)
     else:
         raise TypeError(f"Expected 'log' to be a file or its rows (got {type(log).__name__}). Rows are mappings from columns to numbers.")

@@ -331,7 +331,7 @@ def test_makers_of_valid_rows_do_not_look_at_them(monkeypatch: pytest.MonkeyPatc
         ({"heads": 2**40}, "Expected 'heads' to ask for no more than memory holds"),
     ],
 )
-def test_sizes_that_cannot_be_are_refused_by_arithmetic(sizes: dict[str, int], message: str) -> None:
+def test_sizes_that_cannot_be_are_refused_by_arithmetic(sizes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=says(message)):
         AttentionGraph.from_edge_index(torch.tensor([[0], [1]]), **({"num_queries": 3} | sizes))
     with pytest.raises(ValueError, match=says("Expected 'heads' to ask for no more than memory holds")):
@@ -796,12 +796,14 @@ def test_networkx_chooses_the_view() -> None:
 
 def test_nobody_is_shown_the_first_of_several_unasked() -> None:
     several, one = build(RAGGED), build(RAGGED[1:2]).head(0)
-    for ask in (several.to_networkx, several.to_dense):
+    asks: list[Any] = [several.to_networkx, several.to_dense]
+    for ask in asks:
         with pytest.raises(ValueError, match=says("Expected 'sequence' where the graph has 3 of them (got None). Pass sequence=0")):
-            ask()  # type: ignore[operator]
-    for ask in (several.sequence(1).to_networkx, several.to_scipy):
+            ask()
+    asks = [several.sequence(1).to_networkx, several.to_scipy]
+    for ask in asks:
         with pytest.raises(ValueError, match=says("Expected 'head' where the graph has 2 of them (got None). Pass head=0")):
-            ask()  # type: ignore[operator]
+            ask()
     assert one.to_networkx().number_of_edges() == one.to_scipy().nnz == one.to_dense().sum() == one.num_edges
 
 

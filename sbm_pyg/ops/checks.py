@@ -115,7 +115,7 @@ def integer(name: str, value: Any, least: int, way_out: str) -> int:
         raise TypeError(f"Expected '{name}' to be an int (got {type(value).__name__}). {way_out}")
     if value < least:
         raise ValueError(f"Expected '{name}' to be at least {least} (got {value}). {way_out}")
-    if value >= 2**1000:  # which no count is, and no float holds if it is larger still
+    if int(value) >= 2**1000:  # which no count is, and no float holds if it is larger still
         raise ValueError(f"Expected '{name}' to be a number of things that there can be (got more than 2**1000). {way_out}")
     return int(value)
 
