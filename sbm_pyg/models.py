@@ -22,7 +22,7 @@ from .attention import SBMAttentionConv
 from .graph import AttentionGraph, check_graph
 from .ops import checks
 from .pretrained import Pretrained
-from .ragged import check_tensor, pad, readable, resolve_ptr
+from .ragged import check_present, check_tensor, pad, readable, resolve_ptr
 from .sampling import draw_seed, resolve_streams
 from .sbm import SBM
 
@@ -408,6 +408,8 @@ class SequenceEncoder(Pretrained):
                     f"Expected sequences of at most max_length = {self.max_length} tokens (got {longest}). Raise max_length or cut them."
                 )
         check_tensor(places, "places")
+        if places is not None and not tokens.is_meta:
+            check_present(places, "places")
         if places is None:
             places = torch.arange(tokens.size(0), device=tokens.device) - torch.repeat_interleave(
                 ptr[:-1], ptr.diff(), output_size=tokens.size(0)

@@ -370,7 +370,7 @@ def plot_training_density(log: str | Path | Sequence[Mapping[str, float]], *, ax
             read: list[dict[str, Any]] = list(csv.DictReader(file))
         rows: list[Mapping[str, Any]] = [row for row in read if None not in row.values()]  # a killed run may leave half a row
     elif not isinstance(log, str) and isinstance(log, Sequence) and all(isinstance(row, Mapping) for row in log):
-        rows = list(log)
+        rows = [row for row in log if isinstance(row, Mapping)]
     else:
         raise TypeError(f"Expected 'log' to be a file or its rows (got {type(log).__name__}). Rows are mappings from columns to numbers.")
     names = sorted(
