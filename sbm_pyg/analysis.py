@@ -20,9 +20,9 @@ from torch import Tensor
 
 from .graph import AttentionGraph, check_graph, the_one
 from .hamiltonian import Certificate, HamiltonianPath, hamiltonian_path, is_hamiltonian_path, scipy_sparse
+from .ops import checks
 from .ops.walks import breadth_first, compare_rows
-from .ragged import check_present
-from .sbm import SBM
+from .sbm import SBM, check_model
 from .universality import (
     Lemma1,
     Lemma2,
@@ -151,10 +151,8 @@ def graph_statistics(
         diameter most         inf
     """
     check_graph(graph)
-    check_present(graph.col, "graph")
-    for name, flag in (("bipartite", bipartite), ("spectral_gap", spectral_gap)):
-        if not isinstance(flag, bool) and not (flag is None and name == "bipartite"):
-            raise TypeError(f"Expected '{name}' to be a bool (got {type(flag).__name__}). See the docstring of graph_statistics.")
+    checks.flag("bipartite", bipartite, "It says whether queries and keys are apart.", optional=True)
+    checks.flag("spectral_gap", spectral_gap, "It says whether to compute it.")
     labels = None if blocks is None else _labels(graph, blocks)
     graph = graph.to("cpu")
     heads, sequences, num_queries, num_keys = graph.heads, graph.num_sequences, graph.num_queries, graph.num_keys
@@ -223,7 +221,7 @@ def blocks_of(sbm: SBM) -> tuple[Tensor, Tensor]:
     Raises:
         TypeError: It is no model.
     """
-    _check_model(sbm)
+    check_model(sbm)
     return sbm.query.argmax(-1), sbm.key.argmax(-1)
 
 
@@ -256,9 +254,8 @@ def to_networkx(
         {}
     """
     check_graph(graph)
-    check_present(graph.col, "graph")
     if sbm is not None:
-        _check_model(sbm)
+        check_model(sbm)
     if view not in ("tokens", "bipartite"):
         raise ValueError(f"Expected 'view' to be 'tokens' or 'bipartite' (got {view!r}). For all heads at once pass head='all'.")
     result = graph.to_networkx(sequence, head, bipartite=view == "bipartite")
@@ -283,11 +280,6 @@ def to_networkx(
 
 
 # --------------------------------------------------------------------------------------------------------------- parts
-
-
-def _check_model(sbm: object) -> None:
-    if not isinstance(sbm, SBM):
-        raise TypeError(f"Expected 'sbm' to be an SBM (got {type(sbm).__name__}). `SBMHead` makes one, or `SBM(query, key, block)`.")
 
 
 def _labels(graph: AttentionGraph, blocks: Blocks) -> tuple[Array, Array]:

@@ -158,9 +158,9 @@ class SBMAttentionConv(MessagePassing):
             raise ValueError(
                 f"Expected 'estimator' other than 'local' with method={method!r} (got 'local'). It is derived for 'bernoulli'."
             )
-        for name, width in (("in_channels", max(*pair, 1)), ("num_blocks", num_blocks or 1), ("heads", 1)):
-            count, way_out = width * heads * out_channels, "Take fewer heads, or narrower ones."
-            checks.memory(name if width > heads * out_channels else "heads", count, 4, torch.device("cpu"), way_out, "parameters")
+        width, wide = max(*pair, 1), heads * out_channels
+        name, way_out = "in_channels" if width > wide else "heads", "Take fewer heads, or narrower ones."
+        checks.memory(name, width * wide, 4, torch.device("cpu"), way_out, "parameters")
         if sbm_options is not None and not isinstance(sbm_options, Mapping):
             raise TypeError(
                 f"Expected 'sbm_options' to be a dict of arguments of SBMHead (got {type(sbm_options).__name__}). Name each option."

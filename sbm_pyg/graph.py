@@ -293,12 +293,11 @@ class AttentionGraph:
         """The same graph on another device.
 
         Raises:
-            TypeError: It is no device, or ``non_blocking`` is no bool.
-            ValueError: The graph has no values, being on the meta device.
+            TypeError: ``non_blocking`` is no bool.
+            ValueError: There is no such device, or the graph has no values, being on the meta device.
         """
         device = checks.device(device)
-        if not isinstance(non_blocking, bool):
-            raise TypeError(f"Expected 'non_blocking' to be a bool (got {type(non_blocking).__name__}). It is that of `torch.Tensor.to`.")
+        checks.flag("non_blocking", non_blocking, "It is that of `torch.Tensor.to`.")
         if device.type != "meta":
             check_present(self.col, "graph")
         rowptr, col, query_ptr, key_ptr = (
@@ -640,13 +639,11 @@ class AttentionGraph:
             mask: ``[N, M]``, ``[H, N, M]`` or ``[B, H, N, M]``, any dtype, not empty.
 
         Raises:
-            TypeError: The mask is no tensor.
-            ValueError: The mask is sparse, has another number of dimensions, or none of something.
+            TypeError: The mask is no dense tensor.
+            ValueError: The mask has another number of dimensions, or none of something.
         """
         check_tensor(mask, "mask", optional=False)
         check_present(mask, "mask")
-        if mask.layout != torch.strided or mask.is_nested:
-            raise ValueError(f"Expected 'mask' to be dense (got {mask.layout}). `AttentionGraph.from_edge_index` takes sparse adjacencies.")
         if mask.dim() not in (2, 3, 4) or mask.numel() == 0:
             raise ValueError(
                 f"Expected 'mask' to be [N, M], [H, N, M] or [B, H, N, M] (got {list(mask.shape)}). Queries are rows, and there is at least one of each."
@@ -838,10 +835,7 @@ class AttentionGraph:
             ValueError: The sequence or head does not exist or is not told, or tokens were asked for where N != M.
         """
         check_present(self.col, "graph")
-        if not isinstance(bipartite, bool | None):
-            raise TypeError(
-                f"Expected 'bipartite' to be a bool or None (got {type(bipartite).__name__}). It says whether queries and keys are apart."
-            )
+        checks.flag("bipartite", bipartite, "It says whether queries and keys are apart.", optional=True)
         graph = self.sequence(the_one(sequence, self.num_sequences, "sequence"))
         chosen = graph if head == "all" else graph.head(the_one(head, self.heads, "head", ", or head='all' for a MultiDiGraph"))
         square = graph.num_queries == graph.num_keys
@@ -944,7 +938,7 @@ def the_one(value: int | None, end: int, name: str, other: str = "") -> int:
         TypeError, ValueError: It is no int, there is no such thing, or there are several and None was told.
     """
     if value is None and end > 1:
-        raise ValueError(f"Expected '{name}' where the graph has {end} of them (got None). Pass {name}=0, for one{other}.")
+        raise ValueError(f"Expected '{name}' where there are {end} of them (got None). Pass {name}=0, for one{other}.")
     return 0 if value is None else _index(value, end, name)
 
 

@@ -530,7 +530,6 @@ class SequenceClassifier(_Classifier):
     ) -> Any:
         """Logits, or logits and :class:`EncoderTrace`; arguments as :meth:`SequenceEncoder.forward`."""
         ptr = resolve_ptr(_count(tokens), ptr, batch, device=tokens.device)
-        streams = None if streams is None else resolve_streams(streams, ptr.numel() - 1, ptr.device)
         x, trace = self.encoder(tokens, ptr, places=places, seed=seed, streams=streams, return_trace=True)
         logits = self.classifier(_mean_pool(x, ptr, self.pool_length))
         return (logits, trace) if return_trace else logits

@@ -7,8 +7,6 @@ Not here: attention itself. This module removes the padding, calls :class:`~sbm_
 from __future__ import annotations
 
 from functools import partial
-from numbers import Real
-from operator import index
 from typing import Any, cast
 
 import torch
@@ -16,7 +14,8 @@ from torch import Tensor, nn
 from torch_geometric.nn.dense.linear import Linear
 
 from .attention import SBMAttentionConv
-from .graph import AttentionGraph
+from .graph import AttentionGraph, check_graph
+from .ops import checks
 from .ragged import offsets, readable
 
 __all__ = ["SBMMultiheadAttention"]
@@ -94,16 +93,16 @@ class SBMMultiheadAttention(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        embed_dim, num_heads = _count("embed_dim", embed_dim), _count("num_heads", num_heads)
-        kdim = embed_dim if kdim is None else _count("kdim", kdim)
-        vdim = embed_dim if vdim is None else _count("vdim", vdim)
-        num_blocks = None if num_blocks is None else _count("num_blocks", num_blocks)
+        kdim, vdim = embed_dim if kdim is None else kdim, embed_dim if vdim is None else vdim
+        embed_dim, num_heads, kdim, vdim = (
+            checks.integer(name, size, 1, "It counts channels or heads.")
+            for name, size in (("embed_dim", embed_dim), ("num_heads", num_heads), ("kdim", kdim), ("vdim", vdim))
+        )
         _check_flags(bias=bias, add_bias_kv=add_bias_kv, add_zero_attn=add_zero_attn, batch_first=batch_first)
-        if isinstance(dropout, bool) or not isinstance(cast(Any, dropout), Real):
-            raise TypeError(f"Expected 'dropout' to be a number in [0, 1) (got {type(dropout).__name__}). Use 0.0 for none.")
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in DTYPES):
             raise TypeError(f"Expected 'dtype' to be one of {[*DTYPES]} (got {dtype!r}). Attention computes with these.")
-        _check_device(device)
+        if device is not None:
+            checks.device(device)
         if embed_dim % num_heads:
             raise ValueError(
                 f"Expected 'embed_dim' to be a multiple of 'num_heads' (got {embed_dim} and {num_heads}). Each head takes embed_dim / num_heads channels."
@@ -286,13 +285,10 @@ class SBMMultiheadAttention(nn.Module):
     def _check_tensors(self, tokens: dict[str, Tensor], masks: dict[str, Tensor | None], graph: AttentionGraph | None) -> None:
         """Refuse what is no tensor of numbers that this layer can take."""
         like = self.conv.lin_query.weight
-        for name, x in (tokens | masks).items():
-            if x is None and name in masks:
-                continue
-            if not isinstance(x, Tensor):
-                raise TypeError(f"Expected '{name}' to be a tensor (got {type(x).__name__}). Convert it with `torch.as_tensor`.")
-            if (x.is_nested or x.layout != torch.strided) and not (x.is_nested and name in tokens):
-                raise TypeError(f"Expected '{name}' to be dense (got layout {x.layout}). Convert it with `.to_dense()`.")
+        given: dict[str, Any] = tokens | {name: mask for name, mask in masks.items() if mask is not None}
+        for name, x in given.items():
+            if not (name in tokens and isinstance(x, Tensor) and x.is_nested):
+                checks.dense(name, x)
             if x.device != like.device:
                 raise ValueError(f"Expected '{name}' on {like.device}, as the layer is (got {x.device}). Move it with `.to(device)`.")
         dims = tokens["query"].dim()
@@ -307,11 +303,10 @@ class SBMMultiheadAttention(nn.Module):
                 same = torch.float64 not in (x.dtype, like.dtype)
             if not same:
                 raise TypeError(f"Expected '{name}' to be {like.dtype}, as the layer is (got {x.dtype}). Convert one of them with `.to`.")
-        if graph is not None and not isinstance(graph, AttentionGraph):
-            raise TypeError(
-                f"Expected 'graph' to be an AttentionGraph (got {type(graph).__name__}). Make one with `AttentionGraph.from_edge_index`."
-            )
-        if graph is not None and graph.device != like.device:
+        if graph is None:
+            return
+        check_graph(graph)
+        if graph.device != like.device:
             raise ValueError(f"Expected 'graph' on {like.device}, as the layer is (got {graph.device}). Move it with `.to(device)`.")
 
     def _padded(
@@ -378,30 +373,9 @@ class SBMMultiheadAttention(nn.Module):
         return _as_bool(attn_mask, "attn_mask").view(*((1, 1) if attn_mask.dim() == 2 else (batch, self.num_heads)), length, keys)
 
 
-def _count(name: str, value: Any) -> int:
-    """A size from 1 on, as an integer of Python's."""
-    try:
-        size = index(value)
-    except TypeError:
-        size = None
-    if size is None or isinstance(value, bool):
-        raise TypeError(f"Expected '{name}' to be an integer (got {type(value).__name__}). Convert it with `int`.")
-    if size < 1:
-        raise ValueError(f"Expected '{name}' to be at least 1 (got {size}). It counts channels, heads or blocks.")
-    return size
-
-
 def _check_flags(**flags: Any) -> None:
     for name, value in flags.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"Expected '{name}' to be True or False (got {type(value).__name__}). Look at the order of the arguments.")
-
-
-def _check_device(device: Any) -> None:
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, TypeError, AssertionError) as error:
-        raise ValueError(f"Expected 'device' to be one that torch has here (got {device!r}). Name it as in 'cpu' or 'cuda:0'.") from error
+        checks.flag(name, value, "Look at the order of the arguments.")
 
 
 def _as_bool(mask: Tensor, name: str) -> Tensor:

@@ -26,7 +26,7 @@ from torch_geometric.transforms import BaseTransform
 from .graph import AttentionGraph
 from .ops import checks
 from .ops.reference import RANDOM_KEY, philox
-from .ragged import check_tensor, readable, resolve_ptr
+from .ragged import check_tensor, readable, resolve_ptr, stored_ptr
 from .sampling import draw_seed, resolve_streams
 
 __all__ = [
@@ -427,8 +427,8 @@ class _PatternTransform(BaseTransform):
         if data.num_nodes is None or data.num_nodes < 1:
             raise ValueError(f"Expected 'data' to have nodes (got {data.num_nodes}). Set `x` or `num_nodes`.")
         device = next((value.device for value in data.to_dict().values() if isinstance(value, Tensor)), None)
-        offsets = data.get("ptr")
-        ptr = resolve_ptr(data.num_nodes, offsets, data.get("batch") if offsets is None else None, device=device)
+        ptr = stored_ptr(data, device=device)
+        ptr = resolve_ptr(data.num_nodes, device=device) if ptr is None else ptr
         graph = self.pattern(None, ptr=ptr, **{each.name: getattr(self, each.name) for each in fields(self)})
         return graph.replace_edges(data)
 

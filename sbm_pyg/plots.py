@@ -25,8 +25,7 @@ from .graph import AttentionGraph, check_graph, the_one
 from .models import EncoderTrace
 from .ops import checks
 from .ragged import check_present, check_tensor
-from .sbm import SBM
-from .sbm import check_model as check_sbm
+from .sbm import SBM, check_model
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -65,7 +64,7 @@ def plot_mask(graph: AttentionGraph, sbm: SBM | None = None, *, sequence: int = 
     """
     check_graph(graph)
     if sbm is not None:
-        check_sbm(sbm)
+        check_model(sbm)
         sbm.check(graph)
     mask = graph.head(head).to_dense(sequence)[0].cpu().double().numpy()
     figure = _figure(9.2 if sbm is not None else 5.4, 5.2, title)
@@ -310,7 +309,7 @@ def plot_blocks(graph: AttentionGraph, sbm: SBM, *, sequence: int = 0, head: int
         ImportError: matplotlib is not installed.
         ValueError: The sequence or head does not exist, or the model is over other tokens.
     """
-    check_sbm(sbm)
+    check_model(sbm)
     sbm.check(graph)
     mask = graph.head(head).to_dense(sequence)[0].cpu().double().numpy()
     queries, keys = sbm._slices()[sequence]

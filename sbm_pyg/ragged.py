@@ -215,6 +215,5 @@ def unpad(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 
 def _check_tokens(x: Tensor, dims: int, symbols: str) -> None:
     check_tensor(x, "x", optional=False)
-    if x.is_nested or x.layout != torch.strided or x.dim() < dims:
-        what = "a nested tensor" if x.is_nested else f"{x.layout} {list(x.shape)}"
-        raise ValueError(f"Expected 'x' to be {symbols}, dense (got {what}). Tokens come first; `to_dense` or `to_padded_tensor` converts.")
+    if x.dim() < dims:
+        raise ValueError(f"Expected 'x' to be {symbols} (got {list(x.shape)}). Tokens come first.")

@@ -107,8 +107,7 @@ def sample_edges(
         )
     check_model(sbm)
     ops.checks.number("exploration", exploration, "[0, 1]", "The paper has 0.01 in training and 0 in evaluation.")
-    if not isinstance(clamp, bool):
-        raise TypeError(f"Expected 'clamp' to be a bool (got {type(clamp).__name__}). It says whether to cut probabilities at 1.")
+    ops.checks.flag("clamp", clamp, "It says whether to cut probabilities at 1.")
     streams = resolve_streams(streams, sbm.num_sequences, sbm.query_ptr.device)
     seed = draw_seed(seed, generator)
     with torch.no_grad():

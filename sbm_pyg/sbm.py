@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .graph import AttentionGraph, check_graph
+from .graph import AttentionGraph, check_graph, the_one
 from .ragged import check_tensor, readable, resolve_ptr
 
 __all__ = ["SBM", "SBMHead"]
@@ -178,19 +178,16 @@ class SBM:
         self.check(graph)
         return ops.edge_gate(self.rate, self.key, graph.rowptr, graph.col)
 
-    def edge_prob_dense(self, sequence: int = 0) -> Tensor:
+    def edge_prob_dense(self, sequence: int | None = None) -> Tensor:
         """Probabilities of all pairs of one sequence, ``[H, n, m]``, differentiable. Cost O(n m K): for looking, not for training.
 
         Args:
-            sequence: Which sequence, counted from 0.
+            sequence: Which sequence, counted from 0; may be left out where there is one.
 
         Raises:
-            TypeError, ValueError: There is no such sequence, or memory does not hold its pairs.
+            TypeError, ValueError: There is no such sequence, several and none told, or memory does not hold its pairs.
         """
-        count = self.num_sequences
-        if ops.checks.integer("sequence", sequence, -count, "Count from 0.") >= count:
-            raise ValueError(f"Expected 'sequence' in 0..{count - 1} (got {sequence}). Count from 0.")
-        queries, keys = self._slices()[sequence]
+        queries, keys = self._slices()[the_one(sequence, self.num_sequences, "sequence")]
         pairs = self.heads * (queries.stop - queries.start) * (keys.stop - keys.start)
         way_out = "Ask for those of the edges of a graph, by `edge_prob`."
         ops.checks.memory("sequence", pairs, self.query.element_size(), self.query.device, way_out, "pairs")
@@ -257,7 +254,9 @@ class SBM:
 def check_model(sbm: object) -> None:
     """Raise TypeError unless it is an :class:`SBM`."""
     if not isinstance(sbm, SBM):
-        raise TypeError(f"Expected 'sbm' to be an SBM (got {type(sbm).__name__}). `SBMHead` predicts one, `SBM(query, key, block)` is one.")
+        raise TypeError(
+            f"Expected 'sbm' to be an SBM (got {type(sbm).__name__}). `SBMHead` makes one, and so does `SBM(query, key, block)`."
+        )
 
 
 def check_sbm(sbm: SBM) -> float:
@@ -351,10 +350,7 @@ class SBMHead(torch.nn.Module):
             )
         ops.checks.number("density", density, "(0, 1)", "It is the probability of an edge at the start.")
         ops.checks.number("temperature", temperature, "(0, inf]", "Memberships harden as it goes to 0.")
-        if not isinstance(tied, bool):
-            raise TypeError(
-                f"Expected 'tied' to be a bool (got {type(tied).__name__}). It says whether keys take the queries' memberships."
-            )
+        ops.checks.flag("tied", tied, "It says whether keys take the queries' memberships.")
         width = torch.get_default_dtype().itemsize
         device = torch.get_default_device()
         ops.checks.memory("channels", 2 * channels**2, width, device, "They are channels of one head.", "parameters")

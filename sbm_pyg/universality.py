@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from itertools import pairwise, permutations
+from itertools import pairwise
 from numbers import Real
 from operator import or_
 from reprlib import repr as short
@@ -30,7 +30,7 @@ from .ops import checks, threads
 from .ops.walks import spread
 from .ragged import offsets
 from .sampling import draw_seed
-from .sbm import SBM
+from .sbm import SBM, check_model
 
 __all__ = [
     "Lemma1", "Lemma2", "Universality", "expected_graph", "lemma1", "lemma2", "log10_cycles", "path_probability", "spread_steps", "universality",
@@ -222,8 +222,7 @@ def expected_graph(sbm: SBM, threshold: float = 0.5) -> AttentionGraph:
         >>> expected_graph(lemma2(16, 4).sbms[0])
         AttentionGraph(1 sequence, 1 head, 16 queries, 16 keys, 64 edges, density 25.0%)
     """
-    if not isinstance(sbm, SBM):
-        raise TypeError(f"Expected 'sbm' to be an SBM (got {type(sbm).__name__}). `SBMHead` makes one; a graph needs no threshold.")
+    check_model(sbm)
     if not isinstance(threshold, Real) or not 0 <= threshold < 1:
         raise ValueError(f"Expected 'threshold' in [0, 1) (got {threshold}). An edge counts where its probability is above it.")
     degree, col = [], []
@@ -352,11 +351,7 @@ class Lemma2:
         Raises:
             ValueError: The order is not a permutation of 1, 2, 3.
         """
-        if (
-            not isinstance(order, Sequence)
-            or not all(isinstance(each, int) for each in order)
-            or [*order] not in [[*each] for each in permutations((1, 2, 3))]
-        ):
+        if not isinstance(order, Sequence) or not all(isinstance(each, int) for each in order) or sorted(order) != [1, 2, 3]:
             raise ValueError(f"Expected 'order' to be a permutation of 1, 2, 3 (got {short(order)}). The paper has (1, 2, 3).")
         return spread_steps([self.graphs[number - 1] for number in order])
 

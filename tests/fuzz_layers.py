@@ -1109,7 +1109,11 @@ def public_names() -> list[str]:
             found[id(thing)] = full
             names.append(full)
             if isinstance(thing, type):
-                members = {key: value for key, value in vars(thing).items() if not key.startswith("_") and key != "pattern"}
+                members = {
+                    key: value
+                    for key, value in vars(thing).items()
+                    if not key.startswith("_") and key != "pattern" and not getattr(value, "__module__", "").endswith("_propagate")
+                }  # MessagePassing writes `propagate` and `collect` of its own making into the class of its first instance
                 calls = {
                     key for key, value in members.items() if callable(value) or isinstance(value, classmethod | staticmethod | property)
                 }

@@ -798,11 +798,11 @@ def test_nobody_is_shown_the_first_of_several_unasked() -> None:
     several, one = build(RAGGED), build(RAGGED[1:2]).head(0)
     asks: list[Any] = [several.to_networkx, several.to_dense]
     for ask in asks:
-        with pytest.raises(ValueError, match=says("Expected 'sequence' where the graph has 3 of them (got None). Pass sequence=0")):
+        with pytest.raises(ValueError, match=says("Expected 'sequence' where there are 3 of them (got None). Pass sequence=0")):
             ask()
     asks = [several.sequence(1).to_networkx, several.to_scipy]
     for ask in asks:
-        with pytest.raises(ValueError, match=says("Expected 'head' where the graph has 2 of them (got None). Pass head=0")):
+        with pytest.raises(ValueError, match=says("Expected 'head' where there are 2 of them (got None). Pass head=0")):
             ask()
     assert one.to_networkx().number_of_edges() == one.to_scipy().nnz == one.to_dense().sum() == one.num_edges
 

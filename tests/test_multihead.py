@@ -481,7 +481,7 @@ SQUARE = torch.zeros(7, 7, dtype=torch.float64)
         *(({name: draw(3, 7, 16).long()}, TypeError, name, "got torch.int64") for name in ("query", "key", "value")),
         *(({name: draw(3, 7, 16) > 0}, TypeError, name, "got torch.bool") for name in ("query", "key", "value")),
         *(({name: draw(3, 7, 16).to(torch.complex128)}, TypeError, name, "got torch.complex128") for name in ("query", "key", "value")),
-        *(({name: draw(3, 7, 16).to_sparse()}, TypeError, name, "got layout torch.sparse_coo") for name in ("query", "key", "value")),
+        *(({name: draw(3, 7, 16).to_sparse()}, TypeError, name, "got torch.sparse_coo") for name in ("query", "key", "value")),
         *(({name: draw(3, 7, 16).to("meta")}, ValueError, name, "got meta") for name in ("query", "key", "value")),
         *(({name: draw(3, 7, 15)}, ValueError, name, "got [3, 7, 15]") for name in ("query", "key", "value")),
         ({"query": draw(1, 3, 7, 16)}, ValueError, "query", "got 4"),
@@ -500,7 +500,7 @@ SQUARE = torch.zeros(7, 7, dtype=torch.float64)
         ({"key_padding_mask": PADDING.long()}, TypeError, "key_padding_mask", "got torch.int64"),
         ({"key_padding_mask": PADDING.byte()}, TypeError, "key_padding_mask", "got torch.uint8"),
         ({"key_padding_mask": PADDING.to("meta")}, ValueError, "key_padding_mask", "got meta"),
-        ({"key_padding_mask": PADDING.to_sparse()}, TypeError, "key_padding_mask", "got layout torch.sparse_coo"),
+        ({"key_padding_mask": PADDING.to_sparse()}, TypeError, "key_padding_mask", "got torch.sparse_coo"),
         ({"key_padding_mask": NAN_MASK}, ValueError, "key_padding_mask", "got other values"),
         ({"key_padding_mask": PADDING.double()}, ValueError, "key_padding_mask", "got other values"),
         ({"key_padding_mask": torch.ones(3, 7, dtype=torch.bool)}, ValueError, "key_padding_mask", "got one that is all padding"),
@@ -596,8 +596,8 @@ def test_nested_errors() -> None:
         ("value", nested(x, (6, 4, 2)), "got [3, 6, 16]"),
         ("value", x, "got other lengths"),
         ("key_padding_mask", PADDING, "got both"),
-        ("key_padding_mask", nested(x), "got layout"),
-        ("attn_mask", nested(x), "got layout"),
+        ("key_padding_mask", nested(x), "got a nested tensor"),
+        ("attn_mask", nested(x), "got a nested tensor"),
     ):
         arguments = {"query": x, "key": nested(x), "value": nested(x), name: tokens}
-        refused(layer, arguments, TypeError if got == "got layout" else ValueError, name, got)
+        refused(layer, arguments, TypeError if got == "got a nested tensor" else ValueError, name, got)

@@ -524,9 +524,8 @@ def _check_sequences(like: tuple[str, Tensor], query_ptr: Tensor, key_ptr: Tenso
     _check_ptr(query_ptr, key_ptr)
     checks.tensors(streams=streams)
     checks.shape("streams", streams, (query_ptr.size(0) - 1,), "[B]", "It holds one number per sequence.")
-    for name, x in (("query_ptr", query_ptr), ("key_ptr", key_ptr), ("streams", streams)):
-        if x.dtype != torch.int64:
-            raise TypeError(f"Expected '{name}' to be int64 (got {x.dtype}). Convert it with `.long()`.")
+    if streams.dtype != torch.int64:
+        raise TypeError(f"Expected 'streams' to be int64 (got {streams.dtype}). Convert it with `.long()`.")
     checks.same_device(*like, query_ptr=query_ptr, key_ptr=key_ptr, streams=streams)
 
 
@@ -614,7 +613,7 @@ def sample_systematic(chance: Tensor, query_ptr: Tensor, key_ptr: Tensor, stream
 def invalid_row(rowptr: Tensor, col: Tensor, query_ptr: Tensor, key_ptr: Tensor, heads: int) -> Tensor:
     """The first row whose keys are not ascending, repeat, or leave the sequence of their query.
 
-    It is what makes an :class:`sbm_pyg.AttentionGraph` trustworthy, and the one op that looks at values. Cost O(HN + E).
+    It is what makes an :class:`sbm_pyg.AttentionGraph` trustworthy. Cost O(HN + E).
 
     Args:
         rowptr: Row offsets, ``[H*N+1]`` int64.

@@ -134,14 +134,22 @@ def number(name: str, value: Any, span: str, way_out: str) -> None:
         raise ValueError(f"Expected '{name}' in {span} (got {value}). {way_out}")
 
 
-def device(value: Any, name: str = "device") -> torch.device:
-    """The device that is meant; refuses what names none that is there."""
+def flag(name: str, value: Any, way_out: str, optional: bool = False) -> None:
+    """Refuse what is no bool, or None where it is optional."""
+    if not isinstance(value, bool) and not (optional and value is None):
+        raise TypeError(f"Expected '{name}' to be a bool{' or None' * optional} (got {type(value).__name__}). {way_out}")
+
+
+def device(value: Any) -> torch.device:
+    """The device that is meant; refuses what names none that torch has here."""
     try:
         if isinstance(value, bool):
             raise TypeError
-        return torch.device(value)
-    except (RuntimeError, TypeError):
-        raise TypeError(f"Expected '{name}' to be a device that is there (got {value!r}). Such are 'cpu' and 'cuda:0'.") from None
+        found = torch.device(value)
+        torch.empty(0, device=found)
+    except (RuntimeError, TypeError, AssertionError):
+        raise ValueError(f"Expected 'device' to be one that torch has here (got {value!r}). Name it as in 'cpu' or 'cuda:0'.") from None
+    return found
 
 
 @cache
