@@ -505,7 +505,7 @@ def _law(n: int, p: float | Array) -> tuple[int, Array]:
     n = checks.integer("n", n, 1, "It is the number of tokens.")
     try:
         chances = np.asarray(p, dtype=np.float64)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         chances = np.array(math.nan)
     if n >= 2**53 or not bool(((chances >= 0) & (chances <= 1)).all()):
         raise ValueError(f"Expected 'p' in [0, 1] and 'n' below 2**53 (got {short(p)} and {short(n)}). They are those of a graph G(n, p).")

@@ -300,7 +300,8 @@ def _local_expectation(d: Draw) -> Case:
     more = {"chance": d.unit(graph.num_queries), "forced": d.maybe(d.whole(2, graph.num_edges) > 0), "scale": 0.5, "exploration": 0.0}
 
     def check(result: Tensor, out: Tensor, rate: Tensor, member: Tensor, **o: Any) -> None:
-        close(result, out, "what came in")
+        if tame(out):
+            close(result, out, "what came in")
         if rate.requires_grad and member.requires_grad and result.requires_grad and tame(rate, member, *o.values(), out):
             grads = torch.autograd.grad(result.square().sum(), (rate, member))
             expect(all(bool(grad.isfinite().all()) for grad in grads), "a gradient is not finite")
@@ -342,7 +343,7 @@ def _sample_systematic(d: Draw) -> Case:
 
     def check(result: Any, chance: Tensor, query_ptr: Tensor, key_ptr: Tensor, heads: int, **_: Any) -> None:
         graph = sampled(result, query_ptr, key_ptr, heads)
-        sizes = torch.repeat_interleave(key_ptr.diff(), query_ptr.diff()) * chance.double()
+        sizes = torch.repeat_interleave(key_ptr.diff(), query_ptr.diff()) * chance.double().nan_to_num(0).clamp(0, 1)
         expect(bool(((graph.degree - sizes).abs() < 1 + 1e-6).all()), "a number of keys that is not the probability times the keys")
 
     return Case(ops.sample_systematic, arguments, check, unchecked=("query_ptr", "key_ptr"))

@@ -115,7 +115,12 @@ def _relaxed(d: Draw) -> Case:
 
     def check(result: Tensor, sbm: SBM, graph: AttentionGraph, exploration: Any) -> None:
         if tame(sbm.query, sbm.key, sbm.block):
-            close(result, (chances(sbm)[dense(graph)] + exploration).clamp(1e-9, 1).log(), "logarithms", torch.float32)
+            close(
+                result,
+                (chances(sbm)[dense(graph)] + exploration).clamp(1e-9, 1).log(),
+                "logarithms",
+                max(result.dtype, torch.float32, key=lambda dtype: torch.finfo(dtype).eps),
+            )
 
     return Case(estimators.relaxed_bias, {"sbm": d.model(g), "graph": g, "exploration": 0.1}, check)
 
@@ -405,10 +410,11 @@ def ignored(model: SequenceEncoder) -> tuple[str, ...]:
 
 
 def check_trace(result: Any, rows: int, width: int) -> None:
-    out, trace = result
+    """Of what came with a trace, and of the output alone where a hostile ``return_trace`` counts as False."""
+    out, trace = (result, None) if isinstance(result, Tensor) else result
     expect(out.shape == (rows, width), "another shape")
     finite(out)
-    expect(bool(((trace.density >= 0) & (trace.density <= 1)).all()), "a density outside of [0, 1]")
+    expect(trace is None or bool(((trace.density >= 0) & (trace.density <= 1)).all()), "a density outside of [0, 1]")
 
 
 @case("SequenceEncoder", 16)
@@ -851,7 +857,7 @@ def _cycles(d: Draw) -> Case:
 def _path_probability(d: Draw) -> Case:
     def check(result: Any, n: Any, p: Any) -> None:
         expect(int(n) == n and n >= 1 and 0 <= p <= 1, "a number out of range was taken")
-        rate = n * (1 - p) ** (n - 1)
+        rate = n * (1 - float(p)) ** (n - 1)
         expect(abs(float(result) - ((1 + rate) * math.exp(-rate)) ** 2) < 1e-9, "another probability")
 
     return Case(analysis.path_probability, {"n": d.randint(2, 9), "p": d.uniform(0.1, 1)}, check)
@@ -896,7 +902,7 @@ def _extremes(d: Draw) -> Case:
         mean = density.double().mean((0, 2))
         count = min(operator.index(count), max(len(mean) // 2, 1))
         expect(not bool(mean.isnan().any()), "a density that is no number was taken")
-        expect(tame(density), "a density that is not finite was taken")
+        expect(bool(density.isfinite().all()), "a density that is not finite was taken")
         low, high = (mean[torch.tensor(side)].sum() for side in result)
         expect(len(result[0]) == len(result[1]) == count, "another number of inputs")
         expect(
