@@ -1,30 +1,39 @@
 """Sparse, data-adaptive attention as message passing on PyTorch Geometric."""
 
-from . import analysis, ops, patterns, plots
-from .attention import SBMAttentionConv
+from . import analysis, estimators, ops, patterns, plots
+from .attention import AttentionConv, SBMAttentionConv
+from .choice import Choice, EdgeProbability, GraphSource
+from .dense import FullAttention
 from .graph import AttentionGraph
 from .models import EncoderTrace, PairClassifier, SequenceClassifier, SequenceEncoder, TokenClassifier
 from .multihead import SBMMultiheadAttention
 from .pretrained import Pretrained
 from .ragged import pad, unpad
-from .sampling import SBMGraph, sample_edges
+from .sampling import SBMGraph, SBMSource, sample_edges
 from .sbm import SBM, SBMHead
 from .version import __version__ as __version__
 
 __all__ = [
     "SBM",
+    "AttentionConv",
     "AttentionGraph",
+    "Choice",
+    "EdgeProbability",
     "EncoderTrace",
+    "FullAttention",
+    "GraphSource",
     "PairClassifier",
     "Pretrained",
     "SBMAttentionConv",
     "SBMGraph",
     "SBMHead",
     "SBMMultiheadAttention",
+    "SBMSource",
     "SequenceClassifier",
     "SequenceEncoder",
     "TokenClassifier",
     "analysis",
+    "estimators",
     "ops",
     "pad",
     "patterns",

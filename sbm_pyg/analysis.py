@@ -21,7 +21,6 @@ from torch import Tensor
 from .graph import AttentionGraph, check_graph, the_one
 from .hamiltonian import Certificate, HamiltonianPath, hamiltonian_path, is_hamiltonian_path, scipy_sparse
 from .ops import checks
-from .ops.walks import breadth_first, compare_rows
 from .sbm import SBM, check_model
 from .universality import (
     Lemma1,
@@ -35,6 +34,7 @@ from .universality import (
     spread_steps,
     universality,
 )
+from .walks import breadth_first, compare_rows
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -177,7 +177,9 @@ def graph_statistics(
         return np.bincount(groups, weights if weights is None else np.asarray(weights).ravel(), minlength=cells)
 
     queries, keys, nodes, edges = total(group), total(key_group), total(node_group), total(group, in_degree)
-    query_block, key_block = (np.zeros(side, np.int64) for side in (len(group), len(key_group))) if labels is None else labels
+    query_block, key_block = (
+        (np.zeros(side, np.int64) for side in (len(group), len(key_group))) if labels is None else labels
+    )
     own, returned, within = np.zeros((3, count), np.int64)
     padding = np.zeros(count - len(group), np.int64)  # where nodes are queries, then keys
     compare_rows(
@@ -190,13 +192,16 @@ def graph_statistics(
     reached = breadth_first(columns.indptr, columns.indices, roots, depth)
     strong_at_once = reached == count and breadth_first(rows.indptr, rows.indices, roots, depth) == count
     one_each = (np.ones(cells, np.int64), nodes)
-    weak, strong = (one_each if strong_at_once else _components(rows, node_group, cells, kind) for kind in ("weak", "strong"))
+    weak, strong = (
+        one_each if strong_at_once else _components(rows, node_group, cells, kind) for kind in ("weak", "strong")
+    )
     least, most = _diameter(rows, columns, node_group, roots, strong[0] == 1)
     with np.errstate(divide="ignore", invalid="ignore"):
         modularity = np.full(cells, math.nan)
         if labels is not None:
             modularity = (
-                total(node_group, within) / edges - _by_chance(labels, (group, key_group), (in_degree, out_degree), cells) / edges**2
+                total(node_group, within) / edges
+                - _by_chance(labels, (group, key_group), (in_degree, out_degree), cells) / edges**2
             )
         values = {
             "empty_queries": total(group[in_degree.flatten().numpy() == 0]) / queries,
@@ -211,7 +216,9 @@ def graph_statistics(
             "spectral_gap": _gaps(graph, split, weak[0]) if spectral_gap else np.full(cells, math.nan),
             "modularity": modularity,
         }
-    shaped = {name: torch.from_numpy(np.ascontiguousarray(value)).view(sequences, heads) for name, value in values.items()}
+    shaped = {
+        name: torch.from_numpy(np.ascontiguousarray(value)).view(sequences, heads) for name, value in values.items()
+    }
     return GraphStatistics(density=graph.density, in_degree=in_degree, out_degree=out_degree, **shaped)
 
 
@@ -222,7 +229,7 @@ def blocks_of(sbm: SBM) -> tuple[Tensor, Tensor]:
         TypeError: It is no model.
     """
     check_model(sbm)
-    return sbm.query.argmax(-1), sbm.key.argmax(-1)
+    return sbm.query_membership.argmax(-1), sbm.key_membership.argmax(-1)
 
 
 def to_networkx(
@@ -257,17 +264,21 @@ def to_networkx(
     if sbm is not None:
         check_model(sbm)
     if view not in ("tokens", "bipartite"):
-        raise ValueError(f"Expected 'view' to be 'tokens' or 'bipartite' (got {view!r}). For all heads at once pass head='all'.")
+        raise ValueError(
+            f"Expected 'view' to be 'tokens' or 'bipartite' (got {view!r}). For all heads at once pass head='all'."
+        )
     result = graph.to_networkx(sequence, head, bipartite=view == "bipartite")
     if sbm is None:
         return result
     sequence = the_one(sequence, graph.num_sequences, "sequence")
     every = head == "all"
     head = None if every else the_one(head, graph.heads, "head")  # type: ignore[arg-type]
-    one, (probabilities, query) = graph.sequence(sequence), (sbm.edge_prob(graph).detach(), graph.edge_index[1])
+    one, (probabilities, query) = graph.sequence(sequence), (sbm.on(graph).detach(), graph.edge_index[1])
     first, first_key = int(graph.query_ptr[sequence]), int(graph.key_ptr[sequence])
     inside = (query >= first) & (query < first + one.num_queries)
-    for source, target, number, p in zip(*one.edge_index.tolist(), one.edge_head.tolist(), probabilities[inside].tolist(), strict=True):
+    for source, target, number, p in zip(
+        *one.edge_index.tolist(), one.edge_head.tolist(), probabilities[inside].tolist(), strict=True
+    ):
         if every or number == head:
             ends = (("key", source), ("query", target)) if view == "bipartite" else (source, target)
             result.edges[(*ends, number) if every else ends]["probability"] = p
@@ -285,7 +296,9 @@ def to_networkx(
 def _labels(graph: AttentionGraph, blocks: Blocks) -> tuple[Array, Array]:
     """Blocks of the queries ``[H*N]`` and of the keys ``[H*M]``."""
     pair = blocks_of(blocks) if isinstance(blocks, SBM) else blocks if isinstance(blocks, tuple) else (blocks, blocks)
-    if len(pair) != 2 or not all(isinstance(side, Tensor) and not (side.is_floating_point() or side.is_complex()) for side in pair):
+    if len(pair) != 2 or not all(
+        isinstance(side, Tensor) and not (side.is_floating_point() or side.is_complex()) for side in pair
+    ):
         raise TypeError(
             f"Expected 'blocks' to be an SBM, a tensor of integers or a pair of those (got {short(blocks)}). They are block numbers."
         )
@@ -365,7 +378,11 @@ def _gaps(graph: AttentionGraph, split: bool, parts: Array) -> Array:
                 gaps.append(0.0)
                 continue
             rows = one.to_scipy(head)
-            both = scipy_sparse().block_array([[None, rows], [rows.T, None]], format="csr") if split else (rows + rows.T.tocsr())
+            both = (
+                scipy_sparse().block_array([[None, rows], [rows.T, None]], format="csr")
+                if split
+                else (rows + rows.T.tocsr())
+            )
             gaps.append(_gap(both))
     return np.array(gaps)
 
@@ -394,17 +411,26 @@ def _gap(both: Any) -> float:
         "return_eigenvectors": False,
     }
     try:
-        gap = 1 - float(eigsh(operator, tol=1e-4, **options)[0])  # an eigenvalue is about as exact as the square of its tolerance
+        gap = 1 - float(
+            eigsh(operator, tol=1e-4, **options)[0]
+        )  # an eigenvalue is about as exact as the square of its tolerance
         return gap if gap > 0.05 else 1 - float(eigsh(operator, tol=1e-9, **options)[0])
-    except ArpackError:  # eigenvalues crowd at 1, as in long and narrow graphs: these are sparse, and a factorisation is cheap
+    except (
+        ArpackError
+    ):  # eigenvalues crowd at 1, as in long and narrow graphs: these are sparse, and a factorisation is cheap
         return 1 - float(eigsh(both, k=2, sigma=1.0001, which="LM", v0=options["v0"], return_eigenvectors=False).min())
 
 
-def _by_chance(labels: tuple[Array, Array], groups: tuple[Array, Array], degrees: tuple[Tensor, Tensor], cells: int) -> Array:
+def _by_chance(
+    labels: tuple[Array, Array], groups: tuple[Array, Array], degrees: tuple[Tensor, Tensor], cells: int
+) -> Array:
     """Sum over blocks of the degrees of its queries times the degrees of its keys, ``[B*H]``."""
     named = np.stack([np.concatenate(groups), np.concatenate(labels)])
     blocks, place = np.unique(named, axis=1, return_inverse=True)
     degree = [side.flatten().numpy() for side in degrees]
     first, second = np.split(place.ravel(), [len(degree[0])])
-    sums = [np.bincount(numbers, side, minlength=blocks.shape[1]) for numbers, side in zip((first, second), degree, strict=True)]
+    sums = [
+        np.bincount(numbers, side, minlength=blocks.shape[1])
+        for numbers, side in zip((first, second), degree, strict=True)
+    ]
     return np.bincount(blocks[0], sums[0] * sums[1], minlength=cells)

@@ -1,92 +1,292 @@
-r"""Gradients of a loss to the probabilities of sampled edges: every estimator in one place.
+r"""How a loss reaches the probabilities of a graph that was chosen: every estimator in one place.
 
-In: the model of a graph, the graph that was sampled from it, and the attention over it. Out: gates, biases or an output whose backward pass
-reaches :math:`p`. Not here: sampling, attention, and which estimator a layer uses by default (:class:`~sbm_pyg.SBMAttentionConv`).
+In: a :class:`~sbm_pyg.Choice` and the attention over its graph. Out: gates, biases or an output whose backward pass reaches
+:math:`p`. Not here: choosing, and attention.
 
-With weights :math:`P_{ij}`, gains :math:`g_{ij} = (\partial L / \partial o_i) \cdot v_j`, scores :math:`s_{ij}` and the mean gain
-:math:`\bar g_i = \sum_j P_{ij} g_{ij}` of a row:
+With weights :math:`P_{ij}`, gains :math:`g_{ij} = (\partial L / \partial o_i) \cdot v_j`, scores :math:`s_{ij}` and the
+mean gain :math:`\bar g_i = \sum_j P_{ij} g_{ij}` of a row:
 
-==================  =======================================================================================  ==================
-estimator           :math:`\partial L / \partial p_{ij}`                                                     over
-==================  =======================================================================================  ==================
-``"local"``         :math:`\Delta_{ij}`, the loss with the edge less that without, times a weight              edges and probes
-``"mask"``          :math:`P_{ij} (g_{ij} - \bar g_i)`                                                       edges
-``"paper"``         :math:`P_{ij} (g_{ij} - \bar g_i) \, s_{ij}` (eq. 9)                                     edges
-``"relaxed"``       that of softmax(s + log p), no graph being sampled in training                           all pairs
-``"concrete"``      that of softmax(s + log m), m a relaxed coin with probability p                          all pairs
-``"none"``          0                                                                                        nothing
-score function      :math:`(L - b) \, \partial \log \Pr(A) / \partial p_{ij}`, added to the loss             all pairs
-==================  =======================================================================================  ==================
+==================  ============================================================================  ==================
+estimator           :math:`\partial L / \partial p_{ij}`                                          over
+==================  ============================================================================  ==================
+``"local"``         :math:`\Delta_{ij}`, the loss with the edge less that without, times a weight   edges and probes
+``"mask"``          :math:`P_{ij} (g_{ij} - \bar g_i)`                                            edges
+``"paper"``         :math:`P_{ij} (g_{ij} - \bar g_i) \, s_{ij}` (eq. 9)                          edges
+``"relaxed"``       that of softmax(s + log p), no graph being sampled in training                all pairs
+``"concrete"``      that of softmax(s + log m), m a relaxed coin with probability p               all pairs
+``"none"``          0                                                                             nothing
+score function      :math:`(L - b) \, \partial \log \Pr(A) / \partial p_{ij}`, added to the loss  all pairs
+==================  ============================================================================  ==================
 
 ``"local"`` knows the law of method ``"bernoulli"`` alone. docs/learning.md derives them and compares them by experiment.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
 import torch
 from torch import Tensor
 
 from . import ops
-from .graph import AttentionGraph
-from .ragged import readable
-from .sampling import draw_seed, resolve_streams
-from .sbm import SBM, check_model
+from .choice import Choice, EdgeProbability, check_probability
+from .graph import AttentionGraph, check_graph
+from .ragged import draw_seed, readable, resolve_sequence_ids
 
-__all__ = ["ESTIMATORS", "concrete_bias", "draw_probes", "local_expectation", "relaxed_bias", "score_function", "straight_through"]
-
-GATE_FORM = {"paper": "score", "mask": "weight"}
-RELAXATIONS = ("relaxed", "concrete")
-ESTIMATORS = ("local", *GATE_FORM, *RELAXATIONS, "none")
+__all__ = [
+    "ESTIMATORS", "Attended", "Concrete", "Estimator", "Local", "Mask", "NoEstimator", "Paper", "Relaxed", "concrete_bias", "draw_probes",
+    "local_expectation", "relaxed_bias", "score_function", "straight_through",
+]  # fmt: skip
 
 _LEAST = 1e-9  # probability below which a logarithm is cut
 _FEWER = "Take fewer heads or shorter sequences, or an estimator that does not look at all pairs."
 
 
-def straight_through(sbm: SBM, graph: AttentionGraph, forced: Tensor | None = None) -> Tensor:
-    """Gate of each edge, ``[E]``: exactly 1, with the gradient of its probability. O(E) forward, O(E K) backward.
+# ------------------------------------------------------------------ the objects
+
+
+@dataclass(frozen=True, eq=False)
+class Attended:
+    """What an estimator sees of one call of attention.
 
     Args:
-        sbm: Model of the graph.
+        query, key, value: ``[H, N, C]``, ``[H, M, C]``, ``[H, M, C']``.
+        choice: The graph that was attended to, and its probabilities.
+        bias: What was added to the scores of its edges, ``[E]``, or None.
+        scale: Factor of the scores.
+        limit: Leaves out of another graph what the layer leaves out, e.g. later keys.
+        score_bias: What the layer adds to the scores of the edges of another graph, ``[E]``, or None.
+        seed: Seed of the choice.
+        sequence_ids: Number of each sequence, or None.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    choice: Choice
+    bias: Tensor | None
+    scale: float
+    limit: Callable[[AttentionGraph], AttentionGraph]
+    score_bias: Callable[[AttentionGraph], Tensor | None]
+    seed: int
+    sequence_ids: Tensor | None
+
+
+class Estimator:
+    """How the loss reaches the probabilities of a choice: a subclass overrides the steps in which it differs.
+
+    The layer calls :meth:`prepare`, :meth:`gate` and :meth:`bias` before attention and :meth:`attach` after it, and only
+    where the choice has probabilities. This class itself does nothing.
+    """
+
+    exploration = 0.01
+    """What a source adds to its probabilities in training, unless it is told otherwise."""
+    gate_form = "score"
+    """How :func:`sbm_pyg.ops.edge_attention` takes the gate, ``"score"`` or ``"weight"``."""
+    softmax_only = False
+    """Derived for softmax, not for sparser normalisers."""
+    methods: tuple[str, ...] = ops.METHODS
+    """Laws of a sampled graph for which it is derived."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in vars(self).items())})"
+
+    def check(self, normalizer: str, method: str = "bernoulli") -> None:
+        """Raise ValueError where it is not derived for a normaliser, or for the law of a graph."""
+        name = type(self).__name__
+        if self.softmax_only and normalizer != "softmax":
+            raise ValueError(
+                f"Expected 'estimator' to be 'mask', 'paper' or 'none' with normalizer={normalizer!r} (got {name}). "
+                "The others are derived for softmax."
+            )
+        if method not in self.methods:
+            raise ValueError(
+                f"Expected 'estimator' other than 'local' with method={method!r} (got {name}). It is derived for 'bernoulli'."
+            )
+
+    def prepare(self, choice: Choice, training: bool) -> Choice:
+        """The choice to attend over, in place of what the source chose."""
+        return choice
+
+    def gate(self, choice: Choice) -> Tensor | None:
+        """Gate of each edge, ``[E]``, or None."""
+        return None
+
+    def bias(self, choice: Choice, training: bool, seed: int) -> Tensor | None:
+        """What is added to the score of each edge, ``[E]``, or None."""
+        return None
+
+    def attach(self, out: Tensor, attended: Attended) -> Tensor:
+        """The output ``[H, N, C']`` with a gradient to the probabilities."""
+        return out
+
+
+class NoEstimator(Estimator):
+    """``"none"``: probabilities learn nothing from the task."""
+
+
+class Mask(Estimator):
+    """``"mask"``: a straight-through gate that multiplies weights, as the authors' code has it."""
+
+    gate_form = "weight"
+
+    def gate(self, choice: Choice) -> Tensor | None:
+        """Ones, ``[E]``, with the gradient of the probabilities; None without a gradient to carry."""
+        if choice.probability is None or not torch.is_grad_enabled():
+            return None
+        return straight_through(choice.probability, choice.graph, choice.forced)
+
+
+class Paper(Mask):
+    """``"paper"``: a straight-through gate that multiplies scores, eq. 9 of Cho et al."""
+
+    gate_form = "score"
+
+
+class Local(Estimator):
+    """``"local"``: the local expectation gradient, over edges and probes; see :func:`local_expectation`.
+
+    Args:
+        probes: Average number of pairs per query and head that are looked at beside the edges, in [0, inf].
+    """
+
+    exploration = 0.0  # probes explore without adding edges
+    softmax_only = True
+    methods = ("bernoulli",)
+
+    def __init__(self, probes: float = 16.0) -> None:
+        ops.checks.number("probes", probes, "[0, inf]", "It is an expected number of pairs per query and head.")
+        self.probes = probes
+
+    def attach(self, out: Tensor, attended: Attended) -> Tensor:
+        """As :meth:`Estimator.attach`."""
+        choice = attended.choice
+        if choice.probability is None or not torch.is_grad_enabled():
+            return out
+        probes, chance = draw_probes(choice.graph, self.probes, seed=attended.seed, sequence_ids=attended.sequence_ids)
+        probes = attended.limit(probes)
+        return local_expectation(
+            out, attended.query, attended.key, attended.value, choice.probability, choice.graph, probes, chance,
+            bias=attended.bias, probe_bias=attended.score_bias(probes), forced=choice.forced, scale=attended.scale,
+            exploration=choice.exploration,
+        )  # fmt: skip
+
+
+class Relaxed(Estimator):
+    """``"relaxed"``: trains on all pairs with a soft mask, O(NM), and samples in evaluation only."""
+
+    softmax_only = True
+
+    def prepare(self, choice: Choice, training: bool) -> Choice:
+        """All pairs, in training."""
+        if not training:
+            return choice
+        pairs, _ = draw_probes(choice.graph, math.inf, seed=0)
+        forced = None if choice.forced is None else pairs.union(choice.graph.select(choice.forced))[1]
+        return replace(choice, graph=pairs, forced=forced)
+
+    def bias(self, choice: Choice, training: bool, seed: int) -> Tensor | None:
+        """Logarithm of each pair's mask, ``[E]``, in training."""
+        if choice.probability is None or not training:
+            return None
+        soft = self._soft(choice.probability, choice, seed)
+        return soft if choice.forced is None else soft.masked_fill(choice.forced, 0)
+
+    def _soft(self, probability: EdgeProbability, choice: Choice, seed: int) -> Tensor:
+        return relaxed_bias(probability, choice.graph, choice.exploration)
+
+
+class Concrete(Relaxed):
+    """``"concrete"``: as :class:`Relaxed`, with a relaxed coin in place of the probability.
+
+    Args:
+        temperature: Of the coins, positive. A trainer may lower it as it goes.
+    """
+
+    def __init__(self, temperature: float = 1.0) -> None:
+        ops.checks.number("temperature", temperature, "(0, inf)", "The coin hardens as it goes to 0.")
+        self.temperature = temperature
+
+    def _soft(self, probability: EdgeProbability, choice: Choice, seed: int) -> Tensor:
+        return concrete_bias(probability, choice.graph, self.temperature, seed=seed, exploration=choice.exploration)
+
+
+ESTIMATORS: dict[str, type[Estimator]] = {
+    "local": Local, "mask": Mask, "paper": Paper, "relaxed": Relaxed, "concrete": Concrete, "none": NoEstimator,
+}  # fmt: skip
+"""Each estimator by its name."""
+
+
+def resolve_estimator(estimator: Estimator | str | None, normalizer: str) -> Estimator:
+    """The estimator of that name, or the one itself; None is the default for a normaliser."""
+    if estimator is None:
+        return Local() if normalizer == "softmax" else Mask()
+    if isinstance(estimator, str):
+        ops.checks.one_of("estimator", estimator, tuple(ESTIMATORS))
+        estimator = ESTIMATORS[estimator]()
+    if not isinstance(estimator, Estimator):
+        raise TypeError(
+            f"Expected 'estimator' to be an Estimator or a name (got {type(estimator).__name__}). Names are {[*ESTIMATORS]}."
+        )
+    estimator.check(normalizer)
+    return estimator
+
+
+# ------------------------------------------------------------------ the mathematics
+
+
+def straight_through(probability: EdgeProbability, graph: AttentionGraph, forced: Tensor | None = None) -> Tensor:
+    """Gate of each edge, ``[E]``: exactly 1, with the gradient of its probability. O(E) forward, O(E K) backward for an SBM.
+
+    Args:
+        probability: Probabilities of the graph.
         graph: The graph.
         forced: Edges that are there whatever p is, ``[E]`` bool; they send no gradient to it.
 
     Raises:
         TypeError, ValueError: The graph is not over the tokens of the model, or ``forced`` is no mask of its edges.
     """
-    check_model(sbm)
-    gate = sbm.edge_gate(graph)
-    ops.check_forced(forced, graph.col)
+    check_probability(probability)
+    gate = probability.gate(graph)
+    ops.checks.forced(forced, graph.col)
     return gate if forced is None else torch.where(forced, gate.detach(), gate)
 
 
-def draw_probes(sbm: SBM, per_query: float, *, seed: int, streams: Tensor | None = None) -> tuple[AttentionGraph, Tensor]:
-    """Pairs drawn independently of the graph, where :func:`local_expectation` looks beside the edges. O(N per_query).
+def draw_probes(
+    graph: AttentionGraph, per_query: float, *, seed: int, sequence_ids: Tensor | None = None
+) -> tuple[AttentionGraph, Tensor]:
+    """Pairs drawn independently of the edges, where :func:`local_expectation` looks beside them. O(N per_query).
 
-    Each query takes keys at equal distances from a random start (:func:`sbm_pyg.ops.sample_systematic`), so each key with the same
-    probability.
+    Each query takes keys at equal distances from a random start (:func:`sbm_pyg.ops.sample_systematic`), so each key with the
+    same probability.
 
     Args:
-        sbm: Model whose tokens, heads and sequences they are over.
+        graph: Graph over whose tokens, heads and sequences they are; its edges do not matter.
         per_query: Number of probes of each query and head, on average; a query with fewer keys gets all of them, so that
             ``math.inf`` means all pairs.
         seed: Seed of the graph; other random words are drawn from it.
-        streams: As :func:`~sbm_pyg.sample_edges`.
+        sequence_ids: As :func:`~sbm_pyg.sample_edges`.
 
     Returns:
-        The probes, and the probability with which each key of a query is one, ``[N]``.
+        The probes, and the probability with which each key of a query is one, ``[N]`` float32.
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: ``per_query`` is negative or NaN, ``seed`` or ``streams`` do not fit, or memory does not hold the probes and a number for each.
+        ValueError: ``per_query`` is negative or NaN, ``seed`` or ``sequence_ids`` do not fit, or memory does not hold the
+            probes and a number for each.
     """
-    check_model(sbm)
+    check_graph(graph)
     ops.checks.number("per_query", per_query, "[0, inf]", "It is an average number of probes.")
-    _check_memory(sbm, per_query)
-    chance = (per_query / sbm.key_ptr.diff().clamp(min=1)).clamp(max=1).to(sbm.query.dtype)
-    chance = torch.repeat_interleave(chance, sbm.query_ptr.diff(), output_size=sbm.num_queries)
-    streams = resolve_streams(streams, sbm.num_sequences, sbm.query_ptr.device)
-    rowptr, col = ops.sample_systematic(chance, sbm.query_ptr, sbm.key_ptr, streams, sbm.heads, draw_seed(seed))
-    return AttentionGraph._trusted(rowptr, col, sbm.num_queries, sbm.num_keys, sbm.heads, sbm.query_ptr, sbm.key_ptr), chance
+    _check_memory(graph, per_query)
+    chance = (float(per_query) / graph.key_ptr.diff().clamp(min=1)).clamp(max=1).float()
+    chance = torch.repeat_interleave(chance, graph.query_ptr.diff(), output_size=graph.num_queries)
+    sequence_ids = resolve_sequence_ids(sequence_ids, graph.num_sequences, graph.query_ptr.device)
+    rowptr, col = ops.sample_systematic(
+        chance, graph.query_ptr, graph.key_ptr, sequence_ids, graph.heads, draw_seed(seed)
+    )
+    return graph._with(rowptr, col, graph.heads), chance
 
 
 def local_expectation(
@@ -94,7 +294,7 @@ def local_expectation(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    sbm: SBM,
+    probability: EdgeProbability,
     graph: AttentionGraph,
     probes: AttentionGraph,
     chance: Tensor,
@@ -107,20 +307,23 @@ def local_expectation(
 ) -> Tensor:
     r"""The local expectation gradient: what each edge does to the loss, the others given.
 
-    The exact gradient of an expected loss is :math:`\partial E[L] / \partial p_{ij} = E[L(A, A_{ij} = 1) - L(A, A_{ij} = 0)]`. The difference of a
-    single pair is taken to first order in the attention's output (:func:`sbm_pyg.ops.edge_effect`), where it is a closed form of O(C). It is seen
-    from the graph with the edge, with probability p, or from one without it by a probe, with probability :math:`(1 - p) \eta`. If the first
-    counts :math:`\alpha / p` and the second :math:`(1 - \alpha) / ((1 - p) \eta)`, any :math:`\alpha` is unbiased where the loss is linear in the
-    output; where it bends, the true difference lies half-way. So :math:`\alpha` is 1/2, but no more than the balance heuristic
-    :math:`p / (p + \eta - p \eta)` where p is small, and no less than p, for the sake of variance; and 1 without probes
-    (:math:`\eta = 0`). Where p and exploration exceed 1, the edge is certain and gets no gradient. O((E + E')(C + K)).
+    The exact gradient of an expected loss is
+    :math:`\partial E[L] / \partial p_{ij} = E[L(A, A_{ij} = 1) - L(A, A_{ij} = 0)]`. The difference of a single pair is taken to
+    first order in the attention's output (:func:`sbm_pyg.ops.edge_effect`), where it is a closed form of O(C). It is seen from
+    the graph with the edge, with probability p, or from one without it by a probe, with probability :math:`(1 - p) \eta`. If
+    the first counts :math:`\alpha / p` and the second :math:`(1 - \alpha) / ((1 - p) \eta)`, any :math:`\alpha` is unbiased
+    where the loss is linear in the output; where it bends, the true difference lies half-way. So :math:`\alpha` is 1/2. It is
+    no more than the balance heuristic :math:`p / (p + \eta - p \eta)` where p is small, and no less than p, for the sake of
+    variance; and it is 1 without probes (:math:`\eta = 0`). Where p and exploration exceed 1, the edge is certain and gets no
+    gradient. Cost O((E + E')(C + K)).
 
-    All this is for graphs of method ``"bernoulli"``; under ``"fastrg"``, whose edges are fewer than p says, it is biased.
+    All this is for edges that are drawn independently with these probabilities, as method ``"bernoulli"`` draws them. Under
+    ``"fastrg"``, whose edges are fewer than p says, it is biased.
 
     Args:
         out: Output of the attention, ``[H, N, C']``.
         query, key, value: Of the attention.
-        sbm: Model of the graph.
+        probability: Probabilities of the graph: an SBM, whose factors the kernels take, or any other.
         graph: The graph.
         probes, chance: Of :func:`draw_probes`.
         bias, probe_bias: Score biases of edges ``[E]`` and probes ``[E']``.
@@ -129,111 +332,127 @@ def local_expectation(
         exploration: What was added to each probability when the graph was sampled.
 
     Returns:
-        ``out``, whose backward pass also reaches the memberships and the block matrix.
+        ``out``, whose backward pass also reaches the probabilities.
 
     Raises:
         TypeError, ValueError: A shape, type or number does not fit, or a graph is not over the tokens of the model.
 
-    Reference: Titsias and Lazaro-Gredilla, "Local Expectation Gradients for Black Box Variational Inference", NeurIPS 2015, for the idea of
-    taking the expectation over one variable exactly; Veach and Guibas, SIGGRAPH 1995, for weighting samples of two sources by their sum
-    (the balance heuristic).
+    Reference: Titsias and Lazaro-Gredilla, "Local Expectation Gradients for Black Box Variational Inference", NeurIPS 2015,
+    for the idea of taking the expectation over one variable exactly; Veach and Guibas, SIGGRAPH 1995, for weighting samples
+    of two sources by their sum (the balance heuristic).
     """
-    check_model(sbm)
-    sbm.check(graph)
-    sbm.check(probes, "probes")
+    check_probability(probability)
+    probability.check(graph)
+    probability.check(probes, "probes")
+    if (probes.heads, probes.num_queries, probes.num_keys) != (graph.heads, graph.num_queries, graph.num_keys):
+        raise ValueError(
+            f"Expected 'probes' over the tokens of 'graph' (got {probes} for {graph}). `draw_probes` makes them."
+        )
     ops.checks.tensors(chance=chance)
     if chance.device.type == "cpu" and readable(chance) and not bool(((chance >= 0) & (chance <= 1)).all()):
-        raise ValueError("Expected 'chance' in [0, 1] (got a number outside). It is the second result of `draw_probes`.")
+        raise ValueError(
+            "Expected 'chance' in [0, 1] (got a number outside). It is the second result of `draw_probes`."
+        )
     pairs = (graph.rowptr, graph.col, bias), (probes.rowptr, probes.col, probe_bias)
-    return ops.local_expectation(out, sbm.rate, sbm.key, query, key, value, *pairs, chance, forced, scale, exploration)
+    factors = probability.factors
+    prob = None if factors is not None else (probability.on(graph), probability.on(probes))
+    return ops.local_expectation(
+        out, query, key, value, *pairs, chance, forced, scale, exploration, factors=factors, prob=prob
+    )
 
 
-def _explored(sbm: SBM, graph: AttentionGraph, exploration: float, numbers: int) -> Tensor:
-    """Probability of each edge with what was added to it, ``[E]``, where memory holds so many numbers for each."""
-    check_model(sbm)
-    ops.checks.number("exploration", exploration, "[0, 1]", "It is what was added to each probability.")
-    sbm.check(graph)
-    ops.checks.memory("graph", graph.num_edges, numbers * sbm.query.element_size(), graph.device, _FEWER)
-    return sbm.edge_prob(graph) + exploration
-
-
-def _check_memory(sbm: SBM, per_query: float) -> None:
-    """Refuse more probes than fit into memory, each with a number in the precision of the model, without which it is no use."""
-    device, bytes_each = sbm.query.device, (4 if sbm.query.device.type == "cpu" else 20) + sbm.query.element_size()
-    if ops.checks.fits(sbm.heads * sbm.num_queries * sbm.num_keys, bytes_each, device) or not readable(sbm.query_ptr):
-        return
-    keys = sbm.key_ptr.diff().double().clamp(max=per_query + 1)  # a row takes up to one more
-    count = sbm.heads * int((sbm.query_ptr.diff() * keys).sum())
-    ops.checks.memory("per_query", count, bytes_each, device, f"Take fewer probes. {_FEWER}", "probes")
-
-
-def relaxed_bias(sbm: SBM, graph: AttentionGraph, exploration: float = 0.0) -> Tensor:
-    """Log-probability of each pair, ``[E]``: as a score bias over all pairs it replaces the mask by its expectation. O(E K).
+def relaxed_bias(probability: EdgeProbability, graph: AttentionGraph, exploration: float = 0.0) -> Tensor:
+    """Log-probability of each pair, ``[E]``: as a score bias over all pairs it replaces the mask by its expectation.
 
     Args:
-        sbm: Model of the pairs.
+        probability: Probabilities of the pairs.
         graph: Usually all pairs.
         exploration: Added to each probability, in [0, 1].
 
     Raises:
         TypeError, ValueError: The graph is not over the tokens of the model, or memory does not hold a few numbers for each pair.
     """
-    return _explored(sbm, graph, exploration, numbers=4).clamp(_LEAST, 1).log()
+    return _explored(probability, graph, exploration, numbers=4).clamp(_LEAST, 1).log()
 
 
-def concrete_bias(sbm: SBM, graph: AttentionGraph, temperature: float, *, seed: int, exploration: float = 0.0) -> Tensor:
-    r"""Logarithm of a relaxed coin for each pair, ``[E]``: :math:`\log \sigma((\operatorname{logit} p + \operatorname{logit} u) / \tau)`. O(E K).
+def concrete_bias(
+    probability: EdgeProbability, graph: AttentionGraph, temperature: float, *, seed: int, exploration: float = 0.0
+) -> Tensor:
+    r"""Logarithm of a relaxed coin for each pair, ``[E]``: :math:`\log \sigma((\operatorname{logit} p + \operatorname{logit} u) / \tau)`.
 
     Args:
-        sbm: Model of the graph.
+        probability: Probabilities of the pairs.
         graph: Usually all pairs.
         temperature: :math:`\tau > 0`; the coin hardens as it goes to 0.
         seed: Seed of the uniform words u.
         exploration: Added to each probability, in [0, 1].
 
     Raises:
-        TypeError, ValueError: The graph is not over the tokens of the model, a number is out of range, or memory does not hold a few numbers for
-            each pair.
+        TypeError, ValueError: The graph is not over the tokens of the model, a number is out of range, or memory does not hold
+            a few numbers for each pair.
 
     Reference: Maddison et al. and Jang et al., ICLR 2017.
     """
     ops.checks.number("temperature", temperature, "(0, inf)", "The coin hardens as it goes to 0.")
-    p = _explored(sbm, graph, exploration, numbers=8).clamp(_LEAST, 1 - 1e-6)
-    noise = torch.rand(p.shape, generator=torch.Generator(p.device).manual_seed(draw_seed(seed)), device=p.device, dtype=p.dtype).clamp(
-        1e-6, 1 - 1e-6
-    )
+    p = _explored(probability, graph, exploration, numbers=8).clamp(_LEAST, 1 - 1e-6)
+    generator = torch.Generator(p.device).manual_seed(draw_seed(seed))
+    noise = torch.rand(p.shape, generator=generator, device=p.device, dtype=p.dtype).clamp(1e-6, 1 - 1e-6)
     return torch.nn.functional.logsigmoid((p.logit() + noise.logit()) / temperature)
 
 
-def score_function(sbm: SBM, graph: AttentionGraph, loss: Tensor, exploration: float = 0.0) -> Tensor:
+def score_function(
+    probability: EdgeProbability, graph: AttentionGraph, loss: Tensor, exploration: float = 0.0
+) -> Tensor:
     r"""A scalar to add to the loss, whose gradient to the model is :math:`\sum_b (L_b - \bar L) \, \nabla \log \Pr(A_b)`.
 
-    Unbiased for any loss (REINFORCE; Williams 1992), with the mean of the other sequences as baseline. Its variance grows with the number
-    of pairs, and it costs O(N M K): a reference point, not a way to train.
+    Unbiased for any loss (REINFORCE; Williams 1992), with the mean of the other sequences as baseline. Its variance grows with
+    the number of pairs, all of which it looks at: a reference point, not a way to train.
 
     Args:
-        sbm: Model of the graph.
+        probability: Probabilities of the graph.
         graph: Sampled from it, with nothing forced.
         loss: Loss of each sequence, ``[B]``.
         exploration: What was added to each probability when the graph was sampled, in [0, 1].
 
     Raises:
-        TypeError, ValueError: The graph is not over the tokens of the model, the loss is not ``[B]``, or memory does not hold all pairs.
+        TypeError, ValueError: The graph is not over the tokens of the model, the loss is not ``[B]``, or memory does not hold
+            all pairs.
     """
-    check_model(sbm)
+    check_probability(probability)
+    probability.check(graph)
     ops.checks.tensors(loss=loss)
     ops.checks.floating(loss=loss)
-    ops.checks.shape("loss", loss, (sbm.num_sequences,), "[B]", "It holds one number per sequence, not their mean.")
-    sbm.check(graph)
-    if not ops.checks.fits(sbm.heads * sbm.num_queries * sbm.num_keys, 3 * sbm.query.element_size(), sbm.query.device):
-        pairs = sbm.heads * int((sbm.query_ptr.diff() * sbm.key_ptr.diff()).sum())
-        ops.checks.memory("sbm", pairs, 3 * sbm.query.element_size(), sbm.query.device, _FEWER, "pairs")
+    ops.checks.shape("loss", loss, (graph.num_sequences,), "[B]", "It holds one number per sequence, not their mean.")
+    count = graph.heads * int((graph.query_ptr.diff() * graph.key_ptr.diff()).sum())
+    ops.checks.memory("graph", count, 4 * torch.get_default_dtype().itemsize, graph.device, _FEWER, "pairs")
+    pairs, _ = draw_probes(graph, math.inf, seed=0)
     batch = loss.numel()
     others = (loss.sum() - loss) / (batch - 1) if batch > 1 else torch.zeros_like(loss)
     advantage = (loss - others).detach()
-    p = _explored(sbm, graph, exploration, numbers=4).clamp(1e-6, 1 - 1e-6)
-    sequence = torch.repeat_interleave(sbm.query_ptr.diff(), output_size=sbm.num_queries).repeat(sbm.heads)[graph.edge_row]
-    log_prob = p.new_zeros(batch).index_add(0, sequence, p.logit())
-    absent = torch.stack([(-(sbm.edge_prob_dense(b) + exploration).clamp(0, 1 - 1e-6)).log1p().sum() for b in range(sbm.num_sequences)])
-    total = advantage * (log_prob + absent)
+    sequence = torch.repeat_interleave(graph.query_ptr.diff(), output_size=graph.num_queries).repeat(graph.heads)
+    p = _explored(probability, graph, exploration, numbers=4).clamp(1e-6, 1 - 1e-6)
+    absent = (-_explored(probability, pairs, exploration, numbers=3).clamp(0, 1 - 1e-6)).log1p()
+    log_prob = p.new_zeros(batch).index_add(0, sequence[graph.edge_row], p.logit())
+    total = advantage * log_prob.index_add(0, sequence[pairs.edge_row], absent)
     return total.sum() - total.sum().detach()
+
+
+def _explored(probability: EdgeProbability, graph: AttentionGraph, exploration: float, numbers: int) -> Tensor:
+    """Probability of each edge with what was added to it, ``[E]``, where memory holds so many numbers for each."""
+    check_probability(probability)
+    ops.checks.number("exploration", exploration, "[0, 1]", "It is what was added to each probability.")
+    probability.check(graph)
+    width = torch.get_default_dtype().itemsize
+    ops.checks.memory("graph", graph.num_edges, numbers * width, graph.device, _FEWER)
+    return probability.on(graph) + exploration
+
+
+def _check_memory(graph: AttentionGraph, per_query: float) -> None:
+    """Refuse more probes than fit into memory, each with a number, without which it is no use."""
+    width = (4 if graph.device.type == "cpu" else 20) + torch.get_default_dtype().itemsize
+    pairs = graph.heads * graph.num_queries * graph.num_keys
+    if ops.checks.fits(pairs, width, graph.device) or not readable(graph.query_ptr):
+        return
+    keys = graph.key_ptr.diff().double().clamp(max=per_query + 1)  # a row takes up to one more
+    count = graph.heads * int((graph.query_ptr.diff() * keys).sum())
+    ops.checks.memory("per_query", count, width, graph.device, f"Take fewer probes. {_FEWER}", "probes")

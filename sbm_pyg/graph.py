@@ -21,7 +21,7 @@ from torch_geometric.utils import is_sparse, to_edge_index
 
 from . import ops
 from .ops import checks
-from .ragged import check_present, check_tensor, offsets, readable, resolve_ptr, stored_ptr
+from .ragged import check_present, check_tensor, offsets, readable, resolve_ptr, resolve_sides, stored_ptr
 
 if TYPE_CHECKING:
     import scipy.sparse
@@ -74,10 +74,16 @@ class AttentionGraph:
     def __post_init__(self) -> None:
         for name in ("rowptr", "col", "query_ptr", "key_ptr"):
             check_tensor(getattr(self, name), name, optional=name.endswith("_ptr"))
-        for name, way_out in (("heads", "A graph without heads has no rows."), ("num_queries", _TOKENS), ("num_keys", _TOKENS)):
+        for name, way_out in (
+            ("heads", "A graph without heads has no rows."),
+            ("num_queries", _TOKENS),
+            ("num_keys", _TOKENS),
+        ):
             checks.integer(name, getattr(self, name), 1, way_out)
         if self.rowptr.dtype != torch.int64:
-            raise TypeError(f"Expected 'rowptr' to be int64 (got {self.rowptr.dtype}). Offsets of large graphs overflow anything smaller.")
+            raise TypeError(
+                f"Expected 'rowptr' to be int64 (got {self.rowptr.dtype}). Offsets of large graphs overflow anything smaller."
+            )
         if self.col.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"Expected 'col' to be int32 or int64 (got {self.col.dtype}). Convert it with `.long()`.")
         _check_pairs(self.heads, self.num_queries, self.num_keys)
@@ -87,11 +93,15 @@ class AttentionGraph:
                 f"Expected 'rowptr' to be [H*N+1] = [{rows}] (got {list(self.rowptr.shape)}). It holds one row per head and query, heads outermost."
             )
         if self.col.dim() != 1:
-            raise ValueError(f"Expected 'col' to be [E] (got {list(self.col.shape)}). It holds the key token of each edge.")
+            raise ValueError(
+                f"Expected 'col' to be [E] (got {list(self.col.shape)}). It holds the key token of each edge."
+            )
         self._fill_offsets()
         for name in ("query_ptr", "key_ptr"):
             if getattr(self, name).dtype != torch.int64:
-                raise TypeError(f"Expected '{name}' to be int64 (got {getattr(self, name).dtype}). Convert it with `.long()`.")
+                raise TypeError(
+                    f"Expected '{name}' to be int64 (got {getattr(self, name).dtype}). Convert it with `.long()`."
+                )
         if self.query_ptr.shape != self.key_ptr.shape or self.query_ptr.dim() != 1 or self.query_ptr.numel() < 2:
             raise ValueError(
                 f"Expected 'query_ptr' and 'key_ptr' to be [B+1] both (got {list(self.query_ptr.shape)} and {list(self.key_ptr.shape)}). "
@@ -114,7 +124,9 @@ class AttentionGraph:
                     f"Expected 'key_ptr' where N != M (got N = {self.num_queries}, M = {self.num_keys} and no 'key_ptr'). Pass the offsets of the keys."
                 )
             same = self.num_keys == self.num_queries
-            object.__setattr__(self, "key_ptr", self.query_ptr if same else resolve_ptr(self.num_keys, device=self.device))
+            object.__setattr__(
+                self, "key_ptr", self.query_ptr if same else resolve_ptr(self.num_keys, device=self.device)
+            )
 
     @classmethod
     def _trusted(
@@ -245,14 +257,20 @@ class AttentionGraph:
         row = ops.invalid_row(self.rowptr, self.col, self.query_ptr, self.key_ptr, self.heads)
         rises = (self.rowptr[0] == 0) & (self.rowptr[-1] == self.num_edges)
         if compiling:  # no branch on values; the kernels must still see none that is out of range
-            torch._assert_async(rises & (row < 0), "Expected 'rowptr' and 'col' to be the rows of a graph, see AttentionGraph.")
+            torch._assert_async(
+                rises & (row < 0), "Expected 'rowptr' and 'col' to be the rows of a graph, see AttentionGraph."
+            )
         elif not bool(rises & (row < 0)):
             self._explain(int(row))
         return self
 
     def _explain(self, row: int) -> None:
         """Say what is wrong with a row, or with the ends of all."""
-        first, last, (start, end) = int(self.rowptr[0]), int(self.rowptr[-1]), self.rowptr[row : row + 2].tolist() if row >= 0 else (0, 0)
+        first, last, (start, end) = (
+            int(self.rowptr[0]),
+            int(self.rowptr[-1]),
+            self.rowptr[row : row + 2].tolist() if row >= 0 else (0, 0),
+        )
         if first != 0 or last != self.num_edges or not 0 <= start <= end <= last:
             raise ValueError(
                 f"Expected 'rowptr' to rise from 0 to E = {self.num_edges} (got {first} to {last}{f', and {start} to {end} in row {row}' if row >= 0 else ''}). "
@@ -283,9 +301,19 @@ class AttentionGraph:
         check_tensor(query_ptr, "query_ptr", optional=False)
         check_tensor(key_ptr, "key_ptr", optional=False)
         return all(
-            mine is ptr or (mine.shape == ptr.shape and (not (readable(mine) and readable(ptr)) or torch.equal(mine, ptr.to(mine))))
+            mine is ptr
+            or (mine.shape == ptr.shape and (not (readable(mine) and readable(ptr)) or torch.equal(mine, ptr.to(mine))))
             for mine, ptr in ((self.query_ptr, query_ptr), (self.key_ptr, key_ptr))
         )
+
+    @property
+    def later(self) -> Tensor:
+        """Which edges come from a later key than their query, ``[E]`` bool; places count within sequences."""
+        key, query = self.edge_index
+        if self.key_ptr is self.query_ptr:
+            return key > query
+        sequence = torch.searchsorted(self.query_ptr, query, right=True) - 1
+        return key - self.key_ptr[sequence] > query - self.query_ptr[sequence]
 
     # ---------------------------------------------------------------- graphs from graphs
 
@@ -313,7 +341,12 @@ class AttentionGraph:
         first_key, end_key = (int(x) for x in self.key_ptr[sequence : sequence + 2])
         head_start = self.num_queries * torch.arange(self.heads, device=self.device)
         counts = self.degree[:, start:end].flatten()
-        edges = [slice(a, b) for a, b in zip(self.rowptr[head_start + start].tolist(), self.rowptr[head_start + end].tolist(), strict=True)]
+        edges = [
+            slice(a, b)
+            for a, b in zip(
+                self.rowptr[head_start + start].tolist(), self.rowptr[head_start + end].tolist(), strict=True
+            )
+        ]
         col = torch.cat([self.col[edge] for edge in edges]) - first_key
         return self._trusted(offsets(counts), col, end - start, end_key - first_key, self.heads)
 
@@ -330,7 +363,9 @@ class AttentionGraph:
         if self.heads == heads:
             return self
         if self.heads != 1:
-            raise ValueError(f"Expected 'graph' to have 1 or {heads} heads (got {self.heads}). Take one with `graph.head(h)` first.")
+            raise ValueError(
+                f"Expected 'graph' to have 1 or {heads} heads (got {self.heads}). Take one with `graph.head(h)` first."
+            )
         way_out = "Ask for fewer heads, or attend over the graph of one head, which serves all."
         checks.memory("heads", heads * self.num_edges, self.col.element_size(), self.device, way_out, "edges")
         checks.memory("heads", heads * self.num_queries, 8, self.device, way_out, "rows")
@@ -349,7 +384,9 @@ class AttentionGraph:
             ValueError: The list is empty or heads differ.
         """
         if isinstance(graphs, AttentionGraph) or not isinstance(graphs, Sequence):
-            raise TypeError(f"Expected 'graphs' to be a list of graphs (got {type(graphs).__name__}). Put it in brackets.")
+            raise TypeError(
+                f"Expected 'graphs' to be a list of graphs (got {type(graphs).__name__}). Put it in brackets."
+            )
         for graph in graphs:
             check_graph(graph, "graphs")
             check_present(graph.col, "graphs")
@@ -359,14 +396,20 @@ class AttentionGraph:
             )
         heads, devices = graphs[0].heads, {graph.device for graph in graphs}
         if len(devices) != 1:
-            raise ValueError(f"Expected 'graphs' on one device (got {sorted(map(str, devices))}). Move them with `graph.to(device)`.")
+            raise ValueError(
+                f"Expected 'graphs' on one device (got {sorted(map(str, devices))}). Move them with `graph.to(device)`."
+            )
         starts = torch.tensor([0] + [graph.num_keys for graph in graphs]).cumsum(0).tolist()
         per_head = [[graph.head(head) for graph in graphs] for head in range(heads)]
         degree = torch.cat([graph.degree for graph in graphs], dim=1).flatten()
-        col = torch.cat([graph.col.long() + offset for row in per_head for graph, offset in zip(row, starts, strict=False)])
+        col = torch.cat(
+            [graph.col.long() + offset for row in per_head for graph, offset in zip(row, starts, strict=False)]
+        )
         query_ptr = offsets(torch.cat([graph.query_ptr.diff() for graph in graphs]))
         key_ptr = offsets(torch.cat([graph.key_ptr.diff() for graph in graphs]))
-        return cls._trusted(offsets(degree), col, sum(graph.num_queries for graph in graphs), starts[-1], heads, query_ptr, key_ptr)
+        return cls._trusted(
+            offsets(degree), col, sum(graph.num_queries for graph in graphs), starts[-1], heads, query_ptr, key_ptr
+        )
 
     def union(self, other: AttentionGraph) -> tuple[AttentionGraph, Tensor]:
         """The union of both graphs per head, and which of its edges the other graph holds.
@@ -397,7 +440,9 @@ class AttentionGraph:
         added = torch.cat([mine, mine.new_full((1,), -1)])[place] != theirs
         (new,) = added.nonzero(as_tuple=True)
         slot = place[new] + torch.arange(new.numel(), device=self.device)  # where each new edge lands
-        is_new = torch.zeros(mine.numel() + new.numel(), dtype=torch.bool, device=self.device).index_fill_(0, slot, True)
+        is_new = torch.zeros(mine.numel() + new.numel(), dtype=torch.bool, device=self.device).index_fill_(
+            0, slot, True
+        )
         (old,) = is_new.logical_not().nonzero(as_tuple=True)  # where each edge of this graph lands
         torch._check(old.numel() == mine.numel())
         col = self.col.new_empty(is_new.numel(), dtype=torch.promote_types(self.col.dtype, other.col.dtype))
@@ -437,12 +482,23 @@ class AttentionGraph:
         mine = self._edge_key()
         place = torch.searchsorted(mine, wanted)
         if readable(place) and wanted.numel():
-            inside = (query >= 0) & (query < self.num_queries) & (key >= 0) & (key < self.num_keys) & (head >= 0) & (head < self.heads)
+            inside = (
+                (query >= 0)
+                & (query < self.num_queries)
+                & (key >= 0)
+                & (key < self.num_keys)
+                & (head >= 0)
+                & (head < self.heads)
+            )
             if edge_head is not None and not bool(((head >= 0) & (head < self.heads)).all()):
                 raise ValueError(
                     f"Expected 'edge_head' in 0..{self.heads - 1} (got {int(head.min())} to {int(head.max())}). Heads count from 0."
                 )
-            found = inside & (mine[place.clamp(max=mine.numel() - 1)] == wanted) if mine.numel() else torch.zeros_like(inside)
+            found = (
+                inside & (mine[place.clamp(max=mine.numel() - 1)] == wanted)
+                if mine.numel()
+                else torch.zeros_like(inside)
+            )
             if not bool(found.all()):
                 edge = int(found.logical_not().nonzero()[0])
                 raise ValueError(
@@ -491,9 +547,13 @@ class AttentionGraph:
         """
         if size is not None:
             if num_queries is not None or num_keys is not None:
-                raise ValueError(f"Expected 'size' or 'num_queries' and 'num_keys' (got size={size!r} and another). They say the same.")
+                raise ValueError(
+                    f"Expected 'size' or 'num_queries' and 'num_keys' (got size={size!r} and another). They say the same."
+                )
             if not isinstance(size, tuple | list) or len(size) != 2:
-                raise TypeError(f"Expected 'size' to be the pair (M, N) of keys and queries (got {size!r}). Sources come first, as in PyG.")
+                raise TypeError(
+                    f"Expected 'size' to be the pair (M, N) of keys and queries (got {size!r}). Sources come first, as in PyG."
+                )
             num_keys, num_queries = size
         for name, ptr in (("query_ptr", query_ptr), ("key_ptr", key_ptr)):
             check_tensor(ptr, name)
@@ -520,12 +580,18 @@ class AttentionGraph:
             num_keys = max(num_queries, int(key.max()) + 1 if num_edges else 0)
         heads = checks.integer("heads", heads, 1, "A graph without heads has no rows.")
         num_queries, num_keys = (
-            checks.integer(f"num_{name}", size, 1, _TOKENS) for name, size in (("queries", num_queries), ("keys", num_keys))
+            checks.integer(f"num_{name}", size, 1, _TOKENS)
+            for name, size in (("queries", num_queries), ("keys", num_keys))
         )
-        for name, index, end in (("edge_index[0]", key, num_keys), ("edge_index[1]", query, num_queries), ("edge_head", head, heads)):
+        for name, index, end in (
+            ("edge_index[0]", key, num_keys),
+            ("edge_index[1]", query, num_queries),
+            ("edge_head", head, heads),
+        ):
             if not readable(index):  # no branch on values; the kernels must still see none that is out of range
                 torch._assert_async(
-                    ((index >= 0) & (index < end)).all(), f"Expected '{name}' to count from 0 to the tokens or heads there are."
+                    ((index >= 0) & (index < end)).all(),
+                    f"Expected '{name}' to count from 0 to the tokens or heads there are.",
                 )
             elif num_edges and (int(index.min()) < 0 or int(index.max()) >= end):
                 raise ValueError(
@@ -543,7 +609,9 @@ class AttentionGraph:
         return cls._trusted(*rows)
 
     @classmethod
-    def from_data(cls, data: Data | HeteroData, edge_type: EdgeType | None = None, *, heads: int | None = None) -> AttentionGraph:
+    def from_data(
+        cls, data: Data | HeteroData, edge_type: EdgeType | None = None, *, heads: int | None = None
+    ) -> AttentionGraph:
         """Graph of the edges of PyG data: what :meth:`to_data`, :meth:`to_hetero_data` and :meth:`replace_edges` wrote, or any other.
 
         Sequences are those of ``ptr``, else of ``batch``, else all nodes are one. Repeated edges count once. Cost O(HN + E log E).
@@ -564,12 +632,16 @@ class AttentionGraph:
             True
         """
         if not isinstance(data, Data | HeteroData):
-            raise TypeError(f"Expected 'data' to be Data or HeteroData (got {type(data).__name__}). `from_edge_index` takes edges.")
+            raise TypeError(
+                f"Expected 'data' to be Data or HeteroData (got {type(data).__name__}). `from_edge_index` takes edges."
+            )
         store, source, target, head_name = _stores(data, edge_type)
         edges = store.get("edge_index")
         edges = store.get("adj_t") if edges is None else edges
         if edges is None:
-            raise ValueError("Expected 'data' to have edges (got neither 'edge_index' nor 'adj_t'). A transform, as `SBMGraph`, adds some.")
+            raise ValueError(
+                "Expected 'data' to have edges (got neither 'edge_index' nor 'adj_t'). A transform, as `SBMGraph`, adds some."
+            )
         sizes = (source.num_nodes, target.num_nodes)
         if None in sizes:
             raise ValueError("Expected 'data' to have nodes (got none). Set `x` or `num_nodes`.")
@@ -600,7 +672,9 @@ class AttentionGraph:
             [[0, 0], [1, 1]]
         """
         if not isinstance(graph, nx.Graph):
-            raise TypeError(f"Expected 'graph' to be a networkx graph (got {type(graph).__name__}). Make one by `nx.DiGraph(edges)`.")
+            raise TypeError(
+                f"Expected 'graph' to be a networkx graph (got {type(graph).__name__}). Make one by `nx.DiGraph(edges)`."
+            )
         side: Mapping[Any, Any] = dict(graph.nodes(data="bipartite"))
         split = any(value is not None for value in side.values())
         if split and not {*side.values()} <= {0, 1}:
@@ -610,7 +684,9 @@ class AttentionGraph:
         keys = [node for node in graph if not split or side[node] == 0]
         queries = [node for node in graph if side[node] == 1] if split else keys
         if not keys or not queries:
-            raise ValueError(f"Expected 'graph' to have keys and queries (got {len(keys)} and {len(queries)}). Add nodes first.")
+            raise ValueError(
+                f"Expected 'graph' to have keys and queries (got {len(keys)} and {len(queries)}). Add nodes first."
+            )
         if not split and {*keys} == {*range(len(keys))}:
             keys = queries = [*range(len(keys))]
         source, target = ({node: number for number, node in enumerate(nodes)} for nodes in (keys, queries))
@@ -624,12 +700,64 @@ class AttentionGraph:
                 f"Expected each edge of 'graph' to run from a key to a query (got {_few(wrong)}). Reverse it, as `graph.reverse()` does."
             )
         if any(not isinstance(head, int) for _, _, head in edges):
-            raise ValueError("Expected the attribute 'head' of each edge of 'graph' to be an int (got another type). Number heads from 0.")
+            raise ValueError(
+                "Expected the attribute 'head' of each edge of 'graph' to be an int (got another type). Number heads from 0."
+            )
         edge_index = torch.tensor([(source[s], target[t]) for s, t, _ in edges], dtype=torch.int64).view(-1, 2).T
         edge_head = torch.tensor([head for *_, head in edges], dtype=torch.int64)
         if heads is None:
             heads = max((head for *_, head in edges), default=0) + 1
         return cls.from_edge_index(edge_index, size=(len(keys), len(queries)), edge_head=edge_head, heads=heads)
+
+    @classmethod
+    def over(
+        cls,
+        edge_index: AttentionGraph | Tensor | SparseTensor,
+        num_queries: int,
+        num_keys: int,
+        heads: int = 1,
+        *,
+        edge_head: Tensor | None = None,
+        ptr: Tensor | tuple[Tensor, Tensor] | None = None,
+        batch: Tensor | tuple[Tensor, Tensor] | None = None,
+    ) -> AttentionGraph:
+        """Graph over given tokens, from whatever holds its edges: what a layer makes of its ``edge_index``.
+
+        Args:
+            edge_index: A graph with H heads or one, or any adjacency that :meth:`from_edge_index` takes. Its edges count in
+                each head.
+            num_queries: Number of queries N.
+            num_keys: Number of keys M.
+            heads: Number of heads H.
+            edge_head: Head of each edge of an adjacency, ``[E]`` int64, if heads do not share them.
+            ptr: Offsets of the sequences, ``[B+1]`` int64, or the pair (keys, queries). None: those of a graph, else one sequence.
+            batch: The same as a sequence number per token, ``[N]``.
+
+        Raises:
+            TypeError, ValueError: The graph is over other tokens, sequences or heads, or as :meth:`from_edge_index`.
+        """
+        num_queries = checks.integer("num_queries", num_queries, 1, _TOKENS)
+        num_keys = checks.integer("num_keys", num_keys, 1, _TOKENS)
+        if not isinstance(edge_index, AttentionGraph):
+            edges = edge_list(edge_index)
+            query_ptr, key_ptr = resolve_sides(num_queries, num_keys, ptr, batch, edges.device)
+            own = 1 if edge_head is None else heads
+            graph = cls.from_edge_index(
+                edges, num_queries, num_keys, edge_head=edge_head, heads=own, query_ptr=query_ptr, key_ptr=key_ptr
+            )
+            return graph.expand(heads)
+        if (edge_index.num_queries, edge_index.num_keys) != (num_queries, num_keys):
+            raise ValueError(
+                f"Expected 'edge_index' over N = {num_queries} queries and M = {num_keys} keys (got {edge_index}). "
+                "Build the graph with the `ptr` of these tokens."
+            )
+        told = ptr is not None or batch is not None
+        if told and not edge_index.same_offsets(*resolve_sides(num_queries, num_keys, ptr, batch, edge_index.device)):
+            raise ValueError(
+                f"Expected 'edge_index' over the sequences of 'ptr' or 'batch' (got {edge_index}). Build the graph with the `ptr` "
+                "of these tokens, or it may join what the offsets keep apart."
+            )
+        return edge_index.expand(heads)
 
     @classmethod
     def from_dense(cls, mask: Tensor) -> AttentionGraph:
@@ -648,13 +776,21 @@ class AttentionGraph:
             raise ValueError(
                 f"Expected 'mask' to be [N, M], [H, N, M] or [B, H, N, M] (got {list(mask.shape)}). Queries are rows, and there is at least one of each."
             )
-        mask = mask.reshape(-1 if mask.dim() == 4 else 1, mask.shape[-3] if mask.dim() > 2 else 1, *mask.shape[-2:]) != 0
+        mask = (
+            mask.reshape(-1 if mask.dim() == 4 else 1, mask.shape[-3] if mask.dim() > 2 else 1, *mask.shape[-2:]) != 0
+        )
         batch, heads, num_queries, num_keys = mask.shape
         _, sequence, _, key = mask.transpose(0, 1).nonzero(as_tuple=True)
         degree = mask.sum(-1).transpose(0, 1).flatten()
         steps = torch.arange(batch + 1, device=mask.device)
         return cls._trusted(
-            offsets(degree), sequence * num_keys + key, batch * num_queries, batch * num_keys, heads, steps * num_queries, steps * num_keys
+            offsets(degree),
+            sequence * num_keys + key,
+            batch * num_queries,
+            batch * num_keys,
+            heads,
+            steps * num_queries,
+            steps * num_keys,
         )
 
     # ---------------------------------------------------------------- to other forms
@@ -671,7 +807,12 @@ class AttentionGraph:
         sequence = the_one(sequence, self.num_sequences, "sequence")
         pairs = int(self.query_ptr.diff()[sequence] * self.key_ptr.diff()[sequence])
         checks.memory(
-            "sequence", self.heads * pairs, 1, self.device, "Take one head by `graph.head(h)`, or keep the graph sparse.", "pairs"
+            "sequence",
+            self.heads * pairs,
+            1,
+            self.device,
+            "Take one head by `graph.head(h)`, or keep the graph sparse.",
+            "pairs",
         )
         one = self.sequence(sequence)
         mask = torch.zeros(one.heads * one.num_queries, one.num_keys, dtype=torch.bool, device=self.device)
@@ -698,7 +839,9 @@ class AttentionGraph:
         try:
             import scipy.sparse
         except ImportError:
-            raise ImportError("Expected 'scipy' to be installed (it is not). Install it with `pip install sbm_pyg[analysis]`.") from None
+            raise ImportError(
+                "Expected 'scipy' to be installed (it is not). Install it with `pip install sbm_pyg[analysis]`."
+            ) from None
         head = the_one(head, self.heads, "head")
         graph = self.head(head) if sequence is None else self.sequence(sequence).head(head)
         data = torch.ones(graph.num_edges, dtype=torch.bool).numpy()
@@ -754,7 +897,13 @@ class AttentionGraph:
             )
         lengths = self.query_ptr.diff()
         batch = torch.repeat_interleave(torch.arange(lengths.numel(), device=self.device), lengths)
-        return Data(edge_index=self.edge_index, edge_type=self.edge_head, num_nodes=self.num_queries, batch=batch, ptr=self.query_ptr)
+        return Data(
+            edge_index=self.edge_index,
+            edge_type=self.edge_head,
+            num_nodes=self.num_queries,
+            batch=batch,
+            ptr=self.query_ptr,
+        )
 
     def replace_edges(self, data: DataType, edge_type: EdgeType | None = None) -> DataType:
         """Put the edges of this graph in place of those of a PyG data object over the same tokens; returns the object.
@@ -767,11 +916,15 @@ class AttentionGraph:
             edge_type: Which edges of ``HeteroData``; None for ``Data``.
         """
         if not isinstance(data, Data | HeteroData):
-            raise TypeError(f"Expected 'data' to be Data or HeteroData (got {type(data).__name__}). `to_data()` makes a new one.")
+            raise TypeError(
+                f"Expected 'data' to be Data or HeteroData (got {type(data).__name__}). `to_data()` makes a new one."
+            )
         if isinstance(data, Data) and edge_type is not None:
             raise ValueError(f"Expected no 'edge_type' with Data (got {edge_type!r}). Its edges are of one type.")
         if isinstance(data, HeteroData) and not (isinstance(edge_type, tuple) and len(edge_type) == 3):
-            raise ValueError(f"Expected 'edge_type' to be (source, relation, target) (got {edge_type!r}). Say which edges are meant.")
+            raise ValueError(
+                f"Expected 'edge_type' to be (source, relation, target) (got {edge_type!r}). Say which edges are meant."
+            )
         store: Any = data if edge_type is None else data[edge_type]
         target, source = (None, None) if edge_type is None else (edge_type[2], edge_type[0])
         for nodes, total, ptr in ((target, self.num_queries, self.query_ptr), (source, self.num_keys, self.key_ptr)):
@@ -837,7 +990,11 @@ class AttentionGraph:
         check_present(self.col, "graph")
         checks.flag("bipartite", bipartite, "It says whether queries and keys are apart.", optional=True)
         graph = self.sequence(the_one(sequence, self.num_sequences, "sequence"))
-        chosen = graph if head == "all" else graph.head(the_one(head, self.heads, "head", ", or head='all' for a MultiDiGraph"))
+        chosen = (
+            graph
+            if head == "all"
+            else graph.head(the_one(head, self.heads, "head", ", or head='all' for a MultiDiGraph"))
+        )
         square = graph.num_queries == graph.num_keys
         if bipartite is False and not square:
             raise ValueError(
@@ -898,7 +1055,9 @@ def _check_edges(edge_index: Tensor, edge_head: Tensor | None) -> tuple[Tensor, 
         return key, query, torch.zeros_like(key)
     checks.same_device("edge_index", edge_index, edge_head=edge_head)
     if edge_head.shape != key.shape:
-        raise ValueError(f"Expected 'edge_head' to be [{key.numel()}] (got {list(edge_head.shape)}). It holds one head number per edge.")
+        raise ValueError(
+            f"Expected 'edge_head' to be [{key.numel()}] (got {list(edge_head.shape)}). It holds one head number per edge."
+        )
     return key, query, edge_head.long()
 
 
@@ -920,7 +1079,9 @@ def _stores(data: Data | HeteroData, edge_type: EdgeType | None) -> tuple[Any, A
     if edge_type is None and len(types) == 1:
         (edge_type,) = types
     if edge_type is None or edge_type not in types:
-        raise ValueError(f"Expected 'edge_type' to be one of {types} (got {edge_type!r}). Say which edges of the data are meant.")
+        raise ValueError(
+            f"Expected 'edge_type' to be one of {types} (got {edge_type!r}). Say which edges of the data are meant."
+        )
     return data[edge_type], data[edge_type[0]], data[edge_type[2]], "edge_head"
 
 

@@ -20,9 +20,8 @@ import numpy as np
 from numba.core.event import TimingListener, install_listener
 
 from .graph import AttentionGraph, check_graph
-from .ops.walks import breadth_first, merge_cycles, parts_without, rotate, topological_order
-from .ragged import check_present
-from .sampling import draw_seed
+from .ragged import check_present, draw_seed
+from .walks import breadth_first, merge_cycles, parts_without, rotate, topological_order
 
 __all__ = ["Certificate", "HamiltonianPath", "hamiltonian_path", "is_hamiltonian_path"]
 
@@ -59,7 +58,9 @@ class Certificate:
         return {
             "sources": f"no edge enters tokens {tokens}",
             "sinks": f"no edge leaves tokens {tokens}",
-            "incomparable": f"no walk leads from token {self.tokens[0]} to {self.tokens[-1]} or back" if self.tokens else "",
+            "incomparable": f"no walk leads from token {self.tokens[0]} to {self.tokens[-1]} or back"
+            if self.tokens
+            else "",
             "predecessors": f"the {len(self.tokens)} tokens {tokens} can follow only the {len(self.others)} tokens {others or 'of an empty set'}",
             "separator": f"without token {tokens} the rest falls into {len(self.others)} parts (around tokens {others})",
             "search": "an exhaustive search by OR-tools found none",
@@ -135,13 +136,18 @@ def hamiltonian_path(graph: AttentionGraph, *, time_limit: float = 10.0, seed: i
         return _hamiltonian_path(graph, time_limit, seed, searched)
 
 
-def _hamiltonian_path(graph: AttentionGraph, time_limit: float, seed: int, searched: Callable[[], float]) -> HamiltonianPath:
+def _hamiltonian_path(
+    graph: AttentionGraph, time_limit: float, seed: int, searched: Callable[[], float]
+) -> HamiltonianPath:
     start = time.perf_counter()
     tokens, into = _arcs(graph)
     n = graph.num_queries
 
     def answer(
-        status: Literal["FOUND", "ABSENT", "UNKNOWN"], method: str, path: Array | None = None, certificate: Certificate | None = None
+        status: Literal["FOUND", "ABSENT", "UNKNOWN"],
+        method: str,
+        path: Array | None = None,
+        certificate: Certificate | None = None,
     ) -> HamiltonianPath:
         listed = None if path is None else tuple(path.tolist())
         if listed is not None and not _visits_all(n, tokens, into, listed):
@@ -163,7 +169,9 @@ def _hamiltonian_path(graph: AttentionGraph, time_limit: float, seed: int, searc
     tokens, into = tokens[kept], into[kept]
     certificate = _matching(n, tokens, into) or _separator(n, tokens, into)
     if certificate is not None:
-        return answer("ABSENT", "matching" if certificate.kind == "predecessors" else "cut token", certificate=certificate)
+        return answer(
+            "ABSENT", "matching" if certificate.kind == "predecessors" else "cut token", certificate=certificate
+        )
     found = _construct(n, tokens, into, ranks, seed, searched, 0.4 * time_limit)
     if found is not None:
         return answer("FOUND", "assignment, patching and rotation", found)
@@ -189,7 +197,9 @@ def is_hamiltonian_path(graph: AttentionGraph, path: Sequence[int]) -> bool:
     try:
         steps = np.asarray(path)
     except ValueError:
-        raise TypeError("Expected 'path' to be whole numbers (got lists of different lengths). Pass the numbers of the tokens.") from None
+        raise TypeError(
+            "Expected 'path' to be whole numbers (got lists of different lengths). Pass the numbers of the tokens."
+        ) from None
     if steps.size and steps.dtype.kind not in "iu":
         raise TypeError(f"Expected 'path' to be whole numbers (got {steps.dtype}). Pass the numbers of the tokens.")
     return _visits_all(graph.num_queries, tokens, into, steps)
@@ -201,7 +211,9 @@ def _visits_all(n: int, tokens: Array, into: Array, path: Sequence[int] | Array)
         return False
     wanted, arcs = steps[1:] * n + steps[:-1], into.astype(np.int64) * n + tokens  # ascending, as rows are
     place = np.searchsorted(arcs, wanted)
-    return bool((place < len(arcs)).all()) and bool((arcs[np.minimum(place, len(arcs) - 1)] == wanted).all() if n > 1 else True)
+    return bool((place < len(arcs)).all()) and bool(
+        (arcs[np.minimum(place, len(arcs) - 1)] == wanted).all() if n > 1 else True
+    )
 
 
 def seconds(time_limit: float) -> float:
@@ -211,7 +223,9 @@ def seconds(time_limit: float) -> float:
         ValueError: It is not a positive number.
     """
     if not isinstance(time_limit, Real) or not time_limit > 0:
-        raise ValueError(f"Expected 'time_limit' to be a positive number of seconds (got {time_limit!r}). The default is 10.")
+        raise ValueError(
+            f"Expected 'time_limit' to be a positive number of seconds (got {time_limit!r}). The default is 10."
+        )
     return float(min(time_limit, 10**9))
 
 
@@ -241,7 +255,9 @@ def one_sequence(graph: AttentionGraph, name: str = "graph") -> AttentionGraph:
     check_graph(graph, name)
     check_present(graph.col, name)
     if graph.num_sequences != 1:
-        raise ValueError(f"Expected '{name}' to be one sequence (got {graph.num_sequences}). Take one with `graph.sequence(b)`.")
+        raise ValueError(
+            f"Expected '{name}' to be one sequence (got {graph.num_sequences}). Take one with `graph.sequence(b)`."
+        )
     if graph.num_queries != graph.num_keys:
         raise ValueError(
             f"Expected '{name}' to have the same tokens as queries and keys (got N = {graph.num_queries}, M = {graph.num_keys}). Paths need one set of tokens."
@@ -269,7 +285,9 @@ def scipy_sparse() -> Any:
     try:
         import scipy.sparse.csgraph
     except ImportError:
-        raise ImportError("Expected 'scipy' to be installed (it is not). Install it with `pip install sbm_pyg[analysis]`.") from None
+        raise ImportError(
+            "Expected 'scipy' to be installed (it is not). Install it with `pip install sbm_pyg[analysis]`."
+        ) from None
     return scipy.sparse
 
 
@@ -314,14 +332,18 @@ def _chain(n: int, tokens: Array, into: Array) -> tuple[Array, Certificate | Non
 def _matching(n: int, tokens: Array, into: Array) -> Certificate | None:
     """A path gives n - 1 tokens a predecessor of their own; where no matching does, two unmatched tokens lead to a set that has too few."""
     rows = _matrix(n, into, tokens)
-    mate = scipy_sparse().csgraph.maximum_bipartite_matching(rows, perm_type="column")  # predecessor of each token, or -1
+    mate = scipy_sparse().csgraph.maximum_bipartite_matching(
+        rows, perm_type="column"
+    )  # predecessor of each token, or -1
     alone = np.flatnonzero(mate < 0)
     if len(alone) < 2:
         return None
     follower = np.full(n, -1, np.int32)
     follower[mate[mate >= 0]] = np.flatnonzero(mate >= 0)
     depth = np.empty(n, np.int64)
-    breadth_first(rows.indptr, follower[rows.indices], alone[:2], depth)  # from a token to whoever holds one of its predecessors
+    breadth_first(
+        rows.indptr, follower[rows.indices], alone[:2], depth
+    )  # from a token to whoever holds one of its predecessors
     short = np.flatnonzero(depth >= 0)
     held = np.unique(tokens[np.isin(into, short)])
     return Certificate("predecessors", tuple(short.tolist()), tuple(held.tolist()))
@@ -359,7 +381,9 @@ def _open(n: int, follow: Array) -> Array:
     return path
 
 
-def _construct(n: int, tokens: Array, into: Array, ranks: Array, seed: int, searched: Callable[[], float], limit: float) -> Array | None:
+def _construct(
+    n: int, tokens: Array, into: Array, ranks: Array, seed: int, searched: Callable[[], float], limit: float
+) -> Array | None:
     """A path by cycle covers, or None. Arcs of dense graphs are thinned at first: an assignment costs more than it gains from them."""
     random = np.random.default_rng(seed % 2**64)
     tails, heads = _closed(n, tokens, into, ranks)
@@ -405,7 +429,9 @@ def _search(n: int, tokens: Array, into: Array, ranks: Array, seed: int, limit: 
         from ortools.sat.python import cp_model
     except ImportError:
         return "UNKNOWN", "the construction failed, and an exact search needs OR-tools: `pip install sbm_pyg[analysis]`"
-    start = time.perf_counter()  # after the import, which takes longer than most searches where it is the first in a process
+    start = (
+        time.perf_counter()
+    )  # after the import, which takes longer than most searches where it is the first in a process
     tails, heads = _closed(n, tokens, into, ranks)
     if 1e-5 * len(tails) > limit:  # to set up the search would take all the time
         return "UNKNOWN", f"the construction failed, and {len(tails):,} arcs are too many to search in the time left"

@@ -51,7 +51,11 @@ def collect(test: bool = True) -> dict[str, Any]:
     """
     tested = self_test() if test else None  # first, since it loads the kernels whose cache is looked at
     return {
-        "versions": {"sbm_pyg": __version__, "python": platform.python_version(), **{name: _version(name) for name in CORE}},
+        "versions": {
+            "sbm_pyg": __version__,
+            "python": platform.python_version(),
+            **{name: _version(name) for name in CORE},
+        },
         "machine": {"system": platform.platform(), "processor": platform.machine(), "cores": os.cpu_count()},
         "kernels": {
             "cpu": "numba",
@@ -65,7 +69,9 @@ def collect(test: bool = True) -> dict[str, Any]:
             "interop": torch.get_num_interop_threads(),
             "pool": "OpenMP team of torch" if threads._fork_team is not None else "python threads",
             "environment": {
-                name: os.environ[name] for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS") if name in os.environ
+                name: os.environ[name]
+                for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
+                if name in os.environ
             },
         },
         "cuda": {
@@ -90,7 +96,11 @@ def self_test() -> dict[str, Any]:
     start = time.perf_counter()
     devices = ["cpu"] + ["cuda"] * torch.cuda.is_available()
     result: dict[str, Any] = {device: _test_device(torch.device(device)) for device in devices}
-    return {"passed": all(result[device]["passed"] for device in devices), **result, "seconds": round(time.perf_counter() - start, 3)}
+    return {
+        "passed": all(result[device]["passed"] for device in devices),
+        **result,
+        "seconds": round(time.perf_counter() - start, 3),
+    }
 
 
 def _test_device(device: torch.device) -> dict[str, Any]:
@@ -100,8 +110,8 @@ def _test_device(device: torch.device) -> dict[str, Any]:
     random = torch.Generator().manual_seed(0)
     heads, tokens, blocks, channels = 2, 200, 8, 16
     rate, member = (torch.rand(heads, tokens, blocks, generator=random) / 4 for _ in range(2))
-    ptr, streams = torch.tensor([0, 80, tokens]), torch.arange(2)
-    law = (rate, member, ptr, ptr, streams)
+    ptr, sequence_ids = torch.tensor([0, 80, tokens]), torch.arange(2)
+    law = (rate, member, ptr, ptr, sequence_ids)
     expected = meaning.sample_sbm(*law, 7, "bernoulli", 0.0, False)
     rowptr, col = sample(*(tensor.to(device) for tensor in law), 7)
     same = torch.equal(rowptr.cpu(), expected[0]) and torch.equal(col.cpu().long(), expected[1].long())
@@ -113,7 +123,9 @@ def _test_device(device: torch.device) -> dict[str, Any]:
     options = (None, channels**-0.5, "score", 0.0, 0)
     wide = [tensor.double() for tensor in (*inputs, gate)]
     out, lse = meaning.edge_attention(*wide[:3], *graph, wide[3], *options)
-    grads = meaning.edge_attention_backward(grad.double(), *wide[:3], *graph, wide[3], None, out, lse, *options[1:], True, False)[:4]
+    grads = meaning.edge_attention_backward(
+        grad.double(), *wide[:3], *graph, wide[3], None, out, lse, *options[1:], True, False
+    )[:4]
     leaves = [tensor.to(device).requires_grad_() for tensor in (*inputs, gate)]
     found, _ = attend(*leaves[:3], *(tensor.to(device) for tensor in graph), leaves[3], *options)
     found.backward(grad.to(device))
@@ -178,17 +190,24 @@ def _text(info: dict[str, Any]) -> str:
         },
     )
     environment = "".join(f", {name}={value}" for name, value in running["environment"].items())
-    section("threads", {"torch": f"{running['torch']}, {running['interop']} between ops{environment}", "kernels": running["pool"]})
+    section(
+        "threads",
+        {"torch": f"{running['torch']}, {running['interop']} between ops{environment}", "kernels": running["pool"]},
+    )
     built = f"torch is built for {cuda['torch']}" if cuda["torch"] else "torch is built without it"
     section("cuda", {"devices": ", ".join(cuda["devices"]) or f"none; {built}"})
-    section("optional packages", {name: f"{version or 'not installed':<16}{OPTIONAL[name]}" for name, version in info["optional"].items()})
+    section(
+        "optional packages",
+        {name: f"{version or 'not installed':<16}{OPTIONAL[name]}" for name, version in info["optional"].items()},
+    )
     folders = {
         f"{cache['files']} files": f"{cache['bytes'] / 2**20:.1f} MiB, {'writable' if cache['writable'] else 'NOT writable'}: {path}"
         for path, cache in info["caches"].items()
     }
     section(
         "compiled kernels",
-        folders or {"no cache": "no folder can be written to, so every process compiles its kernels; set NUMBA_CACHE_DIR"},
+        folders
+        or {"no cache": "no folder can be written to, so every process compiles its kernels; set NUMBA_CACHE_DIR"},
     )
     if tested is not None:
         rows = {

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.nn.dense.linear import Linear
 
-from .attention import SBMAttentionConv
+from .attention import Returns, SBMAttentionConv
 from .graph import AttentionGraph, check_graph
 from .ops import checks
 from .ragged import offsets, readable
@@ -100,7 +100,9 @@ class SBMMultiheadAttention(nn.Module):
         )
         _check_flags(bias=bias, add_bias_kv=add_bias_kv, add_zero_attn=add_zero_attn, batch_first=batch_first)
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in DTYPES):
-            raise TypeError(f"Expected 'dtype' to be one of {[*DTYPES]} (got {dtype!r}). Attention computes with these.")
+            raise TypeError(
+                f"Expected 'dtype' to be one of {[*DTYPES]} (got {dtype!r}). Attention computes with these."
+            )
         if device is not None:
             checks.device(device)
         if embed_dim % num_heads:
@@ -109,20 +111,26 @@ class SBMMultiheadAttention(nn.Module):
             )
         for name, value in (("add_bias_kv", add_bias_kv), ("add_zero_attn", add_zero_attn)):
             if value:
-                raise ValueError(f"Expected '{name}' to be False (got {value}). Append a token of your own to keys and values instead.")
+                raise ValueError(
+                    f"Expected '{name}' to be False (got {value}). Append a token of your own to keys and values instead."
+                )
         if not options.pop("concat", True):
             raise ValueError("Expected no 'concat' (got False). The output projection takes the heads side by side.")
         self.embed_dim, self.num_heads, self.batch_first = embed_dim, num_heads, batch_first
         self.kdim, self.vdim = kdim, vdim
         head_channels = embed_dim // num_heads
-        self.conv = SBMAttentionConv((self.kdim, embed_dim), head_channels, num_heads, num_blocks, bias=bias, dropout=dropout, **options)
+        self.conv = SBMAttentionConv(
+            (self.kdim, embed_dim), head_channels, num_heads, num_blocks, bias=bias, dropout=dropout, **options
+        )
         if self.vdim != self.kdim:
             self.conv.lin_value = Linear(self.vdim, embed_dim, bias=bias)
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
         self.to(device=device, dtype=dtype)
 
     @classmethod
-    def from_torch(cls, attention: nn.MultiheadAttention, *, num_blocks: int | None = 128, **options: Any) -> SBMMultiheadAttention:
+    def from_torch(
+        cls, attention: nn.MultiheadAttention, *, num_blocks: int | None = 128, **options: Any
+    ) -> SBMMultiheadAttention:
         """A layer with the projections of a torch layer, copied.
 
         Args:
@@ -201,7 +209,7 @@ class SBMMultiheadAttention(nn.Module):
         *,
         graph: AttentionGraph | None = None,
         seed: int | None = None,
-        streams: Tensor | None = None,
+        sequence_ids: Tensor | None = None,
         return_graph: bool = False,
     ) -> tuple[Any, ...]:
         """Attend.
@@ -219,7 +227,7 @@ class SBMMultiheadAttention(nn.Module):
             is_causal: Without ``attn_mask``: no query attends to a later key. With it: torch's hint of what it holds, not used.
             graph: The graph to attend over, in the numbering of the real tokens (see :func:`~sbm_pyg.unpad`), H heads or one.
             seed: Fixes the sampled graph and the dropout; from torch's default generator if None.
-            streams: Number of each sequence's random stream, ``[B]``; see :func:`~sbm_pyg.sample_edges`.
+            sequence_ids: Number of each sequence's random stream, ``[B]``; see :func:`~sbm_pyg.sample_edges`.
             return_graph: Also return the :class:`AttentionGraph` over the real tokens.
 
         Returns:
@@ -228,15 +236,24 @@ class SBMMultiheadAttention(nn.Module):
 
         Raises:
             TypeError: An argument is no tensor, no bool or no graph, tokens are not of the layer's dtype, or a mask is neither boolean nor floating.
-            ValueError: Shapes, devices or the graph do not fit, a mask holds other values, a sequence has no real token, or there are ``streams``
+            ValueError: Shapes, devices or the graph do not fit, a mask holds other values, a sequence has no real token, or there are ``sequence_ids``
                 and nothing is sampled.
         """
-        _check_flags(need_weights=need_weights, average_attn_weights=average_attn_weights, is_causal=is_causal, return_graph=return_graph)
-        self._check_tensors(
-            {"query": query, "key": key, "value": value}, {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask}, graph
+        _check_flags(
+            need_weights=need_weights,
+            average_attn_weights=average_attn_weights,
+            is_causal=is_causal,
+            return_graph=return_graph,
         )
-        if streams is not None and (graph is not None or self.conv.num_blocks is None):
-            raise ValueError("Expected no 'streams' where nothing is sampled (got a 'graph', or num_blocks=None). Leave them out.")
+        self._check_tensors(
+            {"query": query, "key": key, "value": value},
+            {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask},
+            graph,
+        )
+        if sequence_ids is not None and (graph is not None or self.conv.source is None):
+            raise ValueError(
+                "Expected no 'sequence_ids' where nothing is sampled (got a 'graph', or num_blocks=None). Leave them out."
+            )
         self_attention, batched, nested = query is key, query.dim() == 3, query.is_nested
         query, key, value, real_query, real_key = self._padded(query, key, value, key_padding_mask)
         forbidden = self._forbidden(attn_mask, is_causal, query, key)  # [B or 1, H or 1, L, S]
@@ -245,7 +262,7 @@ class SBMMultiheadAttention(nn.Module):
         edge_filter = None
         if graph is not None:
             self._check_graph(graph, frame)
-        if graph is None and self.conv.num_blocks is None:
+        if graph is None and self.conv.source is None:
             graph = frame.dense_graph(forbidden)
         elif forbidden is not None:
             edge_filter = partial(frame.allowed, forbidden)
@@ -266,9 +283,8 @@ class SBMMultiheadAttention(nn.Module):
             edge_filter=edge_filter,
             ptr=frame.query.ptr if self_attention else (frame.key.ptr, frame.query.ptr),
             seed=seed,
-            streams=streams,
-            return_graph=True,
-            return_attention_weights=need_weights,
+            sequence_ids=sequence_ids,
+            returns=Returns(graph=True, attention_weights=need_weights),
         )
         attended = self.out_proj(attended)
         if nested:
@@ -282,7 +298,9 @@ class SBMMultiheadAttention(nn.Module):
             weights = weights if batched else weights[0]
         return (out, weights, used) if return_graph else (out, weights)
 
-    def _check_tensors(self, tokens: dict[str, Tensor], masks: dict[str, Tensor | None], graph: AttentionGraph | None) -> None:
+    def _check_tensors(
+        self, tokens: dict[str, Tensor], masks: dict[str, Tensor | None], graph: AttentionGraph | None
+    ) -> None:
         """Refuse what is no tensor of numbers that this layer can take."""
         like = self.conv.lin_query.weight
         given: dict[str, Any] = tokens | {name: mask for name, mask in masks.items() if mask is not None}
@@ -290,7 +308,9 @@ class SBMMultiheadAttention(nn.Module):
             if not (name in tokens and isinstance(x, Tensor) and x.is_nested):
                 checks.dense(name, x)
             if x.device != like.device:
-                raise ValueError(f"Expected '{name}' on {like.device}, as the layer is (got {x.device}). Move it with `.to(device)`.")
+                raise ValueError(
+                    f"Expected '{name}' on {like.device}, as the layer is (got {x.device}). Move it with `.to(device)`."
+                )
         dims = tokens["query"].dim()
         for name, x in tokens.items():
             if x.dim() != dims or dims not in (2, 3):
@@ -302,12 +322,16 @@ class SBMMultiheadAttention(nn.Module):
             if not same and x.dtype in DTYPES and torch.is_autocast_enabled(x.device.type):
                 same = torch.float64 not in (x.dtype, like.dtype)
             if not same:
-                raise TypeError(f"Expected '{name}' to be {like.dtype}, as the layer is (got {x.dtype}). Convert one of them with `.to`.")
+                raise TypeError(
+                    f"Expected '{name}' to be {like.dtype}, as the layer is (got {x.dtype}). Convert one of them with `.to`."
+                )
         if graph is None:
             return
         check_graph(graph)
         if graph.device != like.device:
-            raise ValueError(f"Expected 'graph' on {like.device}, as the layer is (got {graph.device}). Move it with `.to(device)`.")
+            raise ValueError(
+                f"Expected 'graph' on {like.device}, as the layer is (got {graph.device}). Move it with `.to(device)`."
+            )
 
     def _padded(
         self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None
@@ -330,11 +354,15 @@ class SBMMultiheadAttention(nn.Module):
                     f"Expected '{name}' to be [B, length, {channels}] with a token or more in each of the B sequences of 'query', keys as many "
                     f"as values (got {list(x.shape)} with batch_first). See the docstring of SBMMultiheadAttention."
                 )
-        if key.is_nested != value.is_nested or (key.is_nested and not torch.equal(cast(Tensor, real["key"]), cast(Tensor, real["value"]))):
+        if key.is_nested != value.is_nested or (
+            key.is_nested and not torch.equal(cast(Tensor, real["key"]), cast(Tensor, real["value"]))
+        ):
             raise ValueError("Expected 'value' to be nested as 'key' is (got other lengths). Each key has one value.")
         if key_padding_mask is not None:
             if key.is_nested:
-                raise ValueError("Expected no 'key_padding_mask' with a nested 'key' (got both). Nested tensors have no padding.")
+                raise ValueError(
+                    "Expected no 'key_padding_mask' with a nested 'key' (got both). Nested tensors have no padding."
+                )
             if query.dim() == 2:
                 key_padding_mask = key_padding_mask[None]
             if key_padding_mask.shape != (batch, *keys):
@@ -355,7 +383,9 @@ class SBMMultiheadAttention(nn.Module):
             raise ValueError(
                 f"Expected 'graph' to have 1 or {self.num_heads} heads (got {graph.heads}). Take one with `graph.head(h)` first."
             )
-        if (graph.num_queries, graph.num_keys) != (total, keys) or not graph.same_offsets(frame.query.ptr, frame.key.ptr):
+        if (graph.num_queries, graph.num_keys) != (total, keys) or not graph.same_offsets(
+            frame.query.ptr, frame.key.ptr
+        ):
             raise ValueError(
                 f"Expected 'graph' over the sequences of N = {total} real queries and M = {keys} real keys (got {graph}). "
                 "Build it with the `ptr` that `sbm_pyg.unpad` gives."
@@ -370,7 +400,9 @@ class SBMMultiheadAttention(nn.Module):
             raise ValueError(
                 f"Expected 'attn_mask' to be {[length, keys]} or {[batch * self.num_heads, length, keys]} (got {list(attn_mask.shape)}). It is True where a query must not attend."
             )
-        return _as_bool(attn_mask, "attn_mask").view(*((1, 1) if attn_mask.dim() == 2 else (batch, self.num_heads)), length, keys)
+        return _as_bool(attn_mask, "attn_mask").view(
+            *((1, 1) if attn_mask.dim() == 2 else (batch, self.num_heads)), length, keys
+        )
 
 
 def _check_flags(**flags: Any) -> None:
@@ -383,7 +415,9 @@ def _as_bool(mask: Tensor, name: str) -> Tensor:
     if mask.dtype == torch.bool:
         return mask
     if not mask.is_floating_point():
-        raise TypeError(f"Expected '{name}' to be boolean or floating (got {mask.dtype}). Convert it with `.bool()`, True = leave out.")
+        raise TypeError(
+            f"Expected '{name}' to be boolean or floating (got {mask.dtype}). Convert it with `.bool()`, True = leave out."
+        )
     masked = mask == -torch.inf
     known = (masked | (mask == 0)).all()
     if not readable(mask):
@@ -424,7 +458,9 @@ class _Side:
             return
         lengths = real.sum(1)
         if not readable(real):
-            torch._assert_async((lengths > 0).all(), "Expected 'key_padding_mask' to leave a real key in each sequence.")
+            torch._assert_async(
+                (lengths > 0).all(), "Expected 'key_padding_mask' to leave a real key in each sequence."
+            )
         elif bool((lengths == 0).any()):
             raise ValueError(
                 "Expected 'key_padding_mask' to leave a real key in each sequence (got one that is all padding). Leave empty sequences out of the batch."
@@ -471,7 +507,11 @@ class _Frame:
     def dense_graph(self, forbidden: Tensor | None) -> AttentionGraph:
         """All pairs of real tokens that are not forbidden."""
         batch, length, keys = *self.query.shape, self.key.length
-        real = torch.ones(batch, keys, dtype=torch.bool, device=self.key.ptr.device) if self.key.real is None else self.key.real
+        real = (
+            torch.ones(batch, keys, dtype=torch.bool, device=self.key.ptr.device)
+            if self.key.real is None
+            else self.key.real
+        )
         pairs = real[:, None, None].expand(batch, 1, length, keys)
         pairs = pairs if forbidden is None else pairs & ~forbidden  # [B, H or 1, L, S]
         rows = self.query.take(pairs.transpose(1, 2))  # [N, H or 1, S]
@@ -492,4 +532,6 @@ class _Frame:
                 torch.stack([sequence, query, key]), alpha / graph.heads, (batch, length, keys), check_invariants=False
             ).coalesce()
         size = (batch, graph.heads, length, keys)
-        return torch.sparse_coo_tensor(torch.stack([sequence, head, query, key]), alpha, size, check_invariants=False).coalesce()
+        return torch.sparse_coo_tensor(
+            torch.stack([sequence, head, query, key]), alpha, size, check_invariants=False
+        ).coalesce()

@@ -1,7 +1,8 @@
 """Fixed graphs of tokens: full, window, global, random, BigBird, and the three patterns of the universality proof.
 
 In: a number of tokens ``n``, or the offsets ``ptr`` of a ragged batch; then every sequence gets the pattern of its own length.
-Out: an :class:`~sbm_pyg.graph.AttentionGraph` whose queries and keys are the same tokens; or, by the transforms at the end, PyG ``Data`` with edges.
+Out: an :class:`~sbm_pyg.graph.AttentionGraph` whose queries and keys are the same tokens; the same as a source of a layer, and as transforms
+that give PyG ``Data`` its edges.
 Not here: graphs that depend on the tokens (``sampling``, ``sparsefinder``).
 
 Patterns combine by union: ``window(n, 3) | global_tokens(n, 1)``. In all but :func:`random` and :func:`bigbird` a query attends to consecutive
@@ -13,9 +14,10 @@ References: Beltagy, Peters, Cohan: Longformer, 2020. Zaheer et al.: Big Bird, 2
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -23,14 +25,14 @@ from torch_geometric.data import Data
 from torch_geometric.data.datapipes import functional_transform
 from torch_geometric.transforms import BaseTransform
 
-from .graph import AttentionGraph
+from .choice import Choice, GraphSource
+from .graph import AttentionGraph, check_graph
 from .ops import checks
 from .ops.reference import RANDOM_KEY, philox
-from .ragged import check_tensor, readable, resolve_ptr, stored_ptr
-from .sampling import draw_seed, resolve_streams
+from .ragged import check_tensor, draw_seed, readable, resolve_ptr, resolve_sequence_ids, stored_ptr
 
 __all__ = [
-    "BigBirdGraph", "BlockDiagonalGraph", "FullGraph", "GlobalGraph", "RandomGraph", "RelayKeysGraph", "RelayQueriesGraph", "SelfLoopsGraph",
+    "BigBirdGraph", "BlockDiagonalGraph", "FullGraph", "GlobalGraph", "PatternSource", "RandomGraph", "RelayKeysGraph", "RelayQueriesGraph", "SelfLoopsGraph",
     "WindowGraph", "bigbird", "block_diagonal", "full", "global_tokens", "random", "relay_keys", "relay_queries", "self_loops", "window",
 ]  # fmt: skip
 
@@ -88,7 +90,9 @@ def window(
     return tokens.consecutive(torch.maximum(token - reach, tokens.start), end)
 
 
-def global_tokens(n: int | None, num_global: int, *, heads: int = 1, ptr: Tensor | None = None, device: Device = None) -> AttentionGraph:
+def global_tokens(
+    n: int | None, num_global: int, *, heads: int = 1, ptr: Tensor | None = None, device: Device = None
+) -> AttentionGraph:
     """The first ``num_global`` tokens of a sequence attend to all of it, and all of it attends to them.
 
     An edge where :math:`r_i < num\\_global` or :math:`r_j < num\\_global`. Other tokens do not attend to themselves.
@@ -117,7 +121,7 @@ def random(
     *,
     seed: int | None = None,
     generator: torch.Generator | None = None,
-    streams: Tensor | None = None,
+    sequence_ids: Tensor | None = None,
     heads: int = 1,
     ptr: Tensor | None = None,
     device: Device = None,
@@ -134,7 +138,7 @@ def random(
         num_keys_per_query: Number of keys k of each query, at least 0. A sequence with fewer tokens gets its full graph.
         seed: Integer of 64 bits that fixes the keys.
         generator: Where a seed is drawn from if ``seed`` is None; torch's default generator if both are None.
-        streams: Number of the random stream of each sequence, ``[B]``; see :func:`~sbm_pyg.sample_edges`.
+        sequence_ids: Number of the random stream of each sequence, ``[B]``; see :func:`~sbm_pyg.sample_edges`.
         heads: Number of heads H; each draws its own keys.
         n, ptr, device: As in :func:`full`.
 
@@ -145,13 +149,15 @@ def random(
         >>> random(6, 2, seed=0).degree
         tensor([[2, 2, 2, 2, 2, 2]])
     """
-    num_keys_per_query = _size("num_keys_per_query", num_keys_per_query, 0, "It is the number of keys that each query draws.")
+    num_keys_per_query = _size(
+        "num_keys_per_query", num_keys_per_query, 0, "It is the number of keys that each query draws."
+    )
     tokens = _Tokens.of(n, heads, ptr, device)
     size = tokens.length.repeat(heads)  # [H*N]
     degree = size.clamp(max=num_keys_per_query)
     listed = torch.where(2 * degree > size, size, degree)  # as numbers are, of which some are left out
     tokens.check_memory(listed, 1, bytes_each=64)
-    place = _distinct(degree, size, _Draws(tokens, streams, draw_seed(seed, generator)))
+    place = _distinct(degree, size, _Draws(tokens, sequence_ids, draw_seed(seed, generator)))
     first = torch.repeat_interleave(tokens.start.repeat(heads), degree, output_size=place.numel())
     return tokens.graph(degree, first + place, heads)
 
@@ -164,7 +170,7 @@ def bigbird(
     *,
     seed: int | None = None,
     generator: torch.Generator | None = None,
-    streams: Tensor | None = None,
+    sequence_ids: Tensor | None = None,
     heads: int = 1,
     ptr: Tensor | None = None,
     device: Device = None,
@@ -179,7 +185,7 @@ def bigbird(
         size: Reach of the window to each side, at least 0.
         num_global: Number of global tokens, the first of each sequence, at least 0.
         num_random: Number of random keys of each query, at least 0.
-        seed, generator, streams: As in :func:`random`.
+        seed, generator, sequence_ids: As in :func:`random`.
         heads: Number of heads H; they share window and global tokens, each draws its own random keys.
         n, ptr, device: As in :func:`full`.
 
@@ -196,11 +202,15 @@ def bigbird(
     edges = heads * (near.num_edges + wide.num_edges)
     checks.memory("heads", edges, 64, near.device, "Take fewer global tokens, fewer heads or shorter sequences.")
     fixed = near | wide
-    drawn = random(n, num_random, seed=seed, generator=generator, streams=streams, heads=heads, ptr=ptr, device=device)
+    drawn = random(
+        n, num_random, seed=seed, generator=generator, sequence_ids=sequence_ids, heads=heads, ptr=ptr, device=device
+    )
     return fixed.expand(heads) | drawn
 
 
-def block_diagonal(n: int | None, num_blocks: int, *, heads: int = 1, ptr: Tensor | None = None, device: Device = None) -> AttentionGraph:
+def block_diagonal(
+    n: int | None, num_blocks: int, *, heads: int = 1, ptr: Tensor | None = None, device: Device = None
+) -> AttentionGraph:
     """Each token attends to the tokens of its block, itself among them: pattern 1 of Lemma 2 (Cho et al.).
 
     An edge where :math:`\\lfloor r_i K/n \\rfloor = \\lfloor r_j K/n \\rfloor`: K blocks of consecutive tokens whose sizes differ by 1 at most.
@@ -228,7 +238,9 @@ def block_diagonal(n: int | None, num_blocks: int, *, heads: int = 1, ptr: Tenso
     return tokens.consecutive(tokens.start + first, tokens.start + end)
 
 
-def relay_keys(n: int | None, num_relays: int, *, heads: int = 1, ptr: Tensor | None = None, device: Device = None) -> AttentionGraph:
+def relay_keys(
+    n: int | None, num_relays: int, *, heads: int = 1, ptr: Tensor | None = None, device: Device = None
+) -> AttentionGraph:
     """Every token attends to the last ``num_relays`` tokens of its sequence: pattern 2 of Lemma 2 (Cho et al.).
 
     An edge where :math:`r_j \\ge n - K`. As an SBM: Y = 1, Z = the relays, S = 1. The proof adds self-loops, this function does not:
@@ -250,7 +262,9 @@ def relay_keys(n: int | None, num_relays: int, *, heads: int = 1, ptr: Tensor | 
     return tokens.consecutive(tokens.end - tokens.length.clamp(max=num_relays), tokens.end)
 
 
-def relay_queries(n: int | None, num_relays: int, *, heads: int = 1, ptr: Tensor | None = None, device: Device = None) -> AttentionGraph:
+def relay_queries(
+    n: int | None, num_relays: int, *, heads: int = 1, ptr: Tensor | None = None, device: Device = None
+) -> AttentionGraph:
     """The last ``num_relays`` tokens of a sequence attend to all of it, the others to none: pattern 3 of Lemma 2 (Cho et al.).
 
     An edge where :math:`r_i \\ge n - K`, the transpose of :func:`relay_keys`. The proof adds self-loops, this function does not:
@@ -309,7 +323,9 @@ class _Tokens:
         if n is not None:
             n = checks.integer("n", n, 1, "It is the number of tokens.")
             if ptr is not None and ptr.dim() == 1 and ptr.numel() > 1 and readable(ptr) and ptr[-1] != n:
-                raise ValueError(f"Expected 'n' to be the last entry of 'ptr', {int(ptr[-1])} (got {n}). Leave it out, as None.")
+                raise ValueError(
+                    f"Expected 'n' to be the last entry of 'ptr', {int(ptr[-1])} (got {n}). Leave it out, as None."
+                )
         elif ptr is None:
             raise ValueError("Expected 'n' or 'ptr' (got neither). Pass the number of tokens or their offsets.")
         else:
@@ -335,8 +351,12 @@ class _Tokens:
         if not torch.compiler.is_compiling():
             # The sum in two parts, for int64 may not hold it.
             edges = copies * ((int((degree >> 16).sum()) << 16) + int((degree & 0xFFFF).sum()))
-            name = "n" if self.heads == 1 or not checks.fits(edges // self.heads, bytes_each, self.ptr.device) else "heads"
-            checks.memory(name, edges, bytes_each, self.ptr.device, "Take a sparser pattern, fewer heads or shorter sequences.")
+            name = (
+                "n" if self.heads == 1 or not checks.fits(edges // self.heads, bytes_each, self.ptr.device) else "heads"
+            )
+            checks.memory(
+                name, edges, bytes_each, self.ptr.device, "Take a sparser pattern, fewer heads or shorter sequences."
+            )
 
     def graph(self, degree: Tensor, col: Tensor, heads: int) -> AttentionGraph:
         rowptr = torch.cat([degree.new_zeros(1), degree.cumsum(0)])
@@ -361,12 +381,16 @@ def _ranges(first: Tensor, count: Tensor) -> Tensor:
 class _Draws:
     """Random words for rows ``h * N + i``: functions of the seed, the stream of the sequence, the head and the token's place in its sequence."""
 
-    def __init__(self, tokens: _Tokens, streams: Tensor | None, seed: int) -> None:
-        stream = resolve_streams(streams, tokens.ptr.numel() - 1, tokens.ptr.device)
+    def __init__(self, tokens: _Tokens, sequence_ids: Tensor | None, seed: int) -> None:
+        stream = resolve_sequence_ids(sequence_ids, tokens.ptr.numel() - 1, tokens.ptr.device)
         stream = stream.repeat_interleave(tokens.ptr.diff(), output_size=tokens.place.numel())
         head = torch.arange(tokens.heads, device=stream.device).repeat_interleave(stream.numel())
         self.row = torch.arange(head.numel(), device=stream.device)
-        self.place, self.stream, self.head = tokens.place.repeat(tokens.heads), stream.repeat(tokens.heads), head | RANDOM_KEY << 24
+        self.place, self.stream, self.head = (
+            tokens.place.repeat(tokens.heads),
+            stream.repeat(tokens.heads),
+            head | RANDOM_KEY << 24,
+        )
         self.used, self.seed = torch.zeros_like(self.row), seed
 
     def __call__(self, count: Tensor) -> tuple[Tensor, Tensor]:
@@ -385,7 +409,10 @@ def _distinct(count: Tensor, size: Tensor, draws: _Draws) -> Tensor:
     stride, rows = int(size.max()), draws.row
     leave = 2 * count > size  # there the numbers left out are drawn
     wanted = torch.where(leave, size - count, count)
-    missing, drawn = wanted, [wanted[:0]]  # the cells of each round, ascending; a cell is a row and a number: row * stride + number
+    missing, drawn = (
+        wanted,
+        [wanted[:0]],
+    )  # the cells of each round, ascending; a cell is a row and a number: row * stride + number
     while bool(missing.any()):
         row, word = draws(missing)
         cells = (row * stride + (word * size[row] >> 32)).unique()
@@ -406,6 +433,68 @@ def _size(name: str, value: int, least: int, way_out: str) -> int:
     return min(checks.integer(name, value, least, way_out), 2**63 - 1)
 
 
+# -------------------------------------------------------------------------------------------------------------- source
+
+
+class PatternSource(GraphSource):
+    """Chooses the same pattern whatever the tokens hold, made anew for the offsets of each batch.
+
+    Args:
+        pattern: A function of this module, or one that takes ``(None, ptr=ptr, **options)`` likewise. It is given ``seed``
+            and ``sequence_ids`` where it has arguments of these names.
+        **options: Its other arguments, e.g. ``size=64``.
+
+    Raises:
+        TypeError: ``pattern`` cannot be called, or does not take an option.
+
+    Example:
+        >>> source, ptr = PatternSource(window, size=1), torch.tensor([0, 4, 10])
+        >>> tokens = torch.randn(2, 10, 8)
+        >>> source(tokens, tokens, ptr, ptr, seed=0).graph
+        AttentionGraph(2 sequences, 1 head, 10 queries, 10 keys, 26 edges, density 50.0%)
+    """
+
+    def __init__(self, pattern: Callable[..., AttentionGraph], **options: Any) -> None:
+        super().__init__()
+        if not callable(pattern):
+            raise TypeError(
+                f"Expected 'pattern' to be callable (got {type(pattern).__name__}). It makes a graph of offsets."
+            )
+        known = inspect.signature(pattern).parameters
+        general = any(each.kind is each.VAR_KEYWORD for each in known.values())
+        unknown = [name for name in options if name not in known and not general]
+        if unknown:
+            raise TypeError(f"Expected options of 'pattern' (got {unknown}). It takes {[*known]}.")
+        self.pattern, self.options = pattern, options
+        self.random = [name for name in ("seed", "sequence_ids") if name in known and name not in options]
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        query_ptr: Tensor,
+        key_ptr: Tensor,
+        *,
+        bipartite: bool = False,
+        seed: int,
+        sequence_ids: Tensor | None = None,
+    ) -> Choice:
+        """As :meth:`GraphSource.forward`; queries and keys must be the same tokens."""
+        if bipartite:
+            raise ValueError(
+                "Expected 'pattern' over tokens that are queries and keys (got a pair). Pass a graph to the layer."
+            )
+        drawn = {"seed": seed, "sequence_ids": sequence_ids}
+        graph = self.pattern(None, ptr=query_ptr, **self.options, **{name: drawn[name] for name in self.random})
+        check_graph(graph)
+        return Choice(graph)
+
+    def extra_repr(self) -> str:
+        """The pattern and its options."""
+        name = getattr(self.pattern, "__name__", type(self.pattern).__name__)
+        return ", ".join([name, *(f"{key}={value!r}" for key, value in self.options.items())])
+
+
 # ---------------------------------------------------------------------------------------------------------- transforms
 
 
@@ -423,7 +512,9 @@ class _PatternTransform(BaseTransform):
 
     def forward(self, data: Data) -> Data:
         if not isinstance(data, Data):
-            raise TypeError(f"Expected 'data' to be Data (got {type(data).__name__}). Convert it with `to_homogeneous()`.")
+            raise TypeError(
+                f"Expected 'data' to be Data (got {type(data).__name__}). Convert it with `to_homogeneous()`."
+            )
         if data.num_nodes is None or data.num_nodes < 1:
             raise ValueError(f"Expected 'data' to have nodes (got {data.num_nodes}). Set `x` or `num_nodes`.")
         device = next((value.device for value in data.to_dict().values() if isinstance(value, Tensor)), None)

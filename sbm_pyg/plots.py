@@ -43,7 +43,9 @@ PIXELS = 400  # more cells than this along an axis are averaged, or single edges
 Graphs = EncoderTrace | Sequence[AttentionGraph | None]
 
 
-def plot_mask(graph: AttentionGraph, sbm: SBM | None = None, *, sequence: int = 0, head: int = 0, title: str = "") -> Figure:
+def plot_mask(
+    graph: AttentionGraph, sbm: SBM | None = None, *, sequence: int = 0, head: int = 0, title: str = ""
+) -> Figure:
     """One sampled mask, beside its expectation where the model is given.
 
     Args:
@@ -80,8 +82,14 @@ def plot_mask(graph: AttentionGraph, sbm: SBM | None = None, *, sequence: int = 
     for axes, picture, title in zip(panels, pictures, titles, strict=True):
         image = _picture(axes, picture, mask.shape, cmap=MASK, vmin=0, vmax=top)
         axes.set_title(title, fontsize=10)
-    figure.colorbar(image, ax=list(panels), label=f"probability of an edge; in a mask, 0 or 1{_cells(cell)}", shrink=0.85)
-    beside = "" if sbm is None else " Left, one sample; right, the probability of each edge under the model that it was drawn from."
+    figure.colorbar(
+        image, ax=list(panels), label=f"probability of an edge; in a mask, 0 or 1{_cells(cell)}", shrink=0.85
+    )
+    beside = (
+        ""
+        if sbm is None
+        else " Left, one sample; right, the probability of each edge under the model that it was drawn from."
+    )
     return _caption(
         figure,
         f"Which query (row) attends to which key (column), head {head}, {mask.shape[0]:,} queries and {mask.shape[1]:,} keys.{beside}",
@@ -99,14 +107,20 @@ def plot_density(density: Tensor | EncoderTrace | Mapping[str, Tensor], *, ax: A
         ImportError: matplotlib is not installed.
         ValueError: A density is not ``[L, B, H]``.
     """
-    named = density if isinstance(density, Mapping) else {"": density.density if isinstance(density, EncoderTrace) else density}
+    named = (
+        density
+        if isinstance(density, Mapping)
+        else {"": density.density if isinstance(density, EncoderTrace) else density}
+    )
     if not named:
         raise ValueError("Expected 'density' to hold one (got none). Name at least one task or model.")
     for value in named.values():
         check_tensor(value, "density", optional=False)
         check_present(value, "density")
         if value.dim() != 3 or value.numel() == 0:
-            raise ValueError(f"Expected 'density' to be [L, B, H] (got {list(value.shape)}). `EncoderTrace.density` is.")
+            raise ValueError(
+                f"Expected 'density' to be [L, B, H] (got {list(value.shape)}). `EncoderTrace.density` is."
+            )
     figure, axes = _axes(ax, 1.6 + 1.1 * sum(value.size(0) for value in named.values()), 4.2)
     ticks: list[str] = []
     place = 0.0
@@ -131,7 +145,15 @@ def plot_density(density: Tensor | EncoderTrace | Mapping[str, Tensor], *, ax: A
             ticks.append(f"layer {layer}")
             place += 1
         if name:
-            axes.text((first + place - 1) / 2, 1.01, name, transform=axes.get_xaxis_transform(), ha="center", va="bottom", fontsize=9)
+            axes.text(
+                (first + place - 1) / 2,
+                1.01,
+                name,
+                transform=axes.get_xaxis_transform(),
+                ha="center",
+                va="bottom",
+                fontsize=9,
+            )
         place += 0.6
     spots = [float(bar.get_x() + bar.get_width() / 2) for bar in axes.patches]  # type: ignore[attr-defined]
     axes.set_xticks(spots, ticks)
@@ -164,7 +186,9 @@ def density_extremes(density: Tensor | EncoderTrace, count: int = 3) -> tuple[li
     density = density.density if isinstance(density, EncoderTrace) else density
     checks.tensors(density=density)
     if density.dim() != 3 or density.numel() == 0 or not bool(density.isfinite().all()):
-        raise ValueError(f"Expected 'density' to be finite, [L, B, H] (got {list(density.shape)}). `EncoderTrace.density` is.")
+        raise ValueError(
+            f"Expected 'density' to be finite, [L, B, H] (got {list(density.shape)}). `EncoderTrace.density` is."
+        )
     mean = density.detach().double().mean((0, 2))
     order = mean.argsort(stable=True).tolist()
     count = min(count, max(len(order) // 2, 1))
@@ -172,7 +196,12 @@ def density_extremes(density: Tensor | EncoderTrace, count: int = 3) -> tuple[li
 
 
 def plot_pixel_attention(
-    graphs: Graphs, images: Tensor, *, sequences: Sequence[int] | None = None, titles: Sequence[str] | None = None, notes: str = ""
+    graphs: Graphs,
+    images: Tensor,
+    *,
+    sequences: Sequence[int] | None = None,
+    titles: Sequence[str] | None = None,
+    notes: str = "",
 ) -> Figure:
     """How much attention each pixel of an image gets, per layer and head: Figures 7 and 8 of Cho et al.
 
@@ -228,7 +257,14 @@ def plot_pixel_attention(
             heat = panels[row, column].imshow(values, cmap=HEAT, vmin=0, vmax=top, interpolation="nearest")
             above = f"{name}\n" if row == 0 else ""
             panels[row, column].set_title(f"{above}density {_percent(values.mean() / 100)}", fontsize=9)
-        figure.colorbar(heat, ax=panels[:, column].tolist(), location="bottom", label="% of pixels\nthat attend here", shrink=0.9, pad=0.03)
+        figure.colorbar(
+            heat,
+            ax=panels[:, column].tolist(),
+            location="bottom",
+            label="% of pixels\nthat attend here",
+            shrink=0.9,
+            pad=0.03,
+        )
     for axes in panels.flat:
         axes.tick_params(labelsize=6, length=2)
         axes.label_outer()
@@ -241,7 +277,9 @@ def plot_pixel_attention(
     return _caption(figure, f"{words} {notes}".strip())
 
 
-def plot_inputs(graphs: Graphs, *, sequences: Sequence[int] | None = None, titles: Sequence[str] | None = None, notes: str = "") -> Figure:
+def plot_inputs(
+    graphs: Graphs, *, sequences: Sequence[int] | None = None, titles: Sequence[str] | None = None, notes: str = ""
+) -> Figure:
     """The masks of single inputs, one row for each and one column for each layer and head.
 
     Args:
@@ -267,11 +305,17 @@ def plot_inputs(graphs: Graphs, *, sequences: Sequence[int] | None = None, title
             beside = titles[row] if titles is not None else f"input {sequence}"
             axes.set_xlabel("key (token)" if row == len(chosen) - 1 else "", fontsize=8)
             axes.set_ylabel(f"{beside}\nquery (token)" if column == 0 else "", fontsize=8)
-    figure.colorbar(heat, ax=panels.ravel().tolist(), label="edge, 0 or 1 (a share, where many tokens share a pixel)", shrink=0.6)
-    return _caption(figure, f"Which query (row) attends to which key (column): sampled masks of single inputs. {notes}".strip())
+    figure.colorbar(
+        heat, ax=panels.ravel().tolist(), label="edge, 0 or 1 (a share, where many tokens share a pixel)", shrink=0.6
+    )
+    return _caption(
+        figure, f"Which query (row) attends to which key (column): sampled masks of single inputs. {notes}".strip()
+    )
 
 
-def plot_extremes(graphs: Graphs, images: Tensor | None = None, *, count: int = 2, titles: Sequence[str] | None = None) -> Figure:
+def plot_extremes(
+    graphs: Graphs, images: Tensor | None = None, *, count: int = 2, titles: Sequence[str] | None = None
+) -> Figure:
     """Inputs to which a model gives its sparsest and its densest attention.
 
     Args:
@@ -314,7 +358,10 @@ def plot_blocks(graph: AttentionGraph, sbm: SBM, *, sequence: int = 0, head: int
     mask = graph.head(head).to_dense(sequence)[0].cpu().double().numpy()
     queries, keys = sbm._slices()[sequence]
     sides = [side[head, part].cpu().numpy() for side, part in zip(blocks_of(sbm), (queries, keys), strict=True)]
-    strength = [side[head, part].detach().amax(-1).cpu().numpy() for side, part in ((sbm.query, queries), (sbm.key, keys))]
+    strength = [
+        side[head, part].detach().amax(-1).cpu().numpy()
+        for side, part in ((sbm.query_membership, queries), (sbm.key_membership, keys))
+    ]
     orders = [np.lexsort((-weight, block)) for weight, block in zip(strength, sides, strict=True)]
     used = [np.unique(block) for block in sides]
     figure = _figure(13.2, 4.9, title)
@@ -331,16 +378,20 @@ def plot_blocks(graph: AttentionGraph, sbm: SBM, *, sequence: int = 0, head: int
     middle.set_title(f"sorted by block: {len(used[0])} of queries, {len(used[1])} of keys", fontsize=10)
     middle.set(xlabel="key (token, sorted by block)", ylabel="query (token, sorted by block)")
     figure.colorbar(heat, ax=[left, middle], label=f"edge, 0 or 1{_cells(cell)}", shrink=0.8)
-    block = sbm.block[head].detach().cpu().double().numpy()[np.ix_(*used)]
+    block = sbm.block_matrix[head].detach().cpu().double().numpy()[np.ix_(*used)]
     low, high = float(block.min()), float(block.max())
-    matrix = right.imshow(block, cmap=HEAT, interpolation="nearest", aspect="auto", vmin=low if low < high else 0.0, vmax=high or 1.0)
+    matrix = right.imshow(
+        block, cmap=HEAT, interpolation="nearest", aspect="auto", vmin=low if low < high else 0.0, vmax=high or 1.0
+    )
     right.set_box_aspect(1)
     for axis, side in ((right.yaxis, used[0]), (right.xaxis, used[1])):
         spots = np.unique(np.linspace(0, len(side) - 1, min(len(side), 12)).round().astype(int))
         axis.set_ticks(spots, [str(side[spot]) for spot in spots])
     right.set(xlabel="key block", ylabel="query block")
     right.set_title(f"block matrix S, {sbm.num_blocks} blocks, those in use", fontsize=10)
-    figure.colorbar(matrix, ax=right, label=f"weight between two blocks\n(colours span {low:.4g} to {high:.4g})", shrink=0.8)
+    figure.colorbar(
+        matrix, ax=right, label=f"weight between two blocks\n(colours span {low:.4g} to {high:.4g})", shrink=0.8
+    )
     words = (
         f"Blocks of head {head}: a token belongs to the block in which its membership is largest (lines separate blocks; within a block the surest tokens "
         "come first). If the blocks explained the mask, the middle panel would be a patchwork of even tones, those of the block matrix on the right, "
@@ -367,11 +418,15 @@ def plot_training_density(log: str | Path | Sequence[Mapping[str, float]], *, ax
             )
         with open(log, newline="") as file:
             read: list[dict[str, Any]] = list(csv.DictReader(file))
-        rows: list[Mapping[str, Any]] = [row for row in read if None not in row.values()]  # a killed run may leave half a row
+        rows: list[Mapping[str, Any]] = [
+            row for row in read if None not in row.values()
+        ]  # a killed run may leave half a row
     elif not isinstance(log, str) and isinstance(log, Sequence) and all(isinstance(row, Mapping) for row in log):
         rows = [row for row in log if isinstance(row, Mapping)]
     else:
-        raise TypeError(f"Expected 'log' to be a file or its rows (got {type(log).__name__}). Rows are mappings from columns to numbers.")
+        raise TypeError(
+            f"Expected 'log' to be a file or its rows (got {type(log).__name__}). Rows are mappings from columns to numbers."
+        )
     names = sorted(
         (int(match[1]), int(match[2]), name)
         for name in (rows[0] if rows else ())
@@ -386,13 +441,13 @@ def plot_training_density(log: str | Path | Sequence[Mapping[str, float]], *, ax
     for layer, head, name in names:
         values = [100 * float(row[name]) for row in rows]
         style = ("-", "--", ":", "-.")[head % 4]
-        axes.plot(steps, values, style, color=COLOURS[layer % len(COLOURS)], lw=1.4, label=f"layer {layer}, head {head}")
+        axes.plot(
+            steps, values, style, color=COLOURS[layer % len(COLOURS)], lw=1.4, label=f"layer {layer}, head {head}"
+        )
     axes.set_ylim(bottom=0)
     _bare(axes, "optimiser step", "density of masks (% of query-key pairs)")
     axes.legend(frameon=False, fontsize=8, ncols=2)
-    words = (
-        "Density of the sampled masks over the course of training: colours are layers, line styles heads; each point is a mean over inputs."
-    )
+    words = "Density of the sampled masks over the course of training: colours are layers, line styles heads; each point is a mean over inputs."
     return _caption(figure, words, ax is None)
 
 
@@ -414,11 +469,30 @@ def plot_lemma1(result: Lemma1, *, ax: Axes | None = None) -> Figure:
     smooth = np.linspace(float(p.min()), float(p.max()), 200)
     axes.plot(smooth, path_probability(result.n, smooth), color=COLOURS[0], lw=1.2, label="path, limit for large n")
     bars = np.maximum([result.share - low, high - result.share], 0)
-    axes.errorbar(p, result.share, bars, fmt="o", color=COLOURS[0], ms=4.5, capsize=3, label=f"path, share of {result.samples:,} graphs")
+    axes.errorbar(
+        p,
+        result.share,
+        bars,
+        fmt="o",
+        color=COLOURS[0],
+        ms=4.5,
+        capsize=3,
+        label=f"path, share of {result.samples:,} graphs",
+    )
     axes.axvline(result.lemma, color=COLOURS[1], lw=1, ls=":")
-    axes.annotate("p of the lemma", (result.lemma, 0.62), rotation=90, ha="right", va="center", fontsize=8, color=COLOURS[1])
+    axes.annotate(
+        "p of the lemma", (result.lemma, 0.62), rotation=90, ha="right", va="center", fontsize=8, color=COLOURS[1]
+    )
     axes.axvline(np.log(result.n) / result.n, color=COLOURS[0], lw=1, ls=":")
-    axes.annotate("ln n / n", (np.log(result.n) / result.n, 0.9), rotation=90, ha="right", va="center", fontsize=8, color=COLOURS[0])
+    axes.annotate(
+        "ln n / n",
+        (np.log(result.n) / result.n, 0.9),
+        rotation=90,
+        ha="right",
+        va="center",
+        fontsize=8,
+        color=COLOURS[0],
+    )
     axes.set_ylim(-0.03, 1.03)
     _bare(axes, f"edge probability p of G({result.n}, p)", "probability of a Hamiltonian path")
     right = axes.twinx()
@@ -444,11 +518,19 @@ def _chosen(
 ) -> tuple[list[int], Sequence[str] | None]:
     """The sequences to draw, the first four if None, and a title for each or None."""
     there = layers[0][1].num_sequences
-    if sequences is not None and (not isinstance(sequences, Sequence) or isinstance(sequences, str) or len(sequences) == 0):
-        raise TypeError(f"Expected 'sequences' to be a list of numbers, not empty (got {sequences!r}). None draws the first four.")
-    chosen = [*range(min(4, there))] if sequences is None else [the_one(number, there, "sequences") for number in sequences]
+    if sequences is not None and (
+        not isinstance(sequences, Sequence) or isinstance(sequences, str) or len(sequences) == 0
+    ):
+        raise TypeError(
+            f"Expected 'sequences' to be a list of numbers, not empty (got {sequences!r}). None draws the first four."
+        )
+    chosen = (
+        [*range(min(4, there))] if sequences is None else [the_one(number, there, "sequences") for number in sequences]
+    )
     if titles is not None and (not isinstance(titles, Sequence) or len(titles) < len(chosen)):
-        raise TypeError(f"Expected 'titles' to be {len(chosen)} texts, one for each input that is drawn (got {titles!r}).")
+        raise TypeError(
+            f"Expected 'titles' to be {len(chosen)} texts, one for each input that is drawn (got {titles!r})."
+        )
     return chosen, titles
 
 
@@ -456,7 +538,9 @@ def _figure(width: float, height: float, title: str = "") -> Figure:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ImportError("Expected 'matplotlib' to be installed (it is not). Install it with `pip install sbm_pyg[analysis]`.") from None
+        raise ImportError(
+            "Expected 'matplotlib' to be installed (it is not). Install it with `pip install sbm_pyg[analysis]`."
+        ) from None
     figure = Figure(figsize=(width, height), layout="constrained")
     if title:
         figure.suptitle(title, fontsize=11)
@@ -468,10 +552,14 @@ def _axes(ax: Axes | None, width: float, height: float) -> tuple[Figure, Axes]:
         figure = _figure(width, height)
         return figure, figure.subplots()
     if not hasattr(ax, "get_figure") or isinstance(ax, type):
-        raise TypeError(f"Expected 'ax' to be axes of matplotlib (got {type(ax).__name__}). `figure.subplots()` makes some.")
+        raise TypeError(
+            f"Expected 'ax' to be axes of matplotlib (got {type(ax).__name__}). `figure.subplots()` makes some."
+        )
     owner = ax.get_figure(root=True)
     if owner is None:
-        raise ValueError("Expected 'ax' to belong to a figure (got one that was removed). Make it with `figure.subplots()`.")
+        raise ValueError(
+            "Expected 'ax' to belong to a figure (got one that was removed). Make it with `figure.subplots()`."
+        )
     return owner, ax
 
 
@@ -492,7 +580,9 @@ def _picture(axes: Axes, picture: np.ndarray, shape: tuple[int, ...], **options:
     """A matrix of queries and keys, in units of tokens whatever its cells."""
     from matplotlib.ticker import MaxNLocator
 
-    image = axes.imshow(picture, interpolation="nearest", extent=(-0.5, shape[1] - 0.5, shape[0] - 0.5, -0.5), **options)
+    image = axes.imshow(
+        picture, interpolation="nearest", extent=(-0.5, shape[1] - 0.5, shape[0] - 0.5, -0.5), **options
+    )
     axes.set(xlabel="key (token)", ylabel="query (token)")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MaxNLocator(7, integer=True))
@@ -520,9 +610,15 @@ def _percent(share: float) -> str:
 
 def _layers(graphs: Graphs) -> list[tuple[int, AttentionGraph]]:
     found = graphs.graphs if isinstance(graphs, EncoderTrace) else graphs
-    if not isinstance(found, Sequence) or not all(graph is None or isinstance(graph, AttentionGraph) for graph in found):
-        raise TypeError(f"Expected 'graphs' to be a trace, or the graph or None of each layer (got {type(graphs).__name__}).")
+    if not isinstance(found, Sequence) or not all(
+        graph is None or isinstance(graph, AttentionGraph) for graph in found
+    ):
+        raise TypeError(
+            f"Expected 'graphs' to be a trace, or the graph or None of each layer (got {type(graphs).__name__})."
+        )
     layers = [(number, graph) for number, graph in enumerate(found) if graph is not None]
     if not layers:
-        raise ValueError("Expected 'graphs' to hold the graph of a layer (got none). Full attention has no graph to draw.")
+        raise ValueError(
+            "Expected 'graphs' to hold the graph of a layer (got none). Full attention has no graph to draw."
+        )
     return layers

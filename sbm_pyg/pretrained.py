@@ -84,7 +84,9 @@ class Pretrained(nn.Module):
 
         target = _path(folder).resolve()
         if not isinstance(task, str | None):
-            raise TypeError(f"Expected 'task' to be a text or None (got {type(task).__name__}). It goes into the model card.")
+            raise TypeError(
+                f"Expected 'task' to be a text or None (got {type(task).__name__}). It goes into the model card."
+            )
         _check_target(target)
         record = {"task": task, "metric": _check_metric(metric), "density": _check_density(density)}
         weights = _weights(self)
@@ -126,7 +128,9 @@ class Pretrained(nn.Module):
         config = _read_config(source)
         weights = source / WEIGHTS
         if not weights.is_file():
-            raise ValueError(f"Expected '{weights}' to be a file (got none). Copy the whole folder that `save_pretrained` wrote.")
+            raise ValueError(
+                f"Expected '{weights}' to be a file (got none). Copy the whole folder that `save_pretrained` wrote."
+            )
         wanted, found = config["sha256"].get(WEIGHTS), _sha256(weights)
         if wanted != found:
             raise ValueError(
@@ -156,7 +160,9 @@ def _plain(value: Any, where: str) -> Any:
         return _describe(value)
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         if value.keys() & {"class", "options"}:
-            raise ValueError(f"Expected '{where}' to have no key 'class' or 'options' (got {[*value]}). They tell a model: rename the key.")
+            raise ValueError(
+                f"Expected '{where}' to have no key 'class' or 'options' (got {[*value]}). They tell a model: rename the key."
+            )
         return {key: _plain(entry, f"{where}.{key}") for key, entry in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(entry, f"{where}[{number}]") for number, entry in enumerate(value)]
@@ -184,7 +190,9 @@ def _build(description: Mapping[str, Any], base: type[Any], path: Path, where: s
             if isinstance(name, str) and name in every
             else "Import the module that defines it first"
         )
-        raise ValueError(f"Expected '{where}class' in '{path}' to be one of {sorted(known)} (got {short(name)}). {way_out}.")
+        raise ValueError(
+            f"Expected '{where}class' in '{path}' to be one of {sorted(known)} (got {short(name)}). {way_out}."
+        )
     where = f"{where}options"
     if not isinstance(options, dict):
         raise ValueError(f"Expected '{where}' in '{path}' to be an object (got {short(options)}). {RESTORE}")
@@ -201,7 +209,9 @@ def _revive(value: Any, path: Path, where: str) -> Any:
     """What :func:`_plain` made plain."""
     if isinstance(value, dict) and value.keys() & {"class", "options"}:
         if value.keys() != {"class", "options"}:
-            raise ValueError(f"Expected '{where}' in '{path}' to have the keys 'class' and 'options' (got {short([*value])}). {RESTORE}")
+            raise ValueError(
+                f"Expected '{where}' in '{path}' to have the keys 'class' and 'options' (got {short([*value])}). {RESTORE}"
+            )
         return _build(value, Pretrained, path, f"{where}.")
     if isinstance(value, dict):
         return {key: _revive(entry, path, f"{where}.{key}") for key, entry in value.items()}
@@ -229,10 +239,14 @@ def _weights(model: nn.Module) -> dict[str, Tensor]:
     for name, tensor in model.state_dict(keep_vars=True).items():
         if is_lazy(tensor) or tensor.is_meta:
             kind, way_out = (
-                ("a size that no input has set", "Call the model once") if is_lazy(tensor) else ("a meta tensor", "Load weights")
+                ("a size that no input has set", "Call the model once")
+                if is_lazy(tensor)
+                else ("a meta tensor", "Load weights")
             )
             raise ValueError(f"Expected '{name}' to hold numbers (got {kind}). {way_out} before it is saved.")
-        _check_numbers(tensor, f"'{name}'", "The training diverged: save an earlier state, or keep `model.state_dict()`.")
+        _check_numbers(
+            tensor, f"'{name}'", "The training diverged: save an earlier state, or keep `model.state_dict()`."
+        )
         tensor = tensor.detach().contiguous()
         place = tensor.untyped_storage().data_ptr()
         weights[name] = tensor.clone() if place in seen else tensor
@@ -253,7 +267,9 @@ def _load(model: nn.Module, path: Path, device: torch.device) -> None:
                 own = mine.get(name)
                 if own is not None and not is_lazy(own) and not own.is_meta and own.shape == tensor.shape:
                     if (own.is_floating_point(), own.is_complex()) != (tensor.is_floating_point(), tensor.is_complex()):
-                        raise ValueError(f"Expected '{name}' in '{path}' to be as {own.dtype} (got {tensor.dtype}). {RESTORE}")
+                        raise ValueError(
+                            f"Expected '{name}' in '{path}' to be as {own.dtype} (got {tensor.dtype}). {RESTORE}"
+                        )
                     own.data = tensor  # which frees what was there
                     tensor = own
                 state[name] = tensor
@@ -266,7 +282,9 @@ def _load(model: nn.Module, path: Path, device: torch.device) -> None:
             f"Expected '{path.with_name(CONFIG)}' to fit the weights beside it (got {error}). Restore the options it was saved with."
         ) from error
     for name, tensor in model.state_dict(keep_vars=True).items():
-        _check_numbers(tensor, f"'{name}' in '{path}'", "The training diverged before the model was saved: load an earlier one.")
+        _check_numbers(
+            tensor, f"'{name}' in '{path}'", "The training diverged before the model was saved: load an earlier one."
+        )
 
 
 def _check_numbers(tensor: Tensor, name: str, way_out: str) -> None:
@@ -285,7 +303,9 @@ def _check_numbers(tensor: Tensor, name: str, way_out: str) -> None:
 def _path(folder: Any) -> Path:
     """The folder, if the file system can have one of that name."""
     if not isinstance(folder, str | os.PathLike):
-        raise TypeError(f"Expected 'folder' to be a path (got {type(folder).__name__}). Give it as a text or a pathlib.Path.")
+        raise TypeError(
+            f"Expected 'folder' to be a path (got {type(folder).__name__}). Give it as a text or a pathlib.Path."
+        )
     path = Path(folder)
     try:
         path.stat() if "\0" in str(path) else path.exists()  # `exists` takes a name with a null for one that is free
@@ -310,7 +330,9 @@ def _read_config(folder: Path) -> dict[str, Any]:
         )
     version = config.get("version")
     if not isinstance(version, str) or not _release(version):
-        raise ValueError(f"Expected 'version' in '{path}' to be one such as {__version__!r} (got {short(version)}). {RESTORE}")
+        raise ValueError(
+            f"Expected 'version' in '{path}' to be one such as {__version__!r} (got {short(version)}). {RESTORE}"
+        )
     if _release(version) > _release(__version__):
         raise ValueError(
             f"Expected 'version' in '{path}' to be at most {__version__} (got {version}). Upgrade with `pip install -U {LIBRARY}`."
@@ -393,7 +415,9 @@ def _check_metric(metric: Mapping[str, Any] | None) -> dict[str, float] | None:
     if metric is None:
         return None
     if not isinstance(metric, Mapping):
-        raise TypeError(f"Expected 'metric' to be numbers by name (got {metric!r}). Say what it is: {{'test accuracy': 0.5}}.")
+        raise TypeError(
+            f"Expected 'metric' to be numbers by name (got {metric!r}). Say what it is: {{'test accuracy': 0.5}}."
+        )
     numbers = {}
     for name, value in metric.items():
         try:
@@ -401,7 +425,9 @@ def _check_metric(metric: Mapping[str, Any] | None) -> dict[str, float] | None:
                 raise TypeError
             number = float(torch.as_tensor(value, dtype=torch.float64).detach())
         except (TypeError, ValueError, RuntimeError, OverflowError):
-            raise TypeError(f"Expected 'metric' to hold a number for {name!r} (got {value!r}). Give one for each name.") from None
+            raise TypeError(
+                f"Expected 'metric' to hold a number for {name!r} (got {value!r}). Give one for each name."
+            ) from None
         if not math.isfinite(number):
             raise ValueError(f"Expected 'metric' to hold a finite number for {name!r} (got {number}). Leave it out.")
         numbers[name] = number
@@ -434,7 +460,9 @@ def _card(model: nn.Module, config: Mapping[str, Any]) -> str:
             "| layer |" + "".join(f" head {head} |" for head in range(heads)),
             "|---|" + "---:|" * heads,
         ]
-        lines += [f"| {layer} |" + "".join(f" {100 * share:.2f} % |" for share in row) for layer, row in enumerate(density)]
+        lines += [
+            f"| {layer} |" + "".join(f" {100 * share:.2f} % |" for share in row) for layer, row in enumerate(density)
+        ]
     lines += [
         "",
         "## Use",

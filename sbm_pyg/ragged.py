@@ -1,7 +1,7 @@
-"""Ragged batches: where each sequence begins, and translation to and from padded tensors.
+"""What a batch is: where each sequence begins, which seed it draws from, and translation to and from padded tensors.
 
-In and out: tokens of all sequences one after the other, ``[N, ...]``, with offsets ``ptr`` [B+1]; or ``[B, L, ...]`` with a mask.
-Not here: anything that knows what a token is.
+In and out: tokens of all sequences one after the other, ``[N, ...]``, with offsets ``ptr`` [B+1]; or ``[B, L, ...]`` with
+a mask. Not here: anything that knows what a token is.
 """
 
 from __future__ import annotations
@@ -19,7 +19,17 @@ from torch_geometric.utils import to_dense_batch
 
 from .ops import checks
 
-__all__ = ["check_tensor", "offsets", "pad", "readable", "resolve_ptr", "unpad"]
+__all__ = [
+    "check_tensor",
+    "draw_seed",
+    "offsets",
+    "pad",
+    "readable",
+    "resolve_ptr",
+    "resolve_sequence_ids",
+    "resolve_sides",
+    "unpad",
+]
 
 
 def readable(x: Tensor) -> bool:
@@ -63,7 +73,12 @@ def offsets(counts: Tensor) -> Tensor:
 
 
 def resolve_ptr(
-    total: int, ptr: Tensor | None = None, batch: Tensor | None = None, *, name: str = "ptr", device: torch.device | None = None
+    total: int,
+    ptr: Tensor | None = None,
+    batch: Tensor | None = None,
+    *,
+    name: str = "ptr",
+    device: torch.device | None = None,
 ) -> Tensor:
     """Offsets of the sequences in a ragged batch, from ``ptr``, from ``batch``, or for one sequence.
 
@@ -105,7 +120,9 @@ def resolve_ptr(
         ptr = offsets(torch.bincount(batch)) if total else None
     if ptr is None:
         if total < 1:
-            raise ValueError("Expected a sequence of at least one token (got 0 tokens). Leave empty sequences out of the batch.")
+            raise ValueError(
+                "Expected a sequence of at least one token (got 0 tokens). Leave empty sequences out of the batch."
+            )
         return torch.tensor([0, total], dtype=torch.int64, device=device)
     if ptr.dim() != 1 or ptr.numel() < 2:
         raise ValueError(
@@ -121,6 +138,33 @@ def resolve_ptr(
         fits = (ptr[0] == 0) & (ptr[-1] == total) & (ptr.diff() > 0).all()
         torch._assert_async(fits, f"Expected '{name}' to run from 0 to the number of tokens, strictly increasing.")
     return ptr.to(device=device, dtype=torch.int64)
+
+
+def resolve_sides(
+    num_queries: int, num_keys: int, ptr: Any, batch: Any, device: torch.device | None = None
+) -> tuple[Tensor, Tensor]:
+    """Offsets of the sequences in queries and in keys; the same tensor where both are told once, for as many tokens.
+
+    Args:
+        num_queries: Number of queries N.
+        num_keys: Number of keys M.
+        ptr: Offsets, ``[B+1]`` int64, or the pair (keys, queries), as PyG orders bipartite things; or None.
+        batch: The same as sequence numbers; or None.
+        device: As in :func:`resolve_ptr`.
+
+    Raises:
+        TypeError, ValueError: As :func:`resolve_ptr`.
+    """
+    for name, value in (("ptr", ptr), ("batch", batch)):
+        if isinstance(value, tuple) and len(value) != 2:
+            raise ValueError(
+                f"Expected '{name}' to be a tensor, or a pair for keys and queries (got {len(value)} of them)."
+            )
+    pairs = [value if isinstance(value, tuple) else (value, value) for value in (ptr, batch)]
+    query_ptr = resolve_ptr(num_queries, pairs[0][1], pairs[1][1], device=device)
+    if all(one is two for one, two in pairs) and num_keys == num_queries:
+        return query_ptr, query_ptr
+    return query_ptr, resolve_ptr(num_keys, pairs[0][0], pairs[1][0], device=device)
 
 
 def stored_ptr(store: Any, *, device: torch.device | None = None) -> Tensor | None:
@@ -154,6 +198,49 @@ def _check_ptr_values(ptr: Tensor, total: int, name: str) -> None:
             raise ValueError(
                 f"Expected '{name}' to be strictly increasing (got {problem} at sequence {sequence}). Leave empty sequences out of the batch."
             )
+
+
+def draw_seed(seed: int | None = None, generator: torch.Generator | None = None) -> int:
+    """The seed itself, an integer of 64 bits, or one drawn from the generator (torch's default one if None), in ``0 .. 2**63-1``.
+
+    Raises:
+        TypeError: The seed is not an integer.
+        ValueError: Both were given, or the seed does not fit into 64 bits.
+    """
+    if seed is not None:
+        if generator is not None:
+            raise ValueError("Expected 'seed' or 'generator' (got both). Leave one out.")
+        return checks.seed(seed)
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(
+            f"Expected 'generator' to be a torch.Generator (got {type(generator).__name__}). Pass a number as `seed`."
+        )
+    device = "cpu" if generator is None else generator.device
+    return int(torch.randint(2**63 - 1, (), generator=generator, device=device))
+
+
+def resolve_sequence_ids(sequence_ids: Tensor | None, sequences: int, device: torch.device, bits: int = 32) -> Tensor:
+    """Number of each sequence, ``[B]`` int64, on a device: its position in the batch if None. Random words depend on it.
+
+    Raises:
+        ValueError: Shape or dtype do not fit, or a number is outside ``0 .. 2**bits-1``.
+    """
+    check_tensor(sequence_ids, "sequence_ids")
+    if sequence_ids is None:
+        return torch.arange(sequences, device=device)
+    if sequence_ids.shape != (sequences,) or sequence_ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"Expected 'sequence_ids' to be [{sequences}] int64 (got {list(sequence_ids.shape)} {sequence_ids.dtype}). It holds one number per sequence."
+        )
+    if readable(sequence_ids):
+        low, high = (int(bound) for bound in torch.aminmax(sequence_ids))
+        if low < 0 or high >= 2**bits:
+            raise ValueError(
+                f"Expected 'sequence_ids' in 0 .. 2**{bits}-1 (got {low} to {high}). Number sequences by their place in the data set."
+            )
+    if device.type != "meta":
+        check_present(sequence_ids, "sequence_ids")
+    return sequence_ids.to(device=device, dtype=torch.int64)
 
 
 def pad(x: Tensor, ptr: Tensor, fill_value: float = 0.0) -> tuple[Tensor, Tensor]:

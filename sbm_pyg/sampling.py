@@ -1,7 +1,7 @@
-"""From a stochastic block model to a graph: :func:`sample_edges`, and the same as a PyG transform.
+"""From a stochastic block model to a graph: :func:`sample_edges`, and the same as a PyG transform and as a source.
 
-In: an :class:`~sbm_pyg.sbm.SBM` (or PyG data that carry one). Out: an :class:`~sbm_pyg.graph.AttentionGraph`.
-Not here: the sampling algorithms themselves (``ops``) and gradients (``SBM.edge_gate``).
+In: an :class:`~sbm_pyg.SBM`, PyG data that carry one, or queries and keys. Out: an :class:`~sbm_pyg.AttentionGraph`.
+Not here: the sampling algorithms themselves (``ops``) and gradients (``estimators``).
 """
 
 from __future__ import annotations
@@ -15,32 +15,16 @@ from torch_geometric.data import Batch, Data, HeteroData
 from torch_geometric.data.datapipes import functional_transform
 from torch_geometric.transforms import BaseTransform
 
-from . import ops
+from . import ops, patterns
+from .choice import Choice, GraphSource
 from .graph import AttentionGraph
-from .ragged import check_tensor, readable, resolve_ptr
+from .ragged import draw_seed, readable, resolve_sequence_ids, stored_ptr
 from .sbm import SBM, SBMHead, check_model, check_sbm
 
-__all__ = ["SBMGraph", "draw_seed", "sample_edges"]
+__all__ = ["SBMGraph", "SBMSource", "sample_edges"]
 
 FAR = 2.0**60
 """Products below this make what is lost below float32's normal range, from 2^-126 on, nothing next to the resolution of a probability, 2^-32."""
-
-
-def draw_seed(seed: int | None = None, generator: torch.Generator | None = None) -> int:
-    """The seed itself, an integer of 64 bits, or one drawn from the generator (torch's default one if None), in ``0 .. 2**63-1``.
-
-    Raises:
-        TypeError: The seed is not an integer.
-        ValueError: Both were given, or the seed does not fit into 64 bits.
-    """
-    if seed is not None:
-        if generator is not None:
-            raise ValueError("Expected 'seed' or 'generator' (got both). Leave one out.")
-        return ops.checks.seed(seed)
-    if generator is not None and not isinstance(generator, torch.Generator):
-        raise TypeError(f"Expected 'generator' to be a torch.Generator (got {type(generator).__name__}). Pass a number as `seed`.")
-    device = "cpu" if generator is None else generator.device
-    return int(torch.randint(2**63 - 1, (), generator=generator, device=device))
 
 
 def sample_edges(
@@ -52,7 +36,7 @@ def sample_edges(
     clamp: bool = False,
     seed: int | None = None,
     generator: torch.Generator | None = None,
-    streams: Tensor | None = None,
+    sequence_ids: Tensor | None = None,
 ) -> AttentionGraph:
     r"""Sample a graph from a stochastic block model, exactly, in time linear in tokens and edges.
 
@@ -66,7 +50,7 @@ def sample_edges(
     ones; Poisson proposals by block and key, where that bound is loose; or one coin per key where the row is dense anyway. Cost
     O((N + M) K + E (K + log M)) for rows of small probabilities; a row whose bound :math:`\max_j p_{ij}` comes near 1 costs O(M K). Memory O((N + M) K + E). Probabilities are resolved to :math:`2^{-32}`.
 
-    Random words come from a counter-based generator (Philox4x32-10) keyed by seed, stream, head and query: the edges of a sequence do
+    Random words come from a counter-based generator (Philox4x32-10) keyed by seed, sequence, head and query: the edges of a sequence do
     not depend on the number of threads nor on the other sequences of the batch.
 
     Memberships may have any size, as long as probabilities stay below :math:`2^{60}`: numbers beyond float32's normal range, and those near its
@@ -82,8 +66,8 @@ def sample_edges(
         clamp: Cut probabilities above 1 at 1. By default they are an error (``"bernoulli"`` only).
         seed: Integer of 64 bits that fixes the edges.
         generator: Where a seed is drawn from if ``seed`` is None; torch's default generator if both are None.
-        streams: Number of the random stream of each sequence, ``[B]`` int64 in ``0 .. 2**32-1``; the position in the batch if None.
-            Give each sequence the number it has in its data set, and it keeps its edges wherever it stands.
+        sequence_ids: Number of each sequence, ``[B]`` int64 in ``0 .. 2**32-1``; its position in the batch if None. Random words
+            depend on it: give each sequence the number it has in its data set, and it keeps its edges wherever it stands.
 
     Returns:
         A graph over the tokens of the model, on its device; ``col`` is int32.
@@ -108,27 +92,117 @@ def sample_edges(
     check_model(sbm)
     ops.checks.number("exploration", exploration, "[0, 1]", "The paper has 0.01 in training and 0 in evaluation.")
     ops.checks.flag("clamp", clamp, "It says whether to cut probabilities at 1.")
-    streams = resolve_streams(streams, sbm.num_sequences, sbm.query_ptr.device)
+    sequence_ids = resolve_sequence_ids(sequence_ids, sbm.num_sequences, sbm.query_ptr.device)
     seed = draw_seed(seed, generator)
     with torch.no_grad():
         reach = check_sbm(sbm)
         limited = sbm if reach <= FAR else _widen(sbm, reach)
         limited = limited if budget is None else limited.limit(budget)
         _check_memory(limited, method, exploration)
-        rate, key = (limited.rate, limited.key) if reach <= FAR else _rescale(limited)
-        rowptr, col = ops.sample_sbm(rate, key, sbm.query_ptr, sbm.key_ptr, streams, seed, method, exploration, clamp)
+        rate, key = limited.factors if reach <= FAR else _rescale(limited)
+        rowptr, col = ops.sample_sbm(
+            rate, key, sbm.query_ptr, sbm.key_ptr, sequence_ids, seed, method, exploration, clamp
+        )
     return AttentionGraph._trusted(rowptr, col, sbm.num_queries, sbm.num_keys, sbm.heads, sbm.query_ptr, sbm.key_ptr)
+
+
+class SBMSource(GraphSource):
+    """Lets a module predict a block model from queries and keys, and samples the graph of each head from it.
+
+    Args:
+        head: Module from queries, keys and their offsets to an SBM, such as :class:`~sbm_pyg.SBMHead`.
+        method: Law of the graph, ``"bernoulli"`` or ``"fastrg"``; see :func:`sample_edges`.
+        exploration: Added to every probability in training only, in [0, 1].
+        budget: Largest expected number of sampled keys per query and head; None for no limit.
+        self_loops: Each token always attends to itself.
+        window: Each token always attends to tokens at this distance or less, and so to itself. None: no window.
+
+    Raises:
+        TypeError, ValueError: An argument has the wrong type or range.
+
+    Example:
+        >>> source = SBMSource(SBMHead(8, heads=2, num_blocks=4), window=1)
+        >>> query, ptr = torch.randn(2, 10, 8), torch.tensor([0, 10])
+        >>> choice = source(query, query, ptr, ptr, seed=0)
+        >>> choice.probability, int(choice.forced.sum())
+        (SBM(1 sequence, 2 heads, 10 queries, 10 keys, 4 blocks), 56)
+    """
+
+    def __init__(
+        self,
+        head: torch.nn.Module,
+        *,
+        method: str = "bernoulli",
+        exploration: float = 0.0,
+        budget: float | None = None,
+        self_loops: bool = False,
+        window: int | None = None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(head, torch.nn.Module):
+            raise TypeError(
+                f"Expected 'head' to be a module such as SBMHead (got {type(head).__name__}). It makes an SBM."
+            )
+        ops.checks.one_of("method", method, ops.METHODS)
+        ops.checks.number("exploration", exploration, "[0, 1]", "It is added to every edge probability in training.")
+        if budget is not None:
+            ops.checks.number("budget", budget, "(0, inf]", "It is an expected number of keys per query and head.")
+        if window is not None:
+            ops.checks.integer("window", window, 0, "It is a distance in tokens; None for no window.")
+        self.head, self.method, self.exploration, self.budget = head, method, exploration, budget
+        self.self_loops, self.window = self_loops, window
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        query_ptr: Tensor,
+        key_ptr: Tensor,
+        *,
+        bipartite: bool = False,
+        seed: int,
+        sequence_ids: Tensor | None = None,
+    ) -> Choice:
+        """As :meth:`GraphSource.forward`."""
+        sbm: SBM = self.head(query, key, query_ptr, key_ptr)
+        sbm = sbm if self.budget is None else sbm.limit(self.budget)
+        exploration = self.exploration if self.training else 0.0
+        # No parameterisation exceeds 1; `clamp` takes what low precision rounds above it.
+        graph = sample_edges(
+            sbm, method=self.method, exploration=exploration, clamp=True, seed=seed, sequence_ids=sequence_ids
+        )
+        choice = Choice(graph, sbm, exploration=exploration)
+        if not self.self_loops and self.window is None:
+            return choice
+        if bipartite:
+            raise ValueError(
+                "Expected the same tokens as queries and keys with 'self_loops' or 'window' (got a pair). "
+                "Union a pattern of your own and pass the graph."
+            )
+        return choice.force(patterns.window(query.size(1), self.window or 0, ptr=query_ptr))
+
+    def extra_repr(self) -> str:
+        """Its options."""
+        return f"method={self.method!r}, exploration={self.exploration}, budget={self.budget}, window={self.window}"
 
 
 def _widen(sbm: SBM, reach: float) -> SBM:
     """The model in float64."""
     if reach > 2.0**900:
-        sizes = {name: float(getattr(sbm, name).max()) for name in ("query", "key", "block")}
+        sizes = {
+            name: float(getattr(sbm, name).max()) for name in ("query_membership", "key_membership", "block_matrix")
+        }
         name = max(sizes, key=lambda name: sizes[name])
         raise ValueError(
             f"Expected '{name}' of a size whose products float64 holds (got {sizes[name]:.4g}). Scale memberships and block matrix towards 1."
         )
-    return SBM(sbm.query.double(), sbm.key.double(), sbm.block.double(), sbm.query_ptr, sbm.key_ptr)
+    return SBM(
+        sbm.query_membership.double(),
+        sbm.key_membership.double(),
+        sbm.block_matrix.double(),
+        sbm.query_ptr,
+        sbm.key_ptr,
+    )
 
 
 def _rescale(sbm: SBM) -> tuple[Tensor, Tensor]:
@@ -140,8 +214,8 @@ def _rescale(sbm: SBM) -> tuple[Tensor, Tensor]:
         torch.repeat_interleave(ptr.diff(), output_size=count)
         for ptr, count in ((sbm.key_ptr, sbm.num_keys), (sbm.query_ptr, sbm.num_queries))
     )
-    top = sbm.key.new_zeros(sbm.heads, sbm.num_sequences, sbm.num_blocks)
-    top = top.scatter_reduce(1, keys[None, :, None].expand_as(sbm.key), sbm.key, "amax")
+    top = sbm.key_membership.new_zeros(sbm.heads, sbm.num_sequences, sbm.num_blocks)
+    top = top.scatter_reduce(1, keys[None, :, None].expand_as(sbm.key_membership), sbm.key_membership, "amax")
     power = torch.where(top > 0, top / top.frexp().mantissa, 1)
     rate = sbm.rate * power[:, queries]
     most = float(rate.max())
@@ -149,14 +223,16 @@ def _rescale(sbm: SBM) -> tuple[Tensor, Tensor]:
         raise ValueError(
             f"Expected 'sbm' with probabilities below 2**60, even where they are cut at 1 (got up to {most:.4g}). Scale its block matrix."
         )
-    return rate, sbm.key / power[:, keys]
+    return rate, sbm.key_membership / power[:, keys]
 
 
 def _check_memory(sbm: SBM, method: str, exploration: float) -> None:
     """Refuse a model whose expected edges do not fit into memory. Looks at the model only where all pairs of all tokens would not."""
-    device = sbm.query.device
+    device = sbm.query_membership.device
     bytes_each = 9 if device.type == "cpu" else 20  # numbers of 4 bytes, in parts and joined; of 8 bytes in plain torch
-    if ops.checks.fits(sbm.heads * sbm.num_queries * sbm.num_keys, bytes_each, device) or not readable(sbm.query):
+    if ops.checks.fits(sbm.heads * sbm.num_queries * sbm.num_keys, bytes_each, device) or not readable(
+        sbm.query_membership
+    ):
         return
     keys = sbm.key_ptr.diff()
     pairs = sbm.heads * int((sbm.query_ptr.diff() * keys).sum())
@@ -169,34 +245,6 @@ def _check_memory(sbm: SBM, method: str, exploration: float) -> None:
     expected = float(degree.sum())
     way_out = "Pass `budget=`, or take fewer heads or shorter sequences."
     ops.checks.memory("sbm", min(int(expected + 6 * math.sqrt(expected)), pairs), bytes_each, device, way_out)
-
-
-def resolve_streams(streams: Tensor | None, sequences: int, device: torch.device, bits: int = 32) -> Tensor:
-    """Number of the random stream of each sequence, ``[B]`` int64, on a device: its position in the batch if None.
-
-    Raises:
-        ValueError: Shape or dtype do not fit, or a number is outside ``0 .. 2**bits-1``.
-    """
-    check_tensor(streams, "streams")
-    if streams is None:
-        return torch.arange(sequences, device=device)
-    if streams.shape != (sequences,) or streams.dtype not in (torch.int32, torch.int64):
-        raise ValueError(
-            f"Expected 'streams' to be [{sequences}] int64 (got {list(streams.shape)} {streams.dtype}). It holds one number per sequence."
-        )
-    if readable(streams):
-        low, high = (int(bound) for bound in torch.aminmax(streams))
-        if low < 0 or high >= 2**bits:
-            raise ValueError(
-                f"Expected 'streams' in 0 .. 2**{bits}-1 (got {low} to {high}). Number sequences by their place in the data set."
-            )
-    return streams.to(device=device, dtype=torch.int64)
-
-
-def _offsets(store: Any) -> Tensor | None:
-    """Offsets of the sequences of a ``Data`` or a kind of nodes, by ``ptr``, else by ``batch``; None for one sequence."""
-    ptr, batch = (getattr(store, name, None) for name in ("ptr", "batch"))
-    return resolve_ptr(batch.numel(), batch=batch) if ptr is None and batch is not None else ptr
 
 
 @functional_transform("sbm_graph")
@@ -239,7 +287,11 @@ class SBMGraph(BaseTransform):
             raise TypeError(
                 f"Expected 'head' to be a module such as SBMHead (got {type(head).__name__}). Memberships are read from the data."
             )
-        if not isinstance(edge_type, tuple | list) or len(edge_type) != 3 or not all(isinstance(name, str) for name in edge_type):
+        if (
+            not isinstance(edge_type, tuple | list)
+            or len(edge_type) != 3
+            or not all(isinstance(name, str) for name in edge_type)
+        ):
             raise TypeError(
                 f"Expected 'edge_type' to be (source, relation, target), three names (got {edge_type!r}). Leave it out for Data."
             )
@@ -258,7 +310,7 @@ class SBMGraph(BaseTransform):
                 "Pass `edge_type=(source, relation, target)`."
             )
         target, source = (data[self.edge_type[2]], data[self.edge_type[0]]) if hetero else (data, data)
-        query_ptr, key_ptr = (_offsets(store) for store in (target, source))
+        query_ptr, key_ptr = (stored_ptr(store) for store in (target, source))
         if self.head is not None:
             heads, width = self.head.heads, self.head.heads * self.head.channels
             features = [self._read(store, "x", "features", (2,), "[N, H*C]") for store in (target, source)]
@@ -280,8 +332,12 @@ class SBMGraph(BaseTransform):
             key = self._read(source, "key_membership", "memberships", (2, 3), "[N, K] or [N, H, K]")
             block = self._read(data, "block_matrix", "block matrices", (2, 3), "[K, K] or [H, K, K]", rows=False)
             query, key = (x[None] if x.dim() == 2 else x.transpose(0, 1) for x in (query, key))
-            sbm = SBM(query, key, block[None] if block.dim() == 2 else block, cast(Tensor, query_ptr), cast(Tensor, key_ptr))
-        graph = sample_edges(sbm, method=self.method, exploration=self.exploration, budget=self.budget, clamp=self.clamp, seed=self.seed)
+            sbm = SBM(
+                query, key, block[None] if block.dim() == 2 else block, cast(Tensor, query_ptr), cast(Tensor, key_ptr)
+            )
+        graph = sample_edges(
+            sbm, method=self.method, exploration=self.exploration, budget=self.budget, clamp=self.clamp, seed=self.seed
+        )
         return graph.replace_edges(data, self.edge_type if hetero else None)
 
     def _read(self, store: Any, name: str, what: str, dims: tuple[int, ...], shape: str, rows: bool = True) -> Tensor:
@@ -295,7 +351,9 @@ class SBMGraph(BaseTransform):
         ops.checks.floating(**{name: value})
         if value.dim() not in dims:
             raise ValueError(f"Expected '{name}' to be {shape} (got {list(value.shape)}). Nodes come first.")
-        known = rows and any(each in store for each in ("num_nodes", "x", "pos", "batch"))  # else PyG guesses, from edges
+        known = rows and any(
+            each in store for each in ("num_nodes", "x", "pos", "batch")
+        )  # else PyG guesses, from edges
         if known and value.size(0) != store.num_nodes:
             raise ValueError(
                 f"Expected '{name}' to have a row for each of the {store.num_nodes} nodes (got {list(value.shape)}). Its edges join nodes by number."

@@ -15,26 +15,27 @@ import torch
 from torch import Tensor
 
 from . import ops
+from .choice import EdgeProbability
 from .graph import AttentionGraph, check_graph, the_one
 from .ragged import check_tensor, readable, resolve_ptr
 
 __all__ = ["SBM", "SBMHead"]
 
-CLUSTERS = ("kaiming", "orthogonal")
+CLUSTER_INITS = ("kaiming", "orthogonal")
 PARAMETERIZATIONS = ("paper", "mixed", "assortative")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class SBM:
+class SBM(EdgeProbability):
     r"""A mixed-membership stochastic block model between queries and keys, for each head of each sequence.
 
     The probability that query i attends to key j in head h is :math:`p_{ij} = Y_i S Z_j^\top`, inside a sequence; across sequences
     it is 0. Nothing here costs more than O(NK + K^2) per head unless it says so.
 
     Args:
-        query: Memberships of the queries Y, ``[H, N, K]``, non-negative.
-        key: Memberships of the keys Z, ``[H, M, K]``, non-negative.
-        block: Block matrices S, ``[H, K, K]``, non-negative; ``S[u, v]`` links query block u to key block v.
+        query_membership: Memberships of the queries Y, ``[H, N, K]``, non-negative.
+        key_membership: Memberships of the keys Z, ``[H, M, K]``, non-negative.
+        block_matrix: Block matrices S, ``[H, K, K]``, non-negative; ``S[u, v]`` links query block u to key block v.
         query_ptr: Offsets of the sequences in the queries, ``[B+1]`` int64. One sequence if None.
         key_ptr: Offsets of the sequences in the keys, ``[B+1]`` int64. If None, those of the queries (when N = M) or one sequence.
 
@@ -54,23 +55,28 @@ class SBM:
     Reference: Airoldi et al., JMLR 2008, in the bipartite form of Cho et al., NeurIPS 2022, section 4.1 (there B is our S).
     """
 
-    query: Tensor
-    key: Tensor
-    block: Tensor
+    query_membership: Tensor
+    key_membership: Tensor
+    block_matrix: Tensor
     query_ptr: Tensor = field(default=cast(Tensor, None))  # a tensor after __post_init__
     key_ptr: Tensor = field(default=cast(Tensor, None))
     rate: Tensor = field(init=False)
     """Memberships of the queries seen from the keys' blocks, ``Y S``, ``[H, N, K]``: ``p_ij`` is the dot product of ``rate_i`` and ``Z_j``."""
 
     def __post_init__(self) -> None:
-        query, key, block = self.query, self.key, self.block
-        ops.checks.tensors(query=query, key=key, block=block)
-        ops.checks.floating(query=query, key=key, block=block)
-        for name, tensor in (("query", query), ("key", key), ("block", block)):
+        query, key, block = self.query_membership, self.key_membership, self.block_matrix
+        parts = {"query_membership": query, "key_membership": key, "block_matrix": block}
+        ops.checks.tensors(**parts)
+        ops.checks.floating(**parts)
+        for name, tensor in parts.items():
             if tensor.dtype != query.dtype:
-                raise TypeError(f"Expected '{name}' to be {query.dtype}, as 'query' is (got {tensor.dtype}). Convert one of them.")
+                raise TypeError(
+                    f"Expected '{name}' to be {query.dtype}, as 'query_membership' is (got {tensor.dtype}). Convert one of them."
+                )
             if tensor.device != query.device:
-                raise ValueError(f"Expected '{name}' on {query.device}, as 'query' is (got {tensor.device}). Move all three to one device.")
+                raise ValueError(
+                    f"Expected '{name}' on {query.device}, as 'query_membership' is (got {tensor.device}). Move all to one device."
+                )
             if tensor.dim() != 3:
                 raise ValueError(
                     f"Expected '{name}' to have three dimensions (got {list(tensor.shape)}). Shapes are [H, N, K], [H, M, K] and [H, K, K]."
@@ -78,15 +84,17 @@ class SBM:
         heads, num_queries, blocks = query.shape
         if blocks < 1 or heads < 1:
             raise ValueError(
-                f"Expected 'query' to have at least one head and one block (got H = {heads}, K = {blocks}). Shapes are [H, N, K]."
+                f"Expected 'query_membership' to have at least one head and one block (got H = {heads}, K = {blocks}). Shapes are [H, N, K]."
             )
         if (key.size(0), key.size(2)) != (heads, blocks):
             raise ValueError(
-                f"Expected 'key' to be [{heads}, M, {blocks}] (got {list(key.shape)}). Heads and blocks must be those of 'query'."
+                f"Expected 'key_membership' to be [{heads}, M, {blocks}] (got {list(key.shape)}). "
+                "Heads and blocks must be those of 'query_membership'."
             )
         if block.shape != (heads, blocks, blocks):
             raise ValueError(
-                f"Expected 'block' to be [{heads}, {blocks}, {blocks}] (got {list(block.shape)}). Heads and blocks must be those of 'query'."
+                f"Expected 'block_matrix' to be [{heads}, {blocks}, {blocks}] (got {list(block.shape)}). "
+                "Heads and blocks must be those of 'query_membership'."
             )
         query_ptr, key_ptr = self.query_ptr, self.key_ptr
         for name, ptr in (("query_ptr", query_ptr), ("key_ptr", key_ptr)):
@@ -112,22 +120,22 @@ class SBM:
     @property
     def heads(self) -> int:
         """Number of heads H."""
-        return self.query.size(0)
+        return self.query_membership.size(0)
 
     @property
     def num_queries(self) -> int:
         """Number of query tokens N."""
-        return self.query.size(1)
+        return self.query_membership.size(1)
 
     @property
     def num_keys(self) -> int:
         """Number of key tokens M."""
-        return self.key.size(1)
+        return self.key_membership.size(1)
 
     @property
     def num_blocks(self) -> int:
         """Number of blocks K."""
-        return self.query.size(2)
+        return self.query_membership.size(2)
 
     @property
     def num_sequences(self) -> int:
@@ -155,13 +163,13 @@ class SBM:
         """
         check_sbm(self)
         for sequence, (queries, keys) in enumerate(self._slices()):
-            bound = torch.einsum("hnk,hk->hn", self.rate[:, queries], self.key[:, keys].amax(1)).max()
+            bound = torch.einsum("hnk,hk->hn", self.rate[:, queries], self.key_membership[:, keys].amax(1)).max()
             top = float(bound) if float(bound) <= 1 else float(self.edge_prob_dense(sequence).max())
             if top > 1 + 1e-5:
                 raise ValueError(ops.reference.over_one(top))
         return self
 
-    def edge_prob(self, graph: AttentionGraph) -> Tensor:
+    def on(self, graph: AttentionGraph) -> Tensor:
         """Probability of each edge of a graph, ``[E]``, differentiable. Cost O(E K).
 
         Args:
@@ -171,12 +179,17 @@ class SBM:
             ValueError: The graph is not over these tokens and heads.
         """
         self.check(graph)
-        return ops.edge_dot(self.rate, self.key, graph.rowptr, graph.col)
+        return ops.edge_dot(self.rate, self.key_membership, graph.rowptr, graph.col)
 
-    def edge_gate(self, graph: AttentionGraph) -> Tensor:
-        """Straight-through gate of each edge, ``[E]``: exactly 1, with the gradient of :meth:`edge_prob`. O(E) forward, O(E K) backward."""
+    def gate(self, graph: AttentionGraph) -> Tensor:
+        """Straight-through gate of each edge, ``[E]``: exactly 1, with the gradient of :meth:`on`. Forward O(E), backward O(E K)."""
         self.check(graph)
-        return ops.edge_gate(self.rate, self.key, graph.rowptr, graph.col)
+        return ops.edge_gate(*self.factors, graph.rowptr, graph.col)
+
+    @property
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """``Y S`` and ``Z``, ``[H, N, K]`` and ``[H, M, K]``, whose dot products are the probabilities."""
+        return self.rate, self.key_membership
 
     def edge_prob_dense(self, sequence: int | None = None) -> Tensor:
         """Probabilities of all pairs of one sequence, ``[H, n, m]``, differentiable. Cost O(n m K): for looking, not for training.
@@ -189,19 +202,19 @@ class SBM:
         """
         queries, keys = self._slices()[the_one(sequence, self.num_sequences, "sequence")]
         pairs = self.heads * (queries.stop - queries.start) * (keys.stop - keys.start)
-        way_out = "Ask for those of the edges of a graph, by `edge_prob`."
-        ops.checks.memory("sequence", pairs, self.query.element_size(), self.query.device, way_out, "pairs")
-        return self.rate[:, queries] @ self.key[:, keys].mT
+        way_out = "Ask for those of the edges of a graph, by `on`."
+        ops.checks.memory("sequence", pairs, self.rate.element_size(), self.rate.device, way_out, "pairs")
+        return self.rate[:, queries] @ self.key_membership[:, keys].mT
 
     def expected_degree(self) -> Tensor:
         """Expected number of keys of each query, ``[H, N]``, differentiable."""
-        total = self._sum(self.key, self.key_ptr)  # [H, B, K]
+        total = self._sum(self.key_membership, self.key_ptr)  # [H, B, K]
         batch = _batch(self.query_ptr, self.num_queries)
         return (self.rate * total[:, batch]).sum(-1)
 
     def expected_edges(self) -> Tensor:
         """Expected number of edges, ``[B, H]``, differentiable: ``(1 Y) S (Z 1)`` per sequence, known before anything is sampled."""
-        return (self._sum(self.rate, self.query_ptr) * self._sum(self.key, self.key_ptr)).sum(-1).T
+        return (self._sum(self.rate, self.query_ptr) * self._sum(self.key_membership, self.key_ptr)).sum(-1).T
 
     def expected_density(self) -> Tensor:
         """Mean edge probability over the pairs of each sequence, ``[B, H]``, differentiable: the exact density regulariser."""
@@ -220,8 +233,10 @@ class SBM:
             TypeError, ValueError: ``budget`` is not a positive number.
         """
         ops.checks.number("budget", budget, "(0, inf]", "It is a number of edges per query; leave it out for no limit.")
-        factor = (min(budget, 2.0**62) / self.expected_degree().detach()).clamp(max=1).to(self.query.dtype)  # counted in float32 at least
-        return replace(self, query=self.query * factor[..., None])
+        factor = (
+            (min(budget, 2.0**62) / self.expected_degree().detach()).clamp(max=1).to(self.rate.dtype)
+        )  # counted in float32 at least
+        return replace(self, query_membership=self.query_membership * factor[..., None])
 
     def check(self, graph: AttentionGraph, name: str = "graph") -> None:
         """Refuse a graph that is not over the tokens, heads and sequences of this model.
@@ -236,7 +251,9 @@ class SBM:
                 f"Expected '{name}' with (heads, queries, keys) = {mine} (got {theirs}). Build it over the tokens of this SBM."
             )
         if not graph.same_offsets(self.query_ptr, self.key_ptr):
-            raise ValueError(f"Expected '{name}' over the sequences of this SBM (got {graph}). Build it with the same 'ptr'.")
+            raise ValueError(
+                f"Expected '{name}' over the sequences of this SBM (got {graph}). Build it with the same 'ptr'."
+            )
 
     def _slices(self) -> list[tuple[slice, slice]]:
         query, key = self.query_ptr.tolist(), self.key_ptr.tolist()
@@ -247,8 +264,14 @@ class SBM:
         heads, count, blocks = x.shape
         wide = x if x.dtype == torch.float64 else x.float()
         sequences = ptr.numel() - 1
-        place = _batch(ptr, count) + sequences * torch.arange(heads, device=x.device)[:, None]  # torch is fast along the first dimension
-        return wide.new_zeros(heads * sequences, blocks).index_add(0, place.flatten(), wide.flatten(0, 1)).view(heads, sequences, blocks)
+        place = (
+            _batch(ptr, count) + sequences * torch.arange(heads, device=x.device)[:, None]
+        )  # torch is fast along the first dimension
+        return (
+            wide.new_zeros(heads * sequences, blocks)
+            .index_add(0, place.flatten(), wide.flatten(0, 1))
+            .view(heads, sequences, blocks)
+        )
 
 
 def check_model(sbm: object) -> None:
@@ -266,7 +289,7 @@ def check_sbm(sbm: SBM) -> float:
         A bound on every product of a membership of a query, an entry of a block matrix and a membership of a key, each taken as 1 where it is
         less, times the number of terms :math:`K^2`. What is below the least normal number of a precision is nothing next to it times this.
     """
-    largest = {"query": 0.0, "key": 0.0, "block": 0.0}
+    largest = dict.fromkeys(("query_membership", "key_membership", "block_matrix"), 0.0)
     for name in largest:
         x = getattr(sbm, name)
         if not readable(x) or x.numel() == 0:
@@ -277,12 +300,16 @@ def check_sbm(sbm: SBM) -> float:
                 f"Expected '{name}' to be finite (got NaN or inf). Look for a diverged loss or a division by zero before the SBM."
             )
         if low < 0:
-            raise ValueError(f"Expected '{name}' to be non-negative (got {low:.4g}). Use a sigmoid or softmax, as SBMHead does.")
+            raise ValueError(
+                f"Expected '{name}' to be non-negative (got {low:.4g}). Use a sigmoid or softmax, as SBMHead does."
+            )
         largest[name] = high
-    bound = sbm.num_blocks * largest["query"] * largest["block"]
-    if bound > torch.finfo(sbm.query.dtype).max and not bool(sbm.rate.isfinite().all()):
-        raise ValueError(f"Expected 'query @ block' to be finite (got a bound of {bound:.4g}). Scale memberships to at most 1.")
-    return sbm.num_blocks**2 * max(1.0, largest["query"]) * max(1.0, largest["key"]) * max(1.0, largest["block"])
+    bound = sbm.num_blocks * largest["query_membership"] * largest["block_matrix"]
+    if bound > torch.finfo(sbm.rate.dtype).max and not bool(sbm.rate.isfinite().all()):
+        raise ValueError(
+            f"Expected 'query_membership @ block_matrix' to be finite (got a bound of {bound:.4g}). Scale memberships to at most 1."
+        )
+    return sbm.num_blocks**2 * math.prod([max(1.0, size) for size in largest.values()])
 
 
 def _batch(ptr: Tensor, total: int) -> Tensor:
@@ -307,7 +334,7 @@ class SBMHead(torch.nn.Module):
         channels: Channels per head C.
         heads: Number of heads H.
         num_blocks: Number of blocks K.
-        clusters: How :math:`C` starts. ``"kaiming"``: normal with variance 2 / (K C), as the authors' code has it; then S is flat and every
+        cluster_init: How :math:`C` starts. ``"kaiming"``: normal with variance 2 / (K C), as the authors' code has it; then S is flat and every
             probability at the start the same. ``"orthogonal"``: unit rows, orthogonal within each group of C; then diagonal entries of S
             start e times the others.
         parameterization: ``"paper"``, ``"mixed"`` or ``"assortative"``.
@@ -330,7 +357,7 @@ class SBMHead(torch.nn.Module):
         channels: int,
         heads: int = 1,
         num_blocks: int = 128,
-        clusters: str = "kaiming",
+        cluster_init: str = "kaiming",
         *,
         parameterization: str = "paper",
         density: float = 0.25,
@@ -342,8 +369,10 @@ class SBMHead(torch.nn.Module):
         channels, heads, num_blocks = (
             ops.checks.integer(name, size, 1, "The paper has 32 channels and 128 blocks.") for name, size in sizes
         )
-        if clusters not in CLUSTERS:
-            raise ValueError(f"Expected 'clusters' to be 'kaiming' or 'orthogonal' (got {clusters!r}). The paper has 'kaiming'.")
+        if cluster_init not in CLUSTER_INITS:
+            raise ValueError(
+                f"Expected 'cluster_init' to be 'kaiming' or 'orthogonal' (got {cluster_init!r}). The paper has 'kaiming'."
+            )
         if parameterization not in PARAMETERIZATIONS:
             raise ValueError(
                 f"Expected 'parameterization' to be one of {[*PARAMETERIZATIONS]} (got {parameterization!r}). See the docstring of SBMHead."
@@ -357,10 +386,12 @@ class SBMHead(torch.nn.Module):
         each = num_blocks * (channels + (num_blocks if parameterization == "mixed" else 0))
         ops.checks.memory("num_blocks", each, width, device, "Take fewer blocks.", "parameters")
         ops.checks.memory("heads", heads * each, width, device, "Take fewer heads or blocks.", "parameters")
-        self.channels, self.heads, self.num_blocks, self.init = channels, heads, num_blocks, clusters
+        self.channels, self.heads, self.num_blocks, self.cluster_init = channels, heads, num_blocks, cluster_init
         self.parameterization, self.density, self.temperature, self.tied = parameterization, density, temperature, tied
         self.shift = _logit(density**0.5)
-        self.mlp = torch.nn.Sequential(torch.nn.Linear(channels, channels), torch.nn.ReLU(), torch.nn.Linear(channels, channels))
+        self.mlp = torch.nn.Sequential(
+            torch.nn.Linear(channels, channels), torch.nn.ReLU(), torch.nn.Linear(channels, channels)
+        )
         self.clusters = torch.nn.Parameter(torch.empty(heads, num_blocks, channels))
         if parameterization == "mixed":
             self.block = torch.nn.Parameter(torch.empty(heads, num_blocks, num_blocks))
@@ -373,7 +404,7 @@ class SBMHead(torch.nn.Module):
                 layer.reset_parameters()
         blocks = self.num_blocks
         with torch.no_grad():
-            if self.init == "kaiming":
+            if self.cluster_init == "kaiming":
                 torch.nn.init.kaiming_normal_(self.clusters)  # fan-in of a [H, K, C] tensor is K * C
             else:
                 for head in range(self.heads):
@@ -386,7 +417,9 @@ class SBMHead(torch.nn.Module):
                 outside = max((blocks * self.density - inside) / max(blocks - 1, 1), least)
                 self.block.fill_(_logit(outside)).diagonal(dim1=1, dim2=2).fill_(_logit(inside))
 
-    def forward(self, query: Tensor, key: Tensor, query_ptr: Tensor | None = None, key_ptr: Tensor | None = None) -> SBM:
+    def forward(
+        self, query: Tensor, key: Tensor, query_ptr: Tensor | None = None, key_ptr: Tensor | None = None
+    ) -> SBM:
         """See the class; the offsets are passed on to :class:`SBM`.
 
         Raises:
@@ -394,8 +427,16 @@ class SBMHead(torch.nn.Module):
         """
         ops.checks.tensors(query=query, key=key)
         ops.checks.floating(query=query, key=key)
-        ops.checks.shape("query", query, (self.heads, None, self.channels), "[H, N, C]", "It has the heads and channels of the SBMHead.")
-        ops.checks.shape("key", key, (self.heads, None, self.channels), "[H, M, C]", "It has the heads and channels of the SBMHead.")
+        ops.checks.shape(
+            "query",
+            query,
+            (self.heads, None, self.channels),
+            "[H, N, C]",
+            "It has the heads and channels of the SBMHead.",
+        )
+        ops.checks.shape(
+            "key", key, (self.heads, None, self.channels), "[H, M, C]", "It has the heads and channels of the SBMHead."
+        )
         ops.checks.same_device("clusters", self.clusters, query=query, key=key)
         if not torch.is_autocast_enabled(query.device.type):
             for name, x in (("query", query), ("key", key)):
@@ -412,7 +453,12 @@ class SBMHead(torch.nn.Module):
         query_side = self._memberships(query)
         key_side = query_side if key is query else self._memberships(key)
         if self.parameterization == "paper":
-            block = (self.clusters @ self.clusters.mT).flatten(1).softmax(-1).view(self.heads, self.num_blocks, self.num_blocks)
+            block = (
+                (self.clusters @ self.clusters.mT)
+                .flatten(1)
+                .softmax(-1)
+                .view(self.heads, self.num_blocks, self.num_blocks)
+            )
         elif self.parameterization == "mixed":
             block = self.block.sigmoid()
         else:
@@ -436,7 +482,7 @@ class SBMHead(torch.nn.Module):
 
     def extra_repr(self) -> str:
         return (
-            f"channels={self.channels}, heads={self.heads}, num_blocks={self.num_blocks}, clusters={self.init!r}, "
+            f"channels={self.channels}, heads={self.heads}, num_blocks={self.num_blocks}, cluster_init={self.cluster_init!r}, "
             f"parameterization={self.parameterization!r}"
         )
 
@@ -444,9 +490,15 @@ class SBMHead(torch.nn.Module):
 def _two_plain_layers(mlp: torch.nn.Module) -> bool:
     """Whether a perceptron is the one that torch made here, without hooks of its own, so that its parameters may be used in its
     stead. (Hooks of all modules, as torch's counter of FLOPs sets, are to see what is computed without them.)"""
-    if type(mlp) is not torch.nn.Sequential or [type(layer) for layer in mlp] != [torch.nn.Linear, torch.nn.ReLU, torch.nn.Linear]:
+    if type(mlp) is not torch.nn.Sequential or [type(layer) for layer in mlp] != [
+        torch.nn.Linear,
+        torch.nn.ReLU,
+        torch.nn.Linear,
+    ]:
         return False
-    watched = any(x._forward_hooks or x._forward_pre_hooks or x._backward_hooks or x._backward_pre_hooks for x in (mlp, *mlp))
+    watched = any(
+        x._forward_hooks or x._forward_pre_hooks or x._backward_hooks or x._backward_pre_hooks for x in (mlp, *mlp)
+    )
     replaced = any("forward" in vars(x) for x in (mlp, *mlp))
     return not (watched or replaced or mlp[2].bias is None)
 

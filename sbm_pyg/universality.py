@@ -27,10 +27,9 @@ from . import patterns as fixed
 from .graph import AttentionGraph
 from .hamiltonian import HamiltonianPath, hamiltonian_path, one_sequence, scipy_sparse, seconds, some, stopwatch
 from .ops import checks, threads
-from .ops.walks import spread
-from .ragged import offsets
-from .sampling import draw_seed
+from .ragged import draw_seed, offsets
 from .sbm import SBM, check_model
+from .walks import spread
 
 __all__ = [
     "Lemma1", "Lemma2", "Universality", "expected_graph", "lemma1", "lemma2", "log10_cycles", "path_probability", "spread_steps", "universality",
@@ -87,15 +86,23 @@ class Universality:
 
     def __bool__(self) -> bool:
         if self.holds is None:
-            raise ValueError("Expected 'holds' to be True or False for a yes or no (got None). Read `.holds`, or raise `time_limit`.")
+            raise ValueError(
+                "Expected 'holds' to be True or False for a yes or no (got None). Read `.holds`, or raise `time_limit`."
+            )
         return self.holds
 
     def __str__(self) -> str:
         verdict = {True: "HOLDS", False: "FAILS", None: "UNDECIDED"}[self.holds]
         pairs = self.num_tokens**2
-        shares = ", ".join(f"{100 * count / pairs:.3g} %" for count in self.edges[:8]) + (", ..." if len(self.edges) > 8 else "")
+        shares = ", ".join(f"{100 * count / pairs:.3g} %" for count in self.edges[:8]) + (
+            ", ..." if len(self.edges) > 8 else ""
+        )
         if any(self.missing_self_loops):
-            lacking = [f"pattern {number}: {some(tokens)}" for number, tokens in enumerate(self.missing_self_loops, 1) if tokens]
+            lacking = [
+                f"pattern {number}: {some(tokens)}"
+                for number, tokens in enumerate(self.missing_self_loops, 1)
+                if tokens
+            ]
             loops = "no; missing at tokens of " + "; of ".join(lacking[:4]) + ("; ..." if len(lacking) > 4 else "")
         else:
             loops = "yes"
@@ -104,7 +111,11 @@ class Universality:
         elif self.s == math.inf:
             reach = "never (s is infinite); what tokens know repeats without being complete"
         else:
-            reach = "not known within the time limit" if self.s is None else f"yes, after s = {self.s} step{'s' * (self.s > 1)}"
+            reach = (
+                "not known within the time limit"
+                if self.s is None
+                else f"yes, after s = {self.s} step{'s' * (self.s > 1)}"
+            )
         return (
             f"Universality of {len(self.edges)} pattern{'s' * (len(self.edges) > 1)} over {self.num_tokens:,} tokens: {verdict}\n"
             f"  checked                                {self.source}; densities {shares}\n"
@@ -117,7 +128,12 @@ class Universality:
 
 
 def universality(
-    patterns: Pattern | Sequence[Pattern], *, threshold: float = 0.5, self_loops: bool = False, time_limit: float = 10.0, seed: int = 0
+    patterns: Pattern | Sequence[Pattern],
+    *,
+    threshold: float = 0.5,
+    self_loops: bool = False,
+    time_limit: float = 10.0,
+    seed: int = 0,
 ) -> Universality:
     """Check the conditions under which a transformer with these attention patterns approximates every function (Yun et al. 2020).
 
@@ -224,13 +240,15 @@ def expected_graph(sbm: SBM, threshold: float = 0.5) -> AttentionGraph:
     """
     check_model(sbm)
     if not isinstance(threshold, Real) or not 0 <= threshold < 1:
-        raise ValueError(f"Expected 'threshold' in [0, 1) (got {threshold}). An edge counts where its probability is above it.")
+        raise ValueError(
+            f"Expected 'threshold' in [0, 1) (got {threshold}). An edge counts where its probability is above it."
+        )
     degree, col = [], []
     with torch.no_grad():
         for head in range(sbm.heads):
             ends = zip(pairwise(sbm.query_ptr.tolist()), pairwise(sbm.key_ptr.tolist()), strict=True)
             for (first, end), (first_key, end_key) in ends:
-                keys = sbm.key[head, first_key:end_key]
+                keys = sbm.key_membership[head, first_key:end_key]
                 for rows in sbm.rate[head, first:end].split(max(2**24 // len(keys), 1)):
                     likely = rows @ keys.T > threshold
                     degree.append(likely.sum(1))
@@ -242,7 +260,9 @@ def expected_graph(sbm: SBM, threshold: float = 0.5) -> AttentionGraph:
 
 def _listed(patterns: Any) -> list[Any]:
     if not isinstance(patterns, Iterable) or isinstance(patterns, str | torch.Tensor):
-        raise TypeError(f"Expected 'patterns' to be a list of graphs (got {type(patterns).__name__}). Pass [graph] for one.")
+        raise TypeError(
+            f"Expected 'patterns' to be a list of graphs (got {type(patterns).__name__}). Pass [graph] for one."
+        )
     return list(patterns)
 
 
@@ -318,7 +338,11 @@ def _spread(
         step += 1
         since = max(step - 1 - period, 0)  # this pattern last read what rows knew at that step
         threads.run(
-            spread, [(*piece, *rows[pattern], old, new, stamp, next_stamp, since, step, full, target, keeps) for piece in pieces[pattern]]
+            spread,
+            [
+                (*piece, *rows[pattern], old, new, stamp, next_stamp, since, step, full, target, keeps)
+                for piece in pieces[pattern]
+            ],
         )
         old, new, stamp, next_stamp = new, old, next_stamp, stamp
     return step
@@ -351,8 +375,14 @@ class Lemma2:
         Raises:
             ValueError: The order is not a permutation of 1, 2, 3.
         """
-        if not isinstance(order, Sequence) or not all(isinstance(each, int) for each in order) or sorted(order) != [1, 2, 3]:
-            raise ValueError(f"Expected 'order' to be a permutation of 1, 2, 3 (got {short(order)}). The paper has (1, 2, 3).")
+        if (
+            not isinstance(order, Sequence)
+            or not all(isinstance(each, int) for each in order)
+            or sorted(order) != [1, 2, 3]
+        ):
+            raise ValueError(
+                f"Expected 'order' to be a permutation of 1, 2, 3 (got {short(order)}). The paper has (1, 2, 3)."
+            )
         return spread_steps([self.graphs[number - 1] for number in order])
 
 
@@ -391,7 +421,9 @@ def lemma2(n: int, num_blocks: int) -> Lemma2:
     n = checks.integer("n", n, 1, "It is the number of tokens.")
     num_blocks = checks.integer("num_blocks", num_blocks, 1, "Each block needs a token.")
     if num_blocks > n:
-        raise ValueError(f"Expected 'num_blocks' in 1..n = 1..{short(n)} (got {short(num_blocks)}). Each block needs a token.")
+        raise ValueError(
+            f"Expected 'num_blocks' in 1..n = 1..{short(n)} (got {short(num_blocks)}). Each block needs a token."
+        )
     edges = n * n // num_blocks + 2 * n * (num_blocks + 1)
     needed = 12 * n * num_blocks + 4 * num_blocks**2 + 16 * edges
     way_out = "Fewest edges come with about the square root of n / 2 blocks."
@@ -402,7 +434,11 @@ def lemma2(n: int, num_blocks: int) -> Lemma2:
     ones, link = torch.ones(1, n, 1), torch.ones(1, 1, 1)
     sbms = (SBM(block, block, torch.eye(num_blocks)[None]), SBM(ones, relay, link), SBM(relay, ones, link))
     loops = fixed.self_loops(n)
-    graphs = (fixed.block_diagonal(n, num_blocks), fixed.relay_keys(n, num_blocks) | loops, fixed.relay_queries(n, num_blocks) | loops)
+    graphs = (
+        fixed.block_diagonal(n, num_blocks),
+        fixed.relay_keys(n, num_blocks) | loops,
+        fixed.relay_queries(n, num_blocks) | loops,
+    )
     path: list[int] = []
     relays = iter(range(n - num_blocks, n))
     for number in range(num_blocks):
@@ -446,7 +482,10 @@ class Lemma1:
         """95 % interval of the probability of a path (Wilson, 1927), each ``[P]``."""
         count = np.maximum(self.found + self.absent, 1)
         widening = 1.959964**2 / count
-        centre, half = self.share + widening / 2, 1.959964 * np.sqrt(self.share * (1 - self.share) / count + widening / (4 * count))
+        centre, half = (
+            self.share + widening / 2,
+            1.959964 * np.sqrt(self.share * (1 - self.share) / count + widening / (4 * count)),
+        )
         return (centre - half) / (1 + widening), (centre + half) / (1 + widening)
 
     @property
@@ -464,7 +503,9 @@ class Lemma1:
         lines.append("       p   edges per token   expected cycles   P(path)   95 % interval       limit")
         for row in zip(self.probabilities, self.log10_cycles, self.share, *self.interval, self.limit, strict=True):
             p, cycles, share, low, high, limit = row
-            lines.append(f"{p:8.4f} {p * (self.n - 1):17.2f} {_power(cycles):>17} {share:9.3f}   {low:.3f} to {high:.3f} {limit:11.3f}")
+            lines.append(
+                f"{p:8.4f} {p * (self.n - 1):17.2f} {_power(cycles):>17} {share:9.3f}   {low:.3f} to {high:.3f} {limit:11.3f}"
+            )
         unknown = self.samples * len(self.found) - int(self.found.sum() + self.absent.sum())
         return "\n".join(lines + ([f"{unknown:,} graphs undecided"] if unknown else []))
 
@@ -508,12 +549,19 @@ def _law(n: int, p: float | Array) -> tuple[int, Array]:
     except (TypeError, ValueError, OverflowError):
         chances = np.array(math.nan)
     if n >= 2**53 or not bool(((chances >= 0) & (chances <= 1)).all()):
-        raise ValueError(f"Expected 'p' in [0, 1] and 'n' below 2**53 (got {short(p)} and {short(n)}). They are those of a graph G(n, p).")
+        raise ValueError(
+            f"Expected 'p' in [0, 1] and 'n' below 2**53 (got {short(p)} and {short(n)}). They are those of a graph G(n, p)."
+        )
     return n, chances
 
 
 def lemma1(
-    n: int = 64, probabilities: Sequence[float] | Array | None = None, *, samples: int = 200, seed: int = 0, time_limit: float = 1.0
+    n: int = 64,
+    probabilities: Sequence[float] | Array | None = None,
+    *,
+    samples: int = 200,
+    seed: int = 0,
+    time_limit: float = 1.0,
 ) -> Lemma1:
     """Lemma 1 of Cho et al. as an experiment: expected number of Hamiltonian cycles in G(n, p) beside the probability of a path.
 

@@ -65,7 +65,7 @@ def leaves(result: Any) -> Iterator[Any]:
     if isinstance(result, AttentionGraph):
         result = (result.rowptr, result.col, result.query_ptr, result.key_ptr)
     elif isinstance(result, SBM):
-        result = (result.query, result.key, result.block, result.query_ptr, result.key_ptr)
+        result = (result.query_membership, result.key_membership, result.block_matrix, result.query_ptr, result.key_ptr)
     if isinstance(result, list | tuple):
         for part in result:
             yield from leaves(part)
@@ -137,7 +137,7 @@ def layer(device: Device, variant: dict[str, Any]) -> Any:
 def layer_between_two_sets(device: Device) -> Any:
     conv = on(device, lambda: SBMAttentionConv((12, 16), 8, heads=2, num_blocks=4))
     x = normal(device, 30, 12).requires_grad_(), normal(device, 40, 16).requires_grad_()
-    out, graph = conv(x, ptr=(KEY_PTR.to(device), PTR.to(device)), seed=3, streams=torch.tensor([2, 0, 1]).to(device), return_graph=True)
+    out, graph = conv(x, ptr=(KEY_PTR.to(device), PTR.to(device)), seed=3, sequence_ids=torch.tensor([2, 0, 1]).to(device), return_graph=True)
     return with_gradients(out, conv, *x), graph
 
 
@@ -145,8 +145,8 @@ def layer_between_two_sets(device: Device) -> Any:
 def layer_of_offsets_from_the_cpu(device: Device) -> Any:
     """PyG's batches have theirs there, unless features are on CUDA."""
     conv = on(device, lambda: SBMAttentionConv(16, 8, heads=2, num_blocks=4))
-    x, batch, streams = normal(device, 40, 16), torch.repeat_interleave(torch.arange(3), PTR.diff()), torch.tensor([2, 0, 1])
-    return conv(x, ptr=PTR, seed=3, streams=streams), conv(x, batch=batch, seed=3, return_graph=True)
+    x, batch, sequence_ids = normal(device, 40, 16), torch.repeat_interleave(torch.arange(3), PTR.diff()), torch.tensor([2, 0, 1])
+    return conv(x, ptr=PTR, seed=3, sequence_ids=sequence_ids), conv(x, batch=batch, seed=3, return_graph=True)
 
 
 @case
@@ -182,7 +182,7 @@ def encoder(attention: str = "sbm") -> SequenceEncoder:
 @cases("model", {name: name for name in ("sbm", "full", "window", "bigbird")})
 def model(device: Device, variant: str) -> Any:
     classifier = on(device, lambda: SequenceClassifier(encoder(variant), 3)).eval()
-    logits, trace = classifier(words(device), PTR.to(device), seed=1, streams=torch.tensor([4, 1, 2]).to(device), return_trace=True)
+    logits, trace = classifier(words(device), PTR.to(device), seed=1, sequence_ids=torch.tensor([4, 1, 2]).to(device), return_trace=True)
     loss = F.cross_entropy(logits, torch.tensor([0, 1, 2]).to(device)) + 0.1 * trace.density_loss(0.02)
     return with_gradients(loss, classifier), logits, trace.density, trace.expected_density
 
@@ -191,14 +191,14 @@ def model(device: Device, variant: str) -> Any:
 def model_of_given_places(device: Device) -> Any:
     classifier = on(device, lambda: SequenceClassifier(encoder(), 3, pool_length=50)).eval()
     batch = torch.repeat_interleave(torch.arange(3), PTR.diff()).to(device)
-    return classifier(words(device), batch=batch, places=torch.cat([2 * torch.arange(n) for n in PTR.diff()]).to(device), seed=1)
+    return classifier(words(device), batch=batch, positions=torch.cat([2 * torch.arange(n) for n in PTR.diff()]).to(device), seed=1)
 
 
 @case
 def model_of_pairs(device: Device) -> Any:
     classifier = on(device, lambda: PairClassifier(encoder(), 3)).eval()
     pair = (words(device), words(device).flip(0)), (PTR.to(device), PTR.to(device))
-    return classifier(*pair, seed=1), classifier(*pair, seed=1, streams=torch.tensor([5, 1, 2]).to(device))
+    return classifier(*pair, seed=1), classifier(*pair, seed=1, sequence_ids=torch.tensor([5, 1, 2]).to(device))
 
 
 @case
@@ -292,16 +292,16 @@ def block_models(device: Device) -> Any:
         sample_edges(sbm, **options)
         for options in ({"seed": 1, "method": "fastrg"}, {"seed": 2, "budget": 2.0}, {"generator": torch.Generator().manual_seed(0)})
     ]
-    streams = sample_edges(sbm, seed=1, streams=torch.tensor([7, 0, 2]).to(device), exploration=0.1)
-    of_edges = sbm.edge_prob(graph), sbm.edge_gate(graph), sbm.edge_prob_dense(1), sbm.limit(2.0)
-    return sbm, graph, others, streams, of_edges, sbm.expected_degree(), sbm.expected_edges(), sbm.expected_density()
+    sequence_ids = sample_edges(sbm, seed=1, sequence_ids=torch.tensor([7, 0, 2]).to(device), exploration=0.1)
+    of_edges = sbm.on(graph), sbm.gate(graph), sbm.edge_prob_dense(1), sbm.limit(2.0)
+    return sbm, graph, others, sequence_ids, of_edges, sbm.expected_degree(), sbm.expected_edges(), sbm.expected_density()
 
 
 @case
 def how_losses_reach_edges(device: Device) -> Any:
     sbm = block_model(device)
     graph, loss = sample_edges(sbm, seed=1), torch.tensor([1.0, 2.0, 4.0]).to(device)
-    probes, chance = estimators.draw_probes(sbm, 3.0, seed=1)
+    probes, chance = estimators.draw_probes(sample_edges(sbm, seed=0), 3.0, seed=1)
     return (
         probes,
         chance,

@@ -53,7 +53,7 @@ PATIENCE = 6  # times as long may it take by the clock, since others use the mac
 REFUSALS = (ValueError, TypeError, ImportError)
 RELATIONS = {"size", "number", "dtype", "other"}  # kinds of hostile values that only another argument makes wrong
 HARMLESS = {"view"}  # kinds whose values are those of the plain argument: the same result, if any
-RECORDS = {"graph": ("graph", "rowptr", "col", "query_ptr", "key_ptr", "edge_index"), "sbm": ("sbm", "query", "key", "block")}
+RECORDS = {"graph": ("graph", "rowptr", "col", "query_ptr", "key_ptr", "edge_index"), "sbm": ("sbm", "probability", "query_membership", "key_membership", "block_matrix")}
 
 
 # ------------------------------------------------------------------ hostile values
@@ -227,22 +227,22 @@ def models(sbm: SBM, draw: Draw) -> list[Hostile]:
     """What is no model, models over other tokens, and models of values out of range."""
 
     def build(**changes: Any) -> SBM:
-        return SBM(**({name: getattr(sbm, name) for name in ("query", "key", "block", "query_ptr", "key_ptr")} | changes))
+        return SBM(**({name: getattr(sbm, name) for name in ("query_membership", "key_membership", "block_matrix", "query_ptr", "key_ptr")} | changes))
 
     result = [
         *list(JUNK),
         ("3", "value", lambda: 3),
-        ("tensor", "value", lambda: sbm.query),
-        ("tuple", "value", lambda: (sbm.query, sbm.key)),
+        ("tensor", "value", lambda: sbm.query_membership),
+        ("tuple", "value", lambda: (sbm.query_membership, sbm.key_membership)),
     ]
     result += [("over other tokens", "other", lambda: draw.sbm(sbm.heads)), ("of other heads", "other", lambda: draw.sbm(sbm.heads + 1))]
-    for name in ("query", "key", "block"):
+    for name in ("query_membership", "key_membership", "block_matrix"):
         x = getattr(sbm, name)
         for value in (float("nan"), float("inf"), -0.5, 1e39, 1e-45, 50.0):
             result += [(f"{name} has {value}", "value", partial(build, **{name: swap(x, 0, value)}))]
         result += [(f"all of {name} 1e-45", "value", partial(build, **{name: torch.full_like(x, 1e-45)}))]
     for dtype in (torch.float16, torch.bfloat16):
-        result += [(str(dtype), "dtype", partial(build, query=sbm.query.to(dtype), key=sbm.key.to(dtype), block=sbm.block.to(dtype)))]
+        result += [(str(dtype), "dtype", partial(build, **{name: getattr(sbm, name).to(dtype) for name in ("query_membership", "key_membership", "block_matrix")}))]
     return result
 
 
@@ -375,7 +375,7 @@ def source(value: Any) -> str:
     if isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta and not value.is_nested:
         return f"torch.tensor({value.detach().tolist()}, dtype={value.dtype})" + ("" if value.numel() else f".view({list(value.shape)})")
     if isinstance(value, AttentionGraph | SBM):
-        fields = ("rowptr", "col", "num_queries", "num_keys", "heads") if isinstance(value, AttentionGraph) else ("query", "key", "block")
+        fields = ("rowptr", "col", "num_queries", "num_keys", "heads") if isinstance(value, AttentionGraph) else ("query_membership", "key_membership", "block_matrix")
         return (
             f"{type(value).__name__}({', '.join(f'{name}={source(getattr(value, name))}' for name in (*fields, 'query_ptr', 'key_ptr'))})"
         )

@@ -209,7 +209,7 @@ def _edge_gate(d: Draw) -> Case:
     def check(result: Tensor, **_: Any) -> None:
         expect(result.is_meta or bool((result == 1).all()), "a gate is not 1")
 
-    return Case(ops.edge_gate, {"query": x["query"], "key": x["key"], **rows(graph)}, check, unchecked=("rowptr", "col"))
+    return Case(ops.edge_gate, {"rate": x["query"], "member": x["key"], **rows(graph)}, check, unchecked=("rowptr", "col"))
 
 
 @case("ops.edge_attention", 12)
@@ -275,7 +275,7 @@ def _edge_effect(d: Draw) -> Case:
     }
     if d.random() < 0.5:
         sbm = d.model(graph)
-        sides = {"rate": sbm.rate.to(d.dtype), "member": sbm.key.to(d.dtype), "chance": d.unit(graph.num_queries)}
+        sides = {"rate": sbm.rate.to(d.dtype), "member": sbm.key_membership.to(d.dtype), "chance": d.unit(graph.num_queries)}
         arguments |= {**sides, "exploration": d.choice((0.0, 0.1))}
 
     def check(result: tuple[Tensor, Tensor], grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, **o: Any) -> None:
@@ -294,20 +294,21 @@ def _edge_effect(d: Draw) -> Case:
 def _local_expectation(d: Draw) -> Case:
     graph, x = attention_inputs(d)
     probes, sbm = d.graph(graph.heads, [graph.num_queries], [graph.num_keys]), d.model(graph)
-    leaves = [sbm.rate.to(d.dtype).requires_grad_(), sbm.key.to(d.dtype).requires_grad_()]
+    leaves = [sbm.rate.to(d.dtype).requires_grad_(), sbm.key_membership.to(d.dtype).requires_grad_()]
     out = d.real(graph.heads, graph.num_queries, x["value"].size(2))
     pairs = {"graph": (graph.rowptr, graph.col, None), "probes": (probes.rowptr, probes.col, None)}
     more = {"chance": d.unit(graph.num_queries), "forced": d.maybe(d.whole(2, graph.num_edges) > 0), "scale": 0.5, "exploration": 0.0}
 
-    def check(result: Tensor, out: Tensor, rate: Tensor, member: Tensor, **o: Any) -> None:
+    def check(result: Tensor, out: Tensor, factors: Any, **o: Any) -> None:
+        rate, member = factors
         if tame(out):
             close(result, out, "what came in")
         if rate.requires_grad and member.requires_grad and result.requires_grad and tame(rate, member, *o.values(), out):
             grads = torch.autograd.grad(result.square().sum(), (rate, member))
             expect(all(bool(grad.isfinite().all()) for grad in grads), "a gradient is not finite")
 
-    names = {"graph": ("rowptr", "col", "bias"), "probes": ("probe_rowptr", "probe_col", "probe_bias")}
-    arguments = {"out": out, "rate": leaves[0], "member": leaves[1], **x, **pairs, **more}
+    names = {"factors": ("rate", "member"), "graph": ("rowptr", "col", "bias"), "probes": ("probe_rowptr", "probe_col", "probe_bias")}
+    arguments = {"out": out, "factors": tuple(leaves), **x, **pairs, **more}
     return Case(ops.local_expectation, arguments, check, unchecked=("graph", "probes"), names=names)
 
 
@@ -322,13 +323,13 @@ def sampled(result: Any, queries: Tensor, keys: Tensor, heads: int) -> Attention
 def _sample_sbm(d: Draw) -> Case:
     sbm = d.sbm()
     query = torch.where(d.unit(sbm.heads, sbm.num_queries, 1) < 0.3, torch.zeros(()), sbm.rate).to(sbm.rate.dtype)
-    arguments: dict[str, Any] = {"query": query, "key": sbm.key, "query_ptr": sbm.query_ptr, "key_ptr": sbm.key_ptr}
-    arguments |= {"streams": d.whole(9, sbm.num_sequences), "seed": d.getrandbits(60), "method": d.choice(("bernoulli", "fastrg"))}
+    arguments: dict[str, Any] = {"rate": query, "member": sbm.key_membership, "query_ptr": sbm.query_ptr, "key_ptr": sbm.key_ptr}
+    arguments |= {"sequence_ids": d.whole(9, sbm.num_sequences), "seed": d.getrandbits(60), "method": d.choice(("bernoulli", "fastrg"))}
 
-    def check(result: Any, query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, exploration: float, **o: Any) -> None:
-        graph = sampled(result, query_ptr, key_ptr, query.size(0))
-        if tame(query, key) and exploration == 0:
-            p = query.double() @ key.double().mT
+    def check(result: Any, rate: Tensor, member: Tensor, query_ptr: Tensor, key_ptr: Tensor, exploration: float, **o: Any) -> None:
+        graph = sampled(result, query_ptr, key_ptr, rate.size(0))
+        if tame(rate, member) and exploration == 0:
+            p = rate.double() @ member.double().mT
             expect(not bool((dense(graph) & (p <= 0)).any()), "an edge of probability 0")
 
     arguments |= {"exploration": d.choice((0.0, 0.0, 0.2)), "clamp": d.random() < 0.5}
@@ -339,7 +340,7 @@ def _sample_sbm(d: Draw) -> Case:
 def _sample_systematic(d: Draw) -> Case:
     sbm = d.sbm()
     arguments: dict[str, Any] = {"chance": d.unit(sbm.num_queries), "query_ptr": sbm.query_ptr, "key_ptr": sbm.key_ptr}
-    arguments |= {"streams": d.whole(9, sbm.num_sequences), "heads": sbm.heads, "seed": d.getrandbits(60)}
+    arguments |= {"sequence_ids": d.whole(9, sbm.num_sequences), "heads": sbm.heads, "seed": d.getrandbits(60)}
 
     def check(result: Any, chance: Tensor, query_ptr: Tensor, key_ptr: Tensor, heads: int, **_: Any) -> None:
         graph = sampled(result, query_ptr, key_ptr, heads)
@@ -726,19 +727,21 @@ def _to_networkx(d: Draw) -> Case:
 def _sbm(d: Draw) -> Case:
     s = d.sbm()
 
-    def check(result: SBM, query: Tensor, block: Tensor, **_: Any) -> None:
-        expect(result.query.shape == query.shape and result.query_ptr.numel() == result.key_ptr.numel(), "other shapes")
-        if tame(query, block):
-            close(result.rate, query.double() @ block.double(), "rate")
+    def check(result: SBM, query_membership: Tensor, block_matrix: Tensor, **_: Any) -> None:
+        expect(result.query_membership.shape == query_membership.shape, "other shapes")
+        expect(result.query_ptr.numel() == result.key_ptr.numel(), "other sequences")
+        if tame(query_membership, block_matrix):
+            close(result.rate, query_membership.double() @ block_matrix.double(), "rate")
 
-    return Case(SBM, {name: getattr(s, name) for name in ("query", "key", "block", "query_ptr", "key_ptr")}, check)
+    names = ("query_membership", "key_membership", "block_matrix", "query_ptr", "key_ptr")
+    return Case(SBM, {name: getattr(s, name) for name in names}, check)
 
 
 def chances(s: SBM) -> Tensor:
     """Probabilities ``[H, N, M]`` by the definition, 0 across sequences."""
     lengths = [side.diff().tolist() for side in (s.query_ptr, s.key_ptr)]
     inside = torch.block_diag(*(torch.ones(n, m, dtype=torch.float64) for n, m in zip(*lengths, strict=True)))
-    return s.query.detach().double() @ s.block.detach().double() @ s.key.detach().double().mT * inside
+    return s.query_membership.detach().double() @ s.block_matrix.detach().double() @ s.key_membership.detach().double().mT * inside
 
 
 def of_sequence(s: SBM, table: Tensor) -> Tensor:
@@ -753,18 +756,18 @@ def _check(d: Draw) -> Case:
     return Case(d.model(g).check, {"graph": g})
 
 
-@case("SBM.edge_prob")
+@case("SBM.on")
 def _edge_prob(d: Draw) -> Case:
     s = d.sbm()
     g = d.graph(s.heads, s.query_ptr.diff().tolist(), s.key_ptr.diff().tolist())
-    return Case(s.edge_prob, {"graph": g}, lambda result, graph: close(result, chances(s)[dense(graph)], "probabilities"))
+    return Case(s.on, {"graph": g}, lambda result, graph: close(result, chances(s)[dense(graph)], "probabilities"))
 
 
-@case("SBM.edge_gate", 3)
+@case("SBM.gate", 3)
 def _sbm_edge_gate(d: Draw) -> Case:
     s = d.sbm()
     g = d.graph(s.heads, s.query_ptr.diff().tolist(), s.key_ptr.diff().tolist())
-    return Case(s.edge_gate, {"graph": g}, lambda result, graph: expect((result == 1).all(), "a gate is not 1"))
+    return Case(s.gate, {"graph": g}, lambda result, graph: expect((result == 1).all(), "a gate is not 1"))
 
 
 @case("SBM.edge_prob_dense")
@@ -816,7 +819,7 @@ def _sample_edges(d: Draw) -> Case:
         "clamp": d.random() < 0.5,
         "seed": d.getrandbits(60),
         "generator": None,
-        "streams": d.maybe(d.whole(9, sbm.num_sequences)),
+        "sequence_ids": d.maybe(d.whole(9, sbm.num_sequences)),
     }
 
     def check(result: AttentionGraph, sbm: SBM, exploration: Any, **_: Any) -> None:
@@ -921,7 +924,7 @@ def _pattern(d: Draw, name: str) -> Case:
         "ptr": None if which == "n" else pointer(lengths),
         **pattern_options(d, name),
     }
-    arguments |= {"streams": d.maybe(d.whole(9, len(lengths)))} if name in ("random", "bigbird") else {}
+    arguments |= {"sequence_ids": d.maybe(d.whole(9, len(lengths)))} if name in ("random", "bigbird") else {}
 
     def check(result: AttentionGraph, n: Any, ptr: Any, heads: Any, **options: Any) -> None:
         sizes = [operator.index(n)] if ptr is None else ptr.diff().tolist()

@@ -32,6 +32,7 @@ from fuzz_cases import (
     pointer,
     split_heads,
     tame,
+    valid,
 )  # fmt: skip
 from problems import reference_attention
 from torch import Tensor, nn
@@ -39,12 +40,16 @@ from torch import Tensor, nn
 import sbm_pyg
 from sbm_pyg import (
     SBM,
+    AttentionConv,
     AttentionGraph,
+    Choice,
     EncoderTrace,
+    FullAttention,
     PairClassifier,
     SBMAttentionConv,
     SBMHead,
     SBMMultiheadAttention,
+    SBMSource,
     SequenceClassifier,
     SequenceEncoder,
     TokenClassifier,
@@ -56,6 +61,7 @@ from sbm_pyg import (
     plots,
     ragged,
 )  # fmt: skip
+from sbm_pyg.attention import Returns
 
 # ------------------------------------------------------------------ estimators
 
@@ -63,22 +69,22 @@ from sbm_pyg import (
 @case("estimators.straight_through", 3)
 def _straight_through(d: Draw) -> Case:
     g = d.graph()
-    arguments = {"sbm": d.model(g), "graph": g, "forced": d.maybe(d.whole(2, g.num_edges) > 0)}
+    arguments = {"probability": d.model(g), "graph": g, "forced": d.maybe(d.whole(2, g.num_edges) > 0)}
     return Case(estimators.straight_through, arguments, lambda result, **_: expect((result == 1).all(), "a gate is not 1"))
 
 
 @case("estimators.draw_probes", 5)
 def _draw_probes(d: Draw) -> Case:
-    s = d.sbm()
+    g = d.graph()
     arguments = {
-        "sbm": s,
+        "graph": g,
         "per_query": d.choice((0.0, 1.5, math.inf)),
         "seed": d.getrandbits(60),
-        "streams": d.maybe(d.whole(9, s.num_sequences)),
+        "sequence_ids": d.maybe(d.whole(9, g.num_sequences)),
     }
 
-    def check(result: tuple[AttentionGraph, Tensor], sbm: SBM, per_query: Any, **_: Any) -> None:
-        keys = torch.repeat_interleave(sbm.key_ptr.diff(), sbm.query_ptr.diff())
+    def check(result: tuple[AttentionGraph, Tensor], graph: AttentionGraph, per_query: Any, **_: Any) -> None:
+        keys = torch.repeat_interleave(graph.key_ptr.diff(), graph.query_ptr.diff())
         wanted = (float(per_query) / keys).clamp(max=1)
         close(result[1], wanted, "chances")
         expect(bool(((result[0].degree - wanted * keys).abs() < 1 + 1e-4).all()), "another number of probes")
@@ -90,8 +96,8 @@ def _draw_probes(d: Draw) -> Case:
 def _local(d: Draw) -> Case:
     graph, x = attention_inputs(d, d.randint(1, 2))
     sbm, probes = d.model(graph), d.graph(graph.heads, graph.query_ptr.diff().tolist(), graph.key_ptr.diff().tolist())
-    sbm = SBM(sbm.query.to(d.dtype).requires_grad_(), sbm.key.to(d.dtype), sbm.block.to(d.dtype), sbm.query_ptr, sbm.key_ptr)
-    arguments = {"out": d.real(graph.heads, graph.num_queries, x["value"].size(2)), **x, "sbm": sbm, "graph": graph, "probes": probes}
+    sbm = SBM(sbm.query_membership.to(d.dtype).requires_grad_(), sbm.key_membership.to(d.dtype), sbm.block_matrix.to(d.dtype), sbm.query_ptr, sbm.key_ptr)
+    arguments = {"out": d.real(graph.heads, graph.num_queries, x["value"].size(2)), **x, "probability": sbm, "graph": graph, "probes": probes}
     arguments |= {
         "chance": d.unit(graph.num_queries),
         "bias": d.maybe(d.real(graph.num_edges)),
@@ -99,11 +105,12 @@ def _local(d: Draw) -> Case:
     }
     arguments |= {"forced": d.maybe(d.whole(2, graph.num_edges) > 0), "scale": 0.5, "exploration": d.choice((0.0, 0.1))}
 
-    def check(result: Tensor, out: Tensor, sbm: SBM, **o: Any) -> None:
+    def check(result: Tensor, out: Tensor, probability: SBM, **o: Any) -> None:
+        sbm = probability
         if tame(out):
             close(result, out, "what came in")
-        if sbm.query.requires_grad and result.requires_grad and tame(out, sbm.query, sbm.key, sbm.block, *o.values()):
-            (grad,) = torch.autograd.grad(result.square().sum(), sbm.query)
+        if sbm.query_membership.requires_grad and result.requires_grad and tame(out, sbm.query_membership, sbm.key_membership, sbm.block_matrix, *o.values()):
+            (grad,) = torch.autograd.grad(result.square().sum(), sbm.query_membership)
             expect(grad.isfinite().all(), "a gradient is not finite")
 
     return Case(estimators.local_expectation, arguments, check)
@@ -113,8 +120,9 @@ def _local(d: Draw) -> Case:
 def _relaxed(d: Draw) -> Case:
     g = d.graph()
 
-    def check(result: Tensor, sbm: SBM, graph: AttentionGraph, exploration: Any) -> None:
-        if tame(sbm.query, sbm.key, sbm.block):
+    def check(result: Tensor, probability: SBM, graph: AttentionGraph, exploration: Any) -> None:
+        sbm = probability
+        if tame(sbm.query_membership, sbm.key_membership, sbm.block_matrix):
             close(
                 result,
                 (chances(sbm)[dense(graph)] + exploration).clamp(1e-9, 1).log(),
@@ -122,17 +130,18 @@ def _relaxed(d: Draw) -> Case:
                 max(result.dtype, torch.float32, key=lambda dtype: torch.finfo(dtype).eps),
             )
 
-    return Case(estimators.relaxed_bias, {"sbm": d.model(g), "graph": g, "exploration": 0.1}, check)
+    return Case(estimators.relaxed_bias, {"probability": d.model(g), "graph": g, "exploration": 0.1}, check)
 
 
 @case("estimators.concrete_bias", 4)
 def _concrete(d: Draw) -> Case:
     g = d.graph()
-    arguments = {"sbm": d.model(g), "graph": g, "temperature": d.uniform(0.1, 2), "seed": d.getrandbits(60), "exploration": 0.1}
+    arguments = {"probability": d.model(g), "graph": g, "temperature": d.uniform(0.1, 2), "seed": d.getrandbits(60), "exploration": 0.1}
 
-    def check(result: Tensor, sbm: SBM, temperature: Any, **_: Any) -> None:
+    def check(result: Tensor, probability: SBM, temperature: Any, **_: Any) -> None:
+        sbm = probability
         expect(not math.isnan(temperature) and temperature > 0, "a temperature that is not positive was taken")
-        expect(not tame(sbm.query, sbm.key, sbm.block) or bool((result <= 0).all()), "the logarithm of a coin is above 0")
+        expect(not tame(sbm.query_membership, sbm.key_membership, sbm.block_matrix) or bool((result <= 0).all()), "the logarithm of a coin is above 0")
 
     return Case(estimators.concrete_bias, arguments, check)
 
@@ -144,7 +153,7 @@ def _score(d: Draw) -> Case:
     def check(result: Tensor, **_: Any) -> None:
         expect(result.dim() == 0 and (bool(result == 0) or bool(result.isnan())), "a value that is not 0")
 
-    return Case(estimators.score_function, {"sbm": d.model(g), "graph": g, "loss": d.real(g.num_sequences), "exploration": 0.1}, check)
+    return Case(estimators.score_function, {"probability": d.model(g), "graph": g, "loss": d.real(g.num_sequences), "exploration": 0.1}, check)
 
 
 # ------------------------------------------------------------------ layers
@@ -152,8 +161,8 @@ def _score(d: Draw) -> Case:
 
 def layer_options(d: Draw) -> dict[str, Any]:
     options: dict[str, Any] = {"in_channels": 4, "out_channels": d.randint(1, 3), "heads": d.randint(1, 3), "num_blocks": d.randint(1, 4)}
-    options |= {"concat": d.random() < 0.7, "bias": d.random() < 0.7, "clusters": d.choice(("kaiming", "orthogonal")), "sbm_options": None}
-    options |= {"estimator": d.maybe(d.choice(estimators.ESTIMATORS)), "probes": 4.0, "exploration": d.maybe(0.1), "method": "bernoulli"}
+    options |= {"concat": d.random() < 0.7, "bias": d.random() < 0.7, "is_causal": d.random() < 0.2, "sbm_options": None}
+    options |= {"estimator": d.maybe(d.choice([*estimators.ESTIMATORS])), "probes": 4.0, "exploration": d.maybe(0.1), "method": "bernoulli"}
     options |= {
         "budget": d.maybe(2.0),
         "self_loops": d.random() < 0.3,
@@ -199,7 +208,7 @@ def float_tokens(d: Draw, count: int, channels: int) -> Tensor:
     return torch.randn(count, channels, generator=d.torch)
 
 
-@case("SBMAttentionConv.forward", 30)
+@case("AttentionConv.forward", 30)
 def _conv_forward(d: Draw) -> Case:
     lengths = d.lengths()
     g = d.graph(None, lengths, lengths)
@@ -211,7 +220,7 @@ def _conv_forward(d: Draw) -> Case:
     ptr, batch = (None, torch.repeat_interleave(pointer(lengths).diff())) if by_batch else (pointer(lengths), None)
     tokens = (x, float_tokens(d, sum(lengths), 4)) if how == "pair" else x
     arguments = {"x": tokens, "edge_index": given, "edge_head": head, "ptr": ptr, "batch": batch, "seed": d.getrandbits(60)}
-    arguments |= {"streams": d.maybe(d.whole(9, len(lengths))) if given is None else None, "return_graph": True}
+    arguments |= {"sequence_ids": d.maybe(d.whole(9, len(lengths))) if given is None else None, "return_graph": True}
 
     def check(result: Any, x: Any, **o: Any) -> None:
         out, graph = result
@@ -231,11 +240,12 @@ def _conv_forward(d: Draw) -> Case:
         out.sum().backward()
         expect(all(p.grad is None or bool(p.grad.isfinite().all()) for p in conv.parameters()), "a gradient is not finite")
 
-    free = ("return_graph",) if given is None else ("return_graph", "streams")  # a given graph draws nothing
-    return Case(conv, arguments, check, free=free, names={"x": ("x[0]", "x[1]")})
+    free = ("return_graph",) if given is None else ("return_graph", "sequence_ids")  # a given graph draws nothing
+    names = {"x": ("x[0]", "x[1]", "query_membership", "key_membership")}
+    return Case(conv, arguments, check, free=free, names=names)
 
 
-@case("SBMAttentionConv.attend", 10)
+@case("AttentionConv.attend", 10)
 def _attend(d: Draw) -> Case:
     n = [d.randint(1, 6) for _ in range(d.randint(1, 2))]
     g = d.graph(None, n, d.choice((n, [2 for _ in n])))
@@ -243,7 +253,7 @@ def _attend(d: Draw) -> Case:
     conv = SBMAttentionConv(4, channels, g.heads, 3, probes=2.0).eval()
     q, k, v = (torch.randn(g.heads, count, channels, generator=d.torch) for count in (g.num_queries, g.num_keys, g.num_keys))
     arguments: dict[str, Any] = {"query": q, "key": k, "value": v, "edge_index": d.choice((g, None)), "bipartite": True}
-    arguments |= {"ptr": (g.key_ptr, g.query_ptr), "seed": d.getrandbits(60), "return_graph": True, "return_sbm": True}
+    arguments |= {"ptr": (g.key_ptr, g.query_ptr), "seed": d.getrandbits(60), "returns": Returns(graph=True)}
     arguments |= {"edge_filter": d.maybe(lambda graph: graph.edge_index[0] % 2 == 0)}
 
     def check(result: Any, query: Tensor, key: Tensor, value: Tensor, **_: Any) -> None:
@@ -251,7 +261,8 @@ def _attend(d: Draw) -> Case:
             wanted = reference_attention(query.double(), key.double(), value.double(), result[1], None, None, conv.scale, "score")
             close(result[0], wanted.transpose(0, 1).flatten(1), "attention", torch.float32)
 
-    return Case(conv.attend, arguments, check)
+    names = {"query": ("query_membership",), "key": ("key_membership",)}
+    return Case(conv.attend, arguments, check, names=names)
 
 
 @case("SBMHead", 10)
@@ -260,7 +271,7 @@ def _head_options(d: Draw) -> Case:
         "channels": d.randint(1, 4),
         "heads": d.randint(1, 3),
         "num_blocks": d.randint(1, 4),
-        "clusters": d.choice(("kaiming", "orthogonal")),
+        "cluster_init": d.choice(("kaiming", "orthogonal")),
     }
     options |= {"parameterization": d.choice(("paper", "mixed", "assortative")), "density": 0.25, "temperature": 1.0, "tied": False}
 
@@ -337,7 +348,7 @@ def _multihead_forward(d: Draw) -> Case:
         "average_attn_weights": True,
         "is_causal": False,
     }
-    arguments |= {"seed": d.getrandbits(60), "streams": None if full else d.maybe(d.whole(9, batch))}
+    arguments |= {"seed": d.getrandbits(60), "sequence_ids": None if full else d.maybe(d.whole(9, batch))}
 
     def check(
         result: Any, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Any, attn_mask: Any, is_causal: Any, **_: Any
@@ -351,7 +362,7 @@ def _multihead_forward(d: Draw) -> Case:
             finite_rows = wanted.isfinite()
             close(result[0][finite_rows], wanted[finite_rows], "torch's attention", torch.float32)
 
-    return Case(layer, arguments, check, free=("streams",) if full else ())
+    return Case(layer, arguments, check, free=("sequence_ids",) if full else ())
 
 
 @case("SBMMultiheadAttention.from_torch", 4)
@@ -381,7 +392,7 @@ def _from_torch(d: Draw) -> Case:
 
 def encoder_options(d: Draw) -> dict[str, Any]:
     attention = d.choice(models.ATTENTION)
-    extra = {"sbm": {"num_blocks": 3}, "window": {"window": 1}, "bigbird": {"num_random": 1}, "full": None}[attention]
+    extra = {"sbm": {"num_blocks": 3}, "window": {"size": 1}, "bigbird": {"num_random": 1}, "full": None}[attention]
     options = {"num_tokens": 9, "channels": 4, "num_layers": d.randint(1, 2), "heads": d.randint(1, 2), "head_channels": d.maybe(2)}
     options |= {
         "ffn_channels": d.maybe(5),
@@ -399,14 +410,14 @@ def encoder(d: Draw) -> SequenceEncoder:
 
 def tokens(d: Draw) -> dict[str, Any]:
     lengths = d.lengths()
-    places = torch.cat([torch.arange(n) for n in lengths])
-    arguments = {"tokens": d.whole(9, sum(lengths)), "ptr": pointer(lengths), "batch": None, "places": d.maybe(places)}
-    return arguments | {"seed": d.getrandbits(60), "streams": d.maybe(d.whole(9, len(lengths))), "return_trace": True}
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    arguments = {"tokens": d.whole(9, sum(lengths)), "ptr": pointer(lengths), "batch": None, "positions": d.maybe(positions)}
+    return arguments | {"seed": d.getrandbits(60), "sequence_ids": d.maybe(d.whole(9, len(lengths))), "return_trace": True}
 
 
 def ignored(model: SequenceEncoder) -> tuple[str, ...]:
-    """What an encoder does not look at: streams, where its attention draws nothing."""
-    return ("return_trace",) if model.constructor_options()["attention"] in ("sbm", "bigbird") else ("return_trace", "streams")
+    """What an encoder does not look at: sequence_ids, where its attention draws nothing."""
+    return ("return_trace",) if model.constructor_options()["attention"] in ("sbm", "bigbird") else ("return_trace", "sequence_ids")
 
 
 def check_trace(result: Any, rows: int, width: int) -> None:
@@ -471,9 +482,9 @@ def _pair_forward(d: Draw) -> Case:
         "tokens": tuple(d.whole(9, sum(side)) for side in sides),
         "ptr": tuple(map(pointer, sides)),
         "batch": None,
-        "places": None,
+        "positions": None,
     }
-    arguments |= {"seed": d.getrandbits(60), "streams": d.maybe(d.whole(9, 1)), "return_trace": True}
+    arguments |= {"seed": d.getrandbits(60), "sequence_ids": d.maybe(d.whole(9, 1)), "return_trace": True}
     return Case(PairClassifier(encoder(d), 3), arguments, lambda result, **_: check_trace(result, 1, 3), free=("return_trace",))
 
 
@@ -481,25 +492,25 @@ def _dense_layer(d: Draw, pattern: bool) -> Case:
     lengths = d.lengths()
     options: dict[str, Any] = {"channels": 4, "head_channels": d.randint(1, 3), "heads": d.randint(1, 3), "dropout": 0.0}
     if pattern:
-        options["pattern"] = lambda ptr, seed, streams: patterns.window(None, 1, ptr=ptr)
+        options = {"in_channels": 4, "out_channels": options["head_channels"], "heads": options["heads"]}
+        options |= {"source": patterns.PatternSource(patterns.window, size=1), "is_causal": d.random() < 0.5}
 
-    def call(channels: Any, **options: Any) -> Any:
-        kind: Any = models.PatternAttention if pattern else models.FullAttention
-        return kind(channels, **options)(torch.randn(sum(lengths), channels), ptr=pointer(lengths), seed=0)
+    def call(**options: Any) -> Any:
+        layer: Any = (AttentionConv if pattern else FullAttention)(**options)
+        width = options["in_channels" if pattern else "channels"]
+        return layer(torch.randn(sum(lengths), 4 if width == -1 else width), ptr=pointer(lengths), seed=0)
 
     return Case(call, options, lambda result, **_: finite(result))
 
 
-TABLE["models.FullAttention"] = 4, lambda d: _dense_layer(d, False)
-TABLE["models.PatternAttention"] = 4, lambda d: _dense_layer(d, True)
+TABLE["FullAttention"] = 4, lambda d: _dense_layer(d, False)
+TABLE["AttentionConv"] = 4, lambda d: _dense_layer(d, True)
 
 
-def _dense_forward(d: Draw, pattern: bool) -> Case:
+def _dense_forward(d: Draw) -> Case:
     lengths, heads = d.lengths(), d.randint(1, 3)
-    layer: Any = models.FullAttention(4, 3, heads)
-    if pattern:
-        layer = models.PatternAttention(4, 3, heads, lambda ptr, seed, streams: patterns.full(None, ptr=ptr))
-    lins = [getattr(layer.conv if pattern else layer, f"lin_{name}") for name in ("query", "key", "value")]
+    layer: Any = FullAttention(4, 3, heads)
+    lins = [getattr(layer, f"lin_{name}") for name in ("query", "key", "value")]
 
     def check(result: Tensor, x: Tensor, ptr: Tensor, **_: Any) -> None:
         if tame(x):
@@ -507,30 +518,107 @@ def _dense_forward(d: Draw, pattern: bool) -> Case:
             wanted = reference_attention(q, k, v, patterns.full(None, ptr=ptr, heads=heads), None, None, 3**-0.5, "score")
             close(result, wanted.transpose(0, 1).flatten(1), "attention", torch.float32)
 
-    arguments = {"x": float_tokens(d, sum(lengths), 4), "ptr": pointer(lengths), "seed": 3, "streams": None}
-    return Case(layer, arguments, check, free=("streams",) if pattern else ("seed", "streams"))
+    arguments = {"x": float_tokens(d, sum(lengths), 4), "ptr": pointer(lengths), "seed": 3, "sequence_ids": None}
+    return Case(layer, arguments, check, free=("seed", "sequence_ids"))
 
 
-TABLE["models.FullAttention.forward"] = 5, lambda d: _dense_forward(d, False)
-TABLE["models.PatternAttention.forward"] = 5, lambda d: _dense_forward(d, True)
+TABLE["FullAttention.forward"] = 5, _dense_forward
+
+
+def choice_of(d: Draw, heads: int | None = None) -> Choice:
+    g = d.graph(heads)
+    return Choice(g, d.model(g), d.maybe(d.whole(2, g.num_edges) > 0))
+
+
+@case("Choice", 3)
+def _choice(d: Draw) -> Case:
+    made = choice_of(d)
+    arguments = {"graph": made.graph, "probability": made.probability, "forced": made.forced, "exploration": 0.1}
+    return Case(Choice, arguments, lambda result, graph, **_: expect(result.graph is graph, "another graph"), free=("probability",))
+
+
+@case("Choice.select", 3)
+def _choice_select(d: Draw) -> Case:
+    made = choice_of(d)
+    kept = d.whole(2, made.graph.num_edges) > 0
+    return Case(made.select, {"kept": kept}, lambda result, kept: expect(result.graph.num_edges == int(kept.sum()), "edges"), names={"kept": ("mask",)})
+
+
+@case("Choice.force", 3)
+def _choice_force(d: Draw) -> Case:
+    made = choice_of(d)
+    g = made.graph
+    other = d.graph(g.heads, g.query_ptr.diff().tolist(), g.key_ptr.diff().tolist())
+
+    def check(result: Choice, pattern: AttentionGraph) -> None:
+        expect(result.graph == made.graph.union(pattern)[0], "no union")
+        expect(result.forced is not None and int(result.forced.sum()) >= pattern.num_edges, "too few forced")
+
+    return Case(made.force, {"pattern": other}, check, names={"pattern": ("other",)})
+
+
+def source_arguments(d: Draw, source: Any, check: Any) -> Case:
+    lengths = d.lengths()
+    tokens = torch.randn(2, sum(lengths), 4, generator=d.torch)
+    arguments = {"query": tokens, "key": tokens, "query_ptr": pointer(lengths), "key_ptr": pointer(lengths), "bipartite": False}
+    arguments |= {"seed": d.getrandbits(60), "sequence_ids": d.maybe(d.whole(9, len(lengths)))}
+    names = {"query": ("query_membership",), "key": ("key_membership",), "query_ptr": ("ptr",)}
+    names["bipartite"] = ("self_loops", "pattern")
+    return Case(source, arguments, check, free=("query", "key", "key_ptr", "bipartite", "seed", "sequence_ids"), names=names)
+
+
+@case("SBMSource", 4)
+def _sbm_source(d: Draw) -> Case:
+    arguments = {"head": SBMHead(4, 2, 3), "method": "bernoulli", "exploration": 0.1, "budget": d.maybe(2.0), "self_loops": False, "window": d.maybe(1)}
+    return Case(SBMSource, arguments, lambda result, head, **_: expect(result.head is head, "another head"), free=("head",))
+
+
+@case("SBMSource.forward", 4)
+def _sbm_source_forward(d: Draw) -> Case:
+    return source_arguments(d, SBMSource(SBMHead(4, 2, 3)), lambda result, **_: valid(result.graph))
+
+
+@case("patterns.PatternSource", 4)
+def _pattern_source(d: Draw) -> Case:
+    return Case(patterns.PatternSource, {"pattern": patterns.window, "size": 1}, lambda result, **_: expect(result.options, "no options"), free=("size",))
+
+
+@case("patterns.PatternSource.forward", 4)
+def _pattern_source_forward(d: Draw) -> Case:
+    return source_arguments(d, patterns.PatternSource(patterns.bigbird, size=1, num_global=1, num_random=1), lambda result, **_: valid(result.graph))
+
+
+@case("AttentionGraph.over", 4)
+def _over(d: Draw) -> Case:
+    lengths = d.lengths()
+    g = d.graph(None, lengths, lengths)
+    arguments = {"edge_index": d.choice((g, g.edge_index)), "num_queries": g.num_queries, "num_keys": g.num_keys, "heads": g.heads}
+    arguments |= {"ptr": g.query_ptr, "batch": None}
+    return Case(AttentionGraph.over, arguments, lambda result, **_: valid(result), free=("heads",))
+
+
+@case("SequenceEncoder.check_tokens", 4)
+def _check_tokens(d: Draw) -> Case:
+    model = SequenceEncoder(9, 4, heads=1, attention="full")
+    return Case(model.check_tokens, {"tokens": d.whole(9, 5)}, lambda result, **_: expect(result.dim() == 1, "another shape"))
 
 
 def record_of(d: Draw) -> EncoderTrace:
     g = d.graph(2)
-    return EncoderTrace((g, None), (d.model(g), None), (g.num_sequences, 2))
+    return EncoderTrace((Choice(g, d.model(g)), None), (g.num_sequences, 2))
 
 
 @case("EncoderTrace", 3)
 def _trace(d: Draw) -> Case:
     g = d.graph(2)
-    arguments = {"graphs": (g, None), "sbms": (d.model(g), None), "shape": (g.num_sequences, 2), "device": None}
+    arguments = {"choices": (Choice(g, d.model(g)), None), "shape": (g.num_sequences, 2), "device": None}
 
     def call(**fields: Any) -> Any:
         trace = EncoderTrace(**fields)
         return trace.density, trace.expected_density
 
-    def check(result: Any, graphs: Any, **_: Any) -> None:
-        expect(result[0].shape[0] == len(graphs) and bool(((result[0] >= 0) & (result[0] <= 1)).all()), "densities")
+    def check(result: Any, choices: Any, **_: Any) -> None:
+        expect(result[0].shape[0] == len(choices) and bool(((result[0] >= 0) & (result[0] <= 1)).all()), "densities")
 
     return Case(call, arguments, check, free=("device",))  # used where no layer has a graph
 
@@ -714,8 +802,8 @@ def _is_path(d: Draw) -> Case:
     path = d.sample(range(g.num_queries), g.num_queries)
 
     def check(result: bool, graph: AttentionGraph, path: Any) -> None:
-        mask, places = dense(graph).any(0), [operator.index(token) for token in path]
-        truth = sorted(places) == list(range(len(mask))) and all(bool(mask[i, j]) for j, i in itertools.pairwise(places))
+        mask, positions = dense(graph).any(0), [operator.index(token) for token in path]
+        truth = sorted(positions) == list(range(len(mask))) and all(bool(mask[i, j]) for j, i in itertools.pairwise(positions))
         expect(bool(result) == truth, f"{result}, where the truth is {truth}")
 
     return Case(analysis.is_hamiltonian_path, {"graph": g, "path": path}, check)
@@ -764,7 +852,7 @@ def _expected_graph(d: Draw) -> Case:
 @case("analysis.blocks_of", 2)
 def _blocks_of(d: Draw) -> Case:
     def check(result: Any, sbm: SBM) -> None:
-        expect(torch.equal(result[0], sbm.query.argmax(-1)) and torch.equal(result[1], sbm.key.argmax(-1)), "other blocks")
+        expect(torch.equal(result[0], sbm.query_membership.argmax(-1)) and torch.equal(result[1], sbm.key_membership.argmax(-1)), "other blocks")
 
     return Case(analysis.blocks_of, {"sbm": d.sbm()}, check)
 
@@ -784,7 +872,7 @@ def _analysis_networkx(d: Draw) -> Case:
 
     def check(result: Any, graph: AttentionGraph, sequence: Any, head: Any, view: str, sbm: Any) -> None:
         networkx_edges(result, part(graph, sequence), head, view == "bipartite")
-        if sbm is not None and tame(sbm.query, sbm.key, sbm.block) and bool((chances(sbm) <= 1).all()):
+        if sbm is not None and tame(sbm.query_membership, sbm.key_membership, sbm.block_matrix) and bool((chances(sbm) <= 1).all()):
             expect(all(0 <= p <= 1.001 for _, _, p in result.edges(data="probability")), "an edge without its probability")
 
     return Case(analysis.to_networkx, arguments, check)
@@ -845,8 +933,8 @@ def _lemma1(d: Draw) -> Case:
 @case("analysis.log10_cycles", 3)
 def _cycles(d: Draw) -> Case:
     def check(result: Any, n: Any, p: Any) -> None:
-        expect(int(n) == n and n >= 1 and 0 < p <= 1, "a number out of range was taken")
-        if isinstance(p, np.float16):
+        expect(int(n) == n and n >= 1 and 0 <= p <= 1, "a number out of range was taken")
+        if isinstance(p, np.float16) or p == 0:
             return
         expect(abs(float(result) - (n * math.log10(p) + math.lgamma(n) / math.log(10))) < 1e-6 * (1 + abs(float(result))), "another number")
 
@@ -1046,16 +1134,22 @@ RECORDS: dict[str, tuple[Callable[[Draw], Any], dict[str, Meaning]]] = {  # clas
         "edge_index": lambda g: dense(g).nonzero()[:, [2, 1]].T, "edge_head": lambda g: dense(g).nonzero()[:, 0], "degree": lambda g: dense(g).sum(2),
         "edges_per_sequence": lambda g: torch.stack([part(g, b).sum((1, 2)) for b in range(g.num_sequences)]),
         "density": lambda g: torch.stack([part(g, b).double().mean((1, 2)) for b in range(g.num_sequences)]),
+        "later": lambda g: None,
     }),
     "SBM": (Draw.sbm, {
-        "heads": lambda s: len(s.query), "num_queries": lambda s: s.query.size(1), "num_keys": lambda s: s.key.size(1),
-        "num_blocks": lambda s: s.block.size(1), "num_sequences": lambda s: len(s.query_ptr) - 1,
+        "heads": lambda s: len(s.query_membership), "num_queries": lambda s: s.query_membership.size(1), "num_keys": lambda s: s.key_membership.size(1),
+        "num_blocks": lambda s: s.block_matrix.size(1), "num_sequences": lambda s: len(s.query_ptr) - 1,
+        "factors": lambda s: None,
     }),
-    "EncoderTrace": (record_of, {"density": lambda t: torch.stack([t.graphs[0].density, torch.ones(t.shape)]), "expected_density": lambda t: None}),
+    "EncoderTrace": (record_of, {"density": lambda t: torch.stack([t.graphs[0].density, torch.ones(t.shape)]), "expected_density": lambda t: None,
+                                 "graphs": lambda t: None}),
     "SBMMultiheadAttention": (lambda d: SBMMultiheadAttention(6, 3), {
         "dropout": lambda a: 0.0, "head_dim": lambda a: 2, "in_proj_weight": lambda a: a.conv.lin_query.weight, "reset_parameters()": lambda a: None,
     }),
-    "SBMAttentionConv": (lambda d: SBMAttentionConv(4, 2), {"reset_parameters()": lambda a: None}),
+    "SBMAttentionConv": (lambda d: SBMAttentionConv(4, 2), {"sbm": lambda a: a.source.head}),
+    "AttentionConv": (lambda d: AttentionConv(4, 2), {"reset_parameters()": lambda a: None}),
+    "SBMSource": (lambda d: SBMSource(SBMHead(4, 2)), {"extra_repr()": lambda a: None}),
+    "patterns.PatternSource": (lambda d: patterns.PatternSource(patterns.full), {"extra_repr()": lambda a: None}),
     "SBMHead": (lambda d: SBMHead(4, 2), {"reset_parameters()": lambda a: None, "extra_repr()": lambda a: None}),
     "SequenceEncoder": (encoder, {"constructor_options()": lambda m: None}),
     "TokenClassifier": (lambda d: TokenClassifier(encoder(d), 2), {"constructor_options()": lambda m: None}),
@@ -1090,13 +1184,20 @@ for _owner, (_make, _meanings) in RECORDS.items():
 # ------------------------------------------------------------------ all public names
 
 MODULES = {"": sbm_pyg, "ops": sbm_pyg.ops, "patterns": patterns, "analysis": analysis, "plots": plots, "estimators": estimators}
+ESTIMATOR_NAMES = [
+    f"estimators.{name}" + (f".{method}" if method else "") for name in estimators.__all__ if isinstance(getattr(estimators, name), type)
+    for method in ("", *(key for key, value in vars(getattr(estimators, name)).items() if callable(value) and not key.startswith("_")))
+]  # fmt: skip
 MODULES |= {"models": models, "ragged": ragged, "info": info}
 EXEMPT = {  # public names that are not called, and why
     "estimators.ESTIMATORS": "a constant",
     "Pretrained": "a base class, called through its models",
     "Pretrained.constructor_options": "what subclasses define",
-    "SBMAttentionConv.message": "called by torch_geometric's propagation, within forward",
-    "SBMAttentionConv.message_and_aggregate": "called by forward",
+    **dict.fromkeys(
+        ("EdgeProbability", "EdgeProbability.check", "EdgeProbability.expected_density", "EdgeProbability.factors", "EdgeProbability.gate",
+         "EdgeProbability.on", "GraphSource", "GraphSource.forward"), "an abstract class, called through SBM and SBMSource"),
+    **dict.fromkeys(("ragged.draw_seed", "ragged.resolve_sequence_ids", "ragged.resolve_sides"), "called by layers and samplers"),
+    **dict.fromkeys(ESTIMATOR_NAMES, "called by the layer, whose cases draw every estimator"),
     **{f"analysis.{name}": "a record that the library makes and users read" for name in
        ("Certificate", "GraphStatistics", "HamiltonianPath", "Lemma1", "Lemma2", "Universality")},
 }  # fmt: skip

@@ -512,7 +512,7 @@ def test_absent_path_alone_makes_it_fail() -> None:
 
 def test_expectations_are_judged_by_their_threshold() -> None:
     lemma = lemma2(30, 5)
-    sbms = [SBM(0.6 * sbm.query, sbm.key, sbm.block) for sbm in lemma.sbms]
+    sbms = [SBM(0.6 * sbm.query_membership, sbm.key_membership, sbm.block_matrix) for sbm in lemma.sbms]
     assert analysis.universality(sbms, self_loops=True).s == lemma.s()
     assert "expected edges, p > 0.5" in str(analysis.universality(sbms))
     assert analysis.universality(sbms, threshold=0.61, self_loops=True).s == math.inf

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sbm_pyg import AttentionGraph, SBMAttentionConv, patterns, sample_edges
+from sbm_pyg import AttentionGraph, SBMAttentionConv, estimators, patterns, sample_edges
 
 PTR = torch.tensor([0, 10, 17, 30])
 
@@ -69,12 +69,12 @@ def test_ragged_batch_equals_its_sequences_exactly(estimator: str) -> None:
             parameter.copy_((parameter * 8).round() / 8)
     x = (x * 8).round() / 8
     x.requires_grad_()
-    streams = torch.tensor([5, 0, 9])
-    out, graph = conv(x, ptr=PTR, seed=3, streams=streams, return_graph=True)
+    sequence_ids = torch.tensor([5, 0, 9])
+    out, graph = conv(x, ptr=PTR, seed=3, sequence_ids=sequence_ids, return_graph=True)
     (grad,) = torch.autograd.grad(out.sin().sum(), x)
     for sequence, (start, end) in enumerate(pairwise(PTR)):
         part = x.detach()[start:end].clone().requires_grad_()
-        alone, alone_graph = conv(part, seed=3, streams=streams[sequence : sequence + 1], return_graph=True)
+        alone, alone_graph = conv(part, seed=3, sequence_ids=sequence_ids[sequence : sequence + 1], return_graph=True)
         assert alone_graph == graph.sequence(sequence)
         assert torch.equal(alone, out[start:end])
         torch.testing.assert_close(torch.autograd.grad(alone.sin().sum(), part)[0], grad[start:end], rtol=1e-12, atol=1e-12)
@@ -129,9 +129,10 @@ def test_bipartite(sample: bool) -> None:
 def test_estimators_equal_their_closed_forms(estimator: str, exploration: float) -> None:
     """dL/dp = P (g - gbar) for "mask", times the score for "paper", on sampled edges; then dY = G Z S^T and so on."""
     conv, x = layer(estimator=estimator, exploration=exploration), tokens()
-    out, graph, sbm = conv(x, seed=2, return_graph=True, return_sbm=True)
+    out, graph, choice = conv(x, seed=2, return_graph=True, return_choice=True)
+    sbm = choice.probability
     weight = torch.randn(30, 16, dtype=torch.float64)
-    memberships = (sbm.query, sbm.key, sbm.block)
+    memberships = (sbm.query_membership, sbm.key_membership, sbm.block_matrix)
     grads = torch.autograd.grad((out * weight).sum(), memberships, retain_graph=True, allow_unused=True)
     if estimator == "none":
         assert all(grad is None for grad in grads)
@@ -157,9 +158,10 @@ def test_the_gate_does_not_change_the_output() -> None:
 
 def test_edges_that_are_forced_send_no_gradient_to_their_probability() -> None:
     conv, x = layer(window=29, exploration=0.0), tokens()
-    out, graph, sbm = conv(x, seed=1, return_graph=True, return_sbm=True)
+    out, graph, choice = conv(x, seed=1, return_graph=True, return_choice=True)
+    sbm = choice.probability
     assert float(graph.density.min()) == 1  # the window forces every edge
-    grad = torch.autograd.grad(out.sin().sum(), sbm.key, allow_unused=True)[0]
+    grad = torch.autograd.grad(out.sin().sum(), sbm.key_membership, allow_unused=True)[0]
     assert grad is None or not grad.any()
 
 
@@ -199,7 +201,8 @@ def test_forced_edges_have_probability_one_in_a_soft_mask(estimator: str) -> Non
 
 
 def test_the_default_estimator_is_one_for_the_law() -> None:
-    assert (layer().estimator, layer(method="fastrg").estimator, layer(normalizer="sparsemax").estimator) == ("local", "mask", "mask")
+    kinds = [type(layer(**options).estimator) for options in ({}, {"method": "fastrg"}, {"normalizer": "sparsemax"})]
+    assert kinds == [estimators.Local, estimators.Mask, estimators.Mask]
 
 
 @pytest.mark.parametrize("step", ["message", "propagate", "aggregate"])
@@ -361,7 +364,7 @@ def test_option_errors(options: dict, message: str) -> None:
 
 def test_call_errors() -> None:
     conv, x = layer(), tokens()
-    with pytest.raises(ValueError, match="the layer has 'num_blocks' None"):
+    with pytest.raises(ValueError, match=r"Expected 'edge_index' .*the layer has no source"):
         SBMAttentionConv(16, 8, num_blocks=None)(x.float())
     with pytest.raises(ValueError, match=r"over N = 30 queries and M = 30 keys \(got AttentionGraph"):
         conv(x, patterns.full(20))
@@ -416,8 +419,8 @@ def test_tokens_of_another_width_or_type_are_named() -> None:
 
 
 def test_streams_of_a_given_graph_are_refused() -> None:
-    with pytest.raises(ValueError, match="Expected no 'streams' with a given 'edge_index'"):
-        layer()(tokens(), patterns.full(None, ptr=PTR), streams=torch.arange(3))
+    with pytest.raises(ValueError, match="Expected no 'sequence_ids' with a given 'edge_index'"):
+        layer()(tokens(), patterns.full(None, ptr=PTR), sequence_ids=torch.arange(3))
 
 
 @pytest.mark.parametrize("shape", [(16,), (3, 10, 16), (1, 3, 10, 16)])
@@ -475,5 +478,5 @@ def test_no_adjacency_is_named() -> None:
 
 def test_the_sampled_graph_is_that_of_sample_edges() -> None:
     conv, x = layer(exploration=0.03), tokens()
-    _, graph, sbm = conv(x, ptr=PTR, seed=4, return_graph=True, return_sbm=True)
-    assert graph == sample_edges(sbm, exploration=0.03, seed=4)
+    _, choice = conv(x, ptr=PTR, seed=4, return_choice=True)
+    assert choice.graph == sample_edges(choice.probability, exploration=0.03, seed=4)

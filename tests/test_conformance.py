@@ -160,8 +160,8 @@ def test_copies_state_and_repr() -> None:
     other.load_state_dict(conv.state_dict())
     for clone in (other, copy.deepcopy(conv), pickle.loads(pickle.dumps(conv))):
         assert torch.equal(clone(x, seed=1), out)
-    assert repr(conv) == "SBMAttentionConv(16, 8, heads=2, num_blocks=4)"
-    assert repr(layer((12, 16))) == "SBMAttentionConv((12, 16), 8, heads=2, num_blocks=4)"
+    assert repr(conv) == "SBMAttentionConv(16, 8, heads=2, source=SBMSource)"
+    assert repr(layer((12, 16))) == "SBMAttentionConv((12, 16), 8, heads=2, source=SBMSource)"
     before = {name: value.clone() for name, value in conv.state_dict().items()}
     conv.reset_parameters()
     assert [name for name, value in conv.state_dict().items() if torch.equal(value, before[name])] == []
@@ -363,7 +363,7 @@ def test_explainers_of_a_layer_that_samples_are_refused(algorithm: Any) -> None:
         def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
             return self.conv(x, self.graph)
 
-    for graph, got in ((None, "None, so the layer would sample its own"), (patterns.window(30, 1), "AttentionGraph")):
+    for graph, got in ((None, "None, so the source would choose its own"), (patterns.window(30, 1), "AttentionGraph")):
         with pytest.raises(ValueError, match=rf"Expected 'edge_index' to be \[2, E\], the edges to explain \(got {got}\). Sample first"):
             explain(Blind(graph), algorithm, tokens(), edges())
     blind, seen = layer(), layer()

@@ -12,7 +12,16 @@ from problems import GRAPHS, random_graph, reference_attention
 from torch import Tensor
 
 from sbm_pyg import SBM, AttentionGraph, SBMAttentionConv, SBMHead, ops, patterns, sample_edges
-from sbm_pyg.estimators import concrete_bias, draw_probes, local_expectation, relaxed_bias, score_function, straight_through
+from sbm_pyg.estimators import (
+    Local,
+    Mask,
+    concrete_bias,
+    draw_probes,
+    local_expectation,
+    relaxed_bias,
+    score_function,
+    straight_through,
+)
 from sbm_pyg.ops import reference
 
 
@@ -256,7 +265,7 @@ def test_concrete_coins_harden_to_bernoulli() -> None:
 def test_probes_are_uniform_independent_of_the_graph_and_their_own_batch() -> None:
     p = torch.full((1, 4000, 1), 0.05)
     sbm = SBM(p, torch.ones(1, 4000, 1), torch.ones(1, 1, 1), torch.tensor([0, 1000, 4000]))
-    probes, chance = draw_probes(sbm, 50.0, seed=3)
+    probes, chance = draw_probes(sample_edges(sbm, seed=0), 50.0, seed=3)
     assert chance[0] == 50 / 1000
     assert chance[-1] == pytest.approx(50 / 3000)
     assert bool((probes.degree == 50).all())
@@ -265,7 +274,7 @@ def test_probes_are_uniform_independent_of_the_graph_and_their_own_batch() -> No
     expected = 1000**2 * 0.05 * 0.05 + 3000**2 * 0.05 * 50 / 3000
     assert abs(both - expected) < 5 * math.sqrt(expected)
     alone = SBM(p[:, 1000:], torch.ones(1, 3000, 1), torch.ones(1, 1, 1))
-    same, _ = draw_probes(alone, 50.0, seed=3, streams=torch.tensor([1]))
+    same, _ = draw_probes(sample_edges(alone, seed=0), 50.0, seed=3, sequence_ids=torch.tensor([1]))
     assert torch.equal(same.col, probes.col[probes.rowptr[1000] :] - (0 if int(probes.col[-1]) < 3000 else 1000))
 
 
@@ -273,8 +282,8 @@ def test_probes_are_uniform_independent_of_the_graph_and_their_own_batch() -> No
 def test_every_key_is_a_probe_as_often(per_query: float) -> None:
     """Whether or not the distance between keys is a whole number."""
     rows, keys = 20000, 40
-    member = torch.ones(2, keys, 1)
-    probes, chance = draw_probes(SBM(torch.ones(2, rows, 1), member, torch.ones(2, 1, 1)), per_query, seed=1)
+    none = AttentionGraph.from_edge_index(torch.zeros(2, 0, dtype=torch.int64), rows, keys, heads=2)
+    probes, chance = draw_probes(none, per_query, seed=1)
     seen = torch.stack([probes.head(head).col.bincount(minlength=keys) for head in range(2)]).double()
     expected = rows * per_query / keys
     assert float(chance[0]) == pytest.approx(per_query / keys)
@@ -300,17 +309,17 @@ def test_systematic_samples_are_those_of_the_reference(per_query: float, dtype: 
 def test_refused_probes() -> None:
     sbm = SBM(torch.full((1, 3, 1), 0.1), torch.ones(1, 3, 1), torch.ones(1, 1, 1))
     with pytest.raises(ValueError, match=r"Expected 'per_query' in \[0, inf\] \(got -1.0\)"):
-        draw_probes(sbm, -1.0, seed=0)
+        draw_probes(sample_edges(sbm, seed=0), -1.0, seed=0)
     with pytest.raises(ValueError, match=r"Expected 'per_query' in \[0, inf\] \(got nan\)"):
-        draw_probes(sbm, math.nan, seed=0)
-    with pytest.raises(ValueError, match=r"Expected 'streams' to be \[1\] int64 \(got \[2\]"):
-        draw_probes(sbm, 1.0, seed=0, streams=torch.tensor([0, 1]))
+        draw_probes(sample_edges(sbm, seed=0), math.nan, seed=0)
+    with pytest.raises(ValueError, match=r"Expected 'sequence_ids' to be \[1\] int64 \(got \[2\]"):
+        draw_probes(sample_edges(sbm, seed=0), 1.0, seed=0, sequence_ids=torch.tensor([0, 1]))
 
 
 def test_refused_arguments_of_estimators() -> None:
     ptr = torch.tensor([0, 3, 5])
     sbm = SBM(torch.full((1, 5, 1), 0.1), torch.ones(1, 5, 1), torch.ones(1, 1, 1), ptr)
-    graph, (probes, chance) = sample_edges(sbm, exploration=0.5, seed=0), draw_probes(sbm, 2.0, seed=0)
+    graph, (probes, chance) = sample_edges(sbm, exploration=0.5, seed=0), draw_probes(sample_edges(sbm, seed=0), 2.0, seed=0)
     x, foreign = torch.ones(1, 5, 4), patterns.full(5)
     longer = patterns.full(9)
     loss = torch.ones(2)
@@ -326,7 +335,7 @@ def test_refused_arguments_of_estimators() -> None:
         score_function(sbm, graph, loss),
     )
     cases: list[tuple[Any, type[Exception], str]] = [
-        (lambda: expect(model=None), TypeError, r"Expected 'sbm' to be an SBM \(got NoneType\)"),
+        (lambda: expect(model=None), TypeError, r"Expected 'probability' to be an EdgeProbability \(got NoneType\)"),
         (lambda: expect(edges=longer), ValueError, r"Expected 'graph' with \(heads, queries, keys\) = \(1, 5, 5\) \(got \(1, 9, 9\)\)"),
         (lambda: expect(edges=foreign), ValueError, "Expected 'graph' over the sequences of this SBM"),
         (lambda: expect(tried=foreign), ValueError, "Expected 'probes' over the sequences of this SBM"),
@@ -340,7 +349,7 @@ def test_refused_arguments_of_estimators() -> None:
         (lambda: straight_through(sbm, graph, graph.col), TypeError, r"Expected 'forced' to be bool \(got torch.int32\)"),
         (lambda: straight_through(sbm, foreign), ValueError, "Expected 'graph' over the sequences of this SBM"),
         (lambda: relaxed_bias(sbm, graph, math.nan), ValueError, r"Expected 'exploration' in \[0, 1\] \(got nan\)"),
-        (lambda: relaxed_bias(cast(Any, graph), graph), TypeError, r"Expected 'sbm' to be an SBM \(got AttentionGraph\)"),
+        (lambda: relaxed_bias(cast(Any, graph), graph), TypeError, r"Expected 'probability' to be an EdgeProbability \(got AttentionGraph\)"),
         (lambda: concrete_bias(sbm, graph, 0.0, seed=0), ValueError, r"Expected 'temperature' in \(0, inf\) \(got 0.0\)"),
         (lambda: concrete_bias(sbm, graph, math.nan, seed=0), ValueError, r"Expected 'temperature' in \(0, inf\) \(got nan\)"),
         (lambda: concrete_bias(sbm, graph, 1.0, seed=cast(Any, 1.5)), TypeError, r"Expected 'seed' to be an integer \(got 1.5\)"),
@@ -348,8 +357,8 @@ def test_refused_arguments_of_estimators() -> None:
         (lambda: score_function(sbm, graph, loss[:1]), ValueError, r"Expected 'loss' to be \[B\] = \[2\] \(got \[1\]\)"),
         (lambda: score_function(sbm, graph, loss.long()), TypeError, r"Expected 'loss' to be a floating tensor \(got torch.int64\)"),
         (lambda: score_function(sbm, foreign, loss), ValueError, "Expected 'graph' over the sequences of this SBM"),
-        (lambda: draw_probes(sbm, cast(Any, "2"), seed=0), TypeError, r"Expected 'per_query' to be a number in \[0, inf\] \(got str\)"),
-        (lambda: draw_probes(cast(Any, None), 2.0, seed=0), TypeError, r"Expected 'sbm' to be an SBM \(got NoneType\)"),
+        (lambda: draw_probes(sample_edges(sbm, seed=0), cast(Any, "2"), seed=0), TypeError, r"Expected 'per_query' to be a number in \[0, inf\] \(got str\)"),
+        (lambda: draw_probes(cast(Any, None), 2.0, seed=0), TypeError, r"Expected 'graph' to be an AttentionGraph \(got NoneType\)"),
     ]
     for action, error, message in cases:
         with pytest.raises(error, match=message):
@@ -362,13 +371,13 @@ def test_more_pairs_than_memory_holds_are_refused(monkeypatch: pytest.MonkeyPatc
     sbm = SBM(ones / 60_000, ones, ones[:, :1])
     message = r"Expected 'per_query' to ask for no more than memory holds \(got 3,600,000,000 probes, 26.8 GiB of 1.0 GiB\). .*fewer heads"
     with pytest.raises(ValueError, match=message):
-        draw_probes(sbm, math.inf, seed=0)
-    with pytest.raises(ValueError, match=r"Expected 'per_query' .* \(got 3,600,000,000 probes"):
+        draw_probes(sample_edges(sbm, seed=0), math.inf, seed=0)
+    with pytest.raises(ValueError, match=r"Expected 'sbm' to ask for no more than memory holds"):
         SBMAttentionConv(4, 4, num_blocks=2, estimator="relaxed")(torch.ones(60_000, 4), seed=0)
-    with pytest.raises(ValueError, match=r"Expected 'sbm' to ask for no more than memory holds \(got 3,600,000,000 pairs"):
+    with pytest.raises(ValueError, match=r"Expected 'graph' to ask for no more than memory holds \(got 3,600,000,000 pairs"):
         score_function(sbm, sample_edges(sbm, seed=0), torch.ones(1))
-    assert draw_probes(sbm, 16.0, seed=0)[0].num_edges == pytest.approx(960_000, rel=0.01)
-    few, short = patterns.window(6000, 500), SBM(sbm.query[:, :6000], sbm.key[:, :6000], sbm.block)
+    assert draw_probes(sample_edges(sbm, seed=0), 16.0, seed=0)[0].num_edges == pytest.approx(960_000, rel=0.01)
+    few, short = patterns.window(6000, 500), SBM(sbm.query_membership[:, :6000], sbm.key_membership[:, :6000], sbm.block_matrix)
     monkeypatch.setattr(ops.checks, "available", lambda device: 2**26)
     for bias in (lambda: relaxed_bias(short, few), lambda: concrete_bias(short, few, 0.5, seed=0)):
         with pytest.raises(ValueError, match=r"Expected 'graph' to ask for no more than memory holds \(got 5,755,500 edges"):
@@ -377,7 +386,7 @@ def test_more_pairs_than_memory_holds_are_refused(monkeypatch: pytest.MonkeyPatc
 
 def test_infinitely_many_probes_are_all_pairs() -> None:
     sbm = SBM(torch.full((2, 3, 1), 0.1), torch.ones(2, 5, 1), torch.ones(2, 1, 1), torch.tensor([0, 1, 3]), torch.tensor([0, 3, 5]))
-    probes, chance = draw_probes(sbm, math.inf, seed=0)
+    probes, chance = draw_probes(sample_edges(sbm, seed=0), math.inf, seed=0)
     assert probes.num_edges == 2 * (1 * 3 + 2 * 2)
     assert torch.equal(chance, torch.ones(3))
 
@@ -415,7 +424,8 @@ def test_the_layer_looks_at_all_pairs_with_enough_probes() -> None:
     conv = SBMAttentionConv(6, 4, 2, 3, probes=math.inf, exploration=0.0).double()
     assert conv.sbm is not None
     x = draw(1, 7, 6)
-    out, graph, sbm = conv(x, seed=1, return_graph=True, return_sbm=True)
+    out, choice = conv(x, seed=1, return_choice=True)
+    graph, sbm = choice.graph, choice.probability
     weight = draw(2, *out.shape)
     got = torch.autograd.grad((out * weight).sum(), [conv.sbm.clusters, conv.sbm.mlp[0].weight], retain_graph=True)
     query, key, value = (lin(x).view(-1, 2, 4).transpose(0, 1) for lin in (conv.lin_query, conv.lin_key, conv.lin_value))
@@ -426,7 +436,7 @@ def test_the_layer_looks_at_all_pairs_with_enough_probes() -> None:
     g = torch.zeros(14, 7, dtype=torch.float64)
     g[everything.edge_row, everything.col.long()] = effects[1]
     g[graph.edge_row, graph.col.long()] += effects[0]
-    p = torch.stack([sbm.rate[h] @ sbm.key[h].T for h in range(2)])
+    p = torch.stack([sbm.rate[h] @ sbm.key_membership[h].T for h in range(2)])
     want = torch.autograd.grad((p * g.view(2, 7, 7).detach()).sum(), [conv.sbm.clusters, conv.sbm.mlp[0].weight])
     for one, two in zip(got, want, strict=True):
         torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-11)
@@ -484,8 +494,8 @@ def test_errors(options: dict[str, Any], message: str) -> None:
 
 
 def test_the_default_follows_the_normaliser() -> None:
-    assert SBMAttentionConv(6, 4).estimator == "local"
-    assert SBMAttentionConv(6, 4, normalizer="sparsemax").estimator == "mask"
+    assert isinstance(SBMAttentionConv(6, 4).estimator, Local)
+    assert type(SBMAttentionConv(6, 4, normalizer="sparsemax").estimator) is Mask
 
 
 # ------------------------------------------------------------------ parameterisations
@@ -505,11 +515,11 @@ def test_initial_density_is_what_was_asked_for(parameterization: str, density: f
 
 def test_assortative_probability_is_that_of_the_same_block() -> None:
     torch.manual_seed(0)
-    head = SBMHead(8, 1, 4, parameterization="assortative", temperature=0.2, clusters="orthogonal")
+    head = SBMHead(8, 1, 4, parameterization="assortative", temperature=0.2, cluster_init="orthogonal")
     query, key = draw(1, 1, 5, 8, dtype=torch.float32), draw(2, 1, 5, 8, dtype=torch.float32)
     sbm = head(query, key)
-    torch.testing.assert_close(sbm.query.sum(-1), torch.ones(1, 5))
-    torch.testing.assert_close(sbm.edge_prob_dense()[0], sbm.query[0] @ sbm.key[0].T)
+    torch.testing.assert_close(sbm.query_membership.sum(-1), torch.ones(1, 5))
+    torch.testing.assert_close(sbm.edge_prob_dense()[0], sbm.query_membership[0] @ sbm.key_membership[0].T)
     assert float(sbm.edge_prob_dense().detach().max()) <= 1
 
 
@@ -517,6 +527,6 @@ def test_tied_memberships_are_those_of_the_queries() -> None:
     head = SBMHead(8, 1, 4, parameterization="assortative", tied=True)
     query = draw(1, 1, 5, 8, dtype=torch.float32)
     sbm = head(query, draw(2, 1, 5, 8, dtype=torch.float32))
-    assert torch.equal(sbm.query, sbm.key)
+    assert torch.equal(sbm.query_membership, sbm.key_membership)
     with pytest.raises(ValueError, match="with tied memberships"):
         head(query, draw(2, 1, 6, 8, dtype=torch.float32))

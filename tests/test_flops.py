@@ -36,9 +36,9 @@ def random(*shape: int) -> Tensor:
 
 
 def test_every_op_with_products_has_a_formula() -> None:
-    known = {name for name in dir(ops) if name.startswith("_") and isinstance(getattr(ops, name), torch.library.CustomOpDef)}
-    without = {"_segment_entmax", "_segment_entmax_backward", "_sample_systematic", "_invalid_row"}  # no products over channels or blocks
-    assert {f"_{name}" for name in flops.__all__} == known - without
+    known = {name for name, op in vars(ops.schemas).items() if isinstance(op, torch.library.CustomOpDef)}
+    without = {"segment_entmax", "segment_entmax_backward", "sample_systematic", "invalid_row"}  # no products over channels or blocks
+    assert {*flops.__all__} == known - without
     for name in flops.__all__:
         assert getattr(torch.ops.sbm_pyg, name) in flop_registry
 
@@ -82,7 +82,7 @@ def test_effects_of_edges_and_probes() -> None:
     probes = patterns.window(None, 1, ptr=PTR).expand(HEADS)
     out, _ = ops.edge_attention(query.detach(), key.detach(), value.detach(), GRAPH.rowptr, GRAPH.col)
     sides = ((GRAPH.rowptr, GRAPH.col, None), (probes.rowptr, probes.col, None))
-    out = ops.local_expectation(out.requires_grad_(), rate, member, query, key, value, *sides, torch.ones(N))
+    out = ops.local_expectation(out.requires_grad_(), query, key, value, *sides, torch.ones(N), factors=(rate, member))
     both = E + probes.num_edges
     assert counted(lambda: out.sum().backward()) == {"edge_effect": 2 * both * (C + V + K), "edge_dot_backward": 4 * both * K}
     plain = (random(HEADS, N, V), query, key, value, GRAPH.rowptr, GRAPH.col, None, probes.rowptr, probes.col)
@@ -94,14 +94,14 @@ def test_effects_of_edges_and_probes() -> None:
 def test_sampling_by_coins_looks_at_all_pairs(method: str, device: str) -> None:
     """Where a quarter of the pairs are edges, coins are cheapest."""
     sbm = SBM(torch.full((HEADS, N, K), 0.5), torch.full((HEADS, N, K), 0.5), torch.eye(K).expand(HEADS, K, K) * 0.2, query_ptr=PTR)
-    streams = torch.arange(2)
+    sequence_ids = torch.arange(2)
     found: list[Any] = []
     if device == "real":
-        count = counted(lambda: found.append(ops.sample_sbm(sbm.rate, sbm.key, PTR, PTR, streams, 0, method)))
+        count = counted(lambda: found.append(ops.sample_sbm(sbm.rate, sbm.key_membership, PTR, PTR, sequence_ids, 0, method)))
         pairs = HEADS * (9 * 9 + 15 * 15)
     else:  # nothing to plan by: only the edges
         count = {"sample_sbm": flops.sample_sbm(
-            sbm.rate.to("meta"), sbm.key.to("meta"), PTR, PTR, streams, 0, method, 0.0, False, out_val=(GRAPH.rowptr, GRAPH.col)
+            sbm.rate.to("meta"), sbm.key_membership.to("meta"), PTR, PTR, sequence_ids, 0, method, 0.0, False, out_val=(GRAPH.rowptr, GRAPH.col)
         )}  # fmt: skip
         pairs = E
     assert count == {"sample_sbm": 2 * K * (2 * HEADS * N + pairs)}
@@ -114,11 +114,11 @@ def test_sampling_of_a_sparse_model_counts_its_proposals() -> None:
     sbm = SBM(torch.full((1, tokens, blocks), 0.5), torch.full((1, tokens, blocks), 0.5), torch.eye(blocks)[None] * density)
     assert float(sbm.expected_density()) == pytest.approx(density, rel=1e-4)
     found: list[Any] = []
-    count = counted(lambda: found.append(ops.sample_sbm(sbm.rate, sbm.key, ptr, ptr, torch.zeros(1, dtype=torch.int64), 0)))
+    count = counted(lambda: found.append(ops.sample_sbm(sbm.rate, sbm.key_membership, ptr, ptr, torch.zeros(1, dtype=torch.int64), 0)))
     edges = found[0][1].numel()
     tried = count["sample_sbm"] / (2 * blocks) - 2 * tokens
     assert abs(tried - edges) < 6 * edges**0.5  # equal rates: nearly nothing that is proposed is turned down
-    free = counted(lambda: ops.sample_sbm(sbm.rate, sbm.key, ptr, ptr, torch.zeros(1, dtype=torch.int64), 0, "fastrg"))
+    free = counted(lambda: ops.sample_sbm(sbm.rate, sbm.key_membership, ptr, ptr, torch.zeros(1, dtype=torch.int64), 0, "fastrg"))
     assert free == {"sample_sbm": 2 * blocks * 2 * tokens}
 
 

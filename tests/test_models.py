@@ -14,15 +14,28 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sbm_pyg import SBM, EncoderTrace, PairClassifier, SBMAttentionConv, SequenceClassifier, SequenceEncoder, TokenClassifier, ops, patterns
-from sbm_pyg.models import ATTENTION, FullAttention, PatternAttention
+from sbm_pyg import (
+    SBM,
+    AttentionConv,
+    Choice,
+    EncoderTrace,
+    FullAttention,
+    PairClassifier,
+    SBMAttentionConv,
+    SequenceClassifier,
+    SequenceEncoder,
+    TokenClassifier,
+    ops,
+    patterns,
+)
+from sbm_pyg.models import ATTENTION
 
 PTR = torch.tensor([0, 10, 17, 30])
 TOKENS = torch.randint(0, 15, (30,), generator=torch.Generator().manual_seed(0))
 OPTIONS: dict[str, dict] = {
     "sbm": {"num_blocks": 4, "dropout": 0.1},
     "full": {"dropout": 0.1},
-    "window": {"window": 2},
+    "window": {"size": 2},
     "bigbird": {"num_random": 1, "dropout": 0.1},
 }
 
@@ -36,7 +49,7 @@ def test_only_density_above_the_floor_costs() -> None:
     """Two heads of constant probabilities, one below the floor and one above it."""
     chance = torch.tensor([0.1, 0.5], requires_grad=True)
     sbm = SBM(chance[:, None, None].expand(2, 6, 1), torch.ones(2, 6, 1), torch.ones(2, 1, 1), torch.tensor([0, 6]), torch.tensor([0, 6]))
-    trace = EncoderTrace((None,), (sbm,), (1, 2))
+    trace = EncoderTrace((Choice(patterns.full(6, heads=2), sbm),), (1, 2))
     for floor, loss, gradient in [(0.0, 0.3, [0.5, 0.5]), (0.2, 0.15, [0.0, 0.5]), (0.6, 0.0, [0.0, 0.0])]:
         found = trace.density_loss(floor)
         assert found.item() == pytest.approx(loss)
@@ -54,14 +67,14 @@ def test_trace_and_shapes(attention: str) -> None:
     assert trace.density.shape == trace.expected_density.shape == (2, 3, 2)
     assert torch.equal(model(TOKENS, PTR, seed=1), logits)
     if attention == "sbm":
-        by_hand = [sbm.expected_density() for sbm in trace.sbms if sbm is not None]
+        by_hand = [choice.probability.expected_density() for choice in trace.choices]
         torch.testing.assert_close(trace.density_loss(), torch.stack(by_hand).mean())
         trace.density_loss().backward()
         grads = {name: p.grad for name, p in model.named_parameters()}
-        assert grads["encoder.blocks.0.attention.sbm.clusters"].any()  # type: ignore[union-attr]
+        assert grads["encoder.blocks.0.attention.source.head.clusters"].any()  # type: ignore[union-attr]
         torch.testing.assert_close(trace.density, torch.stack([graph.density for graph in trace.graphs if graph is not None]))
     else:
-        assert trace.sbms == (None, None)
+        assert all(choice is None or choice.probability is None for choice in trace.choices)
     if attention == "full":
         assert trace.graphs == (None, None)
         assert trace.density.eq(1).all()
@@ -70,10 +83,10 @@ def test_trace_and_shapes(attention: str) -> None:
 @pytest.mark.parametrize("attention", ATTENTION)
 def test_a_sequence_is_encoded_alike_in_any_batch(attention: str) -> None:
     model = encoder(attention).eval().double()
-    streams = torch.tensor([7, 2, 11])
-    together = model(TOKENS, PTR, seed=3, streams=streams)
+    sequence_ids = torch.tensor([7, 2, 11])
+    together = model(TOKENS, PTR, seed=3, sequence_ids=sequence_ids)
     for number, (start, end) in enumerate(itertools.pairwise(PTR)):
-        alone = model(TOKENS[start:end], seed=3, streams=streams[number : number + 1])
+        alone = model(TOKENS[start:end], seed=3, sequence_ids=sequence_ids[number : number + 1])
         torch.testing.assert_close(alone, together[start:end], rtol=1e-12, atol=1e-12)
 
 
@@ -98,12 +111,12 @@ def test_layers_sample_apart_and_seeds_fix_them() -> None:
 
 def test_pair_classifier() -> None:
     model = PairClassifier(encoder(), 2).eval()
-    logits, trace = model((TOKENS, TOKENS), (PTR, PTR), seed=1, streams=torch.tensor([0, 1, 2]), return_trace=True)
+    logits, trace = model((TOKENS, TOKENS), (PTR, PTR), seed=1, sequence_ids=torch.tensor([0, 1, 2]), return_trace=True)
     assert logits.shape == (3, 2)
     assert len(trace.graphs) == 4
     assert trace.graphs[0] != trace.graphs[2]  # the two sides of a pair do not share their random stream
-    x0 = model.encoder(TOKENS, PTR, seed=1, streams=torch.tensor([0, 2, 4]))
-    x1 = model.encoder(TOKENS, PTR, seed=1, streams=torch.tensor([1, 3, 5]))
+    x0 = model.encoder(TOKENS, PTR, seed=1, sequence_ids=torch.tensor([0, 2, 4]))
+    x1 = model.encoder(TOKENS, PTR, seed=1, sequence_ids=torch.tensor([1, 3, 5]))
     m0, m1 = (torch.stack([x[a:b].mean(0) for a, b in itertools.pairwise(PTR)]) for x in (x0, x1))
     torch.testing.assert_close(logits, model.classifier(torch.cat([m0, m1, m0 * m1, m0 - m1], 1)))
     with pytest.raises(ValueError, match=r"as many second as first sequences \(got 3 and 1\)"):
@@ -116,10 +129,10 @@ def test_the_sides_of_a_pair_sample_apart_without_streams_too() -> None:
     logits, trace = model(*pair, seed=1, return_trace=True)
     same = trace.graphs[0].to_dense(0) == trace.graphs[2].to_dense(0)
     assert float(same.double().mean()) < 0.9
-    assert torch.equal(logits, model(*pair, seed=1, streams=torch.arange(3, dtype=torch.int32)))
-    assert not torch.equal(logits, model(*pair, seed=1, streams=torch.tensor([2**31 - 1, 2**31 - 2, 2**31 - 3])))
-    with pytest.raises(ValueError, match=r"Expected 'streams' in 0 .. 2\*\*31-1 \(got 0 to 2147483648\)"):
-        model(*pair, seed=1, streams=torch.tensor([0, 1, 2**31]))
+    assert torch.equal(logits, model(*pair, seed=1, sequence_ids=torch.arange(3, dtype=torch.int32)))
+    assert not torch.equal(logits, model(*pair, seed=1, sequence_ids=torch.tensor([2**31 - 1, 2**31 - 2, 2**31 - 3])))
+    with pytest.raises(ValueError, match=r"Expected 'sequence_ids' in 0 .. 2\*\*31-1 \(got 0 to 2147483648\)"):
+        model(*pair, seed=1, sequence_ids=torch.tensor([0, 1, 2**31]))
 
 
 def test_seeds_of_an_encoder() -> None:
@@ -156,7 +169,7 @@ def test_a_factory_makes_the_layers() -> None:
             self.lin = nn.Linear(channels, heads * head_channels)
 
         def forward(self, x: Tensor, **_: object) -> tuple:
-            return self.lin(x.mean(0, keepdim=True)).expand(len(x), -1), None, None
+            return self.lin(x.mean(0, keepdim=True)).expand(len(x), -1), None
 
     model = SequenceEncoder(15, 16, attention=Mean, max_length=40)
     out, trace = model(TOKENS, PTR, return_trace=True)
@@ -206,7 +219,7 @@ def test_input_errors(tokens: Tensor, ptr: Tensor | None, error: type[Exception]
             model(tokens, ptr)
 
 
-@pytest.mark.parametrize("name", ["tokens", "ptr", "batch", "places"])
+@pytest.mark.parametrize("name", ["tokens", "ptr", "batch", "positions"])
 def test_pairs_are_pairs(name: str) -> None:
     given: dict[str, Any] = {"tokens": (TOKENS, TOKENS), "ptr": (PTR, PTR)}
     with pytest.raises(TypeError, match=rf"Expected '{name}' to be a pair, of first and second sequences \(got Tensor\)"):
@@ -231,7 +244,9 @@ def test_constructor_errors() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"num_tokens": None}, TypeError, r"Expected 'num_tokens' to be an int \(got NoneType\)"),
+        ({"num_tokens": None}, ValueError, r"Expected one of 'num_tokens' and 'in_channels' \(got neither\)"),
+        ({"in_channels": 3}, ValueError, r"Expected one of 'num_tokens' and 'in_channels' \(got both\)"),
+        ({"num_tokens": None, "in_channels": 0}, ValueError, r"Expected 'in_channels' to be at least 1 \(got 0\)"),
         ({"channels": True}, TypeError, r"Expected 'channels' to be an int \(got bool\)"),
         ({"channels": -2}, ValueError, r"Expected 'channels' to be at least 1 \(got -2\)"),
         ({"heads": 0}, ValueError, r"Expected 'heads' to be at least 1 \(got 0\)"),
@@ -253,7 +268,7 @@ def test_constructor_errors() -> None:
             r"Expected 'attention_options' of 'full' to be known \(got \['num_blocks'\]\)",
         ),
         ({"attention": "full", "attention_options": {"dropout": math.nan}}, ValueError, r"Expected 'dropout' in \[0, 1\) \(got nan\)"),
-        ({"attention": "window", "attention_options": {"window": -1}}, ValueError, r"Expected 'window' to be at least 0 \(got -1\)"),
+        ({"attention": "window", "attention_options": {"size": -1}}, ValueError, r"Expected 'size' to be at least 0 \(got -1\)"),
         (
             {"attention": "bigbird", "attention_options": {"num_random": 1.5}},
             TypeError,
@@ -300,7 +315,7 @@ def test_options_of_a_classifier(options: dict[str, Any], error: type[Exception]
 
 
 def test_inputs_of_layers() -> None:
-    layers = FullAttention(4, 2, 2), PatternAttention(4, 2, 2, cast(Any, lambda ptr, seed, streams: None))
+    layers = FullAttention(4, 2, 2), AttentionConv(4, 2, 2, patterns.PatternSource(cast(Any, lambda n, ptr: None)))
     x, ptr = torch.ones(3, 4), torch.tensor([0, 3])
     cases: list[tuple[Any, type[Exception], str]] = [
         (lambda: layers[0](x[:, :3], ptr=ptr), ValueError, r"Expected 'x' to be \[N, channels\] = \[any, 4\] \(got \[3, 3\]\)"),
@@ -308,11 +323,11 @@ def test_inputs_of_layers() -> None:
         (lambda: layers[0](None, ptr=ptr), TypeError, r"Expected 'x' to be a tensor \(got NoneType\)"),
         (lambda: layers[0](x, ptr=None), TypeError, r"Expected 'ptr' to be a tensor \(got NoneType\)"),
         (lambda: layers[1](x, ptr=ptr), TypeError, r"Expected 'graph' to be an AttentionGraph \(got NoneType\)"),
-        (lambda: PatternAttention(4, 2, 2, cast(Any, 3)), TypeError, r"Expected 'pattern' to be callable \(got int\)"),
+        (lambda: patterns.PatternSource(cast(Any, 3)), TypeError, r"Expected 'pattern' to be callable \(got int\)"),
         (lambda: FullAttention(4, 0, 2), ValueError, r"Expected 'head_channels' to be at least 1 \(got 0\)"),
         (lambda: FullAttention(4, 2, cast(Any, None)), TypeError, r"Expected 'heads' to be an int \(got NoneType\)"),
         (lambda: FullAttention(4, 2, 2, math.nan), ValueError, r"Expected 'dropout' in \[0, 1\) \(got nan\)"),
-        (lambda: encoder()(TOKENS, PTR, places=cast(Any, [0])), TypeError, r"Expected 'places' to be a tensor \(got list\)"),
+        (lambda: encoder()(TOKENS, PTR, positions=cast(Any, [0])), TypeError, r"Expected 'positions' to be a tensor \(got list\)"),
         (lambda: encoder()(TOKENS, cast(Any, [0, 30])), TypeError, r"Expected 'ptr' to be a tensor \(got list\)"),
         (lambda: encoder()(TOKENS > 3), TypeError, r"Expected 'tokens' to be \[N\] int64 \(got \[30\] torch.bool\)"),
     ]
@@ -330,8 +345,8 @@ def test_places_and_pool_length_are_those_of_zeroed_padding() -> None:
     kept = torch.rand(2, 12) < 0.6
     kept[:, 3] = True
     ptr = torch.cat([torch.zeros(1, dtype=torch.int64), kept.sum(1).cumsum(0)])
-    places = torch.arange(12).expand(2, 12)[kept]
-    logits = model(tokens[kept], ptr, places=places)
+    positions = torch.arange(12).expand(2, 12)[kept]
+    logits = model(tokens[kept], ptr, positions=positions)
 
     x = encoder.token(tokens) + encoder.position.weight  # the older way: nothing is removed, keys are masked, the rest is zeroed
     blocks: Any = encoder.blocks
@@ -356,17 +371,17 @@ def test_classifiers_take_a_batch_vector_and_places(kind: Any) -> None:
         return (x, x) if kind is PairClassifier else x
 
     want = model(both(TOKENS), both(PTR), seed=1)
-    assert torch.equal(model(both(TOKENS), batch=both(batch), places=both(counted), seed=1), want)
-    assert not torch.equal(model(both(TOKENS), batch=both(batch), places=both(counted + 1), seed=1), want)
+    assert torch.equal(model(both(TOKENS), batch=both(batch), positions=both(counted), seed=1), want)
+    assert not torch.equal(model(both(TOKENS), batch=both(batch), positions=both(counted + 1), seed=1), want)
 
 
 def test_places_are_checked() -> None:
     encoder = SequenceEncoder(9, 8, max_length=4)
     tokens = torch.tensor([1, 2])
-    with pytest.raises(ValueError, match=r"Expected 'places' in 0\.\.3 \(got 0 to 4\)"):
-        encoder(tokens, places=torch.tensor([0, 4]))
-    with pytest.raises(ValueError, match=r"Expected 'places' to be \[2\] int64, one for each token \(got \[1\] torch\.int64\)"):
-        encoder(tokens, places=torch.tensor([0]))
-    torch.testing.assert_close(encoder.eval()(tokens, seed=0), encoder(tokens, places=torch.tensor([0, 1]), seed=0))
+    with pytest.raises(ValueError, match=r"Expected 'positions' in 0\.\.3 \(got 0 to 4\)"):
+        encoder(tokens, positions=torch.tensor([0, 4]))
+    with pytest.raises(ValueError, match=r"Expected 'positions' to be \[2\] int64, one for each token \(got \[1\] torch\.int64\)"):
+        encoder(tokens, positions=torch.tensor([0]))
+    torch.testing.assert_close(encoder.eval()(tokens, seed=0), encoder(tokens, positions=torch.tensor([0, 1]), seed=0))
     with pytest.raises(ValueError, match=r"Expected 'pool_length' to be at least 1 \(got 0\)"):
         SequenceClassifier(encoder, 2, pool_length=0)

@@ -527,13 +527,13 @@ SQUARE = torch.zeros(7, 7, dtype=torch.float64)
         ({"seed": 0.5}, TypeError, "seed", "got 0.5"),
         ({"seed": "0"}, TypeError, "seed", "got '0'"),
         ({"seed": 2**64}, ValueError, "seed", "got 18446744073709551616"),
-        ({"streams": [0, 1, 2]}, TypeError, "streams", "got list"),
-        ({"streams": torch.arange(2)}, ValueError, "streams", "got [2]"),
-        ({"streams": torch.tensor([0, 1, -1])}, ValueError, "streams", "got -1 to 1"),
+        ({"sequence_ids": [0, 1, 2]}, TypeError, "sequence_ids", "got list"),
+        ({"sequence_ids": torch.arange(2)}, ValueError, "sequence_ids", "got [2]"),
+        ({"sequence_ids": torch.tensor([0, 1, -1])}, ValueError, "sequence_ids", "got -1 to 1"),
         (
-            {"streams": torch.arange(3), "graph": patterns.full(None, ptr=torch.tensor([0, 7, 14, 21]))},
+            {"sequence_ids": torch.arange(3), "graph": patterns.full(None, ptr=torch.tensor([0, 7, 14, 21]))},
             ValueError,
-            "streams",
+            "sequence_ids",
             "got a 'graph', or num_blocks=None",
         ),
     ],
@@ -545,7 +545,7 @@ def test_call_errors(arguments: dict[str, Any], error: type[Exception], name: st
 
 def test_streams_of_a_layer_without_blocks() -> None:
     x, layer = draw(3, 7, 16), SBMMultiheadAttention(16, 2, batch_first=True, num_blocks=None, dtype=torch.float64)
-    refused(layer, {"query": x, "key": x, "value": x, "streams": torch.arange(3)}, ValueError, "streams", "num_blocks=None")
+    refused(layer, {"query": x, "key": x, "value": x, "sequence_ids": torch.arange(3)}, ValueError, "sequence_ids", "num_blocks=None")
 
 
 def test_autocast_takes_what_it_converts() -> None:

@@ -345,6 +345,8 @@ def test_what_does_not_fit_is_refused(name: str, change: Callable[[Any], Any], m
         ops.edge_attention(**given | {name: change(given.get(name))})
     if name in ("query", "key", "rowptr", "col"):
         for op in (ops.edge_dot, ops.edge_gate):
+            if op is ops.edge_gate:
+                message = message.replace("'query'", "'rate'").replace("'key'", "'member'")
             with pytest.raises((TypeError, ValueError), match=message):
                 op(*((given | {name: change(given[name])})[wanted] for wanted in ("query", "key", "rowptr", "col")))
 
@@ -352,21 +354,21 @@ def test_what_does_not_fit_is_refused(name: str, change: Callable[[Any], Any], m
 def test_effects_and_samplers_refuse_what_does_not_fit() -> None:
     given = arguments()
     x, rowptr, col = given["query"], given["rowptr"], given["col"]
-    chance, ptr, streams = torch.ones(5), torch.tensor([0, 5]), torch.tensor([0])
+    chance, ptr, sequence_ids = torch.ones(5), torch.tensor([0, 5]), torch.tensor([0])
 
     def effect(grad: Any = x, probes: Tensor = col, model: tuple[Any, ...] = (x, x, chance), scale: Any = 1.0, more: float = 0.0) -> Any:
         return ops.edge_effect(grad, x, x, x, rowptr, col, None, rowptr, probes, None, scale, *model, more)
 
     def expectation(out: Any = x, forced: Any = None, probes: Tensor = rowptr, model: tuple[Any, ...] = (x, x), **more: Any) -> Any:
-        return ops.local_expectation(out, *model, x, x, x, (rowptr, col, None), (probes, col, None), chance, forced, **more)
+        return ops.local_expectation(out, x, x, x, (rowptr, col, None), (probes, col, None), chance, forced, factors=model, **more)
 
-    def sample(query: Any = x, *options: Any, streams: Tensor = streams, starts: Tensor = ptr, seed: Any = 0) -> Any:
-        return ops.sample_sbm(query, x, starts, starts, streams, seed, *options)
+    def sample(query: Any = x, *options: Any, sequence_ids: Tensor = sequence_ids, starts: Tensor = ptr, seed: Any = 0) -> Any:
+        return ops.sample_sbm(query, x, starts, starts, sequence_ids, seed, *options)
 
     def spread(chance: Any = chance, heads: Any = 2, seed: Any = 0) -> Any:
-        return ops.sample_systematic(chance, ptr, ptr, streams, heads, seed)
+        return ops.sample_systematic(chance, ptr, ptr, sequence_ids, heads, seed)
 
-    effect(), expectation(), ops.sample_sbm(x / 4, x / 4, ptr, ptr, streams, 0), ops.sample_systematic(chance, ptr, ptr, streams, 2, 0)
+    effect(), expectation(), ops.sample_sbm(x / 4, x / 4, ptr, ptr, sequence_ids, 0), ops.sample_systematic(chance, ptr, ptr, sequence_ids, 2, 0)
     for action, message in (
         (lambda: effect(grad=x[:, :4]), "Expected 'grad_out' to be "),
         (lambda: effect(probes=col[None]), "Expected 'probe_col' to be "),
@@ -376,22 +378,22 @@ def test_effects_and_samplers_refuse_what_does_not_fit() -> None:
         (lambda: expectation(out=x[0]), "Expected 'out' to be "),
         (lambda: expectation(forced=col[:3] > 0), "Expected 'forced' to be "),
         (lambda: expectation(probes=rowptr[1:]), "Expected 'probe_rowptr' to be "),
-        (lambda: ops.sample_sbm(x, x, ptr, ptr, streams, 0, "bernuli"), r"Expected 'method' to be one of .* \(got 'bernuli'\)"),
-        (lambda: ops.sample_sbm(x, x[..., :2], ptr, ptr, streams, 0), "Expected 'key' to be "),
-        (lambda: ops.sample_sbm(x, x.to("meta"), ptr, ptr, streams, 0), r"Expected 'key' on cpu, as 'query' is \(got meta\)"),
+        (lambda: ops.sample_sbm(x, x, ptr, ptr, sequence_ids, 0, "bernuli"), r"Expected 'method' to be one of .* \(got 'bernuli'\)"),
+        (lambda: ops.sample_sbm(x, x[..., :2], ptr, ptr, sequence_ids, 0), "Expected 'member' to be "),
+        (lambda: ops.sample_sbm(x, x.to("meta"), ptr, ptr, sequence_ids, 0), r"Expected 'member' on cpu, as 'rate' is \(got meta\)"),
         (
-            lambda: ops.sample_systematic(chance, ptr, ptr, streams.to("meta"), 2, 0),
-            r"Expected 'streams' on cpu, as 'chance' is \(got meta\)",
+            lambda: ops.sample_systematic(chance, ptr, ptr, sequence_ids.to("meta"), 2, 0),
+            r"Expected 'sequence_ids' on cpu, as 'chance' is \(got meta\)",
         ),
         (lambda: ops.segment_entmax(chance, ptr=ptr.to("meta")), r"Expected 'ptr' on cpu, as 'src' is \(got meta\)"),
         (lambda: ops.segment_entmax(chance, ptr=ptr[None]), r"Expected 'ptr' to be \[S\+1\]"),
         (lambda: ops.segment_entmax(chance, ptr=cast(Any, [0, 5])), r"Expected 'ptr' to be a tensor \[S\+1\] \(got list\)"),
         (lambda: ops.segment_entmax(chance, index=col[:3].long()), r"Expected 'index' to be \[E\] = \[5\] \(got \[3\]\)"),
-        (lambda: ops.sample_sbm(x, x, ptr, ptr, streams.int(), 0), r"Expected 'streams' to be int64 \(got torch.int32\)"),
+        (lambda: ops.sample_sbm(x, x, ptr, ptr, sequence_ids.int(), 0), r"Expected 'sequence_ids' to be int64 \(got torch.int32\)"),
         (lambda: effect(model=(x, x, chance.to("meta"))), r"Expected 'chance' on cpu, as 'query' is \(got meta\)"),
-        (lambda: ops.sample_sbm(x, x, ptr, ptr, torch.arange(2), 0), r"Expected 'streams' to be \[B\] = \[1\] \(got \[2\]\)"),
-        (lambda: ops.sample_systematic(x, ptr, ptr, streams, 2, 0), "Expected 'chance' to be "),
-        (lambda: ops.sample_systematic(chance, ptr, torch.tensor([0, 2, 5]), streams, 2, 0), "Expected 'key_ptr' to be "),
+        (lambda: ops.sample_sbm(x, x, ptr, ptr, torch.arange(2), 0), r"Expected 'sequence_ids' to be \[B\] = \[1\] \(got \[2\]\)"),
+        (lambda: ops.sample_systematic(x, ptr, ptr, sequence_ids, 2, 0), "Expected 'chance' to be "),
+        (lambda: ops.sample_systematic(chance, ptr, torch.tensor([0, 2, 5]), sequence_ids, 2, 0), "Expected 'key_ptr' to be "),
         (lambda: effect(grad=None), r"Expected 'grad_out' to be a tensor \(got NoneType\)"),
         (lambda: effect(grad=x.bool()), r"Expected 'grad_out' to be a floating tensor \(got torch.bool\)"),
         (lambda: effect(scale=math.inf), r"Expected 'scale' in \(-inf, inf\) \(got inf\)"),
@@ -404,16 +406,20 @@ def test_effects_and_samplers_refuse_what_does_not_fit() -> None:
         (lambda: expectation(exploration=-0.1), r"Expected 'exploration' in \[0, 1\] \(got -0.1\)"),
         (lambda: expectation(scale=math.nan), r"Expected 'scale' in \(-inf, inf\) \(got nan\)"),
         (
-            lambda: ops.local_expectation(x, x, x, x, x, x, cast(Any, [rowptr]), (rowptr, col, None), chance),
+            lambda: ops.local_expectation(x, x, x, x, cast(Any, [rowptr]), (rowptr, col, None), chance, factors=(x, x)),
             "Expected 'graph' to be a tuple",
         ),
-        (lambda: sample(x.bool()), r"Expected 'query' to be a floating tensor \(got torch.bool\)"),
-        (lambda: sample(None), r"Expected 'query' to be a tensor \(got NoneType\)"),
+        (lambda: expectation(model=None), r"Expected one of 'factors' and 'prob' \(got neither\)"),
+        (lambda: expectation(prob=(chance, chance)), r"Expected one of 'factors' and 'prob' \(got both\)"),
+        (lambda: expectation(model=None, prob=chance), r"Expected 'prob' to be a pair of tensors \(got Tensor\)"),
+        (lambda: expectation(model=None, prob=(x, x)), r"Expected 'prob' to be \[E\]"),
+        (lambda: sample(x.bool()), r"Expected 'rate' to be a floating tensor \(got torch.bool\)"),
+        (lambda: sample(None), r"Expected 'rate' to be a tensor \(got NoneType\)"),
         (lambda: sample(x, "bernoulli", math.nan), r"Expected 'exploration' in \[0, 1\] \(got nan\)"),
         (lambda: sample(x, "bernoulli", 2), r"Expected 'exploration' in \[0, 1\] \(got 2\)"),
         (lambda: sample(seed=2**64), r"Expected 'seed' in -2\*\*63 .. 2\*\*63-1"),
-        (lambda: sample(starts=ptr[:1], streams=ptr[:0]), r"Expected 'query_ptr' to be \[B\+1\] with B >= 1 \(got \[1\]\)"),
-        (lambda: sample(starts=ptr[:0], streams=ptr[:0]), r"Expected 'query_ptr' to be \[B\+1\] with B >= 1 \(got \[0\]\)"),
+        (lambda: sample(starts=ptr[:1], sequence_ids=ptr[:0]), r"Expected 'query_ptr' to be \[B\+1\] with B >= 1 \(got \[1\]\)"),
+        (lambda: sample(starts=ptr[:0], sequence_ids=ptr[:0]), r"Expected 'query_ptr' to be \[B\+1\] with B >= 1 \(got \[0\]\)"),
         (lambda: spread(chance > 0), r"Expected 'chance' to be a floating tensor \(got torch.bool\)"),
         (lambda: spread(None), r"Expected 'chance' to be a tensor \(got NoneType\)"),
         (lambda: spread(heads=0), r"Expected 'heads' to be at least 1 \(got 0\)"),
@@ -440,10 +446,10 @@ def test_effects_and_samplers_refuse_what_does_not_fit() -> None:
 
 
 def test_a_chance_outside_0_and_1_is_cut() -> None:
-    ptr, streams = torch.tensor([0, 6]), torch.tensor([0])
+    ptr, sequence_ids = torch.tensor([0, 6]), torch.tensor([0])
     wild, cut = torch.tensor([2.0, math.nan, -1.0, math.inf, -math.inf, 0.5]), torch.tensor([1.0, 0.0, 0.0, 1.0, 0.0, 0.5])
     for sample in (ops.sample_systematic, reference.sample_systematic):
-        for got, want in zip(sample(wild, ptr, ptr, streams, 2, 3), sample(cut, ptr, ptr, streams, 2, 3), strict=True):
+        for got, want in zip(sample(wild, ptr, ptr, sequence_ids, 2, 3), sample(cut, ptr, ptr, sequence_ids, 2, 3), strict=True):
             assert torch.equal(got, want)
 
 

@@ -290,16 +290,16 @@ def test_seeds_and_generators(case: Case) -> None:
 @pytest.mark.parametrize("case", RANDOM_CASES, ids=map(name, RANDOM_CASES))
 def test_a_sequence_keeps_its_keys_in_any_batch(case: Case) -> None:
     """By its stream; another stream gets other keys."""
-    lengths, streams = [9, 40, 17], torch.tensor([2**32 - 1, 5, 0])
-    together = case.function(None, ptr=offsets(lengths), heads=2, streams=streams, **case.arguments)
+    lengths, sequence_ids = [9, 40, 17], torch.tensor([2**32 - 1, 5, 0])
+    together = case.function(None, ptr=offsets(lengths), heads=2, sequence_ids=sequence_ids, **case.arguments)
     for sequence, n in enumerate(lengths):
-        alone = case.function(n, heads=2, streams=streams[sequence : sequence + 1], **case.arguments)
+        alone = case.function(n, heads=2, sequence_ids=sequence_ids[sequence : sequence + 1], **case.arguments)
         assert torch.equal(alone.to_dense(), together.to_dense(sequence))
-    numbered = case.function(None, ptr=offsets(lengths), heads=2, streams=torch.arange(3), **case.arguments)
+    numbered = case.function(None, ptr=offsets(lengths), heads=2, sequence_ids=torch.arange(3), **case.arguments)
     assert numbered == case.function(None, ptr=offsets(lengths), heads=2, **case.arguments)
     assert numbered != together
-    with pytest.raises(ValueError, match=re.escape("Expected 'streams' to be [3] int64")):
-        case.function(None, ptr=offsets(lengths), streams=streams[:2], **case.arguments)
+    with pytest.raises(ValueError, match=re.escape("Expected 'sequence_ids' to be [3] int64")):
+        case.function(None, ptr=offsets(lengths), sequence_ids=sequence_ids[:2], **case.arguments)
 
 
 @settings(max_examples=50, deadline=None)
@@ -502,7 +502,7 @@ def test_transform_of_data_without_nodes() -> None:
 @every_case_and_random
 def test_transform_has_the_parameters_of_its_function(case: Case) -> None:
     parameters = inspect.signature(case.function).parameters
-    of_the_data = ("n", "ptr", "device", "streams")  # what a transform reads off the data, or would have to
+    of_the_data = ("n", "ptr", "device", "sequence_ids")  # what a transform reads off the data, or would have to
     expected = {key: value.default for key, value in parameters.items() if key not in of_the_data}
     taken = inspect.signature(case.transform).parameters
     assert {key: value.default for key, value in taken.items()} == expected
@@ -540,4 +540,4 @@ def test_public_names() -> None:
     assert sorted(patterns.__all__) == list(patterns.__all__)
     functions = {case.function.__name__ for case in CASES + RANDOM_CASES}
     transforms = {case.transform.__name__ for case in CASES + RANDOM_CASES}
-    assert set(patterns.__all__) == functions | transforms
+    assert set(patterns.__all__) == functions | transforms | {"PatternSource"}

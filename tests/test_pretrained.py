@@ -21,15 +21,23 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.nn.dense.linear import Linear
 
-from sbm_pyg import PairClassifier, Pretrained, SequenceClassifier, SequenceEncoder, TokenClassifier, pretrained
-from sbm_pyg.models import FullAttention
+from sbm_pyg import (
+    PairClassifier,
+    Pretrained,
+    SequenceClassifier,
+    SequenceEncoder,
+    TokenClassifier,
+    estimators,
+    pretrained,
+)
+from sbm_pyg.dense import FullAttention
 
 PTR = torch.tensor([0, 10, 17, 30])
 TOKENS = torch.randint(0, 15, (30,), generator=torch.Generator().manual_seed(0))
 OPTIONS: dict[str, dict[str, Any]] = {
-    "sbm": {"num_blocks": 4, "dropout": 0.1, "clusters": "orthogonal"},
+    "sbm": {"num_blocks": 4, "dropout": 0.1, "sbm_options": {"cluster_init": "orthogonal"}},
     "full": {"dropout": 0.1},
-    "window": {"window": 2},
+    "window": {"size": 2},
     "bigbird": {"num_random": 1},
 }
 FILES = ["README.md", "config.json", "model.safetensors"]
@@ -115,12 +123,14 @@ def test_every_constructor_option_comes_back(tmp_path: Path) -> None:
         },
     }
     model = SequenceEncoder(**options)
-    assert model.constructor_options() == options
+    assert model.constructor_options() == options | {"in_channels": None}
     model.save_pretrained(tmp_path / "model")
     again = SequenceEncoder.from_pretrained(tmp_path / "model")
-    assert again.constructor_options() == options
+    assert again.constructor_options() == options | {"in_channels": None}
     layer: Any = again.blocks[0].attention
-    assert (layer.exploration, layer.estimator, layer.budget, layer.window, layer.normalizer) == (0.5, "paper", 3.5, 1, "entmax15")
+    source = layer.source
+    assert (source.exploration, source.budget, source.window, layer.normalizer) == (0.5, 3.5, 1, "entmax15")
+    assert type(layer.estimator) is estimators.Paper
 
 
 def test_saving_changes_nothing_and_loading_leaves_random_numbers_alone(tmp_path: Path) -> None:
@@ -294,7 +304,7 @@ def test_infinite_options_come_back(tmp_path: Path) -> None:
     again = SequenceEncoder.from_pretrained(tmp_path / "model")
     assert again.constructor_options() == model.constructor_options()
     layer: Any = again.blocks[0].attention
-    assert layer.probes == math.inf
+    assert layer.estimator.probes == math.inf
     json.loads((tmp_path / "model" / "config.json").read_text(), parse_constant=pytest.fail)  # standard JSON
 
 

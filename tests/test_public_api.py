@@ -14,8 +14,8 @@ import pytest
 import sbm_pyg
 
 ROOT = Path(sbm_pyg.__file__).parent
-ORDER = ["version", "ops", "ragged", "graph", "sbm", "sampling", "patterns", "estimators", "attention", "multihead", "pretrained", "models"]
-ORDER += ["hamiltonian", "universality", "analysis", "plots", "info"]
+ORDER = ["version", "ops", "ragged", "graph", "choice", "patterns", "sbm", "sampling", "estimators", "propagation", "attention", "dense"]
+ORDER += ["multihead", "pretrained", "models", "walks", "hamiltonian", "universality", "analysis", "plots", "info"]
 OPTIONAL = [
     "lightning",
     "matplotlib",

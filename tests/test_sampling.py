@@ -16,7 +16,7 @@ from torch_geometric.data import Batch, Data, HeteroData
 
 from sbm_pyg import SBM, AttentionGraph, SBMGraph, SBMHead, ops, sample_edges
 from sbm_pyg.ops import reference
-from sbm_pyg.sampling import draw_seed
+from sbm_pyg.ragged import draw_seed
 
 FALSE_ALARM = 1e-6
 
@@ -31,7 +31,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def stacked(sbm: SBM, draws: int) -> SBM:
     """One long sequence of queries, in which the queries of ``sbm`` come ``draws`` times: as many independent graphs in one call."""
-    return SBM(sbm.query.repeat(1, draws, 1), sbm.key, sbm.block)
+    return SBM(sbm.query_membership.repeat(1, draws, 1), sbm.key_membership, sbm.block_matrix)
 
 
 def graph_numbers(graph: AttentionGraph, queries: int) -> Tensor:
@@ -86,7 +86,7 @@ def test_fastrg_has_the_law_of_algorithm_1(name: str, way: str) -> None:
 
 def algorithm_1(sbm: SBM, generator: torch.Generator) -> AttentionGraph:
     """The paper's pseudo-code, literally, for one head of one sequence."""
-    y, z, s = sbm.query[0], sbm.key[0], sbm.block[0]
+    y, z, s = sbm.query_membership[0], sbm.key_membership[0], sbm.block_matrix[0]
     weight = y.sum(0)[:, None] * s * z.sum(0)
     edges = int(torch.poisson(weight.sum(), generator=generator))
     if edges == 0:
@@ -108,7 +108,7 @@ def test_fastrg_agrees_with_the_pseudo_code() -> None:
 def test_the_joint_test_sees_a_transposed_block_matrix(way: str) -> None:
     """Negative control: the fault of the authors' fastRG has nearly right marginals and a wrong joint law."""
     sbm = small_sbms()["3 x 3, off-diagonal"]
-    wrong = SBM(sbm.query, sbm.key, sbm.block.mT)
+    wrong = SBM(sbm.query_membership, sbm.key_membership, sbm.block_matrix.mT)
     numbers = graph_numbers(sample_edges(stacked(wrong, 100_000), seed=13), 3)
     assert chi_square(numbers, joint_law(sbm.edge_prob_dense()[0])) < FALSE_ALARM
 
@@ -126,16 +126,16 @@ def test_the_joint_test_has_power() -> None:
 def test_sequences_heads_and_seeds_are_independent() -> None:
     """Joint law over the graphs of two heads, of two sequences, and of two seeds, each taken as one bigger graph."""
     sbm = small_sbms()["2 x 4"]
-    single = SBM(sbm.query[:, :1], sbm.key, sbm.block)
+    single = SBM(sbm.query_membership[:, :1], sbm.key_membership, sbm.block_matrix)
     law = joint_law(single.edge_prob_dense()[0].expand(2, -1))
     draws = 200_000
-    heads = stacked(SBM(*(x.repeat(2, 1, 1) for x in (single.query, single.key, single.block))), draws)
+    heads = stacked(SBM(*(x.repeat(2, 1, 1) for x in (single.query_membership, single.key_membership, single.block_matrix))), draws)
     first, second = (graph_numbers(sample_edges(heads, seed=15).head(head), 1) for head in range(2))
     assert chi_square(first + 16 * second, law) > FALSE_ALARM
     graphs = [graph_numbers(sample_edges(stacked(single, draws), seed=seed), 1) for seed in (16, 17)]
     assert chi_square(graphs[0] + 16 * graphs[1], law) > FALSE_ALARM
-    streams = [graph_numbers(sample_edges(stacked(single, draws), seed=16, streams=torch.tensor([n])), 1) for n in (0, 2**32 - 1)]
-    assert chi_square(streams[0] + 16 * streams[1], law) > FALSE_ALARM
+    sequence_ids = [graph_numbers(sample_edges(stacked(single, draws), seed=16, sequence_ids=torch.tensor([n])), 1) for n in (0, 2**32 - 1)]
+    assert chi_square(sequence_ids[0] + 16 * sequence_ids[1], law) > FALSE_ALARM
 
 
 # ------------------------------------------------------------------ larger models
@@ -207,13 +207,13 @@ def test_the_same_edges_for_any_number_of_threads_and_any_batch() -> None:
     graphs = []
     for threads in (1, 2):
         torch.set_num_threads(threads)
-        graphs.append(sample_edges(sbm, seed=7, streams=torch.tensor([4, 9, 1])))
+        graphs.append(sample_edges(sbm, seed=7, sequence_ids=torch.tensor([4, 9, 1])))
     torch.set_num_threads(before)
     assert graphs[0] == graphs[1]
     for sequence, stream in enumerate([4, 9, 1]):
         rows = slice(300 * sequence, 300 * (sequence + 1))
-        alone = SBM(sbm.query[:, rows], sbm.key[:, rows], sbm.block)
-        assert sample_edges(alone, seed=7, streams=torch.tensor([stream])) == graphs[0].sequence(sequence)
+        alone = SBM(sbm.query_membership[:, rows], sbm.key_membership[:, rows], sbm.block_matrix)
+        assert sample_edges(alone, seed=7, sequence_ids=torch.tensor([stream])) == graphs[0].sequence(sequence)
     assert sample_edges(sbm, seed=7) != sample_edges(sbm, seed=8)
 
 
@@ -238,15 +238,15 @@ def test_seed_and_generator() -> None:
 
 def test_streams_may_be_int32() -> None:
     sbm = larger_sbm(sequences=2)
-    streams = torch.tensor([3, 2**31 - 1])
-    assert sample_edges(sbm, seed=0, streams=streams.int()) == sample_edges(sbm, seed=0, streams=streams)
+    sequence_ids = torch.tensor([3, 2**31 - 1])
+    assert sample_edges(sbm, seed=0, sequence_ids=sequence_ids.int()) == sample_edges(sbm, seed=0, sequence_ids=sequence_ids)
 
 
 def test_streams_are_a_tensor() -> None:
     sbm = larger_sbm(sequences=2)
-    for streams in ([0, 1], np.array([0, 1])):
-        with pytest.raises(TypeError, match=r"Expected 'streams' to be a tensor \(got \w+\)"):
-            sample_edges(sbm, seed=0, streams=cast(Any, streams))
+    for sequence_ids in ([0, 1], np.array([0, 1])):
+        with pytest.raises(TypeError, match=r"Expected 'sequence_ids' to be a tensor \(got \w+\)"):
+            sample_edges(sbm, seed=0, sequence_ids=cast(Any, sequence_ids))
 
 
 def test_extremes() -> None:
@@ -275,9 +275,9 @@ def test_budget_bounds_the_expected_degree_of_each_query(budget: float) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_budget_in_low_precision(dtype: torch.dtype) -> None:
     sbm = larger_sbm(queries=500)
-    low = SBM(sbm.query.to(dtype), sbm.key.to(dtype), sbm.block.to(dtype))
+    low = SBM(sbm.query_membership.to(dtype), sbm.key_membership.to(dtype), sbm.block_matrix.to(dtype))
     limited = low.limit(3.0)
-    assert limited.query.dtype == dtype
+    assert limited.query_membership.dtype == dtype
     assert float(limited.expected_degree().max()) <= 3 * 1.02
     assert sample_edges(low, budget=3.0, seed=1) == sample_edges(limited, seed=1)
 
@@ -297,8 +297,8 @@ def test_linear_memory() -> None:
 def sizes_sbm(query: float, key: float, dtype: torch.dtype) -> SBM:
     """Off-diagonal model of 200 times 300 tokens in two sequences, whose probabilities are those of sizes 1 and 1 times ``query * key``."""
     sbm = larger_sbm(heads=1, queries=100, keys=150, blocks=3, sequences=2)
-    y, z = (x.double() + 0.1 for x in (sbm.query, sbm.key))
-    return SBM((y * query).to(dtype), (z * key).to(dtype), sbm.block.to(dtype), sbm.query_ptr, sbm.key_ptr)
+    y, z = (x.double() + 0.1 for x in (sbm.query_membership, sbm.key_membership))
+    return SBM((y * query).to(dtype), (z * key).to(dtype), sbm.block_matrix.to(dtype), sbm.query_ptr, sbm.key_ptr)
 
 
 @pytest.mark.parametrize(
@@ -317,12 +317,12 @@ def test_memberships_of_any_size_have_their_law(query: float, key: float, dtype:
     """Pair frequencies by chi-square against probabilities that float64 gives exactly enough."""
     sbm = sizes_sbm(query, key, dtype)
     draws, queries, keys = 200, 100, 150
-    y, z = sbm.query.double().view(2, queries, -1), sbm.key.double().view(2, keys, -1)
-    prob = y @ sbm.block.double() @ z.mT
+    y, z = sbm.query_membership.double().view(2, queries, -1), sbm.key_membership.double().view(2, keys, -1)
+    prob = y @ sbm.block_matrix.double() @ z.mT
     assert float(prob.min()) > 0
     assert float(prob.max()) < 1
-    repeated = sbm.query.view(2, queries, -1).repeat(1, draws, 1).view(1, 2 * draws * queries, -1)  # each sequence as many times
-    graph = sample_edges(SBM(repeated, sbm.key, sbm.block, draws * sbm.query_ptr, sbm.key_ptr), seed=0)
+    repeated = sbm.query_membership.view(2, queries, -1).repeat(1, draws, 1).view(1, 2 * draws * queries, -1)  # each sequence as many times
+    graph = sample_edges(SBM(repeated, sbm.key_membership, sbm.block_matrix, draws * sbm.query_ptr, sbm.key_ptr), seed=0)
     counts = torch.stack([graph.to_dense(b).view(draws, queries, keys).sum(0) for b in range(2)]).double()
     error = (counts / draws - prob) / (prob * (1 - prob) / draws).sqrt()
     assert FALSE_ALARM < stats.chi2.sf(float((error**2).sum()), error.numel()) < 1 - FALSE_ALARM
@@ -348,8 +348,8 @@ def test_blocks_without_members_and_tiny_memberships_are_no_edges() -> None:
 @pytest.mark.parametrize(
     ("query", "key", "options", "message"),
     [
-        (1e200, 1e100, {}, r"Expected 'query' of a size whose products float64 holds \(got 1e\+200\)"),
-        (1e-300, 1e300, {}, r"Expected 'key' of a size whose products float64 holds \(got 1e\+300\)"),
+        (1e200, 1e100, {}, r"Expected 'query_membership' of a size whose products float64 holds \(got 1e\+200\)"),
+        (1e-300, 1e300, {}, r"Expected 'key_membership' of a size whose products float64 holds \(got 1e\+300\)"),
         (
             1e20,
             1e5,
@@ -395,10 +395,10 @@ BAD = [
     ({"budget": -1.0}, r"Expected 'budget' in \(0, inf\] \(got -1.0\)"),
     ({"budget": math.nan}, r"Expected 'budget' in \(0, inf\] \(got nan\)"),
     ({"seed": 1, "generator": torch.Generator()}, r"Expected 'seed' or 'generator' \(got both\)"),
-    ({"streams": torch.tensor([0, 1])}, r"Expected 'streams' to be \[1\] int64 \(got \[2\]"),
-    ({"streams": torch.tensor([0.0])}, r"Expected 'streams' to be \[1\] int64"),
-    ({"streams": torch.tensor([2**32])}, r"Expected 'streams' in 0 .. 2\*\*32-1 \(got 4294967296 to 4294967296\)"),
-    ({"streams": torch.tensor([-1])}, r"Expected 'streams' in 0 .. 2\*\*32-1 \(got -1 to -1\)"),
+    ({"sequence_ids": torch.tensor([0, 1])}, r"Expected 'sequence_ids' to be \[1\] int64 \(got \[2\]"),
+    ({"sequence_ids": torch.tensor([0.0])}, r"Expected 'sequence_ids' to be \[1\] int64"),
+    ({"sequence_ids": torch.tensor([2**32])}, r"Expected 'sequence_ids' in 0 .. 2\*\*32-1 \(got 4294967296 to 4294967296\)"),
+    ({"sequence_ids": torch.tensor([-1])}, r"Expected 'sequence_ids' in 0 .. 2\*\*32-1 \(got -1 to -1\)"),
     ({"seed": 2**63}, r"Expected 'seed' in -2\*\*63 .. 2\*\*63-1 \(got 9223372036854775808\). Take it modulo 2\*\*63."),
 ]
 
@@ -437,11 +437,11 @@ def test_overflowing_rates_are_named() -> None:
     ones = torch.ones(1, 2, 1)
     sbm = SBM(1e25 * ones, 0 * ones, 1e25 * ones[:, :1])
     for check in (sbm.validate, lambda: sample_edges(sbm, clamp=True, seed=0)):
-        with pytest.raises(ValueError, match="Expected 'query @ block' to be finite"):
+        with pytest.raises(ValueError, match="Expected 'query_membership @ block_matrix' to be finite"):
             check()
 
 
-@pytest.mark.parametrize("name", ["query", "key", "block"])
+@pytest.mark.parametrize("name", ["query_membership", "key_membership", "block_matrix"])
 @pytest.mark.parametrize(
     ("value", "message"),
     [(math.nan, r"finite \(got NaN or inf\)"), (math.inf, r"finite \(got NaN or inf\)"), (-0.1, r"non-negative \(got -0.1\)")],
@@ -471,14 +471,14 @@ def test_keys_that_int32_cannot_number() -> None:
 
 def test_probabilities_above_one(way: str) -> None:
     sbm = larger_sbm()
-    bad = SBM(sbm.query * 20, sbm.key, sbm.block)
+    bad = SBM(sbm.query_membership * 20, sbm.key_membership, sbm.block_matrix)
     message = r"Expected edge probabilities in \[0, 1\] \(got \d+\.\d+\). .* pass clamp=True"
     with pytest.raises(ValueError, match=message):
         sample_edges(bad, seed=0)
     with pytest.raises(ValueError, match=message):
         bad.validate()
     for factor in (1.0, 1e12) if way == "coins" else (1.0,):  # nobody would propose 1e12 edges
-        huge = SBM(bad.query * factor, bad.key, bad.block)
+        huge = SBM(bad.query_membership * factor, bad.key_membership, bad.block_matrix)
         dense = sample_edges(huge, clamp=True, seed=0).to_dense()
         assert dense[huge.edge_prob_dense() >= 1].all()
         assert sample_edges(huge, method="fastrg", seed=0).to_dense()[huge.edge_prob_dense() >= 50].all()
@@ -488,7 +488,7 @@ def test_a_loose_bound_above_one_is_no_error() -> None:
     """No pair exceeds 1, though the cheap bound of the row does."""
     y = torch.tensor([[[1.0, 1.0]]])
     sbm = SBM(y, torch.tensor([[[0.9, 0.0], [0.0, 0.9]]]), torch.eye(2)[None])
-    assert float((sbm.rate[0, 0] * sbm.key.amax(1)[0]).sum()) > 1
+    assert float((sbm.rate[0, 0] * sbm.key_membership.amax(1)[0]).sum()) > 1
     assert sample_edges(sbm.validate(), seed=0).num_edges <= 2
 
 
@@ -497,7 +497,7 @@ def test_a_loose_bound_above_one_is_no_error() -> None:
 
 def test_transform_on_data() -> None:
     sbm = larger_sbm(queries=80)
-    data = Data(query_membership=sbm.query.transpose(0, 1), key_membership=sbm.key.transpose(0, 1), block_matrix=sbm.block)
+    data = Data(query_membership=sbm.query_membership.transpose(0, 1), key_membership=sbm.key_membership.transpose(0, 1), block_matrix=sbm.block_matrix)
     out = SBMGraph(seed=3)(data)
     graph = sample_edges(sbm, seed=3)
     assert torch.equal(out.edge_index, graph.edge_index)
@@ -523,9 +523,9 @@ def test_transform_with_a_head_on_a_batch() -> None:
 def test_transform_on_bipartite_data() -> None:
     sbm = larger_sbm(heads=1)
     data = HeteroData()
-    data["query"].query_membership = sbm.query[0]
-    data["key"].key_membership = sbm.key[0]
-    data.block_matrix = sbm.block[0]
+    data["query"].query_membership = sbm.query_membership[0]
+    data["key"].key_membership = sbm.key_membership[0]
+    data.block_matrix = sbm.block_matrix[0]
     out = SBMGraph(seed=3)(data)
     assert torch.equal(out["key", "to", "query"].edge_index, sample_edges(sbm, seed=3).edge_index)
 

@@ -29,7 +29,7 @@ def test_expectations_equal_the_dense_sums() -> None:
     sbm = ragged()
     dense = [sbm.edge_prob_dense(sequence) for sequence in range(2)]
     assert [tuple(p.shape) for p in dense] == [(2, 4, 5), (2, 5, 2)]
-    by_hand = torch.einsum("hnk,hkl,hml->hnm", sbm.query, sbm.block, sbm.key)
+    by_hand = torch.einsum("hnk,hkl,hml->hnm", sbm.query_membership, sbm.block_matrix, sbm.key_membership)
     torch.testing.assert_close(dense[1], by_hand[:, 4:, 5:])
     edges = torch.stack([p.sum((1, 2)) for p in dense])
     torch.testing.assert_close(sbm.expected_edges(), edges)
@@ -40,7 +40,7 @@ def test_expectations_equal_the_dense_sums() -> None:
 def test_expected_density_is_differentiable() -> None:
     sbm = ragged()
     assert torch.autograd.gradcheck(
-        lambda y, z, s: SBM(y, z, s, sbm.query_ptr, sbm.key_ptr).expected_density(), (sbm.query, sbm.key, sbm.block)
+        lambda y, z, s: SBM(y, z, s, sbm.query_ptr, sbm.key_ptr).expected_density(), (sbm.query_membership, sbm.key_membership, sbm.block_matrix)
     )
 
 
@@ -52,10 +52,10 @@ def test_edge_prob_and_its_gradients() -> None:
     )
     sbm = SBM(y, z, s)
     graph = random_graph(2, 6, 8, 0.5)
-    prob = sbm.edge_prob(graph)
+    prob = sbm.on(graph)
     torch.testing.assert_close(prob, sbm.edge_prob_dense()[graph.to_dense()])
     weight = torch.rand(graph.num_edges, generator=generator, dtype=torch.float64)
-    gate = sbm.edge_gate(graph)
+    gate = sbm.gate(graph)
     assert torch.equal(gate, torch.ones_like(gate))
     g = torch.zeros(2, 6, 8, dtype=torch.float64)
     g[graph.to_dense()] = weight
@@ -65,17 +65,17 @@ def test_edge_prob_and_its_gradients() -> None:
             torch.testing.assert_close(grad, want)
 
 
-@pytest.mark.parametrize(("clusters", "ratio"), [("kaiming", 1.016), ("orthogonal", math.e)])
-def test_head_starts_as_documented(clusters: str, ratio: float) -> None:
+@pytest.mark.parametrize(("cluster_init", "ratio"), [("kaiming", 1.016), ("orthogonal", math.e)])
+def test_head_starts_as_documented(cluster_init: str, ratio: float) -> None:
     torch.manual_seed(0)
-    head = SBMHead(32, heads=2, num_blocks=128, clusters=clusters).requires_grad_(False)
+    head = SBMHead(32, heads=2, num_blocks=128, cluster_init=cluster_init).requires_grad_(False)
     sbm = head(torch.randn(2, 50, 32), torch.randn(2, 60, 32))
     prob = sbm.edge_prob_dense()
     assert prob.shape == (2, 50, 60)
     assert float(prob.mean()) == pytest.approx(0.25, abs=0.005)
-    torch.testing.assert_close(sbm.block.sum((1, 2)), torch.ones(2))
+    torch.testing.assert_close(sbm.block_matrix.sum((1, 2)), torch.ones(2))
     off = ~torch.eye(128, dtype=torch.bool)
-    assert float(sbm.block.diagonal(dim1=1, dim2=2).mean() / sbm.block[:, off].mean()) == pytest.approx(ratio, rel=0.03)
+    assert float(sbm.block_matrix.diagonal(dim1=1, dim2=2).mean() / sbm.block_matrix[:, off].mean()) == pytest.approx(ratio, rel=0.03)
 
 
 def test_head_is_equations_5_to_7() -> None:
@@ -84,9 +84,9 @@ def test_head_is_equations_5_to_7() -> None:
     sbm = head(q, k)
     for h in range(2):
         c = head.clusters[h]
-        torch.testing.assert_close(sbm.block[h], torch.softmax((c @ c.T).flatten(), 0).view(3, 3))
-        torch.testing.assert_close(sbm.query[h], torch.sigmoid(head.mlp(q[h]) @ c.T))
-        torch.testing.assert_close(sbm.key[h], torch.sigmoid(head.mlp(k[h]) @ c.T))
+        torch.testing.assert_close(sbm.block_matrix[h], torch.softmax((c @ c.T).flatten(), 0).view(3, 3))
+        torch.testing.assert_close(sbm.query_membership[h], torch.sigmoid(head.mlp(q[h]) @ c.T))
+        torch.testing.assert_close(sbm.key_membership[h], torch.sigmoid(head.mlp(k[h]) @ c.T))
 
 
 @pytest.mark.parametrize("parameterization", ["paper", "mixed"])
@@ -142,14 +142,14 @@ def test_repr_and_sizes() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ((Y.int(), Z, S), TypeError, r"Expected 'query' to be a floating tensor \(got torch.int32\)"),
-        ((Y, Z.double(), S), TypeError, r"Expected 'key' to be torch.float32, as 'query' is \(got torch.float64\)"),
-        ((Y, Z, S.to("meta")), ValueError, r"Expected 'block' on cpu, as 'query' is \(got meta\)"),
-        ((Y[0], Z, S), ValueError, r"Expected 'query' to have three dimensions \(got \[6, 3\]\)"),
+        ((Y.int(), Z, S), TypeError, r"Expected 'query_membership' to be a floating tensor \(got torch.int32\)"),
+        ((Y, Z.double(), S), TypeError, r"Expected 'key_membership' to be torch.float32, as 'query_membership' is \(got torch.float64\)"),
+        ((Y, Z, S.to("meta")), ValueError, r"Expected 'block_matrix' on cpu, as 'query_membership' is \(got meta\)"),
+        ((Y[0], Z, S), ValueError, r"Expected 'query_membership' to have three dimensions \(got \[6, 3\]\)"),
         ((Y[..., :0], Z[..., :0], S[:, :0, :0]), ValueError, r"at least one head and one block \(got H = 2, K = 0\)"),
-        ((Y, Z[:1], S), ValueError, r"Expected 'key' to be \[2, M, 3\] \(got \[1, 8, 3\]\)"),
-        ((Y, Z[..., :2], S), ValueError, r"Expected 'key' to be \[2, M, 3\]"),
-        ((Y, Z, S[:, :2]), ValueError, r"Expected 'block' to be \[2, 3, 3\] \(got \[2, 2, 3\]\)"),
+        ((Y, Z[:1], S), ValueError, r"Expected 'key_membership' to be \[2, M, 3\] \(got \[1, 8, 3\]\)"),
+        ((Y, Z[..., :2], S), ValueError, r"Expected 'key_membership' to be \[2, M, 3\]"),
+        ((Y, Z, S[:, :2]), ValueError, r"Expected 'block_matrix' to be \[2, 3, 3\] \(got \[2, 2, 3\]\)"),
         (
             (Y, Z, S, torch.tensor([0, 5]), torch.tensor([0, 8])),
             ValueError,
@@ -164,9 +164,9 @@ def test_repr_and_sizes() -> None:
         ((Y, Z, S, torch.tensor([0, 3, 6]), torch.tensor([0, 8])), ValueError, r"as many sequences as 'query_ptr' \(got 1 and 2\)"),
         ((Y, Z, S, torch.tensor([0.0, 6.0])), TypeError, r"Expected 'query_ptr' to be int64 \(got torch.float32\)"),
         ((Y[:, :0], Z, S), ValueError, r"at least one token \(got 0 tokens\)"),
-        ((None, Z, S), TypeError, r"Expected 'query' to be a tensor \(got NoneType\)"),
-        ((Y, Z.tolist(), S), TypeError, r"Expected 'key' to be a tensor \(got list\)"),
-        ((Y, Z, S > 0), TypeError, r"Expected 'block' to be a floating tensor \(got torch.bool\)"),
+        ((None, Z, S), TypeError, r"Expected 'query_membership' to be a tensor \(got NoneType\)"),
+        ((Y, Z.tolist(), S), TypeError, r"Expected 'key_membership' to be a tensor \(got list\)"),
+        ((Y, Z, S > 0), TypeError, r"Expected 'block_matrix' to be a floating tensor \(got torch.bool\)"),
     ],
 )
 def test_constructor_errors(arguments: tuple, error: type[Exception], message: str) -> None:
@@ -177,13 +177,13 @@ def test_constructor_errors(arguments: tuple, error: type[Exception], message: s
 def test_other_errors() -> None:
     sbm = SBM(Y, Z, S)
     with pytest.raises(ValueError, match=r"Expected 'graph' with \(heads, queries, keys\) = \(2, 6, 8\) \(got \(1, 2, 2\)\)"):
-        sbm.edge_prob(AttentionGraph.from_dense(torch.eye(2)))
+        sbm.on(AttentionGraph.from_dense(torch.eye(2)))
     with pytest.raises(TypeError, match=r"Expected 'query_ptr' to be a tensor \(got list\)"):
         SBM(Y, Z, S, cast(Any, [0, 2, 6]))
     with pytest.raises(ValueError, match=r"Expected 'num_blocks' to be at least 1 \(got 0\)"):
         SBMHead(4, 1, 0)
-    with pytest.raises(ValueError, match=r"Expected 'clusters' to be 'kaiming' or 'orthogonal' \(got 'normal'\)"):
-        SBMHead(4, clusters="normal")
+    with pytest.raises(ValueError, match=r"Expected 'cluster_init' to be 'kaiming' or 'orthogonal' \(got 'normal'\)"):
+        SBMHead(4, cluster_init="normal")
     with pytest.raises(ValueError, match=r"Expected 'budget' in \(0, inf\] \(got -1\)"):
         sbm.limit(-1)
 
@@ -201,7 +201,7 @@ def test_other_errors() -> None:
         ({"temperature": 0}, ValueError, r"Expected 'temperature' in \(0, inf\] \(got 0\)"),
         ({"temperature": math.nan}, ValueError, r"Expected 'temperature' in \(0, inf\] \(got nan\)"),
         ({"tied": 1}, TypeError, r"Expected 'tied' to be a bool \(got int\)"),
-        ({"clusters": ["kaiming"]}, ValueError, "Expected 'clusters' to be 'kaiming' or 'orthogonal'"),
+        ({"cluster_init": ["kaiming"]}, ValueError, "Expected 'cluster_init' to be 'kaiming' or 'orthogonal'"),
         ({"parameterization": None}, ValueError, r"Expected 'parameterization' to be one of .* \(got None\)"),
         ({"heads": 2**31}, ValueError, "Expected 'heads' to ask for no more than memory holds .got 1,099,511,627,776 parameters"),
         ({"channels": 2**40}, ValueError, "Expected 'channels' to ask for no more than memory holds"),
@@ -259,8 +259,8 @@ def test_probabilities_are_of_this_models_edges_alone() -> None:
     sbm = ragged()
     whole = patterns.full(sbm.num_queries, heads=sbm.heads)
     other = AttentionGraph(whole.rowptr, whole.col, sbm.num_queries, sbm.num_queries, sbm.heads)
-    square = SBM(sbm.query, sbm.query, sbm.block, sbm.query_ptr)
-    for ask in (square.edge_prob, square.edge_gate):
+    square = SBM(sbm.query_membership, sbm.query_membership, sbm.block_matrix, sbm.query_ptr)
+    for ask in (square.on, square.gate):
         ask(patterns.full(None, heads=sbm.heads, ptr=sbm.query_ptr))
         with pytest.raises(ValueError, match="Expected 'graph' over the sequences of this SBM"):
             ask(other)
@@ -271,7 +271,7 @@ def test_probabilities_are_of_this_models_edges_alone() -> None:
 def test_a_half_model_whose_product_fits_is_sampled() -> None:
     eye = torch.eye(128, dtype=torch.float16)[None]
     assert sample_edges(SBM(1000 * eye, eye / 2048, eye), seed=0).num_edges > 0
-    with pytest.raises(ValueError, match="Expected 'query @ block' to be finite"):
+    with pytest.raises(ValueError, match="Expected 'query_membership @ block_matrix' to be finite"):
         sample_edges(SBM(60_000 * eye, eye / 60_000, 2 * eye), seed=0)
 
 
@@ -289,7 +289,7 @@ def test_head_calls_a_perceptron_of_another_kind(change: str) -> None:
     head.mlp = changes[change]
     q = torch.randn(2, 5, 4)
     expected = (head.mlp(q) @ head.clusters.mT + head.shift).sigmoid()
-    torch.testing.assert_close(head(q, q).query, expected)
+    torch.testing.assert_close(head(q, q).query_membership, expected)
 
 
 def test_validate_passes_a_good_model() -> None:

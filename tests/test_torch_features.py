@@ -15,7 +15,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn import functional as F
 
-from sbm_pyg import AttentionGraph, SBMAttentionConv, SBMMultiheadAttention, SequenceClassifier, SequenceEncoder, ops, patterns, ragged
+from sbm_pyg import (
+    AttentionGraph,
+    SBMAttentionConv,
+    SBMMultiheadAttention,
+    SequenceClassifier,
+    SequenceEncoder,
+    ops,
+    patterns,
+    ragged,
+)
 from sbm_pyg.ops import reference
 
 PTR = torch.tensor([0, 10, 17, 30])

@@ -10,15 +10,10 @@ come from a counter and the integer ``seed``. Outputs are freshly allocated.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.library import CustomOpDef
-from torch.utils.flop_counter import register_flop_formula
 
-from . import checks, cpu, flops, reference
+from . import checks, schemas
 
 __all__ = [
     "edge_attention",
@@ -35,207 +30,19 @@ __all__ = [
 METHODS = ("bernoulli", "fastrg")  # laws of a sampled graph
 
 
-def _declare(name: str, schema: str, fake: Callable[..., Any]) -> CustomOpDef:
-    """Declare ``sbm_pyg::name``: the reference on any device, numba where :mod:`~sbm_pyg.ops.cpu` has a kernel, and what it costs."""
-    op = torch.library.custom_op(f"sbm_pyg::{name}", getattr(reference, name), mutates_args=(), schema=schema)
-    if name in cpu.__all__:
-        op.register_kernel("cpu")(getattr(cpu, name))
-    op.register_fake(fake)
-    if name in flops.__all__:
-        register_flop_formula(getattr(torch.ops.sbm_pyg, name), get_raw=True)(getattr(flops, name))
-    return op
-
-
-# ------------------------------------------------------------------ schemas and shapes
-
-
-def _fake_dot(query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor) -> Tensor:
-    return query.new_empty(col.size(0))
-
-
-def _fake_pair(grad: Tensor, query: Tensor, key: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return query.new_empty(query.shape), key.new_empty(key.shape)
-
-
-def _fake_attention(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    heads, num_queries = query.shape[:2]
-    lse = query.new_empty(heads, num_queries, dtype=torch.promote_types(query.dtype, torch.float32))
-    return value.new_empty(heads, num_queries, value.size(2)), lse
-
-
-def _fake_attention_backward(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor, col: Tensor, gate: Tensor | None, bias: Tensor | None,
-    out: Tensor, lse: Tensor, scale: float, gate_form: str, dropout: float, seed: int, need_gate: bool, need_bias: bool,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    edge = [x.new_empty(col.size(0)) if x is not None and need else lse.new_empty(0) for x, need in ((gate, need_gate), (bias, need_bias))]
-    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape), *edge
-
-
-def _fake_effect(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor, col: Tensor, bias: Tensor | None, probe_rowptr: Tensor,
-    probe_col: Tensor, *_: Any,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return query.new_empty(col.size(0)), query.new_empty(probe_col.size(0))
-
-
-def _fake_sample(query: Tensor, key: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    num_edges = torch.library.get_ctx().new_dynamic_size()
-    rowptr = query.new_empty(query.size(0) * query.size(1) + 1, dtype=torch.int64)
-    return rowptr, query.new_empty(num_edges, dtype=torch.int32)
-
-
-def _fake_systematic(chance: Tensor, query_ptr: Tensor, key_ptr: Tensor, streams: Tensor, heads: int, seed: int) -> tuple[Tensor, Tensor]:
-    num_edges = torch.library.get_ctx().new_dynamic_size()
-    return query_ptr.new_empty(heads * chance.size(0) + 1), query_ptr.new_empty(num_edges, dtype=torch.int32)
-
-
-_edge_dot = _declare("edge_dot", "(Tensor query, Tensor key, Tensor rowptr, Tensor col) -> Tensor", _fake_dot)
-_edge_dot_backward = _declare(
-    "edge_dot_backward",
-    "(Tensor grad, Tensor query, Tensor key, Tensor rowptr, Tensor col, bool need_query, bool need_key) -> (Tensor, Tensor)",
-    _fake_pair,
-)
-_edge_attention = _declare(
-    "edge_attention",
-    "(Tensor query, Tensor key, Tensor value, Tensor rowptr, Tensor col, Tensor? gate, Tensor? bias, float scale, str gate_form, "
-    "float dropout, SymInt seed) -> (Tensor, Tensor)",
-    _fake_attention,
-)
-_edge_attention_backward = _declare(
-    "edge_attention_backward",
-    "(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor rowptr, Tensor col, Tensor? gate, Tensor? bias, Tensor out, "
-    "Tensor lse, float scale, str gate_form, float dropout, SymInt seed, bool need_gate, bool need_bias) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _fake_attention_backward,
-)
-_edge_effect = _declare(
-    "edge_effect",
-    "(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor rowptr, Tensor col, Tensor? bias, Tensor probe_rowptr, "
-    "Tensor probe_col, Tensor? probe_bias, float scale, Tensor? rate, Tensor? member, Tensor? chance, float exploration) -> (Tensor, Tensor)",
-    _fake_effect,
-)
-_segment_entmax = _declare(
-    "segment_entmax", "(Tensor src, Tensor rowptr, float alpha) -> Tensor", lambda src, rowptr, alpha: torch.empty_like(src)
-)
-_segment_entmax_backward = _declare(
-    "segment_entmax_backward",
-    "(Tensor grad, Tensor out, Tensor rowptr, float alpha) -> Tensor",
-    lambda grad, out, rowptr, alpha: torch.empty_like(out),
-)
-_sample_sbm = _declare(
-    "sample_sbm",
-    "(Tensor query, Tensor key, Tensor query_ptr, Tensor key_ptr, Tensor streams, SymInt seed, str method, float exploration, bool clamp) "
-    "-> (Tensor, Tensor)",
-    _fake_sample,
-)
-_sample_systematic = _declare(
-    "sample_systematic",
-    "(Tensor chance, Tensor query_ptr, Tensor key_ptr, Tensor streams, SymInt heads, SymInt seed) -> (Tensor, Tensor)",
-    _fake_systematic,
-)
-_invalid_row = _declare(
-    "invalid_row",
-    "(Tensor rowptr, Tensor col, Tensor query_ptr, Tensor key_ptr, SymInt heads) -> Tensor",
-    lambda rowptr, col, query_ptr, key_ptr, heads: rowptr.new_empty(()),
-)
-
-
-# ------------------------------------------------------------------ gradients
-
-
-def _save_dot(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _dot_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    need_query, need_key = ctx.needs_input_grad[:2]
-    grad_query, grad_key = _edge_dot_backward(grad.contiguous(), *ctx.saved_tensors, need_query, need_key)
-    return grad_query if need_query else None, grad_key if need_key else None, None, None
-
-
-_edge_dot.register_autograd(_dot_backward, setup_context=_save_dot)
-
-
-def _save_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(*inputs[:7], *output)
-    ctx.options = inputs[7:]
-
-
-def _attention_backward(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    need_gate, need_bias = ctx.needs_input_grad[5:7]
-    grads = _edge_attention_backward(grad_out.contiguous(), *ctx.saved_tensors, *ctx.options, need_gate, need_bias)
-    return (*grads[:3], None, None, grads[3] if need_gate else None, grads[4] if need_bias else None, None, None, None, None)
-
-
-_edge_attention.register_autograd(_attention_backward, setup_context=_save_attention)
-
-
-def _save_entmax(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(output, inputs[1])
-    ctx.alpha = inputs[2]
-
-
-def _entmax_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return _segment_entmax_backward(grad.contiguous(), *ctx.saved_tensors, ctx.alpha), None, None
-
-
-_segment_entmax.register_autograd(_entmax_backward, setup_context=_save_entmax)
-
-
-class _EdgeGate(torch.autograd.Function):
-    """Ones whose gradient is that of ``edge_dot``: the straight-through gate, without computing what it would cancel."""
-
-    @staticmethod
-    def forward(query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor) -> Tensor:
-        return query.new_ones(col.size(0))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-
-    backward = staticmethod(_dot_backward)
-
-
-class _LocalExpectation(torch.autograd.Function):
-    """The identity on the output of attention, whose gradient reaches the edge probabilities by :func:`edge_effect`."""
-
-    @staticmethod
-    def forward(
-        out: Tensor, rate: Tensor, member: Tensor, query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor, col: Tensor,
-        bias: Tensor | None, probe_rowptr: Tensor, probe_col: Tensor, probe_bias: Tensor | None, chance: Tensor, forced: Tensor | None,
-        scale: float, exploration: float,
-    ) -> Tensor:  # fmt: skip
-        # A compiled graph that begins with `out` would return a view of its input, and leave the derivative out.
-        return out.clone() if torch.compiler.is_compiling() else out.view_as(out)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs[1:-2])
-        ctx.options = inputs[-2:]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        rate, member, *attention, chance, forced = ctx.saved_tensors
-        scale, exploration = ctx.options
-        grad = grad.contiguous()  # which attention below needs as well
-        rowptr, col, probe_rowptr, probe_col = (attention[place] for place in (3, 4, 6, 7))
-        effects = _edge_effect(grad, *attention, scale, rate, member, chance, exploration)
-        if forced is not None:
-            effects[0].masked_fill_(forced, 0)
-        need = ctx.needs_input_grad[1:3]
-        grads = _edge_dot_backward(effects[0].to(rate.dtype), rate, member, rowptr, col, *need)
-        more = _edge_dot_backward(effects[1].to(rate.dtype), rate, member, probe_rowptr, probe_col, *need)
-        return (grad, *(one.add_(two) if wanted else None for one, two, wanted in zip(grads, more, need, strict=True)), *[None] * 13)
-
-
 # ------------------------------------------------------------------ the functions
 
 
 def _check_model(rate: Tensor | None, member: Tensor | None, chance: Tensor | None, query: Tensor, key: Tensor) -> None:
     heads, num_queries, num_keys = *query.shape[:2], key.size(1)
     checks.shape("rate", rate, (heads, num_queries, None), "[H, N, K]", "It has the heads and tokens of 'query'.")
-    checks.shape("member", member, (heads, num_keys, None if rate is None else rate.size(-1)), "[H, M, K]", "It has the blocks of 'rate'.")
+    checks.shape(
+        "member",
+        member,
+        (heads, num_keys, None if rate is None else rate.size(-1)),
+        "[H, M, K]",
+        "It has the blocks of 'rate'.",
+    )
     checks.shape("chance", chance, (num_queries,), "[N]", "It holds one probability per query.")
     checks.same_device("query", query, rate=rate, member=member, chance=chance)
     checks.floating(rate=rate, member=member, chance=chance)
@@ -244,14 +51,6 @@ def _check_model(rate: Tensor | None, member: Tensor | None, chance: Tensor | No
 def _check_scores(scale: float, exploration: float = 0.0) -> None:
     checks.number("scale", scale, "(-inf, inf)", "It is a factor of the scores, usually C ** -0.5.")
     checks.number("exploration", exploration, "[0, 1]", "It is what was added to each probability.")
-
-
-def check_forced(forced: Tensor | None, col: Tensor) -> None:
-    """Refuse what is no mask of the edges; None passes."""
-    checks.shape("forced", forced, (col.size(0),), "[E]", "It holds one bool per edge.")
-    checks.same_device("col", col, forced=forced)
-    if forced is not None and forced.dtype != torch.bool:
-        raise TypeError(f"Expected 'forced' to be bool (got {forced.dtype}). It is True on edges that are there whatever p is.")
 
 
 def edge_dot(query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor) -> Tensor:
@@ -274,16 +73,25 @@ def edge_dot(query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor) -> Tensor:
         TypeError, ValueError: Shapes or types do not fit.
     """
     checks.edges(rowptr, col, query, key=key)
-    return _edge_dot(query, key, rowptr, col)
+    return schemas.edge_dot(query, key, rowptr, col)
 
 
-def edge_gate(query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor) -> Tensor:
-    """Straight-through gate ``1 + (p - p.detach())`` with ``p = edge_dot(...)``: exactly ones forward, the gradient of p backward.
+def edge_gate(rate: Tensor, member: Tensor, rowptr: Tensor, col: Tensor) -> Tensor:
+    """Straight-through gate ``1 + (p - p.detach())`` with ``p = edge_dot(rate, member, ...)``: ones with the gradient of p.
 
-    Cost O(E) forward, O(E K) backward. Arguments as :func:`edge_dot`. Returns ``[E]``.
+    Cost O(E) forward, O(E K) backward.
+
+    Args:
+        rate: ``Y S``, ``[H, N, K]``.
+        member: ``Z``, ``[H, M, K]``.
+        rowptr: Row offsets, ``[H*N+1]`` int64.
+        col: Key of each edge, ``[E]``.
+
+    Returns:
+        Ones, ``[E]``.
     """
-    checks.edges(rowptr, col, query, key=key)
-    return _EdgeGate.apply(query, key, rowptr, col)
+    checks.edges(rowptr, col, rate, key=member, ends=("rate", "member"))
+    return schemas.EdgeGate.apply(rate, member, rowptr, col)
 
 
 def edge_attention(
@@ -327,7 +135,9 @@ def edge_attention(
     checks.one_of("gate_form", gate_form, ("score", "weight"))
     checks.number("dropout", dropout, "[0, 1)", "It is the probability that a weight is dropped.")
     _check_scores(scale)
-    return _edge_attention(query, key, value, rowptr, col, gate, bias, scale, gate_form, dropout, checks.seed(seed))
+    return schemas.edge_attention(
+        query, key, value, rowptr, col, gate, bias, scale, gate_form, dropout, checks.seed(seed)
+    )
 
 
 def edge_effect(
@@ -388,19 +198,33 @@ def edge_effect(
     checks.edges(probe_rowptr, probe_col, query, key=key, prefix="probe_", probe_bias=probe_bias)
     checks.floating(grad_out=grad_out)
     _check_scores(scale, exploration)
-    checks.shape("grad_out", grad_out, (*query.shape[:2], value.size(2)), "[H, N, C']", "It has the shape of the output.")
+    checks.shape(
+        "grad_out", grad_out, (*query.shape[:2], value.size(2)), "[H, N, C']", "It has the shape of the output."
+    )
     if len({x is None for x in (rate, member, chance)}) > 1:
         raise ValueError("Expected 'rate', 'member' and 'chance' together (got some of them). Give all three, or none.")
     _check_model(rate, member, chance, query, key)
-    return _edge_effect(
-        grad_out, query, key, value, rowptr, col, bias, probe_rowptr, probe_col, probe_bias, scale, rate, member, chance, exploration
+    return schemas.edge_effect(
+        grad_out,
+        query,
+        key,
+        value,
+        rowptr,
+        col,
+        bias,
+        probe_rowptr,
+        probe_col,
+        probe_bias,
+        scale,
+        rate,
+        member,
+        chance,
+        exploration,
     )
 
 
 def local_expectation(
     out: Tensor,
-    rate: Tensor,
-    member: Tensor,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -410,16 +234,17 @@ def local_expectation(
     forced: Tensor | None = None,
     scale: float = 1.0,
     exploration: float = 0.0,
+    *,
+    factors: tuple[Tensor, Tensor] | None = None,
+    prob: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """The output of attention as it is, whose gradient also reaches the edge probabilities: the local expectation gradient.
 
-    The probability ``p = <rate[h, i], member[h, j]>`` of each edge and each probe receives its :func:`edge_effect` times what it counts for.
-    Nothing is computed forward; backward costs O((E + E') (C + K)).
+    The probability of each edge and of each probe receives its :func:`edge_effect` times what it counts for. Nothing is
+    computed forward; backward costs O((E + E') (C + K)), without the K where probabilities are given.
 
     Args:
         out: Output of :func:`edge_attention` over the graph, ``[H, N, C']``.
-        rate: ``Y S``, ``[H, N, K]``.
-        member: ``Z``, ``[H, M, K]``.
         query, key, value: Those of the attention; they get no gradient from here.
         graph: ``rowptr``, ``col``, bias ``[E]`` or None.
         probes: The same of the pairs that are tried; those that are edges count once, as edges.
@@ -427,28 +252,55 @@ def local_expectation(
         forced: Edges that are there whatever p is, ``[E]`` bool, or None; they send no gradient.
         scale: Factor of the scores.
         exploration: What was added to each probability when the graph was sampled.
+        factors: ``rate`` ``[H, N, K]`` and ``member`` ``[H, M, K]``, whose dot products are the probabilities.
+        prob: Instead of them, the probabilities of edges ``[E]`` and of probes ``[E']``.
 
     Returns:
         ``out``.
+
+    Raises:
+        TypeError, ValueError: Shapes or types do not fit, or neither or both of ``factors`` and ``prob`` came.
     """
     for name, parts in (("graph", graph), ("probes", probes)):
         if not isinstance(parts, tuple) or len(parts) != 3:
-            raise TypeError(f"Expected '{name}' to be a tuple of rowptr, col and bias (got {type(parts).__name__}). The bias may be None.")
-    checks.tensors(out=out, value=value, rate=rate, member=member, chance=chance)
-    checks.edges(*graph[:2], query, key=key, value=value, bias=graph[2])
-    checks.edges(*probes[:2], query, key=key, prefix="probe_", probe_bias=probes[2])
-    check_forced(forced, graph[1])
+            raise TypeError(
+                f"Expected '{name}' to be a tuple of rowptr, col and bias (got {type(parts).__name__}). The bias may be None."
+            )
+    if (factors is None) == (prob is None):
+        raise ValueError(
+            f"Expected one of 'factors' and 'prob' (got {'neither' if prob is None else 'both'}). They say the same."
+        )
+    for name, pair in (("factors", factors), ("prob", prob)):
+        if pair is not None and not (isinstance(pair, tuple) and len(pair) == 2):
+            raise TypeError(
+                f"Expected '{name}' to be a pair of tensors (got {type(pair).__name__}). See the docstring."
+            )
+    rate, member = factors or (None, None)
+    edge_prob, probe_prob = prob or (None, None)
+    checks.tensors(out=out, value=value, chance=chance)
+    if factors is not None:
+        checks.tensors(rate=rate, member=member)
+    if prob is not None:
+        checks.tensors(prob=edge_prob, probe_prob=probe_prob)
+    checks.edges(*graph[:2], query, key=key, value=value, bias=graph[2], prob=edge_prob)
+    checks.edges(*probes[:2], query, key=key, prefix="probe_", probe_bias=probes[2], probe_prob=probe_prob)
+    checks.forced(forced, graph[1])
     checks.floating(out=out)
     _check_scores(scale, exploration)
     checks.shape("out", out, (*query.shape[:2], value.size(2)), "[H, N, C']", "It is the output of the attention.")
     _check_model(rate, member, chance, query, key)
-    checks.no_tangent(out, rate, member)
+    probabilities = (rate, member, edge_prob, probe_prob)
+    checks.no_tangent(out, *probabilities)
     constants = (x if x is None else x.detach() for x in (query, key, value, *graph, *probes, chance, forced))
-    return _LocalExpectation.apply(out, rate, member, *constants, scale, exploration)
+    return schemas.LocalExpectation.apply(out, *probabilities, *constants, scale, exploration)
 
 
 def segment_entmax(
-    src: Tensor, index: Tensor | None = None, ptr: Tensor | None = None, num_nodes: int | None = None, alpha: float = 1.5
+    src: Tensor,
+    index: Tensor | None = None,
+    ptr: Tensor | None = None,
+    num_nodes: int | None = None,
+    alpha: float = 1.5,
 ) -> Tensor:
     r"""alpha-entmax over segments, with the signature of :func:`torch_geometric.utils.softmax`.
 
@@ -494,8 +346,10 @@ def segment_entmax(
     checks.no_tangent(src)
     if ptr is not None:
         if ptr.size(0) < 1:
-            raise ValueError("Expected 'ptr' to be [S+1] (got [0]). It holds the offsets of consecutive segments, from 0 on.")
-        return _segment_entmax(src, ptr, alpha)
+            raise ValueError(
+                "Expected 'ptr' to be [S+1] (got [0]). It holds the offsets of consecutive segments, from 0 on."
+            )
+        return schemas.segment_entmax(src, ptr, alpha)
     assert index is not None
     if index.numel() and not torch.compiler.is_compiling():
         low, high = (int(bound) for bound in torch.aminmax(index))
@@ -505,7 +359,7 @@ def segment_entmax(
     checks.memory("index", segments, 100, src.device, "Number the segments from 0 without gaps.", "segments")
     order = torch.argsort(index, stable=True)
     counts = torch.bincount(index, minlength=segments)
-    sorted_out = _segment_entmax(src[order], torch.cat([counts.new_zeros(1), counts.cumsum(0)]), alpha)
+    sorted_out = schemas.segment_entmax(src[order], torch.cat([counts.new_zeros(1), counts.cumsum(0)]), alpha)
     return torch.empty_like(sorted_out).index_copy(0, order, sorted_out)
 
 
@@ -516,25 +370,27 @@ def _check_ptr(query_ptr: Tensor, key_ptr: Tensor) -> None:
         if ptr.dtype != torch.int64:
             raise TypeError(f"Expected '{name}' to be int64 (got {ptr.dtype}). Convert it with `.long()`.")
     if not torch.compiler.is_compiling() and query_ptr.size(0) < 2:
-        raise ValueError(f"Expected 'query_ptr' to be [B+1] with B >= 1 (got {[*query_ptr.shape]}). It holds the offsets of the sequences.")
+        raise ValueError(
+            f"Expected 'query_ptr' to be [B+1] with B >= 1 (got {[*query_ptr.shape]}). It holds the offsets of the sequences."
+        )
     checks.shape("key_ptr", key_ptr, query_ptr.shape, "[B+1]", "It has the sequences of 'query_ptr'.")
 
 
-def _check_sequences(like: tuple[str, Tensor], query_ptr: Tensor, key_ptr: Tensor, streams: Tensor) -> None:
+def _check_sequences(like: tuple[str, Tensor], query_ptr: Tensor, key_ptr: Tensor, sequence_ids: Tensor) -> None:
     _check_ptr(query_ptr, key_ptr)
-    checks.tensors(streams=streams)
-    checks.shape("streams", streams, (query_ptr.size(0) - 1,), "[B]", "It holds one number per sequence.")
-    if streams.dtype != torch.int64:
-        raise TypeError(f"Expected 'streams' to be int64 (got {streams.dtype}). Convert it with `.long()`.")
-    checks.same_device(*like, query_ptr=query_ptr, key_ptr=key_ptr, streams=streams)
+    checks.tensors(sequence_ids=sequence_ids)
+    checks.shape("sequence_ids", sequence_ids, (query_ptr.size(0) - 1,), "[B]", "It holds one number per sequence.")
+    if sequence_ids.dtype != torch.int64:
+        raise TypeError(f"Expected 'sequence_ids' to be int64 (got {sequence_ids.dtype}). Convert it with `.long()`.")
+    checks.same_device(*like, query_ptr=query_ptr, key_ptr=key_ptr, sequence_ids=sequence_ids)
 
 
 def sample_sbm(
-    query: Tensor,
-    key: Tensor,
+    rate: Tensor,
+    member: Tensor,
     query_ptr: Tensor,
     key_ptr: Tensor,
-    streams: Tensor,
+    sequence_ids: Tensor,
     seed: int,
     method: str = "bernoulli",
     exploration: float = 0.0,
@@ -548,12 +404,12 @@ def sample_sbm(
     sequence depend on its own memberships, ``seed`` and its stream alone: not on threads, on the device or on the rest of the batch.
 
     Args:
-        query: Rates of the queries ``Y S``, ``[H, N, K]``, finite, non-negative, below :math:`2^{50}`.
-        key: Memberships of the keys ``Z``, ``[H, M, K]``, finite, non-negative, below :math:`2^{50}`. Kernels may work in float32 and take
+        rate: Rates of the queries ``Y S``, ``[H, N, K]``, finite, non-negative, below :math:`2^{50}`.
+        member: Memberships of the keys ``Z``, ``[H, M, K]``, finite, non-negative, below :math:`2^{50}`. Kernels may work in float32 and take
             what is below its normal range for 0, which is only nothing next to numbers of that size; :func:`sbm_pyg.sample_edges` rescales others.
         query_ptr: Offsets of the sequences in the queries, ``[B+1]`` int64.
         key_ptr: Offsets of the sequences in the keys, ``[B+1]`` int64.
-        streams: Number of each sequence's random stream, ``[B]`` int64 in ``0 .. 2**32-1``.
+        sequence_ids: Number of each sequence's random stream, ``[B]`` int64 in ``0 .. 2**32-1``.
         seed: 64-bit seed.
         method: ``"bernoulli"`` or ``"fastrg"``.
         exploration: Added to every probability, in [0, 1].
@@ -567,18 +423,24 @@ def sample_sbm(
         ValueError: A probability without exploration exceeds 1 (``"bernoulli"`` without ``clamp``), or the CPU is to number more than 2^31
             keys.
     """
-    checks.tensors(query=query, key=key)
-    checks.shape("query", query, (None, None, None), "[H, N, K]", "Heads come first.")
-    checks.shape("key", key, (query.size(0), None, query.size(2)), "[H, M, K]", "It has the heads and blocks of 'query'.")
-    checks.floating(query=query, key=key)
-    _check_sequences(("query", query), query_ptr, key_ptr, streams)
-    checks.same_device("query", query, key=key)
+    checks.tensors(rate=rate, member=member)
+    checks.shape("rate", rate, (None, None, None), "[H, N, K]", "Heads come first.")
+    checks.shape(
+        "member", member, (rate.size(0), None, rate.size(2)), "[H, M, K]", "It has the heads and blocks of 'rate'."
+    )
+    checks.floating(rate=rate, member=member)
+    _check_sequences(("rate", rate), query_ptr, key_ptr, sequence_ids)
+    checks.same_device("rate", rate, member=member)
     checks.one_of("method", method, METHODS)
     checks.number("exploration", exploration, "[0, 1]", "It is added to every probability.")
-    return _sample_sbm(query, key, query_ptr, key_ptr, streams, checks.seed(seed), method, exploration, clamp)
+    return schemas.sample_sbm(
+        rate, member, query_ptr, key_ptr, sequence_ids, checks.seed(seed), method, exploration, clamp
+    )
 
 
-def sample_systematic(chance: Tensor, query_ptr: Tensor, key_ptr: Tensor, streams: Tensor, heads: int, seed: int) -> tuple[Tensor, Tensor]:
+def sample_systematic(
+    chance: Tensor, query_ptr: Tensor, key_ptr: Tensor, sequence_ids: Tensor, heads: int, seed: int
+) -> tuple[Tensor, Tensor]:
     r"""Each query takes keys of its sequence at equal distances from a random start: every key with the same probability, at little cost.
 
     With :math:`\eta_i` the probability and one random :math:`u` per row, uniform in [0, 1), these are the keys :math:`\lfloor (t + u) / \eta_i \rfloor`
@@ -589,7 +451,7 @@ def sample_systematic(chance: Tensor, query_ptr: Tensor, key_ptr: Tensor, stream
         chance: :math:`\eta` of each query, ``[N]``, in [0, 1]; what is outside is cut, and NaN counts as 0.
         query_ptr: Offsets of the sequences in the queries, ``[B+1]`` int64.
         key_ptr: Offsets of the sequences in the keys, ``[B+1]`` int64.
-        streams: Number of each sequence's random stream, ``[B]`` int64 in ``0 .. 2**32-1``.
+        sequence_ids: Number of each sequence's random stream, ``[B]`` int64 in ``0 .. 2**32-1``.
         heads: Number of heads H.
         seed: 64-bit seed.
 
@@ -604,10 +466,10 @@ def sample_systematic(chance: Tensor, query_ptr: Tensor, key_ptr: Tensor, stream
     checks.tensors(chance=chance)
     checks.shape("chance", chance, (None,), "[N]", "It holds one probability per query.")
     checks.floating(chance=chance)
-    _check_sequences(("chance", chance), query_ptr, key_ptr, streams)
+    _check_sequences(("chance", chance), query_ptr, key_ptr, sequence_ids)
     heads = checks.integer("heads", heads, 1, "It is the number of heads.")
     checks.memory("heads", heads * chance.size(0), 32, chance.device, "Take fewer heads, or shorter sequences.", "rows")
-    return _sample_systematic(chance, query_ptr, key_ptr, streams, heads, checks.seed(seed))
+    return schemas.sample_systematic(chance, query_ptr, key_ptr, sequence_ids, heads, checks.seed(seed))
 
 
 def invalid_row(rowptr: Tensor, col: Tensor, query_ptr: Tensor, key_ptr: Tensor, heads: int) -> Tensor:
@@ -631,6 +493,10 @@ def invalid_row(rowptr: Tensor, col: Tensor, query_ptr: Tensor, key_ptr: Tensor,
     checks.shape("col", col, (None,), "[E]", "It holds the key of each edge.")
     _check_ptr(query_ptr, key_ptr)
     if rowptr.dtype != torch.int64 or col.dtype not in checks.INTEGERS:
-        raise TypeError(f"Expected 'rowptr' to be int64 and 'col' int32 or int64 (got {rowptr.dtype} and {col.dtype}). Convert them.")
+        raise TypeError(
+            f"Expected 'rowptr' to be int64 and 'col' int32 or int64 (got {rowptr.dtype} and {col.dtype}). Convert them."
+        )
     checks.same_device("col", col, rowptr=rowptr, query_ptr=query_ptr, key_ptr=key_ptr)
-    return _invalid_row(rowptr, col, query_ptr, key_ptr, checks.integer("heads", heads, 1, "It is the number of heads."))
+    return schemas.invalid_row(
+        rowptr, col, query_ptr, key_ptr, checks.integer("heads", heads, 1, "It is the number of heads.")
+    )

@@ -13,16 +13,22 @@ from numba.np.arrayobj import make_array
 
 LANES = 16
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
-_BYTES, _WORDS, _LONGS, _FLOATS, _DOUBLES = (ir.VectorType(kind, LANES) for kind in (_I8, _I32, _I64, ir.FloatType(), ir.DoubleType()))
+_BYTES, _WORDS, _LONGS, _FLOATS, _DOUBLES = (
+    ir.VectorType(kind, LANES) for kind in (_I8, _I32, _I64, ir.FloatType(), ir.DoubleType())
+)
 
 
 def _call(builder, name, result, arguments):
-    function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, [a.type for a in arguments]), name)
+    function = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(result, [a.type for a in arguments]), name
+    )
     return builder.call(function, arguments)
 
 
 def _splat(builder, number):
-    one = builder.insert_element(ir.Constant(ir.VectorType(number.type, LANES), ir.Undefined), number, ir.Constant(_I32, 0))
+    one = builder.insert_element(
+        ir.Constant(ir.VectorType(number.type, LANES), ir.Undefined), number, ir.Constant(_I32, 0)
+    )
     return builder.shuffle_vector(one, one, ir.Constant(_WORDS, [0] * LANES))
 
 
@@ -58,10 +64,15 @@ def philox16(typing, counter, row, stream, purpose, seed, out, offset):
                 builder.xor(builder.xor(builder.lshr(a, _long(32)), x[3]), key[1]),
                 builder.and_(a, low),
             ]
-            key = [builder.and_(builder.add(k, _long(step)), low) for k, step in zip(key, (0x9E3779B9, 0xBB67AE85), strict=True)]
+            key = [
+                builder.and_(builder.add(k, _long(step)), low)
+                for k, step in zip(key, (0x9E3779B9, 0xBB67AE85), strict=True)
+            ]
         for word, value in enumerate(x):
             target = builder.add(args[6], ir.Constant(_I64, LANES * word))
-            builder.store(builder.trunc(value, _WORDS), _pointer(context, builder, out, args[5], target, _WORDS), align=4)
+            builder.store(
+                builder.trunc(value, _WORDS), _pointer(context, builder, out, args[5], target, _WORDS), align=4
+            )
         return context.get_dummy_value()
 
     return types.void(*(types.int64,) * 4, types.uint64, out, types.int64), generate
@@ -108,7 +119,10 @@ def gaps16(typing, words, offset, spread, before, end, places):
 
         high, low = (
             builder.zext(
-                builder.load(_pointer(context, builder, words, args[0], builder.add(args[1], ir.Constant(_I64, k)), _WORDS), align=4),
+                builder.load(
+                    _pointer(context, builder, words, args[0], builder.add(args[1], ir.Constant(_I64, k)), _WORDS),
+                    align=4,
+                ),
                 _LONGS,
             )
             for k in (0, LANES)
@@ -155,12 +169,15 @@ def weigh16(typing, approx, words, offset, places, end, scale, below, less, abov
         word = builder.load(_pointer(context, builder, words, args[1], args[2], _WORDS), align=4)
         word = builder.fmul(builder.uitofp(word, _FLOATS), _splat(builder, args[5]))
         low, high = (
-            builder.fadd(builder.fmul(args[0], _splat(builder, factor)), _splat(builder, term)) for factor, term in (args[6:8], args[8:])
+            builder.fadd(builder.fmul(args[0], _splat(builder, factor)), _splat(builder, term))
+            for factor, term in (args[6:8], args[8:])
         )
         place = builder.load(_pointer(context, builder, places, args[3], ir.Constant(_I64, 0), _WORDS), align=4)
         there = builder.icmp_signed("<", place, _splat(builder, builder.trunc(args[4], _I32)))
         sure = builder.and_(there, builder.fcmp_ordered("<", word, low))
-        maybe = builder.and_(there, builder.and_(builder.fcmp_ordered(">=", word, low), builder.fcmp_ordered("<=", word, high)))
+        maybe = builder.and_(
+            there, builder.and_(builder.fcmp_ordered(">=", word, low), builder.fcmp_ordered("<=", word, high))
+        )
         masks = [builder.zext(builder.bitcast(mask, _I16), _I64) for mask in (sure, maybe)]
         return builder.or_(masks[0], builder.shl(masks[1], ir.Constant(_I64, LANES)))
 

@@ -40,7 +40,9 @@ def tensors(**given: Any) -> None:
 def dense(name: str, x: Any) -> None:
     """Refuse what is no tensor, and one that is sparse or nested."""
     if not isinstance(x, Tensor):
-        raise TypeError(f"Expected '{name}' to be a tensor (got {type(x).__name__}). Convert it with `torch.as_tensor`.")
+        raise TypeError(
+            f"Expected '{name}' to be a tensor (got {type(x).__name__}). Convert it with `torch.as_tensor`."
+        )
     if x.is_nested or x.layout != torch.strided:
         raise TypeError(
             f"Expected '{name}' to be dense (got {'a nested tensor' if x.is_nested else x.layout}). Convert it with `to_dense`."
@@ -61,37 +63,65 @@ def shape(name: str, x: Any, wanted: Sequence[int | None], symbols: str, way_out
     if not isinstance(x, Tensor):
         raise TypeError(f"Expected '{name}' to be a tensor {symbols} (got {type(x).__name__}). {way_out}")
     dense(name, x)
-    if x.dim() != len(wanted) or any(size is not None and size != mine for size, mine in zip(wanted, x.shape, strict=True)):
+    if x.dim() != len(wanted) or any(
+        size is not None and size != mine for size, mine in zip(wanted, x.shape, strict=True)
+    ):
         sizes = ", ".join("any" if size is None else str(size) for size in wanted)
         raise ValueError(f"Expected '{name}' to be {symbols} = [{sizes}] (got {list(x.shape)}). {way_out}")
 
 
+def forced(forced: Tensor | None, col: Tensor) -> None:
+    """Refuse what is no mask of the edges; None passes."""
+    shape("forced", forced, (col.size(0),), "[E]", "It holds one bool per edge.")
+    same_device("col", col, forced=forced)
+    if forced is not None and forced.dtype != torch.bool:
+        raise TypeError(
+            f"Expected 'forced' to be bool (got {forced.dtype}). It is True on edges that are there whatever p is."
+        )
+
+
 def edges(
-    rowptr: Tensor, col: Tensor, query: Tensor, *, key: Tensor, value: Tensor | None = None, prefix: str = "", **per_edge: Tensor | None
+    rowptr: Tensor,
+    col: Tensor,
+    query: Tensor,
+    *,
+    key: Tensor,
+    value: Tensor | None = None,
+    prefix: str = "",
+    ends: tuple[str, str] = ("query", "key"),
+    **per_edge: Tensor | None,
 ) -> None:
-    """Refuse rows, tokens and numbers per edge that are not of one graph; ``prefix`` names a second graph over the same tokens."""
+    """Refuse rows, tokens and numbers per edge that are not of one graph.
+
+    A second graph over the same tokens has names with a ``prefix``; ``ends`` are the names of query and key.
+    """
     if torch.compiler.is_compiling():
         return
-    tensors(query=query, key=key, **{f"{prefix}rowptr": rowptr, f"{prefix}col": col})
-    floating(query=query, key=key, value=value)
+    first, second = ends
+    rows = {f"{prefix}rowptr": rowptr, f"{prefix}col": col}
+    tensors(**{first: query, second: key}, **rows)
+    floating(**{first: query, second: key}, value=value)
     if value is not None and not query.dtype == key.dtype == value.dtype:
         raise TypeError(
-            f"Expected 'query', 'key' and 'value' to be of one dtype (got {query.dtype}, {key.dtype} and {value.dtype}). Convert them to one."
+            f"Expected '{first}', '{second}' and 'value' to be of one dtype (got {query.dtype}, {key.dtype} and {value.dtype}). "
+            "Convert them to one."
         )
-    shape("query", query, (None, None, None), "[H, N, C]", "Heads come first.")
+    shape(first, query, (None, None, None), "[H, N, C]", "Heads come first.")
     heads, num_queries, channels = query.shape
-    shape("key", key, (heads, None, channels), "[H, M, C]", "It has the heads and channels of 'query'.")
-    shape("value", value, (heads, key.size(1), None), "[H, M, C']", "It has the heads and tokens of 'key'.")
-    shape(f"{prefix}rowptr", rowptr, (heads * num_queries + 1,), "[H*N+1]", "It holds one row per head and query, heads outermost.")
+    shape(second, key, (heads, None, channels), "[H, M, C]", f"It has the heads and channels of '{first}'.")
+    shape("value", value, (heads, key.size(1), None), "[H, M, C']", f"It has the heads and tokens of '{second}'.")
+    way_out = "It holds one row per head and query, heads outermost."
+    shape(f"{prefix}rowptr", rowptr, (heads * num_queries + 1,), "[H*N+1]", way_out)
     shape(f"{prefix}col", col, (None,), "[E]", "It holds the key of each edge.")
     if rowptr.dtype != torch.int64 or col.dtype not in INTEGERS:
         raise TypeError(
-            f"Expected '{prefix}rowptr' to be int64 and '{prefix}col' int32 or int64 (got {rowptr.dtype} and {col.dtype}). Convert them."
+            f"Expected '{prefix}rowptr' to be int64 and '{prefix}col' int32 or int64 (got {rowptr.dtype} and {col.dtype}). "
+            "Convert them."
         )
     for name, numbers in per_edge.items():
         shape(name, numbers, (col.size(0),), "[E]", "It holds one number per edge.")
     floating(**per_edge)
-    same_device("query", query, **{"key": key, "value": value, f"{prefix}rowptr": rowptr, f"{prefix}col": col}, **per_edge)
+    same_device(first, query, **{second: key, "value": value}, **rows, **per_edge)
     no_tangent(query, key, value, *per_edge.values())
 
 
@@ -116,7 +146,9 @@ def integer(name: str, value: Any, least: int, way_out: str) -> int:
     if value < least:
         raise ValueError(f"Expected '{name}' to be at least {least} (got {value}). {way_out}")
     if int(value) >= 2**1000:  # which no count is, and no float holds if it is larger still
-        raise ValueError(f"Expected '{name}' to be a number of things that there can be (got more than 2**1000). {way_out}")
+        raise ValueError(
+            f"Expected '{name}' to be a number of things that there can be (got more than 2**1000). {way_out}"
+        )
     return int(value)
 
 
@@ -127,7 +159,9 @@ def number(name: str, value: Any, span: str, way_out: str) -> None:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"Expected '{name}' to be a number in {span} (got {type(value).__name__}). {way_out}")
     if isinstance(value, int) and abs(value) >= 2**1000:  # which no float holds
-        raise ValueError(f"Expected '{name}' in {span}, as a float holds it (got a whole number beyond 2**1000). {way_out}")
+        raise ValueError(
+            f"Expected '{name}' in {span}, as a float holds it (got a whole number beyond 2**1000). {way_out}"
+        )
     low, high = _ends(span)
     x: Any = value  # mypy knows no order of numbers.Real
     if not low <= x <= high or (x == low and span[0] == "(") or (x == high and span[-1] == ")"):
@@ -137,7 +171,9 @@ def number(name: str, value: Any, span: str, way_out: str) -> None:
 def flag(name: str, value: Any, way_out: str, optional: bool = False) -> None:
     """Refuse what is no bool, or None where it is optional."""
     if not isinstance(value, bool) and not (optional and value is None):
-        raise TypeError(f"Expected '{name}' to be a bool{' or None' * optional} (got {type(value).__name__}). {way_out}")
+        raise TypeError(
+            f"Expected '{name}' to be a bool{' or None' * optional} (got {type(value).__name__}). {way_out}"
+        )
 
 
 def device(value: Any) -> torch.device:
@@ -148,7 +184,9 @@ def device(value: Any) -> torch.device:
         found = torch.device(value)
         torch.empty(0, device=found)
     except (RuntimeError, TypeError, AssertionError):
-        raise ValueError(f"Expected 'device' to be one that torch has here (got {value!r}). Name it as in 'cpu' or 'cuda:0'.") from None
+        raise ValueError(
+            f"Expected 'device' to be one that torch has here (got {value!r}). Name it as in 'cpu' or 'cuda:0'."
+        ) from None
     return found
 
 
@@ -198,7 +236,9 @@ def memory(name: str, count: int, bytes_each: int, device: torch.device, way_out
         return
     asked, there = (f"{min(size, 2**100) / 2**30:,.1f} GiB" for size in (count * bytes_each, available(device)))
     many = f"{count:,}" if count < 2**63 else "more than 2**63"
-    raise ValueError(f"Expected '{name}' to ask for no more than memory holds (got {many} {what}, {asked} of {there}). {way_out}")
+    raise ValueError(
+        f"Expected '{name}' to ask for no more than memory holds (got {many} {what}, {asked} of {there}). {way_out}"
+    )
 
 
 def fits(count: int, bytes_each: int, device: torch.device) -> bool:
@@ -211,12 +251,18 @@ def fits(count: int, bytes_each: int, device: torch.device) -> bool:
 def available(device: torch.device) -> float:
     """Bytes that can be had on a device now, inf where nobody knows; of the CPU without swap, and within the limits of this process."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return (
+            torch.cuda.mem_get_info(device)[0]
+            + torch.cuda.memory_reserved(device)
+            - torch.cuda.memory_allocated(device)
+        )
     if device.type != "cpu":
         return math.inf
     left = [_system(), _address_space()]
     for usage, stat, cache_name, limit in _cgroups():
-        cached = next((int(line.split()[1]) for line in stat.read_text().splitlines() if line.split()[0] == cache_name), 0)
+        cached = next(
+            (int(line.split()[1]) for line in stat.read_text().splitlines() if line.split()[0] == cache_name), 0
+        )
         left.append(limit - int(usage.read_text()) + cached)
     return max(min(left), 0)
 
@@ -256,11 +302,18 @@ def _limited_groups(table: Path, mount: Path) -> Iterator[tuple[Path, Path, str,
         if controllers == "":  # version 2
             root, maximum, usage, cache_name = mount, "memory.max", "memory.current", "inactive_file"
         elif "memory" in controllers.split(","):
-            root, maximum, usage, cache_name = mount / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+            root, maximum, usage, cache_name = (
+                mount / "memory",
+                "memory.limit_in_bytes",
+                "memory.usage_in_bytes",
+                "total_inactive_file",
+            )
         else:
             continue
         folder = root / path.strip("/")
-        while folder != mount.parent:  # a group stays within the limits of those above it; in a container only the root may be there
+        while (
+            folder != mount.parent
+        ):  # a group stays within the limits of those above it; in a container only the root may be there
             files = [folder / name for name in (maximum, usage, "memory.stat")]
             limit = files[0].read_text().strip() if all(file.exists() for file in files) else "max"
             if limit != "max" and int(limit) < 2**62:
@@ -276,7 +329,9 @@ def no_tangent(*tensors: Tensor | None) -> None:
     """
     if torch.compiler.is_compiling():
         return
-    if forward_ad._current_level >= 0 and any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+    if forward_ad._current_level >= 0 and any(
+        x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors
+    ):
         raise NotImplementedError(
             "Expected reverse-mode differentiation (got a tangent, from torch.func.jvp, jacfwd, hessian or forward_ad). Use `backward` or `torch.autograd.grad`."
         )

@@ -19,7 +19,24 @@ import torch
 from torch import Tensor
 
 from .bits import philox16
-from .simd import aligned, at, dots, exp, first, highest, load, load16, maximum, peek, poke, scratch, splat, store, store16, total
+from .simd import (
+    aligned,
+    at,
+    dots,
+    exp,
+    first,
+    highest,
+    load,
+    load16,
+    maximum,
+    peek,
+    poke,
+    scratch,
+    splat,
+    store,
+    store16,
+    total,
+)
 from .threads import kernel, run, split
 
 STRIP = 512  # edges of a row between two looks at its maximum
@@ -57,13 +74,34 @@ def _attention(width, value_width):
 
     @kernel
     def attention(
-        begin, end, queries, keys, query, key, value, rowptr, col, gate, bias, scale, weighted, threshold, kept, seed, out, tops, norms
+        begin,
+        end,
+        queries,
+        keys,
+        query,
+        key,
+        value,
+        rowptr,
+        col,
+        gate,
+        bias,
+        scale,
+        weighted,
+        threshold,
+        kept,
+        seed,
+        out,
+        tops,
+        norms,
     ):
         weight, factor, tail = scratch(query, STRIP), scratch(query, STRIP), scratch(col, 16)
         words, known = np.empty(64, np.uint32), -1
         zero, one, low = query.dtype.type(0), query.dtype.type(1), query.dtype.type(-np.inf)
         for row in range(begin, end):
-            keys_here, values_here = at(key, row // queries * keys * width), at(value, row // queries * keys * value_width)
+            keys_here, values_here = (
+                at(key, row // queries * keys * width),
+                at(value, row // queries * keys * value_width),
+            )
             output = at(out, row * value_width)
             for c in range(0, value_width, value_lanes):
                 store(output, c, splat(zero, value_lanes))
@@ -105,11 +143,17 @@ def _attention(width, value_width):
                     for c in range(0, value_width, value_lanes):
                         even, odd = load(output, c, value_lanes), splat(zero, value_lanes)
                         for u in range(t + 1, last, 2):
-                            even = even + peek(weight, u - 1) * load(values_here, peek(col, start + u - 1) * value_width + c, value_lanes)
-                            odd = odd + peek(weight, u) * load(values_here, peek(col, start + u) * value_width + c, value_lanes)
+                            even = even + peek(weight, u - 1) * load(
+                                values_here, peek(col, start + u - 1) * value_width + c, value_lanes
+                            )
+                            odd = odd + peek(weight, u) * load(
+                                values_here, peek(col, start + u) * value_width + c, value_lanes
+                            )
                         if last & 1:
                             u = last - 1
-                            even = even + peek(weight, u) * load(values_here, peek(col, start + u) * value_width + c, value_lanes)
+                            even = even + peek(weight, u) * load(
+                                values_here, peek(col, start + u) * value_width + c, value_lanes
+                            )
                         store(output, c, even + odd)
             norm = total(sums)
             poke(tops, row, top)
@@ -144,11 +188,16 @@ def _attention_backward(width, value_width):
                 for c in range(0, width, lanes):
                     store(keys_here, token * both + c, load(key, (first_key + token) * width + c, lanes))
                 for c in range(0, value_width, value_lanes):
-                    store(values_here, token * both + c, load(value, (first_key + token) * value_width + c, value_lanes))
+                    store(
+                        values_here, token * both + c, load(value, (first_key + token) * value_width + c, value_lanes)
+                    )
             for row in range(begin, end):
                 mean, shift = zero, peek(lse, row) if peek(lse, row) != -np.inf else zero
                 for c in range(0, value_width, value_lanes):
-                    mean += total(load(grad_out, row * value_width + c, value_lanes) * load(out, row * value_width + c, value_lanes))
+                    mean += total(
+                        load(grad_out, row * value_width + c, value_lanes)
+                        * load(out, row * value_width + c, value_lanes)
+                    )
                 if tile == 0:
                     for c in range(0, width, lanes):
                         store(dquery, row * width + c, splat(zero, lanes))
@@ -164,7 +213,9 @@ def _attention_backward(width, value_width):
                     for c in range(0, width, lanes):
                         score = score + dots(load(query, row * width + c, lanes), at(keys_here, c), both, tokens)
                     for c in range(0, value_width, value_lanes):
-                        gain = gain + dots(load(grad_out, row * value_width + c, value_lanes), at(values_here, c), both, tokens)
+                        gain = gain + dots(
+                            load(grad_out, row * value_width + c, value_lanes), at(values_here, c), both, tokens
+                        )
                     score = score * scale
                     some_gate = load16(gate, start, count) if gate.size else splat(one, 16)
                     logit = score if weighted else score * some_gate
@@ -194,7 +245,9 @@ def _attention_backward(width, value_width):
                                 dq = dq + peek(slopes, t) * load(keys_here, place, common_lanes)
                                 store(dkeys_here, place, load(dkeys_here, place, common_lanes) + peek(slopes, t) * q)
                             if c < value_width:
-                                store(dvalues_here, place, load(dvalues_here, place, common_lanes) + peek(weights, t) * g)
+                                store(
+                                    dvalues_here, place, load(dvalues_here, place, common_lanes) + peek(weights, t) * g
+                                )
                         if c < width:
                             store(dquery, row * width + c, dq)
                     start += count
@@ -203,7 +256,11 @@ def _attention_backward(width, value_width):
                 for c in range(0, width, lanes):
                     store(dkey, (unit * keys + token) * width + c, load(dkeys_here, token * both + c, lanes))
                 for c in range(0, value_width, value_lanes):
-                    store(dvalue, (unit * keys + token) * value_width + c, load(dvalues_here, token * both + c, value_lanes))
+                    store(
+                        dvalue,
+                        (unit * keys + token) * value_width + c,
+                        load(dvalues_here, token * both + c, value_lanes),
+                    )
 
     return attention_backward
 
@@ -245,7 +302,9 @@ def _dot_backward(width):
     lanes = width if width == 128 else _lanes(width)
 
     @kernel
-    def dot_backward(begin, end, unit, tiles, queries, keys, grad, query, key, rowptr, col, need_query, need_key, dquery, dkey):
+    def dot_backward(
+        begin, end, unit, tiles, queries, keys, grad, query, key, rowptr, col, need_query, need_key, dquery, dkey
+    ):
         position, zero = rowptr[begin:end].copy(), query.dtype.type(0)
         keys_here, dkeys_here = at(key, begin // queries * keys * width), at(dkey, unit * keys * width)
         for tile in range(tiles):
@@ -327,7 +386,9 @@ def _units(rowptr: np.ndarray, heads: int, keys: int) -> list[tuple[int, int, in
             break
     units, extra = [], heads
     for head in range(heads):
-        for part, (begin, end) in enumerate(split(rowptr[head * rows : (head + 1) * rows + 1], parts[head]) or [(0, 0)]):
+        for part, (begin, end) in enumerate(
+            split(rowptr[head * rows : (head + 1) * rows + 1], parts[head]) or [(0, 0)]
+        ):
             units.append((head * rows + begin, head * rows + end, extra if part else head))
             extra += part > 0
     return sorted(units, key=lambda unit: rowptr[unit[0]] - rowptr[unit[1]])
@@ -349,7 +410,11 @@ def _tiles(rowptr: np.ndarray, keys: int, bytes_per_key: int) -> int:
 
 def _chances(dropout: float, seed: int, dtype: np.dtype) -> tuple[np.uint64, np.floating, np.uint64]:
     """Words below the first number drop an edge, the second multiplies the others, the third is the key of the words."""
-    return np.uint64(round(dropout * 2**32)), dtype.type(1 / (1 - dropout) if dropout < 1 else 0), np.uint64(seed % 2**64)
+    return (
+        np.uint64(round(dropout * 2**32)),
+        dtype.type(1 / (1 - dropout) if dropout < 1 else 0),
+        np.uint64(seed % 2**64),
+    )
 
 
 # ------------------------------------------------------------------ the ops
@@ -359,7 +424,16 @@ def edge_dot(query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor) -> Tensor:
     q, k = (_rows(x, query) for x in (query, key))
     offsets, tokens = (x.contiguous().numpy() for x in (rowptr, col))
     out = np.empty(len(tokens), q.dtype)
-    arguments = (_tiles(offsets, key.shape[1], k.itemsize * k.shape[1]), query.shape[1], key.shape[1], q, k, offsets, tokens, out)
+    arguments = (
+        _tiles(offsets, key.shape[1], k.itemsize * k.shape[1]),
+        query.shape[1],
+        key.shape[1],
+        q,
+        k,
+        offsets,
+        tokens,
+        out,
+    )
     run(_dot(q.shape[1]), [(*piece, *arguments) for piece in _pieces(offsets)])
     return torch.from_numpy(out).to(query.dtype)
 
@@ -407,7 +481,10 @@ def edge_attention_backward(
     tiles = _tiles(offsets, key.shape[1], 2 * k.itemsize * (k.shape[1] + v.shape[1]))
     dquery = torch.from_numpy(q).new_empty((*query.shape[:2], q.shape[1]))
     dkey, dvalue = (dquery.new_empty((len(units), key.shape[1], x.shape[1])) for x in (k, v))
-    dgate, dbias = (np.empty(len(tokens) if need and x is not None else 0, q.dtype) for x, need in ((gate, need_gate), (bias, need_bias)))
+    dgate, dbias = (
+        np.empty(len(tokens) if need and x is not None else 0, q.dtype)
+        for x, need in ((gate, need_gate), (bias, need_bias))
+    )
     arguments = (
         tiles, query.shape[1], key.shape[1], _rows(grad_out, query), q, k, v, offsets, tokens, _wide(gate, query), _wide(bias, query), _rows(out, query),
         _wide(lse, query).reshape(-1), q.dtype.type(scale), gate is not None and gate_form == "weight", *_chances(dropout, seed, q.dtype),

@@ -59,7 +59,9 @@ def _effect(width, value_width, blocks):
             for probing in range(2):
                 start = peek(probe_rowptr, row) if probing else edge
                 count = (peek(probe_rowptr, row + 1) if probing else stop) - start
-                ends, place = (at(probe_col, start), at(probe_out, start)) if probing else (at(col, start), at(out, start))
+                ends, place = (
+                    (at(probe_col, start), at(probe_out, start)) if probing else (at(col, start), at(out, start))
+                )
                 extra, biased = (at(probe_bias, start), probe_bias.size) if probing else (at(bias, start), bias.size)
                 high = splat(low, 16)
                 for t in range(0, count, 16):
@@ -71,7 +73,9 @@ def _effect(width, value_width, blocks):
                     for c in range(0, width, lanes):
                         logit = logit + dots(load(query, row * width + c, lanes), at(keys, c), width, tokens)
                     for c in range(0, value_width, value_lanes):
-                        gain = gain + dots(load(grad_out, row * value_width + c, value_lanes), at(values, c), value_width, tokens)
+                        gain = gain + dots(
+                            load(grad_out, row * value_width + c, value_lanes), at(values, c), value_width, tokens
+                        )
                     if blocks:
                         eta, p = peek(chance, row % queries), splat(exploration, 16)
                         for c in range(0, blocks, block_lanes):
@@ -125,11 +129,18 @@ def _effect(width, value_width, blocks):
                         store(logits, t, weight)
                     others, others_gain = total(rest), total(rest_gain)
                     ratio = np.exp(second - top) if second - top > NOTHING else zero
-                    sums, sums_gain = (one + others * ratio, best_gain + others_gain * ratio) if top != low else (zero, zero)
+                    sums, sums_gain = (
+                        (one + others * ratio, best_gain + others_gain * ratio) if top != low else (zero, zero)
+                    )
                     for t in range(0, count, 16):
                         share, gain, change = load(logits, t, 16) * ratio, load(gains, t, 16), splat(zero, 16)
                         if top != low:
-                            change = share / sums * (gain - (sums_gain - share * gain) / (sums - share)) * load(factors, t, 16)
+                            change = (
+                                share
+                                / sums
+                                * (gain - (sums_gain - share * gain) / (sums - share))
+                                * load(factors, t, 16)
+                            )
                         store16(place, t, count - t, change)
                     if best < count and top != low:
                         without = others_gain / others if others != zero else zero

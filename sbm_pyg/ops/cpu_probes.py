@@ -17,13 +17,13 @@ _SYSTEMATIC = reference.SYSTEMATIC << 24
 
 
 @kernel
-def _starts(first, last, chance, batch, query_ptr, key_ptr, streams, seed, start, counts):
+def _starts(first, last, chance, batch, query_ptr, key_ptr, sequence_ids, seed, start, counts):
     """Where each row starts, as a part of its distance, and its number of keys."""
     queries = chance.size
     for r in range(first, last):
         head, i = r // queries, r % queries
         b = batch[i]
-        start[r] = np.float64(_philox(0, i - query_ptr[b], streams[b], head | _SYSTEMATIC, seed)[0]) / 2.0**32
+        start[r] = np.float64(_philox(0, i - query_ptr[b], sequence_ids[b], head | _SYSTEMATIC, seed)[0]) / 2.0**32
         counts[r] = max(0, np.int64(np.ceil((key_ptr[b + 1] - key_ptr[b]) * chance[i] - start[r])))
 
 
@@ -37,14 +37,16 @@ def _steps(first, last, chance, batch, key_ptr, start, rowptr, col):
             col[place + number] = shift + min(most, np.int64((number + begin) * spacing))
 
 
-def sample_systematic(chance: Tensor, query_ptr: Tensor, key_ptr: Tensor, streams: Tensor, heads: int, seed: int) -> tuple[Tensor, Tensor]:
+def sample_systematic(
+    chance: Tensor, query_ptr: Tensor, key_ptr: Tensor, sequence_ids: Tensor, heads: int, seed: int
+) -> tuple[Tensor, Tensor]:
     reference.check_keys(int(key_ptr[-1]))
     chances, q_ptr, k_ptr = reference.cut_chance(chance).numpy(), query_ptr.numpy(), key_ptr.numpy()
     batch = np.repeat(np.arange(q_ptr.size - 1), np.diff(q_ptr))
     rows = heads * chances.size
     start, counts, rowptr = np.empty(rows), np.empty(rows, np.int64), np.zeros(rows + 1, np.int64)
     pieces = _cuts(rows, 3 * torch.get_num_threads())
-    stream, word = streams.numpy() & 0xFFFFFFFF, np.uint64(seed & 0xFFFFFFFFFFFFFFFF)
+    stream, word = sequence_ids.numpy() & 0xFFFFFFFF, np.uint64(seed & 0xFFFFFFFFFFFFFFFF)
     run(_starts, [(*piece, chances, batch, q_ptr, k_ptr, stream, word, start, counts) for piece in pieces])
     np.cumsum(counts, out=rowptr[1:])
     col = np.empty(rowptr[-1], np.int32)

@@ -22,7 +22,8 @@ from .threads import kernel, run
 from .tiles import close_tiles, multiply_tiles, open_tiles
 
 _COIN_BYTE, _COIN_REST, _COUNT, _PROPOSAL, _GAP = (
-    purpose << 24 for purpose in (reference.COIN_BYTE, reference.COIN_REST, reference.COUNT, reference.PROPOSAL, reference.GAP)
+    purpose << 24
+    for purpose in (reference.COIN_BYTE, reference.COIN_REST, reference.COUNT, reference.PROPOSAL, reference.GAP)
 )
 _PANEL = 64  # keys that lie together, block by block
 _GROUP = 16 if tiles.AVAILABLE else 4  # rows whose probabilities are computed together
@@ -410,7 +411,7 @@ def _key_bounds(head, first, last, key, key_ptr, panel_ptr, coarse, fine):
 
 @kernel
 def _rows(first, last, queries, way, stretch, bound, error, rate, key, low_rate, columns, wide_rate, low_key, key_sum, coarse, fine, batch,
-          query_ptr, key_ptr, panel_ptr, streams, seed, fastrg, exploration, clamp, out, counts, state, top):  # fmt: skip
+          query_ptr, key_ptr, panel_ptr, sequence_ids, seed, fastrg, exploration, clamp, out, counts, state, top):  # fmt: skip
     """Edges of the rows from ``state[0]`` on: fills ``out`` and ``counts``, and leaves in ``state`` the next row, the edges so far, and 1
     if a probability exceeds 1, which then stands in ``top``."""
     longest = 0
@@ -433,7 +434,7 @@ def _rows(first, last, queries, way, stretch, bound, error, rate, key, low_rate,
         head, i = r // queries, r % queries
         b = batch[i]
         shift, end = key_ptr[b], key_ptr[b + 1]
-        num_keys, row, stream = end - shift, i - query_ptr[b], streams[b]
+        num_keys, row, stream = end - shift, i - query_ptr[b], sequence_ids[b]
         start, groups = panel_ptr[b], panel_ptr[b + 1] - panel_ptr[b]
         before = used
         if way[r] == _GAPS:
@@ -500,7 +501,9 @@ def _low_precision(
         columns = _empty((heads, panels, blocks, _PANEL), np.float32)
         run(_pack_lanes, [(head, b, keys, key_ptr, panel_ptr, columns) for head, b in spans])
         return query.detach().float().reshape(heads * queries, blocks).numpy(), columns.ravel(), rounding
-    low_rate = torch.nn.functional.pad(query.detach()[:, : queries * needed].bfloat16(), (0, -blocks % tiles.DEPTH)).contiguous()
+    low_rate = torch.nn.functional.pad(
+        query.detach()[:, : queries * needed].bfloat16(), (0, -blocks % tiles.DEPTH)
+    ).contiguous()
     pairs = low_key[:-1].view(np.uint32).reshape(heads, key.shape[1], -1)
     columns = _empty((heads, panels, pairs.shape[2] // 16, _PANEL // 16, 16, 16), np.uint32)
     run(_pack_tiles, [(head, b, pairs, key_ptr, panel_ptr, columns) for head, b in spans])
@@ -508,12 +511,23 @@ def _low_precision(
 
 
 def sample_sbm(
-    query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, streams: Tensor, seed: int, method: str, exploration: float, clamp: bool
+    query: Tensor,
+    key: Tensor,
+    query_ptr: Tensor,
+    key_ptr: Tensor,
+    sequence_ids: Tensor,
+    seed: int,
+    method: str,
+    exploration: float,
+    clamp: bool,
 ) -> tuple[Tensor, Tensor]:
     reference.check_keys(int(key_ptr[-1]))
     heads, queries, blocks = query.shape
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    rate, keys = query.detach().to(dtype).reshape(heads * queries, blocks).numpy(), key.detach().to(dtype).contiguous().numpy()
+    rate, keys = (
+        query.detach().to(dtype).reshape(heads * queries, blocks).numpy(),
+        key.detach().to(dtype).contiguous().numpy(),
+    )
     q_ptr, k_ptr = query_ptr.numpy(), key_ptr.numpy()
     sequences, threads = q_ptr.size - 1, torch.get_num_threads()
     batch = np.repeat(np.arange(sequences), np.diff(q_ptr))
@@ -522,9 +536,15 @@ def sample_sbm(
     key_sum, key_max = np.empty((2, heads, sequences, blocks))
     low_key = _empty((heads * key.shape[1] + 1, width), np.uint16)  # one row more than there are keys: see `_skip`
     bits = keys.astype(np.float32, copy=False).view(np.uint32)
-    run(_survey, [(head, b, keys, bits, k_ptr, key_sum, key_max, low_key) for head in range(heads) for b in range(sequences)])
+    run(
+        _survey,
+        [(head, b, keys, bits, k_ptr, key_sum, key_max, low_key) for head in range(heads) for b in range(sequences)],
+    )
     expected, bound = np.empty((2, heads * queries))
-    run(_expect, [(a, z, queries, rate, batch, key_sum, key_max, expected, bound) for a, z in _cuts(heads * queries, threads)])
+    run(
+        _expect,
+        [(a, z, queries, rate, batch, key_sum, key_max, expected, bound) for a, z in _cuts(heads * queries, threads)],
+    )
     row_keys = np.tile(np.diff(k_ptr)[batch], heads)
     expected += exploration * row_keys
     bound += exploration
@@ -534,7 +554,9 @@ def sample_sbm(
     used = np.bincount(way, minlength=4)
 
     panel_ptr = np.concatenate([[0], np.cumsum((np.diff(k_ptr) + _PANEL - 1) // _PANEL)])
-    low_rate, columns, error = _low_precision(query, key, low_key, k_ptr, panel_ptr, bool(used[_COINS] + used[_LARGE_COINS]))
+    low_rate, columns, error = _low_precision(
+        query, key, low_key, k_ptr, panel_ptr, bool(used[_COINS] + used[_LARGE_COINS])
+    )
     wide_rate = rate
     if width > blocks or dtype == torch.float64:
         wide_rate = np.zeros((heads * queries if used[_GAPS] else 0, width), np.float32)
@@ -543,11 +565,16 @@ def sample_sbm(
     fine = _empty((heads, blocks, coarse.shape[2] * _PANEL), np.uint32)
     if used[_PROPOSALS]:
         run(
-            _key_bounds, [(h, a, z, keys, k_ptr, panel_ptr, coarse, fine) for h in range(heads) for a, z in _cuts(blocks, -(-blocks // 16))]
+            _key_bounds,
+            [
+                (h, a, z, keys, k_ptr, panel_ptr, coarse, fine)
+                for h in range(heads)
+                for a, z in _cuts(blocks, -(-blocks // 16))
+            ],
         )
 
     counts = np.zeros(heads * queries, np.int64)
-    stream, word = streams.numpy() & 0xFFFFFFFF, np.uint64(seed & 0xFFFFFFFFFFFFFFFF)
+    stream, word = sequence_ids.numpy() & 0xFFFFFFFF, np.uint64(seed & 0xFFFFFFFFFFFFFFFF)
     likely = np.minimum(expected, row_keys)
     pieces = _cuts(heads * queries, min(8 * threads, 1 + int(likely.sum()) // 2**14))
     found: list[list[np.ndarray]] = [[] for _ in pieces]

@@ -26,19 +26,36 @@ def edge_dot(query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor, *, out_val
 
 
 def edge_dot_backward(
-    grad: Tensor, query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor, need_query: bool, need_key: bool, *, out_val: Any = None
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    rowptr: Tensor,
+    col: Tensor,
+    need_query: bool,
+    need_key: bool,
+    *,
+    out_val: Any = None,
 ) -> int:
     """2 E K for each side that needs its gradient."""
     return 2 * col.numel() * query.size(-1) * (need_query + need_key)
 
 
-def edge_attention(query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor, col: Tensor, *_: Any, out_val: Any = None) -> int:
+def edge_attention(
+    query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor, col: Tensor, *_: Any, out_val: Any = None
+) -> int:
     """2 E (C + C'): scores, and the sum of values."""
     return 2 * col.numel() * (query.size(-1) + value.size(-1))
 
 
 def edge_attention_backward(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor, col: Tensor, *_: Any, out_val: Any = None
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rowptr: Tensor,
+    col: Tensor,
+    *_: Any,
+    out_val: Any = None,
 ) -> int:
     """2 E (3 C + 2 C'): scores again, gradients to queries and keys; gains, gradients to values."""
     return 2 * col.numel() * (3 * query.size(-1) + 2 * value.size(-1))
@@ -70,7 +87,7 @@ def sample_sbm(
     key: Tensor,
     query_ptr: Tensor,
     key_ptr: Tensor,
-    streams: Tensor,
+    sequence_ids: Tensor,
     seed: int,
     method: str,
     exploration: float,

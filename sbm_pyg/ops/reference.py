@@ -58,13 +58,14 @@ def dropout_mask(num_edges: int, dropout: float, seed: int, device: torch.device
 # ------------------------------------------------------------------ edges of a graph
 
 
-def _rows(rowptr: Tensor, num_edges: int) -> Tensor:
+def edge_row(rowptr: Tensor, num_edges: int) -> Tensor:
+    """Row of each edge, ``[E]`` int64."""
     return torch.repeat_interleave(rowptr.diff(), output_size=num_edges)
 
 
 def _ends(query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor) -> tuple[Tensor, Tensor]:
     """Row of the query and row of the key of each edge, in tensors flattened over heads."""
-    row = _rows(rowptr, col.numel())
+    row = edge_row(rowptr, col.numel())
     return row, torch.div(row, query.size(1), rounding_mode="floor") * key.size(1) + col
 
 
@@ -84,7 +85,10 @@ def edge_dot_backward(
     row, end = _ends(query, key, rowptr, col)
     weight = _wide(grad)[:, None]
     grads = []
-    for needed, mine, index, other, other_index in ((need_query, query, row, key, end), (need_key, key, end, query, row)):
+    for needed, mine, index, other, other_index in (
+        (need_query, query, row, key, end),
+        (need_key, key, end, query, row),
+    ):
         total = torch.zeros_like(_wide(mine), memory_format=torch.contiguous_format).flatten(0, 1)
         if needed:
             total.index_add_(0, index, weight * _wide(other).flatten(0, 1)[other_index])
@@ -97,7 +101,14 @@ def _segment_max(src: Tensor, row: Tensor, num_rows: int) -> Tensor:
 
 
 def _logits(
-    query: Tensor, key: Tensor, row: Tensor, end: Tensor, gate: Tensor | None, bias: Tensor | None, scale: float, gate_form: str
+    query: Tensor,
+    key: Tensor,
+    row: Tensor,
+    end: Tensor,
+    gate: Tensor | None,
+    bias: Tensor | None,
+    scale: float,
+    gate_form: str,
 ) -> tuple[Tensor, Tensor]:
     """Scaled scores and the logits that enter the softmax, a "weight" gate as its logarithm."""
     score = (_wide(query).flatten(0, 1)[row] * _wide(key).flatten(0, 1)[end]).sum(-1) * scale
@@ -191,6 +202,15 @@ ROUNDED = 1 + 1e-5
 """Larger probabilities are not 1 by rounding: their edges are there whatever the model does."""
 
 
+def effect_weight(p: Tensor, eta: Tensor, probing: bool = False) -> Tensor:
+    """What the effect of an edge, or of a probe, counts for, given its probability and the chance of a probe there."""
+    part = torch.where(eta > 0, 0.5, 1.0).to(p.dtype)  # without probes edges stand for both sides
+    few = torch.minimum(p, part)
+    seen = torch.maximum(eta + few - eta * few, few / part)
+    weight = (seen - few) / (seen * (1 - few) * eta) if probing else 1 / seen
+    return torch.where(p > ROUNDED, 0, weight)
+
+
 def edge_effect(
     grad_out: Tensor,
     query: Tensor,
@@ -234,10 +254,14 @@ def edge_effect(
     total_gain = torch.where(top == -math.inf, 0, best_gain + rest_gain * ratio)
 
     share = weight * ratio[row]  # exp(logit - top), of all but the heaviest
-    others = torch.where(best, (rest_gain / rest.where(rest != 0, 1))[row], (total_gain[row] - share * gain) / (total[row] - share))
+    others = torch.where(
+        best, (rest_gain / rest.where(rest != 0, 1))[row], (total_gain[row] - share * gain) / (total[row] - share)
+    )
     effect = torch.where(best, 1, share) / total[row] * (gain - others)
     effect = torch.where(logit == -math.inf, 0, effect)
-    odds = torch.where(some[probe_row], total[probe_row] * (top[probe_row] - probe_logit).exp(), 0)  # of being without the probe
+    odds = torch.where(
+        some[probe_row], total[probe_row] * (top[probe_row] - probe_logit).exp(), 0
+    )  # of being without the probe
     mean = (total_gain / total.where(total != 0, 1))[probe_row]
     probe_effect = torch.where(probe_logit == -math.inf, 0, (probe_gain - mean) / (1 + odds))
     known = probe_row * key.size(1) + probe_col
@@ -247,15 +271,12 @@ def edge_effect(
         probe_effect = torch.where(mine[found] == known, 0, probe_effect)
     if rate is not None and member is not None and chance is not None:
         eta = _wide(chance).repeat(query.size(0))
-        part = torch.where(eta > 0, 0.5, 1.0)  # without probes edges stand for both sides
-        factors = []
-        for pointer, tokens, r in ((rowptr, col, row), (probe_rowptr, probe_col, probe_row)):
-            p = edge_dot(_wide(rate), _wide(member), pointer, tokens) + exploration
-            few = torch.minimum(p, part[r])
-            seen = torch.maximum(eta[r] + few - eta[r] * few, few / part[r])
-            factor = 1 / seen if pointer is rowptr else (seen - few) / (seen * (1 - few) * eta[r])
-            factors.append(torch.where(p > ROUNDED, 0, factor))
-        effect, probe_effect = effect * factors[0], probe_effect * factors[1]
+        p, probe_p = (
+            edge_dot(_wide(rate), _wide(member), pointer, tokens) + exploration
+            for pointer, tokens in ((rowptr, col), (probe_rowptr, probe_col))
+        )
+        effect = effect * effect_weight(p, eta[row])
+        probe_effect = probe_effect * effect_weight(probe_p, eta[probe_row], probing=True)
     return effect.to(query.dtype), probe_effect.to(query.dtype)
 
 
@@ -265,7 +286,9 @@ def edge_effect(
 def segment_entmax(src: Tensor, rowptr: Tensor, alpha: float) -> Tensor:
     """Bracketed Newton on tau; see :func:`sbm_pyg.ops.segment_entmax` for the law."""
     if not src.is_floating_point():
-        raise TypeError(f"Expected 'src' to be floating point (got {src.dtype}). Convert it with `.float()`: shares of 1 are no integers.")
+        raise TypeError(
+            f"Expected 'src' to be floating point (got {src.dtype}). Convert it with `.float()`: shares of 1 are no integers."
+        )
     if src.numel() == 0:
         return torch.empty_like(src)
     num_rows = rowptr.numel() - 1
@@ -273,7 +296,7 @@ def segment_entmax(src: Tensor, rowptr: Tensor, alpha: float) -> Tensor:
         raise ValueError(
             f"Expected 'ptr' to rise from 0 to E = {src.numel()} (got another order). Pass offsets, not lengths, of all segments."
         )
-    row = _rows(rowptr, src.numel())
+    row = edge_row(rowptr, src.numel())
     power = 1 / (alpha - 1)
     z = (alpha - 1) * _wide(src)
     top = _segment_max(z, row, num_rows)
@@ -299,7 +322,7 @@ def segment_entmax(src: Tensor, rowptr: Tensor, alpha: float) -> Tensor:
 
 def segment_entmax_backward(grad: Tensor, out: Tensor, rowptr: Tensor, alpha: float) -> Tensor:
     """``dx = u dy - u sum(u dy) / sum(u)`` with ``u = p^(2 - alpha)`` on the support."""
-    row = _rows(rowptr, out.numel())
+    row = edge_row(rowptr, out.numel())
     p, dy = _wide(out), _wide(grad)
     u = torch.where(p > 0, p, 1) ** (2 - alpha) * (p > 0)
     sums = p.new_zeros(3, rowptr.numel() - 1).index_add_(1, row, torch.stack([u * dy, u, p]))
@@ -311,17 +334,40 @@ def segment_entmax_backward(grad: Tensor, out: Tensor, rowptr: Tensor, alpha: fl
 
 
 def sample_sbm(
-    query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, streams: Tensor, seed: int, method: str, exploration: float, clamp: bool
+    query: Tensor,
+    key: Tensor,
+    query_ptr: Tensor,
+    key_ptr: Tensor,
+    sequence_ids: Tensor,
+    seed: int,
+    method: str,
+    exploration: float,
+    clamp: bool,
 ) -> tuple[Tensor, Tensor]:
     num_queries = query.size(1)
     counts = torch.zeros(query.size(0), num_queries, dtype=torch.int64, device=query.device)
     found: list[Tensor] = []
-    spans = [*zip(query_ptr.tolist(), query_ptr.tolist()[1:], key_ptr.tolist(), key_ptr.tolist()[1:], streams.tolist(), strict=False)]
+    spans = [
+        *zip(
+            query_ptr.tolist(),
+            query_ptr.tolist()[1:],
+            key_ptr.tolist(),
+            key_ptr.tolist()[1:],
+            sequence_ids.tolist(),
+            strict=False,
+        )
+    ]
     for head in range(query.size(0)):
         for start, end, first_key, end_key, stream in spans:
             counter = (stream & _WORD, head)
             row, col = _sample_block(
-                query[head, start:end].double(), key[head, first_key:end_key].double(), counter, seed, method, exploration, clamp
+                query[head, start:end].double(),
+                key[head, first_key:end_key].double(),
+                counter,
+                seed,
+                method,
+                exploration,
+                clamp,
             )
             counts[head, start:end] = torch.bincount(row, minlength=end - start)
             found.append(col + first_key)
@@ -330,14 +376,16 @@ def sample_sbm(
     return rowptr, torch.cat(found).to(dtype)
 
 
-def sample_systematic(chance: Tensor, query_ptr: Tensor, key_ptr: Tensor, streams: Tensor, heads: int, seed: int) -> tuple[Tensor, Tensor]:
+def sample_systematic(
+    chance: Tensor, query_ptr: Tensor, key_ptr: Tensor, sequence_ids: Tensor, heads: int, seed: int
+) -> tuple[Tensor, Tensor]:
     check_keys(int(key_ptr[-1]))
     chance = cut_chance(chance)
     queries = query_ptr.diff()
     batch = torch.repeat_interleave(queries, output_size=chance.numel())
     place = torch.arange(chance.numel(), device=chance.device) - query_ptr[batch]
     head = torch.arange(heads, device=chance.device)[:, None] | SYSTEMATIC << 24
-    start = (philox(0, place, streams[batch] & _WORD, head, seed)[0].double() / 2**32).flatten()  # [H*N]
+    start = (philox(0, place, sequence_ids[batch] & _WORD, head, seed)[0].double() / 2**32).flatten()  # [H*N]
     spacing, shift, keys = (x.repeat(heads) for x in (1 / chance, key_ptr[batch], key_ptr.diff()[batch]))
     counts = (keys * chance.repeat(heads) - start).ceil().clamp(min=0).long()
     rowptr = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
@@ -386,7 +434,14 @@ def plan_rows(expected: Tensor, bound: Tensor, num_keys: Tensor | int, method: s
 
 
 def _flip_rows(
-    rate: Tensor, key: Tensor, rows: Tensor, counter: tuple[int, int], seed: int, method: str, exploration: float, clamp: bool
+    rate: Tensor,
+    key: Tensor,
+    rows: Tensor,
+    counter: tuple[int, int],
+    seed: int,
+    method: str,
+    exploration: float,
+    clamp: bool,
 ) -> Tensor:
     """One coin for each pair of these rows: edge iff its 32-bit word lies below p * 2**32.
 
@@ -418,7 +473,9 @@ def _flip_rows(
     return torch.cat(edges)
 
 
-def _skip_rows(rate: Tensor, key: Tensor, bound: Tensor, rows: Tensor, counter: tuple[int, int], seed: int, exploration: float) -> Tensor:
+def _skip_rows(
+    rate: Tensor, key: Tensor, bound: Tensor, rows: Tensor, counter: tuple[int, int], seed: int, exploration: float
+) -> Tensor:
     """Keys at geometric distances, as if every probability were the row's bound, and each of them kept with probability p / bound."""
     stream, head = counter
     num_keys = key.size(0)
@@ -525,10 +582,13 @@ def invalid_row(rowptr: Tensor, col: Tensor, query_ptr: Tensor, key_ptr: Tensor,
     wrong = (starts < 0) | (ends < starts) | (ends > num_edges)
     if num_edges:
         low, high = (
-            torch.repeat_interleave(side, query_ptr.diff(), output_size=rows // heads).repeat(heads) for side in (key_ptr[:-1], key_ptr[1:])
+            torch.repeat_interleave(side, query_ptr.diff(), output_size=rows // heads).repeat(heads)
+            for side in (key_ptr[:-1], key_ptr[1:])
         )
         first, last = starts.clamp(0, num_edges - 1), (ends - 1).clamp(0, num_edges - 1)
-        descents = torch.cat([rowptr.new_zeros(1), (col[1:] <= col[:-1]).cumsum(0)])  # [E], among the edges up to this one
+        descents = torch.cat(
+            [rowptr.new_zeros(1), (col[1:] <= col[:-1]).cumsum(0)]
+        )  # [E], among the edges up to this one
         wrong |= (ends > starts) & ((col[first] < low) | (col[last] >= high) | (descents[last] > descents[first]))
     least = torch.where(wrong, number, rows).amin()
     return torch.where(least == rows, -1, least)

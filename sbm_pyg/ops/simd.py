@@ -66,7 +66,9 @@ def _below(builder, count, lanes):
 
 
 def _call(builder, name, result, arguments, **flags):
-    function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, [a.type for a in arguments]), name)
+    function = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(result, [a.type for a in arguments]), name
+    )
     return builder.call(function, arguments, **flags)
 
 
@@ -304,14 +306,17 @@ def dots(typing, vector, array, stride, tokens):
         row, data, step, index = args
         kind = context.get_value_type(result)
         words = ir.VectorType(_I32, 16)
-        starts = [c + half for c in range(0, vector.lanes, 32) for half in (0, 1)] if pairs else range(0, vector.lanes, 16)
+        starts = (
+            [c + half for c in range(0, vector.lanes, 32) for half in (0, 1)] if pairs else range(0, vector.lanes, 16)
+        )
         pieces = [builder.shuffle_vector(row, row, _order([c + (1 + pairs) * k for k in range(16)])) for c in starts]
 
         def halves(place):
             """What matches each two pieces: the first numbers of sixteen pairs, and the second ones."""
             both = builder.load(builder.bitcast(place, words.as_pointer()), align=4)
             return [
-                builder.bitcast(bits, kind) for bits in (builder.shl(both, _all(words, 16)), builder.and_(both, _all(words, 0xFFFF0000)))
+                builder.bitcast(bits, kind)
+                for bits in (builder.shl(both, _all(words, 16)), builder.and_(both, _all(words, 0xFFFF0000)))
             ]
 
         def products(lane):
@@ -337,7 +342,9 @@ def dots(typing, vector, array, stride, tokens):
             return builder.fadd(*(builder.shuffle_vector(one, two, _order(order)) for order in (stay, move)))
 
         sums = merged(0, (8, 2, 1, 4))  # innermost the merges that are a blend and one shuffle with AVX-512
-        builder.asm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", [], True)  # keeps neighbours from mixing: registers run out
+        builder.asm(
+            ir.FunctionType(ir.VoidType(), []), "", "~{memory}", [], True
+        )  # keeps neighbours from mixing: registers run out
         return sums
 
     return result(vector, array, types.int64, tokens), generate
@@ -353,7 +360,8 @@ def _arithmetic(python, instruction):
 
         def generate(context, builder, signature, args):
             vectors = [
-                arg if isinstance(kind, Vector) else _splat(builder, arg, result.lanes) for arg, kind in zip(args, kinds, strict=True)
+                arg if isinstance(kind, Vector) else _splat(builder, arg, result.lanes)
+                for arg, kind in zip(args, kinds, strict=True)
             ]
             return getattr(builder, instruction)(*vectors, flags=_EXACT)
 

@@ -59,7 +59,9 @@ def kernel(function: Callable, reorder: bool = False) -> Callable:
     }
     try:
         compiled = njit(cache=True, **options)(function)
-        if hasattr(compiled, "_cache"):  # not with NUMBA_DISABLE_JIT; numba has no public name for what a cached kernel depends on
+        if hasattr(
+            compiled, "_cache"
+        ):  # not with NUMBA_DISABLE_JIT; numba has no public name for what a cached kernel depends on
             index = compiled._cache._cache_file
             index._source_stamp = (index._source_stamp, _sources())
     except RuntimeError as error:  # numba found no folder that it may write to
@@ -160,7 +162,9 @@ def _threads() -> ThreadPoolExecutor:
 def _after_fork():
     global _pool_lock
     _pool_lock = threading.Lock()  # another thread may have held it
-    if _team_owner != -1:  # OpenMP threads do not survive a fork, and the next parallel torch op would wait for them forever
+    if (
+        _team_owner != -1
+    ):  # OpenMP threads do not survive a fork, and the next parallel torch op would wait for them forever
         torch.set_num_threads(1)
 
 

@@ -39,7 +39,9 @@ def _call(builder, name, arguments):
 
 def _bytes(context, builder, array_type, array, offset):
     """Address of an element."""
-    return builder.bitcast(builder.gep(make_array(array_type)(context, builder, array).data, [offset]), _I8.as_pointer())
+    return builder.bitcast(
+        builder.gep(make_array(array_type)(context, builder, array).data, [offset]), _I8.as_pointer()
+    )
 
 
 def _tile(number):
@@ -93,7 +95,9 @@ def multiply_tiles(typing, rows, columns, offset, depth, out, place, width):
             for tile in _SUMS:
                 register = _tile(_COLUMNS + tile % 2)
                 start = builder.add(offset_, builder.add(builder.mul(some, constant(64)), constant(tile * 16 * DEPTH)))
-                _call(builder, "tileloadd64", [register, _bytes(context, builder, columns, columns_, start), constant(64)])
+                _call(
+                    builder, "tileloadd64", [register, _bytes(context, builder, columns, columns_, start), constant(64)]
+                )
                 _call(builder, "tdpbf16ps", [_tile(tile), _tile(_ROWS), register])
         for tile in _SUMS:
             target = _bytes(context, builder, out, out_, builder.add(place_, constant(16 * tile)))

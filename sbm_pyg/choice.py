@@ -1,0 +1,157 @@
+"""What passes between whoever chooses a graph and the attention over it.
+
+In: queries and keys of a batch. Out: a :class:`Choice`, which is a graph and what its source knows of its pairs. Not here:
+the sources themselves (``patterns``, ``sampling``), attention, and how a loss reaches the probabilities (``estimators``).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .graph import AttentionGraph, check_graph
+from .ops import checks
+
+__all__ = ["Choice", "EdgeProbability", "GraphSource"]
+
+
+class EdgeProbability(ABC):
+    """How probable a source of graphs holds each pair of a query and a key to be.
+
+    A subclass says :meth:`on` and :meth:`expected_density`; then every estimator trains it. :class:`sbm_pyg.SBM` is one.
+    """
+
+    @abstractmethod
+    def on(self, graph: AttentionGraph) -> Tensor:
+        """Probability of each edge of a graph, ``[E]``, differentiable.
+
+        Args:
+            graph: Any graph over the same tokens and heads, not only one that was chosen.
+        """
+
+    @abstractmethod
+    def expected_density(self) -> Tensor:
+        """Mean probability over the pairs of each sequence and head, ``[B, H]``, differentiable."""
+
+    @property
+    def factors(self) -> tuple[Tensor, Tensor] | None:
+        """``(rate [H, N, K], member [H, M, K])`` with ``p_ij = <rate_i, member_j>``, or None where there are none.
+
+        Kernels that know them compute probabilities beside the scores.
+        """
+        return None
+
+    def check(self, graph: AttentionGraph, name: str = "graph") -> None:
+        """Refuse a graph that is not over the tokens of these probabilities, as far as they know their tokens.
+
+        Raises:
+            TypeError, ValueError: It is not.
+        """
+        check_graph(graph, name)
+
+    def gate(self, graph: AttentionGraph) -> Tensor:
+        """Straight-through gate of each edge, ``[E]``: exactly 1, with the gradient of :meth:`on`."""
+        p = self.on(graph)
+        return 1 + (p - p.detach())
+
+
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """A graph, and what its source knows of it.
+
+    Args:
+        graph: The graph.
+        probability: Probabilities of its pairs, or None where nothing was drawn.
+        forced: Edges that are there whatever their probability is, ``[E]`` bool, or None for no edge.
+        exploration: What the source added to each probability before it drew, in [0, 1].
+
+    Raises:
+        TypeError, ValueError: An argument has the wrong type, shape or range.
+    """
+
+    graph: AttentionGraph
+    probability: EdgeProbability | None = None
+    forced: Tensor | None = None
+    exploration: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_graph(self.graph)
+        if self.probability is not None:
+            check_probability(self.probability)
+        checks.forced(self.forced, self.graph.col)
+        checks.number("exploration", self.exploration, "[0, 1]", "It was added to every probability.")
+
+    def select(self, kept: Tensor) -> Choice:
+        """The choice among the edges of a mask ``[E]`` bool, as :meth:`AttentionGraph.select`."""
+        return replace(self, graph=self.graph.select(kept), forced=None if self.forced is None else self.forced[kept])
+
+    def force(self, pattern: AttentionGraph) -> Choice:
+        """The choice with the edges of a pattern added, whatever their probabilities are.
+
+        Args:
+            pattern: A graph over the same tokens, with the same heads or one.
+        """
+        graph, forced = self.graph.union(pattern)
+        if self.forced is not None:
+            forced = graph.union(self.graph.select(self.forced))[1] | forced
+        return replace(self, graph=graph, forced=forced)
+
+
+class GraphSource(torch.nn.Module, ABC):
+    """Chooses the graph that a layer of attention runs over. Subclasses write :meth:`forward`.
+
+    A source is a module: it may hold parameters, which learn through the probabilities of its :class:`Choice`.
+    """
+
+    def reset_parameters(self) -> None:
+        """Draw the parameters of all parts anew from torch's default generator."""
+        for part in self.children():
+            reset = getattr(part, "reset_parameters", None)
+            if reset is not None:
+                reset()
+
+    @abstractmethod
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        query_ptr: Tensor,
+        key_ptr: Tensor,
+        *,
+        bipartite: bool = False,
+        seed: int,
+        sequence_ids: Tensor | None = None,
+    ) -> Choice:
+        """Choose.
+
+        Args:
+            query: Queries, ``[H, N, C]``.
+            key: Keys, ``[H, M, C]``.
+            query_ptr: Offsets of the sequences in the queries, ``[B+1]`` int64.
+            key_ptr: Offsets of the sequences in the keys, ``[B+1]`` int64.
+            bipartite: Queries and keys are different tokens, even where N = M.
+            seed: Integer of 64 bits; whatever is drawn follows from it.
+            sequence_ids: Number of each sequence, ``[B]`` int64, as :func:`sbm_pyg.sample_edges` takes it; None counts them.
+        """
+
+
+def check_probability(probability: object) -> None:
+    """Raise TypeError unless it is an :class:`EdgeProbability`."""
+    if not isinstance(probability, EdgeProbability):
+        raise TypeError(
+            f"Expected 'probability' to be an EdgeProbability (got {type(probability).__name__}). An SBM is one; "
+            "others are subclasses of `sbm_pyg.EdgeProbability`."
+        )
+
+
+def limited(choice: Any, is_causal: bool, edge_filter: Callable[[AttentionGraph], Tensor] | None) -> Any:
+    """A choice, or a graph, without the edges that the layer leaves out."""
+    for kept in ((lambda graph: ~graph.later) if is_causal else None, edge_filter):
+        if kept is not None:
+            choice = choice.select(kept(choice.graph if isinstance(choice, Choice) else choice))
+    return choice

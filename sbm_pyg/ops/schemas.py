@@ -1,0 +1,242 @@
+"""Each op declared once: its schema, its shapes without values, its gradient, and which kernel computes it where.
+
+In and out: the tensors of :mod:`sbm_pyg.ops`, which checks them and holds the docstrings. Not here: any computation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import CustomOpDef
+from torch.utils.flop_counter import register_flop_formula
+
+from . import cpu, flops, reference
+
+
+def _declare(name: str, schema: str, fake: Callable[..., Any]) -> CustomOpDef:
+    """Declare ``sbm_pyg::name``: the reference on any device, numba where :mod:`~sbm_pyg.ops.cpu` has a kernel, and what it costs."""
+    op = torch.library.custom_op(f"sbm_pyg::{name}", getattr(reference, name), mutates_args=(), schema=schema)
+    if name in cpu.__all__:
+        op.register_kernel("cpu")(getattr(cpu, name))
+    op.register_fake(fake)
+    if name in flops.__all__:
+        register_flop_formula(getattr(torch.ops.sbm_pyg, name), get_raw=True)(getattr(flops, name))
+    return op
+
+
+# ------------------------------------------------------------------ schemas and shapes
+
+
+def _fake_dot(query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor) -> Tensor:
+    return query.new_empty(col.size(0))
+
+
+def _fake_pair(grad: Tensor, query: Tensor, key: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return query.new_empty(query.shape), key.new_empty(key.shape)
+
+
+def _fake_attention(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    heads, num_queries = query.shape[:2]
+    lse = query.new_empty(heads, num_queries, dtype=torch.promote_types(query.dtype, torch.float32))
+    return value.new_empty(heads, num_queries, value.size(2)), lse
+
+
+def _fake_attention_backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor, col: Tensor, gate: Tensor | None, bias: Tensor | None,
+    out: Tensor, lse: Tensor, scale: float, gate_form: str, dropout: float, seed: int, need_gate: bool, need_bias: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    edge = [
+        x.new_empty(col.size(0)) if x is not None and need else lse.new_empty(0)
+        for x, need in ((gate, need_gate), (bias, need_bias))
+    ]
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape), *edge
+
+
+def _fake_effect(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor, col: Tensor, bias: Tensor | None, probe_rowptr: Tensor,
+    probe_col: Tensor, *_: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return query.new_empty(col.size(0)), query.new_empty(probe_col.size(0))
+
+
+def _fake_sample(rate: Tensor, member: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    num_edges = torch.library.get_ctx().new_dynamic_size()
+    rowptr = rate.new_empty(rate.size(0) * rate.size(1) + 1, dtype=torch.int64)
+    return rowptr, rate.new_empty(num_edges, dtype=torch.int32)
+
+
+def _fake_systematic(
+    chance: Tensor, query_ptr: Tensor, key_ptr: Tensor, sequence_ids: Tensor, heads: int, seed: int
+) -> tuple[Tensor, Tensor]:
+    num_edges = torch.library.get_ctx().new_dynamic_size()
+    return query_ptr.new_empty(heads * chance.size(0) + 1), query_ptr.new_empty(num_edges, dtype=torch.int32)
+
+
+edge_dot = _declare("edge_dot", "(Tensor query, Tensor key, Tensor rowptr, Tensor col) -> Tensor", _fake_dot)
+edge_dot_backward = _declare(
+    "edge_dot_backward",
+    "(Tensor grad, Tensor query, Tensor key, Tensor rowptr, Tensor col, bool need_query, bool need_key) -> (Tensor, Tensor)",
+    _fake_pair,
+)
+edge_attention = _declare(
+    "edge_attention",
+    "(Tensor query, Tensor key, Tensor value, Tensor rowptr, Tensor col, Tensor? gate, Tensor? bias, float scale, str gate_form, "
+    "float dropout, SymInt seed) -> (Tensor, Tensor)",
+    _fake_attention,
+)
+edge_attention_backward = _declare(
+    "edge_attention_backward",
+    "(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor rowptr, Tensor col, Tensor? gate, Tensor? bias, Tensor out, "
+    "Tensor lse, float scale, str gate_form, float dropout, SymInt seed, bool need_gate, bool need_bias) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _fake_attention_backward,
+)
+edge_effect = _declare(
+    "edge_effect",
+    "(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor rowptr, Tensor col, Tensor? bias, Tensor probe_rowptr, "
+    "Tensor probe_col, Tensor? probe_bias, float scale, Tensor? rate, Tensor? member, Tensor? chance, float exploration) -> (Tensor, Tensor)",
+    _fake_effect,
+)
+segment_entmax = _declare(
+    "segment_entmax",
+    "(Tensor src, Tensor rowptr, float alpha) -> Tensor",
+    lambda src, rowptr, alpha: torch.empty_like(src),
+)
+segment_entmax_backward = _declare(
+    "segment_entmax_backward",
+    "(Tensor grad, Tensor out, Tensor rowptr, float alpha) -> Tensor",
+    lambda grad, out, rowptr, alpha: torch.empty_like(out),
+)
+sample_sbm = _declare(
+    "sample_sbm",
+    "(Tensor rate, Tensor member, Tensor query_ptr, Tensor key_ptr, Tensor sequence_ids, SymInt seed, str method, float exploration, bool clamp) "
+    "-> (Tensor, Tensor)",
+    _fake_sample,
+)
+sample_systematic = _declare(
+    "sample_systematic",
+    "(Tensor chance, Tensor query_ptr, Tensor key_ptr, Tensor sequence_ids, SymInt heads, SymInt seed) -> (Tensor, Tensor)",
+    _fake_systematic,
+)
+invalid_row = _declare(
+    "invalid_row",
+    "(Tensor rowptr, Tensor col, Tensor query_ptr, Tensor key_ptr, SymInt heads) -> Tensor",
+    lambda rowptr, col, query_ptr, key_ptr, heads: rowptr.new_empty(()),
+)
+
+
+# ------------------------------------------------------------------ gradients
+
+
+def _save_dot(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _dot_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    need_query, need_key = ctx.needs_input_grad[:2]
+    grad_query, grad_key = edge_dot_backward(grad.contiguous(), *ctx.saved_tensors, need_query, need_key)
+    return grad_query if need_query else None, grad_key if need_key else None, None, None
+
+
+edge_dot.register_autograd(_dot_backward, setup_context=_save_dot)
+
+
+def _save_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(*inputs[:7], *output)
+    ctx.options = inputs[7:]
+
+
+def _attention_backward(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    need_gate, need_bias = ctx.needs_input_grad[5:7]
+    grads = edge_attention_backward(grad_out.contiguous(), *ctx.saved_tensors, *ctx.options, need_gate, need_bias)
+    return (
+        *grads[:3],
+        None,
+        None,
+        grads[3] if need_gate else None,
+        grads[4] if need_bias else None,
+        None,
+        None,
+        None,
+        None,
+    )
+
+
+edge_attention.register_autograd(_attention_backward, setup_context=_save_attention)
+
+
+def _save_entmax(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(output, inputs[1])
+    ctx.alpha = inputs[2]
+
+
+def _entmax_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return segment_entmax_backward(grad.contiguous(), *ctx.saved_tensors, ctx.alpha), None, None
+
+
+segment_entmax.register_autograd(_entmax_backward, setup_context=_save_entmax)
+
+
+class EdgeGate(torch.autograd.Function):
+    """Ones whose gradient is that of ``edge_dot``: the straight-through gate, without computing what it would cancel."""
+
+    @staticmethod
+    def forward(query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor) -> Tensor:
+        return query.new_ones(col.size(0))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    backward = staticmethod(_dot_backward)
+
+
+class LocalExpectation(torch.autograd.Function):
+    """The identity on the output of attention, whose gradient reaches the edge probabilities by ``edge_effect``.
+
+    Probabilities are those of ``rate`` and ``member``, or given for each edge and each probe.
+    """
+
+    @staticmethod
+    def forward(
+        out: Tensor, rate: Tensor | None, member: Tensor | None, prob: Tensor | None, probe_prob: Tensor | None, query: Tensor, key: Tensor,
+        value: Tensor, rowptr: Tensor, col: Tensor, bias: Tensor | None, probe_rowptr: Tensor, probe_col: Tensor,
+        probe_bias: Tensor | None, chance: Tensor, forced: Tensor | None, scale: float, exploration: float,
+    ) -> Tensor:  # fmt: skip
+        # A compiled graph that begins with `out` would return a view of its input, and leave the derivative out.
+        return out.clone() if torch.compiler.is_compiling() else out.view_as(out)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[1:-2])
+        ctx.options = inputs[-2:]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        rate, member, prob, probe_prob, *attention, chance, forced = ctx.saved_tensors
+        scale, exploration = ctx.options
+        grad = grad.contiguous()  # which attention below needs as well
+        rowptr, col, probe_rowptr, probe_col = (attention[place] for place in (3, 4, 6, 7))
+        if rate is None:
+            effect, probe_effect = edge_effect(grad, *attention, scale, None, None, None, 0.0)
+            row, probe_row = (reference.edge_row(x, y.numel()) for x, y in ((rowptr, col), (probe_rowptr, probe_col)))
+            eta, probe_eta = (chance[each % chance.numel()] for each in (row, probe_row))
+            effect = effect * reference.effect_weight(prob + exploration, eta)
+            probe_effect = probe_effect * reference.effect_weight(probe_prob + exploration, probe_eta, probing=True)
+        else:
+            effect, probe_effect = edge_effect(grad, *attention, scale, rate, member, chance, exploration)
+        if forced is not None:
+            effect = effect.masked_fill_(forced, 0)
+        need = ctx.needs_input_grad[1:5]
+        grads: list[Tensor | None] = [None] * 4
+        if rate is None:
+            grads[2:] = effect.to(prob.dtype), probe_effect.to(prob.dtype)
+        else:
+            one = edge_dot_backward(effect.to(rate.dtype), rate, member, rowptr, col, *need[:2])
+            two = edge_dot_backward(probe_effect.to(rate.dtype), rate, member, probe_rowptr, probe_col, *need[:2])
+            grads[:2] = (x.add_(y) for x, y in zip(one, two, strict=True))
+        return (grad, *(x if wanted else None for x, wanted in zip(grads, need, strict=True)), *[None] * 13)

@@ -1,0 +1,349 @@
+"""Attention over the edges of a graph as message passing: one fused op, and its meaning edge by edge.
+
+In: queries, keys and values of all heads, and a graph. Out: tokens and, edge by edge, the weights. The edge by edge path runs
+where somebody looks at it: hooks and explainers of PyG, and normalisers other than softmax. Not here: projections, and where
+the graph comes from (``attention``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch_geometric.nn import MessagePassing
+from torch_geometric.typing import SparseTensor
+from torch_geometric.utils import is_sparse, softmax
+from torch_geometric.utils.sparse import set_sparse_value
+
+from . import ops
+from .estimators import Estimator
+from .graph import AttentionGraph, edge_list
+from .ops import checks
+
+__all__ = ["NORMALIZERS", "NOTHING", "EdgeAttention", "Returns", "channel_pair", "check_tokens"]
+
+Parts = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
+"""Query, key, value; gate and score bias of each edge, or None."""
+
+
+def _softmax(logit: Tensor, index: Tensor | None = None, ptr: Tensor | None = None, size: int | None = None) -> Tensor:
+    """PyG's, but an edge whose logit is minus infinity is none, even where that leaves a row without edges."""
+    forbidden = logit == -torch.inf
+    alpha = softmax(logit.masked_fill(forbidden, torch.finfo(logit.dtype).min), index, ptr, size)
+    return alpha.masked_fill(forbidden, 0)
+
+
+def _entmax(logit: Tensor, index: Tensor, ptr: Tensor | None, size: int | None, alpha: float) -> Tensor:
+    """Column by column."""
+    columns = [ops.segment_entmax(x.contiguous(), index, num_nodes=size, alpha=alpha) for x in logit.unbind(1)]
+    return torch.stack(columns, dim=1)
+
+
+NORMALIZERS: dict[str, Callable[..., Tensor]] = {
+    "softmax": _softmax,
+    "entmax15": partial(_entmax, alpha=1.5),
+    "sparsemax": partial(_entmax, alpha=2.0),
+}
+
+
+@dataclass(frozen=True)
+class Returns:
+    """What a call of the layer returns beside the tokens, in this order; arguments of :meth:`AttentionConv.forward`."""
+
+    graph: bool = False
+    choice: bool = False
+    attention_weights: bool = False
+
+
+NOTHING = Returns()
+
+
+class EdgeAttention(MessagePassing):
+    """What :class:`~sbm_pyg.AttentionConv` does once it has projections and a graph."""
+
+    heads: int
+    out_channels: int
+    scale: float
+    normalizer: str
+    estimator: Estimator
+    score_bias: Callable[[Tensor, Tensor, AttentionGraph], Tensor] | None
+    _alpha: Tensor | None = None  # where PyG's AttentionExplainer looks for the weights, from a hook of `message`
+
+    @property
+    def _message_hooks(self) -> bool:
+        return bool(self._message_forward_pre_hooks or self._message_forward_hooks)
+
+    @property
+    def _explained(self) -> bool:
+        """Whether an explainer is at work: it masks messages, or hooks into them."""
+        return self.explain is True or (self.explain is None and self._message_hooks)
+
+    @property
+    def _edgewise(self) -> bool:
+        """Whether the fused path does not do: another normaliser, or somebody looks at a step of PyG's propagation."""
+        steps = (
+            self._propagate_forward_pre_hooks,
+            self._propagate_forward_hooks,
+            self._aggregate_forward_pre_hooks,
+            self._aggregate_forward_hooks,
+        )
+        return self._message_hooks or any(steps) or not self.fuse or self.normalizer != "softmax"
+
+    def _check_call(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        edge_index: Any,
+        edge_filter: Any,
+        edge_head: Any,
+        sequence_ids: Any,
+        returns: Any,
+    ) -> None:
+        """Refuse projections of other shapes, arguments that do not go together, and edges that an explainer does not know."""
+        checks.tensors(query=query, key=key, value=value)
+        checks.shape("query", query, (self.heads, None, self.out_channels), "[H, N, C]", "Heads come first.")
+        checks.shape("key", key, (self.heads, None, self.out_channels), "[H, M, C]", "Heads come first.")
+        checks.shape(
+            "value", value, (self.heads, key.size(1), None), "[H, M, C']", "It has the heads and tokens of 'key'."
+        )
+        checks.same_device("query", query, key=key, value=value)
+        if not isinstance(returns, Returns):
+            raise TypeError(f"Expected 'returns' to be a Returns (got {type(returns).__name__}). See the docstring.")
+        if edge_filter is not None and not callable(edge_filter):
+            raise TypeError(
+                f"Expected 'edge_filter' to be a callable graph -> [E] (got {type(edge_filter).__name__}). Wrap a mask in a function."
+            )
+        if edge_head is not None and not isinstance(edge_index, Tensor):
+            raise ValueError(
+                f"Expected 'edge_head' with an 'edge_index' tensor alone (got it with {type(edge_index).__name__}). "
+                "An AttentionGraph holds its heads."
+            )
+        if sequence_ids is not None and edge_index is not None:
+            raise ValueError(
+                "Expected no 'sequence_ids' with a given 'edge_index' (got both). They number what a source draws, and none draws."
+            )
+        if self._explained and not (isinstance(edge_index, Tensor) and edge_index.layout == torch.strided):
+            got = "None, so the source would choose its own" if edge_index is None else type(edge_index).__name__
+            raise ValueError(
+                f"Expected 'edge_index' to be [2, E], the edges to explain (got {got}). Sample first, "
+                "`graph = conv(x, return_graph=True)[1]`, and explain over `graph.edge_index` with `edge_head=graph.edge_head`; "
+                "or leave the layer out with `conv.explain = False`."
+            )
+
+    def _score_bias(self, query: Tensor, key: Tensor, graph: AttentionGraph) -> Tensor | None:
+        """What ``score_bias`` adds to the score of each edge, ``[E]``."""
+        bias = None if self.score_bias is None else self.score_bias(query, key, graph)
+        checks.shape(
+            "score_bias", bias, graph.col.shape, "[E]", "It returns one number per edge of the graph that it is given."
+        )
+        return bias
+
+    def _over(
+        self,
+        graph: AttentionGraph,
+        edge_index: Any,
+        edge_head: Tensor | None,
+        parts: Parts,
+        dropout: float,
+        seed: int,
+        weigh: bool,
+    ) -> tuple[Tensor, Any]:
+        """Attend over a graph that came from ``edge_index``, or from a source.
+
+        Returns:
+            The output, ``[N, H, C']``, and the attention weights as PyG's layers return them, if asked for.
+        """
+        place, alpha, ordered = None, None, False
+        if isinstance(edge_index, Tensor | SparseTensor) and (self._explained or weigh):
+            place = graph.find(edge_list(edge_index), edge_head)  # where the graph has the edges of the caller
+        if self._explained:
+            shown = None if edge_head is not None else edge_index
+            out, alpha = self._propagate_edges(graph, shown, place, parts, dropout, seed)
+            ordered = True
+        elif self._edgewise:
+            out, alpha = self._propagate_edges(graph, None, None, parts, dropout, seed)
+        else:
+            out = self._fused(graph, *parts, dropout, seed)
+        self._alpha = None
+        if not weigh:
+            return out, None
+        if alpha is None:
+            query, key, _, _, bias = parts
+            logit = ops.edge_dot(query, key, graph.rowptr, graph.col) * self.scale
+            alpha = _softmax(logit if bias is None else logit + bias, ptr=graph.rowptr)[:, None]
+        if place is None:
+            return out, (graph.edge_index, alpha[:, 0])
+        if not ordered:
+            alpha = (alpha if edge_head is not None else alpha.view(self.heads, -1).T)[place]
+        alpha = alpha if edge_head is None else alpha[:, 0]
+        if not isinstance(edge_index, Tensor):
+            return out, edge_index.set_value(alpha, layout="coo")
+        if edge_index.layout == torch.sparse_coo:
+            edge_index = edge_index.coalesce()
+        return out, (set_sparse_value(edge_index, alpha) if is_sparse(edge_index) else edge_index, alpha)
+
+    def _propagate_edges(
+        self,
+        graph: AttentionGraph,
+        edge_index: Tensor | None,
+        place: Tensor | None,
+        parts: Parts,
+        dropout: float,
+        seed: int,
+    ) -> tuple[Tensor, Tensor]:
+        """PyG's own propagation: the output ``[N, H, C']``, and the weights ``[E, H or 1]``.
+
+        An explainer is to see the edges of the caller in their order, where the graph has them at ``place``. Where all heads
+        share them, it sees the caller's own ``edge_index``: then heads are channels. Else each head has its own edges, and so
+        its own nodes.
+        """
+        distinct = graph.num_edges if edge_index is None else graph.num_edges // self.heads
+        if place is not None and place.numel() != distinct:
+            raise ValueError(
+                f"Expected 'edge_index' without repeated edges to be explained (got {place.numel()} edges, {distinct} distinct). "
+                "Call `torch_geometric.utils.coalesce` first."
+            )
+        query, key, value, gate, bias = parts
+        keep = None  # factor of each edge under dropout, the same as the fused path's
+        if dropout > 0:
+            kept = ops.reference.dropout_mask(graph.num_edges, dropout, seed, graph.device)
+            keep = kept.to(value.dtype) / (1 - dropout)
+        heads, sizes = self.heads, (graph.num_keys, graph.num_queries)
+        if edge_index is not None:
+            tokens = [x.transpose(0, 1) for x in (query, key, value)]  # [N, H, C]
+            edge = [None if x is None else x.view(heads, -1).T[place] for x in (gate, bias, keep)]  # [E, H]
+        else:
+            tokens = [x.flatten(0, 1)[:, None] for x in (query, key, value)]  # [H*N, 1, C]
+            edge = [None if x is None else x[:, None] for x in (gate, bias, keep)]  # [E, 1]
+            edges = torch.stack([graph.edge_head * graph.num_keys + graph.col, graph.edge_row])
+            if place is not None:
+                edges, edge = edges[:, place], [None if x is None else x[place] for x in edge]
+            sizes = (heads * graph.num_keys, heads * graph.num_queries)
+        query, key, value = tokens
+        weights: list[Tensor] = []  # what `message` finds them to be
+        out = self.propagate(
+            edges if edge_index is None else edge_index, query=(None, query), key=(key, None), value=(value, None),
+            gate=edge[0], score_bias=edge[1], keep=edge[2], weights=weights, size=sizes,
+        )  # fmt: skip
+        if edge_index is None:
+            out = out.view(heads, graph.num_queries, -1).transpose(0, 1)
+        return out, weights[0]
+
+    def _fused(self, *arguments: Any) -> Tensor:
+        """:meth:`message_and_aggregate` with the hooks that PyG has for it."""
+        for before in self._message_and_aggregate_forward_pre_hooks.values():
+            changed = before(self, arguments)
+            arguments = arguments if changed is None else changed
+        out = self.message_and_aggregate(*arguments)
+        for after in self._message_and_aggregate_forward_hooks.values():
+            changed = after(self, arguments, out)
+            out = out if changed is None else changed
+        return out
+
+    def message_and_aggregate(
+        self,
+        graph: AttentionGraph,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        gate: Tensor | None,
+        score_bias: Tensor | None,
+        dropout: float,
+        seed: int,
+    ) -> Tensor:
+        """The fused path: one op over compressed rows; the same contract as :meth:`message` and a sum. Returns ``[N, H, C]``."""
+        out, _ = ops.edge_attention(
+            query,
+            key,
+            value,
+            graph.rowptr,
+            graph.col,
+            gate,
+            score_bias,
+            self.scale,
+            self.estimator.gate_form,
+            dropout,
+            seed,
+        )
+        return out.transpose(0, 1)
+
+    def message(
+        self,
+        query_i: Tensor,
+        key_j: Tensor,
+        value_j: Tensor,
+        gate: Tensor | None,
+        score_bias: Tensor | None,
+        keep: Tensor | None,
+        weights: list[Tensor],
+        index: Tensor,
+        ptr: Tensor | None,
+        size_i: int | None,
+    ) -> Tensor:
+        """The meaning: weighted values of the edges, ``[E, H or 1, C]``.
+
+        Numbers per edge, ``gate``, ``score_bias`` and ``keep``, are ``[E, H or 1]`` or None. Weights before dropout,
+        ``[E, H or 1]``, are added to the list ``weights``.
+        """
+        logit = (query_i * key_j).sum(-1) * self.scale  # [E, H or 1]
+        if gate is not None:
+            logit = logit * gate if self.estimator.gate_form == "score" else logit + gate.log()
+        if score_bias is not None:
+            logit = logit + score_bias
+        alpha = NORMALIZERS[self.normalizer](logit, index, ptr, size_i)
+        weights.append(alpha)
+        if self._message_hooks:
+            self._alpha = alpha
+        if keep is not None:
+            alpha = alpha * keep
+        return value_j * alpha[..., None]
+
+
+def channel_pair(in_channels: Any) -> tuple[int, int]:
+    """Channels of keys and of queries."""
+    pair = in_channels if isinstance(in_channels, tuple | list) else (in_channels, in_channels)
+    if (
+        len(pair) != 2
+        or True in pair
+        or not all(isinstance(width, int) and (width == -1 or width > 0) for width in pair)
+    ):
+        raise ValueError(
+            "Expected 'in_channels' to be a number of channels, -1 to infer it, or a pair for keys and queries "
+            f"(got {in_channels!r}). It is the width of the tokens."
+        )
+    return pair[0], pair[1]
+
+
+def check_tokens(tokens: Any, lin: torch.nn.Module) -> None:
+    """Refuse tokens that a projection does not take."""
+    if not isinstance(tokens, Tensor):
+        raise TypeError(
+            f"Expected 'x' to be a tensor, or a pair of keys and queries (got {type(tokens).__name__}). Convert it."
+        )
+    checks.dense("x", tokens)
+    if tokens.dim() != 2:
+        raise ValueError(
+            f"Expected 'x' to be [N, C_in] (got {list(tokens.shape)}). Batches are ragged: `sbm_pyg.unpad` takes padding out and "
+            "gives 'ptr', and SBMMultiheadAttention takes padded tokens."
+        )
+    width, weight = getattr(lin, "in_channels", -1), getattr(lin, "weight", None)
+    if not torch.compiler.is_compiling() and width not in (-1, tokens.size(1)):
+        raise ValueError(
+            f"Expected 'x' to be [N, {width}], as 'in_channels' says (got {list(tokens.shape)}). A pair is (keys, queries), as in PyG."
+        )
+    if not tokens.is_floating_point():
+        raise TypeError(f"Expected 'x' to be floating point (got {tokens.dtype}). Embed token numbers first.")
+    if (
+        isinstance(weight, Tensor)
+        and tokens.dtype != weight.dtype
+        and not torch.is_autocast_enabled(tokens.device.type)
+    ):
+        raise TypeError(
+            f"Expected 'x' to be {weight.dtype}, as the layer's parameters are (got {tokens.dtype}). "
+            "Convert it with `.to`, or run under torch.autocast."
+        )

@@ -1,0 +1,282 @@
+"""The seam between choosing a graph and attending over it: a source that knows nothing of block models."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from sbm_pyg import (
+    SBM,
+    AttentionConv,
+    AttentionGraph,
+    Choice,
+    EdgeProbability,
+    GraphSource,
+    SBMHead,
+    SBMSource,
+    SequenceEncoder,
+    ops,
+    patterns,
+)
+from sbm_pyg.estimators import ESTIMATORS, Estimator, Local, draw_probes, local_expectation, score_function
+
+
+class FreeProbability(EdgeProbability):
+    """A number for each pair of each head, ``[H, N, M]``, of one sequence."""
+
+    def __init__(self, p: Tensor) -> None:
+        self.p = p
+
+    def on(self, graph: AttentionGraph) -> Tensor:
+        return self.p[graph.edge_head, graph.edge_index[1], graph.edge_index[0]]
+
+    def expected_density(self) -> Tensor:
+        return self.p.mean((1, 2))[None]
+
+
+class FreeSource(GraphSource):
+    """Draws each edge with a probability of its own, whatever the tokens hold."""
+
+    def __init__(self, heads: int, tokens: int, seed: int = 0) -> None:
+        super().__init__()
+        random = torch.Generator().manual_seed(seed)
+        self.logit = torch.nn.Parameter(torch.randn(heads, tokens, tokens, generator=random))
+
+    def forward(self, query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, *, bipartite: bool = False,
+                seed: int, sequence_ids: Tensor | None = None) -> Choice:  # fmt: skip
+        p = self.logit.sigmoid()
+        coins = torch.rand(p.shape, generator=torch.Generator().manual_seed(seed))
+        return Choice(AttentionGraph.from_dense((coins < p).float()), FreeProbability(p))
+
+
+def draw(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+# ------------------------------------------------------------------ the gradient, by enumeration
+
+
+@pytest.mark.parametrize(("eta", "exploration"), [(0.3, 0.0), (1.0, 0.0), (0.3, 0.05), (0.0, 0.2)])
+@pytest.mark.parametrize("forced", [False, True])
+def test_local_expectation_is_unbiased_for_a_free_matrix(eta: float, exploration: float, forced: bool) -> None:
+    """Two heads, one query and two keys each: 16 graphs, and as many sets of probes."""
+    query, key, value, weight = draw(1, 2, 1, 3), draw(2, 2, 2, 3), draw(3, 2, 2, 2), draw(4, 2, 1, 2)
+    start = torch.tensor([[[0.1, 0.5]], [[0.7, 0.6]]], dtype=torch.float64)
+    drawn = (start + exploration).clamp(max=1)
+    graphs = [AttentionGraph.from_dense(torch.tensor(bits).view(2, 1, 2)) for bits in product([0.0, 1.0], repeat=4)]
+    first = torch.zeros(2, 1, 2, dtype=torch.bool)
+    first[:, :, 0] = forced  # the first key of each head is there in any case
+    chance = torch.tensor([eta], dtype=torch.float64)
+
+    def chances(p: Tensor) -> Tensor:
+        masks = torch.stack([graph.to_dense().view(2, 1, 2) for graph in graphs]).to(p.dtype)
+        return (masks * p + (1 - masks) * (1 - p)).flatten(1).prod(1)
+
+    def out(graph: AttentionGraph) -> Tensor:
+        return ops.edge_attention(query, key, value, graph.rowptr, graph.col, scale=0.5)[0]
+
+    fixed = torch.where(first, 1.0, drawn)
+    mean = torch.zeros_like(start)
+    for graph, share in zip(graphs, chances(fixed), strict=True):
+        for probes, probe_share in zip(graphs, chances(torch.full_like(start, eta)), strict=True):
+            if share * probe_share == 0:
+                continue
+            p = start.clone().requires_grad_()
+            always = first[graph.edge_head, graph.edge_index[1], graph.edge_index[0]]
+            got = local_expectation(out(graph), query, key, value, FreeProbability(p), graph, probes, chance,
+                                    forced=always, scale=0.5, exploration=exploration)  # fmt: skip
+            assert torch.equal(got, out(graph))
+            mean += share * probe_share * torch.autograd.grad((got * weight).sum(), p)[0]
+    moved = fixed.clone().requires_grad_()
+    losses = torch.stack([(out(graph) * weight).sum() for graph in graphs])
+    exact = torch.autograd.grad((chances(moved) * losses).sum(), moved)[0]
+    if eta == 0 or not forced:  # a probe of a pair that is forced finds it among the edges
+        torch.testing.assert_close(mean, torch.where(first, 0, exact), rtol=1e-10, atol=1e-12)
+    else:
+        torch.testing.assert_close(mean[..., 1:], exact[..., 1:], rtol=1e-10, atol=1e-12)
+        assert not mean[..., 0].any()
+
+
+@pytest.mark.parametrize("exploration", [0.0, 0.1])
+def test_free_probabilities_and_factors_of_the_same_numbers_agree(exploration: float) -> None:
+    """The fused path, which computes probabilities from factors, against the one that is given them."""
+    heads, n, m = 2, 7, 9
+    p = (draw(1, heads, n, m).sigmoid() / 2).requires_grad_()
+    eye = torch.eye(m, dtype=torch.float64).expand(heads, -1, -1)
+    sbm, free = SBM(p, eye, eye), FreeProbability(p)
+    graph = AttentionGraph.from_dense((draw(2, heads, n, m) < 0).float())
+    query, key, value = draw(3, heads, n, 4), draw(4, heads, m, 4), draw(5, heads, m, 4)
+    out, _ = ops.edge_attention(query, key, value, graph.rowptr, graph.col)
+    probes, chance = draw_probes(graph, 3.0, seed=1)
+    forced = torch.arange(graph.num_edges) % 3 == 0
+    grads = []
+    for probability in (sbm, free):
+        got = local_expectation(out, query, key, value, probability, graph, probes, chance, forced=forced,
+                                exploration=exploration)  # fmt: skip
+        grads.append(torch.autograd.grad((got * draw(6, *got.shape)).sum(), p, retain_graph=True)[0])
+    torch.testing.assert_close(grads[0], grads[1], rtol=1e-10, atol=1e-12)
+    assert grads[0].any()
+    terms = [torch.autograd.grad(score_function(each, graph, draw(7, 1)), p)[0] for each in (sbm, free)]
+    torch.testing.assert_close(*terms)
+
+
+# ------------------------------------------------------------------ the layer over it
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_every_estimator_trains_a_free_matrix(estimator: str) -> None:
+    torch.manual_seed(0)
+    conv = AttentionConv(6, 4, 2, FreeSource(2, 9), estimator=estimator)
+    x = draw(1, 9, 6, dtype=torch.float32)
+    out, choice = conv(x, seed=1, return_choice=True)
+    assert out.shape == (9, 8)
+    assert choice.graph.num_edges == (162 if estimator in ("relaxed", "concrete") else choice.graph.num_edges)
+    out.square().sum().backward()
+    grad = cast(Any, conv.source).logit.grad
+    assert (grad is None) == (estimator == "none")
+    if grad is not None:
+        assert grad.isfinite().all()
+        assert grad.abs().max() > 0
+    assert torch.equal(conv(x, seed=1, return_graph=True)[0], out)
+
+
+def test_a_free_matrix_learns_which_token_to_attend_to() -> None:
+    """Each query is to return the value of one certain key: the probabilities of all others must fall."""
+    torch.manual_seed(0)
+    tokens = 8
+    conv = AttentionConv(tokens, tokens, 1, FreeSource(1, tokens), estimator=Local(probes=4))
+    with torch.no_grad():  # scores say nothing, so that the graph alone decides
+        for name in ("lin_query", "lin_key"):
+            getattr(conv, name).weight.zero_()
+            getattr(conv, name).bias.zero_()
+        conv.lin_value.weight.copy_(torch.eye(tokens))
+        conv.lin_value.bias.zero_()
+    wanted = (torch.arange(tokens) + 3) % tokens
+    x = torch.eye(tokens)
+    source = cast(FreeSource, conv.source)
+    optimizer = torch.optim.Adam([source.logit], lr=0.1)
+    for step in range(300):
+        optimizer.zero_grad()
+        (conv(x, seed=step) - x[wanted]).square().sum().backward()
+        optimizer.step()
+    p = source.logit.detach().sigmoid()[0]
+    assert p[torch.arange(tokens), wanted].min() > 0.8
+    assert p.sum(1).max() < 2  # of eight
+
+
+def test_the_trace_of_a_model_reports_a_source() -> None:
+    torch.manual_seed(0)
+    model = SequenceEncoder(5, 8, num_layers=2, attention=lambda *sizes: AttentionConv(*sizes, FreeSource(sizes[2], 6)))
+    _, trace = model(torch.randint(5, (6,)), seed=0, return_trace=True)
+    sources: list[Any] = [block.attention.source for block in model.blocks]
+    by_hand = torch.stack([source.logit.sigmoid().mean((1, 2))[None] for source in sources])
+    torch.testing.assert_close(trace.expected_density, by_hand)
+    assert trace.density.shape == (2, 1, 2)
+    trace.density_loss().backward()
+    assert all(source.logit.grad.abs().max() > 0 for source in sources)
+
+
+def test_a_given_graph_takes_the_place_of_the_source() -> None:
+    conv, x = AttentionConv(6, 4, 2, FreeSource(2, 9)), draw(1, 9, 6, dtype=torch.float32)
+    graph = patterns.window(9, 1)
+    out, choice = conv(x, graph, return_choice=True)
+    assert choice.probability is None
+    assert choice.graph == graph.expand(2)
+    plain = AttentionConv(6, 4, 2)
+    plain.load_state_dict({name: p for name, p in conv.state_dict().items() if not name.startswith("source")})
+    assert torch.equal(plain(x, graph), out)
+
+
+@pytest.mark.parametrize("estimator", ["local", "mask", "relaxed"])
+def test_causal_attention_sees_no_later_key(estimator: str) -> None:
+    torch.manual_seed(0)
+    source = SBMSource(SBMHead(4, 2, 3, density=0.7))
+    conv = AttentionConv(6, 4, 2, source, estimator=estimator, is_causal=True)
+    x, ptr = draw(1, 9, 6, dtype=torch.float32), torch.tensor([0, 4, 9])
+    out, choice = conv(x, ptr=ptr, seed=1, return_choice=True)
+    assert not choice.graph.later.any()
+    assert choice.graph.num_edges > 20
+    out.square().sum().backward()
+    assert source.head.clusters.grad.abs().max() > 0
+    free = AttentionConv(6, 4, 2, is_causal=True)
+    changed = x.clone()
+    changed[3] += 1  # the last token of the first sequence
+    full = patterns.full(None, ptr=ptr)
+    same = torch.arange(9) != 3
+    assert torch.equal(free(x, full)[same], free(changed, full)[same])
+    torch.testing.assert_close(free(x, full), AttentionConv.forward(free, x, patterns.window(None, 9, causal=True, ptr=ptr)))
+
+
+def test_later_counts_places_within_sequences() -> None:
+    query_ptr, key_ptr = torch.tensor([0, 2, 5]), torch.tensor([0, 3, 5])
+    edges = torch.tensor([[0, 2, 3, 4, 3], [0, 1, 2, 2, 4]])
+    graph = AttentionGraph.from_edge_index(edges, 5, 5, query_ptr=query_ptr, key_ptr=key_ptr)
+    assert dict(zip(map(tuple, graph.edge_index.T.tolist()), graph.later.tolist(), strict=True)) == {
+        (0, 0): False, (2, 1): True, (3, 2): False, (4, 2): True, (3, 4): False,
+    }  # fmt: skip
+
+
+# ------------------------------------------------------------------ the records
+
+
+def test_forced_edges_are_those_of_the_pattern() -> None:
+    graph = AttentionGraph.from_dense(torch.tensor([[0.0, 1, 0], [1, 0, 0], [0, 0, 1]]))
+    choice = Choice(graph).force(patterns.self_loops(3))
+    assert choice.graph.edge_index[:, choice.forced].tolist() == [[0, 1, 2], [0, 1, 2]]
+    twice = choice.force(patterns.global_tokens(3, 1))
+    assert twice.forced is not None
+    assert int(twice.forced.sum()) == 7  # all but those that the graph had by itself
+    kept = twice.select(~twice.graph.later)
+    assert kept.forced is not None
+    assert kept.forced.numel() == kept.graph.num_edges
+
+
+class Doubtful(GraphSource):
+    def __init__(self, answer: Any) -> None:
+        super().__init__()
+        self.answer = answer
+
+    def forward(self, *tokens: Tensor, **options: Any) -> Any:
+        return self.answer
+
+
+def test_errors() -> None:
+    x, graph = draw(1, 9, 6, dtype=torch.float32), patterns.full(9)
+    cases: list[tuple[Any, type[Exception], str]] = [
+        (lambda: AttentionConv(6, 4, source=cast(Any, graph)), TypeError, r"Expected 'source' to be a GraphSource \(got Att"),
+        (lambda: AttentionConv(6, 4)(x), ValueError, r"Expected 'edge_index' \(got None, and the layer has no source\)"),
+        (lambda: AttentionConv(6, 4, source=Doubtful(graph))(x), TypeError, "Expected 'source' to return a Choice"),
+        (lambda: AttentionConv(6, 4, 3, Doubtful(Choice(graph.expand(2))))(x), ValueError, "have 1 or 3 heads"),
+        (lambda: AttentionConv(6, 4, estimator="loud"), ValueError, "Expected 'estimator' to be one of"),
+        (lambda: AttentionConv(6, 4, estimator=cast(Any, 3)), TypeError, "Expected 'estimator' to be an Estimator or a name"),
+        (lambda: AttentionConv(6, 4, is_causal=cast(Any, 1)), TypeError, r"Expected 'is_causal' to be a bool \(got int\)"),
+        (lambda: AttentionConv(6, 4, causal=True), TypeError, r"AttentionConv got unknown arguments \['causal'\]"),
+        (lambda: Choice(cast(Any, x)), TypeError, r"Expected 'graph' to be an AttentionGraph \(got Tensor\)"),
+        (lambda: Choice(graph, cast(Any, x)), TypeError, r"Expected 'probability' to be an EdgeProbability \(got Tensor\)"),
+        (lambda: Choice(graph, forced=torch.ones(3) > 0), ValueError, r"Expected 'forced' to be \[E\] = \[81\]"),
+        (lambda: Choice(graph, exploration=2), ValueError, r"Expected 'exploration' in \[0, 1\] \(got 2\)"),
+        (lambda: patterns.PatternSource(patterns.window, reach=2), TypeError, r"Expected options of 'pattern' .*\['reach'\]"),
+        (lambda: SBMSource(cast(Any, 3)), TypeError, r"Expected 'head' to be a module such as SBMHead \(got int\)"),
+        (lambda: cast(Any, GraphSource)(), TypeError, "abstract"),
+    ]
+    for action, error, message in cases:
+        with pytest.raises(error, match=message):
+            action()
+
+
+def test_an_estimator_of_ones_own_is_called() -> None:
+    calls: list[str] = []
+
+    class Watch(Estimator):
+        def attach(self, out: Tensor, attended: Any) -> Tensor:
+            calls.append(str(attended.choice.graph))
+            return out
+
+    conv, x = AttentionConv(6, 4, 2, FreeSource(2, 9), estimator=Watch()), draw(1, 9, 6, dtype=torch.float32)
+    conv(x)
+    conv(x, patterns.full(9))  # no probabilities, nothing to estimate
+    assert len(calls) == 1
