@@ -1,8 +1,9 @@
-"""Trains a small SequenceClassifier with SBM attention: does the number of the first token occur again?
+"""Trains a small SequenceClassifier with SBM attention: which of two marked tokens comes first?
 
-    python examples/sequence_classifier.py
+    python examples/sequence_classifier.py                       # half a minute: 98.7 % at a density of 75 %
+    python examples/sequence_classifier.py --density-weight 0.1  # with a price for edges: 96.0 % at 3.1 %
 
-Sequences of 8 to 24 tokens come as PyG data objects; a DataLoader joins them without padding. EXPECT
+Sequences of 8 to 32 tokens come as PyG data objects. A DataLoader joins them without padding; `batch.ptr` says where each starts.
 """
 
 # ruff: noqa: E402
@@ -13,7 +14,7 @@ import argparse
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--epochs", type=int, default=10, help="passes over 2,000 sequences (default: 10)")
+    parser.add_argument("--epochs", type=int, default=8, help="passes over 2,000 sequences (default: 8)")
     parser.add_argument("--num-blocks", type=int, default=16, help="blocks of each head's model (default: 16)")
     parser.add_argument("--density-weight", type=float, default=0.0, help="price of the expected density (default: 0)")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights, data and graphs (default: 0)")
@@ -30,19 +31,17 @@ from torch_geometric.loader import DataLoader
 
 from sbm_pyg import SequenceClassifier, SequenceEncoder
 
-NUMBERS, LONGEST = 8, 16
+NUMBERS, LONGEST = 16, 32
 
 
 def make_data(count: int) -> list[Data]:
-    """Sequences of 8 to 24 numbers, half of them with the label 1: the first number occurs again."""
+    """Sequences of 8 to 32 numbers, each with one 0 and one 1; the label is 1 where the 0 comes first."""
     data = []
-    for label in torch.arange(count) % 2:
-        first, *others = torch.randperm(NUMBERS)
-        x = torch.stack(others)[torch.randint(NUMBERS - 1, (int(torch.randint(6, LONGEST + 1, ())),))]
-        x[0] = first
-        if label:
-            x[torch.randint(1, len(x), ())] = first
-        data.append(Data(x=x, y=label))
+    for _ in range(count):
+        x = torch.randint(2, NUMBERS, (int(torch.randint(8, LONGEST + 1, ())),))
+        zero, one = torch.randperm(len(x))[:2]
+        x[zero], x[one] = 0, 1
+        data.append(Data(x=x, y=(zero < one).long()))
     return data
 
 
@@ -61,7 +60,7 @@ def evaluate(model: SequenceClassifier, loader: DataLoader) -> tuple[float, floa
 def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
     torch.manual_seed(options.seed)
-    train, test = DataLoader(make_data(4000), batch_size=32, shuffle=True), DataLoader(make_data(1000), batch_size=100)
+    train, test = DataLoader(make_data(2000), batch_size=32, shuffle=True), DataLoader(make_data(1000), batch_size=100)
     attention = {"num_blocks": options.num_blocks}
     encoder = SequenceEncoder(NUMBERS, 32, num_layers=2, max_length=LONGEST, dropout=0.0, attention_options=attention)
     model = SequenceClassifier(encoder, num_classes=2)
