@@ -1,24 +1,22 @@
-"""What ``benchmark.py`` measures, second part: samplers, and whole layers, of ours and of others.
+"""What is measured, second part: samplers, and whole layers, of ours and of others.
 
-In: a :class:`~benchmark_peers.Case`. Out: a :class:`~benchmark_peers.Work`. Not here: attention over a given graph
-(``benchmark_peers.py``), clocks, processes, tables.
+In: a :class:`~examples.benchmarks.kernels.Case`. Out: a :class:`~examples.benchmarks.kernels.Work`. Not here: attention over
+a given graph (``kernels``), clocks and processes (``measure``).
 """
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 
-import networkx as nx
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch_geometric.utils import stochastic_blockmodel_graph
 
-from benchmark_peers import Case, Peer, Rejected, Work, compare
+from examples.benchmarks.kernels import Case, Peer, Rejected, Work, compare
 from sbm_pyg import SBM, SBMAttentionConv, SBMHead, ops, patterns, sample_edges
 from sbm_pyg.models import FullAttention
 
@@ -45,39 +43,34 @@ def _hard(case: Case) -> SBM:
 
 
 def _sampler(
-    model: Callable[[Case], SBM],
-    make: Callable[[SBM], Callable[[int], int]],
-    law: Callable[[Tensor], Tensor] = torch.clone,
-    loops: bool = True,
+    model: Callable[[Case], SBM], make: Callable[[SBM], Callable[[int], int]], law: Callable[[Tensor], Tensor] = torch.clone
 ) -> Callable[[Case], Work]:
     """Builder of a sampler: ``make`` prepares ``draw(seed) -> number of edges``, whose ``law`` turns rates into probabilities."""
 
     def build(case: Case) -> Work:
-        sbm, seeds = model(case), itertools.count(case.seed)
+        sbm, seeds, facts = model(case), itertools.count(case.seed), dict[str, float]()
         draw = make(sbm)
-        facts: dict[str, float] = {}
 
         def check() -> float:
             mean = variance = 0.0
             for head in range(case.heads):
-                for rows in torch.arange(case.tokens).split(256):
-                    prob = law(sbm.rate[head, rows].double() @ sbm.key[head].double().T)
-                    if not loops:
-                        prob[torch.arange(len(rows)), rows] = 0
+                for rate in sbm.rate[head].split(256):
+                    prob = law(rate.double() @ sbm.key[head].double().T)
                     mean, variance = mean + float(prob.sum()), variance + float((prob * (1 - prob)).sum())
             counts, end = [draw(next(seeds))], time.monotonic() + 1
             while time.monotonic() < end and len(counts) < 10:
                 counts.append(draw(next(seeds)))
-            pairs = case.heads * case.tokens**2
-            facts.update(density=sum(counts) / len(counts) / pairs, expected_density=mean / pairs)
-            return _deviations(sum(counts), len(counts) * mean, len(counts) * variance)
+            return _deviations(case, facts, sum(counts) / len(counts), mean, variance / len(counts))
 
         return Work(check, {"sample": lambda: draw(next(seeds))}, facts)
 
     return build
 
 
-def _deviations(count: float, mean: float, variance: float) -> float:
+def _deviations(case: Case, facts: dict[str, float], count: float, mean: float, variance: float) -> float:
+    """Reports the densities, and returns how many standard deviations the number of edges is off."""
+    pairs = case.heads * case.tokens**2
+    facts.update(density=count / pairs, expected_density=mean / pairs)
     error = abs(count - mean) / math.sqrt(variance)
     if not error <= DEVIATIONS:
         raise Rejected(f"its density is off by {error:.1f} standard deviations")
@@ -98,33 +91,7 @@ def _sample_edges(sbm: SBM) -> Callable[[int], int]:
 
 
 def _dense_bernoulli(sbm: SBM) -> Callable[[int], int]:
-    def draw(seed: int) -> int:
-        prob = sbm.rate @ sbm.key.mT  # [H, N, N]
-        return (torch.rand_like(prob) < prob).nonzero().size(0)
-
-    return draw
-
-
-def _per_head(draw: Callable[[list[int], Tensor, int], int]) -> Callable[[SBM], Callable[[int], int]]:
-    """For libraries that draw one graph of hard blocks: one call a head."""
-
-    def make(sbm: SBM) -> Callable[[int], int]:
-        sizes, prob, heads = sbm.key[0].sum(0).long().tolist(), sbm.block[0], sbm.heads
-        return lambda seed: sum(draw(sizes, prob, seed * heads + head) for head in range(heads))
-
-    return make
-
-
-def _networkx(sizes: list[int], prob: Tensor, seed: int) -> int:
-    return nx.stochastic_block_model(sizes, prob.tolist(), seed=seed, directed=True).number_of_edges()
-
-
-def _pyg_blocks(sizes: list[int], prob: Tensor, seed: int) -> int:
-    return stochastic_blockmodel_graph(sizes, prob, directed=True).size(1)
-
-
-def _igraph(sizes: list[int], prob: Tensor, seed: int) -> int:
-    return importlib.import_module("igraph").Graph.SBM(prob.tolist(), sizes, directed=True).ecount()
+    return lambda seed: int((torch.rand(sbm.heads, *[len(sbm.key[0])] * 2) < sbm.rate @ sbm.key.mT).nonzero().size(0))
 
 
 # ------------------------------------------------------------------ whole layers
@@ -181,34 +148,25 @@ def _sbm_layer(case: Case, scale: float = 1.0) -> Work:
         return graph.num_edges
 
     def check() -> float:
-        error = _agree(conv, full, width)
-        edges = step()
+        error, edges = _agree(conv, full, width), step()
         for name, parameter in conv.named_parameters():
             if parameter.grad is None or not parameter.grad.isfinite().all() or not parameter.grad.any():
                 raise Rejected(f"the gradient to {name} is missing, zero or not finite")
         with torch.no_grad():
             _, sbm = conv(x, return_sbm=True)
         expected = float(sbm.expected_edges().sum())
-        facts.update(
-            {name: number / (case.heads * case.tokens**2) for name, number in (("density", edges), ("expected_density", expected))}
-        )
+        _deviations(case, facts, edges, expected, expected)  # the variance is below the mean
         if abs(facts["expected_density"] / case.density - 1) > 0.1:
             raise Rejected(f"it expects a density of {facts['expected_density']:.2%} instead of {case.density:.2%}")
-        _deviations(edges, expected, expected)  # the variance is below the mean
         return error
 
     return Work(check, {"step": step}, facts)
 
 
-def _wrong_layer(case: Case) -> Work:
-    return _sbm_layer(case, scale=2.0)
-
-
 def _dense_layer(case: Case) -> Work:
     conv, full = _layers(case)
-    width = case.heads * case.channels
+    width, ptr = case.heads * case.channels, torch.tensor([0, case.tokens])
     x, grad = torch.randn(case.tokens, width, requires_grad=True), torch.randn(case.tokens, width)
-    ptr = torch.tensor([0, case.tokens])
 
     def step() -> int:
         x.grad = None
@@ -225,33 +183,28 @@ def _layer_sampling(case: Case) -> Work:
     assert conv.sbm is not None
     with torch.no_grad():
         sbm = conv.sbm(*(torch.randn(case.heads, case.tokens, case.channels) for _ in range(2)))
-    expected, pairs, seeds = float(sbm.expected_edges().sum()), case.heads * case.tokens**2, itertools.count(case.seed)
+    expected, seeds, facts = float(sbm.expected_edges().sum()), itertools.count(case.seed), dict[str, float]()
 
-    def check() -> float:
-        edges = sample_edges(sbm, seed=next(seeds)).num_edges
-        facts.update(density=edges / pairs, expected_density=expected / pairs)
-        return _deviations(edges, expected, expected)
+    def draw() -> int:
+        return sample_edges(sbm, seed=next(seeds)).num_edges
 
-    facts: dict[str, float] = {}
-    return Work(check, {"step": lambda: sample_edges(sbm, seed=next(seeds)).num_edges}, facts)
+    return Work(lambda: _deviations(case, facts, draw(), expected, expected), {"step": draw}, facts)
 
 
-HARD = "hard blocks, one call a head, no self-loops"
-SAMPLING = {
+SAMPLERS = {
     "bernoulli": Peer("sbm_pyg sample_sbm", _sampler(_soft, _op("bernoulli")), ours=True),
     "edges": Peer("sbm_pyg sample_edges", _sampler(_soft, _sample_edges), "from Y, S, Z, all checks", ours=True),
     "fastrg": Peer("sbm_pyg sample_sbm, fastrg", _sampler(_soft, _op("fastrg"), lambda p: -torch.expm1(-p)), "law 1 - exp(-p)", ours=True),
     "dense": Peer("torch rand < p, dense", _sampler(_soft, _dense_bernoulli)),
     "hard": Peer("sbm_pyg sample_edges, hard blocks", _sampler(_hard, _sample_edges), "hard blocks", ours=True),
-    "networkx": Peer("networkx stochastic_block_model", _sampler(_hard, _per_head(_networkx), loops=False), HARD),
-    "pyg": Peer("PyG stochastic_blockmodel_graph", _sampler(_hard, _per_head(_pyg_blocks), loops=False), HARD),
-    "igraph": Peer("igraph SBM", _sampler(_hard, _per_head(_igraph), loops=False), HARD),
+    "wrong": Peer("wrong: 10 % too dense", _sampler(_soft, _op("bernoulli", inflate=1.1))),
 }
-LAYER = {"sbm": Peer("SBMAttentionConv", _sbm_layer, ours=True), "dense": Peer("dense SDPA layer", _dense_layer)}
+LAYERS = {
+    "sbm": Peer("SBMAttentionConv", _sbm_layer, ours=True),
+    "dense": Peer("dense SDPA layer", _dense_layer),
+    "wrong": Peer("wrong: twice the scale", partial(_sbm_layer, scale=2.0)),
+}
 GROWTH = {
     "sampling": Peer("sampling alone", _layer_sampling, ours=True),
     "layer": Peer("SBMAttentionConv, training step", _sbm_layer, ours=True),
-    "dense": Peer("dense SDPA layer, training step", _dense_layer),
 }
-WRONG_SAMPLER = Peer("wrong: 10 % too dense", _sampler(_soft, _op("bernoulli", inflate=1.1)))
-WRONG_LAYER = Peer("wrong: twice the scale", _wrong_layer)
