@@ -150,8 +150,8 @@ def draw(folder: Path) -> None:
             for name in (name for name in names if name in runs):
                 curves = [*zip(*runs[name].values(), strict=False)]
                 axes.plot([at[0]["step"] for at in curves], [np.mean([one[column] for one in at]) for at in curves], label=name)
-            axes.set(xlabel="step", ylabel=f"{column}, mean over seeds", title=group, ylim=(0, 1.02 if column == "density" else None))
-        row[1].legend(frameon=False, fontsize="small")
+            axes.set(xlabel="step", ylabel=f"{column}, mean over seeds", title=group, ylim=(0, 1.02 if column == "density" else 0.75))
+        row[1].legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize="small")
     figure.savefig(folder / "repeated_tokens.png", dpi=110)
 
     figure = Figure(figsize=(9, 5), layout="constrained")
@@ -161,7 +161,7 @@ def draw(folder: Path) -> None:
     ):
         found = [row for rows in seeds.values() for row in rows]
         density = [100 * np.mean([value for key, value in row.items() if key.startswith("density_")]) for row in found]
-        axes.plot(density, [100 * row["accuracy"] for row in found], linestyle="", marker="osD^vP*X<>"[number % 10], label=name)
+        axes.plot(density, [100 * row["accuracy"] for row in found], linestyle="", color=f"C{number % 10}", marker="o^X"[number // 10], label=name)
     axes.set(xscale="log", xlabel="density (%), one point a seed", ylabel="test accuracy (%)")
     figure.legend(loc="outside right center", frameon=False, fontsize="small")
     figure.savefig(folder / "listops.png", dpi=110)
