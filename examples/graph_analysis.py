@@ -65,7 +65,7 @@ def main(arguments: list[str] | None = None) -> None:
         sbm = communities(options.tokens, options.blocks, density)
         graph = sample_edges(sbm, clamp=True, seed=options.seed)
         print(describe(graph, sbm))
-        axes.imshow(graph.to_dense()[0], cmap="magma_r", interpolation="nearest")
+        axes.imshow(graph.to_dense()[0].numpy(), cmap="magma_r", interpolation="nearest")
         axes.set(title=f"density {density:.0%}", xlabel="key (token)", ylabel="query (token)")
     figure.savefig(options.out, dpi=110)
     print(f"wrote {options.out}")

@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> None:
     figure = Figure(figsize=(9.2, 4.9), layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
     for axis, image in zip(axes, (sbm.edge_prob_dense()[0].clamp(max=1), graph.to_dense()[0]), strict=True):
-        shown = axis.imshow(image, vmin=0, vmax=1, cmap="magma_r", interpolation="nearest")
+        shown = axis.imshow(image.numpy(), vmin=0, vmax=1, cmap="magma_r", interpolation="nearest")
         axis.set_xlabel("key (token)")
     axes[0].set_title(f"expectation $Y S Z^T$: {float(sbm.expected_edges()):,.0f} edges")
     axes[1].set_title(f"sampled mask: {graph.num_edges:,} edges, density {100 * float(graph.density):.1f} %")
