@@ -101,39 +101,15 @@ def report_listops(rows: Rows) -> str:
     return first + "\n\n" + table("run|seeds|graphs|one graph, %|averaged, %|averaged less full attention, points (95 %)", averaged)
 
 
-def report_hour(rows: Rows, times: Rows) -> str:
-    """What an hour of two cores reaches at full length, and the time of a step on the same batches."""
-    lines = []
-    for name, seeds in by_run(rows, ()).items():
-        curve, test = ([row for row in seeds[0] if row["split"] == split] for split in ("val", "test"))
-        best = max(curve[1:], key=lambda row: row["accuracy"])
-        timed = [row for row in times if row["run"] == name and row["round"] == 1]
-        speed = sum(row["tokens"] for row in timed) / sum(row["step"] for row in timed) if timed else 0
-        lines.append(
-            [
-                name,
-                f"{curve[-1]['step']:,.0f}",
-                f"{best['accuracy']:.1%} at {best['step']:,.0f}",
-                f"{test[0]['accuracy']:.2%}" if test else "",
-                f"{speed:,.0f}" if timed else "",
-            ]
-        )
-    return table("run|steps|best validation|test accuracy|tokens/s", lines)
-
-
 def report(folder: Path) -> str:
     """All tables."""
-    gradients, tokens, listops, hour, times = (
-        read(folder, name) for name in ("gradients", "repeated_tokens", "listops", "listops_hour", "listops_hour_times")
-    )
-    return "\n\n".join([report_gradients(gradients), report_tokens(tokens), report_listops(listops), report_hour(hour, times)])
+    makers = {"gradients": report_gradients, "repeated_tokens": report_tokens, "listops": report_listops}
+    return "\n\n".join(make(read(folder, name)) for name, make in makers.items())
 
 
 def draw(folder: Path) -> None:
     """One figure per study."""
-    gradients, tokens, listops, hour, _ = (
-        read(folder, name) for name in ("gradients", "repeated_tokens", "listops", "listops_hour", "listops_hour_times")
-    )
+    gradients, tokens, listops, hour = (read(folder, name) for name in ("gradients", "repeated_tokens", "listops", "listops_hour"))
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     for axes, column in zip(figure.subplots(1, 2), ("bias", "deviation"), strict=True):
         for number, name in enumerate(dict.fromkeys(row["estimator"] for row in gradients)):
@@ -161,7 +137,9 @@ def draw(folder: Path) -> None:
     ):
         found = [row for rows in seeds.values() for row in rows]
         density = [100 * np.mean([value for key, value in row.items() if key.startswith("density_")]) for row in found]
-        axes.plot(density, [100 * row["accuracy"] for row in found], linestyle="", color=f"C{number % 10}", marker="o^X"[number // 10], label=name)
+        axes.plot(
+            density, [100 * row["accuracy"] for row in found], linestyle="", color=f"C{number % 10}", marker="o^X"[number // 10], label=name
+        )
     axes.set(xscale="log", xlabel="density (%), one point a seed", ylabel="test accuracy (%)")
     figure.legend(loc="outside right center", frameon=False, fontsize="small")
     figure.savefig(folder / "listops.png", dpi=110)

@@ -22,11 +22,11 @@ import subprocess
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import version
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -47,42 +47,32 @@ Row = dict[str, Any]
 
 # ------------------------------------------------------------------ inside the process of a peer
 
+WORK: dict[str, Any] = {}
 
-def _serve(connection: Connection, suite: str, name: str, case: Case, threads: int, memory: int) -> None:
-    """Answers ``(what, *arguments)`` with ``(True, value)`` or ``(False, reason)`` until the other end closes."""
+
+def _begin(suite: str, name: str, case: Case, threads: int, memory: int) -> int:
     os.setsid()  # so that a compiler it starts ends with it
     resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))  # a peer fails, not the machine
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     warnings.simplefilter("ignore")
     torch.set_num_threads(threads)
-    work: Any = None
-    with suppress(EOFError):
-        while True:
-            what, *arguments = connection.recv()
-            try:
-                if what == "check":
-                    work = SUITES[suite][name].build(case)
-                    value: Any = (work.check(), work.facts)
-                else:
-                    value = {"memory": _memory, "time": _time}[what](work.calls[arguments[0]], *arguments[1:])
-                if _status("VmRSS") > 2**31:
-                    _trim()  # the others need it while they have their turn
-                connection.send((True, value))
-            except Rejected as error:
-                connection.send((False, f"REJECTED: {error}"))
-            except Exception as error:  # a peer may fail in any way it likes; its row says how
-                text = f"{type(error).__name__}: {str(error).strip()[:120]}"
-                full = isinstance(error, MemoryError) or "not enough memory" in text or "Cannot allocate" in text
-                connection.send((False, "out of memory" if full else f"failed: {text.splitlines()[0]}"))
+    WORK["peer"] = SUITES[suite][name], case
+    return os.getpid()
 
 
-def _memory(call: Callable[[], int], limit: float) -> tuple[float, int, int, int]:
+def _check() -> tuple[float, dict[str, float]]:
+    peer, case = WORK["peer"]
+    WORK["work"] = work = peer.build(case)
+    return work.check(), work.facts
+
+
+def _memory(stage: str, limit: float) -> tuple[float, int, int, int]:
     """Seconds, edges, peak of the resident memory above its state before, and peak of the whole process, of a second call.
 
     The first call settles what stays: compiled code, threads, caches. Where it takes longer than ``limit``, it is the only one,
     and the memory is unknown (0). The peak is the kernel's high-water mark, set back before the call.
     """
-    ((seconds, edges),) = _time(call, 1, warm=False)
+    ((seconds, edges),) = _time(stage, 1, warm=False)
     if seconds > limit:
         return seconds, edges, 0, 0
     earlier = _status("VmHWM")
@@ -90,7 +80,7 @@ def _memory(call: Callable[[], int], limit: float) -> tuple[float, int, int, int
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
     before = _status("VmRSS")
-    ((seconds, edges),) = _time(call, 1, warm=False)
+    ((seconds, edges),) = _time(stage, 1, warm=False)
     return seconds, edges, _status("VmHWM") - before, max(_status("VmHWM"), earlier)
 
 
@@ -107,15 +97,16 @@ def _trim() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _time(call: Callable[[], int], repeats: int, warm: bool) -> list[tuple[float, int]]:
+def _time(stage: str, repeats: int, warm: bool) -> list[tuple[float, int]]:
     """Seconds and edges of each repeat; ``warm`` makes one call before that is not counted."""
-    if warm:
-        call()
     found = []
-    for _ in range(repeats):
+    for number in range(-warm, repeats):
         start = time.perf_counter()
-        edges = call()
-        found.append((time.perf_counter() - start, edges))
+        edges = WORK["work"].calls[stage]()
+        if number >= 0:
+            found.append((time.perf_counter() - start, edges))
+    if _status("VmRSS") > 2**31:
+        _trim()  # the others need it while they have their turn
     return found
 
 
@@ -131,49 +122,45 @@ class Worker:
 
     def __init__(self, suite: str, name: str, case: Case, threads: int, memory: int) -> None:
         environment = SUITES[suite][name].environment  # malloc reads its variables only at a start
-        forks = "forkserver" in multiprocessing.get_all_start_methods() and not environment
-        context: Any = multiprocessing.get_context("forkserver" if forks else "spawn")
-        if forks:
+        context: Any = multiprocessing.get_context("spawn" if environment else "forkserver")
+        if not environment:
             context.set_forkserver_preload(["torch", "torch_geometric", "sbm_pyg"])
-        self.connection, there = context.Pipe()
-        self.process = context.Process(target=_serve, args=(there, suite, name, case, threads, memory), daemon=True)
+        self.pool, self.alive = ProcessPoolExecutor(1, context), True
         with patch.dict(os.environ, environment):
-            self.process.start()
-        there.close()
-        self.busy = False
+            self.process = self.ask(SETUP, _begin, suite, name, case, threads, memory)
 
-    def ask(self, cap: float, what: str, *arguments: Any) -> Any:
+    def ask(self, cap: float, what: Callable[..., Any], *arguments: Any) -> Any:
         """The answer, waited for ``cap`` seconds. :class:`Failed` where there is none, or where it says why not."""
-        self.busy = True
+        if not self.alive:
+            raise Failed("stopped with another stage")
         try:
-            self.connection.send((what, *arguments))
-            if not self.connection.poll(cap):
-                raise Failed(f"over the cap ({cap:.0f} s)")
-            good, value = self.connection.recv()
-        except (EOFError, OSError):
-            self.process.join(5)
-            raise Failed(f"died (exit code {self.process.exitcode})") from None
-        self.busy = False
-        if not good:
-            raise Failed(value)
-        return value
+            return self.pool.submit(what, *arguments).result(cap)
+        except TimeoutError:
+            self.stop()
+            raise Failed(f"over the cap ({cap:.0f} s)") from None
+        except Rejected as error:
+            raise Failed(f"REJECTED: {error}") from None
+        except BrokenExecutor:
+            raise Failed("died") from None
+        except Exception as error:  # a peer may fail in any way it likes; its row says how
+            text = f"failed: {type(error).__name__}: {str(error).strip()[:120]}"
+            full = isinstance(error, MemoryError) or "not enough memory" in text or "Cannot allocate" in text
+            raise Failed("out of memory" if full else text.splitlines()[0]) from None
 
     def stop(self) -> None:
-        """End the process, and by force, with what it started, if it is at work."""
-        self.connection.close()  # it ends by itself while it waits
-        self.process.join(0 if self.busy else 2)
-        with suppress(OSError):
-            if self.process.is_alive() and os.getpgid(self.process.pid) == self.process.pid:
-                os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.kill()
-        self.process.join(5)
+        """End the process, with what it started."""
+        with suppress(ProcessLookupError):
+            if self.alive:
+                os.killpg(self.process, signal.SIGKILL)
+        self.alive = False
+        self.pool.shutdown(wait=True, cancel_futures=True)
 
 
 def measure(suite: str, group: str, entries: list[tuple[str, Case]], cap: float, facts: Row) -> list[Row]:
     """The rows of one table: all peers are checked, then take turns, each measurement within ``cap`` seconds."""
     rows, workers = list[Row](), list[Worker]()
     turns: list[tuple[Worker, Row, float, list[tuple[float, int]]]] = []
-    memory = int(0.8 * _available())
+    memory = int(0.8 * 2**30 * facts["memory_gib"])
     try:
         for name, case in entries:
             mine = [_row(suite, group, name, case, stage, facts) for stage in STAGES[suite]]
@@ -181,10 +168,10 @@ def measure(suite: str, group: str, entries: list[tuple[str, Case]], cap: float,
             worker = Worker(suite, name, case, facts["threads"], memory)
             workers.append(worker)
             try:
-                error, known = worker.ask(SETUP, "check")
+                error, known = worker.ask(SETUP, _check)
                 for row in mine:
                     row.update(error=error, expected_density=known.get("expected_density"), sampled_density=known.get("density"))
-                    seconds, row["edges"], peak, whole = worker.ask(2 * cap + 5, "memory", row["stage"], cap)
+                    seconds, row["edges"], peak, whole = worker.ask(2 * cap + 5, _memory, row["stage"], cap)
                     if seconds > cap:
                         row["status"] = f"over the cap ({cap:g} s): one call took {seconds:.3g} s"
                         continue
@@ -199,7 +186,7 @@ def measure(suite: str, group: str, entries: list[tuple[str, Case]], cap: float,
                 repeats = min(math.ceil(total / ROUNDS), total - len(found))
                 if repeats > 0 and not row["status"]:
                     try:
-                        found += worker.ask(3 * cap + 5, "time", row["stage"], repeats, seconds < cap / 4)
+                        found += worker.ask(3 * cap + 5, _time, row["stage"], repeats, seconds < cap / 4)
                     except Failed as failure:
                         row["status"] = str(failure)
     finally:
@@ -223,24 +210,17 @@ def _row(suite: str, group: str, name: str, case: Case, stage: str, facts: Row) 
 
 def groups(options: argparse.Namespace) -> Iterator[tuple[str, list[tuple[str, Case]]]]:
     """The tables of a suite: a title, and peers with their sizes that run side by side."""
-    case, peers = Case(options.tokens[0], options.blocks[0], 0.0, options.seed), options.peers
-    sizes = f"H = {case.heads}, C = {case.channels}"
+    suite, peers = options.command, options.peers
     for tokens, percent in itertools.product(sorted(options.tokens), sorted(options.densities)):
-        one = replace(case, tokens=tokens, density=percent / 100)
-        if options.command == "growth":
-            one = replace(one, density=min(64 / tokens, 0.6))
-            yield f"N = {tokens:,}, 64 edges per query, K = {one.blocks}, {sizes}", [(name, one) for name in peers]
-        elif options.command == "kernels":
-            yield f"N = {tokens:,}, density {percent:g} %, {sizes}", [(name, replace(one, blocks=0)) for name in peers]
-        elif options.command == "samplers":
-            for k in options.blocks:
-                yield f"N = {tokens:,}, density {percent:g} %, K = {k}, {sizes}", [(name, replace(one, blocks=k)) for name in peers]
+        density, what = (min(64 / tokens, 0.6), "64 edges per query") if suite == "growth" else (percent / 100, f"density {percent:g} %")
+        cases = {blocks: Case(tokens, blocks, density, options.seed) for blocks in (0, *options.blocks)}
+        title = f"N = {tokens:,}, {what}, H = {cases[0].heads}, C = {cases[0].channels}"
+        if suite in ("samplers", "growth"):
+            yield from ((f"{title}, K = {blocks}", [(name, cases[blocks]) for name in peers]) for blocks in options.blocks)
+        elif suite == "kernels":
+            yield title, [(name, cases[0]) for name in peers]
         else:
-            blocks = {name: [0] if name == "dense" else options.blocks for name in peers}
-            yield (
-                f"N = {tokens:,}, density {percent:g} %, {sizes}",
-                [(name, replace(one, blocks=k)) for name in peers for k in blocks[name]],
-            )
+            yield title, [(name, cases[blocks]) for name in peers for blocks in ([0] if name == "dense" else options.blocks)]
 
 
 def measure_all(options: argparse.Namespace) -> list[Row]:
@@ -260,14 +240,6 @@ def measure_all(options: argparse.Namespace) -> list[Row]:
     return result
 
 
-def _available() -> float:
-    """Memory that processes can still get, in bytes."""
-    with suppress(OSError, StopIteration):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")) * 2**10
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
 def machine() -> Row:
     """What a number means nothing without."""
     cpu = platform.processor() or platform.machine()
@@ -276,12 +248,7 @@ def machine() -> Row:
         cpu = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+changes"]
     commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
-    facts = {
-        "run": f"{os.getpid()}-{int(time.time())}",
-        "cpu": cpu,
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "commit": commit,
-    }
-    facts |= {"memory_gib": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, "system": platform.platform()}
+    pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    facts = {"run": f"{os.getpid()}-{int(time.time())}", "cpu": cpu, "cores": os.cpu_count(), "threads": torch.get_num_threads()}
+    facts |= {"commit": commit, "memory_gib": pages / 2**30, "system": platform.platform()}
     return {**facts, "python": platform.python_version(), **{name: version(name) for name in ("torch", "torch-geometric", "numba")}}

@@ -21,12 +21,12 @@ TITLES = {
     "growth": "Growth at a constant number of expected edges per query",
 }
 NOTES = {
-    "kernels": "Every peer has the graph in its own format before the clock starts. × ours: how many times our time it takes. "
+    "kernels": "Every peer has the graph in its own format before the clock starts. ×: how many times our time it takes. "
     "Error: largest of output and gradients against masked SDPA in float64, relative to the largest value.",
-    "samplers": "× ours: time per edge over that of `sample_sbm`. Error: standard deviations between sampled and expected density.",
-    "layers": "× dense: time over that of the dense layer. Memberships are nearly equal, as at the paper's initialisation, and shifted "
+    "samplers": "×: time per edge over that of `sample_sbm`. Error: standard deviations between sampled and expected density.",
+    "layers": "×: time over that of the dense layer. Memberships are nearly equal, as at the paper's initialisation, and shifted "
     "to the density. Bytes of the dense layer count per edge of the sparse one.",
-    "growth": "× first: time per edge over that of the same row at the smallest number of tokens.",
+    "growth": "×: time per edge over that of the same row at the smallest number of tokens.",
 }
 
 
@@ -60,76 +60,51 @@ def _number(value: float | None, digits: int = 3) -> str:
 
 
 def _time(row: Row) -> str:
-    if row["median_ms"] is None:
-        return "–"
-    return f"{_number(row['median_ms'])} ({_number(row['q1_ms'])}–{_number(row['q3_ms'])})"
+    return "–" if row["median_ms"] is None else f"{_number(row['median_ms'])} ({_number(row['q1_ms'])}–{_number(row['q3_ms'])})"
 
 
-def _plain(key: str, scale: float = 1.0, digits: int = 3, unit: str = "") -> Callable[[Row], str]:
-    return lambda row: "" if row.get(key) is None else _number(row[key] * scale, digits) + unit
+def _plain(key: str, scale: float = 1.0) -> Callable[[Row], str]:
+    return lambda row: "" if row.get(key) is None else _number(row[key] * scale)
 
 
-Column = tuple[str, str, Callable[[Row], str]]  # header, stage, cell
-NAME: list[Column] = [("peer", "", lambda row: row["label"])]
-REMARKS: Column = ("remarks", "", lambda row: "; ".join(text for text in (row["status"], row["note"]) if text))
-ERROR: list[Column] = [("error", "", _plain("error", digits=2)), REMARKS]
-
-
-def _measured(stage: str) -> list[Column]:
-    return [("peak MiB", stage, _plain("peak_mib")), ("bytes/edge", stage, _plain("bytes_per_edge"))]
-
-
-COLUMNS: dict[str, list[Column]] = {
-    "kernels": [
-        *NAME, ("forward, ms", "forward", _time), ("× ours", "forward", _plain("ratio")), ("forward + backward, ms", "step", _time),
-        ("× ours", "step", _plain("ratio")), ("ns/edge", "step", _plain("ns_per_edge")), *_measured("step"), *ERROR,
-    ],
-    "samplers": [
-        *NAME, ("time, ms", "sample", _time), ("million edges/s", "sample", _plain("edges_per_s", 1e-6)),
-        ("× ours", "sample", _plain("ratio")), ("density", "sample", _plain("sampled_density", 100, unit=" %")), *_measured("sample"), *ERROR,
-    ],
-    "layers": [
-        *NAME, ("step, ms", "step", _time), ("× dense", "step", _plain("ratio")),
-        ("expected density", "step", _plain("expected_density", 100, unit=" %")),
-        ("sampled", "step", _plain("sampled_density", 100, unit=" %")), *_measured("step"), *ERROR,
-    ],
-    "growth": [
-        *NAME, ("tokens", "", lambda row: f"{row['tokens']:,}"), ("edges", "step", lambda row: f"{row['edges'] or 0:,}"),
-        ("time, ms", "step", _time), ("ns/edge", "step", _plain("ns_per_edge")), ("× first", "step", _plain("ratio")),
-        *_measured("step"), ("whole process, MiB", "step", _plain("process_mib", digits=4)), REMARKS,
-    ],
-}  # fmt: skip
+COLUMNS: dict[str, Callable[[Row], str]] = {
+    "peer": lambda row: row["label"],
+    "stage": lambda row: row["stage"],
+    "N": lambda row: f"{row['tokens']:,}",
+    "edges": lambda row: f"{row['edges'] or 0:,}",
+    "time, ms": _time,
+    "×": _plain("ratio"),
+    "ns/edge": _plain("ns_per_edge"),
+    "million edges/s": _plain("edges_per_s", 1e-6),
+    "density, %": _plain("sampled_density", 100),
+    "expected, %": _plain("expected_density", 100),
+    "peak MiB": _plain("peak_mib"),
+    "bytes/edge": _plain("bytes_per_edge"),
+    "whole process, MiB": _plain("process_mib"),
+    "error": _plain("error"),
+    "remarks": lambda row: "; ".join(text for text in (row["status"], row["note"]) if text),
+}
 
 
 def as_markdown(rows: Sequence[Row]) -> str:
     """All tables, with the machines they come from; a peer that was measured twice shows both."""
-    page = list(dict.fromkeys(
+    machines = [
         f"* {row['date'][:10]}, commit {row['commit']}: {row['cpu']}, {row['cores']} cores ({row['threads']} threads), {row['memory_gib']:.0f} GiB, "
         f"{row['system']}; Python {row['python']}, torch {row['torch']}, PyG {row['torch-geometric']}, numba {row['numba']}"
         for row in rows
-    ))  # fmt: skip
-    for suite, columns in COLUMNS.items():
-        mine = [{**row, "ratio": ratio(row, rows)} for row in rows if row["suite"] == suite]
-        if mine:
-            page += ["", f"## {TITLES[suite]}", "", NOTES[suite]]
-        titles = dict.fromkeys(_title(row) for row in mine)
-        for title in titles:
-            lines: dict[tuple[Any, ...], dict[str, Row]] = {}
-            for row in mine:
-                if _title(row) == title:
-                    lines.setdefault((row["peer"], row["blocks"], row["tokens"], row["run"]), {})[row["stage"]] = row
-            keys = sorted(lines, key=lambda key: key[0]) if suite == "growth" else list(lines)  # stable: sizes stay in order
-            page += ["", f"### {title}", "", f"| {' | '.join(header for header, _, _ in columns)} |"]
-            page += ["|" + "|".join("---" if i in (0, len(columns) - 1) else "---:" for i in range(len(columns))) + "|"]
-            for stages in (lines[key] for key in keys):
-                first = next((row for row in stages.values() if row["status"]), next(iter(stages.values())))
-                cells = [cell(stages.get(stage, first)) for _, stage, cell in columns]
-                page.append(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |")
+    ]
+    page = [*dict.fromkeys(machines)]
+    for suite, title in TITLES.items():
+        tables: dict[str, list[Row]] = {}
+        for row in (row for row in rows if row["suite"] == suite):
+            group = row["group"].split(", ", 1)[1] if suite == "growth" else row["group"]  # sizes of one peer side by side
+            tables.setdefault(group, []).append({**row, "ratio": ratio(row, rows)})
+        page += ["", f"## {title}", "", NOTES[suite]] if tables else []
+        for group, mine in tables.items():
+            page += ["", f"### {group}", "", f"| {' | '.join(COLUMNS)} |", "|---|---|" + "---:|" * (len(COLUMNS) - 3) + "---|"]
+            lines = sorted(mine, key=lambda row: row["peer"]) if suite == "growth" else mine  # stable
+            page += [f"| {' | '.join(cell(row).replace('|', '/') for cell in COLUMNS.values())} |" for row in lines]
     return "\n".join(page)
-
-
-def _title(row: Row) -> str:
-    return row["group"].split(", ", 1)[1] if row["suite"] == "growth" else row["group"]
 
 
 # ------------------------------------------------------------------ plots

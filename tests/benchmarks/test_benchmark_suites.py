@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -195,16 +196,15 @@ def test_a_worker_over_its_cap_is_stopped() -> None:
     """In a process of its own: the answer in time, no answer, and nothing left behind."""
     worker = measure.Worker("samplers", "dense", dataclasses.replace(CASE, tokens=1500), threads=1, memory=2**36)
     try:
-        error, facts = worker.ask(120, "check")
+        error, facts = worker.ask(120, measure._check)
         assert error < samplers.DEVIATIONS
         assert facts["density"] == pytest.approx(CASE.density, rel=0.1)
         with pytest.raises(measure.Failed, match=r"over the cap \(0 s\)"):
-            worker.ask(0.01, "time", "sample", 1000, False)
+            worker.ask(0.01, measure._time, "sample", 1000, False)
     finally:
         worker.stop()
-    assert not worker.process.is_alive()
-    with pytest.raises(measure.Failed, match="died"):
-        worker.ask(1, "check")
+    with pytest.raises(ProcessLookupError):
+        os.kill(worker.process, 0)
 
 
 def test_slow_peers_are_told_and_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,8 +214,8 @@ def test_slow_peers_are_told_and_not_timed(monkeypatch: pytest.MonkeyPatch) -> N
         def __init__(self, *_: object) -> None:
             pass
 
-        def ask(self, cap: float, what: str, *arguments: object) -> Any:
-            if what == "check":
+        def ask(self, cap: float, what: object, *arguments: object) -> Any:
+            if what is measure._check:
                 return 0.0, {}
             if arguments[0] == "step":
                 raise measure.Failed("over the cap (35 s)")
