@@ -74,7 +74,7 @@ LISTOPS = {  # by name, how a run differs from the laptop preset
     **{f"local, long, {price}": f"--steps 1600 --density-weight {price}" for price in ("0.05", "0.3")},
 }
 TRAINER = [sys.executable, "examples/lra.py", "--task", "listops", "--preset", "laptop"]
-GENERATOR = [sys.executable, "examples/lra_tasks.py", "generate", "--preset", "laptop", "--test", "10000", "--out"]
+GENERATOR = [sys.executable, "-m", "examples.lra", "prepare", "--generate", "--preset", "laptop", "--test", "10000", "--data"]
 
 
 def read(folder: Path, study: str) -> Rows:
