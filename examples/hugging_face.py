@@ -48,7 +48,7 @@ def attach(model: PreTrainedModel, num_blocks: int | None) -> int:
 
 def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **_: Any) -> tuple[Tensor, None]:
     """What the library calls: tensors are `[B, H, L, C]`, the mask is what :func:`padding` made of it; returns `[B, L, H, C]`."""
-    layer = module.sbm_attention
+    layer: Any = module.sbm_attention
     real = query.new_ones(query.size(0), query.size(2), dtype=torch.bool) if attention_mask is None else attention_mask
     ptr = nn.functional.pad(real.sum(1).cumsum(0), (1, 0))
     query, key, value = (x.transpose(1, 2)[real].transpose(0, 1) for x in (query, key, value))  # [H, N, C]
@@ -65,8 +65,8 @@ def padding(batch_size: int, q_length: int, kv_length: int, attention_mask: Tens
 
 def small_bert() -> BertForSequenceClassification:
     """A randomly initialised model of two layers and two classes, without dropout."""
-    sizes = {"vocab_size": 16, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    sizes: dict[str, Any] = {"vocab_size": 16, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    dropout: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     return BertForSequenceClassification(BertConfig(**sizes, **dropout, max_position_embeddings=32, initializer_range=0.3))
 
 

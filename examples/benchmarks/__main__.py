@@ -58,7 +58,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("rows", type=Path, nargs="*", default=[Path("runs/benchmarks/rows.jsonl")], help="(default: runs/benchmarks/rows.jsonl)")
     add("--plots", type=Path, metavar="DIR", help="draw time and memory, wherever there are two points or more")
     commands.add_parser("learning", add_help=False)
-    options, options.rest = parser.parse_known_args(arguments)
+    options, rest = parser.parse_known_args(arguments)
+    options.rest = rest
     if options.rest and options.command != "learning":
         parser.error(f"unrecognized arguments: {' '.join(options.rest)}")
     for name, value in (QUICK if "quick" in options and options.quick else {**FULL, **OWN.get(options.command, {})}).items():

@@ -98,7 +98,8 @@ class Inputs:
             if masked:
                 bias = torch.zeros(mask.shape, dtype=torch.float64).masked_fill_(~mask, -torch.inf).requires_grad_()
                 leaves.append(bias)
-            out = F.scaled_dot_product_attention(*(x[None, None] for x in leaves[:3]), attn_mask=bias)[0, 0]
+            query, key, value = (x[None, None] for x in leaves[:3])
+            out = F.scaled_dot_product_attention(query, key, value, attn_mask=bias)[0, 0]
             grads = [*torch.autograd.grad(out, leaves, self.grad[head].double())]
             if masked:
                 grads[3] = grads[3][mask]

@@ -154,7 +154,7 @@ def gradients(given: argparse.Namespace) -> None:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    about = {"description": __doc__, "formatter_class": argparse.RawDescriptionHelpFormatter}
+    about: dict[str, Any] = {"description": __doc__, "formatter_class": argparse.RawDescriptionHelpFormatter}
     parser = argparse.ArgumentParser(prog="python -m examples.benchmarks learning", **about)
     parser.add_argument("action", choices=("run", "listops", "average", "gradients", "report"), help="what to do")
     parser.add_argument("--only", nargs="+", metavar="RUN", help="runs by name (default: all but those of 256 tokens)")
@@ -163,7 +163,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--work", type=Path, default=Path("runs/learning"), help="checkpoints and whole runs (default: %(default)s)")
     parser.add_argument("--data", type=Path, default=Path("data/listops-study"), help="of 'listops'; made if absent (default: %(default)s)")
     given = parser.parse_args(arguments)
-    known = {"run": RUNS, "listops": LISTOPS, "average": LISTOPS}.get(given.action, {})
+    known: list[str] = [*(RUNS if given.action == "run" else LISTOPS if given.action in ("listops", "average") else ())]
     if unknown := [name for name in given.only or () if name not in known]:
         parser.error(f"Expected 'only' to name runs of '{given.action}' (got {unknown}). Choose from: {'; '.join(known)}.")
     return given

@@ -85,7 +85,7 @@ def report_listops(rows: Rows) -> str:
         for rows in seeds.values()
     ]
     full = {found[1]["seed"]: found[1]["accuracy"] for found in tests if found[1]["run"] == "full"}
-    lines, averaged = [], []
+    lines, averaged = list[list[Any]](), list[list[Any]]()
     for name in dict.fromkeys(found[1]["run"] for found in tests):
         mine = [found for found in tests if found[1]["run"] == name and found[1]["seed"] in full]
         for graphs, result in ((1, lines), (8, averaged)):

@@ -249,6 +249,6 @@ def machine() -> Row:
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+changes"]
     commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
     pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    facts = {"run": f"{os.getpid()}-{int(time.time())}", "cpu": cpu, "cores": os.cpu_count(), "threads": torch.get_num_threads()}
+    facts: Row = {"run": f"{os.getpid()}-{int(time.time())}", "cpu": cpu, "cores": os.cpu_count(), "threads": torch.get_num_threads()}
     facts |= {"commit": commit, "memory_gib": pages / 2**30, "system": platform.platform()}
     return {**facts, "python": platform.python_version(), **{name: version(name) for name in ("torch", "torch-geometric", "numba")}}
