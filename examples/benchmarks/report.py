@@ -6,7 +6,6 @@ here: measuring.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,23 +19,18 @@ TITLES = {
     "layers": "Training step of a whole layer: projections, SBM, sampling, attention, gradients to all parameters and tokens",
     "growth": "Growth at a constant number of expected edges per query",
 }
-NOTES = {
-    "kernels": "Every peer has the graph in its own format before the clock starts. ×: how many times our time it takes. "
-    "Error: largest of output and gradients against masked SDPA in float64, relative to the largest value.",
-    "samplers": "×: time per edge over that of `sample_sbm`. Error: standard deviations between sampled and expected density.",
-    "layers": "×: time over that of the dense layer. Memberships are nearly equal, as at the paper's initialisation, and shifted "
-    "to the density. Bytes of the dense layer count per edge of the sparse one.",
-    "growth": "×: time per edge over that of the same row at the smallest number of tokens.",
-}
 
 
 def ratio(row: Row, rows: Sequence[Row]) -> float | None:
-    """Time over that of the reference peer of the same run and table, or per edge over that of the smallest size."""
+    """Time over that of the reference peer of the same run and table; growth: time per edge over that of the smallest size.
+
+    Samplers are compared by their time per edge, for their laws differ.
+    """
     if row["median_ms"] is None:
         return None
     timed = [r for r in rows if r["median_ms"] is not None and (r["suite"], r["stage"]) == (row["suite"], row["stage"])]
     if row["suite"] == "growth":
-        base = min((r for r in timed if r["peer"] == row["peer"]), key=lambda r: r["tokens"])
+        base = min((r for r in timed if (r["peer"], r["blocks"]) == (row["peer"], row["blocks"])), key=lambda r: r["tokens"])
     else:
         same = [r for r in timed if r["peer"] == REFERENCE[row["suite"]] and (r["group"], r["run"]) == (row["group"], row["run"])]
         if not same:
@@ -49,22 +43,12 @@ def ratio(row: Row, rows: Sequence[Row]) -> float | None:
 # ------------------------------------------------------------------ tables
 
 
-def _number(value: float | None, digits: int = 3) -> str:
-    """Three digits that count, without an exponent where people read it easily."""
-    if value is None:
-        return ""
-    if value == 0 or not math.isfinite(value):
-        return f"{value:g}"
-    places = digits - 1 - math.floor(math.log10(abs(value)))
-    return f"{value:.{max(places, 0)}f}" if places < 6 else f"{value:.1e}"
-
-
 def _time(row: Row) -> str:
-    return "–" if row["median_ms"] is None else f"{_number(row['median_ms'])} ({_number(row['q1_ms'])}–{_number(row['q3_ms'])})"
+    return "–" if row["median_ms"] is None else f"{row['median_ms']:,.4g} ({row['q1_ms']:,.4g}–{row['q3_ms']:,.4g})"
 
 
 def _plain(key: str, scale: float = 1.0) -> Callable[[Row], str]:
-    return lambda row: "" if row.get(key) is None else _number(row[key] * scale)
+    return lambda row: "" if row.get(key) is None else f"{row[key] * scale:,.4g}"
 
 
 COLUMNS: dict[str, Callable[[Row], str]] = {
@@ -99,7 +83,7 @@ def as_markdown(rows: Sequence[Row]) -> str:
         for row in (row for row in rows if row["suite"] == suite):
             group = row["group"].split(", ", 1)[1] if suite == "growth" else row["group"]  # sizes of one peer side by side
             tables.setdefault(group, []).append({**row, "ratio": ratio(row, rows)})
-        page += ["", f"## {title}", "", NOTES[suite]] if tables else []
+        page += ["", f"## {title}"] if tables else []
         for group, mine in tables.items():
             page += ["", f"### {group}", "", f"| {' | '.join(COLUMNS)} |", "|---|---|" + "---:|" * (len(COLUMNS) - 3) + "---|"]
             lines = sorted(mine, key=lambda row: row["peer"]) if suite == "growth" else mine  # stable
