@@ -1,6 +1,8 @@
-"""Puts sampled attention into a Hugging Face encoder, through the library's attention interface. Needs `pip install transformers`.
+"""Puts sampled attention into a Hugging Face encoder, through the library's attention interface (`pip install transformers`).
 
-python examples/hugging_face.py
+    python examples/hugging_face.py
+
+Expect logits that agree to 1e-5 over the full graph, and a loss below 0.05 after 60 steps over sampled ones.
 """
 
 # ruff: noqa: E402
@@ -13,7 +15,6 @@ from typing import Any
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=60, help="training steps of 32 sequences (default: 60)")
-    parser.add_argument("--num-blocks", type=int, default=8, help="blocks of each head's model (default: 8)")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights, data and graphs (default: 0)")
     return parser.parse_args(arguments)
 
@@ -28,52 +29,33 @@ from transformers import AttentionInterface, AttentionMaskInterface, BertConfig,
 from sbm_pyg import SBMAttentionConv, patterns
 
 
-def attach(model: PreTrainedModel, num_blocks: int | None, **options: Any) -> int:
-    """Give each self-attention of a model a layer that chooses its graph, and select the interface; returns how many there were.
+def attach(model: PreTrainedModel, num_blocks: int | None) -> int:
+    """Give each self-attention a layer that chooses its graph, and select the interface; returns how many there were.
 
-    The projections stay where they are: the layer's own are taken out, and :meth:`SBMAttentionConv.attend` starts after them. Attach
-    before an optimizer is made or a checkpoint of an attached model is loaded, for the layer has parameters.
+    The model's projections stay. Attach before an optimizer is made, for the layer has parameters of its own.
     """
-    config, count = model.config, 0
-    heads = config.num_attention_heads
-    for module in [*model.modules()]:
-        if hasattr(module, "scaling") and hasattr(module, "is_causal"):
-            layer = SBMAttentionConv(
-                config.hidden_size, config.hidden_size // heads, heads, num_blocks, dropout=config.attention_probs_dropout_prob, **options
-            )
-            layer.lin_query = layer.lin_key = layer.lin_value = None
-            module.sbm_attention = layer.to(model.device, model.dtype).train(module.training)
-            count += 1
-    if count == 0:
-        raise ValueError(f"Expected a model whose attention goes through the interface (got {type(model).__name__}). See its source.")
+    width, heads, dropout = (getattr(model.config, name) for name in ("hidden_size", "num_attention_heads", "attention_probs_dropout_prob"))
+    modules = [module for module in model.modules() if hasattr(module, "scaling") and not getattr(module, "is_causal", True)]
+    for module in modules:
+        layer = SBMAttentionConv(width, width // heads, heads, num_blocks, dropout=dropout)
+        layer.lin_query, layer.lin_key, layer.lin_value, layer.scale = None, None, None, module.scaling
+        module.sbm_attention = layer.to(model.device, model.dtype).train(module.training)
+    AttentionInterface.register("sbm", attention)
+    AttentionMaskInterface.register("sbm", padding)
     model.set_attn_implementation("sbm")
-    return count
+    return len(modules)
 
 
-def attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None = None,
-    scaling: float | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
+def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **_: Any) -> tuple[Tensor, None]:
     """What the library calls: tensors are `[B, H, L, C]`, the mask is what :func:`padding` made of it; returns `[B, L, H, C]`."""
-    layer = module.sbm_attention
-    if not isinstance(layer, SBMAttentionConv) or key.size(2) != query.size(2) or module.is_causal:
-        raise ValueError("Expected the self-attention of an encoder with a layer attached (got another). Call `attach(model)` first.")
-    if scaling is not None and abs(scaling - layer.scale) > 1e-6:
-        raise ValueError(f"Expected scores to be scaled by {layer.scale} (got {scaling}). Set `layer.scale` to it.")
-    batch, _heads, length, _channels = query.shape
-    real = query.new_ones(batch, length, dtype=torch.bool) if attention_mask is None else attention_mask
-    query, key, value = (x.transpose(1, 2)[real].transpose(0, 1) for x in (query, key, value))  # [H, N, C]
+    layer: Any = module.sbm_attention
+    real = query.new_ones(query.size(0), query.size(2), dtype=torch.bool) if attention_mask is None else attention_mask
     ptr = nn.functional.pad(real.sum(1).cumsum(0), (1, 0))
+    query, key, value = (x.transpose(1, 2)[real].transpose(0, 1) for x in (query, key, value))  # [H, N, C]
     graph = patterns.full(None, ptr=ptr) if layer.num_blocks is None else None
-    out = layer.attend(query, key, value, graph, ptr=ptr)
-    padded = out.new_zeros(batch, length, out.size(1))
-    padded[real] = out
-    return padded.unflatten(2, (layer.heads, -1)), None
+    padded = query.new_zeros(*real.shape, layer.heads, query.size(2))
+    padded[real] = layer.attend(query, key, value, graph, ptr=ptr).unflatten(1, padded.shape[2:])
+    return padded, None
 
 
 def padding(batch_size: int, q_length: int, kv_length: int, attention_mask: Tensor | None = None, **_: Any) -> Tensor | None:
@@ -81,24 +63,11 @@ def padding(batch_size: int, q_length: int, kv_length: int, attention_mask: Tens
     return attention_mask
 
 
-AttentionInterface.register("sbm", attention)
-AttentionMaskInterface.register("sbm", padding)
-
-
 def small_bert() -> BertForSequenceClassification:
-    """A randomly initialised model of two layers and two classes."""
-    config = BertConfig(
-        vocab_size=16,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=64,
-        max_position_embeddings=32,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        initializer_range=0.3,
-    )
-    return BertForSequenceClassification(config)
+    """A randomly initialised model of two layers and two classes, without dropout."""
+    sizes: dict[str, Any] = {"vocab_size": 16, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    dropout: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return BertForSequenceClassification(BertConfig(**sizes, **dropout, max_position_embeddings=32, initializer_range=0.3))
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -106,8 +75,7 @@ def main(arguments: list[str] | None = None) -> None:
     torch.manual_seed(options.seed)
     tokens = torch.randint(1, 16, (32, 24))
     mask = (torch.arange(24) < torch.randint(12, 25, (32, 1))).long()
-    labels = torch.randint(2, (32,))
-    tokens[:, 0] = labels  # the first token tells
+    labels = tokens[:, 0] = torch.randint(2, (32,))  # the first token tells
     model = small_bert().eval()
     with torch.no_grad():
         before = model(tokens, attention_mask=mask).logits
@@ -116,15 +84,14 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"attached {attached} layers; over the full graph, logits differ by {difference:.1e} at most")
 
     model = small_bert().train()
-    attach(model, num_blocks=options.num_blocks)
+    attach(model, num_blocks=8)
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     losses = []
     for _ in range(options.steps):
-        loss = model(tokens, attention_mask=mask, labels=labels).loss
         optimizer.zero_grad()
-        loss.backward()
+        losses.append(model(tokens, attention_mask=mask, labels=labels).loss)
+        losses[-1].backward()
         optimizer.step()
-        losses.append(float(loss.detach()))
     print(f"after {options.steps} steps over sampled graphs: loss {losses[-1]:.3f} (at first: {losses[0]:.3f})")
 
 

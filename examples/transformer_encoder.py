@@ -1,12 +1,28 @@
-"""Puts sampled attention in the place of the attention of `torch.nn.TransformerEncoder`, and trains the result for a few seconds.
+"""Puts sampled attention in the place of that of `torch.nn.TransformerEncoder`, and trains the result for some seconds.
 
-python examples/transformer_encoder.py
+    python examples/transformer_encoder.py
+
+Expect logits that agree to 1e-6 over the full graph, and an accuracy of 100 % after 100 steps over sampled ones.
 """
 
+# ruff: noqa: E402
 from __future__ import annotations
 
 import argparse
 from typing import Any
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=100, help="training steps of 32 sequences (default: 100)")
+    parser.add_argument("--num-blocks", type=int, default=8, help="blocks of each head's model (default: 8)")
+    parser.add_argument("--length", type=int, default=24, help="longest sequence (default: 24)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights, data and graphs (default: 0)")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":  # --help and mistakes do not wait for the imports below
+    parse(None)
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +32,7 @@ from sbm_pyg import SBMMultiheadAttention
 
 
 def replace_attention(model: nn.Module, num_blocks: int | None, **options: Any) -> int:
-    """Replace every `torch.nn.MultiheadAttention` inside a model, in place; its projections are kept. Returns how many there were.
-
-    The same for encoder and decoder layers of torch, which hold theirs as `self_attn` and `multihead_attn`.
-    """
+    """Replace every `torch.nn.MultiheadAttention` in a model, in place; projections are kept. Returns how many there were."""
     count = 0
     for parent in [*model.modules()]:
         for name, child in [*parent.named_children()]:
@@ -56,29 +69,23 @@ def batch(size: int, length: int, num_tokens: int, generator: torch.Generator) -
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=100, help="training steps of 32 sequences (default: 100)")
-    parser.add_argument("--num-blocks", type=int, default=8, help="blocks of each head's model (default: 8)")
-    parser.add_argument("--length", type=int, default=24, help="longest sequence (default: 24)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of weights, data and graphs (default: 0)")
-    options = parser.parse_args(arguments)
-
+    options = parse(arguments)
     torch.manual_seed(options.seed)
     generator = torch.Generator().manual_seed(options.seed)
     model = Classifier(16, 32, heads=2, num_layers=2, max_length=options.length)
     tokens, padding, label = batch(200, options.length, 16, generator)
     with torch.no_grad():
         before = model(tokens, padding)
-        replaced = replace_attention(model, num_blocks=None)
-        print(
-            f"replaced {replaced} layers; over the full graph, logits differ by {(model(tokens, padding) - before).abs().max():.1e} at most"
-        )
+        replaced = replace_attention(model, num_blocks=None)  # over the full graph
+        difference = (model(tokens, padding) - before).abs().max()
+    print(f"replaced {replaced} layers; over the full graph, logits differ by {difference:.1e} at most")
 
     model = Classifier(16, 32, heads=2, num_layers=2, max_length=options.length)
     replace_attention(model, num_blocks=options.num_blocks)
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     for _ in range(options.steps):
-        loss = F.cross_entropy(model(*(inputs := batch(32, options.length, 16, generator))[:2]), inputs[2])
+        *inputs, answer = batch(32, options.length, 16, generator)
+        loss = F.cross_entropy(model(*inputs), answer)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import transformer_encoder
+from examples import transformer_encoder
 from sbm_pyg import AttentionGraph, SBMMultiheadAttention, pad, patterns, unpad
 
 PADDING = torch.arange(7) >= torch.tensor([[7], [5], [2]])
@@ -344,44 +344,6 @@ def test_transformer_decoder_layer() -> None:
         model(draw(3, 5, 16), draw(3, 7, 16, seed=2), **arguments, memory_key_padding_mask=padding) for model in (theirs, ours)
     )
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
-
-
-def test_the_recipe_for_torch(capsys: pytest.CaptureFixture[str]) -> None:
-    state = torch.get_rng_state()
-    transformer_encoder.main(["--steps", "60"])
-    torch.set_rng_state(state)
-    first, second = capsys.readouterr().out.splitlines()
-    assert first.startswith("replaced 2 layers")
-    assert float(first.split(" by ")[1].split()[0]) < 1e-6
-    assert float(second.split("accuracy ")[1].split()[0]) > 70
-
-
-def test_the_recipe_for_hugging_face(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("transformers", reason="transformers is not installed")
-    import hugging_face
-
-    state = torch.get_rng_state()
-    torch.manual_seed(0)
-    model, tokens = hugging_face.small_bert().double().eval(), torch.randint(1, 16, (3, 7))
-    expected = model(tokens, attention_mask=(~PADDING).long())
-    assert hugging_face.attach(model, num_blocks=None) == 2
-    out = model(tokens, attention_mask=(~PADDING).long())
-    torch.testing.assert_close(out.logits, expected.logits, rtol=0, atol=1e-12)
-    torch.testing.assert_close(model(tokens[:1]).logits, out.logits[:1], rtol=0, atol=1e-12)  # the first sequence has no padding
-    with torch.no_grad():
-        sampling = hugging_face.small_bert().double().eval()
-        hugging_face.attach(sampling, num_blocks=4)
-        first = []
-        for filling in (0, 5):
-            torch.manual_seed(1)
-            first.append(sampling(tokens.masked_fill(PADDING, filling), attention_mask=(~PADDING).long()).logits)
-        assert torch.equal(*first)
-    hugging_face.main(["--steps", "40"])
-    torch.set_rng_state(state)
-    lines = capsys.readouterr().out.splitlines()
-    assert float(lines[0].split(" by ")[1].split()[0]) < 1e-5
-    loss, at_first = (float(lines[1].split(word)[1].split(")")[0].split()[0]) for word in ("loss ", "at first: "))
-    assert loss < at_first / 2
 
 
 # ------------------------------------------------------------------ errors

@@ -1,0 +1,197 @@
+"""What is measured, first part: attention over a given graph, by ours and by named peers; and the gate that each must pass.
+
+In: a :class:`Case`. Out: a :class:`Work`: a check against plain torch in float64, and the calls to be timed. Whatever a peer
+may prepare (the graph in its own format, a compiled function) is made before. Not here: samplers and whole layers
+(``samplers``), clocks and processes (``measure``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch_geometric.nn import MessagePassing
+from torch_geometric.utils import softmax
+
+from sbm_pyg import AttentionGraph, ops
+
+TOLERANCE = 2e-5  # of float32 results, relative to the largest value of the float64 truth
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(2**35), "MALLOC_TRIM_THRESHOLD_": str(2**36), "MALLOC_ARENA_MAX": "1"}
+
+
+class Rejected(Exception):
+    """A peer whose results are wrong; it is not timed."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """The work that all peers of a table share: N tokens, K blocks (0: no model), mean probability of an edge, H heads, C channels."""
+
+    tokens: int
+    blocks: int
+    density: float
+    seed: int
+    heads: int = 2
+    channels: int = 32
+
+
+@dataclass
+class Work:
+    """A check, which returns the error or raises :class:`Rejected`; for each stage a call, which returns its edges; facts to report."""
+
+    check: Callable[[], float]
+    calls: dict[str, Callable[[], int]]
+    facts: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A row of a table. A note says what a reader must know to compare fairly, the environment what the process must start with."""
+
+    label: str
+    build: Callable[[Case], Work]
+    note: str = ""
+    ours: bool = False
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def compare(pairs: Mapping[str, tuple[Tensor, Tensor]]) -> float:
+    """Largest relative error of (found, true) pairs; above the tolerance, or NaN, :class:`Rejected`."""
+    worst = 0.0
+    for name, (found, true) in pairs.items():
+        error = float((found - true).detach().abs().max() / true.detach().abs().max())
+        if not error <= TOLERANCE:
+            raise Rejected(f"its {name} is off by {error:.1e} of the largest value")
+        worst = max(worst, error)
+    return worst
+
+
+# ------------------------------------------------------------------ inputs and truth
+
+
+class Inputs:
+    """Tensors ``[H, N, C]``, an independent random mask per head without empty rows, and its graph in the formats that peers want."""
+
+    def __init__(self, case: Case) -> None:
+        generator = torch.Generator().manual_seed(case.seed)
+        self.shape = (case.heads, case.tokens, case.channels)
+        self.query, self.key, self.value, self.grad = (torch.randn(self.shape, generator=generator) for _ in range(4))
+        self.mask = torch.rand(case.heads, case.tokens, case.tokens, generator=generator) < case.density
+        self.mask |= torch.eye(case.tokens, dtype=torch.bool) & ~self.mask.any(-1, keepdim=True)  # masked SDPA has no answer for none
+        graph = AttentionGraph.from_dense(self.mask)
+        self.rowptr, self.col, self.num_edges = graph.rowptr, graph.col, graph.num_edges
+        row = torch.repeat_interleave(self.rowptr.diff())
+        self.edge_index = torch.stack([self.col + row // case.tokens * case.tokens, row])  # one graph of H*N nodes
+        self.scale = case.channels**-0.5
+
+    def truth(self, masked: bool) -> list[Tensor]:
+        """Output and gradients to q, k, v and, with the mask, to the gate of each edge: SDPA in float64, head by head."""
+        parts: list[list[Tensor]] = []
+        for head, mask in enumerate(self.mask):
+            leaves = [x[head].double().requires_grad_() for x in (self.query, self.key, self.value)]
+            bias = None  # log of the gate, which is 1
+            if masked:
+                bias = torch.zeros(mask.shape, dtype=torch.float64).masked_fill_(~mask, -torch.inf).requires_grad_()
+                leaves.append(bias)
+            query, key, value = (x[None, None] for x in leaves[:3])
+            out = F.scaled_dot_product_attention(query, key, value, attn_mask=bias)[0, 0]
+            grads = [*torch.autograd.grad(out, leaves, self.grad[head].double())]
+            if masked:
+                grads[3] = grads[3][mask]
+            parts.append([out.detach(), *grads])
+        return [torch.cat(part).view(self.shape if i < 4 else (-1,)).float() for i, part in enumerate(zip(*parts, strict=True))]
+
+
+Forward = Callable[..., Tensor]
+
+
+def _attention(make: Callable[[Inputs], Forward], gate: bool = True, masked: bool = True) -> Callable[[Case], Work]:
+    """Builder of a peer: ``make`` prepares ``forward(query, key, value[, gate]) -> out``, all ``[H, N, C]``."""
+
+    def build(case: Case) -> Work:
+        inputs = Inputs(case)
+        leaves = [x.requires_grad_() for x in (inputs.query, inputs.key, inputs.value, torch.ones(inputs.num_edges))][: 4 if gate else 3]
+        forward = make(inputs)
+
+        def infer() -> int:
+            with torch.no_grad():
+                forward(*leaves)
+            return inputs.num_edges
+
+        def step() -> int:
+            torch.autograd.grad(forward(*leaves), leaves, inputs.grad)
+            return inputs.num_edges
+
+        def check() -> float:
+            with torch.no_grad():
+                found = [forward(*leaves)]
+            out = forward(*leaves)
+            found += [out, *torch.autograd.grad(out, leaves, inputs.grad)]
+            truth = inputs.truth(masked)
+            names = ("output", "output", "query gradient", "key gradient", "value gradient", "gate gradient")
+            return compare({name: (x, y) for name, x, y in zip(names, found, [truth[0], *truth], strict=False)})
+
+        return Work(check, {"forward": infer, "step": step})
+
+    return build
+
+
+# ------------------------------------------------------------------ the peers
+
+
+def _ours(inputs: Inputs) -> Forward:
+    graph, scale = (inputs.rowptr, inputs.col), inputs.scale
+    return lambda query, key, value, gate: ops.edge_attention(query, key, value, *graph, gate, None, scale, "weight")[0]
+
+
+def _wrong(inputs: Inputs) -> Forward:
+    """Forgets the scale: what the gate must catch."""
+    inputs.scale = 1.0
+    return _ours(inputs)
+
+
+def _sdpa(inputs: Inputs, masked: bool = False) -> Forward:
+    mask = inputs.mask[None] if masked else None
+    return lambda query, key, value: F.scaled_dot_product_attention(query[None], key[None], value[None], attn_mask=mask)[0]
+
+
+class Propagate(MessagePassing):
+    """The message passing of PyG's ``TransformerConv``, line by line, with a gate."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(aggr="add", node_dim=0)
+        self.channels = channels
+
+    def forward(self, edge_index: Tensor, query: Tensor, key: Tensor, value: Tensor, gate: Tensor) -> Tensor:
+        """Tokens ``[H*N, C]`` and gate ``[E]`` to ``[H*N, C]``."""
+        return self.propagate(edge_index, query=query, key=key, value=value, gate=gate, size=None)
+
+    def message(
+        self, query_i: Tensor, key_j: Tensor, value_j: Tensor, gate: Tensor, index: Tensor, ptr: Tensor | None, size_i: int | None
+    ) -> Tensor:
+        alpha = (query_i * key_j).sum(dim=-1) / math.sqrt(self.channels) + gate  # gates are 1: the softmax cancels them
+        alpha = softmax(alpha, index, ptr, size_i)
+        return value_j * alpha.view(-1, 1)
+
+
+def _pyg(inputs: Inputs, compiled: bool = False) -> Forward:
+    eager = Propagate(inputs.shape[2])
+    module = torch.compile(eager) if compiled else eager
+    return lambda query, key, value, gate: module(inputs.edge_index, *(x.flatten(0, 1) for x in (query, key, value)), gate).view_as(query)
+
+
+NO_GATE = "no gradient to the gate"
+KERNELS = {
+    "ours": Peer("sbm_pyg edge_attention", _attention(_ours), ours=True),
+    "sdpa": Peer("torch SDPA, no mask", _attention(_sdpa, gate=False, masked=False), f"full attention; {NO_GATE}"),
+    "sdpa-masked": Peer("torch SDPA, boolean mask", _attention(partial(_sdpa, masked=True), gate=False), NO_GATE),
+    "pyg": Peer("PyG propagate, as installed", _attention(_pyg)),
+    "pyg-tuned": Peer("PyG propagate, tuned malloc", _attention(_pyg), "thresholds of 32 GiB, one arena", environment=MALLOC),
+    "pyg-compiled": Peer("PyG propagate, torch.compile", _attention(partial(_pyg, compiled=True))),
+    "wrong": Peer("wrong: forgets the scale", _attention(_wrong)),
+}

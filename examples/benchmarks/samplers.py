@@ -1,0 +1,210 @@
+"""What is measured, second part: samplers, and whole layers, of ours and of others.
+
+In: a :class:`~examples.benchmarks.kernels.Case`. Out: a :class:`~examples.benchmarks.kernels.Work`. Not here: attention over
+a given graph (``kernels``), clocks and processes (``measure``).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from examples.benchmarks.kernels import Case, Peer, Rejected, Work, compare
+from sbm_pyg import SBM, SBMAttentionConv, SBMHead, ops, patterns, sample_edges
+from sbm_pyg.models import FullAttention
+
+DEVIATIONS = 5  # standard deviations that a mean density may be off
+
+# ------------------------------------------------------------------ sampling
+
+
+def _soft(case: Case) -> SBM:
+    """Mixed memberships of all blocks, differing from token to token and from head to head, with the density of the case."""
+    generator = torch.Generator().manual_seed(case.seed)
+    query, key = (torch.randn(case.heads, case.tokens, case.blocks, generator=generator).sigmoid() for _ in range(2))
+    block = torch.rand(case.heads, case.blocks, case.blocks, generator=generator) + 0.5
+    factor = case.density / SBM(query, key, block).expected_density()  # [1, H]
+    return SBM(query, key, block * factor[0, :, None, None]).validate()
+
+
+def _hard(case: Case) -> SBM:
+    """Each token in one of K blocks, which is all that graph libraries know."""
+    generator = torch.Generator().manual_seed(case.seed)
+    member = F.one_hot(torch.arange(case.tokens) * case.blocks // case.tokens, case.blocks).float().expand(case.heads, -1, -1)
+    block = (torch.rand(case.blocks, case.blocks, generator=generator) + 0.5).expand(case.heads, -1, -1)
+    return SBM(member, member, block * (case.density / SBM(member, member, block).expected_density()[0, 0])).validate()
+
+
+def _sampler(
+    model: Callable[[Case], SBM], make: Callable[[SBM], Callable[[int], int]], law: Callable[[Tensor], Tensor] = torch.clone
+) -> Callable[[Case], Work]:
+    """Builder of a sampler: ``make`` prepares ``draw(seed) -> number of edges``, whose ``law`` turns rates into probabilities."""
+
+    def build(case: Case) -> Work:
+        sbm, seeds, facts = model(case), itertools.count(case.seed), dict[str, float]()
+        draw = make(sbm)
+
+        def check() -> float:
+            mean = variance = 0.0
+            for head in range(case.heads):
+                for rate in sbm.rate[head].split(256):
+                    prob = law(rate.double() @ sbm.key[head].double().T)
+                    mean, variance = mean + float(prob.sum()), variance + float((prob * (1 - prob)).sum())
+            counts, end = [draw(next(seeds))], time.monotonic() + 1
+            while time.monotonic() < end and len(counts) < 10:
+                counts.append(draw(next(seeds)))
+            return _deviations(case, facts, sum(counts) / len(counts), mean, variance / len(counts))
+
+        return Work(check, {"sample": lambda: draw(next(seeds))}, facts)
+
+    return build
+
+
+def _deviations(case: Case, facts: dict[str, float], count: float, mean: float, variance: float) -> float:
+    """Reports the densities, and returns how many standard deviations the number of edges is off."""
+    pairs = case.heads * case.tokens**2
+    facts.update(density=count / pairs, expected_density=mean / pairs)
+    error = abs(count - mean) / math.sqrt(variance)
+    if not error <= DEVIATIONS:
+        raise Rejected(f"its density is off by {error:.1f} standard deviations")
+    return error
+
+
+def _op(method: str, inflate: float = 1.0) -> Callable[[SBM], Callable[[int], int]]:
+    def make(sbm: SBM) -> Callable[[int], int]:
+        streams = torch.arange(sbm.num_sequences)
+        key = sbm.key * inflate
+        return lambda seed: ops.sample_sbm(sbm.rate, key, sbm.query_ptr, sbm.key_ptr, streams, seed, method)[1].numel()
+
+    return make
+
+
+def _sample_edges(sbm: SBM) -> Callable[[int], int]:
+    return lambda seed: sample_edges(SBM(sbm.query, sbm.key, sbm.block), seed=seed).num_edges
+
+
+def _dense_bernoulli(sbm: SBM) -> Callable[[int], int]:
+    return lambda seed: int((torch.rand(sbm.heads, *[len(sbm.key[0])] * 2) < sbm.rate @ sbm.key.mT).nonzero().size(0))
+
+
+# ------------------------------------------------------------------ whole layers
+
+
+def set_density(head: SBMHead, density: float) -> None:
+    """Shift all memberships of a new head to the same mean, so that edges have this probability; the gradients stay whole.
+
+    One channel of the clusters becomes 1, which the softmax of the block matrix cancels, and the bias of that channel the shift.
+    """
+    last = head.mlp[-1]
+    assert isinstance(last, torch.nn.Linear)
+    with torch.no_grad():
+        head.clusters[..., 0] = 1
+        last.weight[0] = 0
+        last.bias[0] = math.log(math.sqrt(density) / (1 - math.sqrt(density))) if density < 1 else 20.0
+
+
+def _layers(case: Case) -> tuple[SBMAttentionConv, FullAttention]:
+    """The layer and its dense twin, with the same projections."""
+    torch.manual_seed(case.seed)
+    width = case.heads * case.channels
+    conv = SBMAttentionConv(width, case.channels, case.heads, case.blocks or None, estimator="mask", exploration=0.0)
+    full = FullAttention(width, case.channels, case.heads)
+    full.load_state_dict({name: value for name, value in conv.state_dict().items() if not name.startswith("sbm.")})
+    if conv.sbm is not None:
+        set_density(conv.sbm, case.density)
+    return conv, full
+
+
+def _agree(conv: SBMAttentionConv, full: FullAttention, width: int) -> float:
+    """Compare the layer over the full graph of a few tokens with its dense twin: output and gradients."""
+    x, grad = torch.randn(96, width), torch.randn(96, width)
+    found, true = conv(x, patterns.full(len(x))), full(x, ptr=torch.tensor([0, len(x)]))
+    pairs = {"output": (found, true)}
+    names = ["lin_query.weight", "lin_key.weight", "lin_value.weight", "lin_value.bias"]
+    grads = [torch.autograd.grad(out, [layer.get_parameter(name) for name in names], grad) for layer, out in ((conv, found), (full, true))]
+    pairs.update({f"gradient to {name}": pair for name, pair in zip(names, zip(*grads, strict=True), strict=True)})
+    return compare(pairs)
+
+
+def _sbm_layer(case: Case, scale: float = 1.0) -> Work:
+    """A training step: projections, SBM, sampling, attention, gradients to all parameters and to the tokens."""
+    conv, full = _layers(case)
+    conv.scale *= scale
+    width, facts = case.heads * case.channels, dict[str, float]()
+    x, grad = torch.randn(case.tokens, width, requires_grad=True), torch.randn(case.tokens, width)
+
+    def step() -> int:
+        x.grad = None
+        conv.zero_grad()
+        out, graph = conv(x, return_graph=True)
+        out.backward(grad)
+        return graph.num_edges
+
+    def check() -> float:
+        error, edges = _agree(conv, full, width), step()
+        for name, parameter in conv.named_parameters():
+            if parameter.grad is None or not parameter.grad.isfinite().all() or not parameter.grad.any():
+                raise Rejected(f"the gradient to {name} is missing, zero or not finite")
+        with torch.no_grad():
+            _, sbm = conv(x, return_sbm=True)
+        expected = float(sbm.expected_edges().sum())
+        _deviations(case, facts, edges, expected, expected)  # the variance is below the mean
+        if abs(facts["expected_density"] / case.density - 1) > 0.1:
+            raise Rejected(f"it expects a density of {facts['expected_density']:.2%} instead of {case.density:.2%}")
+        return error
+
+    return Work(check, {"step": step}, facts)
+
+
+def _dense_layer(case: Case) -> Work:
+    conv, full = _layers(case)
+    width, ptr = case.heads * case.channels, torch.tensor([0, case.tokens])
+    x, grad = torch.randn(case.tokens, width, requires_grad=True), torch.randn(case.tokens, width)
+
+    def step() -> int:
+        x.grad = None
+        full.zero_grad()
+        full(x, ptr=ptr).backward(grad)
+        return round(case.density * case.heads * case.tokens**2)  # what a sparse layer would have done
+
+    return Work(lambda: _agree(conv, full, width), {"step": step}, {"density": 1.0, "expected_density": 1.0})
+
+
+def _layer_sampling(case: Case) -> Work:
+    """The sampling of the layer alone, from memberships that are given."""
+    conv, _ = _layers(case)
+    assert conv.sbm is not None
+    with torch.no_grad():
+        sbm = conv.sbm(*(torch.randn(case.heads, case.tokens, case.channels) for _ in range(2)))
+    expected, seeds, facts = float(sbm.expected_edges().sum()), itertools.count(case.seed), dict[str, float]()
+
+    def draw() -> int:
+        return sample_edges(sbm, seed=next(seeds)).num_edges
+
+    return Work(lambda: _deviations(case, facts, draw(), expected, expected), {"step": draw}, facts)
+
+
+SAMPLERS = {
+    "bernoulli": Peer("sbm_pyg sample_sbm", _sampler(_soft, _op("bernoulli")), ours=True),
+    "edges": Peer("sbm_pyg sample_edges", _sampler(_soft, _sample_edges), "from Y, S, Z, all checks", ours=True),
+    "fastrg": Peer("sbm_pyg sample_sbm, fastrg", _sampler(_soft, _op("fastrg"), lambda p: -torch.expm1(-p)), "law 1 - exp(-p)", ours=True),
+    "dense": Peer("torch rand < p, dense", _sampler(_soft, _dense_bernoulli)),
+    "hard": Peer("sbm_pyg sample_edges, hard blocks", _sampler(_hard, _sample_edges), "hard blocks", ours=True),
+    "wrong": Peer("wrong: 10 % too dense", _sampler(_soft, _op("bernoulli", inflate=1.1))),
+}
+LAYERS = {
+    "sbm": Peer("SBMAttentionConv", _sbm_layer, ours=True),
+    "dense": Peer("dense SDPA layer", _dense_layer),
+    "wrong": Peer("wrong: twice the scale", partial(_sbm_layer, scale=2.0)),
+}
+GROWTH = {
+    "sampling": Peer("sampling alone", _layer_sampling, ours=True),
+    "layer": Peer("SBMAttentionConv, training step", _sbm_layer, ours=True),
+}

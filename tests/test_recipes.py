@@ -1,0 +1,144 @@
+"""The recipes: short, at once readable and helpful, users of public names alone; and they end with what they promise."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from examples import graph_analysis, sampled_mask, sequence_classifier, transformer_encoder
+
+EXAMPLES = Path(transformer_encoder.__file__).parent
+RECIPES = ("graph_analysis", "hugging_face", "repeated_tokens", "sampled_mask", "sequence_classifier", "transformer_encoder")
+FORBID = """
+import runpy, sys
+sys.modules |= dict.fromkeys(("torch", "lightning", "matplotlib", "numba", "scipy", "sbm_pyg", "transformers"), None)
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__") if sys.argv[0].endswith(".py") else runpy.run_module(sys.argv[0], run_name="__main__")
+"""
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_is_short_and_imports_the_package_and_torch(name: str) -> None:
+    text = (EXAMPLES / f"{name}.py").read_text()
+    assert text.count("\n") < (200 if name == "repeated_tokens" else 100)
+    tree = ast.parse(text)
+    found = {alias.name.split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    found |= {str(node.module).split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    others = {"hugging_face": {"transformers"}, "graph_analysis": {"networkx"}, "repeated_tokens": {"numpy"}}
+    others["sequence_classifier"] = {"torch_geometric"}
+    assert found - set(sys.stdlib_module_names) - {"matplotlib"} <= {"sbm_pyg", "torch"} | others.get(name, set())
+    top = {alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names}
+    assert "matplotlib" not in {module.split(".")[0] for module in top}
+
+
+@pytest.mark.parametrize("program", [*(f"examples/{name}.py" for name in RECIPES), "examples.benchmarks"])
+def test_help_does_not_wait_for_torch(program: str) -> None:
+    words = [("--help",)] if program.endswith(".py") else [("--help",), ("kernels", "--help"), ("learning", "--help")]
+    for line in words:
+        command = [sys.executable, "-c", FORBID, program, *line]
+        done = subprocess.run(command, cwd=EXAMPLES.parent, capture_output=True, text=True, check=False, timeout=60)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith("usage: ")
+
+
+def test_every_recipe_is_in_the_table() -> None:
+    page = (EXAMPLES / "README.md").read_text()
+    assert page.count("\n") <= 40
+    assert all(f"`python examples/{name}.py" in page for name in RECIPES)
+
+
+@pytest.fixture
+def lines(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """Runs a recipe in an empty folder, and returns what it printed."""
+    monkeypatch.chdir(tmp_path)
+    state = torch.get_rng_state()
+
+    def run(main: Callable[[list[str]], None], *words: str) -> list[str]:
+        main([*words])
+        torch.set_rng_state(state)
+        return capsys.readouterr().out.splitlines()
+
+    return run
+
+
+def number(line: str, after: str) -> float:
+    match = re.search(re.escape(after) + r"\s*([-+\d.e]+)", line)
+    assert match, line
+    return float(match[1].rstrip("."))
+
+
+def test_sampled_mask(lines: Callable[..., list[str]], tmp_path: Path) -> None:
+    shown = lines(sampled_mask.main, "--out", "mask.png")
+    assert "16,592 edges" in shown[0]
+    assert (tmp_path / "mask.png").stat().st_size > 10000
+
+
+@pytest.mark.slow
+def test_transformer_encoder(lines: Callable[..., list[str]]) -> None:
+    first, second = lines(transformer_encoder.main, "--steps", "60")
+    assert first.startswith("replaced 2 layers")
+    assert number(first, "differ by") < 1e-6
+    assert number(second, "accuracy") > 70
+
+
+def test_sequence_classifier_makes_the_task_that_it_names() -> None:
+    torch.manual_seed(0)
+    for data in sequence_classifier.make_data(50):
+        assert 8 <= len(data.x) <= 32
+        (zero,), (one,) = ((data.x == marked).nonzero()[:, 0].tolist() for marked in (0, 1))
+        assert bool(data.y) == (zero < one)
+
+
+@pytest.mark.slow
+def test_sequence_classifier(lines: Callable[..., list[str]]) -> None:
+    shown = lines(sequence_classifier.main, "--epochs", "4", "--density-weight", "0.1")
+    assert len(shown) == 4
+    assert number(shown[-1], "accuracy") > 75
+    assert number(shown[-1], "density") < 15
+
+
+@pytest.mark.slow
+def test_graph_analysis(lines: Callable[..., list[str]], tmp_path: Path) -> None:
+    pytest.importorskip("scipy", reason="scipy is not installed")
+    shown = "\n".join(lines(graph_analysis.main, "--tokens", "64"))
+    assert re.findall(r"Hamiltonian path +(ABSENT|FOUND)", shown)[0] == "ABSENT"
+    assert re.findall(r"Hamiltonian path +(ABSENT|FOUND)", shown)[-1] == "FOUND"
+    assert "Universality of 3 patterns over 64 tokens: HOLDS" in shown
+    assert (tmp_path / "graph_analysis.png").stat().st_size > 10000
+
+
+PADDING = torch.arange(7) >= torch.tensor([[7], [5], [2]])
+
+
+@pytest.mark.slow
+def test_hugging_face(lines: Callable[..., list[str]]) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    from examples import hugging_face
+
+    torch.manual_seed(0)
+    model, tokens = hugging_face.small_bert().double().eval(), torch.randint(1, 16, (3, 7))
+    expected = model(tokens, attention_mask=(~PADDING).long())
+    assert hugging_face.attach(model, num_blocks=None) == 2
+    out = model(tokens, attention_mask=(~PADDING).long())
+    torch.testing.assert_close(out.logits, expected.logits, rtol=0, atol=1e-12)
+    torch.testing.assert_close(model(tokens[:1]).logits, out.logits[:1], rtol=0, atol=1e-12)  # the first sequence has no padding
+    with torch.no_grad():
+        sampling = hugging_face.small_bert().double().eval()
+        hugging_face.attach(sampling, num_blocks=4)
+        first = []
+        for filling in (0, 5):
+            torch.manual_seed(1)
+            first.append(sampling(tokens.masked_fill(PADDING, filling), attention_mask=(~PADDING).long()).logits)
+        assert torch.equal(*first)
+    shown = lines(hugging_face.main, "--steps", "40")
+    assert number(shown[0], "differ by") < 1e-5
+    assert number(shown[1], "loss") < number(shown[1], "at first:") / 2
