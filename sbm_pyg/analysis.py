@@ -1,10 +1,11 @@
 """What attention graphs look like: statistics in linear time, networkx, and the conditions of universality.
 
-In: an :class:`~sbm_pyg.graph.AttentionGraph`, sampled or given. Out: numbers per sequence and head, or a networkx graph. Not here: pictures
-(``plots``); what is listed from ``hamiltonian`` and ``universality`` is defined there and belongs to the interface of this module.
+In: an :class:`~sbm_pyg.graph.AttentionGraph`, sampled or given. Out: numbers per sequence and head, or a networkx
+graph. Not here: pictures (``plots``); what is listed from ``hamiltonian`` and ``universality`` is defined there and
+belongs to the interface of this module.
 
-Nothing here is imported by the rest of the library; scipy, from the ``[analysis]`` extra, is imported when a function needs it.
-"""
+Nothing here is imported by the rest of the library; scipy, from the ``[analysis]`` extra, is imported when a function
+needs it."""
 
 from __future__ import annotations
 
@@ -40,8 +41,10 @@ if TYPE_CHECKING:
     import networkx as nx
 
 __all__ = [
-    "Certificate", "GraphStatistics", "HamiltonianPath", "Lemma1", "Lemma2", "Universality", "blocks_of", "expected_graph", "graph_statistics",
-    "hamiltonian_path", "is_hamiltonian_path", "lemma1", "lemma2", "log10_cycles", "path_probability", "spread_steps", "to_networkx",
+    "Certificate", "GraphStatistics", "HamiltonianPath", "Lemma1", "Lemma2", "Universality", "blocks_of",
+    "expected_graph", "graph_statistics",
+    "hamiltonian_path", "is_hamiltonian_path", "lemma1", "lemma2", "log10_cycles", "path_probability", "spread_steps",
+    "to_networkx",
     "universality",
 ]  # fmt: skip
 
@@ -53,8 +56,8 @@ Blocks = SBM | Tensor | tuple[Tensor, Tensor]
 class GraphStatistics:
     """Statistics of each sequence and head, made by :func:`graph_statistics`; ``print`` shows them as a table.
 
-    All are of the directed graph from keys to queries, over tokens, or over queries and keys apart where those differ. All but the degrees
-    are ``[B, H]``, float64 or int64; NaN where not defined.
+    All are of the directed graph from keys to queries, over tokens, or over queries and keys apart where those differ.
+    All but the degrees are ``[B, H]``, float64 or int64; NaN where not defined.
 
     Args:
         density: Share of the pairs that are edges.
@@ -63,15 +66,17 @@ class GraphStatistics:
         empty_queries: Share of the queries without an edge: attention gives them zeros.
         unread_keys: Share of the keys that no query attends to.
         self_loops: Share of the tokens that attend to themselves; 0 where queries and keys are apart.
-        reciprocity: Share of the edges that also run the other way; as in networkx, self-loops count as edges but not as returned.
+        reciprocity: Share of the edges that also run the other way; as in networkx, self-loops count as edges but not
+            as returned.
         weak_components: Number of weakly connected components.
         strong_components: Number of strongly connected components.
         largest_strong: Share of the nodes in the largest strongly connected component.
         diameter_least: Lower bound of the diameter, from six searches; infinite unless strongly connected.
         diameter_most: Upper bound, from the same searches; at most twice the diameter.
-        spectral_gap: Second smallest eigenvalue of the normalised Laplacian of the undirected graph, in [0, 2], to about seven digits: 0
-            where it falls apart, near 1 where all is mixed in one step. NaN if it was left out.
-        modularity: Excess of edges within blocks over what the degrees explain (Leicht and Newman, 2008), in [-1, 1). NaN without blocks.
+        spectral_gap: Second smallest eigenvalue of the normalised Laplacian of the undirected graph, in [0, 2], to
+            about seven digits: 0 where it falls apart, near 1 where all is mixed in one step. NaN if it was left out.
+        modularity: Excess of edges within blocks over what the degrees explain (Leicht and Newman, 2008), in [-1, 1).
+            NaN without blocks.
     """
 
     density: Tensor
@@ -90,7 +95,10 @@ class GraphStatistics:
     modularity: Tensor
 
     def rows(self) -> list[dict[str, float]]:
-        """One record for each sequence and head, with their numbers and all that is ``[B, H]``: ready for a table or a CSV file."""
+        """One record for each sequence and head, with their numbers and all that is ``[B, H]``.
+
+        Ready for a table or a CSV file.
+        """
         named = {field.name: getattr(self, field.name) for field in fields(self) if not field.name.endswith("_degree")}
         sequences, heads = self.density.shape
         return [
@@ -114,16 +122,19 @@ class GraphStatistics:
 def graph_statistics(
     graph: AttentionGraph, *, blocks: Blocks | None = None, bipartite: bool | None = None, spectral_gap: bool = True
 ) -> GraphStatistics:
-    """Degrees, components, distances and structure of every sequence and head, from the compressed rows, without any python loop over edges.
+    """Degrees, components, distances and structure of every sequence and head, from the compressed rows, without any
+    python loop over edges.
 
-    Cost O(HN + E), all sequences and heads at once; the spectral gap costs some dozens of products with the matrix for each of them. Values are those
-    of networkx (``tests/test_analysis.py``) in a fraction of its time (docs/analysis.md).
+    Cost O(HN + E), all sequences and heads at once; the spectral gap costs some dozens of products with the matrix for
+    each of them. Values are those of networkx (``tests/test_analysis.py``) in a fraction of its time
+    (docs/analysis.md).
 
     Args:
         graph: Any graph.
-        blocks: Blocks for the modularity: an :class:`SBM` over the same tokens (:func:`blocks_of`), or block numbers of the tokens
-            ``[H, N]`` int64, or a pair of those for queries ``[H, N]`` and keys ``[H, M]``.
-        bipartite: Whether queries and keys are different nodes. None: only where sequences differ in their queries and keys.
+        blocks: Blocks for the modularity: an :class:`SBM` over the same tokens (:func:`blocks_of`), or block numbers of
+            the tokens ``[H, N]`` int64, or a pair of those for queries ``[H, N]`` and keys ``[H, M]``.
+        bipartite: Whether queries and keys are different nodes. None: only where sequences differ in their queries and
+            keys.
         spectral_gap: Whether to compute it.
 
     Returns:
@@ -159,7 +170,8 @@ def graph_statistics(
     square = torch.equal(graph.query_ptr, graph.key_ptr)
     if bipartite is False and not square:
         raise ValueError(
-            f"Expected 'bipartite' to be True where sequences have not as many queries as keys (got N = {num_queries}, M = {num_keys}). Pass bipartite=True."
+            f"Expected 'bipartite' to be True where sequences have not as many queries as keys (got N = {num_queries}, "
+            f"M = {num_keys}). Pass bipartite=True."
         )
     split = not square if bipartite is None else bipartite
 
@@ -223,7 +235,8 @@ def graph_statistics(
 
 
 def blocks_of(sbm: SBM) -> tuple[Tensor, Tensor]:
-    """The block of each query ``[H, N]`` and of each key ``[H, M]``: where its membership is largest, the first of equals.
+    """The block of each query ``[H, N]`` and of each key ``[H, M]``: where its membership is largest, the first of
+    equals.
 
     Raises:
         TypeError: It is no model.
@@ -240,21 +253,23 @@ def to_networkx(
     view: str = "tokens",
     sbm: SBM | None = None,
 ) -> nx.DiGraph[Any]:
-    """networkx graph of one sequence, with probabilities and blocks where a model is given; an edge runs from key to query.
+    """networkx graph of one sequence, with probabilities and blocks where a model is given; an edge runs from key to
+    query.
 
     Args:
         graph: Any graph.
         sequence: Which sequence; may be None where there is one.
-        head: Which head; may be None where there is one. ``"all"`` gives a ``MultiDiGraph`` whose edges carry their head as key and
-            attribute ``head``.
-        view: ``"tokens"``: nodes are tokens (needs N = M). ``"bipartite"``: nodes are ``("key", j)`` and ``("query", i)``, numbered by networkx's
-            attribute ``bipartite`` 0 and 1.
-        sbm: Model over the same tokens and heads: edges then carry ``probability``, and nodes, with a single head, ``block`` (that of the query
-            in the view of tokens).
+        head: Which head; may be None where there is one. ``"all"`` gives a ``MultiDiGraph`` whose edges carry their
+            head as key and attribute ``head``.
+        view: ``"tokens"``: nodes are tokens (needs N = M). ``"bipartite"``: nodes are ``("key", j)`` and ``("query",
+            i)``, numbered by networkx's attribute ``bipartite`` 0 and 1.
+        sbm: Model over the same tokens and heads: edges then carry ``probability``, and nodes, with a single head,
+            ``block`` (that of the query in the view of tokens).
 
     Raises:
         TypeError: An argument is of another type.
-        ValueError: The sequence, head or view does not exist or is not told, the model is over other tokens, or tokens were asked for where N != M.
+        ValueError: The sequence, head or view does not exist or is not told, the model is over other tokens, or tokens
+            were asked for where N != M.
 
     Example:
         >>> to_networkx(AttentionGraph.from_dense(torch.ones(2, 3)), view="bipartite").edges[("key", 2), ("query", 0)]
@@ -300,13 +315,15 @@ def _labels(graph: AttentionGraph, blocks: Blocks) -> tuple[Array, Array]:
         isinstance(side, Tensor) and not (side.is_floating_point() or side.is_complex()) for side in pair
     ):
         raise TypeError(
-            f"Expected 'blocks' to be an SBM, a tensor of integers or a pair of those (got {short(blocks)}). They are block numbers."
+            f"Expected 'blocks' to be an SBM, a tensor of integers or a pair of those (got {short(blocks)}). They are "
+            "block numbers."
         )
     query, key = pair
     for name, side, size in (("queries", query, graph.num_queries), ("keys", key, graph.num_keys)):
         if side.shape != (graph.heads, size):
             raise ValueError(
-                f"Expected 'blocks' of the {name} to be [{graph.heads}, {size}] (got {list(side.shape)}). They number the block of each token in each head."
+                f"Expected 'blocks' of the {name} to be [{graph.heads}, {size}] (got {list(side.shape)}). They number "
+                "the block of each token in each head."
             )
     return query.cpu().flatten().numpy(), key.cpu().flatten().numpy()
 
@@ -318,7 +335,10 @@ def _groups(ptr: Tensor, heads: int) -> Array:
 
 
 def _square(graph: AttentionGraph, count: int, shift: int) -> Any:
-    """All heads as one block-diagonal matrix in scipy's compressed rows, ``[count, count]``; keys are numbered from ``shift``."""
+    """All heads as one block-diagonal matrix in scipy's compressed rows, ``[count, count]``.
+
+    Keys are numbered from ``shift``.
+    """
     size = np.int32 if max(count, graph.num_edges) < 2**31 else np.int64
     index: Array = graph.col.numpy().astype(size)
     ends = graph.rowptr[:: graph.num_queries].tolist()
@@ -345,8 +365,8 @@ def _busiest(rows: Any, columns: Any, group: Array, cells: int) -> Array:
 
 
 def _diameter(rows: Any, columns: Any, group: Array, roots: Array, strong: Array) -> tuple[Array, Array]:
-    """Bounds of the diameter, each ``[B*H]``: the farthest node from a root and the farthest to it lie far apart, and a node halfway between is
-    near to all."""
+    """Bounds of the diameter, each ``[B*H]``: the farthest node from a root and the farthest to it lie far apart, and a
+    node halfway between is near to all."""
     cells, index, depth = len(roots), np.arange(len(group)), np.empty(len(group), np.int64)
 
     def sweep(matrix: Any, roots: Array, share: float = 1.0) -> tuple[Array, Array]:
@@ -388,7 +408,7 @@ def _gaps(graph: AttentionGraph, split: bool, parts: Array) -> Array:
 
 
 def _gap(both: Any) -> float:
-    """Second smallest eigenvalue of I - D^-1/2 W D^-1/2 of a connected graph, from the second largest of the product."""
+    """Second smallest eigenvalue of I - D^-1/2 W D^-1/2 of a connected graph, by the second largest of the product."""
     from scipy.sparse.linalg import ArpackError, LinearOperator, eigsh
 
     count = both.shape[0]

@@ -49,29 +49,33 @@ FIXED = {"aggr": ("add", "sum"), "flow": ("source_to_target",), "decomposed_laye
 class AttentionConv(EdgeAttention):
     r"""Multi-head attention over the edges of a graph, whoever chose it.
 
-    Each head projects tokens to queries :math:`q`, keys :math:`k` and values :math:`v`. The graph is given in the call, or the
-    source of the layer chooses it from queries and keys. Then, over the edges of each query alone,
+    Each head projects tokens to queries :math:`q`, keys :math:`k` and values :math:`v`. The graph is given in the call,
+    or the source of the layer chooses it from queries and keys. Then, over the edges of each query alone,
 
-    .. math:: x_i' = \Big\Vert_{h} \sum_{j \in \mathcal{N}_h(i)} \operatorname{softmax}_j\big(q_i^\top k_j / \sqrt{C}\big) \, v_j .
+    .. math::
+        x_i' = \Big\Vert_{h} \sum_{j \in \mathcal{N}_h(i)} \operatorname{softmax}_j(q_i^\top k_j / \sqrt{C}) \, v_j .
 
-    A query without edges gives zeros. A token that no edge touches reaches no other token, whatever it holds. The projections
-    still see every token: NaN in one makes the gradients of their parameters NaN, as in every layer of torch. There is no
-    padding: batches are ragged, as PyG's are. Cost O(N C_in H C + E C), and that of the source.
+    A query without edges gives zeros. A token that no edge touches reaches no other token, whatever it holds. The
+    projections still see every token: NaN in one makes the gradients of their parameters NaN, as in every layer of
+    torch. There is no padding: batches are ragged, as PyG's are. Cost O(N C_in H C + E C), and that of the source.
 
     Args:
-        in_channels: Channels of the tokens, or of the pair (keys, queries), as PyG orders bipartite features; -1 to infer.
+        in_channels: Channels of the tokens, or of the pair (keys, queries), as PyG orders bipartite features; -1 to
+            infer.
         out_channels: Channels per head C.
         heads: Number of heads H.
         source: Who chooses the graph where a call brings none. None: every call needs a graph.
         concat: Concatenate the heads (H*C output channels), or average them (C).
         bias: Biases in the three projections.
-        estimator: How the loss reaches the probabilities of the source: an :class:`~sbm_pyg.estimators.Estimator`, or its
-            name. None: ``"local"``, or ``"mask"`` where the normaliser is not softmax.
+        estimator: How the loss reaches the probabilities of the source: an :class:`~sbm_pyg.estimators.Estimator`, or
+            its name. None: ``"local"``, or ``"mask"`` where the normaliser is not softmax.
         is_causal: No query attends to a later key. Edges to later keys are left out after the graph was chosen.
-        normalizer: ``"softmax"``, ``"entmax15"`` or ``"sparsemax"``; the last two run edge by edge through :meth:`message`.
+        normalizer: ``"softmax"``, ``"entmax15"`` or ``"sparsemax"``; the last two run edge by edge through
+            :meth:`message`.
         score_bias: Callable ``(query [H, N, C], key [H, M, C], graph) -> [E]`` added to the scaled scores, or None.
         dropout: Probability that an attention weight is dropped in training.
-        **kwargs: Of :class:`torch_geometric.nn.MessagePassing`. Weights sum to 1, so ``aggr`` is ``"add"``; keys are sources.
+        **kwargs: Of :class:`torch_geometric.nn.MessagePassing`. Weights sum to 1, so ``aggr`` is ``"add"``; keys are
+            sources.
 
     Raises:
         TypeError: An argument has the wrong type, or an unknown name.
@@ -190,28 +194,30 @@ class AttentionConv(EdgeAttention):
 
         Args:
             x: Tokens ``[N, C_in]``, or the pair (keys, queries).
-            edge_index: The graph: an :class:`AttentionGraph` with H heads or one, any PyG adjacency (all heads share it;
-                repeated edges count once), or None to let the source choose.
+            edge_index: The graph: an :class:`AttentionGraph` with H heads or one, any PyG adjacency (all heads share
+                it; repeated edges count once), or None to let the source choose.
             edge_head: Head of each edge of ``edge_index``, ``[E]`` int64, if heads do not share the edges.
-            ptr: Offsets of the sequences, ``[B+1]`` int64, or the pair (keys, queries). None: those of the graph, or one
-                sequence.
+            ptr: Offsets of the sequences, ``[B+1]`` int64, or the pair (keys, queries). None: those of the graph, or
+                one sequence.
             batch: The same as a sequence number per token, ``[N]``.
             seed: Fixes the graph that the source draws, and the dropout; from torch's default generator if None.
-            sequence_ids: Number of each sequence, ``[B]``; see :func:`~sbm_pyg.sample_edges`. With ``seed`` it fixes the graph
-                of a sequence in any batch. Dropout and the noise of "concrete" count the edges of the whole batch.
+            sequence_ids: Number of each sequence, ``[B]``; see :func:`~sbm_pyg.sample_edges`. With ``seed`` it fixes
+                the graph of a sequence in any batch. Dropout and the noise of "concrete" count the edges of the whole
+                batch.
             return_graph: Also return the :class:`AttentionGraph`.
             return_choice: Also return the :class:`Choice`: the graph and its probabilities.
-            return_attention_weights: Also return ``(edge_index, alpha)``, the weights before dropout. As PyG layers do, an
-                adjacency comes back itself, and ``alpha`` ``[E, H]`` in the order of its edges. A sparse one has ``alpha`` as
-                its values; a ``SparseTensor`` comes alone. With ``edge_head``, and over a graph, ``alpha`` is ``[E]``.
+            return_attention_weights: Also return ``(edge_index, alpha)``, the weights before dropout. As PyG layers do,
+                an adjacency comes back itself, and ``alpha`` ``[E, H]`` in the order of its edges. A sparse one has
+                ``alpha`` as its values; a ``SparseTensor`` comes alone. With ``edge_head``, and over a graph, ``alpha``
+                is ``[E]``.
 
         Returns:
             The output, or a tuple of it and what was asked for, in the order graph, choice, attention weights.
 
         Raises:
             TypeError: The tokens are of another type than the layer.
-            ValueError: Shapes do not fit, there is neither a graph nor a source, or an explainer is at work and the edges are
-                not its own.
+            ValueError: Shapes do not fit, there is neither a graph nor a source, or an explainer is at work and the
+                edges are not its own.
         """
         x_key, x_query = x if isinstance(x, tuple | list) and len(x) == 2 else (x, x)
         for tokens, lin in ((x_key, self.lin_key), (x_query, self.lin_query)):
@@ -222,7 +228,8 @@ class AttentionConv(EdgeAttention):
         )  # [H, N, C]
         return self.attend(
             query, key, value, edge_index, bipartite=x_key is not x_query, edge_head=edge_head, ptr=ptr, batch=batch,
-            seed=seed, sequence_ids=sequence_ids, returns=Returns(return_graph, return_choice, return_attention_weights),
+            seed=seed, sequence_ids=sequence_ids, returns=Returns(return_graph, return_choice,
+            return_attention_weights),
         )  # fmt: skip
 
     def attend(
@@ -241,7 +248,8 @@ class AttentionConv(EdgeAttention):
         sequence_ids: Tensor | None = None,
         returns: Returns = NOTHING,
     ) -> Any:
-        """What :meth:`forward` does after the projections, for models that have their own. Other arguments are as there.
+        """What :meth:`forward` does after the projections, for models that have their own. Other arguments are as
+        there.
 
         Args:
             query, key, value: ``[H, N, C]``, ``[H, M, C]`` and ``[H, M, C']``.
@@ -298,25 +306,30 @@ class AttentionConv(EdgeAttention):
 class SBMAttentionConv(AttentionConv):
     r"""Attention whose heads each sample their graph from a stochastic block model of their own queries and keys.
 
-    It is an :class:`AttentionConv` whose source is an :class:`~sbm_pyg.sampling.SBMSource` with an :class:`~sbm_pyg.SBMHead`.
-    The parameters of the head learn from the loss through an estimator. Cost O(N C_in H C + NKC + E (C + K)).
+    It is an :class:`AttentionConv` whose source is an :class:`~sbm_pyg.sampling.SBMSource` with an
+    :class:`~sbm_pyg.SBMHead`. The parameters of the head learn from the loss through an estimator. Cost O(N C_in H C +
+    NKC + E (C + K)).
 
     Args:
         in_channels, out_channels, heads: As :class:`AttentionConv`.
         num_blocks: Number of blocks K of each head's SBM. None: no source; every call needs a graph.
-        sbm_options: Further keyword arguments of :class:`~sbm_pyg.SBMHead`, e.g. ``{"parameterization": "assortative"}``.
-        estimator: As :class:`AttentionConv`: ``"local"``, the effect of an edge on the loss, over edges and probes; ``"mask"``,
-            as the authors' code has it; ``"paper"``, eq. 9; ``"relaxed"`` or ``"concrete"``, which train on all pairs with a
-            soft mask, O(NM), and sample in evaluation only; ``"none"``. None: ``"local"``, or ``"mask"`` where the normaliser
-            is not softmax or the law not Bernoulli's. See :mod:`sbm_pyg.estimators` and docs/learning.md.
-        probes: With ``"local"`` by name, expected number of pairs per query and head that are looked at beside the edges.
+        sbm_options: Further keyword arguments of :class:`~sbm_pyg.SBMHead`, e.g. ``{"parameterization":
+            "assortative"}``.
+        estimator: As :class:`AttentionConv`: ``"local"``, the effect of an edge on the loss, over edges and probes;
+            ``"mask"``, as the authors' code has it; ``"paper"``, eq. 9; ``"relaxed"`` or ``"concrete"``, which train on
+            all pairs with a soft mask, O(NM), and sample in evaluation only; ``"none"``. None: ``"local"``, or
+            ``"mask"`` where the normaliser is not softmax or the law not Bernoulli's. See :mod:`sbm_pyg.estimators` and
+            docs/learning.md.
+        probes: With ``"local"`` by name, expected number of pairs per query and head that are looked at beside the
+            edges.
         exploration: Added to every edge probability in training only, in [0, 1]. None: 0.01, as in the paper, or 0 with
             ``"local"``, whose probes explore without adding edges.
         method: Law of the sampled graph, ``"bernoulli"`` or ``"fastrg"``; see :func:`~sbm_pyg.sample_edges`.
         budget: Largest expected number of sampled keys per query and head; None for no limit.
         self_loops: Each token always attends to itself.
         window: Each token always attends to tokens at this distance or less, and so to itself.
-        **kwargs: Of :class:`AttentionConv`: ``concat``, ``bias``, ``is_causal``, ``normalizer``, ``score_bias``, ``dropout``.
+        **kwargs: Of :class:`AttentionConv`: ``concat``, ``bias``, ``is_causal``, ``normalizer``, ``score_bias``,
+            ``dropout``.
 
     Raises:
         TypeError, ValueError: As :class:`AttentionConv`.
@@ -328,9 +341,9 @@ class SBMAttentionConv(AttentionConv):
         >>> out.shape, choice.graph.density.shape, choice.probability
         (torch.Size([30, 16]), torch.Size([2, 2]), SBM(2 sequences, 2 heads, 30 queries, 30 keys, 4 blocks))
 
-    Reference: Cho et al., "Transformers meet Stochastic Block Models", NeurIPS 2022. As there, no output projection belongs to
-    the layer. Unlike their code: scores are scaled, the softmax sees sampled edges only, evaluation explores nothing.
-    """
+    Reference: Cho et al., "Transformers meet Stochastic Block Models", NeurIPS 2022. As there, no output projection
+    belongs to the layer. Unlike their code: scores are scaled, the softmax sees sampled edges only, evaluation explores
+    nothing."""
 
     def __init__(
         self,
@@ -362,7 +375,8 @@ class SBMAttentionConv(AttentionConv):
         self.num_blocks = num_blocks
         if sbm_options is not None and not isinstance(sbm_options, Mapping):
             raise TypeError(
-                f"Expected 'sbm_options' to be a dict of arguments of SBMHead (got {type(sbm_options).__name__}). Name each option."
+                f"Expected 'sbm_options' to be a dict of arguments of SBMHead (got {type(sbm_options).__name__}). Name "
+                "each option."
             )
         if num_blocks is not None:
             exploration = self.estimator.exploration if exploration is None else exploration

@@ -1,8 +1,8 @@
 """What passes between whoever chooses a graph and the attention over it.
 
-In: queries and keys of a batch. Out: a :class:`Choice`, which is a graph and what its source knows of its pairs. Not here:
-the sources themselves (``patterns``, ``sampling``), attention, and how a loss reaches the probabilities (``estimators``).
-"""
+In: queries and keys of a batch. Out: a :class:`Choice`, which is a graph and what its source knows of its pairs. Not
+here: the sources themselves (``patterns``, ``sampling``), attention, and how a loss reaches the probabilities
+(``estimators``)."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ __all__ = ["Choice", "EdgeProbability", "GraphSource"]
 class EdgeProbability(ABC):
     """How probable a source of graphs holds each pair of a query and a key to be.
 
-    A subclass says :meth:`on` and :meth:`expected_density`; then every estimator trains it. :class:`sbm_pyg.SBM` is one.
-    """
+    A subclass says :meth:`on` and :meth:`expected_density`; then every estimator trains it. :class:`sbm_pyg.SBM` is
+    one."""
 
     @abstractmethod
     def on(self, graph: AttentionGraph) -> Tensor:
@@ -136,7 +136,8 @@ class GraphSource(torch.nn.Module, ABC):
             key_ptr: Offsets of the sequences in the keys, ``[B+1]`` int64.
             bipartite: Queries and keys are different tokens, even where N = M.
             seed: Integer of 64 bits; whatever is drawn follows from it.
-            sequence_ids: Number of each sequence, ``[B]`` int64, as :func:`sbm_pyg.sample_edges` takes it; None counts them.
+            sequence_ids: Number of each sequence, ``[B]`` int64, as :func:`sbm_pyg.sample_edges` takes it; None counts
+                them.
         """
 
 

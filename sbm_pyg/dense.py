@@ -16,7 +16,8 @@ __all__ = ["FullAttention"]
 
 
 class FullAttention(nn.Module):
-    """Dense multi-head attention within each sequence, by torch's scaled dot-product attention: the peer to compare with.
+    """Dense multi-head attention within each sequence, by torch's scaled dot-product attention: the peer to compare
+    with.
 
     Args:
         channels: Channels of the tokens.
@@ -57,7 +58,10 @@ class FullAttention(nn.Module):
         sequence_ids: Tensor | None = None,
         return_choice: bool = False,
     ) -> Tensor | tuple[Tensor, None]:
-        """Attend, and return None for the choice if asked; ``seed`` and ``sequence_ids`` are taken for the sake of a common call."""
+        """Attend, and return None for the choice if asked.
+
+        ``seed`` and ``sequence_ids`` are taken for the sake of a common call.
+        """
         if edge_index is not None:
             raise ValueError(
                 "Expected no 'edge_index' with full attention (got one). It knows no graph; AttentionConv takes one."

@@ -1,7 +1,7 @@
 r"""How a loss reaches the probabilities of a graph that was chosen: every estimator in one place.
 
-In: a :class:`~sbm_pyg.Choice` and the attention over its graph. Out: gates, biases or an output whose backward pass reaches
-:math:`p`. Not here: choosing, and attention.
+In: a :class:`~sbm_pyg.Choice` and the attention over its graph. Out: gates, biases or an output whose backward pass
+reaches :math:`p`. Not here: choosing, and attention.
 
 With weights :math:`P_{ij}`, gains :math:`g_{ij} = (\partial L / \partial o_i) \cdot v_j`, scores :math:`s_{ij}` and the
 mean gain :math:`\bar g_i = \sum_j P_{ij} g_{ij}` of a row:
@@ -18,8 +18,8 @@ estimator           :math:`\partial L / \partial p_{ij}`                        
 score function      :math:`(L - b) \, \partial \log \Pr(A) / \partial p_{ij}`, added to the loss  all pairs
 ==================  ============================================================================  ==================
 
-``"local"`` knows the law of method ``"bernoulli"`` alone. docs/learning.md derives them and compares them by experiment.
-"""
+``"local"`` knows the law of method ``"bernoulli"`` alone. docs/learning.md derives them and compares them by
+experiment."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ from .graph import AttentionGraph, check_graph
 from .ragged import draw_seed, readable, resolve_sequence_ids
 
 __all__ = [
-    "ESTIMATORS", "Attended", "Concrete", "Estimator", "Local", "Mask", "NoEstimator", "Paper", "Relaxed", "concrete_bias", "draw_probes",
+    "ESTIMATORS", "Attended", "Concrete", "Estimator", "Local", "Mask", "NoEstimator", "Paper", "Relaxed",
+    "concrete_bias", "draw_probes",
     "local_expectation", "relaxed_bias", "score_function", "straight_through",
 ]  # fmt: skip
 
@@ -77,9 +78,8 @@ class Attended:
 class Estimator:
     """How the loss reaches the probabilities of a choice: a subclass overrides the steps in which it differs.
 
-    The layer calls :meth:`prepare`, :meth:`gate` and :meth:`bias` before attention and :meth:`attach` after it, and only
-    where the choice has probabilities. This class itself does nothing.
-    """
+    The layer calls :meth:`prepare`, :meth:`gate` and :meth:`bias` before attention and :meth:`attach` after it, and
+    only where the choice has probabilities. This class itself does nothing."""
 
     exploration = 0.01
     """What a source adds to its probabilities in training, unless it is told otherwise."""
@@ -103,7 +103,8 @@ class Estimator:
             )
         if method not in self.methods:
             raise ValueError(
-                f"Expected 'estimator' other than 'local' with method={method!r} (got {name}). It is derived for 'bernoulli'."
+                f"Expected 'estimator' other than 'local' with method={method!r} (got {name}). It is derived for "
+                "'bernoulli'."
             )
 
     def prepare(self, choice: Choice, training: bool) -> Choice:
@@ -228,7 +229,8 @@ def resolve_estimator(estimator: Estimator | str | None, normalizer: str) -> Est
         estimator = ESTIMATORS[estimator]()
     if not isinstance(estimator, Estimator):
         raise TypeError(
-            f"Expected 'estimator' to be an Estimator or a name (got {type(estimator).__name__}). Names are {[*ESTIMATORS]}."
+            f"Expected 'estimator' to be an Estimator or a name (got {type(estimator).__name__}). Names are "
+            f"{[*ESTIMATORS]}."
         )
     estimator.check(normalizer)
     return estimator
@@ -238,7 +240,8 @@ def resolve_estimator(estimator: Estimator | str | None, normalizer: str) -> Est
 
 
 def straight_through(probability: EdgeProbability, graph: AttentionGraph, forced: Tensor | None = None) -> Tensor:
-    """Gate of each edge, ``[E]``: exactly 1, with the gradient of its probability. O(E) forward, O(E K) backward for an SBM.
+    """Gate of each edge, ``[E]``: exactly 1, with the gradient of its probability. O(E) forward, O(E K) backward for an
+    SBM.
 
     Args:
         probability: Probabilities of the graph.
@@ -259,13 +262,13 @@ def draw_probes(
 ) -> tuple[AttentionGraph, Tensor]:
     """Pairs drawn independently of the edges, where :func:`local_expectation` looks beside them. O(N per_query).
 
-    Each query takes keys at equal distances from a random start (:func:`sbm_pyg.ops.sample_systematic`), so each key with the
-    same probability.
+    Each query takes keys at equal distances from a random start (:func:`sbm_pyg.ops.sample_systematic`), so each key
+    with the same probability.
 
     Args:
         graph: Graph over whose tokens, heads and sequences they are; its edges do not matter.
-        per_query: Number of probes of each query and head, on average; a query with fewer keys gets all of them, so that
-            ``math.inf`` means all pairs.
+        per_query: Number of probes of each query and head, on average; a query with fewer keys gets all of them, so
+            that ``math.inf`` means all pairs.
         seed: Seed of the graph; other random words are drawn from it.
         sequence_ids: As :func:`~sbm_pyg.sample_edges`.
 
@@ -274,8 +277,8 @@ def draw_probes(
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: ``per_query`` is negative or NaN, ``seed`` or ``sequence_ids`` do not fit, or memory does not hold the
-            probes and a number for each.
+        ValueError: ``per_query`` is negative or NaN, ``seed`` or ``sequence_ids`` do not fit, or memory does not hold
+            the probes and a number for each.
     """
     check_graph(graph)
     ops.checks.number("per_query", per_query, "[0, inf]", "It is an average number of probes.")
@@ -307,18 +310,18 @@ def local_expectation(
 ) -> Tensor:
     r"""The local expectation gradient: what each edge does to the loss, the others given.
 
-    The exact gradient of an expected loss is
-    :math:`\partial E[L] / \partial p_{ij} = E[L(A, A_{ij} = 1) - L(A, A_{ij} = 0)]`. The difference of a single pair is taken to
-    first order in the attention's output (:func:`sbm_pyg.ops.edge_effect`), where it is a closed form of O(C). It is seen from
-    the graph with the edge, with probability p, or from one without it by a probe, with probability :math:`(1 - p) \eta`. If
-    the first counts :math:`\alpha / p` and the second :math:`(1 - \alpha) / ((1 - p) \eta)`, any :math:`\alpha` is unbiased
-    where the loss is linear in the output; where it bends, the true difference lies half-way. So :math:`\alpha` is 1/2. It is
-    no more than the balance heuristic :math:`p / (p + \eta - p \eta)` where p is small, and no less than p, for the sake of
-    variance; and it is 1 without probes (:math:`\eta = 0`). Where p and exploration exceed 1, the edge is certain and gets no
-    gradient. Cost O((E + E')(C + K)).
+    The exact gradient of an expected loss is :math:`\partial E[L] / \partial p_{ij} = E[L(A, A_{ij} = 1) - L(A, A_{ij}
+    = 0)]`. The difference of a single pair is taken to first order in the attention's output
+    (:func:`sbm_pyg.ops.edge_effect`), where it is a closed form of O(C). It is seen from the graph with the edge, with
+    probability p, or from one without it by a probe, with probability :math:`(1 - p) \eta`. If the first counts
+    :math:`\alpha / p` and the second :math:`(1 - \alpha) / ((1 - p) \eta)`, any :math:`\alpha` is unbiased where the
+    loss is linear in the output; where it bends, the true difference lies half-way. So :math:`\alpha` is 1/2. It is no
+    more than the balance heuristic :math:`p / (p + \eta - p \eta)` where p is small, and no less than p, for the sake
+    of variance; and it is 1 without probes (:math:`\eta = 0`). Where p and exploration exceed 1, the edge is certain
+    and gets no gradient. Cost O((E + E')(C + K)).
 
-    All this is for edges that are drawn independently with these probabilities, as method ``"bernoulli"`` draws them. Under
-    ``"fastrg"``, whose edges are fewer than p says, it is biased.
+    All this is for edges that are drawn independently with these probabilities, as method ``"bernoulli"`` draws them.
+    Under ``"fastrg"``, whose edges are fewer than p says, it is biased.
 
     Args:
         out: Output of the attention, ``[H, N, C']``.
@@ -337,10 +340,9 @@ def local_expectation(
     Raises:
         TypeError, ValueError: A shape, type or number does not fit, or a graph is not over the tokens of the model.
 
-    Reference: Titsias and Lazaro-Gredilla, "Local Expectation Gradients for Black Box Variational Inference", NeurIPS 2015,
-    for the idea of taking the expectation over one variable exactly; Veach and Guibas, SIGGRAPH 1995, for weighting samples
-    of two sources by their sum (the balance heuristic).
-    """
+    Reference: Titsias and Lazaro-Gredilla, "Local Expectation Gradients for Black Box Variational Inference", NeurIPS
+    2015, for the idea of taking the expectation over one variable exactly; Veach and Guibas, SIGGRAPH 1995, for
+    weighting samples of two sources by their sum (the balance heuristic)."""
     check_probability(probability)
     probability.check(graph)
     probability.check(probes, "probes")
@@ -370,7 +372,8 @@ def relaxed_bias(probability: EdgeProbability, graph: AttentionGraph, exploratio
         exploration: Added to each probability, in [0, 1].
 
     Raises:
-        TypeError, ValueError: The graph is not over the tokens of the model, or memory does not hold a few numbers for each pair.
+        TypeError, ValueError: The graph is not over the tokens of the model, or memory does not hold a few numbers for
+            each pair.
     """
     return _explored(probability, graph, exploration, numbers=4).clamp(_LEAST, 1).log()
 
@@ -378,7 +381,8 @@ def relaxed_bias(probability: EdgeProbability, graph: AttentionGraph, exploratio
 def concrete_bias(
     probability: EdgeProbability, graph: AttentionGraph, temperature: float, *, seed: int, exploration: float = 0.0
 ) -> Tensor:
-    r"""Logarithm of a relaxed coin for each pair, ``[E]``: :math:`\log \sigma((\operatorname{logit} p + \operatorname{logit} u) / \tau)`.
+    r"""Logarithm of a relaxed coin for each pair, ``[E]``: :math:`\log \sigma((\operatorname{logit} p +
+    \operatorname{logit} u) / \tau)`.
 
     Args:
         probability: Probabilities of the pairs.
@@ -388,8 +392,8 @@ def concrete_bias(
         exploration: Added to each probability, in [0, 1].
 
     Raises:
-        TypeError, ValueError: The graph is not over the tokens of the model, a number is out of range, or memory does not hold
-            a few numbers for each pair.
+        TypeError, ValueError: The graph is not over the tokens of the model, a number is out of range, or memory does
+            not hold a few numbers for each pair.
 
     Reference: Maddison et al. and Jang et al., ICLR 2017.
     """
@@ -403,10 +407,11 @@ def concrete_bias(
 def score_function(
     probability: EdgeProbability, graph: AttentionGraph, loss: Tensor, exploration: float = 0.0
 ) -> Tensor:
-    r"""A scalar to add to the loss, whose gradient to the model is :math:`\sum_b (L_b - \bar L) \, \nabla \log \Pr(A_b)`.
+    r"""A scalar to add to the loss, whose gradient to the model is :math:`\sum_b (L_b - \bar L) \, \nabla \log
+    \Pr(A_b)`.
 
-    Unbiased for any loss (REINFORCE; Williams 1992), with the mean of the other sequences as baseline. Its variance grows with
-    the number of pairs, all of which it looks at: a reference point, not a way to train.
+    Unbiased for any loss (REINFORCE; Williams 1992), with the mean of the other sequences as baseline. Its variance
+    grows with the number of pairs, all of which it looks at: a reference point, not a way to train.
 
     Args:
         probability: Probabilities of the graph.
@@ -415,8 +420,8 @@ def score_function(
         exploration: What was added to each probability when the graph was sampled, in [0, 1].
 
     Raises:
-        TypeError, ValueError: The graph is not over the tokens of the model, the loss is not ``[B]``, or memory does not hold
-            all pairs.
+        TypeError, ValueError: The graph is not over the tokens of the model, the loss is not ``[B]``, or memory does
+            not hold all pairs.
     """
     check_probability(probability)
     probability.check(graph)

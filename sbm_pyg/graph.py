@@ -37,10 +37,10 @@ DataType = TypeVar("DataType", Data, HeteroData)
 class AttentionGraph:
     """A bipartite graph from key tokens to query tokens, for each head of each sequence, in compressed rows.
 
-    Row ``h * N + i`` lists the keys that query ``i`` attends to in head ``h``, ascending and without repeats.
-    Token numbers count through all sequences of the batch, as in PyTorch Geometric; an edge never leaves its sequence.
-    A graph is valid or it does not exist: the constructor checks every value, in O(HN + E), and whoever is handed a graph may trust it.
-    It keeps the tensors that it is given. Do not write into them. Memory is O(HN + E).
+    Row ``h * N + i`` lists the keys that query ``i`` attends to in head ``h``, ascending and without repeats. Token
+    numbers count through all sequences of the batch, as in PyTorch Geometric; an edge never leaves its sequence. A
+    graph is valid or it does not exist: the constructor checks every value, in O(HN + E), and whoever is handed a graph
+    may trust it. It keeps the tensors that it is given. Do not write into them. Memory is O(HN + E).
 
     Args:
         rowptr: Row offsets, ``[H*N+1]`` int64, rising from 0 to E.
@@ -49,11 +49,13 @@ class AttentionGraph:
         num_keys: Number of key tokens M, at least 1; ``H * N * M`` is below 2^63.
         heads: Number of heads H, at least 1.
         query_ptr: Offsets of the sequences in the queries, ``[B+1]`` int64. One sequence if None.
-        key_ptr: Offsets of the sequences in the keys, ``[B+1]`` int64. If None, that of the queries (when N = M) or one sequence.
+        key_ptr: Offsets of the sequences in the keys, ``[B+1]`` int64. If None, that of the queries (when N = M) or one
+            sequence.
 
     Raises:
         TypeError: An argument has another type or dtype.
-        ValueError: Shapes, devices or offsets do not fit, an edge leaves its sequence, or the keys of a row are unsorted or repeated.
+        ValueError: Shapes, devices or offsets do not fit, an edge leaves its sequence, or the keys of a row are
+            unsorted or repeated.
 
     Example:
         >>> graph = AttentionGraph.from_dense(torch.tensor([[1, 0], [1, 1]]))
@@ -82,7 +84,8 @@ class AttentionGraph:
             checks.integer(name, getattr(self, name), 1, way_out)
         if self.rowptr.dtype != torch.int64:
             raise TypeError(
-                f"Expected 'rowptr' to be int64 (got {self.rowptr.dtype}). Offsets of large graphs overflow anything smaller."
+                f"Expected 'rowptr' to be int64 (got {self.rowptr.dtype}). Offsets of large graphs overflow anything "
+                "smaller."
             )
         if self.col.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"Expected 'col' to be int32 or int64 (got {self.col.dtype}). Convert it with `.long()`.")
@@ -90,7 +93,8 @@ class AttentionGraph:
         rows = self.heads * self.num_queries + 1
         if self.rowptr.shape != (rows,):
             raise ValueError(
-                f"Expected 'rowptr' to be [H*N+1] = [{rows}] (got {list(self.rowptr.shape)}). It holds one row per head and query, heads outermost."
+                f"Expected 'rowptr' to be [H*N+1] = [{rows}] (got {list(self.rowptr.shape)}). It holds one row per "
+                "head and query, heads outermost."
             )
         if self.col.dim() != 1:
             raise ValueError(
@@ -104,13 +108,15 @@ class AttentionGraph:
                 )
         if self.query_ptr.shape != self.key_ptr.shape or self.query_ptr.dim() != 1 or self.query_ptr.numel() < 2:
             raise ValueError(
-                f"Expected 'query_ptr' and 'key_ptr' to be [B+1] both (got {list(self.query_ptr.shape)} and {list(self.key_ptr.shape)}). "
+                f"Expected 'query_ptr' and 'key_ptr' to be [B+1] both (got {list(self.query_ptr.shape)} and "
+                f"{list(self.key_ptr.shape)}). "
                 "Sequence b of the queries attends to sequence b of the keys."
             )
         for name in ("rowptr", "query_ptr", "key_ptr"):
             if getattr(self, name).device != self.device:
                 raise ValueError(
-                    f"Expected '{name}' on the device of 'col' (got {getattr(self, name).device} and {self.device}). Move the graph as a whole with `.to(device)`."
+                    f"Expected '{name}' on the device of 'col' (got {getattr(self, name).device} and {self.device}). "
+                    "Move the graph as a whole with `.to(device)`."
                 )
         self.validate()
 
@@ -121,7 +127,8 @@ class AttentionGraph:
         if self.key_ptr is None:
             if self.num_keys != self.num_queries and self.query_ptr.numel() > 2:
                 raise ValueError(
-                    f"Expected 'key_ptr' where N != M (got N = {self.num_queries}, M = {self.num_keys} and no 'key_ptr'). Pass the offsets of the keys."
+                    f"Expected 'key_ptr' where N != M (got N = {self.num_queries}, M = {self.num_keys} and no "
+                    "'key_ptr'). Pass the offsets of the keys."
                 )
             same = self.num_keys == self.num_queries
             object.__setattr__(
@@ -273,7 +280,8 @@ class AttentionGraph:
         )
         if first != 0 or last != self.num_edges or not 0 <= start <= end <= last:
             raise ValueError(
-                f"Expected 'rowptr' to rise from 0 to E = {self.num_edges} (got {first} to {last}{f', and {start} to {end} in row {row}' if row >= 0 else ''}). "
+                f"Expected 'rowptr' to rise from 0 to E = {self.num_edges} (got {first} to "
+                f"{last}{f', and {start} to {end} in row {row}' if row >= 0 else ''}). "
                 "Build it from row counts by `cumsum`."
             )
         keys = self.col[start:end]
@@ -281,14 +289,17 @@ class AttentionGraph:
         if descents.numel():
             before, after = keys[int(descents[0]) :][:2].tolist()
             raise ValueError(
-                f"Expected 'col' to hold the keys of each row ascending, without repeats (got {before} before {after} in row {row}). "
+                f"Expected 'col' to hold the keys of each row ascending, without repeats (got {before} before {after} "
+                f"in row {row}). "
                 "`AttentionGraph.from_edge_index` sorts and removes repeats."
             )
         sequence = int(torch.searchsorted(self.query_ptr, row % self.num_queries, right=True)) - 1
         low, high = self.key_ptr[sequence : sequence + 2].tolist()
         raise ValueError(
-            f"Expected 'col' to hold keys of the sequence of their query (got {int(keys[0])} to {int(keys[-1])} in row {row}, whose sequence has keys "
-            f"{low} to {high - 1}). Key numbers count through all sequences: add their 'key_ptr' offsets to numbers that start at 0 in each."
+            f"Expected 'col' to hold keys of the sequence of their query (got {int(keys[0])} to {int(keys[-1])} in row "
+            f"{row}, whose sequence has keys "
+            f"{low} to {high - 1}). Key numbers count through all sequences: add their 'key_ptr' offsets to numbers "
+            "that start at 0 in each."
         )
 
     def same_offsets(self, query_ptr: Tensor, key_ptr: Tensor) -> bool:
@@ -392,7 +403,8 @@ class AttentionGraph:
             check_present(graph.col, "graphs")
         if not graphs or len({graph.heads for graph in graphs}) != 1:
             raise ValueError(
-                f"Expected 'graphs' to be one or more graphs with the same heads (got {[graph.heads for graph in graphs]}). Use `graph.expand(heads)`."
+                "Expected 'graphs' to be one or more graphs with the same heads (got "
+                f"{[graph.heads for graph in graphs]}). Use `graph.expand(heads)`."
             )
         heads, devices = graphs[0].heads, {graph.device for graph in graphs}
         if len(devices) != 1:
@@ -417,7 +429,8 @@ class AttentionGraph:
         Both are sorted, so nothing is sorted again: cost O(E + E' log E) with E' the edges of ``other``.
 
         Args:
-            other: A graph over the same tokens. Of both graphs, one may have a single head; it then counts in every head.
+            other: A graph over the same tokens. Of both graphs, one may have a single head; it then counts in every
+                head.
 
         Returns:
             The union, and a mask ``[E'']`` bool that is True on the edges of ``other``.
@@ -433,7 +446,8 @@ class AttentionGraph:
         sizes = [(graph.num_queries, graph.num_keys, graph.heads, graph.device) for graph in (self, other)]
         if sizes[0] != sizes[1] or not self.same_offsets(other.query_ptr, other.key_ptr):
             raise ValueError(
-                f"Expected 'other' over the same tokens, heads and sequences (got {other} for {self}). Build both with the same 'ptr'."
+                f"Expected 'other' over the same tokens, heads and sequences (got {other} for {self}). Build both with "
+                "the same 'ptr'."
             )
         mine, theirs = self._edge_key(), other._edge_key()
         place = torch.searchsorted(mine, theirs)
@@ -462,12 +476,14 @@ class AttentionGraph:
             raise TypeError(f"Expected 'mask' to be bool (got {mask.dtype}). Compare, as in `select(weight > 0)`.")
         if not torch.compiler.is_compiling() and mask.shape != self.col.shape:
             raise ValueError(
-                f"Expected 'mask' to be [E] = [{self.num_edges}] (got {list(mask.shape)}). It says of each edge whether it stays."
+                f"Expected 'mask' to be [E] = [{self.num_edges}] (got {list(mask.shape)}). It says of each edge "
+                "whether it stays."
             )
         return self._with(offsets(mask)[self.rowptr], self.col[mask], self.heads)
 
     def find(self, edge_index: Tensor, edge_head: Tensor | None = None) -> Tensor:
-        """Number that each of the given edges, all of which are in the graph, has in it, ``[E']`` int64. Cost O(E' log E).
+        """Number that each of the given edges, all of which are in the graph, has in it, ``[E']`` int64. Cost O(E' log
+        E).
 
         Args:
             edge_index: ``[2, E']`` integers, keys and queries, in any order.
@@ -492,7 +508,8 @@ class AttentionGraph:
             )
             if edge_head is not None and not bool(((head >= 0) & (head < self.heads)).all()):
                 raise ValueError(
-                    f"Expected 'edge_head' in 0..{self.heads - 1} (got {int(head.min())} to {int(head.max())}). Heads count from 0."
+                    f"Expected 'edge_head' in 0..{self.heads - 1} (got {int(head.min())} to {int(head.max())}). Heads "
+                    "count from 0."
                 )
             found = (
                 inside & (mine[place.clamp(max=mine.numel() - 1)] == wanted)
@@ -502,7 +519,8 @@ class AttentionGraph:
             if not bool(found.all()):
                 edge = int(found.logical_not().nonzero()[0])
                 raise ValueError(
-                    f"Expected 'edge_index' to hold edges of the graph (got key {int(key[edge])}, query {int(query[edge])}, head {int(head[edge])}, which is none). "
+                    f"Expected 'edge_index' to hold edges of the graph (got key {int(key[edge])}, query "
+                    f"{int(query[edge])}, head {int(head[edge])}, which is none). "
                     "Choose among `graph.edge_index` and `graph.edge_head`."
                 )
         return place
@@ -531,11 +549,13 @@ class AttentionGraph:
         """Graph of any PyG adjacency; repeated edges count once. Cost O(HN + E log E).
 
         Args:
-            edge_index: ``[2, E]`` (row 0 = key = source, row 1 = query = target), an ``EdgeIndex``, or a transposed sparse adjacency
-                (``SparseTensor`` or torch sparse, ``[N, M]``, rows = queries), of which every stored entry is an edge.
+            edge_index: ``[2, E]`` (row 0 = key = source, row 1 = query = target), an ``EdgeIndex``, or a transposed
+                sparse adjacency (``SparseTensor`` or torch sparse, ``[N, M]``, rows = queries), of which every stored
+                entry is an edge.
             num_queries: N. If None, from the offsets or the adjacency's size, else from the last query.
             num_keys: M. If None, from the offsets or the adjacency's size, else N or the last key, whichever is larger.
-            size: ``(M, N)``, sources and targets as PyG's ``size`` has them, in place of ``num_queries`` and ``num_keys``.
+            size: ``(M, N)``, sources and targets as PyG's ``size`` has them, in place of ``num_queries`` and
+                ``num_keys``.
             edge_head: Head of each edge, ``[E]`` int64; all edges in head 0 if None.
             heads: Number of heads H.
             query_ptr: Offsets of the sequences in the queries, ``[B+1]``.
@@ -543,23 +563,27 @@ class AttentionGraph:
 
         Raises:
             TypeError: A tensor is not an integer tensor, or a number is no int.
-            ValueError: Shapes or ranges do not fit, an edge leaves its sequence, or the rows take more memory than there is.
+            ValueError: Shapes or ranges do not fit, an edge leaves its sequence, or the rows take more memory than
+                there is.
         """
         if size is not None:
             if num_queries is not None or num_keys is not None:
                 raise ValueError(
-                    f"Expected 'size' or 'num_queries' and 'num_keys' (got size={size!r} and another). They say the same."
+                    f"Expected 'size' or 'num_queries' and 'num_keys' (got size={size!r} and another). They say the "
+                    "same."
                 )
             if not isinstance(size, tuple | list) or len(size) != 2:
                 raise TypeError(
-                    f"Expected 'size' to be the pair (M, N) of keys and queries (got {size!r}). Sources come first, as in PyG."
+                    f"Expected 'size' to be the pair (M, N) of keys and queries (got {size!r}). Sources come first, as "
+                    "in PyG."
                 )
             num_keys, num_queries = size
         for name, ptr in (("query_ptr", query_ptr), ("key_ptr", key_ptr)):
             check_tensor(ptr, name)
             if ptr is not None and (ptr.dim() != 1 or ptr.numel() < 2 or ptr.dtype not in (torch.int32, torch.int64)):
                 raise ValueError(
-                    f"Expected '{name}' to be [B+1] int64 (got {list(ptr.shape)} {ptr.dtype}). It holds the offsets of the sequences."
+                    f"Expected '{name}' to be [B+1] int64 (got {list(ptr.shape)} {ptr.dtype}). It holds the offsets of "
+                    "the sequences."
                 )
         query_ptr, key_ptr = (None if ptr is None else ptr.long() for ptr in (query_ptr, key_ptr))
         if num_queries is None and query_ptr is not None:
@@ -595,7 +619,8 @@ class AttentionGraph:
                 )
             elif num_edges and (int(index.min()) < 0 or int(index.max()) >= end):
                 raise ValueError(
-                    f"Expected '{name}' in 0..{end - 1} (got {int(index.min())} to {int(index.max())}). Check the numbers of queries, keys and heads."
+                    f"Expected '{name}' in 0..{end - 1} (got {int(index.min())} to {int(index.max())}). Check the "
+                    "numbers of queries, keys and heads."
                 )
         _check_pairs(heads, num_queries, num_keys)
         way_out = "Rows cost memory even without edges: leave out the tokens that have none."
@@ -612,19 +637,23 @@ class AttentionGraph:
     def from_data(
         cls, data: Data | HeteroData, edge_type: EdgeType | None = None, *, heads: int | None = None
     ) -> AttentionGraph:
-        """Graph of the edges of PyG data: what :meth:`to_data`, :meth:`to_hetero_data` and :meth:`replace_edges` wrote, or any other.
+        """Graph of the edges of PyG data: what :meth:`to_data`, :meth:`to_hetero_data` and :meth:`replace_edges` wrote,
+        or any other.
 
-        Sequences are those of ``ptr``, else of ``batch``, else all nodes are one. Repeated edges count once. Cost O(HN + E log E).
+        Sequences are those of ``ptr``, else of ``batch``, else all nodes are one. Repeated edges count once. Cost O(HN
+        + E log E).
 
         Args:
-            data: ``Data``, ``HeteroData`` or a ``Batch`` of either, with ``edge_index`` or, transposed, ``adj_t``. The head of each edge is its
-                ``edge_type`` in ``Data`` and its ``edge_head`` in ``HeteroData``; without them all edges are in one head.
+            data: ``Data``, ``HeteroData`` or a ``Batch`` of either, with ``edge_index`` or, transposed, ``adj_t``. The
+                head of each edge is its ``edge_type`` in ``Data`` and its ``edge_head`` in ``HeteroData``; without them
+                all edges are in one head.
             edge_type: Which edges of ``HeteroData``; may be None where there is one type.
             heads: Number of heads H; one more than the last head of an edge if None.
 
         Raises:
             TypeError: It is no data object.
-            ValueError: It has no edges or no number of nodes, the type of edges does not exist or is not told, or offsets do not fit.
+            ValueError: It has no edges or no number of nodes, the type of edges does not exist or is not told, or
+                offsets do not fit.
 
         Example:
             >>> graph = AttentionGraph.from_dense(torch.tensor([[1, 0], [1, 1]]))
@@ -640,7 +669,8 @@ class AttentionGraph:
         edges = store.get("adj_t") if edges is None else edges
         if edges is None:
             raise ValueError(
-                "Expected 'data' to have edges (got neither 'edge_index' nor 'adj_t'). A transform, as `SBMGraph`, adds some."
+                "Expected 'data' to have edges (got neither 'edge_index' nor 'adj_t'). A transform, as `SBMGraph`, "
+                "adds some."
             )
         sizes = (source.num_nodes, target.num_nodes)
         if None in sizes:
@@ -655,9 +685,9 @@ class AttentionGraph:
     def from_networkx(cls, graph: nx.Graph[Any], *, heads: int | None = None) -> AttentionGraph:
         """Graph of one sequence from networkx, where an edge runs from key to query; an undirected edge runs both ways.
 
-        Tokens are the nodes, in their order unless they are the numbers ``0..n-1`` themselves. Where nodes have networkx's attribute
-        ``bipartite``, those with 0 are keys and those with 1 are queries, each in their order, and an undirected edge runs from the key.
-        What else nodes and edges carry is left behind. Cost O(HN + E log E).
+        Tokens are the nodes, in their order unless they are the numbers ``0..n-1`` themselves. Where nodes have
+        networkx's attribute ``bipartite``, those with 0 are keys and those with 1 are queries, each in their order, and
+        an undirected edge runs from the key. What else nodes and edges carry is left behind. Cost O(HN + E log E).
 
         Args:
             graph: Any networkx graph. Edges with an attribute ``head`` belong to that head, others to head 0.
@@ -665,7 +695,8 @@ class AttentionGraph:
 
         Raises:
             TypeError: It is no networkx graph.
-            ValueError: It has no nodes, an edge of a bipartite graph does not run from key to query, or a head is out of range.
+            ValueError: It has no nodes, an edge of a bipartite graph does not run from key to query, or a head is out
+                of range.
 
         Example:
             >>> AttentionGraph.from_networkx(nx.DiGraph([(0, 1), (1, 1)])).to_dense()[0].int().tolist()
@@ -673,13 +704,15 @@ class AttentionGraph:
         """
         if not isinstance(graph, nx.Graph):
             raise TypeError(
-                f"Expected 'graph' to be a networkx graph (got {type(graph).__name__}). Make one by `nx.DiGraph(edges)`."
+                f"Expected 'graph' to be a networkx graph (got {type(graph).__name__}). Make one by "
+                "`nx.DiGraph(edges)`."
             )
         side: Mapping[Any, Any] = dict(graph.nodes(data="bipartite"))
         split = any(value is not None for value in side.values())
         if split and not {*side.values()} <= {0, 1}:
             raise ValueError(
-                f"Expected the attribute 'bipartite' of each node of 'graph' to be 0 or 1 (got {_few({*side.values()})}). Keys have 0."
+                "Expected the attribute 'bipartite' of each node of 'graph' to be 0 or 1 (got "
+                f"{_few({*side.values()})}). Keys have 0."
             )
         keys = [node for node in graph if not split or side[node] == 0]
         queries = [node for node in graph if side[node] == 1] if split else keys
@@ -697,11 +730,13 @@ class AttentionGraph:
         wrong = [(s, t) for s, t, _ in edges if s not in source or t not in target]
         if wrong:
             raise ValueError(
-                f"Expected each edge of 'graph' to run from a key to a query (got {_few(wrong)}). Reverse it, as `graph.reverse()` does."
+                f"Expected each edge of 'graph' to run from a key to a query (got {_few(wrong)}). Reverse it, as "
+                "`graph.reverse()` does."
             )
         if any(not isinstance(head, int) for _, _, head in edges):
             raise ValueError(
-                "Expected the attribute 'head' of each edge of 'graph' to be an int (got another type). Number heads from 0."
+                "Expected the attribute 'head' of each edge of 'graph' to be an int (got another type). Number heads "
+                "from 0."
             )
         edge_index = torch.tensor([(source[s], target[t]) for s, t, _ in edges], dtype=torch.int64).view(-1, 2).T
         edge_head = torch.tensor([head for *_, head in edges], dtype=torch.int64)
@@ -724,13 +759,14 @@ class AttentionGraph:
         """Graph over given tokens, from whatever holds its edges: what a layer makes of its ``edge_index``.
 
         Args:
-            edge_index: A graph with H heads or one, or any adjacency that :meth:`from_edge_index` takes. Its edges count in
-                each head.
+            edge_index: A graph with H heads or one, or any adjacency that :meth:`from_edge_index` takes. Its edges
+                count in each head.
             num_queries: Number of queries N.
             num_keys: Number of keys M.
             heads: Number of heads H.
             edge_head: Head of each edge of an adjacency, ``[E]`` int64, if heads do not share them.
-            ptr: Offsets of the sequences, ``[B+1]`` int64, or the pair (keys, queries). None: those of a graph, else one sequence.
+            ptr: Offsets of the sequences, ``[B+1]`` int64, or the pair (keys, queries). None: those of a graph, else
+                one sequence.
             batch: The same as a sequence number per token, ``[N]``.
 
         Raises:
@@ -754,7 +790,8 @@ class AttentionGraph:
         told = ptr is not None or batch is not None
         if told and not edge_index.same_offsets(*resolve_sides(num_queries, num_keys, ptr, batch, edge_index.device)):
             raise ValueError(
-                f"Expected 'edge_index' over the sequences of 'ptr' or 'batch' (got {edge_index}). Build the graph with the `ptr` "
+                f"Expected 'edge_index' over the sequences of 'ptr' or 'batch' (got {edge_index}). Build the graph "
+                "with the `ptr` "
                 "of these tokens, or it may join what the offsets keep apart."
             )
         return edge_index.expand(heads)
@@ -774,7 +811,8 @@ class AttentionGraph:
         check_present(mask, "mask")
         if mask.dim() not in (2, 3, 4) or mask.numel() == 0:
             raise ValueError(
-                f"Expected 'mask' to be [N, M], [H, N, M] or [B, H, N, M] (got {list(mask.shape)}). Queries are rows, and there is at least one of each."
+                f"Expected 'mask' to be [N, M], [H, N, M] or [B, H, N, M] (got {list(mask.shape)}). Queries are rows, "
+                "and there is at least one of each."
             )
         mask = (
             mask.reshape(-1 if mask.dim() == 4 else 1, mask.shape[-3] if mask.dim() > 2 else 1, *mask.shape[-2:]) != 0
@@ -820,7 +858,7 @@ class AttentionGraph:
         return mask.view(one.heads, one.num_queries, one.num_keys)
 
     def to_edge_index(self, head: int | None = None) -> EdgeIndex:
-        """PyG :class:`~torch_geometric.EdgeIndex` ``[2, E]`` of one head (or of all, repeats and all), sorted by query where it is one head."""
+        """PyG :class:`~torch_geometric.EdgeIndex` ``[2, E]`` of one head, sorted by query, or of all heads."""
         graph = self if head is None else self.head(head)
         order = "col" if graph.heads == 1 else None
         return EdgeIndex(graph.edge_index, sparse_size=(self.num_keys, self.num_queries), sort_order=order)
@@ -854,7 +892,8 @@ class AttentionGraph:
 
         Args:
             head: Which head; may be None where there is one.
-            value: What its entries hold: one number or vector for each edge of all heads, ``[E, ...]``, differentiable; nothing if None.
+            value: What its entries hold: one number or vector for each edge of all heads, ``[E, ...]``, differentiable;
+                nothing if None.
 
         Raises:
             ImportError: torch-sparse is not installed.
@@ -864,14 +903,16 @@ class AttentionGraph:
 
         if not torch_geometric.typing.WITH_TORCH_SPARSE:
             raise ImportError(
-                "Expected 'torch-sparse' to be installed. Install it with `pip install --no-build-isolation sbm_pyg[sparse]`, or use `to_edge_index()`."
+                "Expected 'torch-sparse' to be installed. Install it with `pip install --no-build-isolation "
+                "sbm_pyg[sparse]`, or use `to_edge_index()`."
             )
         head = the_one(head, self.heads, "head")
         graph = self.head(head)
         if value is not None:
             if value.dim() < 1 or value.size(0) != self.num_edges:
                 raise ValueError(
-                    f"Expected 'value' to be [{self.num_edges}, ...] (got {list(value.shape)}). It holds one entry for each edge of all heads."
+                    f"Expected 'value' to be [{self.num_edges}, ...] (got {list(value.shape)}). It holds one entry for "
+                    "each edge of all heads."
                 )
             first = int(self.rowptr[head * self.num_queries])
             value = value[first : first + graph.num_edges]
@@ -893,7 +934,8 @@ class AttentionGraph:
         if self.num_queries != self.num_keys or not self.same_offsets(self.key_ptr, self.query_ptr):
             other = " and sequences of other lengths" if self.num_queries == self.num_keys else ""
             raise ValueError(
-                f"Expected 'graph' to have the same tokens as queries and keys (got N = {self.num_queries}, M = {self.num_keys}{other}). Use `to_hetero_data()`."
+                f"Expected 'graph' to have the same tokens as queries and keys (got N = {self.num_queries}, M = "
+                f"{self.num_keys}{other}). Use `to_hetero_data()`."
             )
         lengths = self.query_ptr.diff()
         batch = torch.repeat_interleave(torch.arange(lengths.numel(), device=self.device), lengths)
@@ -908,8 +950,8 @@ class AttentionGraph:
     def replace_edges(self, data: DataType, edge_type: EdgeType | None = None) -> DataType:
         """Put the edges of this graph in place of those of a PyG data object over the same tokens; returns the object.
 
-        Sets ``edge_index`` and, with several heads, the head of each edge: ``edge_type`` of ``Data``, ``edge_head`` of ``HeteroData``.
-        What described the old edges goes. A ``Batch`` still separates into its graphs.
+        Sets ``edge_index`` and, with several heads, the head of each edge: ``edge_type`` of ``Data``, ``edge_head`` of
+        ``HeteroData``. What described the old edges goes. A ``Batch`` still separates into its graphs.
 
         Args:
             data: ``Data``, ``HeteroData`` or a ``Batch`` of either, changed in place.
@@ -933,12 +975,14 @@ class AttentionGraph:
                 continue  # PyG would guess, from edges
             if there.num_nodes != total:
                 raise ValueError(
-                    f"Expected 'data' to have {total} nodes, as the graph has tokens (got {there.num_nodes}). Its edges join nodes by number."
+                    f"Expected 'data' to have {total} nodes, as the graph has tokens (got {there.num_nodes}). Its "
+                    "edges join nodes by number."
                 )
             known = stored_ptr(there)
             if known is not None and not torch.equal(known.cpu(), ptr.cpu()):
                 raise ValueError(
-                    f"Expected 'data' to have the sequences of the graph (got 'ptr' {known.tolist()[:9]}). Build the graph with its 'ptr'."
+                    f"Expected 'data' to have the sequences of the graph (got 'ptr' {known.tolist()[:9]}). Build the "
+                    "graph with its 'ptr'."
                 )
         head = "edge_type" if edge_type is None else "edge_head"
         for name in {"edge_attr", "edge_weight", "edge_type", "edge_head", "adj", "adj_t"} & {*store.keys()}:
@@ -962,7 +1006,7 @@ class AttentionGraph:
         return data
 
     def to_hetero_data(self) -> HeteroData:
-        """PyG ``HeteroData`` with nodes ``query`` and ``key`` and edges ``(key, to, query)`` that carry their head as ``edge_head``."""
+        """PyG ``HeteroData``: nodes ``query`` and ``key``, edges ``(key, to, query)`` with their ``edge_head``."""
         data = HeteroData()
         for name, ptr, total in (("query", self.query_ptr, self.num_queries), ("key", self.key_ptr, self.num_keys)):
             data[name].num_nodes = total
@@ -979,10 +1023,11 @@ class AttentionGraph:
 
         Args:
             sequence: Which sequence; may be None where there is one.
-            head: Which head; may be None where there is one. ``"all"`` gives a ``MultiDiGraph`` over all heads, the head as edge key and
-                attribute ``head``.
-            bipartite: False: nodes are tokens ``0..n-1`` (needs N = M). True: nodes are ``("key", j)`` and ``("query", i)`` with networkx's
-                ``bipartite`` attribute 0 and 1. None: tokens where the sequence has as many queries as keys, else bipartite.
+            head: Which head; may be None where there is one. ``"all"`` gives a ``MultiDiGraph`` over all heads, the
+                head as edge key and attribute ``head``.
+            bipartite: False: nodes are tokens ``0..n-1`` (needs N = M). True: nodes are ``("key", j)`` and ``("query",
+                i)`` with networkx's ``bipartite`` attribute 0 and 1. None: tokens where the sequence has as many
+                queries as keys, else bipartite.
 
         Raises:
             ValueError: The sequence or head does not exist or is not told, or tokens were asked for where N != M.
@@ -998,7 +1043,8 @@ class AttentionGraph:
         square = graph.num_queries == graph.num_keys
         if bipartite is False and not square:
             raise ValueError(
-                f"Expected 'bipartite' to be True where there are not as many queries as keys (got {bipartite}, {graph.num_queries} and {graph.num_keys})."
+                f"Expected 'bipartite' to be True where there are not as many queries as keys (got {bipartite}, "
+                f"{graph.num_queries} and {graph.num_keys})."
             )
         split = not square if bipartite is None else bipartite
         result: nx.DiGraph[Any] = nx.MultiDiGraph() if head == "all" else nx.DiGraph()
@@ -1022,15 +1068,20 @@ def check_graph(graph: object, name: str = "graph") -> None:
     """Raise TypeError unless it is an :class:`AttentionGraph`."""
     if not isinstance(graph, AttentionGraph):
         raise TypeError(
-            f"Expected '{name}' to be an AttentionGraph (got {type(graph).__name__}). `AttentionGraph.from_edge_index` makes one."
+            f"Expected '{name}' to be an AttentionGraph (got {type(graph).__name__}). `AttentionGraph.from_edge_index` "
+            "makes one."
         )
 
 
 def edge_list(adjacency: Tensor | SparseTensor) -> Tensor:
-    """Edges ``[2, E]`` of any PyG adjacency, in the order in which it stores them: row 0 the key (source), row 1 the query (target)."""
+    """Edges ``[2, E]`` of any PyG adjacency, in the order in which it stores them.
+
+    Row 0 the key (source), row 1 the query (target).
+    """
     if not isinstance(adjacency, Tensor | SparseTensor):
         raise TypeError(
-            f"Expected 'edge_index' to be a tensor [2, E], a sparse adjacency or an AttentionGraph (got {type(adjacency).__name__}). Use "
+            "Expected 'edge_index' to be a tensor [2, E], a sparse adjacency or an AttentionGraph (got "
+            f"{type(adjacency).__name__}). Use "
             "torch.tensor(edges), or torch_geometric.utils.from_networkx."
         )
     if is_sparse(adjacency):
@@ -1048,7 +1099,8 @@ def _check_edges(edge_index: Tensor, edge_head: Tensor | None) -> tuple[Tensor, 
             raise TypeError(f"Expected '{name}' to be int64 (got {value.dtype}). Convert it with `.long()`.")
     if edge_index.dim() != 2 or edge_index.size(0) != 2:
         raise ValueError(
-            f"Expected 'edge_index' to be [2, E] (got {list(edge_index.shape)}). Row 0 holds keys (sources), row 1 queries (targets)."
+            f"Expected 'edge_index' to be [2, E] (got {list(edge_index.shape)}). Row 0 holds keys (sources), row 1 "
+            "queries (targets)."
         )
     key, query = edge_index.long()
     if edge_head is None:
@@ -1056,7 +1108,8 @@ def _check_edges(edge_index: Tensor, edge_head: Tensor | None) -> tuple[Tensor, 
     checks.same_device("edge_index", edge_index, edge_head=edge_head)
     if edge_head.shape != key.shape:
         raise ValueError(
-            f"Expected 'edge_head' to be [{key.numel()}] (got {list(edge_head.shape)}). It holds one head number per edge."
+            f"Expected 'edge_head' to be [{key.numel()}] (got {list(edge_head.shape)}). It holds one head number per "
+            "edge."
         )
     return key, query, edge_head.long()
 
@@ -1065,7 +1118,8 @@ def _check_pairs(heads: int, num_queries: int, num_keys: int) -> None:
     """Refuse sizes whose pairs int64 cannot number."""
     if not torch.compiler.is_compiling() and int(heads) * int(num_queries) * num_keys >= 2**63:
         raise ValueError(
-            f"Expected 'heads', 'num_queries' and 'num_keys' of a product below 2**63 (got {heads} * {num_queries} * {num_keys}). Pairs are numbered in int64."
+            f"Expected 'heads', 'num_queries' and 'num_keys' of a product below 2**63 (got {heads} * {num_queries} * "
+            f"{num_keys}). Pairs are numbered in int64."
         )
 
 

@@ -1,11 +1,12 @@
 """Hamiltonian paths of attention graphs: condition 2 of the universality proof, and Lemma 1 as an experiment.
 
-In: an :class:`~sbm_pyg.graph.AttentionGraph` of one sequence whose queries and keys are the same tokens. Out: a path, checked edge by edge, or
-a certificate that there is none, or the time that was spent in vain. Not here: the other two conditions (``analysis``).
+In: an :class:`~sbm_pyg.graph.AttentionGraph` of one sequence whose queries and keys are the same tokens. Out: a path,
+checked edge by edge, or a certificate that there is none, or the time that was spent in vain. Not here: the other two
+conditions (``analysis``).
 
-The problem is NP-complete. What is cheap comes first: four kinds of certificates of absence, each found in O(E) or O(E sqrt(n)); then a
-construction by assignment, patching and rotation, which succeeds on most graphs that have a path; then an exact search by OR-tools.
-"""
+The problem is NP-complete. What is cheap comes first: four kinds of certificates of absence, each found in O(E) or O(E
+sqrt(n)); then a construction by assignment, patching and rotation, which succeeds on most graphs that have a path; then
+an exact search by OR-tools."""
 
 from __future__ import annotations
 
@@ -32,22 +33,21 @@ Array = np.ndarray[Any, Any]
 class Certificate:
     """Why a graph has no Hamiltonian path, in a form that can be checked without trust in the search.
 
-    ================  ======================================================================================================
+    ================  =================================================================================================
     ``kind``          what ``tokens`` and ``others`` show
-    ================  ======================================================================================================
+    ================  =================================================================================================
     ``sources``       ``tokens``: two tokens that no edge enters; a path has one first token
     ``sinks``         ``tokens``: two tokens that no edge leaves; a path has one last token
     ``incomparable``  ``tokens``: two tokens a, b without a walk from a to b or from b to a
-    ``predecessors``  ``tokens``: tokens that only ``others`` have edges to, at least two fewer; all but one need a predecessor of
-                      their own
-    ``separator``     ``tokens``: one token without which the rest falls into the parts of which ``others`` names one member
-                      each, three or more; a path without one token is two pieces
+    ``predecessors``  ``tokens``: tokens that only ``others`` have edges to, at least two fewer; all but one token need
+                      a predecessor of their own
+    ``separator``     ``tokens``: one token without which the rest falls into three or more parts, of which ``others``
+                      names a member each; a path without one token is two pieces
     ``search``        none: OR-tools found no path in an exhaustive search
-    ================  ======================================================================================================
+    ================  =================================================================================================
 
-    Self-loops never count. For ``predecessors`` and ``separator``, edges that skip a strongly connected component do not count either: where a
-    path exists the components form a chain, and it passes through each of them in turn.
-    """
+    Self-loops never count. For ``predecessors`` and ``separator``, edges that skip a strongly connected component do
+    not count either: where a path exists the components form a chain, and it passes through each of them in turn."""
 
     kind: Literal["sources", "sinks", "incomparable", "predecessors", "separator", "search"]
     tokens: tuple[int, ...] = ()
@@ -61,15 +61,18 @@ class Certificate:
             "incomparable": f"no walk leads from token {self.tokens[0]} to {self.tokens[-1]} or back"
             if self.tokens
             else "",
-            "predecessors": f"the {len(self.tokens)} tokens {tokens} can follow only the {len(self.others)} tokens {others or 'of an empty set'}",
-            "separator": f"without token {tokens} the rest falls into {len(self.others)} parts (around tokens {others})",
+            "predecessors": f"the {len(self.tokens)} tokens {tokens} can follow only "
+            f"the {len(self.others)} tokens {others or 'of an empty set'}",
+            "separator": f"without token {tokens} the rest falls into {len(self.others)} parts "
+            f"(around tokens {others})",
             "search": "an exhaustive search by OR-tools found none",
         }[self.kind]
 
 
 @dataclass(frozen=True)
 class HamiltonianPath:
-    """Answer of :func:`hamiltonian_path`. It is true where a path was found, false where there is none, and an error where nobody knows.
+    """Answer of :func:`hamiltonian_path`. It is true where a path was found, false where there is none, and an error
+    where nobody knows.
 
     Args:
         status: ``"FOUND"``, ``"ABSENT"`` or ``"UNKNOWN"``.
@@ -88,7 +91,8 @@ class HamiltonianPath:
     def __bool__(self) -> bool:
         if self.status == "UNKNOWN":
             raise ValueError(
-                "Expected 'status' to be 'FOUND' or 'ABSENT' for a yes or no (got 'UNKNOWN'). Read `.status`, or raise `time_limit`."
+                "Expected 'status' to be 'FOUND' or 'ABSENT' for a yes or no (got 'UNKNOWN'). Read `.status`, or raise "
+                "`time_limit`."
             )
         return self.status == "FOUND"
 
@@ -103,15 +107,16 @@ class HamiltonianPath:
 def hamiltonian_path(graph: AttentionGraph, *, time_limit: float = 10.0, seed: int = 0) -> HamiltonianPath:
     """A path through all tokens along the edges, from key to query, each token once; or why there is none.
 
-    Certificates of absence are tried first (see :class:`Certificate`), then the order of the tokens, then a construction: a dummy token joined to
-    all closes the path to a cycle, a random-weight assignment covers all tokens by cycles, cycles merge where two arcs can be exchanged
-    (Karp, 1979), and rotations of a path absorb the rest (Angluin and Valiant, 1979). What is left goes to OR-tools (a circuit constraint,
-    exact). Certificates cost O(E sqrt(N)), the construction O(N) per rotation after an assignment; N = 4096 at 5 % density takes 0.15 s.
+    Certificates of absence are tried first (see :class:`Certificate`), then the order of the tokens, then a
+    construction: a dummy token joined to all closes the path to a cycle, a random-weight assignment covers all tokens
+    by cycles, cycles merge where two arcs can be exchanged (Karp, 1979), and rotations of a path absorb the rest
+    (Angluin and Valiant, 1979). What is left goes to OR-tools (a circuit constraint, exact). Certificates cost O(E
+    sqrt(N)), the construction O(N) per rotation after an assignment; N = 4096 at 5 % density takes 0.15 s.
 
     Args:
         graph: One sequence with N = M; several heads count as the union of their edges.
-        time_limit: Seconds after which the answer is ``"UNKNOWN"``, positive. Certificates are always tried; the first call's import of
-            OR-tools and compilation of kernels do not count.
+        time_limit: Seconds after which the answer is ``"UNKNOWN"``, positive. Certificates are always tried; the first
+            call's import of OR-tools and compilation of kernels do not count.
         seed: Fixes the search (but not where a time limit cuts it).
 
     Returns:
@@ -119,7 +124,8 @@ def hamiltonian_path(graph: AttentionGraph, *, time_limit: float = 10.0, seed: i
 
     Raises:
         ImportError: scipy is not installed.
-        TypeError, ValueError: The graph has several sequences or N != M, the time limit is not positive, or the seed is no integer.
+        TypeError, ValueError: The graph has several sequences or N != M, the time limit is not positive, or the seed is
+            no integer.
 
     Example:
         >>> import torch
@@ -186,7 +192,8 @@ def is_hamiltonian_path(graph: AttentionGraph, path: Sequence[int]) -> bool:
         path: Token numbers.
 
     Raises:
-        TypeError, ValueError: The graph is as in :func:`hamiltonian_path`, or the path holds something else than whole numbers.
+        TypeError, ValueError: The graph is as in :func:`hamiltonian_path`, or the path holds something else than whole
+            numbers.
 
     Example:
         >>> import torch
@@ -260,7 +267,8 @@ def one_sequence(graph: AttentionGraph, name: str = "graph") -> AttentionGraph:
         )
     if graph.num_queries != graph.num_keys:
         raise ValueError(
-            f"Expected '{name}' to have the same tokens as queries and keys (got N = {graph.num_queries}, M = {graph.num_keys}). Paths need one set of tokens."
+            f"Expected '{name}' to have the same tokens as queries and keys (got N = {graph.num_queries}, M = "
+            f"{graph.num_keys}). Paths need one set of tokens."
         )
     return graph.to("cpu")
 
@@ -292,7 +300,10 @@ def scipy_sparse() -> Any:
 
 
 def _matrix(n: int, row: Array, column: Array) -> Any:
-    """The arcs as scipy's compressed rows, ``[n, n]`` float64; columns ascend in each row, as the arcs came in that order."""
+    """The arcs as scipy's compressed rows, ``[n, n]`` float64.
+
+    Columns ascend in each row, as the arcs came in that order.
+    """
     return scipy_sparse().coo_array((np.ones(len(row)), (row, column)), shape=(n, n)).tocsr()
 
 
@@ -308,7 +319,7 @@ def _degrees(n: int, tokens: Array, into: Array) -> Certificate | None:
 
 
 def _chain(n: int, tokens: Array, into: Array) -> tuple[Array, Certificate | None]:
-    """Place of each token's strongly connected component in the chain that they form, ``[n]``, or two tokens that show they form none."""
+    """Place of each token's strong component in their chain, ``[n]``, or two tokens that show there is none."""
     out = _matrix(n, tokens, into)
     count, labels = scipy_sparse().csgraph.connected_components(out, connection="strong")
     if count == 1:
@@ -330,7 +341,10 @@ def _chain(n: int, tokens: Array, into: Array) -> tuple[Array, Certificate | Non
 
 
 def _matching(n: int, tokens: Array, into: Array) -> Certificate | None:
-    """A path gives n - 1 tokens a predecessor of their own; where no matching does, two unmatched tokens lead to a set that has too few."""
+    """A path gives n - 1 tokens a predecessor of their own.
+
+    Where no matching does, two unmatched tokens lead to a set that has too few.
+    """
     rows = _matrix(n, into, tokens)
     mate = scipy_sparse().csgraph.maximum_bipartite_matching(
         rows, perm_type="column"
@@ -384,7 +398,10 @@ def _open(n: int, follow: Array) -> Array:
 def _construct(
     n: int, tokens: Array, into: Array, ranks: Array, seed: int, searched: Callable[[], float], limit: float
 ) -> Array | None:
-    """A path by cycle covers, or None. Arcs of dense graphs are thinned at first: an assignment costs more than it gains from them."""
+    """A path by cycle covers, or None.
+
+    Arcs of dense graphs are thinned at first: an assignment costs more than it gains from them.
+    """
     random = np.random.default_rng(seed % 2**64)
     tails, heads = _closed(n, tokens, into, ranks)
     nodes = n + 1

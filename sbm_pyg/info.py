@@ -1,8 +1,8 @@
-"""What runs here: ``python -m sbm_pyg.info`` prints versions, kernels, threads, devices and caches, and tests the kernels for a second.
+"""What runs here: ``python -m sbm_pyg.info`` prints versions, kernels, threads, devices and caches, and tests the
+kernels for a second.
 
-In: nothing, or ``--json``. Out: text for a bug report, or the same as JSON; exit status 1 if the self-test fails. Not here: benchmarks
-(``examples/benchmark.py``), and the tests proper.
-"""
+In: nothing, or ``--json``. Out: text for a bug report, or the same as JSON; exit status 1 if the self-test fails. Not
+here: benchmarks (``examples/benchmark.py``), and the tests proper."""
 
 from __future__ import annotations
 
@@ -162,7 +162,10 @@ def _instructions() -> str:
 
 
 def _caches() -> dict[str, Any]:
-    """Where compiled kernels lie. numba falls back to the user's cache folder where the package's own cannot be written to."""
+    """Where compiled kernels lie.
+
+    numba falls back to the user's cache folder where the package's own cannot be written to.
+    """
     found: dict[str, Any] = {}
     for kernel in threads._kernels:
         path = kernel.stats.cache_path
@@ -185,7 +188,8 @@ def _text(info: dict[str, Any]) -> str:
     section(
         "kernels",
         {
-            "cpu": f"{kernels['cpu']}, {kernels['instructions']} on {kernels['processor']}, matrix tiles (AMX): {'yes' if kernels['tiles'] else 'no'}",
+            "cpu": f"{kernels['cpu']}, {kernels['instructions']} on {kernels['processor']}, "
+            f"matrix tiles (AMX): {'yes' if kernels['tiles'] else 'no'}",
             "cuda": kernels["cuda"],
         },
     )
@@ -201,7 +205,8 @@ def _text(info: dict[str, Any]) -> str:
         {name: f"{version or 'not installed':<16}{OPTIONAL[name]}" for name, version in info["optional"].items()},
     )
     folders = {
-        f"{cache['files']} files": f"{cache['bytes'] / 2**20:.1f} MiB, {'writable' if cache['writable'] else 'NOT writable'}: {path}"
+        f"{cache['files']} files": f"{cache['bytes'] / 2**20:.1f} MiB, "
+        f"{'writable' if cache['writable'] else 'NOT writable'}: {path}"
         for path, cache in info["caches"].items()
     }
     section(
@@ -211,7 +216,8 @@ def _text(info: dict[str, Any]) -> str:
     )
     if tested is not None:
         rows = {
-            device: f"{'passed' if row['passed'] else 'FAILED'}: {row['edges']:,} edges {'equal' if row['same_edges'] else 'DIFFER'}, "
+            device: f"{'passed' if row['passed'] else 'FAILED'}: "
+            f"{row['edges']:,} edges {'equal' if row['same_edges'] else 'DIFFER'}, "
             f"error of attention {row['attention']:.1e}, of gradients {row['gradients']:.1e}"
             for device, row in tested.items()
             if isinstance(row, dict)

@@ -1,8 +1,7 @@
 """Sequence models out of attention layers: an encoder, and heads that classify sequences, pairs and tokens.
 
-In: ragged token numbers ``[N]`` or features ``[N, F]``, with offsets ``ptr`` [B+1]. Out: logits and, on request, a trace of
-every layer's graph and density. Not here: training (``examples``), and attention itself.
-"""
+In: ragged token numbers ``[N]`` or features ``[N, F]``, with offsets ``ptr`` [B+1]. Out: logits and, on request, a
+trace of every layer's graph and density. Not here: training (``examples``), and attention itself."""
 
 from __future__ import annotations
 
@@ -68,7 +67,8 @@ class EncoderTrace:
         for graph in self.graphs:
             if graph is not None and (graph.num_sequences, graph.heads) != self.shape:
                 raise ValueError(
-                    f"Expected 'choices' of 'shape' {self.shape} (got {(graph.num_sequences, graph.heads)}). It is (B, H)."
+                    f"Expected 'choices' of 'shape' {self.shape} (got {(graph.num_sequences, graph.heads)}). It is (B, "
+                    "H)."
                 )
         if self.device is not None:
             checks.device(self.device)
@@ -100,14 +100,16 @@ class EncoderTrace:
         return self._stack(known)
 
     def density_loss(self, floor: float = 0.0) -> Tensor:
-        """Mean expected density over layers, sequences and heads: the regulariser of Cho et al., section 5.2, without its noise.
+        """Mean expected density over layers, sequences and heads: the regulariser of Cho et al., section 5.2, without
+        its noise.
 
-        A scalar in [0, 1], to be weighted and added to the loss. The paper penalises sampled edges; this is their expectation,
-        differentiable in O(NK + K^2) without the straight-through estimator.
+        A scalar in [0, 1], to be weighted and added to the loss. The paper penalises sampled edges; this is their
+        expectation, differentiable in O(NK + K^2) without the straight-through estimator.
 
         Args:
-            floor: Density in [0, 1] up to which a head costs nothing; above it, the excess counts. 0, as in the paper, pulls on every
-                edge from the first step on, and may remove them all before the model has found out what they are good for.
+            floor: Density in [0, 1] up to which a head costs nothing; above it, the excess counts. 0, as in the paper,
+                pulls on every edge from the first step on, and may remove them all before the model has found out what
+                they are good for.
 
         Raises:
             ValueError: ``floor`` is out of range.
@@ -171,16 +173,19 @@ class SequenceEncoder(Pretrained):
         ffn_channels: Width of the feed-forward network; ``2 * channels`` if None.
         max_length: Longest sequence, the number of position embeddings.
         dropout: Dropout on embeddings and on what each block adds, in [0, 1).
-        attention: ``"sbm"`` (:class:`SBMAttentionConv`), ``"full"`` (:class:`~sbm_pyg.dense.FullAttention`), ``"window"`` or
-            ``"bigbird"`` (:class:`AttentionConv` over a pattern), or a factory ``(channels, head_channels, heads) -> module``. Its
-            module is called as ``module(x, ptr=ptr, seed=seed, sequence_ids=sequence_ids, return_choice=True)``, with the graph as
-            second argument where one is given, and returns ``[N, H*C]`` and a :class:`Choice` or None.
-        attention_options: Keyword arguments of the attention that is named, e.g. ``{"num_blocks": 16, "dropout": 0.1}``.
+        attention: ``"sbm"`` (:class:`SBMAttentionConv`), ``"full"`` (:class:`~sbm_pyg.dense.FullAttention`),
+            ``"window"`` or ``"bigbird"`` (:class:`AttentionConv` over a pattern), or a factory ``(channels,
+            head_channels, heads) -> module``. Its module is called as ``module(x, ptr=ptr, seed=seed,
+            sequence_ids=sequence_ids, return_choice=True)``, with the graph as second argument where one is given, and
+            returns ``[N, H*C]`` and a :class:`Choice` or None.
+        attention_options: Keyword arguments of the attention that is named, e.g. ``{"num_blocks": 16, "dropout":
+            0.1}``.
         in_channels: Channels of features that take the place of token numbers; None for token numbers.
 
     Raises:
         TypeError: A size is no int, or another argument is of the wrong type.
-        ValueError: A size is below 1, the attention or one of its options has no such name, or memory does not hold the parameters.
+        ValueError: A size is below 1, the attention or one of its options has no such name, or memory does not hold the
+            parameters.
 
     Shapes:
         - tokens ``[N]`` int64 in ``0 .. num_tokens-1``, or features ``[N, in_channels]``; output ``[N, channels]``.
@@ -191,8 +196,8 @@ class SequenceEncoder(Pretrained):
         >>> out.shape, trace.density.shape  # [N, channels], [L, B, H]
         (torch.Size([30, 16]), torch.Size([2, 2, 2]))
 
-    Embeddings start with standard deviation 1: with the customary 0.02, even full attention hardly learns to compare tokens.
-    """
+    Embeddings start with standard deviation 1: with the customary 0.02, even full attention hardly learns to compare
+    tokens."""
 
     def __init__(
         self,
@@ -226,7 +231,8 @@ class SequenceEncoder(Pretrained):
         if attention_options is not None:
             if not isinstance(attention_options, Mapping):
                 raise TypeError(
-                    f"Expected 'attention_options' to be a dict (got {type(attention_options).__name__}). Name each option."
+                    f"Expected 'attention_options' to be a dict (got {type(attention_options).__name__}). Name each "
+                    "option."
                 )
             self._options["attention_options"] = dict(attention_options)
         channels, heads = (
@@ -260,12 +266,14 @@ class SequenceEncoder(Pretrained):
         checks.memory("num_layers", num_layers, BLOCK_BYTES, torch.device("cpu"), "Build a smaller model.", "blocks")
         if not (isinstance(attention, str) or callable(attention)):
             raise TypeError(
-                f"Expected 'attention' to be a name or a factory (got {type(attention).__name__}). The names are {[*ATTENTION]}."
+                f"Expected 'attention' to be a name or a factory (got {type(attention).__name__}). The names are "
+                f"{[*ATTENTION]}."
             )
         if isinstance(attention, str):
             if attention not in ATTENTION:
                 raise ValueError(
-                    f"Expected 'attention' to be one of {[*ATTENTION]} or a factory (got {attention!r}). A factory is called with (channels, head_channels, heads)."
+                    f"Expected 'attention' to be one of {[*ATTENTION]} or a factory (got {attention!r}). A factory is "
+                    "called with (channels, head_channels, heads)."
                 )
             layers = [
                 _named(attention, channels, head_channels, heads, attention_options or {}) for _ in range(num_layers)
@@ -306,20 +314,23 @@ class SequenceEncoder(Pretrained):
         """Encode.
 
         Args:
-            tokens: Token numbers, ``[N]`` or ``[N, 1]`` int64, or features ``[N, in_channels]``: the ``x`` of PyG's data.
+            tokens: Token numbers, ``[N]`` or ``[N, 1]`` int64, or features ``[N, in_channels]``: the ``x`` of PyG's
+                data.
             ptr: Offsets of the sequences, ``[B+1]`` int64; one sequence if None.
             batch: The same as a sequence number per token, ``[N]``.
-            edge_index: Graph that every layer attends over, as :class:`AttentionConv` takes it; None lets each choose its own.
-            positions: Place of each token in its sequence, for the position embeddings, ``[N]`` int64 in ``0 .. max_length-1``;
-                counted if None. For sequences of which tokens were left out.
+            edge_index: Graph that every layer attends over, as :class:`AttentionConv` takes it; None lets each choose
+                its own.
+            positions: Place of each token in its sequence, for the position embeddings, ``[N]`` int64 in ``0 ..
+                max_length-1``; counted if None. For sequences of which tokens were left out.
             seed: Fixes the graphs that layers sample; from torch's default generator if None.
-            sequence_ids: Number of each sequence, ``[B]``. With ``seed``, a sequence then gets the same graphs in any batch.
+            sequence_ids: Number of each sequence, ``[B]``. With ``seed``, a sequence then gets the same graphs in any
+                batch.
             return_trace: Also return an :class:`EncoderTrace`.
 
         Raises:
             TypeError: Token numbers, positions or the seed are not integers.
-            ValueError: A token is outside the vocabulary, a sequence longer than ``max_length``, a position outside it, or a
-                graph does not fit the tokens or the layers.
+            ValueError: A token is outside the vocabulary, a sequence longer than ``max_length``, a position outside it,
+                or a graph does not fit the tokens or the layers.
         """
         tokens = self.check_tokens(tokens)
         ptr = resolve_ptr(tokens.size(0), ptr, batch, device=tokens.device)
@@ -356,7 +367,8 @@ class SequenceEncoder(Pretrained):
         if not plain or tokens.dim() != 1:
             got = f"{list(tokens.shape)} {tokens.dtype}" if isinstance(tokens, Tensor) else type(tokens).__name__
             raise TypeError(
-                f"Expected 'tokens' to be [N] int64 (got {got}). Join sequences and pass `ptr`; `sbm_pyg.unpad` does it. "
+                f"Expected 'tokens' to be [N] int64 (got {got}). Join sequences and pass `ptr`; `sbm_pyg.unpad` does "
+                "it. "
                 "Features need `in_channels`."
             )
         if tokens.numel() and readable(tokens):
@@ -373,7 +385,8 @@ class SequenceEncoder(Pretrained):
         count = tokens.size(0)
         if readable(ptr) and (longest := int(ptr.diff().max())) > self.max_length:
             raise ValueError(
-                f"Expected sequences of at most max_length = {self.max_length} tokens (got {longest}). Raise max_length or cut them."
+                f"Expected sequences of at most max_length = {self.max_length} tokens (got {longest}). Raise "
+                "max_length or cut them."
             )
         check_tensor(positions, "positions")
         if positions is None:
@@ -384,14 +397,16 @@ class SequenceEncoder(Pretrained):
             check_present(positions, "positions")
         if positions.shape != (count,) or positions.dtype not in (torch.int64, torch.int32):
             raise ValueError(
-                f"Expected 'positions' to be {[count]} int64, one for each token (got {list(positions.shape)} {positions.dtype}). "
+                f"Expected 'positions' to be {[count]} int64, one for each token (got {list(positions.shape)} "
+                f"{positions.dtype}). "
                 "Leave it out to count them."
             )
         if count and readable(positions):
             low, high = (int(bound) for bound in torch.aminmax(positions))
             if low < 0 or high >= self.max_length:
                 raise ValueError(
-                    f"Expected 'positions' in 0..{self.max_length - 1} (got {low} to {high}). Raise max_length or leave it out."
+                    f"Expected 'positions' in 0..{self.max_length - 1} (got {low} to {high}). Raise max_length or "
+                    "leave it out."
                 )
         return positions
 
@@ -473,7 +488,8 @@ class SequenceClassifier(_Classifier):
     Args:
         encoder: The encoder.
         num_classes: Number of classes.
-        pool_length: Divide the sum over the tokens by this number instead of theirs, as a mean over zeroed padding does.
+        pool_length: Divide the sum over the tokens by this number instead of theirs, as a mean over zeroed padding
+            does.
 
     Shapes:
         - tokens ``[N]`` int64, ptr ``[B+1]``; logits ``[B, num_classes]``.
@@ -538,8 +554,8 @@ class PairClassifier(_Classifier):
     ) -> Any:
         """Logits, or logits and the :class:`EncoderTrace` of the first sequences' layers followed by the second's.
 
-        Arguments as :meth:`SequenceEncoder.forward`, one for each side; but ``sequence_ids`` is shared, and in ``0 .. 2**31-1``, for the
-        second sequences draw from sequence_ids of their own.
+        Arguments as :meth:`SequenceEncoder.forward`, one for each side; but ``sequence_ids`` is shared, and in ``0 ..
+        2**31-1``, for the second sequences draw from sequence_ids of their own.
 
         Raises:
             ValueError: The two batches hold different numbers of sequences.
@@ -547,7 +563,8 @@ class PairClassifier(_Classifier):
         for name, pair in (("tokens", tokens), ("ptr", ptr), ("batch", batch), ("positions", positions)):
             if not (isinstance(pair, tuple | list) and len(pair) == 2) and (pair is not None or name == "tokens"):
                 raise TypeError(
-                    f"Expected '{name}' to be a pair, of first and second sequences (got {type(pair).__name__}). Pass both."
+                    f"Expected '{name}' to be a pair, of first and second sequences (got {type(pair).__name__}). Pass "
+                    "both."
                 )
         ptrs, batches, sides = ptr or (None, None), batch or (None, None), positions or (None, None)
         tokens = (self.encoder.check_tokens(tokens[0]), self.encoder.check_tokens(tokens[1]))
@@ -557,7 +574,8 @@ class PairClassifier(_Classifier):
         ]
         if offsets[0].shape != offsets[1].shape:
             raise ValueError(
-                f"Expected 'ptr' to hold as many second as first sequences (got {offsets[0].numel() - 1} and {offsets[1].numel() - 1}). Sequences pair up by position."
+                f"Expected 'ptr' to hold as many second as first sequences (got {offsets[0].numel() - 1} and "
+                f"{offsets[1].numel() - 1}). Sequences pair up by position."
             )
         sequence_ids = 2 * resolve_sequence_ids(sequence_ids, offsets[0].numel() - 1, offsets[0].device, bits=31)
         pooled, traces = [], []

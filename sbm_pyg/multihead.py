@@ -1,8 +1,8 @@
 """The attention layer behind the call of :class:`torch.nn.MultiheadAttention`, for models with padded tensors.
 
-In: padded (or nested) queries, keys and values with masks. Out: tokens in that form and, on request, the weights as a sparse tensor.
-Not here: attention itself. This module removes the padding, calls :class:`~sbm_pyg.SBMAttentionConv` and puts the padding back.
-"""
+In: padded (or nested) queries, keys and values with masks. Out: tokens in that form and, on request, the weights as a
+sparse tensor. Not here: attention itself. This module removes the padding, calls :class:`~sbm_pyg.SBMAttentionConv` and
+puts the padding back."""
 
 from __future__ import annotations
 
@@ -24,16 +24,18 @@ DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 class _Kept(Tensor):
-    """A tensor that :func:`torch.overrides.has_torch_function` knows from an ordinary one, which kernels of torch must leave alone."""
+    """A tensor that :func:`torch.overrides.has_torch_function` knows, so that torch's kernels leave it alone."""
 
 
 class SBMMultiheadAttention(nn.Module):
-    r"""Drop-in for :class:`torch.nn.MultiheadAttention` whose heads attend over sampled graphs, or over one that is given.
+    r"""Drop-in for :class:`torch.nn.MultiheadAttention` whose heads attend over sampled graphs, or over one that is
+    given.
 
     .. math:: \operatorname{MultiHead}(Q, K, V) = \Big(\Big\Vert_h \operatorname{attention}_h(Q, K, V)\Big) W^\top + b
 
-    with the attention of :class:`SBMAttentionConv`: the softmax runs over the edges of each query alone. Padding is removed before and put
-    back after, so what it holds is of no account. Cost O(N E_q^2 + NKC + E (C + K)) on the N real tokens, whatever the padded length.
+    with the attention of :class:`SBMAttentionConv`: the softmax runs over the edges of each query alone. Padding is
+    removed before and put back after, so what it holds is of no account. Cost O(N E_q^2 + NKC + E (C + K)) on the N
+    real tokens, whatever the padded length.
 
     Args:
         embed_dim: Channels of queries and of the output, a multiple of ``num_heads``.
@@ -47,16 +49,18 @@ class SBMMultiheadAttention(nn.Module):
         batch_first: Batched tensors are ``[B, L, channels]``; otherwise ``[L, B, channels]``, as in torch.
         device: Of the parameters.
         dtype: Of the parameters.
-        num_blocks: Number of blocks K of each head's SBM. None: no SBM; attention is dense unless the call brings a graph.
-        **options: Of :class:`SBMAttentionConv`: ``estimator``, ``exploration``, ``budget``, ``window``, ``normalizer``, ``score_bias``...
+        num_blocks: Number of blocks K of each head's SBM. None: no SBM; attention is dense unless the call brings a
+            graph.
+        **options: Of :class:`SBMAttentionConv`: ``estimator``, ``exploration``, ``budget``, ``window``, ``normalizer``,
+            ``score_bias``...
 
     Raises:
         TypeError: A size is no integer, a switch no bool, or ``dtype`` not floating.
         ValueError: ``embed_dim`` is no multiple of ``num_heads``, an argument is out of range or not supported.
 
     Shapes:
-        - query ``[B, L, embed_dim]``, key ``[B, S, kdim]``, value ``[B, S, vdim]`` with ``batch_first``, ``[L, B, ...]`` without, or
-          ``[L, ...]`` for one sequence; or nested, ``[B, *, ...]`` always. Output as the query.
+        - query ``[B, L, embed_dim]``, key ``[B, S, kdim]``, value ``[B, S, vdim]`` with ``batch_first``, ``[L, B,
+          ...]`` without, or ``[L, ...]`` for one sequence; or nested, ``[B, *, ...]`` always. Output as the query.
 
     Example:
         >>> attention = SBMMultiheadAttention(32, num_heads=4, batch_first=True, num_blocks=8)
@@ -65,15 +69,23 @@ class SBMMultiheadAttention(nn.Module):
         >>> out.shape, weights.shape, weights.is_sparse
         (torch.Size([2, 10, 32]), torch.Size([2, 10, 10]), True)
 
-    Reference: Vaswani et al., "Attention Is All You Need", NeurIPS 2017; Cho et al., "Transformers meet Stochastic Block Models", NeurIPS
-    2022. Unlike torch's layer: padded queries of self-attention give zeros, weights are returned before dropout, masks forbid or allow
+    Reference: Vaswani et al., "Attention Is All You Need", NeurIPS 2017; Cho et al., "Transformers meet Stochastic
+    Block Models", NeurIPS
+    2022. Unlike torch's layer: padded queries of self-attention give zeros, weights are returned before dropout, masks
+        forbid or allow
     and do not add, and a query without keys gives the bias of the output projection instead of NaN.
     """
 
     in_proj_bias = None
-    """Always None. :class:`torch.nn.TransformerEncoderLayer` looks here before it bypasses a layer with a fused kernel of its own."""
+    """Always None.
+
+    :class:`torch.nn.TransformerEncoderLayer` looks here before it bypasses a layer with a fused kernel of its own.
+    """
     _qkv_same_embed_dim = False
-    """Always False. :class:`torch.nn.TransformerEncoder` looks here, when it is made, before it plans for nested tensors."""
+    """Always False.
+
+    :class:`torch.nn.TransformerEncoder` looks here, when it is made, before it plans for nested tensors.
+    """
 
     def __init__(
         self,
@@ -107,12 +119,14 @@ class SBMMultiheadAttention(nn.Module):
             checks.device(device)
         if embed_dim % num_heads:
             raise ValueError(
-                f"Expected 'embed_dim' to be a multiple of 'num_heads' (got {embed_dim} and {num_heads}). Each head takes embed_dim / num_heads channels."
+                f"Expected 'embed_dim' to be a multiple of 'num_heads' (got {embed_dim} and {num_heads}). Each head "
+                "takes embed_dim / num_heads channels."
             )
         for name, value in (("add_bias_kv", add_bias_kv), ("add_zero_attn", add_zero_attn)):
             if value:
                 raise ValueError(
-                    f"Expected '{name}' to be False (got {value}). Append a token of your own to keys and values instead."
+                    f"Expected '{name}' to be False (got {value}). Append a token of your own to keys and values "
+                    "instead."
                 )
         if not options.pop("concat", True):
             raise ValueError("Expected no 'concat' (got False). The output projection takes the heads side by side.")
@@ -144,7 +158,8 @@ class SBMMultiheadAttention(nn.Module):
         """
         if not isinstance(attention, nn.MultiheadAttention):
             raise TypeError(
-                f"Expected 'attention' to be a torch.nn.MultiheadAttention (got {type(attention).__name__}). Pass the layer itself."
+                f"Expected 'attention' to be a torch.nn.MultiheadAttention (got {type(attention).__name__}). Pass the "
+                "layer itself."
             )
         weight = attention.out_proj.weight
         made = cls(
@@ -193,7 +208,10 @@ class SBMMultiheadAttention(nn.Module):
 
     @property
     def in_proj_weight(self) -> Tensor:
-        """The query projection, of a class of its own: an encoder of torch that meets it leaves its fused kernels and nested tensors."""
+        """The query projection, of a class of its own.
+
+        An encoder of torch that meets it leaves its fused kernels and nested tensors.
+        """
         return self.conv.lin_query.weight.as_subclass(_Kept)
 
     def forward(
@@ -216,28 +234,33 @@ class SBMMultiheadAttention(nn.Module):
 
         Args:
             query: ``[B, L, embed_dim]``, ``[L, B, embed_dim]`` or, for one sequence, ``[L, embed_dim]``.
-            key: Likewise, S tokens of ``kdim`` channels. Self-attention, in which padding is removed from the queries too, is where this is
-                the same tensor as the query.
+            key: Likewise, S tokens of ``kdim`` channels. Self-attention, in which padding is removed from the queries
+                too, is where this is the same tensor as the query.
             value: Likewise, S tokens of ``vdim`` channels.
-            key_padding_mask: ``[B, S]`` (or ``[S]``): True, or minus infinity, at padded keys; False, or 0, at real ones.
+            key_padding_mask: ``[B, S]`` (or ``[S]``): True, or minus infinity, at padded keys; False, or 0, at real
+                ones.
             need_weights: Return the weights. Costs another O(E C).
-            attn_mask: ``[L, S]`` or ``[B*H, L, S]``: True, or minus infinity, where a query must not attend; False, or 0, elsewhere. Edges
-                there are removed from the graph after it was sampled.
+            attn_mask: ``[L, S]`` or ``[B*H, L, S]``: True, or minus infinity, where a query must not attend; False, or
+                0, elsewhere. Edges there are removed from the graph after it was sampled.
             average_attn_weights: Weights averaged over the heads, rather than one matrix per head.
-            is_causal: Without ``attn_mask``: no query attends to a later key. With it: torch's hint of what it holds, not used.
-            graph: The graph to attend over, in the numbering of the real tokens (see :func:`~sbm_pyg.unpad`), H heads or one.
+            is_causal: Without ``attn_mask``: no query attends to a later key. With it: torch's hint of what it holds,
+                not used.
+            graph: The graph to attend over, in the numbering of the real tokens (see :func:`~sbm_pyg.unpad`), H heads
+                or one.
             seed: Fixes the sampled graph and the dropout; from torch's default generator if None.
             sequence_ids: Number of each sequence's random stream, ``[B]``; see :func:`~sbm_pyg.sample_edges`.
             return_graph: Also return the :class:`AttentionGraph` over the real tokens.
 
         Returns:
-            The output, shaped as the query, and the weights before dropout or None: a sparse tensor ``[B, L, S]`` (``[B, H, L, S]`` without
-            averaging; no B for one sequence) that stores the edges; and the graph, if asked for.
+            The output, shaped as the query, and the weights before dropout or None: a sparse tensor ``[B, L, S]``
+            (``[B, H, L, S]`` without averaging; no B for one sequence) that stores the edges; and the graph, if asked
+            for.
 
         Raises:
-            TypeError: An argument is no tensor, no bool or no graph, tokens are not of the layer's dtype, or a mask is neither boolean nor floating.
-            ValueError: Shapes, devices or the graph do not fit, a mask holds other values, a sequence has no real token, or there are ``sequence_ids``
-                and nothing is sampled.
+            TypeError: An argument is no tensor, no bool or no graph, tokens are not of the layer's dtype, or a mask is
+                neither boolean nor floating.
+            ValueError: Shapes, devices or the graph do not fit, a mask holds other values, a sequence has no real
+                token, or there are ``sequence_ids`` and nothing is sampled.
         """
         _check_flags(
             need_weights=need_weights,
@@ -252,7 +275,8 @@ class SBMMultiheadAttention(nn.Module):
         )
         if sequence_ids is not None and (graph is not None or self.conv.source is None):
             raise ValueError(
-                "Expected no 'sequence_ids' where nothing is sampled (got a 'graph', or num_blocks=None). Leave them out."
+                "Expected no 'sequence_ids' where nothing is sampled (got a 'graph', or num_blocks=None). Leave them "
+                "out."
             )
         self_attention, batched, nested = query is key, query.dim() == 3, query.is_nested
         query, key, value, real_query, real_key = self._padded(query, key, value, key_padding_mask)
@@ -315,7 +339,8 @@ class SBMMultiheadAttention(nn.Module):
         for name, x in tokens.items():
             if x.dim() != dims or dims not in (2, 3):
                 raise ValueError(
-                    f"Expected '{name}' to have 3 dimensions, or 2 for one sequence, as the other tokens have (got {x.dim()}). "
+                    f"Expected '{name}' to have 3 dimensions, or 2 for one sequence, as the other tokens have (got "
+                    f"{x.dim()}). "
                     "See the docstring of SBMMultiheadAttention."
                 )
             same = x.dtype == like.dtype or not like.is_floating_point()  # quantized weights know better what they take
@@ -323,7 +348,8 @@ class SBMMultiheadAttention(nn.Module):
                 same = torch.float64 not in (x.dtype, like.dtype)
             if not same:
                 raise TypeError(
-                    f"Expected '{name}' to be {like.dtype}, as the layer is (got {x.dtype}). Convert one of them with `.to`."
+                    f"Expected '{name}' to be {like.dtype}, as the layer is (got {x.dtype}). Convert one of them with "
+                    "`.to`."
                 )
         if graph is None:
             return
@@ -336,7 +362,7 @@ class SBMMultiheadAttention(nn.Module):
     def _padded(
         self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-        """The three tensors as ``[B, length, channels]``, and which queries and keys are real, ``[B, length]``, or None where all are."""
+        """The three tensors as ``[B, length, channels]``, and masks of real queries and keys, or None where all are."""
         tensors = {"query": query, "key": key, "value": value}
         real: dict[str, Tensor | None] = dict.fromkeys(tensors)
         for name, x in tensors.items():
@@ -351,7 +377,8 @@ class SBMMultiheadAttention(nn.Module):
             fits = x.size(0) == batch and 0 not in x.shape[:2] and x.size(2) == channels
             if not fits or (name == "value" and x.shape[1:2] != keys):
                 raise ValueError(
-                    f"Expected '{name}' to be [B, length, {channels}] with a token or more in each of the B sequences of 'query', keys as many "
+                    f"Expected '{name}' to be [B, length, {channels}] with a token or more in each of the B sequences "
+                    "of 'query', keys as many "
                     f"as values (got {list(x.shape)} with batch_first). See the docstring of SBMMultiheadAttention."
                 )
         if key.is_nested != value.is_nested or (
@@ -367,7 +394,8 @@ class SBMMultiheadAttention(nn.Module):
                 key_padding_mask = key_padding_mask[None]
             if key_padding_mask.shape != (batch, *keys):
                 raise ValueError(
-                    f"Expected 'key_padding_mask' to be {[batch, *keys]} (got {list(key_padding_mask.shape)}). It is True at padded keys."
+                    f"Expected 'key_padding_mask' to be {[batch, *keys]} (got {list(key_padding_mask.shape)}). It is "
+                    "True at padded keys."
                 )
             real["key"] = ~_as_bool(key_padding_mask, "key_padding_mask")
         return tensors["query"], tensors["key"], tensors["value"], real["query"], real["key"]
@@ -381,13 +409,15 @@ class SBMMultiheadAttention(nn.Module):
             torch._check(graph.num_keys == keys)
         if graph.heads not in (1, self.num_heads):
             raise ValueError(
-                f"Expected 'graph' to have 1 or {self.num_heads} heads (got {graph.heads}). Take one with `graph.head(h)` first."
+                f"Expected 'graph' to have 1 or {self.num_heads} heads (got {graph.heads}). Take one with "
+                "`graph.head(h)` first."
             )
         if (graph.num_queries, graph.num_keys) != (total, keys) or not graph.same_offsets(
             frame.query.ptr, frame.key.ptr
         ):
             raise ValueError(
-                f"Expected 'graph' over the sequences of N = {total} real queries and M = {keys} real keys (got {graph}). "
+                f"Expected 'graph' over the sequences of N = {total} real queries and M = {keys} real keys (got "
+                f"{graph}). "
                 "Build it with the `ptr` that `sbm_pyg.unpad` gives."
             )
 
@@ -398,7 +428,8 @@ class SBMMultiheadAttention(nn.Module):
             return torch.ones(1, 1, length, keys, dtype=torch.bool, device=query.device).triu(1) if is_causal else None
         if attn_mask.shape not in ((length, keys), (batch * self.num_heads, length, keys)):
             raise ValueError(
-                f"Expected 'attn_mask' to be {[length, keys]} or {[batch * self.num_heads, length, keys]} (got {list(attn_mask.shape)}). It is True where a query must not attend."
+                f"Expected 'attn_mask' to be {[length, keys]} or {[batch * self.num_heads, length, keys]} (got "
+                f"{list(attn_mask.shape)}). It is True where a query must not attend."
             )
         return _as_bool(attn_mask, "attn_mask").view(
             *((1, 1) if attn_mask.dim() == 2 else (batch, self.num_heads)), length, keys
@@ -416,7 +447,8 @@ def _as_bool(mask: Tensor, name: str) -> Tensor:
         return mask
     if not mask.is_floating_point():
         raise TypeError(
-            f"Expected '{name}' to be boolean or floating (got {mask.dtype}). Convert it with `.bool()`, True = leave out."
+            f"Expected '{name}' to be boolean or floating (got {mask.dtype}). Convert it with `.bool()`, True = leave "
+            "out."
         )
     masked = mask == -torch.inf
     known = (masked | (mask == 0)).all()
@@ -424,7 +456,8 @@ def _as_bool(mask: Tensor, name: str) -> Tensor:
         torch._assert_async(known, f"Expected '{name}' to hold 0 and minus infinity alone.")
     elif not known:
         raise ValueError(
-            f"Expected '{name}' to hold 0 and minus infinity alone (got other values). Add to the scores of edges by the option `score_bias`."
+            f"Expected '{name}' to hold 0 and minus infinity alone (got other values). Add to the scores of edges by "
+            "the option `score_bias`."
         )
     return masked
 
@@ -433,13 +466,16 @@ def _from_nested(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
     """A nested tensor in padded form, ``[B, length, channels]``, and which of its tokens are real, ``[B, length]``."""
     if x.layout != torch.strided:
         raise ValueError(
-            f"Expected '{name}' to be padded, or nested as torch's encoders have it (got layout {x.layout}). Pad it with "
-            "`torch.nested.to_padded_tensor`, or give its `values()` and `offsets()` to SBMAttentionConv as tokens and `ptr`."
+            f"Expected '{name}' to be padded, or nested as torch's encoders have it (got layout {x.layout}). Pad it "
+            "with "
+            "`torch.nested.to_padded_tensor`, or give its `values()` and `offsets()` to SBMAttentionConv as tokens and "
+            "`ptr`."
         )
     lengths, channels = zip(*(part.shape for part in x.unbind()), strict=True)
     if min(lengths) < 1 or len({*channels}) > 1:
         raise ValueError(
-            f"Expected '{name}' to hold a token or more in each sequence, of equal channels (got lengths {lengths}, channels {channels}). "
+            f"Expected '{name}' to hold a token or more in each sequence, of equal channels (got lengths {lengths}, "
+            f"channels {channels}). "
             "Leave empty sequences out of the batch."
         )
     padded = torch.nested.to_padded_tensor(x, 0.0)
@@ -447,7 +483,10 @@ def _from_nested(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
 
 
 class _Side:
-    """Where the real tokens of the queries, or of the keys, lie in their padded form: by default all of them are real."""
+    """Where the real tokens of the queries, or of the keys, lie in their padded form.
+
+    By default all of them are real.
+    """
 
     def __init__(self, padded: Tensor, real: Tensor | None = None) -> None:
         batch, self.length = padded.shape[:2]
@@ -463,7 +502,8 @@ class _Side:
             )
         elif bool((lengths == 0).any()):
             raise ValueError(
-                "Expected 'key_padding_mask' to leave a real key in each sequence (got one that is all padding). Leave empty sequences out of the batch."
+                "Expected 'key_padding_mask' to leave a real key in each sequence (got one that is all padding). Leave "
+                "empty sequences out of the batch."
             )
         self.place, self.ptr = real.flatten().nonzero()[:, 0], offsets(lengths)  # [N], [B+1]
         self.total = self.place.numel()

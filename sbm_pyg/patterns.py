@@ -1,16 +1,17 @@
 """Fixed graphs of tokens: full, window, global, random, BigBird, and the three patterns of the universality proof.
 
-In: a number of tokens ``n``, or the offsets ``ptr`` of a ragged batch; then every sequence gets the pattern of its own length.
-Out: an :class:`~sbm_pyg.graph.AttentionGraph` whose queries and keys are the same tokens; the same as a source of a layer, and as transforms
-that give PyG ``Data`` its edges.
-Not here: graphs that depend on the tokens (``sampling``, ``sparsefinder``).
+In: a number of tokens ``n``, or the offsets ``ptr`` of a ragged batch; then every sequence gets the pattern of its own
+length. Out: an :class:`~sbm_pyg.graph.AttentionGraph` whose queries and keys are the same tokens; the same as a source
+of a layer, and as transforms that give PyG ``Data`` its edges. Not here: graphs that depend on the tokens
+(``sampling``, ``sparsefinder``).
 
-Patterns combine by union: ``window(n, 3) | global_tokens(n, 1)``. In all but :func:`random` and :func:`bigbird` a query attends to consecutive
-keys: they cost O(N + E) time and memory, E the edges of all heads, and sort nothing. None makes an ``n x n`` array, unless its graph is that dense.
-In every formula r is the position of a token in its sequence, counted from 0, and n the length of that sequence.
+Patterns combine by union: ``window(n, 3) | global_tokens(n, 1)``. In all but :func:`random` and :func:`bigbird` a query
+attends to consecutive keys: they cost O(N + E) time and memory, E the edges of all heads, and sort nothing. None makes
+an ``n x n`` array, unless its graph is that dense. In every formula r is the position of a token in its sequence,
+counted from 0, and n the length of that sequence.
 
-References: Beltagy, Peters, Cohan: Longformer, 2020. Zaheer et al.: Big Bird, 2020. Cho et al.: Transformers meet Stochastic Block Models, 2022.
-"""
+References: Beltagy, Peters, Cohan: Longformer, 2020. Zaheer et al.: Big Bird, 2020. Cho et al.: Transformers meet
+Stochastic Block Models, 2022."""
 
 from __future__ import annotations
 
@@ -32,8 +33,10 @@ from .ops.reference import RANDOM_KEY, philox
 from .ragged import check_tensor, draw_seed, readable, resolve_ptr, resolve_sequence_ids, stored_ptr
 
 __all__ = [
-    "BigBirdGraph", "BlockDiagonalGraph", "FullGraph", "GlobalGraph", "PatternSource", "RandomGraph", "RelayKeysGraph", "RelayQueriesGraph", "SelfLoopsGraph",
-    "WindowGraph", "bigbird", "block_diagonal", "full", "global_tokens", "random", "relay_keys", "relay_queries", "self_loops", "window",
+    "BigBirdGraph", "BlockDiagonalGraph", "FullGraph", "GlobalGraph", "PatternSource", "RandomGraph", "RelayKeysGraph",
+    "RelayQueriesGraph", "SelfLoopsGraph",
+    "WindowGraph", "bigbird", "block_diagonal", "full", "global_tokens", "random", "relay_keys", "relay_queries",
+    "self_loops", "window",
 ]  # fmt: skip
 
 Device = torch.device | str | None
@@ -52,8 +55,9 @@ def full(n: int | None, *, heads: int = 1, ptr: Tensor | None = None, device: De
         A graph with :math:`H \\sum_b n_b^2` edges.
 
     Raises:
-        TypeError, ValueError: An argument has the wrong type or range, ``ptr`` does not describe n tokens, or the memory that is available
-            does not hold the edges, which are counted before they are made; so in all functions here.
+        TypeError, ValueError: An argument has the wrong type or range, ``ptr`` does not describe n tokens, or the
+            memory that is available does not hold the edges, which are counted before they are made; so in all
+            functions here.
 
     Example:
         >>> full(3)
@@ -68,11 +72,12 @@ def window(
 ) -> AttentionGraph:
     """Each token attends to itself and to the tokens at most ``size`` positions away.
 
-    An edge where :math:`|r_i - r_j| \\le size`, or :math:`0 \\le r_i - r_j \\le size` where ``causal``. Tokens near an end have fewer keys.
-    Longformer (section 3.1) and BigBird give the window as w = ``2 * size``.
+    An edge where :math:`|r_i - r_j| \\le size`, or :math:`0 \\le r_i - r_j \\le size` where ``causal``. Tokens near an
+    end have fewer keys. Longformer (section 3.1) and BigBird give the window as w = ``2 * size``.
 
     Args:
-        size: Reach to each side, at least 0; ``2 * size + 1`` keys. A sequence of ``size + 1`` tokens or fewer gets its full graph.
+        size: Reach to each side, at least 0; ``2 * size + 1`` keys. A sequence of ``size + 1`` tokens or fewer gets its
+            full graph.
         causal: Leave out the keys after the query; ``window(n, n, causal=True)`` is the usual causal mask.
         n, heads, ptr, device: As in :func:`full`.
 
@@ -126,16 +131,19 @@ def random(
     ptr: Tensor | None = None,
     device: Device = None,
 ) -> AttentionGraph:
-    """Each token attends to a uniformly random set of ``num_keys_per_query`` distinct tokens of its sequence (BigBird, section 2).
+    """Each token attends to a uniformly random set of ``num_keys_per_query`` distinct tokens of its sequence (BigBird,
+    section 2).
 
-    All :math:`\\binom{n}{k}` sets of a query are equally likely, itself included among the keys; queries and heads draw independently.
-    Keys are drawn with replacement and drawn again only where they repeat one that the query has. That treats all keys
-    alike, so the final set is uniform; where k > n/2 the keys left out are drawn instead, so each draw is new with probability 1/2 at
-    least. Cost O(E log E) time, O(E) memory, expected. Probabilities of a draw are resolved to :math:`2^{-32}`; random words are those of
-    :func:`~sbm_pyg.sample_edges`: the keys of a sequence do not depend on the other sequences of the batch.
+    All :math:`\\binom{n}{k}` sets of a query are equally likely, itself included among the keys; queries and heads draw
+    independently. Keys are drawn with replacement and drawn again only where they repeat one that the query has. That
+    treats all keys alike, so the final set is uniform; where k > n/2 the keys left out are drawn instead, so each draw
+    is new with probability 1/2 at least. Cost O(E log E) time, O(E) memory, expected. Probabilities of a draw are
+    resolved to :math:`2^{-32}`; random words are those of :func:`~sbm_pyg.sample_edges`: the keys of a sequence do not
+    depend on the other sequences of the batch.
 
     Args:
-        num_keys_per_query: Number of keys k of each query, at least 0. A sequence with fewer tokens gets its full graph.
+        num_keys_per_query: Number of keys k of each query, at least 0. A sequence with fewer tokens gets its full
+            graph.
         seed: Integer of 64 bits that fixes the keys.
         generator: Where a seed is drawn from if ``seed`` is None; torch's default generator if both are None.
         sequence_ids: Number of the random stream of each sequence, ``[B]``; see :func:`~sbm_pyg.sample_edges`.
@@ -177,9 +185,10 @@ def bigbird(
 ) -> AttentionGraph:
     """The union of a window, global tokens and random keys, token by token.
 
-    ``window(n, size) | global_tokens(n, num_global) | random(n, num_random)``: a random key may be one that the window or the global
-    tokens hold already. This is the definition of BigBird's section 2 (internal transformer construction); its code works on blocks of tokens
-    and draws random blocks outside window and global ones. Cost: that of :func:`random`, plus O(E log E).
+    ``window(n, size) | global_tokens(n, num_global) | random(n, num_random)``: a random key may be one that the window
+    or the global tokens hold already. This is the definition of BigBird's section 2 (internal transformer
+    construction); its code works on blocks of tokens and draws random blocks outside window and global ones. Cost: that
+    of :func:`random`, plus O(E log E).
 
     Args:
         size: Reach of the window to each side, at least 0.
@@ -213,8 +222,9 @@ def block_diagonal(
 ) -> AttentionGraph:
     """Each token attends to the tokens of its block, itself among them: pattern 1 of Lemma 2 (Cho et al.).
 
-    An edge where :math:`\\lfloor r_i K/n \\rfloor = \\lfloor r_j K/n \\rfloor`: K blocks of consecutive tokens whose sizes differ by 1 at most.
-    As an SBM: Y = Z = onehot of the block, S = I. (Lemma 2 of Cho et al. counts tokens from 1, which makes K + 1 blocks.)
+    An edge where :math:`\\lfloor r_i K/n \\rfloor = \\lfloor r_j K/n \\rfloor`: K blocks of consecutive tokens whose
+    sizes differ by 1 at most. As an SBM: Y = Z = onehot of the block, S = I. (Lemma 2 of Cho et al. counts tokens from
+    1, which makes K + 1 blocks.)
 
     Args:
         num_blocks: Number of blocks K, at least 1. In a sequence with no more tokens each is a block of its own.
@@ -243,8 +253,8 @@ def relay_keys(
 ) -> AttentionGraph:
     """Every token attends to the last ``num_relays`` tokens of its sequence: pattern 2 of Lemma 2 (Cho et al.).
 
-    An edge where :math:`r_j \\ge n - K`. As an SBM: Y = 1, Z = the relays, S = 1. The proof adds self-loops, this function does not:
-    ``relay_keys(n, num_relays) | self_loops(n)``.
+    An edge where :math:`r_j \\ge n - K`. As an SBM: Y = 1, Z = the relays, S = 1. The proof adds self-loops, this
+    function does not: ``relay_keys(n, num_relays) | self_loops(n)``.
 
     Args:
         num_relays: Number of relays K, at least 1. A sequence with no more tokens gets its full graph.
@@ -265,10 +275,11 @@ def relay_keys(
 def relay_queries(
     n: int | None, num_relays: int, *, heads: int = 1, ptr: Tensor | None = None, device: Device = None
 ) -> AttentionGraph:
-    """The last ``num_relays`` tokens of a sequence attend to all of it, the others to none: pattern 3 of Lemma 2 (Cho et al.).
+    """The last ``num_relays`` tokens of a sequence attend to all of it, the others to none: pattern 3 of Lemma 2 (Cho
+    et al.).
 
-    An edge where :math:`r_i \\ge n - K`, the transpose of :func:`relay_keys`. The proof adds self-loops, this function does not:
-    ``relay_queries(n, num_relays) | self_loops(n)``.
+    An edge where :math:`r_i \\ge n - K`, the transpose of :func:`relay_keys`. The proof adds self-loops, this function
+    does not: ``relay_queries(n, num_relays) | self_loops(n)``.
 
     Args:
         num_relays: Number of relays K, at least 1. A sequence with no more tokens gets its full graph.
@@ -332,7 +343,8 @@ class _Tokens:
             n = int(ptr.flatten()[-1]) if ptr.numel() and ptr.dtype in checks.INTEGERS and not ptr.is_meta else 0
             if n < 1 and ptr.dim() == 1 and ptr.numel() > 1 and ptr.dtype in checks.INTEGERS:
                 raise ValueError(
-                    f"Expected 'ptr' to run from 0 to the number of tokens (got an end of {n}). Pass offsets of all sequences."
+                    f"Expected 'ptr' to run from 0 to the number of tokens (got an end of {n}). Pass offsets of all "
+                    "sequences."
                 )
         device = None if device is None else checks.device(device)
         place = (torch.get_default_device() if ptr is None else ptr.device) if device is None else device
@@ -379,7 +391,10 @@ def _ranges(first: Tensor, count: Tensor) -> Tensor:
 
 
 class _Draws:
-    """Random words for rows ``h * N + i``: functions of the seed, the stream of the sequence, the head and the token's place in its sequence."""
+    """Random words for rows ``h * N + i``.
+
+    Functions of the seed, the stream of the sequence, the head and the token's place in its sequence.
+    """
 
     def __init__(self, tokens: _Tokens, sequence_ids: Tensor | None, seed: int) -> None:
         stream = resolve_sequence_ids(sequence_ids, tokens.ptr.numel() - 1, tokens.ptr.device)
@@ -405,7 +420,7 @@ class _Draws:
 
 
 def _distinct(count: Tensor, size: Tensor, draws: _Draws) -> Tensor:
-    """For each i a uniform set of ``count[i]`` numbers in ``0..size[i]-1``, ascending, one after the other, ``[sum(count)]``."""
+    """For each i a uniform set of ``count[i]`` numbers in ``0..size[i]-1``, ascending; joined, ``[sum(count)]``."""
     stride, rows = int(size.max()), draws.row
     leave = 2 * count > size  # there the numbers left out are drawn
     wanted = torch.where(leave, size - count, count)
@@ -440,8 +455,8 @@ class PatternSource(GraphSource):
     """Chooses the same pattern whatever the tokens hold, made anew for the offsets of each batch.
 
     Args:
-        pattern: A function of this module, or one that takes ``(None, ptr=ptr, **options)`` likewise. It is given ``seed``
-            and ``sequence_ids`` where it has arguments of these names.
+        pattern: A function of this module, or one that takes ``(None, ptr=ptr, **options)`` likewise. It is given
+            ``seed`` and ``sequence_ids`` where it has arguments of these names.
         **options: Its other arguments, e.g. ``size=64``.
 
     Raises:
@@ -502,10 +517,10 @@ class PatternSource(GraphSource):
 class _PatternTransform(BaseTransform):
     """Gives ``Data`` the edges of a pattern over its nodes; its fields are the arguments of ``pattern``.
 
-    The sequences are those of ``ptr``, else of ``batch``, else all nodes are one sequence. Sets ``edge_index`` and, with several heads,
-    ``edge_type`` (the head), in place of the former edges with their ``edge_attr``, ``edge_weight``, ``edge_type``, ``adj`` and ``adj_t``.
-    Edges come sequence by sequence, so a ``Batch`` still separates by ``to_data_list()``.
-    """
+    The sequences are those of ``ptr``, else of ``batch``, else all nodes are one sequence. Sets ``edge_index`` and,
+    with several heads, ``edge_type`` (the head), in place of the former edges with their ``edge_attr``,
+    ``edge_weight``, ``edge_type``, ``adj`` and ``adj_t``. Edges come sequence by sequence, so a ``Batch`` still
+    separates by ``to_data_list()``."""
 
     pattern: ClassVar[Callable[..., AttentionGraph]]
     heads: int = 1

@@ -1,11 +1,11 @@
 """Models in folders: weights that are checked, a config that rebuilds the model, and a card that says what it is.
 
-In: a model. Out: a folder of three files, and the same model again. Not here: optimisers, steps and anything else that a training run needs
-to go on (``examples/lra.py`` has checkpoints for that).
+In: a model. Out: a folder of three files, and the same model again. Not here: optimisers, steps and anything else that
+a training run needs to go on (``examples/lra.py`` has checkpoints for that).
 
-The folder holds ``model.safetensors`` (the state dict), ``config.json`` (library version, class, constructor options, hashes, what was
-measured) and ``README.md`` (the card). Nothing in it is code and nothing is pickled, so a folder of unknown origin can be opened.
-"""
+The folder holds ``model.safetensors`` (the state dict), ``config.json`` (library version, class, constructor options,
+hashes, what was measured) and ``README.md`` (the card). Nothing in it is code and nothing is pickled, so a folder of
+unknown origin can be opened."""
 
 from __future__ import annotations
 
@@ -53,7 +53,10 @@ class Pretrained(nn.Module):
     """
 
     def constructor_options(self) -> dict[str, Any]:
-        """Keyword arguments that make a module of this shape: numbers, strings, lists, dicts and other :class:`Pretrained` modules."""
+        """Keyword arguments that make a module of this shape.
+
+        Numbers, strings, lists, dicts and other :class:`Pretrained` modules.
+        """
         raise NotImplementedError(f"{type(self).__name__} must say how it was made. Define `constructor_options`.")
 
     def save_pretrained(
@@ -66,19 +69,22 @@ class Pretrained(nn.Module):
     ) -> None:
         """Write the model into a folder, whole or not at all.
 
-        The files are written beside the folder and then take its place; if that fails, what was there stays. Saving again into
-        the folder of a saved model replaces it, the card included. Cost: one pass over the weights to write and one to hash them.
+        The files are written beside the folder and then take its place; if that fails, what was there stays. Saving
+        again into the folder of a saved model replaces it, the card included. Cost: one pass over the weights to write
+        and one to hash them.
 
         Args:
             folder: A new or empty folder, or one that holds a saved model and nothing else.
             task: What the model was trained on, and how its inputs were made.
             metric: What it reached, by name: finite numbers, of Python, numpy or torch.
-            density: Share of the pairs that its graphs hold: one number, or one per layer and head ``[L, H]``, in [0, 1].
+            density: Share of the pairs that its graphs hold: one number, or one per layer and head ``[L, H]``, in [0,
+                1].
 
         Raises:
-            TypeError: A constructor option is not plain data, such as an attention factory, or a metric is not a number.
-            ValueError: The folder holds something else, a density is out of range, a metric is not finite, an option is NaN, or weights
-                are NaN, infinite or not there yet (lazy or on the device ``meta``).
+            TypeError: A constructor option is not plain data, such as an attention factory, or a metric is not a
+                number.
+            ValueError: The folder holds something else, a density is out of range, a metric is not finite, an option is
+                NaN, or weights are NaN, infinite or not there yet (lazy or on the device ``meta``).
         """
         from safetensors.torch import save_file
 
@@ -111,17 +117,18 @@ class Pretrained(nn.Module):
     def from_pretrained(cls, folder: str | os.PathLike[str], *, device: torch.device | str = "cpu") -> Self:
         """Read a model from a folder, in evaluation mode, with the dtypes that it was saved with.
 
-        ``Pretrained.from_pretrained`` reads a model of any known class; a class reads itself and its subclasses. The state of
-        torch's random generators is left as it is. Weights lie in memory of torch's own, where on the CPU they start at a multiple of 64
-        bytes as those of the saved model did: products of matrices are rounded alike. Memory: the model, and one of its weights.
+        ``Pretrained.from_pretrained`` reads a model of any known class; a class reads itself and its subclasses. The
+        state of torch's random generators is left as it is. Weights lie in memory of torch's own, where on the CPU they
+        start at a multiple of 64 bytes as those of the saved model did: products of matrices are rounded alike. Memory:
+        the model, and one of its weights.
 
         Args:
             folder: What :meth:`save_pretrained` wrote.
             device: Where the weights go.
 
         Raises:
-            ValueError: A file is missing or has changed, the library is too old for it, the class is unknown or another one, options or
-                weights do not fit the class, or weights are NaN or infinite.
+            ValueError: A file is missing or has changed, the library is too old for it, the class is unknown or another
+                one, options or weights do not fit the class, or weights are NaN or infinite.
         """
 
         source, device = _path(folder), checks.device(device)
@@ -134,14 +141,16 @@ class Pretrained(nn.Module):
         wanted, found = config["sha256"].get(WEIGHTS), _sha256(weights)
         if wanted != found:
             raise ValueError(
-                f"Expected '{weights}' to have the SHA-256 {short(wanted)} of {CONFIG} (got {short(found)}). The file has changed: copy it again."
+                f"Expected '{weights}' to have the SHA-256 {short(wanted)} of {CONFIG} (got {short(found)}). The file "
+                "has changed: copy it again."
             )
         with torch.random.fork_rng(devices=[]):
             try:
                 model = _build(config, cls, source / CONFIG)
             except RecursionError:
                 raise ValueError(
-                    f"Expected 'options' in '{source / CONFIG}' to be nested less deeply (got too many levels). {RESTORE}"
+                    f"Expected 'options' in '{source / CONFIG}' to be nested less deeply (got too many levels). "
+                    f"{RESTORE}"
                 ) from None
         _load(model, weights, device)
         return model.to(device).eval()
@@ -161,7 +170,8 @@ def _plain(value: Any, where: str) -> Any:
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         if value.keys() & {"class", "options"}:
             raise ValueError(
-                f"Expected '{where}' to have no key 'class' or 'options' (got {[*value]}). They tell a model: rename the key."
+                f"Expected '{where}' to have no key 'class' or 'options' (got {[*value]}). They tell a model: rename "
+                "the key."
             )
         return {key: _plain(entry, f"{where}.{key}") for key, entry in value.items()}
     if isinstance(value, list | tuple):
@@ -175,12 +185,16 @@ def _plain(value: Any, where: str) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise TypeError(
-        f"Expected '{where}' to be plain data (got {value!r}). A config holds no code: name the attention, or save `model.state_dict()` and keep the code that made the model."
+        f"Expected '{where}' to be plain data (got {value!r}). A config holds no code: name the attention, or save "
+        "`model.state_dict()` and keep the code that made the model."
     )
 
 
 def _build(description: Mapping[str, Any], base: type[Any], path: Path, where: str = "") -> Any:
-    """The module that a description asks for, a ``base`` or a subclass of it; ``where`` is the way to it in the file."""
+    """The module that a description asks for, a ``base`` or a subclass of it.
+
+    ``where`` is the way to it in the file.
+    """
     known = {cls.__name__: cls for cls in _subclasses(base)}
     name, options = description.get("class"), description.get("options")
     if not isinstance(name, str) or name not in known:
@@ -201,7 +215,8 @@ def _build(description: Mapping[str, Any], base: type[Any], path: Path, where: s
         return known[name](**parts)
     except Exception as error:  # a class may say in any way that it was not made for these
         raise ValueError(
-            f"Expected '{where}' in '{path}' to fit {name} (got {type(error).__name__}: {error}). Restore the options it was saved with."
+            f"Expected '{where}' in '{path}' to fit {name} (got {type(error).__name__}: {error}). Restore the options "
+            "it was saved with."
         ) from error
 
 
@@ -210,7 +225,8 @@ def _revive(value: Any, path: Path, where: str) -> Any:
     if isinstance(value, dict) and value.keys() & {"class", "options"}:
         if value.keys() != {"class", "options"}:
             raise ValueError(
-                f"Expected '{where}' in '{path}' to have the keys 'class' and 'options' (got {short([*value])}). {RESTORE}"
+                f"Expected '{where}' in '{path}' to have the keys 'class' and 'options' (got {short([*value])}). "
+                f"{RESTORE}"
             )
         return _build(value, Pretrained, path, f"{where}.")
     if isinstance(value, dict):
@@ -255,7 +271,10 @@ def _weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _load(model: nn.Module, path: Path, device: torch.device) -> None:
-    """Put weights in the place of those that a model was made with, one after the other; what is one parameter stays one."""
+    """Put weights in the place of those that a model was made with, one after the other.
+
+    What is one parameter stays one.
+    """
     from safetensors import SafetensorError, safe_open
 
     mine, state = model.state_dict(keep_vars=True), {}
@@ -279,7 +298,8 @@ def _load(model: nn.Module, path: Path, device: torch.device) -> None:
         model.load_state_dict(state, assign=True)
     except RuntimeError as error:
         raise ValueError(
-            f"Expected '{path.with_name(CONFIG)}' to fit the weights beside it (got {error}). Restore the options it was saved with."
+            f"Expected '{path.with_name(CONFIG)}' to fit the weights beside it (got {error}). Restore the options it "
+            "was saved with."
         ) from error
     for name, tensor in model.state_dict(keep_vars=True).items():
         _check_numbers(
@@ -326,7 +346,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise ValueError(f"Expected '{path}' to be JSON (got {error}). {RESTORE}") from error
     if not isinstance(config, dict) or config.get("library") != LIBRARY or not isinstance(config.get("sha256"), dict):
         raise ValueError(
-            f"Expected '{path}' to be the config of a model of {LIBRARY} (got another one). Give the folder that `save_pretrained` wrote."
+            f"Expected '{path}' to be the config of a model of {LIBRARY} (got another one). Give the folder that "
+            "`save_pretrained` wrote."
         )
     version = config.get("version")
     if not isinstance(version, str) or not _release(version):
@@ -335,7 +356,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
         )
     if _release(version) > _release(__version__):
         raise ValueError(
-            f"Expected 'version' in '{path}' to be at most {__version__} (got {version}). Upgrade with `pip install -U {LIBRARY}`."
+            f"Expected 'version' in '{path}' to be at most {__version__} (got {version}). Upgrade with `pip install -U "
+            f"{LIBRARY}`."
         )
     return config
 
@@ -373,7 +395,9 @@ def _check_target(folder: Path) -> None:
             ours = False
     if not ours:
         raise ValueError(
-            f"Expected 'folder' to be new, empty or a saved model (got '{folder}', which holds {', '.join(content[:3])}{' and more' if len(content) > 3 else ''}). Saving replaces the whole folder: choose another one."
+            f"Expected 'folder' to be new, empty or a saved model (got '{folder}', which holds "
+            f"{', '.join(content[:3])}{' and more' if len(content) > 3 else ''}). Saving replaces the whole folder: "
+            "choose another one."
         )
 
 
@@ -402,11 +426,13 @@ def _check_density(density: float | Sequence[Sequence[float]] | Tensor | None) -
         table = torch.as_tensor(density, dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(
-            f"Expected 'density' to be a number or [L, H] (got {density!r}). Average over sequences: `trace.density.mean(1)`."
+            f"Expected 'density' to be a number or [L, H] (got {density!r}). Average over sequences: "
+            "`trace.density.mean(1)`."
         ) from None
     if table.dim() not in (0, 2) or table.numel() == 0 or not bool(((table >= 0) & (table <= 1)).all()):
         raise ValueError(
-            f"Expected 'density' to be a number or [L, H] in [0, 1] (got {density}). Average over sequences: `trace.density.mean(1)`."
+            f"Expected 'density' to be a number or [L, H] in [0, 1] (got {density}). Average over sequences: "
+            "`trace.density.mean(1)`."
         )
     return table.tolist()
 

@@ -1,9 +1,8 @@
 """Attention over the edges of a graph as message passing: one fused op, and its meaning edge by edge.
 
-In: queries, keys and values of all heads, and a graph. Out: tokens and, edge by edge, the weights. The edge by edge path runs
-where somebody looks at it: hooks and explainers of PyG, and normalisers other than softmax. Not here: projections, and where
-the graph comes from (``attention``).
-"""
+In: queries, keys and values of all heads, and a graph. Out: tokens and, edge by edge, the weights. The edge by edge
+path runs where somebody looks at it: hooks and explainers of PyG, and normalisers other than softmax. Not here:
+projections, and where the graph comes from (``attention``)."""
 
 from __future__ import annotations
 
@@ -104,7 +103,7 @@ class EdgeAttention(MessagePassing):
         sequence_ids: Any,
         returns: Any,
     ) -> None:
-        """Refuse projections of other shapes, arguments that do not go together, and edges that an explainer does not know."""
+        """Refuse other shapes, arguments that do not go together, and edges that an explainer does not know."""
         checks.tensors(query=query, key=key, value=value)
         checks.shape("query", query, (self.heads, None, self.out_channels), "[H, N, C]", "Heads come first.")
         checks.shape("key", key, (self.heads, None, self.out_channels), "[H, M, C]", "Heads come first.")
@@ -116,7 +115,8 @@ class EdgeAttention(MessagePassing):
             raise TypeError(f"Expected 'returns' to be a Returns (got {type(returns).__name__}). See the docstring.")
         if edge_filter is not None and not callable(edge_filter):
             raise TypeError(
-                f"Expected 'edge_filter' to be a callable graph -> [E] (got {type(edge_filter).__name__}). Wrap a mask in a function."
+                f"Expected 'edge_filter' to be a callable graph -> [E] (got {type(edge_filter).__name__}). Wrap a mask "
+                "in a function."
             )
         if edge_head is not None and not isinstance(edge_index, Tensor):
             raise ValueError(
@@ -125,13 +125,15 @@ class EdgeAttention(MessagePassing):
             )
         if sequence_ids is not None and edge_index is not None:
             raise ValueError(
-                "Expected no 'sequence_ids' with a given 'edge_index' (got both). They number what a source draws, and none draws."
+                "Expected no 'sequence_ids' with a given 'edge_index' (got both). They number what a source draws, and "
+                "none draws."
             )
         if self._explained and not (isinstance(edge_index, Tensor) and edge_index.layout == torch.strided):
             got = "None, so the source would choose its own" if edge_index is None else type(edge_index).__name__
             raise ValueError(
                 f"Expected 'edge_index' to be [2, E], the edges to explain (got {got}). Sample first, "
-                "`graph = conv(x, return_graph=True)[1]`, and explain over `graph.edge_index` with `edge_head=graph.edge_head`; "
+                "`graph = conv(x, return_graph=True)[1]`, and explain over `graph.edge_index` with "
+                "`edge_head=graph.edge_head`; "
                 "or leave the layer out with `conv.explain = False`."
             )
 
@@ -198,14 +200,14 @@ class EdgeAttention(MessagePassing):
     ) -> tuple[Tensor, Tensor]:
         """PyG's own propagation: the output ``[N, H, C']``, and the weights ``[E, H or 1]``.
 
-        An explainer is to see the edges of the caller in their order, where the graph has them at ``place``. Where all heads
-        share them, it sees the caller's own ``edge_index``: then heads are channels. Else each head has its own edges, and so
-        its own nodes.
-        """
+        An explainer is to see the edges of the caller in their order, where the graph has them at ``place``. Where all
+        heads share them, it sees the caller's own ``edge_index``: then heads are channels. Else each head has its own
+        edges, and so its own nodes."""
         distinct = graph.num_edges if edge_index is None else graph.num_edges // self.heads
         if place is not None and place.numel() != distinct:
             raise ValueError(
-                f"Expected 'edge_index' without repeated edges to be explained (got {place.numel()} edges, {distinct} distinct). "
+                f"Expected 'edge_index' without repeated edges to be explained (got {place.numel()} edges, {distinct} "
+                "distinct). "
                 "Call `torch_geometric.utils.coalesce` first."
             )
         query, key, value, gate, bias = parts
@@ -256,7 +258,10 @@ class EdgeAttention(MessagePassing):
         dropout: float,
         seed: int,
     ) -> Tensor:
-        """The fused path: one op over compressed rows; the same contract as :meth:`message` and a sum. Returns ``[N, H, C]``."""
+        """The fused path: one op over compressed rows; the same contract as :meth:`message` and a sum.
+
+        Returns ``[N, H, C]``.
+        """
         out, _ = ops.edge_attention(
             query,
             key,
@@ -328,13 +333,15 @@ def check_tokens(tokens: Any, lin: torch.nn.Module) -> None:
     checks.dense("x", tokens)
     if tokens.dim() != 2:
         raise ValueError(
-            f"Expected 'x' to be [N, C_in] (got {list(tokens.shape)}). Batches are ragged: `sbm_pyg.unpad` takes padding out and "
+            f"Expected 'x' to be [N, C_in] (got {list(tokens.shape)}). Batches are ragged: `sbm_pyg.unpad` takes "
+            "padding out and "
             "gives 'ptr', and SBMMultiheadAttention takes padded tokens."
         )
     width, weight = getattr(lin, "in_channels", -1), getattr(lin, "weight", None)
     if not torch.compiler.is_compiling() and width not in (-1, tokens.size(1)):
         raise ValueError(
-            f"Expected 'x' to be [N, {width}], as 'in_channels' says (got {list(tokens.shape)}). A pair is (keys, queries), as in PyG."
+            f"Expected 'x' to be [N, {width}], as 'in_channels' says (got {list(tokens.shape)}). A pair is (keys, "
+            "queries), as in PyG."
         )
     if not tokens.is_floating_point():
         raise TypeError(f"Expected 'x' to be floating point (got {tokens.dtype}). Embed token numbers first.")

@@ -1,8 +1,7 @@
 """What a batch is: where each sequence begins, which seed it draws from, and translation to and from padded tensors.
 
-In and out: tokens of all sequences one after the other, ``[N, ...]``, with offsets ``ptr`` [B+1]; or ``[B, L, ...]`` with
-a mask. Not here: anything that knows what a token is.
-"""
+In and out: tokens of all sequences one after the other, ``[N, ...]``, with offsets ``ptr`` [B+1]; or ``[B, L, ...]``
+with a mask. Not here: anything that knows what a token is."""
 
 from __future__ import annotations
 
@@ -33,8 +32,8 @@ __all__ = [
 
 
 def readable(x: Tensor) -> bool:
-    """Whether checks may look at values: not in code that is being compiled, nor where there are none (meta and fake tensors, all tensors
-    where new ones are fake, and those that stand for many, in ``vmap``)."""
+    """Whether checks may look at values: not in code that is being compiled, nor where there are none (meta and fake
+    tensors, all tensors where new ones are fake, and those that stand for many, in ``vmap``)."""
     return not (torch.compiler.is_compiling() or x.is_meta or is_fake(x) or detect_fake_mode() or _batched(x))
 
 
@@ -87,8 +86,8 @@ def resolve_ptr(
         ptr: Offsets, ``[B+1]`` int64, from 0 to N, strictly increasing; or None.
         batch: Sequence number of each token, ``[N]`` int64, sorted, without gaps; or None.
         name: What to call ``ptr`` in messages.
-        device: Where the offsets go, that of the tokens; None leaves them where they are. (PyG's batches have theirs on the CPU unless their
-            features are on CUDA.)
+        device: Where the offsets go, that of the tokens; None leaves them where they are. (PyG's batches have theirs on
+            the CPU unless their features are on CUDA.)
 
     Returns:
         Offsets, ``[B+1]`` int64.
@@ -108,14 +107,16 @@ def resolve_ptr(
         check_present(batch, "batch")
         if batch.dim() != 1 or batch.numel() != total:
             raise ValueError(
-                f"Expected 'batch' to be [{total}], one sequence number per token (got {list(batch.shape)}). Pass the `batch` vector of the same tokens."
+                f"Expected 'batch' to be [{total}], one sequence number per token (got {list(batch.shape)}). Pass the "
+                "`batch` vector of the same tokens."
             )
         if batch.dtype not in (torch.int64, torch.int32):
             raise TypeError(f"Expected 'batch' to be int64 (got {batch.dtype}). Convert it with `.long()`.")
         step = batch.diff()
         if total and (int(batch[0]) != 0 or bool(((step < 0) | (step > 1)).any())):
             raise ValueError(
-                "Expected 'batch' to be sorted, from 0 and without gaps (got another order). Number the sequences as `torch_geometric.data.Batch` does."
+                "Expected 'batch' to be sorted, from 0 and without gaps (got another order). Number the sequences as "
+                "`torch_geometric.data.Batch` does."
             )
         ptr = offsets(torch.bincount(batch)) if total else None
     if ptr is None:
@@ -126,7 +127,8 @@ def resolve_ptr(
         return torch.tensor([0, total], dtype=torch.int64, device=device)
     if ptr.dim() != 1 or ptr.numel() < 2:
         raise ValueError(
-            f"Expected '{name}' to be [B+1] with B >= 1 (got {list(ptr.shape)}). Pass the offsets of the sequences, from 0 to {total}."
+            f"Expected '{name}' to be [B+1] with B >= 1 (got {list(ptr.shape)}). Pass the offsets of the sequences, "
+            f"from 0 to {total}."
         )
     if ptr.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"Expected '{name}' to be int64 (got {ptr.dtype}). Convert it with `.long()`.")
@@ -168,7 +170,8 @@ def resolve_sides(
 
 
 def stored_ptr(store: Any, *, device: torch.device | None = None) -> Tensor | None:
-    """Offsets of the sequences of PyG ``Data``, or of one kind of nodes of ``HeteroData``: by its ``ptr``, else by its ``batch``.
+    """Offsets of the sequences of PyG ``Data``, or of one kind of nodes of ``HeteroData``: by its ``ptr``, else by its
+    ``batch``.
 
     Args:
         store: What carries ``num_nodes`` and perhaps ``ptr`` or ``batch``.
@@ -190,18 +193,21 @@ def _check_ptr_values(ptr: Tensor, total: int, name: str) -> None:
     ends = ptr.tolist()
     if ends[0] != 0 or ends[-1] != total:
         raise ValueError(
-            f"Expected '{name}' to run from 0 to {total}, the number of tokens (got {ends[0]} to {ends[-1]}). Use offsets, not lengths, of all sequences."
+            f"Expected '{name}' to run from 0 to {total}, the number of tokens (got {ends[0]} to {ends[-1]}). Use "
+            "offsets, not lengths, of all sequences."
         )
     for sequence, (start, end) in enumerate(pairwise(ends)):
         if end <= start:
             problem = "an empty sequence" if end == start else "a decrease"
             raise ValueError(
-                f"Expected '{name}' to be strictly increasing (got {problem} at sequence {sequence}). Leave empty sequences out of the batch."
+                f"Expected '{name}' to be strictly increasing (got {problem} at sequence {sequence}). Leave empty "
+                "sequences out of the batch."
             )
 
 
 def draw_seed(seed: int | None = None, generator: torch.Generator | None = None) -> int:
-    """The seed itself, an integer of 64 bits, or one drawn from the generator (torch's default one if None), in ``0 .. 2**63-1``.
+    """The seed itself, an integer of 64 bits, or one drawn from the generator (torch's default one if None), in ``0 ..
+    2**63-1``.
 
     Raises:
         TypeError: The seed is not an integer.
@@ -220,7 +226,8 @@ def draw_seed(seed: int | None = None, generator: torch.Generator | None = None)
 
 
 def resolve_sequence_ids(sequence_ids: Tensor | None, sequences: int, device: torch.device, bits: int = 32) -> Tensor:
-    """Number of each sequence, ``[B]`` int64, on a device: its position in the batch if None. Random words depend on it.
+    """Number of each sequence, ``[B]`` int64, on a device: its position in the batch if None. Random words depend on
+    it.
 
     Raises:
         ValueError: Shape or dtype do not fit, or a number is outside ``0 .. 2**bits-1``.
@@ -230,13 +237,15 @@ def resolve_sequence_ids(sequence_ids: Tensor | None, sequences: int, device: to
         return torch.arange(sequences, device=device)
     if sequence_ids.shape != (sequences,) or sequence_ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(
-            f"Expected 'sequence_ids' to be [{sequences}] int64 (got {list(sequence_ids.shape)} {sequence_ids.dtype}). It holds one number per sequence."
+            f"Expected 'sequence_ids' to be [{sequences}] int64 (got {list(sequence_ids.shape)} {sequence_ids.dtype}). "
+            "It holds one number per sequence."
         )
     if readable(sequence_ids):
         low, high = (int(bound) for bound in torch.aminmax(sequence_ids))
         if low < 0 or high >= 2**bits:
             raise ValueError(
-                f"Expected 'sequence_ids' in 0 .. 2**{bits}-1 (got {low} to {high}). Number sequences by their place in the data set."
+                f"Expected 'sequence_ids' in 0 .. 2**{bits}-1 (got {low} to {high}). Number sequences by their place "
+                "in the data set."
             )
     if device.type != "meta":
         check_present(sequence_ids, "sequence_ids")
@@ -290,12 +299,14 @@ def unpad(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     check_present(mask, "mask")
     if mask.dtype != torch.bool or mask.shape != x.shape[:2]:
         raise ValueError(
-            f"Expected 'mask' to be bool {list(x.shape[:2])}, as 'x' is [B, L, ...] (got {mask.dtype} {list(mask.shape)}). It is True where a token is real."
+            f"Expected 'mask' to be bool {list(x.shape[:2])}, as 'x' is [B, L, ...] (got {mask.dtype} "
+            f"{list(mask.shape)}). It is True where a token is real."
         )
     lengths = mask.sum(1)
     if lengths.numel() == 0 or bool((lengths == 0).any()):
         raise ValueError(
-            "Expected 'mask' to hold a real token in each row (got an empty sequence). Leave empty sequences out of the batch."
+            "Expected 'mask' to hold a real token in each row (got an empty sequence). Leave empty sequences out of "
+            "the batch."
         )
     return x[mask], offsets(lengths)
 

@@ -24,7 +24,7 @@ from .sbm import SBM, SBMHead, check_model, check_sbm
 __all__ = ["SBMGraph", "SBMSource", "sample_edges"]
 
 FAR = 2.0**60
-"""Products below this make what is lost below float32's normal range, from 2^-126 on, nothing next to the resolution of a probability, 2^-32."""
+"""Products below this are safe in float32: what is lost below 2^-126 is nothing next to 2^-32, the resolution of p."""
 
 
 def sample_edges(
@@ -43,51 +43,55 @@ def sample_edges(
     With :math:`p_{ij} = Y_i S Z_j^\top`, all pairs are independent and an edge has probability
 
     * ``"bernoulli"``: :math:`\min(1, p_{ij} + \delta)`, the expectation that the model promises;
-    * ``"fastrg"``: :math:`1 - e^{-(p_{ij} + \delta)}`, the law of the paper's Algorithm 1 with repeats counted once. It never exceeds
-      0.632 for :math:`p \le 1`, so it cannot reach full attention.
+    * ``"fastrg"``: :math:`1 - e^{-(p_{ij} + \delta)}`, the law of the paper's Algorithm 1 with repeats counted once. It
+      never exceeds 0.632 for :math:`p \le 1`, so it cannot reach full attention.
 
-    Each query takes the cheapest of three ways: keys at geometric gaps, as if all its probabilities were their bound, thinned to the exact
-    ones; Poisson proposals by block and key, where that bound is loose; or one coin per key where the row is dense anyway. Cost
-    O((N + M) K + E (K + log M)) for rows of small probabilities; a row whose bound :math:`\max_j p_{ij}` comes near 1 costs O(M K). Memory O((N + M) K + E). Probabilities are resolved to :math:`2^{-32}`.
+    Each query takes the cheapest of three ways: keys at geometric gaps, as if all its probabilities were their bound,
+    thinned to the exact ones; Poisson proposals by block and key, where that bound is loose; or one coin per key where
+    the row is dense anyway. Cost O((N + M) K + E (K + log M)) for rows of small probabilities; a row whose bound
+    :math:`\max_j p_{ij}` comes near 1 costs O(M K). Memory O((N + M) K + E). Probabilities are resolved to
+    :math:`2^{-32}`.
 
-    Random words come from a counter-based generator (Philox4x32-10) keyed by seed, sequence, head and query: the edges of a sequence do
-    not depend on the number of threads nor on the other sequences of the batch.
+    Random words come from a counter-based generator (Philox4x32-10) keyed by seed, sequence, head and query: the edges
+    of a sequence do not depend on the number of threads nor on the other sequences of the batch.
 
-    Memberships may have any size, as long as probabilities stay below :math:`2^{60}`: numbers beyond float32's normal range, and those near its
-    ends, are rescaled by powers of two in float64, which leaves :math:`p_{ij}` as it is. Where the expected edges do not fit into the memory
-    that is available, nothing is sampled.
+    Memberships may have any size, as long as probabilities stay below :math:`2^{60}`: numbers beyond float32's normal
+    range, and those near its ends, are rescaled by powers of two in float64, which leaves :math:`p_{ij}` as it is.
+    Where the expected edges do not fit into the memory that is available, nothing is sampled.
 
     Args:
         sbm: The model.
         method: ``"bernoulli"`` or ``"fastrg"``.
-        exploration: :math:`\delta` in [0, 1], added to every probability; training aid of the paper (0.01 there), for it puts a floor
-            under the density.
-        budget: Largest expected number of keys per query and head, without exploration; see :meth:`SBM.limit`. None: no limit.
+        exploration: :math:`\delta` in [0, 1], added to every probability; training aid of the paper (0.01 there), for
+            it puts a floor under the density.
+        budget: Largest expected number of keys per query and head, without exploration; see :meth:`SBM.limit`. None: no
+            limit.
         clamp: Cut probabilities above 1 at 1. By default they are an error (``"bernoulli"`` only).
         seed: Integer of 64 bits that fixes the edges.
         generator: Where a seed is drawn from if ``seed`` is None; torch's default generator if both are None.
-        sequence_ids: Number of each sequence, ``[B]`` int64 in ``0 .. 2**32-1``; its position in the batch if None. Random words
-            depend on it: give each sequence the number it has in its data set, and it keeps its edges wherever it stands.
+        sequence_ids: Number of each sequence, ``[B]`` int64 in ``0 .. 2**32-1``; its position in the batch if None.
+            Random words depend on it: give each sequence the number it has in its data set, and it keeps its edges
+            wherever it stands.
 
     Returns:
         A graph over the tokens of the model, on its device; ``col`` is int32.
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: An argument is out of range, a membership is negative or not finite, a probability exceeds 1, or memory does not hold the
-            edges that are to be expected.
+        ValueError: An argument is out of range, a membership is negative or not finite, a probability exceeds 1, or
+            memory does not hold the edges that are to be expected.
 
     Example:
         >>> sbm = SBM(torch.full((1, 1000, 1), 0.1), torch.ones(1, 1000, 1), torch.ones(1, 1, 1))
         >>> sample_edges(sbm, seed=0)
         AttentionGraph(1 sequence, 1 head, 1,000 queries, 1,000 keys, 1...,... edges, density 10.0%)
 
-    Reference: Rohe et al., "A note on quickly sampling a sparse matrix with low rank expectation", JMLR 2018 (fastRG); the thinning
-    that makes it exact is derived in docs/concepts.md.
-    """
+    Reference: Rohe et al., "A note on quickly sampling a sparse matrix with low rank expectation", JMLR 2018 (fastRG);
+    the thinning that makes it exact is derived in docs/concepts.md."""
     if method not in ops.METHODS:
         raise ValueError(
-            f"Expected 'method' to be one of {ops.METHODS} (got {method!r}). Use 'bernoulli' unless you compare with Algorithm 1."
+            f"Expected 'method' to be one of {ops.METHODS} (got {method!r}). Use 'bernoulli' unless you compare with "
+            "Algorithm 1."
         )
     check_model(sbm)
     ops.checks.number("exploration", exploration, "[0, 1]", "The paper has 0.01 in training and 0 in evaluation.")
@@ -194,7 +198,8 @@ def _widen(sbm: SBM, reach: float) -> SBM:
         }
         name = max(sizes, key=lambda name: sizes[name])
         raise ValueError(
-            f"Expected '{name}' of a size whose products float64 holds (got {sizes[name]:.4g}). Scale memberships and block matrix towards 1."
+            f"Expected '{name}' of a size whose products float64 holds (got {sizes[name]:.4g}). Scale memberships and "
+            "block matrix towards 1."
         )
     return SBM(
         sbm.query_membership.double(),
@@ -208,8 +213,8 @@ def _widen(sbm: SBM, reach: float) -> SBM:
 def _rescale(sbm: SBM) -> tuple[Tensor, Tensor]:
     """Rates and memberships of the keys of a float64 model, whose products are the same, in a range that kernels take.
 
-    For each head, sequence and block the largest membership of a key comes to lie in [1/2, 1), by a power of two that the rate gives back.
-    """
+    For each head, sequence and block the largest membership of a key comes to lie in [1/2, 1), by a power of two that
+    the rate gives back."""
     keys, queries = (
         torch.repeat_interleave(ptr.diff(), output_size=count)
         for ptr, count in ((sbm.key_ptr, sbm.num_keys), (sbm.query_ptr, sbm.num_queries))
@@ -221,13 +226,17 @@ def _rescale(sbm: SBM) -> tuple[Tensor, Tensor]:
     most = float(rate.max())
     if most > FAR:
         raise ValueError(
-            f"Expected 'sbm' with probabilities below 2**60, even where they are cut at 1 (got up to {most:.4g}). Scale its block matrix."
+            f"Expected 'sbm' with probabilities below 2**60, even where they are cut at 1 (got up to {most:.4g}). "
+            "Scale its block matrix."
         )
     return rate, sbm.key_membership / power[:, keys]
 
 
 def _check_memory(sbm: SBM, method: str, exploration: float) -> None:
-    """Refuse a model whose expected edges do not fit into memory. Looks at the model only where all pairs of all tokens would not."""
+    """Refuse a model whose expected edges do not fit into memory.
+
+    Looks at the model only where all pairs of all tokens would not.
+    """
     device = sbm.query_membership.device
     bytes_each = 9 if device.type == "cpu" else 20  # numbers of 4 bytes, in parts and joined; of 8 bytes in plain torch
     if ops.checks.fits(sbm.heads * sbm.num_queries * sbm.num_keys, bytes_each, device) or not readable(
@@ -249,25 +258,28 @@ def _check_memory(sbm: SBM, method: str, exploration: float) -> None:
 
 @functional_transform("sbm_graph")
 class SBMGraph(BaseTransform):
-    """Samples ``edge_index`` from the stochastic block model that a PyG data object carries (functional name: ``sbm_graph``).
+    """Samples ``edge_index`` from the stochastic block model that a PyG data object carries (functional name:
+    ``sbm_graph``).
 
-    Nodes carry ``query_membership`` and ``key_membership``, ``[N, H, K]`` or ``[N, K]``, and the data object ``block_matrix``,
-    ``[H, K, K]`` or ``[K, K]``; or, with ``head``, nodes carry features ``x`` ``[N, H*C]`` that serve as queries and as keys. In
-    ``HeteroData`` the targets of ``edge_type`` are the queries and its sources the keys. On a ``Batch``, each graph is a sequence. Edges
-    are written by :meth:`AttentionGraph.replace_edges`.
+    Nodes carry ``query_membership`` and ``key_membership``, ``[N, H, K]`` or ``[N, K]``, and the data object
+    ``block_matrix``, ``[H, K, K]`` or ``[K, K]``; or, with ``head``, nodes carry features ``x`` ``[N, H*C]`` that serve
+    as queries and as keys. In ``HeteroData`` the targets of ``edge_type`` are the queries and its sources the keys. On
+    a ``Batch``, each graph is a sequence. Edges are written by :meth:`AttentionGraph.replace_edges`.
 
     Args:
         head: Module from queries and keys to an SBM; None to read memberships.
         edge_type: ``(source, relation, target)`` to fill in ``HeteroData``.
-        method, exploration, budget, clamp, seed: As :func:`sample_edges`. With a seed, equal data get equal edges; without, torch's
-            default generator decides.
+        method, exploration, budget, clamp, seed: As :func:`sample_edges`. With a seed, equal data get equal edges;
+            without, torch's default generator decides.
 
     Raises:
         TypeError: An argument, or an attribute of the data object, has the wrong type.
-        ValueError: The data object lacks an attribute or a kind of nodes that is needed, or shapes do not fit each other, the nodes or the head.
+        ValueError: The data object lacks an attribute or a kind of nodes that is needed, or shapes do not fit each
+            other, the nodes or the head.
 
     Example:
-        >>> data = Data(query_membership=torch.ones(5, 1), key_membership=torch.ones(5, 1), block_matrix=torch.ones(1, 1))
+        >>> ones = torch.ones(5, 1)
+        >>> data = Data(query_membership=ones, key_membership=ones, block_matrix=ones[:1])
         >>> SBMGraph(seed=0)(data).num_edges
         25
     """
@@ -285,7 +297,8 @@ class SBMGraph(BaseTransform):
     ) -> None:
         if head is not None and not isinstance(head, torch.nn.Module):
             raise TypeError(
-                f"Expected 'head' to be a module such as SBMHead (got {type(head).__name__}). Memberships are read from the data."
+                f"Expected 'head' to be a module such as SBMHead (got {type(head).__name__}). Memberships are read "
+                "from the data."
             )
         if (
             not isinstance(edge_type, tuple | list)
@@ -293,7 +306,8 @@ class SBMGraph(BaseTransform):
             or not all(isinstance(name, str) for name in edge_type)
         ):
             raise TypeError(
-                f"Expected 'edge_type' to be (source, relation, target), three names (got {edge_type!r}). Leave it out for Data."
+                f"Expected 'edge_type' to be (source, relation, target), three names (got {edge_type!r}). Leave it out "
+                "for Data."
             )
         self.head, self.edge_type = head, cast(tuple[str, str, str], tuple(edge_type))
         self.method, self.exploration, self.budget, self.clamp, self.seed = method, exploration, budget, clamp, seed
@@ -301,12 +315,14 @@ class SBMGraph(BaseTransform):
     def forward(self, data: Data | HeteroData) -> Data | HeteroData:
         if not isinstance(data, Data | HeteroData):
             raise TypeError(
-                f"Expected 'data' to be Data or HeteroData (got {type(data).__name__}). Edges of an SBM come from `sample_edges`."
+                f"Expected 'data' to be Data or HeteroData (got {type(data).__name__}). Edges of an SBM come from "
+                "`sample_edges`."
             )
         hetero = isinstance(data, HeteroData)
         if hetero and not {self.edge_type[0], self.edge_type[2]} <= {*data.node_types}:
             raise ValueError(
-                f"Expected 'edge_type' to begin and end with a kind of nodes of the data, of {data.node_types} (got {self.edge_type}). "
+                f"Expected 'edge_type' to begin and end with a kind of nodes of the data, of {data.node_types} (got "
+                f"{self.edge_type}). "
                 "Pass `edge_type=(source, relation, target)`."
             )
         target, source = (data[self.edge_type[2]], data[self.edge_type[0]]) if hetero else (data, data)
@@ -317,7 +333,8 @@ class SBMGraph(BaseTransform):
             for x in features:
                 if x.size(1) != width:
                     raise ValueError(
-                        f"Expected 'x' to be [N, H*C] = [N, {width}], as the head has {heads} heads of {self.head.channels} channels (got "
+                        f"Expected 'x' to be [N, H*C] = [N, {width}], as the head has {heads} heads of "
+                        f"{self.head.channels} channels (got "
                         f"{list(x.shape)}). Project the features, or build another head."
                     )
             query, key = (x.unflatten(1, (heads, -1)).transpose(0, 1) for x in features)
@@ -326,7 +343,8 @@ class SBMGraph(BaseTransform):
         else:
             if isinstance(data, Batch):
                 raise ValueError(
-                    "Expected 'data' to be single graphs where memberships are read (got a Batch, whose block matrices are stacked). Apply SBMGraph before batching, as a `pre_transform` or `transform` of the dataset."
+                    "Expected 'data' to be single graphs where memberships are read (got a Batch, whose block matrices "
+                    "are stacked). Apply SBMGraph before batching, as a `pre_transform` or `transform` of the dataset."
                 )
             query = self._read(target, "query_membership", "memberships", (2, 3), "[N, K] or [N, H, K]")
             key = self._read(source, "key_membership", "memberships", (2, 3), "[N, K] or [N, H, K]")
@@ -345,7 +363,8 @@ class SBMGraph(BaseTransform):
         value = getattr(store, name, None)
         if value is None:
             raise ValueError(
-                f"Expected 'data' to carry '{name}' (got none). Add the {what} of the SBM, or pass 'head' and node features `x`."
+                f"Expected 'data' to carry '{name}' (got none). Add the {what} of the SBM, or pass 'head' and node "
+                "features `x`."
             )
         ops.checks.tensors(**{name: value})
         ops.checks.floating(**{name: value})
@@ -356,7 +375,8 @@ class SBMGraph(BaseTransform):
         )  # else PyG guesses, from edges
         if known and value.size(0) != store.num_nodes:
             raise ValueError(
-                f"Expected '{name}' to have a row for each of the {store.num_nodes} nodes (got {list(value.shape)}). Its edges join nodes by number."
+                f"Expected '{name}' to have a row for each of the {store.num_nodes} nodes (got {list(value.shape)}). "
+                "Its edges join nodes by number."
             )
         return value
 

@@ -1,8 +1,7 @@
 """The stochastic block model of attention: the record of its parameters, and the module that predicts them.
 
-In: queries and keys, or memberships and block matrices made by hand. Out: edge probabilities and expected numbers of edges, all
-differentiable. Not here: sampling (``sampling``) and what is done with the graph (``attention``).
-"""
+In: queries and keys, or memberships and block matrices made by hand. Out: edge probabilities and expected numbers of
+edges, all differentiable. Not here: sampling (``sampling``) and what is done with the graph (``attention``)."""
 
 from __future__ import annotations
 
@@ -29,18 +28,20 @@ PARAMETERIZATIONS = ("paper", "mixed", "assortative")
 class SBM(EdgeProbability):
     r"""A mixed-membership stochastic block model between queries and keys, for each head of each sequence.
 
-    The probability that query i attends to key j in head h is :math:`p_{ij} = Y_i S Z_j^\top`, inside a sequence; across sequences
-    it is 0. Nothing here costs more than O(NK + K^2) per head unless it says so.
+    The probability that query i attends to key j in head h is :math:`p_{ij} = Y_i S Z_j^\top`, inside a sequence;
+    across sequences it is 0. Nothing here costs more than O(NK + K^2) per head unless it says so.
 
     Args:
         query_membership: Memberships of the queries Y, ``[H, N, K]``, non-negative.
         key_membership: Memberships of the keys Z, ``[H, M, K]``, non-negative.
         block_matrix: Block matrices S, ``[H, K, K]``, non-negative; ``S[u, v]`` links query block u to key block v.
         query_ptr: Offsets of the sequences in the queries, ``[B+1]`` int64. One sequence if None.
-        key_ptr: Offsets of the sequences in the keys, ``[B+1]`` int64. If None, those of the queries (when N = M) or one sequence.
+        key_ptr: Offsets of the sequences in the keys, ``[B+1]`` int64. If None, those of the queries (when N = M) or
+            one sequence.
 
     Raises:
-        TypeError, ValueError: A shape, dtype, device or offset does not fit. Values are checked by :meth:`validate` and when sampling.
+        TypeError, ValueError: A shape, dtype, device or offset does not fit. Values are checked by :meth:`validate` and
+            when sampling.
 
     Example:
         >>> onehot = torch.eye(2).repeat_interleave(2, 0)[None]  # four tokens in two blocks
@@ -52,8 +53,8 @@ class SBM(EdgeProbability):
         >>> sbm.expected_edges()
         tensor([[9.2000]])
 
-    Reference: Airoldi et al., JMLR 2008, in the bipartite form of Cho et al., NeurIPS 2022, section 4.1 (there B is our S).
-    """
+    Reference: Airoldi et al., JMLR 2008, in the bipartite form of Cho et al., NeurIPS 2022, section 4.1 (there B is our
+    S)."""
 
     query_membership: Tensor
     key_membership: Tensor
@@ -61,7 +62,10 @@ class SBM(EdgeProbability):
     query_ptr: Tensor = field(default=cast(Tensor, None))  # a tensor after __post_init__
     key_ptr: Tensor = field(default=cast(Tensor, None))
     rate: Tensor = field(init=False)
-    """Memberships of the queries seen from the keys' blocks, ``Y S``, ``[H, N, K]``: ``p_ij`` is the dot product of ``rate_i`` and ``Z_j``."""
+    """Memberships of the queries seen from the keys' blocks, ``Y S``, ``[H, N, K]``.
+
+    ``p_ij`` is the dot product of ``rate_i`` and ``Z_j``.
+    """
 
     def __post_init__(self) -> None:
         query, key, block = self.query_membership, self.key_membership, self.block_matrix
@@ -71,20 +75,24 @@ class SBM(EdgeProbability):
         for name, tensor in parts.items():
             if tensor.dtype != query.dtype:
                 raise TypeError(
-                    f"Expected '{name}' to be {query.dtype}, as 'query_membership' is (got {tensor.dtype}). Convert one of them."
+                    f"Expected '{name}' to be {query.dtype}, as 'query_membership' is (got {tensor.dtype}). Convert "
+                    "one of them."
                 )
             if tensor.device != query.device:
                 raise ValueError(
-                    f"Expected '{name}' on {query.device}, as 'query_membership' is (got {tensor.device}). Move all to one device."
+                    f"Expected '{name}' on {query.device}, as 'query_membership' is (got {tensor.device}). Move all to "
+                    "one device."
                 )
             if tensor.dim() != 3:
                 raise ValueError(
-                    f"Expected '{name}' to have three dimensions (got {list(tensor.shape)}). Shapes are [H, N, K], [H, M, K] and [H, K, K]."
+                    f"Expected '{name}' to have three dimensions (got {list(tensor.shape)}). Shapes are [H, N, K], [H, "
+                    "M, K] and [H, K, K]."
                 )
         heads, num_queries, blocks = query.shape
         if blocks < 1 or heads < 1:
             raise ValueError(
-                f"Expected 'query_membership' to have at least one head and one block (got H = {heads}, K = {blocks}). Shapes are [H, N, K]."
+                f"Expected 'query_membership' to have at least one head and one block (got H = {heads}, K = {blocks}). "
+                "Shapes are [H, N, K]."
             )
         if (key.size(0), key.size(2)) != (heads, blocks):
             raise ValueError(
@@ -102,7 +110,8 @@ class SBM(EdgeProbability):
         if key_ptr is None and query_ptr is not None:
             if num_queries != key.size(1) and query_ptr.numel() > 2:
                 raise ValueError(
-                    f"Expected 'key_ptr' where N != M (got N = {num_queries}, M = {key.size(1)} and no 'key_ptr'). Pass the offsets of the keys."
+                    f"Expected 'key_ptr' where N != M (got N = {num_queries}, M = {key.size(1)} and no 'key_ptr'). "
+                    "Pass the offsets of the keys."
                 )
             key_ptr = query_ptr if num_queries == key.size(1) else None
         shared = key_ptr is query_ptr and num_queries == key.size(1)
@@ -110,7 +119,8 @@ class SBM(EdgeProbability):
         key_ptr = query_ptr if shared else resolve_ptr(key.size(1), key_ptr, name="key_ptr", device=query.device)
         if query_ptr.shape != key_ptr.shape:
             raise ValueError(
-                f"Expected 'key_ptr' to hold as many sequences as 'query_ptr' (got {key_ptr.numel() - 1} and {query_ptr.numel() - 1}). "
+                f"Expected 'key_ptr' to hold as many sequences as 'query_ptr' (got {key_ptr.numel() - 1} and "
+                f"{query_ptr.numel() - 1}). "
                 "Sequence b of the queries attends to sequence b of the keys."
             )
         for name, ptr in (("query_ptr", query_ptr), ("key_ptr", key_ptr)):
@@ -154,7 +164,8 @@ class SBM(EdgeProbability):
         return f"SBM({parts.replace('1 querie,', '1 query,')})"
 
     def validate(self) -> SBM:
-        """Check that memberships and blocks are finite and non-negative and that no probability exceeds 1; returns the record.
+        """Check that memberships and blocks are finite and non-negative and that no probability exceeds 1; returns the
+        record.
 
         Cost O(NK), and O(n m K) for the sequences whose cheap bound on the probabilities exceeds 1.
 
@@ -182,7 +193,10 @@ class SBM(EdgeProbability):
         return ops.edge_dot(self.rate, self.key_membership, graph.rowptr, graph.col)
 
     def gate(self, graph: AttentionGraph) -> Tensor:
-        """Straight-through gate of each edge, ``[E]``: exactly 1, with the gradient of :meth:`on`. Forward O(E), backward O(E K)."""
+        """Straight-through gate of each edge, ``[E]``: exactly 1, with the gradient of :meth:`on`.
+
+        Forward O(E), backward O(E K).
+        """
         self.check(graph)
         return ops.edge_gate(*self.factors, graph.rowptr, graph.col)
 
@@ -192,7 +206,8 @@ class SBM(EdgeProbability):
         return self.rate, self.key_membership
 
     def edge_prob_dense(self, sequence: int | None = None) -> Tensor:
-        """Probabilities of all pairs of one sequence, ``[H, n, m]``, differentiable. Cost O(n m K): for looking, not for training.
+        """Probabilities of all pairs of one sequence, ``[H, n, m]``, differentiable. Cost O(n m K): for looking, not
+        for training.
 
         Args:
             sequence: Which sequence, counted from 0; may be left out where there is one.
@@ -213,11 +228,17 @@ class SBM(EdgeProbability):
         return (self.rate * total[:, batch]).sum(-1)
 
     def expected_edges(self) -> Tensor:
-        """Expected number of edges, ``[B, H]``, differentiable: ``(1 Y) S (Z 1)`` per sequence, known before anything is sampled."""
+        """Expected number of edges, ``[B, H]``, differentiable.
+
+        ``(1 Y) S (Z 1)`` per sequence, known before anything is sampled.
+        """
         return (self._sum(self.rate, self.query_ptr) * self._sum(self.key_membership, self.key_ptr)).sum(-1).T
 
     def expected_density(self) -> Tensor:
-        """Mean edge probability over the pairs of each sequence, ``[B, H]``, differentiable: the exact density regulariser."""
+        """Mean edge probability over the pairs of each sequence, ``[B, H]``, differentiable.
+
+        The exact density regulariser.
+        """
         pairs = self.query_ptr.diff() * self.key_ptr.diff()
         return self.expected_edges() / pairs[:, None]
 
@@ -248,7 +269,8 @@ class SBM(EdgeProbability):
         mine, theirs = (self.heads, self.num_queries, self.num_keys), (graph.heads, graph.num_queries, graph.num_keys)
         if mine != theirs:
             raise ValueError(
-                f"Expected '{name}' with (heads, queries, keys) = {mine} (got {theirs}). Build it over the tokens of this SBM."
+                f"Expected '{name}' with (heads, queries, keys) = {mine} (got {theirs}). Build it over the tokens of "
+                "this SBM."
             )
         if not graph.same_offsets(self.query_ptr, self.key_ptr):
             raise ValueError(
@@ -278,16 +300,19 @@ def check_model(sbm: object) -> None:
     """Raise TypeError unless it is an :class:`SBM`."""
     if not isinstance(sbm, SBM):
         raise TypeError(
-            f"Expected 'sbm' to be an SBM (got {type(sbm).__name__}). `SBMHead` makes one, and so does `SBM(query, key, block)`."
+            f"Expected 'sbm' to be an SBM (got {type(sbm).__name__}). `SBMHead` makes one, and so does `SBM(query, "
+            "key, block)`."
         )
 
 
 def check_sbm(sbm: SBM) -> float:
-    """Raise ValueError unless memberships and blocks are finite, non-negative and no product overflows; nothing where values may not be looked at.
+    """Raise ValueError unless memberships and blocks are finite, non-negative and no product overflows; nothing where
+    values may not be looked at.
 
     Returns:
-        A bound on every product of a membership of a query, an entry of a block matrix and a membership of a key, each taken as 1 where it is
-        less, times the number of terms :math:`K^2`. What is below the least normal number of a precision is nothing next to it times this.
+        A bound on every product of a membership of a query, an entry of a block matrix and a membership of a key, each
+        taken as 1 where it is less, times the number of terms :math:`K^2`. What is below the least normal number of a
+        precision is nothing next to it times this.
     """
     largest = dict.fromkeys(("query_membership", "key_membership", "block_matrix"), 0.0)
     for name in largest:
@@ -297,7 +322,8 @@ def check_sbm(sbm: SBM) -> float:
         low, high = (float(bound) for bound in torch.aminmax(x.detach()))
         if math.isnan(low) or math.isinf(high):
             raise ValueError(
-                f"Expected '{name}' to be finite (got NaN or inf). Look for a diverged loss or a division by zero before the SBM."
+                f"Expected '{name}' to be finite (got NaN or inf). Look for a diverged loss or a division by zero "
+                "before the SBM."
             )
         if low < 0:
             raise ValueError(
@@ -307,7 +333,8 @@ def check_sbm(sbm: SBM) -> float:
     bound = sbm.num_blocks * largest["query_membership"] * largest["block_matrix"]
     if bound > torch.finfo(sbm.rate.dtype).max and not bool(sbm.rate.isfinite().all()):
         raise ValueError(
-            f"Expected 'query_membership @ block_matrix' to be finite (got a bound of {bound:.4g}). Scale memberships to at most 1."
+            f"Expected 'query_membership @ block_matrix' to be finite (got a bound of {bound:.4g}). Scale memberships "
+            "to at most 1."
         )
     return sbm.num_blocks**2 * math.prod([max(1.0, size) for size in largest.values()])
 
@@ -322,11 +349,13 @@ class SBMHead(torch.nn.Module):
     Learned cluster embeddings :math:`C` and one two-layer perceptron for queries, keys and all heads give affinities
     :math:`a = \operatorname{MLP}(q) C^\top`, likewise for keys. From these,
 
-    * ``"paper"`` (Cho et al. 2022, eq. 5-7): :math:`Y = \sigma(a + \beta)`, and S is the softmax of :math:`C C^\top` over all :math:`K^2`
-      entries. Every probability lies below 1; one inside a block cannot exceed 1/K if S is diagonal, so that reliable edges need full density.
-    * ``"mixed"``: :math:`Y = \operatorname{softmax}_K(a / \tau)`, and S the sigmoid of free entries that start larger on the diagonal: the
-      mixed-membership block model of Airoldi et al. 2008.
-    * ``"assortative"``: :math:`Y` as there and :math:`S = I`, so that :math:`p_{ij}` is the probability that query and key choose the same block.
+    * ``"paper"`` (Cho et al. 2022, eq. 5-7): :math:`Y = \sigma(a + \beta)`, and S is the softmax of :math:`C C^\top`
+      over all :math:`K^2` entries. Every probability lies below 1; one inside a block cannot exceed 1/K if S is
+      diagonal, so that reliable edges need full density.
+    * ``"mixed"``: :math:`Y = \operatorname{softmax}_K(a / \tau)`, and S the sigmoid of free entries that start larger
+      on the diagonal: the mixed-membership block model of Airoldi et al. 2008.
+    * ``"assortative"``: :math:`Y` as there and :math:`S = I`, so that :math:`p_{ij}` is the probability that query and
+      key choose the same block.
 
     Cost O(NC^2 + NKC + K^2 C) per head.
 
@@ -334,14 +363,16 @@ class SBMHead(torch.nn.Module):
         channels: Channels per head C.
         heads: Number of heads H.
         num_blocks: Number of blocks K.
-        cluster_init: How :math:`C` starts. ``"kaiming"``: normal with variance 2 / (K C), as the authors' code has it; then S is flat and every
-            probability at the start the same. ``"orthogonal"``: unit rows, orthogonal within each group of C; then diagonal entries of S
-            start e times the others.
+        cluster_init: How :math:`C` starts. ``"kaiming"``: normal with variance 2 / (K C), as the authors' code has it;
+            then S is flat and every probability at the start the same. ``"orthogonal"``: unit rows, orthogonal within
+            each group of C; then diagonal entries of S start e times the others.
         parameterization: ``"paper"``, ``"mixed"`` or ``"assortative"``.
-        density: Probability of an edge at the start, in (0, 1): 0.25 in the paper. Sets :math:`\beta`, or the free entries of S.
-            ``"assortative"`` starts at 1/K where memberships are equal, and above it the sharper they are.
+        density: Probability of an edge at the start, in (0, 1): 0.25 in the paper. Sets :math:`\beta`, or the free
+            entries of S. ``"assortative"`` starts at 1/K where memberships are equal, and above it the sharper they
+            are.
         temperature: :math:`\tau > 0`, of softmax memberships; sharper as it goes to 0.
-        tied: Keys take their memberships from queries too, so that like tokens start in like blocks; needs the same tokens on both sides.
+        tied: Keys take their memberships from queries too, so that like tokens start in like blocks; needs the same
+            tokens on both sides.
 
     Raises:
         TypeError, ValueError: An option is unknown or out of range, or its parameters would not fit into memory.
@@ -371,11 +402,13 @@ class SBMHead(torch.nn.Module):
         )
         if cluster_init not in CLUSTER_INITS:
             raise ValueError(
-                f"Expected 'cluster_init' to be 'kaiming' or 'orthogonal' (got {cluster_init!r}). The paper has 'kaiming'."
+                f"Expected 'cluster_init' to be 'kaiming' or 'orthogonal' (got {cluster_init!r}). The paper has "
+                "'kaiming'."
             )
         if parameterization not in PARAMETERIZATIONS:
             raise ValueError(
-                f"Expected 'parameterization' to be one of {[*PARAMETERIZATIONS]} (got {parameterization!r}). See the docstring of SBMHead."
+                f"Expected 'parameterization' to be one of {[*PARAMETERIZATIONS]} (got {parameterization!r}). See the "
+                "docstring of SBMHead."
             )
         ops.checks.number("density", density, "(0, 1)", "It is the probability of an edge at the start.")
         ops.checks.number("temperature", temperature, "(0, inf]", "Memberships harden as it goes to 0.")
@@ -411,7 +444,8 @@ class SBMHead(torch.nn.Module):
                     for group in self.clusters[head].split(self.channels):
                         group.copy_(torch.nn.init.orthogonal_(torch.empty(self.channels, self.channels))[: len(group)])
             if self.parameterization == "mixed":
-                # Equal memberships give the density: inside + (K - 1) outside = K density, with edges outside blocks too.
+                # Equal memberships give the density: inside + (K - 1) outside = K density, with edges outside blocks
+                # too.
                 least = self.density / (2 * blocks)
                 inside = min(max(0.82, (1 + self.density) / 2), blocks * self.density - (blocks - 1) * least)
                 outside = max((blocks * self.density - inside) / max(blocks - 1, 1), least)
@@ -442,12 +476,14 @@ class SBMHead(torch.nn.Module):
             for name, x in (("query", query), ("key", key)):
                 if x.dtype != self.clusters.dtype:
                     raise TypeError(
-                        f"Expected '{name}' to be {self.clusters.dtype}, as the SBMHead is (got {x.dtype}). Convert one of them."
+                        f"Expected '{name}' to be {self.clusters.dtype}, as the SBMHead is (got {x.dtype}). Convert "
+                        "one of them."
                     )
         if self.tied:
             if key.shape != query.shape:
                 raise ValueError(
-                    f"Expected 'key' to be {list(query.shape)}, as 'query' is, with tied memberships (got {list(key.shape)}). Use tied=False."
+                    f"Expected 'key' to be {list(query.shape)}, as 'query' is, with tied memberships (got "
+                    f"{list(key.shape)}). Use tied=False."
                 )
             key = query
         query_side = self._memberships(query)
@@ -482,14 +518,16 @@ class SBMHead(torch.nn.Module):
 
     def extra_repr(self) -> str:
         return (
-            f"channels={self.channels}, heads={self.heads}, num_blocks={self.num_blocks}, cluster_init={self.cluster_init!r}, "
+            f"channels={self.channels}, heads={self.heads}, num_blocks={self.num_blocks}, "
+            f"cluster_init={self.cluster_init!r}, "
             f"parameterization={self.parameterization!r}"
         )
 
 
 def _two_plain_layers(mlp: torch.nn.Module) -> bool:
-    """Whether a perceptron is the one that torch made here, without hooks of its own, so that its parameters may be used in its
-    stead. (Hooks of all modules, as torch's counter of FLOPs sets, are to see what is computed without them.)"""
+    """Whether a perceptron is the one that torch made here, without hooks of its own, so that its parameters may be
+    used in its stead. (Hooks of all modules, as torch's counter of FLOPs sets, are to see what is computed without
+    them.)"""
     if type(mlp) is not torch.nn.Sequential or [type(layer) for layer in mlp] != [
         torch.nn.Linear,
         torch.nn.ReLU,

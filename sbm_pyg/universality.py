@@ -1,10 +1,11 @@
-"""When sparse attention is a universal approximator: the three conditions of Yun et al. (2020), and both lemmas of Cho et al. (2022) as code.
+"""When sparse attention is a universal approximator: the three conditions of Yun et al. (2020), and both lemmas of Cho
+et al. (2022) as code.
 
-In: the patterns of the layers, as graphs or as stochastic block models. Out: for each condition, yes with evidence, no with evidence, or
-unknown with the time that was spent. Not here: the search for Hamiltonian paths (``hamiltonian``).
+In: the patterns of the layers, as graphs or as stochastic block models. Out: for each condition, yes with evidence, no
+with evidence, or unknown with the time that was spent. Not here: the search for Hamiltonian paths (``hamiltonian``).
 
-A pattern lists for each query the keys it attends to; information runs from key to query. The derivations are in docs/analysis.md.
-"""
+A pattern lists for each query the keys it attends to; information runs from key to query. The derivations are in
+docs/analysis.md."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ from .sbm import SBM, check_model
 from .walks import spread
 
 __all__ = [
-    "Lemma1", "Lemma2", "Universality", "expected_graph", "lemma1", "lemma2", "log10_cycles", "path_probability", "spread_steps", "universality",
+    "Lemma1", "Lemma2", "Universality", "expected_graph", "lemma1", "lemma2", "log10_cycles", "path_probability",
+    "spread_steps", "universality",
 ]  # fmt: skip
 
 PATIENCE = 3600  # seconds that an experiment may take
@@ -42,7 +44,8 @@ Pattern = AttentionGraph | SBM
 
 @dataclass(frozen=True)
 class Universality:
-    """Answer of :func:`universality`; ``print`` shows it as a page. It is true where ``holds`` is, and an error where that is not known.
+    """Answer of :func:`universality`; ``print`` shows it as a page. It is true where ``holds`` is, and an error where
+    that is not known.
 
     Args:
         num_tokens: Number of tokens n.
@@ -50,10 +53,12 @@ class Universality:
         source: What was checked, in words.
         missing_self_loops: For each pattern, the tokens that do not attend to themselves (condition 1).
         hamiltonian: Path through the union, certificate of absence, or time spent (condition 2).
-        s: Least number of steps after which every token has heard of every other (condition 3): ``math.inf`` if that never comes to pass,
-            None if the time was too short.
-        strongly_connected: Whether the union has a walk from every token to every other. Given condition 1, the same as a finite s.
-        unreached: Two tokens a, b such that nothing of a ever reaches b, where the union is not strongly connected; else None.
+        s: Least number of steps after which every token has heard of every other (condition 3): ``math.inf`` if that
+            never comes to pass, None if the time was too short.
+        strongly_connected: Whether the union has a walk from every token to every other. Given condition 1, the same as
+            a finite s.
+        unreached: Two tokens a, b such that nothing of a ever reaches b, where the union is not strongly connected;
+            else None.
         seconds: Time spent.
     """
 
@@ -117,7 +122,8 @@ class Universality:
                 else f"yes, after s = {self.s} step{'s' * (self.s > 1)}"
             )
         return (
-            f"Universality of {len(self.edges)} pattern{'s' * (len(self.edges) > 1)} over {self.num_tokens:,} tokens: {verdict}\n"
+            f"Universality of {len(self.edges)} pattern{'s' * (len(self.edges) > 1)} over {self.num_tokens:,} tokens: "
+            f"{verdict}\n"
             f"  checked                                {self.source}; densities {shares}\n"
             f"  1. every token attends to itself       {loops}\n"
             f"  2. Hamiltonian path in the union       {self.hamiltonian}\n"
@@ -135,15 +141,19 @@ def universality(
     time_limit: float = 10.0,
     seed: int = 0,
 ) -> Universality:
-    """Check the conditions under which a transformer with these attention patterns approximates every function (Yun et al. 2020).
+    """Check the conditions under which a transformer with these attention patterns approximates every function (Yun et
+    al. 2020).
 
-    1. Every token attends to itself in every pattern. 2. The union of the patterns has a Hamiltonian path. 3. With the patterns applied in turn,
-    over and over, every token has heard of every other after a finite number s of steps. (Which of them a *sampled* mask meets is a matter of
-    luck, and of its density: with O(n) edges it hardly ever has a Hamiltonian path. So say what is checked: samples or expectations.)
+    1. Every token attends to itself in every pattern. 2. The union of the patterns has a Hamiltonian path. 3. With the
+        patterns applied in turn,
+    over and over, every token has heard of every other after a finite number s of steps. (Which of them a *sampled*
+    mask meets is a matter of luck, and of its density: with O(n) edges it hardly ever has a Hamiltonian path. So say
+    what is checked: samples or expectations.)
 
     Args:
-        patterns: One pattern or a list in the order of the layers. An :class:`AttentionGraph` counts as the union over its heads
-            (``[graph.head(h) for h in ...]`` checks heads one by one); an :class:`SBM` as the pairs more probable than ``threshold``.
+        patterns: One pattern or a list in the order of the layers. An :class:`AttentionGraph` counts as the union over
+            its heads (``[graph.head(h) for h in ...]`` checks heads one by one); an :class:`SBM` as the pairs more
+            probable than ``threshold``.
         threshold: In [0, 1), for models only.
         self_loops: Add them to every pattern first, as the paper's proof does.
         time_limit: Seconds for condition 2 and for condition 3, each.
@@ -154,8 +164,8 @@ def universality(
 
     Raises:
         ImportError: scipy is not installed.
-        TypeError, ValueError: No pattern, patterns of several sequences or of different tokens, more tokens than fit in memory, or a number
-            out of range.
+        TypeError, ValueError: No pattern, patterns of several sequences or of different tokens, more tokens than fit in
+            memory, or a number out of range.
 
     Example:
         >>> report = universality([fixed.window(6, 1)])
@@ -197,9 +207,10 @@ def universality(
 def spread_steps(patterns: Sequence[AttentionGraph], *, time_limit: float = 10.0) -> int | float | None:
     r"""The s of condition 3: the least number of steps after which every token has heard of every other.
 
-    With boolean matrices, :math:`S^1 = A^1`, :math:`S^t = A^{((t-1) \bmod p) + 1} S^{t-1}`, and s is the least t with :math:`S^t` all ones. Where all
-    patterns have all self-loops, s is finite if and only if their union is strongly connected, and then :math:`s \le p(n-1) + 1`. Rows are bit sets:
-    O(E n / 64) a step at worst, but only rows that changed are read again and full ones are left alone.
+    With boolean matrices, :math:`S^1 = A^1`, :math:`S^t = A^{((t-1) \bmod p) + 1} S^{t-1}`, and s is the least t with
+    :math:`S^t` all ones. Where all patterns have all self-loops, s is finite if and only if their union is strongly
+    connected, and then :math:`s \le p(n-1) + 1`. Rows are bit sets: O(E n / 64) a step at worst, but only rows that
+    changed are read again and full ones are left alone.
 
     Args:
         patterns: In the order in which they are applied, as in :func:`universality`.
@@ -275,7 +286,8 @@ def _common_size(graphs: list[AttentionGraph]) -> int:
     sizes = {graph.num_queries for graph in graphs}
     if len(sizes) != 1:
         raise ValueError(
-            f"Expected 'patterns' over the same tokens (got {sorted(sizes)} tokens). Pass one or more patterns of one sequence."
+            f"Expected 'patterns' over the same tokens (got {sorted(sizes)} tokens). Pass one or more patterns of one "
+            "sequence."
         )
     return sizes.pop()
 
@@ -300,7 +312,10 @@ def _unreached(union: AttentionGraph) -> tuple[int, int] | None:
 
 
 def _steps(graphs: list[AttentionGraph], keeps: bool, time_limit: float) -> int | float | None:
-    """:func:`spread_steps` for a union that is strongly connected; ``keeps``: all tokens attend to themselves in all patterns."""
+    """:func:`spread_steps` for a union that is strongly connected.
+
+    ``keeps``: all tokens attend to themselves in all patterns.
+    """
     n = graphs[0].num_queries
     words = -(-n // 64)
     way_out = "Check shorter sequences; `hamiltonian_path` needs memory for the edges alone."
@@ -387,14 +402,16 @@ class Lemma2:
 
 
 def lemma2(n: int, num_blocks: int) -> Lemma2:
-    r"""Lemma 2 of Cho et al. (2022) as code: three block models whose patterns meet the conditions with O(nK + n^2/K) edges.
+    r"""Lemma 2 of Cho et al. (2022) as code: three block models whose patterns meet the conditions with O(nK + n^2/K)
+    edges.
 
-    With r the position of a token from 0, and K blocks: (1) :math:`Y = Z = \text{onehot}(\lfloor rK/n \rfloor)`, S = I: tokens attend to their
-    block; (2) Y = 1, Z = [r >= n - K], S = 1: all attend to the last K tokens, the relays; (3) the transpose of (2): relays attend to all.
-    Self-loops are added to each.
+    With r the position of a token from 0, and K blocks: (1) :math:`Y = Z = \text{onehot}(\lfloor rK/n \rfloor)`, S = I:
+    tokens attend to their block; (2) Y = 1, Z = [r >= n - K], S = 1: all attend to the last K tokens, the relays; (3)
+    the transpose of (2): relays attend to all. Self-loops are added to each.
 
-    The path takes O(n): the tokens of a block that are no relays, then a relay, which hears everybody (3) and is heard by everybody (2), then the
-    next block, and the remaining relays in the end. It needs one relay between two blocks, and there are K.
+    The path takes O(n): the tokens of a block that are no relays, then a relay, which hears everybody (3) and is heard
+    by everybody (2), then the next block, and the remaining relays in the end. It needs one relay between two blocks,
+    and there are K.
 
     In the order (1, 2, 3), s = 5 as soon as two blocks hold no relay; (1, 3, 2) gives 3. See docs/analysis.md.
 
@@ -415,9 +432,9 @@ def lemma2(n: int, num_blocks: int) -> Lemma2:
         >>> lemma.s((1, 2, 3)), lemma.s((1, 3, 2))
         (4, 3)
 
-    Where the paper is off: its floor formula with tokens counted from 1 makes K + 1 blocks, and s is not 3 in the order (1, 2, 3) of the text.
-    The memberships are set directly, for eq. 5 cannot express S = I (a softmax over all entries sums to 1).
-    """
+    Where the paper is off: its floor formula with tokens counted from 1 makes K + 1 blocks, and s is not 3 in the order
+    (1, 2, 3) of the text. The memberships are set directly, for eq. 5 cannot express S = I (a softmax over all entries
+    sums to 1)."""
     n = checks.integer("n", n, 1, "It is the number of tokens.")
     num_blocks = checks.integer("num_blocks", num_blocks, 1, "Each block needs a token.")
     if num_blocks > n:
@@ -504,7 +521,8 @@ class Lemma1:
         for row in zip(self.probabilities, self.log10_cycles, self.share, *self.interval, self.limit, strict=True):
             p, cycles, share, low, high, limit = row
             lines.append(
-                f"{p:8.4f} {p * (self.n - 1):17.2f} {_power(cycles):>17} {share:9.3f}   {low:.3f} to {high:.3f} {limit:11.3f}"
+                f"{p:8.4f} {p * (self.n - 1):17.2f} {_power(cycles):>17} {share:9.3f}   {low:.3f} to {high:.3f} "
+                f"{limit:11.3f}"
             )
         unknown = self.samples * len(self.found) - int(self.found.sum() + self.absent.sum())
         return "\n".join(lines + ([f"{unknown:,} graphs undecided"] if unknown else []))
@@ -528,10 +546,9 @@ def log10_cycles(n: int, p: float | Array) -> Any:
 def path_probability(n: int, p: float | Array) -> Any:
     r"""Probability that a directed graph G(n, p) has a Hamiltonian path, in the limit of large n.
 
-    A path needs at most one token that no edge enters and at most one that no edge leaves; in the limit this is enough, and both numbers are
-    Poisson with mean :math:`\lambda = n (1-p)^{n-1}`: :math:`((1 + \lambda) e^{-\lambda})^2`. The directed form of the theorem of Komlós and
-    Szemerédi (1983), as hitting time for cycles by Frieze (1988).
-    """
+    A path needs at most one token that no edge enters and at most one that no edge leaves; in the limit this is enough,
+    and both numbers are Poisson with mean :math:`\lambda = n (1-p)^{n-1}`: :math:`((1 + \lambda) e^{-\lambda})^2`. The
+    directed form of the theorem of Komlós and Szemerédi (1983), as hitting time for cycles by Frieze (1988)."""
     n, p = _law(n, p)
     rate = n * (1 - p) ** (n - 1)
     return ((1 + rate) * np.exp(-rate)) ** 2
@@ -550,7 +567,8 @@ def _law(n: int, p: float | Array) -> tuple[int, Array]:
         chances = np.array(math.nan)
     if n >= 2**53 or not bool(((chances >= 0) & (chances <= 1)).all()):
         raise ValueError(
-            f"Expected 'p' in [0, 1] and 'n' below 2**53 (got {short(p)} and {short(n)}). They are those of a graph G(n, p)."
+            f"Expected 'p' in [0, 1] and 'n' below 2**53 (got {short(p)} and {short(n)}). They are those of a graph "
+            "G(n, p)."
         )
     return n, chances
 
@@ -563,14 +581,17 @@ def lemma1(
     seed: int = 0,
     time_limit: float = 1.0,
 ) -> Lemma1:
-    """Lemma 1 of Cho et al. as an experiment: expected number of Hamiltonian cycles in G(n, p) beside the probability of a path.
+    """Lemma 1 of Cho et al. as an experiment: expected number of Hamiltonian cycles in G(n, p) beside the probability
+    of a path.
 
-    The lemma shows that some p of order 1/n makes the expected number of cycles at least 1. The expectation is carried by rare graphs with
-    very many cycles: at that p almost no graph has even a path. Cost O(n^2) a graph plus :func:`hamiltonian_path`.
+    The lemma shows that some p of order 1/n makes the expected number of cycles at least 1. The expectation is carried
+    by rare graphs with very many cycles: at that p almost no graph has even a path. Cost O(n^2) a graph plus
+    :func:`hamiltonian_path`.
 
     Args:
         n: Number of tokens, at least 3.
-        probabilities: Edge probabilities in (0, 1], ``[P]``. If None, twelve from half the lemma's to ``(ln n + 4) / n``.
+        probabilities: Edge probabilities in (0, 1], ``[P]``. If None, twelve from half the lemma's to ``(ln n + 4) /
+            n``.
         samples: Graphs for each probability, at least 1.
         seed: Fixes the graphs.
         time_limit: Seconds for each graph.
@@ -595,12 +616,14 @@ def lemma1(
         chosen = np.empty(0)
     if chosen.ndim != 1 or len(chosen) == 0 or not bool(((chosen > 0) & (chosen <= 1)).all()):
         raise ValueError(
-            f"Expected 'probabilities' to be a list of numbers in (0, 1] (got {short(probabilities)}). Leave it out for a range."
+            f"Expected 'probabilities' to be a list of numbers in (0, 1] (got {short(probabilities)}). Leave it out "
+            "for a range."
         )
     each = 3e-4 + 2.5e-8 * n * n  # seconds for a graph, at least
     if samples * len(chosen) * each > PATIENCE:
         raise ValueError(
-            f"Expected 'samples' to be at most {int(PATIENCE / len(chosen) / each):,} for {len(chosen)} probabilities of graphs of {n:,} tokens "
+            f"Expected 'samples' to be at most {int(PATIENCE / len(chosen) / each):,} for {len(chosen)} probabilities "
+            f"of graphs of {n:,} tokens "
             f"(got {short(samples)}: more than an hour). Take fewer, or call it several times with seeds of their own."
         )
     random = np.random.default_rng(seed % 2**64)

@@ -1,7 +1,8 @@
-"""Walks over compressed rows, for the analysis of graphs on the CPU: distances, components, cycles, and who hears of whom.
+"""Walks over compressed rows, for the analysis of graphs on the CPU: distances, components, cycles, and who hears of
+whom.
 
-In and out: numpy arrays; row ``i`` of a graph is ``index[ptr[i]:ptr[i + 1]]``. Not here: what the answers mean (``hamiltonian``, ``universality``).
-"""
+In and out: numpy arrays; row ``i`` of a graph is ``index[ptr[i]:ptr[i + 1]]``. Not here: what the answers mean
+(``hamiltonian``, ``universality``)."""
 
 import numpy as np
 
@@ -10,7 +11,10 @@ from .ops.threads import kernel
 
 @kernel
 def breadth_first(ptr, index, roots, depth):
-    """Writes the distance of every node from the nearest root to ``depth`` (-1 where there is no way); returns how many were reached."""
+    """Writes the distance of every node from the nearest root to ``depth`` (-1 where there is no way).
+
+    Returns how many were reached.
+    """
     queue = np.empty(len(depth), np.int64)
     depth[:] = -1
     count = 0
@@ -135,7 +139,10 @@ def _root(parent, node):
 
 @kernel
 def merge_cycles(ptr, index, follow):
-    """Merges cycles of a cover by exchanging two arcs, in place, for as long as that is possible; returns how many cycles are left."""
+    """Merges cycles of a cover by exchanging two arcs, in place, for as long as that is possible.
+
+    Returns how many cycles are left.
+    """
     nodes = len(follow)
     back = np.empty(nodes, np.int64)
     cycle = np.arange(nodes)
@@ -170,12 +177,13 @@ def _next(word):
 
 @kernel
 def rotate(ptr, index, in_ptr, inward, follow, word, moves):
-    """Opens the longest cycle of a cover at a random arc and rotates the end of that path until it has absorbed all cycles and closes.
+    """Opens the longest cycle of a cover at a random arc and rotates the end of that path until it has absorbed all
+    cycles and closes.
 
-    A rotation goes from the end back to ``x`` inside the path, and from the token before ``x`` to a later ``y``: the piece from y to the end and
-    the piece from x to before y change places, and what stood before y is the new end. Among the ends in reach, one with an arc to what is
-    missing is taken at once. True if ``follow`` is now one cycle; else it is as it was.
-    """
+    A rotation goes from the end back to ``x`` inside the path, and from the token before ``x`` to a later ``y``: the
+    piece from y to the end and the piece from x to before y change places, and what stood before y is the new end.
+    Among the ends in reach, one with an arc to what is missing is taken at once. True if ``follow`` is now one cycle;
+    else it is as it was."""
     nodes = len(follow)
     label = np.full(nodes, -1)
     best, size_of_best = 0, 0
@@ -269,10 +277,9 @@ def rotate(ptr, index, in_ptr, inward, follow, word, moves):
 def spread(first, last, ptr, index, old, new, stamp, next_stamp, since, now, full, target, keeps):
     """One step of what rows know: row i of ``new`` becomes the union of the rows of ``old`` that it attends to.
 
-    Rows are sets of nodes, 64 to a word. Where ``keeps`` (all nodes attend to themselves in all patterns) sets only grow, so those that are full
-    stay as they are, and only rows that changed after step ``since``, when this pattern was last applied, can bring news. ``stamp`` holds
-    the last step at which each row changed.
-    """
+    Rows are sets of nodes, 64 to a word. Where ``keeps`` (all nodes attend to themselves in all patterns) sets only
+    grow, so those that are full stay as they are, and only rows that changed after step ``since``, when this pattern
+    was last applied, can bring news. ``stamp`` holds the last step at which each row changed."""
     for row in range(first, last):
         for word in range(old.shape[1]):
             new[row, word] = 0

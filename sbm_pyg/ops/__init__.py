@@ -1,12 +1,11 @@
 """The device-aware ops: each declared once, with one signature, whatever computes it.
 
-``torch.ops.sbm_pyg.*`` are the contracts; the functions here call them and hold the docstrings. The PyTorch dispatcher chooses
-the kernel: numba on the CPU, plain torch (:mod:`sbm_pyg.ops.reference`) on every other device.
+``torch.ops.sbm_pyg.*`` are the contracts; the functions here call them and hold the docstrings. The PyTorch dispatcher
+chooses the kernel: numba on the CPU, plain torch (:mod:`sbm_pyg.ops.reference`) on every other device.
 
-Graphs come as compressed rows over heads: row ``h * N + i`` of ``rowptr`` [H*N+1] int64 holds the keys ``col`` [E] of query ``i``.
-Symbols: N queries, M keys, E edges, H heads, C channels per head, K blocks, B sequences. Ops are deterministic: random words
-come from a counter and the integer ``seed``. Outputs are freshly allocated.
-"""
+Graphs come as compressed rows over heads: row ``h * N + i`` of ``rowptr`` [H*N+1] int64 holds the keys ``col`` [E] of
+query ``i``. Symbols: N queries, M keys, E edges, H heads, C channels per head, K blocks, B sequences. Ops are
+deterministic: random words come from a counter and the integer ``seed``. Outputs are freshly allocated."""
 
 from __future__ import annotations
 
@@ -69,7 +68,8 @@ def edge_dot(query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor) -> Tensor:
         ``[E]`` in the dtype of ``query``.
 
     Raises:
-        NotImplementedError: A tensor carries a forward-mode tangent, as under :func:`torch.func.jvp`; so do the other ops.
+        NotImplementedError: A tensor carries a forward-mode tangent, as under :func:`torch.func.jvp`; so do the other
+            ops.
         TypeError, ValueError: Shapes or types do not fit.
     """
     checks.edges(rowptr, col, query, key=key)
@@ -77,7 +77,8 @@ def edge_dot(query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor) -> Tensor:
 
 
 def edge_gate(rate: Tensor, member: Tensor, rowptr: Tensor, col: Tensor) -> Tensor:
-    """Straight-through gate ``1 + (p - p.detach())`` with ``p = edge_dot(rate, member, ...)``: ones with the gradient of p.
+    """Straight-through gate ``1 + (p - p.detach())`` with ``p = edge_dot(rate, member, ...)``: ones with the gradient
+    of p.
 
     Cost O(E) forward, O(E K) backward.
 
@@ -109,9 +110,10 @@ def edge_attention(
 ) -> tuple[Tensor, Tensor]:
     r"""Softmax attention over the edges of each query, and nothing else.
 
-    With :math:`s_e = \text{scale} \cdot \langle q_i, k_j \rangle`, gate :math:`a_e` and bias :math:`b_e` (1 and 0 if None), the weight is
-    :math:`\exp(a_e s_e + b_e)` for ``gate_form="score"`` and :math:`a_e \exp(s_e + b_e)` for ``"weight"``; weights are normalised over each
-    row and sum the values. Padding does not exist, so nothing is masked after the softmax. Cost O(E C); memory O(E + HNC).
+    With :math:`s_e = \text{scale} \cdot \langle q_i, k_j \rangle`, gate :math:`a_e` and bias :math:`b_e` (1 and 0 if
+    None), the weight is :math:`\exp(a_e s_e + b_e)` for ``gate_form="score"`` and :math:`a_e \exp(s_e + b_e)` for
+    ``"weight"``; weights are normalised over each row and sum the values. Padding does not exist, so nothing is masked
+    after the softmax. Cost O(E C); memory O(E + HNC).
 
     Args:
         query: ``[H, N, C]``.
@@ -127,8 +129,8 @@ def edge_attention(
         seed: Seed of the dropout, 64 bits.
 
     Returns:
-        The output ``[H, N, C']`` (zeros for a query without edges) and the log of each row's sum of weights, ``[H, N]``, float32 or
-        better, ``-inf`` for a query without edges, without gradient.
+        The output ``[H, N, C']`` (zeros for a query without edges) and the log of each row's sum of weights, ``[H,
+        N]``, float32 or better, ``-inf`` for a query without edges, without gradient.
     """
     checks.tensors(value=value)
     checks.edges(rowptr, col, query, key=key, value=value, gate=gate, bias=bias)
@@ -157,21 +159,25 @@ def edge_effect(
     chance: Tensor | None = None,
     exploration: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    r"""What each edge, and each probe, does to the loss: the difference between having it and not, the row's other edges given.
+    r"""What each edge, and each probe, does to the loss: the difference between having it and not, the row's other
+    edges given.
 
-    With :math:`w_{ij} = \exp(\text{scale} \cdot \langle q_i, k_j \rangle + b_{ij})`, gains :math:`g_{ij} = (\partial L / \partial o_i) \cdot v_j`
-    and sums over the edges of row i other than j itself,
+    With :math:`w_{ij} = \exp(\text{scale} \cdot \langle q_i, k_j \rangle + b_{ij})`, gains :math:`g_{ij} = (\partial L
+    / \partial o_i) \cdot v_j` and sums over the edges of row i other than j itself,
 
-    .. math:: \Delta_{ij} = \frac{w_{ij}}{w_{ij} + \sum w_{il}} \Big( g_{ij} - \frac{\sum w_{il} g_{il}}{\sum w_{il}} \Big) ,
+    .. math::
+        \Delta_{ij} = \frac{w_{ij}}{w_{ij} + \sum w_{il}} \Big( g_{ij} - \frac{\sum w_{il} g_{il}}{\sum w_{il}} \Big) ,
 
-    the last fraction being 0 where there is no other edge. To first order in the output this is the loss with the edge less the loss without
-    it; for a loss that is linear in the output it is exact. No sum is ever taken from one that it dominates.
+    the last fraction being 0 where there is no other edge. To first order in the output this is the loss with the edge
+    less the loss without it; for a loss that is linear in the output it is exact. No sum is ever taken from one that it
+    dominates.
 
-    With ``rate``, ``member`` and ``chance``, effects come times what they count for in an estimate of :math:`\partial L / \partial p` from a
-    graph that was sampled with :math:`p_{ij} = \langle \text{rate}_i, \text{member}_j \rangle + \delta` and probes that were drawn
-    with probability :math:`\eta_i`. With :math:`p` cut at 1/2 and :math:`d = \max(p + \eta - p \eta, 2 p)` that is :math:`1 / d` for an edge and
-    :math:`(d - p) / (d \, (1 - p) \, \eta)` for a probe; it is :math:`1 / p` where :math:`\eta = 0`, and 0 where :math:`p > 1`.
-    :func:`sbm_pyg.estimators.local_expectation` says why. Cost O((E + E') (C + K)).
+    With ``rate``, ``member`` and ``chance``, effects come times what they count for in an estimate of :math:`\partial L
+    / \partial p` from a graph that was sampled with :math:`p_{ij} = \langle \text{rate}_i, \text{member}_j \rangle +
+    \delta` and probes that were drawn with probability :math:`\eta_i`. With :math:`p` cut at 1/2 and :math:`d = \max(p
+    + \eta - p \eta, 2 p)` that is :math:`1 / d` for an edge and :math:`(d - p) / (d \, (1 - p) \, \eta)` for a probe;
+    it is :math:`1 / p` where :math:`\eta = 0`, and 0 where :math:`p > 1`. :func:`sbm_pyg.estimators.local_expectation`
+    says why. Cost O((E + E') (C + K)).
 
     Args:
         grad_out: Gradient of the loss to the attention's output, ``[H, N, C']``.
@@ -238,7 +244,8 @@ def local_expectation(
     factors: tuple[Tensor, Tensor] | None = None,
     prob: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """The output of attention as it is, whose gradient also reaches the edge probabilities: the local expectation gradient.
+    """The output of attention as it is, whose gradient also reaches the edge probabilities: the local expectation
+    gradient.
 
     The probability of each edge and of each probe receives its :func:`edge_effect` times what it counts for. Nothing is
     computed forward; backward costs O((E + E') (C + K)), without the K where probabilities are given.
@@ -264,7 +271,8 @@ def local_expectation(
     for name, parts in (("graph", graph), ("probes", probes)):
         if not isinstance(parts, tuple) or len(parts) != 3:
             raise TypeError(
-                f"Expected '{name}' to be a tuple of rowptr, col and bias (got {type(parts).__name__}). The bias may be None."
+                f"Expected '{name}' to be a tuple of rowptr, col and bias (got {type(parts).__name__}). The bias may "
+                "be None."
             )
     if (factors is None) == (prob is None):
         raise ValueError(
@@ -304,8 +312,9 @@ def segment_entmax(
 ) -> Tensor:
     r"""alpha-entmax over segments, with the signature of :func:`torch_geometric.utils.softmax`.
 
-    Each segment becomes :math:`p_e = [(\alpha - 1) x_e - \tau]_+^{1/(\alpha-1)}` with :math:`\tau` such that it sums to 1: sparse for
-    :math:`\alpha > 1`, softmax as :math:`\alpha \to 1`, sparsemax at 2. Cost O(E) per root-finding step (at most 60, usually below 10).
+    Each segment becomes :math:`p_e = [(\alpha - 1) x_e - \tau]_+^{1/(\alpha-1)}` with :math:`\tau` such that it sums to
+    1: sparse for :math:`\alpha > 1`, softmax as :math:`\alpha \to 1`, sparsemax at 2. Cost O(E) per root-finding step
+    (at most 60, usually below 10).
 
     Args:
         src: Values, ``[E]``.
@@ -315,7 +324,8 @@ def segment_entmax(
         alpha: Greater than 1, at most 4.
 
     Returns:
-        ``[E]``, each non-empty segment non-negative with sum 1; zeros, as their gradients are, where all of its values are ``-inf``.
+        ``[E]``, each non-empty segment non-negative with sum 1; zeros, as their gradients are, where all of its values
+        are ``-inf``.
 
     Raises:
         TypeError: ``src`` is not floating point, or segments are not given by integers.
@@ -325,15 +335,15 @@ def segment_entmax(
         >>> segment_entmax(torch.tensor([0.0, 2.0, 0.0, 0.1]), ptr=torch.tensor([0, 2, 4]), alpha=2.0)
         tensor([0.0000, 1.0000, 0.4500, 0.5500])
 
-    Reference: Peters, Niculae and Martins, "Sparse Sequence-to-Sequence Models", ACL 2019. There the root is found by sorting or
-    bisection on dense rows; here by bracketed Newton steps on sums over segments.
-    """
+    Reference: Peters, Niculae and Martins, "Sparse Sequence-to-Sequence Models", ACL 2019. There the root is found by
+    sorting or bisection on dense rows; here by bracketed Newton steps on sums over segments."""
     checks.number("alpha", alpha, "(1, 4]", "Use softmax for alpha = 1.")
     checks.tensors(src=src)
     segments = 0 if num_nodes is None else checks.integer("num_nodes", num_nodes, 0, "It is the number of segments.")
     if (index is None) == (ptr is None):
         raise ValueError(
-            f"Expected one of 'index' and 'ptr' (got {'neither' if ptr is None else 'both'}). Pass `ptr` where segments are consecutive."
+            f"Expected one of 'index' and 'ptr' (got {'neither' if ptr is None else 'both'}). Pass `ptr` where "
+            "segments are consecutive."
         )
     if src.dim() != 1:
         raise ValueError(f"Expected 'src' to be [E] (got {list(src.shape)}). Call it once per column.")
@@ -371,7 +381,8 @@ def _check_ptr(query_ptr: Tensor, key_ptr: Tensor) -> None:
             raise TypeError(f"Expected '{name}' to be int64 (got {ptr.dtype}). Convert it with `.long()`.")
     if not torch.compiler.is_compiling() and query_ptr.size(0) < 2:
         raise ValueError(
-            f"Expected 'query_ptr' to be [B+1] with B >= 1 (got {[*query_ptr.shape]}). It holds the offsets of the sequences."
+            f"Expected 'query_ptr' to be [B+1] with B >= 1 (got {[*query_ptr.shape]}). It holds the offsets of the "
+            "sequences."
         )
     checks.shape("key_ptr", key_ptr, query_ptr.shape, "[B+1]", "It has the sequences of 'query_ptr'.")
 
@@ -398,15 +409,17 @@ def sample_sbm(
 ) -> tuple[Tensor, Tensor]:
     r"""Sample the edges of a low-rank random graph in each head of each sequence.
 
-    With :math:`p_{ij} = \langle q_i, z_j \rangle + \delta`: ``"bernoulli"`` puts an edge with probability :math:`\min(1, p_{ij})`, ``"fastrg"``
-    with :math:`1 - e^{-p_{ij}}`, all pairs independent. Row by row the cheapest of three ways is taken: thinned
-    geometric gaps, Poisson proposals (both O(expected edges)) or one coin per key. Random words are Philox4x32-10 at counter (number, row, stream, head), so the edges of a
-    sequence depend on its own memberships, ``seed`` and its stream alone: not on threads, on the device or on the rest of the batch.
+    With :math:`p_{ij} = \langle q_i, z_j \rangle + \delta`: ``"bernoulli"`` puts an edge with probability
+    :math:`\min(1, p_{ij})`, ``"fastrg"`` with :math:`1 - e^{-p_{ij}}`, all pairs independent. Row by row the cheapest
+    of three ways is taken: thinned geometric gaps, Poisson proposals (both O(expected edges)) or one coin per key.
+    Random words are Philox4x32-10 at counter (number, row, stream, head), so the edges of a sequence depend on its own
+    memberships, ``seed`` and its stream alone: not on threads, on the device or on the rest of the batch.
 
     Args:
         rate: Rates of the queries ``Y S``, ``[H, N, K]``, finite, non-negative, below :math:`2^{50}`.
-        member: Memberships of the keys ``Z``, ``[H, M, K]``, finite, non-negative, below :math:`2^{50}`. Kernels may work in float32 and take
-            what is below its normal range for 0, which is only nothing next to numbers of that size; :func:`sbm_pyg.sample_edges` rescales others.
+        member: Memberships of the keys ``Z``, ``[H, M, K]``, finite, non-negative, below :math:`2^{50}`. Kernels may
+            work in float32 and take what is below its normal range for 0, which is only nothing next to numbers of that
+            size; :func:`sbm_pyg.sample_edges` rescales others.
         query_ptr: Offsets of the sequences in the queries, ``[B+1]`` int64.
         key_ptr: Offsets of the sequences in the keys, ``[B+1]`` int64.
         sequence_ids: Number of each sequence's random stream, ``[B]`` int64 in ``0 .. 2**32-1``.
@@ -420,8 +433,8 @@ def sample_sbm(
         where M does not fit.
 
     Raises:
-        ValueError: A probability without exploration exceeds 1 (``"bernoulli"`` without ``clamp``), or the CPU is to number more than 2^31
-            keys.
+        ValueError: A probability without exploration exceeds 1 (``"bernoulli"`` without ``clamp``), or the CPU is to
+            number more than 2^31 keys.
     """
     checks.tensors(rate=rate, member=member)
     checks.shape("rate", rate, (None, None, None), "[H, N, K]", "Heads come first.")
@@ -441,11 +454,12 @@ def sample_sbm(
 def sample_systematic(
     chance: Tensor, query_ptr: Tensor, key_ptr: Tensor, sequence_ids: Tensor, heads: int, seed: int
 ) -> tuple[Tensor, Tensor]:
-    r"""Each query takes keys of its sequence at equal distances from a random start: every key with the same probability, at little cost.
+    r"""Each query takes keys of its sequence at equal distances from a random start: every key with the same
+    probability, at little cost.
 
-    With :math:`\eta_i` the probability and one random :math:`u` per row, uniform in [0, 1), these are the keys :math:`\lfloor (t + u) / \eta_i \rfloor`
-    for t = 0, 1, ... Their number is :math:`\eta_i m` up to less than one. Rows are independent; keys of a row are not. Words as in
-    :func:`sample_sbm`. Cost O(N + E).
+    With :math:`\eta_i` the probability and one random :math:`u` per row, uniform in [0, 1), these are the keys
+    :math:`\lfloor (t + u) / \eta_i \rfloor` for t = 0, 1, ... Their number is :math:`\eta_i m` up to less than one.
+    Rows are independent; keys of a row are not. Words as in :func:`sample_sbm`. Cost O(N + E).
 
     Args:
         chance: :math:`\eta` of each query, ``[N]``, in [0, 1]; what is outside is cut, and NaN counts as 0.
@@ -485,8 +499,8 @@ def invalid_row(rowptr: Tensor, col: Tensor, query_ptr: Tensor, key_ptr: Tensor,
         heads: Number of heads H.
 
     Returns:
-        Its number ``h * N + i``, ``[]`` int64, or -1 where every row is as it should be. A row whose offsets decrease or leave ``0 .. E`` is
-        not; whether the first is 0 and the last E is for the caller to see.
+        Its number ``h * N + i``, ``[]`` int64, or -1 where every row is as it should be. A row whose offsets decrease
+        or leave ``0 .. E`` is not; whether the first is 0 and the last E is for the caller to see.
     """
     checks.tensors(rowptr=rowptr, col=col)
     checks.shape("rowptr", rowptr, (None,), "[H*N+1]", "It holds one row per head and query, heads outermost.")
@@ -494,7 +508,8 @@ def invalid_row(rowptr: Tensor, col: Tensor, query_ptr: Tensor, key_ptr: Tensor,
     _check_ptr(query_ptr, key_ptr)
     if rowptr.dtype != torch.int64 or col.dtype not in checks.INTEGERS:
         raise TypeError(
-            f"Expected 'rowptr' to be int64 and 'col' int32 or int64 (got {rowptr.dtype} and {col.dtype}). Convert them."
+            f"Expected 'rowptr' to be int64 and 'col' int32 or int64 (got {rowptr.dtype} and {col.dtype}). Convert "
+            "them."
         )
     checks.same_device("col", col, rowptr=rowptr, query_ptr=query_ptr, key_ptr=key_ptr)
     return schemas.invalid_row(

@@ -1,8 +1,8 @@
 """Sixteen random words, coins or positions at a time, as numba values.
 
-In: arrays and offsets into them. Out: stored words, and bit masks of sixteen lanes. These are LLVM's own vector instructions, so they
-work on any machine and are one or two instructions each where it has wide registers. Not here: kernels.
-"""
+In: arrays and offsets into them. Out: stored words, and bit masks of sixteen lanes. These are LLVM's own vector
+instructions, so they work on any machine and are one or two instructions each where it has wide registers. Not here:
+kernels."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def _long(number):
 
 @intrinsic
 def philox16(typing, counter, row, stream, purpose, seed, out, offset):
-    """Philox4x32-10 at counters ``(counter .. counter + 15, row, stream, purpose)``: word k of all sixteen, then word k + 1.
+    """Philox4x32-10 at counters ``(counter .. counter + 15, row, stream, purpose)``: word k of all sixteen, then word k
+    + 1.
 
     ``out`` is uint32 and receives 64 words from ``offset`` on.
     """
@@ -82,10 +83,9 @@ def philox16(typing, counter, row, stream, purpose, seed, out, offset):
 def toss16(typing, approx, coins, offset, below, less, above, more):
     """Sixteen coins against sixteen probabilities known up to a relative error.
 
-    ``approx`` is float32; ``coins`` is uint8, one random byte for each. Returns a mask: bit k where byte k lies
-    below ``floor(below p + less)``, an edge whatever the error is; bit ``16 + k`` where it does not, but not above ``floor(above p + more)``
-    either, so that the error decides.
-    """
+    ``approx`` is float32; ``coins`` is uint8, one random byte for each. Returns a mask: bit k where byte k lies below
+    ``floor(below p + less)``, an edge whatever the error is; bit ``16 + k`` where it does not, but not above
+    ``floor(above p + more)`` either, so that the error decides."""
 
     def generate(context, builder, signature, args):
         p = builder.load(_pointer(context, builder, approx, args[0], args[2], _FLOATS), align=4)
@@ -104,11 +104,11 @@ def toss16(typing, approx, coins, offset, below, less, above, more):
 
 @intrinsic
 def gaps16(typing, words, offset, spread, before, end, places):
-    """Sixteen successes of a sequence of trials with ``log(1 / (1 - chance)) = 1 / spread``: the next places after ``before``.
+    """Sixteen successes of a sequence of trials with ``log(1 / (1 - chance)) = 1 / spread``: the next places after
+    ``before``.
 
-    Place k follows after a geometric number of failures, made of 53 bits: word k from ``offset`` on and 21 bits of word ``16 + k``.
-    ``places`` is int32 and receives them, ``end`` for all that are not below it; returns the last one.
-    """
+    Place k follows after a geometric number of failures, made of 53 bits: word k from ``offset`` on and 21 bits of word
+    ``16 + k``. ``places`` is int32 and receives them, ``end`` for all that are not below it; returns the last one."""
 
     def generate(context, builder, signature, args):
         def double(number):
@@ -129,14 +129,16 @@ def gaps16(typing, words, offset, spread, before, end, places):
         )
         bits = builder.or_(builder.shl(high, _long(21)), builder.lshr(low, _long(11)))
         u = builder.bitcast(builder.fadd(builder.uitofp(bits, _DOUBLES), double(1.0)), _LONGS)  # 1 .. 2^53
-        # u = 2^exponent (1 + f) with 1 + f in sqrt(1/2) .. sqrt(2), then the series of fdlibm: log(1 + f) = f - s (f - r), s = f / (2 + f)
+        # u = 2^exponent (1 + f) with 1 + f in sqrt(1/2) .. sqrt(2), then the series of fdlibm: log(1 + f) = f - s (f -
+        # r), s = f / (2 + f)
         shifted = builder.add(u, _long(0x3FF0000000000000 - 0x3FE6A09E667F3BCD))
         exponent = builder.sub(builder.lshr(shifted, _long(52)), _long(1023 + 53))
         fraction = builder.add(builder.and_(shifted, _long(0x000FFFFFFFFFFFFF)), _long(0x3FE6A09E667F3BCD))
         f = builder.fsub(builder.bitcast(fraction, _DOUBLES), double(1.0))
         s = builder.fdiv(f, builder.fadd(f, double(2.0)))
         square, series = builder.fmul(s, s), double(0.1479819860511658591)
-        for factor in (0.1531383769920937332, 0.1818357216161805012, 0.2222219843214978396, 0.2857142874366239149, 0.3999999999940941908, 0.6666666666666735130):  # fmt: skip
+        factors = (0.1531383769920937332, 0.1818357216161805012, 0.2222219843214978396, 0.2857142874366239149)
+        for factor in (*factors, 0.3999999999940941908, 0.6666666666666735130):
             series = fused(series, square, double(factor))
         series = builder.fmul(series, square)
         logarithm = builder.fsub(f, builder.fmul(s, builder.fsub(f, series)))
@@ -159,11 +161,11 @@ def gaps16(typing, words, offset, spread, before, end, places):
 
 @intrinsic
 def weigh16(typing, approx, words, offset, places, end, scale, below, less, above, more):
-    """Sixteen words, ``scale`` times each, against numbers known up to a relative error, where places lie below ``end``.
+    """Sixteen words, ``scale`` times each, against numbers known up to a relative error, where places lie below
+    ``end``.
 
-    ``approx`` is a vector of float32, ``places`` is int32. Returns a mask: bit k where word k lies below ``below p + less``; bit ``16 + k`` where it does not,
-    but not above ``above p + more`` either, so that the error decides.
-    """
+    ``approx`` is a vector of float32, ``places`` is int32. Returns a mask: bit k where word k lies below ``below p +
+    less``; bit ``16 + k`` where it does not, but not above ``above p + more`` either, so that the error decides."""
 
     def generate(context, builder, signature, args):
         word = builder.load(_pointer(context, builder, words, args[1], args[2], _WORDS), align=4)

@@ -1,10 +1,9 @@
-"""What is refused before a kernel touches memory: shapes, types, numbers and names that do not fit, forward-mode derivatives, and sizes that
-the memory cannot hold.
+"""What is refused before a kernel touches memory: shapes, types, numbers and names that do not fit, forward-mode
+derivatives, and sizes that the memory cannot hold.
 
-In: the arguments of an op, or of what calls it. Out: nothing, or an error. No value of a tensor is looked at, so that a check costs
-microseconds: that keys lie in range is for :class:`sbm_pyg.AttentionGraph` to say. Nothing is checked in code that is being compiled, where
-numbers of edges are unknown.
-"""
+In: the arguments of an op, or of what calls it. Out: nothing, or an error. No value of a tensor is looked at, so that a
+check costs microseconds: that keys lie in range is for :class:`sbm_pyg.AttentionGraph` to say. Nothing is checked in
+code that is being compiled, where numbers of edges are unknown."""
 
 from __future__ import annotations
 
@@ -45,7 +44,8 @@ def dense(name: str, x: Any) -> None:
         )
     if x.is_nested or x.layout != torch.strided:
         raise TypeError(
-            f"Expected '{name}' to be dense (got {'a nested tensor' if x.is_nested else x.layout}). Convert it with `to_dense`."
+            f"Expected '{name}' to be dense (got {'a nested tensor' if x.is_nested else x.layout}). Convert it with "
+            "`to_dense`."
         )
 
 
@@ -57,7 +57,10 @@ def floating(**given: Tensor | None) -> None:
 
 
 def shape(name: str, x: Any, wanted: Sequence[int | None], symbols: str, way_out: str) -> None:
-    """Refuse what is no tensor of a shape, in which None is any number; None itself passes, for arguments that may be absent."""
+    """Refuse what is no tensor of a shape, in which None is any number.
+
+    None itself passes, for arguments that may be absent.
+    """
     if x is None or torch.compiler.is_compiling():
         return
     if not isinstance(x, Tensor):
@@ -103,7 +106,8 @@ def edges(
     floating(**{first: query, second: key}, value=value)
     if value is not None and not query.dtype == key.dtype == value.dtype:
         raise TypeError(
-            f"Expected '{first}', '{second}' and 'value' to be of one dtype (got {query.dtype}, {key.dtype} and {value.dtype}). "
+            f"Expected '{first}', '{second}' and 'value' to be of one dtype (got {query.dtype}, {key.dtype} and "
+            f"{value.dtype}). "
             "Convert them to one."
         )
     shape(first, query, (None, None, None), "[H, N, C]", "Heads come first.")
@@ -115,7 +119,8 @@ def edges(
     shape(f"{prefix}col", col, (None,), "[E]", "It holds the key of each edge.")
     if rowptr.dtype != torch.int64 or col.dtype not in INTEGERS:
         raise TypeError(
-            f"Expected '{prefix}rowptr' to be int64 and '{prefix}col' int32 or int64 (got {rowptr.dtype} and {col.dtype}). "
+            f"Expected '{prefix}rowptr' to be int64 and '{prefix}col' int32 or int64 (got {rowptr.dtype} and "
+            f"{col.dtype}). "
             "Convert them."
         )
     for name, numbers in per_edge.items():
@@ -130,7 +135,8 @@ def same_device(first: str, like: Tensor, **others: Tensor | None) -> None:
     for name, x in others.items():
         if x is not None and x.device != like.device:
             raise ValueError(
-                f"Expected '{name}' on {like.device}, as '{first}' is (got {x.device}). Move it, or the graph, with `.to(device)`."
+                f"Expected '{name}' on {like.device}, as '{first}' is (got {x.device}). Move it, or the graph, with "
+                "`.to(device)`."
             )
 
 
@@ -138,7 +144,10 @@ def same_device(first: str, like: Tensor, **others: Tensor | None) -> None:
 
 
 def integer(name: str, value: Any, least: int, way_out: str) -> int:
-    """The int, of Python or numpy; refuses anything else, bools too, and what is too small. A symbol, in code that is compiled, comes back."""
+    """The int, of Python or numpy; refuses anything else, bools too, and what is too small.
+
+    A symbol, in code that is compiled, comes back.
+    """
     if torch.compiler.is_compiling():
         return value
     if isinstance(value, bool) or not isinstance(value, Integral):
@@ -242,14 +251,20 @@ def memory(name: str, count: int, bytes_each: int, device: torch.device, way_out
 
 
 def fits(count: int, bytes_each: int, device: torch.device) -> bool:
-    """Whether memory holds so many things. True for few, and where nobody knows: in code that is compiled, and for fake tensors."""
+    """Whether memory holds so many things.
+
+    True for few, and where nobody knows: in code that is compiled, and for fake tensors.
+    """
     if torch.compiler.is_compiling() or count * bytes_each <= LARGE:
         return True
     return detect_fake_mode() is not None or count * bytes_each <= available(device)
 
 
 def available(device: torch.device) -> float:
-    """Bytes that can be had on a device now, inf where nobody knows; of the CPU without swap, and within the limits of this process."""
+    """Bytes that can be had on a device now, inf where nobody knows.
+
+    Of the CPU without swap, and within the limits of this process.
+    """
     if device.type == "cuda":
         return (
             torch.cuda.mem_get_info(device)[0]
@@ -292,7 +307,10 @@ def _address_space() -> float:
 
 @cache
 def _cgroups() -> list[tuple[Path, Path, str, int]]:
-    """For each control group of this process that has a limit: the files of its usage and statistics, what these call cached files, the limit."""
+    """For each control group of this process that has a limit.
+
+    The files of its usage and statistics, what these call cached files, the limit.
+    """
     return [*_limited_groups(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))]
 
 
@@ -333,5 +351,6 @@ def no_tangent(*tensors: Tensor | None) -> None:
         x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors
     ):
         raise NotImplementedError(
-            "Expected reverse-mode differentiation (got a tangent, from torch.func.jvp, jacfwd, hessian or forward_ad). Use `backward` or `torch.autograd.grad`."
+            "Expected reverse-mode differentiation (got a tangent, from torch.func.jvp, jacfwd, hessian or "
+            "forward_ad). Use `backward` or `torch.autograd.grad`."
         )

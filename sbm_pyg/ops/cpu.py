@@ -7,6 +7,7 @@ from .cpu_rows import invalid_row
 from .cpu_sampling import sample_sbm
 
 __all__ = [
-    "edge_attention", "edge_attention_backward", "edge_dot", "edge_dot_backward", "edge_effect", "invalid_row", "sample_sbm",
+    "edge_attention", "edge_attention_backward", "edge_dot", "edge_dot_backward", "edge_effect", "invalid_row",
+    "sample_sbm",
     "sample_systematic",
 ]  # fmt: skip

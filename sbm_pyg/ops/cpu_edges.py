@@ -1,14 +1,17 @@
-"""Edge kernels for the CPU: scores of edges, attention over edges, and their gradients, in one pass over compressed rows.
+"""Edge kernels for the CPU: scores of edges, attention over edges, and their gradients, in one pass over compressed
+rows.
 
-In and out: the tensors of the op schemas in :mod:`sbm_pyg.ops`, on the CPU. Here are the kernels and the functions that lay out memory for
-them. Not here: checks of what comes in, the vectors that kernels are written in (:mod:`.simd`), threads (:mod:`.threads`).
+In and out: the tensors of the op schemas in :mod:`sbm_pyg.ops`, on the CPU. Here are the kernels and the functions that
+lay out memory for them. Not here: checks of what comes in, the vectors that kernels are written in (:mod:`.simd`),
+threads (:mod:`.threads`).
 
-Sixteen edges of a row at a time get their dot products with the row's query; a row's own sums stay in registers. What bounds the backward
-pass is the second-level cache: each edge rewrites the gradients of its key. So keys are taken in tiles that fit that cache, a key and its
-value side by side, and so their gradients. docs/kernels.md has the measurements.
+Sixteen edges of a row at a time get their dot products with the row's query; a row's own sums stay in registers. What
+bounds the backward pass is the second-level cache: each edge rewrites the gradients of its key. So keys are taken in
+tiles that fit that cache, a key and its value side by side, and so their gradients. docs/kernels.md has the
+measurements.
 
-Names: a unit or piece of work is rows ``begin .. end - 1``; widths are channels padded to a multiple of 16, lanes those taken at once.
-"""
+Names: a unit or piece of work is rows ``begin .. end - 1``; widths are channels padded to a multiple of 16, lanes those
+taken at once."""
 
 from __future__ import annotations
 
@@ -55,7 +58,8 @@ def _lanes(*widths: int) -> int:
 
 @kernel
 def _drop(factor, start, count, words, known, threshold, kept, seed):
-    """Dropout of edges ``start .. start + count - 1``: 0 or ``kept``. Edge e looks at word ``e % 4`` of counter ``e // 4``.
+    """Dropout of edges ``start .. start + count - 1``: 0 or ``kept``. Edge e looks at word ``e % 4`` of counter ``e //
+    4``.
 
     ``words`` holds those of 64 edges, number ``known``; returns which 64 it holds in the end.
     """
@@ -171,7 +175,8 @@ def _attention_backward(width, value_width):
 
     @kernel
     def attention_backward(
-        memory, begin, end, unit, tiles, queries, keys, grad_out, query, key, value, rowptr, col, gate, bias, out, lse, scale, weighted,
+        memory, begin, end, unit, tiles, queries, keys, grad_out, query, key, value, rowptr, col, gate, bias, out, lse,
+        scale, weighted,
         threshold, kept, seed, dquery, dkey, dvalue, dgate, dbias,
     ):  # fmt: skip
         slopes, weights, factor, tail = scratch(query, 16), scratch(query, 16), scratch(query, 16), scratch(col, 16)
@@ -341,7 +346,10 @@ def _dot_backward(width):
 
 
 def _wide(tensor: Tensor | None, like: Tensor) -> np.ndarray:
-    """A contiguous array in the precision that kernels compute in for the dtype of ``like``; without elements for None."""
+    """A contiguous array in the precision that kernels compute in for the dtype of ``like``.
+
+    Without elements for None.
+    """
     tensor = like.new_empty(0) if tensor is None else tensor.detach()
     return tensor.to(torch.promote_types(like.dtype, torch.float32)).contiguous().numpy()
 
@@ -369,11 +377,11 @@ def _pieces(rowptr: np.ndarray) -> list[tuple[int, int]]:
 
 
 def _units(rowptr: np.ndarray, heads: int, keys: int) -> list[tuple[int, int, int]]:
-    """Rows for backward work: ``(begin, end, unit)``, largest first; unit h is of head h, and so are those that :func:`_summed` adds to it.
+    """Rows for backward work: ``(begin, end, unit)``, largest first; unit h is of head h, and so are those that
+    :func:`_summed` adds to it.
 
-    Each unit has sums for keys of its own, which cost time and memory. So a head is one unit if that keeps all threads busy, and as many as
-    needed otherwise, as long as there are many more edges than keys.
-    """
+    Each unit has sums for keys of its own, which cost time and memory. So a head is one unit if that keeps all threads
+    busy, and as many as needed otherwise, as long as there are many more edges than keys."""
     rows, threads = (len(rowptr) - 1) // max(heads, 1), torch.get_num_threads()
     sizes = [int(rowptr[(head + 1) * rows] - rowptr[head * rows]) for head in range(heads)]
     for refine in (1, 2, 4):
@@ -409,7 +417,7 @@ def _tiles(rowptr: np.ndarray, keys: int, bytes_per_key: int) -> int:
 
 
 def _chances(dropout: float, seed: int, dtype: np.dtype) -> tuple[np.uint64, np.floating, np.uint64]:
-    """Words below the first number drop an edge, the second multiplies the others, the third is the key of the words."""
+    """Words below the first number drop an edge; the second multiplies the others; the third is the words' key."""
     return (
         np.uint64(round(dropout * 2**32)),
         dtype.type(1 / (1 - dropout) if dropout < 1 else 0),
@@ -447,7 +455,8 @@ def edge_dot_backward(
     dquery = torch.from_numpy(q).new_empty((*query.shape[:2], q.shape[1]))
     dkey = dquery.new_empty((len(units), key.shape[1], k.shape[1]))
     arguments = (
-        _tiles(offsets, key.shape[1], 2 * k.itemsize * k.shape[1]), query.shape[1], key.shape[1], _wide(grad, query), q, k, offsets, tokens,
+        _tiles(offsets, key.shape[1], 2 * k.itemsize * k.shape[1]), query.shape[1], key.shape[1], _wide(grad, query),
+        q, k, offsets, tokens,
         need_query, need_key, dquery.view(-1).numpy(), dkey.view(-1).numpy(),
     )  # fmt: skip
     run(_dot_backward(q.shape[1]), [(*unit, *arguments) for unit in units])
@@ -455,7 +464,8 @@ def edge_dot_backward(
 
 
 def edge_attention(
-    query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor, col: Tensor, gate: Tensor | None, bias: Tensor | None, scale: float,
+    query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor, col: Tensor, gate: Tensor | None, bias: Tensor | None,
+    scale: float,
     gate_form: str, dropout: float, seed: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     q, k, v = (_rows(x, query) for x in (query, key, value))
@@ -463,7 +473,8 @@ def edge_attention(
     out = torch.from_numpy(q).new_empty((*query.shape[:2], v.shape[1]))
     tops, norms = out.new_empty(query.shape[:2]), out.new_empty(query.shape[:2])
     arguments = (
-        query.shape[1], key.shape[1], q, k, v, offsets, tokens, _wide(gate, query), _wide(bias, query), q.dtype.type(scale),
+        query.shape[1], key.shape[1], q, k, v, offsets, tokens, _wide(gate, query), _wide(bias, query),
+        q.dtype.type(scale),
         gate is not None and gate_form == "weight", *_chances(dropout, seed, q.dtype),
         out.view(-1).numpy(), tops.view(-1).numpy(), norms.view(-1).numpy(),
     )  # fmt: skip
@@ -472,7 +483,8 @@ def edge_attention(
 
 
 def edge_attention_backward(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor, col: Tensor, gate: Tensor | None, bias: Tensor | None,
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor, col: Tensor, gate: Tensor | None,
+    bias: Tensor | None,
     out: Tensor, lse: Tensor, scale: float, gate_form: str, dropout: float, seed: int, need_gate: bool, need_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     q, k, v = (_rows(x, query) for x in (query, key, value))
@@ -486,8 +498,10 @@ def edge_attention_backward(
         for x, need in ((gate, need_gate), (bias, need_bias))
     )
     arguments = (
-        tiles, query.shape[1], key.shape[1], _rows(grad_out, query), q, k, v, offsets, tokens, _wide(gate, query), _wide(bias, query), _rows(out, query),
-        _wide(lse, query).reshape(-1), q.dtype.type(scale), gate is not None and gate_form == "weight", *_chances(dropout, seed, q.dtype),
+        tiles, query.shape[1], key.shape[1], _rows(grad_out, query), q, k, v, offsets, tokens, _wide(gate, query),
+        _wide(bias, query), _rows(out, query),
+        _wide(lse, query).reshape(-1), q.dtype.type(scale), gate is not None and gate_form == "weight",
+        *_chances(dropout, seed, q.dtype),
         dquery.view(-1).numpy(), dkey.view(-1).numpy(), dvalue.view(-1).numpy(), dgate, dbias,
     )  # fmt: skip
     room = 2 * (key.shape[1] // tiles + 1) * (k.shape[1] + v.shape[1]) + 64

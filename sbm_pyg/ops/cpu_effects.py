@@ -1,8 +1,8 @@
 """The effect of switching single edges on or off, on the CPU: one pass over the edges and the probes of each row.
 
-In and out: the tensors of ``edge_effect`` in :mod:`sbm_pyg.ops`. Scores, gains and factors of a row's edges stay in buffers as long as the
-longest row; probes take their turn in the same buffers. Not here: attention itself (:mod:`.cpu_edges`).
-"""
+In and out: the tensors of ``edge_effect`` in :mod:`sbm_pyg.ops`. Scores, gains and factors of a row's edges stay in
+buffers as long as the longest row; probes take their turn in the same buffers. Not here: attention itself
+(:mod:`.cpu_edges`)."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ def _effect(width, value_width, blocks):
 
     @kernel
     def effect(
-        begin, end, longest, queries, num_keys, grad_out, query, key, value, rowptr, col, bias, probe_rowptr, probe_col, probe_bias, scale,
+        begin, end, longest, queries, num_keys, grad_out, query, key, value, rowptr, col, bias, probe_rowptr,
+        probe_col, probe_bias, scale,
         rate, member, chance, exploration, out, probe_out,
     ):  # fmt: skip
         room = (longest + 15) // 16 * 16
@@ -55,7 +56,8 @@ def _effect(width, value_width, blocks):
             values = at(value, row // queries * num_keys * value_width)
             members = at(member, row // queries * num_keys * blocks)
             edge, stop = peek(rowptr, row), peek(rowptr, row + 1)
-            # The edges, then the probes. One loop for both: a kernel that it called for each would be compiled anew by every process.
+            # The edges, then the probes. One loop for both: a kernel that it called for each would be compiled anew by
+            # every process.
             for probing in range(2):
                 start = peek(probe_rowptr, row) if probing else edge
                 count = (peek(probe_rowptr, row + 1) if probing else stop) - start
@@ -109,7 +111,8 @@ def _effect(width, value_width, blocks):
                         if (edge < stop and peek(col, edge) == token) or peek(logits, t) == low:
                             poke(place, t, zero)
                 else:
-                    # sums over the row's edges without the heaviest, so that no other is taken from a sum that it dominates
+                    # sums over the row's edges without the heaviest, so that no other is taken from a sum that it
+                    # dominates
                     top, best, second, best_gain = highest(high), 0, low, zero
                     while best < count and peek(logits, best) != top:
                         best += 1
@@ -150,8 +153,10 @@ def _effect(width, value_width, blocks):
 
 
 def edge_effect(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor, col: Tensor, bias: Tensor | None, probe_rowptr: Tensor,
-    probe_col: Tensor, probe_bias: Tensor | None, scale: float, rate: Tensor | None, member: Tensor | None, chance: Tensor | None,
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor, col: Tensor, bias: Tensor | None,
+    probe_rowptr: Tensor,
+    probe_col: Tensor, probe_bias: Tensor | None, scale: float, rate: Tensor | None, member: Tensor | None,
+    chance: Tensor | None,
     exploration: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     g, q, k, v = (_rows(x, query) for x in (grad_out, query, key, value))
@@ -161,8 +166,10 @@ def edge_effect(
     out, probe_out = np.empty(len(tokens), q.dtype), np.empty(len(probe_tokens), q.dtype)
     longest = max((int(np.diff(x).max(initial=0)) for x in (offsets, probe_offsets)), default=0)
     arguments = (
-        longest, query.shape[1], key.shape[1], g, q, k, v, offsets, tokens, _wide(bias, query), probe_offsets, probe_tokens,
-        _wide(probe_bias, query), q.dtype.type(scale), r, z, _wide(chance, query), q.dtype.type(exploration), out, probe_out,
+        longest, query.shape[1], key.shape[1], g, q, k, v, offsets, tokens, _wide(bias, query), probe_offsets,
+        probe_tokens,
+        _wide(probe_bias, query), q.dtype.type(scale), r, z, _wide(chance, query), q.dtype.type(exploration), out,
+        probe_out,
     )  # fmt: skip
     pieces = split(offsets + probe_offsets, 3 * torch.get_num_threads())
     run(_effect(q.shape[1], v.shape[1], r.shape[1]), [(*piece, *arguments) for piece in pieces])

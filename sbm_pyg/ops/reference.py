@@ -23,7 +23,7 @@ _WORD = 0xFFFFFFFF
 COIN_BYTE, COIN_REST, COUNT, PROPOSAL, DROPOUT, GAP, SYSTEMATIC, RANDOM_KEY = range(1, 9)
 
 PROPOSALS, GAPS, COINS = range(3)
-"""The ways to sample a row: Poisson proposals by block and key, keys at random distances that are then thinned, one coin per key."""
+"""The ways to sample a row: Poisson proposals by block and key, keys at random gaps, thinned, or one coin per key."""
 PROPOSAL_COST, GAP_COST = 64.0, 11.0
 """How many coins one proposal of the other two ways is worth; decides row by row which way is taken."""
 
@@ -237,7 +237,8 @@ def edge_effect(
         sides.append((row, end, logit, gain))
     (row, end, logit, gain), (probe_row, _, probe_logit, probe_gain) = sides
 
-    # Weights and gains of each row without its heaviest edge, so that no other edge is ever subtracted from a sum that it dominates.
+    # Weights and gains of each row without its heaviest edge, so that no other edge is ever subtracted from a sum that
+    # it dominates.
     place = torch.arange(row.numel(), device=row.device)
     top = _segment_max(logit, row, rows)
     heaviest = torch.where(logit == top[row], place, row.numel())
@@ -287,14 +288,16 @@ def segment_entmax(src: Tensor, rowptr: Tensor, alpha: float) -> Tensor:
     """Bracketed Newton on tau; see :func:`sbm_pyg.ops.segment_entmax` for the law."""
     if not src.is_floating_point():
         raise TypeError(
-            f"Expected 'src' to be floating point (got {src.dtype}). Convert it with `.float()`: shares of 1 are no integers."
+            f"Expected 'src' to be floating point (got {src.dtype}). Convert it with `.float()`: shares of 1 are no "
+            "integers."
         )
     if src.numel() == 0:
         return torch.empty_like(src)
     num_rows = rowptr.numel() - 1
     if not bool((rowptr[0] == 0) & (rowptr[-1] == src.numel()) & (rowptr.diff() >= 0).all()):
         raise ValueError(
-            f"Expected 'ptr' to rise from 0 to E = {src.numel()} (got another order). Pass offsets, not lengths, of all segments."
+            f"Expected 'ptr' to rise from 0 to E = {src.numel()} (got another order). Pass offsets, not lengths, of "
+            "all segments."
         )
     row = edge_row(rowptr, src.numel())
     power = 1 / (alpha - 1)
@@ -416,8 +419,8 @@ def _sample_block(
 def plan_rows(expected: Tensor, bound: Tensor, num_keys: Tensor | int, method: str) -> tuple[Tensor, Tensor]:
     """How each row is sampled: the factor of its Poisson rates, and the cheapest of the three ways.
 
-    With ``bound`` >= every probability of the row, rates ``c p`` with ``c = -log(1 - bound) / bound`` propose every pair often enough
-    for thinning to reach p exactly. All in float64, so that every backend decides alike.
+    With ``bound`` >= every probability of the row, rates ``c p`` with ``c = -log(1 - bound) / bound`` propose every
+    pair often enough for thinning to reach p exactly. All in float64, so that every backend decides alike.
 
     Args:
         expected: Expected number of keys of each row, float64.
@@ -445,12 +448,11 @@ def _flip_rows(
 ) -> Tensor:
     """One coin for each pair of these rows: edge iff its 32-bit word lies below p * 2**32.
 
-    Key j looks at byte ``j % 4`` of word ``j // 64 % 4`` of counter ``16 (j // 256) + j // 4 % 16``, an order in which sixteen counters at
-    a time are written in a row.
+    Key j looks at byte ``j % 4`` of word ``j // 64 % 4`` of counter ``16 (j // 256) + j // 4 % 16``, an order in which
+    sixteen counters at a time are written in a row.
 
-    The word's top byte and its other 24 bits come from different counters, so a backend may draw a byte for every pair and
-    the rest only for the one pair in 256 whose byte does not decide.
-    """
+    The word's top byte and its other 24 bits come from different counters, so a backend may draw a byte for every pair
+    and the rest only for the one pair in 256 whose byte does not decide."""
     stream, head = counter
     num_keys = key.size(0)
     j = torch.arange(num_keys, device=key.device)
@@ -476,7 +478,7 @@ def _flip_rows(
 def _skip_rows(
     rate: Tensor, key: Tensor, bound: Tensor, rows: Tensor, counter: tuple[int, int], seed: int, exploration: float
 ) -> Tensor:
-    """Keys at geometric distances, as if every probability were the row's bound, and each of them kept with probability p / bound."""
+    """Keys at geometric distances, as if every p were the row's bound, each kept with probability p / bound."""
     stream, head = counter
     num_keys = key.size(0)
     place, edges, step = torch.full_like(rows, -1), [rows.new_empty(0)], 0
@@ -495,7 +497,10 @@ def _skip_rows(
 
 def over_one(p: float) -> str:
     """Message for an SBM whose edge probability exceeds one."""
-    return f"Expected edge probabilities in [0, 1] (got {p:.4g}). Scale the memberships or the block matrix, or pass clamp=True to cut probabilities at 1."
+    return (
+        f"Expected edge probabilities in [0, 1] (got {p:.4g}). Scale the memberships or the block matrix, or pass "
+        "clamp=True to cut probabilities at 1."
+    )
 
 
 def cut_chance(chance: Tensor) -> Tensor:
@@ -507,7 +512,8 @@ def check_keys(num_keys: int) -> None:
     """Raise ValueError where ``col`` in int32 cannot number the keys."""
     if num_keys > 2**31:
         raise ValueError(
-            f"Expected at most 2^31 keys in a batch, whose numbers fit int32 (got {num_keys:,}). Sample fewer sequences at once."
+            f"Expected at most 2^31 keys in a batch, whose numbers fit int32 (got {num_keys:,}). Sample fewer "
+            "sequences at once."
         )
 
 
@@ -546,7 +552,10 @@ def _propose_rows(
 
 
 def _invert(mass: Tensor, word: Tensor, row: Tensor) -> Tensor:
-    """Draw from row ``row[e]`` of unnormalised distributions ``[R, L]`` by the word of each draw: inverse CDF in 32-bit fixed point."""
+    """Draw from row ``row[e]`` of unnormalised distributions ``[R, L]`` by the word of each draw.
+
+    Inverse CDF in 32-bit fixed point.
+    """
     cumulative = mass.cumsum(1)
     bounds = (cumulative * (2.0**32 / cumulative[:, -1:])).nan_to_num(2.0**32).long()
     bounds[:, -1] = 2**32
@@ -555,7 +564,7 @@ def _invert(mass: Tensor, word: Tensor, row: Tensor) -> Tensor:
 
 
 def _poisson(rate: Tensor, rows: Tensor, counter: tuple[int, int], seed: int) -> Tensor:
-    """Poisson counts by inversion, in as many equal parts of at most 256 as the rate needs (exp(-256) is still normal)."""
+    """Poisson counts by inversion, in equal parts of at most 256, as many as the rate needs: exp(-256) is normal."""
     stream, head = counter
     parts = (rate / 256).ceil().clamp(min=1).long()
     total = torch.zeros_like(parts)

@@ -17,7 +17,7 @@ from . import cpu, flops, reference
 
 
 def _declare(name: str, schema: str, fake: Callable[..., Any]) -> CustomOpDef:
-    """Declare ``sbm_pyg::name``: the reference on any device, numba where :mod:`~sbm_pyg.ops.cpu` has a kernel, and what it costs."""
+    """Declare ``sbm_pyg::name``: the reference, the kernel of :mod:`~sbm_pyg.ops.cpu` if there is one, and its cost."""
     op = torch.library.custom_op(f"sbm_pyg::{name}", getattr(reference, name), mutates_args=(), schema=schema)
     if name in cpu.__all__:
         op.register_kernel("cpu")(getattr(cpu, name))
@@ -45,7 +45,8 @@ def _fake_attention(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple
 
 
 def _fake_attention_backward(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor, col: Tensor, gate: Tensor | None, bias: Tensor | None,
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor, col: Tensor, gate: Tensor | None,
+    bias: Tensor | None,
     out: Tensor, lse: Tensor, scale: float, gate_form: str, dropout: float, seed: int, need_gate: bool, need_bias: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     edge = [
@@ -56,7 +57,8 @@ def _fake_attention_backward(
 
 
 def _fake_effect(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor, col: Tensor, bias: Tensor | None, probe_rowptr: Tensor,
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor, col: Tensor, bias: Tensor | None,
+    probe_rowptr: Tensor,
     probe_col: Tensor, *_: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     return query.new_empty(col.size(0)), query.new_empty(probe_col.size(0))
@@ -78,26 +80,31 @@ def _fake_systematic(
 edge_dot = _declare("edge_dot", "(Tensor query, Tensor key, Tensor rowptr, Tensor col) -> Tensor", _fake_dot)
 edge_dot_backward = _declare(
     "edge_dot_backward",
-    "(Tensor grad, Tensor query, Tensor key, Tensor rowptr, Tensor col, bool need_query, bool need_key) -> (Tensor, Tensor)",
+    "(Tensor grad, Tensor query, Tensor key, Tensor rowptr, Tensor col, bool need_query, bool need_key) -> (Tensor, "
+    "Tensor)",
     _fake_pair,
 )
 edge_attention = _declare(
     "edge_attention",
-    "(Tensor query, Tensor key, Tensor value, Tensor rowptr, Tensor col, Tensor? gate, Tensor? bias, float scale, str gate_form, "
+    "(Tensor query, Tensor key, Tensor value, Tensor rowptr, Tensor col, Tensor? gate, Tensor? bias, float scale, str "
+    "gate_form, "
     "float dropout, SymInt seed) -> (Tensor, Tensor)",
     _fake_attention,
 )
 edge_attention_backward = _declare(
     "edge_attention_backward",
-    "(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor rowptr, Tensor col, Tensor? gate, Tensor? bias, Tensor out, "
+    "(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor rowptr, Tensor col, Tensor? gate, Tensor? bias, "
+    "Tensor out, "
     "Tensor lse, float scale, str gate_form, float dropout, SymInt seed, bool need_gate, bool need_bias) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _fake_attention_backward,
 )
 edge_effect = _declare(
     "edge_effect",
-    "(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor rowptr, Tensor col, Tensor? bias, Tensor probe_rowptr, "
-    "Tensor probe_col, Tensor? probe_bias, float scale, Tensor? rate, Tensor? member, Tensor? chance, float exploration) -> (Tensor, Tensor)",
+    "(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor rowptr, Tensor col, Tensor? bias, Tensor "
+    "probe_rowptr, "
+    "Tensor probe_col, Tensor? probe_bias, float scale, Tensor? rate, Tensor? member, Tensor? chance, float "
+    "exploration) -> (Tensor, Tensor)",
     _fake_effect,
 )
 segment_entmax = _declare(
@@ -112,13 +119,15 @@ segment_entmax_backward = _declare(
 )
 sample_sbm = _declare(
     "sample_sbm",
-    "(Tensor rate, Tensor member, Tensor query_ptr, Tensor key_ptr, Tensor sequence_ids, SymInt seed, str method, float exploration, bool clamp) "
+    "(Tensor rate, Tensor member, Tensor query_ptr, Tensor key_ptr, Tensor sequence_ids, SymInt seed, str method, "
+    "float exploration, bool clamp) "
     "-> (Tensor, Tensor)",
     _fake_sample,
 )
 sample_systematic = _declare(
     "sample_systematic",
-    "(Tensor chance, Tensor query_ptr, Tensor key_ptr, Tensor sequence_ids, SymInt heads, SymInt seed) -> (Tensor, Tensor)",
+    "(Tensor chance, Tensor query_ptr, Tensor key_ptr, Tensor sequence_ids, SymInt heads, SymInt seed) -> (Tensor, "
+    "Tensor)",
     _fake_systematic,
 )
 invalid_row = _declare(
@@ -182,7 +191,10 @@ segment_entmax.register_autograd(_entmax_backward, setup_context=_save_entmax)
 
 
 class EdgeGate(torch.autograd.Function):
-    """Ones whose gradient is that of ``edge_dot``: the straight-through gate, without computing what it would cancel."""
+    """Ones whose gradient is that of ``edge_dot``.
+
+    The straight-through gate, without computing what it would cancel.
+    """
 
     @staticmethod
     def forward(query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor) -> Tensor:
@@ -203,7 +215,8 @@ class LocalExpectation(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        out: Tensor, rate: Tensor | None, member: Tensor | None, prob: Tensor | None, probe_prob: Tensor | None, query: Tensor, key: Tensor,
+        out: Tensor, rate: Tensor | None, member: Tensor | None, prob: Tensor | None, probe_prob: Tensor | None,
+        query: Tensor, key: Tensor,
         value: Tensor, rowptr: Tensor, col: Tensor, bias: Tensor | None, probe_rowptr: Tensor, probe_col: Tensor,
         probe_bias: Tensor | None, chance: Tensor, forced: Tensor | None, scale: float, exploration: float,
     ) -> Tensor:  # fmt: skip

@@ -1,9 +1,9 @@
 """Vectors of numbers as numba values: what a compiled kernel needs to keep a row of floats in registers.
 
-In: arrays, offsets into them, and the number of lanes as a constant. Out: values of type ``<lanes x dtype>`` that numba carries through
-variables, loops and calls. They are LLVM's own vectors, so any number of lanes works on any machine: 32 lanes of float32 are two registers
-with AVX-512, eight with NEON. Arrays may be pointers (:func:`at`) throughout. Offsets are elements. Not here: kernels.
-"""
+In: arrays, offsets into them, and the number of lanes as a constant. Out: values of type ``<lanes x dtype>`` that numba
+carries through variables, loops and calls. They are LLVM's own vectors, so any number of lanes works on any machine: 32
+lanes of float32 are two registers with AVX-512, eight with NEON. Arrays may be pointers (:func:`at`) throughout.
+Offsets are elements. Not here: kernels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from numba.extending import intrinsic, overload, register_model
 from numba.np.arrayobj import make_array
 
 NOTHING = -40.0
-"""A logit that far below the largest of its row has no weight in a sum; kept in float32, its products get subnormal, and slow."""
+"""A logit that far below the largest of its row has no weight in a sum.
+
+Kept in float32, its products get subnormal, and slow.
+"""
 _EXACT = ("contract",)  # a * b + c may become one instruction
 _SUM = ("contract", "reassoc", "nsz")  # and a sum may be taken in any order
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
@@ -108,7 +111,7 @@ def aligned(typing, array):
 
 @intrinsic(prefer_literal=True)
 def scratch(typing, array, count):
-    """Pointer to room for a constant ``count`` of numbers of the dtype of ``array``, aligned for vectors, until the kernel returns."""
+    """Pointer to room for ``count`` numbers (a constant) of the dtype of ``array``, aligned, for one kernel."""
     result = types.CPointer(array.dtype)
 
     def generate(context, builder, signature, args):
@@ -264,7 +267,10 @@ def total(typing, vector):
 
 @intrinsic
 def exp(typing, vector):
-    """e to the power of every lane. float32: error below 3 units in the last place, 0 below ``NOTHING``, at most exp(88)."""
+    """e to the power of every lane.
+
+    float32: error below 3 units in the last place, 0 below ``NOTHING``, at most exp(88).
+    """
 
     def generate(context, builder, signature, args):
         kind = args[0].type
@@ -297,9 +303,9 @@ def exp(typing, vector):
 def dots(typing, vector, array, stride, tokens):
     """Sixteen dot products: of ``vector`` with the rows ``array[stride * tokens[k]]``, k = 0 .. 15, one in each lane.
 
-    The products meet in a tree of 15 two-way merges, each of which adds one half of two vectors to the other half: a third of the
-    shuffles that sixteen separate sums over lanes would take. An array of uint32 holds two numbers of bfloat16 in each element.
-    """
+    The products meet in a tree of 15 two-way merges, each of which adds one half of two vectors to the other half: a
+    third of the shuffles that sixteen separate sums over lanes would take. An array of uint32 holds two numbers of
+    bfloat16 in each element."""
     result, pairs = Vector(vector.dtype, 16), array.dtype == types.uint32
 
     def generate(context, builder, signature, args):

@@ -1,13 +1,13 @@
 """Compiles numba kernels and runs them on as many threads as torch uses.
 
-In: python functions that numba can compile, and lists of argument tuples (one per piece of work). Out: their side effects on the arrays
-they were given. Not here: any kernel.
+In: python functions that numba can compile, and lists of argument tuples (one per piece of work). Out: their side
+effects on the arrays they were given. Not here: any kernel.
 
-numba's own ``parallel=True`` is avoided on purpose: its OpenMP layer kills a forked child at the first parallel kernel and its workqueue
-layer aborts when two python threads enter it together. Kernels here release the GIL instead. The threads are those of torch's OpenMP
-runtime where it can be found (on Linux): they spin for milliseconds after each parallel torch op, and any other thread would have to share
-their cores. Elsewhere a pool of python threads takes their place.
-"""
+numba's own ``parallel=True`` is avoided on purpose: its OpenMP layer kills a forked child at the first parallel kernel
+and its workqueue layer aborts when two python threads enter it together. Kernels here release the GIL instead. The
+threads are those of torch's OpenMP runtime where it can be found (on Linux): they spin for milliseconds after each
+parallel torch op, and any other thread would have to share their cores. Elsewhere a pool of python threads takes their
+place."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ _pool_lock = threading.Lock()
 def kernel(function: Callable, reorder: bool = False) -> Callable:
     """Compile ``function`` with numba for :func:`run`: no GIL, cached on disk, floating point that keeps NaN and inf.
 
-    A sum keeps its order (:func:`.simd.exp` needs that) unless ``reorder`` lets the compiler take several terms at a time. A cache folder
-    that cannot be written costs one compilation per process, and is no error. What was compiled from other sources is compiled again:
-    numba looks at the file of the kernel alone, but what it calls, and what its vectors are made of, lies in other files of this folder.
-    """
+    A sum keeps its order (:func:`.simd.exp` needs that) unless ``reorder`` lets the compiler take several terms at a
+    time. A cache folder that cannot be written costs one compilation per process, and is no error. What was compiled
+    from other sources is compiled again: numba looks at the file of the kernel alone, but what it calls, and what its
+    vectors are made of, lies in other files of this folder."""
     options: dict[str, Any] = {
         "nogil": True,
         "boundscheck": False,
@@ -83,9 +83,8 @@ def _sources() -> str:
 def run(function: Callable, tasks: Sequence[tuple]) -> None:
     """Call ``function(*task)`` for every task, on ``torch.get_num_threads()`` threads of which the caller is one.
 
-    Tasks are taken in order by whichever thread is free, so results must not depend on who runs which. Safe in forked children and from
-    several python threads at once. The first exception of a task is raised here.
-    """
+    Tasks are taken in order by whichever thread is free, so results must not depend on who runs which. Safe in forked
+    children and from several python threads at once. The first exception of a task is raised here."""
     todo, failures = deque(tasks), []
 
     def work(_=None):
@@ -112,11 +111,11 @@ def run(function: Callable, tasks: Sequence[tuple]) -> None:
 
 
 def on_each(function: Callable[[], Any]) -> None:
-    """Call ``function()`` once on each thread that torch's operations and :func:`run` compute on, the caller among them.
+    """Call ``function()`` once on each thread that torch's operations and :func:`run` compute on, the caller among
+    them.
 
-    For what torch keeps thread by thread, as ``torch.set_flush_denormal``. Where the threads of torch cannot be found, on the caller alone.
-    The first exception is raised here, after all calls.
-    """
+    For what torch keeps thread by thread, as ``torch.set_flush_denormal``. Where the threads of torch cannot be found,
+    on the caller alone. The first exception is raised here, after all calls."""
     failures = []
 
     def work(_=None):
@@ -132,7 +131,10 @@ def on_each(function: Callable[[], Any]) -> None:
 
 
 def _on_team(work: Callable, threads: int) -> bool:
-    """Call ``work(_)`` once on each of several threads of torch's own; False, and no call, where that is one thread or they cannot be had."""
+    """Call ``work(_)`` once on each of several threads of torch's own.
+
+    False, and no call, where that is one thread or they cannot be had.
+    """
     global _team_owner
     if threads < 2 or _fork_team is None or _team_owner not in (-1, os.getpid()):
         return False
@@ -142,7 +144,10 @@ def _on_team(work: Callable, threads: int) -> bool:
 
 
 def split(rowptr: np.ndarray, pieces: int) -> list[tuple[int, int]]:
-    """Cut rows into at most ``pieces`` ranges of about equal work: edges, and a few edges' worth for each row itself."""
+    """Cut rows into at most ``pieces`` ranges of about equal work.
+
+    Edges, and a few edges' worth for each row itself.
+    """
     rows = len(rowptr) - 1
     start, whole = int(rowptr[0]), int(rowptr[rows] - rowptr[0]) + 8 * rows
     goals = [start + whole * piece // pieces for piece in range(pieces)]

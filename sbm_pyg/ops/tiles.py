@@ -1,11 +1,12 @@
 """Products of bfloat16 matrices on a processor's tile registers (Intel AMX), as numba values.
 
-In: sixteen rows and sixty-four columns of bfloat16 bits, packed as the instruction wants them. Out: float32 sums. ``AVAILABLE`` says
-whether this machine has tiles; where it has not, nothing here may be compiled. Not here: kernels, and packing.
+In: sixteen rows and sixty-four columns of bfloat16 bits, packed as the instruction wants them. Out: float32 sums.
+``AVAILABLE`` says whether this machine has tiles; where it has not, nothing here may be compiled. Not here: kernels,
+and packing.
 
-A tile holds 16 rows of 64 bytes. ``TDPBF16PS`` adds to a tile of 16 x 16 float32 the product of 16 rows of 32 numbers with 16 columns of
-32, 8,192 multiplications at once; the columns lie in pairs: numbers 2 r and 2 r + 1 of all sixteen make row r.
-"""
+A tile holds 16 rows of 64 bytes. ``TDPBF16PS`` adds to a tile of 16 x 16 float32 the product of 16 rows of 32 numbers
+with 16 columns of 32, 8,192 multiplications at once; the columns lie in pairs: numbers 2 r and 2 r + 1 of all sixteen
+make row r."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ _SUMS, _ROWS, _COLUMNS = range(4), 4, 5  # which register holds what
 
 
 def _available() -> bool:
-    """Whether numba compiles for a processor with tiles (its settings may name a simpler one), and the system lets this process use them."""
+    """Whether numba compiles for a processor with tiles, and the system lets this process use them."""
     if getattr(config, "CPU_NAME", None) or getattr(config, "CPU_FEATURES", None):
         return False
     features = llvmlite.binding.get_host_cpu_features()
@@ -76,9 +77,9 @@ def close_tiles(typing):
 def multiply_tiles(typing, rows, columns, offset, depth, out, place, width):
     """``out[r * width + place + j] = sum_k rows[r, k] columns[k, j]`` for 16 rows r and 64 columns j.
 
-    ``rows`` is uint16 ``[16, depth]``, ``columns`` uint16 from ``offset`` on, for each 32 numbers four tiles of sixteen columns; both hold
-    the bits of bfloat16. ``depth`` is a multiple of 32, ``width`` counts the float32 of a row of ``out``.
-    """
+    ``rows`` is uint16 ``[16, depth]``, ``columns`` uint16 from ``offset`` on, for each 32 numbers four tiles of sixteen
+    columns; both hold the bits of bfloat16. ``depth`` is a multiple of 32, ``width`` counts the float32 of a row of
+    ``out``."""
 
     def generate(context, builder, signature, args):
         rows_, columns_, offset_, depth_, out_, place_, width_ = args
