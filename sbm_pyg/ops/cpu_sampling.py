@@ -418,8 +418,8 @@ def _key_bounds(head, first, last, key, key_ptr, panel_ptr, coarse, fine):
 
 @kernel
 def _rows(first, last, queries, way, stretch, bound, error, rate, key, low_rate, columns, wide_rate, low_key, key_sum,
-          coarse, fine, batch, query_ptr, key_ptr, panel_ptr, sequence_ids, seed, fastrg, exploration, clamp, out, counts,
-          state, top):  # fmt: skip
+          coarse, fine, batch, query_ptr, key_ptr, panel_ptr, sequence_ids, seed, fastrg, exploration, clamp, out,
+          counts, state, top):  # fmt: skip
     """Edges of the rows from ``state[0]`` on: fills ``out`` and ``counts``, and leaves in ``state`` the next row, the
     edges so far, and 1 if a probability exceeds 1, which then stands in ``top``."""
     longest = 0
