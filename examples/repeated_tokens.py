@@ -39,7 +39,7 @@ class Settings:
     exploration: float = 0.0  # added to each probability in training
     exploration_until: float = 0.0  # exploration falls linearly to nothing in this share of the steps; 0: it stays
     parameterization: str = "paper"  # or "mixed", "assortative"
-    clusters: str = "kaiming"  # at the start, or "orthogonal"
+    cluster_init: str = "kaiming"  # at the start, or "orthogonal"
     temperature: float = 1.0  # of softmax memberships ("mixed", "assortative")
     tied: int = 0  # 1: keys take their memberships from queries
     density_weight: float = 0.0  # of the expected density in the loss
@@ -48,7 +48,7 @@ class Settings:
 
 
 QUICK = Settings(tokens=64, batch_size=32, learning_rate=3e-3, decay=1, num_blocks=32)
-SORTED: dict[str, Any] = {"parameterization": "assortative", "clusters": "orthogonal", "temperature": 0.3, "tied": 1}
+SORTED: dict[str, Any] = {"parameterization": "assortative", "cluster_init": "orthogonal", "temperature": 0.3, "tied": 1}
 SPARSE: dict[str, Any] = {**SORTED, "density_weight": 0.1, "decay": 1, "position_scale": 1.0}
 
 
@@ -74,7 +74,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from sbm_pyg import SBMAttentionConv, SequenceEncoder, TokenClassifier
-from sbm_pyg.estimators import score_function
+from sbm_pyg.estimators import Concrete, score_function
 
 
 def random_word(*key: int) -> int:
@@ -94,9 +94,9 @@ def make_model(settings: Settings) -> TokenClassifier:
     torch.manual_seed(random_word(settings.seed, 2))
     options: dict[str, Any] = {}
     if settings.attention == "sbm":
-        options = {name: getattr(settings, name) for name in ("num_blocks", "probes", "exploration", "clusters")}
+        options = {name: getattr(settings, name) for name in ("num_blocks", "probes", "exploration")}
         options["estimator"] = "none" if settings.estimator == "score-function" else settings.estimator
-        options["sbm_options"] = {name: getattr(settings, name) for name in ("parameterization", "temperature")}
+        options["sbm_options"] = {name: getattr(settings, name) for name in ("cluster_init", "parameterization", "temperature")}
         options["sbm_options"]["tied"] = bool(settings.tied)
     sizes: dict[str, Any] = {"channels": 32, "num_layers": 1, "heads": 1, "max_length": settings.tokens, "dropout": 0.0}
     encoder = SequenceEncoder(settings.tokens, **sizes, attention=settings.attention, attention_options=options)
@@ -114,9 +114,10 @@ def evaluate(model: TokenClassifier, settings: Settings) -> dict[str, float]:
     row["accuracy"] = float(((logits.view(labels.shape) > 0) == (labels > 0)).float().mean())
     row |= {"density": float(trace.density.mean()), "expected_density": float(trace.expected_density.mean())}
     row |= {"p_equal": 1.0, "p_other": 1.0}
-    if trace.sbms[0] is not None:
+    sbm = trace.choices[0].probability if trace.choices[0] else None
+    if sbm is not None:
         equal = numbers[:8, :, None] == numbers[:8, None]
-        p = torch.stack([trace.sbms[0].edge_prob_dense(sequence)[0] for sequence in range(len(equal))])
+        p = torch.stack([sbm.edge_prob_dense(sequence)[0] for sequence in range(len(equal))])
         row["p_equal"] = float(p[equal & ~torch.eye(settings.tokens, dtype=torch.bool)].mean())
         row["p_other"] = float(p[~equal].mean())
     return row
@@ -128,22 +129,26 @@ def step_loss(model: TokenClassifier, settings: Settings, step: int) -> tuple[Te
     layer = model.encoder.get_submodule("blocks.0.attention")
     if isinstance(layer, SBMAttentionConv):
         if settings.exploration_until:
-            layer.exploration = settings.exploration * max(0.0, 1 - step / (settings.exploration_until * settings.steps))
-        layer.temperature = max(0.1, 1 - step / settings.steps)  # of the estimator "concrete"
+            layer.source.exploration = settings.exploration * max(0.0, 1 - step / (settings.exploration_until * settings.steps))
+        if isinstance(layer.estimator, Concrete):
+            layer.estimator.temperature = max(0.1, 1 - step / settings.steps)
     logits, trace = model(numbers.flatten(), ptr, seed=random_word(settings.seed, 3, step), return_trace=True)
     losses = binary_cross_entropy_with_logits(logits.view(labels.shape), labels, reduction="none").mean(1)  # [B]
     loss = total = losses.mean()
     if settings.density_weight and settings.attention == "sbm":
         total = total + settings.density_weight * trace.density_loss()
     if settings.estimator == "score-function" and settings.attention == "sbm":
-        total = total + score_function(trace.sbms[0], trace.graphs[0], losses / settings.batch_size, settings.exploration)
+        choice = trace.choices[0]
+        total = total + score_function(
+            choice.probability, choice.graph, losses / settings.batch_size, settings.exploration
+        )
     return total, loss
 
 
 def train(checkpoint: Path, settings: Settings) -> list[dict[str, float]]:
     """Trains one model, or goes on from its checkpoint, and returns its curve."""
     model, rates = make_model(settings), (settings.learning_rate, settings.learning_rate * settings.sbm_rate)
-    parameters = [[p for name, p in model.named_parameters() if (".sbm." in name) == own] for own in (False, True)]
+    parameters = [[p for name, p in model.named_parameters() if (".source." in name) == own] for own in (False, True)]
     optimizer = torch.optim.Adam([{"params": part} for part in parameters])
     rows: list[dict[str, float]] = []
     if checkpoint.exists():

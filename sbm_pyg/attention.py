@@ -86,6 +86,7 @@ class AttentionConv(EdgeAttention):
         - output ``[N, H*C]``, or ``[N, C]`` with ``concat=False``.
 
     Example:
+        >>> from sbm_pyg import patterns
         >>> conv = AttentionConv(16, 8, heads=2, source=patterns.PatternSource(patterns.window, size=2))
         >>> x, ptr = torch.randn(30, 16), torch.tensor([0, 10, 30])  # two sequences
         >>> out, graph = conv(x, ptr=ptr, return_graph=True)

@@ -12,6 +12,18 @@ from typing import Any
 import pytest
 import torch
 
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Compile the kernels that most tests call once, before workers would each do so; and share the cores among workers."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if hasattr(session.config, "workerinput"):
+        torch.set_num_threads(max(1, torch.get_num_threads() // workers))
+    elif session.config.getoption("numprocesses", None) and not session.config.option.collectonly:
+        from sbm_pyg.info import self_test
+
+        self_test()
+
+
 SAMPLES = Path(os.environ.get("SBM_PYG_DATA", Path(__file__).parents[2] / "shared" / "data"))
 
 
@@ -22,7 +34,9 @@ def sample() -> Callable[..., Path]:
     def find(place: str, *parts: str) -> Path:
         missing = [path for path in (SAMPLES / place, *(SAMPLES / place / part for part in parts)) if not path.exists()]
         if missing:
-            pytest.skip(f"no sample data in {missing[0]}; set SBM_PYG_DATA to a folder that holds {missing[0].relative_to(SAMPLES)}")
+            pytest.skip(
+                f"no sample data in {missing[0]}; set SBM_PYG_DATA to a folder that holds {missing[0].relative_to(SAMPLES)}"
+            )
         return SAMPLES / place
 
     return find
@@ -44,7 +58,20 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import lra_tasks  # which few test files need
 
     folder = tmp_path_factory.mktemp("data") / "listops"
-    law = ["--preset", "laptop", "--train", "50", "--val", "20", "--test", "30", "--min-length", "8", "--max-length", "24"]
+    law = [
+        "--preset",
+        "laptop",
+        "--train",
+        "50",
+        "--val",
+        "20",
+        "--test",
+        "30",
+        "--min-length",
+        "8",
+        "--max-length",
+        "24",
+    ]
     lra_tasks.main(["generate", "--out", str(folder), *law])
     return folder
 

@@ -31,7 +31,7 @@ import numpy as np
 Rows = list[dict[str, Any]]
 SHORT: dict[str, Any] = {"steps": 1000, "evaluate_every": 50}
 LONG: dict[str, Any] = {"position_scale": 1.0}
-SORTED: dict[str, Any] = {**LONG, "parameterization": "assortative", "clusters": "orthogonal", "temperature": 0.3, "tied": 1}
+SORTED: dict[str, Any] = {**LONG, "parameterization": "assortative", "cluster_init": "orthogonal", "temperature": 0.3, "tied": 1}
 PAPER: dict[str, Any] = {"tokens": 256, "batch_size": 256, "num_blocks": 128, "learning_rate": 1e-3, "decay": 0}
 MASK: dict[str, Any] = {**SHORT, "estimator": "mask", "exploration": 0.01}
 RUNS: dict[str, dict[str, Any]] = {  # by name, how a run differs from `repeated_tokens --quick`
@@ -44,7 +44,7 @@ RUNS: dict[str, dict[str, Any]] = {  # by name, how a run differs from `repeated
     "concrete": {**SHORT, "estimator": "concrete"},
     "score function": {**MASK, "estimator": "score-function"},
     "local, all pairs": {**SHORT, "probes": float("inf")},
-    "local, orthogonal": {**SHORT, "clusters": "orthogonal"},
+    "local, orthogonal": {**SHORT, "cluster_init": "orthogonal"},
     "local, mixed": {**SHORT, "parameterization": "mixed"},
     "mask, mixed": {**MASK, "parameterization": "mixed"},
     "full, long": {**LONG, "attention": "full"},

@@ -11,14 +11,14 @@ import math
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from examples.benchmarks.kernels import Case, Peer, Rejected, Work, compare
-from sbm_pyg import SBM, SBMAttentionConv, SBMHead, ops, patterns, sample_edges
-from sbm_pyg.models import FullAttention
+from sbm_pyg import SBM, FullAttention, SBMAttentionConv, SBMHead, ops, patterns, sample_edges
 
 DEVIATIONS = 5  # standard deviations that a mean density may be off
 
@@ -55,7 +55,7 @@ def _sampler(
             mean = variance = 0.0
             for head in range(case.heads):
                 for rate in sbm.rate[head].split(256):
-                    prob = law(rate.double() @ sbm.key[head].double().T)
+                    prob = law(rate.double() @ sbm.key_membership[head].double().T)
                     mean, variance = mean + float(prob.sum()), variance + float((prob * (1 - prob)).sum())
             counts, end = [draw(next(seeds))], time.monotonic() + 1
             while time.monotonic() < end and len(counts) < 10:
@@ -79,19 +79,19 @@ def _deviations(case: Case, facts: dict[str, float], count: float, mean: float, 
 
 def _op(method: str, inflate: float = 1.0) -> Callable[[SBM], Callable[[int], int]]:
     def make(sbm: SBM) -> Callable[[int], int]:
-        streams = torch.arange(sbm.num_sequences)
-        key = sbm.key * inflate
-        return lambda seed: ops.sample_sbm(sbm.rate, key, sbm.query_ptr, sbm.key_ptr, streams, seed, method)[1].numel()
+        sequence_ids = torch.arange(sbm.num_sequences)
+        key = sbm.key_membership * inflate
+        return lambda seed: ops.sample_sbm(sbm.rate, key, sbm.query_ptr, sbm.key_ptr, sequence_ids, seed, method)[1].numel()
 
     return make
 
 
 def _sample_edges(sbm: SBM) -> Callable[[int], int]:
-    return lambda seed: sample_edges(SBM(sbm.query, sbm.key, sbm.block), seed=seed).num_edges
+    return lambda seed: sample_edges(SBM(sbm.query_membership, sbm.key_membership, sbm.block_matrix), seed=seed).num_edges
 
 
 def _dense_bernoulli(sbm: SBM) -> Callable[[int], int]:
-    return lambda seed: int((torch.rand(sbm.heads, *[len(sbm.key[0])] * 2) < sbm.rate @ sbm.key.mT).nonzero().size(0))
+    return lambda seed: int((torch.rand(sbm.heads, *[len(sbm.key_membership[0])] * 2) < sbm.rate @ sbm.key_membership.mT).nonzero().size(0))
 
 
 # ------------------------------------------------------------------ whole layers
@@ -116,7 +116,7 @@ def _layers(case: Case) -> tuple[SBMAttentionConv, FullAttention]:
     width = case.heads * case.channels
     conv = SBMAttentionConv(width, case.channels, case.heads, case.blocks or None, estimator="mask", exploration=0.0)
     full = FullAttention(width, case.channels, case.heads)
-    full.load_state_dict({name: value for name, value in conv.state_dict().items() if not name.startswith("sbm.")})
+    full.load_state_dict({name: value for name, value in conv.state_dict().items() if not name.startswith("source.")})
     if conv.sbm is not None:
         set_density(conv.sbm, case.density)
     return conv, full
@@ -153,7 +153,7 @@ def _sbm_layer(case: Case, scale: float = 1.0) -> Work:
             if parameter.grad is None or not parameter.grad.isfinite().all() or not parameter.grad.any():
                 raise Rejected(f"the gradient to {name} is missing, zero or not finite")
         with torch.no_grad():
-            _, sbm = conv(x, return_sbm=True)
+            sbm = cast(SBM, conv(x, return_choice=True)[1].probability)
         expected = float(sbm.expected_edges().sum())
         _deviations(case, facts, edges, expected, expected)  # the variance is below the mean
         if abs(facts["expected_density"] / case.density - 1) > 0.1:
