@@ -2,7 +2,7 @@
 
 In: settings with the name of a method and its sizes. Out: a factory for :class:`sbm_pyg.SequenceEncoder`, whose layers take
 ragged tokens ``[N, channels]`` with ``ptr`` [B+1] and return ragged ``[N, H*C]``. Not here: full attention, fixed patterns and
-sampled graphs, which the package has, and training (``lra.py``).
+sampled graphs, which the package has, and training (``train.py``).
 
 Each method has the projections of :class:`sbm_pyg.models.FullAttention`; what happens between them is the work of a package
 where one is kept, and of a few lines here where none is:
@@ -17,7 +17,7 @@ performer       ``torch_geometric`` over positive features, which are here    ma
 nystromformer   ``nystrom_attention``; the convolution is here                spread, so that no landmark is empty
 ==============  ============================================================  ===================================
 
-What a sequence gets does not depend on the rest of its batch, with any of them (``tests/test_lra_baselines.py``).
+What a sequence gets does not depend on the rest of its batch, with any of them (``tests/lra/test_lra_baselines.py``).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from sbm_pyg import pad
 from sbm_pyg.sampling import draw_seed
 
 if TYPE_CHECKING:
-    from lra_settings import Settings
+    from examples.lra.settings import Settings
 
 
 class Baseline(nn.Module):

@@ -1,60 +1,27 @@
 """Looks at the graphs that a trained model samples, and writes a report with figures and tables.
 
-In: the folder of a run of ``lra.py`` and a split of its data. Out: one HTML file that needs no other. Not here: training (``lra.py``)::
+In: the folder of a run and a split of its data. Out: one HTML file that needs no other. Not here: training (``train.py``)::
 
-    python examples/analyse_graphs.py --run runs/listops-laptop-1
-    python examples/analyse_graphs.py --run runs/listops-laptop-1 --split test --examples 500 --structure 50 --out report.html
+    python -m examples.lra graphs --run runs/listops-laptop-1
+    python -m examples.lra graphs --run runs/listops-laptop-1 --split test --examples 500 --structure 50 --out report.html
 
 Graphs are those of the trainer's evaluation: a function of the run's seed and of the number of the example.
 """
 
-# ruff: noqa: E402
 from __future__ import annotations
 
 import argparse
 import base64
+import dataclasses
 import html
 import io
 import json
 import math
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from lra_files import check_writable, path_argument
-from lra_settings import BASELINES
-from lra_tasks import TASKS, Batch, LengthBuckets, Settings, Split, Task, data_folder, splits_digest
-
-
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """Reads the command line."""
-    parser = argparse.ArgumentParser(description="Writes a report on the graphs that a trained model samples.")
-    parser.add_argument("--run", type=path_argument, required=True, metavar="DIR", help="folder of a run of lra.py")
-    parser.add_argument("--checkpoint", metavar="NAME", help="file in that folder (default: that of the best validation)")
-    parser.add_argument("--data", type=path_argument, metavar="DIR", help="folder of the data, if it is not where the run found it")
-    parser.add_argument("--split", choices=("train", "val", "test"), default="val", help="(default: %(default)s)")
-    parser.add_argument("--examples", type=int, default=500, metavar="N", help="for densities; at random (default: %(default)s)")
-    parser.add_argument(
-        "--structure", type=int, default=20, metavar="N", help="of them, for structure and universality (default: %(default)s)"
-    )
-    parser.add_argument("--threshold", type=float, default=0.5, metavar="P", help="of expected patterns (default: %(default)s)")
-    parser.add_argument(
-        "--time-limit", type=float, default=5.0, metavar="S", help="seconds for each condition of each set (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--out", type=path_argument, metavar="FILE", help="where the report goes (default: graphs.html in the folder of the run)"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the choice of examples and of searches (default: %(default)s)")
-    parsed = parser.parse_args(arguments)
-    parsed.fail = parser.error
-    return parsed
-
-
-if __name__ == "__main__":  # --help and mistakes do not wait for the imports below
-    parse(None)
 
 import numpy as np
 import torch
@@ -62,10 +29,12 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from tqdm.auto import tqdm
 
-import lra
-from lra_checkpoints import BEST, read_checkpoint
-from lra_folders import SETTINGS, read_plan
-from lra_report import write_text
+from examples.lra.data.batches import Batch, Split, by_length
+from examples.lra.data.files import check_folder, write_text
+from examples.lra.data.tasks import TASKS, Task
+from examples.lra.model import Classifier
+from examples.lra.settings import BASELINES
+from examples.lra.train import open_run
 from sbm_pyg import SBM, AttentionGraph, analysis, patterns, plots
 
 STYLE = """body { font: 15px/1.5 system-ui, sans-serif; max-width: 1040px; margin: 2em auto; padding: 0 1em; color: #222 }
@@ -135,40 +104,7 @@ def _cell(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def open_run(
-    folder: Path, checkpoint: str, data: Path | None, graphs: bool = True
-) -> tuple[Task, lra.Classifier, dict[str, Split], dict[str, Any]]:
-    """The task, the trained model, the data and the settings of a run.
-
-    Raises:
-        ValueError: If something is missing or damaged, if the data are not the run's, or if its attention has no graphs where they are asked for.
-    """
-    if not all(os.path.isfile(folder / name) for name in (SETTINGS, checkpoint)):
-        raise ValueError(
-            f"Expected 'run' to be a folder with {SETTINGS} and {checkpoint} (got {folder}). Give the folder of a run of lra.py, or another --checkpoint."
-        )
-    plan = read_plan(folder / SETTINGS)
-    task, settings = TASKS[plan["task"]], Settings(**plan["settings"])
-    if graphs and settings.attention in ("full", *BASELINES):
-        raise ValueError(
-            f"Expected a run whose attention has graphs (got attention {settings.attention!r}). It attends without one; there is nothing to see."
-        )
-    state = read_checkpoint(folder / checkpoint, "Give another --checkpoint, or take it from a backup.")
-    given = data or (None if plan["data"] is None else Path(plan["data"]))
-    root, _ = data_folder(task, plan["preset"], settings, given, start=Path(plan.get("directory", "")))
-    prepared = None if data or plan.get("prepared") is None else Path(plan["prepared"])
-    splits = task.load(settings, root, prepared=prepared, progress=True)
-    if plan.get("fingerprint") not in (None, splits_digest(splits)):
-        raise ValueError(
-            f"Expected 'data' to be what {folder} was trained with (got other examples in {root}). Give its folder with --data."
-        )
-    with torch.random.fork_rng(devices=[]):  # its initial weights are thrown away
-        module = lra.Classifier(task, settings)
-    module.load_state_dict(state["state_dict"])
-    return task, module.eval(), splits, plan
-
-
-def layers_of(module: lra.Classifier, batch: Batch) -> tuple[Tensor, list[tuple[list[AttentionGraph], list[SBM | None]]]]:
+def layers_of(module: Classifier, batch: Batch) -> tuple[Tensor, list[tuple[list[AttentionGraph], list[SBM | None]]]]:
     """Logits, and for each sequence of the examples (one, or two of a pair) the graphs and models of all layers."""
     with torch.no_grad():
         logits, trace = module.classify(batch, seed=module.settings.seed)
@@ -177,10 +113,10 @@ def layers_of(module: lra.Classifier, batch: Batch) -> tuple[Tensor, list[tuple[
     return logits, [(list(trace.graphs[part]), list(trace.sbms[part])) for part in parts]
 
 
-def evaluate(module: lra.Classifier, split: Split, examples: np.ndarray) -> Evaluated:
+def evaluate(module: Classifier, split: Split, examples: np.ndarray) -> Evaluated:
     """Runs the model over examples, a few thousand tokens at a time."""
     lengths = split.lengths[examples]
-    batches = LengthBuckets(lengths, token_budget=max(4096, int(lengths.max())))
+    batches = by_length(lengths, max(4096, int(lengths.max())))
     guesses, density, loss = np.zeros(len(examples), np.int64), None, 0.0
     for chosen in tqdm(batches, "Running the model", unit=" batches"):
         batch = split.__getitems__(examples[chosen].tolist())
@@ -218,7 +154,7 @@ def write_densities(report: Report, done: Evaluated, folder: Path) -> None:
         report.figure(plots.plot_training_density(log))
 
 
-def write_inputs(report: Report, task: Task, module: lra.Classifier, split: Split, done: Evaluated) -> None:
+def write_inputs(report: Report, task: Task, module: Classifier, split: Split, done: Evaluated) -> None:
     """Inputs of low and of high density, and the masks of the median one."""
     report.head("Inputs of low and of high density")
     low, high = plots.density_extremes(done.density, 2)
@@ -252,7 +188,7 @@ def write_inputs(report: Report, task: Task, module: lra.Classifier, split: Spli
                 report.figure(plots.plot_blocks(graph, sbm, head=head, title=title))
 
 
-def write_structure(report: Report, module: lra.Classifier, split: Split, examples: np.ndarray) -> None:
+def write_structure(report: Report, module: Classifier, split: Split, examples: np.ndarray) -> None:
     """Statistics of the sampled graphs per layer and head."""
     report.head("Structure of the sampled graphs")
     found: dict[tuple[int, int], list[dict[str, float]]] = {}
@@ -280,7 +216,7 @@ def write_structure(report: Report, module: lra.Classifier, split: Split, exampl
 
 
 def write_universality(
-    report: Report, module: lra.Classifier, split: Split, examples: np.ndarray, threshold: float, limit: float, seed: int
+    report: Report, module: Classifier, split: Split, examples: np.ndarray, threshold: float, limit: float, seed: int
 ) -> None:
     """The three conditions for each layer and for the stack, on samples, on samples with self-loops, and on expectations."""
     report.head("Conditions of universal approximation")
@@ -323,62 +259,47 @@ def write_universality(
             report.page(f"{name}\n{counts[name][0]}")
 
 
-def main(arguments: list[str] | None = None) -> Path:
-    """Runs the command line; ``--help`` explains it. Returns where the report is."""
-    given = parse(arguments)
-    checkpoint = given.checkpoint or BEST
+def run(given: argparse.Namespace) -> Path:
+    """Writes the report that the command line asks for, and returns where it is."""
+    out = given.out or given.run / "graphs.html"
     try:
-        for name in ("examples", "structure"):
-            if getattr(given, name) < 1:
-                raise ValueError(f"Expected '{name}' to be at least 1 (got {getattr(given, name)}). See --help.")
-        if given.seed < 0:
-            raise ValueError(f"Expected 'seed' to be at least 0 (got {given.seed}). Leave it out for 0.")
-        if not 0 < given.time_limit < math.inf:
-            raise ValueError(
-                f"Expected 'time-limit' to be a positive and finite number of seconds (got {given.time_limit}). The default is 5."
-            )
-        if not 0 <= given.threshold < 1:
-            raise ValueError(f"Expected 'threshold' to be at least 0 and below 1 (got {given.threshold}). The default is 0.5.")
-        out = given.out or given.run / "graphs.html"
         if given.out is not None and (out.is_dir() or not out.parent.is_dir()):
             raise ValueError(f"Expected 'out' to be a file in a folder that is there (got {out}). Make the folder, or choose another name.")
-        check_writable("out", out.parent)
-        task, module, splits, plan = open_run(given.run, checkpoint, given.data)
+        check_folder("out", out.parent)
+        plan, module, splits = open_run(given.run, given.checkpoint, given.data)
+        if plan.settings.attention in ("full", *BASELINES):
+            raise ValueError(
+                f"Expected a run whose attention has graphs (got attention {plan.settings.attention!r}). It attends without one; there is "
+                "nothing to see."
+            )
     except ValueError as error:
         given.fail(str(error))
     start = time.perf_counter()
-    split = splits[given.split]
+    split, settings, task = splits[given.split], plan.settings, TASKS[plan.task]
     random = np.random.default_rng(given.seed)
     examples = np.sort(random.permutation(len(split))[: given.examples])
     some = random.permutation(examples)[: given.structure]
     done = evaluate(module, split, examples)
-
-    settings = module.settings
     report = Report(f"Graphs of {given.run.name}: {task.name}, {settings.attention} attention")
     report.text(
-        f"{settings.layers} layers, {settings.heads} heads, {checkpoint} of {plan['preset']} preset; {len(examples):,} of {len(split):,} examples of "
-        f"{given.split}, {done.lengths.mean():.1f} tokens on average ({done.lengths.min():,} to {done.lengths.max():,})."
+        f"{settings.layers} layers, {settings.heads} heads, {given.checkpoint} of {plan.preset} preset; {len(examples):,} of {len(split):,} "
+        f"examples of {given.split}, {done.lengths.mean():.1f} tokens on average ({done.lengths.min():,} to {done.lengths.max():,})."
     )
-    right = int((done.guesses == done.labels).sum())
-    facts = [
-        ["accuracy on these examples", f"{100 * right / len(examples):.2f} %"],
-        ["majority class", f"{100 * split.majority(examples):.2f} %"],
-    ]
-    facts += [["loss", f"{done.loss:.4f}"], ["mean density", f"{100 * float(done.density.mean()):.2f} %"]]
-    report.table(["", ""], facts)
+    facts = {
+        "accuracy on these examples": f"{100 * float((done.guesses == done.labels).mean()):.2f} %",
+        "majority class": f"{100 * split.majority(examples):.2f} %",
+        "loss": f"{done.loss:.4f}",
+        "mean density": f"{100 * float(done.density.mean()):.2f} %",
+    }
+    report.table(["", ""], [*facts.items()])
     write_densities(report, done, given.run)
     write_inputs(report, task, module, split, done)
     write_structure(report, module, split, some)
     write_universality(report, module, split, some, given.threshold, given.time_limit, given.seed)
     report.head("Settings")
-    report.page(json.dumps(plan, indent=2))
-    report.text(
-        f"Made in {time.perf_counter() - start:.0f} seconds with seed {given.seed}; {len(some):,} examples for structure and universality."
-    )
+    report.page(json.dumps(dataclasses.asdict(plan), indent=2))
+    seconds = time.perf_counter() - start
+    report.text(f"Made in {seconds:.0f} seconds with seed {given.seed}; {len(some):,} examples for structure and universality.")
     report.write(out)
     print(f"Wrote {out}")
     return out
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
-"""Checkpoints that survive kills, full disks and flipped bytes, and the signals that ask a run to stop.
+"""Checkpoints that survive kills, full disks and flipped bytes, the lock of a run's folder, and the signals that ask a run to stop.
 
 In: a trainer at the end of a step. Out: ``last.ckpt``, ``previous.ckpt`` (the one before) and ``best.ckpt``, each written whole
-or not at all and ending in its own checksum. Not here: what model and data put into their state (``lra.py``).
+or not at all and ending in its own checksum. Not here: what model and data put into their state (``model.py``).
 
 An *epoch* of the trainer is what lies between two checkpoints, never a pass over the data. So every checkpoint is one of a
 finished epoch, of which nothing has to be restored but the number of the step; all else follows from that number.
@@ -9,6 +9,7 @@ finished epoch, of which nothing has to be restored but the number of the step; 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import io
@@ -23,12 +24,15 @@ from types import FrameType
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.plugins.io import CheckpointIO
 from tqdm.auto import tqdm
 
-import lra_processes as processes
+from examples.lra import processes
+from examples.lra.data.files import not_writable
+from examples.lra.settings import SETTINGS, Plan, next_folder
 
 LAST, PREVIOUS, BEST = "last.ckpt", "previous.ckpt", "best.ckpt"
 LOCK = ".lock"  # never replaced: a lock is on a file, not on its name
@@ -56,12 +60,7 @@ def write_checkpoint(path: Path, checkpoint: dict[str, Any], keep: Path | None =
     """Writes a checkpoint that is complete under its name at any moment, even if the power fails.
 
     The file is what ``torch.save`` writes, and ``torch.load`` reads it. Its checksum is the comment that every zip archive
-    may end with; it covers every byte before it.
-
-    Args:
-        path: Of the file.
-        checkpoint: As Lightning makes it.
-        keep: What the file of this name, if there is one, is called from now on; None replaces it.
+    may end with; it covers every byte before it. A file of this name, if there is one, is called ``keep`` from now on, or replaced.
 
     Raises:
         CheckpointError: If the disk is full; whatever was in the folder before is still there.
@@ -166,32 +165,56 @@ def failure(error: BaseException | None) -> str | None:
     return None
 
 
-def hold(folder: Path) -> Any:
-    """Takes the run's folder for this process until it ends, however it ends.
-
-    Args:
-        folder: Of the run; the file that is locked stays in it.
-
-    Returns:
-        The open file that holds the lock; closing it lets go.
+def hold(folder: Path) -> contextlib.AbstractContextManager[Any]:
+    """Takes the run's folder for this process until it ends, however it ends, or until the context does.
 
     Raises:
         CheckpointError: If another process that is still running has the folder.
     """
-    file = (folder / LOCK).open("a")
     try:
-        import fcntl  # absent on Windows, where nobody guards the folder
-    except ImportError:
-        return file
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
+        return FileLock(folder / LOCK).acquire(blocking=False)
+    except Timeout:
         raise CheckpointError(
             f"Expected 'output' to be the folder of a run that has stopped (got {folder}, in which a process is still training). "
             "Wait for it or stop it."
         ) from None
-    return file
+
+
+def claim(folder: Path, plan: Plan, *, new: bool, move: bool) -> tuple[Path, contextlib.ExitStack]:
+    """Makes the folder of a run if it is new, and takes it for this process.
+
+    Another process may have taken the folder since it was settled.
+
+    Args:
+        folder: Of the run.
+        plan: Of the run, which is written if the run is new.
+        new: Whether the run begins.
+        move: Whether to take the next folder in runs/ if this one was taken.
+
+    Returns:
+        The folder, and a context that holds its lock.
+
+    Raises:
+        ValueError: If the folder was taken or cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(hold(folder))
+            if new and (folder / SETTINGS).exists():
+                raise CheckpointError(
+                    f"Expected 'output' to be a new or empty folder (got {folder}, in which a run has begun meanwhile). Choose "
+                    "another one, or add --resume."
+                )
+            if new:
+                plan.write(folder / SETTINGS)
+            return folder, stack.pop_all()
+    except OSError as error:
+        raise not_writable("output", folder, error) from None
+    except CheckpointError:
+        if not move:
+            raise
+    return claim(next_folder(plan.task, plan.preset), plan, new=new, move=move)
 
 
 class SafeIO(CheckpointIO):

@@ -1,8 +1,7 @@
 """Pathfinder32: images of 32 x 32 pixels, labelled 1 if two discs are joined by a dashed line.
 
 In: parameters and a seed, or a folder in the layout of the Long Range Arena (LRA). Out: that very layout, or rows of token
-numbers. Not here: how images are drawn (``lra_snakes.py``), batches and the table of tasks (``lra_tasks.py``), training
-(``lra.py``).
+numbers. Not here: how images are drawn (``snakes.py``), batches and the table of tasks (``tasks.py``).
 
 A token is a pixel's value plus one; 0 is never used, so black is not padding. The files ``metadata/<b>.npy`` are plain text in
 spite of their name, one line an image: folder, file, number, label, continuity, paddles of the long and of the short snakes, length,
@@ -12,7 +11,6 @@ thickness and margin of a paddle, number of contrasts.
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -22,8 +20,9 @@ import numpy as np
 from PIL import Image
 from tqdm.auto import tqdm
 
-from lra_batches import Row, Rows
-from lra_files import MANIFEST, checksum, malformed, new_data_set, places, wrong_folder
+from examples.lra.data import files
+from examples.lra.data.batches import Row, Rows
+from examples.lra.data.files import Release, checksum, malformed, places
 
 SIDE = 32
 #: Paddles of the long snakes.
@@ -31,17 +30,19 @@ LEVELS = {"curv_baseline": 6, "curv_contour_length_9": 9, "curv_contour_length_1
 SPLITS = {
     "80-10-10": "of every ten images in the order of the files, eight are for training, the ninth for validation, the tenth for testing"
 }
-FOLDERS = places("pathfinder32", "pathfinder")
-SOURCE = (
-    "Generate it with 'python examples/lra_tasks.py generate --task pathfinder --out FOLDER'; the original is part of "
-    "lra_release.gz (8 GB), see https://github.com/google-research/long-range-arena."
-)
-EXPECTED_TREE = f"""\
-    <folder>/
+RELEASE = Release(
+    name="Pathfinder32",
+    folders=places("pathfinder32", "pathfinder"),
+    parts=("imgs", "metadata"),
+    part="part",
+    source="Generate it with 'python -m examples.lra prepare --task pathfinder --generate --data FOLDER'; the original is part of "
+    "lra_release.gz (8 GB), see https://github.com/google-research/long-range-arena.",
+    picture=f"""\
         curv_contour_length_14/    or one of the easier levels, {" and ".join(list(LEVELS)[:2])}
             imgs/0/sample_0.png    32 x 32 pixels, grey
-            metadata/0.npy         plain text, a line for each image of imgs/0
-where <folder> is the one given or, below it, one of {", ".join(FOLDERS[1:])}"""
+            metadata/0.npy         plain text, a line for each image of imgs/0""",
+    way_out="Copy or generate it again.",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,40 +71,19 @@ class Parameters:
 
 
 def generate(folder: Path, parameters: Parameters, *, seed: int = 0, progress: bool = True) -> bool:
-    """Writes a Pathfinder data set in LRA's layout, whole or not at all.
+    """Writes a Pathfinder data set in LRA's layout, whole or not at all; see :func:`examples.lra.data.files.generate`.
 
-    The files come into being in a neighbouring folder, which takes its final name when all is written; a manifest records
-    parameters, seed and checksums. A folder that already holds the same data set is left as it is.
-
-    Args:
-        folder: Where to write; it must not exist, be empty, or hold this very data set.
-        parameters: Which images, and how many.
-        seed: Of the data; an image is a function of level, seed and its number (with the same version of pillow).
-        progress: Whether to show a progress bar.
-
-    Returns:
-        Whether anything was written.
-
-    Raises:
-        ValueError: If the folder holds something else or cannot be written, or if the seed is negative.
+    An image is a function of level, seed and its number (with the same version of pillow).
     """
-    if seed < 0:
-        raise ValueError(f"Expected 'seed' to be at least 0 (got {seed}). Give another one.")
-    wanted = {"task": "pathfinder", "seed": seed, "parameters": dataclasses.asdict(parameters)}
-    with new_data_set(folder, wanted) as workshop:
-        if workshop is None:
-            return False
-        files = _write_images(workshop, parameters, seed, progress)
-        (workshop / MANIFEST).write_text(json.dumps({**wanted, "files": files}, indent=2) + "\n")
-    return True
+    return files.generate(folder, "pathfinder", parameters, seed, lambda draft: _write_images(draft, parameters, seed, progress))
 
 
 def _write_images(folder: Path, parameters: Parameters, seed: int, progress: bool) -> dict[str, dict]:
-    import lra_snakes  # with numba, which reading need not wait for
+    from examples.lra.data import snakes  # with numba, which reading need not wait for
 
     contour = LEVELS[parameters.level]
-    facts = f"1.0 {contour} {contour // 3} {lra_snakes.LENGTH} {lra_snakes.THICKNESS} {lra_snakes.MARGIN} 1"
-    files = {}
+    facts = f"1.0 {contour} {contour // 3} {snakes.LENGTH} {snakes.THICKNESS} {snakes.MARGIN} 1"
+    entries = {}
     with tqdm(total=parameters.images, desc="Generating Pathfinder", unit="image", disable=not progress) as bar:
         for batch, start in enumerate(range(0, parameters.images, parameters.per_folder)):
             images = folder / parameters.level / "imgs" / str(batch)
@@ -112,7 +92,7 @@ def _write_images(folder: Path, parameters: Parameters, seed: int, progress: boo
             metadata.parent.mkdir(exist_ok=True)
             lines = []
             for number in range(min(parameters.per_folder, parameters.images - start)):
-                pixels, label = lra_snakes.draw(contour, seed=seed, number=start + number)
+                pixels, label = snakes.draw(contour, seed=seed, number=start + number)
                 Image.fromarray(pixels).save(images / f"sample_{number}.png")
                 lines.append(f"imgs/{batch} sample_{number}.png {number} {label} {facts}\n")
                 bar.update()
@@ -120,57 +100,39 @@ def _write_images(folder: Path, parameters: Parameters, seed: int, progress: boo
                 file.write("".join(lines))
                 file.flush()
                 os.fsync(file.fileno())
-            files[f"{parameters.level}/metadata/{batch}.npy"] = {"images": len(lines), "sha256": checksum(metadata)}
-    return files
-
-
-def locate(root: Path, level: str) -> Path:
-    """Finds the folder of a level.
-
-    Raises:
-        ValueError: If it is not there, or lacks a part.
-    """
-    for folder in (*(root / name / level for name in FOLDERS), root):
-        parts = [part for part in ("imgs", "metadata") if (folder / part).is_dir()]
-        if len(parts) == 2:
-            return folder
-        if len(parts) == 1:
-            raise ValueError(f"Expected '{folder}' to hold imgs and metadata (got only {parts[0]}). Copy or generate it again.")
-    others = [name for name in LEVELS for place in FOLDERS if (root / place / name).is_dir()]
-    if others:
-        raise ValueError(
-            f"Expected '{root}' to hold the level {level} (got {', '.join(others)}). Choose one of those with --level, or generate "
-            f"this one with: python examples/lra_tasks.py generate --task pathfinder --level {level} --out FOLDER"
-        )
-    raise wrong_folder(root, f"Pathfinder32, level {level}", EXPECTED_TREE, source=SOURCE)
+            entries[f"{parameters.level}/metadata/{batch}.npy"] = {"images": len(lines), "sha256": checksum(metadata)}
+    return entries
 
 
 def open_splits(root: Path, *, split: str = "80-10-10", level: str = "curv_contour_length_14") -> dict[str, Rows]:
     """Finds the images of each split.
 
     Args:
-        root: The folder, see ``EXPECTED_TREE``.
+        root: A folder like ``RELEASE``.
         split: Only "80-10-10".
         level: One of ``LEVELS``.
-
-    Returns:
-        The splits "train", "val" and "test".
 
     Raises:
         ValueError: If files are missing, or if metadata is malformed; the message names file and line.
     """
-    folder = locate(root, level)
+    others = [name for name in LEVELS for place in RELEASE.folders if (root / place / name).is_dir()]
+    if others and level not in others:
+        raise ValueError(
+            f"Expected '{root}' to hold the level {level} (got {', '.join(others)}). Choose one of those with --level, or generate "
+            f"this one with: python -m examples.lra prepare --task pathfinder --level {level} --generate --data FOLDER"
+        )
+    folder = RELEASE.find(root, level)
     listed = [path for path in (folder / "metadata").iterdir() if re.fullmatch(r"\d+\.npy", path.name)]
     metadata = sorted(listed, key=lambda path: int(path.stem))
     if not metadata:
         raise ValueError(f"Expected '{folder / 'metadata'}' to hold files 0.npy, 1.npy ... (got none). Copy or generate it again.")
     images = [image for path in metadata for image in _read_metadata(path, LEVELS[level])]
     # Folders change when an image comes, goes or is replaced; 200,000 images are too many to look at each of them every time.
-    files = [*metadata, *sorted({path.parent for path, _ in images})]
+    sources = [*metadata, *sorted({path.parent for path, _ in images})]
 
     def part(places: set[int]) -> Rows:
         chosen = [image for number, image in enumerate(images) if number % 10 in places]
-        return Rows(files, lambda: map(_read_image, chosen), lambda: len(chosen))
+        return Rows(sources, lambda: map(_read_image, chosen))
 
     return {"train": part(set(range(8))), "val": part({8}), "test": part({9})}
 

@@ -1,11 +1,11 @@
 """Prepared data: a task's files parsed once into arrays that are mapped from then on.
 
 In: the rows of a task, as its reader finds them. Out: a folder of arrays with a manifest, and splits that map them. Not here:
-the formats (``lra_listops.py`` and its siblings), batches (``lra_batches.py``).
+the formats (``listops.py`` and its siblings), batches (``batches.py``).
 
-For each split there are ``<split>_tokens.npy``, ``<split>_ptr.npy`` and ``<split>_labels.npy``, sequences whole, whatever length a run cuts
-them to. The manifest says what they were made from and with which options, counts examples and labels, and has the sha256 of each
-file. Only a folder that was written to its end gets its name, so it is whole or not there.
+For each split there are ``<split>_tokens.npy``, ``<split>_ptr.npy`` and ``<split>_labels.npy``. Sequences are whole, whatever
+length a run cuts them to. The manifest says what they were made from and with which options, counts examples and labels, and has the
+sha256 of each file. Only a folder that was written to its end gets its name, so it is whole or not there.
 """
 
 from __future__ import annotations
@@ -13,21 +13,18 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
-from filelock import FileLock
 from tqdm.auto import tqdm
 
-from lra_batches import Rows, Split
-from lra_files import MANIFEST, checksum
+from examples.lra.data.batches import Rows, Split
+from examples.lra.data.files import MANIFEST, checksum, written_whole
 
 if TYPE_CHECKING:
-    from lra_tasks import Task
+    from examples.lra.data.tasks import Task
 
 FORMAT = 1
 SPLITS = ("train", "val", "test")
@@ -45,7 +42,7 @@ def prepare(
 
     Args:
         task: What to read.
-        root: Where it lies; see the task's format.
+        root: Where it lies; see the task's release.
         options: Of the reader, such as {"split": "held-out"}; the task's defaults for those not given.
         prepared: Where folders of prepared data are made; by default "prepared" in ``root``.
         progress: Whether to show a progress bar.
@@ -58,30 +55,18 @@ def prepare(
     """
     options = task.complete(options or {})
     folder = (prepared or root / FOLDER) / "-".join([task.name, *(value for value in options.values() if value)])
-    draft, old = (folder.with_name(f".{folder.name}.{kind}") for kind in ("partial", "old"))
-    shutil.rmtree(old, ignore_errors=True)  # which a killed process had replaced; nobody goes back to it
     try:
         rows = task.open(root, **options)
         wanted = {"format": FORMAT, "task": task.name, "tokeniser": task.tokeniser, "options": options, "source": fingerprint(root, rows)}
-        if _is_prepared(folder, wanted):
-            return folder, False
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder.parent).close()  # for a lock that cannot be made is waited for without end
-        with FileLock(folder.with_name(f".{folder.name}.lock")):
-            if folder.exists() and {name: read_manifest(folder).get(name) for name in wanted} == wanted:
-                return folder, False
-            for left in (draft, old):  # by a killed process
-                shutil.rmtree(left, ignore_errors=True)
-            try:
-                draft.mkdir()
+
+        def is_there() -> bool:
+            found = read_manifest(folder) if folder.exists() else {}
+            return {name: found.get(name) for name in wanted} == wanted
+
+        with written_whole(folder, is_there) as draft:
+            if draft is not None:
                 splits = {name: _write_split(draft, name, rows[name], task, root, progress) for name in SPLITS}
                 (draft / MANIFEST).write_text(json.dumps({**wanted, "root": str(root), "splits": splits}, indent=2) + "\n")
-                if folder.exists():
-                    os.replace(folder, old)
-                os.replace(draft, folder)
-            finally:
-                for left in (draft, old):
-                    shutil.rmtree(left, ignore_errors=True)
     except OSError as error:
         failed = Path(error.filename or folder)
         if failed == root or not (failed.is_relative_to(folder.parent) or folder.is_relative_to(failed)):
@@ -89,16 +74,7 @@ def prepare(
         raise ValueError(
             f"Expected '{folder}' to be a place for prepared data (got: {error}). Free it, or give another with --prepared DIR."
         ) from error
-    return folder, True
-
-
-def _is_prepared(folder: Path, wanted: Mapping[str, Any]) -> bool:
-    """Tells without a lock, which a disk for reading only has no room for, whether a folder is whole and as wanted."""
-    try:
-        found = read_manifest(folder)
-    except (OSError, ValueError):  # not there, damaged or being replaced: who holds the lock looks again
-        return False
-    return {name: found.get(name) for name in wanted} == wanted
+    return folder, draft is not None
 
 
 def fingerprint(root: Path, splits: Mapping[str, Rows]) -> str:
@@ -185,7 +161,7 @@ def _write_split(folder: Path, name: str, rows: Rows, task: Task, root: Path, pr
     skipped = longest = 0
     try:
         ptr.append([0])
-        for row in tqdm(rows, f"Preparing {task.name}, {name}", unit=" rows", disable=not progress):
+        for row in tqdm(rows.read(), f"Preparing {task.name}, {name}", unit=" rows", disable=not progress):
             if row is None:
                 skipped += 1
                 continue
@@ -216,7 +192,7 @@ def load(
     masked: int | None = None,
     progress: bool = False,
 ) -> dict[str, Split]:
-    """Maps all splits of a task, prepared now if they were not before.
+    """Maps all splits of a task, prepared now if they were not before, after a check of every byte.
 
     Args:
         task: What to read.
@@ -234,11 +210,6 @@ def load(
         ValueError: If files are missing, malformed or damaged, or if a sequence is too long for a task that does not truncate.
     """
     folder, _ = prepare(task, root, options=options, prepared=prepared, progress=progress)
-    return open_prepared(task, folder, max_length=max_length, masked=masked)
-
-
-def open_prepared(task: Task, folder: Path, *, max_length: int, masked: int | None = None) -> dict[str, Split]:
-    """Maps the splits of a folder of prepared data, after a check of every byte; arguments and errors as for :func:`load`."""
     entries = read_manifest(folder)["splits"]
     splits = {}
     for name in SPLITS:

@@ -1,7 +1,7 @@
 """Text: movie reviews as bytes, labelled 1 if they are favourable (IMDb, Maas et al., 2011).
 
 In: the folder ``aclImdb`` as released. Out: rows of token numbers. Not here: batches and the table of tasks
-(``lra_tasks.py``), training (``lra.py``).
+(``tasks.py``).
 
 A token is a byte plus one; 0 is never used. Nothing is removed, not even ``<br />``, as in the Long Range Arena (LRA).
 """
@@ -14,43 +14,28 @@ from pathlib import Path
 
 import numpy as np
 
-from lra_batches import Row, Rows
-from lra_files import find_folder, malformed, places
+from examples.lra.data.batches import Row, Rows
+from examples.lra.data.files import Release, malformed, places
 
 CLASSES = ("neg", "pos")  # labels 0 and 1
 SPLITS = {
-    "held-out": "the tenth of each class with the highest numbers is taken from the training set for validation (22,500/2,500/25,000 of the whole release)",
-    "lra": "LRA's own: all of the training set, and the test set for validation too (25,000/25,000/25,000 of the whole release); its best step is chosen on the test set",
+    "held-out": "the tenth of each class with the highest numbers is taken from the training set for validation "
+    "(22,500/2,500/25,000 of the whole release)",
+    "lra": "LRA's own: all of the training set, and the test set for validation too (25,000/25,000/25,000 of the whole release); "
+    "its best step is chosen on the test set",
 }
-FOLDERS = places("aclImdb")
-SOURCE = "It is aclImdb_v1.tar.gz (80 MB) of https://ai.stanford.edu/~amaas/data/sentiment/, unpacked with 'tar -xzf'."
-EXPECTED_TREE = f"""\
-    <folder>/
+RELEASE = Release(
+    name="the IMDb reviews",
+    folders=places("aclImdb"),
+    parts=("train/neg", "train/pos", "test/neg", "test/pos"),
+    part="part",
+    source="It is aclImdb_v1.tar.gz (80 MB) of https://ai.stanford.edu/~amaas/data/sentiment/, unpacked with 'tar -xzf'.",
+    picture="""\
         train/neg/0_3.txt    one review each, named NUMBER_STARS.txt
         train/pos/0_9.txt
         test/neg/0_2.txt
-        test/pos/0_10.txt
-where <folder> is the one given or, below it, one of {", ".join(FOLDERS[1:])}"""
-
-
-def locate(root: Path) -> Path:
-    """Finds the folder of the reviews.
-
-    Raises:
-        ValueError: If it is not there, or lacks a part.
-    """
-    parts = [f"{part}/{name}" for part in ("train", "test") for name in CLASSES]
-    return find_folder(
-        root,
-        FOLDERS,
-        parts,
-        "the IMDb reviews",
-        EXPECTED_TREE,
-        source=SOURCE,
-        part="part",
-        way_out="Unpack the archive again.",
-        is_there=Path.is_dir,
-    )
+        test/pos/0_10.txt""",
+)
 
 
 def open_splits(root: Path, *, split: str = "held-out") -> dict[str, Rows]:
@@ -60,16 +45,13 @@ def open_splits(root: Path, *, split: str = "held-out") -> dict[str, Rows]:
     tenth, which would share most of its films with the rest.
 
     Args:
-        root: The folder, see ``EXPECTED_TREE``.
+        root: The folder, see ``RELEASE``.
         split: One of ``SPLITS``.
-
-    Returns:
-        The splits "train", "val" and "test".
 
     Raises:
         ValueError: If files are missing or have names that are not those of the release, or if there are reviews that no split would read.
     """
-    folder = locate(root)
+    folder = RELEASE.find(root)
     for path in sorted(folder.iterdir()):
         if path.name not in ("train", "test") and any((path / name).is_dir() for name in CLASSES):
             raise malformed(
@@ -113,4 +95,4 @@ def _rows(classes: list[list[Path]]) -> Rows:
                 raise malformed(path, None, "hold a review", "an empty file", "Unpack the archive again.")
             yield np.frombuffer(text, dtype=np.uint8).astype(np.uint16) + 1, label
 
-    return Rows([path for path, _ in files], read, lambda: len(files))
+    return Rows([path for path, _ in files], read)

@@ -1,7 +1,7 @@
 """The model of a task as the trainer sees it: its loss, its optimiser, and the rows of its curves.
 
 In: a task, settings, and batches. Out: a loss for each part of a batch, and means over the batches since the last row, over all
-processes. Not here: in what order batches come and when rows are due for saving (``lra.py``, ``lra_checkpoints.py``).
+processes. Not here: in what order batches come and when rows are due for saving (``train.py``, ``checkpoints.py``).
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-import lra_processes as processes
-import lra_report as report
-from lra_baselines import BASELINES
-from lra_checkpoints import Checkpoints, DivergenceError
-from lra_tasks import Batch, Settings, Task, random_word
+from examples.lra import processes, report
+from examples.lra.baselines import BASELINES
+from examples.lra.checkpoints import Checkpoints, DivergenceError
+from examples.lra.data.batches import Batch, random_word
+from examples.lra.data.tasks import Task
+from examples.lra.settings import Settings
 from sbm_pyg import PairClassifier, SequenceClassifier, SequenceEncoder
 
 
@@ -117,6 +118,7 @@ class Classifier(LightningModule):
         self.sums: dict[str, Tensor] = {}
         self.latest: dict[str, dict[str, float]] = {}  # the last row of each phase
         self.seconds = 0.0  # that the unfinished row took before the run was resumed
+        self.earlier, self.started = 0.0, time.perf_counter()  # seconds of the run before it was resumed, and when it was
 
     def configure_optimizers(self) -> Any:
         chosen = self.settings
@@ -205,11 +207,16 @@ class Classifier(LightningModule):
         """Says whether all weights are finite numbers; asks the device once."""
         return bool(torch.stack([parameter.detach().sum().isfinite() for parameter in self.parameters()]).all())
 
+    def spent(self) -> float:
+        """Returns the seconds that the run has taken, without what was lost when it was killed."""
+        return self.earlier + time.perf_counter() - self.started
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if not self.finite():  # so that no checkpoint holds what cannot be mended
             raise DivergenceError("weights", self.global_step)
         sums = {name: value.cpu() for name, value in processes.total(self.sums).items()}
-        checkpoint["row"] = {"sums": sums, "seconds": time.perf_counter() - self.clock, "latest": self.latest}
+        seconds = {"seconds": time.perf_counter() - self.clock, "elapsed": self.spent()}
+        checkpoint["row"] = {"sums": sums, "latest": self.latest, **seconds}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         row = checkpoint["row"]  # unfinished: the first process goes on with the sums of all

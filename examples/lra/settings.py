@@ -1,23 +1,29 @@
-"""Settings of a training run, and the presets of all tasks: the paper's Table 7 and ours for a laptop, in one place.
+"""Settings of a training run: what there are, the presets of all tasks, the trainer's command line, and the plan of one run.
 
-In: nothing. Out: ``Settings``, checked, and ``PRESETS`` [task][name]. Not here: the command line (``lra.py``), what tasks
-are (``lra_tasks.py``).
+In: words of a command line, or the ``settings.json`` of a run. Out: ``Settings``, checked, and a ``Plan``. The presets are the paper's
+Table 7 and ours for a laptop. Not here: what tasks are (``data/tasks.py``), and torch, for which ``--help`` does not wait.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import itertools
+import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-import lra_listops
-import lra_pathfinder
+from examples.lra.data import listops, pathfinder
+from examples.lra.data.files import check_folder, path_argument, write_text
 
+SETTINGS = "settings.json"
 NAMES = ("laptop", "paper")
 SPLITS = ("release", "held-out", "lra", "80-10-10")
-# As ``lra_baselines`` and the package have them, which would bring torch with them.
+# As ``baselines.py`` and the package have them, which would bring torch with them.
 BASELINES = ("linear", "linformer", "reformer", "performer", "nystromformer")
+METHODS = ("full", *BASELINES, "window", "bigbird", "sbm")
 ESTIMATORS = ("local", "paper", "mask", "relaxed", "concrete", "none")
 CLUSTERS = ("kaiming", "orthogonal")
 PARAMETERIZATIONS = ("paper", "mixed", "assortative")
@@ -44,8 +50,8 @@ class Settings:
     head_channels: int = _option("width of a head", least=1)
     ffn_channels: int = _option("width inside the feed-forward blocks", least=1)
     max_length: int = _option("longest sequence, in tokens", least=1)
-    split: str = _option("who is in 'val'; `lra_tasks.py describe` explains those of a task", choices=SPLITS)
-    compat: str = _option("older conventions to compare with; see examples/README.md", choices=("none", "nystromformer"), default="none")
+    split: str = _option("who is in 'val'; `prepare` explains those of a task", choices=SPLITS)
+    compat: str = _option("older conventions to compare with; see docs/lra.md", choices=("none", "nystromformer"), default="none")
     mask_dark: int = _option(
         "leave out pixels up to this value (of 255), the others in their places; -1 keeps all", least=-1, most=254, default=-1
     )
@@ -59,11 +65,11 @@ class Settings:
         choices=("random", "smooth"),
         default="random",
     )
-    level: str = _option("of difficulty, for Pathfinder", choices=("none", *lra_pathfinder.LEVELS))
+    level: str = _option("of difficulty, for Pathfinder", choices=("none", *pathfinder.LEVELS))
     dropout: float = _option("dropout on embeddings and blocks", least=0.0, most=0.99)
     attention_dropout: float = _option("dropout on attention weights", least=0.0, most=0.99)
 
-    attention: str = _option("kind of attention", choices=("sbm", "full", "window", "bigbird", *BASELINES))
+    attention: str = _option("kind of attention", choices=METHODS)
     estimator: str = _option("gradient to the edge probabilities of 'sbm'", choices=ESTIMATORS)
     probes: float = _option("pairs per query that the estimator 'local' looks at beside the edges", least=0.0)
     num_blocks: int = _option("blocks (clusters) of 'sbm'", least=1)
@@ -224,10 +230,10 @@ LAPTOP = {
 
 PRESETS: Mapping[str, Mapping[str, Preset]] = {
     "listops": {
-        "paper": Preset(TABLE_7["listops"], lra_listops.Parameters()),
+        "paper": Preset(TABLE_7["listops"], listops.Parameters()),
         "laptop": Preset(
             LAPTOP["listops"],
-            lra_listops.Parameters(
+            listops.Parameters(
                 train=20_000, val=1_000, test=2_000, max_depth=2, max_args=30, min_length=16, max_length=64, operator_probability=1.0
             ),
             threads=1,  # its batches are so small that two threads are no faster, and ten times slower on a busy machine
@@ -237,7 +243,158 @@ PRESETS: Mapping[str, Mapping[str, Preset]] = {
     "retrieval": {"paper": Preset(TABLE_7["retrieval"]), "laptop": Preset(LAPTOP["retrieval"])},
     "image": {"paper": Preset(TABLE_7["image"]), "laptop": Preset(LAPTOP["image"])},
     "pathfinder": {
-        "paper": Preset(TABLE_7["pathfinder"], lra_pathfinder.Parameters()),
-        "laptop": Preset(LAPTOP["pathfinder"], lra_pathfinder.Parameters(level="curv_baseline", images=30_000)),
+        "paper": Preset(TABLE_7["pathfinder"], pathfinder.Parameters()),
+        "laptop": Preset(LAPTOP["pathfinder"], pathfinder.Parameters(level="curv_baseline", images=30_000)),
     },
 }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A run as its ``settings.json`` has it.
+
+    Args:
+        task, preset, settings: What is learned, and how.
+        directory: Where the run was started, from which relative places start.
+        data, prepared: Folders as they were given, or None.
+        minutes: The budget that the steps were planned from, or None.
+        processes: How many share each batch.
+        fingerprint: Of the data; empty before they are read.
+    """
+
+    task: str
+    preset: str
+    settings: Settings
+    directory: str
+    data: str | None = None
+    prepared: str | None = None
+    minutes: float | None = None
+    processes: int = 1
+    fingerprint: str = ""
+
+    def place(self, name: str) -> Path | None:
+        """Returns the folder "data" or "prepared"."""
+        given = getattr(self, name)
+        return None if given is None else Path(self.directory, given)
+
+    def write(self, path: Path) -> None:
+        """Writes ``settings.json``, whole or not at all."""
+        write_text(path, json.dumps(dataclasses.asdict(self), indent=2) + "\n")
+
+    @classmethod
+    def read(cls, path: Path) -> Plan:
+        """Reads ``settings.json``.
+
+        Raises:
+            ValueError: If it is not what the trainer wrote.
+        """
+        try:
+            content = json.loads(path.read_text())
+            plan = cls(**content | {"settings": Settings(**content["settings"])})
+            if plan.preset not in PRESETS[plan.task]:
+                raise ValueError(f"no preset of ours: {plan.preset!r}")
+        except (ValueError, TypeError, KeyError) as error:
+            words = f"no {error}" if isinstance(error, KeyError) else str(error)
+            raise ValueError(
+                f"Expected {path} to be as it was written (got: {words}). Take it from a backup, or start a new run."
+            ) from None
+        return plan
+
+
+def parse(arguments: Sequence[str] | None = None, prog: str = "python -m examples.lra train") -> argparse.Namespace:
+    """Reads the trainer's command line; what is not given is absent from the result, but for what depends on the machine."""
+    parser = argparse.ArgumentParser(prog, description="Trains on a task of the Long Range Arena.", argument_default=argparse.SUPPRESS)
+    parser.add_argument("--task", choices=tuple(PRESETS), help="what to learn (default: listops)")
+    parser.add_argument("--preset", choices=NAMES, help="where all other settings come from (default: laptop)")
+    for option, words in (
+        ("data", "a folder of the task; by default one is generated in data/"),
+        ("prepared", "where prepared arrays go (default: 'prepared' in the data's folder)"),
+        ("output", "folder of the run (default: a new one in runs/)"),
+        ("export", "save the tested model there, with its card, for `from_pretrained`"),
+    ):
+        parser.add_argument(f"--{option}", type=path_argument, metavar="DIR", help=words)
+    parser.add_argument("--resume", action="store_true", help="go on with the run in --output; its settings are known")
+    choices = ("last", "previous")
+    parser.add_argument("--resume-from", choices=choices, help="the same; 'previous' if the last checkpoint is damaged (default: last)")
+    parser.add_argument("--minutes", type=float, metavar="M", help="as many steps as fit into that time, with their validations")
+    parser.add_argument("--accelerator", choices=("auto", "cpu", "cuda", "mps"), default="auto", help="(default: auto)")
+    parser.add_argument("--workers", type=int, default=0, metavar="N", help="processes that gather batches (default: 0)")
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: 1 for laptop, as torch chooses for paper)")
+    first = argparse.ArgumentParser(add_help=False)  # the task alone, whose values --help shows
+    first.add_argument("--task", nargs="?")
+    task = first.parse_known_args(arguments)[0].task
+    task = task if task in PRESETS else "listops"
+    group = parser.add_argument_group("settings", f"each overrides the preset; values are those of laptop | paper for {task}")
+    for field in dataclasses.fields(Settings):
+        kind = {"int": int, "float": float, "str": str}[str(field.type)]
+        values = " | ".join(str(getattr(PRESETS[task][name].settings, field.name)) for name in NAMES)
+        option = "--" + field.name.replace("_", "-")
+        group.add_argument(option, type=kind, choices=field.metadata["choices"] or None, help=f"{field.metadata['help']} ({values})")
+    given = parser.parse_args(arguments)
+    given.fail = parser.error
+    return given
+
+
+def resolve(given: argparse.Namespace) -> tuple[Path, Plan]:
+    """Settles folder and plan of a run: those that a resumed run was started with, else preset and command line.
+
+    Raises:
+        ValueError: If settings are out of range, or if folder and settings do not fit together.
+    """
+    options = vars(given)
+    for name, bound, there in (("threads", 1, "threads" in options), ("workers", 0, True)):
+        if there and options[name] < bound:
+            raise ValueError(f"Expected '{name}' to be at least {bound} (got {options[name]}). Leave it out for the default.")
+    if "resume" in options or "resume_from" in options:
+        return _resumed(options)
+    name, preset, minutes = options.get("task", "listops"), options.get("preset", "laptop"), options.get("minutes")
+    if minutes is not None and not 0 < minutes < math.inf:
+        raise ValueError(f"Expected 'minutes' to be positive and finite (got {minutes}). Leave it out for a budget in steps.")
+    if minutes is not None and "steps" in options:
+        raise ValueError(f"Expected no 'steps' beside 'minutes' (got {options['steps']}). Steps are planned from --minutes: leave one out.")
+    chosen = {field.name: options[field.name] for field in dataclasses.fields(Settings) if field.name in options}
+    settings = PRESETS[name][preset].settings
+    if "steps" in chosen and "warmup" not in chosen:
+        chosen["warmup"] = settings.warmup * chosen["steps"] // settings.steps
+    if chosen.get("attention", "sbm") != "sbm":  # only 'sbm' has what the preset prices
+        chosen.setdefault("density_weight", 0.0)
+    if chosen.get("density_weight") == 0:  # then the preset's floor is that of nothing
+        chosen.setdefault("density_floor", 0.0)
+    settings = dataclasses.replace(settings, **chosen)
+    folder = options.get("output") or next_folder(name, preset)
+    if folder.is_dir() and any(path.name != ".lock" and path.suffix != ".partial" for path in folder.iterdir()):
+        raise ValueError(
+            f"Expected 'output' to be a new or empty folder (got {folder}, which has content). Choose another one, or add --resume."
+        )
+    check_folder("output", folder)
+    if "prepared" in options:
+        check_folder("prepared", options["prepared"], write=False)
+    data, prepared = (str(options[place]) if place in options else None for place in ("data", "prepared"))
+    known: dict[str, Any] = {"data": data, "prepared": prepared, "minutes": minutes, "directory": str(Path.cwd())}
+    return folder, Plan(task=name, preset=preset, settings=settings, **known)
+
+
+def _resumed(options: Mapping[str, Any]) -> tuple[Path, Plan]:
+    """Folder and plan of a run to go on with; settings that are given again have to be the same."""
+    folder = options.get("output")
+    if folder is None or not (folder / SETTINGS).is_file():
+        raise ValueError(
+            f"Expected 'output' to be the folder of a run to resume (got {folder}). Give --output the folder that holds its "
+            f"{SETTINGS}, or start a new run without --resume."
+        )
+    plan = Plan.read(folder / SETTINGS)
+    known = {"task": plan.task, "preset": plan.preset, "minutes": plan.minutes, **dataclasses.asdict(plan.settings)}
+    for name, value in known.items():
+        if name in options and options[name] != value:
+            raise ValueError(
+                f"Expected '{name.replace('_', '-')}' to be {value!r} as in the run to resume (got {options[name]!r}). Leave it "
+                "out, or start a new run."
+            )
+    moved = {name: str(options[name].absolute()) for name in ("data", "prepared") if name in options}
+    return folder, dataclasses.replace(plan, **moved)
+
+
+def next_folder(task: str, preset: str) -> Path:
+    """Returns the first folder in runs/ that there is not."""
+    names = (Path("runs") / f"{task}-{preset}-{number}" for number in itertools.count(1))
+    return next(path for path in names if not path.exists())

@@ -1,7 +1,7 @@
 """ListOps: nested lists of digits under MIN, MAX, MED and SM (sum modulo 10), labelled with their value.
 
 In: parameters and a seed, or a folder in the layout of the Long Range Arena (LRA). Out: that very layout, or rows of
-token numbers. Not here: batches and the table of tasks (``lra_tasks.py``), training (``lra.py``).
+token numbers. Not here: batches and the table of tasks (``tasks.py``).
 
 A tree is written as LRA writes it, a binary tree in which every application has its brackets: ``[MAX 4 [SM 7 8 ] ]``
 becomes ``( ( ( [MAX 4 ) ( ( ( [SM 7 ) 8 ) ] ) ) ] )``. The round brackets carry nothing and are dropped when reading.
@@ -12,7 +12,6 @@ from __future__ import annotations
 import csv
 import dataclasses
 import hashlib
-import json
 import os
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -21,8 +20,9 @@ from pathlib import Path
 import numpy as np
 from tqdm.auto import tqdm
 
-from lra_batches import Rows
-from lra_files import MANIFEST, checksum, count_lines, find_folder, malformed, new_data_set, places
+from examples.lra.data import files
+from examples.lra.data.batches import Rows
+from examples.lra.data.files import Release, checksum, malformed, places
 
 SPLITS = ("train", "val", "test")
 OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
@@ -31,19 +31,21 @@ VOCABULARY = (*(str(digit) for digit in range(10)), *OPERATORS, "]")
 TOKEN_NUMBER = {word: number for number, word in enumerate(VOCABULARY, start=1)}
 DIGIT, OPERATOR, END = TOKEN_NUMBER["0"], TOKEN_NUMBER[OPERATORS[0]], TOKEN_NUMBER["]"]
 
-SPLIT_CHOICES = {"release": "as released or generated (96,000/2,000/2,000 of the whole release)"}
-FOLDERS = places("listops-1000", "listops")
-SOURCE = (
-    "Generate it with 'python examples/lra_tasks.py generate --task listops --out FOLDER'; the original is part of lra_release.gz "
-    "(8 GB), see https://github.com/google-research/long-range-arena."
-)
+CHOICES = {"release": "as released or generated (96,000/2,000/2,000 of the whole release)"}
 HEADER = "Source\tTarget"
-EXPECTED_TREE = f"""\
-    <folder>/
+RELEASE = Release(
+    name="ListOps",
+    folders=places("listops-1000", "listops"),
+    parts=tuple(f"basic_{split}.tsv" for split in SPLITS),
+    part="split",
+    source="Generate it with 'python -m examples.lra prepare --task listops --generate --data FOLDER'; the original is part of "
+    "lra_release.gz (8 GB), see https://github.com/google-research/long-range-arena.",
+    picture=f"""\
         basic_train.tsv    first line: {HEADER!r}
         basic_val.tsv      then one line a tree, such as '( ( ( [MAX 4 ) 7 ) ] )\\t7'
-        basic_test.tsv
-where <folder> is the one given or, below it, one of {", ".join(FOLDERS[1:])}"""
+        basic_test.tsv""",
+    way_out="Copy it there, or generate a data set with: python -m examples.lra prepare --task listops --generate --data FOLDER",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,38 +203,17 @@ def source_of(tokens: np.ndarray, arguments: np.ndarray) -> str:
 
 
 def generate(folder: Path, parameters: Parameters, *, seed: int = 0, progress: bool = True) -> bool:
-    """Writes a ListOps data set in LRA's layout, whole or not at all.
+    """Writes a ListOps data set in LRA's layout, whole or not at all; see :func:`examples.lra.data.files.generate`.
 
-    The files come into being in a neighbouring folder, which takes its final name when all is written; a manifest records
-    parameters, seed and checksums. A folder that already holds the same data set is left as it is.
-
-    Args:
-        folder: Where to write; it must not exist, be empty, or hold this very data set.
-        parameters: The law of the trees and their numbers.
-        seed: Of the data; the same seed and parameters give the same files (with the same version of numpy).
-        progress: Whether to show a progress bar.
-
-    Returns:
-        Whether anything was written.
-
-    Raises:
-        ValueError: If the folder holds something else or cannot be written, if there are too few distinct trees of that law, or if the
-            seed is negative.
+    The same seed and parameters give the same files (with the same version of numpy). A ValueError says if there are too few
+    distinct trees of that law.
     """
-    if seed < 0:
-        raise ValueError(f"Expected 'seed' to be at least 0 (got {seed}). Give another one.")
-    wanted = {"task": "listops", "seed": seed, "parameters": dataclasses.asdict(parameters)}
-    with new_data_set(folder, wanted) as workshop:
-        if workshop is None:
-            return False
-        files = _write_splits(workshop, parameters, np.random.default_rng(seed), progress)
-        (workshop / MANIFEST).write_text(json.dumps({**wanted, "files": files}, indent=2) + "\n")
-    return True
+    return files.generate(folder, "listops", parameters, seed, lambda draft: _write_splits(draft, parameters, seed, progress))
 
 
-def _write_splits(folder: Path, parameters: Parameters, rng: np.random.Generator, progress: bool) -> dict[str, dict]:
-    rows = _distinct_rows(parameters, rng)
-    files = {}
+def _write_splits(folder: Path, parameters: Parameters, seed: int, progress: bool) -> dict[str, dict]:
+    rows = _distinct_rows(parameters, np.random.default_rng(seed))
+    entries = {}
     total = sum(getattr(parameters, split) for split in SPLITS)
     with tqdm(total=total, desc="Generating ListOps", unit="tree", disable=not progress) as bar:
         for split in SPLITS:
@@ -246,8 +227,8 @@ def _write_splits(folder: Path, parameters: Parameters, rng: np.random.Generator
                     bar.update()
                 file.flush()
                 os.fsync(file.fileno())
-            files[path.name] = {"rows": count, "sha256": checksum(path)}
-    return files
+            entries[path.name] = {"rows": count, "sha256": checksum(path)}
+    return entries
 
 
 def _distinct_rows(parameters: Parameters, rng: np.random.Generator, patience: int = 200) -> Iterator[tuple[str, int]]:
@@ -272,42 +253,14 @@ def _distinct_rows(parameters: Parameters, rng: np.random.Generator, patience: i
     )
 
 
-def locate(root: Path) -> dict[str, Path]:
-    """Finds the files of the splits under a folder, as released or renamed.
-
-    Args:
-        root: The folder of the files, or one that holds it as the release does (see ``FOLDERS``).
-
-    Returns:
-        The path of each split.
-
-    Raises:
-        ValueError: If there is no such folder, or if a split is missing in it.
-    """
-    names = {split: f"basic_{split}.tsv" for split in SPLITS}
-    way_out = "Copy it there, or generate a data set with: python examples/lra_tasks.py generate --task listops --out FOLDER"
-    folder = find_folder(root, FOLDERS, list(names.values()), "ListOps", EXPECTED_TREE, source=SOURCE, part="split", way_out=way_out)
-    return {split: folder / name for split, name in names.items()}
-
-
 def open_splits(root: Path, *, split: str = "release") -> dict[str, Rows]:
-    """Finds the trees of each split.
-
-    Args:
-        root: The folder, see ``EXPECTED_TREE``.
-        split: Only "release".
-
-    Returns:
-        The splits "train", "val" and "test".
+    """Finds the trees of each split; ``root`` is a folder like ``RELEASE``, and ``split`` only "release".
 
     Raises:
         ValueError: If files are missing.
     """
-    return {name: Rows([path], partial(read_rows, path), partial(_count_rows, path)) for name, path in locate(root).items()}
-
-
-def _count_rows(path: Path) -> int:
-    return max(0, count_lines(path) - 1)  # without the header; an empty file has none
+    folder = RELEASE.find(root)
+    return {name: Rows([folder / file], partial(read_rows, folder / file)) for name, file in zip(SPLITS, RELEASE.parts, strict=True)}
 
 
 def read_rows(path: Path) -> Iterator[tuple[np.ndarray, int]]:

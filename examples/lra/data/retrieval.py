@@ -1,7 +1,7 @@
 """Retrieval: pairs of papers as bytes, labelled 1 if one cites the other (ACL Anthology Network).
 
 In: the TSV files of the Long Range Arena (LRA). Out: rows of pairs of token numbers. Not here: batches and the table of
-tasks (``lra_tasks.py``), training (``lra.py``).
+tasks (``tasks.py``).
 
 A line is ``label, id, id, text, text`` between tabs, without header, without quoting: quotation marks are part of the text. LRA
 wrote the texts as Python literals, ``b'...'`` with its prefix, quotation marks and escapes, and reads them as they stand. So
@@ -16,46 +16,32 @@ from pathlib import Path
 
 import numpy as np
 
-from lra_batches import Row, Rows
-from lra_files import count_lines, find_folder, malformed, places
+from examples.lra.data.batches import Row, Rows
+from examples.lra.data.files import Release, malformed, places
 
 SPLITS = {"release": "as released (147,086/18,090/17,437 of the whole release)"}
 FILES = {"train": "new_aan_pairs.train.tsv", "val": "new_aan_pairs.eval.tsv", "test": "new_aan_pairs.test.tsv"}
-FOLDERS = places("tsv_data", "aan", "retrieval")
-SOURCE = "It is part of lra_release.gz (8 GB), see https://github.com/google-research/long-range-arena; 'tar -xzf' unpacks it."
-EXPECTED_TREE = f"""\
-    <folder>/
+RELEASE = Release(
+    name="the pairs of Retrieval",
+    folders=places("tsv_data", "aan", "retrieval"),
+    parts=tuple(FILES.values()),
+    part="split",
+    source="It is part of lra_release.gz (8 GB), see https://github.com/google-research/long-range-arena; 'tar -xzf' unpacks it.",
+    picture="""\
         new_aan_pairs.train.tsv    one pair a line: label, id, id, text, text, between tabs
         new_aan_pairs.eval.tsv
-        new_aan_pairs.test.tsv
-where <folder> is the one given or, below it, one of {", ".join(FOLDERS[1:])}"""
-
-
-def locate(root: Path) -> dict[str, Path]:
-    """Finds the file of each split.
-
-    Raises:
-        ValueError: If there is none, or if one is missing.
-    """
-    names, what = list(FILES.values()), "the pairs of Retrieval"
-    folder = find_folder(root, FOLDERS, names, what, EXPECTED_TREE, source=SOURCE, part="split", way_out="Unpack the archive again.")
-    return {split: folder / name for split, name in FILES.items()}
+        new_aan_pairs.test.tsv""",
+)
 
 
 def open_splits(root: Path, *, split: str = "release") -> dict[str, Rows]:
-    """Finds the pairs of each split.
-
-    Args:
-        root: The folder, see ``EXPECTED_TREE``.
-        split: Only "release".
-
-    Returns:
-        The splits "train", "val" and "test".
+    """Finds the pairs of each split; ``root`` is a folder like ``RELEASE``, and ``split`` only "release".
 
     Raises:
         ValueError: If files are missing.
     """
-    return {name: Rows([path], partial(read_rows, path), partial(count_lines, path)) for name, path in locate(root).items()}
+    folder = RELEASE.find(root)
+    return {name: Rows([folder / file], partial(read_rows, folder / file)) for name, file in FILES.items()}
 
 
 def read_rows(path: Path) -> Iterator[Row]:

@@ -1,7 +1,7 @@
 """Examples in ragged arrays, batches of them, and the order in which they come.
 
 In: rows of token numbers, or arrays that are mapped from files. Out: batches (tokens, ptr, labels, examples) without a single
-padded token, in an order that is a function of (lengths, seed, epoch). Not here: formats and files (``lra_prepare.py``). torch is
+padded token, in an order that is a function of (lengths, seed, epoch). Not here: formats and files (``prepare.py``). torch is
 imported where tensors are made, so that command lines, which need the tasks, are read without it.
 """
 
@@ -33,18 +33,10 @@ class Rows:
     Args:
         files: What the rows are read from, files or folders: when one of them changes, the rows may.
         read: Starts reading. None instead of a row is an example that is known to be broken in the release, and is left out.
-        count: Returns how many rows there are, before they are read.
     """
 
     files: Sequence[Path]
     read: Callable[[], Iterator[Row | None]]
-    count: Callable[[], int]
-
-    def __iter__(self) -> Iterator[Row | None]:
-        return self.read()
-
-    def __len__(self) -> int:
-        return self.count()
 
 
 class Batch(NamedTuple):
@@ -136,86 +128,65 @@ class Split:
         return torch.from_numpy(tokens), torch.from_numpy(ptr), torch.from_numpy(places)
 
 
-class LengthBuckets:
-    """Batches of examples of similar length, a pure function of (lengths, seed, number of the epoch).
-
-    With a seed, an epoch shuffles the examples, cuts them into pools, sorts each pool by length, cuts it into batches and
-    shuffles the batches: neighbours in a batch are similar, and yet every epoch mixes anew. Random examples that would not
-    fill a batch wait for another epoch. Without a seed every example comes exactly once, shortest first, as evaluation wants it.
+def by_length(lengths: np.ndarray, token_budget: int) -> list[np.ndarray]:
+    """Cuts examples into batches for evaluation, shortest first: every example comes exactly once.
 
     Args:
         lengths: Tokens per example, [n].
-        batch_size: Examples per batch. Give this or ``token_budget``.
-        token_budget: As many examples as have at most so many tokens together (but at least one).
-        seed: Of the order; None for evaluation.
+        token_budget: A batch has as many examples as have at most so many tokens together, but at least one.
+    """
+    order = np.argsort(lengths, kind="stable")
+    cuts, tokens = [], 0
+    for place, length in enumerate(lengths[order].tolist()):
+        tokens += length
+        if tokens > token_budget and place:
+            cuts.append(place)
+            tokens = length
+    return np.split(order, cuts)
+
+
+class LengthBuckets:
+    """Batches of examples of similar length for training, a pure function of (lengths, seed, number of the epoch).
+
+    An epoch shuffles the examples, cuts them into pools, sorts each pool by length, cuts it into batches and shuffles the batches:
+    neighbours in a batch are similar, and yet every epoch mixes anew. Random examples that would not fill a batch wait for another epoch.
+
+    Args:
+        lengths: Tokens per example, [n].
+        batch_size: Examples per batch.
+        seed: Of the order.
         pool: Examples per pool.
 
     Raises:
-        ValueError: If there are fewer examples than a batch needs, or unless exactly one size is given.
+        ValueError: If there are fewer examples than a batch needs.
     """
 
-    def __init__(
-        self,
-        lengths: np.ndarray,
-        *,
-        batch_size: int | None = None,
-        token_budget: int | None = None,
-        seed: int | None = None,
-        pool: int = 4096,
-    ) -> None:
-        if (batch_size is None) == (token_budget is None):
-            raise ValueError(
-                f"Expected exactly one of 'batch_size' and 'token_budget' to be given (got {batch_size} and {token_budget}). Give one."
-            )
-        if seed is not None and batch_size is not None and len(lengths) < batch_size:
+    def __init__(self, lengths: np.ndarray, *, batch_size: int, seed: int, pool: int = 4096) -> None:
+        if len(lengths) < batch_size:
             raise ValueError(
                 f"Expected 'batch-size' to be at most the number of examples, {len(lengths)} (got {batch_size}). Take smaller "
                 "batches or more data."
             )
-        self.lengths = np.asarray(lengths)
-        self.batch_size, self.token_budget, self.seed = batch_size, token_budget, seed
-        self.pool = pool - pool % batch_size if batch_size and pool > batch_size else max(pool, batch_size or 1)
+        self.lengths, self.batch_size, self.seed = lengths, batch_size, seed
+        self.pool = pool - pool % batch_size if pool > batch_size else batch_size
 
     def epoch(self, number: int) -> list[np.ndarray]:
         """Returns the batches of one epoch, each an array of example numbers."""
-        if self.seed is None:
-            return self._cut(np.argsort(self.lengths, kind="stable"))
-        rng = np.random.default_rng([self.seed, number])
+        rng, size = np.random.default_rng([self.seed, number]), self.batch_size
         order = rng.permutation(len(self.lengths))
-        order = order[: len(order) - len(order) % (self.batch_size or 1)]
+        order = order[: len(order) - len(order) % size]
         batches: list[np.ndarray] = []
         for start in range(0, len(order), self.pool):
             pool = order[start : start + self.pool]
-            batches += self._cut(pool[np.argsort(self.lengths[pool], kind="stable")])
+            pool = pool[np.argsort(self.lengths[pool], kind="stable")]
+            batches += [pool[place : place + size] for place in range(0, len(pool), size)]
         return [batches[place] for place in rng.permutation(len(batches))]
-
-    def _cut(self, order: np.ndarray) -> list[np.ndarray]:
-        if self.batch_size is not None:
-            return [order[start : start + self.batch_size] for start in range(0, len(order), self.batch_size)]
-        assert self.token_budget is not None
-        cuts, tokens = [], 0
-        for place, length in enumerate(self.lengths[order].tolist()):
-            tokens += length
-            if tokens > self.token_budget and place:
-                cuts.append(place)
-                tokens = length
-        return np.split(order, cuts)
 
     def stream(self, first: int, count: int, *, parts: int = 1) -> Iterator[list[int]]:
         """Yields ``count`` batches of the endless sequence of epochs, from batch ``first`` on, each in equal parts."""
-        number = 0
+        number, first = divmod(first, len(self.lengths) // self.batch_size)
         while count:
-            batches = self.epoch(number)
-            if self.batch_size is not None:  # every epoch is as long as this one
-                number, first = number + first // len(batches), first % len(batches)
-                batches = self.epoch(number)
-            taken = batches[first : first + count]
+            taken = self.epoch(number)[first : first + count]
             for batch in taken:
                 yield from (part.tolist() for part in np.split(batch, parts))
-            first, count, number = max(0, first - len(batches)), count - len(taken), number + 1
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return (batch.tolist() for batch in self.epoch(0))
-
-    def __len__(self) -> int:
-        return len(self.epoch(0))
+            number, first, count = number + 1, 0, count - len(taken)

@@ -1,40 +1,37 @@
-"""What a training run leaves behind: curves as CSV files, one table, plots.
+"""What a training run says and leaves behind: a progress bar, warnings, curves as CSV files, one table, plots.
 
-In: rows of numbers while a run lasts, and its settings and test result in the end. Out: files in the run's folder.
-Not here: training (``lra.py``).
+In: rows of numbers and graphs while a run lasts, and its test result in the end. Out: lines on the screen, and files in the run's folder.
+Not here: training (``train.py``).
 """
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import math
 import os
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers.logger import Logger
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from tqdm.auto import tqdm
+
+from examples.lra.data.files import write_text
+from sbm_pyg import plots
+
+RESULTS = "results.json"
 
 PHASES = ("train", "val")
-COLOURS = ("#1b6ca8", "#d1495b", "#2e933c", "#edae49", "#6a4c93", "#3d3d3d")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes a file, whole or not at all."""
-    draft = path.with_name(path.name + ".partial")
-    try:
-        draft.write_text(text)
-    except OSError:
-        draft.unlink(missing_ok=True)
-        raise
-    os.replace(draft, path)
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -42,13 +39,59 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     write_text(path, json.dumps(content, indent=2) + "\n")
 
 
-def read_results(path: Path) -> dict[str, Any]:
-    """Reads the results of a run; empty if there are none, or if they are damaged: they are about to be written anew."""
-    try:
-        results = json.loads(path.read_text())
-    except (FileNotFoundError, ValueError):
-        return {}
-    return results if isinstance(results, dict) and isinstance(results.get("peak_memory_bytes"), int) else {}
+class Guard(Callback):
+    """Warns, once for each head, when its density collapses or half of its queries are left without any edge."""
+
+    ADVICE = (
+        "Lower --density-weight, raise --exploration or the density at the start, or take the estimator 'local' with more probes; "
+        "see docs/learning.md."
+    )
+
+    def __init__(self) -> None:
+        self.told: set[tuple[int, int]] = set()
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step % pl_module.settings.log_every == 0:
+            self.check(pl_module.graphs, trainer.global_step)
+
+    def check(self, trace: Any, step: int) -> None:
+        """Warns of what is new in the :class:`sbm_pyg.EncoderTrace` of a step."""
+        for layer, graph in enumerate(trace.graphs):
+            if graph is None:
+                continue
+            pairs = max(float((graph.query_ptr.diff() * graph.key_ptr.diff()).sum()), 1.0)
+            for head, degree in enumerate(graph.degree.double()):
+                density, alone = float(degree.sum()) / pairs, float((degree == 0).double().mean())
+                if (density < 1e-3 or alone > 0.5) and (layer, head) not in self.told:
+                    self.told.add((layer, head))
+                    found = f"has a density of {density:.2%} and leaves {alone:.0%} of its queries without any edge"
+                    warnings.warn(f"Step {step}: layer {layer}, head {head} {found}. {self.ADVICE}", stacklevel=2)
+
+
+class Progress(Callback):
+    """One bar over all steps, with loss, accuracy and density per layer, and a line for every validation."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        self.bar = tqdm(total=pl_module.settings.steps, initial=trainer.global_step, desc="Training", unit="step")
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.bar.update(trainer.global_step - self.bar.n)
+        if "train" in pl_module.latest:
+            self.bar.set_postfix_str(self.words(pl_module, "train"), refresh=False)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
+        tqdm.write(f"step {trainer.global_step:>6,}  validation {self.words(pl_module, 'val')}", file=sys.stderr)
+
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        self.bar.close()
+
+    @staticmethod
+    def words(module: Any, phase: str) -> str:
+        """Writes the latest row of a phase in one line."""
+        row, sizes = module.latest[phase], module.settings
+        layers = np.mean(densities(row, sizes.layers, sizes.heads), axis=1)
+        shares = " ".join(f"{share:.3f}" for share in layers)
+        return f"loss {row['loss']:.3f}, accuracy {row['accuracy']:.3f}, density {shares}"
 
 
 class CurveLogger(Logger):
@@ -156,13 +199,22 @@ def wilson_interval(correct: int, count: int, z: float = 1.959964) -> tuple[floa
     return centre - half, centre + half
 
 
-def peak_memory() -> tuple[str, int]:
-    """Returns where memory peaked and at how many bytes: the CUDA device if one was used, else this process."""
-    if torch.cuda.is_available() and torch.cuda.max_memory_allocated():
-        return "device", torch.cuda.max_memory_allocated()
-    import resource  # absent on Windows, where peak memory is not known
+def peak_memory(path: Path | None = None) -> dict[str, Any]:
+    """Returns where memory peaked and at how many bytes: the CUDA device if one was used, else this process.
 
-    return "process", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    Args:
+        path: Of the results of a finished run, of which only the test was done again: then its peak counts too.
+    """
+    if torch.cuda.is_available() and torch.cuda.max_memory_allocated():
+        place, peak = "device", torch.cuda.max_memory_allocated()
+    else:
+        import resource  # absent on Windows, where peak memory is not known
+
+        place, peak = "process", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # damaged ones are about to be written anew
+        old = json.loads(path.read_text()) if path is not None else {}
+        peak = max(peak, old["peak_memory_bytes"]) if old["peak_memory_of"] == place else peak
+    return {"peak_memory_bytes": peak, "peak_memory_of": place}
 
 
 def density_name(layer: int, head: int) -> str:
@@ -197,15 +249,6 @@ def results_table(results: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _column(rows: Sequence[Mapping[str, float]], name: str) -> np.ndarray:
-    return np.array([row[name] for row in rows])
-
-
-def _bare(axes: Axes, xlabel: str, ylabel: str) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.set(xlabel=xlabel, ylabel=ylabel)
-
-
 def plot_curves(path: Path, train: Sequence[Mapping[str, float]], val: Sequence[Mapping[str, float]], majority: float) -> None:
     """Draws loss and accuracy over the steps, training against validation.
 
@@ -217,27 +260,19 @@ def plot_curves(path: Path, train: Sequence[Mapping[str, float]], val: Sequence[
     """
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     for axes, name in zip(figure.subplots(1, 2), ("loss", "accuracy"), strict=True):
-        axes.plot(_column(train, "step"), _column(train, name), color=COLOURS[0], alpha=0.5, lw=1, label="training")
-        axes.plot(_column(val, "step"), _column(val, name), color=COLOURS[1], marker="o", ms=3, label="validation")
+        for rows, style in ((train, {"alpha": 0.5, "lw": 1, "label": "training"}), (val, {"marker": "o", "ms": 3, "label": "validation"})):
+            axes.plot([row["step"] for row in rows], [row[name] for row in rows], **style)  # type: ignore[arg-type]
         if name == "accuracy":
-            axes.axhline(majority, color=COLOURS[-1], lw=1, ls=":", label="majority class")
-        _bare(axes, "step", name)
+            axes.axhline(majority, color="grey", lw=1, ls=":", label="majority class")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set(xlabel="step", ylabel=name)
         axes.legend(frameon=False)
     figure.savefig(path, dpi=150)
 
 
-def plot_densities(path: Path, train: Sequence[Mapping[str, float]], layers: int, heads: int) -> None:
-    """Draws the density of the sampled graphs over the steps, one line a head, one panel a layer."""
-    figure = Figure(figsize=(4.5 * layers, 3.2), layout="constrained")
-    for layer, axes in enumerate(figure.subplots(1, layers, sharey=True, squeeze=False)[0]):
-        for head in range(heads):
-            values = _column(train, density_name(layer, head))
-            axes.plot(_column(train, "step"), values, color=COLOURS[head % len(COLOURS)], lw=1.2, label=f"head {head}")
-        axes.set_title(f"layer {layer}")
-        _bare(axes, "step", "density of sampled graphs" if layer == 0 else "")
-        axes.set_ylim(bottom=0)
-        axes.legend(frameon=False)
-    figure.savefig(path, dpi=150)
+def plot_densities(path: Path, train: Sequence[Mapping[str, float]]) -> None:
+    """Draws the density of the sampled graphs over the steps, for each layer and head."""
+    plots.plot_training_density(train).savefig(path, dpi=150)
 
 
 def plot_masks(path: Path, masks: Sequence[np.ndarray], chances: Sequence[np.ndarray | None], words: Sequence[str]) -> None:

@@ -1,7 +1,7 @@
 """Image: CIFAR-10 as rows of 1,024 grey pixels, labelled with what they show.
 
 In: the folder ``cifar-10-batches-py`` as released. Out: rows of token numbers. Not here: batches and the table of tasks
-(``lra_tasks.py``), training (``lra.py``).
+(``tasks.py``).
 
 Grey is ``floor(255.5 (0.2989 R + 0.587 G + 0.114 B) / 255)`` in float32: what ``tf.image.rgb_to_grayscale`` computes, by which
 the Long Range Arena (LRA) and those after it made their data. A token is a grey value plus one; 0 is never used, so black is
@@ -20,23 +20,25 @@ from typing import Any
 
 import numpy as np
 
-from lra_batches import Row, Rows
-from lra_files import find_folder, malformed, places
+from examples.lra.data.batches import Row, Rows
+from examples.lra.data.files import Release, malformed, places
 
-WORDS = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 SPLITS = {
     "held-out": "the second half of data_batch_5 is taken from the training set for validation (45,000/5,000/10,000 of the whole release)"
 }
 TRAIN, TEST = tuple(f"data_batch_{number}" for number in range(1, 6)), "test_batch"
-FOLDERS = places("cifar-10-batches-py", "cifar10")
-SOURCE = "It is cifar-10-python.tar.gz (163 MB) of https://www.cs.toronto.edu/~kriz/cifar.html, unpacked with 'tar -xzf'."
-EXPECTED_TREE = f"""\
-    <folder>/
+RELEASE = Release(
+    name="CIFAR-10",
+    folders=places("cifar-10-batches-py", "cifar10"),
+    parts=(*TRAIN, TEST),
+    part="batch",
+    source="It is cifar-10-python.tar.gz (163 MB) of https://www.cs.toronto.edu/~kriz/cifar.html, unpacked with 'tar -xzf'.",
+    picture="""\
         data_batch_1    pickles of a dictionary with b"data" [n, 3072] uint8 and b"labels"
         ...
         data_batch_5
-        test_batch
-where <folder> is the one given or, below it, one of {", ".join(FOLDERS[1:])}"""
+        test_batch""",
+)
 
 #: All that a pickle of a dictionary of arrays needs; numpy 2 renamed its core.
 ALLOWED = {("numpy", "ndarray"), ("numpy", "dtype"), ("numpy.core.multiarray", "_reconstruct"), ("numpy._core.multiarray", "_reconstruct")}
@@ -55,37 +57,15 @@ class ArraysOnly(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def locate(root: Path) -> Path:
-    """Finds the folder of the batches.
-
-    Raises:
-        ValueError: If it is not there, or lacks a part.
-    """
-    return find_folder(
-        root, FOLDERS, (*TRAIN, TEST), "CIFAR-10", EXPECTED_TREE, source=SOURCE, part="batch", way_out="Unpack the archive again."
-    )
-
-
 def open_splits(root: Path, *, split: str = "held-out") -> dict[str, Rows]:
-    """Finds the images of each split.
-
-    Args:
-        root: The folder, see ``EXPECTED_TREE``.
-        split: Only "held-out".
-
-    Returns:
-        The splits "train", "val" and "test".
+    """Finds the images of each split; ``root`` is a folder like ``RELEASE``, and ``split`` only "held-out".
 
     Raises:
         ValueError: If files are missing.
     """
-    folder = locate(root)
-    whole, halved, test = [folder / name for name in TRAIN[:-1]], folder / TRAIN[-1], folder / TEST
-    return {
-        "train": _rows([*((path, 0, 2) for path in whole), (halved, 0, 1)]),
-        "val": _rows([(halved, 1, 2)]),
-        "test": _rows([(test, 0, 2)]),
-    }
+    folder = RELEASE.find(root)
+    whole, halved = [(folder / name, 0, 2) for name in TRAIN[:-1]], folder / TRAIN[-1]
+    return {"train": _rows([*whole, (halved, 0, 1)]), "val": _rows([(halved, 1, 2)]), "test": _rows([(folder / TEST, 0, 2)])}
 
 
 def _rows(parts: list[tuple[Path, int, int]]) -> Rows:
@@ -97,18 +77,11 @@ def _rows(parts: list[tuple[Path, int, int]]) -> Rows:
             part = slice(first * len(labels) // 2, last * len(labels) // 2)
             yield from zip(grey(images[part]).astype(np.uint16) + 1, labels[part].tolist(), strict=True)
 
-    def count() -> int:
-        sizes = [(len(read_batch(path)[1]), first, last) for path, first, last in parts]
-        return sum(last * size // 2 - first * size // 2 for size, first, last in sizes)
-
-    return Rows([path for path, *_ in parts], read, count)
+    return Rows([path for path, *_ in parts], read)
 
 
 def read_batch(path: Path) -> tuple[np.ndarray, np.ndarray]:
     """Reads one file of the release.
-
-    Args:
-        path: The file.
 
     Returns:
         Colours, first all red ones of an image, then green, then blue, [n, 3072] uint8, and labels [n], 0 to 9.

@@ -1,7 +1,7 @@
 """Images of the Pathfinder task, drawn: two long dashed snakes, short ones to distract, and two discs at ends of snakes.
 
 In: the length of the snakes, a seed and the number of an image. Out: that image and its label, 1 if both discs are at the
-ends of one snake. Not here: files (``lra_pathfinder.py``).
+ends of one snake. Not here: files (``pathfinder.py``).
 
 The law is that of the published generator (Linsley et al., 2018; its two-snake form, with the parameters of the Long Range
 Arena); the code is new. A snake is a chain of paddles, short strokes. Paddles keep a margin from all that is already there,
@@ -10,7 +10,7 @@ circle, with weight cos^2 of the turn times how free that pixel is. Long snakes 
 short snake that gets stuck is left out.
 
 Three things were taken from images of that generator rather than from its description, and are measured in
-``tests/test_lra_data.py``: the contrasts; a first paddle that only needs 2 x 2 free pixels; and that first paddles, save that of the
+``tests/lra/test_lra_data.py``: the contrasts; a first paddle that only needs 2 x 2 free pixels; and that first paddles, save that of the
 second long snake, all point to the upper left, more or less, so that most short snakes, whose direction is drawn once, are left out.
 
 Strokes have few directions, so all of them are drawn once, as stamps of 9 x 9 pixels; what remains are lookups, compiled with
