@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-import lra
-import lra_baselines as baselines
-import lra_tasks
-from lra_baselines import BASELINES
-from lra_tasks import TASKS
+from examples.lra import baselines
+from examples.lra.__main__ import main
+from examples.lra.baselines import BASELINES
+from examples.lra.data.tasks import TASKS
 from sbm_pyg import PairClassifier, SequenceClassifier, SequenceEncoder
 from sbm_pyg.models import FullAttention
 
@@ -225,7 +224,7 @@ def test_even_convolutions_are_refused() -> None:
     with pytest.raises(ValueError, match=r"Expected 'kernel_size' to be odd or 0 \(got 4\)"):
         baselines.NystromAttention(12, 8, 2, 16, 4)
     with pytest.raises(SystemExit):
-        lra.main(["--attention", "nystromformer", "--value-kernel", "4"])
+        main(["train", "--attention", "nystromformer", "--value-kernel", "4"])
 
 
 def test_settings_have_the_sizes_of_the_paper() -> None:
@@ -237,9 +236,9 @@ def test_settings_have_the_sizes_of_the_paper() -> None:
 
 def test_baselines_are_not_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     law = ["--preset", "laptop", "--train", "70", "--val", "5", "--test", "5", "--min-length", "8", "--max-length", "24"]
-    lra_tasks.main(["generate", "--out", str(tmp_path / "data"), *law])
+    main(["prepare", "--generate", "--data", str(tmp_path / "data"), *law])
     options = ["--attention", "linear", "--data", str(tmp_path / "data"), "--output", str(tmp_path / "run")]
     with pytest.raises(SystemExit):
-        lra.main([*options, "--export", str(tmp_path / "model")])
+        main(["train", *options, "--export", str(tmp_path / "model")])
     assert "Expected no 'export' with 'linear' attention" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

@@ -8,15 +8,15 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
 import analyse_graphs
-import benchmark
-import lra
 import lra_baselines
 import lra_settings
 import lra_tasks
+import pytest
 import reproduce_lra
+
+import benchmark
+import lra
 from benchmark_worker import SUITES
 from sbm_pyg import estimators, sbm
 

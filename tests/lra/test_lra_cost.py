@@ -12,13 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-import torch
-
 import cost_lra
-import lra
+import pytest
 import time_runs
+import torch
 from lra_tasks import TASKS
+
+import lra
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]  # Lightning's own
 

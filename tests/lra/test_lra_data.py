@@ -16,23 +16,24 @@ import sys
 import tarfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 from scipy import ndimage
 
-import lra_files
-import lra_image
-import lra_pathfinder
-import lra_prepare
-import lra_retrieval
-import lra_snakes
-import lra_tasks
-import lra_text
-from lra_tasks import TASKS, load, prepare
+from examples.lra.__main__ import main
+from examples.lra.data import image as cifar
+from examples.lra.data import pathfinder, retrieval, snakes
+from examples.lra.data import prepare as preparing
+from examples.lra.data import text as imdb
+from examples.lra.data.batches import Split
+from examples.lra.data.prepare import load, prepare, splits_digest
+from examples.lra.data.tasks import TASKS, data_folder, open_data
+from examples.lra.settings import Plan
 
-EXAMPLES = Path(lra_tasks.__file__).parent
+ROOT = Path(preparing.__file__).parents[3]
 LEVEL = {"level": "curv_baseline"}
 
 
@@ -55,14 +56,14 @@ def make_retrieval(folder: Path) -> None:
 def make_image(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(0)
-    for name in (*lra_image.TRAIN, lra_image.TEST):
+    for name in (*cifar.TRAIN, cifar.TEST):
         images = rng.integers(0, 256, (8, 3072), dtype=np.uint8)
         content = {b"batch_label": b"batch", b"labels": [*range(8)], b"data": images, b"filenames": [b"a.png"] * 8}
         (folder / name).write_bytes(pickle.dumps(content, protocol=4))
 
 
 def make_pathfinder(folder: Path) -> None:
-    lra_pathfinder.generate(folder, lra_pathfinder.Parameters("curv_baseline", 40, per_folder=25), seed=1, progress=False)
+    pathfinder.generate(folder, pathfinder.Parameters("curv_baseline", 40, per_folder=25), seed=1, progress=False)
 
 
 MAKE: dict[str, tuple[Callable[[Path], None], str]] = {
@@ -78,7 +79,7 @@ def options(task: str) -> dict[str, str]:
     return LEVEL if task == "pathfinder" else {}
 
 
-def sequences(split: lra_tasks.Split) -> list[bytes]:
+def sequences(split: Split) -> list[bytes]:
     return [bytes((split.tokens[a:b] - 1).astype(np.uint8)) for a, b in zip(split.ptr[:-1], split.ptr[1:], strict=True)]
 
 
@@ -94,17 +95,13 @@ def test_a_release_is_found_as_it_lies(task: str, above: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("name", ["tsv_data", "aan", "pathfinder", "pathfinder32", "cifar10", "listops"])
 def test_renamed_folders_are_known(name: str) -> None:
-    known = [
-        place
-        for module in (lra_image, lra_pathfinder, sys.modules["lra_retrieval"], sys.modules["lra_listops"])
-        for place in module.FOLDERS
-    ]
+    known = [place for task in TASKS.values() for place in task.release.folders]
     assert f"lra_release/{name}" in known
 
 
 @pytest.mark.parametrize("task", TASKS)
 def test_a_wrong_folder_shows_the_tree_and_an_archive_how_to_unpack_it(task: str, tmp_path: Path) -> None:
-    tree = TASKS[task].tree.splitlines()[1].strip()
+    tree = TASKS[task].release.tree.splitlines()[1].strip()
     with pytest.raises(ValueError, match=rf"(?s)\(got no such folder\).*{re.escape(tree)}"):
         prepare(TASKS[task], tmp_path / "nowhere")
     with pytest.raises(ValueError, match=rf"(?s)\(got other files\).*{re.escape(tree)}"):
@@ -216,7 +213,7 @@ def test_image_is_grey_as_tensorflow_computes_it(tmp_path: Path) -> None:
     splits = load(TASKS["image"], tmp_path, max_length=1024)
     assert splits["train"].labels.tolist() == [*range(8)] * 4 + [0, 1, 2, 3]
     assert splits["val"].labels.tolist() == [4, 5, 6, 7]
-    colours, _ = lra_image.read_batch(tmp_path / "data_batch_5")
+    colours, _ = cifar.read_batch(tmp_path / "data_batch_5")
     red, green, blue = colours[4].reshape(3, 1024).astype(float)
     wanted = np.floor(255.5 * (0.2989 * red + 0.587 * green + 0.114 * blue) / 255)
     found = np.frombuffer(sequences(splits["val"])[0], dtype=np.uint8)
@@ -251,7 +248,7 @@ def python_2_pickle(images: np.ndarray, labels: list[int]) -> bytes:
 def test_the_official_pickles_of_python_2_are_read(tmp_path: Path) -> None:
     images = np.random.default_rng(0).integers(0, 256, (5, 3072), dtype=np.uint8)
     (tmp_path / "batch").write_bytes(python_2_pickle(images, [3, 1, 4, 1, 5]))
-    found, labels = lra_image.read_batch(tmp_path / "batch")
+    found, labels = cifar.read_batch(tmp_path / "batch")
     assert (found == images).all()
     assert labels.tolist() == [3, 1, 4, 1, 5]
 
@@ -295,7 +292,7 @@ def test_a_pickle_that_runs_a_program_is_refused_before_it_runs(tmp_path: Path) 
 def test_image_refuses_other_contents(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "batch").write_bytes(content)
     with pytest.raises(ValueError, match=message):
-        lra_image.read_batch(tmp_path / "batch")
+        cifar.read_batch(tmp_path / "batch")
 
 
 @pytest.mark.parametrize("protocol", [2, 4])
@@ -307,10 +304,10 @@ def test_no_damaged_length_of_a_pickle_asks_for_memory(tmp_path: Path, protocol:
         for bit in (0, 3, 7):
             path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << bit]) + whole[place + 1 :])
             with contextlib.suppress(ValueError):
-                lra_image.read_batch(path)
+                cifar.read_batch(path)
     path.write_bytes(b"\x80\x02]r" + (2**32 - 1).to_bytes(4, "little") + b".")
     with pytest.raises(ValueError, match=r"a pickle of arrays and nothing else \(got it counts to 4,294,967,295 in 9 bytes\)"):
-        lra_image.read_batch(path)
+        cifar.read_batch(path)
 
 
 # Pathfinder
@@ -333,16 +330,16 @@ def test_generated_images_have_the_layout_of_the_release(tmp_path: Path) -> None
 
 
 def test_an_image_is_a_function_of_seed_and_number(tmp_path: Path) -> None:
-    images = [lra_snakes.draw(9, seed=5, number=number) for number in range(12)]
-    again = [lra_snakes.draw(9, seed=5, number=number) for number in reversed(range(12))][::-1]
+    images = [snakes.draw(9, seed=5, number=number) for number in range(12)]
+    again = [snakes.draw(9, seed=5, number=number) for number in reversed(range(12))][::-1]
     assert all((a == c).all() and b == d for (a, b), (c, d) in zip(images, again, strict=True))
     assert len({image.tobytes() for image, _ in images}) == 12
-    assert len({lra_snakes.draw(9, seed=seed, number=0)[0].tobytes() for seed in range(12)}) == 12
+    assert len({snakes.draw(9, seed=seed, number=0)[0].tobytes() for seed in range(12)}) == 12
     assert sum(label for _, label in images) == 6
     for seed in range(2):
-        make = lra_pathfinder.Parameters("curv_baseline", 10)
+        make = pathfinder.Parameters("curv_baseline", 10)
         for name in ("a", "b"):
-            lra_pathfinder.generate(tmp_path / f"{name}{seed}", make, seed=seed, progress=False)
+            pathfinder.generate(tmp_path / f"{name}{seed}", make, seed=seed, progress=False)
     digests = {
         name: hashlib.sha256(b"".join(path.read_bytes() for path in sorted((tmp_path / name).rglob("*.png")))).digest()
         for name in ("a0", "b0", "a1", "b1")
@@ -351,7 +348,7 @@ def test_an_image_is_a_function_of_seed_and_number(tmp_path: Path) -> None:
 
 
 def test_labels_are_independent_from_image_to_image() -> None:
-    labels = np.array([lra_snakes.draw(6, seed=0, number=number)[1] for number in range(0, 4000, 2)])
+    labels = np.array([snakes.draw(6, seed=0, number=number)[1] for number in range(0, 4000, 2)])
     assert abs(labels.mean() - 0.5) < 5 * 0.5 / 2000**0.5
     assert abs(np.mean(labels[1:] == labels[:-1]) - 0.5) < 5 * 0.5 / 2000**0.5
 
@@ -360,20 +357,20 @@ def test_generating_pathfinder_again_does_nothing_and_an_interruption_leaves_not
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_pathfinder(tmp_path / "whole")
-    small = lra_pathfinder.Parameters("curv_baseline", 40, per_folder=25)
-    assert not lra_pathfinder.generate(tmp_path / "whole", small, seed=1, progress=False)
+    small = pathfinder.Parameters("curv_baseline", 40, per_folder=25)
+    assert not pathfinder.generate(tmp_path / "whole", small, seed=1, progress=False)
     with pytest.raises(ValueError, match=r"or the data set asked for \(got one made with seed 1"):
-        lra_pathfinder.generate(tmp_path / "whole", small, seed=2, progress=False)
-    draw = lra_snakes.draw
+        pathfinder.generate(tmp_path / "whole", small, seed=2, progress=False)
+    draw = snakes.draw
 
     def impatient(contour: int, *, seed: int, number: int) -> tuple[np.ndarray, int]:
         if number > 30:
             raise KeyboardInterrupt
         return draw(contour, seed=seed, number=number)
 
-    monkeypatch.setattr(lra_snakes, "draw", impatient)
+    monkeypatch.setattr(snakes, "draw", impatient)
     with pytest.raises(KeyboardInterrupt):
-        lra_pathfinder.generate(tmp_path / "part", small, progress=False)
+        pathfinder.generate(tmp_path / "part", small, progress=False)
     assert {path.name for path in tmp_path.iterdir()} == {"whole", ".whole.lock", ".part.lock"}
 
 
@@ -383,7 +380,7 @@ def test_generating_pathfinder_again_does_nothing_and_an_interruption_leaves_not
 )
 def test_parameters_of_pathfinder_are_checked(change: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        lra_pathfinder.Parameters(**change)
+        pathfinder.Parameters(**change)
 
 
 def test_an_empty_image_is_left_out_and_counted(tmp_path: Path) -> None:
@@ -429,7 +426,7 @@ def test_pathfinder_refuses_larger_images_and_missing_levels(tmp_path: Path) -> 
 
 def statistics_of(images: np.ndarray) -> dict[str, np.ndarray]:
     """Figures of images: their ink, connected parts, shares of brightnesses, and how far their discs are apart."""
-    disc = lra_snakes.stamps().disc > 0.5
+    disc = snakes.stamps().disc > 0.5
     parts, apart = [], []
     for image in images:
         parts.append(ndimage.label(image > 60, structure=np.ones((3, 3)))[1])
@@ -443,7 +440,7 @@ def statistics_of(images: np.ndarray) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.needs_data
-@pytest.mark.parametrize("level", lra_pathfinder.LEVELS)
+@pytest.mark.parametrize("level", pathfinder.LEVELS)
 def test_generated_images_look_like_those_of_the_published_generator(level: str, tmp_path: Path, sample: Callable[..., Path]) -> None:
     with tarfile.open(sample("pathfinder/pathfinder32_generated.tar.gz")) as archive:
         archive.extractall(tmp_path, filter="data")
@@ -451,7 +448,7 @@ def test_generated_images_look_like_those_of_the_published_generator(level: str,
     images = np.concatenate([np.array(split.tokens) - 1 for split in splits.values()]).reshape(-1, 32, 32).astype(np.uint8)[:400]
     labels = np.concatenate([split.labels for split in splits.values()])
     theirs = statistics_of(images)
-    ours = statistics_of(np.stack([lra_snakes.draw(lra_pathfinder.LEVELS[level], seed=7, number=number)[0] for number in range(400)]))
+    ours = statistics_of(np.stack([snakes.draw(pathfinder.LEVELS[level], seed=7, number=number)[0] for number in range(400)]))
     assert ours["ink"].mean() == pytest.approx(theirs["ink"].mean(), rel=0.05)
     assert ours["ink"].std() == pytest.approx(theirs["ink"].std(), rel=0.25)
     assert ours["parts"].mean() == pytest.approx(theirs["parts"].mean(), rel=0.25)
@@ -468,8 +465,8 @@ def test_generated_images_look_like_those_of_the_published_generator(level: str,
     ("task", "place", "parts", "sizes"),
     [
         ("text", "imdb/aclImdb_sample.tar.gz", (), [1800, 200, 1000]),
-        ("retrieval", "retrieval", lra_retrieval.FILES.values(), [360, 60, 60]),
-        ("image", "cifar10", [f"cifar-10-batches-py/{name}" for name in (*lra_image.TRAIN, lra_image.TEST)], [900, 100, 300]),
+        ("retrieval", "retrieval", retrieval.FILES.values(), [360, 60, 60]),
+        ("image", "cifar10", [f"cifar-10-batches-py/{name}" for name in (*cifar.TRAIN, cifar.TEST)], [900, 100, 300]),
     ],
 )
 def test_samples_of_the_releases_are_read(
@@ -490,7 +487,7 @@ def test_samples_of_the_releases_are_read(
 
 
 def test_a_folder_of_other_samples_skips(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sample: Callable[..., Path]) -> None:
-    monkeypatch.setattr("conftest.SAMPLES", tmp_path)
+    monkeypatch.setitem(sample.__globals__, "SAMPLES", tmp_path)  # type: ignore[attr-defined]
     (tmp_path / "retrieval").mkdir()
     assert sample("retrieval") == tmp_path / "retrieval"
     with pytest.raises(
@@ -499,10 +496,10 @@ def test_a_folder_of_other_samples_skips(tmp_path: Path, monkeypatch: pytest.Mon
         sample("retrieval", "a.tsv")
 
 
-@pytest.mark.parametrize("split", lra_text.SPLITS)
+@pytest.mark.parametrize("split", imdb.SPLITS)
 def test_reviews_that_no_split_reads_are_refused(text: Path, split: str) -> None:
     (text / "unsup_notes").mkdir()  # holds no reviews
-    assert sum(map(len, lra_text.open_splits(text, split=split).values())) == (48 if split == "held-out" else 56)
+    assert sum(len([*rows.read()]) for rows in imdb.open_splits(text, split=split).values()) == (48 if split == "held-out" else 56)
     for name in ("neg", "pos"):
         (text / "val" / name).mkdir(parents=True)
         (text / "train" / name / f"19_{9 if name == 'pos' else 2}.txt").rename(text / "val" / name / "19_5.txt")
@@ -511,7 +508,7 @@ def test_reviews_that_no_split_reads_are_refused(text: Path, split: str) -> None
 
 
 def test_a_part_of_a_release_is_described_by_what_is_there(text: Path, capsys: pytest.CaptureFixture) -> None:
-    lra_tasks.main(["describe", "--task", "text", "--data", str(text)])
+    main(["prepare", "--task", "text", "--data", str(text)])
     told = capsys.readouterr().out
     assert "(22,500/2,500/25,000 of the whole release)" in told
     assert "\n examples: 36/4/8\n" in told
@@ -556,7 +553,7 @@ def test_the_length_is_chosen_when_arrays_are_mapped(text: Path) -> None:
     assert short.truncated == 36
     assert (short.lengths == 5).all()
     assert short.digest == long.digest
-    assert lra_tasks.splits_digest({"train": short}) != lra_tasks.splits_digest({"train": long})
+    assert splits_digest({"train": short}) != splits_digest({"train": long})
 
 
 @pytest.mark.parametrize("array", ["train_tokens.npy", "val_ptr.npy", "test_labels.npy"])
@@ -582,11 +579,11 @@ def test_no_flipped_byte_of_a_manifest_ends_in_a_traceback(text: Path) -> None:
     for place in range(0, len(content), 3):
         (folder / "manifest.json").write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
         try:
-            manifest = lra_prepare.read_manifest(folder)
+            manifest = preparing.read_manifest(folder)
         except ValueError as error:
             refused.append(str(error))
             continue
-        if manifest["format"] == lra_prepare.FORMAT:
+        if manifest["format"] == preparing.FORMAT:
             for entry in manifest["splits"].values():
                 assert {"examples", "tokens", "skipped", "labels"} <= set(entry)
                 assert all(len(array["sha256"]) == 64 for array in entry["arrays"].values())
@@ -624,7 +621,7 @@ def test_prepared_data_are_read_where_nothing_can_be_written(text: Path, monkeyp
     def refused(*_: object, **__: object) -> None:
         raise PermissionError(errno.EROFS, "Read-only file system", str(above))
 
-    monkeypatch.setattr(lra_prepare, "FileLock", refused)
+    monkeypatch.setattr("examples.lra.data.files.FileLock", refused)
     assert prepare(TASKS["text"], text) == (folder, False)
     assert len(load(TASKS["text"], text, max_length=100)["train"]) == 36
     with pytest.raises(ValueError, match=r"to be a place for prepared data \(got: .*Read-only .*give another with --prepared DIR"):
@@ -652,20 +649,21 @@ def test_unknown_options_are_refused(text: Path) -> None:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-import lra_prepare, lra_tasks
-append, calls = lra_prepare._Array.append, []
+from examples.lra.data import prepare as preparing
+from examples.lra.data.tasks import TASKS
+append, calls = preparing._Array.append, []
 def doomed(self, piece):
     calls.append(0)
     if len(calls) == int(sys.argv[2]):
         os.kill(os.getpid(), signal.SIGKILL)
     append(self, piece)
-lra_prepare._Array.append = doomed
-lra_tasks.prepare(lra_tasks.TASKS["text"], Path(sys.argv[1]))
+preparing._Array.append = doomed
+preparing.prepare(TASKS["text"], Path(sys.argv[1]))
 """
 
 
 def run(program: str, *arguments: object) -> subprocess.Popen:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.Popen([sys.executable, "-W", "ignore", "-c", program, *map(str, arguments)], env=environment)
 
 
@@ -682,7 +680,8 @@ def test_a_kill_in_the_middle_leaves_nothing_half_done(text: Path) -> None:
 REPLACING = """
 import os, shutil, signal, sys
 from pathlib import Path
-import lra_tasks
+from examples.lra.data.prepare import prepare
+from examples.lra.data.tasks import TASKS
 calls = []
 def watch(module, name):
     done = getattr(module, name)
@@ -698,7 +697,7 @@ def watch(module, name):
     setattr(module, name, watched)
 watch(shutil, "rmtree")
 watch(os, "replace")
-lra_tasks.prepare(lra_tasks.TASKS["text"], Path(sys.argv[1]))
+prepare(TASKS["text"], Path(sys.argv[1]))
 """
 
 
@@ -716,7 +715,8 @@ def test_a_kill_while_old_arrays_are_replaced_leaves_nothing_half_done(text: Pat
 
 @pytest.mark.slow
 def test_processes_that_prepare_at_once_agree(text: Path) -> None:
-    program = "import sys; from pathlib import Path; import lra_tasks; print(lra_tasks.prepare(lra_tasks.TASKS['text'], Path(sys.argv[1])))"
+    program = "import sys; from pathlib import Path; from examples.lra.data.tasks import TASKS, prepare; "
+    program += "print(prepare(TASKS['text'], Path(sys.argv[1])))"
     assert [process.wait() for process in [run(program, text) for _ in range(2)]] == [0, 0]
     assert [len(split) for split in load(TASKS["text"], text, max_length=100).values()] == SIZES["text"]
 
@@ -739,7 +739,7 @@ def test_older_conventions_leave_out_black_pixels_and_keep_places(tmp_path: Path
     assert batch.tokens[:-1].tolist() == whole.tokens[:1024][lit].tolist()
     assert batch.places[:-1].tolist() == lit.nonzero()[:, 0].tolist()
     assert (batch.tokens[-1], batch.places[-1]) == (1, 0)  # of the black image, one pixel is kept
-    assert lra_tasks.splits_digest({"val": ours}) != lra_tasks.splits_digest({"val": theirs})
+    assert splits_digest({"val": ours}) != splits_digest({"val": theirs})
 
 
 # The table and its command line
@@ -774,54 +774,61 @@ def test_every_preset_says_what_its_number_depends_on(task: str, preset: str) ->
     assert (TASKS[task].presets[preset].data is not None) == (TASKS[task].generate is not None)
 
 
+def plan(task: str, **changes: Any) -> Plan:
+    return Plan(task=task, preset="laptop", settings=dataclasses.replace(TASKS[task].presets["laptop"].settings, **changes), directory="")
+
+
 @pytest.mark.parametrize("task", ["text", "retrieval", "image"])
 def test_without_data_the_origin_and_the_tree_are_told(task: str) -> None:
     with pytest.raises(ValueError, match=r"(?s)\(got none\)\. Give --data DIR\. It is .*https://.*<folder>/"):
-        lra_tasks.data_folder(TASKS[task], "laptop", TASKS[task].presets["laptop"].settings, None)
+        data_folder(plan(task))
 
 
 def test_generated_data_has_the_level_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     task = TASKS["pathfinder"]
-    small = dataclasses.replace(task.presets["laptop"], data=lra_pathfinder.Parameters("curv_baseline", 10))
-    task = dataclasses.replace(task, presets={"laptop": small})
-    assert lra_tasks.data_folder(task, "laptop", small.settings, None, progress=False) == (Path("data/pathfinder-laptop"), True)
-    other = dataclasses.replace(small.settings, level="curv_contour_length_9")
-    folder, _ = lra_tasks.data_folder(task, "laptop", other, None, progress=False)
-    assert [path.name for path in folder.iterdir() if path.is_dir()] == ["curv_contour_length_9"]
+    small = dataclasses.replace(task.presets["laptop"], data=pathfinder.Parameters("curv_baseline", 20))
+    monkeypatch.setitem(TASKS, "pathfinder", dataclasses.replace(task, presets={"laptop": small}))
+    assert data_folder(plan("pathfinder")) == Path("data/pathfinder-laptop")
+    splits, _ = open_data(plan("pathfinder"), progress=False)
+    assert [len(split) for split in splits.values()] == [16, 2, 2]
+    other = plan("pathfinder", level="curv_contour_length_9")
+    open_data(other, progress=False)
+    folder = data_folder(other)
+    assert {path.name for path in folder.iterdir() if path.is_dir()} == {"curv_contour_length_9", "prepared"}
 
 
 def test_command_line_prepares_describes_and_generates(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    lra_tasks.main(["prepare", "--task", "text", "--data", str(text), "--out", str(tmp_path / "out")])
-    assert re.search(r"text-held-out: written\n +train: 36 examples, \d+ tokens; labels {'0': 18, '1': 18}", capsys.readouterr().out)
-    lra_tasks.main(["prepare", "--task", "text", "--data", str(text), "--out", str(tmp_path / "out")])
+    words = ["prepare", "--task", "text", "--data", str(text), "--prepared", str(tmp_path / "out")]
+    main(words)
+    shown = capsys.readouterr().out
+    assert "text-held-out: written\n" in shown
+    assert re.search(r" train: 36 examples, .* labels {'0': 18, '1': 18}, majority class 50.00%\n", shown)
+    main(words)
     assert "already there, nothing to do" in capsys.readouterr().out
-    lra_tasks.main(["prepare", "--task", "text", "--data", str(text), "--prepared", str(tmp_path / "out")])
-    assert "already there, nothing to do" in capsys.readouterr().out
-    lra_tasks.main(["describe", "--task", "text", "--data", str(text), "--split", "lra", "--prepared", str(tmp_path / "out")])
+    main([*words, "--split", "lra"])
     shown = capsys.readouterr().out
     assert "split: lra: LRA's own" in shown
     assert "or --split held-out" in shown
     assert "train: 40 examples" in shown
-    make = ["generate", "--task", "pathfinder", "--out", str(tmp_path / "new"), "--images", "10"]
-    lra_tasks.main([*make, "--level", "curv_contour_length_9"])
-    assert (tmp_path / "new" / "curv_contour_length_9" / "imgs" / "0" / "sample_9.png").exists()
-    with pytest.raises(SystemExit):
-        lra_tasks.main([*make, "--max-depth", "3"])
-    assert "Expected 'max-depth' to be left out for pathfinder (got 3)" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        lra_tasks.main(["describe", "--task", "image", "--data", str(text)])
-    assert "data_batch_1" in capsys.readouterr().err
-
-
-def test_lines_are_counted_with_or_without_a_last_end(tmp_path: Path) -> None:
-    for content, count in ((b"", 0), (b"a", 1), (b"a\n", 1), (b"a\nb", 2), (b"\n\n", 2)):
-        (tmp_path / "file").write_bytes(content)
-        assert lra_files.count_lines(tmp_path / "file") == count
+    make = ["prepare", "--generate", "--task", "pathfinder", "--data", str(tmp_path / "new"), "--images", "20"]
+    main([*make, "--level", "curv_contour_length_9"])
+    assert (tmp_path / "new" / "curv_contour_length_9" / "imgs" / "0" / "sample_19.png").exists()
+    assert "level: curv_contour_length_9" in capsys.readouterr().out
+    for again, message in (
+        ([*make, "--max-depth", "3"], "Expected 'max-depth' to be left out for pathfinder (got 3)"),
+        (["prepare", "--images", "20", "--task", "pathfinder", "--data", str(text)], "Expected 'images' to be left out without 'generate'"),
+        (["prepare", "--generate", "--task", "text", "--data", str(text)], "Expected no 'generate' for text, which nobody can generate"),
+        (["prepare", "--task", "image", "--data", str(text)], "data_batch_1"),
+        ([*words, "--level", "curv_baseline"], "Expected 'level' of text to be one of none (got 'curv_baseline')"),
+    ):
+        with pytest.raises(SystemExit):
+            main(again)
+        assert message in capsys.readouterr().err
 
 
 def test_prepared_headers_have_room_to_grow(tmp_path: Path) -> None:
-    array = lra_prepare._Array(tmp_path / "array.npy", np.uint16)
+    array = preparing._Array(tmp_path / "array.npy", np.uint16)
     array.append(np.arange(70_000) % 300)
     array.append([7])
     array.close()

@@ -14,15 +14,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import analyse_graphs
+import lra_tasks
 import matplotlib.image
 import numpy as np
 import pytest
+import time_runs
 import torch
 
-import analyse_graphs
 import lra
-import lra_tasks
-import time_runs
 from sbm_pyg import plots
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]  # Lightning's own

@@ -49,13 +49,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 if __name__ == "__main__":  # --help and mistakes do not wait for the imports below
     parse(None)
 
-import torch
-
-import lra
 import lra_checkpoints as checkpoints
 import lra_listops
 import lra_report as report
+import torch
 from lra_folders import RESULTS, SETTINGS
+
+import lra
 
 DATA = lra_listops.Parameters(train=90, val=20, test=20, max_depth=2, max_args=12, min_length=8, max_length=24, operator_probability=1.0)
 RUN = {

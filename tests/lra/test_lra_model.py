@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-import cost_lra
-import lra
-from lra_model import Classifier, grid_positions, smooth_values
-from lra_tasks import TASKS, Settings
+from examples.lra import cost
+from examples.lra.__main__ import main
+from examples.lra.data.tasks import TASKS
+from examples.lra.model import Classifier, grid_positions, smooth_values
+from examples.lra.settings import Settings, parse, resolve
 
 
 def settings(task: str = "pathfinder", **changes: Any) -> Settings:
@@ -56,7 +57,7 @@ def test_images_longer_than_sequences_are_refused_before_anything_is_written(
     task: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as stop:
-        lra.main(["--task", task, "--data", str(tmp_path), "--output", str(tmp_path / "run"), "--max-length", "512"])
+        main(["train", "--task", task, "--data", str(tmp_path), "--output", str(tmp_path / "run"), "--max-length", "512"])
     assert stop.value.code == 2
     said = capsys.readouterr().err
     assert f"Expected 'max-length' to be at least the 1,024 pixels of an image of {task} (got 512). Raise --max-length." in said
@@ -66,7 +67,7 @@ def test_images_longer_than_sequences_are_refused_before_anything_is_written(
 def test_short_sequences_are_measured_on_the_first_rows_of_the_grid() -> None:
     small = {name: getattr(settings(), name) for name in ("layers", "channels", "head_channels", "ffn_channels")}
     method = "full:" + ",".join(f"{name.replace('_', '-')}={value}" for name, value in small.items())
-    row = cost_lra.measure(TASKS["pathfinder"], method, "laptop", 96, 1, 1)
+    row = cost.measure(TASKS["pathfinder"], method, "laptop", 96, 1, 1)
     assert (row["length"], row["density"]) == (96, None)
     position = Classifier(TASKS["pathfinder"], settings(max_length=96)).model.encoder.position.weight
     assert torch.equal(position.detach(), grid_positions(32, 16)[:96])
@@ -101,7 +102,7 @@ def test_what_concerns_pixels_is_refused_elsewhere(
         TASKS[task].options_of(settings(task, **changes))
     words = [word for name, value in changes.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     with pytest.raises(SystemExit):
-        lra.main(["--task", task, "--data", str(tmp_path), "--output", str(tmp_path / "run"), *words])
+        main(["train", "--task", task, "--data", str(tmp_path), "--output", str(tmp_path / "run"), *words])
     assert "no pixels" in capsys.readouterr().err
 
 
@@ -140,9 +141,9 @@ def test_a_floor_without_a_price_is_refused() -> None:
     ],
 )
 def test_only_sampled_graphs_pay_what_a_preset_asks(words: list[str], price: tuple[float, float], tmp_path: Path) -> None:
-    given = lra.parse(["--task", "image", "--output", str(tmp_path / "run"), *words])
-    chosen = lra.resolve(given)[1]["settings"]
-    assert (chosen["density_weight"], chosen["density_floor"]) == price
+    given = parse(["--task", "image", "--output", str(tmp_path / "run"), *words])
+    chosen = resolve(given)[1].settings
+    assert (chosen.density_weight, chosen.density_floor) == price
 
 
 @pytest.mark.parametrize(
@@ -155,4 +156,4 @@ def test_only_sampled_graphs_pay_what_a_preset_asks(words: list[str], price: tup
 )
 def test_a_price_that_nothing_pays_is_refused(words: list[str], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        lra.resolve(lra.parse(["--task", "image", "--output", str(tmp_path / "run"), *words]))
+        resolve(parse(["--task", "image", "--output", str(tmp_path / "run"), *words]))

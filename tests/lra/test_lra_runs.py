@@ -23,12 +23,17 @@ from lightning.pytorch import Trainer
 from matplotlib.figure import Figure
 from scipy.stats import binomtest
 
-import lra
-import lra_report as report
-import lra_tasks
+from examples.lra import report
+from examples.lra import train as trainer
+from examples.lra.__main__ import main
+from examples.lra.data.prepare import load
+from examples.lra.data.tasks import TASKS
+from examples.lra.model import Classifier
+from examples.lra.settings import Settings
+from examples.lra.train import Data
 from sbm_pyg import SequenceClassifier
 
-EXAMPLES = Path(lra.__file__).parent
+ROOT = Path(report.__file__).parents[2]
 FILES = [
     ".lock",
     "best.ckpt",
@@ -50,7 +55,7 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings(
 
 
 def train(data: Path, folder: Path, *options: str) -> dict:
-    lra.main([*TINY, "--data", str(data), "--output", str(folder), *options])
+    main(["train", *TINY, "--data", str(data), "--output", str(folder), *options])
     return json.loads((folder / "results.json").read_text())
 
 
@@ -98,13 +103,13 @@ def test_results_hold_what_the_table_shows(run: Path) -> None:
 
 def test_best_checkpoint_reproduces_its_validation_accuracy_in_any_batches(run: Path, data: Path) -> None:
     plan = json.loads((run / "settings.json").read_text())
-    module = lra.Classifier(lra_tasks.TASKS["listops"], lra_tasks.Settings(**plan["settings"]))
+    module = Classifier(TASKS["listops"], Settings(**plan["settings"]))
     module.load_state_dict(weights(run, "best.ckpt"))
     module.eval()
     best = json.loads((run / "results.json").read_text())["best"]
     logged = {row["step"]: row for row in report.read_curves(run / "val.csv")}[best["step"]]
     assert logged["accuracy"] == best["accuracy"] == max(row["accuracy"] for row in report.read_curves(run / "val.csv")[1:])
-    split = lra_tasks.load(lra_tasks.TASKS["listops"], data, max_length=128)["val"]
+    split = load(TASKS["listops"], data, max_length=128)["val"]
     for size in (1, 7, 20):
         for start in range(0, len(split), size):
             with torch.no_grad():
@@ -116,9 +121,9 @@ def test_best_checkpoint_reproduces_its_validation_accuracy_in_any_batches(run: 
 
 
 def test_testing_averages_probabilities_over_graphs(run: Path, data: Path) -> None:
-    settings = lra_tasks.Settings(**json.loads((run / "settings.json").read_text())["settings"])
-    module = lra.Classifier(lra_tasks.TASKS["listops"], dataclasses.replace(settings, test_graphs=3)).eval()
-    batch = lra_tasks.load(lra_tasks.TASKS["listops"], data, max_length=128)["test"].__getitems__(list(range(9)))
+    settings = Settings(**json.loads((run / "settings.json").read_text())["settings"])
+    module = Classifier(TASKS["listops"], dataclasses.replace(settings, test_graphs=3)).eval()
+    batch = load(TASKS["listops"], data, max_length=128)["test"].__getitems__(list(range(9)))
     with torch.no_grad():
         logits = [module.classify(batch, seed=settings.seed + graph)[0] for graph in range(3)]
         assert not torch.equal(logits[0], logits[1])
@@ -147,14 +152,15 @@ def test_masks_have_names_at_their_axes_and_a_legend(tmp_path: Path, monkeypatch
 
 KILLED = """
 import os, signal, sys
-import lra
-step = lra.Classifier.training_step
+from examples.lra.__main__ import main
+from examples.lra.model import Classifier
+step = Classifier.training_step
 def doomed(self, batch, batch_idx):
     if self.global_step == 5:
         os.kill(os.getpid(), signal.SIGKILL)
     return step(self, batch, batch_idx)
-lra.Classifier.training_step = doomed
-lra.main(sys.argv[1:])
+Classifier.training_step = doomed
+main(["train", *sys.argv[1:]])
 """
 
 
@@ -162,12 +168,12 @@ lra.main(sys.argv[1:])
 def test_killed_and_resumed_ends_with_the_same_bits(run: Path, data: Path, tmp_path: Path) -> None:
     folder = tmp_path / "killed"
     options = [*TINY, "--dropout", "0.1", "--attention-dropout", "0.1", "--data", str(data), "--output", str(folder)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     killed = subprocess.run([sys.executable, "-c", KILLED, *options], env=environment, capture_output=True, text=True, check=False)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert [row["step"] for row in report.read_curves(folder / "train.csv")] == [2, 3, 4]  # step 4 came after the checkpoint
     assert not (folder / "results.json").exists()
-    lra.main(["--output", str(folder), "--resume", "--accelerator", "cpu"])
+    main(["train", "--output", str(folder), "--resume", "--accelerator", "cpu"])
     for name in ("last.ckpt", "best.ckpt"):
         resumed = weights(folder, name)
         assert all(torch.equal(value, resumed[key]) for key, value in weights(run, name).items())
@@ -179,7 +185,7 @@ def test_resuming_a_finished_run_only_reports_again(run: Path, capsys: pytest.Ca
     before, results = weights(run), json.loads((run / "results.json").read_text())
     for peak in (2**50, 1):  # of the training, which was more than the test alone needs, or less
         (run / "results.json").write_text(json.dumps({**results, "peak_memory_bytes": peak}))
-        lra.main(["--output", str(run), "--resume", "--accelerator", "cpu"])
+        main(["train", "--output", str(run), "--resume", "--accelerator", "cpu"])
         again = json.loads((run / "results.json").read_text())
         assert again["tokens_per_second"] == results["tokens_per_second"]
         assert again["peak_memory_bytes"] == peak if peak > 1 else again["peak_memory_bytes"] > 2**20
@@ -190,7 +196,7 @@ def test_resuming_a_finished_run_only_reports_again(run: Path, capsys: pytest.Ca
 
 def test_a_trained_model_is_exported_with_task_metric_and_density(run: Path, data: Path, tmp_path: Path) -> None:
     export = tmp_path / "models" / "listops"
-    lra.main(["--output", str(run), "--resume", "--accelerator", "cpu", "--export", str(export)])
+    main(["train", "--output", str(run), "--resume", "--accelerator", "cpu", "--export", str(export)])
     results, config = json.loads((run / "results.json").read_text()), json.loads((export / "config.json").read_text())
     metric = {"test accuracy": results["test"]["accuracy"], "validation accuracy": results["best"]["accuracy"]}
     told = config["trained"].pop("task")
@@ -201,7 +207,7 @@ def test_a_trained_model_is_exported_with_task_metric_and_density(run: Path, dat
     best = weights(run, "best.ckpt")
     assert best.keys() == {f"model.{key}" for key in model.state_dict()}
     assert all(torch.equal(value, best[f"model.{key}"]) for key, value in model.state_dict().items())
-    split = lra_tasks.load(lra_tasks.TASKS["listops"], data, max_length=128)["test"]
+    split = load(TASKS["listops"], data, max_length=128)["test"]
     batch = split.__getitems__(list(range(30)))
     assert isinstance(batch.ptr, torch.Tensor)
     logits = model(batch.tokens, batch.ptr, seed=0, streams=batch.examples)
@@ -224,13 +230,13 @@ def test_an_export_is_tried_before_training(
         raise OSError(errno.EROFS, "Read-only file system", str(dir))
 
     monkeypatch.setattr(tempfile, "TemporaryFile", refused)
-    monkeypatch.setattr(lra, "train", None)
+    monkeypatch.setattr(trainer, "train", None)
     for export, words in (
         (tmp_path / "new" / "model", f"'export' to be a folder that can be written (got 'Read-only file system' for {tmp_path})"),
         (run, f"Expected 'export' to be a folder without that of the run, {run} (got {run})"),
     ):
         with pytest.raises(SystemExit) as stop:
-            lra.main(["--output", str(run), "--resume", "--accelerator", "cpu", "--export", str(export)])
+            main(["train", "--output", str(run), "--resume", "--accelerator", "cpu", "--export", str(export)])
         assert stop.value.code == 2
         assert words in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
@@ -250,9 +256,9 @@ def test_accumulating_changes_neither_graphs_nor_gradients(data: Path, tmp_path:
 
 
 def test_rounds_go_on_through_the_data(data: Path) -> None:
-    settings = lra_tasks.TASKS["listops"].presets["laptop"].settings
-    splits = lra_tasks.load(lra_tasks.TASKS["listops"], data, max_length=128)
-    rounds = lra.Data(splits, dataclasses.replace(settings, batch_size=10, steps=8, warmup=0, validate_every=5, accumulate=2))
+    settings = TASKS["listops"].presets["laptop"].settings
+    splits = load(TASKS["listops"], data, max_length=128)
+    rounds = Data(splits, dataclasses.replace(settings, batch_size=10, steps=8, warmup=0, validate_every=5, accumulate=2))
     seen = []
     for done, batches in [(0, 10), (5, 6)]:
         rounds.trainer = cast(Trainer, SimpleNamespace(global_step=done))
@@ -339,27 +345,17 @@ def test_a_run_is_neither_overwritten_nor_resumed_with_other_settings_or_data(
 ) -> None:
     def refuse(*options: str) -> str:
         with pytest.raises(SystemExit):
-            lra.main(["--output", str(run), *options])
+            main(["train", "--output", str(run), *options])
         return capsys.readouterr().err
 
     assert f"to be a new or empty folder (got {run}, which has content). Choose another one, or add --resume." in refuse()
     assert "Expected 'seed' to be 0 as in the run to resume (got 3)" in refuse("--resume", "--seed", "3")
     other = tmp_path / "listops"
-    lra_tasks.main(["generate", "--out", str(other), "--preset", "laptop", "--train", "50", "--val", "20", "--test", "30", "--seed", "9"])
+    law = ["--train", "50", "--val", "20", "--test", "30", "--seed", "9"]
+    main(["prepare", "--generate", "--data", str(other), "--preset", "laptop", *law])
+    capsys.readouterr()
     assert "Expected 'data' to be what the run was started with" in refuse("--resume", "--data", str(other))
     assert "to hold ListOps (got no such folder)" in refuse("--resume", "--data", str(tmp_path / "nowhere"))
-
-
-def test_a_run_of_before_is_resumed_with_the_settings_that_it_had(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    folder = tmp_path / "run"
-    shutil.copytree(run, folder)
-    plan = json.loads((folder / "settings.json").read_text())
-    assert plan["settings"].pop("test_graphs") == 1  # which it did not know
-    (folder / "settings.json").write_text(json.dumps(plan))
-    with pytest.raises(SystemExit) as stop:
-        lra.main(["--output", str(folder), "--resume", "--accelerator", "cpu", "--test-graphs", "8"])
-    assert stop.value.code == 2
-    assert "Expected 'test-graphs' to be 1 as in the run to resume (got 8)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -385,7 +381,7 @@ def test_a_damaged_or_missing_file_of_a_run_is_named(
     else:
         (folder / name).write_text(change((folder / name).read_text()))
     with pytest.raises(SystemExit) as stop:
-        lra.main(["--output", str(folder), "--resume", "--accelerator", "cpu"])
+        main(["train", "--output", str(folder), "--resume", "--accelerator", "cpu"])
     assert stop.value.code == 2
     assert f"Expected {folder / name} to be " in capsys.readouterr().err
 
@@ -409,7 +405,7 @@ def test_a_missing_package_and_a_full_disk_are_told(
     def full(*arguments: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(report, "write_json", full)
+    monkeypatch.setattr("examples.lra.settings.write_text", full)
     with pytest.raises(SystemExit) as stop:
         train(data, tmp_path / "run")
     assert stop.value.code == 2
@@ -420,10 +416,10 @@ def test_a_missing_package_and_a_full_disk_are_told(
 def test_help_shows_the_values_of_the_task(words: list[str], capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     with pytest.raises(SystemExit):
-        lra.main([*words, "--help"])
+        main(["train", *words, "--help"])
     task = words[-1].rpartition("=")[2] if words else "listops"
     shown = capsys.readouterr().out
-    steps = [lra_tasks.TASKS[task].presets[name].settings.steps for name in ("laptop", "paper")]
+    steps = [TASKS[task].presets[name].settings.steps for name in ("laptop", "paper")]
     assert f"values are those of laptop | paper for {task}" in shown
     assert f"optimiser steps ({steps[0]} | {steps[1]})" in shown
 
@@ -449,12 +445,3 @@ def test_curves_forget_what_a_checkpoint_does_not_know(tmp_path: Path) -> None:
     assert report.read_curves(tmp_path / "train.csv") == [{"step": 1, "loss": 1 / 3}, {"step": 2, "loss": 2 / 3}]
     report.CurveLogger(tmp_path)
     assert not (tmp_path / "train.csv").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("script", "words"), [("lra.py", ["--resume", "--density-weight", "lambda", "0.0005"]), ("lra_tasks.py", ["generate", "describe"])]
-)
-def test_help(script: str, words: list[str]) -> None:
-    shown = subprocess.run([sys.executable, EXAMPLES / script, "--help"], capture_output=True, text=True, check=True).stdout
-    assert all(word in shown for word in words)

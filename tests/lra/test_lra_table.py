@@ -18,15 +18,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
-import torch
-
 import cost_lra
-import lra
 import lra_checkpoints
 import lra_tables as tables
+import pytest
 import reproduce_lra
+import torch
 from lra_tasks import TASKS, Settings, splits_digest
+
+import lra
 
 TINY = ["--validate-every", "2", "--log-every", "1", "--batch-size", "8", "--num-blocks", "4", "--channels", "8", "--head-channels", "4"]
 

@@ -21,10 +21,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chi2_contingency, chisquare
 
-import lra_listops
-import lra_tasks
-from lra_listops import Parameters
-from lra_tasks import TASKS, LengthBuckets, Rows, Split, load
+from examples.lra.__main__ import main
+from examples.lra.data import listops
+from examples.lra.data.batches import LengthBuckets, Rows, Split, by_length
+from examples.lra.data.listops import Parameters
+from examples.lra.data.prepare import load
+from examples.lra.data.tasks import TASKS
 
 LISTOPS = TASKS["listops"]
 SMALL = Parameters(train=60, val=10, test=20, max_depth=4, max_args=5, min_length=5, max_length=60)
@@ -68,7 +70,7 @@ def rows_of(path: Path) -> list[tuple[str, int]]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("data") / "listops"
-    assert lra_listops.generate(path, SMALL, seed=3, progress=False)
+    assert listops.generate(path, SMALL, seed=3, progress=False)
     return path
 
 
@@ -97,7 +99,7 @@ def test_generated_labels_agree_with_an_independent_evaluator(folder: Path, spli
 @pytest.mark.needs_data
 @pytest.mark.parametrize("name", ["d20s_as_lra", "generated_lra_parameters"])
 def test_real_data_is_read_and_agrees_with_the_evaluator(name: str, tmp_path: Path, sample: Callable[..., Path]) -> None:
-    real = sample(f"listops/{name}", *(f"basic_{split}.tsv" for split in lra_listops.SPLITS))
+    real = sample(f"listops/{name}", *(f"basic_{split}.tsv" for split in listops.SPLITS))
     splits = load(LISTOPS, real, max_length=2048, prepared=tmp_path)
     for split, examples in splits.items():
         rows = rows_of(real / f"basic_{split}.tsv")
@@ -105,13 +107,13 @@ def test_real_data_is_read_and_agrees_with_the_evaluator(name: str, tmp_path: Pa
         assert [evaluate(source) for source, _ in rows] == [label for _, label in rows]
         source = rows[-1][0].replace("(", "").replace(")", "").split()
         tokens = examples.tokens[examples.ptr[-2] : examples.ptr[-1]]
-        assert [lra_listops.VOCABULARY[token - 1] for token in tokens] == source
+        assert [listops.VOCABULARY[token - 1] for token in tokens] == source
     sizes = [len(splits[split]) for split in ("train", "val", "test")]
     assert sizes == ([8000, 1000, 1000] if name == "d20s_as_lra" else [300, 50, 50])
 
 
 def test_files_have_the_layout_of_the_release(folder: Path) -> None:
-    for split in lra_listops.SPLITS:
+    for split in listops.SPLITS:
         lines = (folder / f"basic_{split}.tsv").read_bytes().split(b"\r\n")
         assert lines[0] == b"Source\tTarget"
         assert lines[-1] == b""
@@ -123,7 +125,7 @@ def test_files_have_the_layout_of_the_release(folder: Path) -> None:
 
 
 def test_lengths_are_within_the_bounds_and_all_trees_are_distinct(folder: Path) -> None:
-    sources = [source for split in lra_listops.SPLITS for source, _ in rows_of(folder / f"basic_{split}.tsv")]
+    sources = [source for split in listops.SPLITS for source, _ in rows_of(folder / f"basic_{split}.tsv")]
     lengths = [len(source.replace("(", "").replace(")", "").split()) for source in sources]
     assert SMALL.min_length < min(lengths)
     assert max(lengths) < SMALL.max_length
@@ -139,7 +141,7 @@ def reference_length(depth: int, law: Parameters, rng: random.Random) -> int:
 
 def test_law_of_lengths_is_that_of_the_recursive_generator() -> None:
     law = Parameters(max_depth=4, max_args=4, min_length=1, max_length=40, operator_probability=0.5)
-    drawn = np.diff(lra_listops.draw_trees(law, 40_000, np.random.default_rng(0)).ptr)
+    drawn = np.diff(listops.draw_trees(law, 40_000, np.random.default_rng(0)).ptr)
     rng = random.Random(0)
     wanted = np.array([reference_length(1, law, rng) for _ in range(40_000)])
     wanted = wanted[(wanted > law.min_length) & (wanted < law.max_length)]
@@ -151,7 +153,7 @@ def test_law_of_lengths_is_that_of_the_recursive_generator() -> None:
 
 def test_operators_and_digits_are_uniform() -> None:
     law = Parameters(max_depth=3, max_args=4, min_length=1, max_length=100, operator_probability=0.5)
-    tokens = lra_listops.draw_trees(law, 20_000, np.random.default_rng(1)).tokens
+    tokens = listops.draw_trees(law, 20_000, np.random.default_rng(1)).tokens
     counts = np.bincount(tokens, minlength=16)
     assert counts[0] == 0
     assert chisquare(counts[1:11]).pvalue > 1e-6
@@ -160,15 +162,15 @@ def test_operators_and_digits_are_uniform() -> None:
 
 
 def test_about_one_tree_in_twelve_has_a_length_that_lra_allows() -> None:
-    trees = lra_listops.draw_trees(Parameters(), 6_000, np.random.default_rng(0))
+    trees = listops.draw_trees(Parameters(), 6_000, np.random.default_rng(0))
     assert len(trees.labels) / 6_000 == pytest.approx(1 / 12, rel=0.15)
     assert np.diff(trees.ptr).mean() == pytest.approx(1_040, rel=0.05)
 
 
 def test_same_seed_same_files_other_seed_other_files(folder: Path, tmp_path: Path) -> None:
     for name, seed in (("same", 3), ("other", 4)):
-        lra_listops.generate(tmp_path / name, SMALL, seed=seed, progress=False)
-    for split in lra_listops.SPLITS:
+        listops.generate(tmp_path / name, SMALL, seed=seed, progress=False)
+    for split in listops.SPLITS:
         name = f"basic_{split}.tsv"
         assert (tmp_path / "same" / name).read_bytes() == (folder / name).read_bytes()
         assert (tmp_path / "other" / name).read_bytes() != (folder / name).read_bytes()
@@ -176,21 +178,21 @@ def test_same_seed_same_files_other_seed_other_files(folder: Path, tmp_path: Pat
 
 def test_generating_again_does_nothing_and_never_overwrites(folder: Path, tmp_path: Path) -> None:
     before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
-    assert not lra_listops.generate(folder, SMALL, seed=3, progress=False)
+    assert not listops.generate(folder, SMALL, seed=3, progress=False)
     assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
     with pytest.raises(ValueError, match=r"to be new, empty or the data set asked for \(got one made with seed 3"):
-        lra_listops.generate(folder, dataclasses.replace(SMALL, max_args=4), seed=3, progress=False)
+        listops.generate(folder, dataclasses.replace(SMALL, max_args=4), seed=3, progress=False)
     (tmp_path / "notes.txt").touch()
     with pytest.raises(ValueError, match=r"got files without manifest\.json\)\. Choose another folder"):
-        lra_listops.generate(tmp_path, SMALL, progress=False)
+        listops.generate(tmp_path, SMALL, progress=False)
 
 
 def test_who_generates_what_another_is_writing_waits_for_it(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write, outcomes = lra_listops._write_splits, []
+    write, outcomes = listops._write_splits, []
     seconds: list[threading.Thread] = []
 
     def generate() -> None:
-        outcomes.append(lra_listops.generate(tmp_path / "listops", SMALL, seed=3, progress=False))
+        outcomes.append(listops.generate(tmp_path / "listops", SMALL, seed=3, progress=False))
 
     def slow(*arguments: Any) -> dict:
         if not seconds:  # the first writer starts the second in its midst
@@ -200,7 +202,7 @@ def test_who_generates_what_another_is_writing_waits_for_it(folder: Path, tmp_pa
         seconds[0].join(0.3)
         return files
 
-    monkeypatch.setattr(lra_listops, "_write_splits", slow)
+    monkeypatch.setattr(listops, "_write_splits", slow)
     generate()
     seconds[0].join()
     assert outcomes == [True, False]
@@ -214,12 +216,12 @@ def test_generation_removes_what_a_killed_one_left(tmp_path: Path, monkeypatch: 
         (folder / "half").touch()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(lra_listops, "_write_splits", killed)
+    monkeypatch.setattr(listops, "_write_splits", killed)
     with pytest.raises(KeyboardInterrupt):
-        lra_listops.generate(tmp_path / "listops", SMALL, progress=False)
+        listops.generate(tmp_path / "listops", SMALL, progress=False)
     monkeypatch.undo()
     assert len(list(tmp_path.rglob("half"))) == 1
-    assert lra_listops.generate(tmp_path / "listops", SMALL, progress=False)
+    assert listops.generate(tmp_path / "listops", SMALL, progress=False)
     assert {path.name for path in tmp_path.iterdir()} == {"listops", ".listops.lock"}
     assert not (tmp_path / "listops" / "half").exists()
 
@@ -228,9 +230,9 @@ def test_a_full_disk_is_named_with_the_way_out(tmp_path: Path, monkeypatch: pyte
     def full(*_: Any) -> dict:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(lra_listops, "_write_splits", full)
+    monkeypatch.setattr(listops, "_write_splits", full)
     with pytest.raises(ValueError, match=r"listops' to be a place for generated data \(got: .*No space left on device\)\. Make room there"):
-        lra_listops.generate(tmp_path / "listops", SMALL, progress=False)
+        listops.generate(tmp_path / "listops", SMALL, progress=False)
     assert [path.name for path in tmp_path.iterdir()] == [".listops.lock"]
 
 
@@ -243,15 +245,15 @@ def test_manifest_tells_how_the_files_were_made(folder: Path) -> None:
 
 
 def test_interrupted_generation_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Impatient(lra_listops.tqdm):
+    class Impatient(listops.tqdm):
         def update(self, n: float = 1) -> None:
             if self.n > 30:
                 raise KeyboardInterrupt
             self.n += n
 
-    monkeypatch.setattr(lra_listops, "tqdm", Impatient)
+    monkeypatch.setattr(listops, "tqdm", Impatient)
     with pytest.raises(KeyboardInterrupt):
-        lra_listops.generate(tmp_path / "listops", SMALL, progress=False)
+        listops.generate(tmp_path / "listops", SMALL, progress=False)
     assert [path.name for path in tmp_path.iterdir()] == [".listops.lock"]
 
 
@@ -275,7 +277,7 @@ def test_parameters_out_of_range(change: dict, message: str) -> None:
 def test_more_trees_than_there_are(tmp_path: Path) -> None:
     law = Parameters(train=500, val=1, test=1, max_depth=2, max_args=2, min_length=1, max_length=5, operator_probability=1.0)
     with pytest.raises(ValueError, match=r"at most the number of distinct trees \(got 502, but .* nothing beyond 400\)"):
-        lra_listops.generate(tmp_path / "listops", law, progress=False)
+        listops.generate(tmp_path / "listops", law, progress=False)
     assert [path.name for path in tmp_path.iterdir()] == [".listops.lock"]
 
 
@@ -341,7 +343,7 @@ def test_malformed_rows_name_file_and_line(folder: Path, tmp_path: Path, lines: 
 
 
 def test_bytes_that_are_no_text_are_unknown_tokens(folder: Path, tmp_path: Path) -> None:
-    for split in lra_listops.SPLITS:
+    for split in listops.SPLITS:
         (tmp_path / f"basic_{split}.tsv").write_bytes((folder / f"basic_{split}.tsv").read_bytes())
     (tmp_path / "basic_val.tsv").write_bytes(b"Source\tTarget\r\n[MAX 4 \xff ]\t4\r\n")
     with pytest.raises(ValueError, match=r"val\.tsv:2' to hold the tokens"):
@@ -386,7 +388,7 @@ def test_pairs_come_as_two_ragged_sides() -> None:
 
 
 def test_a_task_of_pairs_is_read_into_sides(tmp_path: Path) -> None:
-    rows = Rows([], lambda: iter([((np.array([1, 2]), np.array([3])), 1), ((np.array([4]), np.array([5, 6, 7])), 0)]), lambda: 2)
+    rows = Rows([], lambda: iter([((np.array([1, 2]), np.array([3])), 1), ((np.array([4]), np.array([5, 6, 7])), 0)]))
     pairs = dataclasses.replace(LISTOPS, arity=2, open=lambda root, split: {"train": rows, "val": rows, "test": rows})
     train = load(pairs, tmp_path, max_length=2)["train"]
     batch = train.__getitems__([0, 1])
@@ -404,10 +406,9 @@ def test_majority_is_the_share_of_the_most_frequent_label() -> None:
 @settings(max_examples=50, deadline=None)
 @given(lengths=st.lists(st.integers(1, 50), min_size=1, max_size=80), budget=st.integers(1, 120))
 def test_token_budget_covers_every_example_once(lengths: list[int], budget: int) -> None:
-    for seed in (None, 0):
-        batches = LengthBuckets(np.array(lengths), token_budget=budget, seed=seed, pool=16).epoch(1)
-        assert sorted(np.concatenate(batches).tolist()) == list(range(len(lengths)))
-        assert all(len(batch) == 1 or sum(lengths[example] for example in batch) <= budget for batch in batches)
+    batches = by_length(np.array(lengths), budget)
+    assert sorted(np.concatenate(batches).tolist()) == list(range(len(lengths)))
+    assert all(len(batch) == 1 or sum(lengths[example] for example in batch) <= budget for batch in batches)
 
 
 def test_shuffled_batches_are_full_similar_and_a_function_of_seed_and_epoch() -> None:
@@ -425,9 +426,8 @@ def test_shuffled_batches_are_full_similar_and_a_function_of_seed_and_epoch() ->
     assert len(set.union(*left_out)) > 3  # not always the same, nor the longest
 
 
-@pytest.mark.parametrize("size", [{"batch_size": 8}, {"token_budget": 60}])
-def test_stream_goes_on_where_it_was_left(size: dict) -> None:
-    buckets = LengthBuckets(np.arange(1, 31), seed=0, **size)
+def test_stream_goes_on_where_it_was_left() -> None:
+    buckets = LengthBuckets(np.arange(1, 31), seed=0, batch_size=8)
     whole = list(buckets.stream(0, 20))
     for cut in (1, 3, 7, 19):
         assert list(buckets.stream(0, cut)) + list(buckets.stream(cut, 20 - cut)) == whole
@@ -441,37 +441,34 @@ def test_parts_of_the_stream_make_up_its_batches() -> None:
 
 
 def test_sizes_of_batches_are_checked() -> None:
-    with pytest.raises(ValueError, match=r"exactly one of 'batch_size' and 'token_budget' to be given \(got None and None\)"):
-        LengthBuckets(np.arange(3))
     with pytest.raises(ValueError, match=r"'batch-size' to be at most the number of examples, 3 \(got 4\)"):
         LengthBuckets(np.arange(3), batch_size=4, seed=0)
 
 
 def test_command_line_generates_and_describes(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     out = tmp_path / "deep" / "listops"
-    make = ["generate", "--out", str(out), "--preset", "laptop", "--train", "9", "--val", "3", "--test", "5", "--max-length", "30"]
-    lra_tasks.main(make)
-    assert capsys.readouterr().out == f"{out}: written\n"
-    lra_tasks.main(make)
-    assert capsys.readouterr().out == f"{out}: already there, nothing to do\n"
-    lra_tasks.main(["describe", "--data", str(out)])
-    assert re.search(r"train: 9 examples, .* 0 truncated, majority class", capsys.readouterr().out)
+    show = ["prepare", "--data", str(out)]
+    make = [*show, "--generate", "--preset", "laptop", "--train", "9", "--val", "3", "--test", "5", "--max-length", "30"]
+    main(make)
+    assert capsys.readouterr().out.startswith(f"{out}: written\n{out / 'prepared' / 'listops-release'}: written\n")
+    (out / "manifest.json").touch()
+    shutil.rmtree(out / "prepared")
+    main(make)
+    assert capsys.readouterr().out.startswith(f"{out}: already there, nothing to do\n")
+    main(show)
+    assert re.search(r"train: 9 examples, .* 0 truncated; labels .*, majority class", capsys.readouterr().out)
     with pytest.raises(SystemExit) as stop:
-        lra_tasks.main([*make, "--seed", "1"])
+        main([*make, "--seed", "1"])
     assert stop.value.code == 2
     assert "to be new, empty or the data set asked for (got one made with seed 0" in capsys.readouterr().err
-    for arguments, message in (
-        ([*make, "--seed", "-1"], "Expected 'seed' to be at least 0 (got -1)"),
-        (["describe", "--data", str(out), "--max-length", "0"], "Expected 'max-length' to be at least 1 (got 0)"),
-    ):
-        with pytest.raises(SystemExit):
-            lra_tasks.main(arguments)
-        assert message in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([*make, "--seed", "-1"])
+    assert "Expected 'seed' to be at least 0 (got -1)" in capsys.readouterr().err
     (out / "basic_val.tsv").write_bytes(b"")
     with pytest.raises(SystemExit):
-        lra_tasks.main(["describe", "--data", str(out)])
+        main(show)
     assert re.search(r"basic_val\.tsv:1' to be the header .* \(got ''\)", capsys.readouterr().err)
     (out / "manifest.json").write_text("{")
     with pytest.raises(SystemExit):
-        lra_tasks.main(make)
+        main(make)
     assert re.search(r"manifest\.json' to be the manifest of a generated data set .* Remove its folder", capsys.readouterr().err)

@@ -11,6 +11,7 @@ import os
 import shlex
 import shutil
 import signal
+import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
@@ -24,16 +25,17 @@ import torch
 from lightning.pytorch import Trainer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-import fault_trials
-import lra
-import lra_checkpoints as checkpoints
-import lra_processes as processes
-import lra_report as report
-import lra_tasks
-import lra_upkeep as upkeep
-from lra_folders import SETTINGS, claim
+from examples.lra import checkpoints, processes, report
+from examples.lra import train as trainer
+from examples.lra.__main__ import main
+from examples.lra.checkpoints import claim
+from examples.lra.data.prepare import load
+from examples.lra.data.tasks import TASKS
+from examples.lra.model import Classifier
+from examples.lra.settings import SETTINGS, parse, resolve
+from examples.lra.train import Data, hint
 
-EXAMPLES = Path(lra.__file__).parent
+ROOT = Path(report.__file__).parents[2]
 TINY = "--steps 9 --validate-every 5 --log-every 3 --save-every 2 --layers 1 --batch-size 8 --accumulate 2 --num-blocks 8 --channels 16"
 TINY += " --head-channels 8 --ffn-channels 16 --dropout 0.1 --attention-dropout 0.1 --clip-norm 1 --accelerator cpu"
 
@@ -47,11 +49,11 @@ def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def train(data: Path, folder: Path, *options: str) -> None:
-    lra.main([*TINY.split(), "--data", str(data), "--output", str(folder), *options])
+    main(["train", *TINY.split(), "--data", str(data), "--output", str(folder), *options])
 
 
 def resume(folder: Path, *options: str) -> None:
-    lra.main(["--output", str(folder), "--accelerator", "cpu", *(options or ("--resume",))])
+    main(["train", "--output", str(folder), "--accelerator", "cpu", *(options or ("--resume",))])
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +70,17 @@ def state(folder: Path, name: str = "last.ckpt") -> dict[str, Any]:
     return {part: saved[part] for part in parts}
 
 
+def same(one: Any, other: Any) -> bool:
+    """Says whether two nests of dictionaries, lists, tensors and numbers are equal in every bit."""
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(value, other[name]) for name, value in one.items())
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(same(*pair) for pair in zip(one, other, strict=True))
+    return one == other
+
+
 def rows(folder: Path) -> list[dict[str, str]]:
     files = ("train.csv", "val.csv")
     return [{**row, "tokens_per_second": ""} for name in files for row in report.read_rows(folder / name)]
@@ -75,7 +88,7 @@ def rows(folder: Path) -> list[dict[str, str]]:
 
 def assert_same_end(folder: Path, whole: Path) -> None:
     for name in ("last.ckpt", "best.ckpt"):
-        assert fault_trials.same(state(folder, name), state(whole, name)), name
+        assert same(state(folder, name), state(whole, name)), name
     assert rows(folder) == rows(whole)
     assert json.loads((folder / "results.json").read_text())["test"] == json.loads((whole / "results.json").read_text())["test"]
 
@@ -87,16 +100,16 @@ class Crash(BaseException):
 @pytest.fixture
 def at(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Plans something for the moment before a part of a step is computed; once."""
-    original = lra.Classifier.training_step
+    original = Classifier.training_step
 
     def plan(step: int, part: int, action: Callable[[], None]) -> None:
-        def doomed(self: lra.Classifier, batch: Any, batch_idx: int) -> Any:
+        def doomed(self: Classifier, batch: Any, batch_idx: int) -> Any:
             if (self.global_step, batch_idx % self.settings.accumulate) == (step, part):
-                monkeypatch.setattr(lra.Classifier, "training_step", original)
+                monkeypatch.setattr(Classifier, "training_step", original)
                 action()
             return original(self, batch, batch_idx)
 
-        monkeypatch.setattr(lra.Classifier, "training_step", doomed)
+        monkeypatch.setattr(Classifier, "training_step", doomed)
 
     return plan
 
@@ -170,26 +183,25 @@ def test_a_signal_ends_the_run_after_its_step(
 
 def test_the_hint_repeats_what_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["examples/lra.py"])
-    words = ["--prepared", "a b", "--devices", "2", "--accelerator", "cpu", "--threads", "1", "--export", "models/it's"]
-    command = shlex.split(lra.hint(lra.parse([*words, "--steps", "9"]), tmp_path / "a run"))
+    words = ["--prepared", "a b", "--accelerator", "cpu", "--threads", "1", "--export", "models/it's"]
+    command = shlex.split(hint(parse([*words, "--steps", "9"]), tmp_path / "a run"))
     assert command[:5] == ["python", "examples/lra.py", "--output", str(tmp_path / "a run"), "--resume"]
     assert sorted(command[5:]) == sorted(words)
-    assert lra.hint(lra.parse([]), Path("run")) == "python examples/lra.py --output run --resume"
+    assert hint(parse([]), Path("run")) == "python examples/lra.py --output run --resume"
+    monkeypatch.setattr(sys, "argv", ["examples/lra/__main__.py", "train"])
+    assert hint(parse([]), Path("run")) == "python -m examples.lra train --output run --resume"
+    monkeypatch.setattr(processes, "count", lambda: 2)
+    assert hint(parse([]), Path("run")).startswith("torchrun --nnodes 1 --nproc-per-node 2 -m examples.lra train --output run")
 
 
-def test_a_run_goes_on_in_as_many_processes_as_it_was_started_with(
-    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_run_goes_on_in_as_many_processes_as_it_was_started_with(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     plan = json.loads((whole / SETTINGS).read_text())
     assert plan["processes"] == 1
     shutil.copytree(whole, tmp_path / "run")
     (tmp_path / "run" / SETTINGS).write_text(json.dumps({**plan, "processes": 2}))
     with pytest.raises(SystemExit):
         resume(tmp_path / "run")
-    assert "Expected 'devices' to be 2 as in the run to resume (got 1)" in capsys.readouterr().err
-    del plan["processes"]  # a run of before
-    (tmp_path / "run" / SETTINGS).write_text(json.dumps(plan))
-    resume(tmp_path / "run")
+    assert "Expected as many processes as the run to resume has, 2 (got 1)" in capsys.readouterr().err
 
 
 def test_a_run_with_relative_places_is_resumed_from_anywhere(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,11 +210,6 @@ def test_a_run_with_relative_places_is_resumed_from_anywhere(data: Path, tmp_pat
     monkeypatch.chdir(tmp_path)
     resume(tmp_path / "run")
     assert not (tmp_path / "arrays").exists()
-    plan = json.loads((tmp_path / "run" / SETTINGS).read_text())
-    del plan["directory"]  # a run of before, whose places start from where it is resumed
-    (tmp_path / "run" / SETTINGS).write_text(json.dumps(plan))
-    monkeypatch.chdir(data.parent)
-    resume(tmp_path / "run")
 
 
 def test_mixed_precision_resumes_too(data: Path, tmp_path: Path, at: Callable[..., None]) -> None:
@@ -307,7 +314,8 @@ def test_a_folder_has_one_process_at_a_time(whole: Path, capsys: pytest.CaptureF
         with pytest.raises(SystemExit):
             resume(whole)
         assert "Expected 'output' to be the folder of a run that has stopped" in capsys.readouterr().err
-    checkpoints.hold(whole).close()
+    with checkpoints.hold(whole):
+        pass
 
 
 @pytest.mark.parametrize("finished", [False, True])
@@ -315,22 +323,22 @@ def test_two_processes_that_settled_on_one_folder_do_not_share_it(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finished: bool
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    mine = lra.parse([*TINY.split(), "--data", str(data)])
-    named = lra.parse([*TINY.split(), "--data", str(data), "--output", "runs/listops-laptop-1"])
-    (folder, plan), (same, _) = lra.resolve(mine), lra.resolve(named)
+    mine = parse([*TINY.split(), "--data", str(data)])
+    named = parse([*TINY.split(), "--data", str(data), "--output", "runs/listops-laptop-1"])
+    (folder, plan), (same, _) = resolve(mine), resolve(named)
     assert folder == same
-    folder, lock = claim(mine, folder, plan)
+    folder, lock = claim(folder, plan, new=True, move=True)
     if finished:
         lock.close()
     with pytest.raises(checkpoints.CheckpointError, match="begun meanwhile" if finished else "still training"):
-        claim(named, same, plan)
-    other, second = claim(mine, same, plan)
+        claim(same, plan, new=True, move=False)
+    other, second = claim(same, plan, new=True, move=True)
     assert (str(folder), str(other)) == ("runs/listops-laptop-1", "runs/listops-laptop-2")
     lock.close()
     second.close()
     (tmp_path / "left").mkdir()
     (tmp_path / "left" / checkpoints.LOCK).touch()  # by a process that was refused, or killed at once
-    lra.resolve(lra.parse(["--output", "left"]))
+    resolve(parse(["--output", "left"]))
 
 
 @pytest.mark.parametrize("options", [["--attention", "full"], [], ["--log-every", "1", "--attention", "full"]])
@@ -380,26 +388,26 @@ def test_the_gradient_of_all_parts_is_clipped(data: Path, tmp_path: Path) -> Non
 
 
 @pytest.fixture
-def loaders(data: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., lra.Data]:
-    task = lra_tasks.TASKS["listops"]
-    splits = lra_tasks.load(task, data, max_length=128)
+def loaders(data: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Data]:
+    task = TASKS["listops"]
+    splits = load(task, data, max_length=128)
     settings = dataclasses.replace(task.presets["laptop"].settings, batch_size=12, steps=30, warmup=0, validate_every=7, save_every=4)
 
-    def make(rank: int = 0, count: int = 1, done: int = 0, workers: int = 0, **options: Any) -> lra.Data:
+    def make(rank: int = 0, count: int = 1, done: int = 0, workers: int = 0, **options: Any) -> Data:
         monkeypatch.setattr(processes, "rank", lambda: rank)
         monkeypatch.setattr(processes, "count", lambda: count)
-        made = lra.Data(splits, dataclasses.replace(settings, **options), workers)
+        made = Data(splits, dataclasses.replace(settings, **options), workers)
         made.trainer = cast(Trainer, SimpleNamespace(global_step=done))
         return made
 
     return make
 
 
-def order(made: lra.Data) -> list[list[int]]:
+def order(made: Data) -> list[list[int]]:
     return [batch.examples.tolist() for batch in made.train_dataloader()]
 
 
-def test_the_order_of_examples_depends_on_seed_and_step_alone(loaders: Callable[..., lra.Data]) -> None:
+def test_the_order_of_examples_depends_on_seed_and_step_alone(loaders: Callable[..., Data]) -> None:
     plain: list[list[int]] = []
     ends = [4, 7, 8, 12, 14, 16, 20, 21, 24, 28, 30]  # of what lies between checkpoints
     for done, end in zip([0, *ends], ends, strict=False):
@@ -419,7 +427,7 @@ def test_the_order_of_examples_depends_on_seed_and_step_alone(loaders: Callable[
 
 
 @pytest.mark.parametrize("count", [1, 2, 4, 20])
-def test_processes_evaluate_every_example_once(loaders: Callable[..., lra.Data], count: int) -> None:
+def test_processes_evaluate_every_example_once(loaders: Callable[..., Data], count: int) -> None:
     seen: list[int] = []
     for rank in range(count):
         mine = [batch.examples.tolist() for batch in loaders(rank=rank, count=count, batch_size=20).val_dataloader()]
@@ -428,68 +436,72 @@ def test_processes_evaluate_every_example_once(loaders: Callable[..., lra.Data],
     assert sorted(seen) == list(range(20))
 
 
-def test_some_examples_at_equal_distances_stand_for_all(loaders: Callable[..., lra.Data]) -> None:
+def test_some_examples_at_equal_distances_stand_for_all(loaders: Callable[..., Data]) -> None:
     lengths = loaders().splits["val"].lengths
     batches = [batch.examples.tolist() for batch in loaders(evaluate=5).val_dataloader()]
     assert sorted(itertools.chain(*batches)) == [0, 4, 8, 12, 16]
     found = lengths[list(itertools.chain(*batches))].tolist()
     assert found == sorted(found)
     assert sorted(itertools.chain(*(batch.examples.tolist() for batch in loaders(evaluate=50).val_dataloader()))) == list(range(20))
-    with pytest.raises(ValueError, match="Expected 'devices' to be at most the examples of 'val' \\(got 6\\)"):
+    with pytest.raises(ValueError, match="Expected at most as many processes as 'val' has examples \\(got 6\\)"):
         loaders(count=6, evaluate=5)
 
 
 def test_the_majority_class_is_that_of_the_examples_that_count(data: Path, tmp_path: Path) -> None:
     train(data, tmp_path / "run", "--evaluate", "4", "--steps", "2")
     test = json.loads((tmp_path / "run" / "results.json").read_text())["test"]
-    labels = lra_tasks.load(lra.TASKS["listops"], data, max_length=24)["test"].labels
+    labels = load(TASKS["listops"], data, max_length=24)["test"].labels
     counts = np.unique(labels[[0, 7, 15, 22]], return_counts=True)[1]
     assert (test["examples"], test["majority"]) == (4, counts.max() / 4)
     assert test["majority"] != np.bincount(labels).max() / len(labels)
 
 
-def test_processes_need_equal_parts_and_an_example_each(loaders: Callable[..., lra.Data]) -> None:
-    with pytest.raises(ValueError, match="Expected 'devices' times 'accumulate' to divide 'batch-size' = 12 \\(got 8\\)"):
+def test_processes_need_equal_parts_and_an_example_each(loaders: Callable[..., Data]) -> None:
+    with pytest.raises(ValueError, match="Expected processes times 'accumulate' to divide 'batch-size' = 12 \\(got 8\\)"):
         loaders(count=4, accumulate=2)
-    with pytest.raises(ValueError, match="Expected 'devices' to be at most the examples of 'val' \\(got 21\\)"):
+    with pytest.raises(ValueError, match="Expected at most as many processes as 'val' has examples \\(got 21\\)"):
         loaders(count=21, batch_size=21)
 
 
 STOPPED = """
 import os, signal, sys
-sys.path.insert(0, {examples!r})
-import lra
-step = lra.Classifier.training_step
+from examples.lra.__main__ import main
+from examples.lra.model import Classifier
+step = Classifier.training_step
 def doomed(self, batch, batch_idx):
     if self.global_step == 6 and os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGTERM)  # the other process only hears of it
     return step(self, batch, batch_idx)
-lra.Classifier.training_step = doomed
-lra.main(sys.argv[1:])
+if "--resume" not in sys.argv:
+    Classifier.training_step = doomed
+main(["train", *sys.argv[1:]])
 """
 
 
 @pytest.mark.slow
-def test_two_processes_end_with_what_one_ends_with(
-    data: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
-) -> None:
+def test_two_processes_end_with_what_one_ends_with(data: Path, whole: Path, tmp_path: Path) -> None:
     """The parts of a batch are the same, whether accumulated or shared; halving is exact, so the weights agree in every bit.
 
     Evaluation cuts other batches, so that sums of losses are rounded otherwise: 1e-6 relative is ten times what float32 does to a mean.
     """
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     script, folder = tmp_path / "stopped.py", tmp_path / "run"
-    script.write_text(STOPPED.format(examples=str(EXAMPLES)))
-    code = processes.launch(str(script), [*TINY.split(), "--accumulate", "1", "--data", str(data), "--output", str(folder)], 2)
-    said = capfd.readouterr()
-    assert code == 143, said.err
-    assert said.out.count("Go on with: ") == 1
+    script.write_text(STOPPED)
+
+    def torchrun(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script), *words]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=600)
+
+    done = torchrun(*TINY.split(), "--accumulate", "1", "--data", str(data), "--output", str(folder))
+    assert "exitcode  : 143" in done.stderr
+    assert done.stdout.count("Go on with: torchrun --nnodes 1 --nproc-per-node 2 ") == 1
     assert state(folder)["global_step"] == 7
-    lra.main(["--output", str(folder), "--resume", "--accelerator", "cpu", "--devices", "2"])
+    done = torchrun("--output", str(folder), "--resume", "--accelerator", "cpu")
+    assert done.returncode == 0, done.stderr
     one, two = state(whole), state(folder)
     for key, value in one["state_dict"].items():
         torch.testing.assert_close(two["state_dict"][key], value, rtol=0, atol=0)
-    assert fault_trials.same(one["optimizer_states"], two["optimizer_states"])
+    assert same(one["optimizer_states"], two["optimizer_states"])
     for phase in ("train", "val"):
         for expected, row in zip(*(report.read_curves(run / f"{phase}.csv") for run in (whole, folder)), strict=True):
             assert {**row, "tokens_per_second": 0} == pytest.approx({**expected, "tokens_per_second": 0}, rel=1e-6)
@@ -497,30 +509,14 @@ def test_two_processes_end_with_what_one_ends_with(
     assert results[1] == {name: pytest.approx(value, rel=1e-6) for name, value in results[0].items()}
 
 
-def test_a_failing_process_ends_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = tmp_path / "fails.py"
-    script.write_text("import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(7)\ntime.sleep(600)\n")
-    monkeypatch.setattr(processes, "GRACE", 0.1)
-    assert processes.launch(str(script), [], 2) == 7
-
-
-@pytest.mark.slow
-def test_trials_of_faults(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", "")
-    monkeypatch.setenv("PYTHONWARNINGS", "")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    fault_trials.main(["--kills", "3", "--steps", "40", "--only", "kills", "--folder", str(tmp_path)])
-    assert "| SIGKILL, 3 times | passed | 3 kills in " in capsys.readouterr().out
-
-
 # ------------------------------------------------------------------ memory and subnormal numbers
 
 
 def test_memory_goes_back_when_a_process_holds_several_times_what_a_step_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    keeper = upkeep.Memory(slack=2.0)
+    keeper = trainer.Memory(slack=2.0)
     held: list[int] = []
     given: list[int] = []
-    monkeypatch.setattr(upkeep, "held_bytes", lambda: held[-1])
+    monkeypatch.setattr(trainer, "held_bytes", lambda: held[-1])
     keeper.give_back = lambda rest: given.append(held[-1])
     for size in (100, 150, 201, 120, 230, 241, 90, 242):
         held.append(size)
@@ -533,11 +529,11 @@ def test_memory_goes_back_when_a_process_holds_several_times_what_a_step_needs(m
 @pytest.mark.skipif(sys.platform != "linux" or not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="needs the GNU C library")
 def test_memory_between_what_lives_on_goes_back() -> None:
     blocks = [torch.ones(2**14) for _ in range(4000)]  # 64 KiB each, 250 MiB
-    before = upkeep.held_bytes()
+    before = trainer.held_bytes()
     blocks = blocks[::50]
-    keeper = upkeep.Memory(slack=0.0)
+    keeper = trainer.Memory(slack=0.0)
     keeper.on_train_batch_end(cast(Any, None), cast(Any, None), None, None, 0)
-    assert before - upkeep.held_bytes() > 150 * 2**20
+    assert before - trainer.held_bytes() > 150 * 2**20
     assert all(bool((block == 1).all()) for block in blocks)
 
 
