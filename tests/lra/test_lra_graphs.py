@@ -14,15 +14,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import analyse_graphs
-import lra_tasks
 import matplotlib.image
 import numpy as np
 import pytest
-import time_runs
 import torch
 
-import lra
+from examples.lra import graphs, train
+from examples.lra.__main__ import main
+from examples.lra.data import listops
+from examples.lra.data.batches import Split
+from examples.lra.data.prepare import splits_digest
+from examples.lra.data.tasks import TASKS
+from examples.lra.model import Classifier
+from examples.lra.settings import Plan, parse, resolve
 from sbm_pyg import plots
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]  # Lightning's own
@@ -32,8 +36,8 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings(
 def run(untrained: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An untrained model, its data and a log."""
     data = tmp_path_factory.mktemp("data") / "listops"
-    law = ["--preset", "laptop", "--train", "20", "--val", "30", "--test", "20", "--min-length", "8", "--max-length", "24"]
-    lra_tasks.main(["generate", "--out", str(data), *law])
+    law = {"max_depth": 2, "max_args": 30, "min_length": 8, "max_length": 24, "operator_probability": 1.0}
+    listops.generate(data, listops.Parameters(train=20, val=30, test=20, **law), progress=False)  # type: ignore[arg-type]
     folder = untrained(tmp_path_factory.mktemp("runs") / "untrained", data, seed=3)
     names = [f"density_layer{layer}_head{head}" for layer in range(2) for head in range(2)]
     (folder / "train.csv").write_text("\n".join([",".join(["step", *names]), "10,0.2,0.3,0.2,0.3", "20,0.1,0.3,0.2,0.4"]))
@@ -42,7 +46,7 @@ def run(untrained: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 
 def test_report_has_figures_and_tables(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = torch.get_rng_state()
-    path = analyse_graphs.main(["--run", str(run), "--examples", "12", "--structure", "2"])
+    path = main(["graphs", "--run", str(run), "--examples", "12", "--structure", "2"])
     assert torch.equal(torch.get_rng_state(), before)
     assert path == run / "graphs.html"
     assert f"Wrote {path}" in capsys.readouterr().out
@@ -82,12 +86,12 @@ def test_graphs_are_those_of_the_trainer_and_the_seed_decides(run: Path, tmp_pat
             "--out",
             str(tmp_path / name),
         ]
-        text = analyse_graphs.main(options).read_text()
+        text = main(["graphs", *options]).read_text()
         pages.append(re.sub(r"[\d.]+ s\b|Made in \d+ seconds", "", text))
     assert pages[0] == pages[1]
     assert "with seed 7; 2 examples for structure and universality" in pages[0]  # there are no more
-    _, module, splits, _ = analyse_graphs.open_run(run, "best.ckpt", None)
-    done = analyse_graphs.evaluate(module, splits["test"], torch.arange(20).numpy())
+    _, module, splits = train.open_run(run)
+    done = graphs.evaluate(module, splits["test"], torch.arange(20).numpy())
     module.validation_step(splits["test"].__getitems__(list(range(20))), 0)
     row = module.finish_row()
     assert float(row["accuracy"]) == float((done.guesses == done.labels).mean())
@@ -100,11 +104,11 @@ def test_graphs_are_those_of_the_trainer_and_the_seed_decides(run: Path, tmp_pat
 def test_places_are_those_of_the_directory_where_the_run_was_started(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     moved = tmp_path / "moved"
     shutil.copytree(run, moved)
-    plan = json.loads((run / "settings.json").read_text())
-    data = Path(plan["data"])
-    (moved / "settings.json").write_text(json.dumps(plan | {"data": data.name, "directory": str(data.parent)}))
+    plan = Plan.read(run / "settings.json")
+    data = Path(str(plan.data))
+    dataclasses.replace(plan, data=data.name, directory=str(data.parent)).write(moved / "settings.json")
     monkeypatch.chdir(tmp_path)
-    assert analyse_graphs.open_run(moved, "best.ckpt", None)[3]["data"] == str(data)
+    assert train.open_run(moved)[0].place("data") == data
 
 
 def test_generated_data_are_those_of_the_directory_where_the_run_was_started(
@@ -112,24 +116,24 @@ def test_generated_data_are_those_of_the_directory_where_the_run_was_started(
 ) -> None:
     moved, began = tmp_path / "moved", tmp_path / "began"
     shutil.copytree(run, moved)
-    plan = json.loads((run / "settings.json").read_text())
-    shutil.copytree(plan["data"], began / "data" / "listops-laptop")
-    plan |= {"data": None, "directory": str(began), "settings": plan["settings"] | {"batch_size": 8}}
-    (moved / "settings.json").write_text(json.dumps(plan))
+    plan = Plan.read(run / "settings.json")
+    shutil.copytree(str(plan.data), began / "data" / "listops-laptop")
+    settings = dataclasses.replace(plan.settings, batch_size=8)
+    dataclasses.replace(plan, data=None, directory=str(began), settings=settings).write(moved / "settings.json")
     asked: list[Path] = []
 
     def generate(folder: Path, *rest: object, **options: object) -> bool:
         asked.append(folder)
         return False
 
-    monkeypatch.setitem(lra_tasks.TASKS, "listops", dataclasses.replace(lra_tasks.TASKS["listops"], generate=generate))
+    monkeypatch.setitem(TASKS, "listops", dataclasses.replace(TASKS["listops"], generate=generate))
     monkeypatch.chdir(tmp_path)
-    analyse_graphs.open_run(moved, "best.ckpt", None)
-    given = lra.parse(["--output", str(moved), "--resume"])
-    lra.read(given, lra.resolve(given)[1])
+    train.open_run(moved)
+    given = parse(["--output", str(moved), "--resume"])
+    train.read(given, resolve(given)[1])
     shutil.rmtree(began)  # as on another machine
     with pytest.raises(ValueError, match="Expected 'data/listops-laptop' to hold ListOps"):
-        analyse_graphs.open_run(moved, "best.ckpt", None)
+        train.open_run(moved)
     assert asked == [began / "data" / "listops-laptop"] * 2 + [Path("data/listops-laptop")]
 
 
@@ -137,14 +141,14 @@ def test_generated_data_are_those_of_the_directory_where_the_run_was_started(
 def test_pixels_are_drawn_where_they_are_unless_some_are_masked(
     masked: int | None, drawn: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    task = lra_tasks.TASKS["pathfinder"]
+    task = TASKS["pathfinder"]
     small: dict[str, Any] = {"layers": 1, "channels": 16, "head_channels": 8, "ffn_channels": 16, "num_blocks": 4, "initial_density": 0.01}
-    module = lra.Classifier(task, dataclasses.replace(task.presets["laptop"].settings, **small)).eval()
+    module = Classifier(task, dataclasses.replace(task.presets["laptop"].settings, **small)).eval()
     tokens = np.ones((2, 1024), np.int64)  # black
     tokens[0, :225] = tokens[1, :300] = 200  # of the first image, as many bright ones as a smaller square has
-    split = lra_tasks.Split(tokens.ravel(), np.array([0, 1024, 2048]), np.array([0, 1]), max_length=1024, masked=masked)
+    split = Split(tokens.ravel(), np.array([0, 1024, 2048]), np.array([0, 1]), max_length=1024, masked=masked)
     density = torch.tensor([0.1, 0.2], dtype=torch.float64)[None, :, None].expand(1, 2, 2)
-    done = analyse_graphs.Evaluated(np.arange(2), split.lengths, split.labels, split.labels, 1.0, density)
+    done = graphs.Evaluated(np.arange(2), split.lengths, split.labels, split.labels, 1.0, density)
     called: list[str] = []
 
     def watch(name: str, original: Callable[..., Any]) -> None:
@@ -156,12 +160,12 @@ def test_pixels_are_drawn_where_they_are_unless_some_are_masked(
 
     for name in ("plot_pixel_attention", "plot_inputs"):
         watch(name, getattr(plots, name))
-    analyse_graphs.write_inputs(analyse_graphs.Report("pixels"), task, module, split, done)
+    graphs.write_inputs(graphs.Report("pixels"), task, module, split, done)
     assert called == drawn
 
 
 def test_errors(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(analyse_graphs, "evaluate", None)  # all are told before
+    monkeypatch.setattr(graphs, "evaluate", None)  # all are told before
     for options, words in (
         (["--run", str(tmp_path)], "Expected 'run' to be a folder with settings.json and best.ckpt"),
         (["--run", str(run), "--checkpoint", "none.ckpt"], "with settings.json and none.ckpt"),
@@ -176,7 +180,7 @@ def test_errors(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], m
         (["--run", str(run), "--time-limit", "-1"], "Expected 'time-limit' to be a positive and finite number of seconds (got -1.0)."),
     ):
         with pytest.raises(SystemExit):
-            analyse_graphs.main(options)
+            main(["graphs", *options])
         assert words in capsys.readouterr().err
     full = tmp_path / "full"
     full.mkdir()
@@ -185,7 +189,7 @@ def test_errors(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], m
     (full / "settings.json").write_text(json.dumps(plan))
     (full / "best.ckpt").write_bytes((run / "best.ckpt").read_bytes())
     with pytest.raises(SystemExit):
-        analyse_graphs.main(["--run", str(full)])
+        main(["graphs", "--run", str(full)])
     assert "Expected a run whose attention has graphs (got attention 'full')." in capsys.readouterr().err
 
 
@@ -196,29 +200,28 @@ def test_a_folder_that_cannot_be_written_is_told_before_anything_is_computed(
         raise OSError(errno.EROFS, "Read-only file system", str(dir))
 
     monkeypatch.setattr(tempfile, "TemporaryFile", refused)
-    monkeypatch.setattr(analyse_graphs, "evaluate", None)
+    monkeypatch.setattr(graphs, "evaluate", None)
     with pytest.raises(SystemExit):
-        analyse_graphs.main(["--run", str(run)])
+        main(["graphs", "--run", str(run)])
     assert f"Expected 'out' to be a folder that can be written (got 'Read-only file system' for {run})" in capsys.readouterr().err
 
 
 def test_damaged_weights_and_other_data_are_refused(
     untrained: Callable[..., Path], run: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plan = json.loads((run / "settings.json").read_text())
-    folder = untrained(tmp_path / "other", Path(plan["data"]))
-    splits = analyse_graphs.open_run(folder, "best.ckpt", None)[2]
-    plan = {**json.loads((folder / "settings.json").read_text()), "fingerprint": lra_tasks.splits_digest(splits)}
-    (folder / "settings.json").write_text(json.dumps(plan))
-    analyse_graphs.open_run(folder, "best.ckpt", None)
-    for program, options in ((analyse_graphs, ["--run", str(folder)]), (time_runs, [str(folder)])):
+    folder = untrained(tmp_path / "other", Path(str(Plan.read(run / "settings.json").data)))
+    splits = train.open_run(folder)[2]
+    dataclasses.replace(Plan.read(folder / "settings.json"), fingerprint=splits_digest(splits)).write(folder / "settings.json")
+    train.open_run(folder)
+    commands = (["graphs", "--run", str(folder)], ["cost", "--output", str(tmp_path / "out"), "--runs", str(folder)])
+    for words in commands:
         with pytest.raises(SystemExit):
-            program.main([*options, "--data", str(data)])
-        assert f"Expected 'data' to be what {folder} was trained with (got other examples in {data})" in capsys.readouterr().err
+            main([*words, "--data", str(data)])
+        assert f"Expected 'data' to be what the run was started with (got other examples in {data})" in capsys.readouterr().err
     content = bytearray((folder / "best.ckpt").read_bytes())
     content[len(content) // 2] ^= 1
     (folder / "best.ckpt").write_bytes(content)
-    for program, options in ((analyse_graphs, ["--run", str(folder)]), (time_runs, [str(folder)])):
+    for words in commands:
         with pytest.raises(SystemExit):
-            program.main(options)
+            main(words)
         assert "best.ckpt to be as it was written (got other bytes than its checksum says, so damaged)" in capsys.readouterr().err
