@@ -33,7 +33,6 @@ from examples.lra.data.batches import Batch, Split, by_length
 from examples.lra.data.files import check_folder, write_text
 from examples.lra.data.tasks import TASKS, Task
 from examples.lra.model import Classifier
-from examples.lra.settings import BASELINES
 from examples.lra.train import open_run
 from sbm_pyg import SBM, AttentionGraph, analysis, patterns, plots
 
@@ -266,12 +265,7 @@ def run(given: argparse.Namespace) -> Path:
         if given.out is not None and (out.is_dir() or not out.parent.is_dir()):
             raise ValueError(f"Expected 'out' to be a file in a folder that is there (got {out}). Make the folder, or choose another name.")
         check_folder("out", out.parent)
-        plan, module, splits = open_run(given.run, given.checkpoint, given.data)
-        if plan.settings.attention in ("full", *BASELINES):
-            raise ValueError(
-                f"Expected a run whose attention has graphs (got attention {plan.settings.attention!r}). It attends without one; there is "
-                "nothing to see."
-            )
+        plan, module, splits = open_run(given.run, given.checkpoint, given.data, graphs=True)
     except ValueError as error:
         given.fail(str(error))
     start = time.perf_counter()

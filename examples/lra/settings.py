@@ -273,9 +273,9 @@ class Plan:
     fingerprint: str = ""
 
     def place(self, name: str) -> Path | None:
-        """Returns the folder "data" or "prepared"."""
-        given = getattr(self, name)
-        return None if given is None else Path(self.directory, given)
+        """Returns the folder "data" or "prepared", or None."""
+        given, here = getattr(self, name), self.directory == str(Path.cwd())
+        return None if given is None else Path(given) if here else Path(self.directory, given)
 
     def write(self, path: Path) -> None:
         """Writes ``settings.json``, whole or not at all."""

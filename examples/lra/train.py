@@ -384,13 +384,16 @@ def read(given: argparse.Namespace, plan: Plan) -> tuple[dict[str, Split], Plan]
     return splits, dataclasses.replace(plan, fingerprint=fingerprint, processes=processes.count())
 
 
-def open_run(folder: Path, checkpoint: str = BEST, data: Path | None = None) -> tuple[Plan, Classifier, dict[str, Split]]:
+def open_run(
+    folder: Path, checkpoint: str = BEST, data: Path | None = None, graphs: bool = False
+) -> tuple[Plan, Classifier, dict[str, Split]]:
     """Opens a run to look at it: its plan, its model with the weights of a checkpoint, and its data.
 
     Args:
         folder: Of the run.
         checkpoint: Name of a file in it.
         data: Where the data are now; None for where the run had them.
+        graphs: Whether its attention has to have graphs.
 
     Raises:
         ValueError: If something is missing or damaged, or if the data are not the run's.
@@ -401,6 +404,10 @@ def open_run(folder: Path, checkpoint: str = BEST, data: Path | None = None) -> 
             "--checkpoint."
         )
     plan = Plan.read(folder / "settings.json")
+    if graphs and plan.settings.attention in ("full", *BASELINES):
+        raise ValueError(
+            f"Expected a run whose attention has graphs (got attention {plan.settings.attention!r}). It attends without one; there is nothing to see."
+        )
     state = checkpoints.read_checkpoint(folder / checkpoint, "Give another --checkpoint, or take it from a backup.")
     splits, _ = open_data(plan if data is None else dataclasses.replace(plan, data=str(data.absolute()), prepared=None))
     with torch.random.fork_rng(devices=[]):  # its initial weights are thrown away
