@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import warnings
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -34,6 +35,7 @@ from examples.lra.data.tasks import TASKS
 from examples.lra.model import Classifier
 from examples.lra.settings import SETTINGS, parse, resolve
 from examples.lra.train import Data, hint
+from sbm_pyg import AttentionGraph, patterns
 
 ROOT = Path(report.__file__).parents[2]
 TINY = "--steps 9 --validate-every 5 --log-every 3 --save-every 2 --layers 1 --batch-size 8 --accumulate 2 --num-blocks 8 --channels 16"
@@ -507,6 +509,22 @@ def test_two_processes_end_with_what_one_ends_with(data: Path, whole: Path, tmp_
             assert {**row, "tokens_per_second": 0} == pytest.approx({**expected, "tokens_per_second": 0}, rel=1e-6)
     results = [json.loads((run / "results.json").read_text())["test"] for run in (whole, folder)]
     assert results[1] == {name: pytest.approx(value, rel=1e-6) for name, value in results[0].items()}
+
+
+def test_a_head_that_loses_its_edges_is_told_once() -> None:
+    guard, ptr = report.Guard(), torch.tensor([0, 40])
+    few, alone = patterns.window(40, 0, heads=2), patterns.full(40, heads=2)
+    trace = SimpleNamespace(graphs=(alone, None))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        guard.check(trace, 1)
+        guard.check(SimpleNamespace(graphs=(few,)), 2)  # a fortieth of the pairs, and no query without an edge
+    empty = AttentionGraph.from_edge_index(torch.zeros(2, 0, dtype=torch.int64), 40, query_ptr=ptr, key_ptr=ptr)
+    with pytest.warns(UserWarning, match=r"Step 3: layer 1, head 0 has a density of 0.00% and leaves 100% of its queries without any edge"):
+        guard.check(SimpleNamespace(graphs=(alone, empty)), 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        guard.check(SimpleNamespace(graphs=(alone, empty)), 4)
 
 
 # ------------------------------------------------------------------ memory and subnormal numbers
