@@ -166,17 +166,17 @@ def failure(error: BaseException | None) -> str | None:
 
 
 def hold(folder: Path) -> contextlib.AbstractContextManager[Any]:
-    """Takes the run's folder for this process until it ends, however it ends, or until the context does.
+    """Takes a folder of output for this process until it ends, however it ends, or until the context does.
 
     Raises:
-        CheckpointError: If another process that is still running has the folder.
+        CheckpointError: If another process that is still running has it.
     """
     try:
         return FileLock(folder / LOCK).acquire(blocking=False)
     except Timeout:
         raise CheckpointError(
-            f"Expected 'output' to be the folder of a run that has stopped (got {folder}, in which a process is still training). "
-            "Wait for it or stop it."
+            f"Expected 'output' to be a folder in which no other process is at work (got {folder}). Wait for it or stop it, or choose "
+            "another one."
         ) from None
 
 

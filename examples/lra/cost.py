@@ -107,7 +107,7 @@ def gate(module: Classifier, task: Task, device: torch.device) -> None:
     problems = {"with the same seed": float((module.classify(batch, seed=1)[0] - logits).abs().max())}
     sides = [side[: lengths[0]] for side in (batch.tokens if task.arity == 2 else (batch.tokens,))]
     ptr = torch.tensor([0, lengths[0]], device=device)
-    alone = (sides[0], ptr) if task.arity == 1 else (tuple(sides), (ptr, ptr))
+    alone: tuple[Any, Any] = (sides[0], ptr) if task.arity == 1 else (tuple(sides), (ptr, ptr))
     problems["alone"] = float((module.classify(Batch(*alone, batch.labels[:1], batch.examples[:1]), seed=1)[0] - logits[:1]).abs().max())
     if method == "sbm":
         conv: Any = module.model.encoder.blocks[0].attention
@@ -414,7 +414,7 @@ def _measure(given: argparse.Namespace) -> str:
                     failed = True
                     tqdm.write(f"{task}, {method} failed: {error!r}", file=sys.stderr)
                     continue
-            rows.append(read_json(path, "Remove it, and give the same command again, which measures this row again.", MEASURES))
+            rows.append(read_json(path, MEASURES))
             write_csv(given.output / "cost.csv", rows)
             write_text(given.output / "cost.md", report(rows))
     if failed:

@@ -261,7 +261,7 @@ def plot_curves(path: Path, train: Sequence[Mapping[str, float]], val: Sequence[
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     for axes, name in zip(figure.subplots(1, 2), ("loss", "accuracy"), strict=True):
         for rows, style in ((train, {"alpha": 0.5, "lw": 1, "label": "training"}), (val, {"marker": "o", "ms": 3, "label": "validation"})):
-            axes.plot([row["step"] for row in rows], [row[name] for row in rows], **style)  # type: ignore[arg-type]
+            axes.plot([row["step"] for row in rows], [row[name] for row in rows], **style)
         if name == "accuracy":
             axes.axhline(majority, color="grey", lw=1, ls=":", label="majority class")
         axes.spines[["top", "right"]].set_visible(False)

@@ -390,7 +390,7 @@ def _resumed(options: Mapping[str, Any]) -> tuple[Path, Plan]:
                 f"Expected '{name.replace('_', '-')}' to be {value!r} as in the run to resume (got {options[name]!r}). Leave it "
                 "out, or start a new run."
             )
-    moved = {name: str(options[name].absolute()) for name in ("data", "prepared") if name in options}
+    moved: dict[str, Any] = {name: str(options[name].absolute()) for name in ("data", "prepared") if name in options}
     return folder, dataclasses.replace(plan, **moved)
 
 

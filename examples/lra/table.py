@@ -24,13 +24,12 @@ import signal
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import numpy as np
-from filelock import FileLock, Timeout
 from matplotlib.figure import Figure
 from tqdm.auto import tqdm
 
@@ -175,24 +174,23 @@ def is_finished(folder: Path, run: Run) -> bool:
                 "another --output."
             )
     results = folder / RUNS / run.name / RESULTS
-    return results.exists() and bool(
-        read_json(results, "Remove it, and give the same command again, which tests the best checkpoint again.")
-    )
+    return results.exists() and bool(read_json(results))
 
 
-def read_json(path: Path, way_out: str, names: Sequence[str] = ("test", "best", "density")) -> dict[str, Any]:
+def read_json(path: Path, names: Sequence[str] = ("test", "best", "density")) -> dict[str, Any]:
     """Reads a JSON file.
 
     Raises:
         ValueError: If it is not whole or lacks one of the names.
     """
-    try:
+    with contextlib.suppress(ValueError):
         content = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"Expected {path} to be whole JSON (got {error}). {way_out}") from None
-    if not isinstance(content, dict) or not content.keys() >= set(names):
-        raise ValueError(f"Expected {path} to hold {', '.join(names)} (got something else). {way_out}")
-    return content
+        if isinstance(content, dict) and content.keys() >= set(names):
+            return content
+    raise ValueError(
+        f"Expected {path} to be whole JSON with {', '.join(names)} (got something else). Remove it, and give the same command again, which "
+        "makes it again."
+    )
 
 
 def finished(folder: Path) -> list[dict[str, Any]]:
@@ -202,7 +200,7 @@ def finished(folder: Path) -> list[dict[str, Any]]:
         task, _, rest = path.parent.name.partition("-")
         method, _, seed = rest.rpartition("-")
         plan = Plan.read(path.with_name(SETTINGS))
-        results = read_json(path, "Remove it, and give the same command again, which tests the best checkpoint again.")
+        results = read_json(path)
         known = {"name": path.parent.name, "task": task, "method": method.replace("+", ":", 1), "seed": int(seed)}
         found.append({**known, "attention": plan.settings.attention, "steps": plan.settings.steps, "plan": plan, "results": results})
     order = [*TASKS], [*METHODS]
@@ -269,30 +267,10 @@ class Runner:
 
 
 def refuse_busy(folder: Path) -> None:
-    """Refuses the folder of a run in which a process is training; see :func:`examples.lra.checkpoints.hold`."""
+    """Refuses the folder of a run in which a process is training."""
     if (folder / LOCK).exists():
         with hold(folder):
             pass
-
-
-@contextlib.contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """Keeps the folder of all runs for this process until it ends, however it ends.
-
-    Raises:
-        ValueError: If another one has it, or if nothing can be written there.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / LOCK).acquire(blocking=False)
-    except OSError as error:
-        if not isinstance(error, Timeout):
-            raise not_writable("output", folder, error) from None
-        raise ValueError(
-            f"Expected 'output' to be a folder in which no other `table` is at work (got {folder}). Wait for it or stop it, or choose another one."
-        ) from None
-    with lock:
-        yield
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -402,7 +380,7 @@ def report(runs: Sequence[Mapping[str, Any]], budget: str) -> str:
 
     def own(method: str) -> list[tuple[float, float | str] | None]:
         rows = [cells.get((method, task)) for task in tasks]
-        return [row and (row["accuracy"], row["accuracy_deviation"]) for row in rows]
+        return [(row["accuracy"], row["accuracy_deviation"]) if row else None for row in rows]
 
     chance = [next(f"{100 * run['results']['test']['majority']:.2f}" for run in runs if run["task"] == task) for task in tasks]
     bare = [method for method in PUBLISHED if method in {run["attention"] for run in runs}]
@@ -515,7 +493,8 @@ def run(given: argparse.Namespace) -> None:
         if given.report:
             return write_report(given.output)
         runs = asked(given)
-        with alone(given.output), Runner(given.output) as runner, tqdm(runs, desc="Runs", unit="run") as bar:
+        given.output.mkdir(parents=True, exist_ok=True)
+        with hold(given.output), Runner(given.output) as runner, tqdm(runs, desc="Runs", unit="run") as bar:
             for one in runs:  # all mistakes before the first run
                 is_finished(given.output, one)
             for one in bar:

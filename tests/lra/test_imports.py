@@ -20,7 +20,7 @@ def private_names(source: str) -> Iterator[str]:
     """Yields what a program imports of the package that is neither a public module nor in a module's ``__all__``."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            found = [(alias.name, []) for alias in node.names]
+            found: list[tuple[str, list[str]]] = [(alias.name, []) for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and not node.level:
             found = [(str(node.module), [alias.name for alias in node.names])]
         else:

@@ -269,4 +269,4 @@ def test_rows_of_methods_are_measured_once(tmp_path: Path, capsys: pytest.Captur
     next((tmp_path / "rows").iterdir()).write_text("{")
     with pytest.raises(SystemExit):
         main(words)
-    assert "which measures this row again" in capsys.readouterr().err
+    assert "which makes it again" in capsys.readouterr().err

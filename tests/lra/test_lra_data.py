@@ -487,7 +487,7 @@ def test_samples_of_the_releases_are_read(
 
 
 def test_a_folder_of_other_samples_skips(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sample: Callable[..., Path]) -> None:
-    monkeypatch.setitem(sample.__globals__, "SAMPLES", tmp_path)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sample.__globals__, "SAMPLES", tmp_path)
     (tmp_path / "retrieval").mkdir()
     assert sample("retrieval") == tmp_path / "retrieval"
     with pytest.raises(

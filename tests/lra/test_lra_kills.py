@@ -133,8 +133,8 @@ def test_kills_at_random_moments_change_no_bit(data: Path, tmp_path: Path) -> No
         for part in ("state_dict", "optimizer_states", "lr_schedulers", "callbacks", "global_step"):
             assert same(one[part], other[part]), (name, part)
     for name in ("train.csv", "val.csv"):
-        one, other = ([{**row, "tokens_per_second": ""} for row in report.read_rows(run / name)] for run in (whole, killed))
-        assert one == other
+        curves = [[{**row, "tokens_per_second": ""} for row in report.read_rows(run / name)] for run in (whole, killed)]
+        assert curves[0] == curves[1]
     one, other = (json.loads((run / "results.json").read_text())["test"] for run in (whole, killed))
     assert one == other
     expected = consumed(whole)

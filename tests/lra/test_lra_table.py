@@ -176,12 +176,12 @@ def test_a_killed_call_leaves_a_trainer_at_work(tmp_path: Path, capsys: pytest.C
                 time.sleep(0.05)
             with pytest.raises(SystemExit):
                 main(words)
-            assert f"a folder in which no other `table` is at work (got {folder}). Wait for it" in capsys.readouterr().err
+            assert f"a folder in which no other process is at work (got {folder}). Wait for it" in capsys.readouterr().err
         finally:
             process.kill()
     with pytest.raises(SystemExit):
         main(words)
-    assert f"(got {asleep.parent}, in which a process is still training). Wait for it or stop it." in capsys.readouterr().err
+    assert f"in which no other process is at work (got {asleep.parent}). Wait for it or stop it" in capsys.readouterr().err
     os.kill(int(asleep.read_text()), signal.SIGKILL)
     main(words)
     assert "| sbm | 800 in 1.0 |" in (folder / "report.md").read_text()
@@ -214,7 +214,7 @@ def test_a_run_that_another_process_began_meanwhile_has_not_failed(
     monkeypatch.setattr(subprocess, "Popen", Popen)
     with held, pytest.raises(SystemExit, match="2"):
         main(["table", "--methods", "sbm", "--seeds", "0", "3", "--output", str(tmp_path / "all")])
-    assert f"(got {folder}, in which a process is still training)" in capsys.readouterr().err
+    assert f"in which no other process is at work (got {folder})" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("trainer")
@@ -319,7 +319,7 @@ def test_files_that_were_cut_are_named(name: str, tmp_path: Path, capsys: pytest
     for again in (words, ["table", "--report", "--output", str(folder)]):
         with pytest.raises(SystemExit):
             main(again)
-        message = "to be as it was written (got: " if name.endswith("settings.json") else "to be whole JSON (got "
+        message = "to be as it was written (got: " if name.endswith("settings.json") else "to be whole JSON with test, best, density (got "
         assert f"Expected {folder / name} {message}" in capsys.readouterr().err
     if not name.endswith("settings.json"):  # the way out that is named
         (folder / name).unlink()

@@ -315,7 +315,7 @@ def test_a_folder_has_one_process_at_a_time(whole: Path, capsys: pytest.CaptureF
     with checkpoints.hold(whole):
         with pytest.raises(SystemExit):
             resume(whole)
-        assert "Expected 'output' to be the folder of a run that has stopped" in capsys.readouterr().err
+        assert "Expected 'output' to be a folder in which no other process is at work" in capsys.readouterr().err
     with checkpoints.hold(whole):
         pass
 
@@ -332,7 +332,7 @@ def test_two_processes_that_settled_on_one_folder_do_not_share_it(
     folder, lock = claim(folder, plan, new=True, move=True)
     if finished:
         lock.close()
-    with pytest.raises(checkpoints.CheckpointError, match="begun meanwhile" if finished else "still training"):
+    with pytest.raises(checkpoints.CheckpointError, match="begun meanwhile" if finished else "no other process is at work"):
         claim(same, plan, new=True, move=False)
     other, second = claim(same, plan, new=True, move=True)
     assert (str(folder), str(other)) == ("runs/listops-laptop-1", "runs/listops-laptop-2")

@@ -10,7 +10,7 @@ import argparse
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from examples.lra.data import image, listops, pathfinder, retrieval, text
 from examples.lra.data.batches import Rows, Split
@@ -258,7 +258,8 @@ def _describe(given: argparse.Namespace) -> None:
         print(f"{given.data}: {told[task.generate(given.data, dataclasses.replace(preset.data, **law), seed=given.seed)]}")
     folder, written = prepare(task, given.data, options=options, prepared=given.prepared, progress=True)
     print(f"{folder}: {told[written]}")
-    settings = dataclasses.replace(preset.settings, **options)
+    chosen: dict[str, Any] = dict(options)
+    settings = dataclasses.replace(preset.settings, **chosen)
     splits = load(task, given.data, max_length=settings.max_length, options=options, prepared=given.prepared)
     for name, sentence in task.pipeline(settings, splits).items():
         print(f"{name:>9}: {sentence}")
