@@ -46,9 +46,9 @@ from examples.lra.data.batches import Batch, LengthBuckets, Split
 from examples.lra.data.files import write_text
 from examples.lra.data.tasks import TASKS, Task
 from examples.lra.model import Classifier
-from examples.lra.report import peak_memory, write_json
+from examples.lra.report import markdown, peak_memory, write_csv, write_json
 from examples.lra.settings import Plan
-from examples.lra.table import Run, markdown, read_json, write_csv
+from examples.lra.table import Run, read_json
 from examples.lra.train import Data, flushed_subnormals, open_run
 from sbm_pyg import SBMAttentionConv, patterns
 from sbm_pyg.models import FullAttention

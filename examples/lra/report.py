@@ -13,7 +13,7 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +185,28 @@ def check_curves(folder: Path, needed: Sequence[str], step: float) -> None:
             found = str(error)
         if found:
             raise ValueError(f"Expected {path} to be as it was written (got: {found}). Take it from a backup, or start a new run.")
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Writes a Markdown table, the first column to the left and the others to the right.
+
+    >>> print(markdown(["a", "b"], [["x", "1"]]))
+    | a | b |
+    |---|--:|
+    | x | 1 |
+    """
+    lines = ["| " + " | ".join(header) + " |", "|---|" + "--:|" * (len(header) - 1)]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
+
+
+def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Writes rows with a header, whole or not at all; columns in the order in which they first occur."""
+    draft = path.with_name(path.name + ".partial")
+    with draft.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(dict.fromkeys(name for row in rows for name in row)))
+        writer.writeheader()
+        writer.writerows(rows)
+    os.replace(draft, path)
 
 
 def wilson_interval(correct: int, count: int, z: float = 1.959964) -> tuple[float, float]:

@@ -132,7 +132,7 @@ HOSTILE: list[tuple[str, str]] = [
     ("train --max-length 2147483648", "'max-length' to give a model that fits into"),
     ("train --attention linformer --linformer-rank 1000000000", "to give a model that fits into"),
     ("prepare --generate --data file/x", "to be a place for generated data"),
-    ("prepare --generate --data full", "to be new, empty or the data set asked for"),
+    ("prepare --generate --data full", "to be the manifest of generated data (got no such file)"),
     ("prepare --generate --data /proc/x", "to be a place for generated data"),  # where a lock would be waited for without end
     ("prepare --generate --data new --train -5", "Expected 'train' to be at least 1 (got -5)"),
     ("prepare --generate --data new --operator-probability nan", "Expected 'operator_probability' to be in (0, 1] (got nan)"),

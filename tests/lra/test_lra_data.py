@@ -24,8 +24,8 @@ from PIL import Image
 from scipy import ndimage
 
 from examples.lra.__main__ import main
+from examples.lra.data import files, pathfinder, retrieval, snakes
 from examples.lra.data import image as cifar
-from examples.lra.data import pathfinder, retrieval, snakes
 from examples.lra.data import prepare as preparing
 from examples.lra.data import text as imdb
 from examples.lra.data.batches import Split
@@ -574,19 +574,16 @@ def test_a_flipped_byte_is_named_with_the_way_out(text: Path, array: str) -> Non
 
 def test_no_flipped_byte_of_a_manifest_ends_in_a_traceback(text: Path) -> None:
     folder, _ = prepare(TASKS["text"], text)
-    content = (folder / "manifest.json").read_bytes()
+    content, whole = (folder / "manifest.json").read_bytes(), files.read_manifest(folder, "prepared data")
     refused = []
     for place in range(0, len(content), 3):
         (folder / "manifest.json").write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
         try:
-            manifest = preparing.read_manifest(folder)
+            manifest = files.read_manifest(folder, "prepared data")
         except ValueError as error:
             refused.append(str(error))
             continue
-        if manifest["format"] == preparing.FORMAT:
-            for entry in manifest["splits"].values():
-                assert {"examples", "tokens", "skipped", "labels"} <= set(entry)
-                assert all(len(array["sha256"]) == 64 for array in entry["arrays"].values())
+        assert manifest == whole  # a change of white space
     assert len(refused) > 200
     assert all(re.search(r"manifest\.json' to be the manifest of prepared data .* Remove ", message) for message in refused)
     (folder / "manifest.json").write_bytes(content.replace(b'"splits"', b'"rplits"'))
@@ -621,7 +618,7 @@ def test_prepared_data_are_read_where_nothing_can_be_written(text: Path, monkeyp
     def refused(*_: object, **__: object) -> None:
         raise PermissionError(errno.EROFS, "Read-only file system", str(above))
 
-    monkeypatch.setattr("examples.lra.data.files.FileLock", refused)
+    monkeypatch.setattr(files, "FileLock", refused)
     assert prepare(TASKS["text"], text) == (folder, False)
     assert len(load(TASKS["text"], text, max_length=100)["train"]) == 36
     with pytest.raises(ValueError, match=r"to be a place for prepared data \(got: .*Read-only .*give another with --prepared DIR"):

@@ -48,7 +48,7 @@ def record(method: str, seed: int, accuracy: float, task: str = "listops", **mor
 
 
 def test_doctests() -> None:
-    for module in (cost, files, listops, image, report, table):
+    for module in (cost, files, listops, image, report):
         found = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE)
         assert found.failed == 0
         assert found.attempted > 0

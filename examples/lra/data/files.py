@@ -196,6 +196,38 @@ def written_whole(folder: Path, is_there: Callable[[], bool]) -> Iterator[Path |
                 shutil.rmtree(left, ignore_errors=True)
 
 
+def write_manifest(folder: Path, content: dict[str, Any]) -> None:
+    """Writes the manifest of a folder, with its own sha256."""
+    (folder / MANIFEST).write_text(json.dumps({**content, "sha256": _digest(content)}, indent=2) + "\n")
+
+
+def read_manifest(folder: Path, what: str) -> dict[str, Any]:
+    """Reads the manifest of a folder of ``what``; empty if the folder is new or empty.
+
+    Raises:
+        ValueError: If there is none, or if anything in it is not what was written: nobody may replace such a folder.
+    """
+    try:
+        if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+            return {}
+        content = json.loads((folder / MANIFEST).read_text())
+        if content.pop("sha256") == _digest(content):
+            return content
+        got = "a damaged one"
+    except (FileNotFoundError, NotADirectoryError):
+        got = "no such file"
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        got = f"a damaged one: {error}"
+    raise ValueError(
+        f"Expected '{folder / MANIFEST}' to be the manifest of {what} (got {got}). Remove {folder}, if it is damaged, and it is made again, "
+        "or choose another place."
+    )
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
 def generate(folder: Path, task: str, parameters: Any, seed: int, write: Callable[[Path], dict[str, Any]]) -> bool:
     """Writes a generated data set, whole or not at all, with a manifest of parameters, seed and checksums.
 
@@ -216,35 +248,23 @@ def generate(folder: Path, task: str, parameters: Any, seed: int, write: Callabl
         raise ValueError(f"Expected 'seed' to be at least 0 (got {seed}). Give another one.")
     wanted = {"task": task, "seed": seed, "parameters": dataclasses.asdict(parameters)}
     folder = folder.resolve()  # has a name and a neighbour on the same disk, even if it is given as "." or as a link
+
+    def is_there() -> bool:
+        found = read_manifest(folder, "generated data")
+        if found and {name: found.get(name) for name in wanted} != wanted:
+            raise ValueError(
+                f"Expected '{folder}' to be new, empty or the data set asked for (got one made with seed {found.get('seed')} and "
+                f"{found.get('parameters')}). Choose another folder, or remove this one."
+            )
+        return bool(found)
+
     try:
-        with written_whole(folder, lambda: _is_generated(folder, wanted)) as draft:
+        with written_whole(folder, is_there) as draft:
             if draft is not None:
-                (draft / MANIFEST).write_text(json.dumps({**wanted, "files": write(draft)}, indent=2) + "\n")
+                write_manifest(draft, {**wanted, "files": write(draft)})
     except OSError as error:
         raise ValueError(
             f"Expected '{folder}' to be a place for generated data (got: {error}). Make room there, change its rights, or generate "
             "elsewhere, with: python -m examples.lra prepare --generate --data DIR"
         ) from error
     return draft is not None
-
-
-def _is_generated(folder: Path, wanted: dict[str, Any]) -> bool:
-    """Tells whether a folder holds a data set whose manifest says ``wanted``; a ValueError if it holds something else."""
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"Expected '{folder}' to be a folder (got a file). Choose another name.")
-    if not folder.exists() or not any(folder.iterdir()):
-        return False
-    manifest = folder / MANIFEST
-    try:
-        found = json.loads(manifest.read_text()) if manifest.is_file() else {}
-        found = found if isinstance(found, dict) else {}
-    except ValueError as error:
-        raise malformed(
-            manifest, None, "be the manifest of a generated data set", error, "Remove its folder, to have it made again."
-        ) from None
-    if {name: found.get(name) for name in wanted} == wanted:
-        return True
-    got = f"one made with seed {found.get('seed')} and {found.get('parameters')}" if found else f"files without {MANIFEST}"
-    raise ValueError(
-        f"Expected '{folder}' to be new, empty or the data set asked for (got {got}). Choose another folder, or remove this one."
-    )

@@ -11,7 +11,6 @@ sha256 of each file. Only a folder that was written to its end gets its name, so
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,12 +20,13 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from examples.lra.data.batches import Rows, Split
-from examples.lra.data.files import MANIFEST, checksum, written_whole
+from examples.lra.data.files import checksum, read_manifest, write_manifest, written_whole
 
 if TYPE_CHECKING:
     from examples.lra.data.tasks import Task
 
 FORMAT = 1
+KIND = "prepared data"
 SPLITS = ("train", "val", "test")
 ARRAYS = ("tokens", "ptr", "labels")
 FOLDER = "prepared"
@@ -60,13 +60,13 @@ def prepare(
         wanted = {"format": FORMAT, "task": task.name, "tokeniser": task.tokeniser, "options": options, "source": fingerprint(root, rows)}
 
         def is_there() -> bool:
-            found = read_manifest(folder) if folder.exists() else {}
+            found = read_manifest(folder, KIND)
             return {name: found.get(name) for name in wanted} == wanted
 
         with written_whole(folder, is_there) as draft:
             if draft is not None:
                 splits = {name: _write_split(draft, name, rows[name], task, root, progress) for name in SPLITS}
-                (draft / MANIFEST).write_text(json.dumps({**wanted, "root": str(root), "splits": splits}, indent=2) + "\n")
+                write_manifest(draft, {**wanted, "root": str(root), "splits": splits})
     except OSError as error:
         failed = Path(error.filename or folder)
         if failed == root or not (failed.is_relative_to(folder.parent) or folder.is_relative_to(failed)):
@@ -84,46 +84,6 @@ def fingerprint(root: Path, splits: Mapping[str, Rows]) -> str:
         state = path.stat()
         lines.add(f"{os.path.relpath(path, root)} {0 if path.is_dir() else state.st_size} {state.st_mtime_ns}\n")
     return hashlib.sha256("".join(sorted(lines)).encode(errors="surrogateescape")).hexdigest()
-
-
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """Reads the manifest of a folder of prepared data.
-
-    Raises:
-        ValueError: If there is none, or if it is damaged; then it is not a folder that :func:`prepare` may replace.
-    """
-    path = folder / MANIFEST
-    try:
-        manifest = json.loads(path.read_text())
-    except (FileNotFoundError, NotADirectoryError):
-        got = "no such file"
-    except ValueError as error:
-        got = str(error)
-    else:
-        if isinstance(manifest, dict) and "format" in manifest:
-            if manifest["format"] != FORMAT or _is_manifest(manifest):
-                return manifest
-            got = "a damaged one"
-        else:
-            got = "another one"
-    raise ValueError(
-        f"Expected '{path}' to be the manifest of prepared data (got {got}). Remove {folder}, if it is damaged, or give another place with "
-        "--prepared DIR."
-    )
-
-
-def _is_manifest(manifest: Mapping[str, Any]) -> bool:
-    """Tells whether a manifest has all entries, of their types, and counts that agree."""
-    try:
-        for entry in (manifest["splits"][name] for name in SPLITS):
-            sizes = {name: entry["arrays"][name]["size"] for name in ARRAYS}
-            hashed = all(isinstance(entry["arrays"][name]["sha256"], str) for name in ARRAYS)
-            counted = entry["examples"] == sizes["labels"] == sum(entry["labels"].values()) and entry["tokens"] == sizes["tokens"]
-            if not (hashed and counted and set(entry["arrays"]) == set(ARRAYS) and isinstance(entry["skipped"], int)):
-                return False
-    except (KeyError, TypeError, AttributeError):
-        return False
-    return True
 
 
 class _Array:
@@ -210,7 +170,7 @@ def load(
         ValueError: If files are missing, malformed or damaged, or if a sequence is too long for a task that does not truncate.
     """
     folder, _ = prepare(task, root, options=options, prepared=prepared, progress=progress)
-    entries = read_manifest(folder)["splits"]
+    entries = read_manifest(folder, KIND)["splits"]
     splits = {}
     for name in SPLITS:
         digests = []

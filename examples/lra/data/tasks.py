@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 from examples.lra.data import image, listops, pathfinder, retrieval, text
 from examples.lra.data.batches import Rows, Split
-from examples.lra.data.files import Release
-from examples.lra.data.prepare import load, prepare, read_manifest, splits_digest
+from examples.lra.data.files import Release, read_manifest
+from examples.lra.data.prepare import KIND, load, prepare, splits_digest
 from examples.lra.settings import PRESETS, Plan, Preset, Settings
 
 
@@ -266,7 +266,7 @@ def _describe(given: argparse.Namespace) -> None:
     for name, choices in task.options.items():
         for choice in set(choices) - {options[name]}:
             print(f"{'':>9}  or --{name} {choice}: {choices[choice]}")
-    for name, entry in read_manifest(folder)["splits"].items():
+    for name, entry in read_manifest(folder, KIND)["splits"].items():
         split, left_out = splits[name], f", {entry['skipped']} broken ones left out" if entry["skipped"] else ""
         print(
             f"{name:>9}: {len(split):,} examples, {split.lengths.mean():.1f} tokens on average, {split.lengths.max():,} at most, "
