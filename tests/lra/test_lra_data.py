@@ -24,10 +24,8 @@ from PIL import Image
 from scipy import ndimage
 
 from examples.lra.__main__ import main
-from examples.lra.data import files, pathfinder, retrieval, snakes
-from examples.lra.data import image as cifar
+from examples.lra.data import files, pathfinder, readers, snakes
 from examples.lra.data import prepare as preparing
-from examples.lra.data import text as imdb
 from examples.lra.data.batches import Split
 from examples.lra.data.prepare import load, prepare, splits_digest
 from examples.lra.data.tasks import TASKS, data_folder, open_data
@@ -56,7 +54,7 @@ def make_retrieval(folder: Path) -> None:
 def make_image(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(0)
-    for name in (*cifar.TRAIN, cifar.TEST):
+    for name in (*readers.TRAIN, readers.TEST):
         images = rng.integers(0, 256, (8, 3072), dtype=np.uint8)
         content = {b"batch_label": b"batch", b"labels": [*range(8)], b"data": images, b"filenames": [b"a.png"] * 8}
         (folder / name).write_bytes(pickle.dumps(content, protocol=4))
@@ -213,7 +211,7 @@ def test_image_is_grey_as_tensorflow_computes_it(tmp_path: Path) -> None:
     splits = load(TASKS["image"], tmp_path, max_length=1024)
     assert splits["train"].labels.tolist() == [*range(8)] * 4 + [0, 1, 2, 3]
     assert splits["val"].labels.tolist() == [4, 5, 6, 7]
-    colours, _ = cifar.read_batch(tmp_path / "data_batch_5")
+    colours, _ = readers.read_batch(tmp_path / "data_batch_5")
     red, green, blue = colours[4].reshape(3, 1024).astype(float)
     wanted = np.floor(255.5 * (0.2989 * red + 0.587 * green + 0.114 * blue) / 255)
     found = np.frombuffer(sequences(splits["val"])[0], dtype=np.uint8)
@@ -248,7 +246,7 @@ def python_2_pickle(images: np.ndarray, labels: list[int]) -> bytes:
 def test_the_official_pickles_of_python_2_are_read(tmp_path: Path) -> None:
     images = np.random.default_rng(0).integers(0, 256, (5, 3072), dtype=np.uint8)
     (tmp_path / "batch").write_bytes(python_2_pickle(images, [3, 1, 4, 1, 5]))
-    found, labels = cifar.read_batch(tmp_path / "batch")
+    found, labels = readers.read_batch(tmp_path / "batch")
     assert (found == images).all()
     assert labels.tolist() == [3, 1, 4, 1, 5]
 
@@ -292,7 +290,7 @@ def test_a_pickle_that_runs_a_program_is_refused_before_it_runs(tmp_path: Path) 
 def test_image_refuses_other_contents(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "batch").write_bytes(content)
     with pytest.raises(ValueError, match=message):
-        cifar.read_batch(tmp_path / "batch")
+        readers.read_batch(tmp_path / "batch")
 
 
 @pytest.mark.parametrize("protocol", [2, 4])
@@ -304,10 +302,10 @@ def test_no_damaged_length_of_a_pickle_asks_for_memory(tmp_path: Path, protocol:
         for bit in (0, 3, 7):
             path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << bit]) + whole[place + 1 :])
             with contextlib.suppress(ValueError):
-                cifar.read_batch(path)
+                readers.read_batch(path)
     path.write_bytes(b"\x80\x02]r" + (2**32 - 1).to_bytes(4, "little") + b".")
     with pytest.raises(ValueError, match=r"a pickle of arrays and nothing else \(got it counts to 4,294,967,295 in 9 bytes\)"):
-        cifar.read_batch(path)
+        readers.read_batch(path)
 
 
 # Pathfinder
@@ -465,8 +463,8 @@ def test_generated_images_look_like_those_of_the_published_generator(level: str,
     ("task", "place", "parts", "sizes"),
     [
         ("text", "imdb/aclImdb_sample.tar.gz", (), [1800, 200, 1000]),
-        ("retrieval", "retrieval", retrieval.FILES.values(), [360, 60, 60]),
-        ("image", "cifar10", [f"cifar-10-batches-py/{name}" for name in (*cifar.TRAIN, cifar.TEST)], [900, 100, 300]),
+        ("retrieval", "retrieval", readers.PAIRS.values(), [360, 60, 60]),
+        ("image", "cifar10", [f"cifar-10-batches-py/{name}" for name in (*readers.TRAIN, readers.TEST)], [900, 100, 300]),
     ],
 )
 def test_samples_of_the_releases_are_read(
@@ -496,10 +494,10 @@ def test_a_folder_of_other_samples_skips(tmp_path: Path, monkeypatch: pytest.Mon
         sample("retrieval", "a.tsv")
 
 
-@pytest.mark.parametrize("split", imdb.SPLITS)
+@pytest.mark.parametrize("split", readers.TEXT_SPLITS)
 def test_reviews_that_no_split_reads_are_refused(text: Path, split: str) -> None:
     (text / "unsup_notes").mkdir()  # holds no reviews
-    assert sum(len([*rows.read()]) for rows in imdb.open_splits(text, split=split).values()) == (48 if split == "held-out" else 56)
+    assert sum(len([*rows.read()]) for rows in readers.open_text(text, split=split).values()) == (48 if split == "held-out" else 56)
     for name in ("neg", "pos"):
         (text / "val" / name).mkdir(parents=True)
         (text / "train" / name / f"19_{9 if name == 'pos' else 2}.txt").rename(text / "val" / name / "19_5.txt")

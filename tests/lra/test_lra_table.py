@@ -23,7 +23,7 @@ import pytest
 
 from examples.lra import checkpoints, cost, report, table
 from examples.lra.__main__ import main
-from examples.lra.data import files, image, listops
+from examples.lra.data import files, listops, readers
 from examples.lra.data.tasks import open_data
 from examples.lra.settings import Plan
 from examples.lra.table import Run
@@ -48,7 +48,7 @@ def record(method: str, seed: int, accuracy: float, task: str = "listops", **mor
 
 
 def test_doctests() -> None:
-    for module in (cost, files, listops, image, report):
+    for module in (cost, files, listops, readers, report):
         found = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE)
         assert found.failed == 0
         assert found.attempted > 0

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from examples.lra.data import image, listops, pathfinder, retrieval, text
+from examples.lra.data import listops, pathfinder, readers
 from examples.lra.data.batches import Rows, Split
 from examples.lra.data.files import Release, read_manifest
 from examples.lra.data.prepare import KIND, load, prepare, splits_digest
@@ -130,9 +130,9 @@ TASKS = {
         num_classes=2,
         arity=1,
         overflow="truncate",
-        options={"split": text.SPLITS},
-        open=text.open_splits,
-        release=text.RELEASE,
+        options={"split": readers.TEXT_SPLITS},
+        open=readers.open_text,
+        release=readers.TEXT,
         presets=PRESETS["text"],
     ),
     "retrieval": Task(
@@ -142,9 +142,9 @@ TASKS = {
         num_classes=2,
         arity=2,
         overflow="truncate",
-        options={"split": retrieval.SPLITS},
-        open=retrieval.open_splits,
-        release=retrieval.RELEASE,
+        options={"split": readers.RETRIEVAL_SPLITS},
+        open=readers.open_retrieval,
+        release=readers.RETRIEVAL,
         presets=PRESETS["retrieval"],
     ),
     "image": Task(
@@ -154,9 +154,9 @@ TASKS = {
         num_classes=10,
         arity=1,
         overflow="error",
-        options={"split": image.SPLITS},
-        open=image.open_splits,
-        release=image.RELEASE,
+        options={"split": readers.IMAGE_SPLITS},
+        open=readers.open_image,
+        release=readers.IMAGE,
         presets=PRESETS["image"],
         side=32,
     ),
