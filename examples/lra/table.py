@@ -22,6 +22,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
@@ -105,7 +106,7 @@ class Run:
     @functools.cached_property
     def plan(self) -> Plan:
         """What the trainer would plan, checked by the trainer, before data are read."""
-        return resolve(parse([*self.arguments, "--output", f"{self.name}.absent"]))[1]
+        return resolve(parse([*self.arguments, "--output", str(Path(tempfile.gettempdir(), f"{self.name}.absent"))]))[1]
 
     @functools.cached_property
     def fingerprint(self) -> str:

@@ -305,6 +305,8 @@ def check(given: argparse.Namespace, folder: Path, plan: Plan) -> None:
             f"Expected as many processes as the run to resume has, {plan.processes} (got {count}). Its results depend on how many share a "
             f"batch: use torchrun --nproc-per-node {plan.processes}, or start a new run."
         )
+    if plan.minutes is not None and count > 1:
+        raise ValueError(f"Expected one process with 'minutes' (got {count}). Their steps are not timed: give --steps.")
     _check_export(vars(given).get("export"), folder, settings)
     here = processes.on_this_machine()
     found = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}.get(given.accelerator, here)

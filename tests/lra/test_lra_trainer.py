@@ -206,6 +206,25 @@ def test_a_run_goes_on_in_as_many_processes_as_it_was_started_with(whole: Path, 
     assert "Expected as many processes as the run to resume has, 2 (got 1)" in capsys.readouterr().err
 
 
+def test_time_is_a_budget_of_one_process(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = parse(["--minutes", "1", "--data", str(data), "--output", str(tmp_path / "run")])
+    trainer.check(given, *resolve(given))
+    monkeypatch.setattr(processes, "count", lambda: 2)
+    with pytest.raises(ValueError, match=r"Expected one process with 'minutes' \(got 2\)"):
+        trainer.check(given, *resolve(given))
+
+
+@pytest.mark.slow
+def test_as_many_steps_are_taken_as_fit_into_a_time(data: Path, tmp_path: Path) -> None:
+    words = TINY.replace("--steps 9 ", "").split()
+    main(["train", *words, "--minutes", "0.1", "--data", str(data), "--output", str(tmp_path / "run")])
+    plan = json.loads((tmp_path / "run" / SETTINGS).read_text())
+    assert plan["minutes"] == 0.1
+    assert report.read_curves(tmp_path / "run" / "train.csv")[-1]["step"] == plan["settings"]["steps"]
+    assert 1 < json.loads((tmp_path / "run" / "results.json").read_text())["seconds"] < 60
+    resume(tmp_path / "run", "--resume", "--minutes", "0.1")
+
+
 def test_a_run_with_relative_places_is_resumed_from_anywhere(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(data.parent)
     train(Path(data.name), tmp_path / "run", "--steps", "2", "--prepared", "arrays")
