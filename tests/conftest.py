@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -50,47 +47,3 @@ def one_thread() -> Iterator[None]:
     yield
     torch.set_num_threads(threads)
     torch.set_rng_state(state)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of short ListOps, 50 trees to train on, 20 to validate and 30 to test."""
-    import lra_tasks  # which few test files need
-
-    folder = tmp_path_factory.mktemp("data") / "listops"
-    law = [
-        "--preset",
-        "laptop",
-        "--train",
-        "50",
-        "--val",
-        "20",
-        "--test",
-        "30",
-        "--min-length",
-        "8",
-        "--max-length",
-        "24",
-    ]
-    lra_tasks.main(["generate", "--out", str(folder), *law])
-    return folder
-
-
-@pytest.fixture(scope="session")
-def untrained() -> Callable[..., Path]:
-    """Makes what the trainer leaves of a model of ListOps that has learned nothing: a folder, its data, settings of the model."""
-    import lra
-    from lra_checkpoints import write_checkpoint
-    from lra_tasks import TASKS
-
-    def make(folder: Path, data: Path, **changes: Any) -> Path:
-        folder.mkdir()
-        small: dict[str, Any] = {"channels": 16, "head_channels": 8, "ffn_channels": 16, "num_blocks": 8}
-        settings = dataclasses.replace(TASKS["listops"].presets["laptop"].settings, **small | changes)
-        torch.manual_seed(0)
-        write_checkpoint(folder / "best.ckpt", {"state_dict": lra.Classifier(TASKS["listops"], settings).state_dict()})
-        plan = {"task": "listops", "preset": "laptop", "data": str(data), "settings": dataclasses.asdict(settings)}
-        (folder / "settings.json").write_text(json.dumps(plan))
-        return folder
-
-    return make

@@ -208,7 +208,7 @@ def model_of_tokens(device: Device) -> Any:
 
 @cases("baseline", {name: name for name in ("linear", "linformer", "performer", "nystromformer", "reformer")})
 def baseline(device: Device, variant: str) -> Any:
-    from lra_baselines import BASELINES
+    from examples.lra.baselines import BASELINES
 
     sizes = {"linformer_rank": 12, "hash_rounds": 2, "hash_chunk": 16, "random_features": 32, "landmarks": 16, "value_kernel": 7}
     settings: Any = SimpleNamespace(max_length=40, attention_dropout=0.0, **sizes)

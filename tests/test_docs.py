@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import doctest
-import importlib
 import inspect
 import re
+import runpy
 import shlex
+import sys
 from collections.abc import Iterator
 from itertools import zip_longest
 from pathlib import Path
@@ -36,18 +37,27 @@ def blocks(text: str) -> Iterator[tuple[str, str, str | None]]:
             yield block[1], block[2], after[2] if after is not None and promised else None
 
 
-def run_bash(code: str) -> None:
-    """``python examples/NAME.py ...``, in this process; a page shows nothing else."""
+def run_bash(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``python examples/NAME.py ...`` and ``python -m examples.NAME ...``, in this process; a page shows nothing else."""
     for line in code.replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)
         assert words[0] == "python", line
-        script = Path(words[1])
-        assert (ROOT / script).is_file(), line
-        assert script.parent == Path("examples"), line
-        importlib.import_module(script.stem).main(words[2:])
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "path", [*sys.path])
+            if words[1] == "-m":
+                assert words[2].startswith("examples."), line
+                patch.setattr(sys, "argv", words[2:])
+                runpy.run_module(words[2], run_name="__main__", alter_sys=True)
+            else:
+                script = Path(words[1])
+                assert (ROOT / script).is_file(), line
+                assert script.parent == Path("examples"), line
+                patch.setattr(sys, "path", [str(ROOT / "examples"), *sys.path])
+                patch.setattr(sys, "argv", words[1:])
+                runpy.run_path(str(ROOT / script), run_name="__main__")
 
 
-def run_page(path: Path, capsys: pytest.CaptureFixture[str]) -> int:
+def run_page(path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> int:
     """Run all blocks of a page in one namespace; returns how many outputs were compared."""
     names: dict[str, Any] = {"__name__": "__main__"}
     compared = 0
@@ -55,7 +65,7 @@ def run_page(path: Path, capsys: pytest.CaptureFixture[str]) -> int:
     for number, (language, code, promised) in enumerate(blocks(path.read_text())):
         capsys.readouterr()
         if language == "bash":
-            run_bash(code)
+            run_bash(code, monkeypatch)
         else:
             exec(compile(code, f"{path.name}, block {number}", "exec"), names)
         if promised is not None:
@@ -71,10 +81,10 @@ def test_the_pages_are_found() -> None:
     assert len(GUIDES) > 7
 
 
-def test_the_runner_notices_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_runner_notices_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     page = tmp_path / "page.md"
     page.write_text("```python\nx = 1\n```\n\n```python\nprint(x)\n```\n\n```text\n1\n```\n")
-    assert run_page(page, capsys) == 1
+    assert run_page(page, capsys, monkeypatch) == 1
     for wrong in (
         "```python\nprint(2)\n```\n\n```text\n1\n```\n",
         "```python\n1 / 0\n```\n",
@@ -83,7 +93,7 @@ def test_the_runner_notices_what_is_wrong(tmp_path: Path, capsys: pytest.Capture
     ):
         page.write_text(wrong)
         with pytest.raises((AssertionError, ZeroDivisionError)):
-            run_page(page, capsys)
+            run_page(page, capsys, monkeypatch)
 
 
 @pytest.mark.slow
@@ -91,7 +101,7 @@ def test_tutorial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     """All four steps in one folder, for each goes on with what the one before has left."""
     monkeypatch.chdir(tmp_path)
     for name in TUTORIAL:
-        assert run_page(DOCS / "tutorial" / name, capsys) >= 2, name
+        assert run_page(DOCS / "tutorial" / name, capsys, monkeypatch) >= 2, name
 
 
 @pytest.mark.parametrize("name", GUIDES)
@@ -100,7 +110,7 @@ def test_guide(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     if name == "torch_sparse.md":
         pytest.importorskip("torch_sparse", reason="torch-sparse is not installed")
     monkeypatch.chdir(tmp_path)
-    run_page(DOCS / "guides" / name, capsys)
+    run_page(DOCS / "guides" / name, capsys, monkeypatch)
     if name != "index.md":
         assert any(language == "python" for language, _, _ in blocks(text)), name
 

@@ -1,0 +1,323 @@
+"""The efficient transformers that the paper compares with, as the attention of our encoder: same blocks, data and budget.
+
+In: settings with the name of a method and its sizes. Out: a factory for :class:`sbm_pyg.SequenceEncoder`, whose layers take
+ragged tokens ``[N, channels]`` with ``ptr`` [B+1] and return ragged ``[N, H*C]``. Not here: full attention, fixed patterns and
+sampled graphs, which the package has, and training (``train.py``).
+
+Each method has the projections of :class:`sbm_pyg.models.FullAttention`; what happens between them is the work of a package
+where one is kept, and of a few lines here where none is:
+
+==============  ============================================================  ===================================
+method          computed by                                                   padding
+==============  ============================================================  ===================================
+linear          ``torch_geometric`` over elu(x) + 1                           masked
+linformer       ``linformer``                                                 masked before the projection
+reformer        ``transformers``, its ``LSHSelfAttention``                    a function of the sequence's length
+performer       ``torch_geometric`` over positive features, which are here    masked, in the stabiliser too
+nystromformer   ``nystrom_attention``; the convolution is here                spread, so that no landmark is empty
+==============  ============================================================  ===================================
+
+What a sequence gets does not depend on the rest of its batch, with any of them (``tests/lra/test_lra_baselines.py``).
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from functools import partial
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch_geometric.nn.attention.performer import linear_attention, orthogonal_matrix
+
+from sbm_pyg import pad
+from sbm_pyg.sampling import draw_seed
+
+if TYPE_CHECKING:
+    from examples.lra.settings import Settings
+
+
+class Baseline(nn.Module):
+    """An attention layer that pads inside: projections here, the method in :meth:`attend`.
+
+    Args:
+        channels: Channels of the tokens.
+        head_channels: Channels per head C.
+        heads: Number of heads H.
+
+    Shapes:
+        - tokens ``[N, channels]``; output ``[N, H*C]``. Half precisions are raised to float32 in between, as the paper's baselines do.
+    """
+
+    shared = False  # whether keys are the queries
+
+    def __init__(self, channels: int, head_channels: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.lin_query = nn.Linear(channels, heads * head_channels)
+        self.lin_key = None if self.shared else nn.Linear(channels, heads * head_channels)
+        self.lin_value = nn.Linear(channels, heads * head_channels)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        ptr: Tensor,
+        seed: int | None = None,
+        streams: Tensor | None = None,
+        return_graph: bool = False,
+        return_sbm: bool = False,
+    ) -> Any:
+        """Attend; ``seed`` is for methods that are random, ``streams`` is not used. No graph is ever made: None."""
+        seed = draw_seed() if seed is None else seed
+        query = self.lin_query(x)
+        key = query if self.lin_key is None else self.lin_key(x)
+        heads = (t.unflatten(1, (self.heads, -1)) for t in (query, key, self.lin_value(x)))
+        q, k, v = (t.float() if t.dtype in (torch.bfloat16, torch.float16) else t for t in heads)  # [N, H, C]
+        with torch.autocast(x.device.type, enabled=False):
+            out = self.ragged(q, k, v, ptr, seed).flatten(1).to(query.dtype)
+        asked = [None] * (return_graph + return_sbm)
+        return (out, *asked) if asked else out
+
+    def ragged(self, query: Tensor, key: Tensor, value: Tensor, ptr: Tensor, seed: int) -> Tensor:
+        """Attends over sequences of each padded size at a time, ``[N, H, C]`` in and out."""
+        lengths = ptr.diff()
+        sequence = torch.repeat_interleave(lengths, output_size=query.size(0))
+        position = torch.arange(query.size(0), device=ptr.device) - ptr[sequence]
+        sizes = self.sizes(lengths)
+        slot = self.slots(position, lengths[sequence])
+        out, places = [], []
+        for size in sizes.unique().tolist():
+            chosen = sizes == size
+            place = chosen[sequence].nonzero()[:, 0]
+            at = ((chosen.cumsum(0) - 1)[sequence[place]], slot[place])
+            shape = (int(chosen.sum()), size)
+            mask = torch.zeros(shape, dtype=torch.bool, device=ptr.device).index_put(at, torch.ones_like(place, dtype=torch.bool))
+            q, k, v = (t.new_zeros(*shape, *t.shape[1:]).index_put(at, t[place]).transpose(1, 2) for t in (query, key, value))
+            out.append(self.attend(q, k, v, mask, seed).transpose(1, 2)[at])
+            places.append(place)
+        return torch.zeros_like(value).index_copy(0, torch.cat(places), torch.cat(out))
+
+    def sizes(self, lengths: Tensor) -> Tensor:
+        """Length to which each sequence is padded, ``[B]``: that of the longest, where masking alone makes padding harmless."""
+        return lengths.max().expand_as(lengths)
+
+    def slots(self, position: Tensor, length: Tensor) -> Tensor:
+        """Place of each token in its padded sequence, ``[N]``, from its position and the sequence's length."""
+        return position
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, seed: int) -> Tensor:
+        """Attends over padded sequences ``[B, H, L, C]``, zeros where ``mask`` [B, L] is False; what it returns there is dropped."""
+        raise NotImplementedError
+
+
+class LinearAttention(Baseline):
+    r"""Linear attention: :math:`\phi(q_i)^T \sum_j \phi(k_j) v_j / \phi(q_i)^T \sum_j \phi(k_j)` with :math:`\phi = \mathrm{elu} + 1`.
+
+    Cost O(N H C^2). Katharopoulos et al., "Transformers are RNNs", ICML 2020; their package has no release that builds with
+    torch 2, so the two lines of the feature map are ours and the product is PyG's. The paper's baseline leaves out the denominator.
+    """
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, seed: int) -> Tensor:
+        """As :meth:`Baseline.attend`."""
+        return linear_attention(F.elu(query) + 1, (F.elu(key) + 1) * mask[:, None, :, None], value)
+
+
+class PerformerAttention(Baseline):
+    r"""FAVOR+: linear attention over positive random features :math:`\exp(w_r^T x - |x|^2 / 2)` of the softmax kernel.
+
+    Cost O(N H C R). Choromanski et al., "Rethinking attention with Performers", ICLR 2021. The directions w are orthogonal with
+    norms of Gaussian vectors, drawn once from torch's generator and kept with the weights. PyG has the product and the
+    directions; the features are ours, since PyG's are those of a ReLU kernel, and since the package ``performer-pytorch``
+    takes the largest score of the padding, too, for its stabiliser.
+
+    Args:
+        channels, head_channels, heads: As :class:`Baseline`.
+        features: Number of random features R.
+    """
+
+    EPS = 1e-4
+    directions: Tensor
+
+    def __init__(self, channels: int, head_channels: int, heads: int, features: int) -> None:
+        super().__init__(channels, head_channels, heads)
+        norms = torch.randn(features, head_channels).norm(dim=1, keepdim=True)
+        signs = 2 * torch.randint(2, (features, 1)) - 1  # those of QR factors are not random
+        self.register_buffer("directions", orthogonal_matrix(features, head_channels) * norms * signs)  # [R, C]
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, seed: int) -> Tensor:
+        """As :meth:`Baseline.attend`."""
+        real = mask[:, None, :, None]
+        queries, keys = (x * x.size(-1) ** -0.25 for x in (query, key))
+        scores = [x @ self.directions.to(x.dtype).T for x in (queries, keys)]  # [B, H, L, R]
+        tops = scores[0].amax(-1, keepdim=True), scores[1].masked_fill(~real, -torch.inf).amax((-2, -1), keepdim=True)
+        features = [
+            torch.exp(score - x.square().sum(-1, keepdim=True) / 2 - top.detach()) + self.EPS
+            for score, x, top in zip(scores, (queries, keys), tops, strict=True)
+        ]
+        return linear_attention(features[0], features[1].masked_fill(~real, 0), value)
+
+
+class LinformerAttention(Baseline):
+    """Softmax attention to k learned mixtures of the keys over all positions, and of the values.
+
+    Cost O(N H C k). Wang et al., "Linformer: Self-Attention with Linear Complexity", 2020, as in the package ``linformer``,
+    which has no mask: keys and values of padding are zeros, which mix as nothing.
+
+    Args:
+        channels, head_channels, heads: As :class:`Baseline`.
+        max_length: Longest sequence.
+        rank: Number of mixtures k.
+        dropout: Probability that an attention weight is dropped in training.
+    """
+
+    def __init__(self, channels: int, head_channels: int, heads: int, max_length: int, rank: int, dropout: float) -> None:
+        super().__init__(channels, head_channels, heads)
+        package = _package("linformer")
+        self.kernel = package.LinformerSelfAttention(heads * head_channels, max_length, rank, heads, head_channels, dropout=dropout)
+        self.kernel.to_q, self.kernel.to_k, self.kernel.to_v = nn.Identity(), _Half(0), _Half(1)
+        self.kernel.to_out = nn.Identity()
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, seed: int) -> Tensor:
+        """As :meth:`Baseline.attend`."""
+        flat = [x.transpose(1, 2).flatten(2) for x in (query, key, value)]  # [B, L, H*C]
+        return self.kernel(flat[0], context=torch.cat(flat[1:], -1)).unflatten(2, (self.heads, -1)).transpose(1, 2)
+
+
+class ReformerAttention(Baseline):
+    """Attention among tokens that hash alike: sorted by hash and cut into chunks, each of which sees itself and the one before.
+
+    Cost O(N H C c r) with chunks of c tokens and r rounds, and sorting. Kitaev et al., "Reformer: The Efficient Transformer",
+    ICLR 2020, as ``transformers`` has it, which the paper's baseline is made of, too. Queries are keys. Rotations are a function of the
+    seed and of the padded length, which is the sequence's own length rounded up to whole chunks.
+
+    Args:
+        channels, head_channels, heads: As :class:`Baseline`.
+        max_length: Longest sequence.
+        rounds: Rounds of hashing r.
+        chunk: Tokens per chunk c; shorter sequences get full attention.
+        dropout: Probability that an attention weight is dropped in training.
+    """
+
+    shared = True
+
+    def __init__(self, channels: int, head_channels: int, heads: int, max_length: int, rounds: int, chunk: int, dropout: float) -> None:
+        super().__init__(channels, head_channels, heads)
+        self.chunk = chunk
+        package: Any = _package("transformers.models.reformer.modeling_reformer")
+        config = package.ReformerConfig(
+            attn_layers=["lsh"], attention_head_size=head_channels, num_attention_heads=heads, hidden_size=heads * head_channels,
+            num_hashes=rounds, lsh_attn_chunk_length=chunk, lsh_attention_probs_dropout_prob=dropout,
+            max_position_embeddings=max_length, is_decoder=False,
+        )  # fmt: skip
+        self.kernel = package.LSHSelfAttention(config)
+        self.kernel.query_key, self.kernel.value = _Half(0), _Half(1)
+
+    def sizes(self, lengths: Tensor) -> Tensor:
+        """As :meth:`Baseline.sizes`: whole chunks, so that chunks and buckets are those of the sequence by itself."""
+        return -(-lengths // self.chunk) * self.chunk
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, seed: int) -> Tensor:
+        """As :meth:`Baseline.attend`."""
+        size, buckets = mask.size(1), None
+        if size > self.chunk:
+            self.kernel.num_buckets = 1 << (2 * (size // self.chunk)).bit_length() - 1  # as the method's authors advise
+            with torch.random.fork_rng([query.device] if query.is_cuda else []):
+                torch.manual_seed((seed + size) % 2**63)
+                buckets = self.kernel._hash_vectors(query, self.kernel.num_hashes, mask)
+        joined = torch.cat([x.transpose(1, 2).flatten(2) for x in (query, value)], -1)  # [B, L, 2*H*C]
+        return self.kernel(joined, attention_mask=mask, buckets=buckets).hidden_states.unflatten(2, (self.heads, -1)).transpose(1, 2)
+
+
+class NystromAttention(Baseline):
+    """Softmax attention by way of landmarks, the means of m segments, and a convolution of the values.
+
+    Cost O(N H C m + H m^3). Xiong et al., "Nyströmformer", AAAI 2021, as in the package ``nystrom_attention``. A sequence is
+    padded to a multiple of m by its own length, and its tokens are spread over the m segments as evenly as they go: no
+    segment is empty, and the masked means are of real tokens alone. The pseudoinverse is iterated for each sequence by itself
+    (the published code scales all of a batch by one norm). Sequences of at most m tokens get full attention, as published.
+
+    Args:
+        channels, head_channels, heads: As :class:`Baseline`.
+        landmarks: Number of landmarks m.
+        kernel_size: Tokens under the convolution, odd; 0 leaves it out.
+    """
+
+    def __init__(self, channels: int, head_channels: int, heads: int, landmarks: int, kernel_size: int) -> None:
+        super().__init__(channels, head_channels, heads)
+        if kernel_size % 2 == 0 and kernel_size:
+            raise ValueError(f"Expected 'kernel_size' to be odd or 0 (got {kernel_size}). The convolution is centred on its token.")
+        self.landmarks = landmarks
+        package = _package("nystrom_attention")
+        self.kernel = package.NystromAttention(heads * head_channels, head_channels, heads, landmarks, residual=False)
+        self.kernel.to_qkv = self.kernel.to_out = nn.Identity()
+        self.conv = None
+        if kernel_size:
+            self.conv = nn.Conv2d(heads, heads, (kernel_size, 1), padding=(kernel_size // 2, 0), groups=heads, bias=False)
+
+    def sizes(self, lengths: Tensor) -> Tensor:
+        """As :meth:`Baseline.sizes`: whole segments."""
+        return -(-lengths // self.landmarks) * self.landmarks
+
+    def slots(self, position: Tensor, length: Tensor) -> Tensor:
+        """As :meth:`Baseline.slots`: segment s begins with token ceil(s * length / m)."""
+        segment = position * self.landmarks // length
+        return segment * -(-length // self.landmarks) + position - -(-segment * length // self.landmarks)
+
+    def ragged(self, query: Tensor, key: Tensor, value: Tensor, ptr: Tensor, seed: int) -> Tensor:
+        """As :meth:`Baseline.ragged`, and the convolution."""
+        out = super().ragged(query, key, value, ptr, seed)
+        if self.conv is None:
+            return out
+        padded, mask = pad(value, ptr)  # [B, L, H, C]
+        return out + self.conv(padded.transpose(1, 2)).transpose(1, 2)[mask]
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, seed: int) -> Tensor:
+        """As :meth:`Baseline.attend`."""
+        if mask.size(1) == self.landmarks:
+            return F.scaled_dot_product_attention(query, key, value, attn_mask=mask[:, None, None])
+        joined = torch.cat([x.transpose(1, 2).flatten(2) for x in (query, key, value)], -1)  # [B, L, 3*H*C]
+        out = torch.vmap(lambda x, real: self.kernel(x[None], mask=real[None])[0])(joined, mask)
+        return out.unflatten(2, (self.heads, -1)).transpose(1, 2)
+
+
+class _Half(nn.Module):
+    """The first or the second half of the channels, where a package would project."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.chunk(2, -1)[self.number]
+
+
+def _package(name: str) -> ModuleType:
+    """A module of a package that one of the methods needs."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ImportError(
+            f"Expected '{name.partition('.')[0]}' to be installed (got {error}). Run `pip install -e \".[examples]\"`."
+        ) from error
+
+
+BASELINES: dict[str, Callable[[Settings], Callable[..., Baseline]]] = {
+    "linear": lambda chosen: LinearAttention,
+    "linformer": lambda chosen: partial(
+        LinformerAttention, max_length=chosen.max_length, rank=chosen.linformer_rank, dropout=chosen.attention_dropout
+    ),
+    "reformer": lambda chosen: partial(
+        ReformerAttention,
+        max_length=chosen.max_length,
+        rounds=chosen.hash_rounds,
+        chunk=chosen.hash_chunk,
+        dropout=chosen.attention_dropout,
+    ),
+    "performer": lambda chosen: partial(PerformerAttention, features=chosen.random_features),
+    "nystromformer": lambda chosen: partial(NystromAttention, landmarks=chosen.landmarks, kernel_size=chosen.value_kernel),
+}
+"""By name: from the settings of a run, the factory ``(channels, head_channels, heads) -> layer`` that an encoder takes."""

@@ -1,0 +1,192 @@
+"""Examples in ragged arrays, batches of them, and the order in which they come.
+
+In: rows of token numbers, or arrays that are mapped from files. Out: batches (tokens, ptr, labels, examples) without a single
+padded token, in an order that is a function of (lengths, seed, epoch). Not here: formats and files (``prepare.py``). torch is
+imported where tensors are made, so that command lines, which need the tasks, are read without it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import torch
+
+Row = tuple[Any, int]  # (token numbers [n], label), or ((token numbers, token numbers), label) for a pair
+
+
+def random_word(*key: int) -> int:
+    """Mixes integers into one random word of 62 bits, a pure function of the key."""
+    return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """The rows of one split as they lie in files, to be read once or many times.
+
+    Args:
+        files: What the rows are read from, files or folders: when one of them changes, the rows may.
+        read: Starts reading. None instead of a row is an example that is known to be broken in the release, and is left out.
+    """
+
+    files: Sequence[Path]
+    read: Callable[[], Iterator[Row | None]]
+
+
+class Batch(NamedTuple):
+    """Some examples as tensors, sequences one after the other, without padding; for pairs, tokens and ptr are pairs."""
+
+    tokens: Any  # [N] int64
+    ptr: Any  # [B + 1] int64
+    labels: torch.Tensor  # [B] int64
+    examples: torch.Tensor  # [B] int64, their numbers in the split
+    places: Any = None  # [N] int64, of each token in its sequence; None counts them
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all sequences, both sides of pairs together."""
+        sides = self.tokens if isinstance(self.tokens, tuple) else (self.tokens,)
+        return sum(side.numel() for side in sides)
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """All examples of a split in one array, in memory or mapped; as a data set, it is indexed by many examples at once.
+
+    Args:
+        tokens: Token numbers of all sequences, whole, [N].
+        ptr: Sequence s is ``tokens[ptr[s]:ptr[s + 1]]``, [arity * n + 1] int64.
+        labels: [n] int64.
+        arity: Sequences per example.
+        max_length: Longer sequences are cut to this length as they are taken; None cuts nothing.
+        digest: Of the three arrays, if they come from prepared files.
+        masked: Tokens up to this number are left out, and the others keep their places; a sequence of nothing else keeps its first
+            token. None leaves out nothing.
+    """
+
+    tokens: np.ndarray
+    ptr: np.ndarray
+    labels: np.ndarray
+    arity: int = 1
+    max_length: int | None = None
+    digest: str = ""
+    masked: int | None = None
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @functools.cached_property
+    def lengths(self) -> np.ndarray:
+        """Tokens per example, after cutting and leaving out, [n] int64."""
+        if self.masked is not None:
+            parts = np.array_split(np.arange(len(self.ptr) - 1), len(self.tokens) // 2**24 + 1)
+            sizes = np.concatenate([np.diff(self._gather(part)[1].numpy()) for part in parts])
+        else:
+            sizes = np.diff(self.ptr)
+            sizes = sizes if self.max_length is None else np.minimum(sizes, self.max_length)
+        return sizes.reshape(-1, self.arity).sum(1)
+
+    @property
+    def truncated(self) -> int:
+        """Number of sequences that are cut."""
+        return 0 if self.max_length is None else int((np.diff(self.ptr) > self.max_length).sum())
+
+    def majority(self, examples: np.ndarray | slice = slice(None)) -> float:
+        """Share of the most frequent label of some examples, or of all: the accuracy of knowing nothing else."""
+        labels = self.labels[examples]
+        return float(np.bincount(labels).max() / len(labels))
+
+    def __getitems__(self, examples: list[int]) -> Batch:
+        import torch
+
+        index = np.asarray(examples, dtype=np.int64)
+        sides = [self._gather(index * self.arity + side) for side in range(self.arity)]
+        tokens, ptr, places = sides[0] if self.arity == 1 else zip(*sides, strict=True)
+        return Batch(tokens, ptr, torch.from_numpy(np.array(self.labels[index])), torch.from_numpy(index), places)
+
+    def _gather(self, sequences: np.ndarray) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Returns tokens, ptr and places of some sequences."""
+        import torch
+
+        lengths = self.ptr[sequences + 1] - self.ptr[sequences]
+        lengths = lengths if self.max_length is None else np.minimum(lengths, self.max_length)
+        ptr = np.concatenate([[0], np.cumsum(lengths)])
+        places = np.arange(ptr[-1]) - np.repeat(ptr[:-1], lengths)
+        tokens = np.asarray(self.tokens[places + np.repeat(self.ptr[sequences], lengths)]).astype(np.int64)
+        if self.masked is not None:
+            kept = tokens > self.masked
+            counts = np.diff(np.concatenate([[0], np.cumsum(kept)])[ptr])
+            kept[ptr[:-1][counts == 0]] = True
+            tokens, places = tokens[kept], places[kept]
+            ptr = np.concatenate([[0], np.cumsum(np.maximum(counts, 1))])
+        return torch.from_numpy(tokens), torch.from_numpy(ptr), torch.from_numpy(places)
+
+
+def by_length(lengths: np.ndarray, token_budget: int) -> list[np.ndarray]:
+    """Cuts examples into batches for evaluation, shortest first: every example comes exactly once.
+
+    Args:
+        lengths: Tokens per example, [n].
+        token_budget: A batch has as many examples as have at most so many tokens together, but at least one.
+    """
+    order = np.argsort(lengths, kind="stable")
+    cuts, tokens = [], 0
+    for place, length in enumerate(lengths[order].tolist()):
+        tokens += length
+        if tokens > token_budget and place:
+            cuts.append(place)
+            tokens = length
+    return np.split(order, cuts)
+
+
+class LengthBuckets:
+    """Batches of examples of similar length for training, a pure function of (lengths, seed, number of the epoch).
+
+    An epoch shuffles the examples, cuts them into pools, sorts each pool by length, cuts it into batches and shuffles the batches:
+    neighbours in a batch are similar, and yet every epoch mixes anew. Random examples that would not fill a batch wait for another epoch.
+
+    Args:
+        lengths: Tokens per example, [n].
+        batch_size: Examples per batch.
+        seed: Of the order.
+        pool: Examples per pool.
+
+    Raises:
+        ValueError: If there are fewer examples than a batch needs.
+    """
+
+    def __init__(self, lengths: np.ndarray, *, batch_size: int, seed: int, pool: int = 4096) -> None:
+        if len(lengths) < batch_size:
+            raise ValueError(
+                f"Expected 'batch-size' to be at most the number of examples, {len(lengths)} (got {batch_size}). Take smaller "
+                "batches or more data."
+            )
+        self.lengths, self.batch_size, self.seed = lengths, batch_size, seed
+        self.pool = pool - pool % batch_size if pool > batch_size else batch_size
+
+    def epoch(self, number: int) -> list[np.ndarray]:
+        """Returns the batches of one epoch, each an array of example numbers."""
+        rng, size = np.random.default_rng([self.seed, number]), self.batch_size
+        order = rng.permutation(len(self.lengths))
+        order = order[: len(order) - len(order) % size]
+        batches: list[np.ndarray] = []
+        for start in range(0, len(order), self.pool):
+            pool = order[start : start + self.pool]
+            pool = pool[np.argsort(self.lengths[pool], kind="stable")]
+            batches += [pool[place : place + size] for place in range(0, len(pool), size)]
+        return [batches[place] for place in rng.permutation(len(batches))]
+
+    def stream(self, first: int, count: int, *, parts: int = 1) -> Iterator[list[int]]:
+        """Yields ``count`` batches of the endless sequence of epochs, from batch ``first`` on, each in equal parts."""
+        number, first = divmod(first, len(self.lengths) // self.batch_size)
+        while count:
+            taken = self.epoch(number)[first : first + count]
+            for batch in taken:
+                yield from (part.tolist() for part in np.split(batch, parts))
+            number, first, count = number + 1, 0, count - len(taken)

@@ -1,0 +1,279 @@
+"""The table of tasks of the Long Range Arena (LRA): how each is read, and the data of a run.
+
+In: the name of a task, the plan of a run. Out: ``TASKS``, and splits. Not here: settings and presets (``examples/lra/settings.py``), formats
+(``listops.py`` and its siblings), prepared arrays (``prepare.py``), batches (``batches.py``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from examples.lra.data import listops, pathfinder, readers
+from examples.lra.data.batches import Rows, Split
+from examples.lra.data.files import Release, read_manifest
+from examples.lra.data.prepare import KIND, load, prepare, splits_digest
+from examples.lra.settings import PRESETS, Plan, Preset, Settings
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """One row of the table of tasks.
+
+    Args:
+        name: As on the command line.
+        tokeniser: In words, how text or pixels become token numbers.
+        num_tokens: Size of the vocabulary, the unused padding number 0 included.
+        num_classes: Number of labels.
+        arity: Sequences per example: 1, or 2 for a pair.
+        overflow: What becomes of sequences above the maximum length: "truncate" keeps their beginning and counts them,
+            "error" refuses them.
+        options: Of ``open``: for each its choices, the default first, and what they mean.
+        open: Finds the splits "train", "val" and "test" in a folder, given (folder, **options).
+        release: Where the data come from, and what a folder of them looks like.
+        presets: By name.
+        generate: Writes a folder that ``open`` reads, given (folder, parameters, seed, progress); False if it is there. None
+            for a task that is not synthetic.
+        words: What token numbers stand for, for plots; empty where that is not worth reading.
+        side: Of the square images whose pixels are the tokens, value plus one, row by row; 0 where tokens are no pixels.
+    """
+
+    name: str
+    tokeniser: str
+    num_tokens: int
+    num_classes: int
+    arity: Literal[1, 2]
+    overflow: Literal["truncate", "error"]
+    options: Mapping[str, Mapping[str, str]]
+    open: Callable[..., Mapping[str, Rows]]
+    release: Release
+    presets: Mapping[str, Preset]
+    generate: Callable[..., bool] | None = None
+    words: tuple[str, ...] = ()
+    side: int = 0
+
+    def complete(self, options: Mapping[str, str]) -> dict[str, str]:
+        """Returns options of the reader with defaults for those that are not given.
+
+        Raises:
+            ValueError: If an option is unknown to the task or has no such choice.
+        """
+        for name, value in options.items():
+            choices = self.options.get(name, {"none": ""})
+            if value not in choices:
+                raise ValueError(f"Expected '{name}' of {self.name} to be one of {', '.join(choices)} (got {value!r}). Choose one of them.")
+        return {name: options.get(name, next(iter(choices))) for name, choices in self.options.items()}
+
+    def options_of(self, settings: Settings) -> dict[str, str]:
+        """Returns the options of the reader that settings name.
+
+        Raises:
+            ValueError: As :meth:`complete`, if settings are about pixels, and the task has none, or if its images have more than a sequence may.
+        """
+        for name, absent in (("mask_dark", -1), ("positions", "random"), ("values", "random")):
+            if not self.side and getattr(settings, name) != absent:
+                raise ValueError(
+                    f"Expected '{name.replace('_', '-')}' to be {absent} for {self.name} (got {getattr(settings, name)}). Its tokens are no pixels."
+                )
+        if settings.max_length < self.side**2:
+            raise ValueError(
+                f"Expected 'max-length' to be at least the {self.side**2:,} pixels of an image of {self.name} (got {settings.max_length}). "
+                "Raise --max-length."
+            )
+        return self.complete({"split": settings.split, "level": settings.level})
+
+    def masked(self, settings: Settings) -> int | None:
+        """Returns the highest token number that settings leave out, or None."""
+        darkest = max(settings.mask_dark, 0 if settings.compat == "nystromformer" else -1)
+        return None if not self.side or darkest < 0 else darkest + 1
+
+    def pipeline(self, settings: Settings, splits: Mapping[str, Split] | None = None) -> dict[str, str]:
+        """Says in words what a result depends on beside the model: tokeniser, length and split, and how many examples were there."""
+        chosen = self.options_of(settings)
+        masked = self.masked(settings)
+        cut = f"cut to {settings.max_length:,} tokens" if self.overflow == "truncate" else "whole"
+        return {
+            "tokeniser": self.tokeniser,
+            "length": f"sequences {cut}, never padded",
+            **({} if masked is None else {"mask": f"pixels up to {masked - 1} of 255 left out, the others in their places"}),
+            **({"compat": settings.compat + ": " + COMPAT} if settings.compat != "none" else {}),
+            **{name: f"{value}: {self.options[name][value]}" for name, value in chosen.items()},
+            **({"examples": "/".join(f"{len(splits[name]):,}" for name in ("train", "val", "test"))} if splits else {}),
+        }
+
+
+BYTES = "bytes, numbered from 1; nothing is removed"
+COMPAT = "black pixels left out, as if they were padding; sums over tokens divided by the maximum length"
+PIXELS = "numbered from 1 by value, rows of the image one after the other; black is a token like any other"
+TASKS = {
+    "listops": Task(
+        name="listops",
+        tokeniser="words; round brackets dropped; 10 digits, 4 operators and the closing bracket, numbered from 1",
+        num_tokens=len(listops.VOCABULARY) + 1,
+        num_classes=10,
+        arity=1,
+        overflow="truncate",  # as LRA does; its own trees have fewer than 2,000 tokens
+        options={"split": listops.CHOICES},
+        open=listops.open_splits,
+        release=listops.RELEASE,
+        presets=PRESETS["listops"],
+        generate=listops.generate,
+        words=("padding", *listops.VOCABULARY),
+    ),
+    "text": Task(
+        name="text",
+        tokeniser=BYTES,
+        num_tokens=257,
+        num_classes=2,
+        arity=1,
+        overflow="truncate",
+        options={"split": readers.TEXT_SPLITS},
+        open=readers.open_text,
+        release=readers.TEXT,
+        presets=PRESETS["text"],
+    ),
+    "retrieval": Task(
+        name="retrieval",
+        tokeniser=f"{BYTES}, the texts being Python literals b'...' as they stand",
+        num_tokens=257,
+        num_classes=2,
+        arity=2,
+        overflow="truncate",
+        options={"split": readers.RETRIEVAL_SPLITS},
+        open=readers.open_retrieval,
+        release=readers.RETRIEVAL,
+        presets=PRESETS["retrieval"],
+    ),
+    "image": Task(
+        name="image",
+        tokeniser=f"1,024 grey pixels, floor(255.5 (0.2989 R + 0.587 G + 0.114 B) / 255), {PIXELS}",
+        num_tokens=257,
+        num_classes=10,
+        arity=1,
+        overflow="error",
+        options={"split": readers.IMAGE_SPLITS},
+        open=readers.open_image,
+        release=readers.IMAGE,
+        presets=PRESETS["image"],
+        side=32,
+    ),
+    "pathfinder": Task(
+        name="pathfinder",
+        tokeniser=f"1,024 grey pixels, {PIXELS}",
+        num_tokens=257,
+        num_classes=2,
+        arity=1,
+        overflow="error",
+        options={
+            "split": pathfinder.SPLITS,
+            "level": {
+                "curv_contour_length_14": "long snakes of 14 paddles, the hard level, which LRA uses",
+                "curv_contour_length_9": "long snakes of 9 paddles, the middle level",
+                "curv_baseline": "long snakes of 6 paddles, the easy level",
+            },
+        },
+        open=pathfinder.open_splits,
+        release=pathfinder.RELEASE,
+        presets=PRESETS["pathfinder"],
+        generate=pathfinder.generate,
+        side=32,
+    ),
+}
+
+
+def data_folder(plan: Plan) -> Path:
+    """Settles where the data of a run are: the folder that was given, or one in "data" where the run was started (here, if that is gone).
+
+    Raises:
+        ValueError: If none was given, and nobody can generate the task.
+    """
+    task, given = TASKS[plan.task], plan.place("data")
+    if given is not None:
+        return given
+    if task.generate is None:
+        raise ValueError(
+            f"Expected 'data' to be a folder of {task.name}, which nobody can generate (got none). Give --data DIR. {task.release.source} The "
+            f"folder looks like this:\n{task.release.tree}"
+        )
+    own = getattr(task.presets[plan.preset].data, "level", plan.settings.level) == plan.settings.level
+    start = Path(plan.directory) if Path(plan.directory).is_dir() else Path()
+    return start / "data" / (f"{task.name}-{plan.preset}" if own else f"{task.name}-{plan.preset}-{plan.settings.level}")
+
+
+def open_data(plan: Plan, *, progress: bool = True) -> tuple[dict[str, Split], str]:
+    """Finds the data of a run, generates them if none were given, and maps them, prepared now if they were not before.
+
+    Args:
+        plan: Of the run; the level of generated data is that of its settings.
+        progress: Whether to show progress bars.
+
+    Returns:
+        The splits "train", "val" and "test", and their fingerprint.
+
+    Raises:
+        ValueError: If data are missing, malformed or damaged, or if they are not those that the run was started with.
+    """
+    task, settings, root = TASKS[plan.task], plan.settings, data_folder(plan)
+    options = task.options_of(settings)
+    if plan.data is None and task.generate is not None:
+        law = task.presets[plan.preset].data
+        law = dataclasses.replace(law, level=settings.level) if hasattr(law, "level") else law
+        task.generate(root, law, progress=progress)
+    arrays, masked = plan.place("prepared"), task.masked(settings)
+    splits = load(task, root, max_length=settings.max_length, options=options, prepared=arrays, masked=masked, progress=progress)
+    fingerprint = splits_digest(splits)
+    if plan.fingerprint and plan.fingerprint != fingerprint:
+        raise ValueError(
+            f"Expected 'data' to be what the run was started with (got other examples in {root}). Give its folder with --data."
+        )
+    return splits, fingerprint
+
+
+def run(given: argparse.Namespace) -> None:
+    """Generates a data set if the command line asks for it, prepares it, and describes it."""
+    try:
+        _describe(given)
+    except ValueError as error:
+        given.fail(str(error))
+
+
+def _describe(given: argparse.Namespace) -> None:
+    task, words = TASKS[given.task], vars(given)
+    law = {name: words[name] for preset in PRESETS.values() for name in law_of(preset["paper"]) if name in words}
+    unknown = [name for name in law if name not in (law_of(task.presets["paper"]) if given.generate else ("level",))]
+    if unknown:
+        option, value = unknown[0].replace("_", "-"), law[unknown[0]]
+        other = f"for {task.name} (got {value}). It belongs to another task" if given.generate else f"without 'generate' (got {value})"
+        raise ValueError(f"Expected '{option}' to be left out {other}.")
+    told = {True: "written", False: "already there, nothing to do"}
+    preset = task.presets[given.preset]
+    options = {name: getattr(preset.settings, name) for name in task.options}
+    options = task.complete(options | {name: words[name] for name in ("split", "level") if name in words})
+    if given.generate:
+        if task.generate is None:
+            raise ValueError(f"Expected no 'generate' for {task.name}, which nobody can generate (got it). {task.release.source}")
+        print(f"{given.data}: {told[task.generate(given.data, dataclasses.replace(preset.data, **law), seed=given.seed)]}")
+    folder, written = prepare(task, given.data, options=options, prepared=given.prepared, progress=True)
+    print(f"{folder}: {told[written]}")
+    chosen: dict[str, Any] = dict(options)
+    settings = dataclasses.replace(preset.settings, **chosen)
+    splits = load(task, given.data, max_length=settings.max_length, options=options, prepared=given.prepared)
+    for name, sentence in task.pipeline(settings, splits).items():
+        print(f"{name:>9}: {sentence}")
+    for name, choices in task.options.items():
+        for choice in set(choices) - {options[name]}:
+            print(f"{'':>9}  or --{name} {choice}: {choices[choice]}")
+    for name, entry in read_manifest(folder, KIND)["splits"].items():
+        split, left_out = splits[name], f", {entry['skipped']} broken ones left out" if entry["skipped"] else ""
+        print(
+            f"{name:>9}: {len(split):,} examples, {split.lengths.mean():.1f} tokens on average, {split.lengths.max():,} at most, "
+            f"{split.truncated:,} truncated{left_out}; labels {entry['labels']}, majority class {split.majority():.2%}"
+        )
+
+
+def law_of(preset: Preset) -> list[str]:
+    """Names of the parameters of a task's generator; none for a task without one."""
+    return [] if preset.data is None else [field.name for field in dataclasses.fields(preset.data)]

@@ -1,0 +1,249 @@
+"""The model of a task as the trainer sees it: its loss, its optimiser, and the rows of its curves.
+
+In: a task, settings, and batches. Out: a loss for each part of a batch, and means over the batches since the last row, over all
+processes. Not here: in what order batches come and when rows are due for saving (``train.py``, ``checkpoints.py``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from examples.lra import processes, report
+from examples.lra.baselines import BASELINES
+from examples.lra.checkpoints import Checkpoints, DivergenceError
+from examples.lra.data.batches import Batch, random_word
+from examples.lra.data.tasks import Task
+from examples.lra.settings import Settings
+from sbm_pyg import PairClassifier, SequenceClassifier, SequenceEncoder
+
+
+def grid_positions(side: int, channels: int, base: float = 20.0) -> Tensor:
+    """Position embeddings of a square image [side * side, channels], pixels row by row: sines and cosines of row and of column.
+
+    Wavelengths go geometrically from 4 to almost 4 ``base`` pixels. The mean square is 1, as that of random embeddings.
+
+    Args:
+        side: Of the image, in pixels.
+        channels: A multiple of 4.
+        base: Ratio of the wavelengths.
+
+    Raises:
+        ValueError: If ``channels`` is not a multiple of 4.
+
+    Reference: Vaswani et al. 2017, section 3.5, for both axes of an image as in He et al., "Masked Autoencoders Are Scalable Vision
+    Learners", CVPR 2022. There they stay as they are; here they are where learning starts.
+    """
+    if channels % 4:
+        raise ValueError(f"Expected 'channels' to be a multiple of 4 for positions on a grid (got {channels}). Take random positions.")
+    waves = base ** (-torch.arange(channels // 4) / (channels // 4))
+    angles = torch.arange(side)[:, None] * waves * (math.pi / 2)
+    axis = math.sqrt(2) * torch.cat([angles.sin(), angles.cos()], dim=1)  # [side, channels / 2]
+    rows, columns = axis[:, None].expand(-1, side, -1), axis[None].expand(side, -1, -1)
+    return torch.cat([rows, columns], dim=2).flatten(0, 1)
+
+
+def smooth_values(count: int, channels: int) -> Tensor:
+    """Embeddings of values on a scale [count, channels], like values alike: sines and cosines of at most one period over the scale.
+
+    The mean square is 1, as that of random embeddings.
+
+    Args:
+        count: Of values.
+        channels: A multiple of 2.
+
+    Raises:
+        ValueError: If ``channels`` is odd.
+    """
+    if channels % 2:
+        raise ValueError(f"Expected 'channels' to be even for smooth values (got {channels}). Take random values.")
+    rates = torch.arange(1, channels // 2 + 1) / (channels // 2)
+    angles = 2 * math.pi * torch.linspace(0, 1, count)[:, None] * rates
+    return math.sqrt(2) * torch.cat([angles.sin(), angles.cos()], dim=1)
+
+
+class Classifier(LightningModule):
+    """The model of a task, its loss, its optimiser, and the record of its loss, accuracy and densities.
+
+    Args:
+        task: What to learn.
+        settings: How.
+    """
+
+    def __init__(self, task: Task, settings: Settings) -> None:
+        super().__init__()
+        self.settings, self.arity = settings, task.arity
+        options: dict[str, Any] = {"dropout": settings.attention_dropout}
+        if settings.attention == "sbm":
+            options |= {name: getattr(settings, name) for name in ("num_blocks", "estimator", "probes", "exploration", "clusters")}
+            options["sbm_options"] = {
+                "parameterization": settings.parameterization,
+                "density": settings.initial_density,
+                "temperature": settings.temperature,
+                "tied": bool(settings.tied),
+            }
+        elif settings.attention == "window":
+            options["window"] = settings.window
+        attention: Any = settings.attention
+        if settings.attention in BASELINES:
+            attention, options = BASELINES[settings.attention](settings), {}
+        encoder = SequenceEncoder(
+            task.num_tokens,
+            settings.channels,
+            num_layers=settings.layers,
+            heads=settings.heads,
+            head_channels=settings.head_channels,
+            ffn_channels=settings.ffn_channels,
+            max_length=settings.max_length,
+            dropout=settings.dropout,
+            attention=attention,
+            attention_options=options or None,
+        )
+        with torch.no_grad():
+            if settings.values == "smooth":
+                encoder.token.weight[1:] = smooth_values(task.num_tokens - 1, settings.channels)
+            if settings.positions == "grid":
+                grid = grid_positions(task.side, settings.channels)[: settings.max_length]
+                encoder.position.weight[: len(grid)] = grid
+        pooled = settings.max_length if settings.compat == "nystromformer" else None
+        self.model = (SequenceClassifier if task.arity == 1 else PairClassifier)(encoder, task.num_classes, pool_length=pooled)
+        self.sums: dict[str, Tensor] = {}
+        self.latest: dict[str, dict[str, float]] = {}  # the last row of each phase
+        self.seconds = 0.0  # that the unfinished row took before the run was resumed
+        self.earlier, self.started = 0.0, time.perf_counter()  # seconds of the run before it was resumed, and when it was
+
+    def configure_optimizers(self) -> Any:
+        chosen = self.settings
+        optimizer = torch.optim.AdamW(self.parameters(), lr=chosen.learning_rate, eps=1e-6, weight_decay=chosen.weight_decay)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(
+            optimizer,
+            max_lr=chosen.learning_rate,
+            total_steps=chosen.steps,
+            pct_start=chosen.warmup / chosen.steps if chosen.warmup > 1 else 0.0,
+            anneal_strategy="linear",
+        )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def classify(self, batch: Batch, seed: int) -> tuple[Tensor, Any]:
+        """Returns logits [B, classes] and the trace, graphs being sampled from one random stream per sequence."""
+        return self.model(batch.tokens, batch.ptr, places=batch.places, seed=seed, streams=batch.examples, return_trace=True)
+
+    def average(self, batch: Batch, graphs: int) -> tuple[Tensor, Any]:
+        """Averages probabilities over sampled graphs.
+
+        Args:
+            batch: Examples.
+            graphs: Number of graphs per example; each is a pass through the model.
+
+        Returns:
+            Logarithms of the means [B, classes], for one graph up to a constant of each example, and the trace of the first graphs.
+        """
+        logits, trace = self.classify(batch, seed=self.settings.seed)
+        if graphs == 1:
+            return logits, trace
+        more = [self.classify(batch, seed=self.settings.seed + graph)[0] for graph in range(1, graphs)]
+        return torch.stack([logits, *more]).float().log_softmax(-1).logsumexp(0) - math.log(graphs), trace
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        seed, step, turns = self.settings.seed, self.global_step, self.settings.accumulate
+        part = (step * turns + batch_idx % turns) * processes.count() + processes.rank()
+        torch.manual_seed(random_word(seed, 0, part))  # dropout
+        logits, trace = self.classify(batch, seed=random_word(seed, 1, step))
+        loss = cross_entropy(logits.float(), batch.labels)
+        self.add(batch, logits, loss, trace)
+        self.graphs = dataclasses.replace(trace, sbms=(None,) * len(trace.sbms))
+        return self.objective(loss, trace)
+
+    def objective(self, loss: Tensor, trace: Any) -> Tensor:
+        """Returns what is minimised: the loss of the task, and the price of the expected density if there is one."""
+        weight, floor = self.settings.density_weight, self.settings.density_floor
+        return loss + weight * trace.density_loss(floor) if weight else loss
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        logits, trace = self.classify(batch, seed=self.settings.seed)
+        self.add(batch, logits, cross_entropy(logits.float(), batch.labels), trace)
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        logits, trace = self.average(batch, self.settings.test_graphs)
+        self.add(batch, logits, cross_entropy(logits.float(), batch.labels), trace)
+
+    def add(self, batch: Batch, logits: Tensor, loss: Tensor, trace: Any) -> None:
+        """Adds a batch to the sums of which the next row is the mean."""
+        density = trace.density.detach().unflatten(0, (self.arity, -1))  # [arity, layers, B, heads]
+        new = {
+            "examples": torch.tensor(len(batch.labels)),
+            "tokens": torch.tensor(batch.num_tokens),
+            "loss": loss.detach().double() * len(batch.labels),
+            "correct": (logits.argmax(-1) == batch.labels).sum(),
+            "density": density.double().mean((0, 2)) * len(batch.labels),  # [layers, heads]
+        }
+        self.sums = {name: self.sums[name].to(value.device) + value for name, value in new.items()} if self.sums else new
+
+    def finish_row(self) -> dict[str, float]:
+        """Turns the sums of all processes into a row of means, and starts new sums."""
+        sums, self.sums = processes.total(self.sums), {}
+        examples = int(sums["examples"])
+        self.tokens, self.correct, self.examples = int(sums["tokens"]), int(sums["correct"]), examples
+        row = {"loss": sums["loss"].item() / examples, "accuracy": self.correct / examples}
+        for layer, heads in enumerate((sums["density"] / examples).tolist()):
+            row |= {report.density_name(layer, head): density for head, density in enumerate(heads)}
+        return row
+
+    def record(self, phase: str, row: Mapping[str, float]) -> None:
+        """Hands a row to the loggers."""
+        self.latest[phase] = dict(row)
+        for logger in self.loggers:
+            logger.log_metrics({f"{phase}/{name}": value for name, value in row.items()}, step=self.global_step)
+
+    def finite(self) -> bool:
+        """Says whether all weights are finite numbers; asks the device once."""
+        return bool(torch.stack([parameter.detach().sum().isfinite() for parameter in self.parameters()]).all())
+
+    def spent(self) -> float:
+        """Returns the seconds that the run has taken, without what was lost when it was killed."""
+        return self.earlier + time.perf_counter() - self.started
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if not self.finite():  # so that no checkpoint holds what cannot be mended
+            raise DivergenceError("weights", self.global_step)
+        sums = {name: value.cpu() for name, value in processes.total(self.sums).items()}
+        seconds = {"seconds": time.perf_counter() - self.clock, "elapsed": self.spent()}
+        checkpoint["row"] = {"sums": sums, "latest": self.latest, **seconds}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        row = checkpoint["row"]  # unfinished: the first process goes on with the sums of all
+        self.sums = {name: value if processes.rank() == 0 else torch.zeros_like(value) for name, value in row["sums"].items()}
+        self.seconds, self.latest = row["seconds"], row["latest"]
+
+    def on_train_start(self) -> None:
+        self.clock = time.perf_counter() - self.seconds
+
+    def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
+        if (batch_idx + 1) % self.settings.accumulate:
+            return
+        if self.global_step % self.settings.log_every == 0 or Checkpoints.validates(self.settings, self.global_step):
+            row = self.finish_row()
+            if not math.isfinite(row["loss"]):
+                raise DivergenceError("training loss", self.global_step)
+            now = time.perf_counter()
+            row["tokens_per_second"] = self.tokens / (now - self.clock)
+            self.clock = now
+            self.record("train", row)
+
+    def on_validation_epoch_end(self) -> None:
+        row = self.finish_row()
+        if not math.isfinite(row["loss"]):
+            raise DivergenceError("validation loss", self.global_step)
+        self.record("val", row)
+        self.clock = time.perf_counter()
+
+    def on_test_epoch_end(self) -> None:
+        self.tested = self.finish_row()

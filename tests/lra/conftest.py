@@ -1,0 +1,48 @@
+"""Fixtures of the tests of ``examples/lra``, all of which are marked as those of examples."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.examples)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of short ListOps, 50 trees to train on, 20 to validate and 30 to test."""
+    from examples.lra.data import listops
+
+    folder = tmp_path_factory.mktemp("data") / "listops"
+    law = {"max_depth": 2, "max_args": 30, "min_length": 8, "max_length": 24, "operator_probability": 1.0}
+    listops.generate(folder, listops.Parameters(train=50, val=20, test=30, **law), progress=False)  # type: ignore[arg-type]
+    return folder
+
+
+@pytest.fixture(scope="session")
+def untrained() -> Callable[..., Path]:
+    """Makes what the trainer leaves of a model of ListOps that has learned nothing: a folder, its data, settings of the model."""
+    from examples.lra.checkpoints import write_checkpoint
+    from examples.lra.data.tasks import TASKS
+    from examples.lra.model import Classifier
+    from examples.lra.settings import Plan
+
+    def make(folder: Path, data: Path, **changes: Any) -> Path:
+        folder.mkdir()
+        small: dict[str, Any] = {"channels": 16, "head_channels": 8, "ffn_channels": 16, "num_blocks": 8}
+        settings = dataclasses.replace(TASKS["listops"].presets["laptop"].settings, **small | changes)
+        torch.manual_seed(0)
+        write_checkpoint(folder / "best.ckpt", {"state_dict": Classifier(TASKS["listops"], settings).state_dict()})
+        Plan(task="listops", preset="laptop", data=str(data), settings=settings, directory="").write(folder / "settings.json")
+        return folder
+
+    return make

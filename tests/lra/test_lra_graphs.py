@@ -1,0 +1,227 @@
+"""The report on a trained model's graphs, from the folder of a run."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import errno
+import io
+import json
+import re
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib.image
+import numpy as np
+import pytest
+import torch
+
+from examples.lra import graphs, train
+from examples.lra.__main__ import main
+from examples.lra.data import listops
+from examples.lra.data.batches import Split
+from examples.lra.data.prepare import splits_digest
+from examples.lra.data.tasks import TASKS
+from examples.lra.model import Classifier
+from examples.lra.settings import Plan, parse, resolve
+from sbm_pyg import plots
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]  # Lightning's own
+
+
+@pytest.fixture(scope="module")
+def run(untrained: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An untrained model, its data and a log."""
+    data = tmp_path_factory.mktemp("data") / "listops"
+    law = {"max_depth": 2, "max_args": 30, "min_length": 8, "max_length": 24, "operator_probability": 1.0}
+    listops.generate(data, listops.Parameters(train=20, val=30, test=20, **law), progress=False)  # type: ignore[arg-type]
+    folder = untrained(tmp_path_factory.mktemp("runs") / "untrained", data, seed=3)
+    names = [f"density_layer{layer}_head{head}" for layer in range(2) for head in range(2)]
+    (folder / "train.csv").write_text("\n".join([",".join(["step", *names]), "10,0.2,0.3,0.2,0.3", "20,0.1,0.3,0.2,0.4"]))
+    return folder
+
+
+def test_report_has_figures_and_tables(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = torch.get_rng_state()
+    path = main(["graphs", "--run", str(run), "--examples", "12", "--structure", "2"])
+    assert torch.equal(torch.get_rng_state(), before)
+    assert path == run / "graphs.html"
+    assert f"Wrote {path}" in capsys.readouterr().out
+    page = path.read_text()
+    pictures = re.findall(r'<img alt="([^"]+)" src="data:image/png;base64,([^"]+)"', page)
+    assert len(pictures) == 3 + 2 * 4  # densities, training, inputs; a mask and its blocks for each layer and head
+    for caption, code in pictures:
+        assert len(caption) > 60
+        assert matplotlib.image.imread(io.BytesIO(base64.b64decode(code))).shape[0] > 200
+    for words in (
+        "12 of 30 examples of val",
+        "mean density",
+        "spectral gap",
+        "stack, sampled, self-loops added",
+        "Universality of 2 patterns",
+        "s finite",
+    ):
+        assert words in page
+    assert "http" not in page  # it needs no other file
+    assert not list(run.glob("*.partial"))
+
+
+def test_graphs_are_those_of_the_trainer_and_the_seed_decides(run: Path, tmp_path: Path) -> None:
+    pages = []
+    for name in ("a", "b"):
+        options = [
+            "--run",
+            str(run),
+            "--examples",
+            "2",
+            "--structure",
+            "20",
+            "--split",
+            "test",
+            "--seed",
+            "7",
+            "--out",
+            str(tmp_path / name),
+        ]
+        text = main(["graphs", *options]).read_text()
+        pages.append(re.sub(r"[\d.]+ s\b|Made in \d+ seconds", "", text))
+    assert pages[0] == pages[1]
+    assert "with seed 7; 2 examples for structure and universality" in pages[0]  # there are no more
+    _, module, splits = train.open_run(run)
+    done = graphs.evaluate(module, splits["test"], torch.arange(20).numpy())
+    module.validation_step(splits["test"].__getitems__(list(range(20))), 0)
+    row = module.finish_row()
+    assert float(row["accuracy"]) == float((done.guesses == done.labels).mean())
+    assert done.loss == pytest.approx(row["loss"], abs=1e-5)
+    for layer in range(2):
+        for head in range(2):
+            assert float(done.density[layer, :, head].mean()) == pytest.approx(row[f"density_layer{layer}_head{head}"])
+
+
+def test_places_are_those_of_the_directory_where_the_run_was_started(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    moved = tmp_path / "moved"
+    shutil.copytree(run, moved)
+    plan = Plan.read(run / "settings.json")
+    data = Path(str(plan.data))
+    dataclasses.replace(plan, data=data.name, directory=str(data.parent)).write(moved / "settings.json")
+    monkeypatch.chdir(tmp_path)
+    assert train.open_run(moved)[0].place("data") == data
+
+
+def test_generated_data_are_those_of_the_directory_where_the_run_was_started(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved, began = tmp_path / "moved", tmp_path / "began"
+    shutil.copytree(run, moved)
+    plan = Plan.read(run / "settings.json")
+    shutil.copytree(str(plan.data), began / "data" / "listops-laptop")
+    settings = dataclasses.replace(plan.settings, batch_size=8)
+    dataclasses.replace(plan, data=None, directory=str(began), settings=settings).write(moved / "settings.json")
+    asked: list[Path] = []
+
+    def generate(folder: Path, *rest: object, **options: object) -> bool:
+        asked.append(folder)
+        return False
+
+    monkeypatch.setitem(TASKS, "listops", dataclasses.replace(TASKS["listops"], generate=generate))
+    monkeypatch.chdir(tmp_path)
+    train.open_run(moved)
+    given = parse(["--output", str(moved), "--resume"])
+    train.read(given, resolve(given)[1])
+    shutil.rmtree(began)  # as on another machine
+    with pytest.raises(ValueError, match="Expected 'data/listops-laptop' to hold ListOps"):
+        train.open_run(moved)
+    assert asked == [began / "data" / "listops-laptop"] * 2 + [Path("data/listops-laptop")]
+
+
+@pytest.mark.parametrize(("masked", "drawn"), [(None, ["plot_pixel_attention"]), (9, ["plot_inputs"])])
+def test_pixels_are_drawn_where_they_are_unless_some_are_masked(
+    masked: int | None, drawn: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = TASKS["pathfinder"]
+    small: dict[str, Any] = {"layers": 1, "channels": 16, "head_channels": 8, "ffn_channels": 16, "num_blocks": 4, "initial_density": 0.01}
+    module = Classifier(task, dataclasses.replace(task.presets["laptop"].settings, **small)).eval()
+    tokens = np.ones((2, 1024), np.int64)  # black
+    tokens[0, :225] = tokens[1, :300] = 200  # of the first image, as many bright ones as a smaller square has
+    split = Split(tokens.ravel(), np.array([0, 1024, 2048]), np.array([0, 1]), max_length=1024, masked=masked)
+    density = torch.tensor([0.1, 0.2], dtype=torch.float64)[None, :, None].expand(1, 2, 2)
+    done = graphs.Evaluated(np.arange(2), split.lengths, split.labels, split.labels, 1.0, density)
+    called: list[str] = []
+
+    def watch(name: str, original: Callable[..., Any]) -> None:
+        def watched(*arguments: Any, **options: Any) -> Any:
+            called.append(name)
+            return original(*arguments, **options)
+
+        monkeypatch.setattr(plots, name, watched)
+
+    for name in ("plot_pixel_attention", "plot_inputs"):
+        watch(name, getattr(plots, name))
+    graphs.write_inputs(graphs.Report("pixels"), task, module, split, done)
+    assert called == drawn
+
+
+def test_errors(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "evaluate", None)  # all are told before
+    for options, words in (
+        (["--run", str(tmp_path)], "Expected 'run' to be a folder with settings.json and best.ckpt"),
+        (["--run", str(run), "--checkpoint", "none.ckpt"], "with settings.json and none.ckpt"),
+        (["--run", str(run), "--examples", "0"], "Expected 'examples' to be at least 1 (got 0). See --help."),
+        (["--run", str(run), "--seed", "-1"], "Expected 'seed' to be at least 0 (got -1)."),
+        (["--run", str(run), "--threshold", "7"], "Expected 'threshold' to be at least 0 and below 1 (got 7.0)."),
+        (
+            ["--run", str(run), "--out", str(tmp_path / "no" / "x.html")],
+            f"'out' to be a file in a folder that is there (got {tmp_path}/no/x",
+        ),
+        (["--run", str(run), "--out", str(tmp_path)], f"Expected 'out' to be a file in a folder that is there (got {tmp_path})"),
+        (["--run", str(run), "--time-limit", "-1"], "Expected 'time-limit' to be a positive and finite number of seconds (got -1.0)."),
+    ):
+        with pytest.raises(SystemExit):
+            main(["graphs", *options])
+        assert words in capsys.readouterr().err
+    full = tmp_path / "full"
+    full.mkdir()
+    plan = json.loads((run / "settings.json").read_text())
+    plan["settings"]["attention"] = "full"
+    (full / "settings.json").write_text(json.dumps(plan))
+    (full / "best.ckpt").write_bytes((run / "best.ckpt").read_bytes())
+    with pytest.raises(SystemExit):
+        main(["graphs", "--run", str(full)])
+    assert "Expected a run whose attention has graphs (got attention 'full')." in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_written_is_told_before_anything_is_computed(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(dir: Path) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(dir))
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refused)
+    monkeypatch.setattr(graphs, "evaluate", None)
+    with pytest.raises(SystemExit):
+        main(["graphs", "--run", str(run)])
+    assert f"Expected 'out' to be a folder that can be written (got 'Read-only file system' for {run})" in capsys.readouterr().err
+
+
+def test_damaged_weights_and_other_data_are_refused(
+    untrained: Callable[..., Path], run: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = untrained(tmp_path / "other", Path(str(Plan.read(run / "settings.json").data)))
+    splits = train.open_run(folder)[2]
+    dataclasses.replace(Plan.read(folder / "settings.json"), fingerprint=splits_digest(splits)).write(folder / "settings.json")
+    train.open_run(folder)
+    commands = (["graphs", "--run", str(folder)], ["cost", "--output", str(tmp_path / "out"), "--runs", str(folder)])
+    for words in commands:
+        with pytest.raises(SystemExit):
+            main([*words, "--data", str(data)])
+        assert f"Expected 'data' to be what the run was started with (got other examples in {data})" in capsys.readouterr().err
+    content = bytearray((folder / "best.ckpt").read_bytes())
+    content[len(content) // 2] ^= 1
+    (folder / "best.ckpt").write_bytes(content)
+    for words in commands:
+        with pytest.raises(SystemExit):
+            main(words)
+        assert "best.ckpt to be as it was written (got other bytes than its checksum says, so damaged)" in capsys.readouterr().err
