@@ -1,4 +1,4 @@
-"""What an installed sbm_pyg must do in an environment that has its dependencies and nothing else; run it outside the checkout."""
+"""What an installed sbm_pyg must do where its dependencies are and nothing else; run it outside the checkout."""
 
 import importlib.util
 import subprocess
@@ -14,7 +14,10 @@ start = time.process_time()
 import sbm_pyg  # noqa: E402
 
 seconds = time.process_time() - start
-print(f"sbm_pyg {sbm_pyg.__version__} from {sbm_pyg.__file__}: imported in {seconds:.2f} s beyond torch and torch-geometric")
+print(
+    f"sbm_pyg {sbm_pyg.__version__} from {sbm_pyg.__file__}: "
+    f"imported in {seconds:.2f} s beyond torch and torch-geometric"
+)
 assert seconds < 2, seconds
 root = Path(sbm_pyg.__file__).parent
 assert "site-packages" in root.parts, root

@@ -49,7 +49,9 @@ def write_math(translator: Any, node: nodes.math | nodes.math_block) -> None:
     """Formulas as MathML, which browsers draw themselves: no script and no network."""
     block = isinstance(node, nodes.math_block)
     latex = re.sub(r"\\[Bb]igg?[lr]?(?![a-z])", "", node.astext())  # brackets grow by themselves
-    latex = re.sub(r"(\\(?:bar|hat|tilde)) ?(\w|\{\w+\})", r"\1 \2{}", latex)  # or an index would stand below the letter
+    latex = re.sub(
+        r"(\\(?:bar|hat|tilde)) ?(\w|\{\w+\})", r"\1 \2{}", latex
+    )  # or an index would stand below the letter
     try:
         tag, kind = ("div", "formula") if block else ("span", "formula" if len(latex) > 40 else "short-formula")
         translator.body.append(f'<{tag} class="{kind}">{tex2mathml(latex, as_block=block)}</{tag}>')

@@ -19,7 +19,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=128, help="tokens of the sequence (default: 128)")
     parser.add_argument("--blocks", type=int, default=4, help="blocks of the model (default: 4)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampled graphs (default: 0)")
-    parser.add_argument("--out", type=Path, default=Path("graph_analysis.png"), help="the figure (default: %(default)s)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("graph_analysis.png"), help="the figure (default: %(default)s)"
+    )
     return parser.parse_args(arguments)
 
 

@@ -24,7 +24,13 @@ if __name__ == "__main__":  # --help and mistakes do not wait for the imports be
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, BertConfig, BertForSequenceClassification, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    BertConfig,
+    BertForSequenceClassification,
+    PreTrainedModel,
+)
 
 from sbm_pyg import SBMAttentionConv, patterns
 
@@ -34,11 +40,16 @@ def attach(model: PreTrainedModel, num_blocks: int | None) -> int:
 
     The model's projections stay. Attach before an optimizer is made, for the layer has parameters of its own.
     """
-    width, heads, dropout = (getattr(model.config, name) for name in ("hidden_size", "num_attention_heads", "attention_probs_dropout_prob"))
-    modules = [module for module in model.modules() if hasattr(module, "scaling") and not getattr(module, "is_causal", True)]
+    width, heads, dropout = (
+        getattr(model.config, name) for name in ("hidden_size", "num_attention_heads", "attention_probs_dropout_prob")
+    )
+    modules = [
+        module for module in model.modules() if hasattr(module, "scaling") and not getattr(module, "is_causal", True)
+    ]
     for module in modules:
         layer = SBMAttentionConv(width, width // heads, heads, num_blocks, dropout=dropout)
-        layer.lin_query, layer.lin_key, layer.lin_value, layer.scale = None, None, None, module.scaling
+        layer.lin_query = layer.lin_key = layer.lin_value = None
+        layer.scale = float(module.scaling)
         module.sbm_attention = layer.to(model.device, model.dtype).train(module.training)
     AttentionInterface.register("sbm", attention)
     AttentionMaskInterface.register("sbm", padding)
@@ -46,7 +57,9 @@ def attach(model: PreTrainedModel, num_blocks: int | None) -> int:
     return len(modules)
 
 
-def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **_: Any) -> tuple[Tensor, None]:
+def attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **_: Any
+) -> tuple[Tensor, None]:
     """What the library calls: tensors are `[B, H, L, C]`, the mask is what :func:`padding` made of it; returns `[B, L, H, C]`."""
     layer: Any = module.sbm_attention
     real = query.new_ones(query.size(0), query.size(2), dtype=torch.bool) if attention_mask is None else attention_mask
@@ -58,16 +71,26 @@ def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, atte
     return padded, None
 
 
-def padding(batch_size: int, q_length: int, kv_length: int, attention_mask: Tensor | None = None, **_: Any) -> Tensor | None:
+def padding(
+    batch_size: int, q_length: int, kv_length: int, attention_mask: Tensor | None = None, **_: Any
+) -> Tensor | None:
     """The mask of real tokens as it is, `[B, L]`. Without a function of its own, an attention gets no mask from the library."""
     return attention_mask
 
 
 def small_bert() -> BertForSequenceClassification:
     """A randomly initialised model of two layers and two classes, without dropout."""
-    sizes: dict[str, Any] = {"vocab_size": 16, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    sizes: dict[str, Any] = {
+        "vocab_size": 16,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+    }
     dropout: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    return BertForSequenceClassification(BertConfig(**sizes, **dropout, max_position_embeddings=32, initializer_range=0.3))
+    return BertForSequenceClassification(
+        BertConfig(**sizes, **dropout, max_position_embeddings=32, initializer_range=0.3)
+    )
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -48,7 +48,12 @@ class Settings:
 
 
 QUICK = Settings(tokens=64, batch_size=32, learning_rate=3e-3, decay=1, num_blocks=32)
-SORTED: dict[str, Any] = {"parameterization": "assortative", "cluster_init": "orthogonal", "temperature": 0.3, "tied": 1}
+SORTED: dict[str, Any] = {
+    "parameterization": "assortative",
+    "cluster_init": "orthogonal",
+    "temperature": 0.3,
+    "tied": 1,
+}
 SPARSE: dict[str, Any] = {**SORTED, "density_weight": 0.1, "decay": 1, "position_scale": 1.0}
 
 
@@ -59,7 +64,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", choices=("full", "sbm"), default=["full", "sbm"], help="(default: both)")
     parser.add_argument("--steps", type=int, default=Settings.steps, help="optimiser steps (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of everything random (default: 0)")
-    parser.add_argument("--output", type=Path, default=Path("runs/repeated-tokens"), help="folder (default: %(default)s)")
+    parser.add_argument(
+        "--output", type=Path, default=Path("runs/repeated-tokens"), help="folder (default: %(default)s)"
+    )
     given = parser.parse_args(arguments)
     given.fail = parser.error
     return given
@@ -73,7 +80,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from sbm_pyg import SBMAttentionConv, SequenceEncoder, TokenClassifier
+from sbm_pyg import SBMAttentionConv, SBMSource, SequenceEncoder, TokenClassifier
 from sbm_pyg.estimators import Concrete, score_function
 
 
@@ -96,7 +103,9 @@ def make_model(settings: Settings) -> TokenClassifier:
     if settings.attention == "sbm":
         options = {name: getattr(settings, name) for name in ("num_blocks", "probes", "exploration")}
         options["estimator"] = "none" if settings.estimator == "score-function" else settings.estimator
-        options["sbm_options"] = {name: getattr(settings, name) for name in ("cluster_init", "parameterization", "temperature")}
+        options["sbm_options"] = {
+            name: getattr(settings, name) for name in ("cluster_init", "parameterization", "temperature")
+        }
         options["sbm_options"]["tied"] = bool(settings.tied)
     sizes: dict[str, Any] = {"channels": 32, "num_layers": 1, "heads": 1, "max_length": settings.tokens, "dropout": 0.0}
     encoder = SequenceEncoder(settings.tokens, **sizes, attention=settings.attention, attention_options=options)
@@ -107,7 +116,9 @@ def make_model(settings: Settings) -> TokenClassifier:
 @torch.no_grad()
 def evaluate(model: TokenClassifier, settings: Settings) -> dict[str, float]:
     """Loss, accuracy, densities and the mean probabilities of edges between equal and between other tokens, on fresh sequences."""
-    numbers, labels, ptr = make_batch(max(1, 16384 // settings.tokens), settings.tokens, random_word(settings.seed, 1, 0))
+    numbers, labels, ptr = make_batch(
+        max(1, 16384 // settings.tokens), settings.tokens, random_word(settings.seed, 1, 0)
+    )
     logits, trace = model.eval()(numbers.flatten(), ptr, seed=settings.seed, return_trace=True)
     model.train()
     row = {"loss": float(binary_cross_entropy_with_logits(logits.view(labels.shape), labels))}
@@ -127,9 +138,10 @@ def step_loss(model: TokenClassifier, settings: Settings, step: int) -> tuple[Te
     """What is minimised, and the task's loss in it."""
     numbers, labels, ptr = make_batch(settings.batch_size, settings.tokens, random_word(settings.seed, 0, step))
     layer = model.encoder.get_submodule("blocks.0.attention")
-    if isinstance(layer, SBMAttentionConv):
+    if isinstance(layer, SBMAttentionConv) and isinstance(layer.source, SBMSource):
         if settings.exploration_until:
-            layer.source.exploration = settings.exploration * max(0.0, 1 - step / (settings.exploration_until * settings.steps))
+            left = max(0.0, 1 - step / (settings.exploration_until * settings.steps))
+            layer.source.exploration = settings.exploration * left
         if isinstance(layer.estimator, Concrete):
             layer.estimator.temperature = max(0.1, 1 - step / settings.steps)
     logits, trace = model(numbers.flatten(), ptr, seed=random_word(settings.seed, 3, step), return_trace=True)
@@ -154,7 +166,9 @@ def train(checkpoint: Path, settings: Settings) -> list[dict[str, float]]:
     if checkpoint.exists():
         state = torch.load(checkpoint, weights_only=True)
         if different := [name for name, value in asdict(settings).items() if state["settings"].get(name) != value]:
-            raise ValueError(f"Expected the settings of {checkpoint} (got other {', '.join(different)}). Use another --output.")
+            raise ValueError(
+                f"Expected the settings of {checkpoint} (got other {', '.join(different)}). Use another --output."
+            )
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         rows = state["rows"]
@@ -171,10 +185,17 @@ def train(checkpoint: Path, settings: Settings) -> list[dict[str, float]]:
             row = {"step": step, "train_loss": float(torch.stack(losses).mean()), **evaluate(model, settings)}
             rows.append({**row, "seconds": time.perf_counter() - start})
             losses = []
-            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "rows": rows, "settings": asdict(settings)}
+            state = {
+                "model": model.state_dict(),
+                "optimizer": optimizer.state_dict(),
+                "rows": rows,
+                "settings": asdict(settings),
+            }
             torch.save(state, checkpoint.with_suffix(".partial"))
             os.replace(checkpoint.with_suffix(".partial"), checkpoint)
-            shown = ", ".join(f"{name} {row[name]:.4f}" for name in ("loss", "accuracy", "density", "p_equal", "p_other"))
+            shown = ", ".join(
+                f"{name} {row[name]:.4f}" for name in ("loss", "accuracy", "density", "p_equal", "p_other")
+            )
             print(f"{checkpoint.stem:<4} step {step:>5}: {shown}; {rows[-1]['seconds']:.0f} s", flush=True)
     return rows
 
@@ -183,10 +204,14 @@ def main(arguments: list[str] | None = None) -> None:
     from matplotlib.figure import Figure
 
     given = parse(arguments)
-    settings = replace(QUICK if given.quick else Settings(), **(SPARSE if given.sparse else {}), steps=given.steps, seed=given.seed)
+    settings = replace(
+        QUICK if given.quick else Settings(), **(SPARSE if given.sparse else {}), steps=given.steps, seed=given.seed
+    )
     given.output.mkdir(parents=True, exist_ok=True)
     try:
-        curves = {name: train(given.output / f"{name}.ckpt", replace(settings, attention=name)) for name in given.models}
+        curves = {
+            name: train(given.output / f"{name}.ckpt", replace(settings, attention=name)) for name in given.models
+        }
     except ValueError as error:
         given.fail(str(error))
     (given.output / "curves.json").write_text(json.dumps(curves, indent=1) + "\n")

@@ -15,7 +15,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=256, help="tokens of the sequence (default: 256)")
     parser.add_argument("--blocks", type=int, default=5, help="blocks of the model (default: 5)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampled mask (default: 0)")
-    parser.add_argument("--out", type=Path, default=Path("sampled_mask.png"), help="the figure (default: sampled_mask.png)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("sampled_mask.png"), help="the figure (default: sampled_mask.png)"
+    )
     return parser.parse_args(arguments)
 
 

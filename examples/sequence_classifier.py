@@ -73,7 +73,9 @@ def main(arguments: list[str] | None = None) -> None:
             loss.backward()
             optimizer.step()
         accuracy, density = evaluate(model, test)
-        print(f"epoch {epoch}: loss {loss.detach():.3f}, test accuracy {100 * accuracy:.1f} %, density {100 * density:.1f} %")
+        print(
+            f"epoch {epoch}: loss {loss.detach():.3f}, test accuracy {100 * accuracy:.1f} %, density {100 * density:.1f} %"
+        )
 
 
 if __name__ == "__main__":

@@ -70,7 +70,9 @@ from sbm_pyg.attention import Returns
 def _straight_through(d: Draw) -> Case:
     g = d.graph()
     arguments = {"probability": d.model(g), "graph": g, "forced": d.maybe(d.whole(2, g.num_edges) > 0)}
-    return Case(estimators.straight_through, arguments, lambda result, **_: expect((result == 1).all(), "a gate is not 1"))
+    return Case(
+        estimators.straight_through, arguments, lambda result, **_: expect((result == 1).all(), "a gate is not 1")
+    )
 
 
 @case("estimators.draw_probes", 5)
@@ -96,8 +98,20 @@ def _draw_probes(d: Draw) -> Case:
 def _local(d: Draw) -> Case:
     graph, x = attention_inputs(d, d.randint(1, 2))
     sbm, probes = d.model(graph), d.graph(graph.heads, graph.query_ptr.diff().tolist(), graph.key_ptr.diff().tolist())
-    sbm = SBM(sbm.query_membership.to(d.dtype).requires_grad_(), sbm.key_membership.to(d.dtype), sbm.block_matrix.to(d.dtype), sbm.query_ptr, sbm.key_ptr)
-    arguments = {"out": d.real(graph.heads, graph.num_queries, x["value"].size(2)), **x, "probability": sbm, "graph": graph, "probes": probes}
+    sbm = SBM(
+        sbm.query_membership.to(d.dtype).requires_grad_(),
+        sbm.key_membership.to(d.dtype),
+        sbm.block_matrix.to(d.dtype),
+        sbm.query_ptr,
+        sbm.key_ptr,
+    )
+    arguments = {
+        "out": d.real(graph.heads, graph.num_queries, x["value"].size(2)),
+        **x,
+        "probability": sbm,
+        "graph": graph,
+        "probes": probes,
+    }
     arguments |= {
         "chance": d.unit(graph.num_queries),
         "bias": d.maybe(d.real(graph.num_edges)),
@@ -109,7 +123,11 @@ def _local(d: Draw) -> Case:
         sbm = probability
         if tame(out):
             close(result, out, "what came in")
-        if sbm.query_membership.requires_grad and result.requires_grad and tame(out, sbm.query_membership, sbm.key_membership, sbm.block_matrix, *o.values()):
+        if (
+            sbm.query_membership.requires_grad
+            and result.requires_grad
+            and tame(out, sbm.query_membership, sbm.key_membership, sbm.block_matrix, *o.values())
+        ):
             (grad,) = torch.autograd.grad(result.square().sum(), sbm.query_membership)
             expect(grad.isfinite().all(), "a gradient is not finite")
 
@@ -136,12 +154,21 @@ def _relaxed(d: Draw) -> Case:
 @case("estimators.concrete_bias", 4)
 def _concrete(d: Draw) -> Case:
     g = d.graph()
-    arguments = {"probability": d.model(g), "graph": g, "temperature": d.uniform(0.1, 2), "seed": d.getrandbits(60), "exploration": 0.1}
+    arguments = {
+        "probability": d.model(g),
+        "graph": g,
+        "temperature": d.uniform(0.1, 2),
+        "seed": d.getrandbits(60),
+        "exploration": 0.1,
+    }
 
     def check(result: Tensor, probability: SBM, temperature: Any, **_: Any) -> None:
         sbm = probability
         expect(not math.isnan(temperature) and temperature > 0, "a temperature that is not positive was taken")
-        expect(not tame(sbm.query_membership, sbm.key_membership, sbm.block_matrix) or bool((result <= 0).all()), "the logarithm of a coin is above 0")
+        expect(
+            not tame(sbm.query_membership, sbm.key_membership, sbm.block_matrix) or bool((result <= 0).all()),
+            "the logarithm of a coin is above 0",
+        )
 
     return Case(estimators.concrete_bias, arguments, check)
 
@@ -153,16 +180,35 @@ def _score(d: Draw) -> Case:
     def check(result: Tensor, **_: Any) -> None:
         expect(result.dim() == 0 and (bool(result == 0) or bool(result.isnan())), "a value that is not 0")
 
-    return Case(estimators.score_function, {"probability": d.model(g), "graph": g, "loss": d.real(g.num_sequences), "exploration": 0.1}, check)
+    return Case(
+        estimators.score_function,
+        {"probability": d.model(g), "graph": g, "loss": d.real(g.num_sequences), "exploration": 0.1},
+        check,
+    )
 
 
 # ------------------------------------------------------------------ layers
 
 
 def layer_options(d: Draw) -> dict[str, Any]:
-    options: dict[str, Any] = {"in_channels": 4, "out_channels": d.randint(1, 3), "heads": d.randint(1, 3), "num_blocks": d.randint(1, 4)}
-    options |= {"concat": d.random() < 0.7, "bias": d.random() < 0.7, "is_causal": d.random() < 0.2, "sbm_options": None}
-    options |= {"estimator": d.maybe(d.choice([*estimators.ESTIMATORS])), "probes": 4.0, "exploration": d.maybe(0.1), "method": "bernoulli"}
+    options: dict[str, Any] = {
+        "in_channels": 4,
+        "out_channels": d.randint(1, 3),
+        "heads": d.randint(1, 3),
+        "num_blocks": d.randint(1, 4),
+    }
+    options |= {
+        "concat": d.random() < 0.7,
+        "bias": d.random() < 0.7,
+        "is_causal": d.random() < 0.2,
+        "sbm_options": None,
+    }
+    options |= {
+        "estimator": d.maybe(d.choice([*estimators.ESTIMATORS])),
+        "probes": 4.0,
+        "exploration": d.maybe(0.1),
+        "method": "bernoulli",
+    }
     options |= {
         "budget": d.maybe(2.0),
         "self_loops": d.random() < 0.3,
@@ -219,7 +265,14 @@ def _conv_forward(d: Draw) -> Case:
     by_batch = d.random() < 0.4
     ptr, batch = (None, torch.repeat_interleave(pointer(lengths).diff())) if by_batch else (pointer(lengths), None)
     tokens = (x, float_tokens(d, sum(lengths), 4)) if how == "pair" else x
-    arguments = {"x": tokens, "edge_index": given, "edge_head": head, "ptr": ptr, "batch": batch, "seed": d.getrandbits(60)}
+    arguments = {
+        "x": tokens,
+        "edge_index": given,
+        "edge_head": head,
+        "ptr": ptr,
+        "batch": batch,
+        "seed": d.getrandbits(60),
+    }
     arguments |= {"sequence_ids": d.maybe(d.whole(9, len(lengths))) if given is None else None, "return_graph": True}
 
     def check(result: Any, x: Any, **o: Any) -> None:
@@ -228,17 +281,26 @@ def _conv_forward(d: Draw) -> Case:
         if not tame(keys, queries):
             return
         finite(out)
-        q, k, v = (split_heads(lin(y), conv.heads) for lin, y in ((conv.lin_query, queries), (conv.lin_key, keys), (conv.lin_value, keys)))
+        q, k, v = (
+            split_heads(lin(y), conv.heads)
+            for lin, y in ((conv.lin_query, queries), (conv.lin_key, keys), (conv.lin_value, keys))
+        )
         wanted = reference_attention(q.double(), k.double(), v.double(), graph, None, None, conv.scale, "score")
         close(out, wanted.transpose(0, 1).flatten(1), "attention", torch.float32)
         if how in ("graph", "edges", "typed") and isinstance(o["edge_index"], AttentionGraph | Tensor):
             kept = dense(graph)
             mine = dense(g) if how != "edges" else dense(g).any(0, keepdim=True).expand_as(kept)
-            same_edges = o["edge_index"] is g or (isinstance(o["edge_index"], Tensor) and o["edge_index"].tolist() == g.edge_index.tolist())
-            expect(torch.equal(kept, mine) or not same_edges or o["edge_head"] is not head, "other edges than those given")
+            same_edges = o["edge_index"] is g or (
+                isinstance(o["edge_index"], Tensor) and o["edge_index"].tolist() == g.edge_index.tolist()
+            )
+            expect(
+                torch.equal(kept, mine) or not same_edges or o["edge_head"] is not head, "other edges than those given"
+            )
         conv.zero_grad()
         out.sum().backward()
-        expect(all(p.grad is None or bool(p.grad.isfinite().all()) for p in conv.parameters()), "a gradient is not finite")
+        expect(
+            all(p.grad is None or bool(p.grad.isfinite().all()) for p in conv.parameters()), "a gradient is not finite"
+        )
 
     free = ("return_graph",) if given is None else ("return_graph", "sequence_ids")  # a given graph draws nothing
     names = {"x": ("x[0]", "x[1]", "query_membership", "key_membership")}
@@ -251,14 +313,18 @@ def _attend(d: Draw) -> Case:
     g = d.graph(None, n, d.choice((n, [2 for _ in n])))
     channels = d.randint(1, 4)
     conv = SBMAttentionConv(4, channels, g.heads, 3, probes=2.0).eval()
-    q, k, v = (torch.randn(g.heads, count, channels, generator=d.torch) for count in (g.num_queries, g.num_keys, g.num_keys))
+    q, k, v = (
+        torch.randn(g.heads, count, channels, generator=d.torch) for count in (g.num_queries, g.num_keys, g.num_keys)
+    )
     arguments: dict[str, Any] = {"query": q, "key": k, "value": v, "edge_index": d.choice((g, None)), "bipartite": True}
     arguments |= {"ptr": (g.key_ptr, g.query_ptr), "seed": d.getrandbits(60), "returns": Returns(graph=True)}
     arguments |= {"edge_filter": d.maybe(lambda graph: graph.edge_index[0] % 2 == 0)}
 
     def check(result: Any, query: Tensor, key: Tensor, value: Tensor, **_: Any) -> None:
         if tame(query, key, value):
-            wanted = reference_attention(query.double(), key.double(), value.double(), result[1], None, None, conv.scale, "score")
+            wanted = reference_attention(
+                query.double(), key.double(), value.double(), result[1], None, None, conv.scale, "score"
+            )
             close(result[0], wanted.transpose(0, 1).flatten(1), "attention", torch.float32)
 
     names = {"query": ("query_membership",), "key": ("key_membership",)}
@@ -273,7 +339,12 @@ def _head_options(d: Draw) -> Case:
         "num_blocks": d.randint(1, 4),
         "cluster_init": d.choice(("kaiming", "orthogonal")),
     }
-    options |= {"parameterization": d.choice(("paper", "mixed", "assortative")), "density": 0.25, "temperature": 1.0, "tied": False}
+    options |= {
+        "parameterization": d.choice(("paper", "mixed", "assortative")),
+        "density": 0.25,
+        "temperature": 1.0,
+        "tied": False,
+    }
 
     def call(channels: Any, heads: Any, **options: Any) -> Any:
         head = SBMHead(channels, heads, **options)
@@ -297,7 +368,9 @@ def _head_forward(d: Draw) -> Case:
 
     def check(result: SBM, query: Tensor, key: Tensor, **_: Any) -> None:
         if tame(query, key):
-            expect(bool(((chances(result) >= 0) & (chances(result) <= 1 + 1e-5)).all()), "a probability outside of [0, 1]")
+            expect(
+                bool(((chances(result) >= 0) & (chances(result) <= 1 + 1e-5)).all()), "a probability outside of [0, 1]"
+            )
 
     return Case(head, arguments, check)
 
@@ -342,7 +415,13 @@ def _multihead_forward(d: Draw) -> Case:
     layer = SBMMultiheadAttention.from_torch(old, num_blocks=None if full else 3).eval()
     q, k, v = (torch.randn(batch, count, 4, generator=d.torch) for count in (length, keys, keys))
     padding = torch.arange(keys) >= torch.tensor([[d.randint(1, keys)] for _ in range(batch)])
-    arguments: dict[str, Any] = {"query": q, "key": k, "value": v, "key_padding_mask": d.maybe(padding), "need_weights": d.random() < 0.5}
+    arguments: dict[str, Any] = {
+        "query": q,
+        "key": k,
+        "value": v,
+        "key_padding_mask": d.maybe(padding),
+        "need_weights": d.random() < 0.5,
+    }
     arguments |= {
         "attn_mask": d.maybe(torch.ones(length, keys, dtype=torch.bool).triu(1)),
         "average_attn_weights": True,
@@ -351,7 +430,14 @@ def _multihead_forward(d: Draw) -> Case:
     arguments |= {"seed": d.getrandbits(60), "sequence_ids": None if full else d.maybe(d.whole(9, batch))}
 
     def check(
-        result: Any, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Any, attn_mask: Any, is_causal: Any, **_: Any
+        result: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Any,
+        attn_mask: Any,
+        is_causal: Any,
+        **_: Any,
     ) -> None:
         if not tame(query, key, value):
             return
@@ -393,7 +479,13 @@ def _from_torch(d: Draw) -> Case:
 def encoder_options(d: Draw) -> dict[str, Any]:
     attention = d.choice(models.ATTENTION)
     extra = {"sbm": {"num_blocks": 3}, "window": {"size": 1}, "bigbird": {"num_random": 1}, "full": None}[attention]
-    options = {"num_tokens": 9, "channels": 4, "num_layers": d.randint(1, 2), "heads": d.randint(1, 2), "head_channels": d.maybe(2)}
+    options = {
+        "num_tokens": 9,
+        "channels": 4,
+        "num_layers": d.randint(1, 2),
+        "heads": d.randint(1, 2),
+        "head_channels": d.maybe(2),
+    }
     options |= {
         "ffn_channels": d.maybe(5),
         "max_length": 8,
@@ -411,13 +503,26 @@ def encoder(d: Draw) -> SequenceEncoder:
 def tokens(d: Draw) -> dict[str, Any]:
     lengths = d.lengths()
     positions = torch.cat([torch.arange(n) for n in lengths])
-    arguments = {"tokens": d.whole(9, sum(lengths)), "ptr": pointer(lengths), "batch": None, "positions": d.maybe(positions)}
-    return arguments | {"seed": d.getrandbits(60), "sequence_ids": d.maybe(d.whole(9, len(lengths))), "return_trace": True}
+    arguments = {
+        "tokens": d.whole(9, sum(lengths)),
+        "ptr": pointer(lengths),
+        "batch": None,
+        "positions": d.maybe(positions),
+    }
+    return arguments | {
+        "seed": d.getrandbits(60),
+        "sequence_ids": d.maybe(d.whole(9, len(lengths))),
+        "return_trace": True,
+    }
 
 
 def ignored(model: SequenceEncoder) -> tuple[str, ...]:
     """What an encoder does not look at: sequence_ids, where its attention draws nothing."""
-    return ("return_trace",) if model.constructor_options()["attention"] in ("sbm", "bigbird") else ("return_trace", "sequence_ids")
+    return (
+        ("return_trace",)
+        if model.constructor_options()["attention"] in ("sbm", "bigbird")
+        else ("return_trace", "sequence_ids")
+    )
 
 
 def check_trace(result: Any, rows: int, width: int) -> None:
@@ -431,7 +536,9 @@ def check_trace(result: Any, rows: int, width: int) -> None:
 @case("SequenceEncoder", 16)
 def _encoder(d: Draw) -> Case:
     def call(**options: Any) -> Any:
-        return SequenceEncoder(**options)(torch.tensor([0, 1, 2, 0, 1]), torch.tensor([0, 2, 5]), seed=0, return_trace=True)
+        return SequenceEncoder(**options)(
+            torch.tensor([0, 1, 2, 0, 1]), torch.tensor([0, 2, 5]), seed=0, return_trace=True
+        )
 
     return Case(call, encoder_options(d), lambda result, channels, **_: check_trace(result, 5, channels))
 
@@ -465,14 +572,19 @@ def _classifier_forward(d: Draw) -> Case:
     arguments = tokens(d)
     model = SequenceClassifier(encoder(d), 3)
     return Case(
-        model, arguments, lambda result, ptr, **_: check_trace(result, 1 if ptr is None else len(ptr) - 1, 3), free=("return_trace",)
+        model,
+        arguments,
+        lambda result, ptr, **_: check_trace(result, 1 if ptr is None else len(ptr) - 1, 3),
+        free=("return_trace",),
     )
 
 
 @case("TokenClassifier.forward", 5)
 def _token_forward(d: Draw) -> Case:
     model = TokenClassifier(encoder(d), 3)
-    return Case(model, tokens(d), lambda result, tokens, **_: check_trace(result, len(tokens), 3), free=ignored(model.encoder))
+    return Case(
+        model, tokens(d), lambda result, tokens, **_: check_trace(result, len(tokens), 3), free=ignored(model.encoder)
+    )
 
 
 @case("PairClassifier.forward", 10)
@@ -485,12 +597,19 @@ def _pair_forward(d: Draw) -> Case:
         "positions": None,
     }
     arguments |= {"seed": d.getrandbits(60), "sequence_ids": d.maybe(d.whole(9, 1)), "return_trace": True}
-    return Case(PairClassifier(encoder(d), 3), arguments, lambda result, **_: check_trace(result, 1, 3), free=("return_trace",))
+    return Case(
+        PairClassifier(encoder(d), 3), arguments, lambda result, **_: check_trace(result, 1, 3), free=("return_trace",)
+    )
 
 
 def _dense_layer(d: Draw, pattern: bool) -> Case:
     lengths = d.lengths()
-    options: dict[str, Any] = {"channels": 4, "head_channels": d.randint(1, 3), "heads": d.randint(1, 3), "dropout": 0.0}
+    options: dict[str, Any] = {
+        "channels": 4,
+        "head_channels": d.randint(1, 3),
+        "heads": d.randint(1, 3),
+        "dropout": 0.0,
+    }
     if pattern:
         options = {"in_channels": 4, "out_channels": options["head_channels"], "heads": options["heads"]}
         options |= {"source": patterns.PatternSource(patterns.window, size=1), "is_causal": d.random() < 0.5}
@@ -515,7 +634,9 @@ def _dense_forward(d: Draw) -> Case:
     def check(result: Tensor, x: Tensor, ptr: Tensor, **_: Any) -> None:
         if tame(x):
             q, k, v = (split_heads(lin(x), heads).double() for lin in lins)
-            wanted = reference_attention(q, k, v, patterns.full(None, ptr=ptr, heads=heads), None, None, 3**-0.5, "score")
+            wanted = reference_attention(
+                q, k, v, patterns.full(None, ptr=ptr, heads=heads), None, None, 3**-0.5, "score"
+            )
             close(result, wanted.transpose(0, 1).flatten(1), "attention", torch.float32)
 
     arguments = {"x": float_tokens(d, sum(lengths), 4), "ptr": pointer(lengths), "seed": 3, "sequence_ids": None}
@@ -534,14 +655,24 @@ def choice_of(d: Draw, heads: int | None = None) -> Choice:
 def _choice(d: Draw) -> Case:
     made = choice_of(d)
     arguments = {"graph": made.graph, "probability": made.probability, "forced": made.forced, "exploration": 0.1}
-    return Case(Choice, arguments, lambda result, graph, **_: expect(result.graph is graph, "another graph"), free=("probability",))
+    return Case(
+        Choice,
+        arguments,
+        lambda result, graph, **_: expect(result.graph is graph, "another graph"),
+        free=("probability",),
+    )
 
 
 @case("Choice.select", 3)
 def _choice_select(d: Draw) -> Case:
     made = choice_of(d)
     kept = d.whole(2, made.graph.num_edges) > 0
-    return Case(made.select, {"kept": kept}, lambda result, kept: expect(result.graph.num_edges == int(kept.sum()), "edges"), names={"kept": ("mask",)})
+    return Case(
+        made.select,
+        {"kept": kept},
+        lambda result, kept: expect(result.graph.num_edges == int(kept.sum()), "edges"),
+        names={"kept": ("mask",)},
+    )
 
 
 @case("Choice.force", 3)
@@ -560,17 +691,34 @@ def _choice_force(d: Draw) -> Case:
 def source_arguments(d: Draw, source: Any, check: Any) -> Case:
     lengths = d.lengths()
     tokens = torch.randn(2, sum(lengths), 4, generator=d.torch)
-    arguments = {"query": tokens, "key": tokens, "query_ptr": pointer(lengths), "key_ptr": pointer(lengths), "bipartite": False}
+    arguments = {
+        "query": tokens,
+        "key": tokens,
+        "query_ptr": pointer(lengths),
+        "key_ptr": pointer(lengths),
+        "bipartite": False,
+    }
     arguments |= {"seed": d.getrandbits(60), "sequence_ids": d.maybe(d.whole(9, len(lengths)))}
     names = {"query": ("query_membership",), "key": ("key_membership",), "query_ptr": ("ptr",)}
-    names["bipartite"] = ("self_loops", "pattern")
-    return Case(source, arguments, check, free=("query", "key", "key_ptr", "bipartite", "seed", "sequence_ids"), names=names)
+    names |= {"bipartite": ("self_loops", "pattern")}  # type: ignore[dict-item]
+    return Case(
+        source, arguments, check, free=("query", "key", "key_ptr", "bipartite", "seed", "sequence_ids"), names=names
+    )
 
 
 @case("SBMSource", 4)
 def _sbm_source(d: Draw) -> Case:
-    arguments = {"head": SBMHead(4, 2, 3), "method": "bernoulli", "exploration": 0.1, "budget": d.maybe(2.0), "self_loops": False, "window": d.maybe(1)}
-    return Case(SBMSource, arguments, lambda result, head, **_: expect(result.head is head, "another head"), free=("head",))
+    arguments = {
+        "head": SBMHead(4, 2, 3),
+        "method": "bernoulli",
+        "exploration": 0.1,
+        "budget": d.maybe(2.0),
+        "self_loops": False,
+        "window": d.maybe(1),
+    }
+    return Case(
+        SBMSource, arguments, lambda result, head, **_: expect(result.head is head, "another head"), free=("head",)
+    )
 
 
 @case("SBMSource.forward", 4)
@@ -580,19 +728,33 @@ def _sbm_source_forward(d: Draw) -> Case:
 
 @case("patterns.PatternSource", 4)
 def _pattern_source(d: Draw) -> Case:
-    return Case(patterns.PatternSource, {"pattern": patterns.window, "size": 1}, lambda result, **_: expect(result.options, "no options"), free=("size",))
+    return Case(
+        patterns.PatternSource,
+        {"pattern": patterns.window, "size": 1},
+        lambda result, **_: expect(result.options, "no options"),
+        free=("size",),
+    )
 
 
 @case("patterns.PatternSource.forward", 4)
 def _pattern_source_forward(d: Draw) -> Case:
-    return source_arguments(d, patterns.PatternSource(patterns.bigbird, size=1, num_global=1, num_random=1), lambda result, **_: valid(result.graph))
+    return source_arguments(
+        d,
+        patterns.PatternSource(patterns.bigbird, size=1, num_global=1, num_random=1),
+        lambda result, **_: valid(result.graph),
+    )
 
 
 @case("AttentionGraph.over", 4)
 def _over(d: Draw) -> Case:
     lengths = d.lengths()
     g = d.graph(None, lengths, lengths)
-    arguments = {"edge_index": d.choice((g, g.edge_index)), "num_queries": g.num_queries, "num_keys": g.num_keys, "heads": g.heads}
+    arguments: dict[str, Any] = {
+        "edge_index": d.choice((g, g.edge_index)),
+        "num_queries": g.num_queries,
+        "num_keys": g.num_keys,
+        "heads": g.heads,
+    }
     arguments |= {"ptr": g.query_ptr, "batch": None}
     return Case(AttentionGraph.over, arguments, lambda result, **_: valid(result), free=("heads",))
 
@@ -600,7 +762,9 @@ def _over(d: Draw) -> Case:
 @case("SequenceEncoder.check_tokens", 4)
 def _check_tokens(d: Draw) -> Case:
     model = SequenceEncoder(9, 4, heads=1, attention="full")
-    return Case(model.check_tokens, {"tokens": d.whole(9, 5)}, lambda result, **_: expect(result.dim() == 1, "another shape"))
+    return Case(
+        model.check_tokens, {"tokens": d.whole(9, 5)}, lambda result, **_: expect(result.dim() == 1, "another shape")
+    )
 
 
 def record_of(d: Draw) -> EncoderTrace:
@@ -636,10 +800,18 @@ def _density_loss(d: Draw) -> Case:
 @case("Pretrained.save_pretrained", 6)
 def _save(d: Draw) -> Case:
     model = SequenceClassifier(encoder(d), 3)
-    arguments = {"folder": f"{d.folder()}/model", "task": d.maybe("words"), "metric": d.maybe({"accuracy": 0.5}), "density": d.maybe(0.2)}
+    arguments = {
+        "folder": f"{d.folder()}/model",
+        "task": d.maybe("words"),
+        "metric": d.maybe({"accuracy": 0.5}),
+        "density": d.maybe(0.2),
+    }
 
     def check(result: None, folder: Any, density: Any, **_: Any) -> None:
-        expect(density is None or 0 <= torch.as_tensor(density).min() <= torch.as_tensor(density).max() <= 1, "a density outside of [0, 1]")
+        expect(
+            density is None or 0 <= torch.as_tensor(density).min() <= torch.as_tensor(density).max() <= 1,
+            "a density outside of [0, 1]",
+        )
         again = SequenceClassifier.from_pretrained(folder).state_dict()
         expect(all(torch.equal(x, again[name]) for name, x in model.state_dict().items()), "other weights come back")
 
@@ -695,10 +867,17 @@ def _load(d: Draw) -> Case:
         "options__encoder__options__attention": {}, "options__encoder__options__attention_options": deep, "library": "torch", "options__x": deep,
     }  # fmt: skip
     hostile: list[tuple[str, str, Callable[[], Any]]] = [
-        (f"config {key.strip()}={value!r:.30}", "value", partial(corrupted, folder, "config.json", edited(**{key.strip(): value})))
+        (
+            f"config {key.strip()}={value!r:.30}",
+            "value",
+            partial(corrupted, folder, "config.json", edited(**{key.strip(): value})),
+        )
         for key, value in bad.items()
     ]
-    raw = {"config.json": (b"", b"[" * 5000, b"null", b'{"library": "sbm_pyg"', b"\xff\xfe"), "model.safetensors": (b"", b"\0" * 99)}
+    raw = {
+        "config.json": (b"", b"[" * 5000, b"null", b'{"library": "sbm_pyg"', b"\xff\xfe"),
+        "model.safetensors": (b"", b"\0" * 99),
+    }
     for name, contents in raw.items():
         hostile += [(f"{name} is {x[:12]!r}", "value", partial(written, folder, name, x)) for x in contents]
         hostile += [(f"{name} cut", "value", partial(corrupted, folder, name, lambda old: old[:-9]))]
@@ -715,9 +894,18 @@ def _load(d: Draw) -> Case:
         stored = json.loads((Path(folder) / "config.json").read_text())["options"]["encoder"]["options"]["dropout"]
         expect(0 <= stored <= 1, f"dropout = {stored} was taken")
 
-    names: dict[str, tuple[str, ...]] = {"folder": ("config.json", "model.safetensors", "class", "options", "version", "sha256")}
+    names: dict[str, tuple[str, ...]] = {
+        "folder": ("config.json", "model.safetensors", "class", "options", "version", "sha256")
+    }
     kind: Any = d.choice((sbm_pyg.Pretrained, SequenceClassifier))
-    return Case(kind.from_pretrained, {"folder": folder, "device": "cpu"}, check, more={"folder": hostile}, names=names, free=("folder",))
+    return Case(
+        kind.from_pretrained,
+        {"folder": folder, "device": "cpu"},
+        check,
+        more={"folder": hostile},
+        names=names,
+        free=("folder",),
+    )
 
 
 # ------------------------------------------------------------------ analysis
@@ -751,7 +939,11 @@ def _statistics(d: Draw) -> Case:
     g = d.graph()
     labels = d.maybe((d.whole(3, g.heads, g.num_queries), d.whole(3, g.heads, g.num_keys)))
     square = g.query_ptr.tolist() == g.key_ptr.tolist()
-    arguments = {"graph": g, "blocks": d.choice((None, labels, d.model(g))), "bipartite": d.maybe(True if not square else d.random() < 0.5)}
+    arguments = {
+        "graph": g,
+        "blocks": d.choice((None, labels, d.model(g))),
+        "bipartite": d.maybe(True if not square else d.random() < 0.5),
+    }
 
     def check(result: Any, graph: AttentionGraph, bipartite: Any, **_: Any) -> None:
         split = graph.query_ptr.tolist() != graph.key_ptr.tolist() if bipartite is None else bool(bipartite)
@@ -760,7 +952,9 @@ def _statistics(d: Draw) -> Case:
                 mask = part(graph, b)[h]
                 n, m = mask.shape
                 wanted: Any = nx.DiGraph()
-                wanted.add_nodes_from([*((0, i) for i in range(n)), *((1, j) for j in range(m))] if split else [(0, i) for i in range(n)])
+                wanted.add_nodes_from(
+                    [*((0, i) for i in range(n)), *((1, j) for j in range(m))] if split else [(0, i) for i in range(n)]
+                )
                 wanted.add_edges_from(((1 if split else 0, j), (0, i)) for i, j in mask.nonzero().tolist())
                 values = {
                     "density": mask.double().mean().item(), "weak_components": nx.number_weakly_connected_components(wanted),
@@ -803,7 +997,9 @@ def _is_path(d: Draw) -> Case:
 
     def check(result: bool, graph: AttentionGraph, path: Any) -> None:
         mask, positions = dense(graph).any(0), [operator.index(token) for token in path]
-        truth = sorted(positions) == list(range(len(mask))) and all(bool(mask[i, j]) for j, i in itertools.pairwise(positions))
+        truth = sorted(positions) == list(range(len(mask))) and all(
+            bool(mask[i, j]) for j, i in itertools.pairwise(positions)
+        )
         expect(bool(result) == truth, f"{result}, where the truth is {truth}")
 
     return Case(analysis.is_hamiltonian_path, {"graph": g, "path": path}, check)
@@ -813,7 +1009,13 @@ def _is_path(d: Draw) -> Case:
 def _universality(d: Draw) -> Case:
     n = d.randint(1, 6)
     given = [d.graph(None, [n], [n]) for _ in range(d.randint(1, 3))]
-    arguments = {"patterns": d.choice((given, given[0])), "threshold": 0.5, "self_loops": d.random() < 0.5, "time_limit": 5.0, "seed": 0}
+    arguments = {
+        "patterns": d.choice((given, given[0])),
+        "threshold": 0.5,
+        "self_loops": d.random() < 0.5,
+        "time_limit": 5.0,
+        "seed": 0,
+    }
 
     def check(result: Any, patterns: Any, self_loops: Any, **_: Any) -> None:
         graphs = [patterns] if isinstance(patterns, AttentionGraph) else list(patterns)
@@ -844,7 +1046,9 @@ def _expected_graph(d: Draw) -> Case:
     def check(result: AttentionGraph, sbm: SBM, threshold: Any) -> None:
         p = chances(sbm)
         sure = (p - float(threshold)).abs() > 1e-3
-        expect(torch.equal(dense(result)[sure], (p > float(threshold))[sure]), "other pairs than those above the threshold")
+        expect(
+            torch.equal(dense(result)[sure], (p > float(threshold))[sure]), "other pairs than those above the threshold"
+        )
 
     return Case(analysis.expected_graph, {"sbm": d.sbm(), "threshold": d.choice((0.0, 0.3))}, check)
 
@@ -852,7 +1056,11 @@ def _expected_graph(d: Draw) -> Case:
 @case("analysis.blocks_of", 2)
 def _blocks_of(d: Draw) -> Case:
     def check(result: Any, sbm: SBM) -> None:
-        expect(torch.equal(result[0], sbm.query_membership.argmax(-1)) and torch.equal(result[1], sbm.key_membership.argmax(-1)), "other blocks")
+        expect(
+            torch.equal(result[0], sbm.query_membership.argmax(-1))
+            and torch.equal(result[1], sbm.key_membership.argmax(-1)),
+            "other blocks",
+        )
 
     return Case(analysis.blocks_of, {"sbm": d.sbm()}, check)
 
@@ -872,8 +1080,14 @@ def _analysis_networkx(d: Draw) -> Case:
 
     def check(result: Any, graph: AttentionGraph, sequence: Any, head: Any, view: str, sbm: Any) -> None:
         networkx_edges(result, part(graph, sequence), head, view == "bipartite")
-        if sbm is not None and tame(sbm.query_membership, sbm.key_membership, sbm.block_matrix) and bool((chances(sbm) <= 1).all()):
-            expect(all(0 <= p <= 1.001 for _, _, p in result.edges(data="probability")), "an edge without its probability")
+        if (
+            sbm is not None
+            and tame(sbm.query_membership, sbm.key_membership, sbm.block_matrix)
+            and bool((chances(sbm) <= 1).all())
+        ):
+            expect(
+                all(0 <= p <= 1.001 for _, _, p in result.edges(data="probability")), "an edge without its probability"
+            )
 
     return Case(analysis.to_networkx, arguments, check)
 
@@ -884,7 +1098,10 @@ def _lemma2(d: Draw) -> Case:
 
     def check(result: Any, n: Any, num_blocks: Any) -> None:
         for graph, name, option in zip(
-            result.graphs, ("block_diagonal", "relay_keys", "relay_queries"), ("num_blocks", "num_relays", "num_relays"), strict=True
+            result.graphs,
+            ("block_diagonal", "relay_keys", "relay_queries"),
+            ("num_blocks", "num_relays", "num_relays"),
+            strict=True,
         ):
             mask = dense(graph)
             if name != "block_diagonal":
@@ -895,7 +1112,8 @@ def _lemma2(d: Draw) -> Case:
                 check_pattern(name, mask, [n], {option: num_blocks})
         union = reduce_any([dense(graph)[0] for graph in result.graphs])
         expect(
-            sorted(result.path) == list(range(n)) and all(bool(union[i, j]) for j, i in zip(result.path, result.path[1:], strict=False)),
+            sorted(result.path) == list(range(n))
+            and all(bool(union[i, j]) for j, i in zip(result.path, result.path[1:], strict=False)),
             "no path",
         )
 
@@ -919,12 +1137,20 @@ def _lemma2_s(d: Draw) -> Case:
 
 @case("analysis.lemma1", 4)
 def _lemma1(d: Draw) -> Case:
-    arguments = {"n": d.randint(3, 6), "probabilities": d.maybe([0.2, 0.8]), "samples": d.randint(1, 3), "seed": 0, "time_limit": 1.0}
+    arguments = {
+        "n": d.randint(3, 6),
+        "probabilities": d.maybe([0.2, 0.8]),
+        "samples": d.randint(1, 3),
+        "seed": 0,
+        "time_limit": 1.0,
+    }
 
     def check(result: Any, samples: Any, **_: Any) -> None:
         expect(bool((result.found + result.absent <= samples).all()), "more graphs than were drawn")
         low, high = result.interval
-        expect(bool(((low <= result.share + 1e-9) & (result.share <= high + 1e-9)).all()), "an interval without its share")
+        expect(
+            bool(((low <= result.share + 1e-9) & (result.share <= high + 1e-9)).all()), "an interval without its share"
+        )
         str(result)
 
     return Case(analysis.lemma1, arguments, check)
@@ -936,7 +1162,10 @@ def _cycles(d: Draw) -> Case:
         expect(int(n) == n and n >= 1 and 0 <= p <= 1, "a number out of range was taken")
         if isinstance(p, np.float16) or p == 0:
             return
-        expect(abs(float(result) - (n * math.log10(p) + math.lgamma(n) / math.log(10))) < 1e-6 * (1 + abs(float(result))), "another number")
+        expect(
+            abs(float(result) - (n * math.log10(p) + math.lgamma(n) / math.log(10))) < 1e-6 * (1 + abs(float(result))),
+            "another number",
+        )
 
     return Case(analysis.log10_cycles, {"n": d.randint(2, 9), "p": d.uniform(0.1, 1)}, check)
 
@@ -974,7 +1203,13 @@ def _plot_mask(d: Draw) -> Case:
 @case("plots.plot_blocks", 2)
 def _plot_blocks(d: Draw) -> Case:
     g = d.graph()
-    arguments = {"graph": g, "sbm": d.model(g), "sequence": d.randrange(g.num_sequences), "head": d.randrange(g.heads), "title": ""}
+    arguments = {
+        "graph": g,
+        "sbm": d.model(g),
+        "sequence": d.randrange(g.num_sequences),
+        "head": d.randrange(g.heads),
+        "title": "",
+    }
     return Case(plots.plot_blocks, arguments, drawn, free=("title",))
 
 
@@ -994,7 +1229,9 @@ def _extremes(d: Draw) -> Case:
         low, high = (mean[torch.tensor(side)].sum() for side in result)
         expect(len(result[0]) == len(result[1]) == count, "another number of inputs")
         expect(
-            abs(float(low - mean.sort().values[:count].sum())) + abs(float(high - mean.sort().values[-count:].sum())) < 1e-9, "other inputs"
+            abs(float(low - mean.sort().values[:count].sum())) + abs(float(high - mean.sort().values[-count:].sum()))
+            < 1e-9,
+            "other inputs",
         )
 
     return Case(plots.density_extremes, {"density": d.unit(2, d.randint(1, 6), 2), "count": d.randint(1, 3)}, check)
@@ -1035,7 +1272,11 @@ def _plot_training(d: Draw) -> Case:
     logs += [("rows of text", "value", lambda: ["a"]), ("rows without a column", "value", lambda: [{"step": 1}])]
     given = d.choice((str(path), path, [{"step": 0, "density_layer0_head0": 0.3}]))
     return Case(
-        plots.plot_training_density, {"log": given, "ax": None}, drawn, more={"log": logs}, names={"log": ("step", "density_layer0_head0")}
+        plots.plot_training_density,
+        {"log": given, "ax": None},
+        drawn,
+        more={"log": logs},
+        names={"log": ("step", "density_layer0_head0")},
     )
 
 
@@ -1053,9 +1294,14 @@ def _pad(d: Draw) -> Case:
             expect(mask[b].tolist() == [place < end - first for place in range(mask.size(1))], "a wrong mask")
             if end - first < mask.size(1):
                 filled = torch.full_like(padded[b, end - first :], float(fill_value))
-                expect(torch.equal(padded[b, end - first :].nan_to_num(7), filled.nan_to_num(7)), "something else stands in the padding")
+                expect(
+                    torch.equal(padded[b, end - first :].nan_to_num(7), filled.nan_to_num(7)),
+                    "something else stands in the padding",
+                )
 
-    return Case(ragged.pad, {"x": d.real(sum(lengths), 2), "ptr": pointer(lengths), "fill_value": d.choice((0.0, -1.0))}, check)
+    return Case(
+        ragged.pad, {"x": d.real(sum(lengths), 2), "ptr": pointer(lengths), "fill_value": d.choice((0.0, -1.0))}, check
+    )
 
 
 @case("unpad", 8)
@@ -1081,14 +1327,28 @@ def _offsets(d: Draw) -> Case:
 @case("ragged.resolve_ptr", 10)
 def _resolve(d: Draw) -> Case:
     lengths = d.lengths()
-    ptr, batch = d.choice(((pointer(lengths), None), (None, torch.repeat_interleave(pointer(lengths).diff())), (None, None)))
+    ptr, batch = d.choice(
+        ((pointer(lengths), None), (None, torch.repeat_interleave(pointer(lengths).diff())), (None, None))
+    )
 
     def check(result: Tensor, total: Any, ptr: Any, batch: Any, **_: Any) -> None:
         if not result.is_meta:
-            wanted = ptr.tolist() if ptr is not None else [0, total] if batch is None else [0, *torch.bincount(batch).cumsum(0).tolist()]
+            wanted = (
+                ptr.tolist()
+                if ptr is not None
+                else [0, total]
+                if batch is None
+                else [0, *torch.bincount(batch).cumsum(0).tolist()]
+            )
             expect(result.tolist() == wanted and result.dtype == torch.int64 and wanted[-1] == total, "other offsets")
 
-    arguments = {"total": sum(lengths), "ptr": ptr, "batch": batch, "name": "ptr", "device": d.maybe(torch.device("cpu"))}
+    arguments = {
+        "total": sum(lengths),
+        "ptr": ptr,
+        "batch": batch,
+        "name": "ptr",
+        "device": d.maybe(torch.device("cpu")),
+    }
     return Case(ragged.resolve_ptr, arguments, check, free=("name",))
 
 
@@ -1102,12 +1362,18 @@ def _check_tensor(d: Draw) -> Case:
 
 @case("ragged.readable", 2)
 def _readable(d: Draw) -> Case:
-    return Case(ragged.readable, {"x": d.real(2)}, lambda result, x: expect(result == (not x.is_meta), "the other answer"))
+    return Case(
+        ragged.readable, {"x": d.real(2)}, lambda result, x: expect(result == (not x.is_meta), "the other answer")
+    )
 
 
 @case("info.collect", 2)
 def _collect(d: Draw) -> Case:
-    return Case(info.collect, {"test": False}, lambda result, test: expect(bool(test) == (result["self_test"] is not None), "no self-test"))
+    return Case(
+        info.collect,
+        {"test": False},
+        lambda result, test: expect(bool(test) == (result["self_test"] is not None), "no self-test"),
+    )
 
 
 @case("info.self_test", 1)
@@ -1183,7 +1449,14 @@ for _owner, (_make, _meanings) in RECORDS.items():
 
 # ------------------------------------------------------------------ all public names
 
-MODULES = {"": sbm_pyg, "ops": sbm_pyg.ops, "patterns": patterns, "analysis": analysis, "plots": plots, "estimators": estimators}
+MODULES = {
+    "": sbm_pyg,
+    "ops": sbm_pyg.ops,
+    "patterns": patterns,
+    "analysis": analysis,
+    "plots": plots,
+    "estimators": estimators,
+}
 ESTIMATOR_NAMES = [
     f"estimators.{name}" + (f".{method}" if method else "") for name in estimators.__all__ if isinstance(getattr(estimators, name), type)
     for method in ("", *(key for key, value in vars(getattr(estimators, name)).items() if callable(value) and not key.startswith("_")))
@@ -1219,10 +1492,14 @@ def public_names() -> list[str]:
                 members = {
                     key: value
                     for key, value in vars(thing).items()
-                    if not key.startswith("_") and key != "pattern" and not getattr(value, "__module__", "").endswith("_propagate")
+                    if not key.startswith("_")
+                    and key != "pattern"
+                    and not getattr(value, "__module__", "").endswith("_propagate")
                 }  # MessagePassing writes `propagate` and `collect` of its own making into the class of its first instance
                 calls = {
-                    key for key, value in members.items() if callable(value) or isinstance(value, classmethod | staticmethod | property)
+                    key
+                    for key, value in members.items()
+                    if callable(value) or isinstance(value, classmethod | staticmethod | property)
                 }
                 names += [f"{full}.{key}" for key in sorted(calls)]
     return names

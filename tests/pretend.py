@@ -39,7 +39,11 @@ class Remote(Tensor):
 
     @staticmethod
     def __new__(cls, here: Tensor) -> Remote:
-        layout: dict[str, Any] = {"strides": here.stride(), "storage_offset": here.storage_offset(), "dtype": here.dtype}
+        layout: dict[str, Any] = {
+            "strides": here.stride(),
+            "storage_offset": here.storage_offset(),
+            "dtype": here.dtype,
+        }
         out = torch.Tensor._make_wrapper_subclass(cls, here.size(), device=DEVICE, **layout)
         out.here = here
         return out
@@ -48,7 +52,9 @@ class Remote(Tensor):
         return self.here.tolist()
 
     def numpy(self, **options: Any) -> Any:
-        raise TypeError(f"can't convert {DEVICE} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory first.")
+        raise TypeError(
+            f"can't convert {DEVICE} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory first."
+        )
 
     def __array__(self, *arguments: Any, **options: Any) -> Any:
         return self.numpy()
@@ -87,7 +93,9 @@ def run(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         first_only = op in INDEXED and isinstance(args[0], Remote)
         strangers = [x for x in tensors if x.dim() and not isinstance(x, Remote)]
         if strangers and not first_only:
-            raise RuntimeError(f"Expected all tensors to be on the same device, but found at least two devices, {DEVICE} and cpu, in {op}")
+            raise RuntimeError(
+                f"Expected all tensors to be on the same device, but found at least two devices, {DEVICE} and cpu, in {op}"
+            )
     device = kwargs.get("device")
     remote = remote if device is None else device.type == DEVICE.type
     out = op(*tree_map(local, args), **tree_map(local, kwargs))

@@ -76,7 +76,9 @@ def assert_certified(certificate: Certificate, graph: AttentionGraph) -> None:
     tokens, others = set(certificate.tokens), set(certificate.others)
     if certificate.kind in ("sources", "sinks"):
         assert len(tokens) == 2
-        assert all((arcs.in_degree if certificate.kind == "sources" else arcs.out_degree)(token) == 0 for token in tokens)
+        assert all(
+            (arcs.in_degree if certificate.kind == "sources" else arcs.out_degree)(token) == 0 for token in tokens
+        )
     elif certificate.kind == "incomparable":
         a, b = certificate.tokens
         assert not nx.has_path(arcs, a, b)
@@ -170,7 +172,9 @@ def test_a_disconnected_graph_is_absent_with_a_certificate() -> None:
 def star(leaves: int, length: int) -> AttentionGraph:
     """Chains of tokens that meet in token 0, edges both ways."""
     ends = [
-        (0 if place == 0 else 1 + leaf * length + place - 1, 1 + leaf * length + place) for leaf in range(leaves) for place in range(length)
+        (0 if place == 0 else 1 + leaf * length + place - 1, 1 + leaf * length + place)
+        for leaf in range(leaves)
+        for place in range(length)
     ]
     edges = torch.tensor(ends).T
     return AttentionGraph.from_edge_index(torch.cat([edges, edges.flip(0)], 1))
@@ -184,11 +188,15 @@ NAMED: dict[str, tuple[AttentionGraph, str]] = {
     "full": (patterns.full(30), "FOUND"),
     "causal": (patterns.window(30, 30, causal=True), "FOUND"),
     "two heads, even and odd": (
-        AttentionGraph.from_dense(torch.stack([torch.diag((torch.arange(9) % 2 == head).float(), -1) for head in (0, 1)])),
+        AttentionGraph.from_dense(
+            torch.stack([torch.diag((torch.arange(9) % 2 == head).float(), -1) for head in (0, 1)])
+        ),
         "FOUND",
     ),
     "two ends that must be ends": (  # a source, a clique, a sink
-        AttentionGraph.from_edge_index(torch.cat([patterns.full(20).edge_index, torch.tensor([[20, 7], [3, 21]])], 1), 22, 22),
+        AttentionGraph.from_edge_index(
+            torch.cat([patterns.full(20).edge_index, torch.tensor([[20, 7], [3, 21]])], 1), 22, 22
+        ),
         "FOUND",
     ),
     "three chains that meet": (star(3, 2), "ABSENT"),
@@ -196,13 +204,17 @@ NAMED: dict[str, tuple[AttentionGraph, str]] = {
     "shuffled blocks and relays": (
         AttentionGraph.from_edge_index(
             torch.randperm(200, generator=torch.Generator().manual_seed(0))[
-                (patterns.block_diagonal(200, 8) | patterns.relay_keys(200, 8) | patterns.relay_queries(200, 8)).edge_index
+                (
+                    patterns.block_diagonal(200, 8) | patterns.relay_keys(200, 8) | patterns.relay_queries(200, 8)
+                ).edge_index
             ]
         ),
         "FOUND",
     ),
     "shuffled window": (
-        AttentionGraph.from_edge_index(torch.randperm(500, generator=torch.Generator().manual_seed(0))[patterns.window(500, 3).edge_index]),
+        AttentionGraph.from_edge_index(
+            torch.randperm(500, generator=torch.Generator().manual_seed(0))[patterns.window(500, 3).edge_index]
+        ),
         "FOUND",
     ),
 }
@@ -223,7 +235,11 @@ def test_named_graphs(name: str) -> None:
 
 def test_same_seed_gives_the_same_path() -> None:
     graph = planted(300, 8, seed=0)
-    assert hamiltonian_path(graph, seed=5).path == hamiltonian_path(graph, seed=5).path != hamiltonian_path(graph, seed=6).path
+    assert (
+        hamiltonian_path(graph, seed=5).path
+        == hamiltonian_path(graph, seed=5).path
+        != hamiltonian_path(graph, seed=6).path
+    )
 
 
 def test_unknown_says_what_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,10 +308,15 @@ def test_truth_is_the_answer_and_an_error_where_there_is_none() -> None:
     assert analysis.universality(patterns.full(3))
     assert not analysis.universality(star(3, 2), self_loops=True)
     unknown = HamiltonianPath("UNKNOWN", None, None, "nothing", 0.0)
-    with pytest.raises(ValueError, match=r"Expected 'status' to be 'FOUND' or 'ABSENT' .* \(got 'UNKNOWN'\)\. Read `.status`, or raise"):
+    with pytest.raises(
+        ValueError, match=r"Expected 'status' to be 'FOUND' or 'ABSENT' .* \(got 'UNKNOWN'\)\. Read `.status`, or raise"
+    ):
         bool(unknown)
     report = dataclasses.replace(analysis.universality(patterns.full(3)), hamiltonian=unknown)
-    with pytest.raises(ValueError, match=r"Expected 'holds' to be True or False .* \(got None\)\. Read `.holds`, or raise `time_limit`\."):
+    with pytest.raises(
+        ValueError,
+        match=r"Expected 'holds' to be True or False .* \(got None\)\. Read `.holds`, or raise `time_limit`\.",
+    ):
         bool(report)
     assert not dataclasses.replace(report, s=math.inf)  # one condition that fails is enough
 
@@ -340,31 +361,39 @@ def test_is_hamiltonian_path() -> None:
     assert is_hamiltonian_path(graph, [0, 2, 1, 3])
     for wrong in ([3, 1, 2, 0], [0, 2, 1], [0, 2, 1, 1], [0, 1, 2, 3], [0, 2, 1, 4], []):
         assert not is_hamiltonian_path(graph, wrong)
-    with pytest.raises(TypeError, match=r"Expected 'path' to be whole numbers \(got float64\)\. Pass the numbers of the tokens\."):
+    with pytest.raises(
+        TypeError, match=r"Expected 'path' to be whole numbers \(got float64\)\. Pass the numbers of the tokens\."
+    ):
         is_hamiltonian_path(graph, [0.4, 2.5, 1.0, 3.9])  # type: ignore[list-item]
 
 
 def test_hamiltonian_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
-        TypeError, match=r"Expected 'graph' to be an AttentionGraph \(got Graph\). `AttentionGraph.from_edge_index` makes one."
+        TypeError,
+        match=r"Expected 'graph' to be an AttentionGraph \(got Graph\). `AttentionGraph.from_edge_index` makes one.",
     ):
         hamiltonian_path(nx.Graph())
     for function in (graph_statistics, to_networkx):
         with pytest.raises(TypeError, match=r"Expected 'graph' to be an AttentionGraph \(got Tensor\)."):
             function(torch.eye(3))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"Expected 'graph' to be one sequence \(got 3\). Take one with `graph.sequence\(b\)`."):
+    with pytest.raises(
+        ValueError, match=r"Expected 'graph' to be one sequence \(got 3\). Take one with `graph.sequence\(b\)`."
+    ):
         hamiltonian_path(GRAPHS["ragged"])
     with pytest.raises(
         ValueError,
         match=r"Expected 'graph' to have the same tokens as queries and keys \(got N = 7, M = 11\). Paths need one set of tokens.",
     ):
         hamiltonian_path(GRAPHS["bipartite"])
-    with pytest.raises(ValueError, match=r"Expected 'time_limit' to be a positive number of seconds \(got 0\). The default is 10."):
+    with pytest.raises(
+        ValueError, match=r"Expected 'time_limit' to be a positive number of seconds \(got 0\). The default is 10."
+    ):
         hamiltonian_path(patterns.full(3), time_limit=0)
     monkeypatch.setitem(sys.modules, "scipy.sparse", None)
     monkeypatch.setitem(sys.modules, "scipy.sparse.csgraph", None)
     with pytest.raises(
-        ImportError, match=r"Expected 'scipy' to be installed \(it is not\). Install it with `pip install sbm_pyg\[analysis\]`."
+        ImportError,
+        match=r"Expected 'scipy' to be installed \(it is not\). Install it with `pip install sbm_pyg\[analysis\]`.",
     ):
         hamiltonian_path(star(2, 3))
     with pytest.raises(ImportError, match="Expected 'scipy' to be installed"):
@@ -418,7 +447,10 @@ def test_s_is_finite_just_where_the_union_is_strongly_connected() -> None:
     outcomes: Counter[bool] = Counter()
     for _ in range(400):
         n, count = int(random.integers(2, 10)), int(random.integers(1, 4))
-        masks = [torch.from_numpy(random.random((n, n)) < random.uniform(0.02, 0.3)) | torch.eye(n, dtype=torch.bool) for _ in range(count)]
+        masks = [
+            torch.from_numpy(random.random((n, n)) < random.uniform(0.02, 0.3)) | torch.eye(n, dtype=torch.bool)
+            for _ in range(count)
+        ]
         graphs = [AttentionGraph.from_dense(mask) for mask in masks]
         s = spread_steps(graphs)
         union = AttentionGraph.from_dense(torch.stack(masks).any(0))
@@ -441,7 +473,9 @@ def test_s_without_self_loops_equals_brute_force() -> None:
         assert s == brute_force(masks)
         finite, endless = finite + (s < math.inf), endless + (s == math.inf)
     assert min(finite, endless) > 50
-    turn = AttentionGraph.from_dense(torch.eye(5).roll(1, 0))  # strongly connected, and yet what is known only moves round
+    turn = AttentionGraph.from_dense(
+        torch.eye(5).roll(1, 0)
+    )  # strongly connected, and yet what is known only moves round
     assert spread_steps([turn]) == math.inf
     assert "what tokens know repeats without being complete" in str(analysis.universality([turn]))
 
@@ -453,7 +487,9 @@ def test_long_ways_take_many_steps(threads: int) -> None:
     try:
         assert spread_steps([patterns.window(1000, 1)]) == 999
         assert spread_steps([patterns.self_loops(300), patterns.window(300, 2)]) == 2 * 150
-        clique_and_path = AttentionGraph.from_edge_index(torch.cat([patterns.full(200).edge_index, patterns.window(300, 1).edge_index], 1))
+        clique_and_path = AttentionGraph.from_edge_index(
+            torch.cat([patterns.full(200).edge_index, patterns.window(300, 1).edge_index], 1)
+        )
         assert spread_steps([clique_and_path]) == 101
         assert spread_steps([patterns.window(1500, 40)]) == 38  # large enough for threads to share a step
     finally:
@@ -476,7 +512,12 @@ def test_report_gives_evidence_for_each_condition() -> None:
     assert report.holds is True
     assert report.missing_self_loops == ((), (), ())
     assert report.hamiltonian_path is not None
-    assert (report.hamiltonian_status, report.s, report.strongly_connected, report.unreached) == ("FOUND", 5, True, None)
+    assert (report.hamiltonian_status, report.s, report.strongly_connected, report.unreached) == (
+        "FOUND",
+        5,
+        True,
+        None,
+    )
     page = str(report)
     for words in (
         "3 patterns over 64 tokens: HOLDS",
@@ -544,7 +585,8 @@ def test_expected_graph_of_ragged_heads() -> None:
 
 def test_universality_errors() -> None:
     with pytest.raises(
-        ValueError, match=r"Expected 'patterns' over the same tokens \(got \[\] tokens\). Pass one or more patterns of one sequence."
+        ValueError,
+        match=r"Expected 'patterns' over the same tokens \(got \[\] tokens\). Pass one or more patterns of one sequence.",
     ):
         analysis.universality([])
     with pytest.raises(ValueError, match=r"Expected 'patterns' over the same tokens \(got \[3, 4\] tokens\)."):
@@ -553,29 +595,40 @@ def test_universality_errors() -> None:
         analysis.universality(GRAPHS["ragged"])
     with pytest.raises(ValueError, match=r"Expected 'time_limit' to be a positive number of seconds \(got -1\)."):
         analysis.universality(patterns.full(3), time_limit=-1)
-    with pytest.raises(ValueError, match=r"Expected 'threshold' in \[0, 1\) \(got 1\). An edge counts where its probability is above it."):
+    with pytest.raises(
+        ValueError,
+        match=r"Expected 'threshold' in \[0, 1\) \(got 1\). An edge counts where its probability is above it.",
+    ):
         analysis.universality(lemma2(4, 2).sbms, threshold=1)
     with pytest.raises(ValueError, match=r"Expected 'num_blocks' in 1..n = 1..4 \(got 5\). Each block needs a token."):
         lemma2(4, 5)
     with pytest.raises(
-        ValueError, match=r"Expected 'n' to ask for no more than memory holds \(got 800,\d{3},\d{3},\d{3},\d{3} bytes of models and graphs"
+        ValueError,
+        match=r"Expected 'n' to ask for no more than memory holds \(got 800,\d{3},\d{3},\d{3},\d{3} bytes of models and graphs",
     ):
         lemma2(10**7, 2)
     with pytest.raises(TypeError, match=r"Expected 'n' to be an int \(got float\). It is the number of tokens."):
         lemma2(4.5, 2)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"Expected 'patterns' to be a list of graphs \(got int\). Pass \[graph\] for one."):
+    with pytest.raises(
+        TypeError, match=r"Expected 'patterns' to be a list of graphs \(got int\). Pass \[graph\] for one."
+    ):
         analysis.universality(5)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"Expected 'patterns' to be a list of graphs \(got AttentionGraph\). Pass \[graph\] for one."):
+    with pytest.raises(
+        TypeError, match=r"Expected 'patterns' to be a list of graphs \(got AttentionGraph\). Pass \[graph\] for one."
+    ):
         spread_steps(patterns.full(3))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"Expected 'time_limit' to be a positive number of seconds \(got '5'\)."):
         spread_steps([patterns.full(3)], time_limit="5")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"Expected 'sbm' to be an SBM \(got AttentionGraph\). `SBMHead` makes one"):
         expected_graph(patterns.full(3))  # type: ignore[arg-type]
     ring = torch.arange(3 * 10**6)
-    with pytest.raises(ValueError, match=r"Expected 'patterns' to ask for no more than memory holds \(got 281,250,000,000 words"):
+    with pytest.raises(
+        ValueError, match=r"Expected 'patterns' to ask for no more than memory holds \(got 281,250,000,000 words"
+    ):
         spread_steps([AttentionGraph.from_edge_index(torch.stack([ring, ring.roll(1)]))])
     with pytest.raises(
-        ValueError, match=r"Expected 'order' to be a permutation of 1, 2, 3 \(got \(0, 1, 2\)\). The paper has \(1, 2, 3\)."
+        ValueError,
+        match=r"Expected 'order' to be a permutation of 1, 2, 3 \(got \(0, 1, 2\)\). The paper has \(1, 2, 3\).",
     ):
         lemma2(4, 2).s((0, 1, 2))
 
@@ -592,7 +645,9 @@ def test_expected_cycles_and_paths_equal_enumeration() -> None:
         for pair, chosen in zip(pairs, choice, strict=True):
             arcs[pair] = chosen
         weight = p ** sum(choice) * (1 - p) ** (len(pairs) - sum(choice))
-        cycles += weight * sum(arcs[0, a] and arcs[a, b] and arcs[b, c] and arcs[c, 0] for a, b, c in itertools.permutations((1, 2, 3)))
+        cycles += weight * sum(
+            arcs[0, a] and arcs[a, b] and arcs[b, c] and arcs[c, 0] for a, b, c in itertools.permutations((1, 2, 3))
+        )
         paths += weight * held_karp(arcs)
     assert 10 ** float(log10_cycles(n, p)) == pytest.approx(cycles)
     result = lemma1(n, [p], samples=400, seed=3)
@@ -632,8 +687,16 @@ def test_lemma1_errors() -> None:
             ValueError,
             "Expected 'samples' to be at most 1,331 for 12 probabilities of graphs of 3,000 tokens",
         ),
-        ({"probabilities": []}, ValueError, "Expected 'probabilities' to be a list of numbers in (0, 1] (got []). Leave it out"),
-        ({"probabilities": ["x"]}, ValueError, "Expected 'probabilities' to be a list of numbers in (0, 1] (got ['x'])."),
+        (
+            {"probabilities": []},
+            ValueError,
+            "Expected 'probabilities' to be a list of numbers in (0, 1] (got []). Leave it out",
+        ),
+        (
+            {"probabilities": ["x"]},
+            ValueError,
+            "Expected 'probabilities' to be a list of numbers in (0, 1] (got ['x']).",
+        ),
         ({"time_limit": math.nan}, ValueError, "Expected 'time_limit' to be a positive number of seconds (got nan)."),
         ({"seed": 0.5}, TypeError, "Expected 'seed' to be an integer (got 0.5)."),
     ):
@@ -645,7 +708,9 @@ def test_lemma1_errors() -> None:
         with pytest.raises(ValueError, match=r"Expected 'p' in \[0, 1\] and 'n' below 2\*\*53 \(got 1.5 and 4\)"):
             law(4, 1.5)
     assert log10_cycles(4, 0.0) == -math.inf
-    with pytest.raises(ValueError, match=r"Expected 'probabilities' to be a list of numbers in \(0, 1\] \(got \[0.0\]\)."):
+    with pytest.raises(
+        ValueError, match=r"Expected 'probabilities' to be a list of numbers in \(0, 1\] \(got \[0.0\]\)."
+    ):
         lemma1(5, [0.0])
 
 
@@ -702,13 +767,21 @@ def test_statistics_equal_those_of_networkx(name: str) -> None:
             peer = to_networkx(graph, sequence, head, view="bipartite" if split else "tokens")
             queries = [("query", i) if split else i for i in range(one.num_queries)]
             keys = [("key", j) if split else j for j in range(one.num_keys)]
-            assert found.in_degree[head, first : first + len(queries)].tolist() == [peer.in_degree(node) for node in queries]
-            assert found.out_degree[head, first_key : first_key + len(keys)].tolist() == [peer.out_degree(node) for node in keys]
+            assert found.in_degree[head, first : first + len(queries)].tolist() == [
+                peer.in_degree(node) for node in queries
+            ]
+            assert found.out_degree[head, first_key : first_key + len(keys)].tolist() == [
+                peer.out_degree(node) for node in keys
+            ]
             assert found.empty_queries[sequence, head] == np.mean([peer.in_degree(node) == 0 for node in queries])
             assert found.unread_keys[sequence, head] == np.mean([peer.out_degree(node) == 0 for node in keys])
             communities = [
                 {node for place, node in enumerate(queries) if query[head, first + place] == block}
-                | ({node for place, node in enumerate(keys) if key[head, first_key + place] == block} if split else set())
+                | (
+                    {node for place, node in enumerate(keys) if key[head, first_key + place] == block}
+                    if split
+                    else set()
+                )
                 for block in range(3)
             ]
             for statistic, value in networkx_statistics(peer, communities).items():
@@ -748,15 +821,19 @@ def test_statistics_as_rows_and_table() -> None:
 
 def test_statistics_errors() -> None:
     with pytest.raises(
-        ValueError, match=r"Expected 'bipartite' to be True where sequences have not as many queries as keys \(got N = 7, M = 11\)."
+        ValueError,
+        match=r"Expected 'bipartite' to be True where sequences have not as many queries as keys \(got N = 7, M = 11\).",
     ):
         graph_statistics(GRAPHS["bipartite"], bipartite=False)
     with pytest.raises(
-        ValueError, match=r"Expected 'blocks' of the keys to be \[3, 11\] \(got \[3, 7\]\). They number the block of each token"
+        ValueError,
+        match=r"Expected 'blocks' of the keys to be \[3, 11\] \(got \[3, 7\]\). They number the block of each token",
     ):
         graph_statistics(GRAPHS["bipartite"], blocks=torch.zeros(3, 7, dtype=torch.long))
     for wrong in (torch.zeros(3, 7), "blocks", (torch.zeros(3, 7, dtype=torch.long),)):
-        with pytest.raises(TypeError, match=r"Expected 'blocks' to be an SBM, a tensor of integers or a pair of those \(got "):
+        with pytest.raises(
+            TypeError, match=r"Expected 'blocks' to be an SBM, a tensor of integers or a pair of those \(got "
+        ):
             graph_statistics(GRAPHS["bipartite"], blocks=wrong)  # type: ignore[arg-type]
     for function in (blocks_of, lambda sbm: to_networkx(patterns.full(3), sbm=sbm)):
         with pytest.raises(TypeError, match=r"Expected 'sbm' to be an SBM \(got Tensor\)."):
@@ -806,14 +883,18 @@ def test_networkx_views_carry_probabilities_and_blocks() -> None:
 
 def test_networkx_errors() -> None:
     with pytest.raises(
-        ValueError, match=r"Expected 'view' to be 'tokens' or 'bipartite' \(got 'multigraph'\). For all heads at once pass head='all'."
+        ValueError,
+        match=r"Expected 'view' to be 'tokens' or 'bipartite' \(got 'multigraph'\). For all heads at once pass head='all'.",
     ):
         to_networkx(patterns.full(3), view="multigraph")
     with pytest.raises(
-        ValueError, match=r"Expected 'bipartite' to be True where there are not as many queries as keys \(got False, 7 and 11\)."
+        ValueError,
+        match=r"Expected 'bipartite' to be True where there are not as many queries as keys \(got False, 7 and 11\).",
     ):
         to_networkx(GRAPHS["bipartite"], 0, 0)
-    with pytest.raises(ValueError, match=r"Expected 'graph' with \(heads, queries, keys\) = \(1, 4, 4\) \(got \(1, 3, 3\)\)."):
+    with pytest.raises(
+        ValueError, match=r"Expected 'graph' with \(heads, queries, keys\) = \(1, 4, 4\) \(got \(1, 3, 3\)\)."
+    ):
         to_networkx(patterns.full(3), sbm=lemma2(4, 2).sbms[0])
 
 

@@ -170,9 +170,13 @@ def test_a_free_matrix_learns_which_token_to_attend_to() -> None:
 
 def test_the_trace_of_a_model_reports_a_source() -> None:
     torch.manual_seed(0)
-    model = SequenceEncoder(5, 8, num_layers=2, attention=lambda *sizes: AttentionConv(*sizes, FreeSource(sizes[2], 6)))
+
+    def layer(channels: int, head_channels: int, heads: int) -> AttentionConv:
+        return AttentionConv(channels, head_channels, heads, FreeSource(heads, 6))
+
+    model = SequenceEncoder(5, 8, num_layers=2, attention=layer)
     _, trace = model(torch.randint(5, (6,)), seed=0, return_trace=True)
-    sources: list[Any] = [block.attention.source for block in model.blocks]
+    sources: list[Any] = [cast(Any, block).attention.source for block in model.blocks]
     by_hand = torch.stack([source.logit.sigmoid().mean((1, 2))[None] for source in sources])
     torch.testing.assert_close(trace.expected_density, by_hand)
     assert trace.density.shape == (2, 1, 2)
@@ -201,14 +205,16 @@ def test_causal_attention_sees_no_later_key(estimator: str) -> None:
     assert not choice.graph.later.any()
     assert choice.graph.num_edges > 20
     out.square().sum().backward()
-    assert source.head.clusters.grad.abs().max() > 0
+    assert cast(Any, source.head).clusters.grad.abs().max() > 0
     free = AttentionConv(6, 4, 2, is_causal=True)
     changed = x.clone()
     changed[3] += 1  # the last token of the first sequence
     full = patterns.full(None, ptr=ptr)
     same = torch.arange(9) != 3
     assert torch.equal(free(x, full)[same], free(changed, full)[same])
-    torch.testing.assert_close(free(x, full), AttentionConv.forward(free, x, patterns.window(None, 9, causal=True, ptr=ptr)))
+    torch.testing.assert_close(
+        free(x, full), AttentionConv.forward(free, x, patterns.window(None, 9, causal=True, ptr=ptr))
+    )
 
 
 def test_later_counts_places_within_sequences() -> None:
@@ -247,19 +253,43 @@ class Doubtful(GraphSource):
 def test_errors() -> None:
     x, graph = draw(1, 9, 6, dtype=torch.float32), patterns.full(9)
     cases: list[tuple[Any, type[Exception], str]] = [
-        (lambda: AttentionConv(6, 4, source=cast(Any, graph)), TypeError, r"Expected 'source' to be a GraphSource \(got Att"),
-        (lambda: AttentionConv(6, 4)(x), ValueError, r"Expected 'edge_index' \(got None, and the layer has no source\)"),
+        (
+            lambda: AttentionConv(6, 4, source=cast(Any, graph)),
+            TypeError,
+            r"Expected 'source' to be a GraphSource \(got Att",
+        ),
+        (
+            lambda: AttentionConv(6, 4)(x),
+            ValueError,
+            r"Expected 'edge_index' \(got None, and the layer has no source\)",
+        ),
         (lambda: AttentionConv(6, 4, source=Doubtful(graph))(x), TypeError, "Expected 'source' to return a Choice"),
         (lambda: AttentionConv(6, 4, 3, Doubtful(Choice(graph.expand(2))))(x), ValueError, "have 1 or 3 heads"),
         (lambda: AttentionConv(6, 4, estimator="loud"), ValueError, "Expected 'estimator' to be one of"),
-        (lambda: AttentionConv(6, 4, estimator=cast(Any, 3)), TypeError, "Expected 'estimator' to be an Estimator or a name"),
-        (lambda: AttentionConv(6, 4, is_causal=cast(Any, 1)), TypeError, r"Expected 'is_causal' to be a bool \(got int\)"),
+        (
+            lambda: AttentionConv(6, 4, estimator=cast(Any, 3)),
+            TypeError,
+            "Expected 'estimator' to be an Estimator or a name",
+        ),
+        (
+            lambda: AttentionConv(6, 4, is_causal=cast(Any, 1)),
+            TypeError,
+            r"Expected 'is_causal' to be a bool \(got int\)",
+        ),
         (lambda: AttentionConv(6, 4, causal=True), TypeError, r"AttentionConv got unknown arguments \['causal'\]"),
         (lambda: Choice(cast(Any, x)), TypeError, r"Expected 'graph' to be an AttentionGraph \(got Tensor\)"),
-        (lambda: Choice(graph, cast(Any, x)), TypeError, r"Expected 'probability' to be an EdgeProbability \(got Tensor\)"),
+        (
+            lambda: Choice(graph, cast(Any, x)),
+            TypeError,
+            r"Expected 'probability' to be an EdgeProbability \(got Tensor\)",
+        ),
         (lambda: Choice(graph, forced=torch.ones(3) > 0), ValueError, r"Expected 'forced' to be \[E\] = \[81\]"),
         (lambda: Choice(graph, exploration=2), ValueError, r"Expected 'exploration' in \[0, 1\] \(got 2\)"),
-        (lambda: patterns.PatternSource(patterns.window, reach=2), TypeError, r"Expected options of 'pattern' .*\['reach'\]"),
+        (
+            lambda: patterns.PatternSource(patterns.window, reach=2),
+            TypeError,
+            r"Expected options of 'pattern' .*\['reach'\]",
+        ),
         (lambda: SBMSource(cast(Any, 3)), TypeError, r"Expected 'head' to be a module such as SBMHead \(got int\)"),
         (lambda: cast(Any, GraphSource)(), TypeError, "abstract"),
     ]

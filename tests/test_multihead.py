@@ -77,12 +77,17 @@ def test_self_attention_equals_torch(batch_first: bool, mask: str | None, averag
 
 
 @pytest.mark.parametrize(
-    ("batch_first", "bias", "sizes"), [*product([True, False], [True, False], [{}, {"kdim": 12}, {"kdim": 12, "vdim": 10}])]
+    ("batch_first", "bias", "sizes"),
+    [*product([True, False], [True, False], [{}, {"kdim": 12}, {"kdim": 12, "vdim": 10}])],
 )
 def test_cross_attention_equals_torch(batch_first: bool, bias: bool, sizes: dict[str, int]) -> None:
     theirs = torch_layer(batch_first=batch_first, bias=bias, **sizes)
     ours = SBMMultiheadAttention.from_torch(theirs, num_blocks=None)
-    query, key, value = draw(3, 4, 16), draw(3, 7, sizes.get("kdim", 16), seed=2), draw(3, 7, sizes.get("vdim", 16), seed=3)
+    query, key, value = (
+        draw(3, 4, 16),
+        draw(3, 7, sizes.get("kdim", 16), seed=2),
+        draw(3, 7, sizes.get("vdim", 16), seed=3),
+    )
     if not batch_first:
         query, key, value = (x.transpose(0, 1) for x in (query, key, value))
     expected, expected_weights = theirs(query, key, value, key_padding_mask=PADDING)
@@ -104,7 +109,9 @@ def test_one_sequence_has_no_batch_dimension(mask: str | None, average: bool) ->
     theirs, query, memory = torch_layer(), draw(4, 16), draw(7, 16, seed=2)
     ours = SBMMultiheadAttention.from_torch(theirs, num_blocks=None)
     arguments: dict[str, Any] = {"attn_mask": forbidden_pairs(mask, 1, 4, 7), "average_attn_weights": average}
-    padding = torch.zeros(7, dtype=torch.float64).masked_fill(PADDING[1], -torch.inf) if mask == "floating" else PADDING[1]
+    padding = (
+        torch.zeros(7, dtype=torch.float64).masked_fill(PADDING[1], -torch.inf) if mask == "floating" else PADDING[1]
+    )
     results = (layer(query, memory, memory, padding, **arguments) for layer in (ours, theirs))
     for mine, expected in zip(*results, strict=True):
         torch.testing.assert_close(mine.to_dense() if mine.is_sparse else mine, expected, rtol=0, atol=1e-12)
@@ -152,11 +159,15 @@ def test_a_padded_batch_is_the_ragged_batch_of_the_layer_inside() -> None:
     layer, padded = sampling_layer(window=1), draw(3, 7, 16)
     out, weights, graph = layer(padded, padded, padded, PADDING, seed=3, return_graph=True)
     x, ptr = unpad(padded, ~PADDING)
-    expected, sampled, (edge_index, alpha) = layer.conv((x, x), ptr=ptr, seed=3, return_graph=True, return_attention_weights=True)
+    expected, sampled, (edge_index, alpha) = layer.conv(
+        (x, x), ptr=ptr, seed=3, return_graph=True, return_attention_weights=True
+    )
     assert graph == sampled
     assert graph == graph | patterns.window(None, 1, ptr=ptr)
     torch.testing.assert_close(out, pad(layer.out_proj(expected), ptr)[0], rtol=1e-12, atol=1e-14)
-    total = torch.zeros(14, dtype=torch.float64).index_add(0, edge_index[1], alpha) / 2  # weights of the two heads, averaged
+    total = (
+        torch.zeros(14, dtype=torch.float64).index_add(0, edge_index[1], alpha) / 2
+    )  # weights of the two heads, averaged
     torch.testing.assert_close(weights.to_dense().sum(2)[~PADDING], total)
 
 
@@ -338,10 +349,14 @@ def test_transformer_decoder_layer() -> None:
     theirs = nn.TransformerDecoderLayer(16, 2, 32, dropout=0.0, batch_first=True).double()
     ours = copy.deepcopy(theirs)
     assert transformer_encoder.replace_attention(ours, num_blocks=None) == 2
-    arguments = {"tgt_mask": nn.Transformer.generate_square_subsequent_mask(5, dtype=torch.float64), "tgt_is_causal": True}
+    arguments = {
+        "tgt_mask": nn.Transformer.generate_square_subsequent_mask(5, dtype=torch.float64),
+        "tgt_is_causal": True,
+    }
     padding = torch.zeros(3, 7, dtype=torch.float64).masked_fill(PADDING, -torch.inf)
     expected, out = (
-        model(draw(3, 5, 16), draw(3, 7, 16, seed=2), **arguments, memory_key_padding_mask=padding) for model in (theirs, ours)
+        model(draw(3, 5, 16), draw(3, 7, 16, seed=2), **arguments, memory_key_padding_mask=padding)
+        for model in (theirs, ours)
     )
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
 
@@ -420,7 +435,13 @@ def test_sizes_of_numpy_and_dropout_of_an_integer() -> None:
 
 @pytest.mark.parametrize("attention", [None, nn.Linear(16, 16), nn.TransformerEncoderLayer(16, 2)])
 def test_a_layer_to_copy(attention: Any) -> None:
-    refused(SBMMultiheadAttention.from_torch, {"attention": attention}, TypeError, "attention", f"got {type(attention).__name__}")
+    refused(
+        SBMMultiheadAttention.from_torch,
+        {"attention": attention},
+        TypeError,
+        "attention",
+        f"got {type(attention).__name__}",
+    )
 
 
 def test_layers_that_cannot_be_copied() -> None:
@@ -442,8 +463,14 @@ SQUARE = torch.zeros(7, 7, dtype=torch.float64)
         *(({name: draw(3, 7, 16).float()}, TypeError, name, "got torch.float32") for name in ("query", "key", "value")),
         *(({name: draw(3, 7, 16).long()}, TypeError, name, "got torch.int64") for name in ("query", "key", "value")),
         *(({name: draw(3, 7, 16) > 0}, TypeError, name, "got torch.bool") for name in ("query", "key", "value")),
-        *(({name: draw(3, 7, 16).to(torch.complex128)}, TypeError, name, "got torch.complex128") for name in ("query", "key", "value")),
-        *(({name: draw(3, 7, 16).to_sparse()}, TypeError, name, "got torch.sparse_coo") for name in ("query", "key", "value")),
+        *(
+            ({name: draw(3, 7, 16).to(torch.complex128)}, TypeError, name, "got torch.complex128")
+            for name in ("query", "key", "value")
+        ),
+        *(
+            ({name: draw(3, 7, 16).to_sparse()}, TypeError, name, "got torch.sparse_coo")
+            for name in ("query", "key", "value")
+        ),
         *(({name: draw(3, 7, 16).to("meta")}, ValueError, name, "got meta") for name in ("query", "key", "value")),
         *(({name: draw(3, 7, 15)}, ValueError, name, "got [3, 7, 15]") for name in ("query", "key", "value")),
         ({"query": draw(1, 3, 7, 16)}, ValueError, "query", "got 4"),
@@ -465,7 +492,12 @@ SQUARE = torch.zeros(7, 7, dtype=torch.float64)
         ({"key_padding_mask": PADDING.to_sparse()}, TypeError, "key_padding_mask", "got torch.sparse_coo"),
         ({"key_padding_mask": NAN_MASK}, ValueError, "key_padding_mask", "got other values"),
         ({"key_padding_mask": PADDING.double()}, ValueError, "key_padding_mask", "got other values"),
-        ({"key_padding_mask": torch.ones(3, 7, dtype=torch.bool)}, ValueError, "key_padding_mask", "got one that is all padding"),
+        (
+            {"key_padding_mask": torch.ones(3, 7, dtype=torch.bool)},
+            ValueError,
+            "key_padding_mask",
+            "got one that is all padding",
+        ),
         ({"attn_mask": "causal"}, TypeError, "attn_mask", "got str"),
         ({"attn_mask": torch.ones(7, 7)}, ValueError, "attn_mask", "option `score_bias`"),
         ({"attn_mask": SQUARE + torch.inf}, ValueError, "attn_mask", "got other values"),
@@ -507,7 +539,13 @@ def test_call_errors(arguments: dict[str, Any], error: type[Exception], name: st
 
 def test_streams_of_a_layer_without_blocks() -> None:
     x, layer = draw(3, 7, 16), SBMMultiheadAttention(16, 2, batch_first=True, num_blocks=None, dtype=torch.float64)
-    refused(layer, {"query": x, "key": x, "value": x, "sequence_ids": torch.arange(3)}, ValueError, "sequence_ids", "num_blocks=None")
+    refused(
+        layer,
+        {"query": x, "key": x, "value": x, "sequence_ids": torch.arange(3)},
+        ValueError,
+        "sequence_ids",
+        "num_blocks=None",
+    )
 
 
 def test_autocast_takes_what_it_converts() -> None:

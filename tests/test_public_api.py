@@ -14,7 +14,20 @@ import pytest
 import sbm_pyg
 
 ROOT = Path(sbm_pyg.__file__).parent
-ORDER = ["version", "ops", "ragged", "graph", "choice", "patterns", "sbm", "sampling", "estimators", "propagation", "attention", "dense"]
+ORDER = [
+    "version",
+    "ops",
+    "ragged",
+    "graph",
+    "choice",
+    "patterns",
+    "sbm",
+    "sampling",
+    "estimators",
+    "propagation",
+    "attention",
+    "dense",
+]
 ORDER += ["multihead", "pretrained", "models", "walks", "hamiltonian", "universality", "analysis", "plots", "info"]
 OPTIONAL = [
     "lightning",
@@ -88,4 +101,6 @@ print(*sorted({name.split(".")[0] for name in set(sys.modules) - before}))
 
 def test_type_hints_are_for_others_too() -> None:
     assert (ROOT / "py.typed").is_file()
-    assert tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"] == {"sbm_pyg": ["py.typed"]}
+    assert tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"] == {
+        "sbm_pyg": ["py.typed"]
+    }

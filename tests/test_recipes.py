@@ -15,7 +15,14 @@ import torch
 from examples import graph_analysis, sampled_mask, sequence_classifier, transformer_encoder
 
 EXAMPLES = Path(transformer_encoder.__file__).parent
-RECIPES = ("graph_analysis", "hugging_face", "repeated_tokens", "sampled_mask", "sequence_classifier", "transformer_encoder")
+RECIPES = (
+    "graph_analysis",
+    "hugging_face",
+    "repeated_tokens",
+    "sampled_mask",
+    "sequence_classifier",
+    "transformer_encoder",
+)
 FORBID = """
 import runpy, sys
 sys.modules |= dict.fromkeys(("torch", "lightning", "matplotlib", "numba", "scipy", "sbm_pyg", "transformers"), None)
@@ -31,7 +38,9 @@ def test_a_recipe_is_short_and_imports_the_package_and_torch(name: str) -> None:
     text = (EXAMPLES / f"{name}.py").read_text()
     assert text.count("\n") < (200 if name == "repeated_tokens" else 100)
     tree = ast.parse(text)
-    found = {alias.name.split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    found = {
+        alias.name.split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names
+    }
     found |= {str(node.module).split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     others = {"hugging_face": {"transformers"}, "graph_analysis": {"networkx"}, "repeated_tokens": {"numpy"}}
     others["sequence_classifier"] = {"torch_geometric"}
@@ -57,7 +66,9 @@ def test_every_recipe_is_in_the_table() -> None:
 
 
 @pytest.fixture
-def lines(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+def lines(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., list[str]]:
     """Runs a recipe in an empty folder, and returns what it printed."""
     monkeypatch.chdir(tmp_path)
     state = torch.get_rng_state()
@@ -130,7 +141,9 @@ def test_hugging_face(lines: Callable[..., list[str]]) -> None:
     assert hugging_face.attach(model, num_blocks=None) == 2
     out = model(tokens, attention_mask=(~PADDING).long())
     torch.testing.assert_close(out.logits, expected.logits, rtol=0, atol=1e-12)
-    torch.testing.assert_close(model(tokens[:1]).logits, out.logits[:1], rtol=0, atol=1e-12)  # the first sequence has no padding
+    torch.testing.assert_close(
+        model(tokens[:1]).logits, out.logits[:1], rtol=0, atol=1e-12
+    )  # the first sequence has no padding
     with torch.no_grad():
         sampling = hugging_face.small_bert().double().eval()
         hugging_face.attach(sampling, num_blocks=4)

@@ -20,7 +20,8 @@ S = torch.rand(2, 3, 3) / 9
 def ragged() -> SBM:
     generator = torch.Generator().manual_seed(0)
     y, z, s = (
-        torch.rand(*shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in ((2, 9, 3), (2, 7, 3), (2, 3, 3))
+        torch.rand(*shape, generator=generator, dtype=torch.float64, requires_grad=True)
+        for shape in ((2, 9, 3), (2, 7, 3), (2, 3, 3))
     )
     return SBM(y, z, s, torch.tensor([0, 4, 9]), torch.tensor([0, 5, 7]))
 
@@ -40,7 +41,8 @@ def test_expectations_equal_the_dense_sums() -> None:
 def test_expected_density_is_differentiable() -> None:
     sbm = ragged()
     assert torch.autograd.gradcheck(
-        lambda y, z, s: SBM(y, z, s, sbm.query_ptr, sbm.key_ptr).expected_density(), (sbm.query_membership, sbm.key_membership, sbm.block_matrix)
+        lambda y, z, s: SBM(y, z, s, sbm.query_ptr, sbm.key_ptr).expected_density(),
+        (sbm.query_membership, sbm.key_membership, sbm.block_matrix),
     )
 
 
@@ -48,7 +50,8 @@ def test_edge_prob_and_its_gradients() -> None:
     """dY = G Z S^T, dS = Y^T G Z, dZ = G^T Y S."""
     generator = torch.Generator().manual_seed(0)
     y, z, s = (
-        torch.rand(*shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in ((2, 6, 3), (2, 8, 3), (2, 3, 3))
+        torch.rand(*shape, generator=generator, dtype=torch.float64, requires_grad=True)
+        for shape in ((2, 6, 3), (2, 8, 3), (2, 3, 3))
     )
     sbm = SBM(y, z, s)
     graph = random_graph(2, 6, 8, 0.5)
@@ -75,7 +78,9 @@ def test_head_starts_as_documented(cluster_init: str, ratio: float) -> None:
     assert float(prob.mean()) == pytest.approx(0.25, abs=0.005)
     torch.testing.assert_close(sbm.block_matrix.sum((1, 2)), torch.ones(2))
     off = ~torch.eye(128, dtype=torch.bool)
-    assert float(sbm.block_matrix.diagonal(dim1=1, dim2=2).mean() / sbm.block_matrix[:, off].mean()) == pytest.approx(ratio, rel=0.03)
+    assert float(sbm.block_matrix.diagonal(dim1=1, dim2=2).mean() / sbm.block_matrix[:, off].mean()) == pytest.approx(
+        ratio, rel=0.03
+    )
 
 
 def test_head_is_equations_5_to_7() -> None:
@@ -143,7 +148,11 @@ def test_repr_and_sizes() -> None:
     ("arguments", "error", "message"),
     [
         ((Y.int(), Z, S), TypeError, r"Expected 'query_membership' to be a floating tensor \(got torch.int32\)"),
-        ((Y, Z.double(), S), TypeError, r"Expected 'key_membership' to be torch.float32, as 'query_membership' is \(got torch.float64\)"),
+        (
+            (Y, Z.double(), S),
+            TypeError,
+            r"Expected 'key_membership' to be torch.float32, as 'query_membership' is \(got torch.float64\)",
+        ),
         ((Y, Z, S.to("meta")), ValueError, r"Expected 'block_matrix' on cpu, as 'query_membership' is \(got meta\)"),
         ((Y[0], Z, S), ValueError, r"Expected 'query_membership' to have three dimensions \(got \[6, 3\]\)"),
         ((Y[..., :0], Z[..., :0], S[:, :0, :0]), ValueError, r"at least one head and one block \(got H = 2, K = 0\)"),
@@ -161,7 +170,11 @@ def test_repr_and_sizes() -> None:
             r"strictly increasing \(got an empty sequence at sequence 1\)",
         ),
         ((Y, Z, S, torch.tensor([0, 3, 6])), ValueError, r"Expected 'key_ptr' where N != M"),
-        ((Y, Z, S, torch.tensor([0, 3, 6]), torch.tensor([0, 8])), ValueError, r"as many sequences as 'query_ptr' \(got 1 and 2\)"),
+        (
+            (Y, Z, S, torch.tensor([0, 3, 6]), torch.tensor([0, 8])),
+            ValueError,
+            r"as many sequences as 'query_ptr' \(got 1 and 2\)",
+        ),
         ((Y, Z, S, torch.tensor([0.0, 6.0])), TypeError, r"Expected 'query_ptr' to be int64 \(got torch.float32\)"),
         ((Y[:, :0], Z, S), ValueError, r"at least one token \(got 0 tokens\)"),
         ((None, Z, S), TypeError, r"Expected 'query_membership' to be a tensor \(got NoneType\)"),
@@ -176,7 +189,9 @@ def test_constructor_errors(arguments: tuple, error: type[Exception], message: s
 
 def test_other_errors() -> None:
     sbm = SBM(Y, Z, S)
-    with pytest.raises(ValueError, match=r"Expected 'graph' with \(heads, queries, keys\) = \(2, 6, 8\) \(got \(1, 2, 2\)\)"):
+    with pytest.raises(
+        ValueError, match=r"Expected 'graph' with \(heads, queries, keys\) = \(2, 6, 8\) \(got \(1, 2, 2\)\)"
+    ):
         sbm.on(AttentionGraph.from_dense(torch.eye(2)))
     with pytest.raises(TypeError, match=r"Expected 'query_ptr' to be a tensor \(got list\)"):
         SBM(Y, Z, S, cast(Any, [0, 2, 6]))
@@ -203,12 +218,22 @@ def test_other_errors() -> None:
         ({"tied": 1}, TypeError, r"Expected 'tied' to be a bool \(got int\)"),
         ({"cluster_init": ["kaiming"]}, ValueError, "Expected 'cluster_init' to be 'kaiming' or 'orthogonal'"),
         ({"parameterization": None}, ValueError, r"Expected 'parameterization' to be one of .* \(got None\)"),
-        ({"heads": 2**31}, ValueError, "Expected 'heads' to ask for no more than memory holds .got 1,099,511,627,776 parameters"),
+        (
+            {"heads": 2**31},
+            ValueError,
+            "Expected 'heads' to ask for no more than memory holds .got 1,099,511,627,776 parameters",
+        ),
         ({"channels": 2**40}, ValueError, "Expected 'channels' to ask for no more than memory holds"),
-        ({"num_blocks": 2**64, "channels": 2}, ValueError, "Expected 'num_blocks' to ask for no more than memory holds"),
+        (
+            {"num_blocks": 2**64, "channels": 2},
+            ValueError,
+            "Expected 'num_blocks' to ask for no more than memory holds",
+        ),
     ],
 )
-def test_options_of_the_head(options: dict[str, Any], error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_of_the_head(
+    options: dict[str, Any], error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ops.checks, "available", lambda device: 2**30)
     with pytest.raises(error, match=message):
         SBMHead(**{"channels": 4, **options})
@@ -219,10 +244,30 @@ def test_options_of_the_head(options: dict[str, Any], error: type[Exception], me
     [
         (None, torch.ones(2, 5, 4), TypeError, r"Expected 'query' to be a tensor \(got NoneType\)"),
         (torch.ones(2, 5, 4), [1.0], TypeError, r"Expected 'key' to be a tensor \(got list\)"),
-        (torch.ones(2, 5, 4).long(), torch.ones(2, 5, 4), TypeError, r"Expected 'query' to be a floating tensor \(got torch.int64\)"),
-        (torch.ones(2, 5, 4), torch.ones(2, 5, 4).double(), TypeError, r"Expected 'key' to be torch.float32, as the SBMHead is"),
-        (torch.ones(5, 4), torch.ones(2, 5, 4), ValueError, r"Expected 'query' to be \[H, N, C\] = \[2, any, 4\] \(got \[5, 4\]\)"),
-        (torch.ones(2, 5, 4), torch.ones(2, 5, 3), ValueError, r"Expected 'key' to be \[H, M, C\] = \[2, any, 4\] \(got \[2, 5, 3\]\)"),
+        (
+            torch.ones(2, 5, 4).long(),
+            torch.ones(2, 5, 4),
+            TypeError,
+            r"Expected 'query' to be a floating tensor \(got torch.int64\)",
+        ),
+        (
+            torch.ones(2, 5, 4),
+            torch.ones(2, 5, 4).double(),
+            TypeError,
+            r"Expected 'key' to be torch.float32, as the SBMHead is",
+        ),
+        (
+            torch.ones(5, 4),
+            torch.ones(2, 5, 4),
+            ValueError,
+            r"Expected 'query' to be \[H, N, C\] = \[2, any, 4\] \(got \[5, 4\]\)",
+        ),
+        (
+            torch.ones(2, 5, 4),
+            torch.ones(2, 5, 3),
+            ValueError,
+            r"Expected 'key' to be \[H, M, C\] = \[2, any, 4\] \(got \[2, 5, 3\]\)",
+        ),
     ],
 )
 def test_inputs_of_the_head(query: Any, key: Any, error: type[Exception], message: str) -> None:
@@ -248,7 +293,9 @@ def test_a_sequence_that_is_not_there(sequence: Any, error: type[Exception], mes
 def test_pairs_that_memory_does_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops.checks, "available", lambda device: 2**30)
     ones = torch.ones(2, 200_000, 1)
-    message = r"Expected 'sequence' to ask for no more than memory holds \(got 80,000,000,000 pairs, 298.0 GiB of 1.0 GiB\)"
+    message = (
+        r"Expected 'sequence' to ask for no more than memory holds \(got 80,000,000,000 pairs, 298.0 GiB of 1.0 GiB\)"
+    )
     with pytest.raises(ValueError, match=message):
         SBM(ones, ones, ones[:, :1]).edge_prob_dense()
     assert SBM(ones, ones, ones[:, :1], torch.tensor([0, 10, 200_000])).edge_prob_dense(0).shape == (2, 10, 10)

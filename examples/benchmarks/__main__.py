@@ -45,28 +45,61 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for suite, peers in PEERS.items():
         add = commands.add_parser(suite, **about).add_argument
-        add("--tokens", type=int, nargs="+", metavar="N", help="queries, and as many keys (default: 4096; growth: 2^10 .. 2^17)")
-        add("--densities", type=float, nargs="+", metavar="PERCENT", help="(default: 1 5 10 25; growth: 64 edges per query)")
+        add(
+            "--tokens",
+            type=int,
+            nargs="+",
+            metavar="N",
+            help="queries, and as many keys (default: 4096; growth: 2^10 .. 2^17)",
+        )
+        add(
+            "--densities",
+            type=float,
+            nargs="+",
+            metavar="PERCENT",
+            help="(default: 1 5 10 25; growth: 64 edges per query)",
+        )
         add("--blocks", type=int, nargs="+", metavar="K", help="blocks of the model (default: 128; samplers: 128 16)")
         usual = [name for name in peers if name not in EXTRA]
         add("--peers", nargs="+", choices=peers, default=usual, help=f"(default: {' '.join(usual)})")
-        add("--seconds", type=float, metavar="S", help="cap of a measurement; what takes longer for one call is not timed (default: 15)")
+        add(
+            "--seconds",
+            type=float,
+            metavar="S",
+            help="cap of a measurement; what takes longer for one call is not timed (default: 15)",
+        )
         add("--seed", type=int, default=0, help="of tensors, masks and models (default: 0)")
         add("--quick", action="store_true", help="tiny sizes in place of these defaults")
-        add("--output", type=Path, default=Path("runs/benchmarks"), metavar="DIR", help="folder of rows.jsonl (default: %(default)s)")
+        add(
+            "--output",
+            type=Path,
+            default=Path("runs/benchmarks"),
+            metavar="DIR",
+            help="folder of rows.jsonl (default: %(default)s)",
+        )
     add = commands.add_parser("report", **about).add_argument
-    add("rows", type=Path, nargs="*", default=[Path("runs/benchmarks/rows.jsonl")], help="(default: runs/benchmarks/rows.jsonl)")
+    add(
+        "rows",
+        type=Path,
+        nargs="*",
+        default=[Path("runs/benchmarks/rows.jsonl")],
+        help="(default: runs/benchmarks/rows.jsonl)",
+    )
     add("--plots", type=Path, metavar="DIR", help="draw time and memory, wherever there are two points or more")
     commands.add_parser("learning", add_help=False)
     options, rest = parser.parse_known_args(arguments)
     options.rest = rest
     if options.rest and options.command != "learning":
         parser.error(f"unrecognized arguments: {' '.join(options.rest)}")
-    for name, value in (QUICK if "quick" in options and options.quick else {**FULL, **OWN.get(options.command, {})}).items():
+    for name, value in (
+        QUICK if "quick" in options and options.quick else {**FULL, **OWN.get(options.command, {})}
+    ).items():
         if getattr(options, name, None) is None:
             setattr(options, name, value)
     if min(*options.tokens, *options.densities, *options.blocks, options.seconds) <= 0 or max(options.densities) > 60:
-        parser.error("Expected 'tokens', 'densities', 'blocks' and 'seconds' above 0, and densities of at most 60 percent (got others).")
+        parser.error(
+            "Expected 'tokens', 'densities', 'blocks' and 'seconds' above 0, and densities of at most 60 percent (got others)."
+        )
     if missing := [path for path in getattr(options, "rows", ()) if not path.is_file()]:
         parser.error(f"Expected 'rows' to be files of measurements (got {missing[0]}). Measure first.")
     return options
@@ -91,7 +124,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         rows = measure_all(options)
     print(as_markdown(rows))
-    return int(any(row["ours"] and row["status"] and not row["status"].startswith(("over the cap", "out of memory")) for row in rows))
+    return int(
+        any(
+            row["ours"] and row["status"] and not row["status"].startswith(("over the cap", "out of memory"))
+            for row in rows
+        )
+    )
 
 
 if __name__ == "__main__":

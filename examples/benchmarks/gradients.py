@@ -34,7 +34,12 @@ def gradient_errors(
     graph, everything = AttentionGraph.from_dense(bits), AttentionGraph.from_dense(torch.ones(rows, keys))
     sums: dict[str, np.ndarray] = {}
     for _ in range(cases):
-        score, value, readout, residual = sharpness * draw(keys), draw(1, keys, channels), 2 * draw(2, channels), draw(channels)
+        score, value, readout, residual = (
+            sharpness * draw(keys),
+            draw(1, keys, channels),
+            2 * draw(2, channels),
+            draw(channels),
+        )
         p = (p0 + 0.2 * min(p0, 1 - p0) * draw(keys)).clamp(0.01, 0.99)
         query, key = torch.ones(1, rows, 1, dtype=torch.float64), score[None, :, None]
         out = ops.edge_attention(query, key, value, graph.rowptr, graph.col)[0].requires_grad_()
@@ -42,7 +47,9 @@ def gradient_errors(
         loss = torch.logsumexp(logits, 1) - logits[:, 0]
         (grad_out,) = torch.autograd.grad(loss.sum(), out)
         loss = loss.detach()
-        here, there = ops.edge_effect(grad_out, query, key, value, graph.rowptr, graph.col, None, everything.rowptr, everything.col)
+        here, there = ops.edge_effect(
+            grad_out, query, key, value, graph.rowptr, graph.col, None, everything.rowptr, everything.col
+        )
         effect = there.view(rows, keys).masked_scatter(present, here)
         weight = torch.where(present, score.exp(), 0)
         weight = weight / weight.sum(1, keepdim=True).clamp(min=1e-300)
@@ -75,5 +82,11 @@ def gradient_errors(
             ]
             sums[name] = sums.get(name, np.zeros(4)) + np.array([float(number) for number in new])
     head = {"p": p0, "sharpness": sharpness}
-    names = {name: {"bias": (a[0] / a[2]) ** 0.5, "deviation": (a[1] / a[2]) ** 0.5, "signs": a[3]} for name, a in sums.items()}
-    return [{**head, "estimator": name, **{key: float(value) for key, value in found.items()}} for name, found in names.items()]
+    names = {
+        name: {"bias": (a[0] / a[2]) ** 0.5, "deviation": (a[1] / a[2]) ** 0.5, "signs": a[3]}
+        for name, a in sums.items()
+    }
+    return [
+        {**head, "estimator": name, **{key: float(value) for key, value in found.items()}}
+        for name, found in names.items()
+    ]

@@ -82,7 +82,9 @@ class Inputs:
         self.shape = (case.heads, case.tokens, case.channels)
         self.query, self.key, self.value, self.grad = (torch.randn(self.shape, generator=generator) for _ in range(4))
         self.mask = torch.rand(case.heads, case.tokens, case.tokens, generator=generator) < case.density
-        self.mask |= torch.eye(case.tokens, dtype=torch.bool) & ~self.mask.any(-1, keepdim=True)  # masked SDPA has no answer for none
+        self.mask |= torch.eye(case.tokens, dtype=torch.bool) & ~self.mask.any(
+            -1, keepdim=True
+        )  # masked SDPA has no answer for none
         graph = AttentionGraph.from_dense(self.mask)
         self.rowptr, self.col, self.num_edges = graph.rowptr, graph.col, graph.num_edges
         row = torch.repeat_interleave(self.rowptr.diff())
@@ -104,7 +106,10 @@ class Inputs:
             if masked:
                 grads[3] = grads[3][mask]
             parts.append([out.detach(), *grads])
-        return [torch.cat(part).view(self.shape if i < 4 else (-1,)).float() for i, part in enumerate(zip(*parts, strict=True))]
+        return [
+            torch.cat(part).view(self.shape if i < 4 else (-1,)).float()
+            for i, part in enumerate(zip(*parts, strict=True))
+        ]
 
 
 Forward = Callable[..., Tensor]
@@ -115,7 +120,9 @@ def _attention(make: Callable[[Inputs], Forward], gate: bool = True, masked: boo
 
     def build(case: Case) -> Work:
         inputs = Inputs(case)
-        leaves = [x.requires_grad_() for x in (inputs.query, inputs.key, inputs.value, torch.ones(inputs.num_edges))][: 4 if gate else 3]
+        leaves = [x.requires_grad_() for x in (inputs.query, inputs.key, inputs.value, torch.ones(inputs.num_edges))][
+            : 4 if gate else 3
+        ]
         forward = make(inputs)
 
         def infer() -> int:
@@ -157,7 +164,9 @@ def _wrong(inputs: Inputs) -> Forward:
 
 def _sdpa(inputs: Inputs, masked: bool = False) -> Forward:
     mask = inputs.mask[None] if masked else None
-    return lambda query, key, value: F.scaled_dot_product_attention(query[None], key[None], value[None], attn_mask=mask)[0]
+    return lambda query, key, value: F.scaled_dot_product_attention(
+        query[None], key[None], value[None], attn_mask=mask
+    )[0]
 
 
 class Propagate(MessagePassing):
@@ -172,7 +181,14 @@ class Propagate(MessagePassing):
         return self.propagate(edge_index, query=query, key=key, value=value, gate=gate, size=None)
 
     def message(
-        self, query_i: Tensor, key_j: Tensor, value_j: Tensor, gate: Tensor, index: Tensor, ptr: Tensor | None, size_i: int | None
+        self,
+        query_i: Tensor,
+        key_j: Tensor,
+        value_j: Tensor,
+        gate: Tensor,
+        index: Tensor,
+        ptr: Tensor | None,
+        size_i: int | None,
     ) -> Tensor:
         alpha = (query_i * key_j).sum(dim=-1) / math.sqrt(self.channels) + gate  # gates are 1: the softmax cancels them
         alpha = softmax(alpha, index, ptr, size_i)
@@ -182,7 +198,9 @@ class Propagate(MessagePassing):
 def _pyg(inputs: Inputs, compiled: bool = False) -> Forward:
     eager = Propagate(inputs.shape[2])
     module = torch.compile(eager) if compiled else eager
-    return lambda query, key, value, gate: module(inputs.edge_index, *(x.flatten(0, 1) for x in (query, key, value)), gate).view_as(query)
+    return lambda query, key, value, gate: module(
+        inputs.edge_index, *(x.flatten(0, 1) for x in (query, key, value)), gate
+    ).view_as(query)
 
 
 NO_GATE = "no gradient to the gate"
@@ -191,7 +209,9 @@ KERNELS = {
     "sdpa": Peer("torch SDPA, no mask", _attention(_sdpa, gate=False, masked=False), f"full attention; {NO_GATE}"),
     "sdpa-masked": Peer("torch SDPA, boolean mask", _attention(partial(_sdpa, masked=True), gate=False), NO_GATE),
     "pyg": Peer("PyG propagate, as installed", _attention(_pyg)),
-    "pyg-tuned": Peer("PyG propagate, tuned malloc", _attention(_pyg), "thresholds of 32 GiB, one arena", environment=MALLOC),
+    "pyg-tuned": Peer(
+        "PyG propagate, tuned malloc", _attention(_pyg), "thresholds of 32 GiB, one arena", environment=MALLOC
+    ),
     "pyg-compiled": Peer("PyG propagate, torch.compile", _attention(partial(_pyg, compiled=True))),
     "wrong": Peer("wrong: forgets the scale", _attention(_wrong)),
 }

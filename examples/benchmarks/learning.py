@@ -31,7 +31,13 @@ import numpy as np
 Rows = list[dict[str, Any]]
 SHORT: dict[str, Any] = {"steps": 1000, "evaluate_every": 50}
 LONG: dict[str, Any] = {"position_scale": 1.0}
-SORTED: dict[str, Any] = {**LONG, "parameterization": "assortative", "cluster_init": "orthogonal", "temperature": 0.3, "tied": 1}
+SORTED: dict[str, Any] = {
+    **LONG,
+    "parameterization": "assortative",
+    "cluster_init": "orthogonal",
+    "temperature": 0.3,
+    "tied": 1,
+}
 PAPER: dict[str, Any] = {"tokens": 256, "batch_size": 256, "num_blocks": 128, "learning_rate": 1e-3, "decay": 0}
 MASK: dict[str, Any] = {**SHORT, "estimator": "mask", "exploration": 0.01}
 RUNS: dict[str, dict[str, Any]] = {  # by name, how a run differs from `repeated_tokens --quick`
@@ -58,12 +64,15 @@ RUNS: dict[str, dict[str, Any]] = {  # by name, how a run differs from `repeated
     "256 tokens, local": {**PAPER, "batch_size": 32, "learning_rate": 3e-3, "decay": 1, "sbm_rate": 4.0},
 }
 HOURS = ("literal, full", "literal, local", "256 tokens, local")  # one seed each, and only if they are asked for
-ASSORTATIVE = "--parameterization assortative --clusters orthogonal --temperature 0.3 --tied 1 --num-blocks 32"
+ASSORTATIVE = "--parameterization assortative --cluster-init orthogonal --temperature 0.3 --tied 1 --num-blocks 32"
 LISTOPS = {  # by name, how a run differs from the laptop preset
     "full": "--attention full",
     "itself alone": "--attention window --window 0",
     "local": "",
-    **{f"local, {price}": f"--density-weight {price}" for price in ("0.03", "0.035", "0.04", "0.05", "0.1", "0.3", "0.5")},
+    **{
+        f"local, {price}": f"--density-weight {price}"
+        for price in ("0.03", "0.035", "0.04", "0.05", "0.1", "0.3", "0.5")
+    },
     "local, 32 blocks, 0.4": "--num-blocks 32 --density-weight 0.4",
     "mask": "--estimator mask --exploration 0.01",
     "paper": "--estimator paper --exploration 0.01",
@@ -74,7 +83,18 @@ LISTOPS = {  # by name, how a run differs from the laptop preset
     **{f"local, long, {price}": f"--steps 1600 --density-weight {price}" for price in ("0.05", "0.3")},
 }
 TRAINER = [sys.executable, "examples/lra.py", "--task", "listops", "--preset", "laptop"]
-GENERATOR = [sys.executable, "-m", "examples.lra", "prepare", "--generate", "--preset", "laptop", "--test", "10000", "--data"]
+GENERATOR = [
+    sys.executable,
+    "-m",
+    "examples.lra",
+    "prepare",
+    "--generate",
+    "--preset",
+    "laptop",
+    "--test",
+    "10000",
+    "--data",
+]
 
 
 def read(folder: Path, study: str) -> Rows:
@@ -93,7 +113,9 @@ def add(folder: Path, study: str, rows: Rows) -> None:
     with draft.open("w", newline="") as file:
         file.write(old)
         writer = csv.DictWriter(file, old.partition("\n")[0].split(","), lineterminator="\n")
-        writer.writerows({key: f"{value:.6g}" if isinstance(value, float) else value for key, value in row.items()} for row in rows)
+        writer.writerows(
+            {key: f"{value:.6g}" if isinstance(value, float) else value for key, value in row.items()} for row in rows
+        )
     os.replace(draft, path)
 
 
@@ -131,10 +153,20 @@ def listops(given: argparse.Namespace, graphs: int = 1) -> None:
         resumed = [*TRAINER[:2], "--resume"] if (work / "settings.json").exists() else [*TRAINER, *chosen]
         subprocess.run([*resumed, "--output", str(work)], check=True, stdout=subprocess.DEVNULL)
         results = json.loads((work / "results.json").read_text())
-        head = {"run": name, "seed": seed, "split": "val", "step": 0, "graphs": graphs, "examples": None, "loss": 0.0, "accuracy": 0.0}
+        head = {
+            "run": name,
+            "seed": seed,
+            "split": "val",
+            "step": 0,
+            "graphs": graphs,
+            "examples": None,
+            "loss": 0.0,
+            "accuracy": 0.0,
+        }
         with (work / "val.csv").open(newline="") as file:
             curve = [
-                {**head, **{key: float(value) for key, value in row.items()}, "tokens_per_second": None} for row in csv.DictReader(file)
+                {**head, **{key: float(value) for key, value in row.items()}, "tokens_per_second": None}
+                for row in csv.DictReader(file)
             ]
         test = {**curve[-1], "split": "test", **{key: results["test"][key] for key in ("examples", "loss", "accuracy")}}
         heads = {f"density_layer{i}_head{j}": d for (i, j), d in np.ndenumerate(np.array(results["density"]["tested"]))}
@@ -159,13 +191,24 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("action", choices=("run", "listops", "average", "gradients", "report"), help="what to do")
     parser.add_argument("--only", nargs="+", metavar="RUN", help="runs by name (default: all but those of 256 tokens)")
     parser.add_argument("--seeds", type=int, default=5, help="number of seeds, from 0 (default: %(default)s)")
-    parser.add_argument("--folder", type=Path, default=Path("docs/learning"), help="of tables and figures (default: %(default)s)")
-    parser.add_argument("--work", type=Path, default=Path("runs/learning"), help="checkpoints and whole runs (default: %(default)s)")
-    parser.add_argument("--data", type=Path, default=Path("data/listops-study"), help="of 'listops'; made if absent (default: %(default)s)")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("docs/learning"), help="of tables and figures (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--work", type=Path, default=Path("runs/learning"), help="checkpoints and whole runs (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--data",
+        type=Path,
+        default=Path("data/listops-study"),
+        help="of 'listops'; made if absent (default: %(default)s)",
+    )
     given = parser.parse_args(arguments)
     known: list[str] = [*(RUNS if given.action == "run" else LISTOPS if given.action in ("listops", "average") else ())]
     if unknown := [name for name in given.only or () if name not in known]:
-        parser.error(f"Expected 'only' to name runs of '{given.action}' (got {unknown}). Choose from: {'; '.join(known)}.")
+        parser.error(
+            f"Expected 'only' to name runs of '{given.action}' (got {unknown}). Choose from: {'; '.join(known)}."
+        )
     return given
 
 

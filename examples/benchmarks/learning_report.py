@@ -16,7 +16,12 @@ from examples.benchmarks.learning import LISTOPS, RUNS, Rows, read
 
 GROUPS = {  # lines of a figure
     "estimators": ["full", "local", "mask", "paper", "relaxed", "concrete", "score function", "none"],
-    "block models": ["full, long", "local, long, assortative", "local, long, assortative, 0.1", "mask, long, assortative, 0.1"],
+    "block models": [
+        "full, long",
+        "local, long, assortative",
+        "local, long, assortative, 0.1",
+        "mask, long, assortative, 0.1",
+    ],
     "256 tokens, as in the paper": ["literal, full", "literal, local"],
 }
 
@@ -26,7 +31,8 @@ def table(header: str, lines: Iterable[Sequence[Any]]) -> str:
     names = header.split("|")
     rule = ["---" if name in ("run", "estimator") else "---:" for name in names]
     return "\n".join(
-        "| " + " | ".join(map(str, line)) + " |" if line is not rule else "|" + "|".join(rule) + "|" for line in (names, rule, *lines)
+        "| " + " | ".join(map(str, line)) + " |" if line is not rule else "|" + "|".join(rule) + "|"
+        for line in (names, rule, *lines)
     )
 
 
@@ -55,7 +61,14 @@ def by_run(rows: Rows, names: Iterable[str]) -> dict[str, dict[float, Rows]]:
 def report_gradients(rows: Rows) -> str:
     """How far each estimator is from the true gradient."""
     lines = [
-        [f"{r['p']:g}", f"{r['sharpness']:g}", r["estimator"], f"{r['bias']:.2f}", f"{r['deviation']:.2f}", f"{r['signs']:.1%}"]
+        [
+            f"{r['p']:g}",
+            f"{r['sharpness']:g}",
+            r["estimator"],
+            f"{r['bias']:.2f}",
+            f"{r['deviation']:.2f}",
+            f"{r['signs']:.1%}",
+        ]
         for r in rows
     ]
     return table("p|scores|estimator|bias|standard deviation|signs that agree", lines)
@@ -72,7 +85,10 @@ def report_tokens(rows: Rows) -> str:
         reached = [next((row["step"] for row in curve if row["accuracy"] >= 0.99), None) for curve in curves.values()]
         hits = [step for step in reached if step is not None]
         when = f"{int(np.median(hits)):,} ({len(hits)} of {len(curves)})" if hits else "never"
-        shown = [spread(last[key], digits) for key, digits in (("accuracy", 2), ("density", 1), ("p_equal", 3), ("p_other", 3))]
+        shown = [
+            spread(last[key], digits)
+            for key, digits in (("accuracy", 2), ("density", 1), ("p_equal", 3), ("p_other", 3))
+        ]
         lines.append([name, len(curves), *shown, when])
     return table("run|seeds|accuracy, %|density, %|p, equal tokens|p, other tokens|steps to 99 %", lines)
 
@@ -93,12 +109,22 @@ def report_listops(rows: Rows) -> str:
             if len(chosen) < 2:
                 continue
             gain = interval([100 * (found[graphs]["accuracy"] - full[found[1]["seed"]]) for found in chosen])
-            accuracy = [spread([100 * found[number]["accuracy"] for found in chosen], 2) for number in sorted({1, graphs})]
+            accuracy = [
+                spread([100 * found[number]["accuracy"] for found in chosen], 2) for number in sorted({1, graphs})
+            ]
             heads = [[100 * value for key, value in found[1].items() if key.startswith("density_")] for found in chosen]
             density = [spread(np.mean(heads, 1), 1), spread(np.max(heads, 1), 1)]
-            result.append([name, len(chosen), *accuracy, gain, *density] if graphs == 1 else [name, len(chosen), graphs, *accuracy, gain])
+            result.append(
+                [name, len(chosen), *accuracy, gain, *density]
+                if graphs == 1
+                else [name, len(chosen), graphs, *accuracy, gain]
+            )
     first = table("run|seeds|test accuracy, %|less full attention, points (95 %)|density, %|densest head, %", lines)
-    return first + "\n\n" + table("run|seeds|graphs|one graph, %|averaged, %|averaged less full attention, points (95 %)", averaged)
+    return (
+        first
+        + "\n\n"
+        + table("run|seeds|graphs|one graph, %|averaged, %|averaged less full attention, points (95 %)", averaged)
+    )
 
 
 def report(folder: Path) -> str:
@@ -109,7 +135,9 @@ def report(folder: Path) -> str:
 
 def draw(folder: Path) -> None:
     """One figure per study."""
-    gradients, tokens, listops, hour = (read(folder, name) for name in ("gradients", "repeated_tokens", "listops", "listops_hour"))
+    gradients, tokens, listops, hour = (
+        read(folder, name) for name in ("gradients", "repeated_tokens", "listops", "listops_hour")
+    )
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     for axes, column in zip(figure.subplots(1, 2), ("bias", "deviation"), strict=True):
         for number, name in enumerate(dict.fromkeys(row["estimator"] for row in gradients)):
@@ -125,8 +153,17 @@ def draw(folder: Path) -> None:
         for axes, column in zip(row, ("loss", "density"), strict=True):
             for name in (name for name in names if name in runs):
                 curves = [*zip(*runs[name].values(), strict=False)]
-                axes.plot([at[0]["step"] for at in curves], [np.mean([one[column] for one in at]) for at in curves], label=name)
-            axes.set(xlabel="step", ylabel=f"{column}, mean over seeds", title=group, ylim=(0, 1.02 if column == "density" else 0.75))
+                axes.plot(
+                    [at[0]["step"] for at in curves],
+                    [np.mean([one[column] for one in at]) for at in curves],
+                    label=name,
+                )
+            axes.set(
+                xlabel="step",
+                ylabel=f"{column}, mean over seeds",
+                title=group,
+                ylim=(0, 1.02 if column == "density" else 0.75),
+            )
         row[1].legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize="small")
     figure.savefig(folder / "repeated_tokens.png", dpi=110)
 
@@ -138,7 +175,12 @@ def draw(folder: Path) -> None:
         found = [row for rows in seeds.values() for row in rows]
         density = [100 * np.mean([value for key, value in row.items() if key.startswith("density_")]) for row in found]
         axes.plot(
-            density, [100 * row["accuracy"] for row in found], linestyle="", color=f"C{number % 10}", marker="o^X"[number // 10], label=name
+            density,
+            [100 * row["accuracy"] for row in found],
+            linestyle="",
+            color=f"C{number % 10}",
+            marker="o^X"[number // 10],
+            label=name,
         )
     axes.set(xscale="log", xlabel="density (%), one point a seed", ylabel="test accuracy (%)")
     figure.legend(loc="outside right center", frameon=False, fontsize="small")

@@ -170,7 +170,11 @@ def measure(suite: str, group: str, entries: list[tuple[str, Case]], cap: float,
             try:
                 error, known = worker.ask(SETUP, _check)
                 for row in mine:
-                    row.update(error=error, expected_density=known.get("expected_density"), sampled_density=known.get("density"))
+                    row.update(
+                        error=error,
+                        expected_density=known.get("expected_density"),
+                        sampled_density=known.get("density"),
+                    )
                     seconds, row["edges"], peak, whole = worker.ask(2 * cap + 5, _memory, row["stage"], cap)
                     if seconds > cap:
                         row["status"] = f"over the cap ({cap:g} s): one call took {seconds:.3g} s"
@@ -204,23 +208,48 @@ def measure(suite: str, group: str, entries: list[tuple[str, Case]], cap: float,
 def _row(suite: str, group: str, name: str, case: Case, stage: str, facts: Row) -> Row:
     peer = SUITES[suite][name]
     label = f"{peer.label}, K = {case.blocks}" if suite == "layers" and case.blocks else peer.label
-    row = {"suite": suite, "group": group, "peer": name, "label": label, "ours": peer.ours, "note": peer.note, "stage": stage, "status": ""}
-    return {**row, **asdict(case), "median_ms": None, "edges": None, **facts, "date": datetime.now(UTC).isoformat(timespec="seconds")}
+    row = {
+        "suite": suite,
+        "group": group,
+        "peer": name,
+        "label": label,
+        "ours": peer.ours,
+        "note": peer.note,
+        "stage": stage,
+        "status": "",
+    }
+    return {
+        **row,
+        **asdict(case),
+        "median_ms": None,
+        "edges": None,
+        **facts,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
 
 
 def groups(options: argparse.Namespace) -> Iterator[tuple[str, list[tuple[str, Case]]]]:
     """The tables of a suite: a title, and peers with their sizes that run side by side."""
     suite, peers = options.command, options.peers
     for tokens, percent in itertools.product(sorted(options.tokens), sorted(options.densities)):
-        density, what = (min(64 / tokens, 0.6), "64 edges per query") if suite == "growth" else (percent / 100, f"density {percent:g} %")
+        density, what = (
+            (min(64 / tokens, 0.6), "64 edges per query")
+            if suite == "growth"
+            else (percent / 100, f"density {percent:g} %")
+        )
         cases = {blocks: Case(tokens, blocks, density, options.seed) for blocks in (0, *options.blocks)}
         title = f"N = {tokens:,}, {what}, H = {cases[0].heads}, C = {cases[0].channels}"
         if suite in ("samplers", "growth"):
-            yield from ((f"{title}, K = {blocks}", [(name, cases[blocks]) for name in peers]) for blocks in options.blocks)
+            yield from (
+                (f"{title}, K = {blocks}", [(name, cases[blocks]) for name in peers]) for blocks in options.blocks
+            )
         elif suite == "kernels":
             yield title, [(name, cases[0]) for name in peers]
         else:
-            yield title, [(name, cases[blocks]) for name in peers for blocks in ([0] if name == "dense" else options.blocks)]
+            yield (
+                title,
+                [(name, cases[blocks]) for name in peers for blocks in ([0] if name == "dense" else options.blocks)],
+            )
 
 
 def measure_all(options: argparse.Namespace) -> list[Row]:
@@ -249,6 +278,15 @@ def machine() -> Row:
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+changes"]
     commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
     pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    facts: Row = {"run": f"{os.getpid()}-{int(time.time())}", "cpu": cpu, "cores": os.cpu_count(), "threads": torch.get_num_threads()}
+    facts: Row = {
+        "run": f"{os.getpid()}-{int(time.time())}",
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+    }
     facts |= {"commit": commit, "memory_gib": pages / 2**30, "system": platform.platform()}
-    return {**facts, "python": platform.python_version(), **{name: version(name) for name in ("torch", "torch-geometric", "numba")}}
+    return {
+        **facts,
+        "python": platform.python_version(),
+        **{name: version(name) for name in ("torch", "torch-geometric", "numba")},
+    }

@@ -30,9 +30,15 @@ def ratio(row: Row, rows: Sequence[Row]) -> float | None:
         return None
     timed = [r for r in rows if r["median_ms"] is not None and (r["suite"], r["stage"]) == (row["suite"], row["stage"])]
     if row["suite"] == "growth":
-        base = min((r for r in timed if (r["peer"], r["blocks"]) == (row["peer"], row["blocks"])), key=lambda r: r["tokens"])
+        base = min(
+            (r for r in timed if (r["peer"], r["blocks"]) == (row["peer"], row["blocks"])), key=lambda r: r["tokens"]
+        )
     else:
-        same = [r for r in timed if r["peer"] == REFERENCE[row["suite"]] and (r["group"], r["run"]) == (row["group"], row["run"])]
+        same = [
+            r
+            for r in timed
+            if r["peer"] == REFERENCE[row["suite"]] and (r["group"], r["run"]) == (row["group"], row["run"])
+        ]
         if not same:
             return None
         base = same[0]
@@ -81,11 +87,19 @@ def as_markdown(rows: Sequence[Row]) -> str:
     for suite, title in TITLES.items():
         tables: dict[str, list[Row]] = {}
         for row in (row for row in rows if row["suite"] == suite):
-            group = row["group"].split(", ", 1)[1] if suite == "growth" else row["group"]  # sizes of one peer side by side
+            group = (
+                row["group"].split(", ", 1)[1] if suite == "growth" else row["group"]
+            )  # sizes of one peer side by side
             tables.setdefault(group, []).append({**row, "ratio": ratio(row, rows)})
         page += ["", f"## {title}"] if tables else []
         for group, mine in tables.items():
-            page += ["", f"### {group}", "", f"| {' | '.join(COLUMNS)} |", "|---|---|" + "---:|" * (len(COLUMNS) - 3) + "---|"]
+            page += [
+                "",
+                f"### {group}",
+                "",
+                f"| {' | '.join(COLUMNS)} |",
+                "|---|---|" + "---:|" * (len(COLUMNS) - 3) + "---|",
+            ]
             lines = sorted(mine, key=lambda row: row["peer"]) if suite == "growth" else mine  # stable
             page += [f"| {' | '.join(cell(row).replace('|', '/') for cell in COLUMNS.values())} |" for row in lines]
     return "\n".join(page)
@@ -121,15 +135,24 @@ def plot(rows: Sequence[Row], folder: Path) -> list[Path]:
         labels = list(dict.fromkeys(row["label"] for row in chosen))
         for axes, (stage, value, title) in zip(figure.subplots(1, len(PANELS[suite])), PANELS[suite], strict=True):
             for number, label in enumerate(labels):
-                line = sorted((r for r in chosen if (r["label"], r["stage"]) == (label, stage) and r[value]), key=lambda row: row[over])
+                line = sorted(
+                    (r for r in chosen if (r["label"], r["stage"]) == (label, stage) and r[value]),
+                    key=lambda row: row[over],
+                )
                 axes.plot(
-                    [times * r[over] for r in line], [r[value] for r in line], color=f"C{number}", marker="osD^vP*X"[number], label=label
+                    [times * r[over] for r in line],
+                    [r[value] for r in line],
+                    color=f"C{number}",
+                    marker="osD^vP*X"[number],
+                    label=label,
                 )
             axes.set(xscale="log", yscale="log", xlabel=axis, ylabel=title)
             axes.set_xticks(places, [f"{place:,g}" for place in places], minor=False)
             axes.minorticks_off()
             axes.grid(alpha=0.3)
-        figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize="small", frameon=False)
+        figure.legend(
+            *axes.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize="small", frameon=False
+        )
         figure.suptitle(
             f"{TITLES[suite].split(':')[0]}, {name.split('_', 1)[-1]}\n{first['cpu']}, {first['threads']} threads, commit {first['commit']}"
         )

@@ -37,13 +37,19 @@ def _soft(case: Case) -> SBM:
 def _hard(case: Case) -> SBM:
     """Each token in one of K blocks, which is all that graph libraries know."""
     generator = torch.Generator().manual_seed(case.seed)
-    member = F.one_hot(torch.arange(case.tokens) * case.blocks // case.tokens, case.blocks).float().expand(case.heads, -1, -1)
+    member = (
+        F.one_hot(torch.arange(case.tokens) * case.blocks // case.tokens, case.blocks)
+        .float()
+        .expand(case.heads, -1, -1)
+    )
     block = (torch.rand(case.blocks, case.blocks, generator=generator) + 0.5).expand(case.heads, -1, -1)
     return SBM(member, member, block * (case.density / SBM(member, member, block).expected_density()[0, 0])).validate()
 
 
 def _sampler(
-    model: Callable[[Case], SBM], make: Callable[[SBM], Callable[[int], int]], law: Callable[[Tensor], Tensor] = torch.clone
+    model: Callable[[Case], SBM],
+    make: Callable[[SBM], Callable[[int], int]],
+    law: Callable[[Tensor], Tensor] = torch.clone,
 ) -> Callable[[Case], Work]:
     """Builder of a sampler: ``make`` prepares ``draw(seed) -> number of edges``, whose ``law`` turns rates into probabilities."""
 
@@ -81,17 +87,23 @@ def _op(method: str, inflate: float = 1.0) -> Callable[[SBM], Callable[[int], in
     def make(sbm: SBM) -> Callable[[int], int]:
         sequence_ids = torch.arange(sbm.num_sequences)
         key = sbm.key_membership * inflate
-        return lambda seed: ops.sample_sbm(sbm.rate, key, sbm.query_ptr, sbm.key_ptr, sequence_ids, seed, method)[1].numel()
+        return lambda seed: ops.sample_sbm(sbm.rate, key, sbm.query_ptr, sbm.key_ptr, sequence_ids, seed, method)[
+            1
+        ].numel()
 
     return make
 
 
 def _sample_edges(sbm: SBM) -> Callable[[int], int]:
-    return lambda seed: sample_edges(SBM(sbm.query_membership, sbm.key_membership, sbm.block_matrix), seed=seed).num_edges
+    return lambda seed: (
+        sample_edges(SBM(sbm.query_membership, sbm.key_membership, sbm.block_matrix), seed=seed).num_edges
+    )
 
 
 def _dense_bernoulli(sbm: SBM) -> Callable[[int], int]:
-    return lambda seed: int((torch.rand(sbm.heads, *[len(sbm.key_membership[0])] * 2) < sbm.rate @ sbm.key_membership.mT).nonzero().size(0))
+    return lambda seed: int(
+        (torch.rand(sbm.heads, *[len(sbm.key_membership[0])] * 2) < sbm.rate @ sbm.key_membership.mT).nonzero().size(0)
+    )
 
 
 # ------------------------------------------------------------------ whole layers
@@ -128,7 +140,10 @@ def _agree(conv: SBMAttentionConv, full: FullAttention, width: int) -> float:
     found, true = conv(x, patterns.full(len(x))), full(x, ptr=torch.tensor([0, len(x)]))
     pairs = {"output": (found, true)}
     names = ["lin_query.weight", "lin_key.weight", "lin_value.weight", "lin_value.bias"]
-    grads = [torch.autograd.grad(out, [layer.get_parameter(name) for name in names], grad) for layer, out in ((conv, found), (full, true))]
+    grads = [
+        torch.autograd.grad(out, [layer.get_parameter(name) for name in names], grad)
+        for layer, out in ((conv, found), (full, true))
+    ]
     pairs.update({f"gradient to {name}": pair for name, pair in zip(names, zip(*grads, strict=True), strict=True)})
     return compare(pairs)
 
@@ -194,7 +209,12 @@ def _layer_sampling(case: Case) -> Work:
 SAMPLERS = {
     "bernoulli": Peer("sbm_pyg sample_sbm", _sampler(_soft, _op("bernoulli")), ours=True),
     "edges": Peer("sbm_pyg sample_edges", _sampler(_soft, _sample_edges), "from Y, S, Z, all checks", ours=True),
-    "fastrg": Peer("sbm_pyg sample_sbm, fastrg", _sampler(_soft, _op("fastrg"), lambda p: -torch.expm1(-p)), "law 1 - exp(-p)", ours=True),
+    "fastrg": Peer(
+        "sbm_pyg sample_sbm, fastrg",
+        _sampler(_soft, _op("fastrg"), lambda p: -torch.expm1(-p)),
+        "law 1 - exp(-p)",
+        ours=True,
+    ),
     "dense": Peer("torch rand < p, dense", _sampler(_soft, _dense_bernoulli)),
     "hard": Peer("sbm_pyg sample_edges, hard blocks", _sampler(_hard, _sample_edges), "hard blocks", ours=True),
     "wrong": Peer("wrong: 10 % too dense", _sampler(_soft, _op("bernoulli", inflate=1.1))),

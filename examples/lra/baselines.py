@@ -4,7 +4,7 @@ In: settings with the name of a method and its sizes. Out: a factory for :class:
 ragged tokens ``[N, channels]`` with ``ptr`` [B+1] and return ragged ``[N, H*C]``. Not here: full attention, fixed patterns and
 sampled graphs, which the package has, and training (``train.py``).
 
-Each method has the projections of :class:`sbm_pyg.models.FullAttention`; what happens between them is the work of a package
+Each method has the projections of :class:`sbm_pyg.FullAttention`; what happens between them is the work of a package
 where one is kept, and of a few lines here where none is:
 
 ==============  ============================================================  ===================================
@@ -34,7 +34,7 @@ from torch.nn import functional as F
 from torch_geometric.nn.attention.performer import linear_attention, orthogonal_matrix
 
 from sbm_pyg import pad
-from sbm_pyg.sampling import draw_seed
+from sbm_pyg.ragged import draw_seed
 
 if TYPE_CHECKING:
     from examples.lra.settings import Settings
@@ -67,11 +67,10 @@ class Baseline(nn.Module):
         *,
         ptr: Tensor,
         seed: int | None = None,
-        streams: Tensor | None = None,
-        return_graph: bool = False,
-        return_sbm: bool = False,
+        sequence_ids: Tensor | None = None,
+        return_choice: bool = False,
     ) -> Any:
-        """Attend; ``seed`` is for methods that are random, ``streams`` is not used. No graph is ever made: None."""
+        """Attend; ``seed`` is for methods that are random, ``sequence_ids`` is not used. No graph is made: None."""
         seed = draw_seed() if seed is None else seed
         query = self.lin_query(x)
         key = query if self.lin_key is None else self.lin_key(x)
@@ -79,8 +78,7 @@ class Baseline(nn.Module):
         q, k, v = (t.float() if t.dtype in (torch.bfloat16, torch.float16) else t for t in heads)  # [N, H, C]
         with torch.autocast(x.device.type, enabled=False):
             out = self.ragged(q, k, v, ptr, seed).flatten(1).to(query.dtype)
-        asked = [None] * (return_graph + return_sbm)
-        return (out, *asked) if asked else out
+        return (out, None) if return_choice else out
 
     def ragged(self, query: Tensor, key: Tensor, value: Tensor, ptr: Tensor, seed: int) -> Tensor:
         """Attends over sequences of each padded size at a time, ``[N, H, C]`` in and out."""
@@ -95,8 +93,12 @@ class Baseline(nn.Module):
             place = chosen[sequence].nonzero()[:, 0]
             at = ((chosen.cumsum(0) - 1)[sequence[place]], slot[place])
             shape = (int(chosen.sum()), size)
-            mask = torch.zeros(shape, dtype=torch.bool, device=ptr.device).index_put(at, torch.ones_like(place, dtype=torch.bool))
-            q, k, v = (t.new_zeros(*shape, *t.shape[1:]).index_put(at, t[place]).transpose(1, 2) for t in (query, key, value))
+            mask = torch.zeros(shape, dtype=torch.bool, device=ptr.device).index_put(
+                at, torch.ones_like(place, dtype=torch.bool)
+            )
+            q, k, v = (
+                t.new_zeros(*shape, *t.shape[1:]).index_put(at, t[place]).transpose(1, 2) for t in (query, key, value)
+            )
             out.append(self.attend(q, k, v, mask, seed).transpose(1, 2)[at])
             places.append(place)
         return torch.zeros_like(value).index_copy(0, torch.cat(places), torch.cat(out))
@@ -174,10 +176,14 @@ class LinformerAttention(Baseline):
         dropout: Probability that an attention weight is dropped in training.
     """
 
-    def __init__(self, channels: int, head_channels: int, heads: int, max_length: int, rank: int, dropout: float) -> None:
+    def __init__(
+        self, channels: int, head_channels: int, heads: int, max_length: int, rank: int, dropout: float
+    ) -> None:
         super().__init__(channels, head_channels, heads)
         package = _package("linformer")
-        self.kernel = package.LinformerSelfAttention(heads * head_channels, max_length, rank, heads, head_channels, dropout=dropout)
+        self.kernel = package.LinformerSelfAttention(
+            heads * head_channels, max_length, rank, heads, head_channels, dropout=dropout
+        )
         self.kernel.to_q, self.kernel.to_k, self.kernel.to_v = nn.Identity(), _Half(0), _Half(1)
         self.kernel.to_out = nn.Identity()
 
@@ -204,7 +210,9 @@ class ReformerAttention(Baseline):
 
     shared = True
 
-    def __init__(self, channels: int, head_channels: int, heads: int, max_length: int, rounds: int, chunk: int, dropout: float) -> None:
+    def __init__(
+        self, channels: int, head_channels: int, heads: int, max_length: int, rounds: int, chunk: int, dropout: float
+    ) -> None:
         super().__init__(channels, head_channels, heads)
         self.chunk = chunk
         package: Any = _package("transformers.models.reformer.modeling_reformer")
@@ -229,7 +237,11 @@ class ReformerAttention(Baseline):
                 torch.manual_seed((seed + size) % 2**63)
                 buckets = self.kernel._hash_vectors(query, self.kernel.num_hashes, mask)
         joined = torch.cat([x.transpose(1, 2).flatten(2) for x in (query, value)], -1)  # [B, L, 2*H*C]
-        return self.kernel(joined, attention_mask=mask, buckets=buckets).hidden_states.unflatten(2, (self.heads, -1)).transpose(1, 2)
+        return (
+            self.kernel(joined, attention_mask=mask, buckets=buckets)
+            .hidden_states.unflatten(2, (self.heads, -1))
+            .transpose(1, 2)
+        )
 
 
 class NystromAttention(Baseline):
@@ -249,14 +261,18 @@ class NystromAttention(Baseline):
     def __init__(self, channels: int, head_channels: int, heads: int, landmarks: int, kernel_size: int) -> None:
         super().__init__(channels, head_channels, heads)
         if kernel_size % 2 == 0 and kernel_size:
-            raise ValueError(f"Expected 'kernel_size' to be odd or 0 (got {kernel_size}). The convolution is centred on its token.")
+            raise ValueError(
+                f"Expected 'kernel_size' to be odd or 0 (got {kernel_size}). The convolution is centred on its token."
+            )
         self.landmarks = landmarks
         package = _package("nystrom_attention")
         self.kernel = package.NystromAttention(heads * head_channels, head_channels, heads, landmarks, residual=False)
         self.kernel.to_qkv = self.kernel.to_out = nn.Identity()
         self.conv = None
         if kernel_size:
-            self.conv = nn.Conv2d(heads, heads, (kernel_size, 1), padding=(kernel_size // 2, 0), groups=heads, bias=False)
+            self.conv = nn.Conv2d(
+                heads, heads, (kernel_size, 1), padding=(kernel_size // 2, 0), groups=heads, bias=False
+            )
 
     def sizes(self, lengths: Tensor) -> Tensor:
         """As :meth:`Baseline.sizes`: whole segments."""
@@ -318,6 +334,8 @@ BASELINES: dict[str, Callable[[Settings], Callable[..., Baseline]]] = {
         dropout=chosen.attention_dropout,
     ),
     "performer": lambda chosen: partial(PerformerAttention, features=chosen.random_features),
-    "nystromformer": lambda chosen: partial(NystromAttention, landmarks=chosen.landmarks, kernel_size=chosen.value_kernel),
+    "nystromformer": lambda chosen: partial(
+        NystromAttention, landmarks=chosen.landmarks, kernel_size=chosen.value_kernel
+    ),
 }
 """By name: from the settings of a run, the factory ``(channels, head_channels, heads) -> layer`` that an encoder takes."""

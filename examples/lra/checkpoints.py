@@ -139,7 +139,9 @@ def newest(folder: Path, choice: str = "last") -> Path | None:
     last, previous = folder / LAST, folder / PREVIOUS
     if choice == "previous":
         if not previous.exists():
-            raise CheckpointError(f"Expected 'resume-from' to be 'last' (got 'previous', but {previous} does not exist). Resume from last.")
+            raise CheckpointError(
+                f"Expected 'resume-from' to be 'last' (got 'previous', but {previous} does not exist). Resume from last."
+            )
         read_checkpoint(previous)
         if last.exists():  # or the next checkpoint would take its place among the kept ones
             os.replace(last, folder / ("damaged-" + LAST))
@@ -158,9 +160,7 @@ def failure(error: BaseException | None) -> str | None:
         if isinstance(error, (CheckpointError, DivergenceError)):
             return str(error)
         if isinstance(error, OSError) and error.errno in FULL:
-            return (
-                f"Expected 'output' to have room (got {os.strerror(error.errno)!r} at {error.filename or 'a file'}). Make room and resume."
-            )
+            return f"Expected 'output' to have room (got {os.strerror(error.errno)!r} at {error.filename or 'a file'}). Make room and resume."
         error = error.__cause__ or error.__context__
     return None
 
@@ -273,7 +273,10 @@ class Signals:
         self.number = number
         if not self.patient:
             raise SystemExit(128 + number)
-        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, b"\nStopping after this step. A second signal stops at once.\n")
+        os.write(
+            sys.__stderr__.fileno() if sys.__stderr__ else 2,
+            b"\nStopping after this step. A second signal stops at once.\n",
+        )
 
     def agreed(self) -> bool:
         """Says whether any process of the run was asked to stop; a collective call."""
@@ -292,7 +295,9 @@ class Checkpoints(Checkpoint):
         io: Of the trainer.
     """
 
-    def __init__(self, folder: Path, settings: Any, signals: Signals, accuracy: Callable[[], float], io: SafeIO) -> None:
+    def __init__(
+        self, folder: Path, settings: Any, signals: Signals, accuracy: Callable[[], float], io: SafeIO
+    ) -> None:
         self.folder, self.settings, self.signals, self.accuracy, self.io = folder, settings, signals, accuracy, io
         self.state: dict[str, Any] = {"accuracy": -1.0, "step": 0, "stale": 0, "finished": False}
 
@@ -310,7 +315,9 @@ class Checkpoints(Checkpoint):
     @staticmethod
     def boundary(settings: Any, step: int) -> int:
         """Returns the first step after this one that a checkpoint follows."""
-        return min(settings.steps, *((step // every + 1) * every for every in (settings.save_every, settings.validate_every)))
+        return min(
+            settings.steps, *((step // every + 1) * every for every in (settings.save_every, settings.validate_every))
+        )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.signals.install()  # in place of Lightning's, which stops without saving
@@ -325,7 +332,9 @@ class Checkpoints(Checkpoint):
         end = self.boundary(self.settings, trainer.global_step)
         trainer.check_val_every_n_epoch = 1 if self.validates(self.settings, end) else NEVER
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         if (batch_idx + 1) % self.settings.accumulate == 0 and self.signals.agreed():
             trainer.should_stop = True  # ends the epoch here
             if not self.validates(self.settings, trainer.global_step):
@@ -346,7 +355,8 @@ class Checkpoints(Checkpoint):
                     if trainer.is_global_zero:
                         best = f"the best one was at step {self.state['step']:,}"
                         tqdm.write(
-                            f"Stopped early at step {step:,}: {self.state['stale']} validations were no better, {best}.", file=sys.stderr
+                            f"Stopped early at step {step:,}: {self.state['stale']} validations were no better, {best}.",
+                            file=sys.stderr,
                         )
         if self.state["finished"]:
             trainer.should_stop = True

@@ -50,8 +50,7 @@ from examples.lra.report import markdown, peak_memory, write_csv, write_json
 from examples.lra.settings import Plan
 from examples.lra.table import Run, read_json
 from examples.lra.train import Data, flushed_subnormals, open_run
-from sbm_pyg import SBMAttentionConv, patterns
-from sbm_pyg.models import FullAttention
+from sbm_pyg import FullAttention, SBMAttentionConv, patterns
 
 SHORT = 64  # tokens
 PARTS = ("forward", "backward", "update")
@@ -71,7 +70,9 @@ PUBLISHED = {
 
 # torch's counter has these formulas for its fused attention on a GPU, and counts that on the CPU as nothing.
 FUSED = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda query, key, value, *_, **__: sdpa_flop_count(query, key, value),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda query, key, value, *_, **__: sdpa_flop_count(
+        query, key, value
+    ),
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
         lambda grad, query, key, value, *_, **__: sdpa_backward_flop_count(grad, query, key, value)
     ),
@@ -82,10 +83,16 @@ def random_batch(task: Task, lengths: Sequence[int], device: torch.device) -> Ba
     """Random tokens and labels in the shapes of a task, one example for each length (both sides of a pair have it)."""
     generator = torch.Generator().manual_seed(0)
     ptr = torch.tensor([0, *lengths]).cumsum(0).to(device)
-    sides = [torch.randint(1, task.num_tokens, (sum(lengths),), generator=generator).to(device) for _ in range(task.arity)]  # 0 is padding
+    sides = [
+        torch.randint(1, task.num_tokens, (sum(lengths),), generator=generator).to(device) for _ in range(task.arity)
+    ]  # 0 is padding
     labels = torch.randint(task.num_classes, (len(lengths),), generator=generator).to(device)
     examples = torch.arange(len(lengths), device=device)
-    return Batch(sides[0], ptr, labels, examples) if task.arity == 1 else Batch(tuple(sides), (ptr,) * task.arity, labels, examples)
+    return (
+        Batch(sides[0], ptr, labels, examples)
+        if task.arity == 1
+        else Batch(tuple(sides), (ptr,) * task.arity, labels, examples)
+    )
 
 
 @torch.no_grad()
@@ -108,18 +115,25 @@ def gate(module: Classifier, task: Task, device: torch.device) -> None:
     sides = [side[: lengths[0]] for side in (batch.tokens if task.arity == 2 else (batch.tokens,))]
     ptr = torch.tensor([0, lengths[0]], device=device)
     alone: tuple[Any, Any] = (sides[0], ptr) if task.arity == 1 else (tuple(sides), (ptr, ptr))
-    problems["alone"] = float((module.classify(Batch(*alone, batch.labels[:1], batch.examples[:1]), seed=1)[0] - logits[:1]).abs().max())
+    problems["alone"] = float(
+        (module.classify(Batch(*alone, batch.labels[:1], batch.examples[:1]), seed=1)[0] - logits[:1]).abs().max()
+    )
     if method == "sbm":
         conv: Any = module.model.encoder.blocks[0].attention
         assert isinstance(conv, SBMAttentionConv)
         dense = FullAttention(module.settings.channels, module.settings.head_channels, module.settings.heads).to(device)
         dense.load_state_dict({name: value for name, value in conv.state_dict().items() if name in dense.state_dict()})
-        x, ptr = torch.randn(sum(lengths), module.settings.channels, device=device), random_batch(TASKS["listops"], lengths, device).ptr
+        x, ptr = (
+            torch.randn(sum(lengths), module.settings.channels, device=device),
+            random_batch(TASKS["listops"], lengths, device).ptr,
+        )
         error = (conv(x, patterns.full(None, ptr=ptr), ptr=ptr) - dense.eval()(x, ptr=ptr)).abs().max()
         problems["over a full graph, against full attention,"] = float(error)
     for words, error in problems.items():
         if not error < 1e-4:
-            raise ValueError(f"Expected {method!r} {words} to give the same (got a difference of {error:.2g}). It cannot be measured.")
+            raise ValueError(
+                f"Expected {method!r} {words} to give the same (got a difference of {error:.2g}). It cannot be measured."
+            )
 
 
 def clock(device: torch.device) -> float:
@@ -137,7 +151,9 @@ def forward(module: Classifier, batch: Batch) -> Tensor:
         return module.classify(batch, seed=module.settings.seed)[0]
 
 
-def timed_step(module: Classifier, optimizer: torch.optim.Optimizer, batches: Sequence[Batch], number: int = 0) -> dict[str, float]:
+def timed_step(
+    module: Classifier, optimizer: torch.optim.Optimizer, batches: Sequence[Batch], number: int = 0
+) -> dict[str, float]:
     """Trains on the parts of a batch as the trainer does.
 
     Returns:
@@ -160,7 +176,10 @@ def timed_step(module: Classifier, optimizer: torch.optim.Optimizer, batches: Se
         torch.nn.utils.clip_grad_norm_(module.parameters(), module.settings.clip_norm)
     optimizer.step()
     seconds[2] = clock(device) - start
-    return {**dict(zip(PARTS, seconds.tolist(), strict=True)), "density": density / sum(len(batch.labels) for batch in batches)}
+    return {
+        **dict(zip(PARTS, seconds.tolist(), strict=True)),
+        "density": density / sum(len(batch.labels) for batch in batches),
+    }
 
 
 # ------------------------------------------------------------------ steps that fit into a time
@@ -220,13 +239,17 @@ def planned(plan: Plan, splits: Mapping[str, Split], accelerator: str) -> Plan:
     assert plan.minutes is not None
     settings = plan.settings
     steps = plan_steps(*seconds_of(plan, splits, accelerator), plan.minutes, settings.validate_every)
-    return dataclasses.replace(plan, settings=dataclasses.replace(settings, steps=steps, warmup=settings.warmup * steps // settings.steps))
+    return dataclasses.replace(
+        plan, settings=dataclasses.replace(settings, steps=steps, warmup=settings.warmup * steps // settings.steps)
+    )
 
 
 # ------------------------------------------------------------------ methods before training
 
 
-def measure(task: Task, method: str, preset: str, length: int | None, batch_size: int, repeats: int, threads: int = 1) -> dict[str, Any]:
+def measure(
+    task: Task, method: str, preset: str, length: int | None, batch_size: int, repeats: int, threads: int = 1
+) -> dict[str, Any]:
     """Measures one method on one task, in this process.
 
     Returns:
@@ -282,7 +305,17 @@ def report(rows: Sequence[dict[str, Any]]) -> str:
         "theirs of sbm is of trained, regularised models, whose densities are 1.2, 10.6, 2.5, 1.3 and 2.6 per cent. A dash for memory: less than "
         "the process had needed before.",
     ]
-    header = ["method", "density", "GFLOP forward", "sampling", "GFLOP step", "MiB forward", "MiB step", "ms forward", "ms step"]
+    header = [
+        "method",
+        "density",
+        "GFLOP forward",
+        "sampling",
+        "GFLOP step",
+        "MiB forward",
+        "MiB step",
+        "ms forward",
+        "ms step",
+    ]
     scales = {"flops": 1e9, "bytes": 2**20, "seconds": 1e-3}
     for task in dict.fromkeys(row["task"] for row in rows):
         group = [row for row in rows if row["task"] == task]
@@ -297,10 +330,14 @@ def report(rows: Sequence[dict[str, Any]]) -> str:
         for row in group:
             columns = [cell(row, name) for name in MEASURES]
             density = "–" if row["density"] is None else f"{row['density']:.2%}"
-            share = f"{row['forward_sampling_flops'] / row['forward_flops']:.0%}" if row["forward_sampling_flops"] else "–"
+            share = (
+                f"{row['forward_sampling_flops'] / row['forward_flops']:.0%}" if row["forward_sampling_flops"] else "–"
+            )
             published = [f"{numbers[[*TASKS].index(task)]:.2f}" for numbers in PUBLISHED.get(row["method"], ())]
             body.append([row["method"], density, columns[0], share, *columns[1:], *(published or ["–", "–"])])
-        examples = f"{group[0]['batch']} x {group[0]['length']:,} tokens" + (", two sides" if TASKS[task].arity == 2 else "")
+        examples = f"{group[0]['batch']} x {group[0]['length']:,} tokens" + (
+            ", two sides" if TASKS[task].arity == 2 else ""
+        )
         parts += [f"## {task}, {examples}", markdown([*header, "FLOPs, published", "memory, published"], body)]
     return "\n\n".join(parts) + "\n"
 
@@ -331,7 +368,9 @@ def compare(folders: Sequence[Path], data: Path | None, steps: int) -> list[dict
                 )
         gate(module, TASKS[plan.task], torch.device("cpu"))
         steppers.append(partial(timed_step, module, torch.optim.AdamW(module.parameters(), lr=0.0)))
-    epoch = LengthBuckets(splits["train"].lengths, batch_size=plan.settings.batch_size, seed=plan.settings.seed).epoch(0)
+    epoch = LengthBuckets(splits["train"].lengths, batch_size=plan.settings.batch_size, seed=plan.settings.seed).epoch(
+        0
+    )
     if len(epoch) < 2:
         raise ValueError(
             f"Expected 'data' of at least two training batches (got {len(epoch)}). The first is not timed; give more examples."
@@ -344,8 +383,15 @@ def compare(folders: Sequence[Path], data: Path | None, steps: int) -> list[dict
             batch = [splits["train"].__getitems__(part.tolist()) for part in parts]
             torch.manual_seed(number)
             times = steppers[place](batch, number)
-            known = {"run": folders[place].name, "place": place, "batch": number, "tokens": sum(part.num_tokens for part in batch)}
-            rows += [{**known, "step": sum(times[part] for part in PARTS), **times}] if number else []  # the first one compiles
+            known = {
+                "run": folders[place].name,
+                "place": place,
+                "batch": number,
+                "tokens": sum(part.num_tokens for part in batch),
+            }
+            rows += (
+                [{**known, "step": sum(times[part] for part in PARTS), **times}] if number else []
+            )  # the first one compiles
     return rows
 
 

@@ -68,7 +68,9 @@ class Report:
     """Collects the sections of a page."""
 
     def __init__(self, title: str) -> None:
-        self.parts = [f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(title)}</title><style>{STYLE}</style>"]
+        self.parts = [
+            f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(title)}</title><style>{STYLE}</style>"
+        ]
         self.parts.append(f"<h1>{html.escape(title)}</h1>")
 
     def head(self, text: str) -> None:
@@ -85,7 +87,9 @@ class Report:
         data = io.BytesIO()
         figure.savefig(data, format="png", dpi=110)
         code = base64.b64encode(data.getvalue()).decode()
-        self.parts.append(f'<figure><img alt="{html.escape(figure.get_label())}" src="data:image/png;base64,{code}"></figure>')
+        self.parts.append(
+            f'<figure><img alt="{html.escape(figure.get_label())}" src="data:image/png;base64,{code}"></figure>'
+        )
 
     def table(self, names: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         cells = ["".join(f"<td>{html.escape(_cell(value))}</td>" for value in row) for row in rows]
@@ -107,9 +111,12 @@ def layers_of(module: Classifier, batch: Batch) -> tuple[Tensor, list[tuple[list
     """Logits, and for each sequence of the examples (one, or two of a pair) the graphs and models of all layers."""
     with torch.no_grad():
         logits, trace = module.classify(batch, seed=module.settings.seed)
-    layers = len(trace.graphs) // module.arity
+    layers = len(trace.choices) // module.arity
     parts = [slice(side * layers, (side + 1) * layers) for side in range(module.arity)]
-    return logits, [(list(trace.graphs[part]), list(trace.sbms[part])) for part in parts]
+    return logits, [
+        ([choice.graph for choice in trace.choices[part]], [choice.probability for choice in trace.choices[part]])
+        for part in parts
+    ]
 
 
 def evaluate(module: Classifier, split: Split, examples: np.ndarray) -> Evaluated:
@@ -122,8 +129,12 @@ def evaluate(module: Classifier, split: Split, examples: np.ndarray) -> Evaluate
         logits, sides = layers_of(module, batch)
         guesses[chosen] = logits.argmax(-1).numpy()
         loss += float(cross_entropy(logits, batch.labels, reduction="sum"))
-        part = torch.stack([torch.stack([graph.density for graph in graphs]) for graphs, _ in sides]).mean(0)  # [L, b, H]
-        density = torch.zeros(part.size(0), len(examples), part.size(2), dtype=torch.float64) if density is None else density
+        part = torch.stack([torch.stack([graph.density for graph in graphs]) for graphs, _ in sides]).mean(
+            0
+        )  # [L, b, H]
+        density = (
+            torch.zeros(part.size(0), len(examples), part.size(2), dtype=torch.float64) if density is None else density
+        )
         density[:, chosen] = part
     assert density is not None
     return Evaluated(examples, lengths, split.labels[examples], guesses, loss / len(examples), density)
@@ -137,9 +148,15 @@ def write_densities(report: Report, done: Evaluated, folder: Path) -> None:
     mean = done.density.mean((0, 2)).numpy()
     for layer, by_layer in enumerate(done.density):
         for head, values in enumerate(by_layer.T.numpy()):
-            related = np.corrcoef(values, done.lengths)[0, 1] if values.std() > 0 and done.lengths.std() > 0 else math.nan
+            related = (
+                np.corrcoef(values, done.lengths)[0, 1] if values.std() > 0 and done.lengths.std() > 0 else math.nan
+            )
             rows.append(
-                [f"layer {layer}, head {head}", *(100 * float(f(values)) for f in (np.mean, np.std, np.min, np.max)), float(related)]
+                [
+                    f"layer {layer}, head {head}",
+                    *(100 * float(f(values)) for f in (np.mean, np.std, np.min, np.max)),
+                    float(related),
+                ]
             )
     report.table(["", "mean %", "deviation", "least", "most", "correlation with length"], rows)
     right = done.guesses == done.labels
@@ -147,7 +164,9 @@ def write_densities(report: Report, done: Evaluated, folder: Path) -> None:
     half = len(order) // 2
     if half:
         sparse, dense = (100 * right[part].mean() for part in (order[:half], order[half:]))
-        report.text(f"Accuracy on the half of the inputs with the sparser attention: {sparse:.1f} %; on the other half: {dense:.1f} %.")
+        report.text(
+            f"Accuracy on the half of the inputs with the sparser attention: {sparse:.1f} %; on the other half: {dense:.1f} %."
+        )
     log = folder / "train.csv"
     if log.is_file():
         report.figure(plots.plot_training_density(log))
@@ -160,11 +179,15 @@ def write_inputs(report: Report, task: Task, module: Classifier, split: Split, d
     places = low + [place for place in high if place not in low]
     batch = split.__getitems__(done.examples[places].tolist())
     graphs, _ = layers_of(module, batch)[1][0]
-    titles = [f"example {done.examples[place]}\nclass {done.labels[place]}, said {done.guesses[place]}" for place in places]
+    titles = [
+        f"example {done.examples[place]}\nclass {done.labels[place]}, said {done.guesses[place]}" for place in places
+    ]
     notes = f"Rows: the {len(low)} inputs of lowest and the {len(places) - len(low)} of highest mean density among {len(done.examples):,}."
     if task.side and (done.lengths == task.side**2).all():  # masked ones would leave holes
         images = batch.tokens.view(len(places), task.side, task.side).float()
-        report.figure(plots.plot_pixel_attention(graphs, images, sequences=range(len(places)), titles=titles, notes=notes))
+        report.figure(
+            plots.plot_pixel_attention(graphs, images, sequences=range(len(places)), titles=titles, notes=notes)
+        )
     else:
         report.figure(plots.plot_inputs(graphs, sequences=range(len(places)), titles=titles, notes=notes))
     if task.words:
@@ -251,7 +274,9 @@ def write_universality(
                 float(np.median(steps)) if steps else math.nan,
             ]
         )
-    report.table(["patterns", "all hold", "1. self-loops", "2. path: found / absent / unknown", "3. s finite", "median s"], rows)
+    report.table(
+        ["patterns", "all hold", "1. self-loops", "2. path: found / absent / unknown", "3. s finite", "median s"], rows
+    )
     report.text(f"The pages of example {examples[0]}:")
     for name in ("stack, sampled", "stack, sampled, self-loops added", "stack, expected"):
         if name in counts:
@@ -263,7 +288,9 @@ def run(given: argparse.Namespace) -> Path:
     out = given.out or given.run / "graphs.html"
     try:
         if given.out is not None and (out.is_dir() or not out.parent.is_dir()):
-            raise ValueError(f"Expected 'out' to be a file in a folder that is there (got {out}). Make the folder, or choose another name.")
+            raise ValueError(
+                f"Expected 'out' to be a file in a folder that is there (got {out}). Make the folder, or choose another name."
+            )
         check_folder("out", out.parent)
         plan, module, splits = open_run(given.run, given.checkpoint, given.data, graphs=True)
     except ValueError as error:
@@ -293,7 +320,9 @@ def run(given: argparse.Namespace) -> Path:
     report.head("Settings")
     report.page(json.dumps(dataclasses.asdict(plan), indent=2))
     seconds = time.perf_counter() - start
-    report.text(f"Made in {seconds:.0f} seconds with seed {given.seed}; {len(some):,} examples for structure and universality.")
+    report.text(
+        f"Made in {seconds:.0f} seconds with seed {given.seed}; {len(some):,} examples for structure and universality."
+    )
     report.write(out)
     print(f"Wrote {out}")
     return out

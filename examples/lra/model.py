@@ -23,7 +23,7 @@ from examples.lra.checkpoints import Checkpoints, DivergenceError
 from examples.lra.data.batches import Batch, random_word
 from examples.lra.data.tasks import Task
 from examples.lra.settings import Settings
-from sbm_pyg import PairClassifier, SequenceClassifier, SequenceEncoder
+from sbm_pyg import Choice, PairClassifier, SequenceClassifier, SequenceEncoder
 
 
 def grid_positions(side: int, channels: int, base: float = 20.0) -> Tensor:
@@ -43,7 +43,9 @@ def grid_positions(side: int, channels: int, base: float = 20.0) -> Tensor:
     Learners", CVPR 2022. There they stay as they are; here they are where learning starts.
     """
     if channels % 4:
-        raise ValueError(f"Expected 'channels' to be a multiple of 4 for positions on a grid (got {channels}). Take random positions.")
+        raise ValueError(
+            f"Expected 'channels' to be a multiple of 4 for positions on a grid (got {channels}). Take random positions."
+        )
     waves = base ** (-torch.arange(channels // 4) / (channels // 4))
     angles = torch.arange(side)[:, None] * waves * (math.pi / 2)
     axis = math.sqrt(2) * torch.cat([angles.sin(), angles.cos()], dim=1)  # [side, channels / 2]
@@ -83,15 +85,16 @@ class Classifier(LightningModule):
         self.settings, self.arity = settings, task.arity
         options: dict[str, Any] = {"dropout": settings.attention_dropout}
         if settings.attention == "sbm":
-            options |= {name: getattr(settings, name) for name in ("num_blocks", "estimator", "probes", "exploration", "clusters")}
+            options |= {name: getattr(settings, name) for name in ("num_blocks", "estimator", "probes", "exploration")}
             options["sbm_options"] = {
+                "cluster_init": settings.cluster_init,
                 "parameterization": settings.parameterization,
                 "density": settings.initial_density,
                 "temperature": settings.temperature,
                 "tied": bool(settings.tied),
             }
         elif settings.attention == "window":
-            options["window"] = settings.window
+            options["size"] = settings.window
         attention: Any = settings.attention
         if settings.attention in BASELINES:
             attention, options = BASELINES[settings.attention](settings), {}
@@ -114,15 +117,22 @@ class Classifier(LightningModule):
                 grid = grid_positions(task.side, settings.channels)[: settings.max_length]
                 encoder.position.weight[: len(grid)] = grid
         pooled = settings.max_length if settings.compat == "nystromformer" else None
-        self.model = (SequenceClassifier if task.arity == 1 else PairClassifier)(encoder, task.num_classes, pool_length=pooled)
+        self.model = (SequenceClassifier if task.arity == 1 else PairClassifier)(
+            encoder, task.num_classes, pool_length=pooled
+        )
         self.sums: dict[str, Tensor] = {}
         self.latest: dict[str, dict[str, float]] = {}  # the last row of each phase
         self.seconds = 0.0  # that the unfinished row took before the run was resumed
-        self.earlier, self.started = 0.0, time.perf_counter()  # seconds of the run before it was resumed, and when it was
+        self.earlier, self.started = (
+            0.0,
+            time.perf_counter(),
+        )  # seconds of the run before it was resumed, and when it was
 
     def configure_optimizers(self) -> Any:
         chosen = self.settings
-        optimizer = torch.optim.AdamW(self.parameters(), lr=chosen.learning_rate, eps=1e-6, weight_decay=chosen.weight_decay)
+        optimizer = torch.optim.AdamW(
+            self.parameters(), lr=chosen.learning_rate, eps=1e-6, weight_decay=chosen.weight_decay
+        )
         schedule = torch.optim.lr_scheduler.OneCycleLR(
             optimizer,
             max_lr=chosen.learning_rate,
@@ -134,7 +144,14 @@ class Classifier(LightningModule):
 
     def classify(self, batch: Batch, seed: int) -> tuple[Tensor, Any]:
         """Returns logits [B, classes] and the trace, graphs being sampled from one random stream per sequence."""
-        return self.model(batch.tokens, batch.ptr, places=batch.places, seed=seed, streams=batch.examples, return_trace=True)
+        return self.model(
+            batch.tokens,
+            batch.ptr,
+            positions=batch.positions,
+            seed=seed,
+            sequence_ids=batch.examples,
+            return_trace=True,
+        )
 
     def average(self, batch: Batch, graphs: int) -> tuple[Tensor, Any]:
         """Averages probabilities over sampled graphs.
@@ -159,7 +176,8 @@ class Classifier(LightningModule):
         logits, trace = self.classify(batch, seed=random_word(seed, 1, step))
         loss = cross_entropy(logits.float(), batch.labels)
         self.add(batch, logits, loss, trace)
-        self.graphs = dataclasses.replace(trace, sbms=(None,) * len(trace.sbms))
+        choices = tuple(None if graph is None else Choice(graph) for graph in trace.graphs)
+        self.graphs = dataclasses.replace(trace, choices=choices)  # without what the gradient needs
         return self.objective(loss, trace)
 
     def objective(self, loss: Tensor, trace: Any) -> Tensor:
@@ -185,7 +203,9 @@ class Classifier(LightningModule):
             "correct": (logits.argmax(-1) == batch.labels).sum(),
             "density": density.double().mean((0, 2)) * len(batch.labels),  # [layers, heads]
         }
-        self.sums = {name: self.sums[name].to(value.device) + value for name, value in new.items()} if self.sums else new
+        self.sums = (
+            {name: self.sums[name].to(value.device) + value for name, value in new.items()} if self.sums else new
+        )
 
     def finish_row(self) -> dict[str, float]:
         """Turns the sums of all processes into a row of means, and starts new sums."""
@@ -220,7 +240,9 @@ class Classifier(LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         row = checkpoint["row"]  # unfinished: the first process goes on with the sums of all
-        self.sums = {name: value if processes.rank() == 0 else torch.zeros_like(value) for name, value in row["sums"].items()}
+        self.sums = {
+            name: value if processes.rank() == 0 else torch.zeros_like(value) for name, value in row["sums"].items()
+        }
         self.seconds, self.latest = row["seconds"], row["latest"]
 
     def on_train_start(self) -> None:

@@ -184,7 +184,9 @@ def check_curves(folder: Path, needed: Sequence[str], step: float) -> None:
         except (ValueError, TypeError, csv.Error) as error:
             found = str(error)
         if found:
-            raise ValueError(f"Expected {path} to be as it was written (got: {found}). Take it from a backup, or start a new run.")
+            raise ValueError(
+                f"Expected {path} to be as it was written (got: {found}). Take it from a backup, or start a new run."
+            )
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -232,7 +234,10 @@ def peak_memory(path: Path | None = None) -> dict[str, Any]:
     else:
         import resource  # absent on Windows, where peak memory is not known
 
-        place, peak = "process", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        place, peak = (
+            "process",
+            resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024),
+        )
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # damaged ones are about to be written anew
         old = json.loads(path.read_text()) if path is not None else {}
         peak = max(peak, old["peak_memory_bytes"]) if old["peak_memory_of"] == place else peak
@@ -271,7 +276,9 @@ def results_table(results: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def plot_curves(path: Path, train: Sequence[Mapping[str, float]], val: Sequence[Mapping[str, float]], majority: float) -> None:
+def plot_curves(
+    path: Path, train: Sequence[Mapping[str, float]], val: Sequence[Mapping[str, float]], majority: float
+) -> None:
     """Draws loss and accuracy over the steps, training against validation.
 
     Args:
@@ -282,7 +289,10 @@ def plot_curves(path: Path, train: Sequence[Mapping[str, float]], val: Sequence[
     """
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     for axes, name in zip(figure.subplots(1, 2), ("loss", "accuracy"), strict=True):
-        for rows, style in ((train, {"alpha": 0.5, "lw": 1, "label": "training"}), (val, {"marker": "o", "ms": 3, "label": "validation"})):
+        for rows, style in (
+            (train, {"alpha": 0.5, "lw": 1, "label": "training"}),
+            (val, {"marker": "o", "ms": 3, "label": "validation"}),
+        ):
             axes.plot([row["step"] for row in rows], [row[name] for row in rows], **style)
         if name == "accuracy":
             axes.axhline(majority, color="grey", lw=1, ls=":", label="majority class")
@@ -297,7 +307,9 @@ def plot_densities(path: Path, train: Sequence[Mapping[str, float]]) -> None:
     plots.plot_training_density(train).savefig(path, dpi=150)
 
 
-def plot_masks(path: Path, masks: Sequence[np.ndarray], chances: Sequence[np.ndarray | None], words: Sequence[str]) -> None:
+def plot_masks(
+    path: Path, masks: Sequence[np.ndarray], chances: Sequence[np.ndarray | None], words: Sequence[str]
+) -> None:
     """Draws one sampled mask beside its edge probabilities, per layer and head.
 
     Args:
@@ -326,6 +338,17 @@ def plot_masks(path: Path, masks: Sequence[np.ndarray], chances: Sequence[np.nda
             axes.set_xticks(range(len(words)), words, rotation=90, fontsize=4)
             axes.set_yticks(range(len(words)), words, fontsize=4)
             axes.tick_params(length=0, pad=1)
-    edges = [Patch(facecolor=colour, edgecolor="black", label=name) for colour, name in (("black", "edge"), ("white", "no edge"))]
-    figure.legend(handles=edges, loc="outside upper left", ncols=2, frameon=False, title="sampled masks", fontsize=8, title_fontsize=8)
+    edges = [
+        Patch(facecolor=colour, edgecolor="black", label=name)
+        for colour, name in (("black", "edge"), ("white", "no edge"))
+    ]
+    figure.legend(
+        handles=edges,
+        loc="outside upper left",
+        ncols=2,
+        frameon=False,
+        title="sampled masks",
+        fontsize=8,
+        title_fontsize=8,
+    )
     figure.savefig(path, dpi=150)

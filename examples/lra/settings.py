@@ -25,12 +25,17 @@ SPLITS = ("release", "held-out", "lra", "80-10-10")
 BASELINES = ("linear", "linformer", "reformer", "performer", "nystromformer")
 METHODS = ("full", *BASELINES, "window", "bigbird", "sbm")
 ESTIMATORS = ("local", "paper", "mask", "relaxed", "concrete", "none")
-CLUSTERS = ("kaiming", "orthogonal")
+CLUSTER_INITS = ("kaiming", "orthogonal")
 PARAMETERIZATIONS = ("paper", "mixed", "assortative")
 
 
 def _option(
-    help: str, *, choices: tuple[str, ...] = (), least: float | None = None, most: float | None = None, default: Any = dataclasses.MISSING
+    help: str,
+    *,
+    choices: tuple[str, ...] = (),
+    least: float | None = None,
+    most: float | None = None,
+    default: Any = dataclasses.MISSING,
 ) -> Any:
     """A field of `Settings`, with all that the command line and the check of its value need."""
     return dataclasses.field(default=default, metadata={"help": help, "choices": choices, "least": least, "most": most})
@@ -51,9 +56,14 @@ class Settings:
     ffn_channels: int = _option("width inside the feed-forward blocks", least=1)
     max_length: int = _option("longest sequence, in tokens", least=1)
     split: str = _option("who is in 'val'; `prepare` explains those of a task", choices=SPLITS)
-    compat: str = _option("older conventions to compare with; see docs/lra.md", choices=("none", "nystromformer"), default="none")
+    compat: str = _option(
+        "older conventions to compare with; see docs/lra.md", choices=("none", "nystromformer"), default="none"
+    )
     mask_dark: int = _option(
-        "leave out pixels up to this value (of 255), the others in their places; -1 keeps all", least=-1, most=254, default=-1
+        "leave out pixels up to this value (of 255), the others in their places; -1 keeps all",
+        least=-1,
+        most=254,
+        default=-1,
     )
     positions: str = _option(
         "initial position embeddings, which are learned: 'grid' holds sines and cosines of a pixel's row and column",
@@ -73,7 +83,7 @@ class Settings:
     estimator: str = _option("gradient to the edge probabilities of 'sbm'", choices=ESTIMATORS)
     probes: float = _option("pairs per query that the estimator 'local' looks at beside the edges", least=0.0)
     num_blocks: int = _option("blocks (clusters) of 'sbm'", least=1)
-    clusters: str = _option("initial cluster embeddings of 'sbm'", choices=CLUSTERS)
+    cluster_init: str = _option("initial cluster embeddings of 'sbm'", choices=CLUSTER_INITS)
     parameterization: str = _option("form of the block model of 'sbm'", choices=PARAMETERIZATIONS)
     initial_density: float = _option("edge probability of 'sbm' at the start ('paper', 'mixed')", least=0.0, most=1.0)
     temperature: float = _option("of softmax memberships of 'sbm' ('mixed', 'assortative')", least=0.0)
@@ -82,7 +92,10 @@ class Settings:
     window: int = _option("tokens on each side that 'window' attention reaches", least=0)
     density_weight: float = _option("weight of the expected density of 'sbm' in the loss (lambda)", least=0.0)
     density_floor: float = _option(
-        "expected density of a head up to which it costs nothing; 0, as in the paper, prices every edge", least=0.0, most=1.0, default=0.0
+        "expected density of a head up to which it costs nothing; 0, as in the paper, prices every edge",
+        least=0.0,
+        most=1.0,
+        default=0.0,
     )
     # Of the baselines: the caption of Table 7 (2 rounds of hashing, 256 for the others); chunk and kernel are those of the code
     # that the paper took its baselines from (64 by default in `transformers`, 35 in its configuration for LRA).
@@ -91,7 +104,9 @@ class Settings:
     hash_chunk: int = _option("tokens per chunk in 'reformer'", least=1, default=64)
     random_features: int = _option("random features in 'performer'", least=1, default=256)
     landmarks: int = _option("landmarks in 'nystromformer'", least=1, default=256)
-    value_kernel: int = _option("tokens under the convolution in 'nystromformer', odd; 0 leaves it out", least=0, default=35)
+    value_kernel: int = _option(
+        "tokens under the convolution in 'nystromformer', odd; 0 leaves it out", least=0, default=35
+    )
 
     batch_size: int = _option("sequences per optimiser step, however they are accumulated", least=1)
     accumulate: int = _option("equal parts in which a batch is processed, to save memory", least=1)
@@ -104,9 +119,15 @@ class Settings:
     seed: int = _option("of weights, order of data, dropout and sampled graphs", least=0, most=2**31 - 1)
     validate_every: int = _option("steps between validations", least=1)
     save_every: int = _option("steps between checkpoints, beside one after every validation", least=1, default=50)
-    patience: int = _option("validations without a better one after which to stop; 0 goes on to the end", least=0, default=0)
-    evaluate: int = _option("validate and test on at most so many examples, at equal distances; 0 takes all", least=0, default=0)
-    test_graphs: int = _option("sampled graphs per example over which the final test averages probabilities", least=1, default=1)
+    patience: int = _option(
+        "validations without a better one after which to stop; 0 goes on to the end", least=0, default=0
+    )
+    evaluate: int = _option(
+        "validate and test on at most so many examples, at equal distances; 0 takes all", least=0, default=0
+    )
+    test_graphs: int = _option(
+        "sampled graphs per example over which the final test averages probabilities", least=1, default=1
+    )
     log_every: int = _option("steps between rows of train.csv and TensorBoard", least=1)
 
     def __post_init__(self) -> None:
@@ -114,7 +135,9 @@ class Settings:
             value, meta = getattr(self, field.name), field.metadata
             option = field.name.replace("_", "-")
             if meta["choices"] and value not in meta["choices"]:
-                raise ValueError(f"Expected '{option}' to be one of {', '.join(meta['choices'])} (got {value!r}). Choose one of them.")
+                raise ValueError(
+                    f"Expected '{option}' to be one of {', '.join(meta['choices'])} (got {value!r}). Choose one of them."
+                )
             below = meta["least"] is not None and not value >= meta["least"]
             above = meta["most"] is not None and not value <= meta["most"]
             if below or above:
@@ -122,11 +145,17 @@ class Settings:
                 bounds += [f"at most {meta['most']}"] if meta["most"] is not None else []
                 raise ValueError(f"Expected '{option}' to be {' and '.join(bounds)} (got {value}). See --help.")
             if isinstance(value, float) and not math.isfinite(value):
-                raise ValueError(f"Expected '{option}' to be finite (got {value}). Give a number; --help shows usual ones.")
+                raise ValueError(
+                    f"Expected '{option}' to be finite (got {value}). Give a number; --help shows usual ones."
+                )
         if self.warmup >= self.steps:
-            raise ValueError(f"Expected 'warmup' to be below 'steps' = {self.steps} (got {self.warmup}). Warm up for fewer steps.")
+            raise ValueError(
+                f"Expected 'warmup' to be below 'steps' = {self.steps} (got {self.warmup}). Warm up for fewer steps."
+            )
         if self.value_kernel and self.value_kernel % 2 == 0:
-            raise ValueError(f"Expected 'value-kernel' to be odd or 0 (got {self.value_kernel}). The convolution is centred on its token.")
+            raise ValueError(
+                f"Expected 'value-kernel' to be odd or 0 (got {self.value_kernel}). The convolution is centred on its token."
+            )
         if self.batch_size % self.accumulate:
             raise ValueError(
                 f"Expected 'accumulate' to divide 'batch-size' = {self.batch_size} (got {self.accumulate}). The parts of a "
@@ -138,7 +167,9 @@ class Settings:
                 "learns its density."
             )
         if self.density_floor > 0 and not self.density_weight > 0:
-            raise ValueError(f"Expected 'density-floor' to be 0 without a density-weight (got {self.density_floor}). Nothing is priced.")
+            raise ValueError(
+                f"Expected 'density-floor' to be 0 without a density-weight (got {self.density_floor}). Nothing is priced."
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +193,7 @@ class Preset:
 LISTOPS = Settings(
     layers=2, heads=2, channels=64, head_channels=32, ffn_channels=128, max_length=2048, split="release", level="none",
     dropout=0.1, attention_dropout=0.1,
-    attention="sbm", estimator="mask", probes=16.0, num_blocks=128, clusters="kaiming",
+    attention="sbm", estimator="mask", probes=16.0, num_blocks=128, cluster_init="kaiming",
     parameterization="paper", initial_density=0.25, temperature=1.0, tied=0, exploration=0.01, window=64, density_weight=0.0,
     batch_size=128, accumulate=1, steps=5000, warmup=1000, learning_rate=5e-4, weight_decay=0.0, clip_norm=0.0,
     precision="32-true", seed=0, validate_every=250, log_every=10,
@@ -170,10 +201,18 @@ LISTOPS = Settings(
 TABLE_7 = {
     "listops": LISTOPS,
     "text": dataclasses.replace(LISTOPS, max_length=3072, split="held-out", steps=20_000, warmup=8_000),
-    "retrieval": dataclasses.replace(LISTOPS, max_length=4096, batch_size=32, learning_rate=1e-4, steps=30_000, warmup=800),
+    "retrieval": dataclasses.replace(
+        LISTOPS, max_length=4096, batch_size=32, learning_rate=1e-4, steps=30_000, warmup=800
+    ),
     "image": dataclasses.replace(LISTOPS, max_length=1024, split="held-out", batch_size=1024, steps=35_000, warmup=175),
     "pathfinder": dataclasses.replace(
-        LISTOPS, max_length=1024, split="80-10-10", level="curv_contour_length_14", batch_size=1024, steps=62_400, warmup=312
+        LISTOPS,
+        max_length=1024,
+        split="80-10-10",
+        level="curv_contour_length_14",
+        batch_size=1024,
+        steps=62_400,
+        warmup=312,
     ),
 }
 
@@ -198,8 +237,12 @@ LAPTOP = {
         warmup=100,
         validate_every=100,
     ),
-    "text": dataclasses.replace(TABLE_7["text"], **LONG, max_length=512, batch_size=16, steps=400, warmup=50, validate_every=200),
-    "retrieval": dataclasses.replace(TABLE_7["retrieval"], **LONG, max_length=512, batch_size=8, steps=400, warmup=50, validate_every=200),
+    "text": dataclasses.replace(
+        TABLE_7["text"], **LONG, max_length=512, batch_size=16, steps=400, warmup=50, validate_every=200
+    ),
+    "retrieval": dataclasses.replace(
+        TABLE_7["retrieval"], **LONG, max_length=512, batch_size=8, steps=400, warmup=50, validate_every=200
+    ),
     # Of the sample of 900 images, every one is seen nine times: hence the dropout, and few validations, whose 100 images would choose by chance.
     "image": dataclasses.replace(
         TABLE_7["image"],
@@ -234,7 +277,14 @@ PRESETS: Mapping[str, Mapping[str, Preset]] = {
         "laptop": Preset(
             LAPTOP["listops"],
             listops.Parameters(
-                train=20_000, val=1_000, test=2_000, max_depth=2, max_args=30, min_length=16, max_length=64, operator_probability=1.0
+                train=20_000,
+                val=1_000,
+                test=2_000,
+                max_depth=2,
+                max_args=30,
+                min_length=16,
+                max_length=64,
+                operator_probability=1.0,
             ),
             threads=1,  # its batches are so small that two threads are no faster, and ten times slower on a busy machine
         ),
@@ -303,7 +353,9 @@ class Plan:
 
 def parse(arguments: Sequence[str] | None = None, prog: str = "python -m examples.lra train") -> argparse.Namespace:
     """Reads the trainer's command line; what is not given is absent from the result, but for what depends on the machine."""
-    parser = argparse.ArgumentParser(prog, description="Trains on a task of the Long Range Arena.", argument_default=argparse.SUPPRESS)
+    parser = argparse.ArgumentParser(
+        prog, description="Trains on a task of the Long Range Arena.", argument_default=argparse.SUPPRESS
+    )
     parser.add_argument("--task", choices=tuple(PRESETS), help="what to learn (default: listops)")
     parser.add_argument("--preset", choices=NAMES, help="where all other settings come from (default: laptop)")
     for option, words in (
@@ -315,21 +367,33 @@ def parse(arguments: Sequence[str] | None = None, prog: str = "python -m example
         parser.add_argument(f"--{option}", type=path_argument, metavar="DIR", help=words)
     parser.add_argument("--resume", action="store_true", help="go on with the run in --output; its settings are known")
     choices = ("last", "previous")
-    parser.add_argument("--resume-from", choices=choices, help="the same; 'previous' if the last checkpoint is damaged (default: last)")
-    parser.add_argument("--minutes", type=float, metavar="M", help="as many steps as fit into that time, with their validations")
+    parser.add_argument(
+        "--resume-from", choices=choices, help="the same; 'previous' if the last checkpoint is damaged (default: last)"
+    )
+    parser.add_argument(
+        "--minutes", type=float, metavar="M", help="as many steps as fit into that time, with their validations"
+    )
     parser.add_argument("--accelerator", choices=("auto", "cpu", "cuda", "mps"), default="auto", help="(default: auto)")
-    parser.add_argument("--workers", type=int, default=0, metavar="N", help="processes that gather batches (default: 0)")
-    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: 1 for laptop, as torch chooses for paper)")
+    parser.add_argument(
+        "--workers", type=int, default=0, metavar="N", help="processes that gather batches (default: 0)"
+    )
+    parser.add_argument(
+        "--threads", type=int, metavar="N", help="CPU threads (default: 1 for laptop, as torch chooses for paper)"
+    )
     first = argparse.ArgumentParser(add_help=False)  # the task alone, whose values --help shows
     first.add_argument("--task", nargs="?")
     task = first.parse_known_args(arguments)[0].task
     task = task if task in PRESETS else "listops"
-    group = parser.add_argument_group("settings", f"each overrides the preset; values are those of laptop | paper for {task}")
+    group = parser.add_argument_group(
+        "settings", f"each overrides the preset; values are those of laptop | paper for {task}"
+    )
     for field in dataclasses.fields(Settings):
         kind = {"int": int, "float": float, "str": str}[str(field.type)]
         values = " | ".join(str(getattr(PRESETS[task][name].settings, field.name)) for name in NAMES)
         option = "--" + field.name.replace("_", "-")
-        group.add_argument(option, type=kind, choices=field.metadata["choices"] or None, help=f"{field.metadata['help']} ({values})")
+        group.add_argument(
+            option, type=kind, choices=field.metadata["choices"] or None, help=f"{field.metadata['help']} ({values})"
+        )
     given = parser.parse_args(arguments)
     given.fail = parser.error
     return given
@@ -344,14 +408,20 @@ def resolve(given: argparse.Namespace) -> tuple[Path, Plan]:
     options = vars(given)
     for name, bound, there in (("threads", 1, "threads" in options), ("workers", 0, True)):
         if there and options[name] < bound:
-            raise ValueError(f"Expected '{name}' to be at least {bound} (got {options[name]}). Leave it out for the default.")
+            raise ValueError(
+                f"Expected '{name}' to be at least {bound} (got {options[name]}). Leave it out for the default."
+            )
     if "resume" in options or "resume_from" in options:
         return _resumed(options)
     name, preset, minutes = options.get("task", "listops"), options.get("preset", "laptop"), options.get("minutes")
     if minutes is not None and not 0 < minutes < math.inf:
-        raise ValueError(f"Expected 'minutes' to be positive and finite (got {minutes}). Leave it out for a budget in steps.")
+        raise ValueError(
+            f"Expected 'minutes' to be positive and finite (got {minutes}). Leave it out for a budget in steps."
+        )
     if minutes is not None and "steps" in options:
-        raise ValueError(f"Expected no 'steps' beside 'minutes' (got {options['steps']}). Steps are planned from --minutes: leave one out.")
+        raise ValueError(
+            f"Expected no 'steps' beside 'minutes' (got {options['steps']}). Steps are planned from --minutes: leave one out."
+        )
     chosen = {field.name: options[field.name] for field in dataclasses.fields(Settings) if field.name in options}
     settings = PRESETS[name][preset].settings
     if "steps" in chosen and "warmup" not in chosen:

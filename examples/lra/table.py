@@ -92,7 +92,9 @@ class Run:
         attention, _, own = method.partition(":")
         pairs = [pair.partition("=") for pair in own.split(",") if pair]
         if any(not value for _, _, value in pairs):
-            raise ValueError(f"Expected 'methods' to be names like sbm or sbm:density-weight=0.1 (got {method!r}). See --help.")
+            raise ValueError(
+                f"Expected 'methods' to be names like sbm or sbm:density-weight=0.1 (got {method!r}). See --help."
+            )
         words = [word for name, _, value in pairs for word in (f"--{name}", value)]
         _refuse_reserved(words, f"the settings of {method!r}")
         words += [] if data is None else ["--data", str(data)]
@@ -129,7 +131,9 @@ def asked(given: argparse.Namespace) -> list[Run]:
         ValueError: If anything is wrong with them.
     """
     budget = {name: vars(given)[name] for name in ("threads", "steps", "minutes") if vars(given)[name] is not None}
-    _refuse_reserved(given.rest, "the arguments after '--'", dict.fromkeys(budget, ONCE) | ({"steps": ONCE} if given.minutes else {}))
+    _refuse_reserved(
+        given.rest, "the arguments after '--'", dict.fromkeys(budget, ONCE) | ({"steps": ONCE} if given.minutes else {})
+    )
     common = ["--accelerator", given.accelerator, "--preset", given.preset]
     common += [word for name, value in budget.items() for word in (f"--{name}", str(value))] + given.rest
     folders = dict(given.data)
@@ -146,13 +150,22 @@ def kind(plan: Plan, fingerprint: str = "") -> dict[str, Any]:
     free = {"seed"} if plan.minutes is None else {"seed", "steps", "warmup"}
     settings = {name: value for name, value in dataclasses.asdict(plan.settings).items() if name not in free}
     data = plan.place("data")
-    known = {"task": plan.task, "preset": plan.preset, "minutes": plan.minutes, **settings, "data": data and str(data.resolve())}
+    known = {
+        "task": plan.task,
+        "preset": plan.preset,
+        "minutes": plan.minutes,
+        **settings,
+        "data": data and str(data.resolve()),
+    }
     return known | {"fingerprint of the data": fingerprint or plan.fingerprint}
 
 
 def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
     """The first setting in which two kinds differ, with both values; where data have their fingerprint, their folder is free."""
-    return next(((name.replace("_", "-"), old[name], new[name]) for name in old if name != "data" and old[name] != new[name]), None)
+    return next(
+        ((name.replace("_", "-"), old[name], new[name]) for name in old if name != "data" and old[name] != new[name]),
+        None,
+    )
 
 
 def is_finished(folder: Path, run: Run) -> bool:
@@ -162,7 +175,11 @@ def is_finished(folder: Path, run: Run) -> bool:
         ValueError: If it, or one that it would be averaged with, was started with other settings or data, or if its files are damaged.
     """
     stem = run.name.rpartition("-")[0]
-    places = [path for path in sorted((folder / RUNS).glob(f"{stem}-*/{SETTINGS}")) if path.parent.name.rpartition("-")[0] == stem]
+    places = [
+        path
+        for path in sorted((folder / RUNS).glob(f"{stem}-*/{SETTINGS}"))
+        if path.parent.name.rpartition("-")[0] == stem
+    ]
     for path in sorted(places, key=lambda path: path.parent.name != run.name):
         name = path.parent.name
         found = difference(kind(Plan.read(path)), kind(run.plan, run.fingerprint))
@@ -201,9 +218,20 @@ def finished(folder: Path) -> list[dict[str, Any]]:
         plan = Plan.read(path.with_name(SETTINGS))
         results = read_json(path)
         known = {"name": path.parent.name, "task": task, "method": method.replace("+", ":", 1), "seed": int(seed)}
-        found.append({**known, "attention": plan.settings.attention, "steps": plan.settings.steps, "plan": plan, "results": results})
+        found.append(
+            {
+                **known,
+                "attention": plan.settings.attention,
+                "steps": plan.settings.steps,
+                "plan": plan,
+                "results": results,
+            }
+        )
     order = [*TASKS], [*METHODS]
-    return sorted(found, key=lambda run: (order[0].index(run["task"]), order[1].index(run["attention"]), run["method"], run["seed"]))
+    return sorted(
+        found,
+        key=lambda run: (order[0].index(run["task"]), order[1].index(run["attention"]), run["method"], run["seed"]),
+    )
 
 
 class Stopped(Exception):
@@ -218,7 +246,11 @@ class Runner:
         self.child: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Runner:
-        wanted = {signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}  # the last: the terminal was closed
+        wanted = {
+            signal.SIGINT,
+            signal.SIGTERM,
+            getattr(signal, "SIGHUP", signal.SIGTERM),
+        }  # the last: the terminal was closed
         heard = [number for number in wanted if signal.getsignal(number) is not signal.SIG_IGN]  # not below nohup
         self.handlers = {number: signal.signal(number, self.stop) for number in heard}
         return self
@@ -274,7 +306,9 @@ def refuse_busy(folder: Path) -> None:
 
 def layer_densities(run: Mapping[str, Any]) -> list[float]:
     """Density of each layer on the test set, the mean of its heads; empty for attention without a graph."""
-    return [statistics.fmean(heads) for heads in run["results"]["density"]["tested"]] if run["attention"] in SPARSE else []
+    return (
+        [statistics.fmean(heads) for heads in run["results"]["density"]["tested"]] if run["attention"] in SPARSE else []
+    )
 
 
 def run_rows(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -287,7 +321,8 @@ def run_rows(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         row |= {"test_accuracy": test["accuracy"], "low_95": low, "high_95": high, "majority": test["majority"]}
         row |= {"test_examples": test["examples"], "test_loss": test["loss"], "best_step": results["best"]["step"]}
         row |= {
-            name: results[name] for name in ("parameters", "tokens_per_second", "peak_memory_bytes", "peak_memory_of", "seconds", "device")
+            name: results[name]
+            for name in ("parameters", "tokens_per_second", "peak_memory_bytes", "peak_memory_of", "seconds", "device")
         }
         rows.append(row | {f"density_layer{layer}": density for layer, density in enumerate(layer_densities(run))})
     return rows
@@ -301,7 +336,12 @@ def cell_rows(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for task, method in sorted(pairs, key=lambda pair: [*TASKS].index(pair[0])):
         group = [run for run in runs if (run["task"], run["method"]) == (task, method)]
         accuracies = [100 * run["results"]["test"]["accuracy"] for run in group]
-        row: dict[str, Any] = {"task": task, "method": method, "runs": len(group), "accuracy": statistics.fmean(accuracies)}
+        row: dict[str, Any] = {
+            "task": task,
+            "method": method,
+            "runs": len(group),
+            "accuracy": statistics.fmean(accuracies),
+        }
         row["accuracy_deviation"] = statistics.stdev(accuracies) if len(group) > 1 else ""
         if method in PUBLISHED:
             row["published_accuracy"], row["published_deviation"] = PUBLISHED[method][[*TASKS].index(task)]
@@ -309,7 +349,10 @@ def cell_rows(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             row[name] = statistics.fmean(run["results"][name] for run in group)
         row["steps"] = statistics.fmean(run["steps"] for run in group)
         layers = [layer_densities(run) for run in group]
-        row |= {f"density_layer{layer}": 100 * statistics.fmean(column) for layer, column in enumerate(zip(*layers, strict=True))}
+        row |= {
+            f"density_layer{layer}": 100 * statistics.fmean(column)
+            for layer, column in enumerate(zip(*layers, strict=True))
+        }
         full |= {task: row} if method == "full" else {}
         rows.append(row)
     for row in rows:
@@ -323,7 +366,9 @@ def budget(runs: Sequence[Mapping[str, Any]]) -> str:
 
     def words(plan: Plan) -> str:
         steps = f"{plan.settings.steps:,} steps"
-        return steps if plan.minutes is None else f"{plan.minutes:g} minutes of training and validation, planned in steps"
+        return (
+            steps if plan.minutes is None else f"{plan.minutes:g} minutes of training and validation, planned in steps"
+        )
 
     def own(plan: Plan) -> dict[str, str]:
         preset = dataclasses.asdict(PRESETS[plan.task][plan.preset].settings)
@@ -351,15 +396,23 @@ def report(runs: Sequence[Mapping[str, Any]], budget: str) -> str:
         return markdown(["method", *tasks], ([method, *row] for method, row in zip(rows, found, strict=True)))
 
     def accuracies(title: str, pairs: Sequence[tuple[float, float | str] | None]) -> list[str]:
-        texts = ["–" if pair is None else f"{pair[0]:.2f}" + (f" ± {pair[1]:.2f}" if pair[1] != "" else "") for pair in pairs]
+        texts = [
+            "–" if pair is None else f"{pair[0]:.2f}" + (f" ± {pair[1]:.2f}" if pair[1] != "" else "") for pair in pairs
+        ]
         known = [pair[0] for pair in pairs if pair is not None]
-        return [title, *texts, *([f"{statistics.fmean(known):.2f}" if len(known) == len(tasks) else "–"] if average else [])]
+        return [
+            title,
+            *texts,
+            *([f"{statistics.fmean(known):.2f}" if len(known) == len(tasks) else "–"] if average else []),
+        ]
 
     def own(method: str) -> list[tuple[float, float | str] | None]:
         rows = [cells.get((method, task)) for task in tasks]
         return [(row["accuracy"], row["accuracy_deviation"]) if row else None for row in rows]
 
-    chance = [next(f"{100 * run['results']['test']['majority']:.2f}" for run in runs if run["task"] == task) for task in tasks]
+    chance = [
+        next(f"{100 * run['results']['test']['majority']:.2f}" for run in runs if run["task"] == task) for task in tasks
+    ]
     bare = [method for method in PUBLISHED if method in {run["attention"] for run in runs}]
     parts = [
         "# Long Range Arena",
@@ -372,7 +425,10 @@ def report(runs: Sequence[Mapping[str, Any]], budget: str) -> str:
             [
                 *(accuracies(method, own(method)) for method in methods),
                 ["majority class", *chance, *["" for _ in average]],
-                *(accuracies(f"{method}, published", [PUBLISHED[method][[*TASKS].index(task)] for task in tasks]) for method in bare),
+                *(
+                    accuracies(f"{method}, published", [PUBLISHED[method][[*TASKS].index(task)] for task in tasks])
+                    for method in bare
+                ),
             ],
         ),
     ]
@@ -381,7 +437,10 @@ def report(runs: Sequence[Mapping[str, Any]], budget: str) -> str:
         parts += [
             "## Density on the test set, per cent",
             "Layers from the lower to the upper, each the mean of its heads and of the seeds; other methods have no graph.",
-            table(lambda row: " / ".join(f"{value:.2f}" for name, value in row.items() if name.startswith("density")), sparse),
+            table(
+                lambda row: " / ".join(f"{value:.2f}" for name, value in row.items() if name.startswith("density")),
+                sparse,
+            ),
         ]
         if "sbm" in sparse:
             shares = [f"{task} {share:.2f}" for task, share in zip(TASKS, PUBLISHED_DENSITY, strict=True)]
@@ -416,17 +475,25 @@ def plot_densities(path: Path, runs: Sequence[Mapping[str, Any]]) -> bool:
     figure = Figure(figsize=(1.2 + 2.1 * len(tasks), 3.4), layout="constrained")
     for axes, task in zip(figure.subplots(1, len(tasks), sharey=True, squeeze=False)[0], tasks, strict=True):
         for number, method in enumerate(methods):
-            heads = [run["results"]["density"]["tested"] for run in runs if (run["task"], run["method"]) == (task, method)]
+            heads = [
+                run["results"]["density"]["tested"] for run in runs if (run["task"], run["method"]) == (task, method)
+            ]
             if not heads:
                 continue
             flat = 100 * np.array(heads).swapaxes(0, 1).reshape(len(heads[0]), -1)  # [layers, seeds * heads]
             places = np.arange(len(flat)) + (number - (len(methods) - 1) / 2) * 0.8 / len(methods)
-            axes.bar(places, flat.mean(1), 0.8 / len(methods), yerr=flat.std(1), color=f"C{number}", capsize=2, label=method)
+            axes.bar(
+                places, flat.mean(1), 0.8 / len(methods), yerr=flat.std(1), color=f"C{number}", capsize=2, label=method
+            )
             axes.set_xticks(range(len(flat)), [f"L{layer + 1}" for layer in range(len(flat))])
         axes.set_title(task)
     figure.axes[0].set_ylabel("density, per cent")
-    handles = {label: handle for axes in figure.axes for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    figure.legend(handles.values(), handles.keys(), frameon=False, loc="outside upper center", ncols=4, fontsize="small")
+    handles = {
+        label: handle for axes in figure.axes for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(
+        handles.values(), handles.keys(), frameon=False, loc="outside upper center", ncols=4, fontsize="small"
+    )
     figure.savefig(path, dpi=150)
     return True
 
@@ -439,7 +506,9 @@ def write_report(folder: Path) -> None:
     """
     runs = finished(folder)
     if not runs:
-        raise ValueError(f"Expected 'output' to hold finished runs (got none in {folder}). Leave out --report to make them first.")
+        raise ValueError(
+            f"Expected 'output' to hold finished runs (got none in {folder}). Leave out --report to make them first."
+        )
     first: dict[tuple[str, str], dict[str, Any]] = {}
     for run in runs:
         one = first.setdefault((run["task"], run["method"]), run)

@@ -78,7 +78,9 @@ class Data(LightningDataModule):
             )
         for name in ("val", "test"):
             if len(self.evaluated(name)) < processes.count():
-                raise ValueError(f"Expected at most as many processes as '{name}' has examples (got {processes.count()}). Use fewer.")
+                raise ValueError(
+                    f"Expected at most as many processes as '{name}' has examples (got {processes.count()}). Use fewer."
+                )
         # No more tokens at a time than in training, so what could be trained can be evaluated.
         self.token_budget = int(lengths.mean() * (settings.batch_size // self.parts))
 
@@ -131,7 +133,9 @@ class Memory(Callback):
         self.slack, self.needed, self.fresh = slack, 0, True
         self.give_back = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         if self.give_back is None:
             return
         held = held_bytes()
@@ -201,7 +205,11 @@ def train(
     done = state["global_step"] if state else None
     module.earlier = state["row"]["elapsed"] if state else 0.0
     first = processes.rank() == 0
-    board = TensorBoardLogger(folder, name=None, version="tensorboard", purge_step=None if done is None else done + 1) if first else None
+    board = (
+        TensorBoardLogger(folder, name=None, version="tensorboard", purge_step=None if done is None else done + 1)
+        if first
+        else None
+    )
     trainer = Trainer(
         max_epochs=-1,  # the checkpoints know when to stop
         accumulate_grad_batches=settings.accumulate,
@@ -230,7 +238,9 @@ def train(
         try:
             trainer.fit(module, data, ckpt_path=start, weights_only=True)
         except Exception as error:  # as the sampler's at NaN, before a loss was looked at
-            diverged = not module.finite() or (isinstance(error, ValueError) and "to be finite" in str(error))  # as sbm_pyg says it
+            diverged = not module.finite() or (
+                isinstance(error, ValueError) and "to be finite" in str(error)
+            )  # as sbm_pyg says it
             if checkpoints.failure(error) is None and diverged:
                 raise checkpoints.DivergenceError("activations", trainer.global_step) from error
             raise
@@ -262,7 +272,11 @@ def train(
         **report.peak_memory(folder / RESULTS),
         "parameters": sum(parameter.numel() for parameter in module.parameters()),
         "device": str(trainer.strategy.root_device),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "lightning": lightning.__version__},
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "lightning": lightning.__version__,
+        },
     }
     report.write_json(folder / RESULTS, results)
     report.plot_curves(folder / "curves.png", train_rows, val_rows, splits["val"].majority(data.evaluated("val")))
@@ -289,7 +303,8 @@ def draw_masks(path: Path, module: Classifier, split: Split, words: tuple[str, .
         return
     layers = module.settings.layers
     masks = [graph.to_dense(0).cpu().numpy() for graph in trace.graphs[:layers]]
-    chances = [None if sbm is None else sbm.edge_prob_dense(0).cpu().numpy() for sbm in trace.sbms[:layers]]
+    models = [choice.probability for choice in trace.choices[:layers]]
+    chances = [None if sbm is None else sbm.edge_prob_dense(0).cpu().numpy() for sbm in models]
     report.plot_masks(path, masks, chances, [words[token] for token in batch.tokens.tolist()] if words else [])
 
 
@@ -309,7 +324,9 @@ def check(given: argparse.Namespace, folder: Path, plan: Plan) -> None:
         raise ValueError(f"Expected one process with 'minutes' (got {count}). Their steps are not timed: give --steps.")
     _check_export(vars(given).get("export"), folder, settings)
     here = processes.on_this_machine()
-    found = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}.get(given.accelerator, here)
+    found = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}.get(
+        given.accelerator, here
+    )
     if found < here:
         raise ValueError(
             f"Expected 'accelerator' to be one of which there is one for each process (got {given.accelerator!r}, of which this machine has "
@@ -325,7 +342,9 @@ def check(given: argparse.Namespace, folder: Path, plan: Plan) -> None:
         try:
             task.open(data_folder(plan), **options)
         except OSError as error:
-            raise ValueError(f"Expected 'data' to be readable (got: {error}). Copy it again, or change its rights.") from error
+            raise ValueError(
+                f"Expected 'data' to be readable (got: {error}). Copy it again, or change its rights."
+            ) from error
 
 
 def _check_export(export: Path | None, folder: Path, settings: Settings) -> None:
@@ -338,9 +357,13 @@ def _check_export(export: Path | None, folder: Path, settings: Settings) -> None
             "folder of the run."
         )
     if folder.resolve().is_relative_to(export.resolve()):
-        raise ValueError(f"Expected 'export' to be a folder without that of the run, {folder} (got {export}). Choose another one.")
+        raise ValueError(
+            f"Expected 'export' to be a folder without that of the run, {folder} (got {export}). Choose another one."
+        )
     if export.is_dir() and any(export.iterdir()):
-        raise ValueError(f"Expected 'export' to be a new or empty folder (got {export}, which has content). Choose another one.")
+        raise ValueError(
+            f"Expected 'export' to be a new or empty folder (got {export}, which has content). Choose another one."
+        )
     check_folder("export", export)
 
 
@@ -348,10 +371,15 @@ def _check_memory(task: Task, settings: Settings) -> None:
     """Refuses a model whose weights, gradients and optimiser alone are above the memory of this machine, before they are made."""
     with torch.device("meta"):  # shapes without memory; layers are alike
         one, two = (
-            sum(weight.numel() for weight in Classifier(task, dataclasses.replace(settings, layers=layers)).parameters())
+            sum(
+                weight.numel() for weight in Classifier(task, dataclasses.replace(settings, layers=layers)).parameters()
+            )
             for layers in (1, 2)
         )
-    needed, there = 16 * (one + (settings.layers - 1) * (two - one)), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    needed, there = (
+        16 * (one + (settings.layers - 1) * (two - one)),
+        os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+    )
     if needed > there:
         raise ValueError(
             f"Expected 'layers', 'heads', 'channels', 'head-channels', 'ffn-channels', 'num-blocks' and 'max-length' to give a model that fits "
@@ -470,10 +498,14 @@ def _run(given: argparse.Namespace, signals: Signals, held: contextlib.ExitStack
     for name, split in splits.items():
         if split.truncated:
             say(f"{name}: cut {split.truncated:,} of {len(split):,} sequences to {plan.settings.max_length} tokens")
-    say(f"{plan.task}, {plan.preset} preset, {plan.settings.attention} attention, {len(splits['train']):,} examples -> {folder}")
+    say(
+        f"{plan.task}, {plan.preset} preset, {plan.settings.attention} attention, {len(splits['train']):,} examples -> {folder}"
+    )
     held.enter_context(flushed_subnormals())
     try:
-        results = train(folder, plan, splits, given.accelerator, export, start=start, signals=signals, workers=given.workers)
+        results = train(
+            folder, plan, splits, given.accelerator, export, start=start, signals=signals, workers=given.workers
+        )
     except SystemExit:
         say(f"\nStopped. Go on with: {hint(given, folder)}")
         raise

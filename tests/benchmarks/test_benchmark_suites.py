@@ -30,7 +30,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module", params=RUNS)
-def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[str], str, Path]:
+def outcome(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, list[str], str, Path]:
     """A quick run of one suite: its name, its command, what it printed and its folder."""
     folder = tmp_path_factory.mktemp("run")
     words = [request.param, "--quick", "--output", str(folder), "--peers", *RUNS[request.param]]
@@ -65,7 +67,9 @@ def test_samplers_are_right(name: str) -> None:
     assert work.calls["sample"]() > 0
 
 
-@pytest.mark.parametrize(("suite", "name"), [("layers", "sbm"), ("layers", "dense"), ("growth", "sampling"), ("growth", "layer")])
+@pytest.mark.parametrize(
+    ("suite", "name"), [("layers", "sbm"), ("layers", "dense"), ("growth", "sampling"), ("growth", "layer")]
+)
 def test_layers_are_right(suite: str, name: str) -> None:
     work = measure.SUITES[suite][name].build(CASE)
     assert work.check() < samplers.DEVIATIONS
@@ -156,7 +160,9 @@ def test_ratios_are_against_the_same_table_and_run() -> None:
         made(peer="pyg", run="b"),
     ]
     assert [report.ratio(row, rows) for row in rows] == [1, 25, 1, None, 3, None]
-    grown = [made(suite="growth", peer="layer", tokens=tokens, ns_per_edge=time) for tokens, time in ((64, 5.0), (128, 10.0))]
+    grown = [
+        made(suite="growth", peer="layer", tokens=tokens, ns_per_edge=time) for tokens, time in ((64, 5.0), (128, 10.0))
+    ]
     assert [report.ratio(row, grown) for row in grown] == [1, 2]
 
 

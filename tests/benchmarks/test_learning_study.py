@@ -43,11 +43,15 @@ def test_every_estimator_trains_and_moves_the_model_unless_it_is_none(estimator:
     rows = task.train(tmp_path / "sbm.ckpt", settings)
     assert [row["step"] for row in rows] == [3, 6]
     assert all(math.isfinite(value) for row in rows for value in row.values())
-    after = torch.load(tmp_path / "sbm.ckpt", weights_only=True)["model"]["encoder.blocks.0.attention.source.head.clusters"]
+    after = torch.load(tmp_path / "sbm.ckpt", weights_only=True)["model"][
+        "encoder.blocks.0.attention.source.head.clusters"
+    ]
     assert torch.equal(before, after) == (estimator == "none")
 
 
-def test_a_resumed_run_ends_with_the_bits_of_one_that_never_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_ends_with_the_bits_of_one_that_never_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings = replace(TINY, **task.SPARSE)
     whole = task.train(tmp_path / "whole.ckpt", settings)
     original, count = task.step_loss, 0
@@ -129,11 +133,19 @@ def test_the_study_of_listops_asks_the_trainer_once(tmp_path: Path, monkeypatch:
         asked.append(command[1:])
         run = Path(command[command.index("--output") + 1])
         run.mkdir(exist_ok=True)
-        plan = json.loads((run / "settings.json").read_text()) if "--resume" in command else {"settings": {"test_graphs": 1}}
+        plan = (
+            json.loads((run / "settings.json").read_text())
+            if "--resume" in command
+            else {"settings": {"test_graphs": 1}}
+        )
         (run / "settings.json").write_text(json.dumps(plan))
         (run / "val.csv").write_text("step,loss,accuracy,density_layer0_head0\n0,2.5,0.1,0.5\n4,2.0,0.25,0.5\n")
         accuracy = 0.25 if plan["settings"]["test_graphs"] == 1 else 0.75
-        results = {"test": {"examples": 20, "loss": 1.5, "accuracy": accuracy}, "density": {"tested": [[0.5]]}, "tokens_per_second": 100.0}
+        results = {
+            "test": {"examples": 20, "loss": 1.5, "accuracy": accuracy},
+            "density": {"tested": [[0.5]]},
+            "tokens_per_second": 100.0,
+        }
         (run / "results.json").write_text(json.dumps(results))
 
     monkeypatch.setattr(subprocess, "run", trainer)
@@ -202,7 +214,10 @@ def test_single_runs_and_the_hour_are_as_published() -> None:
     folder = DOCS / "learning"
     last = {row["run"]: row for row in study.read(folder, "repeated_tokens") if row["seed"] == 0}
     assert (last["literal, full"]["step"], round(100 * last["literal, full"]["accuracy"], 2)) == (1300, 99.76)
-    assert (round(100 * last["literal, local"]["accuracy"], 2), round(100 * last["literal, local"]["density"], 1)) == (99.19, 98.0)
+    assert (round(100 * last["literal, local"]["accuracy"], 2), round(100 * last["literal, local"]["density"], 1)) == (
+        99.19,
+        98.0,
+    )
     assert round(100 * last["256 tokens, local"]["accuracy"], 2) == 99.70
     assert round(100 * last["256 tokens, sparse, balance heuristic"]["density"], 1) == 11.1
     hour, times = (study.read(folder, name) for name in ("listops_hour", "listops_hour_times"))
@@ -210,7 +225,11 @@ def test_single_runs_and_the_hour_are_as_published() -> None:
     assert tests == {"full": 37.45, "sbm": 37.4, "sbm, 0.5 above 2 %": 37.6, "linear": 38.15, "linformer": 37.8}
     step = {(row["run"], row["batch"]): row["step"] for row in times if row["round"] == 3}
     ratios = torch.tensor([step["full", batch] / step["sbm, 0.5 above 2 %", batch] for batch in range(1, 31)])
-    assert [round(float(q), 2) for q in ratios.double().quantile(torch.tensor([0.25, 0.5, 0.75]).double())] == [1.21, 1.34, 1.59]
+    assert [round(float(q), 2) for q in ratios.double().quantile(torch.tensor([0.25, 0.5, 0.75]).double())] == [
+        1.21,
+        1.34,
+        1.59,
+    ]
 
 
 def test_the_figures_are_drawn(tmp_path: Path) -> None:

@@ -42,7 +42,9 @@ def untrained() -> Callable[..., Path]:
         settings = dataclasses.replace(TASKS["listops"].presets["laptop"].settings, **small | changes)
         torch.manual_seed(0)
         write_checkpoint(folder / "best.ckpt", {"state_dict": Classifier(TASKS["listops"], settings).state_dict()})
-        Plan(task="listops", preset="laptop", data=str(data), settings=settings, directory="").write(folder / "settings.json")
+        Plan(task="listops", preset="laptop", data=str(data), settings=settings, directory="").write(
+            folder / "settings.json"
+        )
         return folder
 
     return make

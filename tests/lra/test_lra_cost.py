@@ -28,7 +28,10 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings(
 @pytest.fixture(scope="module")
 def runs(untrained: Callable[..., Path], data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     parent, options = tmp_path_factory.mktemp("runs"), {"layers": 1, "batch_size": 8, "clip_norm": 1.0}
-    return [str(untrained(parent / attention, data, attention=attention, **options)) for attention in ("full", "sbm", "linear")]
+    return [
+        str(untrained(parent / attention, data, attention=attention, **options))
+        for attention in ("full", "sbm", "linear")
+    ]
 
 
 def test_all_runs_take_the_same_batches_and_learn_nothing(
@@ -131,7 +134,10 @@ def test_runs_of_two_tasks_are_refused(
     monkeypatch.setattr(TASKS["text"].__class__, "pipeline", lambda *_: {})
     with pytest.raises(SystemExit):
         main(["cost", "--runs", *runs, "--output", str(tmp_path)])
-    assert "Expected 'runs' that take examples in one form, task: listops, as the first (got 'text' in " in capsys.readouterr().err
+    assert (
+        "Expected 'runs' that take examples in one form, task: listops, as the first (got 'text' in "
+        in capsys.readouterr().err
+    )
 
 
 def test_refusals(runs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -164,7 +170,9 @@ def test_an_output_that_cannot_be_written_is_told_before_anything_is_measured(
         return capsys.readouterr().err
 
     timed, costs = ["--runs", *runs], ["--tasks", "listops", "--methods", "full", "--preset", "laptop"]
-    assert f"Expected 'output' to be a folder that can be made (got {file}, but {file} is a file)" in refuse(timed, file)
+    assert f"Expected 'output' to be a folder that can be made (got {file}, but {file} is a file)" in refuse(
+        timed, file
+    )
 
     def refused(dir: Path) -> None:
         raise OSError(errno.EROFS, "Read-only file system", str(dir))
@@ -172,7 +180,9 @@ def test_an_output_that_cannot_be_written_is_told_before_anything_is_measured(
     monkeypatch.setattr(tempfile, "TemporaryFile", refused)
     for arguments in (timed, costs):
         said = refuse(arguments, folder)
-        assert f"Expected 'output' to be a folder that can be written (got 'Read-only file system' for {tmp_path})" in said
+        assert (
+            f"Expected 'output' to be a folder that can be written (got 'Read-only file system' for {tmp_path})" in said
+        )
     assert not folder.parent.exists()
 
 
@@ -201,11 +211,21 @@ def test_runs_that_take_other_examples_are_refused(
     with pytest.raises(SystemExit):
         main(["cost", "--runs", runs[2], str(short), "--output", str(tmp_path / "out")])
     error = capsys.readouterr().err
-    assert "in one form, length: sequences cut to 128 tokens, never padded, as the first (got 'sequences cut to 12 tokens" in error
+    assert (
+        "in one form, length: sequences cut to 128 tokens, never padded, as the first (got 'sequences cut to 12 tokens"
+        in error
+    )
 
 
 def test_measured_steps_fit_the_minutes(data: Path) -> None:
-    small: dict[str, Any] = {"validate_every": 2, "batch_size": 8, "num_blocks": 4, "channels": 8, "head_channels": 4, "accumulate": 2}
+    small: dict[str, Any] = {
+        "validate_every": 2,
+        "batch_size": 8,
+        "num_blocks": 4,
+        "channels": 8,
+        "head_channels": 4,
+        "accumulate": 2,
+    }
     settings = dataclasses.replace(TASKS["listops"].presets["laptop"].settings, **small)
     plan = Plan(task="listops", preset="laptop", data=str(data), settings=settings, directory="", minutes=0.1)
     splits, _ = open_data(plan)
@@ -219,7 +239,9 @@ def test_measured_steps_fit_the_minutes(data: Path) -> None:
         steps = cost.plan_steps(step, validation, minutes, every)
         used, more = (count * step + (1 + math.ceil(count / every)) * validation for count in (steps, steps + 1))
         assert used <= 60 * minutes < more
-    with pytest.raises(ValueError, match=r"Expected 'minutes' to be enough for two steps and their validations, 0.4 \(got 0.3\)"):
+    with pytest.raises(
+        ValueError, match=r"Expected 'minutes' to be enough for two steps and their validations, 0.4 \(got 0.3\)"
+    ):
         cost.plan_steps(1.0, 10.0, 0.3, 100)
 
 
@@ -232,7 +254,9 @@ def test_costs_are_measured_after_the_gate(method: str) -> None:
     assert row["forward_seconds"] > 0
     if method == "full":  # 2 layers, 2 heads of 32 channels, width 64, hidden 128, 10 classes
         tokens, wide = batch * length, 2 * 64
-        by_hand = 2 * (4 * batch * 64 * length**2 + tokens * (4 * 64 * wide + 2 * 128 * wide)) + batch * (128 * wide + 2 * 128 * 10)
+        by_hand = 2 * (4 * batch * 64 * length**2 + tokens * (4 * 64 * wide + 2 * 128 * wide)) + batch * (
+            128 * wide + 2 * 128 * 10
+        )
         assert row["forward_flops"] == by_hand
         assert row["density"] is None
     if method.startswith("sbm"):
@@ -241,7 +265,10 @@ def test_costs_are_measured_after_the_gate(method: str) -> None:
     words = cost.report([row])
     assert "## listops, 2 x 40 tokens\n\n| method | density |" in words
     last = cost.report([{**row, "forward_bytes": 0, "step_bytes": 2**20}]).splitlines()[-1].split(" | ")
-    assert [words.split()[0] for words in last[5:7]] == ["–", "1"]  # what is hidden below an earlier peak is not nothing
+    assert [words.split()[0] for words in last[5:7]] == [
+        "–",
+        "1",
+    ]  # what is hidden below an earlier peak is not nothing
 
 
 def test_the_gate_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,8 +284,22 @@ def test_the_gate_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_rows_of_methods_are_measured_once(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ["cost", "--tasks", "listops", "--methods", "linear", "--preset", "laptop", "--repeats", "1", "--output", str(tmp_path)]
+def test_rows_of_methods_are_measured_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [
+        "cost",
+        "--tasks",
+        "listops",
+        "--methods",
+        "linear",
+        "--preset",
+        "laptop",
+        "--repeats",
+        "1",
+        "--output",
+        str(tmp_path),
+    ]
     main(words)
     text = capsys.readouterr().out
     assert text.strip() == (tmp_path / "cost.md").read_text().strip()

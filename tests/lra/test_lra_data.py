@@ -40,7 +40,9 @@ def make_text(folder: Path) -> None:
         for name in ("neg", "pos"):
             (folder / part / name).mkdir(parents=True)
             for number in range(count):
-                (folder / part / name / f"{number}_{9 if name == 'pos' else 2}.txt").write_bytes(f"{part} {name} {number} é\n".encode())
+                (folder / part / name / f"{number}_{9 if name == 'pos' else 2}.txt").write_bytes(
+                    f"{part} {name} {number} é\n".encode()
+                )
     (folder / "train" / "unsup").mkdir()
 
 
@@ -133,7 +135,12 @@ def test_the_advice_for_an_archive_can_be_pasted(tmp_path: Path, name: str, comm
 
 @pytest.mark.parametrize("task", ["text", "retrieval", "image", "listops"])
 def test_a_missing_part_is_named(task: str, tmp_path: Path) -> None:
-    parts = {"text": "train/neg", "retrieval": "new_aan_pairs.eval.tsv", "image": "data_batch_3", "listops": "basic_val.tsv"}
+    parts = {
+        "text": "train/neg",
+        "retrieval": "new_aan_pairs.eval.tsv",
+        "image": "data_batch_3",
+        "listops": "basic_val.tsv",
+    }
     whole = {"text": make_text, "retrieval": make_retrieval, "image": make_image}
     if task == "listops":
         for name in ("train", "test"):
@@ -235,7 +242,13 @@ def python_2_pickle(images: np.ndarray, labels: list[int]) -> bytes:
         return b"U" + bytes([len(value)]) + value
 
     array = b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85" + text(b"b") + b"\x87R"
-    dtype = b"cnumpy\ndtype\n" + text(b"u1") + b"K\x00K\x01\x87R(K\x03" + text(b"|") + b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb"
+    dtype = (
+        b"cnumpy\ndtype\n"
+        + text(b"u1")
+        + b"K\x00K\x01\x87R(K\x03"
+        + text(b"|")
+        + b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb"
+    )
     shape = b"K" + bytes([len(images)]) + b"M\x00\x0c\x86"
     body = b"T" + len(images.tobytes()).to_bytes(4, "little") + images.tobytes()
     array += b"(K\x01" + shape + dtype + b"\x89" + body + b"tb"
@@ -262,10 +275,15 @@ class Payload:
 def test_a_pickle_that_runs_a_program_is_refused_before_it_runs(tmp_path: Path) -> None:
     make_image(tmp_path)
     trace = tmp_path / "trace"
-    for function, arguments in ((os.system, (f"touch {trace}",)), (eval, (f"open({str(trace)!r}, 'w')",)), (np.load, (str(trace),))):
+    for function, arguments in (
+        (os.system, (f"touch {trace}",)),
+        (eval, (f"open({str(trace)!r}, 'w')",)),
+        (np.load, (str(trace),)),
+    ):
         (tmp_path / "data_batch_1").write_bytes(pickle.dumps({b"data": Payload(function, *arguments)}))
         with pytest.raises(
-            ValueError, match=r"data_batch_1' to be a pickle of arrays and nothing else \(got it asks for (posix|nt|builtins|numpy)\."
+            ValueError,
+            match=r"data_batch_1' to be a pickle of arrays and nothing else \(got it asks for (posix|nt|builtins|numpy)\.",
         ):
             prepare(TASKS["image"], tmp_path)
     assert not trace.exists()
@@ -279,12 +297,18 @@ def test_a_pickle_that_runs_a_program_is_refused_before_it_runs(tmp_path: Path) 
         (pickle.dumps([1, 2]), r'to hold b"data" \[n, 3072\] uint8 \(got NoneType\)'),
         (pickle.dumps({b"data": [0]}), r'to hold b"data" .* \(got list\)'),
         (pickle.dumps({b"data": np.zeros((2, 3)), b"labels": [1]}, 4), r'to hold b"data" .* \(got float64 \[2, 3\]\)'),
-        (pickle.dumps({b"data": np.zeros((2, 3072), np.uint8), b"labels": [1]}, 4), r'to hold b"labels", a list of 2 \(got 1\)'),
+        (
+            pickle.dumps({b"data": np.zeros((2, 3072), np.uint8), b"labels": [1]}, 4),
+            r'to hold b"labels", a list of 2 \(got 1\)',
+        ),
         (
             pickle.dumps({b"data": np.zeros((1, 3072), np.uint8), b"fine_labels": [1]}, 4),
             r'to hold b"labels", a list of 1 \(got NoneType\)',
         ),
-        (pickle.dumps({b"data": np.zeros((2, 3072), np.uint8), b"labels": [1, 10]}, 4), r"a label from 0 to 9 in row 1 \(got 10\)"),
+        (
+            pickle.dumps({b"data": np.zeros((2, 3072), np.uint8), b"labels": [1, 10]}, 4),
+            r"a label from 0 to 9 in row 1 \(got 10\)",
+        ),
     ],
 )
 def test_image_refuses_other_contents(tmp_path: Path, content: bytes, message: str) -> None:
@@ -304,7 +328,9 @@ def test_no_damaged_length_of_a_pickle_asks_for_memory(tmp_path: Path, protocol:
             with contextlib.suppress(ValueError):
                 readers.read_batch(path)
     path.write_bytes(b"\x80\x02]r" + (2**32 - 1).to_bytes(4, "little") + b".")
-    with pytest.raises(ValueError, match=r"a pickle of arrays and nothing else \(got it counts to 4,294,967,295 in 9 bytes\)"):
+    with pytest.raises(
+        ValueError, match=r"a pickle of arrays and nothing else \(got it counts to 4,294,967,295 in 9 bytes\)"
+    ):
         readers.read_batch(path)
 
 
@@ -374,7 +400,10 @@ def test_generating_pathfinder_again_does_nothing_and_an_interruption_leaves_not
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"level": "easy"}, r"'level' to be one of curv_baseline"), ({"images": 9}, r"'images' to be at least 10 \(got 9\)")],
+    [
+        ({"level": "easy"}, r"'level' to be one of curv_baseline"),
+        ({"images": 9}, r"'images' to be at least 10 \(got 9\)"),
+    ],
 )
 def test_parameters_of_pathfinder_are_checked(change: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -395,12 +424,36 @@ def test_an_empty_image_is_left_out_and_counted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("metadata/1.npy", b"imgs/1 sample_0.png 0 1 1.0 6 2 2 0.5 1\n", r"metadata/1\.npy:1' to have eleven fields \(got 10\)"),
-        ("metadata/1.npy", b"imgs/1 sample_0.png 0 2 1.0 6 2 2 0.5 1 1\n", r"metadata/1\.npy:1' to have the label 0 or 1 .*\(got '2'\)"),
-        ("metadata/1.npy", b"imgs/1 sample_0.png 0 1 1.0 14 4 2 0.5 1 1\n", r"metadata/1\.npy:1' to have 6, the length of this level"),
-        ("metadata/1.npy", b"../../x sample_0.png 0 1 1.0 6 2 2 0.5 1 1\n", r"metadata/1\.npy:1' to start with a folder imgs/NUMBER"),
-        ("metadata/1.npy", b"imgs/1 sample_99.png 0 1 1.0 6 2 2 0.5 1 1\n", r"imgs/1/sample_99\.png' to be an image, as metadata says"),
-        ("metadata/1.npy", b"\x93NUMPY", r"metadata/1\.npy' to be plain text, as LRA released it \(got an array of numpy\)"),
+        (
+            "metadata/1.npy",
+            b"imgs/1 sample_0.png 0 1 1.0 6 2 2 0.5 1\n",
+            r"metadata/1\.npy:1' to have eleven fields \(got 10\)",
+        ),
+        (
+            "metadata/1.npy",
+            b"imgs/1 sample_0.png 0 2 1.0 6 2 2 0.5 1 1\n",
+            r"metadata/1\.npy:1' to have the label 0 or 1 .*\(got '2'\)",
+        ),
+        (
+            "metadata/1.npy",
+            b"imgs/1 sample_0.png 0 1 1.0 14 4 2 0.5 1 1\n",
+            r"metadata/1\.npy:1' to have 6, the length of this level",
+        ),
+        (
+            "metadata/1.npy",
+            b"../../x sample_0.png 0 1 1.0 6 2 2 0.5 1 1\n",
+            r"metadata/1\.npy:1' to start with a folder imgs/NUMBER",
+        ),
+        (
+            "metadata/1.npy",
+            b"imgs/1 sample_99.png 0 1 1.0 6 2 2 0.5 1 1\n",
+            r"imgs/1/sample_99\.png' to be an image, as metadata says",
+        ),
+        (
+            "metadata/1.npy",
+            b"\x93NUMPY",
+            r"metadata/1\.npy' to be plain text, as LRA released it \(got an array of numpy\)",
+        ),
         ("imgs/0/sample_3.png", b"no image", r"imgs/0/sample_3\.png' to be an image in PNG"),
     ],
 )
@@ -417,7 +470,8 @@ def test_pathfinder_refuses_larger_images_and_missing_levels(tmp_path: Path) -> 
     with pytest.raises(ValueError, match=r"to have 32 x 32 grey pixels, uint8 \(got 128 x 128 x 3, uint8\)"):
         prepare(TASKS["pathfinder"], tmp_path, options=LEVEL)
     with pytest.raises(
-        ValueError, match=r"to hold the level curv_contour_length_14 \(got curv_baseline\)\. Choose one of those with --level"
+        ValueError,
+        match=r"to hold the level curv_contour_length_14 \(got curv_baseline\)\. Choose one of those with --level",
     ):
         prepare(TASKS["pathfinder"], tmp_path)
 
@@ -439,14 +493,22 @@ def statistics_of(images: np.ndarray) -> dict[str, np.ndarray]:
 
 @pytest.mark.needs_data
 @pytest.mark.parametrize("level", pathfinder.LEVELS)
-def test_generated_images_look_like_those_of_the_published_generator(level: str, tmp_path: Path, sample: Callable[..., Path]) -> None:
+def test_generated_images_look_like_those_of_the_published_generator(
+    level: str, tmp_path: Path, sample: Callable[..., Path]
+) -> None:
     with tarfile.open(sample("pathfinder/pathfinder32_generated.tar.gz")) as archive:
         archive.extractall(tmp_path, filter="data")
     splits = load(TASKS["pathfinder"], tmp_path, max_length=1024, options={"level": level})
-    images = np.concatenate([np.array(split.tokens) - 1 for split in splits.values()]).reshape(-1, 32, 32).astype(np.uint8)[:400]
+    images = (
+        np.concatenate([np.array(split.tokens) - 1 for split in splits.values()])
+        .reshape(-1, 32, 32)
+        .astype(np.uint8)[:400]
+    )
     labels = np.concatenate([split.labels for split in splits.values()])
     theirs = statistics_of(images)
-    ours = statistics_of(np.stack([snakes.draw(pathfinder.LEVELS[level], seed=7, number=number)[0] for number in range(400)]))
+    ours = statistics_of(
+        np.stack([snakes.draw(pathfinder.LEVELS[level], seed=7, number=number)[0] for number in range(400)])
+    )
     assert ours["ink"].mean() == pytest.approx(theirs["ink"].mean(), rel=0.05)
     assert ours["ink"].std() == pytest.approx(theirs["ink"].std(), rel=0.25)
     assert ours["parts"].mean() == pytest.approx(theirs["parts"].mean(), rel=0.25)
@@ -464,7 +526,12 @@ def test_generated_images_look_like_those_of_the_published_generator(level: str,
     [
         ("text", "imdb/aclImdb_sample.tar.gz", (), [1800, 200, 1000]),
         ("retrieval", "retrieval", readers.PAIRS.values(), [360, 60, 60]),
-        ("image", "cifar10", [f"cifar-10-batches-py/{name}" for name in (*readers.TRAIN, readers.TEST)], [900, 100, 300]),
+        (
+            "image",
+            "cifar10",
+            [f"cifar-10-batches-py/{name}" for name in (*readers.TRAIN, readers.TEST)],
+            [900, 100, 300],
+        ),
     ],
 )
 def test_samples_of_the_releases_are_read(
@@ -484,12 +551,15 @@ def test_samples_of_the_releases_are_read(
         assert bytes((pair.tokens[0][:2] - 1).tolist()) in (b"b'", b'b"')
 
 
-def test_a_folder_of_other_samples_skips(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sample: Callable[..., Path]) -> None:
+def test_a_folder_of_other_samples_skips(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sample: Callable[..., Path]
+) -> None:
     monkeypatch.setitem(sample.__globals__, "SAMPLES", tmp_path)
     (tmp_path / "retrieval").mkdir()
     assert sample("retrieval") == tmp_path / "retrieval"
     with pytest.raises(
-        pytest.skip.Exception, match=r"no sample data in .*retrieval/a.tsv; set SBM_PYG_DATA to a folder that holds retrieval/a.tsv"
+        pytest.skip.Exception,
+        match=r"no sample data in .*retrieval/a.tsv; set SBM_PYG_DATA to a folder that holds retrieval/a.tsv",
     ):
         sample("retrieval", "a.tsv")
 
@@ -497,11 +567,16 @@ def test_a_folder_of_other_samples_skips(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("split", readers.TEXT_SPLITS)
 def test_reviews_that_no_split_reads_are_refused(text: Path, split: str) -> None:
     (text / "unsup_notes").mkdir()  # holds no reviews
-    assert sum(len([*rows.read()]) for rows in readers.open_text(text, split=split).values()) == (48 if split == "held-out" else 56)
+    assert sum(len([*rows.read()]) for rows in readers.open_text(text, split=split).values()) == (
+        48 if split == "held-out" else 56
+    )
     for name in ("neg", "pos"):
         (text / "val" / name).mkdir(parents=True)
         (text / "train" / name / f"19_{9 if name == 'pos' else 2}.txt").rename(text / "val" / name / "19_5.txt")
-    with pytest.raises(ValueError, match=r"aclImdb' to hold reviews in train and test alone \(got more in val\)\. Move those of val back"):
+    with pytest.raises(
+        ValueError,
+        match=r"aclImdb' to hold reviews in train and test alone \(got more in val\)\. Move those of val back",
+    ):
         load(TASKS["text"], text, max_length=100, options={"split": split})
 
 
@@ -560,7 +635,10 @@ def test_a_flipped_byte_is_named_with_the_way_out(text: Path, array: str) -> Non
     content = bytearray((folder / array).read_bytes())
     content[-1] ^= 1
     (folder / array).write_bytes(content)
-    with pytest.raises(ValueError, match=rf"{array}' to be as it was prepared.* It is damaged: remove {folder}, and it is prepared anew"):
+    with pytest.raises(
+        ValueError,
+        match=rf"{array}' to be as it was prepared.* It is damaged: remove {folder}, and it is prepared anew",
+    ):
         load(TASKS["text"], text, max_length=100)
     (folder / array).unlink()
     with pytest.raises(ValueError, match=rf"{array}' to be as it was prepared.*\(got no such file\)"):
@@ -583,7 +661,9 @@ def test_no_flipped_byte_of_a_manifest_ends_in_a_traceback(text: Path) -> None:
             continue
         assert manifest == whole  # a change of white space
     assert len(refused) > 200
-    assert all(re.search(r"manifest\.json' to be the manifest of prepared data .* Remove ", message) for message in refused)
+    assert all(
+        re.search(r"manifest\.json' to be the manifest of prepared data .* Remove ", message) for message in refused
+    )
     (folder / "manifest.json").write_bytes(content.replace(b'"splits"', b'"rplits"'))
     with pytest.raises(ValueError, match=r"to be the manifest of prepared data \(got a damaged one\)\. Remove "):
         load(TASKS["text"], text, max_length=100)
@@ -591,11 +671,15 @@ def test_no_flipped_byte_of_a_manifest_ends_in_a_traceback(text: Path) -> None:
 
 def test_links_to_nothing_are_named(text: Path, tmp_path: Path) -> None:
     (text / "train" / "neg" / "99_1.txt").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match=r"99_1\.txt' to be readable \(got: .*No such file or directory.*\)\. Copy it again"):
+    with pytest.raises(
+        ValueError, match=r"99_1\.txt' to be readable \(got: .*No such file or directory.*\)\. Copy it again"
+    ):
         prepare(TASKS["text"], text)
     make_pathfinder(tmp_path / "snakes")
     (tmp_path / "snakes" / "curv_baseline" / "imgs" / "0").rename(tmp_path / "elsewhere")
-    with pytest.raises(ValueError, match=r"imgs/0' to be readable \(got: .*No such file or directory.*\)\. Copy it again"):
+    with pytest.raises(
+        ValueError, match=r"imgs/0' to be readable \(got: .*No such file or directory.*\)\. Copy it again"
+    ):
         prepare(TASKS["pathfinder"], tmp_path / "snakes", options=LEVEL)
 
 
@@ -604,7 +688,9 @@ def test_a_changed_source_is_prepared_again(text: Path) -> None:
     (text / "train" / "pos" / "3_9.txt").write_bytes(b"another text, so another length and time")
     after = load(TASKS["text"], text, max_length=100)
     assert b"another text, so another length and time" in sequences(after["train"])
-    assert b"another text, so another length and time" not in sequences(before["train"])  # still mapped, and still whole
+    assert b"another text, so another length and time" not in sequences(
+        before["train"]
+    )  # still mapped, and still whole
     assert after["train"].digest != before["train"].digest
     assert after["test"].digest == before["test"].digest
 
@@ -619,7 +705,9 @@ def test_prepared_data_are_read_where_nothing_can_be_written(text: Path, monkeyp
     monkeypatch.setattr(files, "FileLock", refused)
     assert prepare(TASKS["text"], text) == (folder, False)
     assert len(load(TASKS["text"], text, max_length=100)["train"]) == 36
-    with pytest.raises(ValueError, match=r"to be a place for prepared data \(got: .*Read-only .*give another with --prepared DIR"):
+    with pytest.raises(
+        ValueError, match=r"to be a place for prepared data \(got: .*Read-only .*give another with --prepared DIR"
+    ):
         prepare(TASKS["text"], text, prepared=above / "other")
 
 
@@ -635,7 +723,9 @@ def test_a_folder_that_is_not_ours_is_never_replaced(text: Path, tmp_path: Path)
 
 
 def test_unknown_options_are_refused(text: Path) -> None:
-    with pytest.raises(ValueError, match=r"Expected 'split' of text to be one of held-out, lra \(got 'release'\)\. Choose one of them"):
+    with pytest.raises(
+        ValueError, match=r"Expected 'split' of text to be one of held-out, lra \(got 'release'\)\. Choose one of them"
+    ):
         prepare(TASKS["text"], text, options={"split": "release"})
     with pytest.raises(ValueError, match=r"Expected 'level' of text to be one of none \(got 'curv_baseline'\)"):
         prepare(TASKS["text"], text, options=LEVEL)
@@ -718,7 +808,9 @@ def test_processes_that_prepare_at_once_agree(text: Path) -> None:
 
 def test_pixels_are_never_cut(tmp_path: Path) -> None:
     make_image(tmp_path)
-    with pytest.raises(ValueError, match=r"Expected 'train' example 0 to have at most 1000 tokens \(got 1024\)\. Raise --max-length"):
+    with pytest.raises(
+        ValueError, match=r"Expected 'train' example 0 to have at most 1000 tokens \(got 1024\)\. Raise --max-length"
+    ):
         load(TASKS["image"], tmp_path, max_length=1000)
 
 
@@ -726,14 +818,17 @@ def test_older_conventions_leave_out_black_pixels_and_keep_places(tmp_path: Path
     make_pathfinder(tmp_path)
     black = np.zeros((32, 32), dtype=np.uint8)
     Image.fromarray(black).save(tmp_path / "curv_baseline/imgs/0/sample_8.png")
-    ours, theirs = (load(TASKS["pathfinder"], tmp_path, max_length=1024, options=LEVEL, masked=masked)["val"] for masked in (None, 1))
+    ours, theirs = (
+        load(TASKS["pathfinder"], tmp_path, max_length=1024, options=LEVEL, masked=masked)["val"]
+        for masked in (None, 1)
+    )
     assert ours.lengths.tolist() == [1024] * 4
     batch, whole = theirs.__getitems__([2, 0]), ours.__getitems__([2, 0])
     assert batch.ptr.diff().tolist() == theirs.lengths[[2, 0]].tolist()
     lit = whole.tokens[:1024] != 1
     assert batch.tokens[:-1].tolist() == whole.tokens[:1024][lit].tolist()
-    assert batch.places[:-1].tolist() == lit.nonzero()[:, 0].tolist()
-    assert (batch.tokens[-1], batch.places[-1]) == (1, 0)  # of the black image, one pixel is kept
+    assert batch.positions[:-1].tolist() == lit.nonzero()[:, 0].tolist()
+    assert (batch.tokens[-1], batch.positions[-1]) == (1, 0)  # of the black image, one pixel is kept
     assert splits_digest({"val": ours}) != splits_digest({"val": theirs})
 
 
@@ -754,8 +849,19 @@ def test_presets_of_the_paper_are_table_7(task: str) -> None:
     settings = TASKS[task].presets["paper"].settings
     found = (settings.max_length, settings.batch_size, settings.learning_rate, settings.steps, TASKS[task].num_classes)
     assert found == TABLE_7[task]
-    assert (settings.layers, settings.heads, settings.channels, settings.ffn_channels, settings.head_channels) == (2, 2, 64, 128, 32)
-    assert (settings.dropout, settings.attention_dropout, settings.num_blocks, settings.weight_decay) == (0.1, 0.1, 128, 0.0)
+    assert (settings.layers, settings.heads, settings.channels, settings.ffn_channels, settings.head_channels) == (
+        2,
+        2,
+        64,
+        128,
+        32,
+    )
+    assert (settings.dropout, settings.attention_dropout, settings.num_blocks, settings.weight_decay) == (
+        0.1,
+        0.1,
+        128,
+        0.0,
+    )
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -770,7 +876,12 @@ def test_every_preset_says_what_its_number_depends_on(task: str, preset: str) ->
 
 
 def plan(task: str, **changes: Any) -> Plan:
-    return Plan(task=task, preset="laptop", settings=dataclasses.replace(TASKS[task].presets["laptop"].settings, **changes), directory="")
+    return Plan(
+        task=task,
+        preset="laptop",
+        settings=dataclasses.replace(TASKS[task].presets["laptop"].settings, **changes),
+        directory="",
+    )
 
 
 @pytest.mark.parametrize("task", ["text", "retrieval", "image"])
@@ -793,7 +904,9 @@ def test_generated_data_has_the_level_of_the_run(tmp_path: Path, monkeypatch: py
     assert {path.name for path in folder.iterdir() if path.is_dir()} == {"curv_contour_length_9", "prepared"}
 
 
-def test_command_line_prepares_describes_and_generates(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_command_line_prepares_describes_and_generates(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     words = ["prepare", "--task", "text", "--data", str(text), "--prepared", str(tmp_path / "out")]
     main(words)
     shown = capsys.readouterr().out
@@ -812,8 +925,14 @@ def test_command_line_prepares_describes_and_generates(text: Path, tmp_path: Pat
     assert "level: curv_contour_length_9" in capsys.readouterr().out
     for again, message in (
         ([*make, "--max-depth", "3"], "Expected 'max-depth' to be left out for pathfinder (got 3)"),
-        (["prepare", "--images", "20", "--task", "pathfinder", "--data", str(text)], "Expected 'images' to be left out without 'generate'"),
-        (["prepare", "--generate", "--task", "text", "--data", str(text)], "Expected no 'generate' for text, which nobody can generate"),
+        (
+            ["prepare", "--images", "20", "--task", "pathfinder", "--data", str(text)],
+            "Expected 'images' to be left out without 'generate'",
+        ),
+        (
+            ["prepare", "--generate", "--task", "text", "--data", str(text)],
+            "Expected no 'generate' for text, which nobody can generate",
+        ),
         (["prepare", "--task", "image", "--data", str(text)], "data_batch_1"),
         ([*words, "--level", "curv_baseline"], "Expected 'level' of text to be one of none (got 'curv_baseline')"),
     ):

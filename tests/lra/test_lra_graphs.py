@@ -40,7 +40,9 @@ def run(untrained: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
     listops.generate(data, listops.Parameters(train=20, val=30, test=20, **law), progress=False)  # type: ignore[arg-type]
     folder = untrained(tmp_path_factory.mktemp("runs") / "untrained", data, seed=3)
     names = [f"density_layer{layer}_head{head}" for layer in range(2) for head in range(2)]
-    (folder / "train.csv").write_text("\n".join([",".join(["step", *names]), "10,0.2,0.3,0.2,0.3", "20,0.1,0.3,0.2,0.4"]))
+    (folder / "train.csv").write_text(
+        "\n".join([",".join(["step", *names]), "10,0.2,0.3,0.2,0.3", "20,0.1,0.3,0.2,0.4"])
+    )
     return folder
 
 
@@ -101,7 +103,9 @@ def test_graphs_are_those_of_the_trainer_and_the_seed_decides(run: Path, tmp_pat
             assert float(done.density[layer, :, head].mean()) == pytest.approx(row[f"density_layer{layer}_head{head}"])
 
 
-def test_places_are_those_of_the_directory_where_the_run_was_started(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_places_are_those_of_the_directory_where_the_run_was_started(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     moved = tmp_path / "moved"
     shutil.copytree(run, moved)
     plan = Plan.read(run / "settings.json")
@@ -142,7 +146,14 @@ def test_pixels_are_drawn_where_they_are_unless_some_are_masked(
     masked: int | None, drawn: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     task = TASKS["pathfinder"]
-    small: dict[str, Any] = {"layers": 1, "channels": 16, "head_channels": 8, "ffn_channels": 16, "num_blocks": 4, "initial_density": 0.01}
+    small: dict[str, Any] = {
+        "layers": 1,
+        "channels": 16,
+        "head_channels": 8,
+        "ffn_channels": 16,
+        "num_blocks": 4,
+        "initial_density": 0.01,
+    }
     module = Classifier(task, dataclasses.replace(task.presets["laptop"].settings, **small)).eval()
     tokens = np.ones((2, 1024), np.int64)  # black
     tokens[0, :225] = tokens[1, :300] = 200  # of the first image, as many bright ones as a smaller square has
@@ -176,8 +187,14 @@ def test_errors(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], m
             ["--run", str(run), "--out", str(tmp_path / "no" / "x.html")],
             f"'out' to be a file in a folder that is there (got {tmp_path}/no/x",
         ),
-        (["--run", str(run), "--out", str(tmp_path)], f"Expected 'out' to be a file in a folder that is there (got {tmp_path})"),
-        (["--run", str(run), "--time-limit", "-1"], "Expected 'time-limit' to be a positive and finite number of seconds (got -1.0)."),
+        (
+            ["--run", str(run), "--out", str(tmp_path)],
+            f"Expected 'out' to be a file in a folder that is there (got {tmp_path})",
+        ),
+        (
+            ["--run", str(run), "--time-limit", "-1"],
+            "Expected 'time-limit' to be a positive and finite number of seconds (got -1.0).",
+        ),
     ):
         with pytest.raises(SystemExit):
             main(["graphs", *options])
@@ -203,7 +220,10 @@ def test_a_folder_that_cannot_be_written_is_told_before_anything_is_computed(
     monkeypatch.setattr(graphs, "evaluate", None)
     with pytest.raises(SystemExit):
         main(["graphs", "--run", str(run)])
-    assert f"Expected 'out' to be a folder that can be written (got 'Read-only file system' for {run})" in capsys.readouterr().err
+    assert (
+        f"Expected 'out' to be a folder that can be written (got 'Read-only file system' for {run})"
+        in capsys.readouterr().err
+    )
 
 
 def test_damaged_weights_and_other_data_are_refused(
@@ -211,17 +231,25 @@ def test_damaged_weights_and_other_data_are_refused(
 ) -> None:
     folder = untrained(tmp_path / "other", Path(str(Plan.read(run / "settings.json").data)))
     splits = train.open_run(folder)[2]
-    dataclasses.replace(Plan.read(folder / "settings.json"), fingerprint=splits_digest(splits)).write(folder / "settings.json")
+    dataclasses.replace(Plan.read(folder / "settings.json"), fingerprint=splits_digest(splits)).write(
+        folder / "settings.json"
+    )
     train.open_run(folder)
     commands = (["graphs", "--run", str(folder)], ["cost", "--output", str(tmp_path / "out"), "--runs", str(folder)])
     for words in commands:
         with pytest.raises(SystemExit):
             main([*words, "--data", str(data)])
-        assert f"Expected 'data' to be what the run was started with (got other examples in {data})" in capsys.readouterr().err
+        assert (
+            f"Expected 'data' to be what the run was started with (got other examples in {data})"
+            in capsys.readouterr().err
+        )
     content = bytearray((folder / "best.ckpt").read_bytes())
     content[len(content) // 2] ^= 1
     (folder / "best.ckpt").write_bytes(content)
     for words in commands:
         with pytest.raises(SystemExit):
             main(words)
-        assert "best.ckpt to be as it was written (got other bytes than its checksum says, so damaged)" in capsys.readouterr().err
+        assert (
+            "best.ckpt to be as it was written (got other bytes than its checksum says, so damaged)"
+            in capsys.readouterr().err
+        )

@@ -113,7 +113,9 @@ def test_kills_at_random_moments_change_no_bit(data: Path, tmp_path: Path) -> No
             if done == 0:  # one before the first step
                 time.sleep(moments.uniform(0, starting))
             else:
-                more = moments.randrange(2 * STEPS // (KILLS + 1))  # parts of steps; so there is no end before the last kill
+                more = moments.randrange(
+                    2 * STEPS // (KILLS + 1)
+                )  # parts of steps; so there is no end before the last kill
                 while process.poll() is None and noted(killed) <= before + more:
                     time.sleep(0.005)
                 time.sleep(moments.uniform(0, 0.1))
@@ -125,7 +127,9 @@ def test_kills_at_random_moments_change_no_bit(data: Path, tmp_path: Path) -> No
         done += 1
         path = checkpoints.newest(killed) if killed.exists() else None
         saved = checkpoints.read_checkpoint(path)["global_step"] if path else 0
-        assert not noted(killed) or consumed(killed)[-1][0] + 1 - saved <= 3  # it saves every second step; the one begun counts
+        assert (
+            not noted(killed) or consumed(killed)[-1][0] + 1 - saved <= 3
+        )  # it saves every second step; the one begun counts
     assert done == KILLS
 
     for name in ("last.ckpt", "best.ckpt"):

@@ -48,7 +48,20 @@ FILES = [
     "train.csv",
     "val.csv",
 ]
-TINY = ["--steps", "7", "--validate-every", "3", "--log-every", "2", "--batch-size", "8", "--num-blocks", "8", "--channels", "16"]
+TINY = [
+    "--steps",
+    "7",
+    "--validate-every",
+    "3",
+    "--log-every",
+    "2",
+    "--batch-size",
+    "8",
+    "--num-blocks",
+    "8",
+    "--channels",
+    "16",
+]
 TINY += ["--head-channels", "8", "--ffn-channels", "16", "--accelerator", "cpu"]
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]  # Lightning's own
@@ -83,7 +96,9 @@ def test_a_run_leaves_settings_curves_checkpoints_results_and_plots(run: Path) -
     assert settings["settings"]["warmup"] == 0  # keeps its share of the steps
     assert [row["step"] for row in report.read_curves(run / "train.csv")] == [2, 3, 4, 6, 7]
     assert [row["step"] for row in report.read_curves(run / "val.csv")] == [0, 3, 6, 7]
-    assert {"loss", "accuracy", "density_layer0_head0", "density_layer1_head1"} <= report.read_curves(run / "val.csv")[0].keys()
+    assert {"loss", "accuracy", "density_layer0_head0", "density_layer1_head1"} <= report.read_curves(run / "val.csv")[
+        0
+    ].keys()
     assert list((run / "tensorboard").glob("events*"))
 
 
@@ -108,7 +123,11 @@ def test_best_checkpoint_reproduces_its_validation_accuracy_in_any_batches(run: 
     module.eval()
     best = json.loads((run / "results.json").read_text())["best"]
     logged = {row["step"]: row for row in report.read_curves(run / "val.csv")}[best["step"]]
-    assert logged["accuracy"] == best["accuracy"] == max(row["accuracy"] for row in report.read_curves(run / "val.csv")[1:])
+    assert (
+        logged["accuracy"]
+        == best["accuracy"]
+        == max(row["accuracy"] for row in report.read_curves(run / "val.csv")[1:])
+    )
     split = load(TASKS["listops"], data, max_length=128)["val"]
     for size in (1, 7, 20):
         for start in range(0, len(split), size):
@@ -117,7 +136,9 @@ def test_best_checkpoint_reproduces_its_validation_accuracy_in_any_batches(run: 
         row = module.finish_row()
         assert row["accuracy"] == best["accuracy"]
         assert row["loss"] == pytest.approx(logged["loss"], rel=1e-5)
-        assert row["density_layer0_head1"] == pytest.approx(logged["density_layer0_head1"], rel=1e-9)  # the very same graphs
+        assert row["density_layer0_head1"] == pytest.approx(
+            logged["density_layer0_head1"], rel=1e-9
+        )  # the very same graphs
 
 
 def test_testing_averages_probabilities_over_graphs(run: Path, data: Path) -> None:
@@ -169,16 +190,25 @@ def test_killed_and_resumed_ends_with_the_same_bits(run: Path, data: Path, tmp_p
     folder = tmp_path / "killed"
     options = [*TINY, "--dropout", "0.1", "--attention-dropout", "0.1", "--data", str(data), "--output", str(folder)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    killed = subprocess.run([sys.executable, "-c", KILLED, *options], env=environment, capture_output=True, text=True, check=False)
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED, *options], env=environment, capture_output=True, text=True, check=False
+    )
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    assert [row["step"] for row in report.read_curves(folder / "train.csv")] == [2, 3, 4]  # step 4 came after the checkpoint
+    assert [row["step"] for row in report.read_curves(folder / "train.csv")] == [
+        2,
+        3,
+        4,
+    ]  # step 4 came after the checkpoint
     assert not (folder / "results.json").exists()
     main(["train", "--output", str(folder), "--resume", "--accelerator", "cpu"])
     for name in ("last.ckpt", "best.ckpt"):
         resumed = weights(folder, name)
         assert all(torch.equal(value, resumed[key]) for key, value in weights(run, name).items())
     assert curves(folder) == curves(run)
-    assert json.loads((folder / "results.json").read_text())["test"] == json.loads((run / "results.json").read_text())["test"]
+    assert (
+        json.loads((folder / "results.json").read_text())["test"]
+        == json.loads((run / "results.json").read_text())["test"]
+    )
 
 
 def test_resuming_a_finished_run_only_reports_again(run: Path, capsys: pytest.CaptureFixture) -> None:
@@ -210,7 +240,7 @@ def test_a_trained_model_is_exported_with_task_metric_and_density(run: Path, dat
     split = load(TASKS["listops"], data, max_length=128)["test"]
     batch = split.__getitems__(list(range(30)))
     assert isinstance(batch.ptr, torch.Tensor)
-    logits = model(batch.tokens, batch.ptr, seed=0, streams=batch.examples)
+    logits = model(batch.tokens, batch.ptr, seed=0, sequence_ids=batch.examples)
     assert (logits.argmax(-1) == batch.labels).double().mean().item() == pytest.approx(results["test"]["accuracy"])
 
 
@@ -232,7 +262,10 @@ def test_an_export_is_tried_before_training(
     monkeypatch.setattr(tempfile, "TemporaryFile", refused)
     monkeypatch.setattr(trainer, "train", None)
     for export, words in (
-        (tmp_path / "new" / "model", f"'export' to be a folder that can be written (got 'Read-only file system' for {tmp_path})"),
+        (
+            tmp_path / "new" / "model",
+            f"'export' to be a folder that can be written (got 'Read-only file system' for {tmp_path})",
+        ),
         (run, f"Expected 'export' to be a folder without that of the run, {run} (got {run})"),
     ):
         with pytest.raises(SystemExit) as stop:
@@ -245,7 +278,18 @@ def test_an_export_is_tried_before_training(
 @pytest.mark.parametrize("attention", ["sbm", "bigbird"])
 def test_accumulating_changes_neither_graphs_nor_gradients(data: Path, tmp_path: Path, attention: str) -> None:
     for parts in ("1", "4"):
-        train(data, tmp_path / parts, "--attention", attention, "--steps", "3", "--accumulate", parts, "--precision", "32-true")
+        train(
+            data,
+            tmp_path / parts,
+            "--attention",
+            attention,
+            "--steps",
+            "3",
+            "--accumulate",
+            parts,
+            "--precision",
+            "32-true",
+        )
     whole, parted = (curves(tmp_path / parts) for parts in ("1", "4"))
     for one, other in zip(whole, parted, strict=True):
         assert one == pytest.approx(other, rel=1e-4)
@@ -258,7 +302,9 @@ def test_accumulating_changes_neither_graphs_nor_gradients(data: Path, tmp_path:
 def test_rounds_go_on_through_the_data(data: Path) -> None:
     settings = TASKS["listops"].presets["laptop"].settings
     splits = load(TASKS["listops"], data, max_length=128)
-    rounds = Data(splits, dataclasses.replace(settings, batch_size=10, steps=8, warmup=0, validate_every=5, accumulate=2))
+    rounds = Data(
+        splits, dataclasses.replace(settings, batch_size=10, steps=8, warmup=0, validate_every=5, accumulate=2)
+    )
     seen = []
     for done, batches in [(0, 10), (5, 6)]:
         rounds.trainer = cast(Trainer, SimpleNamespace(global_step=done))
@@ -277,14 +323,27 @@ def test_seed_decides(data: Path, tmp_path: Path, run: Path) -> None:
 
 
 def test_regulariser_lowers_the_density(data: Path, tmp_path: Path) -> None:
-    results = train(data, tmp_path / "run", "--density-weight", "10", "--estimator", "none", "--steps", "12", "--learning-rate", "0.02")
+    results = train(
+        data,
+        tmp_path / "run",
+        "--density-weight",
+        "10",
+        "--estimator",
+        "none",
+        "--steps",
+        "12",
+        "--learning-rate",
+        "0.02",
+    )
     first, last = (torch.tensor(results["density"][moment]) for moment in ("first", "last"))
     assert (last < first - 0.02).all()
 
 
 @pytest.mark.parametrize("attention", ["full", "window", "bigbird"])
 def test_every_attention_trains(data: Path, tmp_path: Path, attention: str) -> None:
-    results = train(data, tmp_path / "run", "--attention", attention, "--window", "3", "--steps", "2", "--precision", "bf16-mixed")
+    results = train(
+        data, tmp_path / "run", "--attention", attention, "--window", "3", "--steps", "2", "--precision", "bf16-mixed"
+    )
     assert (results["density"]["tested"][0][0] == 1.0) == (attention == "full")
     assert (tmp_path / "run" / "masks.png").exists() == (attention != "full")
 
@@ -300,13 +359,22 @@ def test_every_attention_trains(data: Path, tmp_path: Path, attention: str) -> N
         (["--temperature", "0", "--parameterization", "mixed"], "temperature"),
         (["--initial-density", "0"], "density"),
         (["--export", "{data}/listops/afile/x"], "Expected 'export' to be a folder that can be made"),
-        (["--export", "{data}/run"], "Expected 'export' to be a folder without that of the run, {folder} (got {folder})"),
-        (["--export", "{data}/listops/..", "--output", "{data}/run"], "to be a folder without that of the run, {folder} (got "),
+        (
+            ["--export", "{data}/run"],
+            "Expected 'export' to be a folder without that of the run, {folder} (got {folder})",
+        ),
+        (
+            ["--export", "{data}/listops/..", "--output", "{data}/run"],
+            "to be a folder without that of the run, {folder} (got ",
+        ),
         (["--output", "{data}/listops/afile/x"], "Expected 'output' to be a folder that can be made"),
         (["--threads", "0"], "Expected 'threads' to be at least 1 (got 0)"),
         (["--warmup", "7"], "Expected 'warmup' to be below 'steps' = 7 (got 7)"),
         (["--accumulate", "3"], "Expected 'accumulate' to divide 'batch-size' = 8 (got 3)"),
-        (["--attention", "full", "--density-weight", "1"], "Expected 'density-weight' to be 0 for attention 'full' (got 1.0)"),
+        (
+            ["--attention", "full", "--density-weight", "1"],
+            "Expected 'density-weight' to be 0 for attention 'full' (got 1.0)",
+        ),
         (["--batch-size", "64"], "Expected 'batch-size' to be at most the number of examples, 50 (got 64)"),
         (["--attention", "none"], "argument --attention: invalid choice: 'none'"),
         (["--resume"], "Expected 'output' to be the folder of a run to resume (got {folder})"),
@@ -335,7 +403,8 @@ def test_an_absent_accelerator_is_told_before_anything_is_written(
         train(data, tmp_path / "run", "--accelerator", accelerator)
     assert stop.value.code == 2
     assert (
-        f"for each process (got '{accelerator}', of which this machine has 0). Leave it out for what there is." in capsys.readouterr().err
+        f"for each process (got '{accelerator}', of which this machine has 0). Leave it out for what there is."
+        in capsys.readouterr().err
     )
     train(data, tmp_path / "run", "--steps", "1")  # the same command, corrected
 
@@ -348,7 +417,9 @@ def test_a_run_is_neither_overwritten_nor_resumed_with_other_settings_or_data(
             main(["train", "--output", str(run), *options])
         return capsys.readouterr().err
 
-    assert f"to be a new or empty folder (got {run}, which has content). Choose another one, or add --resume." in refuse()
+    assert (
+        f"to be a new or empty folder (got {run}, which has content). Choose another one, or add --resume." in refuse()
+    )
     assert "Expected 'seed' to be 0 as in the run to resume (got 3)" in refuse("--resume", "--seed", "3")
     other = tmp_path / "listops"
     law = ["--train", "50", "--val", "20", "--test", "30", "--seed", "9"]
@@ -413,7 +484,9 @@ def test_a_missing_package_and_a_full_disk_are_told(
 
 
 @pytest.mark.parametrize("words", [[], ["--task", "pathfinder"], ["--task=text"]])
-def test_help_shows_the_values_of_the_task(words: list[str], capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_shows_the_values_of_the_task(
+    words: list[str], capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     with pytest.raises(SystemExit):
         main(["train", *words, "--help"])

@@ -28,7 +28,20 @@ from examples.lra.data.tasks import open_data
 from examples.lra.settings import Plan
 from examples.lra.table import Run
 
-TINY = ["--validate-every", "2", "--log-every", "1", "--batch-size", "8", "--num-blocks", "4", "--channels", "8", "--head-channels", "4"]
+TINY = [
+    "--validate-every",
+    "2",
+    "--log-every",
+    "1",
+    "--batch-size",
+    "8",
+    "--num-blocks",
+    "4",
+    "--channels",
+    "8",
+    "--head-channels",
+    "4",
+]
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]  # Lightning's own
 
@@ -38,7 +51,14 @@ def results(accuracy: float, density: float = 1.0, speed: float = 100.0) -> dict
     test = {"accuracy": accuracy, "interval_95": [0.0, 1.0], "loss": 1.0, "examples": 10, "majority": 0.2}
     densities = {name: [[density, density], [density, 0.0]] for name in ("first", "last", "tested")}
     known = {"test": test, "best": {"accuracy": 0.5, "step": 2}, "density": densities, "tokens_per_second": speed}
-    return {**known, "seconds": 60.0, "peak_memory_bytes": 2**20, "peak_memory_of": "process", "parameters": 7, "device": "cpu"}
+    return {
+        **known,
+        "seconds": 60.0,
+        "peak_memory_bytes": 2**20,
+        "peak_memory_of": "process",
+        "parameters": 7,
+        "device": "cpu",
+    }
 
 
 def record(method: str, seed: int, accuracy: float, task: str = "listops", **more: float) -> dict[str, Any]:
@@ -55,13 +75,30 @@ def test_doctests() -> None:
 
 
 @pytest.mark.slow
-def test_two_methods_to_the_tables_and_no_run_twice(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["table", "--methods", "sbm:exploration=0.02", "linear", "--data", f"listops={data}", "--accelerator", "cpu", "--threads", "1"]
+def test_two_methods_to_the_tables_and_no_run_twice(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "table",
+        "--methods",
+        "sbm:exploration=0.02",
+        "linear",
+        "--data",
+        f"listops={data}",
+        "--accelerator",
+        "cpu",
+        "--threads",
+        "1",
+    ]
     words += ["--steps", "4", "--output", str(tmp_path)]
     main([*words, "--", *TINY])
     text = (tmp_path / "report.md").read_text()
     assert capsys.readouterr().out.strip() == text.strip()
-    for line in ("| linear, published | 37.46 ± 0.57 |", "Budget: 4 steps; preset `laptop`", "| sbm:exploration=0.02 | "):
+    for line in (
+        "| linear, published | 37.46 ± 0.57 |",
+        "Budget: 4 steps; preset `laptop`",
+        "| sbm:exploration=0.02 | ",
+    ):
         assert line in text
     with (tmp_path / "runs.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -69,7 +106,9 @@ def test_two_methods_to_the_tables_and_no_run_twice(data: Path, tmp_path: Path, 
     assert float(rows[1]["density_layer0"]) < 1
     assert rows[0]["density_layer0"] == ""
     assert all(float(row["seconds"]) > 0 for row in rows)
-    settings = json.loads((tmp_path / "runs" / "listops-sbm+exploration=0.02-0" / "settings.json").read_text())["settings"]
+    settings = json.loads((tmp_path / "runs" / "listops-sbm+exploration=0.02-0" / "settings.json").read_text())[
+        "settings"
+    ]
     assert settings["exploration"] == 0.02
 
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("*")}
@@ -119,7 +158,9 @@ def trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("trainer")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_stopped_run_goes_on_and_the_signal_is_the_status(number: int, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_a_stopped_run_goes_on_and_the_signal_is_the_status(
+    number: int, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     words = ["table", "--methods", "sbm", "--seeds", "0", "1", "--output", str(tmp_path / "all")]
     before = signal.signal(number, signal.SIG_DFL)  # below nohup, tests would ignore it, and so would the program
     request.addfinalizer(lambda: signal.signal(number, before))
@@ -158,9 +199,7 @@ def test_a_closed_terminal_is_ignored_below_nohup(tmp_path: Path, request: pytes
 def test_a_killed_call_leaves_a_trainer_at_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "all"
     words = ["table", "--methods", "sbm", "--seeds", "1", "--output", str(folder)]
-    program = (
-        "import sys; from examples.lra import table; from examples.lra.__main__ import main; table.DOOR = sys.argv[1]; main(sys.argv[2:])"
-    )
+    program = "import sys; from examples.lra import table; from examples.lra.__main__ import main; table.DOOR = sys.argv[1]; main(sys.argv[2:])"
     asleep = folder / "runs" / "listops-sbm-1" / "asleep"
     with (
         (tmp_path / "log").open("w") as log,
@@ -176,12 +215,16 @@ def test_a_killed_call_leaves_a_trainer_at_work(tmp_path: Path, capsys: pytest.C
                 time.sleep(0.05)
             with pytest.raises(SystemExit):
                 main(words)
-            assert f"a folder in which no other process is at work (got {folder}). Wait for it" in capsys.readouterr().err
+            assert (
+                f"a folder in which no other process is at work (got {folder}). Wait for it" in capsys.readouterr().err
+            )
         finally:
             process.kill()
     with pytest.raises(SystemExit):
         main(words)
-    assert f"in which no other process is at work (got {asleep.parent}). Wait for it or stop it" in capsys.readouterr().err
+    assert (
+        f"in which no other process is at work (got {asleep.parent}). Wait for it or stop it" in capsys.readouterr().err
+    )
     os.kill(int(asleep.read_text()), signal.SIGKILL)
     main(words)
     assert "| sbm | 800 in 1.0 |" in (folder / "report.md").read_text()
@@ -238,7 +281,10 @@ def test_runs_that_are_averaged_have_the_same_settings(tmp_path: Path, capsys: p
     ):
         with pytest.raises(SystemExit):
             main([*words, "4", *more])
-        assert f"Expected listops-sbm-4 to have {difference}. Give the same arguments as then, or" in capsys.readouterr().err
+        assert (
+            f"Expected listops-sbm-4 to have {difference}. Give the same arguments as then, or"
+            in capsys.readouterr().err
+        )
         assert not (folder / "runs" / "listops-sbm-4").exists()
 
     path = folder / "runs" / "listops-sbm-3" / "settings.json"
@@ -248,10 +294,15 @@ def test_runs_that_are_averaged_have_the_same_settings(tmp_path: Path, capsys: p
         main(["table", "--report", "--output", str(folder)])
     assert "to have the same steps, 800 as listops-sbm-0 (got 600 in listops-sbm-3)" in capsys.readouterr().err
     for seed, steps in ((0, 800), (3, 600)):  # that were planned from a time
-        planned = dataclasses.replace(plan, minutes=7.5, settings=dataclasses.replace(plan.settings, seed=seed, steps=steps))
+        planned = dataclasses.replace(
+            plan, minutes=7.5, settings=dataclasses.replace(plan.settings, seed=seed, steps=steps)
+        )
         planned.write(folder / "runs" / f"listops-sbm-{seed}" / "settings.json")
     main(["table", "--report", "--output", str(folder)])
-    assert "2 runs, at most 2 of a kind. Budget: 7.5 minutes of training and validation, planned in" in capsys.readouterr().out
+    assert (
+        "2 runs, at most 2 of a kind. Budget: 7.5 minutes of training and validation, planned in"
+        in capsys.readouterr().out
+    )
     main([*words, "0", "3", "--minutes", "7.5"])  # whatever steps they have
     assert "2 runs" in capsys.readouterr().out
 
@@ -300,12 +351,18 @@ def test_data_are_what_their_fingerprint_says(
     for seed, told in ((0, "as it was started with"), (4, "as listops-sbm-0 with which it is averaged")):
         with pytest.raises(SystemExit):
             main([*words, str(seed)])
-        assert f"listops-sbm-{seed} to have fingerprint of the data = {first!r}, {told} (got {other!r})" in capsys.readouterr().err
+        assert (
+            f"listops-sbm-{seed} to have fingerprint of the data = {first!r}, {told} (got {other!r})"
+            in capsys.readouterr().err
+        )
     path = tmp_path / "all" / "runs" / "listops-sbm-3" / "settings.json"
     path.write_text(path.read_text().replace(first, other))
     with pytest.raises(SystemExit):
         main(["table", "--report", "--output", str(tmp_path / "all")])
-    assert f"to have the same fingerprint of the data, {first!r} as listops-sbm-0 (got {other!r} in" in capsys.readouterr().err
+    assert (
+        f"to have the same fingerprint of the data, {first!r} as listops-sbm-0 (got {other!r} in"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.usefixtures("trainer")
@@ -319,7 +376,11 @@ def test_files_that_were_cut_are_named(name: str, tmp_path: Path, capsys: pytest
     for again in (words, ["table", "--report", "--output", str(folder)]):
         with pytest.raises(SystemExit):
             main(again)
-        message = "to be as it was written (got: " if name.endswith("settings.json") else "to be whole JSON with test, best, density (got "
+        message = (
+            "to be as it was written (got: "
+            if name.endswith("settings.json")
+            else "to be whole JSON with test, best, density (got "
+        )
         assert f"Expected {folder / name} {message}" in capsys.readouterr().err
     if not name.endswith("settings.json"):  # the way out that is named
         (folder / name).unlink()
@@ -330,7 +391,21 @@ def test_files_that_were_cut_are_named(name: str, tmp_path: Path, capsys: pytest
 def test_minutes_are_given_to_the_trainer_which_plans_the_steps(tmp_path: Path) -> None:
     wanted = Plan.read(tmp_path / "wanted.json")
     dataclasses.replace(wanted, minutes=5.0).write(tmp_path / "wanted.json")
-    main(["table", "--methods", "sbm", "--minutes", "5", "--output", str(tmp_path / "all"), "--accelerator", "cpu", "--threads", "1"])
+    main(
+        [
+            "table",
+            "--methods",
+            "sbm",
+            "--minutes",
+            "5",
+            "--output",
+            str(tmp_path / "all"),
+            "--accelerator",
+            "cpu",
+            "--threads",
+            "1",
+        ]
+    )
     given = json.loads((tmp_path / "all" / "runs" / "listops-sbm-0" / "arguments.json").read_text())
     assert given[given.index("--minutes") + 1] == "5.0"
     assert given[given.index("--threads") + 1] == "1"
@@ -344,7 +419,10 @@ def test_a_file_is_no_folder(below: str, tmp_path: Path, capsys: pytest.CaptureF
     for words in (["table"], ["table", "--report"], ["cost"]):
         with pytest.raises(SystemExit):
             main([*words, "--output", str(file / below)])
-        assert f"Expected 'output' to be a folder that can be made (got {file / below}, but {file} is a file)" in capsys.readouterr().err
+        assert (
+            f"Expected 'output' to be a folder that can be made (got {file / below}, but {file} is a file)"
+            in capsys.readouterr().err
+        )
 
 
 @pytest.mark.usefixtures("trainer")
@@ -405,8 +483,14 @@ def test_a_folder_that_cannot_be_written_is_named(
         (["--", "--minutes", "2"], "Expected no 'minutes' in the arguments after '--' (got 2.0). Give it once"),
         (["--minutes", "1", "--", "--steps", "2"], "Expected no 'steps' in the arguments after '--' (got 2)."),
         (["--minutes", "1", "--steps", "2"], "Expected no 'steps' beside 'minutes' (got 2). Steps are planned"),
-        (["--steps", "2", "--", "--step", "6"], "Expected no 'steps' in the arguments after '--' (got 6). Give it once, before '--'."),
-        (["--threads", "1", "--", "--threads", "2"], "Expected no 'threads' in the arguments after '--' (got 2). Give it once"),
+        (
+            ["--steps", "2", "--", "--step", "6"],
+            "Expected no 'steps' in the arguments after '--' (got 6). Give it once, before '--'.",
+        ),
+        (
+            ["--threads", "1", "--", "--threads", "2"],
+            "Expected no 'threads' in the arguments after '--' (got 2). Give it once",
+        ),
         (["--methods", "sbm:seed=5"], "Expected no 'seed' in the settings of 'sbm:seed=5' (got 5)"),
     ],
 )
@@ -418,7 +502,11 @@ def test_errors(words: list[str], message: str, tmp_path: Path, capsys: pytest.C
 
 
 def test_tables_have_means_deviations_and_relative_costs(tmp_path: Path) -> None:
-    runs = [record("sbm", 0, 0.30, density=0.2, speed=300.0), record("sbm", 1, 0.40, density=0.4, speed=100.0), record("full", 0, 0.5)]
+    runs = [
+        record("sbm", 0, 0.30, density=0.2, speed=300.0),
+        record("sbm", 1, 0.40, density=0.4, speed=100.0),
+        record("full", 0, 0.5),
+    ]
     runs += [record("full", 0, 0.6, task="text")]
     sbm, full, text = table.cell_rows(runs)
     assert (sbm["accuracy"], sbm["runs"], sbm["published_accuracy"]) == (pytest.approx(35), 2, 37.45)

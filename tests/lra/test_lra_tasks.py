@@ -98,7 +98,9 @@ def test_generated_labels_agree_with_an_independent_evaluator(folder: Path, spli
 
 @pytest.mark.needs_data
 @pytest.mark.parametrize("name", ["d20s_as_lra", "generated_lra_parameters"])
-def test_real_data_is_read_and_agrees_with_the_evaluator(name: str, tmp_path: Path, sample: Callable[..., Path]) -> None:
+def test_real_data_is_read_and_agrees_with_the_evaluator(
+    name: str, tmp_path: Path, sample: Callable[..., Path]
+) -> None:
     real = sample(f"listops/{name}", *(f"basic_{split}.tsv" for split in listops.SPLITS))
     splits = load(LISTOPS, real, max_length=2048, prepared=tmp_path)
     for split, examples in splits.items():
@@ -183,11 +185,16 @@ def test_generating_again_does_nothing_and_never_overwrites(folder: Path, tmp_pa
     with pytest.raises(ValueError, match=r"to be new, empty or the data set asked for \(got one made with seed 3"):
         listops.generate(folder, dataclasses.replace(SMALL, max_args=4), seed=3, progress=False)
     (tmp_path / "notes.txt").touch()
-    with pytest.raises(ValueError, match=r"to be the manifest of generated data \(got no such file\)\. Remove .* or choose another place"):
+    with pytest.raises(
+        ValueError,
+        match=r"to be the manifest of generated data \(got no such file\)\. Remove .* or choose another place",
+    ):
         listops.generate(tmp_path, SMALL, progress=False)
 
 
-def test_who_generates_what_another_is_writing_waits_for_it(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_generates_what_another_is_writing_waits_for_it(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write, outcomes = listops._write_splits, []
     seconds: list[threading.Thread] = []
 
@@ -231,7 +238,10 @@ def test_a_full_disk_is_named_with_the_way_out(tmp_path: Path, monkeypatch: pyte
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(listops, "_write_splits", full)
-    with pytest.raises(ValueError, match=r"listops' to be a place for generated data \(got: .*No space left on device\)\. Make room there"):
+    with pytest.raises(
+        ValueError,
+        match=r"listops' to be a place for generated data \(got: .*No space left on device\)\. Make room there",
+    ):
         listops.generate(tmp_path / "listops", SMALL, progress=False)
     assert [path.name for path in tmp_path.iterdir()] == [".listops.lock"]
 
@@ -264,7 +274,10 @@ def test_interrupted_generation_leaves_nothing(tmp_path: Path, monkeypatch: pyte
         ({"max_depth": 1}, r"Expected 'max_depth' to be at least 2 \(got 1\)"),
         ({"max_args": 1}, r"Expected 'max_args' to be at least 2 \(got 1\)"),
         ({"min_length": 0}, r"Expected 'min_length' to be at least 1 \(got 0\)"),
-        ({"min_length": 50, "max_length": 51}, r"Expected 'max_length' to leave room above 'min_length' = 50 .*\(got 51\)"),
+        (
+            {"min_length": 50, "max_length": 51},
+            r"Expected 'max_length' to leave room above 'min_length' = 50 .*\(got 51\)",
+        ),
         ({"operator_probability": 0.0}, r"Expected 'operator_probability' to be in \(0, 1\] \(got 0\.0\)"),
         ({"operator_probability": float("nan")}, r"Expected 'operator_probability' to be in \(0, 1\] \(got nan\)"),
     ],
@@ -275,13 +288,19 @@ def test_parameters_out_of_range(change: dict, message: str) -> None:
 
 
 def test_more_trees_than_there_are(tmp_path: Path) -> None:
-    law = Parameters(train=500, val=1, test=1, max_depth=2, max_args=2, min_length=1, max_length=5, operator_probability=1.0)
-    with pytest.raises(ValueError, match=r"at most the number of distinct trees \(got 502, but .* nothing beyond 400\)"):
+    law = Parameters(
+        train=500, val=1, test=1, max_depth=2, max_args=2, min_length=1, max_length=5, operator_probability=1.0
+    )
+    with pytest.raises(
+        ValueError, match=r"at most the number of distinct trees \(got 502, but .* nothing beyond 400\)"
+    ):
         listops.generate(tmp_path / "listops", law, progress=False)
     assert [path.name for path in tmp_path.iterdir()] == [".listops.lock"]
 
 
-@pytest.mark.parametrize("place", [".", "listops-1000", "listops", "lra_release/listops-1000", "lra_release/lra_release/listops-1000"])
+@pytest.mark.parametrize(
+    "place", [".", "listops-1000", "listops", "lra_release/listops-1000", "lra_release/lra_release/listops-1000"]
+)
 def test_folder_is_found_as_released_or_renamed(folder: Path, tmp_path: Path, place: str) -> None:
     (tmp_path / place).mkdir(parents=True, exist_ok=True)
     for path in folder.glob("*.tsv"):
@@ -294,7 +313,9 @@ def test_folder_is_found_as_released_or_renamed(folder: Path, tmp_path: Path, pl
 
 
 def test_wrong_folder_shows_the_tree_that_is_expected(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"to hold ListOps \(got other files\)[\s\S]*basic_train\.tsv[\s\S]*lra_release/listops-1000"):
+    with pytest.raises(
+        ValueError, match=r"to hold ListOps \(got other files\)[\s\S]*basic_train\.tsv[\s\S]*lra_release/listops-1000"
+    ):
         load(LISTOPS, tmp_path, max_length=60)
     with pytest.raises(ValueError, match=r"to hold ListOps \(got no such folder\)"):
         load(LISTOPS, tmp_path / "nowhere", max_length=60)
@@ -311,7 +332,10 @@ GOOD = "( ( ( [MAX 4 ) 7 ) ] )\t7"
     ("lines", "message"),
     [
         ([GOOD], r"val\.tsv:1' to be the header 'Source\\tTarget' \(got '\( \( \( \[MAX"),
-        (["Source\tTarget", GOOD, "( ( [MAX 4 ) 7"], r"val\.tsv:3' to have two columns, a tree and its value \(got 1\)\. Look for"),
+        (
+            ["Source\tTarget", GOOD, "( ( [MAX 4 ) 7"],
+            r"val\.tsv:3' to have two columns, a tree and its value \(got 1\)\. Look for",
+        ),
         (["Source\tTarget", GOOD, ""], r"val\.tsv:3' to have two columns"),
         (["Source\tTarget", f"{GOOD}\t7"], r"val\.tsv:2' to have two columns, a tree and its value \(got 3\)"),
         (["Source\tTarget", GOOD, GOOD, "[MAX 4 7 ]\t10"], r"val\.tsv:4' to end in a label from 0 to 9 \(got '10'\)"),
@@ -321,20 +345,40 @@ GOOD = "( ( ( [MAX 4 ) 7 ) ] )\t7"
         (["Source\tTarget", GOOD, "[MAX 4 7 ]\t07"], r"val\.tsv:3' to end in a label from 0 to 9 \(got '07'\)"),
         (["Source\tTarget", "[MAX 4 7 ]\t٣"], r"val\.tsv:2' to end in a label from 0 to 9 \(got '٣'\)"),
         (["Source\tTarget", "[MAX 4 7 ]\t"], r"val\.tsv:2' to end in a label from 0 to 9 \(got ''\)"),
-        (["Source\tTarget", "[MAX 4 [MIN 7 ]\t7"], r"val\.tsv:2' to be one whole tree \(got 1 operators without their '\]'\)"),
+        (
+            ["Source\tTarget", "[MAX 4 [MIN 7 ]\t7"],
+            r"val\.tsv:2' to be one whole tree \(got 1 operators without their '\]'\)",
+        ),
         (["Source\tTarget", "( )\t7"], r"val\.tsv:2' to be one whole tree \(got 0 trees\)"),
-        (["Source\tTarget", "] [MAX 1\t1"], r"val\.tsv:2' to be one whole tree \(got a '\]' that ends nothing, token 1 of 3\)"),
-        (["Source\tTarget", "[MAX ]\t0"], r"val\.tsv:2' to be one whole tree \(got \[MAX without arguments, which ends at token 2 of 2\)"),
-        (["Source\tTarget", GOOD, "[MAX 1 [SM ] ]\t1"], r"val\.tsv:3' to be one whole tree \(got \[SM without arguments, .* 4 of 5\)"),
+        (
+            ["Source\tTarget", "] [MAX 1\t1"],
+            r"val\.tsv:2' to be one whole tree \(got a '\]' that ends nothing, token 1 of 3\)",
+        ),
+        (
+            ["Source\tTarget", "[MAX ]\t0"],
+            r"val\.tsv:2' to be one whole tree \(got \[MAX without arguments, which ends at token 2 of 2\)",
+        ),
+        (
+            ["Source\tTarget", GOOD, "[MAX 1 [SM ] ]\t1"],
+            r"val\.tsv:3' to be one whole tree \(got \[SM without arguments, .* 4 of 5\)",
+        ),
         (["Source\tTarget", "[MAX 1 2 ] [MIN 2 3 ]\t2"], r"val\.tsv:2' to be one whole tree \(got 2 trees\)"),
         (["Source\tTarget", "[MAX 1 2 ] 2\t2"], r"val\.tsv:2' to be one whole tree \(got 2 trees\)"),
-        (["Source\tTarget", GOOD, "[MAX 4 7 ]\t6"], r"val\.tsv:3' to end in 7, the value of its tree \(got '6'\)\. Look for"),
-        (["Source\tTarget", "[MED 1 [SM 9 9 ] 4 6 ]\t4"], r"val\.tsv:2' to end in 5, the value of its tree \(got '4'\)"),
+        (
+            ["Source\tTarget", GOOD, "[MAX 4 7 ]\t6"],
+            r"val\.tsv:3' to end in 7, the value of its tree \(got '6'\)\. Look for",
+        ),
+        (
+            ["Source\tTarget", "[MED 1 [SM 9 9 ] 4 6 ]\t4"],
+            r"val\.tsv:2' to end in 5, the value of its tree \(got '4'\)",
+        ),
         (["Source\tTarget"], r"Expected 'val' of .* to hold examples \(got none\)"),
     ],
 )
 @pytest.mark.parametrize("end", ["\r\n", "\n"])
-def test_malformed_rows_name_file_and_line(folder: Path, tmp_path: Path, lines: list[str], message: str, end: str) -> None:
+def test_malformed_rows_name_file_and_line(
+    folder: Path, tmp_path: Path, lines: list[str], message: str, end: str
+) -> None:
     for split in ("train", "test"):
         (tmp_path / f"basic_{split}.tsv").write_bytes((folder / f"basic_{split}.tsv").read_bytes())
     (tmp_path / "basic_val.tsv").write_text("".join(line + end for line in lines), newline="")
@@ -358,7 +402,9 @@ def test_long_sequences_are_cut_and_counted_or_refused(folder: Path) -> None:
     longest = int(whole.lengths.argmax())
     assert cut.__getitems__([longest]).tokens.tolist() == whole.__getitems__([longest]).tokens[:20].tolist()
     strict = dataclasses.replace(LISTOPS, overflow="error")
-    with pytest.raises(ValueError, match=r"Expected 'train' example \d+ to have at most 20 tokens \(got \d+\)\. Raise --max-length"):
+    with pytest.raises(
+        ValueError, match=r"Expected 'train' example \d+ to have at most 20 tokens \(got \d+\)\. Raise --max-length"
+    ):
         load(strict, folder, max_length=20)
 
 
@@ -448,7 +494,20 @@ def test_sizes_of_batches_are_checked() -> None:
 def test_command_line_generates_and_describes(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     out = tmp_path / "deep" / "listops"
     show = ["prepare", "--data", str(out)]
-    make = [*show, "--generate", "--preset", "laptop", "--train", "9", "--val", "3", "--test", "5", "--max-length", "30"]
+    make = [
+        *show,
+        "--generate",
+        "--preset",
+        "laptop",
+        "--train",
+        "9",
+        "--val",
+        "3",
+        "--test",
+        "5",
+        "--max-length",
+        "30",
+    ]
     main(make)
     assert capsys.readouterr().out.startswith(f"{out}: written\n{out / 'prepared' / 'listops-release'}: written\n")
     (out / "manifest.json").touch()

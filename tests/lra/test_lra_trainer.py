@@ -92,7 +92,10 @@ def assert_same_end(folder: Path, whole: Path) -> None:
     for name in ("last.ckpt", "best.ckpt"):
         assert same(state(folder, name), state(whole, name)), name
     assert rows(folder) == rows(whole)
-    assert json.loads((folder / "results.json").read_text())["test"] == json.loads((whole / "results.json").read_text())["test"]
+    assert (
+        json.loads((folder / "results.json").read_text())["test"]
+        == json.loads((whole / "results.json").read_text())["test"]
+    )
 
 
 class Crash(BaseException):
@@ -158,7 +161,8 @@ def test_a_crash_at_any_moment_of_saving_leaves_a_checkpoint(
 
 
 @pytest.mark.parametrize(
-    ("number", "code", "step", "part"), [(signal.SIGINT, 130, 2, 0), (signal.SIGTERM, 143, 6, 1), (signal.SIGTERM, 143, 4, 1)]
+    ("number", "code", "step", "part"),
+    [(signal.SIGINT, 130, 2, 0), (signal.SIGTERM, 143, 6, 1), (signal.SIGTERM, 143, 4, 1)],
 )
 def test_a_signal_ends_the_run_after_its_step(
     data: Path,
@@ -193,10 +197,14 @@ def test_the_hint_repeats_what_was_given(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(sys, "argv", ["examples/lra/__main__.py", "train"])
     assert hint(parse([]), Path("run")) == "python -m examples.lra train --output run --resume"
     monkeypatch.setattr(processes, "count", lambda: 2)
-    assert hint(parse([]), Path("run")).startswith("torchrun --nnodes 1 --nproc-per-node 2 -m examples.lra train --output run")
+    assert hint(parse([]), Path("run")).startswith(
+        "torchrun --nnodes 1 --nproc-per-node 2 -m examples.lra train --output run"
+    )
 
 
-def test_a_run_goes_on_in_as_many_processes_as_it_was_started_with(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_run_goes_on_in_as_many_processes_as_it_was_started_with(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     plan = json.loads((whole / SETTINGS).read_text())
     assert plan["processes"] == 1
     shutil.copytree(whole, tmp_path / "run")
@@ -225,7 +233,9 @@ def test_as_many_steps_are_taken_as_fit_into_a_time(data: Path, tmp_path: Path) 
     resume(tmp_path / "run", "--resume", "--minutes", "0.1")
 
 
-def test_a_run_with_relative_places_is_resumed_from_anywhere(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_with_relative_places_is_resumed_from_anywhere(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(data.parent)
     train(Path(data.name), tmp_path / "run", "--steps", "2", "--prepared", "arrays")
     monkeypatch.chdir(tmp_path)
@@ -306,7 +316,9 @@ def test_there_may_be_no_previous_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
-def test_a_full_disk_keeps_the_old_checkpoint_and_says_so(data: Path, whole: Path, tmp_path: Path, at: Callable[..., None]) -> None:
+def test_a_full_disk_keeps_the_old_checkpoint_and_says_so(
+    data: Path, whole: Path, tmp_path: Path, at: Callable[..., None]
+) -> None:
     folder = tmp_path / "run"
     draft = folder / "last.ckpt.partial"
     at(5, 0, lambda: draft.symlink_to("/dev/full"))
@@ -323,7 +335,10 @@ def test_a_full_disk_keeps_the_old_checkpoint_and_says_so(data: Path, whole: Pat
 
 def test_a_full_disk_is_found_behind_other_errors() -> None:
     full = OSError(errno.ENOSPC, "No space left on device", "train.csv")
-    assert checkpoints.failure(full) == "Expected 'output' to have room (got 'No space left on device' at train.csv). Make room and resume."
+    assert (
+        checkpoints.failure(full)
+        == "Expected 'output' to have room (got 'No space left on device' at train.csv). Make room and resume."
+    )
     other = RuntimeError("while tearing down")
     other.__context__ = checkpoints.CheckpointError("words")
     assert checkpoints.failure(other) == "words"
@@ -351,7 +366,9 @@ def test_two_processes_that_settled_on_one_folder_do_not_share_it(
     folder, lock = claim(folder, plan, new=True, move=True)
     if finished:
         lock.close()
-    with pytest.raises(checkpoints.CheckpointError, match="begun meanwhile" if finished else "no other process is at work"):
+    with pytest.raises(
+        checkpoints.CheckpointError, match="begun meanwhile" if finished else "no other process is at work"
+    ):
         claim(same, plan, new=True, move=False)
     other, second = claim(same, plan, new=True, move=True)
     assert (str(folder), str(other)) == ("runs/listops-laptop-1", "runs/listops-laptop-2")
@@ -363,7 +380,9 @@ def test_two_processes_that_settled_on_one_folder_do_not_share_it(
 
 
 @pytest.mark.parametrize("options", [["--attention", "full"], [], ["--log-every", "1", "--attention", "full"]])
-def test_a_diverged_run_ends_with_one_message_and_finite_checkpoints(data: Path, tmp_path: Path, options: list[str]) -> None:
+def test_a_diverged_run_ends_with_one_message_and_finite_checkpoints(
+    data: Path, tmp_path: Path, options: list[str]
+) -> None:
     with pytest.raises(SystemExit) as stop:
         train(data, tmp_path / "run", "--learning-rate", "1e30", "--clip-norm", "0", "--accumulate", "1", *options)
     words = str(stop.value.code)
@@ -371,7 +390,9 @@ def test_a_diverged_run_ends_with_one_message_and_finite_checkpoints(data: Path,
     assert "lower --learning-rate" in words
     assert not (tmp_path / "run" / "results.json").exists()
     start = checkpoints.newest(tmp_path / "run")
-    assert start is None or all(value.isfinite().all() for value in checkpoints.read_checkpoint(start)["state_dict"].values())
+    assert start is None or all(
+        value.isfinite().all() for value in checkpoints.read_checkpoint(start)["state_dict"].values()
+    )
 
 
 def test_patience_ends_a_run_and_survives_a_crash(
@@ -412,7 +433,9 @@ def test_the_gradient_of_all_parts_is_clipped(data: Path, tmp_path: Path) -> Non
 def loaders(data: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Data]:
     task = TASKS["listops"]
     splits = load(task, data, max_length=128)
-    settings = dataclasses.replace(task.presets["laptop"].settings, batch_size=12, steps=30, warmup=0, validate_every=7, save_every=4)
+    settings = dataclasses.replace(
+        task.presets["laptop"].settings, batch_size=12, steps=30, warmup=0, validate_every=7, save_every=4
+    )
 
     def make(rank: int = 0, count: int = 1, done: int = 0, workers: int = 0, **options: Any) -> Data:
         monkeypatch.setattr(processes, "rank", lambda: rank)
@@ -463,7 +486,9 @@ def test_some_examples_at_equal_distances_stand_for_all(loaders: Callable[..., D
     assert sorted(itertools.chain(*batches)) == [0, 4, 8, 12, 16]
     found = lengths[list(itertools.chain(*batches))].tolist()
     assert found == sorted(found)
-    assert sorted(itertools.chain(*(batch.examples.tolist() for batch in loaders(evaluate=50).val_dataloader()))) == list(range(20))
+    assert sorted(
+        itertools.chain(*(batch.examples.tolist() for batch in loaders(evaluate=50).val_dataloader()))
+    ) == list(range(20))
     with pytest.raises(ValueError, match="Expected at most as many processes as 'val' has examples \\(got 6\\)"):
         loaders(count=6, evaluate=5)
 
@@ -478,7 +503,9 @@ def test_the_majority_class_is_that_of_the_examples_that_count(data: Path, tmp_p
 
 
 def test_processes_need_equal_parts_and_an_example_each(loaders: Callable[..., Data]) -> None:
-    with pytest.raises(ValueError, match="Expected processes times 'accumulate' to divide 'batch-size' = 12 \\(got 8\\)"):
+    with pytest.raises(
+        ValueError, match="Expected processes times 'accumulate' to divide 'batch-size' = 12 \\(got 8\\)"
+    ):
         loaders(count=4, accumulate=2)
     with pytest.raises(ValueError, match="Expected at most as many processes as 'val' has examples \\(got 21\\)"):
         loaders(count=21, batch_size=21)
@@ -509,7 +536,16 @@ def test_two_processes_end_with_what_one_ends_with(data: Path, whole: Path, tmp_
     script.write_text(STOPPED)
 
     def torchrun(*words: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script), *words]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            str(script),
+            *words,
+        ]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=600)
 
@@ -539,7 +575,10 @@ def test_a_head_that_loses_its_edges_is_told_once() -> None:
         guard.check(trace, 1)
         guard.check(SimpleNamespace(graphs=(few,)), 2)  # a fortieth of the pairs, and no query without an edge
     empty = AttentionGraph.from_edge_index(torch.zeros(2, 0, dtype=torch.int64), 40, query_ptr=ptr, key_ptr=ptr)
-    with pytest.warns(UserWarning, match=r"Step 3: layer 1, head 0 has a density of 0.00% and leaves 100% of its queries without any edge"):
+    with pytest.warns(
+        UserWarning,
+        match=r"Step 3: layer 1, head 0 has a density of 0.00% and leaves 100% of its queries without any edge",
+    ):
         guard.check(SimpleNamespace(graphs=(alone, empty)), 3)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -563,7 +602,9 @@ def test_memory_goes_back_when_a_process_holds_several_times_what_a_step_needs(m
     keeper.on_train_batch_end(cast(Any, None), cast(Any, None), None, None, 0)
 
 
-@pytest.mark.skipif(sys.platform != "linux" or not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="needs the GNU C library")
+@pytest.mark.skipif(
+    sys.platform != "linux" or not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="needs the GNU C library"
+)
 def test_memory_between_what_lives_on_goes_back() -> None:
     blocks = [torch.ones(2**14) for _ in range(4000)]  # 64 KiB each, 250 MiB
     before = trainer.held_bytes()
@@ -575,7 +616,9 @@ def test_memory_between_what_lives_on_goes_back() -> None:
 
 
 @pytest.mark.skipif(not torch.set_flush_denormal(False), reason="the processor cannot flush subnormal numbers")
-def test_subnormal_numbers_are_zero_during_a_run_and_not_after(data: Path, tmp_path: Path, at: Callable[..., None]) -> None:
+def test_subnormal_numbers_are_zero_during_a_run_and_not_after(
+    data: Path, tmp_path: Path, at: Callable[..., None]
+) -> None:
     tiny, found = torch.full((8,), 1e-39), []
 
     def look() -> None:

@@ -46,7 +46,7 @@ class Batch(NamedTuple):
     ptr: Any  # [B + 1] int64
     labels: torch.Tensor  # [B] int64
     examples: torch.Tensor  # [B] int64, their numbers in the split
-    places: Any = None  # [N] int64, of each token in its sequence; None counts them
+    positions: Any = None  # [N] int64, of each token in its sequence; None counts them
 
     @property
     def num_tokens(self) -> int:
@@ -107,8 +107,8 @@ class Split:
 
         index = np.asarray(examples, dtype=np.int64)
         sides = [self._gather(index * self.arity + side) for side in range(self.arity)]
-        tokens, ptr, places = sides[0] if self.arity == 1 else zip(*sides, strict=True)
-        return Batch(tokens, ptr, torch.from_numpy(np.array(self.labels[index])), torch.from_numpy(index), places)
+        tokens, ptr, positions = sides[0] if self.arity == 1 else zip(*sides, strict=True)
+        return Batch(tokens, ptr, torch.from_numpy(np.array(self.labels[index])), torch.from_numpy(index), positions)
 
     def _gather(self, sequences: np.ndarray) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns tokens, ptr and places of some sequences."""

@@ -36,7 +36,10 @@ def path_argument(text: str) -> Path:
     path = Path(text)
     try:
         above = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
-        for place in (path / "settings.json.partial", *(above / name for name in path.parts)):  # the length of all, and of each name
+        for place in (
+            path / "settings.json.partial",
+            *(above / name for name in path.parts),
+        ):  # the length of all, and of each name
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 os.lstat(place)
     except OSError as error:
@@ -54,7 +57,9 @@ def check_folder(option: str, folder: Path, write: bool = True) -> None:
     """
     place = next(path for path in (folder, *folder.parents) if path.exists())
     if not place.is_dir():
-        raise ValueError(f"Expected '{option}' to be a folder that can be made (got {folder}, but {place} is a file). Choose another one.")
+        raise ValueError(
+            f"Expected '{option}' to be a folder that can be made (got {folder}, but {place} is a file). Choose another one."
+        )
     try:
         if write:
             tempfile.TemporaryFile(dir=place).close()
@@ -118,7 +123,9 @@ class Release:
             if not missing:
                 return folder
             if len(missing) < len(self.parts):
-                raise ValueError(f"Expected '{folder}' to hold every {self.part} (got no {', '.join(missing)}). {self.way_out}")
+                raise ValueError(
+                    f"Expected '{folder}' to hold every {self.part} (got no {', '.join(missing)}). {self.way_out}"
+                )
         for path in sorted(root.iterdir()) if root.is_dir() else [root] if root.is_file() else []:
             command = next((command for ending, command in ARCHIVES.items() if path.name.endswith(ending)), None)
             if command is not None:
@@ -129,7 +136,9 @@ class Release:
                     f"{shlex.quote(str(path))}{target}\nto have a folder like this:\n{self.tree}"
                 )
         got = "other files" if root.is_dir() else "a file" if root.is_file() else "no such folder"
-        raise ValueError(f"Expected '{root}' to hold {name} (got {got}). {self.source} The folder looks like this:\n{self.tree}")
+        raise ValueError(
+            f"Expected '{root}' to hold {name} (got {got}). {self.source} The folder looks like this:\n{self.tree}"
+        )
 
 
 def write_text(path: Path, text: str) -> None:

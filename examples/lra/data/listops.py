@@ -79,16 +79,27 @@ class Parameters:
     operator_probability: float = 0.25
 
     def __post_init__(self) -> None:
-        for name, least in (("train", 1), ("val", 1), ("test", 1), ("max_depth", 2), ("max_args", 2), ("min_length", 1)):
+        for name, least in (
+            ("train", 1),
+            ("val", 1),
+            ("test", 1),
+            ("max_depth", 2),
+            ("max_args", 2),
+            ("min_length", 1),
+        ):
             if getattr(self, name) < least:
-                raise ValueError(f"Expected '{name}' to be at least {least} (got {getattr(self, name)}). Give a larger number.")
+                raise ValueError(
+                    f"Expected '{name}' to be at least {least} (got {getattr(self, name)}). Give a larger number."
+                )
         if self.max_length < max(self.min_length + 2, 5):
             raise ValueError(
                 f"Expected 'max_length' to leave room above 'min_length' = {self.min_length} and to be at least 5, as both "
                 f"bounds are exclusive and the smallest tree has 4 tokens (got {self.max_length}). Give a larger number."
             )
         if not 0.0 < self.operator_probability <= 1.0:
-            raise ValueError(f"Expected 'operator_probability' to be in (0, 1] (got {self.operator_probability}). LRA uses 0.25.")
+            raise ValueError(
+                f"Expected 'operator_probability' to be in (0, 1] (got {self.operator_probability}). LRA uses 0.25."
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +147,9 @@ def draw_trees(parameters: Parameters, draws: int, rng: np.random.Generator) -> 
         symbol = np.where(branches, rng.integers(0, len(OPERATORS), nodes), rng.integers(0, 10, nodes))
         levels.append((tree, parent, arguments, symbol))
         length += np.bincount(tree, weights=1 + branches, minlength=draws).astype(np.int64)
-        grows = np.where(length[tree] < parameters.max_length, arguments, 0)  # too long already: never mind its children
+        grows = np.where(
+            length[tree] < parameters.max_length, arguments, 0
+        )  # too long already: never mind its children
         parent = np.repeat(np.arange(nodes), grows)
         tree = tree[parent]
     kept = (length > parameters.min_length) & (length < parameters.max_length)
@@ -196,7 +209,9 @@ def source_of(tokens: np.ndarray, arguments: np.ndarray) -> str:
     '( ( ( [MAX 4 ) 7 ) ] )'
     """
     words = [
-        "( " * (count + 1) + VOCABULARY[token - 1] if count else VOCABULARY[token - 1] + (" ) )" if token == END else " )")
+        "( " * (count + 1) + VOCABULARY[token - 1]
+        if count
+        else VOCABULARY[token - 1] + (" ) )" if token == END else " )")
         for token, count in zip(tokens.tolist(), arguments.tolist(), strict=True)
     ]
     return " ".join(words).removesuffix(" )")  # nobody takes the root as an argument
@@ -208,7 +223,9 @@ def generate(folder: Path, parameters: Parameters, *, seed: int = 0, progress: b
     The same seed and parameters give the same files (with the same version of numpy). A ValueError says if there are too few
     distinct trees of that law.
     """
-    return files.generate(folder, "listops", parameters, seed, lambda draft: _write_splits(draft, parameters, seed, progress))
+    return files.generate(
+        folder, "listops", parameters, seed, lambda draft: _write_splits(draft, parameters, seed, progress)
+    )
 
 
 def _write_splits(folder: Path, parameters: Parameters, seed: int, progress: bool) -> dict[str, dict]:
@@ -260,7 +277,10 @@ def open_splits(root: Path, *, split: str = "release") -> dict[str, Rows]:
         ValueError: If files are missing.
     """
     folder = RELEASE.find(root)
-    return {name: Rows([folder / file], partial(read_rows, folder / file)) for name, file in zip(SPLITS, RELEASE.parts, strict=True)}
+    return {
+        name: Rows([folder / file], partial(read_rows, folder / file))
+        for name, file in zip(SPLITS, RELEASE.parts, strict=True)
+    }
 
 
 def read_rows(path: Path) -> Iterator[tuple[np.ndarray, int]]:
@@ -279,27 +299,47 @@ def read_rows(path: Path) -> Iterator[tuple[np.ndarray, int]]:
     with path.open(encoding="utf-8", errors="replace", newline="") as file:
         header = file.readline().rstrip("\r\n")
         if header != HEADER:
-            raise malformed(path, 1, f"be the header {HEADER!r}", repr(header[:80]), "Use the file as LRA's script writes it.")
+            raise malformed(
+                path, 1, f"be the header {HEADER!r}", repr(header[:80]), "Use the file as LRA's script writes it."
+            )
         for line, text in enumerate(file, start=2):
             columns = text.rstrip("\r\n").split("\t")
             if len(columns) != 2:
-                raise malformed(path, line, "have two columns, a tree and its value", f"{len(columns)}", "Look for a cut or merged line.")
+                raise malformed(
+                    path,
+                    line,
+                    "have two columns, a tree and its value",
+                    f"{len(columns)}",
+                    "Look for a cut or merged line.",
+                )
             source, target = columns
             if target not in VOCABULARY[:10]:
-                raise malformed(path, line, "end in a label from 0 to 9", repr(target[:80]), "Look for swapped or damaged columns.")
+                raise malformed(
+                    path, line, "end in a label from 0 to 9", repr(target[:80]), "Look for swapped or damaged columns."
+                )
             words = source.replace("(", "").replace(")", "").split()
             try:
                 tokens = bytes(map(TOKEN_NUMBER.__getitem__, words))
             except KeyError as error:
                 raise malformed(
-                    path, line, f"hold the tokens {' '.join(VOCABULARY)}", repr(error.args[0]), "Is this a file of another task?"
+                    path,
+                    line,
+                    f"hold the tokens {' '.join(VOCABULARY)}",
+                    repr(error.args[0]),
+                    "Is this a file of another task?",
                 ) from None
             try:
                 value = value_of(tokens)
             except ValueError as error:
                 raise malformed(path, line, "be one whole tree", error, "Look for a cut or merged line.") from None
             if value != int(target):
-                raise malformed(path, line, f"end in {value}, the value of its tree", repr(target), "Look for swapped or damaged lines.")
+                raise malformed(
+                    path,
+                    line,
+                    f"end in {value}, the value of its tree",
+                    repr(target),
+                    "Look for swapped or damaged lines.",
+                )
             yield np.frombuffer(tokens, dtype=np.uint8), value
 
 
@@ -323,7 +363,9 @@ def value_of(tokens: bytes) -> int:
         elif not above:
             raise ValueError(f"a ']' that ends nothing, token {place} of {len(tokens)}")
         elif not values:
-            raise ValueError(f"{VOCABULARY[above[-1][0] - 1]} without arguments, which ends at token {place} of {len(tokens)}")
+            raise ValueError(
+                f"{VOCABULARY[above[-1][0] - 1]} without arguments, which ends at token {place} of {len(tokens)}"
+            )
         else:
             operator, beside = above.pop()
             beside.append(OPERATIONS[operator](values))

@@ -64,10 +64,14 @@ class Parameters:
 
     def __post_init__(self) -> None:
         if self.level not in LEVELS:
-            raise ValueError(f"Expected 'level' to be one of {', '.join(LEVELS)} (got {self.level!r}). Choose one of them.")
+            raise ValueError(
+                f"Expected 'level' to be one of {', '.join(LEVELS)} (got {self.level!r}). Choose one of them."
+            )
         for name, least in (("images", 10), ("per_folder", 1)):
             if getattr(self, name) < least:
-                raise ValueError(f"Expected '{name}' to be at least {least} (got {getattr(self, name)}). Give a larger number.")
+                raise ValueError(
+                    f"Expected '{name}' to be at least {least} (got {getattr(self, name)}). Give a larger number."
+                )
 
 
 def generate(folder: Path, parameters: Parameters, *, seed: int = 0, progress: bool = True) -> bool:
@@ -75,7 +79,9 @@ def generate(folder: Path, parameters: Parameters, *, seed: int = 0, progress: b
 
     An image is a function of level, seed and its number (with the same version of pillow).
     """
-    return files.generate(folder, "pathfinder", parameters, seed, lambda draft: _write_images(draft, parameters, seed, progress))
+    return files.generate(
+        folder, "pathfinder", parameters, seed, lambda draft: _write_images(draft, parameters, seed, progress)
+    )
 
 
 def _write_images(folder: Path, parameters: Parameters, seed: int, progress: bool) -> dict[str, dict]:
@@ -125,7 +131,9 @@ def open_splits(root: Path, *, split: str = "80-10-10", level: str = "curv_conto
     listed = [path for path in (folder / "metadata").iterdir() if re.fullmatch(r"\d+\.npy", path.name)]
     metadata = sorted(listed, key=lambda path: int(path.stem))
     if not metadata:
-        raise ValueError(f"Expected '{folder / 'metadata'}' to hold files 0.npy, 1.npy ... (got none). Copy or generate it again.")
+        raise ValueError(
+            f"Expected '{folder / 'metadata'}' to hold files 0.npy, 1.npy ... (got none). Copy or generate it again."
+        )
     images = [image for path in metadata for image in _read_metadata(path, LEVELS[level])]
     # Folders change when an image comes, goes or is replaced; 200,000 images are too many to look at each of them every time.
     sources = [*metadata, *sorted({path.parent for path, _ in images})]
@@ -142,7 +150,11 @@ def _read_metadata(path: Path, contour: int) -> Iterator[tuple[Path, int]]:
     with path.open("rb") as file:
         if file.read(6) == b"\x93NUMPY":
             raise malformed(
-                path, None, "be plain text, as LRA released it", "an array of numpy", "Write it with numpy.savetxt(..., fmt='%s')."
+                path,
+                None,
+                "be plain text, as LRA released it",
+                "an array of numpy",
+                "Write it with numpy.savetxt(..., fmt='%s').",
             )
     for line, text in enumerate(path.read_text(errors="replace").splitlines(), start=1):
         fields = text.split()
@@ -150,12 +162,24 @@ def _read_metadata(path: Path, contour: int) -> Iterator[tuple[Path, int]]:
             raise malformed(path, line, "have eleven fields", len(fields), "Look for a cut or merged line.")
         folder, name, _, label, _, length, *_ = fields
         if not (re.fullmatch(r"imgs/\d+", folder) and re.fullmatch(r"sample_\d+\.png", name)):
-            raise malformed(path, line, "start with a folder imgs/NUMBER and a file sample_NUMBER.png", repr(text[:80]), "Copy it again.")
+            raise malformed(
+                path,
+                line,
+                "start with a folder imgs/NUMBER and a file sample_NUMBER.png",
+                repr(text[:80]),
+                "Copy it again.",
+            )
         if label not in ("0", "1"):
-            raise malformed(path, line, "have the label 0 or 1 in its fourth field", repr(label[:80]), "Look for damaged fields.")
+            raise malformed(
+                path, line, "have the label 0 or 1 in its fourth field", repr(label[:80]), "Look for damaged fields."
+            )
         if length != str(contour):
             raise malformed(
-                path, line, f"have {contour}, the length of this level, in its sixth field", repr(length[:80]), "Is this another level?"
+                path,
+                line,
+                f"have {contour}, the length of this level, in its sixth field",
+                repr(length[:80]),
+                "Is this another level?",
             )
         yield path.parents[1] / folder / name, int(label)
 
@@ -174,5 +198,7 @@ def _read_image(image: tuple[Path, int]) -> Row | None:
         raise malformed(path, None, "be an image in PNG", error, "Copy or generate the data again.") from None
     if pixels.shape != (SIDE, SIDE) or pixels.dtype != np.uint8:
         got = f"{' x '.join(map(str, pixels.shape))}, {pixels.dtype}"
-        raise malformed(path, None, f"have {SIDE} x {SIDE} grey pixels, uint8", got, "Is this Pathfinder128 or another task?")
+        raise malformed(
+            path, None, f"have {SIDE} x {SIDE} grey pixels, uint8", got, "Is this Pathfinder128 or another task?"
+        )
     return pixels.reshape(-1).astype(np.uint16) + 1, label

@@ -33,7 +33,12 @@ FOLDER = "prepared"
 
 
 def prepare(
-    task: Task, root: Path, *, options: Mapping[str, str] | None = None, prepared: Path | None = None, progress: bool = False
+    task: Task,
+    root: Path,
+    *,
+    options: Mapping[str, str] | None = None,
+    prepared: Path | None = None,
+    progress: bool = False,
 ) -> tuple[Path, bool]:
     """Parses a task's files into arrays, unless that was done before.
 
@@ -57,7 +62,13 @@ def prepare(
     folder = (prepared or root / FOLDER) / "-".join([task.name, *(value for value in options.values() if value)])
     try:
         rows = task.open(root, **options)
-        wanted = {"format": FORMAT, "task": task.name, "tokeniser": task.tokeniser, "options": options, "source": fingerprint(root, rows)}
+        wanted = {
+            "format": FORMAT,
+            "task": task.name,
+            "tokeniser": task.tokeniser,
+            "options": options,
+            "source": fingerprint(root, rows),
+        }
 
         def is_there() -> bool:
             found = read_manifest(folder, KIND)
@@ -70,7 +81,9 @@ def prepare(
     except OSError as error:
         failed = Path(error.filename or folder)
         if failed == root or not (failed.is_relative_to(folder.parent) or folder.is_relative_to(failed)):
-            raise ValueError(f"Expected '{error.filename}' to be readable (got: {error}). Copy it again, or change its rights.") from error
+            raise ValueError(
+                f"Expected '{error.filename}' to be readable (got: {error}). Copy it again, or change its rights."
+            ) from error
         raise ValueError(
             f"Expected '{folder}' to be a place for prepared data (got: {error}). Free it, or give another with --prepared DIR."
         ) from error
@@ -116,7 +129,9 @@ class _Array:
 def _write_split(folder: Path, name: str, rows: Rows, task: Task, root: Path, progress: bool) -> dict[str, Any]:
     """Parses one split; returns its entry in the manifest."""
     dtypes = (np.min_scalar_type(task.num_tokens), np.int64, np.int64)
-    tokens, ptr, labels = arrays = [_Array(folder / f"{name}_{array}.npy", dtype) for array, dtype in zip(ARRAYS, dtypes, strict=True)]
+    tokens, ptr, labels = arrays = [
+        _Array(folder / f"{name}_{array}.npy", dtype) for array, dtype in zip(ARRAYS, dtypes, strict=True)
+    ]
     counts = np.zeros(task.num_classes, dtype=np.int64)
     skipped = longest = 0
     try:
@@ -139,7 +154,14 @@ def _write_split(folder: Path, name: str, rows: Rows, task: Task, root: Path, pr
         for part in arrays:
             part.file.close()
     shares = {str(label): int(count) for label, count in enumerate(counts)}
-    return {"examples": labels.size, "tokens": tokens.size, "longest": longest, "skipped": skipped, "labels": shares, "arrays": entries}
+    return {
+        "examples": labels.size,
+        "tokens": tokens.size,
+        "longest": longest,
+        "skipped": skipped,
+        "labels": shares,
+        "arrays": entries,
+    }
 
 
 def load(

@@ -91,7 +91,9 @@ def _reviews(folder: Path) -> list[Path]:
             continue
         match = re.fullmatch(r"(\d+)_(\d+)\.txt", path.name)
         if match is None:
-            raise malformed(path, None, "be named NUMBER_STARS.txt", "another name", "Remove what is not of the release.")
+            raise malformed(
+                path, None, "be named NUMBER_STARS.txt", "another name", "Remove what is not of the release."
+            )
         numbered.append((int(match[1]), int(match[2]), path))
     return [path for *_, path in sorted(numbered)]
 
@@ -151,7 +153,11 @@ def read_pairs(path: Path) -> Iterator[Row]:
             columns = text.rstrip(b"\r\n").split(b"\t")
             if len(columns) != 5:
                 raise malformed(
-                    path, line, "have five columns, label, two ids and two texts", len(columns), "Look for a cut, merged or quoted line."
+                    path,
+                    line,
+                    "have five columns, label, two ids and two texts",
+                    len(columns),
+                    "Look for a cut, merged or quoted line.",
                 )
             try:
                 label = int(float(columns[0]))
@@ -159,7 +165,9 @@ def read_pairs(path: Path) -> Iterator[Row]:
                 label = -1
             if label not in (0, 1):
                 got = repr(columns[0][:80].decode(errors="replace"))
-                raise malformed(path, line, "start with the label 0.0 or 1.0", got, "Look for swapped or damaged columns.")
+                raise malformed(
+                    path, line, "start with the label 0.0 or 1.0", got, "Look for swapped or damaged columns."
+                )
             if not (columns[3] and columns[4]):
                 raise malformed(path, line, "hold two texts", "an empty one", "Look for a cut line.")
             first, second = (np.frombuffer(column, dtype=np.uint8).astype(np.uint16) + 1 for column in columns[3:])
@@ -184,7 +192,12 @@ IMAGE = Release(
 )
 
 #: All that a pickle of a dictionary of arrays needs; numpy 2 renamed its core.
-ALLOWED = {("numpy", "ndarray"), ("numpy", "dtype"), ("numpy.core.multiarray", "_reconstruct"), ("numpy._core.multiarray", "_reconstruct")}
+ALLOWED = {
+    ("numpy", "ndarray"),
+    ("numpy", "dtype"),
+    ("numpy.core.multiarray", "_reconstruct"),
+    ("numpy._core.multiarray", "_reconstruct"),
+}
 
 
 class ArraysOnly(pickle.Unpickler):
@@ -208,7 +221,11 @@ def open_image(root: Path, *, split: str = "held-out") -> dict[str, Rows]:
     """
     folder = IMAGE.find(root)
     whole, halved = [(folder / name, 0, 2) for name in TRAIN[:-1]], folder / TRAIN[-1]
-    return {"train": _images([*whole, (halved, 0, 1)]), "val": _images([(halved, 1, 2)]), "test": _images([(folder / TEST, 0, 2)])}
+    return {
+        "train": _images([*whole, (halved, 0, 1)]),
+        "val": _images([(halved, 1, 2)]),
+        "test": _images([(folder / TEST, 0, 2)]),
+    }
 
 
 def _images(parts: list[tuple[Path, int, int]]) -> Rows:
@@ -252,15 +269,25 @@ def read_batch(path: Path) -> tuple[np.ndarray, np.ndarray]:
         ) from None
     content = content if isinstance(content, dict) else {}
     images, labels = content.get(b"data"), content.get(b"labels")
-    if not (isinstance(images, np.ndarray) and images.dtype == np.uint8 and images.ndim == 2 and images.shape[1] == 3072):
+    if not (
+        isinstance(images, np.ndarray) and images.dtype == np.uint8 and images.ndim == 2 and images.shape[1] == 3072
+    ):
         got = f"{images.dtype} {list(images.shape)}" if isinstance(images, np.ndarray) else type(images).__name__
         raise malformed(path, None, 'hold b"data" [n, 3072] uint8', got, "Is this CIFAR-10, in its version for Python?")
     if not (isinstance(labels, list) and len(labels) == len(images)):
         got = f"{len(labels)}" if isinstance(labels, list) else type(labels).__name__
-        raise malformed(path, None, f'hold b"labels", a list of {len(images)}', got, "Is this CIFAR-10, in its version for Python?")
+        raise malformed(
+            path, None, f'hold b"labels", a list of {len(images)}', got, "Is this CIFAR-10, in its version for Python?"
+        )
     for row, label in enumerate(labels):
         if not (type(label) is int and 0 <= label < 10):
-            raise malformed(path, None, f"have a label from 0 to 9 in row {row}", repr(label)[:80], "Is this CIFAR-10, and not CIFAR-100?")
+            raise malformed(
+                path,
+                None,
+                f"have a label from 0 to 9 in row {row}",
+                repr(label)[:80],
+                "Is this CIFAR-10, and not CIFAR-100?",
+            )
     return images, np.array(labels, dtype=np.int64)
 
 

@@ -28,7 +28,12 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 SIZE, PADDING = 32, 1
-LENGTH, THICKNESS, MARGIN, SCALE = 2, 0.5, 1, 2  # of a paddle; SCALE is how much finer strokes are drawn before they are shrunk
+LENGTH, THICKNESS, MARGIN, SCALE = (
+    2,
+    0.5,
+    1,
+    2,
+)  # of a paddle; SCALE is how much finer strokes are drawn before they are shrunk
 SEED_DISTANCE, RADIUS = 7, 1.5
 LONG_INK, SHORT_INK = 1.5, 2.0  # contrast of the long and of the short snakes; discs have 1
 PADDLE_TRIES = 3
@@ -85,7 +90,9 @@ def _paddle(angle: float) -> tuple[np.ndarray, np.ndarray]:
     for y in range(-wide, wide + 1):
         for x in range(-wide, wide + 1):
             if y * y + x * x <= wide * wide:
-                grown |= np.roll(stroke, (y, x), (0, 1))  # the stroke is too far from the border to come back on the other side
+                grown |= np.roll(
+                    stroke, (y, x), (0, 1)
+                )  # the stroke is too far from the border to come back on the other side
     return _shrink(fine), _shrink(Image.fromarray(grown.astype(np.uint8) * 255))
 
 
@@ -242,7 +249,10 @@ def _targets(contour, ink, occupied, snakes, tips, stamps, state):
     placed = False
     for _ in range(PADDLE_TRIES):
         degree, towards = _below(state, 360), _below(state, 360) * math.pi / 180
-        a, b = int(np.round(y + SEED_DISTANCE * math.sin(towards))), int(np.round(x + SEED_DISTANCE * math.cos(towards)))
+        a, b = (
+            int(np.round(y + SEED_DISTANCE * math.sin(towards))),
+            int(np.round(x + SEED_DISTANCE * math.cos(towards))),
+        )
         if _seed(ink, snakes[1], degree, a, b, LONG_INK, stamps):
             tips[1, 0], tips[1, 1] = a, b
             placed = True

@@ -64,7 +64,9 @@ class Task:
         for name, value in options.items():
             choices = self.options.get(name, {"none": ""})
             if value not in choices:
-                raise ValueError(f"Expected '{name}' of {self.name} to be one of {', '.join(choices)} (got {value!r}). Choose one of them.")
+                raise ValueError(
+                    f"Expected '{name}' of {self.name} to be one of {', '.join(choices)} (got {value!r}). Choose one of them."
+                )
         return {name: options.get(name, next(iter(choices))) for name, choices in self.options.items()}
 
     def options_of(self, settings: Settings) -> dict[str, str]:
@@ -98,7 +100,11 @@ class Task:
         return {
             "tokeniser": self.tokeniser,
             "length": f"sequences {cut}, never padded",
-            **({} if masked is None else {"mask": f"pixels up to {masked - 1} of 255 left out, the others in their places"}),
+            **(
+                {}
+                if masked is None
+                else {"mask": f"pixels up to {masked - 1} of 255 left out, the others in their places"}
+            ),
             **({"compat": settings.compat + ": " + COMPAT} if settings.compat != "none" else {}),
             **{name: f"{value}: {self.options[name][value]}" for name, value in chosen.items()},
             **({"examples": "/".join(f"{len(splits[name]):,}" for name in ("train", "val", "test"))} if splits else {}),
@@ -200,7 +206,9 @@ def data_folder(plan: Plan) -> Path:
         )
     own = getattr(task.presets[plan.preset].data, "level", plan.settings.level) == plan.settings.level
     start = Path(plan.directory) if Path(plan.directory).is_dir() else Path()
-    return start / "data" / (f"{task.name}-{plan.preset}" if own else f"{task.name}-{plan.preset}-{plan.settings.level}")
+    return (
+        start / "data" / (f"{task.name}-{plan.preset}" if own else f"{task.name}-{plan.preset}-{plan.settings.level}")
+    )
 
 
 def open_data(plan: Plan, *, progress: bool = True) -> tuple[dict[str, Split], str]:
@@ -223,7 +231,9 @@ def open_data(plan: Plan, *, progress: bool = True) -> tuple[dict[str, Split], s
         law = dataclasses.replace(law, level=settings.level) if hasattr(law, "level") else law
         task.generate(root, law, progress=progress)
     arrays, masked = plan.place("prepared"), task.masked(settings)
-    splits = load(task, root, max_length=settings.max_length, options=options, prepared=arrays, masked=masked, progress=progress)
+    splits = load(
+        task, root, max_length=settings.max_length, options=options, prepared=arrays, masked=masked, progress=progress
+    )
     fingerprint = splits_digest(splits)
     if plan.fingerprint and plan.fingerprint != fingerprint:
         raise ValueError(
@@ -246,7 +256,11 @@ def _describe(given: argparse.Namespace) -> None:
     unknown = [name for name in law if name not in (law_of(task.presets["paper"]) if given.generate else ("level",))]
     if unknown:
         option, value = unknown[0].replace("_", "-"), law[unknown[0]]
-        other = f"for {task.name} (got {value}). It belongs to another task" if given.generate else f"without 'generate' (got {value})"
+        other = (
+            f"for {task.name} (got {value}). It belongs to another task"
+            if given.generate
+            else f"without 'generate' (got {value})"
+        )
         raise ValueError(f"Expected '{option}' to be left out {other}.")
     told = {True: "written", False: "already there, nothing to do"}
     preset = task.presets[given.preset]
@@ -254,8 +268,12 @@ def _describe(given: argparse.Namespace) -> None:
     options = task.complete(options | {name: words[name] for name in ("split", "level") if name in words})
     if given.generate:
         if task.generate is None:
-            raise ValueError(f"Expected no 'generate' for {task.name}, which nobody can generate (got it). {task.release.source}")
-        print(f"{given.data}: {told[task.generate(given.data, dataclasses.replace(preset.data, **law), seed=given.seed)]}")
+            raise ValueError(
+                f"Expected no 'generate' for {task.name}, which nobody can generate (got it). {task.release.source}"
+            )
+        print(
+            f"{given.data}: {told[task.generate(given.data, dataclasses.replace(preset.data, **law), seed=given.seed)]}"
+        )
     folder, written = prepare(task, given.data, options=options, prepared=given.prepared, progress=True)
     print(f"{folder}: {told[written]}")
     chosen: dict[str, Any] = dict(options)
