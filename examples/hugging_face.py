@@ -23,46 +23,43 @@ if __name__ == "__main__":  # --help and mistakes do not wait for the imports be
     parse(None)
 
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    BertConfig,
-    BertForSequenceClassification,
-    PreTrainedModel,
-)
 
 from sbm_pyg import SBMAttentionConv, patterns
 
 
-def attach(model: PreTrainedModel, num_blocks: int | None) -> int:
+def small_bert() -> Any:
+    """Two layers and two classes, without dropout."""
+    sizes: Any = {"vocab_size": 16, "hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 32}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 2, "initializer_range": 0.3}
+    config = transformers.BertConfig(**sizes, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    return transformers.BertForSequenceClassification(config)
+
+
+def attach(model: Any, num_blocks: int | None) -> int:
     """Give each self-attention a layer that chooses its graph, and select the interface; returns how many there were.
 
     The model's projections stay. Attach before an optimizer is made, for the layer has parameters of its own.
     """
-    width, heads, dropout = (
-        getattr(model.config, name) for name in ("hidden_size", "num_attention_heads", "attention_probs_dropout_prob")
-    )
-    modules = [
-        module for module in model.modules() if hasattr(module, "scaling") and not getattr(module, "is_causal", True)
-    ]
+    chosen = model.config
+    width, heads, dropout = chosen.hidden_size, chosen.num_attention_heads, chosen.attention_probs_dropout_prob
+    modules = [each for each in model.modules() if hasattr(each, "scaling") and not getattr(each, "is_causal", True)]
     for module in modules:
         layer = SBMAttentionConv(width, width // heads, heads, num_blocks, dropout=dropout)
         layer.lin_query = layer.lin_key = layer.lin_value = None
-        layer.scale = float(module.scaling)
+        layer.scale = module.scaling
         module.sbm_attention = layer.to(model.device, model.dtype).train(module.training)
-    AttentionInterface.register("sbm", attention)
-    AttentionMaskInterface.register("sbm", padding)
+    transformers.AttentionInterface.register("sbm", attention)
+    transformers.AttentionMaskInterface.register("sbm", padding)
     model.set_attn_implementation("sbm")
     return len(modules)
 
 
-def attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **_: Any
-) -> tuple[Tensor, None]:
-    """What the library calls: tensors are `[B, H, L, C]`, the mask is what :func:`padding` made of it; returns `[B, L, H, C]`."""
+def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **_: Any) -> Any:
+    """What the library calls with `[B, H, L, C]` and the mask of :func:`padding`; returns `[B, L, H, C]` and no weights."""
     layer: Any = module.sbm_attention
-    real = query.new_ones(query.size(0), query.size(2), dtype=torch.bool) if attention_mask is None else attention_mask
+    real = query.new_ones(query.size(0), query.size(2), dtype=torch.bool) if mask is None else mask
     ptr = nn.functional.pad(real.sum(1).cumsum(0), (1, 0))
     query, key, value = (x.transpose(1, 2)[real].transpose(0, 1) for x in (query, key, value))  # [H, N, C]
     graph = patterns.full(None, ptr=ptr) if layer.num_blocks is None else None
@@ -71,26 +68,9 @@ def attention(
     return padded, None
 
 
-def padding(
-    batch_size: int, q_length: int, kv_length: int, attention_mask: Tensor | None = None, **_: Any
-) -> Tensor | None:
-    """The mask of real tokens as it is, `[B, L]`. Without a function of its own, an attention gets no mask from the library."""
+def padding(*_: Any, attention_mask: Tensor | None = None, **__: Any) -> Tensor | None:
+    """The mask of real tokens as it is, `[B, L]`: without such a function, an attention gets no mask from the library."""
     return attention_mask
-
-
-def small_bert() -> BertForSequenceClassification:
-    """A randomly initialised model of two layers and two classes, without dropout."""
-    sizes: dict[str, Any] = {
-        "vocab_size": 16,
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "intermediate_size": 64,
-    }
-    dropout: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    return BertForSequenceClassification(
-        BertConfig(**sizes, **dropout, max_position_embeddings=32, initializer_range=0.3)
-    )
 
 
 def main(arguments: list[str] | None = None) -> None:

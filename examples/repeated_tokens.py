@@ -48,12 +48,7 @@ class Settings:
 
 
 QUICK = Settings(tokens=64, batch_size=32, learning_rate=3e-3, decay=1, num_blocks=32)
-SORTED: dict[str, Any] = {
-    "parameterization": "assortative",
-    "cluster_init": "orthogonal",
-    "temperature": 0.3,
-    "tied": 1,
-}
+SORTED: Any = {"parameterization": "assortative", "cluster_init": "orthogonal", "temperature": 0.3, "tied": 1}
 SPARSE: dict[str, Any] = {**SORTED, "density_weight": 0.1, "decay": 1, "position_scale": 1.0}
 
 
@@ -64,9 +59,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", choices=("full", "sbm"), default=["full", "sbm"], help="(default: both)")
     parser.add_argument("--steps", type=int, default=Settings.steps, help="optimiser steps (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of everything random (default: 0)")
-    parser.add_argument(
-        "--output", type=Path, default=Path("runs/repeated-tokens"), help="folder (default: %(default)s)"
-    )
+    parser.add_argument("--output", type=Path, default=Path("runs/repeated-tokens"), help="(default: %(default)s)")
     given = parser.parse_args(arguments)
     given.fail = parser.error
     return given
@@ -150,10 +143,8 @@ def step_loss(model: TokenClassifier, settings: Settings, step: int) -> tuple[Te
     if settings.density_weight and settings.attention == "sbm":
         total = total + settings.density_weight * trace.density_loss()
     if settings.estimator == "score-function" and settings.attention == "sbm":
-        choice = trace.choices[0]
-        total = total + score_function(
-            choice.probability, choice.graph, losses / settings.batch_size, settings.exploration
-        )
+        sbm, graph = trace.choices[0].probability, trace.choices[0].graph
+        total = total + score_function(sbm, graph, losses / settings.batch_size, settings.exploration)
     return total, loss
 
 
@@ -166,9 +157,7 @@ def train(checkpoint: Path, settings: Settings) -> list[dict[str, float]]:
     if checkpoint.exists():
         state = torch.load(checkpoint, weights_only=True)
         if different := [name for name, value in asdict(settings).items() if state["settings"].get(name) != value]:
-            raise ValueError(
-                f"Expected the settings of {checkpoint} (got other {', '.join(different)}). Use another --output."
-            )
+            raise ValueError(f"Expected the settings of {checkpoint} (got other {different}). Use another --output.")
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         rows = state["rows"]
@@ -185,17 +174,11 @@ def train(checkpoint: Path, settings: Settings) -> list[dict[str, float]]:
             row = {"step": step, "train_loss": float(torch.stack(losses).mean()), **evaluate(model, settings)}
             rows.append({**row, "seconds": time.perf_counter() - start})
             losses = []
-            state = {
-                "model": model.state_dict(),
-                "optimizer": optimizer.state_dict(),
-                "rows": rows,
-                "settings": asdict(settings),
-            }
-            torch.save(state, checkpoint.with_suffix(".partial"))
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "rows": rows}
+            torch.save(state | {"settings": asdict(settings)}, checkpoint.with_suffix(".partial"))
             os.replace(checkpoint.with_suffix(".partial"), checkpoint)
-            shown = ", ".join(
-                f"{name} {row[name]:.4f}" for name in ("loss", "accuracy", "density", "p_equal", "p_other")
-            )
+            names = ("loss", "accuracy", "density", "p_equal", "p_other")
+            shown = ", ".join(f"{name} {row[name]:.4f}" for name in names)
             print(f"{checkpoint.stem:<4} step {step:>5}: {shown}; {rows[-1]['seconds']:.0f} s", flush=True)
     return rows
 
@@ -204,14 +187,12 @@ def main(arguments: list[str] | None = None) -> None:
     from matplotlib.figure import Figure
 
     given = parse(arguments)
-    settings = replace(
-        QUICK if given.quick else Settings(), **(SPARSE if given.sparse else {}), steps=given.steps, seed=given.seed
-    )
+    chosen = {**(SPARSE if given.sparse else {}), "steps": given.steps, "seed": given.seed}
+    settings = replace(QUICK if given.quick else Settings(), **chosen)
     given.output.mkdir(parents=True, exist_ok=True)
+    runs = {name: replace(settings, attention=name) for name in given.models}
     try:
-        curves = {
-            name: train(given.output / f"{name}.ckpt", replace(settings, attention=name)) for name in given.models
-        }
+        curves = {name: train(given.output / f"{name}.ckpt", run) for name, run in runs.items()}
     except ValueError as error:
         given.fail(str(error))
     (given.output / "curves.json").write_text(json.dumps(curves, indent=1) + "\n")

@@ -47,9 +47,7 @@ class Classifier(nn.Module):
 
     def __init__(self, num_tokens: int, channels: int, heads: int, num_layers: int, max_length: int) -> None:
         super().__init__()
-        layer = nn.TransformerEncoderLayer(
-            channels, heads, 2 * channels, dropout=0.0, activation="gelu", batch_first=True
-        )
+        layer = nn.TransformerEncoderLayer(channels, heads, 2 * channels, 0.0, "gelu", batch_first=True)
         self.encoder = nn.TransformerEncoder(layer, num_layers)
         self.token, self.position = nn.Embedding(num_tokens, channels), nn.Embedding(max_length, channels)
         self.out = nn.Linear(channels, 2)
