@@ -157,7 +157,8 @@ def train(checkpoint: Path, settings: Settings) -> list[dict[str, float]]:
     if checkpoint.exists():
         state = torch.load(checkpoint, weights_only=True)
         if different := [name for name, value in asdict(settings).items() if state["settings"].get(name) != value]:
-            raise ValueError(f"Expected the settings of {checkpoint} (got other {different}). Use another --output.")
+            got = ", ".join(different)
+            raise ValueError(f"Expected the settings of {checkpoint} (got other {got}). Use another --output.")
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         rows = state["rows"]

@@ -263,7 +263,7 @@ def test_threads_that_share_a_layer_get_their_own_weights() -> None:
     def work(case: int) -> None:
         for _ in range(20):
             weights = conv(cases[case], graph, return_attention_weights=True)[1][1]
-            if not torch.equal(weights, expected[case]):
+            if not torch.allclose(weights, expected[case], atol=1e-5):  # threads may round projections otherwise
                 wrong.append(case)
 
     threads = [threading.Thread(target=work, args=(case,)) for case in range(3)]

@@ -25,7 +25,7 @@ def rows() -> list[tuple[str, list[str]]]:
 def test_every_row_names_a_test_that_exists() -> None:
     functions = {
         path.name: {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)}
-        for path in TESTS.glob("test_*.py")
+        for path in TESTS.rglob("test_*.py")
     }
     for _, cells in rows():
         assert len(cells) == 3, cells
