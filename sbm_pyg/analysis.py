@@ -5,7 +5,8 @@ graph. Not here: pictures (``plots``); what is listed from ``hamiltonian`` and `
 belongs to the interface of this module.
 
 Nothing here is imported by the rest of the library; scipy, from the ``[analysis]`` extra, is imported when a function
-needs it."""
+needs it.
+"""
 
 from __future__ import annotations
 
@@ -366,7 +367,8 @@ def _busiest(rows: Any, columns: Any, group: Array, cells: int) -> Array:
 
 def _diameter(rows: Any, columns: Any, group: Array, roots: Array, strong: Array) -> tuple[Array, Array]:
     """Bounds of the diameter, each ``[B*H]``: the farthest node from a root and the farthest to it lie far apart, and a
-    node halfway between is near to all."""
+    node halfway between is near to all.
+    """
     cells, index, depth = len(roots), np.arange(len(group)), np.empty(len(group), np.int64)
 
     def sweep(matrix: Any, roots: Array, share: float = 1.0) -> tuple[Array, Array]:

@@ -288,7 +288,8 @@ class AttentionConv(EdgeAttention):
         """What the source chooses, in as many heads as the layer has."""
         if self.source is None:
             raise ValueError(
-                "Expected 'edge_index' (got None, and the layer has no source). Pass a graph, or give the layer one."
+                "Expected 'edge_index' (got None, and the layer has no source: 'source' or 'num_blocks' is None). "
+                "Pass a graph, or give the layer a source."
             )
         choice = self.source(query, key, query_ptr, key_ptr, **options)
         if not isinstance(choice, Choice):
@@ -344,7 +345,8 @@ class SBMAttentionConv(AttentionConv):
 
     Reference: Cho et al., "Transformers meet Stochastic Block Models", NeurIPS 2022. As there, no output projection
     belongs to the layer. Unlike their code: scores are scaled, the softmax sees sampled edges only, evaluation explores
-    nothing."""
+    nothing.
+    """
 
     def __init__(
         self,

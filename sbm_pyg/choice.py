@@ -2,7 +2,8 @@
 
 In: queries and keys of a batch. Out: a :class:`Choice`, which is a graph and what its source knows of its pairs. Not
 here: the sources themselves (``patterns``, ``sampling``), attention, and how a loss reaches the probabilities
-(``estimators``)."""
+(``estimators``).
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ class EdgeProbability(ABC):
     """How probable a source of graphs holds each pair of a query and a key to be.
 
     A subclass says :meth:`on` and :meth:`expected_density`; then every estimator trains it. :class:`sbm_pyg.SBM` is
-    one."""
+    one.
+    """
 
     @abstractmethod
     def on(self, graph: AttentionGraph) -> Tensor:

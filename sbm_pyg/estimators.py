@@ -19,7 +19,8 @@ score function      :math:`(L - b) \, \partial \log \Pr(A) / \partial p_{ij}`, a
 ==================  ============================================================================  ==================
 
 ``"local"`` knows the law of method ``"bernoulli"`` alone. docs/learning.md derives them and compares them by
-experiment."""
+experiment.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +80,8 @@ class Estimator:
     """How the loss reaches the probabilities of a choice: a subclass overrides the steps in which it differs.
 
     The layer calls :meth:`prepare`, :meth:`gate` and :meth:`bias` before attention and :meth:`attach` after it, and
-    only where the choice has probabilities. This class itself does nothing."""
+    only where the choice has probabilities. This class itself does nothing.
+    """
 
     exploration = 0.01
     """What a source adds to its probabilities in training, unless it is told otherwise."""
@@ -342,7 +344,8 @@ def local_expectation(
 
     Reference: Titsias and Lazaro-Gredilla, "Local Expectation Gradients for Black Box Variational Inference", NeurIPS
     2015, for the idea of taking the expectation over one variable exactly; Veach and Guibas, SIGGRAPH 1995, for
-    weighting samples of two sources by their sum (the balance heuristic)."""
+    weighting samples of two sources by their sum (the balance heuristic).
+    """
     check_probability(probability)
     probability.check(graph)
     probability.check(probes, "probes")

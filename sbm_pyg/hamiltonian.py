@@ -6,7 +6,8 @@ conditions (``analysis``).
 
 The problem is NP-complete. What is cheap comes first: four kinds of certificates of absence, each found in O(E) or O(E
 sqrt(n)); then a construction by assignment, patching and rotation, which succeeds on most graphs that have a path; then
-an exact search by OR-tools."""
+an exact search by OR-tools.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ class Certificate:
     ================  =================================================================================================
 
     Self-loops never count. For ``predecessors`` and ``separator``, edges that skip a strongly connected component do
-    not count either: where a path exists the components form a chain, and it passes through each of them in turn."""
+    not count either: where a path exists the components form a chain, and it passes through each of them in turn.
+    """
 
     kind: Literal["sources", "sinks", "incomparable", "predecessors", "separator", "search"]
     tokens: tuple[int, ...] = ()

@@ -2,7 +2,8 @@
 kernels for a second.
 
 In: nothing, or ``--json``. Out: text for a bug report, or the same as JSON; exit status 1 if the self-test fails. Not
-here: benchmarks (``examples/benchmark.py``), and the tests proper."""
+here: benchmarks (``examples/benchmark.py``), and the tests proper.
+"""
 
 from __future__ import annotations
 

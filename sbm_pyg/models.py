@@ -1,7 +1,8 @@
 """Sequence models out of attention layers: an encoder, and heads that classify sequences, pairs and tokens.
 
 In: ragged token numbers ``[N]`` or features ``[N, F]``, with offsets ``ptr`` [B+1]. Out: logits and, on request, a
-trace of every layer's graph and density. Not here: training (``examples``), and attention itself."""
+trace of every layer's graph and density. Not here: training (``examples``), and attention itself.
+"""
 
 from __future__ import annotations
 
@@ -197,7 +198,8 @@ class SequenceEncoder(Pretrained):
         (torch.Size([30, 16]), torch.Size([2, 2, 2]))
 
     Embeddings start with standard deviation 1: with the customary 0.02, even full attention hardly learns to compare
-    tokens."""
+    tokens.
+    """
 
     def __init__(
         self,

@@ -2,7 +2,8 @@
 
 In: padded (or nested) queries, keys and values with masks. Out: tokens in that form and, on request, the weights as a
 sparse tensor. Not here: attention itself. This module removes the padding, calls :class:`~sbm_pyg.SBMAttentionConv` and
-puts the padding back."""
+puts the padding back.
+"""
 
 from __future__ import annotations
 

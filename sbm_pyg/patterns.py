@@ -11,7 +11,8 @@ an ``n x n`` array, unless its graph is that dense. In every formula r is the po
 counted from 0, and n the length of that sequence.
 
 References: Beltagy, Peters, Cohan: Longformer, 2020. Zaheer et al.: Big Bird, 2020. Cho et al.: Transformers meet
-Stochastic Block Models, 2022."""
+Stochastic Block Models, 2022.
+"""
 
 from __future__ import annotations
 
@@ -520,7 +521,8 @@ class _PatternTransform(BaseTransform):
     The sequences are those of ``ptr``, else of ``batch``, else all nodes are one sequence. Sets ``edge_index`` and,
     with several heads, ``edge_type`` (the head), in place of the former edges with their ``edge_attr``,
     ``edge_weight``, ``edge_type``, ``adj`` and ``adj_t``. Edges come sequence by sequence, so a ``Batch`` still
-    separates by ``to_data_list()``."""
+    separates by ``to_data_list()``.
+    """
 
     pattern: ClassVar[Callable[..., AttentionGraph]]
     heads: int = 1

@@ -4,7 +4,8 @@ In: graphs, models, densities or the answers of ``analysis``. Out: a matplotlib 
 pyplot and its global state are not touched. Not here: numbers (``analysis``).
 
 A function that takes ``ax`` draws there, and then leaves the caption to whoever owns the figure; in any case it is
-``figure.get_label()``. matplotlib, from the ``[analysis]`` extra, is imported when a figure is made."""
+``figure.get_label()``. matplotlib, from the ``[analysis]`` extra, is imported when a figure is made.
+"""
 
 from __future__ import annotations
 

@@ -5,7 +5,8 @@ a training run needs to go on (``examples/lra.py`` has checkpoints for that).
 
 The folder holds ``model.safetensors`` (the state dict), ``config.json`` (library version, class, constructor options,
 hashes, what was measured) and ``README.md`` (the card). Nothing in it is code and nothing is pickled, so a folder of
-unknown origin can be opened."""
+unknown origin can be opened.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 In: queries, keys and values of all heads, and a graph. Out: tokens and, edge by edge, the weights. The edge by edge
 path runs where somebody looks at it: hooks and explainers of PyG, and normalisers other than softmax. Not here:
-projections, and where the graph comes from (``attention``)."""
+projections, and where the graph comes from (``attention``).
+"""
 
 from __future__ import annotations
 
@@ -202,7 +203,8 @@ class EdgeAttention(MessagePassing):
 
         An explainer is to see the edges of the caller in their order, where the graph has them at ``place``. Where all
         heads share them, it sees the caller's own ``edge_index``: then heads are channels. Else each head has its own
-        edges, and so its own nodes."""
+        edges, and so its own nodes.
+        """
         distinct = graph.num_edges if edge_index is None else graph.num_edges // self.heads
         if place is not None and place.numel() != distinct:
             raise ValueError(
@@ -312,11 +314,10 @@ class EdgeAttention(MessagePassing):
 def channel_pair(in_channels: Any) -> tuple[int, int]:
     """Channels of keys and of queries."""
     pair = in_channels if isinstance(in_channels, tuple | list) else (in_channels, in_channels)
-    if (
-        len(pair) != 2
-        or True in pair
-        or not all(isinstance(width, int) and (width == -1 or width > 0) for width in pair)
-    ):
+    wrong = [
+        width for width in pair if isinstance(width, bool) or not isinstance(width, int) or width < -1 or width == 0
+    ]
+    if len(pair) != 2 or wrong:
         raise ValueError(
             "Expected 'in_channels' to be a number of channels, -1 to infer it, or a pair for keys and queries "
             f"(got {in_channels!r}). It is the width of the tokens."

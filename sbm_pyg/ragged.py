@@ -1,7 +1,8 @@
 """What a batch is: where each sequence begins, which seed it draws from, and translation to and from padded tensors.
 
 In and out: tokens of all sequences one after the other, ``[N, ...]``, with offsets ``ptr`` [B+1]; or ``[B, L, ...]``
-with a mask. Not here: anything that knows what a token is."""
+with a mask. Not here: anything that knows what a token is.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ __all__ = [
 
 def readable(x: Tensor) -> bool:
     """Whether checks may look at values: not in code that is being compiled, nor where there are none (meta and fake
-    tensors, all tensors where new ones are fake, and those that stand for many, in ``vmap``)."""
+    tensors, all tensors where new ones are fake, and those that stand for many, in ``vmap``).
+    """
     return not (torch.compiler.is_compiling() or x.is_meta or is_fake(x) or detect_fake_mode() or _batched(x))
 
 

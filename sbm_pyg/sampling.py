@@ -87,7 +87,8 @@ def sample_edges(
         AttentionGraph(1 sequence, 1 head, 1,000 queries, 1,000 keys, 1...,... edges, density 10.0%)
 
     Reference: Rohe et al., "A note on quickly sampling a sparse matrix with low rank expectation", JMLR 2018 (fastRG);
-    the thinning that makes it exact is derived in docs/concepts.md."""
+    the thinning that makes it exact is derived in docs/concepts.md.
+    """
     if method not in ops.METHODS:
         raise ValueError(
             f"Expected 'method' to be one of {ops.METHODS} (got {method!r}). Use 'bernoulli' unless you compare with "
@@ -214,7 +215,8 @@ def _rescale(sbm: SBM) -> tuple[Tensor, Tensor]:
     """Rates and memberships of the keys of a float64 model, whose products are the same, in a range that kernels take.
 
     For each head, sequence and block the largest membership of a key comes to lie in [1/2, 1), by a power of two that
-    the rate gives back."""
+    the rate gives back.
+    """
     keys, queries = (
         torch.repeat_interleave(ptr.diff(), output_size=count)
         for ptr, count in ((sbm.key_ptr, sbm.num_keys), (sbm.query_ptr, sbm.num_queries))

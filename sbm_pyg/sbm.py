@@ -1,7 +1,8 @@
 """The stochastic block model of attention: the record of its parameters, and the module that predicts them.
 
 In: queries and keys, or memberships and block matrices made by hand. Out: edge probabilities and expected numbers of
-edges, all differentiable. Not here: sampling (``sampling``) and what is done with the graph (``attention``)."""
+edges, all differentiable. Not here: sampling (``sampling``) and what is done with the graph (``attention``).
+"""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ class SBM(EdgeProbability):
         tensor([[9.2000]])
 
     Reference: Airoldi et al., JMLR 2008, in the bipartite form of Cho et al., NeurIPS 2022, section 4.1 (there B is our
-    S)."""
+    S).
+    """
 
     query_membership: Tensor
     key_membership: Tensor
@@ -527,7 +529,8 @@ class SBMHead(torch.nn.Module):
 def _two_plain_layers(mlp: torch.nn.Module) -> bool:
     """Whether a perceptron is the one that torch made here, without hooks of its own, so that its parameters may be
     used in its stead. (Hooks of all modules, as torch's counter of FLOPs sets, are to see what is computed without
-    them.)"""
+    them.)
+    """
     if type(mlp) is not torch.nn.Sequential or [type(layer) for layer in mlp] != [
         torch.nn.Linear,
         torch.nn.ReLU,

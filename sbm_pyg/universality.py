@@ -5,7 +5,8 @@ In: the patterns of the layers, as graphs or as stochastic block models. Out: fo
 with evidence, or unknown with the time that was spent. Not here: the search for Hamiltonian paths (``hamiltonian``).
 
 A pattern lists for each query the keys it attends to; information runs from key to query. The derivations are in
-docs/analysis.md."""
+docs/analysis.md.
+"""
 
 from __future__ import annotations
 
@@ -434,7 +435,8 @@ def lemma2(n: int, num_blocks: int) -> Lemma2:
 
     Where the paper is off: its floor formula with tokens counted from 1 makes K + 1 blocks, and s is not 3 in the order
     (1, 2, 3) of the text. The memberships are set directly, for eq. 5 cannot express S = I (a softmax over all entries
-    sums to 1)."""
+    sums to 1).
+    """
     n = checks.integer("n", n, 1, "It is the number of tokens.")
     num_blocks = checks.integer("num_blocks", num_blocks, 1, "Each block needs a token.")
     if num_blocks > n:
@@ -548,7 +550,8 @@ def path_probability(n: int, p: float | Array) -> Any:
 
     A path needs at most one token that no edge enters and at most one that no edge leaves; in the limit this is enough,
     and both numbers are Poisson with mean :math:`\lambda = n (1-p)^{n-1}`: :math:`((1 + \lambda) e^{-\lambda})^2`. The
-    directed form of the theorem of Komlós and Szemerédi (1983), as hitting time for cycles by Frieze (1988)."""
+    directed form of the theorem of Komlós and Szemerédi (1983), as hitting time for cycles by Frieze (1988).
+    """
     n, p = _law(n, p)
     rate = n * (1 - p) ** (n - 1)
     return ((1 + rate) * np.exp(-rate)) ** 2

@@ -2,7 +2,8 @@
 whom.
 
 In and out: numpy arrays; row ``i`` of a graph is ``index[ptr[i]:ptr[i + 1]]``. Not here: what the answers mean
-(``hamiltonian``, ``universality``)."""
+(``hamiltonian``, ``universality``).
+"""
 
 import numpy as np
 
@@ -183,7 +184,8 @@ def rotate(ptr, index, in_ptr, inward, follow, word, moves):
     A rotation goes from the end back to ``x`` inside the path, and from the token before ``x`` to a later ``y``: the
     piece from y to the end and the piece from x to before y change places, and what stood before y is the new end.
     Among the ends in reach, one with an arc to what is missing is taken at once. True if ``follow`` is now one cycle;
-    else it is as it was."""
+    else it is as it was.
+    """
     nodes = len(follow)
     label = np.full(nodes, -1)
     best, size_of_best = 0, 0
@@ -279,7 +281,8 @@ def spread(first, last, ptr, index, old, new, stamp, next_stamp, since, now, ful
 
     Rows are sets of nodes, 64 to a word. Where ``keeps`` (all nodes attend to themselves in all patterns) sets only
     grow, so those that are full stay as they are, and only rows that changed after step ``since``, when this pattern
-    was last applied, can bring news. ``stamp`` holds the last step at which each row changed."""
+    was last applied, can bring news. ``stamp`` holds the last step at which each row changed.
+    """
     for row in range(first, last):
         for word in range(old.shape[1]):
             new[row, word] = 0

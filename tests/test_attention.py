@@ -274,6 +274,11 @@ def test_threads_that_share_a_layer_get_their_own_weights() -> None:
     assert not wrong
 
 
+def test_tokens_of_one_channel_are_tokens() -> None:
+    assert SBMAttentionConv(1, 8, 2, 3)(torch.randn(5, 1), seed=0).shape == (5, 16)
+    assert SBMAttentionConv((2, 1), 8, 2, 3)((torch.randn(4, 2), torch.randn(5, 1)), seed=0).shape == (5, 16)
+
+
 def test_budget_reaches_the_sampler() -> None:
     graph = layer(budget=1.0, exploration=0.0)(tokens(), seed=1, return_graph=True)[1]
     assert graph.num_edges < 120

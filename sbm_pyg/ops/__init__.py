@@ -5,7 +5,8 @@ chooses the kernel: numba on the CPU, plain torch (:mod:`sbm_pyg.ops.reference`)
 
 Graphs come as compressed rows over heads: row ``h * N + i`` of ``rowptr`` [H*N+1] int64 holds the keys ``col`` [E] of
 query ``i``. Symbols: N queries, M keys, E edges, H heads, C channels per head, K blocks, B sequences. Ops are
-deterministic: random words come from a counter and the integer ``seed``. Outputs are freshly allocated."""
+deterministic: random words come from a counter and the integer ``seed``. Outputs are freshly allocated.
+"""
 
 from __future__ import annotations
 
@@ -336,7 +337,8 @@ def segment_entmax(
         tensor([0.0000, 1.0000, 0.4500, 0.5500])
 
     Reference: Peters, Niculae and Martins, "Sparse Sequence-to-Sequence Models", ACL 2019. There the root is found by
-    sorting or bisection on dense rows; here by bracketed Newton steps on sums over segments."""
+    sorting or bisection on dense rows; here by bracketed Newton steps on sums over segments.
+    """
     checks.number("alpha", alpha, "(1, 4]", "Use softmax for alpha = 1.")
     checks.tensors(src=src)
     segments = 0 if num_nodes is None else checks.integer("num_nodes", num_nodes, 0, "It is the number of segments.")

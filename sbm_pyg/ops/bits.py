@@ -2,7 +2,8 @@
 
 In: arrays and offsets into them. Out: stored words, and bit masks of sixteen lanes. These are LLVM's own vector
 instructions, so they work on any machine and are one or two instructions each where it has wide registers. Not here:
-kernels."""
+kernels.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +86,8 @@ def toss16(typing, approx, coins, offset, below, less, above, more):
 
     ``approx`` is float32; ``coins`` is uint8, one random byte for each. Returns a mask: bit k where byte k lies below
     ``floor(below p + less)``, an edge whatever the error is; bit ``16 + k`` where it does not, but not above
-    ``floor(above p + more)`` either, so that the error decides."""
+    ``floor(above p + more)`` either, so that the error decides.
+    """
 
     def generate(context, builder, signature, args):
         p = builder.load(_pointer(context, builder, approx, args[0], args[2], _FLOATS), align=4)
@@ -108,7 +110,8 @@ def gaps16(typing, words, offset, spread, before, end, places):
     ``before``.
 
     Place k follows after a geometric number of failures, made of 53 bits: word k from ``offset`` on and 21 bits of word
-    ``16 + k``. ``places`` is int32 and receives them, ``end`` for all that are not below it; returns the last one."""
+    ``16 + k``. ``places`` is int32 and receives them, ``end`` for all that are not below it; returns the last one.
+    """
 
     def generate(context, builder, signature, args):
         def double(number):
@@ -165,7 +168,8 @@ def weigh16(typing, approx, words, offset, places, end, scale, below, less, abov
     ``end``.
 
     ``approx`` is a vector of float32, ``places`` is int32. Returns a mask: bit k where word k lies below ``below p +
-    less``; bit ``16 + k`` where it does not, but not above ``above p + more`` either, so that the error decides."""
+    less``; bit ``16 + k`` where it does not, but not above ``above p + more`` either, so that the error decides.
+    """
 
     def generate(context, builder, signature, args):
         word = builder.load(_pointer(context, builder, words, args[1], args[2], _WORDS), align=4)

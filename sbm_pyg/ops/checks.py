@@ -3,7 +3,8 @@ derivatives, and sizes that the memory cannot hold.
 
 In: the arguments of an op, or of what calls it. Out: nothing, or an error. No value of a tensor is looked at, so that a
 check costs microseconds: that keys lie in range is for :class:`sbm_pyg.AttentionGraph` to say. Nothing is checked in
-code that is being compiled, where numbers of edges are unknown."""
+code that is being compiled, where numbers of edges are unknown.
+"""
 
 from __future__ import annotations
 

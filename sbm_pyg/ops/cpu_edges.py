@@ -11,7 +11,8 @@ tiles that fit that cache, a key and its value side by side, and so their gradie
 measurements.
 
 Names: a unit or piece of work is rows ``begin .. end - 1``; widths are channels padded to a multiple of 16, lanes those
-taken at once."""
+taken at once.
+"""
 
 from __future__ import annotations
 
@@ -381,7 +382,8 @@ def _units(rowptr: np.ndarray, heads: int, keys: int) -> list[tuple[int, int, in
     :func:`_summed` adds to it.
 
     Each unit has sums for keys of its own, which cost time and memory. So a head is one unit if that keeps all threads
-    busy, and as many as needed otherwise, as long as there are many more edges than keys."""
+    busy, and as many as needed otherwise, as long as there are many more edges than keys.
+    """
     rows, threads = (len(rowptr) - 1) // max(heads, 1), torch.get_num_threads()
     sizes = [int(rowptr[(head + 1) * rows] - rowptr[head * rows]) for head in range(heads)]
     for refine in (1, 2, 4):

@@ -2,7 +2,8 @@
 
 In and out: the tensors of ``edge_effect`` in :mod:`sbm_pyg.ops`. Scores, gains and factors of a row's edges stay in
 buffers as long as the longest row; probes take their turn in the same buffers. Not here: attention itself
-(:mod:`.cpu_edges`)."""
+(:mod:`.cpu_edges`).
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Keys at equal distances from a random start, on the CPU: a row costs one random word, and a key one multiplication.
 
 In and out: the tensors of ``sample_systematic`` in :mod:`sbm_pyg.ops`. Not here: graphs of a block model
-(:mod:`.cpu_sampling`)."""
+(:mod:`.cpu_sampling`).
+"""
 
 from __future__ import annotations
 

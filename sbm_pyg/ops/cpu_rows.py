@@ -1,7 +1,8 @@
 """Whether compressed rows are what a graph may hold, on the CPU: one pass over the keys.
 
 In and out: the tensors of ``invalid_row`` in :mod:`sbm_pyg.ops`. Not here: what is said of a row that is wrong
-(:mod:`sbm_pyg.graph`)."""
+(:mod:`sbm_pyg.graph`).
+"""
 
 from __future__ import annotations
 

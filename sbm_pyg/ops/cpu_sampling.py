@@ -3,7 +3,8 @@
 Same law, same random words and the same edges as :func:`sbm_pyg.ops.reference.sample_sbm`. A row of coins needs its
 probabilities only to the precision that each coin asks for: a product in float32, or in bfloat16 where the machine has
 tiles for it, gives them with a proven relative error, one random byte decides almost every pair, and the few that it
-leaves open are settled in float64."""
+leaves open are settled in float64.
+"""
 
 from __future__ import annotations
 
@@ -194,7 +195,8 @@ def _skip(
     """Edges of a row whose probabilities are at most ``bound``, by gaps; returns the new end of ``out``.
 
     ``low_key`` holds two numbers of bfloat16 in each element, and one row behind the last. Places are drawn sixteen at
-    a time, and weighed while the next sixteen are drawn, when their keys have come."""
+    a time, and weighed while the next sixteen are drawn, when their keys have come.
+    """
     spread, scale = -1 / np.log1p(-bound), np.float32(bound * 2.0**-32)
     below, above = np.float32(1 - error), np.float32(1 + error)
     less, more = np.float32(exploration) * below, np.float32(exploration) * above
@@ -346,7 +348,8 @@ def _propose(
 @kernel
 def _survey(head, b, key, bits, key_ptr, key_sum, key_max, low_key):
     """Sum and largest entry of each column of the memberships of a sequence of one head, and their roundings to
-    bfloat16, filled up with zeros; ``bits`` are those of the memberships in float32."""
+    bfloat16, filled up with zeros; ``bits`` are those of the memberships in float32.
+    """
     sums, tops, blocks = np.zeros(key.shape[2]), np.zeros(key.shape[2], key.dtype), key.shape[2]
     for j in range(key_ptr[b], key_ptr[b + 1]):
         row, low = head * key.shape[1] + j, low_key.shape[1]
@@ -421,7 +424,8 @@ def _rows(first, last, queries, way, stretch, bound, error, rate, key, low_rate,
           coarse, fine, batch, query_ptr, key_ptr, panel_ptr, sequence_ids, seed, fastrg, exploration, clamp, out,
           counts, state, top):  # fmt: skip
     """Edges of the rows from ``state[0]`` on: fills ``out`` and ``counts``, and leaves in ``state`` the next row, the
-    edges so far, and 1 if a probability exceeds 1, which then stands in ``top``."""
+    edges so far, and 1 if a probability exceeds 1, which then stands in ``top``.
+    """
     longest = 0
     for b in range(key_ptr.size - 1):
         longest = max(longest, key_ptr[b + 1] - key_ptr[b])
@@ -450,16 +454,15 @@ def _rows(first, last, queries, way, stretch, bound, error, rate, key, low_rate,
                 break
             first_key = head * key.shape[1] + shift
             used = _skip(
-                at(wide_rate, 2 * half * r), at(low_key, first_key * half), half, rough, at(rate, r * blocks), at(key,
-                first_key * blocks),
-                shift, num_keys, blocks, bound[r], row, stream, head, seed, exploration, at(out, 0), used,
+                at(wide_rate, 2 * half * r), at(low_key, first_key * half), half, rough, at(rate, r * blocks),
+                at(key, first_key * blocks), shift, num_keys, blocks, bound[r], row, stream, head, seed, exploration,
+                at(out, 0), used,
             )  # fmt: skip
         elif way[r] == _PROPOSALS:
             used = _propose(
                 rate[r], key[head, shift:end], key_sum[head, b], coarse, fine, head * blocks * skip + start, skip,
-                groups, stretch[r], row,
-                stream, head, seed, not fastrg, exploration, mass, block_bounds, seen[:groups], drawn, place, drop,
-                shift, out, used,
+                groups, stretch[r], row, stream, head, seed, not fastrg, exploration, mass, block_bounds,
+                seen[:groups], drawn, place, drop, shift, out, used,
             )  # fmt: skip
             if used < 0:
                 used = before
@@ -484,8 +487,8 @@ def _rows(first, last, queries, way, stretch, bound, error, rate, key, low_rate,
                 for j in range(num_keys):
                     approx[known, j] = min(approx[known, j], np.float32(2))
             used = _flip_coins(
-                approx[known], error, rate[r], keys, row, stream, head, seed, fastrg, exploration, words, shift, out,
-                used
+                approx[known], error, rate[r], keys, row, stream, head, seed, fastrg, exploration, words, shift,
+                out, used,
             )  # fmt: skip
             known += 1
         counts[r] = used - before
@@ -502,7 +505,8 @@ def _low_precision(
     """Rates and keys as :func:`_product` takes them, and a bound on the relative error of what it gives.
 
     All terms are positive, so relative errors do not grow in sums: each of the K products and additions in float32
-    rounds by at most 2^-24, and bfloat16 rounds both factors by 2^-9."""
+    rounds by at most 2^-24, and bfloat16 rounds both factors by 2^-9.
+    """
     heads, queries, blocks = query.shape
     rounding = (blocks + 8) * 2.0**-22
     spans = [(head, b) for head in range(heads) for b in range(key_ptr.size - 1)] if needed else []
@@ -622,7 +626,8 @@ def _empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     table that just fits the second-level cache does not where its 4 KiB pages are scattered.
 
     glibc keeps as much freed memory as twice the largest block it has seen come back, so asking for 16 MiB, touched or
-    not, also spares a training step from giving its memory back and faulting it in again."""
+    not, also spares a training step from giving its memory back and faulting it in again.
+    """
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
     room = np.empty(max(size + 2**21, 2**24), np.uint8)
     return room[-room.ctypes.data % 2**21 :][:size].view(dtype).reshape(shape)

@@ -7,7 +7,8 @@ time and memory.
 The conventions are torch's: a multiplication and its addition are 2; exponentials, comparisons, random words, and what
 is done once per token or once per edge without a sum over channels, are 0 (so ``segment_entmax`` is 0, as softmax is).
 Attention over a full graph therefore counts as much as the matrix products of dense attention do, forward and backward.
-E is that of the graph at hand."""
+E is that of the graph at hand.
+"""
 
 from __future__ import annotations
 
@@ -102,7 +103,8 @@ def sample_sbm(
 
     How many pairs these are is known before anything is drawn, from the plan of each row: all keys where coins are
     tossed, the expected number of proposals otherwise (none with ``"fastrg"``, which takes proposals as they come).
-    Where there are no values to plan by (fake tensors), only the edges count, which is the least it can be."""
+    Where there are no values to plan by (fake tensors), only the edges count, which is the least it can be.
+    """
     heads, num_queries, blocks = query.shape
     if is_fake(query) or query.is_meta:
         return 2 * blocks * (2 * heads * num_queries + out_val[1].numel())

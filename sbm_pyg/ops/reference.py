@@ -452,7 +452,8 @@ def _flip_rows(
     sixteen counters at a time are written in a row.
 
     The word's top byte and its other 24 bits come from different counters, so a backend may draw a byte for every pair
-    and the rest only for the one pair in 256 whose byte does not decide."""
+    and the rest only for the one pair in 256 whose byte does not decide.
+    """
     stream, head = counter
     num_keys = key.size(0)
     j = torch.arange(num_keys, device=key.device)

@@ -3,7 +3,8 @@
 In: arrays, offsets into them, and the number of lanes as a constant. Out: values of type ``<lanes x dtype>`` that numba
 carries through variables, loops and calls. They are LLVM's own vectors, so any number of lanes works on any machine: 32
 lanes of float32 are two registers with AVX-512, eight with NEON. Arrays may be pointers (:func:`at`) throughout.
-Offsets are elements. Not here: kernels."""
+Offsets are elements. Not here: kernels.
+"""
 
 from __future__ import annotations
 
@@ -305,7 +306,8 @@ def dots(typing, vector, array, stride, tokens):
 
     The products meet in a tree of 15 two-way merges, each of which adds one half of two vectors to the other half: a
     third of the shuffles that sixteen separate sums over lanes would take. An array of uint32 holds two numbers of
-    bfloat16 in each element."""
+    bfloat16 in each element.
+    """
     result, pairs = Vector(vector.dtype, 16), array.dtype == types.uint32
 
     def generate(context, builder, signature, args):

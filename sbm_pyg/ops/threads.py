@@ -7,7 +7,8 @@ numba's own ``parallel=True`` is avoided on purpose: its OpenMP layer kills a fo
 and its workqueue layer aborts when two python threads enter it together. Kernels here release the GIL instead. The
 threads are those of torch's OpenMP runtime where it can be found (on Linux): they spin for milliseconds after each
 parallel torch op, and any other thread would have to share their cores. Elsewhere a pool of python threads takes their
-place."""
+place.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ def kernel(function: Callable, reorder: bool = False) -> Callable:
     A sum keeps its order (:func:`.simd.exp` needs that) unless ``reorder`` lets the compiler take several terms at a
     time. A cache folder that cannot be written costs one compilation per process, and is no error. What was compiled
     from other sources is compiled again: numba looks at the file of the kernel alone, but what it calls, and what its
-    vectors are made of, lies in other files of this folder."""
+    vectors are made of, lies in other files of this folder.
+    """
     options: dict[str, Any] = {
         "nogil": True,
         "boundscheck": False,
@@ -84,7 +86,8 @@ def run(function: Callable, tasks: Sequence[tuple]) -> None:
     """Call ``function(*task)`` for every task, on ``torch.get_num_threads()`` threads of which the caller is one.
 
     Tasks are taken in order by whichever thread is free, so results must not depend on who runs which. Safe in forked
-    children and from several python threads at once. The first exception of a task is raised here."""
+    children and from several python threads at once. The first exception of a task is raised here.
+    """
     todo, failures = deque(tasks), []
 
     def work(_=None):
@@ -115,7 +118,8 @@ def on_each(function: Callable[[], Any]) -> None:
     them.
 
     For what torch keeps thread by thread, as ``torch.set_flush_denormal``. Where the threads of torch cannot be found,
-    on the caller alone. The first exception is raised here, after all calls."""
+    on the caller alone. The first exception is raised here, after all calls.
+    """
     failures = []
 
     def work(_=None):

@@ -6,7 +6,8 @@ and packing.
 
 A tile holds 16 rows of 64 bytes. ``TDPBF16PS`` adds to a tile of 16 x 16 float32 the product of 16 rows of 32 numbers
 with 16 columns of 32, 8,192 multiplications at once; the columns lie in pairs: numbers 2 r and 2 r + 1 of all sixteen
-make row r."""
+make row r.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +80,8 @@ def multiply_tiles(typing, rows, columns, offset, depth, out, place, width):
 
     ``rows`` is uint16 ``[16, depth]``, ``columns`` uint16 from ``offset`` on, for each 32 numbers four tiles of sixteen
     columns; both hold the bits of bfloat16. ``depth`` is a multiple of 32, ``width`` counts the float32 of a row of
-    ``out``."""
+    ``out``.
+    """
 
     def generate(context, builder, signature, args):
         rows_, columns_, offset_, depth_, out_, place_, width_ = args
