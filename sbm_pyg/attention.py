@@ -202,9 +202,8 @@ class AttentionConv(EdgeAttention):
                 one sequence.
             batch: The same as a sequence number per token, ``[N]``.
             seed: Fixes the graph that the source draws, and the dropout; from torch's default generator if None.
-            sequence_ids: Number of each sequence, ``[B]``; see :func:`~sbm_pyg.sample_edges`. With ``seed`` it fixes
-                the graph of a sequence in any batch. Dropout and the noise of "concrete" count the edges of the whole
-                batch.
+            sequence_ids: Number of each sequence, ``[B]``; see :func:`~sbm_pyg.sample_edges`. With ``seed``, a sequence
+                gets the same graph in any batch. Dropout, and the noise of "concrete", still depend on the whole batch.
             return_graph: Also return the :class:`AttentionGraph`.
             return_choice: Also return the :class:`Choice`: the graph and its probabilities.
             return_attention_weights: Also return ``(edge_index, alpha)``, the weights before dropout. As PyG layers do,

@@ -312,14 +312,16 @@ def local_expectation(
 ) -> Tensor:
     r"""The local expectation gradient: what each edge does to the loss, the others given.
 
-    The exact gradient of an expected loss is :math:`\partial E[L] / \partial p_{ij} = E[L(A, A_{ij} = 1) - L(A, A_{ij}
-    = 0)]`. The difference of a single pair is taken to first order in the attention's output
-    (:func:`sbm_pyg.ops.edge_effect`), where it is a closed form of O(C). It is seen from the graph with the edge, with
-    probability p, or from one without it by a probe, with probability :math:`(1 - p) \eta`. If the first counts
-    :math:`\alpha / p` and the second :math:`(1 - \alpha) / ((1 - p) \eta)`, any :math:`\alpha` is unbiased where the
-    loss is linear in the output; where it bends, the true difference lies half-way. So :math:`\alpha` is 1/2. It is no
-    more than the balance heuristic :math:`p / (p + \eta - p \eta)` where p is small, and no less than p, for the sake
-    of variance; and it is 1 without probes (:math:`\eta = 0`). Where p and exploration exceed 1, the edge is certain
+    The gradient of an expected loss is a difference of two losses: :math:`\partial E[L] / \partial p_{ij} = E[L(A,
+    A_{ij} = 1) - L(A, A_{ij} = 0)]`. For one pair this difference is taken to first order in the output of the
+    attention. Then it has a closed form, which costs O(C) (:func:`sbm_pyg.ops.edge_effect`).
+
+    The difference can be seen from two sides. The graph has the edge with probability :math:`p`. It lacks the edge, and
+    a probe looks there, with probability :math:`(1 - p) \eta`. The first counts :math:`\alpha / p`, the second
+    :math:`(1 - \alpha) / ((1 - p) \eta)`. Any :math:`\alpha` is unbiased where the loss is linear in the output. Where
+    it bends, the true difference lies half-way, so :math:`\alpha` is 1/2. Variance sets two limits. For small :math:`p`
+    it is no more than the balance heuristic :math:`p / (p + \eta - p \eta)`. For large :math:`p` it is no less than
+    :math:`p`. Without probes, :math:`\eta = 0`, it is 1. Where :math:`p` and exploration exceed 1, the edge is certain
     and gets no gradient. Cost O((E + E')(C + K)).
 
     All this is for edges that are drawn independently with these probabilities, as method ``"bernoulli"`` draws them.

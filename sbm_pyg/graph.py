@@ -482,8 +482,9 @@ class AttentionGraph:
         return self._with(offsets(mask)[self.rowptr], self.col[mask], self.heads)
 
     def find(self, edge_index: Tensor, edge_head: Tensor | None = None) -> Tensor:
-        """Number that each of the given edges, all of which are in the graph, has in it, ``[E']`` int64. Cost O(E' log
-        E).
+        """Where the graph stores each of the given edges, ``[E']`` int64 in ``0 .. E-1``. Cost O(E' log E).
+
+        All of them must be edges of the graph.
 
         Args:
             edge_index: ``[2, E']`` integers, keys and queries, in any order.

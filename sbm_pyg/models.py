@@ -556,8 +556,8 @@ class PairClassifier(_Classifier):
     ) -> Any:
         """Logits, or logits and the :class:`EncoderTrace` of the first sequences' layers followed by the second's.
 
-        Arguments as :meth:`SequenceEncoder.forward`, one for each side; but ``sequence_ids`` is shared, and in ``0 ..
-        2**31-1``, for the second sequences draw from sequence_ids of their own.
+        Each argument is a pair of those of :meth:`SequenceEncoder.forward`, one for each side. Only ``sequence_ids`` is
+        shared, in ``0 .. 2**31-1``: number n becomes 2 n for the first side and 2 n + 1 for the second.
 
         Raises:
             ValueError: The two batches hold different numbers of sequences.

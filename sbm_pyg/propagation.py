@@ -31,7 +31,7 @@ Parts = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 
 
 def _softmax(logit: Tensor, index: Tensor | None = None, ptr: Tensor | None = None, size: int | None = None) -> Tensor:
-    """PyG's, but an edge whose logit is minus infinity is none, even where that leaves a row without edges."""
+    """PyG's softmax, except that a logit of minus infinity gives weight 0, even if no other edge is left in the row."""
     forbidden = logit == -torch.inf
     alpha = softmax(logit.masked_fill(forbidden, torch.finfo(logit.dtype).min), index, ptr, size)
     return alpha.masked_fill(forbidden, 0)

@@ -245,11 +245,10 @@ def local_expectation(
     factors: tuple[Tensor, Tensor] | None = None,
     prob: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """The output of attention as it is, whose gradient also reaches the edge probabilities: the local expectation
-    gradient.
+    """The local expectation gradient: the output of attention unchanged, with a gradient to edge probabilities.
 
-    The probability of each edge and of each probe receives its :func:`edge_effect` times what it counts for. Nothing is
-    computed forward; backward costs O((E + E') (C + K)), without the K where probabilities are given.
+    Backward, the probability of each edge, and of each probe, receives its :func:`edge_effect` times what it counts
+    for. Forward costs nothing. Backward costs O((E + E') (C + K)), without the K where probabilities are given.
 
     Args:
         out: Output of :func:`edge_attention` over the graph, ``[H, N, C']``.

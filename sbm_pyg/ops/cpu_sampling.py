@@ -622,11 +622,13 @@ def _cuts(total: int, pieces: int) -> list[tuple[int, int]]:
 
 
 def _empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Room for a table that is read at random, in huge pages if numpy can get them, as it tries to from 4 MiB on: a
-    table that just fits the second-level cache does not where its 4 KiB pages are scattered.
+    """Uninitialised memory for a table that is read at random.
 
-    glibc keeps as much freed memory as twice the largest block it has seen come back, so asking for 16 MiB, touched or
-    not, also spares a training step from giving its memory back and faulting it in again.
+    It lies in huge pages if numpy can get them, as it tries to from 4 MiB on. In pages of 4 KiB, a table that just fits
+    the second-level cache would not stay there.
+
+    At least 16 MiB are asked for. glibc keeps as much freed memory as twice the largest block that came back to it. So
+    a training step need not give its memory back and fault it in again.
     """
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
     room = np.empty(max(size + 2**21, 2**24), np.uint8)
