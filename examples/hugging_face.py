@@ -38,10 +38,7 @@ def small_bert() -> Any:
 
 
 def attach(model: Any, num_blocks: int | None) -> int:
-    """Give each self-attention a layer that chooses its graph, and select the interface; returns how many there were.
-
-    The model's projections stay. Attach before an optimizer is made, for the layer has parameters of its own.
-    """
+    """Give each self-attention a layer that chooses its graph; returns how many. Attach before an optimizer is made."""
     chosen = model.config
     width, heads, dropout = chosen.hidden_size, chosen.num_attention_heads, chosen.attention_probs_dropout_prob
     modules = [each for each in model.modules() if hasattr(each, "scaling") and not getattr(each, "is_causal", True)]

@@ -109,9 +109,8 @@ def make_model(settings: Settings) -> TokenClassifier:
 @torch.no_grad()
 def evaluate(model: TokenClassifier, settings: Settings) -> dict[str, float]:
     """Loss, accuracy, densities and the mean probabilities of edges between equal and between other tokens, on fresh sequences."""
-    numbers, labels, ptr = make_batch(
-        max(1, 16384 // settings.tokens), settings.tokens, random_word(settings.seed, 1, 0)
-    )
+    count = max(1, 16384 // settings.tokens)
+    numbers, labels, ptr = make_batch(count, settings.tokens, random_word(settings.seed, 1, 0))
     logits, trace = model.eval()(numbers.flatten(), ptr, seed=settings.seed, return_trace=True)
     model.train()
     row = {"loss": float(binary_cross_entropy_with_logits(logits.view(labels.shape), labels))}

@@ -312,9 +312,12 @@ def local_expectation(
 ) -> Tensor:
     r"""The local expectation gradient: what each edge does to the loss, the others given.
 
-    The gradient of an expected loss is a difference of two losses: :math:`\partial E[L] / \partial p_{ij} = E[L(A,
-    A_{ij} = 1) - L(A, A_{ij} = 0)]`. For one pair this difference is taken to first order in the output of the
-    attention. Then it has a closed form, which costs O(C) (:func:`sbm_pyg.ops.edge_effect`).
+    The gradient of an expected loss is an expected difference of two losses,
+
+    .. math:: \partial E[L] / \partial p_{ij} = E[L(A, A_{ij} = 1) - L(A, A_{ij} = 0)] .
+
+    For one pair this difference is taken to first order in the output of the attention. Then it has a closed form,
+    which costs O(C) (:func:`sbm_pyg.ops.edge_effect`).
 
     The difference can be seen from two sides. The graph has the edge with probability :math:`p`. It lacks the edge, and
     a probe looks there, with probability :math:`(1 - p) \eta`. The first counts :math:`\alpha / p`, the second
