@@ -228,8 +228,8 @@ class AttentionConv(EdgeAttention):
         )  # [H, N, C]
         return self.attend(
             query, key, value, edge_index, bipartite=x_key is not x_query, edge_head=edge_head, ptr=ptr, batch=batch,
-            seed=seed, sequence_ids=sequence_ids, returns=Returns(return_graph, return_choice,
-            return_attention_weights),
+            seed=seed, sequence_ids=sequence_ids,
+            returns=Returns(return_graph, return_choice, return_attention_weights),
         )  # fmt: skip
 
     def attend(
@@ -248,8 +248,7 @@ class AttentionConv(EdgeAttention):
         sequence_ids: Tensor | None = None,
         returns: Returns = NOTHING,
     ) -> Any:
-        """What :meth:`forward` does after the projections, for models that have their own. Other arguments are as
-        there.
+        """What :meth:`forward` does after the projections, for models that have their own; other arguments as there.
 
         Args:
             query, key, value: ``[H, N, C]``, ``[H, M, C]`` and ``[H, M, C']``.
