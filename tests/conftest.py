@@ -21,6 +21,14 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         self_test()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks what tests the programs."""
+    here = Path(__file__).parent
+    for item in items:
+        if {here / "lra", here / "benchmarks"} & {*item.path.parents} or item.path.name == "test_recipes.py":
+            item.add_marker(pytest.mark.examples)
+
+
 SAMPLES = Path(os.environ.get("SBM_PYG_DATA", Path(__file__).parents[2] / "shared" / "data"))
 
 

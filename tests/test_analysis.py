@@ -107,6 +107,7 @@ def random_digraphs(count: int, seed: int) -> Iterable[np.ndarray]:
         yield random.random((n, n)) < random.uniform(0.1, 0.6)
 
 
+@pytest.mark.slow
 def test_held_karp_agrees_on_3000_digraphs_and_none_is_unknown() -> None:
     methods: Counter[tuple[str, str]] = Counter()
     for arcs in random_digraphs(3000, seed=1):

@@ -60,6 +60,7 @@ def draw(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
 # ------------------------------------------------------------------ the gradient, by enumeration
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("eta", "exploration"), [(0.3, 0.0), (1.0, 0.0), (0.3, 0.05), (0.0, 0.2)])
 @pytest.mark.parametrize("forced", [False, True])
 def test_local_expectation_is_unbiased_for_a_free_matrix(eta: float, exploration: float, forced: bool) -> None:
@@ -144,6 +145,7 @@ def test_every_estimator_trains_a_free_matrix(estimator: str) -> None:
     assert torch.equal(conv(x, seed=1, return_graph=True)[0], out)
 
 
+@pytest.mark.slow
 def test_a_free_matrix_learns_which_token_to_attend_to() -> None:
     """Each query is to return the value of one certain key: the probabilities of all others must fall."""
     torch.manual_seed(0)

@@ -15,6 +15,8 @@ from torch.utils import backend_registration
 
 import sbm_pyg
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 ROOT = Path(sbm_pyg.__file__).parent.parent
 

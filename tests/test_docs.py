@@ -25,7 +25,7 @@ TUTORIAL = sorted(path.name for path in (DOCS / "tutorial").glob("[0-9]*.md"))
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 # Lightning's and matplotlib's own remarks; those of our code are errors on every other page
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 
 
 def blocks(text: str) -> Iterator[tuple[str, str, str | None]]:

@@ -138,6 +138,7 @@ def test_dropout_acts_in_training_only() -> None:
 # ------------------------------------------------------------------ sampling and padding
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bipartite", [False, True])
 def test_padding_changes_nothing(bipartite: bool) -> None:
     """Graphs, outputs and gradients are the same to the bit, whatever padded places hold; padded queries give zeros."""

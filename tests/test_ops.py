@@ -986,6 +986,7 @@ print("equal")
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_kernels_compile_for_a_processor_without_wide_registers() -> None:
     environment = {**os.environ, "NUMBA_CPU_NAME": "generic", "PYTHONPATH": str(Path(__file__).parent)}
     done = subprocess.run(

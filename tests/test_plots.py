@@ -64,6 +64,7 @@ def figures(trace: EncoderTrace) -> dict[str, Figure]:
     }
 
 
+@pytest.mark.slow
 def test_every_figure_has_labels_and_a_caption_and_renders(trace: EncoderTrace) -> None:
     for name, figure in figures(trace).items():
         assert isinstance(figure, Figure)

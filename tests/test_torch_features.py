@@ -27,6 +27,8 @@ from sbm_pyg import (
 )
 from sbm_pyg.ops import reference
 
+pytestmark = pytest.mark.slow
+
 PTR = torch.tensor([0, 10, 17, 30])
 
 

@@ -1,4 +1,4 @@
-"""Fixtures of the tests of ``examples/lra``, all of which are marked as those of examples."""
+"""Fixtures of the tests of ``examples/lra``."""
 
 from __future__ import annotations
 
@@ -9,12 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.examples)
 
 
 @pytest.fixture(scope="module")
