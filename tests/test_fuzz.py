@@ -49,7 +49,6 @@ def check(calls: int, folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_some_calls(tmp_path: Path) -> None:
     """Each public name at least once: a round begins with all of them."""
     assert len(TABLE) < 400
