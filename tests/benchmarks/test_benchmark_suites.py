@@ -39,7 +39,8 @@ def outcome(
     words += ["--tokens", "64", "128"] if request.param == "growth" else []
     command = [sys.executable, "-W", "error", "-W", "ignore::DeprecationWarning", "-m", "examples.benchmarks", *words]
     root = Path(program.__file__).parents[2]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300, check=False)
+    one = {**os.environ, "OMP_NUM_THREADS": "1"}  # as this process has: a row is of a number of threads
+    done = subprocess.run(command, cwd=root, env=one, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr
     return request.param, words, done.stdout, folder
