@@ -9,7 +9,7 @@ mean gain :math:`\bar g_i = \sum_j P_{ij} g_{ij}` of a row:
 ==================  ============================================================================  ==================
 estimator           :math:`\partial L / \partial p_{ij}`                                          over
 ==================  ============================================================================  ==================
-``"local"``         :math:`\Delta_{ij}`, the loss with the edge less that without, weighted      edges and probes
+``"local"``         :math:`\Delta_{ij}`, the loss with the edge less that without, weighted       edges and probes
 ``"mask"``          :math:`P_{ij} (g_{ij} - \bar g_i)`                                            edges
 ``"paper"``         :math:`P_{ij} (g_{ij} - \bar g_i) \, s_{ij}` (eq. 9)                          edges
 ``"relaxed"``       that of softmax(s + log p), no graph being sampled in training                all pairs
