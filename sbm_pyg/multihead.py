@@ -71,10 +71,9 @@ class SBMMultiheadAttention(nn.Module):
         (torch.Size([2, 10, 32]), torch.Size([2, 10, 10]), True)
 
     Reference: Vaswani et al., "Attention Is All You Need", NeurIPS 2017; Cho et al., "Transformers meet Stochastic
-    Block Models", NeurIPS
-    2022. Unlike torch's layer: padded queries of self-attention give zeros, weights are returned before dropout, masks
-        forbid or allow
-    and do not add, and a query without keys gives the bias of the output projection instead of NaN.
+    Block Models", NeurIPS 2022. Unlike torch's layer: padded queries of self-attention give zeros, weights are returned
+    before dropout, masks forbid or allow and do not add, and a query without keys gives the bias of the output
+    projection instead of NaN.
     """
 
     in_proj_bias = None

@@ -145,11 +145,10 @@ def universality(
     """Check the conditions under which a transformer with these attention patterns approximates every function (Yun et
     al. 2020).
 
-    1. Every token attends to itself in every pattern. 2. The union of the patterns has a Hamiltonian path. 3. With the
-        patterns applied in turn,
-    over and over, every token has heard of every other after a finite number s of steps. (Which of them a *sampled*
-    mask meets is a matter of luck, and of its density: with O(n) edges it hardly ever has a Hamiltonian path. So say
-    what is checked: samples or expectations.)
+    First, every token attends to itself in every pattern. Second, the union of the patterns has a Hamiltonian path.
+    Third, with the patterns applied in turn, over and over, every token has heard of every other after a finite number
+    s of steps. (Which of them a *sampled* mask meets is a matter of luck, and of its density: with O(n) edges it hardly
+    ever has a Hamiltonian path. So say what is checked: samples or expectations.)
 
     Args:
         patterns: One pattern or a list in the order of the layers. An :class:`AttentionGraph` counts as the union over
