@@ -19,7 +19,7 @@ from torch_geometric.nn.dense.linear import Linear
 from torch_geometric.typing import SparseTensor
 
 from .choice import Choice, GraphSource, limited
-from .estimators import Attended, Estimator, Local, NoEstimator, resolve_estimator
+from .estimators import Attended, Estimator, NoEstimator, resolve_estimator
 from .graph import AttentionGraph
 from .ops import METHODS, checks
 from .propagation import NORMALIZERS, NOTHING, EdgeAttention, Returns, channel_pair, check_tokens
@@ -364,15 +364,10 @@ class SBMAttentionConv(AttentionConv):
         **kwargs: Any,
     ) -> None:
         checks.one_of("method", method, METHODS)
-        local = Local(probes)
-        if (
-            estimator is None and kwargs.get("normalizer", "softmax") == "softmax" and method in Local.methods
-        ) or estimator == "local":
-            estimator = local
-        super().__init__(
-            in_channels, out_channels, heads, estimator="mask" if estimator is None else estimator, **kwargs
-        )
-        self.estimator.check(self.normalizer, method)
+        normalizer = kwargs.get("normalizer", "softmax")
+        checks.one_of("normalizer", normalizer, tuple(NORMALIZERS))
+        estimator = resolve_estimator(estimator, normalizer, method, probes)
+        super().__init__(in_channels, out_channels, heads, estimator=estimator, **kwargs)
         self.num_blocks = num_blocks
         if sbm_options is not None and not isinstance(sbm_options, Mapping):
             raise TypeError(

@@ -222,19 +222,29 @@ ESTIMATORS: dict[str, type[Estimator]] = {
 """Each estimator by its name."""
 
 
-def resolve_estimator(estimator: Estimator | str | None, normalizer: str) -> Estimator:
-    """The estimator of that name, or the one itself; None is the default for a normaliser."""
+def resolve_estimator(
+    estimator: Estimator | str | None, normalizer: str, method: str = "bernoulli", probes: float = 16.0
+) -> Estimator:
+    """The estimator of that name, or the one itself.
+
+    Args:
+        estimator: An estimator, its name, or None: ``"local"`` where it is derived for the other two, else ``"mask"``.
+        normalizer: Of the attention.
+        method: Law of the sampled graph.
+        probes: Of ``"local"`` by name or by default.
+    """
+    local = Local(probes)
     if estimator is None:
-        return Local() if normalizer == "softmax" else Mask()
-    if isinstance(estimator, str):
+        estimator = local if normalizer == "softmax" and method in Local.methods else Mask()
+    elif isinstance(estimator, str):
         ops.checks.one_of("estimator", estimator, tuple(ESTIMATORS))
-        estimator = ESTIMATORS[estimator]()
+        estimator = local if estimator == "local" else ESTIMATORS[estimator]()
     if not isinstance(estimator, Estimator):
         raise TypeError(
             f"Expected 'estimator' to be an Estimator or a name (got {type(estimator).__name__}). Names are "
             f"{[*ESTIMATORS]}."
         )
-    estimator.check(normalizer)
+    estimator.check(normalizer, method)
     return estimator
 
 

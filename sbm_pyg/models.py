@@ -339,12 +339,11 @@ class SequenceEncoder(Pretrained):
         sequence_ids = None if sequence_ids is None else resolve_sequence_ids(sequence_ids, ptr.numel() - 1, ptr.device)
         seed = None if seed is None else draw_seed(seed)
         given = () if edge_index is None else (edge_index,)
-        x = self.dropout(self.token(tokens) + self.position(self._positions(tokens, ptr, positions)))
+        x = self.dropout(self._embed(tokens) + self.position(self._positions(tokens, ptr, positions)))
         choices = []
         for number, block in enumerate(self.blocks):
-            layer_seed = (
-                None if seed is None else (seed + number * 0x9E3779B97F4A7C15) % 2**63
-            )  # layers draw independently
+            # Layers draw independently.
+            layer_seed = None if seed is None else (seed + number * 0x9E3779B97F4A7C15) % 2**63
             x, choice = block(x, given, ptr, layer_seed, sequence_ids)
             choices.append(choice)
         x = self.norm(x)
@@ -353,8 +352,10 @@ class SequenceEncoder(Pretrained):
     def check_tokens(self, tokens: Tensor) -> Tensor:
         """The tokens as the first layer takes them: ``[N]`` integers, or ``[N, in_channels]``.
 
+        Whether the vocabulary holds them is checked where they are embedded.
+
         Raises:
-            TypeError, ValueError: They are others.
+            TypeError, ValueError: Their type or shape is another.
         """
         if self.num_tokens is None:
             checks.tensors(tokens=tokens)
@@ -369,18 +370,21 @@ class SequenceEncoder(Pretrained):
         if not plain or tokens.dim() != 1:
             got = f"{list(tokens.shape)} {tokens.dtype}" if isinstance(tokens, Tensor) else type(tokens).__name__
             raise TypeError(
-                f"Expected 'tokens' to be [N] int64 (got {got}). Join sequences and pass `ptr`; `sbm_pyg.unpad` does "
-                "it. "
-                "Features need `in_channels`."
+                f"Expected 'tokens' to be [N] int64 (got {got}). Join sequences and pass `ptr`, as `sbm_pyg.unpad` "
+                "does. Features need `in_channels`."
             )
-        if tokens.numel() and readable(tokens):
+        return tokens
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        """Vectors of the tokens, ``[N, channels]``."""
+        if self.num_tokens is not None and tokens.numel() and readable(tokens):
             low, high = (int(bound) for bound in torch.aminmax(tokens))
             if low < 0 or high >= self.num_tokens:
                 raise ValueError(
                     f"Expected 'tokens' in 0..{self.num_tokens - 1}, the vocabulary (got {low} to {high}). "
                     "Raise 'num_tokens' or check the tokeniser."
                 )
-        return tokens
+        return self.token(tokens)
 
     def _positions(self, tokens: Tensor, ptr: Tensor, positions: Tensor | None) -> Tensor:
         """Place of each token in its sequence, ``[N]``."""
@@ -400,8 +404,7 @@ class SequenceEncoder(Pretrained):
         if positions.shape != (count,) or positions.dtype not in (torch.int64, torch.int32):
             raise ValueError(
                 f"Expected 'positions' to be {[count]} int64, one for each token (got {list(positions.shape)} "
-                f"{positions.dtype}). "
-                "Leave it out to count them."
+                f"{positions.dtype}). Leave it out to count them."
             )
         if count and readable(positions):
             low, high = (int(bound) for bound in torch.aminmax(positions))

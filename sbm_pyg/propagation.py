@@ -134,8 +134,7 @@ class EdgeAttention(MessagePassing):
             raise ValueError(
                 f"Expected 'edge_index' to be [2, E], the edges to explain (got {got}). Sample first, "
                 "`graph = conv(x, return_graph=True)[1]`, and explain over `graph.edge_index` with "
-                "`edge_head=graph.edge_head`; "
-                "or leave the layer out with `conv.explain = False`."
+                "`edge_head=graph.edge_head`; or leave the layer out with `conv.explain = False`."
             )
 
     def _score_bias(self, query: Tensor, key: Tensor, graph: AttentionGraph) -> Tensor | None:
@@ -209,8 +208,7 @@ class EdgeAttention(MessagePassing):
         if place is not None and place.numel() != distinct:
             raise ValueError(
                 f"Expected 'edge_index' without repeated edges to be explained (got {place.numel()} edges, {distinct} "
-                "distinct). "
-                "Call `torch_geometric.utils.coalesce` first."
+                "distinct). Call `torch_geometric.utils.coalesce` first."
             )
         query, key, value, gate, bias = parts
         keep = None  # factor of each edge under dropout, the same as the fused path's
@@ -335,8 +333,7 @@ def check_tokens(tokens: Any, lin: torch.nn.Module) -> None:
     if tokens.dim() != 2:
         raise ValueError(
             f"Expected 'x' to be [N, C_in] (got {list(tokens.shape)}). Batches are ragged: `sbm_pyg.unpad` takes "
-            "padding out and "
-            "gives 'ptr', and SBMMultiheadAttention takes padded tokens."
+            "padding out and gives 'ptr', and SBMMultiheadAttention takes padded tokens."
         )
     width, weight = getattr(lin, "in_channels", -1), getattr(lin, "weight", None)
     if not torch.compiler.is_compiling() and width not in (-1, tokens.size(1)):

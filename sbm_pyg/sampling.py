@@ -324,8 +324,7 @@ class SBMGraph(BaseTransform):
         if hetero and not {self.edge_type[0], self.edge_type[2]} <= {*data.node_types}:
             raise ValueError(
                 f"Expected 'edge_type' to begin and end with a kind of nodes of the data, of {data.node_types} (got "
-                f"{self.edge_type}). "
-                "Pass `edge_type=(source, relation, target)`."
+                f"{self.edge_type}). Pass `edge_type=(source, relation, target)`."
             )
         target, source = (data[self.edge_type[2]], data[self.edge_type[0]]) if hetero else (data, data)
         query_ptr, key_ptr = (stored_ptr(store) for store in (target, source))
@@ -336,8 +335,8 @@ class SBMGraph(BaseTransform):
                 if x.size(1) != width:
                     raise ValueError(
                         f"Expected 'x' to be [N, H*C] = [N, {width}], as the head has {heads} heads of "
-                        f"{self.head.channels} channels (got "
-                        f"{list(x.shape)}). Project the features, or build another head."
+                        f"{self.head.channels} channels (got {list(x.shape)}). Project the features, or build another "
+                        "head."
                     )
             query, key = (x.unflatten(1, (heads, -1)).transpose(0, 1) for x in features)
             with torch.no_grad():

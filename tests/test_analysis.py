@@ -125,6 +125,7 @@ def test_held_karp_agrees_on_3000_digraphs_and_none_is_unknown() -> None:
     assert len(methods) == 7, methods  # found, and all six kinds of certificate
 
 
+@pytest.mark.slow
 def test_exact_search_alone_agrees_with_held_karp(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_construct", "_matching", "_separator"):
         monkeypatch.setattr(hamiltonian, name, lambda *given: None)
@@ -146,7 +147,7 @@ def planted(n: int, degree: float, seed: int) -> AttentionGraph:
     return digraph(arcs)
 
 
-@pytest.mark.parametrize("degree", [12, 6, 3])
+@pytest.mark.parametrize("degree", [pytest.param(12, marks=pytest.mark.slow), 6, 3])
 def test_planted_paths_are_found(degree: float, record_property: Any) -> None:
     hamiltonian_path(planted(64, 12, seed=0))  # compiles
     for seed in range(3):
@@ -322,6 +323,7 @@ def test_truth_is_the_answer_and_an_error_where_there_is_none() -> None:
     assert not dataclasses.replace(report, s=math.inf)  # one condition that fails is enough
 
 
+@pytest.mark.slow
 def test_without_scipy_each_function_that_needs_it_says_so() -> None:
     """In a process of its own, where no module has imported it before."""
     code = """
@@ -427,6 +429,7 @@ def test_lemma2_s_equals_brute_force_in_all_orders(n: int, num_blocks: int) -> N
     assert (lemma.s((1, 2, 3)), lemma.s((1, 3, 2))) == (5, 3)
 
 
+@pytest.mark.slow
 def test_lemma2_holds_for_all_small_sizes() -> None:
     for n in range(1, 25):
         for num_blocks in range(1, n + 1):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from pathlib import Path
 
@@ -24,7 +23,7 @@ def rows() -> list[tuple[str, list[str]]]:
 
 def test_every_row_names_a_test_that_exists() -> None:
     functions = {
-        path.name: {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)}
+        path.name: {*re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE)}
         for path in TESTS.rglob("test_*.py")
     }
     for _, cells in rows():

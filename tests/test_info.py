@@ -17,6 +17,8 @@ import torch_geometric
 import sbm_pyg
 from sbm_pyg import info, ops
 
+pytestmark = pytest.mark.slow  # they start Python anew, and compile
+
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-W", "ignore", "-m", "sbm_pyg.info", *arguments]

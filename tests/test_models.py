@@ -152,6 +152,7 @@ def test_seeds_of_an_encoder() -> None:
         model(TOKENS, PTR, seed=1.5)
 
 
+@pytest.mark.slow
 def test_token_classifier_learns_to_copy_a_neighbour() -> None:
     """The label of a token is the parity of the one before it: needs attention by position, which a window gives."""
     torch.manual_seed(0)

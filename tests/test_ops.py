@@ -584,6 +584,7 @@ def test_what_is_available_is_less_than_what_there_is() -> None:
     assert checks.available(torch.device("meta")) == math.inf
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="limits of the address space are read from /proc")
 def test_a_limit_of_the_address_space_counts() -> None:
     code = (
@@ -1000,6 +1001,7 @@ def test_kernels_compile_for_a_processor_without_wide_registers() -> None:
     assert done.stdout.strip() == "equal", done.stderr
 
 
+@pytest.mark.slow
 def test_forked_workers_and_python_threads_survive() -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", FORK], capture_output=True, text=True, timeout=120, check=False

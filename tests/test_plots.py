@@ -91,6 +91,7 @@ def test_every_figure_has_labels_and_a_caption_and_renders(trace: EncoderTrace) 
         assert data.getvalue().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_no_global_state_of_pyplot_is_touched() -> None:
     code = """
 import io, sys, torch

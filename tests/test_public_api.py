@@ -77,12 +77,14 @@ def test_ops_import_none_of_ours() -> None:
                 assert not (node.module or "").startswith("sbm_pyg"), path
 
 
+@pytest.mark.slow
 def test_import_needs_no_optional_package() -> None:
     code = f"import sys\nfor name in {OPTIONAL}: sys.modules[name] = None\nimport sbm_pyg"
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_import_loads_no_optional_package_and_is_quick() -> None:
     """Even where they are installed. CPU time, since the clock also counts what other processes do."""
     code = """

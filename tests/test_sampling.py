@@ -100,6 +100,7 @@ def algorithm_1(sbm: SBM, generator: torch.Generator) -> AttentionGraph:
     return AttentionGraph.from_edge_index(torch.stack([j, i]), len(y), len(z))
 
 
+@pytest.mark.slow
 def test_fastrg_agrees_with_the_pseudo_code() -> None:
     sbm = small_sbms()["2 x 4"]
     generator = torch.Generator().manual_seed(0)
