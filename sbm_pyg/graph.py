@@ -100,21 +100,21 @@ class AttentionGraph(CompressedRows):
         if size is not None:
             if num_queries is not None or num_keys is not None:
                 raise ValueError(
-                    f"Expected 'size' or 'num_queries' and 'num_keys' (got size={size!r} and another). They say the "
-                    "same."
+                    "Expected 'size' or 'num_queries' and 'num_keys' "
+                    f"(got size={size!r} and another). They say the same."
                 )
             if not isinstance(size, tuple | list) or len(size) != 2:
                 raise TypeError(
-                    f"Expected 'size' to be the pair (M, N) of keys and queries (got {size!r}). Sources come first, as "
-                    "in PyG."
+                    f"Expected 'size' to be the pair (M, N) of keys and queries (got {size!r}). "
+                    "Sources come first, as in PyG."
                 )
             num_keys, num_queries = size
         for name, ptr in (("query_ptr", query_ptr), ("key_ptr", key_ptr)):
             check_tensor(ptr, name)
             if ptr is not None and (ptr.dim() != 1 or ptr.numel() < 2 or ptr.dtype not in (torch.int32, torch.int64)):
                 raise ValueError(
-                    f"Expected '{name}' to be [B+1] int64 (got {list(ptr.shape)} {ptr.dtype}). It holds the offsets of "
-                    "the sequences."
+                    f"Expected '{name}' to be [B+1] int64 (got {list(ptr.shape)} {ptr.dtype}). "
+                    "It holds the offsets of the sequences."
                 )
         query_ptr, key_ptr = (None if ptr is None else ptr.long() for ptr in (query_ptr, key_ptr))
         if num_queries is None and query_ptr is not None:
@@ -146,8 +146,8 @@ class AttentionGraph(CompressedRows):
                 )
             elif num_edges and (int(index.min()) < 0 or int(index.max()) >= end):
                 raise ValueError(
-                    f"Expected '{name}' in 0..{end - 1} (got {int(index.min())} to {int(index.max())}). Check the "
-                    "numbers of queries, keys and heads."
+                    f"Expected '{name}' in 0..{end - 1} (got {int(index.min())} to {int(index.max())}). "
+                    "Check the numbers of queries, keys and heads."
                 )
         way_out = "Rows cost memory even without edges: leave out the tokens that have none."
         name = "heads" if heads > num_queries else "num_queries"
@@ -195,8 +195,8 @@ class AttentionGraph(CompressedRows):
         edges = store.get("adj_t") if edges is None else edges
         if edges is None:
             raise ValueError(
-                "Expected 'data' to have edges (got neither 'edge_index' nor 'adj_t'). A transform, as `SBMGraph`, "
-                "adds some."
+                "Expected 'data' to have edges (got neither 'edge_index' nor 'adj_t'). "
+                "A transform, as `SBMGraph`, adds some."
             )
         sizes = (source.num_nodes, target.num_nodes)
         if None in sizes:
@@ -230,15 +230,15 @@ class AttentionGraph(CompressedRows):
         """
         if not isinstance(graph, nx.Graph):
             raise TypeError(
-                f"Expected 'graph' to be a networkx graph (got {type(graph).__name__}). Make one by "
-                "`nx.DiGraph(edges)`."
+                f"Expected 'graph' to be a networkx graph (got {type(graph).__name__}). "
+                "Make one by `nx.DiGraph(edges)`."
             )
         side: Mapping[Any, Any] = dict(graph.nodes(data="bipartite"))
         split = any(value is not None for value in side.values())
         if split and not {*side.values()} <= {0, 1}:
             raise ValueError(
-                "Expected the attribute 'bipartite' of each node of 'graph' to be 0 or 1 (got "
-                f"{_few({*side.values()})}). Keys have 0."
+                "Expected the attribute 'bipartite' of each node of 'graph' to be 0 or 1 "
+                f"(got {_few({*side.values()})}). Keys have 0."
             )
         keys = [node for node in graph if not split or side[node] == 0]
         queries = [node for node in graph if side[node] == 1] if split else keys
@@ -256,13 +256,13 @@ class AttentionGraph(CompressedRows):
         wrong = [(s, t) for s, t, _ in edges if s not in source or t not in target]
         if wrong:
             raise ValueError(
-                f"Expected each edge of 'graph' to run from a key to a query (got {_few(wrong)}). Reverse it, as "
-                "`graph.reverse()` does."
+                f"Expected each edge of 'graph' to run from a key to a query (got {_few(wrong)}). "
+                "Reverse it, as `graph.reverse()` does."
             )
         if any(not isinstance(head, int) for _, _, head in edges):
             raise ValueError(
-                "Expected the attribute 'head' of each edge of 'graph' to be an int (got another type). Number heads "
-                "from 0."
+                "Expected the attribute 'head' of each edge of 'graph' to be an int "
+                "(got another type). Number heads from 0."
             )
         edge_index = torch.tensor([(source[s], target[t]) for s, t, _ in edges], dtype=torch.int64).view(-1, 2).T
         edge_head = torch.tensor([head for *_, head in edges], dtype=torch.int64)
@@ -315,9 +315,8 @@ class AttentionGraph(CompressedRows):
         told = ptr is not None or batch is not None
         if told and not edge_index.same_offsets(*resolve_sides(num_queries, num_keys, ptr, batch, edge_index.device)):
             raise ValueError(
-                f"Expected 'edge_index' over the sequences of 'ptr' or 'batch' (got {edge_index}). Build the graph "
-                "with the `ptr` "
-                "of these tokens, or it may join what the offsets keep apart."
+                f"Expected 'edge_index' over the sequences of 'ptr' or 'batch' (got {edge_index}). "
+                "Build the graph with the `ptr` of these tokens, or it may join what the offsets keep apart."
             )
         return edge_index.expand(heads)
 
@@ -336,8 +335,8 @@ class AttentionGraph(CompressedRows):
         check_present(mask, "mask")
         if mask.dim() not in (2, 3, 4) or mask.numel() == 0:
             raise ValueError(
-                f"Expected 'mask' to be [N, M], [H, N, M] or [B, H, N, M] (got {list(mask.shape)}). Queries are rows, "
-                "and there is at least one of each."
+                f"Expected 'mask' to be [N, M], [H, N, M] or [B, H, N, M] (got {list(mask.shape)}). "
+                "Queries are rows, and there is at least one of each."
             )
         mask = (
             mask.reshape(-1 if mask.dim() == 4 else 1, mask.shape[-3] if mask.dim() > 2 else 1, *mask.shape[-2:]) != 0
@@ -428,16 +427,16 @@ class AttentionGraph(CompressedRows):
 
         if not torch_geometric.typing.WITH_TORCH_SPARSE:
             raise ImportError(
-                "Expected 'torch-sparse' to be installed. Install it with `pip install --no-build-isolation "
-                "sbm_pyg[sparse]`, or use `to_edge_index()`."
+                "Expected 'torch-sparse' to be installed. "
+                "Install it with `pip install --no-build-isolation sbm_pyg[sparse]`, or use `to_edge_index()`."
             )
         head = the_one(head, self.heads, "head")
         graph = self.head(head)
         if value is not None:
             if value.dim() < 1 or value.size(0) != self.num_edges:
                 raise ValueError(
-                    f"Expected 'value' to be [{self.num_edges}, ...] (got {list(value.shape)}). It holds one entry for "
-                    "each edge of all heads."
+                    f"Expected 'value' to be [{self.num_edges}, ...] (got {list(value.shape)}). "
+                    "It holds one entry for each edge of all heads."
                 )
             first = int(self.rowptr[head * self.num_queries])
             value = value[first : first + graph.num_edges]
@@ -459,8 +458,8 @@ class AttentionGraph(CompressedRows):
         if self.num_queries != self.num_keys or not self.same_offsets(self.key_ptr, self.query_ptr):
             other = " and sequences of other lengths" if self.num_queries == self.num_keys else ""
             raise ValueError(
-                f"Expected 'graph' to have the same tokens as queries and keys (got N = {self.num_queries}, M = "
-                f"{self.num_keys}{other}). Use `to_hetero_data()`."
+                "Expected 'graph' to have the same tokens as queries and keys "
+                f"(got N = {self.num_queries}, M = {self.num_keys}{other}). Use `to_hetero_data()`."
             )
         lengths = self.query_ptr.diff()
         batch = torch.repeat_interleave(torch.arange(lengths.numel(), device=self.device), lengths)
@@ -500,14 +499,14 @@ class AttentionGraph(CompressedRows):
                 continue  # PyG would guess, from edges
             if there.num_nodes != total:
                 raise ValueError(
-                    f"Expected 'data' to have {total} nodes, as the graph has tokens (got {there.num_nodes}). Its "
-                    "edges join nodes by number."
+                    f"Expected 'data' to have {total} nodes, as the graph has tokens (got {there.num_nodes}). "
+                    "Its edges join nodes by number."
                 )
             known = stored_ptr(there)
             if known is not None and not torch.equal(known.cpu(), ptr.cpu()):
                 raise ValueError(
-                    f"Expected 'data' to have the sequences of the graph (got 'ptr' {known.tolist()[:9]}). Build the "
-                    "graph with its 'ptr'."
+                    f"Expected 'data' to have the sequences of the graph (got 'ptr' {known.tolist()[:9]}). "
+                    "Build the graph with its 'ptr'."
                 )
         head = "edge_type" if edge_type is None else "edge_head"
         for name in {"edge_attr", "edge_weight", "edge_type", "edge_head", "adj", "adj_t"} & {*store.keys()}:
@@ -517,9 +516,8 @@ class AttentionGraph(CompressedRows):
             order = torch.bucketize(edges["edge_index"][1], self.query_ptr[1:], right=True).argsort(stable=True)
             edges = {name: value[..., order] for name, value in edges.items()}
         store.update(edges)
-        if isinstance(data, Batch) and hasattr(
-            data, "_slice_dict"
-        ):  # `Batch.to_data_list` goes by it; shared with the batch that was copied
+        # `Batch.to_data_list` goes by it; it is shared with the batch that was copied
+        if isinstance(data, Batch) and hasattr(data, "_slice_dict"):
             ends = self.edges_per_sequence.sum(1).cumsum(0).cpu()
             slices = dict.fromkeys(edges, torch.cat([ends.new_zeros(1), ends]))
             start = torch.stack([self.key_ptr[:-1], self.query_ptr[:-1]], 1).cpu()[..., None]  # [B, 2, 1]
@@ -596,9 +594,8 @@ def edge_list(adjacency: Tensor | SparseTensor) -> Tensor:
     """
     if not isinstance(adjacency, Tensor | SparseTensor):
         raise TypeError(
-            "Expected 'edge_index' to be a tensor [2, E], a sparse adjacency or an AttentionGraph (got "
-            f"{type(adjacency).__name__}). Use "
-            "torch.tensor(edges), or torch_geometric.utils.from_networkx."
+            "Expected 'edge_index' to be a tensor [2, E], a sparse adjacency or an AttentionGraph "
+            f"(got {type(adjacency).__name__}). Use torch.tensor(edges), or torch_geometric.utils.from_networkx."
         )
     if is_sparse(adjacency):
         if isinstance(adjacency, Tensor) and adjacency.layout == torch.sparse_coo:

@@ -41,16 +41,16 @@ class CompressedRows:
         check_sizes(self.num_queries, self.num_keys, self.heads)
         if self.rowptr.dtype != torch.int64:
             raise TypeError(
-                f"Expected 'rowptr' to be int64 (got {self.rowptr.dtype}). Offsets of large graphs overflow anything "
-                "smaller."
+                f"Expected 'rowptr' to be int64 (got {self.rowptr.dtype}). "
+                "Offsets of large graphs overflow anything smaller."
             )
         if self.col.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"Expected 'col' to be int32 or int64 (got {self.col.dtype}). Convert it with `.long()`.")
         rows = self.heads * self.num_queries + 1
         if self.rowptr.shape != (rows,):
             raise ValueError(
-                f"Expected 'rowptr' to be [H*N+1] = [{rows}] (got {list(self.rowptr.shape)}). It holds one row per "
-                "head and query, heads outermost."
+                f"Expected 'rowptr' to be [H*N+1] = [{rows}] (got {list(self.rowptr.shape)}). "
+                "It holds one row per head and query, heads outermost."
             )
         if self.col.dim() != 1:
             raise ValueError(
@@ -64,9 +64,8 @@ class CompressedRows:
                 )
         if self.query_ptr.shape != self.key_ptr.shape or self.query_ptr.dim() != 1 or self.query_ptr.numel() < 2:
             raise ValueError(
-                f"Expected 'query_ptr' and 'key_ptr' to be [B+1] both (got {list(self.query_ptr.shape)} and "
-                f"{list(self.key_ptr.shape)}). "
-                "Sequence b of the queries attends to sequence b of the keys."
+                f"Expected 'query_ptr' and 'key_ptr' to be [B+1] both (got {list(self.query_ptr.shape)} "
+                f"and {list(self.key_ptr.shape)}). Sequence b of the queries attends to sequence b of the keys."
             )
         for name in ("rowptr", "query_ptr", "key_ptr"):
             if getattr(self, name).device != self.device:
@@ -83,8 +82,8 @@ class CompressedRows:
         if self.key_ptr is None:
             if self.num_keys != self.num_queries and self.query_ptr.numel() > 2:
                 raise ValueError(
-                    f"Expected 'key_ptr' where N != M (got N = {self.num_queries}, M = {self.num_keys} and no "
-                    "'key_ptr'). Pass the offsets of the keys."
+                    "Expected 'key_ptr' where N != M "
+                    f"(got N = {self.num_queries}, M = {self.num_keys} and no 'key_ptr'). Pass the offsets of the keys."
                 )
             same = self.num_keys == self.num_queries
             object.__setattr__(
@@ -236,8 +235,8 @@ class CompressedRows:
         )
         if first != 0 or last != self.num_edges or not 0 <= start <= end <= last:
             raise ValueError(
-                f"Expected 'rowptr' to rise from 0 to E = {self.num_edges} (got {first} to "
-                f"{last}{f', and {start} to {end} in row {row}' if row >= 0 else ''}). "
+                f"Expected 'rowptr' to rise from 0 to E = {self.num_edges} "
+                f"(got {first} to {last}{f', and {start} to {end} in row {row}' if row >= 0 else ''}). "
                 "Build it from row counts by `cumsum`."
             )
         keys = self.col[start:end]
@@ -246,16 +245,14 @@ class CompressedRows:
             before, after = keys[int(descents[0]) :][:2].tolist()
             raise ValueError(
                 f"Expected 'col' to hold the keys of each row ascending, without repeats (got {before} before {after} "
-                f"in row {row}). "
-                "`AttentionGraph.from_edge_index` sorts and removes repeats."
+                f"in row {row}). `AttentionGraph.from_edge_index` sorts and removes repeats."
             )
         sequence = int(torch.searchsorted(self.query_ptr, row % self.num_queries, right=True)) - 1
         low, high = self.key_ptr[sequence : sequence + 2].tolist()
         raise ValueError(
-            f"Expected 'col' to hold keys of the sequence of their query (got {int(keys[0])} to {int(keys[-1])} in row "
-            f"{row}, whose sequence has keys "
-            f"{low} to {high - 1}). Key numbers count through all sequences: add their 'key_ptr' offsets to numbers "
-            "that start at 0 in each."
+            "Expected 'col' to hold keys of the sequence of their query "
+            f"(got {int(keys[0])} to {int(keys[-1])} in row {row}, whose sequence has keys {low} to {high - 1}). "
+            "Key numbers count through all sequences: add their 'key_ptr' offsets to numbers that start at 0 in each."
         )
 
     def same_offsets(self, query_ptr: Tensor, key_ptr: Tensor) -> bool:
@@ -359,8 +356,8 @@ class CompressedRows:
             check_present(graph.col, "graphs")
         if not graphs or len({graph.heads for graph in graphs}) != 1:
             raise ValueError(
-                "Expected 'graphs' to be one or more graphs with the same heads (got "
-                f"{[graph.heads for graph in graphs]}). Use `graph.expand(heads)`."
+                "Expected 'graphs' to be one or more graphs with the same heads "
+                f"(got {[graph.heads for graph in graphs]}). Use `graph.expand(heads)`."
             )
         heads, devices = graphs[0].heads, {graph.device for graph in graphs}
         if len(devices) != 1:
@@ -402,8 +399,8 @@ class CompressedRows:
         sizes = [(graph.num_queries, graph.num_keys, graph.heads, graph.device) for graph in (self, other)]
         if sizes[0] != sizes[1] or not self.same_offsets(other.query_ptr, other.key_ptr):
             raise ValueError(
-                f"Expected 'other' over the same tokens, heads and sequences (got {other} for {self}). Build both with "
-                "the same 'ptr'."
+                f"Expected 'other' over the same tokens, heads and sequences (got {other} for {self}). "
+                "Build both with the same 'ptr'."
             )
         mine, theirs = self._edge_key(), other._edge_key()
         place = torch.searchsorted(mine, theirs)
@@ -432,8 +429,8 @@ class CompressedRows:
             raise TypeError(f"Expected 'mask' to be bool (got {mask.dtype}). Compare, as in `select(weight > 0)`.")
         if not torch.compiler.is_compiling() and mask.shape != self.col.shape:
             raise ValueError(
-                f"Expected 'mask' to be [E] = [{self.num_edges}] (got {list(mask.shape)}). It says of each edge "
-                "whether it stays."
+                f"Expected 'mask' to be [E] = [{self.num_edges}] (got {list(mask.shape)}). "
+                "It says of each edge whether it stays."
             )
         return self._with(offsets(mask)[self.rowptr], self.col[mask], self.heads)
 
@@ -465,8 +462,8 @@ class CompressedRows:
             )
             if edge_head is not None and not bool(((head >= 0) & (head < self.heads)).all()):
                 raise ValueError(
-                    f"Expected 'edge_head' in 0..{self.heads - 1} (got {int(head.min())} to {int(head.max())}). Heads "
-                    "count from 0."
+                    f"Expected 'edge_head' in 0..{self.heads - 1} "
+                    f"(got {int(head.min())} to {int(head.max())}). Heads count from 0."
                 )
             found = (
                 inside & (mine[place.clamp(max=mine.numel() - 1)] == wanted)
@@ -476,8 +473,8 @@ class CompressedRows:
             if not bool(found.all()):
                 edge = int(found.logical_not().nonzero()[0])
                 raise ValueError(
-                    f"Expected 'edge_index' to hold edges of the graph (got key {int(key[edge])}, query "
-                    f"{int(query[edge])}, head {int(head[edge])}, which is none). "
+                    "Expected 'edge_index' to hold edges of the graph "
+                    f"(got key {int(key[edge])}, query {int(query[edge])}, head {int(head[edge])}, which is none). "
                     "Choose among `graph.edge_index` and `graph.edge_head`."
                 )
         return place
@@ -493,8 +490,8 @@ def check_graph(graph: object, name: str = "graph") -> None:
     """Raise TypeError unless it is an :class:`~sbm_pyg.AttentionGraph`."""
     if not isinstance(graph, CompressedRows):
         raise TypeError(
-            f"Expected '{name}' to be an AttentionGraph (got {type(graph).__name__}). `AttentionGraph.from_edge_index` "
-            "makes one."
+            f"Expected '{name}' to be an AttentionGraph (got {type(graph).__name__}). "
+            "`AttentionGraph.from_edge_index` makes one."
         )
 
 
@@ -506,8 +503,8 @@ def check_sizes(num_queries: int, num_keys: int, heads: int = 1) -> tuple[int, i
     num_keys = checks.integer("num_keys", num_keys, 1, tokens)
     if not torch.compiler.is_compiling() and heads * num_queries * num_keys >= 2**63:
         raise ValueError(
-            f"Expected 'heads', 'num_queries' and 'num_keys' of a product below 2**63 (got {heads} * {num_queries} * "
-            f"{num_keys}). Pairs are numbered in int64."
+            "Expected 'heads', 'num_queries' and 'num_keys' of a product below 2**63 "
+            f"(got {heads} * {num_queries} * {num_keys}). Pairs are numbered in int64."
         )
     return num_queries, num_keys, heads
 
@@ -520,8 +517,8 @@ def check_edges(edge_index: Tensor, edge_head: Tensor | None) -> tuple[Tensor, T
             raise TypeError(f"Expected '{name}' to be int64 (got {value.dtype}). Convert it with `.long()`.")
     if edge_index.dim() != 2 or edge_index.size(0) != 2:
         raise ValueError(
-            f"Expected 'edge_index' to be [2, E] (got {list(edge_index.shape)}). Row 0 holds keys (sources), row 1 "
-            "queries (targets)."
+            f"Expected 'edge_index' to be [2, E] (got {list(edge_index.shape)}). "
+            "Row 0 holds keys (sources), row 1 queries (targets)."
         )
     key, query = edge_index.long()
     if edge_head is None:
@@ -529,8 +526,8 @@ def check_edges(edge_index: Tensor, edge_head: Tensor | None) -> tuple[Tensor, T
     checks.same_device("edge_index", edge_index, edge_head=edge_head)
     if edge_head.shape != key.shape:
         raise ValueError(
-            f"Expected 'edge_head' to be [{key.numel()}] (got {list(edge_head.shape)}). It holds one head number per "
-            "edge."
+            f"Expected 'edge_head' to be [{key.numel()}] (got {list(edge_head.shape)}). "
+            "It holds one head number per edge."
         )
     return key, query, edge_head.long()
 
