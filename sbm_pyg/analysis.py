@@ -316,15 +316,15 @@ def _labels(graph: AttentionGraph, blocks: Blocks) -> tuple[Array, Array]:
         isinstance(side, Tensor) and not (side.is_floating_point() or side.is_complex()) for side in pair
     ):
         raise TypeError(
-            f"Expected 'blocks' to be an SBM, a tensor of integers or a pair of those (got {short(blocks)}). They are "
-            "block numbers."
+            f"Expected 'blocks' to be an SBM, a tensor of integers or a pair of those (got {short(blocks)}). "
+            "They are block numbers."
         )
     query, key = pair
     for name, side, size in (("queries", query, graph.num_queries), ("keys", key, graph.num_keys)):
         if side.shape != (graph.heads, size):
             raise ValueError(
-                f"Expected 'blocks' of the {name} to be [{graph.heads}, {size}] (got {list(side.shape)}). They number "
-                "the block of each token in each head."
+                f"Expected 'blocks' of the {name} to be [{graph.heads}, {size}] (got {list(side.shape)}). "
+                "They number the block of each token in each head."
             )
     return query.cpu().flatten().numpy(), key.cpu().flatten().numpy()
 
@@ -433,13 +433,11 @@ def _gap(both: Any) -> float:
         "return_eigenvectors": False,
     }
     try:
-        gap = 1 - float(
-            eigsh(operator, tol=1e-4, **options)[0]
-        )  # an eigenvalue is about as exact as the square of its tolerance
+        # an eigenvalue is about as exact as the square of its tolerance
+        gap = 1 - float(eigsh(operator, tol=1e-4, **options)[0])
         return gap if gap > 0.05 else 1 - float(eigsh(operator, tol=1e-9, **options)[0])
-    except (
-        ArpackError
-    ):  # eigenvalues crowd at 1, as in long and narrow graphs: these are sparse, and a factorisation is cheap
+    except ArpackError:
+        # eigenvalues crowd at 1, as in long and narrow graphs: these are sparse, and a factorisation is cheap
         return 1 - float(eigsh(both, k=2, sigma=1.0001, which="LM", v0=options["v0"], return_eigenvectors=False).min())
 
 

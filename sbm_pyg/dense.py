@@ -71,9 +71,9 @@ class FullAttention(nn.Module):
         checks.shape("x", x, (None, self.channels), "[N, channels]", "It has the channels of the layer.")
         padded, mask = pad(x, ptr)  # [B, L, channels], [B, L]
         query, key, value = (
-            lin(padded).unflatten(2, (self.heads, -1)).transpose(1, 2)
+            lin(padded).unflatten(2, (self.heads, -1)).transpose(1, 2)  # [B, H, L, C]
             for lin in (self.lin_query, self.lin_key, self.lin_value)
-        )  # [B, H, L, C]
+        )
         ragged = None if x.size(0) == mask.numel() else mask[:, None, None]
         out = F.scaled_dot_product_attention(
             query, key, value, attn_mask=ragged, dropout_p=self.dropout if self.training else 0.0

@@ -60,13 +60,16 @@ class Certificate:
         return {
             "sources": f"no edge enters tokens {tokens}",
             "sinks": f"no edge leaves tokens {tokens}",
-            "incomparable": f"no walk leads from token {self.tokens[0]} to {self.tokens[-1]} or back"
-            if self.tokens
-            else "",
-            "predecessors": f"the {len(self.tokens)} tokens {tokens} can follow only "
-            f"the {len(self.others)} tokens {others or 'of an empty set'}",
-            "separator": f"without token {tokens} the rest falls into {len(self.others)} parts "
-            f"(around tokens {others})",
+            "incomparable": (
+                f"no walk leads from token {self.tokens[0]} to {self.tokens[-1]} or back" if self.tokens else ""
+            ),
+            "predecessors": (
+                f"the {len(self.tokens)} tokens {tokens} can follow only "
+                f"the {len(self.others)} tokens {others or 'of an empty set'}"
+            ),
+            "separator": (
+                f"without token {tokens} the rest falls into {len(self.others)} parts (around tokens {others})"
+            ),
             "search": "an exhaustive search by OR-tools found none",
         }[self.kind]
 
@@ -93,8 +96,8 @@ class HamiltonianPath:
     def __bool__(self) -> bool:
         if self.status == "UNKNOWN":
             raise ValueError(
-                "Expected 'status' to be 'FOUND' or 'ABSENT' for a yes or no (got 'UNKNOWN'). Read `.status`, or raise "
-                "`time_limit`."
+                "Expected 'status' to be 'FOUND' or 'ABSENT' for a yes or no (got 'UNKNOWN'). "
+                "Read `.status`, or raise `time_limit`."
             )
         return self.status == "FOUND"
 
@@ -269,8 +272,8 @@ def one_sequence(graph: AttentionGraph, name: str = "graph") -> AttentionGraph:
         )
     if graph.num_queries != graph.num_keys:
         raise ValueError(
-            f"Expected '{name}' to have the same tokens as queries and keys (got N = {graph.num_queries}, M = "
-            f"{graph.num_keys}). Paths need one set of tokens."
+            f"Expected '{name}' to have the same tokens as queries and keys "
+            f"(got N = {graph.num_queries}, M = {graph.num_keys}). Paths need one set of tokens."
         )
     return graph.to("cpu")
 
@@ -348,18 +351,16 @@ def _matching(n: int, tokens: Array, into: Array) -> Certificate | None:
     Where no matching does, two unmatched tokens lead to a set that has too few.
     """
     rows = _matrix(n, into, tokens)
-    mate = scipy_sparse().csgraph.maximum_bipartite_matching(
-        rows, perm_type="column"
-    )  # predecessor of each token, or -1
+    # predecessor of each token, or -1
+    mate = scipy_sparse().csgraph.maximum_bipartite_matching(rows, perm_type="column")
     alone = np.flatnonzero(mate < 0)
     if len(alone) < 2:
         return None
     follower = np.full(n, -1, np.int32)
     follower[mate[mate >= 0]] = np.flatnonzero(mate >= 0)
     depth = np.empty(n, np.int64)
-    breadth_first(
-        rows.indptr, follower[rows.indices], alone[:2], depth
-    )  # from a token to whoever holds one of its predecessors
+    # from a token to whoever holds one of its predecessors
+    breadth_first(rows.indptr, follower[rows.indices], alone[:2], depth)
     short = np.flatnonzero(depth >= 0)
     held = np.unique(tokens[np.isin(into, short)])
     return Certificate("predecessors", tuple(short.tolist()), tuple(held.tolist()))
@@ -448,9 +449,8 @@ def _search(n: int, tokens: Array, into: Array, ranks: Array, seed: int, limit: 
         from ortools.sat.python import cp_model
     except ImportError:
         return "UNKNOWN", "the construction failed, and an exact search needs OR-tools: `pip install sbm_pyg[analysis]`"
-    start = (
-        time.perf_counter()
-    )  # after the import, which takes longer than most searches where it is the first in a process
+    # after the import, which takes longer than most searches where it is the first in a process
+    start = time.perf_counter()
     tails, heads = _closed(n, tokens, into, ranks)
     if 1e-5 * len(tails) > limit:  # to set up the search would take all the time
         return "UNKNOWN", f"the construction failed, and {len(tails):,} arcs are too many to search in the time left"

@@ -189,8 +189,10 @@ def _text(info: dict[str, Any]) -> str:
     section(
         "kernels",
         {
-            "cpu": f"{kernels['cpu']}, {kernels['instructions']} on {kernels['processor']}, "
-            f"matrix tiles (AMX): {'yes' if kernels['tiles'] else 'no'}",
+            "cpu": (
+                f"{kernels['cpu']}, {kernels['instructions']} on {kernels['processor']}, "
+                f"matrix tiles (AMX): {'yes' if kernels['tiles'] else 'no'}"
+            ),
             "cuda": kernels["cuda"],
         },
     )
@@ -206,8 +208,9 @@ def _text(info: dict[str, Any]) -> str:
         {name: f"{version or 'not installed':<16}{OPTIONAL[name]}" for name, version in info["optional"].items()},
     )
     folders = {
-        f"{cache['files']} files": f"{cache['bytes'] / 2**20:.1f} MiB, "
-        f"{'writable' if cache['writable'] else 'NOT writable'}: {path}"
+        f"{cache['files']} files": (
+            f"{cache['bytes'] / 2**20:.1f} MiB, {'writable' if cache['writable'] else 'NOT writable'}: {path}"
+        )
         for path, cache in info["caches"].items()
     }
     section(
@@ -217,9 +220,11 @@ def _text(info: dict[str, Any]) -> str:
     )
     if tested is not None:
         rows = {
-            device: f"{'passed' if row['passed'] else 'FAILED'}: "
-            f"{row['edges']:,} edges {'equal' if row['same_edges'] else 'DIFFER'}, "
-            f"error of attention {row['attention']:.1e}, of gradients {row['gradients']:.1e}"
+            device: (
+                f"{'passed' if row['passed'] else 'FAILED'}: "
+                f"{row['edges']:,} edges {'equal' if row['same_edges'] else 'DIFFER'}, "
+                f"error of attention {row['attention']:.1e}, of gradients {row['gradients']:.1e}"
+            )
             for device, row in tested.items()
             if isinstance(row, dict)
         }

@@ -119,14 +119,14 @@ class SBMMultiheadAttention(nn.Module):
             checks.device(device)
         if embed_dim % num_heads:
             raise ValueError(
-                f"Expected 'embed_dim' to be a multiple of 'num_heads' (got {embed_dim} and {num_heads}). Each head "
-                "takes embed_dim / num_heads channels."
+                f"Expected 'embed_dim' to be a multiple of 'num_heads' (got {embed_dim} and {num_heads}). "
+                "Each head takes embed_dim / num_heads channels."
             )
         for name, value in (("add_bias_kv", add_bias_kv), ("add_zero_attn", add_zero_attn)):
             if value:
                 raise ValueError(
-                    f"Expected '{name}' to be False (got {value}). Append a token of your own to keys and values "
-                    "instead."
+                    f"Expected '{name}' to be False (got {value}). "
+                    "Append a token of your own to keys and values instead."
                 )
         if not options.pop("concat", True):
             raise ValueError("Expected no 'concat' (got False). The output projection takes the heads side by side.")
@@ -160,8 +160,8 @@ class SBMMultiheadAttention(nn.Module):
         """
         if not isinstance(attention, nn.MultiheadAttention):
             raise TypeError(
-                f"Expected 'attention' to be a torch.nn.MultiheadAttention (got {type(attention).__name__}). Pass the "
-                "layer itself."
+                f"Expected 'attention' to be a torch.nn.MultiheadAttention (got {type(attention).__name__}). "
+                "Pass the layer itself."
             )
         weight = attention.out_proj.weight
         made = cls(
@@ -277,8 +277,8 @@ class SBMMultiheadAttention(nn.Module):
         )
         if sequence_ids is not None and (graph is not None or self.conv.source is None):
             raise ValueError(
-                "Expected no 'sequence_ids' where nothing is sampled (got a 'graph', or num_blocks=None). Leave them "
-                "out."
+                "Expected no 'sequence_ids' where nothing is sampled "
+                "(got a 'graph', or num_blocks=None). Leave them out."
             )
         self_attention, batched, nested = query is key, query.dim() == 3, query.is_nested
         query, key, value, real_query, real_key = self._padded(query, key, value, key_padding_mask)
@@ -293,13 +293,13 @@ class SBMMultiheadAttention(nn.Module):
         elif forbidden is not None:
             edge_filter = partial(frame.allowed, forbidden)
         flat_query, flat_key, flat_value = (
-            lin(side.take(tokens)).view(-1, self.num_heads, self.head_dim).transpose(0, 1)
+            lin(side.take(tokens)).view(-1, self.num_heads, self.head_dim).transpose(0, 1)  # [H, N, C]
             for lin, tokens, side in (
                 (self.conv.lin_query, query, frame.query),
                 (self.conv.lin_key, key, frame.key),
                 (self.conv.lin_value, value, frame.key),
             )
-        )  # [H, N, C]
+        )
         attended, used, *rest = self.conv.attend(
             flat_query,
             flat_key,
@@ -341,17 +341,16 @@ class SBMMultiheadAttention(nn.Module):
         for name, x in tokens.items():
             if x.dim() != dims or dims not in (2, 3):
                 raise ValueError(
-                    f"Expected '{name}' to have 3 dimensions, or 2 for one sequence, as the other tokens have (got "
-                    f"{x.dim()}). "
-                    "See the docstring of SBMMultiheadAttention."
+                    f"Expected '{name}' to have 3 dimensions, or 2 for one sequence, as the other tokens have "
+                    f"(got {x.dim()}). See the docstring of SBMMultiheadAttention."
                 )
             same = x.dtype == like.dtype or not like.is_floating_point()  # quantized weights know better what they take
             if not same and x.dtype in DTYPES and torch.is_autocast_enabled(x.device.type):
                 same = torch.float64 not in (x.dtype, like.dtype)
             if not same:
                 raise TypeError(
-                    f"Expected '{name}' to be {like.dtype}, as the layer is (got {x.dtype}). Convert one of them with "
-                    "`.to`."
+                    f"Expected '{name}' to be {like.dtype}, as the layer is (got {x.dtype}). "
+                    "Convert one of them with `.to`."
                 )
         if graph is None:
             return
@@ -380,8 +379,8 @@ class SBMMultiheadAttention(nn.Module):
             if not fits or (name == "value" and x.shape[1:2] != keys):
                 raise ValueError(
                     f"Expected '{name}' to be [B, length, {channels}] with a token or more in each of the B sequences "
-                    "of 'query', keys as many "
-                    f"as values (got {list(x.shape)} with batch_first). See the docstring of SBMMultiheadAttention."
+                    f"of 'query', keys as many as values (got {list(x.shape)} with batch_first). "
+                    "See the docstring of SBMMultiheadAttention."
                 )
         if key.is_nested != value.is_nested or (
             key.is_nested and not torch.equal(cast(Tensor, real["key"]), cast(Tensor, real["value"]))
@@ -396,8 +395,8 @@ class SBMMultiheadAttention(nn.Module):
                 key_padding_mask = key_padding_mask[None]
             if key_padding_mask.shape != (batch, *keys):
                 raise ValueError(
-                    f"Expected 'key_padding_mask' to be {[batch, *keys]} (got {list(key_padding_mask.shape)}). It is "
-                    "True at padded keys."
+                    f"Expected 'key_padding_mask' to be {[batch, *keys]} (got {list(key_padding_mask.shape)}). "
+                    "It is True at padded keys."
                 )
             real["key"] = ~_as_bool(key_padding_mask, "key_padding_mask")
         return tensors["query"], tensors["key"], tensors["value"], real["query"], real["key"]
@@ -411,16 +410,15 @@ class SBMMultiheadAttention(nn.Module):
             torch._check(graph.num_keys == keys)
         if graph.heads not in (1, self.num_heads):
             raise ValueError(
-                f"Expected 'graph' to have 1 or {self.num_heads} heads (got {graph.heads}). Take one with "
-                "`graph.head(h)` first."
+                f"Expected 'graph' to have 1 or {self.num_heads} heads (got {graph.heads}). "
+                "Take one with `graph.head(h)` first."
             )
         if (graph.num_queries, graph.num_keys) != (total, keys) or not graph.same_offsets(
             frame.query.ptr, frame.key.ptr
         ):
             raise ValueError(
-                f"Expected 'graph' over the sequences of N = {total} real queries and M = {keys} real keys (got "
-                f"{graph}). "
-                "Build it with the `ptr` that `sbm_pyg.unpad` gives."
+                f"Expected 'graph' over the sequences of N = {total} real queries and M = {keys} real keys "
+                f"(got {graph}). Build it with the `ptr` that `sbm_pyg.unpad` gives."
             )
 
     def _forbidden(self, attn_mask: Tensor | None, is_causal: bool, query: Tensor, key: Tensor) -> Tensor | None:
@@ -430,8 +428,8 @@ class SBMMultiheadAttention(nn.Module):
             return torch.ones(1, 1, length, keys, dtype=torch.bool, device=query.device).triu(1) if is_causal else None
         if attn_mask.shape not in ((length, keys), (batch * self.num_heads, length, keys)):
             raise ValueError(
-                f"Expected 'attn_mask' to be {[length, keys]} or {[batch * self.num_heads, length, keys]} (got "
-                f"{list(attn_mask.shape)}). It is True where a query must not attend."
+                f"Expected 'attn_mask' to be {[length, keys]} or {[batch * self.num_heads, length, keys]} "
+                f"(got {list(attn_mask.shape)}). It is True where a query must not attend."
             )
         return _as_bool(attn_mask, "attn_mask").view(
             *((1, 1) if attn_mask.dim() == 2 else (batch, self.num_heads)), length, keys
@@ -449,8 +447,8 @@ def _as_bool(mask: Tensor, name: str) -> Tensor:
         return mask
     if not mask.is_floating_point():
         raise TypeError(
-            f"Expected '{name}' to be boolean or floating (got {mask.dtype}). Convert it with `.bool()`, True = leave "
-            "out."
+            f"Expected '{name}' to be boolean or floating (got {mask.dtype}). "
+            "Convert it with `.bool()`, True = leave out."
         )
     masked = mask == -torch.inf
     known = (masked | (mask == 0)).all()
@@ -458,8 +456,8 @@ def _as_bool(mask: Tensor, name: str) -> Tensor:
         torch._assert_async(known, f"Expected '{name}' to hold 0 and minus infinity alone.")
     elif not known:
         raise ValueError(
-            f"Expected '{name}' to hold 0 and minus infinity alone (got other values). Add to the scores of edges by "
-            "the option `score_bias`."
+            f"Expected '{name}' to hold 0 and minus infinity alone (got other values). "
+            "Add to the scores of edges by the option `score_bias`."
         )
     return masked
 
@@ -468,17 +466,15 @@ def _from_nested(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
     """A nested tensor in padded form, ``[B, length, channels]``, and which of its tokens are real, ``[B, length]``."""
     if x.layout != torch.strided:
         raise ValueError(
-            f"Expected '{name}' to be padded, or nested as torch's encoders have it (got layout {x.layout}). Pad it "
-            "with "
-            "`torch.nested.to_padded_tensor`, or give its `values()` and `offsets()` to SBMAttentionConv as tokens and "
-            "`ptr`."
+            f"Expected '{name}' to be padded, or nested as torch's encoders have it (got layout {x.layout}). "
+            "Pad it with `torch.nested.to_padded_tensor`, "
+            "or give its `values()` and `offsets()` to SBMAttentionConv as tokens and `ptr`."
         )
     lengths, channels = zip(*(part.shape for part in x.unbind()), strict=True)
     if min(lengths) < 1 or len({*channels}) > 1:
         raise ValueError(
-            f"Expected '{name}' to hold a token or more in each sequence, of equal channels (got lengths {lengths}, "
-            f"channels {channels}). "
-            "Leave empty sequences out of the batch."
+            f"Expected '{name}' to hold a token or more in each sequence, of equal channels "
+            f"(got lengths {lengths}, channels {channels}). Leave empty sequences out of the batch."
         )
     padded = torch.nested.to_padded_tensor(x, 0.0)
     return padded, torch.arange(padded.size(1), device=x.device) < torch.tensor(lengths, device=x.device)[:, None]
@@ -504,8 +500,8 @@ class _Side:
             )
         elif bool((lengths == 0).any()):
             raise ValueError(
-                "Expected 'key_padding_mask' to leave a real key in each sequence (got one that is all padding). Leave "
-                "empty sequences out of the batch."
+                "Expected 'key_padding_mask' to leave a real key in each sequence (got one that is all padding). "
+                "Leave empty sequences out of the batch."
             )
         self.place, self.ptr = real.flatten().nonzero()[:, 0], offsets(lengths)  # [N], [B+1]
         self.total = self.place.numel()

@@ -344,8 +344,8 @@ class _Tokens:
             n = int(ptr.flatten()[-1]) if ptr.numel() and ptr.dtype in checks.INTEGERS and not ptr.is_meta else 0
             if n < 1 and ptr.dim() == 1 and ptr.numel() > 1 and ptr.dtype in checks.INTEGERS:
                 raise ValueError(
-                    f"Expected 'ptr' to run from 0 to the number of tokens (got an end of {n}). Pass offsets of all "
-                    "sequences."
+                    f"Expected 'ptr' to run from 0 to the number of tokens (got an end of {n}). "
+                    "Pass offsets of all sequences."
                 )
         device = None if device is None else checks.device(device)
         place = (torch.get_default_device() if ptr is None else ptr.device) if device is None else device
@@ -425,10 +425,8 @@ def _distinct(count: Tensor, size: Tensor, draws: _Draws) -> Tensor:
     stride, rows = int(size.max()), draws.row
     leave = 2 * count > size  # there the numbers left out are drawn
     wanted = torch.where(leave, size - count, count)
-    missing, drawn = (
-        wanted,
-        [wanted[:0]],
-    )  # the cells of each round, ascending; a cell is a row and a number: row * stride + number
+    # `drawn`: the cells of each round, ascending; a cell is a row and a number: row * stride + number
+    missing, drawn = wanted, [wanted[:0]]
     while bool(missing.any()):
         row, word = draws(missing)
         cells = (row * stride + (word * size[row] >> 32)).unique()

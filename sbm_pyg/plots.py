@@ -93,8 +93,8 @@ def plot_mask(
     )
     return _caption(
         figure,
-        f"Which query (row) attends to which key (column), head {head}, {mask.shape[0]:,} queries and "
-        f"{mask.shape[1]:,} keys.{beside}",
+        f"Which query (row) attends to which key (column), head {head}, "
+        f"{mask.shape[0]:,} queries and {mask.shape[1]:,} keys.{beside}",
     )
 
 
@@ -164,9 +164,8 @@ def plot_density(density: Tensor | EncoderTrace | Mapping[str, Tensor], *, ax: A
     _bare(axes, "", "density of masks (% of query-key pairs)")
     inputs = max(value.size(1) for value in named.values())
     words = (
-        f"Density of the sampled masks in each layer. Bars: mean over heads and {inputs:,} inputs; whiskers: standard "
-        "deviation over inputs; diamonds: "
-        "single heads."
+        f"Density of the sampled masks in each layer. Bars: mean over heads and {inputs:,} inputs; whiskers: "
+        "standard deviation over inputs; diamonds: single heads."
     )
     return _caption(figure, words, ax is None)
 
@@ -225,8 +224,8 @@ def plot_pixel_attention(
     chosen, titles = _chosen(layers, sequences, titles)
     if images.dim() != 3 or len(images) != layers[0][1].num_sequences:
         raise ValueError(
-            f"Expected 'images' to be [{layers[0][1].num_sequences}, height, width], one for each sequence (got "
-            f"{list(images.shape)}). Turn colours into grey first."
+            f"Expected 'images' to be [{layers[0][1].num_sequences}, height, width], one for each sequence "
+            f"(got {list(images.shape)}). Turn colours into grey first."
         )
     height, width = images.shape[1:]
     columns = []  # per layer and head: title, and a map for each image with its density
@@ -234,8 +233,8 @@ def plot_pixel_attention(
         parts = [graph.sequence(sequence).to("cpu") for sequence in chosen]
         if any(part.num_keys != height * width for part in parts):
             raise ValueError(
-                f"Expected 'graphs' with as many tokens as 'images' have pixels, {height} x {width} (got "
-                f"{[part.num_keys for part in parts]}). Drop special tokens from the graph first."
+                f"Expected 'graphs' with as many tokens as 'images' have pixels, {height} x {width} "
+                f"(got {[part.num_keys for part in parts]}). Drop special tokens from the graph first."
             )
         for head in range(graph.heads):
             maps = []
@@ -277,10 +276,9 @@ def plot_pixel_attention(
     for axes in panels[-1]:
         axes.set_xlabel("column (pixels)", fontsize=8)
     words = (
-        "Attention that each pixel gets. First column: the image. Other columns: one layer and head each; the colour "
-        "of a pixel says what share of all "
-        "pixels attend to it (own scale for each column), the number above is the mean, which is the density of the "
-        "mask."
+        "Attention that each pixel gets. First column: the image. "
+        "Other columns: one layer and head each; the colour of a pixel says what share of all pixels attend to it "
+        "(own scale for each column), the number above is the mean, which is the density of the mask."
     )
     return _caption(figure, f"{words} {notes}".strip())
 
@@ -404,11 +402,10 @@ def plot_blocks(graph: AttentionGraph, sbm: SBM, *, sequence: int = 0, head: int
         matrix, ax=right, label=f"weight between two blocks\n(colours span {low:.4g} to {high:.4g})", shrink=0.8
     )
     words = (
-        f"Blocks of head {head}: a token belongs to the block in which its membership is largest (lines separate "
-        "blocks; within a block the surest tokens "
-        "come first). If the blocks explained the mask, the middle panel would be a patchwork of even tones, those of "
-        "the block matrix on the right, "
-        "whose colours go from its least to its largest weight."
+        f"Blocks of head {head}: a token belongs to the block in which its membership is largest "
+        "(lines separate blocks; within a block the surest tokens come first). "
+        "If the blocks explained the mask, the middle panel would be a patchwork of even tones, "
+        "those of the block matrix on the right, whose colours go from its least to its largest weight."
     )
     return _caption(figure, words)
 
@@ -428,20 +425,19 @@ def plot_training_density(log: str | Path | Sequence[Mapping[str, float]], *, ax
     if isinstance(log, str | Path):
         if not Path(log).is_file():
             raise ValueError(
-                f"Expected 'log' to be a CSV file (got {str(log)!r}, which is none). `examples/lra.py` writes "
-                "train.csv and val.csv."
+                f"Expected 'log' to be a CSV file (got {str(log)!r}, which is none). "
+                "`examples/lra.py` writes train.csv and val.csv."
             )
         with open(log, newline="") as file:
             read: list[dict[str, Any]] = list(csv.DictReader(file))
-        rows: list[Mapping[str, Any]] = [
-            row for row in read if None not in row.values()
-        ]  # a killed run may leave half a row
+        # a killed run may leave half a row
+        rows: list[Mapping[str, Any]] = [row for row in read if None not in row.values()]
     elif not isinstance(log, str) and isinstance(log, Sequence) and all(isinstance(row, Mapping) for row in log):
         rows = [row for row in log if isinstance(row, Mapping)]
     else:
         raise TypeError(
-            f"Expected 'log' to be a file or its rows (got {type(log).__name__}). Rows are mappings from columns to "
-            "numbers."
+            f"Expected 'log' to be a file or its rows (got {type(log).__name__}). "
+            "Rows are mappings from columns to numbers."
         )
     names = sorted(
         (int(match[1]), int(match[2]), name)
@@ -450,8 +446,8 @@ def plot_training_density(log: str | Path | Sequence[Mapping[str, float]], *, ax
     )
     if not names or "step" not in rows[0]:
         raise ValueError(
-            "Expected 'log' with columns 'step' and 'density_layer0_head0', ... (got "
-            f"{list(rows[0]) if rows else 'no rows'}). `examples/lra.py` writes train.csv and val.csv."
+            "Expected 'log' with columns 'step' and 'density_layer0_head0', ... "
+            f"(got {list(rows[0]) if rows else 'no rows'}). `examples/lra.py` writes train.csv and val.csv."
         )
     figure, axes = _axes(ax, 7.2, 4.4)
     steps = [float(row["step"]) for row in rows]
@@ -465,8 +461,8 @@ def plot_training_density(log: str | Path | Sequence[Mapping[str, float]], *, ax
     _bare(axes, "optimiser step", "density of masks (% of query-key pairs)")
     axes.legend(frameon=False, fontsize=8, ncols=2)
     words = (
-        "Density of the sampled masks over the course of training: colours are layers, line styles heads; each point "
-        "is a mean over inputs."
+        "Density of the sampled masks over the course of training: colours are layers, line styles heads; "
+        "each point is a mean over inputs."
     )
     return _caption(figure, words, ax is None)
 
@@ -525,9 +521,8 @@ def plot_lemma1(result: Lemma1, *, ax: Axes | None = None) -> Figure:
     at = float(path_probability(result.n, result.lemma))
     words = (
         f"Random directed graphs of {result.n} tokens. At the p of Lemma 1 one expects at least one Hamiltonian cycle "
-        "(red), yet in the "
-        f"limit {_percent(at)} of the graphs have as much as a path (blue; bars: 95 % intervals): the expectation is "
-        "carried by rare graphs with very many cycles."
+        f"(red), yet in the limit {_percent(at)} of the graphs have as much as a path (blue; bars: 95 % intervals): "
+        "the expectation is carried by rare graphs with very many cycles."
     )
     return _caption(figure, words, ax is None)
 

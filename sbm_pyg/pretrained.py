@@ -142,16 +142,16 @@ class Pretrained(nn.Module):
         wanted, found = config["sha256"].get(WEIGHTS), _sha256(weights)
         if wanted != found:
             raise ValueError(
-                f"Expected '{weights}' to have the SHA-256 {short(wanted)} of {CONFIG} (got {short(found)}). The file "
-                "has changed: copy it again."
+                f"Expected '{weights}' to have the SHA-256 {short(wanted)} of {CONFIG} (got {short(found)}). "
+                "The file has changed: copy it again."
             )
         with torch.random.fork_rng(devices=[]):
             try:
                 model = _build(config, cls, source / CONFIG)
             except RecursionError:
                 raise ValueError(
-                    f"Expected 'options' in '{source / CONFIG}' to be nested less deeply (got too many levels). "
-                    f"{RESTORE}"
+                    f"Expected 'options' in '{source / CONFIG}' to be nested less deeply "
+                    f"(got too many levels). {RESTORE}"
                 ) from None
         _load(model, weights, device)
         return model.to(device).eval()
@@ -171,8 +171,8 @@ def _plain(value: Any, where: str) -> Any:
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         if value.keys() & {"class", "options"}:
             raise ValueError(
-                f"Expected '{where}' to have no key 'class' or 'options' (got {[*value]}). They tell a model: rename "
-                "the key."
+                f"Expected '{where}' to have no key 'class' or 'options' (got {[*value]}). "
+                "They tell a model: rename the key."
             )
         return {key: _plain(entry, f"{where}.{key}") for key, entry in value.items()}
     if isinstance(value, list | tuple):
@@ -186,8 +186,8 @@ def _plain(value: Any, where: str) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise TypeError(
-        f"Expected '{where}' to be plain data (got {value!r}). A config holds no code: name the attention, or save "
-        "`model.state_dict()` and keep the code that made the model."
+        f"Expected '{where}' to be plain data (got {value!r}). A config holds no code: "
+        "name the attention, or save `model.state_dict()` and keep the code that made the model."
     )
 
 
@@ -216,8 +216,8 @@ def _build(description: Mapping[str, Any], base: type[Any], path: Path, where: s
         return known[name](**parts)
     except Exception as error:  # a class may say in any way that it was not made for these
         raise ValueError(
-            f"Expected '{where}' in '{path}' to fit {name} (got {type(error).__name__}: {error}). Restore the options "
-            "it was saved with."
+            f"Expected '{where}' in '{path}' to fit {name} (got {type(error).__name__}: {error}). "
+            "Restore the options it was saved with."
         ) from error
 
 
@@ -226,8 +226,8 @@ def _revive(value: Any, path: Path, where: str) -> Any:
     if isinstance(value, dict) and value.keys() & {"class", "options"}:
         if value.keys() != {"class", "options"}:
             raise ValueError(
-                f"Expected '{where}' in '{path}' to have the keys 'class' and 'options' (got {short([*value])}). "
-                f"{RESTORE}"
+                f"Expected '{where}' in '{path}' to have the keys 'class' and 'options' "
+                f"(got {short([*value])}). {RESTORE}"
             )
         return _build(value, Pretrained, path, f"{where}.")
     if isinstance(value, dict):
@@ -299,8 +299,8 @@ def _load(model: nn.Module, path: Path, device: torch.device) -> None:
         model.load_state_dict(state, assign=True)
     except RuntimeError as error:
         raise ValueError(
-            f"Expected '{path.with_name(CONFIG)}' to fit the weights beside it (got {error}). Restore the options it "
-            "was saved with."
+            f"Expected '{path.with_name(CONFIG)}' to fit the weights beside it (got {error}). "
+            "Restore the options it was saved with."
         ) from error
     for name, tensor in model.state_dict(keep_vars=True).items():
         _check_numbers(
@@ -347,8 +347,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise ValueError(f"Expected '{path}' to be JSON (got {error}). {RESTORE}") from error
     if not isinstance(config, dict) or config.get("library") != LIBRARY or not isinstance(config.get("sha256"), dict):
         raise ValueError(
-            f"Expected '{path}' to be the config of a model of {LIBRARY} (got another one). Give the folder that "
-            "`save_pretrained` wrote."
+            f"Expected '{path}' to be the config of a model of {LIBRARY} (got another one). "
+            "Give the folder that `save_pretrained` wrote."
         )
     version = config.get("version")
     if not isinstance(version, str) or not _release(version):
@@ -357,8 +357,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
         )
     if _release(version) > _release(__version__):
         raise ValueError(
-            f"Expected 'version' in '{path}' to be at most {__version__} (got {version}). Upgrade with `pip install -U "
-            f"{LIBRARY}`."
+            f"Expected 'version' in '{path}' to be at most {__version__} (got {version}). "
+            f"Upgrade with `pip install -U {LIBRARY}`."
         )
     return config
 
@@ -396,9 +396,9 @@ def _check_target(folder: Path) -> None:
             ours = False
     if not ours:
         raise ValueError(
-            f"Expected 'folder' to be new, empty or a saved model (got '{folder}', which holds "
-            f"{', '.join(content[:3])}{' and more' if len(content) > 3 else ''}). Saving replaces the whole folder: "
-            "choose another one."
+            "Expected 'folder' to be new, empty or a saved model "
+            f"(got '{folder}', which holds {', '.join(content[:3])}{' and more' if len(content) > 3 else ''}). "
+            "Saving replaces the whole folder: choose another one."
         )
 
 

@@ -109,16 +109,16 @@ def resolve_ptr(
         check_present(batch, "batch")
         if batch.dim() != 1 or batch.numel() != total:
             raise ValueError(
-                f"Expected 'batch' to be [{total}], one sequence number per token (got {list(batch.shape)}). Pass the "
-                "`batch` vector of the same tokens."
+                f"Expected 'batch' to be [{total}], one sequence number per token (got {list(batch.shape)}). "
+                "Pass the `batch` vector of the same tokens."
             )
         if batch.dtype not in (torch.int64, torch.int32):
             raise TypeError(f"Expected 'batch' to be int64 (got {batch.dtype}). Convert it with `.long()`.")
         step = batch.diff()
         if total and (int(batch[0]) != 0 or bool(((step < 0) | (step > 1)).any())):
             raise ValueError(
-                "Expected 'batch' to be sorted, from 0 and without gaps (got another order). Number the sequences as "
-                "`torch_geometric.data.Batch` does."
+                "Expected 'batch' to be sorted, from 0 and without gaps (got another order). "
+                "Number the sequences as `torch_geometric.data.Batch` does."
             )
         ptr = offsets(torch.bincount(batch)) if total else None
     if ptr is None:
@@ -129,8 +129,8 @@ def resolve_ptr(
         return torch.tensor([0, total], dtype=torch.int64, device=device)
     if ptr.dim() != 1 or ptr.numel() < 2:
         raise ValueError(
-            f"Expected '{name}' to be [B+1] with B >= 1 (got {list(ptr.shape)}). Pass the offsets of the sequences, "
-            f"from 0 to {total}."
+            f"Expected '{name}' to be [B+1] with B >= 1 (got {list(ptr.shape)}). "
+            f"Pass the offsets of the sequences, from 0 to {total}."
         )
     if ptr.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"Expected '{name}' to be int64 (got {ptr.dtype}). Convert it with `.long()`.")
@@ -195,15 +195,15 @@ def _check_ptr_values(ptr: Tensor, total: int, name: str) -> None:
     ends = ptr.tolist()
     if ends[0] != 0 or ends[-1] != total:
         raise ValueError(
-            f"Expected '{name}' to run from 0 to {total}, the number of tokens (got {ends[0]} to {ends[-1]}). Use "
-            "offsets, not lengths, of all sequences."
+            f"Expected '{name}' to run from 0 to {total}, the number of tokens (got {ends[0]} to {ends[-1]}). "
+            "Use offsets, not lengths, of all sequences."
         )
     for sequence, (start, end) in enumerate(pairwise(ends)):
         if end <= start:
             problem = "an empty sequence" if end == start else "a decrease"
             raise ValueError(
-                f"Expected '{name}' to be strictly increasing (got {problem} at sequence {sequence}). Leave empty "
-                "sequences out of the batch."
+                f"Expected '{name}' to be strictly increasing (got {problem} at sequence {sequence}). "
+                "Leave empty sequences out of the batch."
             )
 
 
@@ -246,8 +246,8 @@ def resolve_sequence_ids(sequence_ids: Tensor | None, sequences: int, device: to
         low, high = (int(bound) for bound in torch.aminmax(sequence_ids))
         if low < 0 or high >= 2**bits:
             raise ValueError(
-                f"Expected 'sequence_ids' in 0 .. 2**{bits}-1 (got {low} to {high}). Number sequences by their place "
-                "in the data set."
+                f"Expected 'sequence_ids' in 0 .. 2**{bits}-1 (got {low} to {high}). "
+                "Number sequences by their place in the data set."
             )
     if device.type != "meta":
         check_present(sequence_ids, "sequence_ids")
@@ -301,14 +301,14 @@ def unpad(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     check_present(mask, "mask")
     if mask.dtype != torch.bool or mask.shape != x.shape[:2]:
         raise ValueError(
-            f"Expected 'mask' to be bool {list(x.shape[:2])}, as 'x' is [B, L, ...] (got {mask.dtype} "
-            f"{list(mask.shape)}). It is True where a token is real."
+            f"Expected 'mask' to be bool {list(x.shape[:2])}, as 'x' is [B, L, ...] "
+            f"(got {mask.dtype} {list(mask.shape)}). It is True where a token is real."
         )
     lengths = mask.sum(1)
     if lengths.numel() == 0 or bool((lengths == 0).any()):
         raise ValueError(
-            "Expected 'mask' to hold a real token in each row (got an empty sequence). Leave empty sequences out of "
-            "the batch."
+            "Expected 'mask' to hold a real token in each row (got an empty sequence). "
+            "Leave empty sequences out of the batch."
         )
     return x[mask], offsets(lengths)
 

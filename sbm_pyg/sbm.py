@@ -77,18 +77,18 @@ class SBM(EdgeProbability):
         for name, tensor in parts.items():
             if tensor.dtype != query.dtype:
                 raise TypeError(
-                    f"Expected '{name}' to be {query.dtype}, as 'query_membership' is (got {tensor.dtype}). Convert "
-                    "one of them."
+                    f"Expected '{name}' to be {query.dtype}, as 'query_membership' is "
+                    f"(got {tensor.dtype}). Convert one of them."
                 )
             if tensor.device != query.device:
                 raise ValueError(
-                    f"Expected '{name}' on {query.device}, as 'query_membership' is (got {tensor.device}). Move all to "
-                    "one device."
+                    f"Expected '{name}' on {query.device}, as 'query_membership' is (got {tensor.device}). "
+                    "Move all to one device."
                 )
             if tensor.dim() != 3:
                 raise ValueError(
-                    f"Expected '{name}' to have three dimensions (got {list(tensor.shape)}). Shapes are [H, N, K], [H, "
-                    "M, K] and [H, K, K]."
+                    f"Expected '{name}' to have three dimensions (got {list(tensor.shape)}). "
+                    "Shapes are [H, N, K], [H, M, K] and [H, K, K]."
                 )
         heads, num_queries, blocks = query.shape
         if blocks < 1 or heads < 1:
@@ -121,9 +121,8 @@ class SBM(EdgeProbability):
         key_ptr = query_ptr if shared else resolve_ptr(key.size(1), key_ptr, name="key_ptr", device=query.device)
         if query_ptr.shape != key_ptr.shape:
             raise ValueError(
-                f"Expected 'key_ptr' to hold as many sequences as 'query_ptr' (got {key_ptr.numel() - 1} and "
-                f"{query_ptr.numel() - 1}). "
-                "Sequence b of the queries attends to sequence b of the keys."
+                f"Expected 'key_ptr' to hold as many sequences as 'query_ptr' (got {key_ptr.numel() - 1} "
+                f"and {query_ptr.numel() - 1}). Sequence b of the queries attends to sequence b of the keys."
             )
         for name, ptr in (("query_ptr", query_ptr), ("key_ptr", key_ptr)):
             object.__setattr__(self, name, ptr)
@@ -256,9 +255,8 @@ class SBM(EdgeProbability):
             TypeError, ValueError: ``budget`` is not a positive number.
         """
         ops.checks.number("budget", budget, "(0, inf]", "It is a number of edges per query; leave it out for no limit.")
-        factor = (
-            (min(budget, 2.0**62) / self.expected_degree().detach()).clamp(max=1).to(self.rate.dtype)
-        )  # counted in float32 at least
+        # degrees are counted in float32 at least
+        factor = (min(budget, 2.0**62) / self.expected_degree().detach()).clamp(max=1).to(self.rate.dtype)
         return replace(self, query_membership=self.query_membership * factor[..., None])
 
     def check(self, graph: AttentionGraph, name: str = "graph") -> None:
@@ -271,8 +269,8 @@ class SBM(EdgeProbability):
         mine, theirs = (self.heads, self.num_queries, self.num_keys), (graph.heads, graph.num_queries, graph.num_keys)
         if mine != theirs:
             raise ValueError(
-                f"Expected '{name}' with (heads, queries, keys) = {mine} (got {theirs}). Build it over the tokens of "
-                "this SBM."
+                f"Expected '{name}' with (heads, queries, keys) = {mine} (got {theirs}). "
+                "Build it over the tokens of this SBM."
             )
         if not graph.same_offsets(self.query_ptr, self.key_ptr):
             raise ValueError(
@@ -288,9 +286,8 @@ class SBM(EdgeProbability):
         heads, count, blocks = x.shape
         wide = x if x.dtype == torch.float64 else x.float()
         sequences = ptr.numel() - 1
-        place = (
-            _batch(ptr, count) + sequences * torch.arange(heads, device=x.device)[:, None]
-        )  # torch is fast along the first dimension
+        # one sum for all heads: torch is fast along the first dimension
+        place = _batch(ptr, count) + sequences * torch.arange(heads, device=x.device)[:, None]
         return (
             wide.new_zeros(heads * sequences, blocks)
             .index_add(0, place.flatten(), wide.flatten(0, 1))
@@ -302,8 +299,8 @@ def check_model(sbm: object) -> None:
     """Raise TypeError unless it is an :class:`SBM`."""
     if not isinstance(sbm, SBM):
         raise TypeError(
-            f"Expected 'sbm' to be an SBM (got {type(sbm).__name__}). `SBMHead` makes one, and so does `SBM(query, "
-            "key, block)`."
+            f"Expected 'sbm' to be an SBM (got {type(sbm).__name__}). "
+            "`SBMHead` makes one, and so does `SBM(query, key, block)`."
         )
 
 
@@ -324,8 +321,8 @@ def check_sbm(sbm: SBM) -> float:
         low, high = (float(bound) for bound in torch.aminmax(x.detach()))
         if math.isnan(low) or math.isinf(high):
             raise ValueError(
-                f"Expected '{name}' to be finite (got NaN or inf). Look for a diverged loss or a division by zero "
-                "before the SBM."
+                f"Expected '{name}' to be finite (got NaN or inf). "
+                "Look for a diverged loss or a division by zero before the SBM."
             )
         if low < 0:
             raise ValueError(
@@ -335,8 +332,8 @@ def check_sbm(sbm: SBM) -> float:
     bound = sbm.num_blocks * largest["query_membership"] * largest["block_matrix"]
     if bound > torch.finfo(sbm.rate.dtype).max and not bool(sbm.rate.isfinite().all()):
         raise ValueError(
-            f"Expected 'query_membership @ block_matrix' to be finite (got a bound of {bound:.4g}). Scale memberships "
-            "to at most 1."
+            f"Expected 'query_membership @ block_matrix' to be finite (got a bound of {bound:.4g}). "
+            "Scale memberships to at most 1."
         )
     return sbm.num_blocks**2 * math.prod([max(1.0, size) for size in largest.values()])
 
@@ -404,13 +401,13 @@ class SBMHead(torch.nn.Module):
         )
         if cluster_init not in CLUSTER_INITS:
             raise ValueError(
-                f"Expected 'cluster_init' to be 'kaiming' or 'orthogonal' (got {cluster_init!r}). The paper has "
-                "'kaiming'."
+                f"Expected 'cluster_init' to be 'kaiming' or 'orthogonal' (got {cluster_init!r}). "
+                "The paper has 'kaiming'."
             )
         if parameterization not in PARAMETERIZATIONS:
             raise ValueError(
-                f"Expected 'parameterization' to be one of {[*PARAMETERIZATIONS]} (got {parameterization!r}). See the "
-                "docstring of SBMHead."
+                f"Expected 'parameterization' to be one of {[*PARAMETERIZATIONS]} (got {parameterization!r}). "
+                "See the docstring of SBMHead."
             )
         ops.checks.number("density", density, "(0, 1)", "It is the probability of an edge at the start.")
         ops.checks.number("temperature", temperature, "(0, inf]", "Memberships harden as it goes to 0.")
@@ -478,14 +475,14 @@ class SBMHead(torch.nn.Module):
             for name, x in (("query", query), ("key", key)):
                 if x.dtype != self.clusters.dtype:
                     raise TypeError(
-                        f"Expected '{name}' to be {self.clusters.dtype}, as the SBMHead is (got {x.dtype}). Convert "
-                        "one of them."
+                        f"Expected '{name}' to be {self.clusters.dtype}, as the SBMHead is "
+                        f"(got {x.dtype}). Convert one of them."
                     )
         if self.tied:
             if key.shape != query.shape:
                 raise ValueError(
-                    f"Expected 'key' to be {list(query.shape)}, as 'query' is, with tied memberships (got "
-                    f"{list(key.shape)}). Use tied=False."
+                    f"Expected 'key' to be {list(query.shape)}, as 'query' is, with tied memberships "
+                    f"(got {list(key.shape)}). Use tied=False."
                 )
             key = query
         query_side = self._memberships(query)
@@ -521,8 +518,7 @@ class SBMHead(torch.nn.Module):
     def extra_repr(self) -> str:
         return (
             f"channels={self.channels}, heads={self.heads}, num_blocks={self.num_blocks}, "
-            f"cluster_init={self.cluster_init!r}, "
-            f"parameterization={self.parameterization!r}"
+            f"cluster_init={self.cluster_init!r}, parameterization={self.parameterization!r}"
         )
 
 

@@ -286,8 +286,8 @@ def _common_size(graphs: list[AttentionGraph]) -> int:
     sizes = {graph.num_queries for graph in graphs}
     if len(sizes) != 1:
         raise ValueError(
-            f"Expected 'patterns' over the same tokens (got {sorted(sizes)} tokens). Pass one or more patterns of one "
-            "sequence."
+            f"Expected 'patterns' over the same tokens (got {sorted(sizes)} tokens). "
+            "Pass one or more patterns of one sequence."
         )
     return sizes.pop()
 
@@ -329,9 +329,8 @@ def _spread(
 ) -> int | float | None:
     period = len(graphs)
     rows = [(graph.rowptr.numpy(), graph.col.numpy()) for graph in graphs]
-    shares = [
-        min(max(graph.num_edges * words >> 20, 1), 64) for graph in graphs
-    ]  # threads wait for each other: not for a millisecond's work
+    # threads wait for each other: not for a millisecond's work
+    shares = [min(max(graph.num_edges * words >> 20, 1), 64) for graph in graphs]
     pieces = [[*pairwise(np.linspace(0, n, share + 1).astype(int).tolist())] for share in shares]
     target = np.full(words, 2**64 - 1, np.uint64)
     if n % 64:
@@ -522,8 +521,8 @@ class Lemma1:
         for row in zip(self.probabilities, self.log10_cycles, self.share, *self.interval, self.limit, strict=True):
             p, cycles, share, low, high, limit = row
             lines.append(
-                f"{p:8.4f} {p * (self.n - 1):17.2f} {_power(cycles):>17} {share:9.3f}   {low:.3f} to {high:.3f} "
-                f"{limit:11.3f}"
+                f"{p:8.4f} {p * (self.n - 1):17.2f} {_power(cycles):>17} {share:9.3f}   {low:.3f} "
+                f"to {high:.3f} {limit:11.3f}"
             )
         unknown = self.samples * len(self.found) - int(self.found.sum() + self.absent.sum())
         return "\n".join(lines + ([f"{unknown:,} graphs undecided"] if unknown else []))
@@ -569,8 +568,8 @@ def _law(n: int, p: float | Array) -> tuple[int, Array]:
         chances = np.array(math.nan)
     if n >= 2**53 or not bool(((chances >= 0) & (chances <= 1)).all()):
         raise ValueError(
-            f"Expected 'p' in [0, 1] and 'n' below 2**53 (got {short(p)} and {short(n)}). They are those of a graph "
-            "G(n, p)."
+            f"Expected 'p' in [0, 1] and 'n' below 2**53 (got {short(p)} and {short(n)}). "
+            "They are those of a graph G(n, p)."
         )
     return n, chances
 
@@ -618,15 +617,15 @@ def lemma1(
         chosen = np.empty(0)
     if chosen.ndim != 1 or len(chosen) == 0 or not bool(((chosen > 0) & (chosen <= 1)).all()):
         raise ValueError(
-            f"Expected 'probabilities' to be a list of numbers in (0, 1] (got {short(probabilities)}). Leave it out "
-            "for a range."
+            f"Expected 'probabilities' to be a list of numbers in (0, 1] (got {short(probabilities)}). "
+            "Leave it out for a range."
         )
     each = 3e-4 + 2.5e-8 * n * n  # seconds for a graph, at least
     if samples * len(chosen) * each > PATIENCE:
         raise ValueError(
-            f"Expected 'samples' to be at most {int(PATIENCE / len(chosen) / each):,} for {len(chosen)} probabilities "
-            f"of graphs of {n:,} tokens "
-            f"(got {short(samples)}: more than an hour). Take fewer, or call it several times with seeds of their own."
+            f"Expected 'samples' to be at most {int(PATIENCE / len(chosen) / each):,} "
+            f"for {len(chosen)} probabilities of graphs of {n:,} tokens (got {short(samples)}: more than an hour). "
+            "Take fewer, or call it several times with seeds of their own."
         )
     random = np.random.default_rng(seed % 2**64)
     answers = {

@@ -209,9 +209,8 @@ def rotate(ptr, index, in_ptr, inward, follow, word, moves):
         path[length], place[node] = node, length
         length += 1
         node = follow[node]
-    goal = np.zeros(
-        nodes, np.bool_
-    )  # nodes with an arc to what is missing: a node outside, or in the end the start of the path
+    # nodes with an arc to what is missing: a node outside, or in the end the start of the path
+    goal = np.zeros(nodes, np.bool_)
     stale = True
     for _ in range(moves):
         if stale:

@@ -18,6 +18,7 @@ ORDER = [
     "version",
     "ops",
     "ragged",
+    "rows",
     "graph",
     "choice",
     "patterns",
@@ -50,7 +51,8 @@ def test_public_names_are_listed_and_documented() -> None:
         thing = getattr(sbm_pyg, name)
         assert inspect.getdoc(thing), name
         if inspect.isclass(thing):
-            for method, member in vars(thing).items():
+            ours = [base for base in thing.__mro__ if base.__module__.startswith("sbm_pyg")]
+            for method, member in (item for base in ours for item in vars(base).items()):
                 if (
                     not method.startswith("_")
                     and callable(member)

@@ -271,8 +271,8 @@ def local_expectation(
     for name, parts in (("graph", graph), ("probes", probes)):
         if not isinstance(parts, tuple) or len(parts) != 3:
             raise TypeError(
-                f"Expected '{name}' to be a tuple of rowptr, col and bias (got {type(parts).__name__}). The bias may "
-                "be None."
+                f"Expected '{name}' to be a tuple of rowptr, col and bias (got {type(parts).__name__}). "
+                "The bias may be None."
             )
     if (factors is None) == (prob is None):
         raise ValueError(
@@ -343,8 +343,8 @@ def segment_entmax(
     segments = 0 if num_nodes is None else checks.integer("num_nodes", num_nodes, 0, "It is the number of segments.")
     if (index is None) == (ptr is None):
         raise ValueError(
-            f"Expected one of 'index' and 'ptr' (got {'neither' if ptr is None else 'both'}). Pass `ptr` where "
-            "segments are consecutive."
+            f"Expected one of 'index' and 'ptr' (got {'neither' if ptr is None else 'both'}). "
+            "Pass `ptr` where segments are consecutive."
         )
     if src.dim() != 1:
         raise ValueError(f"Expected 'src' to be [E] (got {list(src.shape)}). Call it once per column.")
@@ -382,8 +382,8 @@ def _check_ptr(query_ptr: Tensor, key_ptr: Tensor) -> None:
             raise TypeError(f"Expected '{name}' to be int64 (got {ptr.dtype}). Convert it with `.long()`.")
     if not torch.compiler.is_compiling() and query_ptr.size(0) < 2:
         raise ValueError(
-            f"Expected 'query_ptr' to be [B+1] with B >= 1 (got {[*query_ptr.shape]}). It holds the offsets of the "
-            "sequences."
+            f"Expected 'query_ptr' to be [B+1] with B >= 1 (got {[*query_ptr.shape]}). "
+            "It holds the offsets of the sequences."
         )
     checks.shape("key_ptr", key_ptr, query_ptr.shape, "[B+1]", "It has the sequences of 'query_ptr'.")
 
@@ -509,8 +509,8 @@ def invalid_row(rowptr: Tensor, col: Tensor, query_ptr: Tensor, key_ptr: Tensor,
     _check_ptr(query_ptr, key_ptr)
     if rowptr.dtype != torch.int64 or col.dtype not in checks.INTEGERS:
         raise TypeError(
-            f"Expected 'rowptr' to be int64 and 'col' int32 or int64 (got {rowptr.dtype} and {col.dtype}). Convert "
-            "them."
+            "Expected 'rowptr' to be int64 and 'col' int32 or int64 "
+            f"(got {rowptr.dtype} and {col.dtype}). Convert them."
         )
     checks.same_device("col", col, rowptr=rowptr, query_ptr=query_ptr, key_ptr=key_ptr)
     return schemas.invalid_row(

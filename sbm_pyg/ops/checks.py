@@ -45,8 +45,8 @@ def dense(name: str, x: Any) -> None:
         )
     if x.is_nested or x.layout != torch.strided:
         raise TypeError(
-            f"Expected '{name}' to be dense (got {'a nested tensor' if x.is_nested else x.layout}). Convert it with "
-            "`to_dense`."
+            f"Expected '{name}' to be dense (got {'a nested tensor' if x.is_nested else x.layout}). "
+            "Convert it with `to_dense`."
         )
 
 
@@ -107,9 +107,8 @@ def edges(
     floating(**{first: query, second: key}, value=value)
     if value is not None and not query.dtype == key.dtype == value.dtype:
         raise TypeError(
-            f"Expected '{first}', '{second}' and 'value' to be of one dtype (got {query.dtype}, {key.dtype} and "
-            f"{value.dtype}). "
-            "Convert them to one."
+            f"Expected '{first}', '{second}' and 'value' to be of one dtype "
+            f"(got {query.dtype}, {key.dtype} and {value.dtype}). Convert them to one."
         )
     shape(first, query, (None, None, None), "[H, N, C]", "Heads come first.")
     heads, num_queries, channels = query.shape
@@ -120,9 +119,8 @@ def edges(
     shape(f"{prefix}col", col, (None,), "[E]", "It holds the key of each edge.")
     if rowptr.dtype != torch.int64 or col.dtype not in INTEGERS:
         raise TypeError(
-            f"Expected '{prefix}rowptr' to be int64 and '{prefix}col' int32 or int64 (got {rowptr.dtype} and "
-            f"{col.dtype}). "
-            "Convert them."
+            f"Expected '{prefix}rowptr' to be int64 and '{prefix}col' int32 or int64 "
+            f"(got {rowptr.dtype} and {col.dtype}). Convert them."
         )
     for name, numbers in per_edge.items():
         shape(name, numbers, (col.size(0),), "[E]", "It holds one number per edge.")
@@ -136,8 +134,8 @@ def same_device(first: str, like: Tensor, **others: Tensor | None) -> None:
     for name, x in others.items():
         if x is not None and x.device != like.device:
             raise ValueError(
-                f"Expected '{name}' on {like.device}, as '{first}' is (got {x.device}). Move it, or the graph, with "
-                "`.to(device)`."
+                f"Expected '{name}' on {like.device}, as '{first}' is (got {x.device}). "
+                "Move it, or the graph, with `.to(device)`."
             )
 
 
@@ -330,9 +328,8 @@ def _limited_groups(table: Path, mount: Path) -> Iterator[tuple[Path, Path, str,
         else:
             continue
         folder = root / path.strip("/")
-        while (
-            folder != mount.parent
-        ):  # a group stays within the limits of those above it; in a container only the root may be there
+        # a group stays within the limits of those above it; in a container only the root may be there
+        while folder != mount.parent:
             files = [folder / name for name in (maximum, usage, "memory.stat")]
             limit = files[0].read_text().strip() if all(file.exists() for file in files) else "max"
             if limit != "max" and int(limit) < 2**62:
@@ -352,6 +349,6 @@ def no_tangent(*tensors: Tensor | None) -> None:
         x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors
     ):
         raise NotImplementedError(
-            "Expected reverse-mode differentiation (got a tangent, from torch.func.jvp, jacfwd, hessian or "
-            "forward_ad). Use `backward` or `torch.autograd.grad`."
+            "Expected reverse-mode differentiation (got a tangent, from torch.func.jvp, jacfwd, "
+            "hessian or forward_ad). Use `backward` or `torch.autograd.grad`."
         )

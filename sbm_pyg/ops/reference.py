@@ -260,9 +260,8 @@ def edge_effect(
     )
     effect = torch.where(best, 1, share) / total[row] * (gain - others)
     effect = torch.where(logit == -math.inf, 0, effect)
-    odds = torch.where(
-        some[probe_row], total[probe_row] * (top[probe_row] - probe_logit).exp(), 0
-    )  # of being without the probe
+    # odds of being without the probe
+    odds = torch.where(some[probe_row], total[probe_row] * (top[probe_row] - probe_logit).exp(), 0)
     mean = (total_gain / total.where(total != 0, 1))[probe_row]
     probe_effect = torch.where(probe_logit == -math.inf, 0, (probe_gain - mean) / (1 + odds))
     known = probe_row * key.size(1) + probe_col
@@ -288,16 +287,16 @@ def segment_entmax(src: Tensor, rowptr: Tensor, alpha: float) -> Tensor:
     """Bracketed Newton on tau; see :func:`sbm_pyg.ops.segment_entmax` for the law."""
     if not src.is_floating_point():
         raise TypeError(
-            f"Expected 'src' to be floating point (got {src.dtype}). Convert it with `.float()`: shares of 1 are no "
-            "integers."
+            f"Expected 'src' to be floating point (got {src.dtype}). "
+            "Convert it with `.float()`: shares of 1 are no integers."
         )
     if src.numel() == 0:
         return torch.empty_like(src)
     num_rows = rowptr.numel() - 1
     if not bool((rowptr[0] == 0) & (rowptr[-1] == src.numel()) & (rowptr.diff() >= 0).all()):
         raise ValueError(
-            f"Expected 'ptr' to rise from 0 to E = {src.numel()} (got another order). Pass offsets, not lengths, of "
-            "all segments."
+            f"Expected 'ptr' to rise from 0 to E = {src.numel()} (got another order). "
+            "Pass offsets, not lengths, of all segments."
         )
     row = edge_row(rowptr, src.numel())
     power = 1 / (alpha - 1)
@@ -499,8 +498,8 @@ def _skip_rows(
 def over_one(p: float) -> str:
     """Message for an SBM whose edge probability exceeds one."""
     return (
-        f"Expected edge probabilities in [0, 1] (got {p:.4g}). Scale the memberships or the block matrix, or pass "
-        "clamp=True to cut probabilities at 1."
+        f"Expected edge probabilities in [0, 1] (got {p:.4g}). "
+        "Scale the memberships or the block matrix, or pass clamp=True to cut probabilities at 1."
     )
 
 
@@ -513,8 +512,8 @@ def check_keys(num_keys: int) -> None:
     """Raise ValueError where ``col`` in int32 cannot number the keys."""
     if num_keys > 2**31:
         raise ValueError(
-            f"Expected at most 2^31 keys in a batch, whose numbers fit int32 (got {num_keys:,}). Sample fewer "
-            "sequences at once."
+            f"Expected at most 2^31 keys in a batch, whose numbers fit int32 (got {num_keys:,}). "
+            "Sample fewer sequences at once."
         )
 
 
@@ -596,9 +595,8 @@ def invalid_row(rowptr: Tensor, col: Tensor, query_ptr: Tensor, key_ptr: Tensor,
             for side in (key_ptr[:-1], key_ptr[1:])
         )
         first, last = starts.clamp(0, num_edges - 1), (ends - 1).clamp(0, num_edges - 1)
-        descents = torch.cat(
-            [rowptr.new_zeros(1), (col[1:] <= col[:-1]).cumsum(0)]
-        )  # [E], among the edges up to this one
+        # [E], among the edges up to this one
+        descents = torch.cat([rowptr.new_zeros(1), (col[1:] <= col[:-1]).cumsum(0)])
         wrong |= (ends > starts) & ((col[first] < low) | (col[last] >= high) | (descents[last] > descents[first]))
     least = torch.where(wrong, number, rows).amin()
     return torch.where(least == rows, -1, least)

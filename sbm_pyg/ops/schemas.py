@@ -80,31 +80,28 @@ def _fake_systematic(
 edge_dot = _declare("edge_dot", "(Tensor query, Tensor key, Tensor rowptr, Tensor col) -> Tensor", _fake_dot)
 edge_dot_backward = _declare(
     "edge_dot_backward",
-    "(Tensor grad, Tensor query, Tensor key, Tensor rowptr, Tensor col, bool need_query, bool need_key) -> (Tensor, "
-    "Tensor)",
+    "(Tensor grad, Tensor query, Tensor key, Tensor rowptr, Tensor col, bool need_query, bool need_key) "
+    "-> (Tensor, Tensor)",
     _fake_pair,
 )
 edge_attention = _declare(
     "edge_attention",
-    "(Tensor query, Tensor key, Tensor value, Tensor rowptr, Tensor col, Tensor? gate, Tensor? bias, float scale, str "
-    "gate_form, "
-    "float dropout, SymInt seed) -> (Tensor, Tensor)",
+    "(Tensor query, Tensor key, Tensor value, Tensor rowptr, Tensor col, Tensor? gate, Tensor? bias, float scale, "
+    "str gate_form, float dropout, SymInt seed) -> (Tensor, Tensor)",
     _fake_attention,
 )
 edge_attention_backward = _declare(
     "edge_attention_backward",
     "(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor rowptr, Tensor col, Tensor? gate, Tensor? bias, "
-    "Tensor out, "
-    "Tensor lse, float scale, str gate_form, float dropout, SymInt seed, bool need_gate, bool need_bias) "
+    "Tensor out, Tensor lse, float scale, str gate_form, float dropout, SymInt seed, bool need_gate, bool need_bias) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _fake_attention_backward,
 )
 edge_effect = _declare(
     "edge_effect",
-    "(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor rowptr, Tensor col, Tensor? bias, Tensor "
-    "probe_rowptr, "
-    "Tensor probe_col, Tensor? probe_bias, float scale, Tensor? rate, Tensor? member, Tensor? chance, float "
-    "exploration) -> (Tensor, Tensor)",
+    "(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor rowptr, Tensor col, Tensor? bias, "
+    "Tensor probe_rowptr, Tensor probe_col, Tensor? probe_bias, float scale, Tensor? rate, Tensor? member, "
+    "Tensor? chance, float exploration) -> (Tensor, Tensor)",
     _fake_effect,
 )
 segment_entmax = _declare(
@@ -120,14 +117,13 @@ segment_entmax_backward = _declare(
 sample_sbm = _declare(
     "sample_sbm",
     "(Tensor rate, Tensor member, Tensor query_ptr, Tensor key_ptr, Tensor sequence_ids, SymInt seed, str method, "
-    "float exploration, bool clamp) "
-    "-> (Tensor, Tensor)",
+    "float exploration, bool clamp) -> (Tensor, Tensor)",
     _fake_sample,
 )
 sample_systematic = _declare(
     "sample_systematic",
-    "(Tensor chance, Tensor query_ptr, Tensor key_ptr, Tensor sequence_ids, SymInt heads, SymInt seed) -> (Tensor, "
-    "Tensor)",
+    "(Tensor chance, Tensor query_ptr, Tensor key_ptr, Tensor sequence_ids, SymInt heads, SymInt seed) "
+    "-> (Tensor, Tensor)",
     _fake_systematic,
 )
 invalid_row = _declare(
