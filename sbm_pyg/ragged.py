@@ -21,6 +21,7 @@ from .ops import checks
 
 __all__ = [
     "check_tensor",
+    "count_pairs",
     "draw_seed",
     "offsets",
     "pad",
@@ -71,6 +72,21 @@ def offsets(counts: Tensor) -> Tensor:
         what = f"{counts.dtype} {list(counts.shape)}" if isinstance(counts, Tensor) else type(counts).__name__
         raise TypeError(f"Expected 'counts' to be [n] integers (got {what}). It holds how many there are of each.")
     return torch.cat([counts.new_zeros(1, dtype=torch.int64), counts.cumsum(0, dtype=torch.int64)])
+
+
+def count_pairs(query_ptr: Tensor, key_ptr: Tensor, is_causal: bool = False) -> Tensor:
+    """Pairs of a query and a key of each sequence, ``[B]`` int64.
+
+    Args:
+        query_ptr: Offsets of the sequences in the queries, ``[B+1]`` int64.
+        key_ptr: Offsets of the sequences in the keys, ``[B+1]`` int64.
+        is_causal: Only pairs whose key is not later in its sequence than the query in its own.
+    """
+    queries, keys = query_ptr.diff(), key_ptr.diff()
+    if not is_causal:
+        return queries * keys
+    few = torch.minimum(queries, keys)
+    return few * (few + 1) // 2 + (queries - few) * keys
 
 
 def resolve_ptr(

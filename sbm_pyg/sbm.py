@@ -7,6 +7,7 @@ edges, all differentiable. Not here: sampling (``sampling``) and what is done wi
 from __future__ import annotations
 
 import math
+from copy import copy
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import cast
@@ -17,7 +18,7 @@ from torch import Tensor
 from . import ops
 from .choice import EdgeProbability
 from .graph import AttentionGraph, check_graph, the_one
-from .ragged import check_tensor, readable, resolve_ptr
+from .ragged import check_tensor, count_pairs, readable, resolve_ptr
 
 __all__ = ["SBM", "SBMHead"]
 
@@ -39,6 +40,8 @@ class SBM(EdgeProbability):
         query_ptr: Offsets of the sequences in the queries, ``[B+1]`` int64. One sequence if None.
         key_ptr: Offsets of the sequences in the keys, ``[B+1]`` int64. If None, those of the queries (when N = M) or
             one sequence.
+        is_causal: A query attends to no key whose place in its sequence is later: there p is 0, and such pairs count
+            in no density.
 
     Raises:
         TypeError, ValueError: A shape, dtype, device or offset does not fit. Values are checked by :meth:`validate` and
@@ -63,6 +66,7 @@ class SBM(EdgeProbability):
     block_matrix: Tensor
     query_ptr: Tensor = field(default=cast(Tensor, None))  # a tensor after __post_init__
     key_ptr: Tensor = field(default=cast(Tensor, None))
+    is_causal: bool = False
     rate: Tensor = field(init=False)
     """Memberships of the queries seen from the keys' blocks, ``Y S``, ``[H, N, K]``.
 
@@ -72,6 +76,7 @@ class SBM(EdgeProbability):
     def __post_init__(self) -> None:
         query, key, block = self.query_membership, self.key_membership, self.block_matrix
         parts = {"query_membership": query, "key_membership": key, "block_matrix": block}
+        ops.checks.flag("is_causal", self.is_causal, "It says whether later keys are left out.")
         ops.checks.tensors(**parts)
         ops.checks.floating(**parts)
         for name, tensor in parts.items():
@@ -220,28 +225,43 @@ class SBM(EdgeProbability):
         pairs = self.heads * (queries.stop - queries.start) * (keys.stop - keys.start)
         way_out = "Ask for those of the edges of a graph, by `on`."
         ops.checks.memory("sequence", pairs, self.rate.element_size(), self.rate.device, way_out, "pairs")
-        return self.rate[:, queries] @ self.key_membership[:, keys].mT
+        p = self.rate[:, queries] @ self.key_membership[:, keys].mT
+        return p.tril() if self.is_causal else p
 
     def expected_degree(self) -> Tensor:
         """Expected number of keys of each query, ``[H, N]``, differentiable."""
-        total = self._sum(self.key_membership, self.key_ptr)  # [H, B, K]
         batch = _batch(self.query_ptr, self.num_queries)
-        return (self.rate * total[:, batch]).sum(-1)
+        if not self.is_causal:
+            return (self.rate * self._sum(self.key_membership, self.key_ptr)[:, batch]).sum(-1)
+        # Sums over the keys before, of all sequences, less those of earlier sequences: in float64, for they are large.
+        before = torch.nn.functional.pad(self.key_membership.double().cumsum(1), (0, 0, 1, 0))
+        first = self.key_ptr[batch]
+        total = before[:, first + self._reach()] - before[:, first]
+        return (self.rate * total.to(torch.promote_types(self.rate.dtype, torch.float32))).sum(-1)
 
     def expected_edges(self) -> Tensor:
         """Expected number of edges, ``[B, H]``, differentiable.
 
         ``(1 Y) S (Z 1)`` per sequence, known before anything is sampled.
         """
+        if self.is_causal:
+            return self._sum(self.expected_degree()[..., None], self.query_ptr)[..., 0].T
         return (self._sum(self.rate, self.query_ptr) * self._sum(self.key_membership, self.key_ptr)).sum(-1).T
 
     def expected_density(self) -> Tensor:
         """Mean edge probability over the pairs of each sequence, ``[B, H]``, differentiable.
 
-        The exact density regulariser.
+        The exact density regulariser. With ``is_causal``, pairs are those that it allows.
         """
-        pairs = self.query_ptr.diff() * self.key_ptr.diff()
-        return self.expected_edges() / pairs[:, None]
+        return self.expected_edges() / count_pairs(self.query_ptr, self.key_ptr, self.is_causal)[:, None]
+
+    def causal(self) -> SBM:
+        """The same model, in which no query attends to a later key."""
+        if self.is_causal:
+            return self
+        other = copy(self)
+        object.__setattr__(other, "is_causal", True)
+        return other
 
     def limit(self, budget: float) -> SBM:
         """The model with each query's rates scaled down so that its expected number of keys is at most ``budget``.
@@ -276,6 +296,14 @@ class SBM(EdgeProbability):
             raise ValueError(
                 f"Expected '{name}' over the sequences of this SBM (got {graph}). Build it with the same 'ptr'."
             )
+        if self.is_causal and not graph.is_causal:
+            raise ValueError(
+                f"Expected '{name}' to be causal, as this SBM is (got {graph}). `graph.causal()` leaves later keys out."
+            )
+
+    def _reach(self) -> Tensor:
+        """Number of keys that each query may attend to, ``[N]``."""
+        return ops.reference.reach(self.query_ptr, self.key_ptr, self.num_queries, self.is_causal)
 
     def _slices(self) -> list[tuple[slice, slice]]:
         query, key = self.query_ptr.tolist(), self.key_ptr.tolist()

@@ -29,6 +29,8 @@ __all__ = [
 
 METHODS = ("bernoulli", "fastrg")  # laws of a sampled graph
 
+_CAUSAL = "It says whether queries attend to earlier keys, and their own, alone."
+
 
 # ------------------------------------------------------------------ the functions
 
@@ -407,6 +409,7 @@ def sample_sbm(
     method: str = "bernoulli",
     exploration: float = 0.0,
     clamp: bool = False,
+    is_causal: bool = False,
 ) -> tuple[Tensor, Tensor]:
     r"""Sample the edges of a low-rank random graph in each head of each sequence.
 
@@ -428,6 +431,8 @@ def sample_sbm(
         method: ``"bernoulli"`` or ``"fastrg"``.
         exploration: Added to every probability, in [0, 1].
         clamp: Cut probabilities above 1; otherwise they are an error.
+        is_causal: Leave out the keys whose place in their sequence is later than that of the query. No row depends on
+            them, nor on their number, and they cost nothing.
 
     Returns:
         ``rowptr`` [H*N+1] int64 and ``col`` [E] int32, sorted by (head, query, key). Beyond the CPU, ``col`` is int64
@@ -447,13 +452,20 @@ def sample_sbm(
     checks.same_device("rate", rate, member=member)
     checks.one_of("method", method, METHODS)
     checks.number("exploration", exploration, "[0, 1]", "It is added to every probability.")
+    checks.flag("is_causal", is_causal, _CAUSAL)
     return schemas.sample_sbm(
-        rate, member, query_ptr, key_ptr, sequence_ids, checks.seed(seed), method, exploration, clamp
+        rate, member, query_ptr, key_ptr, sequence_ids, checks.seed(seed), method, exploration, clamp, is_causal
     )
 
 
 def sample_systematic(
-    chance: Tensor, query_ptr: Tensor, key_ptr: Tensor, sequence_ids: Tensor, heads: int, seed: int
+    chance: Tensor,
+    query_ptr: Tensor,
+    key_ptr: Tensor,
+    sequence_ids: Tensor,
+    heads: int,
+    seed: int,
+    is_causal: bool = False,
 ) -> tuple[Tensor, Tensor]:
     r"""Each query takes keys of its sequence at equal distances from a random start: every key with the same
     probability, at little cost.
@@ -469,6 +481,7 @@ def sample_systematic(
         sequence_ids: Number of each sequence's random stream, ``[B]`` int64 in ``0 .. 2**32-1``.
         heads: Number of heads H.
         seed: 64-bit seed.
+        is_causal: Leave out later keys, as :func:`sample_sbm`; m is the number of the others.
 
     Returns:
         ``rowptr`` [H*N+1] int64 and ``col`` [E] int32, sorted by (head, query, key), without repeats.
@@ -484,7 +497,8 @@ def sample_systematic(
     _check_sequences(("chance", chance), query_ptr, key_ptr, sequence_ids)
     heads = checks.integer("heads", heads, 1, "It is the number of heads.")
     checks.memory("heads", heads * chance.size(0), 32, chance.device, "Take fewer heads, or shorter sequences.", "rows")
-    return schemas.sample_systematic(chance, query_ptr, key_ptr, sequence_ids, heads, checks.seed(seed))
+    checks.flag("is_causal", is_causal, _CAUSAL)
+    return schemas.sample_systematic(chance, query_ptr, key_ptr, sequence_ids, heads, checks.seed(seed), is_causal)
 
 
 def invalid_row(rowptr: Tensor, col: Tensor, query_ptr: Tensor, key_ptr: Tensor, heads: int) -> Tensor:

@@ -95,6 +95,7 @@ def sample_sbm(
     method: str,
     exploration: float,
     clamp: bool,
+    is_causal: bool,
     *,
     out_val: Any = None,
 ) -> int:
@@ -109,13 +110,15 @@ def sample_sbm(
     if is_fake(query) or query.is_meta:
         return 2 * blocks * (2 * heads * num_queries + out_val[1].numel())
     pairs = 0.0
+    reach = reference.reach(query_ptr, key_ptr, num_queries, is_causal)
     offsets = zip(query_ptr.tolist(), query_ptr.tolist()[1:], key_ptr.tolist(), key_ptr.tolist()[1:], strict=False)
     for start, end, first, last in offsets:
         rate, member = query[:, start:end].detach().double(), key[:, first:last].detach().double()
-        bound = (rate * member.amax(1, keepdim=True)).sum(-1) + exploration
-        expected = (rate * member.sum(1, keepdim=True)).sum(-1) + exploration * (last - first)
-        stretch, way = reference.plan_rows(expected, bound, last - first, method)
+        keys = reach[start:end]
+        bound = (rate * member.cummax(1).values[:, keys - 1]).sum(-1) + exploration
+        expected = (rate * member.cumsum(1)[:, keys - 1]).sum(-1) + exploration * keys
+        stretch, way = reference.plan_rows(expected, bound, keys, method)
         proposals = torch.zeros_like(expected) if method == "fastrg" else expected * stretch
-        tried = torch.where(way == reference.GAPS, bound * (last - first), proposals)
-        pairs += float(torch.where(way == reference.COINS, float(last - first), tried).sum())
+        tried = torch.where(way == reference.GAPS, bound * keys, proposals)
+        pairs += float(torch.where(way == reference.COINS, keys.double(), tried).sum())
     return 2 * blocks * (2 * heads * num_queries + round(pairs))

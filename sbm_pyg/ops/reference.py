@@ -335,6 +335,18 @@ def segment_entmax_backward(grad: Tensor, out: Tensor, rowptr: Tensor, alpha: fl
 # ------------------------------------------------------------------ sampling a stochastic block model
 
 
+def reach(query_ptr: Tensor, key_ptr: Tensor, num_queries: int, is_causal: bool) -> Tensor:
+    """Number of keys that each query may attend to, ``[N]`` int64: the first so many of its sequence.
+
+    All of them, or with ``is_causal`` those whose place is not later than the query's.
+    """
+    batch = torch.repeat_interleave(query_ptr.diff(), output_size=num_queries)
+    keys = key_ptr.diff()[batch]
+    if not is_causal:
+        return keys
+    return torch.minimum(torch.arange(1, num_queries + 1, device=keys.device) - query_ptr[batch], keys)
+
+
 def sample_sbm(
     query: Tensor,
     key: Tensor,
@@ -345,8 +357,10 @@ def sample_sbm(
     method: str,
     exploration: float,
     clamp: bool,
+    is_causal: bool,
 ) -> tuple[Tensor, Tensor]:
     num_queries = query.size(1)
+    keys = reach(query_ptr, key_ptr, num_queries, is_causal)
     counts = torch.zeros(query.size(0), num_queries, dtype=torch.int64, device=query.device)
     found: list[Tensor] = []
     spans = [
@@ -365,6 +379,7 @@ def sample_sbm(
             row, col = _sample_block(
                 query[head, start:end].double(),
                 key[head, first_key:end_key].double(),
+                keys[start:end],
                 counter,
                 seed,
                 method,
@@ -379,7 +394,7 @@ def sample_sbm(
 
 
 def sample_systematic(
-    chance: Tensor, query_ptr: Tensor, key_ptr: Tensor, sequence_ids: Tensor, heads: int, seed: int
+    chance: Tensor, query_ptr: Tensor, key_ptr: Tensor, sequence_ids: Tensor, heads: int, seed: int, is_causal: bool
 ) -> tuple[Tensor, Tensor]:
     check_keys(int(key_ptr[-1]))
     chance = cut_chance(chance)
@@ -388,7 +403,8 @@ def sample_systematic(
     place = torch.arange(chance.numel(), device=chance.device) - query_ptr[batch]
     head = torch.arange(heads, device=chance.device)[:, None] | SYSTEMATIC << 24
     start = (philox(0, place, sequence_ids[batch] & _WORD, head, seed)[0].double() / 2**32).flatten()  # [H*N]
-    spacing, shift, keys = (x.repeat(heads) for x in (1 / chance, key_ptr[batch], key_ptr.diff()[batch]))
+    allowed = reach(query_ptr, key_ptr, chance.numel(), is_causal)
+    spacing, shift, keys = (x.repeat(heads) for x in (1 / chance, key_ptr[batch], allowed))
     counts = (keys * chance.repeat(heads) - start).ceil().clamp(min=0).long()
     rowptr = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
     row = torch.repeat_interleave(counts)
@@ -398,18 +414,29 @@ def sample_systematic(
 
 
 def _sample_block(
-    rate: Tensor, key: Tensor, counter: tuple[int, int], seed: int, method: str, exploration: float, clamp: bool
+    rate: Tensor,
+    key: Tensor,
+    reach: Tensor,
+    counter: tuple[int, int],
+    seed: int,
+    method: str,
+    exploration: float,
+    clamp: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Sorted edges of one head of one sequence, tokens counted from 0: rates [n, K], memberships [m, K]."""
+    """Sorted edges of one head of one sequence, tokens counted from 0: rates [n, K], memberships [m, K].
+
+    Whatever decides on a row comes from the keys that it may reach, ``[n]``.
+    """
     num_keys = key.size(0)
-    mass = torch.cat([rate * key.sum(0), torch.full_like(rate[:, :1], exploration * num_keys)], dim=1)  # [n, K+1]
-    bound = rate @ key.amax(0) + exploration
-    stretch, way = plan_rows(mass.sum(1), bound, num_keys, method)
+    total = key.cumsum(0)  # [m, K]
+    mass = torch.cat([rate * total[reach - 1], exploration * reach[:, None]], dim=1)  # [n, K+1]
+    bound = (rate * key.cummax(0).values[reach - 1]).sum(1) + exploration
+    stretch, way = plan_rows(mass.sum(1), bound, reach, method)
     rows = [(way == one).nonzero()[:, 0] for one in (PROPOSALS, GAPS, COINS)]
     parts = [
-        _propose_rows(rate, key, mass, stretch, rows[PROPOSALS], counter, seed, method, exploration),
-        _skip_rows(rate, key, bound, rows[GAPS], counter, seed, exploration),
-        _flip_rows(rate, key, rows[COINS], counter, seed, method, exploration, clamp),
+        _propose_rows(rate, key, total, reach, mass, stretch, rows[PROPOSALS], counter, seed, method, exploration),
+        _skip_rows(rate, key, reach, bound, rows[GAPS], counter, seed, exploration),
+        _flip_rows(rate, key, reach, rows[COINS], counter, seed, method, exploration, clamp),
     ]
     edge = torch.cat(parts).sort().values
     return torch.div(edge, num_keys, rounding_mode="floor"), edge % num_keys
@@ -424,7 +451,7 @@ def plan_rows(expected: Tensor, bound: Tensor, num_keys: Tensor | int, method: s
     Args:
         expected: Expected number of keys of each row, float64.
         bound: Bound on the probabilities of each row, float64.
-        num_keys: Keys of the row's sequence.
+        num_keys: Keys that the row may attend to.
         method: ``"bernoulli"`` or ``"fastrg"``.
     """
     if method == "fastrg":
@@ -438,6 +465,7 @@ def plan_rows(expected: Tensor, bound: Tensor, num_keys: Tensor | int, method: s
 def _flip_rows(
     rate: Tensor,
     key: Tensor,
+    reach: Tensor,
     rows: Tensor,
     counter: tuple[int, int],
     seed: int,
@@ -458,7 +486,8 @@ def _flip_rows(
     j = torch.arange(num_keys, device=key.device)
     edges = [rows.new_empty(0)]
     for part in rows.split(max(1, 2**22 // num_keys)):
-        p = rate[part] @ key.T + exploration  # [rows, m]
+        allowed = j < reach[part, None]
+        p = (rate[part] @ key.T + exploration) * allowed  # [rows, m]
         if method == "fastrg":
             p = -torch.expm1(-p)
         elif not clamp and bool((p > 1 + 1e-5 + exploration).any()):
@@ -476,7 +505,14 @@ def _flip_rows(
 
 
 def _skip_rows(
-    rate: Tensor, key: Tensor, bound: Tensor, rows: Tensor, counter: tuple[int, int], seed: int, exploration: float
+    rate: Tensor,
+    key: Tensor,
+    reach: Tensor,
+    bound: Tensor,
+    rows: Tensor,
+    counter: tuple[int, int],
+    seed: int,
+    exploration: float,
 ) -> Tensor:
     """Keys at geometric distances, as if every p were the row's bound, each kept with probability p / bound."""
     stream, head = counter
@@ -487,7 +523,7 @@ def _skip_rows(
         u = ((words[0] << 21 | words[1] >> 11) + 1).double() * 2.0**-53
         gap = -u.log() * (-1 / torch.log1p(-bound[rows]))
         place = place + 1 + torch.where(gap < num_keys, gap, num_keys).long()
-        inside = place < num_keys
+        inside = place < reach[rows]
         rows, place, word = rows[inside], place[inside], words[2][inside]
         keep = word.double() * bound[rows] < ((rate[rows] * key[place]).sum(1) + exploration) * 2.0**32
         edges.append((rows * num_keys + place)[keep])
@@ -520,6 +556,8 @@ def check_keys(num_keys: int) -> None:
 def _propose_rows(
     rate: Tensor,
     key: Tensor,
+    total: Tensor,
+    reach: Tensor,
     mass: Tensor,
     stretch: Tensor,
     rows: Tensor,
@@ -539,7 +577,9 @@ def _propose_rows(
     number = torch.arange(local.numel(), device=local.device) - (count.cumsum(0) - count)[local]
     words = philox(number, rows[local], stream, head | PROPOSAL << 24, seed)
     block = _invert(mass, words[0], local)
-    col = torch.where(block < blocks, _invert(key.T, words[1], block.clamp(max=blocks - 1)), words[1] * num_keys >> 32)
+    keys = reach[rows[local]]
+    member = _draw_key(total, words[1], block.clamp(max=blocks - 1), keys)
+    col = torch.where(block < blocks, member, words[1] * keys >> 32)
     edge, order = torch.sort(rows[local] * num_keys + col, stable=True)
     first = torch.ones_like(edge, dtype=torch.bool)
     first[1:] = edge[1:] != edge[:-1]
@@ -549,6 +589,21 @@ def _propose_rows(
     p = torch.cat([(rate[e // num_keys] * key[e % num_keys]).sum(1) for e in edge.split(2**16)]) + exploration
     keep = words[2][order].double() * -torch.expm1(-stretch[local[order]] * p) < p * 2.0**32
     return edge[keep]
+
+
+def _draw_key(total: Tensor, word: Tensor, block: Tensor, reach: Tensor) -> Tensor:
+    """Draw one of the first ``reach`` keys by their memberships in a block, whose sums over keys are ``total`` [m, K].
+
+    The first key whose sum lies above the word's share of all of them: by halves, as every backend does. A sum holds
+    no later key, so that no draw depends on one.
+    """
+    target = (word.double() + 0.5) * 2.0**-32 * total[reach - 1, block]
+    first, last = torch.zeros_like(reach), reach - 1
+    for _ in range(total.size(0).bit_length()):
+        half = torch.div(first + last, 2, rounding_mode="floor")
+        below = total[half, block] <= target
+        first, last = torch.where(below & (first < last), half + 1, first), torch.where(below, last, half)
+    return first
 
 
 def _invert(mass: Tensor, word: Tensor, row: Tensor) -> Tensor:

@@ -71,7 +71,7 @@ def _fake_sample(rate: Tensor, member: Tensor, *_: Any) -> tuple[Tensor, Tensor]
 
 
 def _fake_systematic(
-    chance: Tensor, query_ptr: Tensor, key_ptr: Tensor, sequence_ids: Tensor, heads: int, seed: int
+    chance: Tensor, query_ptr: Tensor, key_ptr: Tensor, sequence_ids: Tensor, heads: int, seed: int, is_causal: bool
 ) -> tuple[Tensor, Tensor]:
     num_edges = torch.library.get_ctx().new_dynamic_size()
     return query_ptr.new_empty(heads * chance.size(0) + 1), query_ptr.new_empty(num_edges, dtype=torch.int32)
@@ -117,12 +117,12 @@ segment_entmax_backward = _declare(
 sample_sbm = _declare(
     "sample_sbm",
     "(Tensor rate, Tensor member, Tensor query_ptr, Tensor key_ptr, Tensor sequence_ids, SymInt seed, str method, "
-    "float exploration, bool clamp) -> (Tensor, Tensor)",
+    "float exploration, bool clamp, bool is_causal) -> (Tensor, Tensor)",
     _fake_sample,
 )
 sample_systematic = _declare(
     "sample_systematic",
-    "(Tensor chance, Tensor query_ptr, Tensor key_ptr, Tensor sequence_ids, SymInt heads, SymInt seed) "
+    "(Tensor chance, Tensor query_ptr, Tensor key_ptr, Tensor sequence_ids, SymInt heads, SymInt seed, bool is_causal) "
     "-> (Tensor, Tensor)",
     _fake_systematic,
 )
