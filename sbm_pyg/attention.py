@@ -43,6 +43,7 @@ class CallOptions(TypedDict, total=False):
     sequence_ids: Tensor | None
 
 
+CAUSAL = "It says whether queries attend to earlier keys alone."
 FIXED = {"aggr": ("add", "sum"), "flow": ("source_to_target",), "decomposed_layers": (1,)}
 
 
@@ -69,7 +70,8 @@ class AttentionConv(EdgeAttention):
         bias: Biases in the three projections.
         estimator: How the loss reaches the probabilities of the source: an :class:`~sbm_pyg.estimators.Estimator`, or
             its name. None: ``"local"``, or ``"mask"`` where the normaliser is not softmax.
-        is_causal: No query attends to a later key. Edges to later keys are left out after the graph was chosen.
+        is_causal: No query attends to a later key. The source chooses among the other pairs alone, densities count
+            those, and later keys of a given graph are left out. As in torch, places count from the start of both sides.
         normalizer: ``"softmax"``, ``"entmax15"`` or ``"sparsemax"``; the last two run edge by edge through
             :meth:`message`.
         score_bias: Callable ``(query [H, N, C], key [H, M, C], graph) -> [E]`` added to the scaled scores, or None.
@@ -140,7 +142,7 @@ class AttentionConv(EdgeAttention):
                 "Wrap a tensor in a function."
             )
         checks.one_of("normalizer", normalizer, tuple(NORMALIZERS))
-        checks.flag("is_causal", is_causal, "It says whether queries attend to earlier keys alone.")
+        checks.flag("is_causal", is_causal, CAUSAL)
         checks.number("dropout", dropout, "[0, 1)", "It is the probability that an attention weight is dropped.")
         self.estimator = resolve_estimator(estimator, normalizer)
         width, wide = max(*pair, 1), heads * out_channels
@@ -240,6 +242,7 @@ class AttentionConv(EdgeAttention):
         edge_index: Adjacency | None = None,
         *,
         bipartite: bool = False,
+        is_causal: bool = False,
         edge_filter: Callable[[AttentionGraph], Tensor] | None = None,
         edge_head: Tensor | None = None,
         ptr: Sides | None = None,
@@ -253,17 +256,22 @@ class AttentionConv(EdgeAttention):
         Args:
             query, key, value: ``[H, N, C]``, ``[H, M, C]`` and ``[H, M, C']``.
             bipartite: Queries and keys are different tokens, even where N = M.
+            is_causal: No query attends to a later key in this call, whatever the layer says.
             edge_filter: From a graph to the mask ``[E]`` bool of the edges to keep.
             returns: What to return beside the output.
         """
+        checks.flag("is_causal", is_causal, CAUSAL)
         self._check_call(query, key, value, edge_index, edge_filter, edge_head, sequence_ids, returns)
         drop = self.dropout if self.training else 0.0
         seed = draw_seed(0 if seed is None and edge_index is not None and drop == 0 else seed)
-        limit = partial(limited, is_causal=self.is_causal, edge_filter=edge_filter)
+        is_causal = self.is_causal or is_causal
+        limit = partial(limited, is_causal=is_causal, edge_filter=edge_filter)
         score_bias = partial(self._score_bias, query, key)
         if edge_index is None:
             sides = resolve_sides(query.size(1), key.size(1), ptr, batch, query.device)
-            choice = self._choose(query, key, *sides, bipartite=bipartite, seed=seed, sequence_ids=sequence_ids)
+            choice = self._choose(
+                query, key, *sides, bipartite=bipartite, is_causal=is_causal, seed=seed, sequence_ids=sequence_ids
+            )
         else:
             of = (edge_index, query.size(1), key.size(1), self.heads)
             choice = Choice(AttentionGraph.over(*of, edge_head=edge_head, ptr=ptr, batch=batch))

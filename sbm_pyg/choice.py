@@ -92,6 +92,13 @@ class Choice:
         """The choice among the edges of a mask ``[E]`` bool, as :meth:`AttentionGraph.select`."""
         return replace(self, graph=self.graph.select(kept), forced=None if self.forced is None else self.forced[kept])
 
+    def causal(self) -> Choice:
+        """The choice without edges from later keys, as :meth:`AttentionGraph.causal`."""
+        if self.graph.is_causal:
+            return self
+        kept = self.select(~self.graph.later)
+        return replace(kept, graph=kept.graph.causal())
+
     def force(self, pattern: AttentionGraph) -> Choice:
         """The choice with the edges of a pattern added, whatever their probabilities are.
 
@@ -126,6 +133,7 @@ class GraphSource(torch.nn.Module, ABC):
         key_ptr: Tensor,
         *,
         bipartite: bool = False,
+        is_causal: bool = False,
         seed: int,
         sequence_ids: Tensor | None = None,
     ) -> Choice:
@@ -137,6 +145,8 @@ class GraphSource(torch.nn.Module, ABC):
             query_ptr: Offsets of the sequences in the queries, ``[B+1]`` int64.
             key_ptr: Offsets of the sequences in the keys, ``[B+1]`` int64.
             bipartite: Queries and keys are different tokens, even where N = M.
+            is_causal: No query may attend to a later key, nor may its row depend on one. The graph says so
+                (:attr:`AttentionGraph.is_causal`), and densities count the pairs that are left.
             seed: Integer of 64 bits; whatever is drawn follows from it.
             sequence_ids: Number of each sequence, ``[B]`` int64, as :func:`sbm_pyg.sample_edges` takes it; None counts
                 them.
@@ -154,7 +164,7 @@ def check_probability(probability: object) -> None:
 
 def limited(choice: Any, is_causal: bool, edge_filter: Callable[[AttentionGraph], Tensor] | None) -> Any:
     """A choice, or a graph, without the edges that the layer leaves out."""
-    for kept in ((lambda graph: ~graph.later) if is_causal else None, edge_filter):
-        if kept is not None:
-            choice = choice.select(kept(choice.graph if isinstance(choice, Choice) else choice))
+    choice = choice.causal() if is_causal else choice
+    if edge_filter is not None:
+        choice = choice.select(edge_filter(choice.graph if isinstance(choice, Choice) else choice))
     return choice

@@ -24,6 +24,7 @@ class FullAttention(nn.Module):
         head_channels: Channels per head C.
         heads: Number of heads H.
         dropout: Probability in [0, 1) that an attention weight is dropped in training.
+        is_causal: No token attends to a later one.
 
     Raises:
         TypeError, ValueError: A size or probability is out of range.
@@ -32,7 +33,9 @@ class FullAttention(nn.Module):
         - tokens ``[N, channels]``; output ``[N, H*C]``. Cost O(B L^2 H C) with L the longest sequence.
     """
 
-    def __init__(self, channels: int, head_channels: int, heads: int, dropout: float = 0.0) -> None:
+    def __init__(
+        self, channels: int, head_channels: int, heads: int, dropout: float = 0.0, is_causal: bool = False
+    ) -> None:
         super().__init__()
         sizes = {"channels": channels, "head_channels": head_channels, "heads": heads}
         channels, head_channels, heads = (
@@ -43,7 +46,8 @@ class FullAttention(nn.Module):
         checks.memory(
             "heads", 3 * channels * heads * head_channels, width, device, "Build a smaller model.", "parameters"
         )
-        self.channels, self.heads, self.dropout = channels, heads, dropout
+        checks.flag("is_causal", is_causal, "It says whether tokens attend to earlier ones alone.")
+        self.channels, self.heads, self.dropout, self.is_causal = channels, heads, dropout, is_causal
         self.lin_query = nn.Linear(channels, heads * head_channels)
         self.lin_key = nn.Linear(channels, heads * head_channels)
         self.lin_value = nn.Linear(channels, heads * head_channels)
@@ -74,9 +78,11 @@ class FullAttention(nn.Module):
             lin(padded).unflatten(2, (self.heads, -1)).transpose(1, 2)  # [B, H, L, C]
             for lin in (self.lin_query, self.lin_key, self.lin_value)
         )
-        ragged = None if x.size(0) == mask.numel() else mask[:, None, None]
+        # Padding comes after the tokens, where a causal token does not look.
+        ragged = None if x.size(0) == mask.numel() or self.is_causal else mask[:, None, None]
+        drop = self.dropout if self.training else 0.0
         out = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=ragged, dropout_p=self.dropout if self.training else 0.0
+            query, key, value, attn_mask=ragged, dropout_p=drop, is_causal=self.is_causal
         )
         out = out.transpose(1, 2).flatten(2)[mask]
         return (out, None) if return_choice else out

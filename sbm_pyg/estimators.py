@@ -278,7 +278,8 @@ def draw_probes(
     with the same probability.
 
     Args:
-        graph: Graph over whose tokens, heads and sequences they are; its edges do not matter.
+        graph: Graph over whose tokens, heads and sequences they are; its edges do not matter. Probes of a causal graph
+            are pairs that it allows.
         per_query: Number of probes of each query and head, on average; a query with fewer keys gets all of them, so
             that ``math.inf`` means all pairs.
         seed: Seed of the graph; other random words are drawn from it.
@@ -295,11 +296,11 @@ def draw_probes(
     check_graph(graph)
     ops.checks.number("per_query", per_query, "[0, inf]", "It is an average number of probes.")
     _check_memory(graph, per_query)
-    chance = (float(per_query) / graph.key_ptr.diff().clamp(min=1)).clamp(max=1).float()
-    chance = torch.repeat_interleave(chance, graph.query_ptr.diff(), output_size=graph.num_queries)
+    reach = ops.reference.reach(graph.query_ptr, graph.key_ptr, graph.num_queries, graph.is_causal)
+    chance = (float(per_query) / reach.clamp(min=1)).clamp(max=1).float()
     sequence_ids = resolve_sequence_ids(sequence_ids, graph.num_sequences, graph.query_ptr.device)
     rowptr, col = ops.sample_systematic(
-        chance, graph.query_ptr, graph.key_ptr, sequence_ids, graph.heads, draw_seed(seed)
+        chance, graph.query_ptr, graph.key_ptr, sequence_ids, graph.heads, draw_seed(seed), graph.is_causal
     )
     return graph._with(rowptr, col, graph.heads), chance
 
@@ -446,7 +447,7 @@ def score_function(
     ops.checks.tensors(loss=loss)
     ops.checks.floating(loss=loss)
     ops.checks.shape("loss", loss, (graph.num_sequences,), "[B]", "It holds one number per sequence, not their mean.")
-    count = graph.heads * int((graph.query_ptr.diff() * graph.key_ptr.diff()).sum())
+    count = graph.heads * int(graph.pairs_per_sequence.sum())
     ops.checks.memory("graph", count, 4 * torch.get_default_dtype().itemsize, graph.device, _FEWER, "pairs")
     pairs, _ = draw_probes(graph, math.inf, seed=0)
     batch = loss.numel()
@@ -476,6 +477,6 @@ def _check_memory(graph: AttentionGraph, per_query: float) -> None:
     pairs = graph.heads * graph.num_queries * graph.num_keys
     if ops.checks.fits(pairs, width, graph.device) or not readable(graph.query_ptr):
         return
-    keys = graph.key_ptr.diff().double().clamp(max=per_query + 1)  # a row takes up to one more
-    count = graph.heads * int((graph.query_ptr.diff() * keys).sum())
+    reach = ops.reference.reach(graph.query_ptr, graph.key_ptr, graph.num_queries, graph.is_causal)
+    count = graph.heads * int(reach.double().clamp(max=per_query + 1).sum())  # a row takes up to one more
     ops.checks.memory("per_query", count, width, graph.device, f"Take fewer probes. {_FEWER}", "probes")

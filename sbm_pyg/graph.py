@@ -48,11 +48,13 @@ class AttentionGraph(CompressedRows):
         query_ptr: Offsets of the sequences in the queries, ``[B+1]`` int64. One sequence if None.
         key_ptr: Offsets of the sequences in the keys, ``[B+1]`` int64. If None, that of the queries (when N = M) or one
             sequence.
+        is_causal: No key of an edge has a later place in its sequence than the query. Densities then count the pairs
+            that this allows.
 
     Raises:
         TypeError: An argument has another type or dtype.
-        ValueError: Shapes, devices or offsets do not fit, an edge leaves its sequence, or the keys of a row are
-            unsorted or repeated.
+        ValueError: Shapes, devices or offsets do not fit, an edge leaves its sequence, the keys of a row are unsorted
+            or repeated, or a causal graph has an edge from a later key.
 
     Example:
         >>> graph = AttentionGraph.from_dense(torch.tensor([[1, 0], [1, 1]]))

@@ -132,7 +132,9 @@ def _check_parameters(name: str, count: int) -> None:
     checks.memory(name, count, width, device, "Build a smaller model.", "parameters")
 
 
-def _named(name: str, channels: int, head_channels: int, heads: int, options: Mapping[str, Any]) -> nn.Module:
+def _named(
+    name: str, channels: int, head_channels: int, heads: int, is_causal: bool, options: Mapping[str, Any]
+) -> nn.Module:
     """The attention layer of that name."""
     patterned: dict[str, tuple[Callable[..., AttentionGraph], dict[str, int]]] = {
         "window": (patterns.window, {"size": 64}),
@@ -144,22 +146,22 @@ def _named(name: str, channels: int, head_channels: int, heads: int, options: Ma
     known = {each for kind in kinds for each in inspect.signature(kind).parameters} | {
         *patterned.get(name, (None, {}))[1]
     }
-    known -= {"channels", "head_channels", "in_channels", "out_channels", "heads", "source", "kwargs"}
+    known -= {"channels", "head_channels", "in_channels", "out_channels", "heads", "source", "is_causal", "kwargs"}
     unknown = [option for option in options if option not in known]
     if unknown:
         raise ValueError(
             f"Expected 'attention_options' of {name!r} to be known (got {unknown}). They are {sorted(known)}."
         )
     if name == "full":
-        return FullAttention(channels, head_channels, heads, **options)
+        return FullAttention(channels, head_channels, heads, is_causal=is_causal, **options)
     if name == "sbm":
-        return SBMAttentionConv(channels, head_channels, heads, **options)
+        return SBMAttentionConv(channels, head_channels, heads, is_causal=is_causal, **options)
     pattern, sizes = patterned[name]
     sizes = {key: checks.integer(key, options.get(key, size), 0, "It counts tokens.") for key, size in sizes.items()}
     own = {"heads": heads} if name == "bigbird" else {}  # each head draws its random keys
     source = patterns.PatternSource(pattern, **sizes, **own)
     rest = {key: value for key, value in options.items() if key not in sizes}
-    return AttentionConv(channels, head_channels, heads, source, **rest)
+    return AttentionConv(channels, head_channels, heads, source, is_causal=is_causal, **rest)
 
 
 class SequenceEncoder(Pretrained):
@@ -182,6 +184,8 @@ class SequenceEncoder(Pretrained):
         attention_options: Keyword arguments of the attention that is named, e.g. ``{"num_blocks": 16, "dropout":
             0.1}``.
         in_channels: Channels of features that take the place of token numbers; None for token numbers.
+        is_causal: No token attends to a later one, so that none depends on a later one. A factory makes its own layers
+            causal.
 
     Raises:
         TypeError: A size is no int, or another argument is of the wrong type.
@@ -215,6 +219,7 @@ class SequenceEncoder(Pretrained):
         attention: str | AttentionFactory = "sbm",
         attention_options: Mapping[str, Any] | None = None,
         in_channels: int | None = None,
+        is_causal: bool = False,
     ) -> None:
         super().__init__()
         self._options = {
@@ -229,6 +234,7 @@ class SequenceEncoder(Pretrained):
             "attention": attention,
             "attention_options": attention_options,
             "in_channels": in_channels,
+            "is_causal": is_causal,
         }
         if attention_options is not None:
             if not isinstance(attention_options, Mapping):
@@ -259,6 +265,7 @@ class SequenceEncoder(Pretrained):
             checks.integer(name, size, 1, SIZES) for name, size in sizes.items()
         )
         checks.number("dropout", dropout, "[0, 1)", "It is the probability that a number is dropped in training.")
+        checks.flag("is_causal", is_causal, "It says whether tokens attend to earlier ones alone.")
         attended, network = 4 * channels * heads * head_channels, 2 * channels * ffn_channels
         _check_parameters(source, width * channels)
         _check_parameters("max_length", max_length * channels)
@@ -278,9 +285,12 @@ class SequenceEncoder(Pretrained):
                     "called with (channels, head_channels, heads)."
                 )
             layers = [
-                _named(attention, channels, head_channels, heads, attention_options or {}) for _ in range(num_layers)
+                _named(attention, channels, head_channels, heads, is_causal, attention_options or {})
+                for _ in range(num_layers)
             ]
         else:
+            if is_causal:
+                raise ValueError("Expected no 'is_causal' with a factory (got True). Let its layers be causal.")
             if attention_options is not None:
                 raise ValueError(
                     "Expected no 'attention_options' with a factory (got some). Let the factory hold them."

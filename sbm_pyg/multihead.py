@@ -282,7 +282,9 @@ class SBMMultiheadAttention(nn.Module):
             )
         self_attention, batched, nested = query is key, query.dim() == 3, query.is_nested
         query, key, value, real_query, real_key = self._padded(query, key, value, key_padding_mask)
-        forbidden = self._forbidden(attn_mask, is_causal, query, key)  # [B or 1, H or 1, L, S]
+        # Without padding of its own, the key side counts places as positions.
+        causal = is_causal and attn_mask is None and (self_attention or real_key is None)
+        forbidden = self._forbidden(attn_mask, is_causal and not causal, query, key)  # [B or 1, H or 1, L, S]
         keys = _Side(key, real_key)
         frame = _Frame(keys if self_attention else _Side(query, real_query), keys)
         edge_filter = None
@@ -306,6 +308,7 @@ class SBMMultiheadAttention(nn.Module):
             flat_value,
             graph,
             bipartite=not self_attention,
+            is_causal=causal,
             edge_filter=edge_filter,
             ptr=frame.query.ptr if self_attention else (frame.key.ptr, frame.query.ptr),
             seed=seed,

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import torch
@@ -43,17 +43,20 @@ __all__ = [
 Device = torch.device | str | None
 
 
-def full(n: int | None, *, heads: int = 1, ptr: Tensor | None = None, device: Device = None) -> AttentionGraph:
+def full(
+    n: int | None, *, is_causal: bool = False, heads: int = 1, ptr: Tensor | None = None, device: Device = None
+) -> AttentionGraph:
     """Every token attends to every token of its sequence.
 
     Args:
         n: Number of tokens N, at least 1. May be None where ``ptr`` is given, else it must be its last entry.
+        is_causal: No token attends to a later one. Edges to later tokens are not made, and cost nothing.
         heads: Number of heads H; all get the same edges.
         ptr: Offsets of the sequences, ``[B+1]`` int64. One sequence of n tokens if None.
         device: Where the graph is made: that of ``ptr`` if None, else the default device.
 
     Returns:
-        A graph with :math:`H \\sum_b n_b^2` edges.
+        A graph with :math:`H \\sum_b n_b^2` edges, or :math:`H \\sum_b n_b (n_b + 1) / 2` where ``is_causal``.
 
     Raises:
         TypeError, ValueError: An argument has the wrong type or range, ``ptr`` does not describe n tokens, or the
@@ -64,23 +67,28 @@ def full(n: int | None, *, heads: int = 1, ptr: Tensor | None = None, device: De
         >>> full(3)
         AttentionGraph(1 sequence, 1 head, 3 queries, 3 keys, 9 edges, density 100.0%)
     """
-    tokens = _Tokens.of(n, heads, ptr, device)
+    tokens = _Tokens.of(n, is_causal, heads, ptr, device)
     return tokens.consecutive(tokens.start, tokens.end)
 
 
 def window(
-    n: int | None, size: int, *, causal: bool = False, heads: int = 1, ptr: Tensor | None = None, device: Device = None
+    n: int | None,
+    size: int,
+    *,
+    is_causal: bool = False,
+    heads: int = 1,
+    ptr: Tensor | None = None,
+    device: Device = None,
 ) -> AttentionGraph:
     """Each token attends to itself and to the tokens at most ``size`` positions away.
 
-    An edge where :math:`|r_i - r_j| \\le size`, or :math:`0 \\le r_i - r_j \\le size` where ``causal``. Tokens near an
-    end have fewer keys. Longformer (section 3.1) and BigBird give the window as w = ``2 * size``.
+    An edge where :math:`|r_i - r_j| \\le size`. Tokens near an end have fewer keys. Longformer (section 3.1) and
+    BigBird give the window as w = ``2 * size``. ``window(n, n, is_causal=True)`` is the usual causal mask.
 
     Args:
         size: Reach to each side, at least 0; ``2 * size + 1`` keys. A sequence of ``size + 1`` tokens or fewer gets its
             full graph.
-        causal: Leave out the keys after the query; ``window(n, n, causal=True)`` is the usual causal mask.
-        n, heads, ptr, device: As in :func:`full`.
+        n, is_causal, heads, ptr, device: As in :func:`full`.
 
     Returns:
         A graph with at most ``H * N * (2 * size + 1)`` edges.
@@ -90,14 +98,19 @@ def window(
         [[1, 1, 0, 0], [1, 1, 1, 0], [0, 1, 1, 1], [0, 0, 1, 1]]
     """
     size = _size("size", size, 0, "Its unit is tokens to each side; 0 gives self-loops.")
-    tokens = _Tokens.of(n, heads, ptr, device)
+    tokens = _Tokens.of(n, is_causal, heads, ptr, device)
     reach, token = tokens.length.clamp(max=size), tokens.start + tokens.place
-    end = token + 1 if causal else torch.minimum(token + reach + 1, tokens.end)
-    return tokens.consecutive(torch.maximum(token - reach, tokens.start), end)
+    return tokens.consecutive(torch.maximum(token - reach, tokens.start), torch.minimum(token + reach + 1, tokens.end))
 
 
 def global_tokens(
-    n: int | None, num_global: int, *, heads: int = 1, ptr: Tensor | None = None, device: Device = None
+    n: int | None,
+    num_global: int,
+    *,
+    is_causal: bool = False,
+    heads: int = 1,
+    ptr: Tensor | None = None,
+    device: Device = None,
 ) -> AttentionGraph:
     """The first ``num_global`` tokens of a sequence attend to all of it, and all of it attends to them.
 
@@ -106,7 +119,7 @@ def global_tokens(
 
     Args:
         num_global: Number of global tokens, at least 0. A sequence with no more tokens gets its full graph.
-        n, heads, ptr, device: As in :func:`full`.
+        n, is_causal, heads, ptr, device: As in :func:`full`.
 
     Returns:
         A graph with at most ``2 * H * N * num_global`` edges.
@@ -116,7 +129,7 @@ def global_tokens(
         [[1, 1, 1, 1], [1, 0, 0, 0], [1, 0, 0, 0], [1, 0, 0, 0]]
     """
     num_global = _size("num_global", num_global, 0, "It is the number of global tokens of each sequence.")
-    tokens = _Tokens.of(n, heads, ptr, device)
+    tokens = _Tokens.of(n, is_causal, heads, ptr, device)
     keys = tokens.length.where(tokens.place < num_global, tokens.length.clamp(max=num_global))
     return tokens.consecutive(tokens.start, tokens.start + keys)
 
@@ -128,6 +141,7 @@ def random(
     seed: int | None = None,
     generator: torch.Generator | None = None,
     sequence_ids: Tensor | None = None,
+    is_causal: bool = False,
     heads: int = 1,
     ptr: Tensor | None = None,
     device: Device = None,
@@ -161,8 +175,8 @@ def random(
     num_keys_per_query = _size(
         "num_keys_per_query", num_keys_per_query, 0, "It is the number of keys that each query draws."
     )
-    tokens = _Tokens.of(n, heads, ptr, device)
-    size = tokens.length.repeat(heads)  # [H*N]
+    tokens = _Tokens.of(n, is_causal, heads, ptr, device)
+    size = (tokens.place + 1 if is_causal else tokens.length).repeat(heads)  # [H*N]
     degree = size.clamp(max=num_keys_per_query)
     listed = torch.where(2 * degree > size, size, degree)  # as numbers are, of which some are left out
     tokens.check_memory(listed, 1, bytes_each=64)
@@ -180,6 +194,7 @@ def bigbird(
     seed: int | None = None,
     generator: torch.Generator | None = None,
     sequence_ids: Tensor | None = None,
+    is_causal: bool = False,
     heads: int = 1,
     ptr: Tensor | None = None,
     device: Device = None,
@@ -207,19 +222,27 @@ def bigbird(
         [[512, 512], [512, 512]]
     """
     _size("num_random", num_random, 0, "It is the number of random keys that each query draws.")
-    near, wide = window(n, size, ptr=ptr, device=device), global_tokens(n, num_global, ptr=ptr, device=device)
+    near = window(n, size, is_causal=is_causal, ptr=ptr, device=device)
+    wide = global_tokens(n, num_global, is_causal=is_causal, ptr=ptr, device=device)
     heads = checks.integer("heads", heads, 1, "A graph without heads has no rows.")
     edges = heads * (near.num_edges + wide.num_edges)
     checks.memory("heads", edges, 64, near.device, "Take fewer global tokens, fewer heads or shorter sequences.")
     fixed = near | wide
     drawn = random(
-        n, num_random, seed=seed, generator=generator, sequence_ids=sequence_ids, heads=heads, ptr=ptr, device=device
-    )
+        n, num_random, seed=seed, generator=generator, sequence_ids=sequence_ids, is_causal=is_causal, heads=heads,
+        ptr=ptr, device=device,
+    )  # fmt: skip
     return fixed.expand(heads) | drawn
 
 
 def block_diagonal(
-    n: int | None, num_blocks: int, *, heads: int = 1, ptr: Tensor | None = None, device: Device = None
+    n: int | None,
+    num_blocks: int,
+    *,
+    is_causal: bool = False,
+    heads: int = 1,
+    ptr: Tensor | None = None,
+    device: Device = None,
 ) -> AttentionGraph:
     """Each token attends to the tokens of its block, itself among them: pattern 1 of Lemma 2 (Cho et al.).
 
@@ -229,7 +252,7 @@ def block_diagonal(
 
     Args:
         num_blocks: Number of blocks K, at least 1. In a sequence with no more tokens each is a block of its own.
-        n, heads, ptr, device: As in :func:`full`.
+        n, is_causal, heads, ptr, device: As in :func:`full`.
 
     Returns:
         A graph with about :math:`H \\sum_b n_b^2 / K` edges.
@@ -239,7 +262,7 @@ def block_diagonal(
         [[1, 1, 1, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 0, 0], [0, 0, 0, 1, 1], [0, 0, 0, 1, 1]]
     """
     num_blocks = _size("num_blocks", num_blocks, 1, "One block is the full graph.")
-    tokens = _Tokens.of(n, heads, ptr, device)
+    tokens = _Tokens.of(n, is_causal, heads, ptr, device)
     length = tokens.length
     # From n blocks on every token is alone; the least such K keeps r * K and the ceilings below within int64.
     blocks = length.clamp(max=num_blocks)
@@ -250,7 +273,13 @@ def block_diagonal(
 
 
 def relay_keys(
-    n: int | None, num_relays: int, *, heads: int = 1, ptr: Tensor | None = None, device: Device = None
+    n: int | None,
+    num_relays: int,
+    *,
+    is_causal: bool = False,
+    heads: int = 1,
+    ptr: Tensor | None = None,
+    device: Device = None,
 ) -> AttentionGraph:
     """Every token attends to the last ``num_relays`` tokens of its sequence: pattern 2 of Lemma 2 (Cho et al.).
 
@@ -259,7 +288,7 @@ def relay_keys(
 
     Args:
         num_relays: Number of relays K, at least 1. A sequence with no more tokens gets its full graph.
-        n, heads, ptr, device: As in :func:`full`.
+        n, is_causal, heads, ptr, device: As in :func:`full`.
 
     Returns:
         A graph with at most ``H * N * num_relays`` edges.
@@ -269,12 +298,18 @@ def relay_keys(
         [[0, 0, 1], [0, 0, 1], [0, 0, 1]]
     """
     num_relays = _size("num_relays", num_relays, 1, "It is the number of relays of each sequence.")
-    tokens = _Tokens.of(n, heads, ptr, device)
+    tokens = _Tokens.of(n, is_causal, heads, ptr, device)
     return tokens.consecutive(tokens.end - tokens.length.clamp(max=num_relays), tokens.end)
 
 
 def relay_queries(
-    n: int | None, num_relays: int, *, heads: int = 1, ptr: Tensor | None = None, device: Device = None
+    n: int | None,
+    num_relays: int,
+    *,
+    is_causal: bool = False,
+    heads: int = 1,
+    ptr: Tensor | None = None,
+    device: Device = None,
 ) -> AttentionGraph:
     """The last ``num_relays`` tokens of a sequence attend to all of it, the others to none: pattern 3 of Lemma 2 (Cho
     et al.).
@@ -284,7 +319,7 @@ def relay_queries(
 
     Args:
         num_relays: Number of relays K, at least 1. A sequence with no more tokens gets its full graph.
-        n, heads, ptr, device: As in :func:`full`.
+        n, is_causal, heads, ptr, device: As in :func:`full`.
 
     Returns:
         A graph with at most ``H * N * num_relays`` edges.
@@ -294,16 +329,18 @@ def relay_queries(
         [[0, 0, 0], [0, 0, 0], [1, 1, 1]]
     """
     num_relays = _size("num_relays", num_relays, 1, "It is the number of relays of each sequence.")
-    tokens = _Tokens.of(n, heads, ptr, device)
+    tokens = _Tokens.of(n, is_causal, heads, ptr, device)
     is_relay = tokens.length - tokens.place <= num_relays
     return tokens.consecutive(tokens.start, torch.where(is_relay, tokens.end, tokens.start))
 
 
-def self_loops(n: int | None, *, heads: int = 1, ptr: Tensor | None = None, device: Device = None) -> AttentionGraph:
+def self_loops(
+    n: int | None, *, is_causal: bool = False, heads: int = 1, ptr: Tensor | None = None, device: Device = None
+) -> AttentionGraph:
     """Each token attends to itself alone.
 
     Args:
-        n, heads, ptr, device: As in :func:`full`.
+        n, is_causal, heads, ptr, device: As in :func:`full`.
 
     Returns:
         A graph with ``H * N`` edges.
@@ -312,7 +349,7 @@ def self_loops(n: int | None, *, heads: int = 1, ptr: Tensor | None = None, devi
         >>> self_loops(3).edge_index.tolist()
         [[0, 1, 2], [0, 1, 2]]
     """
-    return window(n, 0, heads=heads, ptr=ptr, device=device)
+    return window(n, 0, is_causal=is_causal, heads=heads, ptr=ptr, device=device)
 
 
 # --------------------------------------------------------------------------------------------------------------- parts
@@ -320,8 +357,9 @@ def self_loops(n: int | None, *, heads: int = 1, ptr: Tensor | None = None, devi
 
 @dataclass(frozen=True)
 class _Tokens:
-    """Where each token lies in its sequence."""
+    """Where each token lies in its sequence, and whether it attends to earlier ones alone."""
 
+    is_causal: bool
     heads: int
     ptr: Tensor  # [B+1]
     start: Tensor  # [N], the first token of its sequence
@@ -329,7 +367,8 @@ class _Tokens:
     place: Tensor  # [N], the r of the formulas
 
     @classmethod
-    def of(cls, n: int | None, heads: int, ptr: Tensor | None, device: Device) -> _Tokens:
+    def of(cls, n: int | None, is_causal: bool, heads: int, ptr: Tensor | None, device: Device) -> _Tokens:
+        checks.flag("is_causal", is_causal, "It says whether edges to later tokens are left out.")
         heads = checks.integer("heads", heads, 1, "A graph without heads has no rows.")
         check_tensor(ptr, "ptr")
         if n is not None:
@@ -353,7 +392,7 @@ class _Tokens:
         checks.memory("heads", heads * n, 24, place, "Take fewer heads.", "rows")
         ptr = resolve_ptr(n, ptr, device=device)
         start, end = (torch.repeat_interleave(side, ptr.diff(), output_size=n) for side in (ptr[:-1], ptr[1:]))
-        return cls(heads, ptr, start, end, torch.arange(n, device=ptr.device) - start)
+        return cls(is_causal, heads, ptr, start, end, torch.arange(n, device=ptr.device) - start)
 
     @property
     def length(self) -> Tensor:
@@ -374,11 +413,13 @@ class _Tokens:
     def graph(self, degree: Tensor, col: Tensor, heads: int) -> AttentionGraph:
         rowptr = torch.cat([degree.new_zeros(1), degree.cumsum(0)])
         n = self.place.numel()
-        return AttentionGraph._trusted(rowptr, col, n, n, heads, self.ptr, self.ptr)
+        return AttentionGraph._trusted(rowptr, col, n, n, heads, self.ptr, self.ptr, self.is_causal)
 
     def consecutive(self, first: Tensor, end: Tensor) -> AttentionGraph:
         """The graph in which token i attends to tokens ``first[i]..end[i]-1``, in every head."""
-        degree = end - first
+        if self.is_causal:
+            end = torch.minimum(end, self.start + self.place + 1)
+        degree = (end - first).clamp(min=0)
         self.check_memory(degree, self.heads, bytes_each=16)
         return self.graph(degree, _ranges(first, degree), 1).expand(self.heads)
 
@@ -455,7 +496,7 @@ class PatternSource(GraphSource):
 
     Args:
         pattern: A function of this module, or one that takes ``(None, ptr=ptr, **options)`` likewise. It is given
-            ``seed`` and ``sequence_ids`` where it has arguments of these names.
+            ``seed``, ``sequence_ids`` and ``is_causal`` where it has arguments of these names.
         **options: Its other arguments, e.g. ``size=64``.
 
     Raises:
@@ -480,7 +521,7 @@ class PatternSource(GraphSource):
         if unknown:
             raise TypeError(f"Expected options of 'pattern' (got {unknown}). It takes {[*known]}.")
         self.pattern, self.options = pattern, options
-        self.random = [name for name in ("seed", "sequence_ids") if name in known and name not in options]
+        self.given = {"seed", "sequence_ids", "is_causal"} & {*known} - {*options}
 
     def forward(
         self,
@@ -490,6 +531,7 @@ class PatternSource(GraphSource):
         key_ptr: Tensor,
         *,
         bipartite: bool = False,
+        is_causal: bool = False,
         seed: int,
         sequence_ids: Tensor | None = None,
     ) -> Choice:
@@ -498,10 +540,10 @@ class PatternSource(GraphSource):
             raise ValueError(
                 "Expected 'pattern' over tokens that are queries and keys (got a pair). Pass a graph to the layer."
             )
-        drawn = {"seed": seed, "sequence_ids": sequence_ids}
-        graph = self.pattern(None, ptr=query_ptr, **self.options, **{name: drawn[name] for name in self.random})
+        call = {"seed": seed, "sequence_ids": sequence_ids, "is_causal": is_causal}
+        graph = self.pattern(None, ptr=query_ptr, **self.options, **{name: call[name] for name in self.given})
         check_graph(graph)
-        return Choice(graph)
+        return Choice(graph.causal() if is_causal else graph)
 
     def extra_repr(self) -> str:
         """The pattern and its options."""
@@ -523,6 +565,7 @@ class _PatternTransform(BaseTransform):
     """
 
     pattern: ClassVar[Callable[..., AttentionGraph]]
+    is_causal: bool = False
     heads: int = 1
 
     def forward(self, data: Data) -> Data:
@@ -564,7 +607,6 @@ class WindowGraph(_PatternTransform):
 
     pattern = staticmethod(window)
     size: int
-    causal: bool = field(default=False, kw_only=True)
 
 
 @functional_transform("global_graph")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import ops
 from .ops import checks
-from .ragged import check_present, check_tensor, offsets, readable, resolve_ptr
+from .ragged import check_present, check_tensor, count_pairs, offsets, readable, resolve_ptr
 
 __all__ = ["CompressedRows", "check_edges", "check_graph", "check_sizes", "the_one"]
 
@@ -34,11 +34,13 @@ class CompressedRows:
     heads: int = 1
     query_ptr: Tensor = None  # type: ignore[assignment]  # [B+1], always a tensor after __post_init__
     key_ptr: Tensor = None  # type: ignore[assignment]  # [B+1]
+    is_causal: bool = False
 
     def __post_init__(self) -> None:
         for name in ("rowptr", "col", "query_ptr", "key_ptr"):
             check_tensor(getattr(self, name), name, optional=name.endswith("_ptr"))
         check_sizes(self.num_queries, self.num_keys, self.heads)
+        checks.flag("is_causal", self.is_causal, "It says whether no query may attend to a later key.")
         if self.rowptr.dtype != torch.int64:
             raise TypeError(
                 f"Expected 'rowptr' to be int64 (got {self.rowptr.dtype}). "
@@ -100,6 +102,7 @@ class CompressedRows:
         heads: int = 1,
         query_ptr: Tensor | None = None,
         key_ptr: Tensor | None = None,
+        is_causal: bool = False,
     ) -> Self:
         """The private door: a graph whose rows are valid by the way they were made, without a look at them."""
         graph = object.__new__(cls)
@@ -110,12 +113,14 @@ class CompressedRows:
         object.__setattr__(graph, "heads", heads)
         object.__setattr__(graph, "query_ptr", query_ptr)
         object.__setattr__(graph, "key_ptr", key_ptr)
+        object.__setattr__(graph, "is_causal", is_causal)
         graph._fill_offsets()
         return graph
 
-    def _with(self, rowptr: Tensor, col: Tensor, heads: int) -> Self:
+    def _with(self, rowptr: Tensor, col: Tensor, heads: int, is_causal: bool | None = None) -> Self:
         """Other rows, valid ones, over the same tokens."""
-        return self._trusted(rowptr, col, self.num_queries, self.num_keys, heads, self.query_ptr, self.key_ptr)
+        sides = (self.num_queries, self.num_keys, heads, self.query_ptr, self.key_ptr)
+        return self._trusted(rowptr, col, *sides, self.is_causal if is_causal is None else is_causal)
 
     # ---------------------------------------------------------------- what is in it
 
@@ -162,16 +167,20 @@ class CompressedRows:
         return self.rowptr[starts].diff(dim=0)
 
     @property
+    def pairs_per_sequence(self) -> Tensor:
+        """Number of pairs of a query and a key that may be edges, ``[B]`` int64, in each head."""
+        return count_pairs(self.query_ptr, self.key_ptr, self.is_causal)
+
+    @property
     def density(self) -> Tensor:
         """Share of the pairs of each sequence that are edges, ``[B, H]`` float64."""
-        pairs = self.query_ptr.diff() * self.key_ptr.diff()
-        return self.edges_per_sequence.double() / pairs[:, None]
+        return self.edges_per_sequence.double() / self.pairs_per_sequence[:, None]
 
     def __repr__(self) -> str:
         def count(number: int, noun: str, plural: str = "") -> str:
             return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
-        pairs = self.heads * int((self.query_ptr.diff() * self.key_ptr.diff()).sum())
+        pairs = self.heads * int(self.pairs_per_sequence.sum())
         parts = [
             count(self.num_sequences, "sequence"),
             count(self.heads, "head"),
@@ -179,8 +188,11 @@ class CompressedRows:
             count(self.num_keys, "key"),
             count(self.num_edges, "edge"),
         ]
+        causal = ", causal" if self.is_causal else ""
         device = "" if self.device.type == "cpu" else f", device='{self.device}'"
-        return f"AttentionGraph({', '.join(parts)}, density {100 * self.num_edges / max(pairs, 1):.1f}%{device})"
+        return (
+            f"AttentionGraph({', '.join(parts)}, density {100 * self.num_edges / max(pairs, 1):.1f}%{causal}{device})"
+        )
 
     def __eq__(self, other: object) -> bool:
         """True where the other graph has the same edges, heads and sequences (index dtypes and devices may differ)."""
@@ -208,7 +220,8 @@ class CompressedRows:
         The constructor has done so. This is for a graph whose tensors somebody has written into since.
 
         Raises:
-            ValueError: Offsets do not fit, an edge leaves its sequence, or the keys of a row are unsorted or repeated.
+            ValueError: Offsets do not fit, an edge leaves its sequence, the keys of a row are unsorted or repeated, or
+                a causal graph has an edge from a later key.
         """
         resolve_ptr(self.num_queries, self.query_ptr, name="query_ptr")
         if self.key_ptr is not self.query_ptr or self.num_keys != self.num_queries:
@@ -218,12 +231,21 @@ class CompressedRows:
             return self
         row = ops.invalid_row(self.rowptr, self.col, self.query_ptr, self.key_ptr, self.heads)
         rises = (self.rowptr[0] == 0) & (self.rowptr[-1] == self.num_edges)
+        early = torch.ones_like(rises)
+        if self.is_causal and (compiling or bool(rises & (row < 0))):
+            early = ~self.later.any()
         if compiling:  # no branch on values; the kernels must still see none that is out of range
             torch._assert_async(
-                rises & (row < 0), "Expected 'rowptr' and 'col' to be the rows of a graph, see AttentionGraph."
+                rises & (row < 0) & early, "Expected 'rowptr' and 'col' to be the rows of a graph, see AttentionGraph."
             )
         elif not bool(rises & (row < 0)):
             self._explain(int(row))
+        elif not bool(early):
+            key, query = self.edge_index[:, self.later.nonzero()[0, 0]].tolist()
+            raise ValueError(
+                f"Expected 'col' to hold no key later than its query, as 'is_causal' says (got key {key} of query "
+                f"{query}). `graph.causal()` leaves such edges out."
+            )
         return self
 
     def _explain(self, row: int) -> None:
@@ -296,7 +318,8 @@ class CompressedRows:
             x.to(device, non_blocking=non_blocking) for x in (self.rowptr, self.col, self.query_ptr, self.key_ptr)
         )
         key_ptr = query_ptr if self.key_ptr is self.query_ptr else key_ptr
-        return self._trusted(rowptr, col, self.num_queries, self.num_keys, self.heads, query_ptr, key_ptr)
+        sides = (self.num_queries, self.num_keys, self.heads, query_ptr, key_ptr)
+        return self._trusted(rowptr, col, *sides, self.is_causal)
 
     def sequence(self, sequence: int) -> Self:
         """The graph of one sequence, tokens counted from 0, all heads."""
@@ -312,7 +335,8 @@ class CompressedRows:
             )
         ]
         col = torch.cat([self.col[edge] for edge in edges]) - first_key
-        return self._trusted(offsets(counts), col, end - start, end_key - first_key, self.heads)
+        sides = (end - start, end_key - first_key, self.heads)
+        return self._trusted(offsets(counts), col, *sides, is_causal=self.is_causal)
 
     def head(self, head: int) -> Self:
         """The graph of one head, all sequences."""
@@ -373,8 +397,9 @@ class CompressedRows:
         query_ptr = offsets(torch.cat([graph.query_ptr.diff() for graph in graphs]))
         key_ptr = offsets(torch.cat([graph.key_ptr.diff() for graph in graphs]))
         return cls._trusted(
-            offsets(degree), col, sum(graph.num_queries for graph in graphs), starts[-1], heads, query_ptr, key_ptr
-        )
+            offsets(degree), col, sum(graph.num_queries for graph in graphs), starts[-1], heads, query_ptr, key_ptr,
+            all(graph.is_causal for graph in graphs),
+        )  # fmt: skip
 
     def union(self, other: Self) -> tuple[Self, Tensor]:
         """The union of both graphs per head, and which of its edges the other graph holds.
@@ -415,7 +440,8 @@ class CompressedRows:
         col = self.col.new_empty(is_new.numel(), dtype=torch.promote_types(self.col.dtype, other.col.dtype))
         col = col.index_copy(0, old, self.col.to(col.dtype)).index_copy(0, slot, other.col[new].to(col.dtype))
         from_other = is_new.index_fill(0, old[place[added.logical_not().nonzero()[:, 0]]], True)
-        return self._with(self.rowptr + offsets(added)[other.rowptr], col, self.heads), from_other
+        is_causal = self.is_causal and other.is_causal
+        return self._with(self.rowptr + offsets(added)[other.rowptr], col, self.heads, is_causal), from_other
 
     def select(self, mask: Tensor) -> Self:
         """The graph of those edges where ``mask`` ``[E]`` bool is True. Cost O(HN + E).
@@ -433,6 +459,13 @@ class CompressedRows:
                 "It says of each edge whether it stays."
             )
         return self._with(offsets(mask)[self.rowptr], self.col[mask], self.heads)
+
+    def causal(self) -> Self:
+        """The graph without the edges from later keys; its densities count the pairs that are left. Cost O(HN + E)."""
+        if self.is_causal:
+            return self
+        graph = self.select(~self.later)
+        return graph._with(graph.rowptr, graph.col, graph.heads, is_causal=True)
 
     def find(self, edge_index: Tensor, edge_head: Tensor | None = None) -> Tensor:
         """Where the graph stores each of the given edges, ``[E']`` int64 in ``0 .. E-1``. Cost O(E' log E).

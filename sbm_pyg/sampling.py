@@ -18,7 +18,7 @@ from torch_geometric.transforms import BaseTransform
 from . import ops, patterns
 from .choice import Choice, GraphSource
 from .graph import AttentionGraph
-from .ragged import draw_seed, readable, resolve_sequence_ids, stored_ptr
+from .ragged import count_pairs, draw_seed, readable, resolve_sequence_ids, stored_ptr
 from .sbm import SBM, SBMHead, check_model, check_sbm
 
 __all__ = ["SBMGraph", "SBMSource", "sample_edges"]
@@ -106,9 +106,10 @@ def sample_edges(
         _check_memory(limited, method, exploration)
         rate, key = limited.factors if reach <= FAR else _rescale(limited)
         rowptr, col = ops.sample_sbm(
-            rate, key, sbm.query_ptr, sbm.key_ptr, sequence_ids, seed, method, exploration, clamp
+            rate, key, sbm.query_ptr, sbm.key_ptr, sequence_ids, seed, method, exploration, clamp, sbm.is_causal
         )
-    return AttentionGraph._trusted(rowptr, col, sbm.num_queries, sbm.num_keys, sbm.heads, sbm.query_ptr, sbm.key_ptr)
+    sides = (sbm.num_queries, sbm.num_keys, sbm.heads, sbm.query_ptr, sbm.key_ptr)
+    return AttentionGraph._trusted(rowptr, col, *sides, sbm.is_causal)
 
 
 class SBMSource(GraphSource):
@@ -165,11 +166,13 @@ class SBMSource(GraphSource):
         key_ptr: Tensor,
         *,
         bipartite: bool = False,
+        is_causal: bool = False,
         seed: int,
         sequence_ids: Tensor | None = None,
     ) -> Choice:
         """As :meth:`GraphSource.forward`."""
         sbm: SBM = self.head(query, key, query_ptr, key_ptr)
+        sbm = sbm.causal() if is_causal else sbm
         sbm = sbm if self.budget is None else sbm.limit(self.budget)
         exploration = self.exploration if self.training else 0.0
         # No parameterisation exceeds 1; `clamp` takes what low precision rounds above it.
@@ -184,7 +187,7 @@ class SBMSource(GraphSource):
                 "Expected the same tokens as queries and keys with 'self_loops' or 'window' (got a pair). "
                 "Union a pattern of your own and pass the graph."
             )
-        return choice.force(patterns.window(query.size(1), self.window or 0, ptr=query_ptr))
+        return choice.force(patterns.window(query.size(1), self.window or 0, is_causal=is_causal, ptr=query_ptr))
 
     def extra_repr(self) -> str:
         """Its options."""
@@ -208,6 +211,7 @@ def _widen(sbm: SBM, reach: float) -> SBM:
         sbm.block_matrix.double(),
         sbm.query_ptr,
         sbm.key_ptr,
+        sbm.is_causal,
     )
 
 
@@ -245,11 +249,10 @@ def _check_memory(sbm: SBM, method: str, exploration: float) -> None:
         sbm.query_membership
     ):
         return
-    keys = sbm.key_ptr.diff()
-    pairs = sbm.heads * int((sbm.query_ptr.diff() * keys).sum())
+    pairs = sbm.heads * int(count_pairs(sbm.query_ptr, sbm.key_ptr, sbm.is_causal).sum())
     if ops.checks.fits(pairs, bytes_each, device):
         return
-    keys = torch.repeat_interleave(keys, sbm.query_ptr.diff(), output_size=sbm.num_queries)
+    keys = ops.reference.reach(sbm.query_ptr, sbm.key_ptr, sbm.num_queries, sbm.is_causal)
     degree = sbm.expected_degree().double() + exploration * keys
     # The mean of 1 - exp(-p) over the keys of a row is at most that of the mean p.
     degree = -keys * torch.expm1(-degree / keys) if method == "fastrg" else torch.minimum(degree, keys)

@@ -264,9 +264,10 @@ def expected_graph(sbm: SBM, threshold: float = 0.5) -> AttentionGraph:
                     likely = rows @ keys.T > threshold
                     degree.append(likely.sum(1))
                     col.append(likely.nonzero()[:, 1] + first_key)
-    return AttentionGraph._trusted(
+    graph = AttentionGraph._trusted(
         offsets(torch.cat(degree)), torch.cat(col), sbm.num_queries, sbm.num_keys, sbm.heads, sbm.query_ptr, sbm.key_ptr
     )
+    return graph.causal() if sbm.is_causal else graph
 
 
 def _listed(patterns: Any) -> list[Any]:
