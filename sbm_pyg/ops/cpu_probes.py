@@ -18,38 +18,39 @@ _SYSTEMATIC = reference.SYSTEMATIC << 24
 
 
 @kernel
-def _starts(first, last, chance, batch, query_ptr, key_ptr, sequence_ids, seed, start, counts):
+def _starts(first, last, chance, batch, reach, query_ptr, sequence_ids, seed, start, counts):
     """Where each row starts, as a part of its distance, and its number of keys."""
     queries = chance.size
     for r in range(first, last):
         head, i = r // queries, r % queries
         b = batch[i]
         start[r] = np.float64(_philox(0, i - query_ptr[b], sequence_ids[b], head | _SYSTEMATIC, seed)[0]) / 2.0**32
-        counts[r] = max(0, np.int64(np.ceil((key_ptr[b + 1] - key_ptr[b]) * chance[i] - start[r])))
+        counts[r] = max(0, np.int64(np.ceil(reach[i] * chance[i] - start[r])))
 
 
 @kernel
-def _steps(first, last, chance, batch, key_ptr, start, rowptr, col):
+def _steps(first, last, chance, batch, reach, key_ptr, start, rowptr, col):
     for r in range(first, last):
         i = r % chance.size
-        shift, most, place = key_ptr[batch[i]], key_ptr[batch[i] + 1] - key_ptr[batch[i]] - 1, rowptr[r]
+        shift, most, place = key_ptr[batch[i]], reach[i] - 1, rowptr[r]
         begin, spacing = start[r], 1 / chance[i]
         for number in range(rowptr[r + 1] - place):
             col[place + number] = shift + min(most, np.int64((number + begin) * spacing))
 
 
 def sample_systematic(
-    chance: Tensor, query_ptr: Tensor, key_ptr: Tensor, sequence_ids: Tensor, heads: int, seed: int
+    chance: Tensor, query_ptr: Tensor, key_ptr: Tensor, sequence_ids: Tensor, heads: int, seed: int, is_causal: bool
 ) -> tuple[Tensor, Tensor]:
     reference.check_keys(int(key_ptr[-1]))
     chances, q_ptr, k_ptr = reference.cut_chance(chance).numpy(), query_ptr.numpy(), key_ptr.numpy()
     batch = np.repeat(np.arange(q_ptr.size - 1), np.diff(q_ptr))
+    reach = reference.reach(query_ptr, key_ptr, chances.size, is_causal).numpy()
     rows = heads * chances.size
     start, counts, rowptr = np.empty(rows), np.empty(rows, np.int64), np.zeros(rows + 1, np.int64)
     pieces = _cuts(rows, 3 * torch.get_num_threads())
     stream, word = sequence_ids.numpy() & 0xFFFFFFFF, np.uint64(seed & 0xFFFFFFFFFFFFFFFF)
-    run(_starts, [(*piece, chances, batch, q_ptr, k_ptr, stream, word, start, counts) for piece in pieces])
+    run(_starts, [(*piece, chances, batch, reach, q_ptr, stream, word, start, counts) for piece in pieces])
     np.cumsum(counts, out=rowptr[1:])
     col = np.empty(rowptr[-1], np.int32)
-    run(_steps, [(*piece, chances, batch, k_ptr, start, rowptr, col) for piece in pieces])
+    run(_steps, [(*piece, chances, batch, reach, k_ptr, start, rowptr, col) for piece in pieces])
     return torch.from_numpy(rowptr), torch.from_numpy(col)

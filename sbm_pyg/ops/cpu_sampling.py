@@ -261,25 +261,25 @@ def _count_below(bounds, first, last, word):
 
 
 @kernel
-def _find_group(coarse, start, groups, word):
-    """Group of 64 bounds in which the word has its place, among those from ``start`` on: by halves."""
-    group, length = start, groups
+def _find(sums, start, length, target):
+    """Place of the first of ``length`` rising sums from ``start`` on that lies above the target, or of the last."""
+    place = start
     while length > 1:
         half = length >> 1
-        group += half * (coarse[group + half - 1] < word)
+        place += half * (sums[place + half - 1] <= target)
         length -= half
-    return group
+    return place
 
 
 @kernel
 def _propose(
-    rate, key, key_sum, coarse, fine, start, skip, groups, stretch, row, stream, head, seed, thin, exploration, mass,
-    block_bounds, seen, drawn, group, drop, shift, out, used
+    rate, key, coarse, fine, start, skip, groups, stretch, row, stream, head, seed, thin, exploration, mass,
+    block_bounds, seen, drawn, target, group, drop, shift, out, used
 ):  # fmt: skip
     """Edges of a row by Poisson proposals; returns the new end of ``out``, or -1 where it is too short."""
     num_keys, blocks = key.shape
     for v in range(blocks):
-        mass[v] = np.float64(rate[v]) * key_sum[v]
+        mass[v] = np.float64(rate[v]) * fine[_PANEL * (start + v * skip) + num_keys - 1]
     mass[blocks] = exploration * num_keys
     _bounds(mass, block_bounds[: blocks + 1])
     count = _poisson(mass[blocks] * stretch, row, stream, head, seed)
@@ -295,14 +295,17 @@ def _propose(
         for t in range(some):
             block = np.int64(drawn[t])
             if block < blocks:
-                group[t] = _find_group(coarse, start + block * skip, groups, drawn[16 + t])
-                for line in range(0, _PANEL, 16):
+                panel = start + block * skip
+                target[t] = (drawn[16 + t] + 0.5) * 2.0**-32 * fine[_PANEL * panel + num_keys - 1]
+                group[t] = _find(coarse, panel, groups, target[t])
+                for line in range(0, _PANEL, 8):
                     fetch(fine, _PANEL * group[t] + line)
         for t in range(some):
             block, word = np.int64(drawn[t]), drawn[16 + t]
             if block < blocks:
-                first_key = _PANEL * (group[t] - start - block * skip)
-                drawn[16 + t] = first_key + _count_below(fine, _PANEL * group[t], _PANEL * group[t] + _PANEL, word)
+                sums = _PANEL * (start + block * skip)
+                length = min(_PANEL, sums + num_keys - _PANEL * group[t])
+                drawn[16 + t] = _find(fine, _PANEL * group[t], length, target[t]) - sums
             else:
                 drawn[16 + t] = (np.uint64(word) * np.uint64(num_keys)) >> np.uint64(32)
         for t in range(some):
@@ -366,6 +369,25 @@ def _survey(head, b, key, bits, key_ptr, key_sum, key_max, low_key):
 
 
 @partial(kernel, reorder=True)
+def _expect_causal(head, b, queries, rate, key, query_ptr, key_ptr, expected, bound):
+    """As :func:`_expect`, for the rows of a sequence of one head, each over its own keys and those before."""
+    blocks = rate.shape[1]
+    sums, tops = np.zeros(blocks), np.zeros(blocks, key.dtype)
+    for i in range(query_ptr[b], query_ptr[b + 1]):
+        j, r = key_ptr[b] + i - query_ptr[b], head * queries + i
+        if j < key_ptr[b + 1]:
+            for v in range(blocks):
+                sums[v] += key[head, j, v]
+            for v in range(blocks):
+                tops[v] = key[head, j, v] if key[head, j, v] > tops[v] else tops[v]
+        total, most = 0.0, 0.0
+        for v in range(blocks):
+            total += np.float64(rate[r, v]) * sums[v]
+            most += np.float64(rate[r, v]) * tops[v]
+        expected[r], bound[r] = total, most
+
+
+@partial(kernel, reorder=True)
 def _expect(first, last, queries, rate, batch, key_sum, key_max, expected, bound):
     """Expected number of keys and largest possible probability of each row, without exploration."""
     for r in range(first, last):
@@ -403,26 +425,25 @@ def _pack_tiles(head, b, key, key_ptr, panel_ptr, columns):
 
 
 @kernel
-def _key_bounds(head, first, last, key, key_ptr, panel_ptr, coarse, fine):
-    """Tables that map a word to a key, for blocks first..last-1 of a head."""
+def _cumulate(head, first, last, key, key_ptr, panel_ptr, coarse, fine):
+    """Sums of memberships over the keys up to each, for blocks first..last-1 of a head, and those at panels' ends."""
+    sums = np.empty(last - first)
     for b in range(key_ptr.size - 1):
-        num_keys = key_ptr[b + 1] - key_ptr[b]
-        mass = np.empty((last - first, num_keys))
-        for j in range(num_keys):
+        num_keys, begin = key_ptr[b + 1] - key_ptr[b], _PANEL * panel_ptr[b]
+        sums[:] = 0
+        for j in range(_PANEL * (panel_ptr[b + 1] - panel_ptr[b])):
             for v in range(first, last):
-                mass[v - first, j] = key[head, key_ptr[b] + j, v]
-        for v in range(first, last):
-            table = fine[head, v, _PANEL * panel_ptr[b] : _PANEL * panel_ptr[b + 1]]
-            table[num_keys:] = np.uint32(0xFFFFFFFF)
-            _bounds(mass[v - first], table[:num_keys])
-            for group in range(panel_ptr[b + 1] - panel_ptr[b]):
-                coarse[head, v, panel_ptr[b] + group] = table[_PANEL * group + _PANEL - 1]
+                if j < num_keys:
+                    sums[v - first] += key[head, key_ptr[b] + j, v]
+                fine[head, v, begin + j] = sums[v - first]
+                if j % _PANEL == _PANEL - 1:
+                    coarse[head, v, (begin + j) // _PANEL] = sums[v - first]
 
 
 @kernel
-def _rows(first, last, queries, way, stretch, bound, error, rate, key, low_rate, columns, wide_rate, low_key, key_sum,
-          coarse, fine, batch, query_ptr, key_ptr, panel_ptr, sequence_ids, seed, fastrg, exploration, clamp, out,
-          counts, state, top):  # fmt: skip
+def _rows(first, last, queries, way, stretch, bound, error, rate, key, low_rate, columns, wide_rate, low_key,
+          coarse, fine, batch, reach, query_ptr, key_ptr, panel_ptr, sequence_ids, seed, fastrg, exploration, clamp,
+          out, counts, state, top):  # fmt: skip
     """Edges of the rows from ``state[0]`` on: fills ``out`` and ``counts``, and leaves in ``state`` the next row, the
     edges so far, and 1 if a probability exceeds 1, which then stands in ``top``.
     """
@@ -433,7 +454,7 @@ def _rows(first, last, queries, way, stretch, bound, error, rate, key, low_rate,
     words = np.empty((longest + 255) // 256 * 64, np.uint32)
     mass, block_bounds = np.empty(blocks + 1), np.full((blocks + 16) // 16 * 16, 0xFFFFFFFF, np.uint32)
     seen = np.zeros((longest + 63) >> 6, np.uint64)
-    drawn, place = np.empty(64, np.uint32), np.empty(16, np.int64)
+    drawn, target, place = np.empty(64, np.uint32), np.empty(16), np.empty(16, np.int64)
     drop = np.empty(longest, np.int32)
     half = wide_rate.shape[1] >> 1
     rough = 1.1 * 2.0**-9 + (blocks + 8) * 2.0**-22
@@ -445,9 +466,8 @@ def _rows(first, last, queries, way, stretch, bound, error, rate, key, low_rate,
     while r < last:
         head, i = r // queries, r % queries
         b = batch[i]
-        shift, end = key_ptr[b], key_ptr[b + 1]
-        num_keys, row, stream = end - shift, i - query_ptr[b], sequence_ids[b]
-        start, groups = panel_ptr[b], panel_ptr[b + 1] - panel_ptr[b]
+        shift, num_keys, row, stream = key_ptr[b], reach[i], i - query_ptr[b], sequence_ids[b]
+        start, end, groups = panel_ptr[b], shift + num_keys, (num_keys + _PANEL - 1) // _PANEL
         before = used
         if way[r] == _GAPS:
             if used + num_keys + 16 > out.size:
@@ -460,9 +480,9 @@ def _rows(first, last, queries, way, stretch, bound, error, rate, key, low_rate,
             )  # fmt: skip
         elif way[r] == _PROPOSALS:
             used = _propose(
-                rate[r], key[head, shift:end], key_sum[head, b], coarse, fine, head * blocks * skip + start, skip,
-                groups, stretch[r], row, stream, head, seed, not fastrg, exploration, mass, block_bounds,
-                seen[:groups], drawn, place, drop, shift, out, used,
+                rate[r], key[head, shift:end], coarse, fine, head * blocks * skip + start, skip, groups, stretch[r],
+                row, stream, head, seed, not fastrg, exploration, mass, block_bounds, seen[:groups], drawn, target,
+                place, drop, shift, out, used,
             )  # fmt: skip
             if used < 0:
                 used = before
@@ -478,7 +498,8 @@ def _rows(first, last, queries, way, stretch, bound, error, rate, key, low_rate,
                         group[ready] = next_row
                         ready += 1
                     next_row += 1
-                _product(low_rate, group, ready, columns, head * skip + start, groups, some_rows, approx)
+                most = (reach[group[ready - 1] % queries] + _PANEL - 1) // _PANEL  # panels of the last row
+                _product(low_rate, group, ready, columns, head * skip + start, most, some_rows, approx)
             if way[r] == _LARGE_COINS and not fastrg:
                 top[0] = 0.0 if clamp else _largest(approx[known], error, rate[r], keys, exploration)
                 if top[0] > 1 + 1e-5 + exploration:
@@ -535,6 +556,7 @@ def sample_sbm(
     method: str,
     exploration: float,
     clamp: bool,
+    is_causal: bool,
 ) -> tuple[Tensor, Tensor]:
     reference.check_keys(int(key_ptr[-1]))
     heads, queries, blocks = query.shape
@@ -546,21 +568,21 @@ def sample_sbm(
     q_ptr, k_ptr = query_ptr.numpy(), key_ptr.numpy()
     sequences, threads = q_ptr.size - 1, torch.get_num_threads()
     batch = np.repeat(np.arange(sequences), np.diff(q_ptr))
+    reach = reference.reach(query_ptr, key_ptr, queries, is_causal).numpy()
     width = -(-blocks // 32) * 32
 
     key_sum, key_max = np.empty((2, heads, sequences, blocks))
     low_key = _empty((heads * key.shape[1] + 1, width), np.uint16)  # one row more than there are keys: see `_skip`
     bits = keys.astype(np.float32, copy=False).view(np.uint32)
-    run(
-        _survey,
-        [(head, b, keys, bits, k_ptr, key_sum, key_max, low_key) for head in range(heads) for b in range(sequences)],
-    )
+    spans = [(head, b) for head in range(heads) for b in range(sequences)]
+    run(_survey, [(*span, keys, bits, k_ptr, key_sum, key_max, low_key) for span in spans])
     expected, bound = np.empty((2, heads * queries))
-    run(
-        _expect,
-        [(a, z, queries, rate, batch, key_sum, key_max, expected, bound) for a, z in _cuts(heads * queries, threads)],
-    )
-    row_keys = np.tile(np.diff(k_ptr)[batch], heads)
+    if is_causal:
+        run(_expect_causal, [(*span, queries, rate, keys, q_ptr, k_ptr, expected, bound) for span in spans])
+    else:
+        cuts = _cuts(heads * queries, threads)
+        run(_expect, [(*cut, queries, rate, batch, key_sum, key_max, expected, bound) for cut in cuts])
+    row_keys = np.tile(reach, heads)
     expected += exploration * row_keys
     bound += exploration
     plan = reference.plan_rows(torch.from_numpy(expected), torch.from_numpy(bound), torch.from_numpy(row_keys), method)
@@ -576,11 +598,11 @@ def sample_sbm(
     if width > blocks or dtype == torch.float64:
         wide_rate = np.zeros((heads * queries if used[_GAPS] else 0, width), np.float32)
         wide_rate[:, :blocks] = rate[: len(wide_rate)]
-    coarse = np.empty((heads, blocks, panel_ptr[-1] if used[_PROPOSALS] else 0), np.uint32)
-    fine = _empty((heads, blocks, coarse.shape[2] * _PANEL), np.uint32)
+    coarse = np.empty((heads, blocks, panel_ptr[-1] if used[_PROPOSALS] else 0))
+    fine = _empty((heads, blocks, coarse.shape[2] * _PANEL), np.float64)
     if used[_PROPOSALS]:
         run(
-            _key_bounds,
+            _cumulate,
             [
                 (h, a, z, keys, k_ptr, panel_ptr, coarse, fine)
                 for h in range(heads)
@@ -601,7 +623,7 @@ def sample_sbm(
             out = np.empty(room, np.int32)
             state[1] = 0
             _rows(first, last, queries, way, stretch, bound, error, rate, keys, low_rate, columns, wide_rate,
-            low_key.view(np.uint32).ravel(), key_sum, coarse.ravel(), fine.ravel(), batch, q_ptr, k_ptr,
+                  low_key.view(np.uint32).ravel(), coarse.ravel(), fine.ravel(), batch, reach, q_ptr, k_ptr,
                   panel_ptr, stream, word, method == "fastrg", exploration, clamp, out, counts, state, top)  # fmt: skip
             if state[2]:
                 raise ValueError(reference.over_one(float(top[0]) - exploration))
