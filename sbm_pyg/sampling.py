@@ -274,6 +274,7 @@ class SBMGraph(BaseTransform):
     Args:
         head: Module from queries and keys to an SBM; None to read memberships.
         edge_type: ``(source, relation, target)`` to fill in ``HeteroData``.
+        is_causal: No query attends to a later key.
         method, exploration, budget, clamp, seed: As :func:`sample_edges`. With a seed, equal data get equal edges;
             without, torch's default generator decides.
 
@@ -298,6 +299,7 @@ class SBMGraph(BaseTransform):
         exploration: float = 0.0,
         budget: float | None = None,
         clamp: bool = False,
+        is_causal: bool = False,
         seed: int | None = None,
     ) -> None:
         if head is not None and not isinstance(head, torch.nn.Module):
@@ -314,6 +316,8 @@ class SBMGraph(BaseTransform):
                 f"Expected 'edge_type' to be (source, relation, target), three names (got {edge_type!r}). Leave it out "
                 "for Data."
             )
+        ops.checks.flag("is_causal", is_causal, "It says whether later keys are left out.")
+        self.is_causal = is_causal
         self.head, self.edge_type = head, cast(tuple[str, str, str], tuple(edge_type))
         self.method, self.exploration, self.budget, self.clamp, self.seed = method, exploration, budget, clamp, seed
 
@@ -357,6 +361,7 @@ class SBMGraph(BaseTransform):
             sbm = SBM(
                 query, key, block[None] if block.dim() == 2 else block, cast(Tensor, query_ptr), cast(Tensor, key_ptr)
             )
+        sbm = sbm.causal() if self.is_causal else sbm
         graph = sample_edges(
             sbm, method=self.method, exploration=self.exploration, budget=self.budget, clamp=self.clamp, seed=self.seed
         )

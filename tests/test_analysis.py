@@ -188,7 +188,7 @@ NAMED: dict[str, tuple[AttentionGraph, str]] = {
     "two tokens, no edge": (AttentionGraph.from_dense(torch.eye(2)), "ABSENT"),
     "two tokens, back": (AttentionGraph.from_dense(torch.tensor([[0, 1], [0, 0]])), "FOUND"),
     "full": (patterns.full(30), "FOUND"),
-    "causal": (patterns.window(30, 30, causal=True), "FOUND"),
+    "causal": (patterns.window(30, 30, is_causal=True), "FOUND"),
     "two heads, even and odd": (
         AttentionGraph.from_dense(
             torch.stack([torch.diag((torch.arange(9) % 2 == head).float(), -1) for head in (0, 1)])

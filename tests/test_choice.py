@@ -47,7 +47,7 @@ class FreeSource(GraphSource):
         self.logit = torch.nn.Parameter(torch.randn(heads, tokens, tokens, generator=random))
 
     def forward(self, query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, *, bipartite: bool = False,
-                seed: int, sequence_ids: Tensor | None = None) -> Choice:  # fmt: skip
+                is_causal: bool = False, seed: int, sequence_ids: Tensor | None = None) -> Choice:  # fmt: skip
         p = self.logit.sigmoid()
         coins = torch.rand(p.shape, generator=torch.Generator().manual_seed(seed))
         return Choice(AttentionGraph.from_dense((coins < p).float()), FreeProbability(p))
@@ -215,7 +215,7 @@ def test_causal_attention_sees_no_later_key(estimator: str) -> None:
     same = torch.arange(9) != 3
     assert torch.equal(free(x, full)[same], free(changed, full)[same])
     torch.testing.assert_close(
-        free(x, full), AttentionConv.forward(free, x, patterns.window(None, 9, causal=True, ptr=ptr))
+        free(x, full), AttentionConv.forward(free, x, patterns.window(None, 9, is_causal=True, ptr=ptr))
     )
 
 

@@ -45,8 +45,8 @@ class Case(NamedTuple):
 
 
 def cases() -> list[Case]:
-    def in_window(n: int, i: int, j: int, size: int, causal: bool = False) -> bool:
-        return 0 <= i - j <= size if causal else abs(i - j) <= size
+    def in_window(n: int, i: int, j: int, size: int, is_causal: bool = False) -> bool:
+        return 0 <= i - j <= size if is_causal else abs(i - j) <= size
 
     def add(
         function: Callable[..., AttentionGraph],
@@ -59,7 +59,7 @@ def cases() -> list[Case]:
     result: list[Case] = []
     add(patterns.full, patterns.FullGraph, lambda n, i, j: True, {})
     add(patterns.self_loops, patterns.SelfLoopsGraph, lambda n, i, j: i == j, {})
-    sizes = [{"size": size, **causal} for size in (0, 1, 3, sys.maxsize) for causal in ({}, {"causal": True})]
+    sizes = [{"size": size, **causal} for size in (0, 1, 3, sys.maxsize) for causal in ({}, {"is_causal": True})]
     add(patterns.window, patterns.WindowGraph, in_window, *sizes)
     numbers = [{"num_global": number} for number in (0, 1, 3, sys.maxsize)]
     add(
@@ -132,7 +132,7 @@ def test_each_sequence_gets_its_own_pattern(case: Case, lengths: list[int], head
     [
         (lambda n: patterns.self_loops(n), 1),
         (lambda n: patterns.window(n, 3), 7),
-        (lambda n: patterns.window(n, 3, causal=True), 4),
+        (lambda n: patterns.window(n, 3, is_causal=True), 4),
         (lambda n: patterns.global_tokens(n, 2), 4),
         (lambda n: patterns.random(n, 4, seed=0), 4),
         (lambda n: patterns.bigbird(n, 2, 2, 2, seed=0), 11),
@@ -373,7 +373,7 @@ def test_sizes_beyond_int64_are_those_of_the_whole_sequence(size: Any) -> None:
             "Expected 'n' to ask for no more than memory holds (got 1,000,000,000,000 edges",
         ),
         (
-            lambda: patterns.window(10**6, 10**6, causal=True),
+            lambda: patterns.window(10**6, 10**6, is_causal=True),
             "Expected 'n' to ask for no more than memory holds (got 500,000,500,000 edges",
         ),
         (
@@ -633,7 +633,7 @@ def test_transform_with_a_generator_draws_anew() -> None:
 
 
 def test_transform_repr() -> None:
-    assert repr(patterns.WindowGraph(2, heads=4)) == "WindowGraph(heads=4, size=2, causal=False)"
+    assert repr(patterns.WindowGraph(2, heads=4)) == "WindowGraph(is_causal=False, heads=4, size=2)"
 
 
 def test_public_names() -> None:

@@ -186,7 +186,7 @@ def test_reference_and_numba_choose_the_same_edges(way: str) -> None:
         y[:, ::2] /= blocks
         ptr = torch.tensor([0, 20, 50]), torch.tensor([0, 40, keys])
         for method, exploration, seed in (("bernoulli", 0.0, 1), ("bernoulli", 0.0625, 2**63 - 1), ("fastrg", 0.0, 3)):
-            arguments = (y, z, *ptr, torch.tensor([3, 2**32 - 1]), seed, method, exploration, True)
+            arguments = (y, z, *ptr, torch.tensor([3, 2**32 - 1]), seed, method, exploration, True, False)
             for ours, meant in zip(ops.sample_sbm(*arguments), reference.sample_sbm(*arguments), strict=True):
                 assert torch.equal(ours, meant)
 

@@ -305,7 +305,7 @@ def segment_entmax(src: Tensor, rowptr: Tensor, alpha: float) -> Tensor:
     z = z - torch.where(top == -math.inf, 0, top)[row]  # a row whose values are all forbidden has none
     count = rowptr.diff().to(z.dtype).clamp(min=1)
     low, high = -torch.ones_like(count), -(count ** (1 - alpha))  # mass >= 1 at low, <= 1 at high
-    tau = low.clone()
+    tau, done = low.clone(), torch.zeros_like(low, dtype=torch.bool)
     for _ in range(60):
         slack = (z - tau[row]).clamp(min=0)
         mass = torch.zeros_like(count).index_add_(0, row, slack**power) - 1
@@ -314,9 +314,10 @@ def segment_entmax(src: Tensor, rowptr: Tensor, alpha: float) -> Tensor:
         low, high = torch.where(mass > 0, tau, low), torch.where(mass <= 0, tau, high)
         step = tau - mass / slope
         step = torch.where((step > low) & (step < high), step, (low + high) / 2)
-        if bool(((step - tau).abs() <= torch.finfo(z.dtype).eps * tau.abs()).all()):
+        done |= (step - tau).abs() <= torch.finfo(z.dtype).eps * tau.abs()
+        if bool(done.all()):
             break
-        tau = step
+        tau = torch.where(done, tau, step)  # so that no row depends on how long others take
     out = (z - tau[row]).clamp(min=0) ** power
     total = torch.zeros_like(count).index_add_(0, row, out)
     return (out / torch.where(total == 0, 1, total)[row]).to(src.dtype)

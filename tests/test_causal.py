@@ -1,0 +1,458 @@
+"""Causal graphs: no row depends on a later token, laws are exact over the pairs that are left, and densities count those."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+from typing import Any, cast
+
+import pytest
+import torch
+from problems import small_sbms
+from scipy import stats
+from torch import Tensor
+
+from sbm_pyg import (
+    SBM,
+    AttentionConv,
+    AttentionGraph,
+    GraphSource,
+    SBMAttentionConv,
+    SBMGraph,
+    SBMHead,
+    SBMMultiheadAttention,
+    SBMSource,
+    SequenceEncoder,
+    ops,
+    patterns,
+    sample_edges,
+)
+from sbm_pyg.estimators import ESTIMATORS, draw_probes, local_expectation, score_function
+from sbm_pyg.ops import reference
+
+FALSE_ALARM = 1e-6
+PTR = torch.tensor([0, 5, 24, 25])
+
+
+@pytest.fixture(params=["proposals", "gaps", "coins"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every way to sample a row, whatever it costs."""
+    monkeypatch.setattr(reference, "PROPOSAL_COST", 0.0 if request.param == "proposals" else math.inf)
+    monkeypatch.setattr(reference, "GAP_COST", 0.0 if request.param == "gaps" else math.inf)
+    return request.param
+
+
+def draw(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def allowed(query_ptr: Tensor, key_ptr: Tensor) -> Tensor:
+    """Pairs that causality allows, ``[N, M]`` bool, by their definition."""
+    mask = torch.zeros(int(query_ptr[-1]), int(key_ptr[-1]), dtype=torch.bool)
+    for b in range(query_ptr.numel() - 1):
+        rows, columns = slice(*query_ptr[b : b + 2].tolist()), slice(*key_ptr[b : b + 2].tolist())
+        mask[rows, columns] = True
+        mask[rows, columns] = mask[rows, columns].tril()
+    return mask
+
+
+def uneven(heads: int, lengths: tuple[int, ...], key_lengths: tuple[int, ...], blocks: int, seed: int) -> SBM:
+    """Rows of very different degrees, with some memberships of zero."""
+    random = torch.Generator().manual_seed(seed)
+    y = torch.rand(heads, sum(lengths), blocks, generator=random) ** 4
+    z = torch.rand(heads, sum(key_lengths), blocks, generator=random)
+    z = z * (torch.rand(z.shape, generator=random) < 0.6)
+    query_ptr, key_ptr = (torch.tensor([0, *each]).cumsum(0) for each in (lengths, key_lengths))
+    s = 2 * torch.rand(heads, blocks, blocks, generator=random) / blocks**2
+    return SBM(y, z, s, query_ptr, key_ptr, is_causal=True)
+
+
+# ------------------------------------------------------------------ laws
+
+
+@pytest.mark.parametrize("name", small_sbms())
+@pytest.mark.parametrize("exploration", [0.0, 0.05])
+def test_the_joint_law_over_all_graphs(name: str, exploration: float, way: str) -> None:
+    """Chi-square over the 64 (or fewer) graphs that are allowed; a later pair must never be an edge."""
+    sbm, batch, rounds = small_sbms()[name], 4000, 15
+    n, m = sbm.num_queries, sbm.num_keys
+    steps = torch.arange(batch + 1)
+    many = SBM(
+        sbm.query_membership.repeat(1, batch, 1), sbm.key_membership.repeat(1, batch, 1), sbm.block_matrix,
+        steps * n, steps * m, is_causal=True,
+    )  # fmt: skip
+    numbers = []
+    for seed in range(rounds):
+        graph = sample_edges(many, exploration=exploration, seed=seed).validate()
+        sequence = graph.edge_row // n
+        bit = (graph.edge_row % n) * m + graph.col - sequence * m
+        numbers.append(torch.zeros(batch, dtype=torch.int64).index_add(0, sequence, 1 << bit))
+    prob = ((sbm.edge_prob_dense()[0].double() + exploration).tril()).flatten()
+    bits = (torch.arange(2 ** prob.numel())[:, None] >> torch.arange(prob.numel())) & 1
+    law = torch.where(bits == 1, prob, 1 - prob).prod(1)
+    expected, observed = law * batch * rounds, torch.bincount(torch.cat(numbers), minlength=law.numel()).double()
+    assert not observed[law == 0].any()
+    rare = expected < 10
+    cells = [torch.cat([x[~rare], x[rare].sum()[None]]) for x in (observed, expected)]
+    used = cells[1] > 0
+    statistic = float(((cells[0] - cells[1])[used] ** 2 / cells[1][used]).sum())
+    assert stats.chi2.sf(statistic, int(used.sum()) - 1) > FALSE_ALARM
+    without = SBM(many.query_membership, many.key_membership, many.block_matrix, many.query_ptr, many.key_ptr)
+    assert sample_edges(without, exploration=exploration, seed=0).later.any() == (n > 0 and m > 1)  # the control
+
+
+@pytest.mark.parametrize("method", ["bernoulli", "fastrg"])
+def test_marginals_of_a_larger_model(method: str, way: str) -> None:
+    sbm, draws = uneven(2, (40, 30), (30, 50), 6, 1), 400
+    mask = allowed(sbm.query_ptr, sbm.key_ptr)
+    p = (sbm.rate @ sbm.key_membership.mT).double() * mask
+    p = p if method == "bernoulli" else -torch.expm1(-p)
+    counts = torch.zeros_like(p)
+    for seed in range(draws):
+        graph = sample_edges(sbm, method=method, seed=seed)
+        counts[graph.edge_head, graph.edge_index[1], graph.edge_index[0]] += 1
+    assert not counts[:, ~mask].any()
+    likely = p > 0.02
+    z = (counts / draws - p)[likely] / (p * (1 - p) / draws)[likely].sqrt()
+    assert FALSE_ALARM < stats.chi2.sf(float((z**2).sum()), z.numel()) < 1 - FALSE_ALARM
+
+
+def test_reference_and_numba_choose_the_same_edges(way: str) -> None:
+    """Memberships in sixteenths make every probability exact in any order of summation."""
+    random = torch.Generator().manual_seed(5)
+    for blocks, keys in ((6, 70), (33, 300), (129, 300)):
+        y = torch.randint(0, 17, (2, 350, blocks), generator=random) / 16 / 64
+        z = torch.randint(0, 17, (2, keys, blocks), generator=random) / 16
+        y[:, ::2] /= blocks
+        ptr = torch.tensor([0, 20, 350]), torch.tensor([0, 40, keys])
+        for method, exploration, seed in (("bernoulli", 0.0, 1), ("bernoulli", 0.0625, 2**63 - 1), ("fastrg", 0.0, 3)):
+            arguments = (y, z, *ptr, torch.tensor([3, 2**32 - 1]), seed, method, exploration, True, True)
+            for ours, meant in zip(ops.sample_sbm(*arguments), reference.sample_sbm(*arguments), strict=True):
+                assert torch.equal(ours, meant)
+    chance = torch.rand(350, generator=random)
+    arguments = (chance, *ptr, torch.tensor([3, 9]), 2, 5, True)
+    for ours, meant in zip(ops.sample_systematic(*arguments), reference.sample_systematic(*arguments), strict=True):
+        assert torch.equal(ours, meant)
+
+
+def test_probes_are_equally_likely_among_the_keys_that_are_allowed() -> None:
+    graph = patterns.self_loops(None, ptr=PTR, is_causal=True)
+    draws, counts = 2000, torch.zeros(25, 25, dtype=torch.float64)
+    for seed in range(draws):
+        probes, chance = draw_probes(graph, 3.0, seed=seed)
+        assert probes.is_causal
+        counts[probes.edge_index[1], probes.edge_index[0]] += 1
+    mask = allowed(PTR, PTR)
+    torch.testing.assert_close(chance, (3 / mask.sum(1)).clamp(max=1).float())
+    assert not counts[~mask].any()
+    p = chance.double()[:, None].expand_as(counts)[mask]
+    z = (counts[mask] / draws - p) / (p * (1 - p) / draws).clamp(min=1e-30).sqrt()
+    assert z.abs().max() < 5.5
+    everything, _ = draw_probes(graph, math.inf, seed=0)
+    assert everything == patterns.full(None, ptr=PTR, is_causal=True)
+    assert torch.equal(everything.to_dense(1)[0].bool(), mask[5:24, 5:24])
+
+
+# ------------------------------------------------------------------ what a row depends on
+
+
+@pytest.mark.parametrize("method", ["bernoulli", "fastrg"])
+def test_no_row_of_a_sample_depends_on_later_memberships(method: str, way: str) -> None:
+    """Changed, and grown to the largest there are; and left out, together with their tokens."""
+    sbm = uneven(2, (150,), (150,), 8, 3)
+    graph = sample_edges(sbm, method=method, seed=7)
+    for cut in (1, 64, 65, 149):
+        y, z = sbm.query_membership.clone(), sbm.key_membership.clone()
+        y[:, cut:] = 1
+        z[:, cut:] = 1
+        changed = sample_edges(SBM(y, z, sbm.block_matrix, is_causal=True), method=method, clamp=True, seed=7)
+        short = sample_edges(
+            SBM(sbm.query_membership[:, :cut], sbm.key_membership[:, :cut], sbm.block_matrix, is_causal=True),
+            method=method, seed=7,
+        )  # fmt: skip
+        for head in range(2):
+            whole, other, part = (each.head(head).to_dense()[0] for each in (graph, changed, short))
+            assert torch.equal(whole[:cut], other[:cut])
+            assert torch.equal(whole[:cut, :cut], part)
+    noncausal = SBM(sbm.query_membership, sbm.key_membership, sbm.block_matrix)
+    longer = sample_edges(SBM(y, z, sbm.block_matrix), method=method, clamp=True, seed=7).head(0).to_dense()[0]
+    assert not torch.equal(sample_edges(noncausal, method=method, seed=7).head(0).to_dense()[0][:cut], longer[:cut])
+
+
+def sources(channels: int, heads: int) -> dict[str, Any]:
+    return {
+        "sbm": SBMSource(SBMHead(channels, heads, 5, density=0.5), window=1),
+        "sbm, budget": SBMSource(SBMHead(channels, heads, 5, density=0.5), budget=2.0, exploration=0.1),
+        "sbm, fastrg": SBMSource(SBMHead(channels, heads, 5, parameterization="mixed"), method="fastrg"),
+        "full": patterns.PatternSource(patterns.full),
+        "window": patterns.PatternSource(patterns.window, size=2),
+        "random": patterns.PatternSource(patterns.random, num_keys_per_query=3, heads=heads),
+        "bigbird": patterns.PatternSource(patterns.bigbird, size=1, num_global=1, num_random=2, heads=heads),
+        "a pattern that knows nothing of it": patterns.PatternSource(lambda n, ptr: patterns.window(n, 2, ptr=ptr)),
+    }
+
+
+LAYERS = [
+    (source, estimator, normalizer)
+    for source in sources(4, 2)
+    for estimator in (ESTIMATORS if source.startswith("sbm") else ("none",))
+    for normalizer in ("softmax", "entmax15", "sparsemax")
+    if (normalizer == "softmax" or estimator in ("mask", "paper", "none"))
+    and not (source == "sbm, fastrg" and estimator == "local")
+]
+
+
+@pytest.mark.parametrize(("source", "estimator", "normalizer"), LAYERS)
+def test_nothing_of_a_layer_depends_on_a_later_token(source: str, estimator: str, normalizer: str) -> None:
+    """Outputs, edges, probabilities and prices of earlier tokens stay to the last bit, and no gradient goes back."""
+    torch.manual_seed(0)
+    chooser = cast(GraphSource, sources(4, 2)[source])
+    conv = AttentionConv(6, 4, 2, chooser, estimator=estimator, normalizer=normalizer, is_causal=True)
+    x, cut = draw(1, 25, 6), 14  # in the middle of the second of three sequences
+    changed, seen = x.clone(), torch.ones(25, dtype=torch.bool)
+    changed[cut:24] += 3 * draw(2, 10, 6)
+    seen[cut:24] = False
+    outs, graphs, prices = [], [], []
+    for tokens in (x, changed):
+        out, choice = conv(tokens, ptr=PTR, seed=3, return_choice=True)
+        outs.append(out[seen])
+        graphs.append(choice.graph.to_dense(1)[:, : cut - 5])
+        if choice.probability is not None:
+            prices.append(cast(SBM, choice.probability).expected_degree()[:, seen])
+        assert choice.graph.is_causal
+        assert not choice.graph.later.any()
+    assert torch.equal(*outs)
+    assert torch.equal(*graphs)
+    assert len(prices) in (0, 2)
+    assert not prices or torch.equal(*prices)
+    tokens = x.clone().requires_grad_()
+    out, choice = conv(tokens, ptr=PTR, seed=3, return_choice=True)
+    loss = out[:cut].square().sum()
+    if choice.probability is not None:
+        loss = loss + cast(SBM, choice.probability).expected_degree()[:, :cut].sum()
+    (grad,) = torch.autograd.grad(loss, tokens)
+    assert grad[:cut].any()
+    assert not grad[cut:].any()
+
+
+def test_the_control_without_causality_sees_later_tokens() -> None:
+    torch.manual_seed(0)
+    conv = SBMAttentionConv(6, 4, 2, num_blocks=5)
+    x = draw(1, 25, 6)
+    changed = x.clone()
+    changed[14:24] += 1
+    assert not torch.equal(conv(x, ptr=PTR, seed=3)[:14], conv(changed, ptr=PTR, seed=3)[:14])
+
+
+@pytest.mark.parametrize("attention", ["sbm", "full", "window", "bigbird"])
+def test_no_token_of_an_encoder_depends_on_a_later_one(attention: str) -> None:
+    torch.manual_seed(0)
+    model = SequenceEncoder(11, 8, num_layers=2, dropout=0.0, attention=attention, is_causal=True).eval()
+    tokens = torch.randint(11, (25,))
+    changed = tokens.clone()
+    changed[14:24] = (tokens[14:24] + 1) % 11
+    seen = torch.ones(25, dtype=torch.bool)
+    seen[14:24] = False
+    (out, trace), other = model(tokens, PTR, seed=1, return_trace=True), model(changed, PTR, seed=1)
+    torch.testing.assert_close(out[seen], other[seen], rtol=0, atol=0 if attention != "full" else 1e-6)
+    assert not torch.equal(out[~seen], other[~seen])
+    assert all(graph is None or graph.is_causal for graph in trace.graphs)
+    assert trace.density.max() <= 1
+    assert SequenceEncoder(**model.constructor_options()).blocks[0].attention.is_causal
+
+
+def test_full_attention_is_the_layer_over_all_earlier_pairs() -> None:
+    torch.manual_seed(0)
+    full = SequenceEncoder(11, 8, num_layers=1, dropout=0.0, attention="full", is_causal=True)
+    torch.manual_seed(0)
+    ours = SequenceEncoder(
+        11, 8, num_layers=1, dropout=0.0, is_causal=True,
+        attention="window", attention_options={"size": 30},
+    )  # fmt: skip
+    ours.load_state_dict(full.state_dict())
+    tokens = torch.randint(11, (25,))
+    torch.testing.assert_close(full(tokens, PTR), ours(tokens, PTR))
+    trace = ours(tokens, PTR, return_trace=True)[1]
+    assert torch.equal(trace.density, torch.ones_like(trace.density))
+
+
+def test_multihead_attention_samples_earlier_pairs_alone() -> None:
+    torch.manual_seed(0)
+    layer = SBMMultiheadAttention(8, 2, batch_first=True, num_blocks=4)
+    x = draw(1, 2, 9, 8)
+    padding = torch.zeros(2, 9, dtype=torch.bool)
+    padding[0, 6:] = True
+    changed = x.clone()
+    changed[:, 5:] += 1
+    found = [layer(each, each, each, padding, is_causal=True, seed=3, return_graph=True) for each in (x, changed)]
+    assert torch.equal(found[0][0][:, :5], found[1][0][:, :5])
+    assert all(graph.is_causal for *_, graph in found)
+    assert torch.equal(found[0][2].to_dense(1)[:, :5], found[1][2].to_dense(1)[:, :5])
+
+
+# ------------------------------------------------------------------ numbers
+
+
+def test_densities_and_degrees_count_pairs_that_are_allowed() -> None:
+    sbm = uneven(2, (7, 12, 3), (12, 7, 3), 5, 2)
+    mask = allowed(sbm.query_ptr, sbm.key_ptr)
+    p = (sbm.rate @ sbm.key_membership.mT) * mask
+    torch.testing.assert_close(sbm.expected_degree(), p.sum(2))
+    ends = zip(sbm.query_ptr.tolist(), sbm.query_ptr.tolist()[1:], strict=False)
+    by_hand = torch.stack([p[:, start:end].sum((1, 2)) for start, end in ends])
+    torch.testing.assert_close(sbm.expected_edges(), by_hand)
+    pairs = torch.tensor([28, 7 * 8 // 2 + 5 * 7, 6])
+    torch.testing.assert_close(sbm.expected_density(), by_hand / pairs[:, None])
+    for b in range(3):
+        rows = slice(*sbm.query_ptr[b : b + 2].tolist())
+        columns = slice(*sbm.key_ptr[b : b + 2].tolist())
+        torch.testing.assert_close(sbm.edge_prob_dense(b), p[:, rows, columns])
+    graph = sample_edges(sbm, seed=1)
+    assert torch.equal(graph.pairs_per_sequence, pairs)
+    torch.testing.assert_close(graph.density, graph.edges_per_sequence / pairs[:, None].double())
+    limited = sbm.limit(1.5)
+    torch.testing.assert_close(limited.expected_degree(), sbm.expected_degree().clamp(max=1.5))
+    free = SBM(sbm.query_membership, sbm.key_membership, sbm.block_matrix, sbm.query_ptr, sbm.key_ptr)
+    assert (free.expected_degree() > sbm.expected_degree() + 1e-6).any()
+    assert free.causal().is_causal
+    assert torch.equal(free.causal().expected_degree(), sbm.expected_degree())
+    assert sbm.causal() is sbm
+
+
+def test_expected_density_has_the_gradient_of_its_pairs() -> None:
+    wide = uneven(2, (4, 6), (4, 6), 3, 4)
+
+    def density(y: Tensor, z: Tensor, s: Tensor) -> Tensor:
+        return SBM(y, z, s, wide.query_ptr, wide.key_ptr, is_causal=True).expected_density()
+
+    parts = (wide.query_membership, wide.key_membership, wide.block_matrix)
+    assert torch.autograd.gradcheck(density, tuple(x.double().requires_grad_() for x in parts))
+
+
+def test_the_local_expectation_gradient_is_unbiased_over_earlier_pairs() -> None:
+    """Two tokens, so three pairs in each of two heads: all 64 graphs by enumeration, all pairs as probes."""
+    y, z, s = (draw(seed, 2, 2, 2, dtype=torch.float64).sigmoid() * 0.7 for seed in (1, 2, 3))
+    query, key, value, weight = (draw(seed, 2, 2, 3, dtype=torch.float64) for seed in (4, 5, 6, 7))
+    parts = [x.requires_grad_() for x in (y, z, s)]
+    sbm = SBM(*parts, is_causal=True)
+    cells = torch.tensor([[0, 0, 0], [0, 1, 0], [0, 1, 1], [1, 0, 0], [1, 1, 0], [1, 1, 1]])  # head, query, key
+    mean, exact = [torch.zeros_like(x) for x in parts], torch.zeros((), dtype=torch.float64)
+    for bits in product([0.0, 1.0], repeat=6):
+        mask = torch.zeros(2, 2, 2, dtype=torch.float64)
+        mask[tuple(cells.T)] = torch.tensor(bits, dtype=torch.float64)
+        graph = AttentionGraph.from_dense(mask).causal()
+        prob = torch.cat([sbm.edge_prob_dense()[h, i, j][None] for h, i, j in cells.tolist()])
+        bit = torch.tensor(bits, dtype=torch.float64)
+        share = (bit * prob + (1 - bit) * (1 - prob)).prod()
+        out = ops.edge_attention(query, key, value, graph.rowptr, graph.col)[0]
+        exact = exact + share * (out * weight).sum()
+        probes, chance = draw_probes(graph, math.inf, seed=0)
+        assert probes.num_edges == 6
+        got = local_expectation(out, query, key, value, sbm, graph, probes, chance)
+        for total, grad in zip(mean, torch.autograd.grad((got * weight).sum(), parts, retain_graph=True), strict=True):
+            total += share.detach() * grad
+    for got, meant in zip(mean, torch.autograd.grad(exact, parts), strict=True):
+        torch.testing.assert_close(got, meant, rtol=1e-10, atol=1e-12)
+
+
+def test_the_score_function_knows_which_pairs_were_absent() -> None:
+    sbm = uneven(1, (4,), (4,), 2, 5)
+    z = sbm.key_membership.double().requires_grad_()
+    causal = SBM(sbm.query_membership.double(), z, sbm.block_matrix.double(), is_causal=True)
+    graph = sample_edges(causal, seed=1)
+    p, mask = causal.edge_prob_dense()[0], graph.to_dense()[0].bool()
+    absent = allowed(graph.query_ptr, graph.key_ptr) & ~mask
+    log_prob = p[mask].log().sum() + (-p[absent]).log1p().sum()
+    (meant,) = torch.autograd.grad(2.5 * log_prob, z, retain_graph=True)
+    (got,) = torch.autograd.grad(score_function(causal, graph, torch.tensor([2.5], dtype=torch.float64)), z)
+    torch.testing.assert_close(got, meant)
+
+
+# ------------------------------------------------------------------ graphs
+
+
+def test_a_causal_graph_stays_one() -> None:
+    graph = patterns.window(None, 3, ptr=PTR).causal()
+    assert graph == patterns.window(None, 3, is_causal=True, ptr=PTR)
+    assert graph.causal() is graph
+    assert "causal" in repr(graph)
+    assert graph.expand(2).is_causal
+    assert graph.head(0).is_causal
+    assert graph.to("cpu").is_causal
+    assert graph.sequence(1) == patterns.window(19, 3, is_causal=True)
+    assert graph.sequence(1).is_causal
+    assert (graph | patterns.self_loops(None, ptr=PTR, is_causal=True)).is_causal
+    assert not (graph | patterns.self_loops(None, ptr=PTR)).is_causal
+    assert AttentionGraph.concatenate([graph, graph]).is_causal
+    assert not AttentionGraph.concatenate([graph, patterns.full(3)]).is_causal
+    assert AttentionGraph(graph.rowptr, graph.col, 25, 25, 1, PTR, PTR, is_causal=True) == graph
+    full = patterns.full(4)
+    with pytest.raises(ValueError, match=r"no key later than its query, as 'is_causal' says \(got key 1 of query 0\)"):
+        AttentionGraph(full.rowptr, full.col, 4, 4, is_causal=True)
+    with pytest.raises(TypeError, match=r"Expected 'is_causal' to be a bool \(got int\)"):
+        AttentionGraph(full.rowptr, full.col, 4, 4, is_causal=cast(Any, 1))
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        lambda **options: patterns.full(None, **options),
+        lambda **options: patterns.window(None, 2, **options),
+        lambda **options: patterns.global_tokens(None, 2, **options),
+        lambda **options: patterns.block_diagonal(None, 3, **options),
+        lambda **options: patterns.relay_keys(None, 2, **options),
+        lambda **options: patterns.relay_queries(None, 2, **options),
+        lambda **options: patterns.self_loops(None, **options),
+    ],
+)
+def test_a_causal_pattern_is_the_pattern_without_later_keys(pattern: Any) -> None:
+    made = pattern(ptr=PTR, heads=2, is_causal=True)
+    assert made.validate() == pattern(ptr=PTR, heads=2).causal()
+    assert made.is_causal
+
+
+def test_causal_random_keys_are_uniform_among_earlier_ones() -> None:
+    graph = patterns.random(40, 3, is_causal=True, heads=500, seed=0).validate()
+    assert torch.equal(graph.degree[0], (torch.arange(40) + 1).clamp(max=3))
+    counts = graph.to_dense()[:, 20].double().sum(0)
+    assert not counts[21:].any()
+    expected = 500 * 3 / 21
+    assert stats.chi2.sf(float(((counts[:21] - expected) ** 2 / (expected * 18 / 21)).sum()), 20) > FALSE_ALARM
+    shorter = patterns.random(30, 3, is_causal=True, heads=500, seed=0)
+    assert torch.equal(graph.to_dense()[:, :30, :30], shorter.to_dense())
+
+
+def test_a_given_graph_loses_its_later_edges() -> None:
+    torch.manual_seed(0)
+    conv, x = AttentionConv(6, 4, 2, is_causal=True), draw(1, 25, 6)
+    out, graph = conv(x, patterns.full(None, ptr=PTR), return_graph=True)
+    assert graph == patterns.full(None, ptr=PTR, heads=2, is_causal=True)
+    assert torch.equal(graph.density, torch.ones(3, 2, dtype=torch.float64))
+    assert torch.equal(out, conv(x, graph))
+
+
+def test_a_causal_model_refuses_a_graph_with_later_edges() -> None:
+    sbm = uneven(1, (5,), (5,), 2, 0)
+    for call in (sbm.on, sbm.gate):
+        with pytest.raises(ValueError, match=r"Expected 'graph' to be causal, as this SBM is"):
+            call(patterns.full(5))
+    assert sbm.on(patterns.full(5).causal()).shape == (15,)
+
+
+def test_options_that_do_not_go_together() -> None:
+    with pytest.raises(ValueError, match="Expected no 'is_causal' with a factory"):
+        SequenceEncoder(5, 8, attention=lambda *sizes: AttentionConv(*sizes), is_causal=True)
+    with pytest.raises(TypeError, match=r"Expected 'is_causal' to be a bool \(got str\)"):
+        SequenceEncoder(5, 8, is_causal=cast(Any, "yes"))
+    with pytest.raises(ValueError, match=r"Expected 'attention_options' of 'sbm' to be known \(got \['is_causal'\]\)"):
+        SequenceEncoder(5, 8, attention_options={"is_causal": True})
+
+
+def test_the_transform_samples_causal_edges() -> None:
+    from torch_geometric.data import Data
+
+    torch.manual_seed(0)
+    data = SBMGraph(SBMHead(4, 2, 3, density=0.8), is_causal=True, seed=1)(Data(x=draw(1, 9, 8)))
+    key, query = data.edge_index
+    assert key.numel() > 20
+    assert bool((key <= query).all())
