@@ -1,8 +1,8 @@
 """What attention graphs look like: statistics in linear time, networkx, and the conditions of universality.
 
 In: an :class:`~sbm_pyg.graph.AttentionGraph`, sampled or given. Out: numbers per sequence and head, or a networkx
-graph. Not here: pictures (``plots``); what is listed from ``hamiltonian`` and ``universality`` is defined there and
-belongs to the interface of this module.
+graph. Not here: pictures (``plots``). What this module lists from ``hamiltonian`` and ``universality`` is defined
+there.
 
 Nothing here is imported by the rest of the library; scipy, from the ``[analysis]`` extra, is imported when a function
 needs it.
@@ -57,8 +57,8 @@ Blocks = SBM | Tensor | tuple[Tensor, Tensor]
 class GraphStatistics:
     """Statistics of each sequence and head, made by :func:`graph_statistics`; ``print`` shows them as a table.
 
-    All are of the directed graph from keys to queries, over tokens, or over queries and keys apart where those differ.
-    All but the degrees are ``[B, H]``, float64 or int64; NaN where not defined.
+    They describe the directed graph from keys to queries. Its nodes are tokens, or queries and keys apart where those
+    differ. All but the degrees are ``[B, H]``, float64 or int64, and NaN where not defined.
 
     Args:
         density: Share of the pairs that are edges.
@@ -123,12 +123,11 @@ class GraphStatistics:
 def graph_statistics(
     graph: AttentionGraph, *, blocks: Blocks | None = None, bipartite: bool | None = None, spectral_gap: bool = True
 ) -> GraphStatistics:
-    """Degrees, components, distances and structure of every sequence and head, from the compressed rows, without any
-    python loop over edges.
+    """Degrees, components, distances and structure of every sequence and head.
 
-    Cost O(HN + E), all sequences and heads at once; the spectral gap costs some dozens of products with the matrix for
-    each of them. Values are those of networkx (``tests/test_analysis.py``) in a fraction of its time
-    (docs/analysis.md).
+    All are computed from the compressed rows, without a Python loop over edges. Cost O(HN + E), all sequences and heads
+    at once; the spectral gap costs some dozens of products with the matrix for each of them. Values are those of
+    networkx (``tests/test_analysis.py``) in a fraction of its time (docs/analysis.md).
 
     Args:
         graph: Any graph.
@@ -236,8 +235,9 @@ def graph_statistics(
 
 
 def blocks_of(sbm: SBM) -> tuple[Tensor, Tensor]:
-    """The block of each query ``[H, N]`` and of each key ``[H, M]``: where its membership is largest, the first of
-    equals.
+    """The block of each query ``[H, N]`` and of each key ``[H, M]``.
+
+    It is the one in which the membership is largest, of equals the first.
 
     Raises:
         TypeError: It is no model.
@@ -254,8 +254,9 @@ def to_networkx(
     view: str = "tokens",
     sbm: SBM | None = None,
 ) -> nx.DiGraph[Any]:
-    """networkx graph of one sequence, with probabilities and blocks where a model is given; an edge runs from key to
-    query.
+    """networkx graph of one sequence, with probabilities and blocks where a model is given.
+
+    An edge runs from key to query.
 
     Args:
         graph: Any graph.
@@ -366,8 +367,9 @@ def _busiest(rows: Any, columns: Any, group: Array, cells: int) -> Array:
 
 
 def _diameter(rows: Any, columns: Any, group: Array, roots: Array, strong: Array) -> tuple[Array, Array]:
-    """Bounds of the diameter, each ``[B*H]``: the farthest node from a root and the farthest to it lie far apart, and a
-    node halfway between is near to all.
+    """Bounds of the diameter, each ``[B*H]``.
+
+    The farthest node from a root and the farthest node to it lie far apart; a node halfway between is near to all.
     """
     cells, index, depth = len(roots), np.arange(len(group)), np.empty(len(group), np.int64)
 

@@ -16,8 +16,9 @@ __all__ = ["FullAttention"]
 
 
 class FullAttention(nn.Module):
-    """Dense multi-head attention within each sequence, by torch's scaled dot-product attention: the peer to compare
-    with.
+    """Dense multi-head attention within each sequence.
+
+    It is torch's scaled dot-product attention, the peer to compare sparse layers with.
 
     Args:
         channels: Channels of the tokens.

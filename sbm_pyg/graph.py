@@ -83,8 +83,8 @@ class AttentionGraph(CompressedRows):
 
         Args:
             edge_index: ``[2, E]`` (row 0 = key = source, row 1 = query = target), an ``EdgeIndex``, or a transposed
-                sparse adjacency (``SparseTensor`` or torch sparse, ``[N, M]``, rows = queries), of which every stored
-                entry is an edge.
+                sparse adjacency (``SparseTensor`` or torch sparse, ``[N, M]``, rows = queries). Every entry that it
+                stores is an edge.
             num_queries: N. If None, from the offsets or the adjacency's size, else from the last query.
             num_keys: M. If None, from the offsets or the adjacency's size, else N or the last key, whichever is larger.
             size: ``(M, N)``, sources and targets as PyG's ``size`` has them, in place of ``num_queries`` and
@@ -165,11 +165,11 @@ class AttentionGraph(CompressedRows):
     def from_data(
         cls, data: Data | HeteroData, edge_type: EdgeType | None = None, *, heads: int | None = None
     ) -> AttentionGraph:
-        """Graph of the edges of PyG data: what :meth:`to_data`, :meth:`to_hetero_data` and :meth:`replace_edges` wrote,
-        or any other.
+        """Graph of the edges of PyG data.
 
-        Sequences are those of ``ptr``, else of ``batch``, else all nodes are one. Repeated edges count once. Cost O(HN
-        + E log E).
+        It reads what :meth:`to_data`, :meth:`to_hetero_data` and :meth:`replace_edges` write, and any other data.
+        Sequences are those of ``ptr``, else of ``batch``; else all nodes are one sequence. Repeated edges count once.
+        Cost O(HN + E log E).
 
         Args:
             data: ``Data``, ``HeteroData`` or a ``Batch`` of either, with ``edge_index`` or, transposed, ``adj_t``. The
@@ -211,11 +211,12 @@ class AttentionGraph(CompressedRows):
 
     @classmethod
     def from_networkx(cls, graph: nx.Graph[Any], *, heads: int | None = None) -> AttentionGraph:
-        """Graph of one sequence from networkx, where an edge runs from key to query; an undirected edge runs both ways.
+        """Graph of one sequence from networkx, whose edges run from key to query.
 
-        Tokens are the nodes, in their order unless they are the numbers ``0..n-1`` themselves. Where nodes have
-        networkx's attribute ``bipartite``, those with 0 are keys and those with 1 are queries, each in their order, and
-        an undirected edge runs from the key. What else nodes and edges carry is left behind. Cost O(HN + E log E).
+        An undirected edge runs both ways. Tokens are the nodes, in their order, unless they are the numbers ``0..n-1``
+        themselves. Where nodes have networkx's attribute ``bipartite``, those with 0 are keys and those with 1 are
+        queries, each in their order; an undirected edge then runs from the key. Other attributes are left behind. Cost
+        O(HN + E log E).
 
         Args:
             graph: Any networkx graph. Edges with an attribute ``head`` belong to that head, others to head 0.
@@ -284,7 +285,9 @@ class AttentionGraph(CompressedRows):
         ptr: Tensor | tuple[Tensor, Tensor] | None = None,
         batch: Tensor | tuple[Tensor, Tensor] | None = None,
     ) -> AttentionGraph:
-        """Graph over given tokens, from whatever holds its edges: what a layer makes of its ``edge_index``.
+        """Graph over given tokens, from whatever holds its edges.
+
+        A layer calls it on its ``edge_index``.
 
         Args:
             edge_index: A graph with H heads or one, or any adjacency that :meth:`from_edge_index` takes. Its edges
@@ -474,10 +477,11 @@ class AttentionGraph(CompressedRows):
         )
 
     def replace_edges(self, data: DataType, edge_type: EdgeType | None = None) -> DataType:
-        """Put the edges of this graph in place of those of a PyG data object over the same tokens; returns the object.
+        """Replace the edges of a PyG data object over the same tokens by those of this graph.
 
         Sets ``edge_index`` and, with several heads, the head of each edge: ``edge_type`` of ``Data``, ``edge_head`` of
-        ``HeteroData``. What described the old edges goes. A ``Batch`` still separates into its graphs.
+        ``HeteroData``. Attributes that described the old edges are removed. A ``Batch`` still separates into its
+        graphs. Returns the object.
 
         Args:
             data: ``Data``, ``HeteroData`` or a ``Batch`` of either, changed in place.
@@ -592,7 +596,7 @@ class AttentionGraph(CompressedRows):
 def edge_list(adjacency: Tensor | SparseTensor) -> Tensor:
     """Edges ``[2, E]`` of any PyG adjacency, in the order in which it stores them.
 
-    Row 0 the key (source), row 1 the query (target).
+    Row 0 holds the keys (sources), row 1 the queries (targets).
     """
     if not isinstance(adjacency, Tensor | SparseTensor):
         raise TypeError(

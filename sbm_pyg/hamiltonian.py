@@ -76,8 +76,10 @@ class Certificate:
 
 @dataclass(frozen=True)
 class HamiltonianPath:
-    """Answer of :func:`hamiltonian_path`. It is true where a path was found, false where there is none, and an error
-    where nobody knows.
+    """Answer of :func:`hamiltonian_path`.
+
+    As a truth value it is True where a path was found and False where there is none. Where nobody knows, it raises an
+    error.
 
     Args:
         status: ``"FOUND"``, ``"ABSENT"`` or ``"UNKNOWN"``.
@@ -110,13 +112,14 @@ class HamiltonianPath:
 
 
 def hamiltonian_path(graph: AttentionGraph, *, time_limit: float = 10.0, seed: int = 0) -> HamiltonianPath:
-    """A path through all tokens along the edges, from key to query, each token once; or why there is none.
+    """Find a path along the edges that visits each token once, or the reason why there is none.
 
-    Certificates of absence are tried first (see :class:`Certificate`), then the order of the tokens, then a
-    construction: a dummy token joined to all closes the path to a cycle, a random-weight assignment covers all tokens
-    by cycles, cycles merge where two arcs can be exchanged (Karp, 1979), and rotations of a path absorb the rest
-    (Angluin and Valiant, 1979). What is left goes to OR-tools (a circuit constraint, exact). Certificates cost O(E
-    sqrt(N)), the construction O(N) per rotation after an assignment; N = 4096 at 5 % density takes 0.15 s.
+    Edges run from key to query. Certificates of absence are tried first (see :class:`Certificate`), then the order of
+    the tokens, then a construction, then an exact search by OR-tools (a circuit constraint). The construction has four
+    steps. A dummy token, joined to all, closes the path to a cycle. An assignment with random weights covers all tokens
+    by cycles. Cycles merge where two arcs can be exchanged (Karp, 1979). Rotations of a path absorb the rest (Angluin
+    and Valiant, 1979). Certificates cost O(E sqrt(N)), the construction O(N) per rotation after an assignment; N = 4096
+    at 5 % density takes 0.15 s.
 
     Args:
         graph: One sequence with N = M; several heads count as the union of their edges.
@@ -229,7 +232,7 @@ def _visits_all(n: int, tokens: Array, into: Array, path: Sequence[int] | Array)
 
 
 def seconds(time_limit: float) -> float:
-    """A time limit that is one.
+    """Check a time limit in seconds, and return it.
 
     Raises:
         ValueError: It is not a positive number.
@@ -243,7 +246,7 @@ def seconds(time_limit: float) -> float:
 
 @contextmanager
 def stopwatch() -> Iterator[Callable[[], float]]:
-    """Yields what tells the seconds that have passed, without those in which numba compiled kernels."""
+    """Yield a function that tells the seconds that have passed, but for those in which numba compiled kernels."""
     start, compiling = time.perf_counter(), TimingListener()
     with install_listener("numba:compile", compiling):
         yield lambda: time.perf_counter() - start - (compiling.duration if compiling.done else 0.0)

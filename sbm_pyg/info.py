@@ -1,8 +1,7 @@
-"""What runs here: ``python -m sbm_pyg.info`` prints versions, kernels, threads, devices and caches, and tests the
-kernels for a second.
+"""What runs here: versions, kernels, threads, devices, caches, and a short self-test of the kernels.
 
-In: nothing, or ``--json``. Out: text for a bug report, or the same as JSON; exit status 1 if the self-test fails. Not
-here: benchmarks (``examples/benchmark.py``), and the tests proper.
+``python -m sbm_pyg.info`` prints it. In: nothing, or ``--json``. Out: text for a bug report, or the same as JSON; exit
+status 1 if the self-test fails. Not here: benchmarks (``examples/benchmark.py``), and the tests proper.
 """
 
 from __future__ import annotations
@@ -148,7 +147,7 @@ def _version(package: str) -> str | None:
 
 
 def _torch_sparse() -> str | None:
-    """Its version where it can also be loaded: a build for another torch cannot."""
+    """Version of torch-sparse, where it can be loaded; a build for another torch cannot."""
     return _version("torch-sparse") if torch_geometric.typing.WITH_TORCH_SPARSE else None
 
 
@@ -177,7 +176,7 @@ def _caches() -> dict[str, Any]:
 
 
 def _text(info: dict[str, Any]) -> str:
-    """The same for people."""
+    """The same as text for people."""
     lines: list[str] = []
 
     def section(title: str, rows: dict[str, Any]) -> None:

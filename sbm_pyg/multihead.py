@@ -29,14 +29,13 @@ class _Kept(Tensor):
 
 
 class SBMMultiheadAttention(nn.Module):
-    r"""Drop-in for :class:`torch.nn.MultiheadAttention` whose heads attend over sampled graphs, or over one that is
-    given.
+    r"""Drop-in for :class:`torch.nn.MultiheadAttention` that attends over sampled or given graphs.
 
     .. math:: \operatorname{MultiHead}(Q, K, V) = \Big(\Big\Vert_h \operatorname{attention}_h(Q, K, V)\Big) W^\top + b
 
     with the attention of :class:`SBMAttentionConv`: the softmax runs over the edges of each query alone. Padding is
-    removed before and put back after, so what it holds is of no account. Cost O(N E_q^2 + NKC + E (C + K)) on the N
-    real tokens, whatever the padded length.
+    removed before and put back after, so its values do not matter. Cost O(N E_q^2 + NKC + E (C + K)) on the N real
+    tokens, whatever the padded length.
 
     Args:
         embed_dim: Channels of queries and of the output, a multiple of ``num_heads``.
@@ -236,8 +235,8 @@ class SBMMultiheadAttention(nn.Module):
 
         Args:
             query: ``[B, L, embed_dim]``, ``[L, B, embed_dim]`` or, for one sequence, ``[L, embed_dim]``.
-            key: Likewise, S tokens of ``kdim`` channels. Self-attention, in which padding is removed from the queries
-                too, is where this is the same tensor as the query.
+            key: Likewise, S tokens of ``kdim`` channels. Where it is the same tensor as the query, this is
+                self-attention, and padding is removed from the queries too.
             value: Likewise, S tokens of ``vdim`` channels.
             key_padding_mask: ``[B, S]`` (or ``[S]``): True, or minus infinity, at padded keys; False, or 0, at real
                 ones.

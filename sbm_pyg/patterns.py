@@ -59,9 +59,8 @@ def full(
         A graph with :math:`H \\sum_b n_b^2` edges, or :math:`H \\sum_b n_b (n_b + 1) / 2` where ``is_causal``.
 
     Raises:
-        TypeError, ValueError: An argument has the wrong type or range, ``ptr`` does not describe n tokens, or the
-            memory that is available does not hold the edges, which are counted before they are made; so in all
-            functions here.
+        TypeError, ValueError: An argument has the wrong type or range, ``ptr`` does not describe n tokens, or memory
+            does not hold the edges. They are counted before they are made. The same holds for all functions here.
 
     Example:
         >>> full(3)
@@ -146,15 +145,14 @@ def random(
     ptr: Tensor | None = None,
     device: Device = None,
 ) -> AttentionGraph:
-    """Each token attends to a uniformly random set of ``num_keys_per_query`` distinct tokens of its sequence (BigBird,
-    section 2).
+    """Each token attends to ``num_keys_per_query`` distinct tokens of its sequence, uniformly at random.
 
-    All :math:`\\binom{n}{k}` sets of a query are equally likely, itself included among the keys; queries and heads draw
-    independently. Keys are drawn with replacement and drawn again only where they repeat one that the query has. That
-    treats all keys alike, so the final set is uniform; where k > n/2 the keys left out are drawn instead, so each draw
-    is new with probability 1/2 at least. Cost O(E log E) time, O(E) memory, expected. Probabilities of a draw are
-    resolved to :math:`2^{-32}`; random words are those of :func:`~sbm_pyg.sample_edges`: the keys of a sequence do not
-    depend on the other sequences of the batch.
+    As in BigBird (section 2). All :math:`\\binom{n}{k}` sets of a query are equally likely; a query may draw itself.
+    Queries and heads draw independently. Keys are drawn with replacement, and drawn again only where they repeat one
+    that the query has. That treats all keys alike, so the final set is uniform. Where k > n/2 the keys left out are
+    drawn instead, so each draw is new with probability 1/2 at least. Cost O(E log E) time, O(E) memory, expected.
+    Probabilities of a draw are resolved to :math:`2^{-32}`. Random words are those of :func:`~sbm_pyg.sample_edges`:
+    the keys of a sequence do not depend on the other sequences of the batch.
 
     Args:
         num_keys_per_query: Number of keys k of each query, at least 0. A sequence with fewer tokens gets its full
@@ -311,11 +309,10 @@ def relay_queries(
     ptr: Tensor | None = None,
     device: Device = None,
 ) -> AttentionGraph:
-    """The last ``num_relays`` tokens of a sequence attend to all of it, the others to none: pattern 3 of Lemma 2 (Cho
-    et al.).
+    """The last ``num_relays`` tokens of a sequence attend to all of it: pattern 3 of Lemma 2 (Cho et al.).
 
-    An edge where :math:`r_i \\ge n - K`, the transpose of :func:`relay_keys`. The proof adds self-loops, this function
-    does not: ``relay_queries(n, num_relays) | self_loops(n)``.
+    Other tokens attend to none. An edge where :math:`r_i \\ge n - K`, the transpose of :func:`relay_keys`. The proof
+    adds self-loops, this function does not: ``relay_queries(n, num_relays) | self_loops(n)``.
 
     Args:
         num_relays: Number of relays K, at least 1. A sequence with no more tokens gets its full graph.

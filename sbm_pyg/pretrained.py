@@ -119,9 +119,9 @@ class Pretrained(nn.Module):
         """Read a model from a folder, in evaluation mode, with the dtypes that it was saved with.
 
         ``Pretrained.from_pretrained`` reads a model of any known class; a class reads itself and its subclasses. The
-        state of torch's random generators is left as it is. Weights lie in memory of torch's own, where on the CPU they
-        start at a multiple of 64 bytes as those of the saved model did: products of matrices are rounded alike. Memory:
-        the model, and one of its weights.
+        state of torch's random generators is left as it is. Weights are copied into torch's own memory. On the CPU they
+        start at a multiple of 64 bytes there, as those of the saved model did, so that products of matrices are rounded
+        alike. Memory: the model, and one of its weights.
 
         Args:
             folder: What :meth:`save_pretrained` wrote.
@@ -364,7 +364,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _integer(digits: str) -> int | float:
-    """What JSON has as an integer; infinite beyond what a float can hold, where Python takes long or refuses."""
+    """Parse an integer of JSON; infinite beyond what a float can hold, where Python is slow or refuses."""
     return int(digits) if len(digits) < 300 else float(digits)
 
 

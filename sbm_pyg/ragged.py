@@ -34,8 +34,10 @@ __all__ = [
 
 
 def readable(x: Tensor) -> bool:
-    """Whether checks may look at values: not in code that is being compiled, nor where there are none (meta and fake
-    tensors, all tensors where new ones are fake, and those that stand for many, in ``vmap``).
+    """Whether checks may look at the values of a tensor.
+
+    They may not in compiled code, nor where there are no values: in meta and fake tensors, in all tensors where new
+    ones are fake, and in those that stand for many, as in ``vmap``.
     """
     return not (torch.compiler.is_compiling() or x.is_meta or is_fake(x) or detect_fake_mode() or _batched(x))
 
@@ -163,7 +165,9 @@ def resolve_ptr(
 def resolve_sides(
     num_queries: int, num_keys: int, ptr: Any, batch: Any, device: torch.device | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Offsets of the sequences in queries and in keys; the same tensor where both are told once, for as many tokens.
+    """Offsets of the sequences in queries and in keys.
+
+    Both are the same tensor where they are given once and N = M.
 
     Args:
         num_queries: Number of queries N.
@@ -188,8 +192,9 @@ def resolve_sides(
 
 
 def stored_ptr(store: Any, *, device: torch.device | None = None) -> Tensor | None:
-    """Offsets of the sequences of PyG ``Data``, or of one kind of nodes of ``HeteroData``: by its ``ptr``, else by its
-    ``batch``.
+    """Offsets of the sequences of PyG ``Data``, or of one kind of nodes of ``HeteroData``.
+
+    They come from its ``ptr``, else from its ``batch``.
 
     Args:
         store: What carries ``num_nodes`` and perhaps ``ptr`` or ``batch``.
@@ -224,8 +229,10 @@ def _check_ptr_values(ptr: Tensor, total: int, name: str) -> None:
 
 
 def draw_seed(seed: int | None = None, generator: torch.Generator | None = None) -> int:
-    """The seed itself, an integer of 64 bits, or one drawn from the generator (torch's default one if None), in ``0 ..
-    2**63-1``.
+    """The seed itself, or one drawn from a generator.
+
+    A given seed is an integer of 64 bits. A drawn one lies in ``0 .. 2**63-1``; torch's default generator draws it if
+    ``generator`` is None.
 
     Raises:
         TypeError: The seed is not an integer.
@@ -244,8 +251,9 @@ def draw_seed(seed: int | None = None, generator: torch.Generator | None = None)
 
 
 def resolve_sequence_ids(sequence_ids: Tensor | None, sequences: int, device: torch.device, bits: int = 32) -> Tensor:
-    """Number of each sequence, ``[B]`` int64, on a device: its position in the batch if None. Random words depend on
-    it.
+    """Number of each sequence, ``[B]`` int64, on a device.
+
+    It is the position in the batch if None is given. Random words depend on it.
 
     Raises:
         ValueError: Shape or dtype do not fit, or a number is outside ``0 .. 2**bits-1``.

@@ -1,7 +1,7 @@
-"""Compressed rows: which query attends to which key, per head and sequence, and what can be asked of such a graph.
+"""A graph in compressed rows: which query attends to which key, per head and sequence.
 
-In: row offsets and keys, or another graph. Out: its numbers, its parts, and its union with another.
-Not here: any other form of a graph than its rows (``graph``).
+In: row offsets and keys, or another graph. Out: its numbers, its parts, and its union with another. Not here: any other
+form of a graph (``graph``).
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class CompressedRows:
         key_ptr: Tensor | None = None,
         is_causal: bool = False,
     ) -> Self:
-        """The private door: a graph whose rows are valid by the way they were made, without a look at them."""
+        """Make a graph without checks, from rows that are valid by the way they were made."""
         graph = object.__new__(cls)
         object.__setattr__(graph, "rowptr", rowptr)
         object.__setattr__(graph, "col", col)
@@ -118,7 +118,7 @@ class CompressedRows:
         return graph
 
     def _with(self, rowptr: Tensor, col: Tensor, heads: int, is_causal: bool | None = None) -> Self:
-        """Other rows, valid ones, over the same tokens."""
+        """The graph of other rows, which are valid, over the same tokens."""
         sides = (self.num_queries, self.num_keys, heads, self.query_ptr, self.key_ptr)
         return self._trusted(rowptr, col, *sides, self.is_causal if is_causal is None else is_causal)
 
@@ -136,7 +136,7 @@ class CompressedRows:
 
     @property
     def device(self) -> torch.device:
-        """Where the graph lies."""
+        """Device of the graph."""
         return self.col.device
 
     @property
@@ -217,7 +217,7 @@ class CompressedRows:
     def validate(self) -> Self:
         """Check every value again, in O(HN + E), and return the graph.
 
-        The constructor has done so. This is for a graph whose tensors somebody has written into since.
+        The constructor has done so. Call it where tensors of the graph were written into since.
 
         Raises:
             ValueError: Offsets do not fit, an edge leaves its sequence, the keys of a row are unsorted or repeated, or
@@ -278,7 +278,9 @@ class CompressedRows:
         )
 
     def same_offsets(self, query_ptr: Tensor, key_ptr: Tensor) -> bool:
-        """Whether its sequences begin where these offsets say; where no values may be read, whether there are as many.
+        """Whether the sequences of the graph have these offsets.
+
+        Where values may not be read, as in compiled code, only their number is compared.
 
         Args:
             query_ptr: Offsets of the sequences in the queries, ``[B+1]`` int64.
@@ -294,7 +296,7 @@ class CompressedRows:
 
     @property
     def later(self) -> Tensor:
-        """Which edges come from a later key than their query, ``[E]`` bool; places count within sequences."""
+        """Which edges have a key later than their query, ``[E]`` bool; places count within the sequence."""
         key, query = self.edge_index
         if self.key_ptr is self.query_ptr:
             return key > query
@@ -308,7 +310,7 @@ class CompressedRows:
 
         Raises:
             TypeError: ``non_blocking`` is no bool.
-            ValueError: There is no such device, or the graph has no values, being on the meta device.
+            ValueError: There is no such device, or the graph is on the meta device and has no values.
         """
         device = checks.device(device)
         checks.flag("non_blocking", non_blocking, "It is that of `torch.Tensor.to`.")
@@ -407,7 +409,7 @@ class CompressedRows:
         Both are sorted, so nothing is sorted again: cost O(E + E' log E) with E' the edges of ``other``.
 
         Args:
-            other: A graph over the same tokens. Of both graphs, one may have a single head; it then counts in every
+            other: A graph over the same tokens. Where one of both graphs has a single head, its edges count in every
                 head.
 
         Returns:
@@ -529,7 +531,7 @@ def check_graph(graph: object, name: str = "graph") -> None:
 
 
 def check_sizes(num_queries: int, num_keys: int, heads: int = 1) -> tuple[int, int, int]:
-    """The three numbers; refuse those below 1, and those whose pairs int64 cannot number."""
+    """Return the three sizes; refuse those below 1, and those whose pairs int64 cannot number."""
     tokens = "A graph has tokens on both sides."
     heads = checks.integer("heads", heads, 1, "A graph without heads has no rows.")
     num_queries = checks.integer("num_queries", num_queries, 1, tokens)
@@ -566,10 +568,12 @@ def check_edges(edge_index: Tensor, edge_head: Tensor | None) -> tuple[Tensor, T
 
 
 def the_one(value: int | None, end: int, name: str, other: str = "") -> int:
-    """The number itself, counted from 0, or 0 for None where there is no choice.
+    """Return the number that is meant: ``value``, or 0 for None where there is only one thing.
+
+    Numbers count from 0, and negative ones from the end.
 
     Raises:
-        TypeError, ValueError: It is no int, there is no such thing, or there are several and None was told.
+        TypeError, ValueError: The value is no int or out of range, or it is None where there are several things.
     """
     if value is None and end > 1:
         raise ValueError(f"Expected '{name}' where there are {end} of them (got None). Pass {name}=0, for one{other}.")

@@ -170,10 +170,10 @@ class SBM(EdgeProbability):
         return f"SBM({parts.replace('1 querie,', '1 query,')})"
 
     def validate(self) -> SBM:
-        """Check that memberships and blocks are finite and non-negative and that no probability exceeds 1; returns the
-        record.
+        """Check every value and return the record.
 
-        Cost O(NK), and O(n m K) for the sequences whose cheap bound on the probabilities exceeds 1.
+        Memberships and blocks must be finite and non-negative, and no probability may exceed 1. Cost O(NK), and O(n m
+        K) for the sequences whose cheap bound on the probabilities exceeds 1.
 
         Raises:
             ValueError: A value is out of range.
@@ -212,8 +212,9 @@ class SBM(EdgeProbability):
         return self.rate, self.key_membership
 
     def edge_prob_dense(self, sequence: int | None = None) -> Tensor:
-        """Probabilities of all pairs of one sequence, ``[H, n, m]``, differentiable. Cost O(n m K): for looking, not
-        for training.
+        """Probabilities of all pairs of one sequence, ``[H, n, m]``, differentiable.
+
+        Cost O(n m K): for looking, not for training.
 
         Args:
             sequence: Which sequence, counted from 0; may be left out where there is one.
@@ -266,7 +267,7 @@ class SBM(EdgeProbability):
     def limit(self, budget: float) -> SBM:
         """The model with each query's rates scaled down so that its expected number of keys is at most ``budget``.
 
-        The factor is treated as a constant by gradients.
+        Gradients treat the factor as a constant.
 
         Args:
             budget: Positive number of keys per query and head.
@@ -333,13 +334,15 @@ def check_model(sbm: object) -> None:
 
 
 def check_sbm(sbm: SBM) -> float:
-    """Raise ValueError unless memberships and blocks are finite, non-negative and no product overflows; nothing where
-    values may not be looked at.
+    """Raise ValueError unless memberships and blocks are finite and non-negative, and rates are finite.
+
+    Where values may not be looked at, nothing is checked.
 
     Returns:
-        A bound on every product of a membership of a query, an entry of a block matrix and a membership of a key, each
-        taken as 1 where it is less, times the number of terms :math:`K^2`. What is below the least normal number of a
-        precision is nothing next to it times this.
+        A bound on what products of memberships and blocks can reach: :math:`K^2` times the largest membership of a
+        query, the largest entry of a block matrix and the largest membership of a key, each taken as at least 1.
+        Numbers below the least normal number t of a precision are negligible beside sums as large as t times this
+        bound.
     """
     largest = dict.fromkeys(("query_membership", "key_membership", "block_matrix"), 0.0)
     for name in largest:
@@ -551,9 +554,9 @@ class SBMHead(torch.nn.Module):
 
 
 def _two_plain_layers(mlp: torch.nn.Module) -> bool:
-    """Whether a perceptron is the one that torch made here, without hooks of its own, so that its parameters may be
-    used in its stead. (Hooks of all modules, as torch's counter of FLOPs sets, are to see what is computed without
-    them.)
+    """Whether a perceptron is torch's own, without hooks, so that its parameters may be used in its stead.
+
+    Hooks of all modules, as torch's counter of FLOPs sets them, do not count: they see what is computed without them.
     """
     if type(mlp) is not torch.nn.Sequential or [type(layer) for layer in mlp] != [
         torch.nn.Linear,

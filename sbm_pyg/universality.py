@@ -1,8 +1,8 @@
-"""When sparse attention is a universal approximator: the three conditions of Yun et al. (2020), and both lemmas of Cho
-et al. (2022) as code.
+"""When sparse attention is a universal approximator: the three conditions of Yun et al. (2020) as code.
 
-In: the patterns of the layers, as graphs or as stochastic block models. Out: for each condition, yes with evidence, no
-with evidence, or unknown with the time that was spent. Not here: the search for Hamiltonian paths (``hamiltonian``).
+Both lemmas of Cho et al. (2022) are here too. In: the patterns of the layers, as graphs or as stochastic block models.
+Out: for each condition, yes with evidence, no with evidence, or unknown with the time that was spent. Not here: the
+search for Hamiltonian paths (``hamiltonian``).
 
 A pattern lists for each query the keys it attends to; information runs from key to query. The derivations are in
 docs/analysis.md.
@@ -45,8 +45,9 @@ Pattern = AttentionGraph | SBM
 
 @dataclass(frozen=True)
 class Universality:
-    """Answer of :func:`universality`; ``print`` shows it as a page. It is true where ``holds`` is, and an error where
-    that is not known.
+    """Answer of :func:`universality`; ``print`` shows it as a page.
+
+    As a truth value it is ``holds``. Where that is not known, it raises an error.
 
     Args:
         num_tokens: Number of tokens n.
@@ -142,13 +143,12 @@ def universality(
     time_limit: float = 10.0,
     seed: int = 0,
 ) -> Universality:
-    """Check the conditions under which a transformer with these attention patterns approximates every function (Yun et
-    al. 2020).
+    """Check the conditions under which a transformer with these patterns approximates every function.
 
-    First, every token attends to itself in every pattern. Second, the union of the patterns has a Hamiltonian path.
-    Third, with the patterns applied in turn, over and over, every token has heard of every other after a finite number
-    s of steps. (Which of them a *sampled* mask meets is a matter of luck, and of its density: with O(n) edges it hardly
-    ever has a Hamiltonian path. So say what is checked: samples or expectations.)
+    They are those of Yun et al. (2020). First, every token attends to itself in every pattern. Second, the union of the
+    patterns has a Hamiltonian path. Third, with the patterns applied in turn, over and over, every token has heard of
+    every other after a finite number s of steps. Whether a *sampled* mask meets them depends on luck and on its
+    density: with O(n) edges it hardly ever has a Hamiltonian path. So say what was checked: samples or expectations.
 
     Args:
         patterns: One pattern or a list in the order of the layers. An :class:`AttentionGraph` counts as the union over
@@ -402,16 +402,16 @@ class Lemma2:
 
 
 def lemma2(n: int, num_blocks: int) -> Lemma2:
-    r"""Lemma 2 of Cho et al. (2022) as code: three block models whose patterns meet the conditions with O(nK + n^2/K)
-    edges.
+    r"""Lemma 2 of Cho et al. (2022) as code: three block models whose patterns meet the conditions.
 
-    With r the position of a token from 0, and K blocks: (1) :math:`Y = Z = \text{onehot}(\lfloor rK/n \rfloor)`, S = I:
-    tokens attend to their block; (2) Y = 1, Z = [r >= n - K], S = 1: all attend to the last K tokens, the relays; (3)
-    the transpose of (2): relays attend to all. Self-loops are added to each.
+    The patterns have O(nK + n^2/K) edges. With r the position of a token from 0, and K blocks: (1) :math:`Y = Z =
+    \text{onehot}(\lfloor rK/n \rfloor)`, S = I: tokens attend to their block; (2) Y = 1, Z = [r >= n - K], S = 1: all
+    attend to the last K tokens, the relays; (3) the transpose of (2): relays attend to all. Self-loops are added to
+    each.
 
-    The path takes O(n): the tokens of a block that are no relays, then a relay, which hears everybody (3) and is heard
-    by everybody (2), then the next block, and the remaining relays in the end. It needs one relay between two blocks,
-    and there are K.
+    The path takes O(n). It visits the tokens of a block that are no relays, then a relay, then the next block, and so
+    on; the remaining relays come in the end. A relay hears everybody (3) and is heard by everybody (2). One relay is
+    needed between two blocks, and there are K.
 
     In the order (1, 2, 3), s = 5 as soon as two blocks hold no relay; (1, 3, 2) gives 3. See docs/analysis.md.
 
@@ -583,12 +583,11 @@ def lemma1(
     seed: int = 0,
     time_limit: float = 1.0,
 ) -> Lemma1:
-    """Lemma 1 of Cho et al. as an experiment: expected number of Hamiltonian cycles in G(n, p) beside the probability
-    of a path.
+    """Lemma 1 of Cho et al. as an experiment: Hamiltonian cycles that one expects, and paths that one finds.
 
-    The lemma shows that some p of order 1/n makes the expected number of cycles at least 1. The expectation is carried
-    by rare graphs with very many cycles: at that p almost no graph has even a path. Cost O(n^2) a graph plus
-    :func:`hamiltonian_path`.
+    Both are of random graphs G(n, p). The lemma shows that some p of order 1/n makes the expected number of cycles at
+    least 1. The expectation is carried by rare graphs with very many cycles: at that p almost no graph has even a path.
+    Cost O(n^2) a graph plus :func:`hamiltonian_path`.
 
     Args:
         n: Number of tokens, at least 3.

@@ -1,5 +1,4 @@
-"""Walks over compressed rows, for the analysis of graphs on the CPU: distances, components, cycles, and who hears of
-whom.
+"""Walks over compressed rows on the CPU: distances, components, cycles, and who hears of whom.
 
 In and out: numpy arrays; row ``i`` of a graph is ``index[ptr[i]:ptr[i + 1]]``. Not here: what the answers mean
 (``hamiltonian``, ``universality``).
@@ -178,13 +177,13 @@ def _next(word):
 
 @kernel
 def rotate(ptr, index, in_ptr, inward, follow, word, moves):
-    """Opens the longest cycle of a cover at a random arc and rotates the end of that path until it has absorbed all
-    cycles and closes.
+    """Turns the longest cycle of a cover into one cycle through all nodes, by random rotations.
 
-    A rotation goes from the end back to ``x`` inside the path, and from the token before ``x`` to a later ``y``: the
-    piece from y to the end and the piece from x to before y change places, and what stood before y is the new end.
-    Among the ends in reach, one with an arc to what is missing is taken at once. True if ``follow`` is now one cycle;
-    else it is as it was.
+    It opens the cycle at a random arc, and rotates the end of that path until the path has absorbed all cycles and
+    closes. A rotation goes from the end back to ``x`` inside the path, and from the token before ``x`` to a later
+    ``y``. The piece from y to the end and the piece from x to before y change places, and what stood before y is the
+    new end. Among the ends in reach, one with an arc to what is missing is taken at once. Returns True if ``follow`` is
+    now one cycle; otherwise ``follow`` is as it was.
     """
     nodes = len(follow)
     label = np.full(nodes, -1)

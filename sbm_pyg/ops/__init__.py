@@ -80,10 +80,9 @@ def edge_dot(query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor) -> Tensor:
 
 
 def edge_gate(rate: Tensor, member: Tensor, rowptr: Tensor, col: Tensor) -> Tensor:
-    """Straight-through gate ``1 + (p - p.detach())`` with ``p = edge_dot(rate, member, ...)``: ones with the gradient
-    of p.
+    """Straight-through gate of each edge: ones, with the gradient of the edge probabilities.
 
-    Cost O(E) forward, O(E K) backward.
+    It is ``1 + (p - p.detach())`` with ``p = edge_dot(rate, member, ...)``. Cost O(E) forward, O(E K) backward.
 
     Args:
         rate: ``Y S``, ``[H, N, K]``.
@@ -162,25 +161,25 @@ def edge_effect(
     chance: Tensor | None = None,
     exploration: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    r"""What each edge, and each probe, does to the loss: the difference between having it and not, the row's other
-    edges given.
+    r"""What each edge, and each probe, does to the loss.
 
-    With :math:`w_{ij} = \exp(\text{scale} \cdot \langle q_i, k_j \rangle + b_{ij})`, gains :math:`g_{ij} = (\partial L
-    / \partial o_i) \cdot v_j` and sums over the edges of row i other than j itself,
+    It is the difference between having the edge and not, given the other edges of the row. With :math:`w_{ij} =
+    \exp(\text{scale} \cdot \langle q_i, k_j \rangle + b_{ij})`, gains :math:`g_{ij} = (\partial L / \partial o_i) \cdot
+    v_j` and sums over the edges of row i other than j itself,
 
     .. math::
         \Delta_{ij} = \frac{w_{ij}}{w_{ij} + \sum w_{il}} \Big( g_{ij} - \frac{\sum w_{il} g_{il}}{\sum w_{il}} \Big) ,
 
-    the last fraction being 0 where there is no other edge. To first order in the output this is the loss with the edge
-    less the loss without it; for a loss that is linear in the output it is exact. No sum is ever taken from one that it
-    dominates.
+    where the last fraction is 0 if there is no other edge. This is the loss with the edge less the loss without it:
+    exactly so for a loss that is linear in the output, to first order for any other. No sum is ever subtracted from one
+    that it dominates.
 
-    With ``rate``, ``member`` and ``chance``, effects come times what they count for in an estimate of :math:`\partial L
-    / \partial p` from a graph that was sampled with :math:`p_{ij} = \langle \text{rate}_i, \text{member}_j \rangle +
-    \delta` and probes that were drawn with probability :math:`\eta_i`. With :math:`p` cut at 1/2 and :math:`d = \max(p
-    + \eta - p \eta, 2 p)` that is :math:`1 / d` for an edge and :math:`(d - p) / (d \, (1 - p) \, \eta)` for a probe;
-    it is :math:`1 / p` where :math:`\eta = 0`, and 0 where :math:`p > 1`. :func:`sbm_pyg.estimators.local_expectation`
-    says why. Cost O((E + E') (C + K)).
+    With ``rate``, ``member`` and ``chance``, each effect is multiplied by its weight in an estimate of :math:`\partial
+    L / \partial p`. There the graph was sampled with :math:`p_{ij} = \langle \text{rate}_i, \text{member}_j \rangle +
+    \delta`, and probes were drawn with probability :math:`\eta_i`. With :math:`p` cut at 1/2 and :math:`d = \max(p +
+    \eta - p \eta, 2 p)`, the weight is :math:`1 / d` for an edge and :math:`(d - p) / (d \, (1 - p) \, \eta)` for a
+    probe. It is :math:`1 / p` where :math:`\eta = 0`, and 0 where :math:`p > 1`.
+    :func:`sbm_pyg.estimators.local_expectation` says why. Cost O((E + E') (C + K)).
 
     Args:
         grad_out: Gradient of the loss to the attention's output, ``[H, N, C']``.
@@ -249,8 +248,8 @@ def local_expectation(
 ) -> Tensor:
     """The local expectation gradient: the output of attention unchanged, with a gradient to edge probabilities.
 
-    Backward, the probability of each edge, and of each probe, receives its :func:`edge_effect` times what it counts
-    for. Forward costs nothing. Backward costs O((E + E') (C + K)), without the K where probabilities are given.
+    In the backward pass, the probability of each edge and of each probe receives its :func:`edge_effect`, multiplied by
+    its weight. Forward costs nothing. Backward costs O((E + E') (C + K)), without the K where probabilities are given.
 
     Args:
         out: Output of :func:`edge_attention` over the graph, ``[H, N, C']``.
@@ -422,8 +421,8 @@ def sample_sbm(
     Args:
         rate: Rates of the queries ``Y S``, ``[H, N, K]``, finite, non-negative, below :math:`2^{50}`.
         member: Memberships of the keys ``Z``, ``[H, M, K]``, finite, non-negative, below :math:`2^{50}`. Kernels may
-            work in float32 and take what is below its normal range for 0, which is only nothing next to numbers of that
-            size; :func:`sbm_pyg.sample_edges` rescales others.
+            work in float32, where numbers below its normal range count as 0. :func:`sbm_pyg.sample_edges` rescales
+            memberships for which this would matter.
         query_ptr: Offsets of the sequences in the queries, ``[B+1]`` int64.
         key_ptr: Offsets of the sequences in the keys, ``[B+1]`` int64.
         sequence_ids: Number of each sequence's random stream, ``[B]`` int64 in ``0 .. 2**32-1``.
@@ -467,12 +466,12 @@ def sample_systematic(
     seed: int,
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    r"""Each query takes keys of its sequence at equal distances from a random start: every key with the same
-    probability, at little cost.
+    r"""Each query takes keys of its sequence at equal distances from a random start.
 
-    With :math:`\eta_i` the probability and one random :math:`u` per row, uniform in [0, 1), these are the keys
-    :math:`\lfloor (t + u) / \eta_i \rfloor` for t = 0, 1, ... Their number is :math:`\eta_i m` up to less than one.
-    Rows are independent; keys of a row are not. Words as in :func:`sample_sbm`. Cost O(N + E).
+    Every key has the same probability, at little cost. With :math:`\eta_i` this probability and one random :math:`u`
+    per row, uniform in [0, 1), the keys are :math:`\lfloor (t + u) / \eta_i \rfloor` for t = 0, 1, ... Their number
+    differs by less than one from :math:`\eta_i m`, with m the keys of the sequence. Rows are independent; keys of a row
+    are not. Random words are as in :func:`sample_sbm`. Cost O(N + E).
 
     Args:
         chance: :math:`\eta` of each query, ``[N]``, in [0, 1]; what is outside is cut, and NaN counts as 0.
@@ -514,8 +513,8 @@ def invalid_row(rowptr: Tensor, col: Tensor, query_ptr: Tensor, key_ptr: Tensor,
         heads: Number of heads H.
 
     Returns:
-        Its number ``h * N + i``, ``[]`` int64, or -1 where every row is as it should be. A row whose offsets decrease
-        or leave ``0 .. E`` is not; whether the first is 0 and the last E is for the caller to see.
+        Its number ``h * N + i``, ``[]`` int64, or -1 where every row is valid. A row whose offsets decrease or leave
+        ``0 .. E`` is invalid. The caller checks that the first offset is 0 and the last E.
     """
     checks.tensors(rowptr=rowptr, col=col)
     checks.shape("rowptr", rowptr, (None,), "[H*N+1]", "It holds one row per head and query, heads outermost.")

@@ -44,10 +44,10 @@ def _long(number):
 
 @intrinsic
 def philox16(typing, counter, row, stream, purpose, seed, out, offset):
-    """Philox4x32-10 at counters ``(counter .. counter + 15, row, stream, purpose)``: word k of all sixteen, then word k
-    + 1.
+    """Philox4x32-10 at counters ``(counter .. counter + 15, row, stream, purpose)``.
 
-    ``out`` is uint32 and receives 64 words from ``offset`` on.
+    ``out`` is uint32 and receives 64 words from ``offset`` on: the first word of all sixteen counters, then the second,
+    and so on.
     """
 
     def generate(context, builder, signature, args):
@@ -106,11 +106,11 @@ def toss16(typing, approx, coins, offset, below, less, above, more):
 
 @intrinsic
 def gaps16(typing, words, offset, spread, before, end, places):
-    """Sixteen successes of a sequence of trials with ``log(1 / (1 - chance)) = 1 / spread``: the next places after
-    ``before``.
+    """The next sixteen successes, after ``before``, in a sequence of trials.
 
-    Place k follows after a geometric number of failures, made of 53 bits: word k from ``offset`` on and 21 bits of word
-    ``16 + k``. ``places`` is int32 and receives them, ``end`` for all that are not below it; returns the last one.
+    Trials have ``log(1 / (1 - chance)) = 1 / spread``. Place k follows after a geometric number of failures, made of 53
+    bits: word k from ``offset`` on and 21 bits of word ``16 + k``. ``places`` is int32 and receives them, with ``end``
+    for all that are not below it. Returns the last one.
     """
 
     def generate(context, builder, signature, args):
@@ -164,11 +164,11 @@ def gaps16(typing, words, offset, spread, before, end, places):
 
 @intrinsic
 def weigh16(typing, approx, words, offset, places, end, scale, below, less, above, more):
-    """Sixteen words, ``scale`` times each, against numbers known up to a relative error, where places lie below
-    ``end``.
+    """Compare sixteen words, ``scale`` times each, with numbers known up to a relative error.
 
-    ``approx`` is a vector of float32, ``places`` is int32. Returns a mask: bit k where word k lies below ``below p +
-    less``; bit ``16 + k`` where it does not, but not above ``above p + more`` either, so that the error decides.
+    Only places below ``end`` count. ``approx`` is a vector of float32, ``places`` is int32. Returns a mask: bit k where
+    word k lies below ``below p + less``; bit ``16 + k`` where it does not, but not above ``above p + more`` either, so
+    that the error decides.
     """
 
     def generate(context, builder, signature, args):

@@ -1,9 +1,8 @@
-"""What is refused before a kernel touches memory: shapes, types, numbers and names that do not fit, forward-mode
-derivatives, and sizes that the memory cannot hold.
+"""Checks of what kernels are given: shapes, types, numbers, names, and sizes that memory can hold.
 
-In: the arguments of an op, or of what calls it. Out: nothing, or an error. No value of a tensor is looked at, so that a
-check costs microseconds: that keys lie in range is for :class:`sbm_pyg.AttentionGraph` to say. Nothing is checked in
-code that is being compiled, where numbers of edges are unknown.
+In: the arguments of an op, or of what calls it. Out: nothing, or an error. Forward-mode derivatives are refused too. No
+check looks at the values of a tensor, so each costs microseconds; whether keys lie in range is for
+:class:`sbm_pyg.AttentionGraph` to say. Nothing is checked in compiled code, where numbers of edges are unknown.
 """
 
 from __future__ import annotations
@@ -143,9 +142,9 @@ def same_device(first: str, like: Tensor, **others: Tensor | None) -> None:
 
 
 def integer(name: str, value: Any, least: int, way_out: str) -> int:
-    """The int, of Python or numpy; refuses anything else, bools too, and what is too small.
+    """Return an int of Python or numpy; refuse anything else, bools too, and what is too small.
 
-    A symbol, in code that is compiled, comes back.
+    In compiled code a symbol is returned as it is.
     """
     if torch.compiler.is_compiling():
         return value
@@ -205,7 +204,10 @@ def _ends(span: str) -> tuple[float, float]:
 
 
 def seed(value: Any) -> int:
-    """The seed as an int of 64 bits; refuses anything else. A symbol, in code that is compiled, comes back."""
+    """Return the seed as an int of 64 bits; refuse anything else.
+
+    In compiled code a symbol is returned as it is.
+    """
     if torch.compiler.is_compiling():
         return value
     try:
@@ -227,7 +229,7 @@ def one_of(name: str, choice: str, options: Sequence[str]) -> None:
 
 
 def memory(name: str, count: int, bytes_each: int, device: torch.device, way_out: str, what: str = "edges") -> None:
-    """Refuse, before anything is allocated, so many things that the memory that is available cannot hold them.
+    """Refuse a number of things that available memory cannot hold, before any is allocated.
 
     Args:
         name: Argument that asks for them.
@@ -260,9 +262,9 @@ def fits(count: int, bytes_each: int, device: torch.device) -> bool:
 
 
 def available(device: torch.device) -> float:
-    """Bytes that can be had on a device now, inf where nobody knows.
+    """Bytes that are available on a device now; inf where nobody knows.
 
-    Of the CPU without swap, and within the limits of this process.
+    Those of the CPU are without swap, and within the limits of this process.
     """
     if device.type == "cuda":
         return (
@@ -306,9 +308,9 @@ def _address_space() -> float:
 
 @cache
 def _cgroups() -> list[tuple[Path, Path, str, int]]:
-    """For each control group of this process that has a limit.
+    """Memory of each control group of this process that has a limit.
 
-    The files of its usage and statistics, what these call cached files, the limit.
+    Yields the files of its usage and of its statistics, the name of cached files in the latter, and the limit.
     """
     return [*_limited_groups(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))]
 

@@ -1,8 +1,7 @@
-"""What each op costs, for torch's counter (``torch.utils.flop_counter.FlopCounterMode``), which by itself counts
-torch's ops alone.
+"""What each op costs in floating point operations, for the counter of torch.
 
-In: the arguments of an op, as in its schema. Out: floating point operations, for each op of the same name. Not here:
-time and memory.
+That counter, ``torch.utils.flop_counter.FlopCounterMode``, knows torch's own ops alone. In: the arguments of an op, as
+in its schema. Out: floating point operations, for each op of the same name. Not here: time and memory.
 
 The conventions are torch's: a multiplication and its addition are 2; exponentials, comparisons, random words, and what
 is done once per token or once per edge without a sum over channels, are 0 (so ``segment_entmax`` is 0, as softmax is).
@@ -99,12 +98,12 @@ def sample_sbm(
     *,
     out_val: Any = None,
 ) -> int:
-    """2 K for each pair whose probability is computed, and 4 H N K for the expected degrees and the bounds that plan
-    the rows.
+    """2 K for each pair whose probability is computed, and 4 H N K for the plan of the rows.
 
-    How many pairs these are is known before anything is drawn, from the plan of each row: all keys where coins are
-    tossed, the expected number of proposals otherwise (none with ``"fastrg"``, which takes proposals as they come).
-    Where there are no values to plan by (fake tensors), only the edges count, which is the least it can be.
+    The plan needs expected degrees and bounds. It tells, before anything is drawn, for how many pairs a probability is
+    computed: all keys where coins are tossed, else the expected number of proposals (none with ``"fastrg"``, which
+    takes proposals as they come). Where there are no values to plan by (fake tensors), only the edges count, which is
+    the least it can be.
     """
     heads, num_queries, blocks = query.shape
     if is_fake(query) or query.is_meta:
