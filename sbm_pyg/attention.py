@@ -251,7 +251,9 @@ class AttentionConv(EdgeAttention):
         sequence_ids: Tensor | None = None,
         returns: Returns = NOTHING,
     ) -> Any:
-        """What :meth:`forward` does after the projections, for models that have their own; other arguments as there.
+        """Attend with given projections, for models that have their own.
+
+        It is what :meth:`forward` does after its projections; other arguments are as there.
 
         Args:
             query, key, value: ``[H, N, C]``, ``[H, M, C]`` and ``[H, M, C']``.
@@ -379,8 +381,8 @@ class SBMAttentionConv(AttentionConv):
         self.num_blocks = num_blocks
         if sbm_options is not None and not isinstance(sbm_options, Mapping):
             raise TypeError(
-                f"Expected 'sbm_options' to be a dict of arguments of SBMHead (got {type(sbm_options).__name__}). Name "
-                "each option."
+                "Expected 'sbm_options' to be a dict of arguments of SBMHead "
+                f"(got {type(sbm_options).__name__}). Name each option."
             )
         if num_blocks is not None:
             exploration = self.estimator.exploration if exploration is None else exploration

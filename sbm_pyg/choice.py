@@ -22,9 +22,9 @@ __all__ = ["Choice", "EdgeProbability", "GraphSource"]
 
 
 class EdgeProbability(ABC):
-    """How probable a source of graphs holds each pair of a query and a key to be.
+    """The probability that a source of graphs gives to each pair of a query and a key.
 
-    A subclass says :meth:`on` and :meth:`expected_density`; then every estimator trains it. :class:`sbm_pyg.SBM` is
+    A subclass defines :meth:`on` and :meth:`expected_density`; then every estimator trains it. :class:`sbm_pyg.SBM` is
     one.
     """
 

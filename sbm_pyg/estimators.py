@@ -77,10 +77,11 @@ class Attended:
 
 
 class Estimator:
-    """How the loss reaches the probabilities of a choice: a subclass overrides the steps in which it differs.
+    """How the loss reaches the probabilities of a choice.
 
-    The layer calls :meth:`prepare`, :meth:`gate` and :meth:`bias` before attention and :meth:`attach` after it, and
-    only where the choice has probabilities. This class itself does nothing.
+    A subclass overrides the steps in which it differs. The layer calls :meth:`prepare`, :meth:`gate` and :meth:`bias`
+    before attention and :meth:`attach` after it, and only where the choice has probabilities. This class itself does
+    nothing.
     """
 
     exploration = 0.01
@@ -105,8 +106,8 @@ class Estimator:
             )
         if method not in self.methods:
             raise ValueError(
-                f"Expected 'estimator' other than 'local' with method={method!r} (got {name}). It is derived for "
-                "'bernoulli'."
+                f"Expected 'estimator' other than 'local' with method={method!r} (got {name}). "
+                "It is derived for 'bernoulli'."
             )
 
     def prepare(self, choice: Choice, training: bool) -> Choice:
@@ -241,8 +242,8 @@ def resolve_estimator(
         estimator = local if estimator == "local" else ESTIMATORS[estimator]()
     if not isinstance(estimator, Estimator):
         raise TypeError(
-            f"Expected 'estimator' to be an Estimator or a name (got {type(estimator).__name__}). Names are "
-            f"{[*ESTIMATORS]}."
+            f"Expected 'estimator' to be an Estimator or a name (got {type(estimator).__name__}). "
+            f"Names are {[*ESTIMATORS]}."
         )
     estimator.check(normalizer, method)
     return estimator
@@ -252,8 +253,9 @@ def resolve_estimator(
 
 
 def straight_through(probability: EdgeProbability, graph: AttentionGraph, forced: Tensor | None = None) -> Tensor:
-    """Gate of each edge, ``[E]``: exactly 1, with the gradient of its probability. O(E) forward, O(E K) backward for an
-    SBM.
+    """Straight-through gate of each edge, ``[E]``: exactly 1, with the gradient of its probability.
+
+    Cost O(E) forward, O(E K) backward for an SBM.
 
     Args:
         probability: Probabilities of the graph.
@@ -383,7 +385,9 @@ def local_expectation(
 
 
 def relaxed_bias(probability: EdgeProbability, graph: AttentionGraph, exploration: float = 0.0) -> Tensor:
-    """Log-probability of each pair, ``[E]``: as a score bias over all pairs it replaces the mask by its expectation.
+    """Log-probability of each pair, ``[E]``, as a score bias.
+
+    Over all pairs it replaces the mask by its expectation.
 
     Args:
         probability: Probabilities of the pairs.
@@ -400,8 +404,9 @@ def relaxed_bias(probability: EdgeProbability, graph: AttentionGraph, exploratio
 def concrete_bias(
     probability: EdgeProbability, graph: AttentionGraph, temperature: float, *, seed: int, exploration: float = 0.0
 ) -> Tensor:
-    r"""Logarithm of a relaxed coin for each pair, ``[E]``: :math:`\log \sigma((\operatorname{logit} p +
-    \operatorname{logit} u) / \tau)`.
+    r"""Logarithm of a relaxed coin for each pair, ``[E]``, as a score bias.
+
+    It is :math:`\log \sigma((\operatorname{logit} p + \operatorname{logit} u) / \tau)`.
 
     Args:
         probability: Probabilities of the pairs.
@@ -426,11 +431,11 @@ def concrete_bias(
 def score_function(
     probability: EdgeProbability, graph: AttentionGraph, loss: Tensor, exploration: float = 0.0
 ) -> Tensor:
-    r"""A scalar to add to the loss, whose gradient to the model is :math:`\sum_b (L_b - \bar L) \, \nabla \log
-    \Pr(A_b)`.
+    r"""A scalar to add to the loss, for the score-function gradient (REINFORCE; Williams, 1992).
 
-    Unbiased for any loss (REINFORCE; Williams 1992), with the mean of the other sequences as baseline. Its variance
-    grows with the number of pairs, all of which it looks at: a reference point, not a way to train.
+    Its gradient to the model is :math:`\sum_b (L_b - \bar L) \, \nabla \log \Pr(A_b)`. It is unbiased for any loss,
+    with the mean of the other sequences as baseline. Its variance grows with the number of pairs, all of which it looks
+    at: a reference point, not a way to train.
 
     Args:
         probability: Probabilities of the graph.
@@ -472,7 +477,7 @@ def _explored(probability: EdgeProbability, graph: AttentionGraph, exploration: 
 
 
 def _check_memory(graph: AttentionGraph, per_query: float) -> None:
-    """Refuse more probes than fit into memory, each with a number, without which it is no use."""
+    """Refuse more probes than fit into memory with one number each."""
     width = (4 if graph.device.type == "cpu" else 20) + torch.get_default_dtype().itemsize
     pairs = graph.heads * graph.num_queries * graph.num_keys
     if ops.checks.fits(pairs, width, graph.device) or not readable(graph.query_ptr):

@@ -68,8 +68,8 @@ class EncoderTrace:
         for graph in self.graphs:
             if graph is not None and (graph.num_sequences, graph.heads) != self.shape:
                 raise ValueError(
-                    f"Expected 'choices' of 'shape' {self.shape} (got {(graph.num_sequences, graph.heads)}). It is (B, "
-                    "H)."
+                    f"Expected 'choices' of 'shape' {self.shape} "
+                    f"(got {(graph.num_sequences, graph.heads)}). It is (B, H)."
                 )
         if self.device is not None:
             checks.device(self.device)
@@ -88,7 +88,7 @@ class EncoderTrace:
     def expected_density(self) -> Tensor:
         """Mean edge probability of each layer, ``[L, B, H]``, differentiable.
 
-        The density itself of a graph without probabilities; 1 for full attention.
+        A graph without probabilities counts with its density, full attention with 1.
         """
         known = [
             None
@@ -101,11 +101,11 @@ class EncoderTrace:
         return self._stack(known)
 
     def density_loss(self, floor: float = 0.0) -> Tensor:
-        """Mean expected density over layers, sequences and heads: the regulariser of Cho et al., section 5.2, without
-        its noise.
+        """Mean expected density over layers, sequences and heads: a regulariser of the loss.
 
-        A scalar in [0, 1], to be weighted and added to the loss. The paper penalises sampled edges; this is their
-        expectation, differentiable in O(NK + K^2) without the straight-through estimator.
+        It is that of Cho et al., section 5.2, without its noise: a scalar in [0, 1], to be weighted and added to the
+        loss. The paper penalises sampled edges; this is their expectation, differentiable in O(NK + K^2) without the
+        straight-through estimator.
 
         Args:
             floor: Density in [0, 1] up to which a head costs nothing; above it, the excess counts. 0, as in the paper,
@@ -239,8 +239,8 @@ class SequenceEncoder(Pretrained):
         if attention_options is not None:
             if not isinstance(attention_options, Mapping):
                 raise TypeError(
-                    f"Expected 'attention_options' to be a dict (got {type(attention_options).__name__}). Name each "
-                    "option."
+                    "Expected 'attention_options' to be a dict "
+                    f"(got {type(attention_options).__name__}). Name each option."
                 )
             self._options["attention_options"] = dict(attention_options)
         channels, heads = (
@@ -275,14 +275,14 @@ class SequenceEncoder(Pretrained):
         checks.memory("num_layers", num_layers, BLOCK_BYTES, torch.device("cpu"), "Build a smaller model.", "blocks")
         if not (isinstance(attention, str) or callable(attention)):
             raise TypeError(
-                f"Expected 'attention' to be a name or a factory (got {type(attention).__name__}). The names are "
-                f"{[*ATTENTION]}."
+                f"Expected 'attention' to be a name or a factory (got {type(attention).__name__}). "
+                f"The names are {[*ATTENTION]}."
             )
         if isinstance(attention, str):
             if attention not in ATTENTION:
                 raise ValueError(
-                    f"Expected 'attention' to be one of {[*ATTENTION]} or a factory (got {attention!r}). A factory is "
-                    "called with (channels, head_channels, heads)."
+                    f"Expected 'attention' to be one of {[*ATTENTION]} or a factory (got {attention!r}). "
+                    "A factory is called with (channels, head_channels, heads)."
                 )
             layers = [
                 _named(attention, channels, head_channels, heads, is_causal, attention_options or {})
@@ -401,8 +401,8 @@ class SequenceEncoder(Pretrained):
         count = tokens.size(0)
         if readable(ptr) and (longest := int(ptr.diff().max())) > self.max_length:
             raise ValueError(
-                f"Expected sequences of at most max_length = {self.max_length} tokens (got {longest}). Raise "
-                "max_length or cut them."
+                f"Expected sequences of at most max_length = {self.max_length} tokens (got {longest}). "
+                "Raise max_length or cut them."
             )
         check_tensor(positions, "positions")
         if positions is None:
@@ -503,8 +503,7 @@ class SequenceClassifier(_Classifier):
     Args:
         encoder: The encoder.
         num_classes: Number of classes.
-        pool_length: Divide the sum over the tokens by this number instead of theirs, as a mean over zeroed padding
-            does.
+        pool_length: Divide the sum over the tokens by this number, not by theirs, as a mean over zeroed padding does.
 
     Shapes:
         - tokens ``[N]`` int64, ptr ``[B+1]``; logits ``[B, num_classes]``.
@@ -578,8 +577,8 @@ class PairClassifier(_Classifier):
         for name, pair in (("tokens", tokens), ("ptr", ptr), ("batch", batch), ("positions", positions)):
             if not (isinstance(pair, tuple | list) and len(pair) == 2) and (pair is not None or name == "tokens"):
                 raise TypeError(
-                    f"Expected '{name}' to be a pair, of first and second sequences (got {type(pair).__name__}). Pass "
-                    "both."
+                    f"Expected '{name}' to be a pair, of first and second sequences "
+                    f"(got {type(pair).__name__}). Pass both."
                 )
         ptrs, batches, sides = ptr or (None, None), batch or (None, None), positions or (None, None)
         tokens = (self.encoder.check_tokens(tokens[0]), self.encoder.check_tokens(tokens[1]))
@@ -589,8 +588,8 @@ class PairClassifier(_Classifier):
         ]
         if offsets[0].shape != offsets[1].shape:
             raise ValueError(
-                f"Expected 'ptr' to hold as many second as first sequences (got {offsets[0].numel() - 1} and "
-                f"{offsets[1].numel() - 1}). Sequences pair up by position."
+                "Expected 'ptr' to hold as many second as first sequences "
+                f"(got {offsets[0].numel() - 1} and {offsets[1].numel() - 1}). Sequences pair up by position."
             )
         sequence_ids = 2 * resolve_sequence_ids(sequence_ids, offsets[0].numel() - 1, offsets[0].device, bits=31)
         pooled, traces = [], []

@@ -84,7 +84,7 @@ class EdgeAttention(MessagePassing):
 
     @property
     def _edgewise(self) -> bool:
-        """Whether the fused path does not do: another normaliser, or somebody looks at a step of PyG's propagation."""
+        """Whether to go edge by edge: for another normaliser, or because somebody looks at PyG's propagation."""
         steps = (
             self._propagate_forward_pre_hooks,
             self._propagate_forward_hooks,
@@ -116,8 +116,8 @@ class EdgeAttention(MessagePassing):
             raise TypeError(f"Expected 'returns' to be a Returns (got {type(returns).__name__}). See the docstring.")
         if edge_filter is not None and not callable(edge_filter):
             raise TypeError(
-                f"Expected 'edge_filter' to be a callable graph -> [E] (got {type(edge_filter).__name__}). Wrap a mask "
-                "in a function."
+                f"Expected 'edge_filter' to be a callable graph -> [E] (got {type(edge_filter).__name__}). "
+                "Wrap a mask in a function."
             )
         if edge_head is not None and not isinstance(edge_index, Tensor):
             raise ValueError(

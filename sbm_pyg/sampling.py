@@ -91,8 +91,8 @@ def sample_edges(
     """
     if method not in ops.METHODS:
         raise ValueError(
-            f"Expected 'method' to be one of {ops.METHODS} (got {method!r}). Use 'bernoulli' unless you compare with "
-            "Algorithm 1."
+            f"Expected 'method' to be one of {ops.METHODS} (got {method!r}). "
+            "Use 'bernoulli' unless you compare with Algorithm 1."
         )
     check_model(sbm)
     ops.checks.number("exploration", exploration, "[0, 1]", "The paper has 0.01 in training and 0 in evaluation.")
@@ -202,8 +202,8 @@ def _widen(sbm: SBM, reach: float) -> SBM:
         }
         name = max(sizes, key=lambda name: sizes[name])
         raise ValueError(
-            f"Expected '{name}' of a size whose products float64 holds (got {sizes[name]:.4g}). Scale memberships and "
-            "block matrix towards 1."
+            f"Expected '{name}' of a size whose products float64 holds (got {sizes[name]:.4g}). "
+            "Scale memberships and block matrix towards 1."
         )
     return SBM(
         sbm.query_membership.double(),
@@ -216,7 +216,7 @@ def _widen(sbm: SBM, reach: float) -> SBM:
 
 
 def _rescale(sbm: SBM) -> tuple[Tensor, Tensor]:
-    """Rates and memberships of the keys of a float64 model, whose products are the same, in a range that kernels take.
+    """Scale rates and memberships of a float64 model into a range that kernels take; their products stay.
 
     For each head, sequence and block the largest membership of a key comes to lie in [1/2, 1), by a power of two that
     the rate gives back.
@@ -263,8 +263,9 @@ def _check_memory(sbm: SBM, method: str, exploration: float) -> None:
 
 @functional_transform("sbm_graph")
 class SBMGraph(BaseTransform):
-    """Samples ``edge_index`` from the stochastic block model that a PyG data object carries (functional name:
-    ``sbm_graph``).
+    """Samples ``edge_index`` from the stochastic block model that a PyG data object carries.
+
+    Its functional name is ``sbm_graph``.
 
     Nodes carry ``query_membership`` and ``key_membership``, ``[N, H, K]`` or ``[N, K]``, and the data object
     ``block_matrix``, ``[H, K, K]`` or ``[K, K]``; or, with ``head``, nodes carry features ``x`` ``[N, H*C]`` that serve
@@ -304,8 +305,8 @@ class SBMGraph(BaseTransform):
     ) -> None:
         if head is not None and not isinstance(head, torch.nn.Module):
             raise TypeError(
-                f"Expected 'head' to be a module such as SBMHead (got {type(head).__name__}). Memberships are read "
-                "from the data."
+                f"Expected 'head' to be a module such as SBMHead (got {type(head).__name__}). "
+                "Memberships are read from the data."
             )
         if (
             not isinstance(edge_type, tuple | list)
@@ -313,8 +314,8 @@ class SBMGraph(BaseTransform):
             or not all(isinstance(name, str) for name in edge_type)
         ):
             raise TypeError(
-                f"Expected 'edge_type' to be (source, relation, target), three names (got {edge_type!r}). Leave it out "
-                "for Data."
+                f"Expected 'edge_type' to be (source, relation, target), three names (got {edge_type!r}). "
+                "Leave it out for Data."
             )
         ops.checks.flag("is_causal", is_causal, "It says whether later keys are left out.")
         self.is_causal = is_causal
@@ -368,12 +369,15 @@ class SBMGraph(BaseTransform):
         return graph.replace_edges(data, self.edge_type if hetero else None)
 
     def _read(self, store: Any, name: str, what: str, dims: tuple[int, ...], shape: str, rows: bool = True) -> Tensor:
-        """An attribute, which has a row for each node, if the store knows its nodes, unless ``rows`` is False."""
+        """Read an attribute of a store.
+
+        It must have a row for each node, if the store knows its nodes, unless ``rows`` is False.
+        """
         value = getattr(store, name, None)
         if value is None:
             raise ValueError(
-                f"Expected 'data' to carry '{name}' (got none). Add the {what} of the SBM, or pass 'head' and node "
-                "features `x`."
+                f"Expected 'data' to carry '{name}' (got none). "
+                f"Add the {what} of the SBM, or pass 'head' and node features `x`."
             )
         ops.checks.tensors(**{name: value})
         ops.checks.floating(**{name: value})
