@@ -235,22 +235,12 @@ class AttentionConv(EdgeAttention):
         )  # fmt: skip
 
     def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        edge_index: Adjacency | None = None,
-        *,
-        bipartite: bool = False,
-        is_causal: bool = False,
-        edge_filter: Callable[[AttentionGraph], Tensor] | None = None,
-        edge_head: Tensor | None = None,
-        ptr: Sides | None = None,
-        batch: Sides | None = None,
-        seed: int | None = None,
-        sequence_ids: Tensor | None = None,
-        returns: Returns = NOTHING,
-    ) -> Any:
+        self, query: Tensor, key: Tensor, value: Tensor, edge_index: Adjacency | None = None, *,
+        bipartite: bool = False, is_causal: bool = False,
+        edge_filter: Callable[[AttentionGraph], Tensor] | None = None, edge_head: Tensor | None = None,
+        ptr: Sides | None = None, batch: Sides | None = None, seed: int | None = None,
+        sequence_ids: Tensor | None = None, returns: Returns = NOTHING,
+    ) -> Any:  # fmt: skip
         """Attend with given projections, for models that have their own.
 
         It is what :meth:`forward` does after its projections; other arguments are as there.

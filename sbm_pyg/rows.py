@@ -7,7 +7,7 @@ form of a graph (``graph``).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 
 import torch
@@ -34,7 +34,7 @@ class CompressedRows:
     heads: int = 1
     query_ptr: Tensor = None  # type: ignore[assignment]  # [B+1], always a tensor after __post_init__
     key_ptr: Tensor = None  # type: ignore[assignment]  # [B+1]
-    is_causal: bool = False
+    is_causal: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         for name in ("rowptr", "col", "query_ptr", "key_ptr"):

@@ -211,7 +211,7 @@ def _widen(sbm: SBM, reach: float) -> SBM:
         sbm.block_matrix.double(),
         sbm.query_ptr,
         sbm.key_ptr,
-        sbm.is_causal,
+        is_causal=sbm.is_causal,
     )
 
 

@@ -66,7 +66,7 @@ class SBM(EdgeProbability):
     block_matrix: Tensor
     query_ptr: Tensor = field(default=cast(Tensor, None))  # a tensor after __post_init__
     key_ptr: Tensor = field(default=cast(Tensor, None))
-    is_causal: bool = False
+    is_causal: bool = field(default=False, kw_only=True)
     rate: Tensor = field(init=False)
     """Memberships of the queries seen from the keys' blocks, ``Y S``, ``[H, N, K]``.
 

@@ -130,8 +130,8 @@ def test_reference_and_numba_choose_the_same_edges(way: str) -> None:
             for ours, meant in zip(ops.sample_sbm(*arguments), reference.sample_sbm(*arguments), strict=True):
                 assert torch.equal(ours, meant)
     chance = torch.rand(350, generator=random)
-    arguments = (chance, *ptr, torch.tensor([3, 9]), 2, 5, True)
-    for ours, meant in zip(ops.sample_systematic(*arguments), reference.sample_systematic(*arguments), strict=True):
+    probes = (chance, *ptr, torch.tensor([3, 9]), 2, 5, True)
+    for ours, meant in zip(ops.sample_systematic(*probes), reference.sample_systematic(*probes), strict=True):
         assert torch.equal(ours, meant)
 
 
@@ -258,7 +258,7 @@ def test_no_token_of_an_encoder_depends_on_a_later_one(attention: str) -> None:
     assert not torch.equal(out[~seen], other[~seen])
     assert all(graph is None or graph.is_causal for graph in trace.graphs)
     assert trace.density.max() <= 1
-    assert SequenceEncoder(**model.constructor_options()).blocks[0].attention.is_causal
+    assert cast(Any, SequenceEncoder(**model.constructor_options())).blocks[0].attention.is_causal
 
 
 def test_full_attention_is_the_layer_over_all_earlier_pairs() -> None:

@@ -328,7 +328,7 @@ def test_every_key_is_a_probe_as_often(per_query: float) -> None:
 def test_systematic_samples_are_those_of_the_reference(per_query: float, dtype: torch.dtype) -> None:
     query_ptr, key_ptr = torch.tensor([0, 3, 40, 240]), torch.tensor([0, 1, 5, 96])
     chance = torch.repeat_interleave((per_query / key_ptr.diff()).clamp(max=1).to(dtype), query_ptr.diff())
-    arguments = (chance, query_ptr, key_ptr, torch.tensor([7, 2**32 - 1, 0]), 3, 2**63 - 5)
+    arguments = (chance, query_ptr, key_ptr, torch.tensor([7, 2**32 - 1, 0]), 3, 2**63 - 5, False)
     for ours, meant in zip(ops.sample_systematic(*arguments), reference.sample_systematic(*arguments), strict=True):
         assert ours.dtype == meant.dtype
         assert torch.equal(ours, meant)

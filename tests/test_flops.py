@@ -118,7 +118,7 @@ def test_sampling_by_coins_looks_at_all_pairs(method: str, device: str) -> None:
         pairs = HEADS * (9 * 9 + 15 * 15)
     else:  # nothing to plan by: only the edges
         count = {"sample_sbm": flops.sample_sbm(
-            sbm.rate.to("meta"), sbm.key_membership.to("meta"), PTR, PTR, sequence_ids, 0, method, 0.0, False, out_val=(GRAPH.rowptr, GRAPH.col)
+            sbm.rate.to("meta"), sbm.key_membership.to("meta"), PTR, PTR, sequence_ids, 0, method, 0.0, False, False, out_val=(GRAPH.rowptr, GRAPH.col)
         )}  # fmt: skip
         pairs = E
     assert count == {"sample_sbm": 2 * K * (2 * HEADS * N + pairs)}

@@ -538,7 +538,9 @@ def test_a_chance_outside_0_and_1_is_cut() -> None:
     )
     for sample in (ops.sample_systematic, reference.sample_systematic):
         for got, want in zip(
-            sample(wild, ptr, ptr, sequence_ids, 2, 3), sample(cut, ptr, ptr, sequence_ids, 2, 3), strict=True
+            sample(wild, ptr, ptr, sequence_ids, 2, 3, False),
+            sample(cut, ptr, ptr, sequence_ids, 2, 3, False),
+            strict=True,
         ):
             assert torch.equal(got, want)
 
@@ -719,8 +721,8 @@ def _samples() -> dict[str, tuple]:
         "invalid_row": (*rows, graph.query_ptr, graph.key_ptr, 2),
         "segment_entmax": (gate, torch.tensor([0, graph.num_edges]), 1.5),
         "segment_entmax_backward": (p, p, torch.tensor([0, graph.num_edges]), 1.5),
-        "sample_sbm": (*memberships, ptr, ptr, torch.tensor([0]), 5, "bernoulli", 0.0, True),
-        "sample_systematic": (torch.full((3,), 0.4), ptr, torch.tensor([0, 7]), torch.tensor([0]), 2, 5),
+        "sample_sbm": (*memberships, ptr, ptr, torch.tensor([0]), 5, "bernoulli", 0.0, True, True),
+        "sample_systematic": (torch.full((3,), 0.4), ptr, torch.tensor([0, 7]), torch.tensor([0]), 2, 5, True),
     }
 
 
@@ -960,7 +962,7 @@ generator = torch.Generator().manual_seed(5)
 y = torch.randint(0, 17, (2, 50, 6), generator=generator) / 16 / 8
 z = torch.randint(0, 17, (2, 170, 6), generator=generator) / 16
 ptr = torch.tensor([0, 20, 50]), torch.tensor([0, 40, 170])
-arguments = (y, z, *ptr, torch.tensor([3, 9]), 1, "bernoulli", 0.0, True)
+arguments = (y, z, *ptr, torch.tensor([3, 9]), 1, "bernoulli", 0.0, True, False)
 for ours, meant in zip(ops.sample_sbm(*arguments), reference.sample_sbm(*arguments), strict=True):
     assert torch.equal(ours, meant)
 graph = GRAPHS["rows around a vector"]
@@ -980,13 +982,12 @@ effects = [
     for op, x in ((ops, leaves), (reference, wide))
 ]
 torch.testing.assert_close(effects[0][0].double(), effects[1][0], rtol=1e-3, atol=1e-5)
-probes = (chance, *(torch.tensor([0, length]) for length in (graph.num_queries, graph.num_keys)), torch.tensor([4]), 2, 9)
+probes = (chance, *(torch.tensor([0, length]) for length in (graph.num_queries, graph.num_keys)), torch.tensor([4]), 2, 9, False)
 assert all(torch.equal(*pair) for pair in zip(ops.sample_systematic(*probes), reference.sample_systematic(*probes), strict=True))
 print("equal")
 """
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_kernels_compile_for_a_processor_without_wide_registers() -> None:
     environment = {**os.environ, "NUMBA_CPU_NAME": "generic", "PYTHONPATH": str(Path(__file__).parent)}

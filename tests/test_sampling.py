@@ -495,7 +495,7 @@ def test_keys_that_int32_cannot_number() -> None:
             ValueError,
             match=r"Expected at most 2\^31 keys in a batch, .* \(got 8,589,934,592\). Sample fewer sequences at once.",
         ):
-            sample(few, query_ptr, key_ptr, stream, 1, 0)
+            sample(few, query_ptr, key_ptr, stream, 1, 0, False)
     with pytest.raises(ValueError, match=r"Expected at most 2\^31 keys in a batch"):
         ops.sample_sbm(few.view(1, 1, 1), key, query_ptr, key_ptr, stream, 0)
 
