@@ -392,11 +392,12 @@ def _sample_sbm(d: Draw) -> Case:
         result: Any, rate: Tensor, member: Tensor, query_ptr: Tensor, key_ptr: Tensor, exploration: float, **o: Any
     ) -> None:
         graph = sampled(result, query_ptr, key_ptr, rate.size(0))
+        expect(not (o["is_causal"] and bool(graph.later.any())), "an edge from a later key")
         if tame(rate, member) and exploration == 0:
             p = rate.double() @ member.double().mT
             expect(not bool((dense(graph) & (p <= 0)).any()), "an edge of probability 0")
 
-    arguments |= {"exploration": d.choice((0.0, 0.0, 0.2)), "clamp": d.random() < 0.5}
+    arguments |= {"exploration": d.choice((0.0, 0.0, 0.2)), "clamp": d.random() < 0.5, "is_causal": d.random() < 0.3}
     return Case(ops.sample_sbm, arguments, check, unchecked=("query_ptr", "key_ptr"))
 
 
@@ -405,10 +406,18 @@ def _sample_systematic(d: Draw) -> Case:
     sbm = d.sbm()
     arguments: dict[str, Any] = {"chance": d.unit(sbm.num_queries), "query_ptr": sbm.query_ptr, "key_ptr": sbm.key_ptr}
     arguments |= {"sequence_ids": d.whole(9, sbm.num_sequences), "heads": sbm.heads, "seed": d.getrandbits(60)}
+    arguments |= {"is_causal": d.random() < 0.3}
 
-    def check(result: Any, chance: Tensor, query_ptr: Tensor, key_ptr: Tensor, heads: int, **_: Any) -> None:
+    def check(
+        result: Any, chance: Tensor, query_ptr: Tensor, key_ptr: Tensor, heads: int, is_causal: Any, **_: Any
+    ) -> None:
         graph = sampled(result, query_ptr, key_ptr, heads)
-        sizes = torch.repeat_interleave(key_ptr.diff(), query_ptr.diff()) * chance.double().nan_to_num(0).clamp(0, 1)
+        expect(not (is_causal and bool(graph.later.any())), "an edge from a later key")
+        sizes = torch.repeat_interleave(key_ptr.diff(), query_ptr.diff())
+        if is_causal:
+            place = torch.cat([torch.arange(1, n + 1) for n in query_ptr.diff().tolist()])
+            sizes = torch.minimum(place, sizes)
+        sizes = sizes * chance.double().nan_to_num(0).clamp(0, 1)
         expect(
             bool(((graph.degree - sizes).abs() < 1 + 1e-6).all()),
             "a number of keys that is not the probability times the keys",
@@ -1019,11 +1028,7 @@ PATTERNS: dict[
     str, tuple[str, dict[str, tuple[int, int]], Place]
 ] = {  # class, ranges of options, whether i attends to j among n
     "full": ("FullGraph", {}, lambda i, j, n: True),
-    "window": (
-        "WindowGraph",
-        {"size": (0, 4)},
-        lambda i, j, n, size, causal=False: (0 if causal else -size) <= i - j <= size,
-    ),
+    "window": ("WindowGraph", {"size": (0, 4)}, lambda i, j, n, size: abs(i - j) <= size),
     "global_tokens": (
         "GlobalGraph",
         {"num_global": (0, 3)},
@@ -1048,16 +1053,17 @@ PATTERNS: dict[
 
 def check_pattern(name: str, mask: Tensor, lengths: Sequence[int], options: dict[str, Any]) -> None:
     """A dense mask ``[H, N, N]`` against the definition."""
+    is_causal = options.get("is_causal", False)
     options = {
-        key: operator.index(value)
-        for key, value in options.items()
-        if key in {**PATTERNS[name][1], "causal": 0} and value is not None
+        key: operator.index(value) for key, value in options.items() if key in PATTERNS[name][1] and value is not None
     }
     start = 0
     for n in lengths:
         found = mask[:, start : start + n, start : start + n]
         if name == "random":
-            expect(bool((found.sum(2) == min(options["num_keys_per_query"], n)).all()), "another number of keys")
+            reach = torch.arange(1, n + 1) if is_causal else torch.full((n,), n)
+            wanted = reach.clamp(max=min(options["num_keys_per_query"], n))
+            expect(bool((found.sum(2) == wanted).all()), "another number of keys")
         elif name == "bigbird":
             least = torch.tensor(
                 [
@@ -1065,6 +1071,7 @@ def check_pattern(name: str, mask: Tensor, lengths: Sequence[int], options: dict
                     for i in range(n)
                 ]
             )
+            least = least.tril() if is_causal else least
             extra = (found & ~least).sum(2)
             expect(
                 bool((found | ~least).all()) and bool((extra <= min(options["num_random"], 2**40)).all()),
@@ -1072,7 +1079,9 @@ def check_pattern(name: str, mask: Tensor, lengths: Sequence[int], options: dict
             )
         else:
             wanted = torch.tensor([[PATTERNS[name][2](i, j, n, **options) for j in range(n)] for i in range(n)])
+            wanted = wanted.tril() if is_causal else wanted
             expect(bool((found == wanted).all()), "other edges than those of the definition")
+        expect(not (is_causal and bool(found.triu(1).any())), "an edge from a later key")
         start += n
     expect(start == mask.size(1), "another number of tokens")
 
@@ -1081,7 +1090,7 @@ def pattern_options(d: Draw, name: str) -> dict[str, Any]:
     options: dict[str, Any] = {option: d.randint(*bounds) for option, bounds in PATTERNS[name][1].items()} | {
         "heads": d.randint(1, 3)
     }
-    options |= {"causal": d.random() < 0.5} if name == "window" else {}
+    options |= {"is_causal": d.random() < 0.3}
     return options | ({"seed": d.getrandbits(60), "generator": None} if name in ("random", "bigbird") else {})
 
 
