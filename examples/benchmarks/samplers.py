@@ -1,7 +1,7 @@
 """What is measured, second part: samplers, and whole layers, of ours and of others.
 
 In: a :class:`~examples.benchmarks.kernels.Case`. Out: a :class:`~examples.benchmarks.kernels.Work`. Not here: attention over
-a given graph (``kernels``), clocks and processes (``measure``).
+a given graph (``kernels``), clocks (``measure``).
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _sampler(
 def _deviations(case: Case, facts: dict[str, float], count: float, mean: float, variance: float) -> float:
     """Reports the densities, and returns how many standard deviations the number of edges is off."""
     pairs = case.heads * case.tokens**2
-    facts.update(density=count / pairs, expected_density=mean / pairs)
+    facts.update(sampled=count / pairs, expected=mean / pairs)
     error = abs(count - mean) / math.sqrt(variance)
     if not error <= DEVIATIONS:
         raise Rejected(f"its density is off by {error:.1f} standard deviations")
@@ -171,8 +171,8 @@ def _sbm_layer(case: Case, scale: float = 1.0) -> Work:
             sbm = cast(SBM, conv(x, return_choice=True)[1].probability)
         expected = float(sbm.expected_edges().sum())
         _deviations(case, facts, edges, expected, expected)  # the variance is below the mean
-        if abs(facts["expected_density"] / case.density - 1) > 0.1:
-            raise Rejected(f"it expects a density of {facts['expected_density']:.2%} instead of {case.density:.2%}")
+        if abs(facts["expected"] / case.density - 1) > 0.1:
+            raise Rejected(f"it expects a density of {facts['expected']:.2%} instead of {case.density:.2%}")
         return error
 
     return Work(check, {"step": step}, facts)
@@ -189,7 +189,7 @@ def _dense_layer(case: Case) -> Work:
         full(x, ptr=ptr).backward(grad)
         return round(case.density * case.heads * case.tokens**2)  # what a sparse layer would have done
 
-    return Work(lambda: _agree(conv, full, width), {"step": step}, {"density": 1.0, "expected_density": 1.0})
+    return Work(lambda: _agree(conv, full, width), {"step": step}, {"sampled": 1.0, "expected": 1.0})
 
 
 def _layer_sampling(case: Case) -> Work:
@@ -207,24 +207,21 @@ def _layer_sampling(case: Case) -> Work:
 
 
 SAMPLERS = {
-    "bernoulli": Peer("sbm_pyg sample_sbm", _sampler(_soft, _op("bernoulli")), ours=True),
-    "edges": Peer("sbm_pyg sample_edges", _sampler(_soft, _sample_edges), "from Y, S, Z, all checks", ours=True),
+    "bernoulli": Peer("sbm_pyg sample_sbm", _sampler(_soft, _op("bernoulli"))),
+    "edges": Peer("sbm_pyg sample_edges", _sampler(_soft, _sample_edges), "from Y, S, Z, all checks"),
     "fastrg": Peer(
-        "sbm_pyg sample_sbm, fastrg",
-        _sampler(_soft, _op("fastrg"), lambda p: -torch.expm1(-p)),
-        "law 1 - exp(-p)",
-        ours=True,
+        "sbm_pyg sample_sbm, fastrg", _sampler(_soft, _op("fastrg"), lambda p: -torch.expm1(-p)), "law 1 - exp(-p)"
     ),
     "dense": Peer("torch rand < p, dense", _sampler(_soft, _dense_bernoulli)),
-    "hard": Peer("sbm_pyg sample_edges, hard blocks", _sampler(_hard, _sample_edges), "hard blocks", ours=True),
+    "hard": Peer("sbm_pyg sample_edges, hard blocks", _sampler(_hard, _sample_edges), "hard blocks"),
     "wrong": Peer("wrong: 10 % too dense", _sampler(_soft, _op("bernoulli", inflate=1.1))),
 }
 LAYERS = {
-    "sbm": Peer("SBMAttentionConv", _sbm_layer, ours=True),
+    "sbm": Peer("SBMAttentionConv", _sbm_layer),
     "dense": Peer("dense SDPA layer", _dense_layer),
     "wrong": Peer("wrong: twice the scale", partial(_sbm_layer, scale=2.0)),
 }
 GROWTH = {
-    "sampling": Peer("sampling alone", _layer_sampling, ours=True),
-    "layer": Peer("SBMAttentionConv, training step", _sbm_layer, ours=True),
+    "sampling": Peer("sampling alone", _layer_sampling),
+    "layer": Peer("SBMAttentionConv, training step", _sbm_layer),
 }
