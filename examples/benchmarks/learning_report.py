@@ -128,8 +128,8 @@ def report(folder: Path) -> str:
 
 def draw(folder: Path) -> None:
     """One figure per study."""
-    names = ("gradients", "repeated_tokens", "listops", "listops_hour")
-    gradients, tokens, listops, hour = (read(folder / f"{name}.csv") for name in names)
+    studies = ("gradients", "repeated_tokens", "listops", "listops_hour")
+    gradients, tokens, listops, hour = (read(folder / f"{name}.csv") for name in studies)
     aside: dict[str, Any] = {"frameon": False, "fontsize": "small"}
 
     figure = Figure(figsize=(9, 3.6), layout="constrained")

@@ -35,18 +35,11 @@ Times = list[tuple[float, int]]  # seconds and edges of calls
 def measure(suite: str, group: str, peers: Sequence[str], case: Case, cap: float) -> Rows:
     """The rows of one table: all peers are checked, then take turns; what takes longer than ``cap`` seconds for a call is not timed."""
     rows, turns = Rows(), list[tuple[Row, Callable[[], int], float, Times]]()
-    shared = {"run": f"{os.getpid()}-{time.time():.0f}", "threads": torch.get_num_threads(), "machine": machine()}
+    shared: Row = {"run": f"{os.getpid()}-{time.time():.0f}", "threads": torch.get_num_threads(), "machine": machine()}
+    shared |= {"suite": suite, "group": group, "tokens": case.tokens, "density": case.density, "blocks": case.blocks}
     for name in peers:
         peer = SUITES[suite][name]
-        known: Row = {
-            "suite": suite,
-            "group": group,
-            "peer": name,
-            "label": peer.label,
-            "remarks": peer.note,
-            "status": "",
-        }
-        known |= {"tokens": case.tokens, "density": case.density, "blocks": case.blocks, **shared}
+        known = shared | {"peer": name, "label": peer.label, "remarks": peer.note, "status": ""}
         mine = [known | {"stage": stage} | dict.fromkeys(FOUND, "") for stage in STAGES[suite]]
         rows += mine
         try:
