@@ -37,11 +37,8 @@ def _soft(case: Case) -> SBM:
 def _hard(case: Case) -> SBM:
     """Each token in one of K blocks, which is all that graph libraries know."""
     generator = torch.Generator().manual_seed(case.seed)
-    member = (
-        F.one_hot(torch.arange(case.tokens) * case.blocks // case.tokens, case.blocks)
-        .float()
-        .expand(case.heads, -1, -1)
-    )
+    blocks = torch.arange(case.tokens) * case.blocks // case.tokens
+    member = F.one_hot(blocks, case.blocks).float().expand(case.heads, -1, -1)
     block = (torch.rand(case.blocks, case.blocks, generator=generator) + 0.5).expand(case.heads, -1, -1)
     return SBM(member, member, block * (case.density / SBM(member, member, block).expected_density()[0, 0])).validate()
 
@@ -85,25 +82,21 @@ def _deviations(case: Case, facts: dict[str, float], count: float, mean: float, 
 
 def _op(method: str, inflate: float = 1.0) -> Callable[[SBM], Callable[[int], int]]:
     def make(sbm: SBM) -> Callable[[int], int]:
-        sequence_ids = torch.arange(sbm.num_sequences)
-        key = sbm.key_membership * inflate
-        return lambda seed: ops.sample_sbm(sbm.rate, key, sbm.query_ptr, sbm.key_ptr, sequence_ids, seed, method)[
-            1
-        ].numel()
+        key, sequence_ids = sbm.key_membership * inflate, torch.arange(sbm.num_sequences)
+        known = (sbm.rate, key, sbm.query_ptr, sbm.key_ptr, sequence_ids)
+        return lambda seed: ops.sample_sbm(*known, seed, method)[1].numel()
 
     return make
 
 
 def _sample_edges(sbm: SBM) -> Callable[[int], int]:
-    return lambda seed: (
-        sample_edges(SBM(sbm.query_membership, sbm.key_membership, sbm.block_matrix), seed=seed).num_edges
-    )
+    parts = (sbm.query_membership, sbm.key_membership, sbm.block_matrix)
+    return lambda seed: sample_edges(SBM(*parts), seed=seed).num_edges
 
 
 def _dense_bernoulli(sbm: SBM) -> Callable[[int], int]:
-    return lambda seed: int(
-        (torch.rand(sbm.heads, *[len(sbm.key_membership[0])] * 2) < sbm.rate @ sbm.key_membership.mT).nonzero().size(0)
-    )
+    shape = (sbm.heads, *[sbm.key_membership.size(1)] * 2)
+    return lambda seed: int((torch.rand(shape) < sbm.rate @ sbm.key_membership.mT).nonzero().size(0))
 
 
 # ------------------------------------------------------------------ whole layers
@@ -139,31 +132,31 @@ def _agree(conv: SBMAttentionConv, full: FullAttention, width: int) -> float:
     x, grad = torch.randn(96, width), torch.randn(96, width)
     found, true = conv(x, patterns.full(len(x))), full(x, ptr=torch.tensor([0, len(x)]))
     pairs = {"output": (found, true)}
-    names = ["lin_query.weight", "lin_key.weight", "lin_value.weight", "lin_value.bias"]
-    grads = [
-        torch.autograd.grad(out, [layer.get_parameter(name) for name in names], grad)
-        for layer, out in ((conv, found), (full, true))
-    ]
-    pairs.update({f"gradient to {name}": pair for name, pair in zip(names, zip(*grads, strict=True), strict=True)})
+    for name in ("lin_query.weight", "lin_key.weight", "lin_value.weight", "lin_value.bias"):
+        leaves = ((found, conv.get_parameter(name)), (true, full.get_parameter(name)))
+        mine, its = (torch.autograd.grad(out, leaf, grad, retain_graph=True)[0] for out, leaf in leaves)
+        pairs[f"gradient to {name}"] = (mine, its)
     return compare(pairs)
 
 
-def _sbm_layer(case: Case, scale: float = 1.0) -> Work:
-    """A training step: projections, SBM, sampling, attention, gradients to all parameters and to the tokens."""
+def _layer(case: Case, sparse: bool = True, scale: float = 1.0) -> Work:
+    """A training step: projections, SBM, sampling, attention, gradients to all parameters and to the tokens; or the dense twin's."""
     conv, full = _layers(case)
     conv.scale *= scale
-    width, facts = case.heads * case.channels, dict[str, float]()
+    width, ptr, facts = case.heads * case.channels, torch.tensor([0, case.tokens]), dict[str, float]()
     x, grad = torch.randn(case.tokens, width, requires_grad=True), torch.randn(case.tokens, width)
 
     def step() -> int:
         x.grad = None
-        conv.zero_grad()
-        out, graph = conv(x, return_graph=True)
-        out.backward(grad)
-        return graph.num_edges
+        (conv if sparse else full).zero_grad()
+        out, graph = conv(x, return_graph=True) if sparse else (full(x, ptr=ptr), None)
+        out.backward(grad)  # the dense layer counts per edge of the sparse one
+        return graph.num_edges if graph else round(case.density * case.heads * case.tokens**2)
 
     def check() -> float:
         error, edges = _agree(conv, full, width), step()
+        if not sparse:
+            return error
         for name, parameter in conv.named_parameters():
             if parameter.grad is None or not parameter.grad.isfinite().all() or not parameter.grad.any():
                 raise Rejected(f"the gradient to {name} is missing, zero or not finite")
@@ -176,20 +169,6 @@ def _sbm_layer(case: Case, scale: float = 1.0) -> Work:
         return error
 
     return Work(check, {"step": step}, facts)
-
-
-def _dense_layer(case: Case) -> Work:
-    conv, full = _layers(case)
-    width, ptr = case.heads * case.channels, torch.tensor([0, case.tokens])
-    x, grad = torch.randn(case.tokens, width, requires_grad=True), torch.randn(case.tokens, width)
-
-    def step() -> int:
-        x.grad = None
-        full.zero_grad()
-        full(x, ptr=ptr).backward(grad)
-        return round(case.density * case.heads * case.tokens**2)  # what a sparse layer would have done
-
-    return Work(lambda: _agree(conv, full, width), {"step": step}, {"sampled": 1.0, "expected": 1.0})
 
 
 def _layer_sampling(case: Case) -> Work:
@@ -217,11 +196,8 @@ SAMPLERS = {
     "wrong": Peer("wrong: 10 % too dense", _sampler(_soft, _op("bernoulli", inflate=1.1))),
 }
 LAYERS = {
-    "sbm": Peer("SBMAttentionConv", _sbm_layer),
-    "dense": Peer("dense SDPA layer", _dense_layer),
-    "wrong": Peer("wrong: twice the scale", partial(_sbm_layer, scale=2.0)),
+    "sbm": Peer("SBMAttentionConv", _layer),
+    "dense": Peer("dense SDPA layer", partial(_layer, sparse=False)),
+    "wrong": Peer("wrong: twice the scale", partial(_layer, scale=2.0)),
 }
-GROWTH = {
-    "sampling": Peer("sampling alone", _layer_sampling),
-    "layer": Peer("SBMAttentionConv, training step", _sbm_layer),
-}
+GROWTH = {"sampling": Peer("sampling alone", _layer_sampling), "layer": Peer("SBMAttentionConv, training step", _layer)}
