@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import collections
 import csv
 import dataclasses
 import errno
 import hashlib
+import itertools
 import random
 import re
 import shutil
 import statistics
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -142,9 +144,15 @@ def reference_length(depth: int, law: Parameters, rng: random.Random) -> int:
     return 2 + sum(reference_length(depth + 1, law, rng) for _ in range(rng.randint(2, law.max_args)))
 
 
+def lengths_of(law: Parameters, draws: int, seed: int) -> np.ndarray:
+    """Of the trees that are kept, without round brackets."""
+    trees = listops.draw_trees(law, draws, np.random.default_rng(seed))
+    return np.array([len(source.replace("(", "").replace(")", "").split()) for source, _ in trees])
+
+
 def test_law_of_lengths_is_that_of_the_recursive_generator() -> None:
     law = Parameters(max_depth=4, max_args=4, min_length=1, max_length=40, operator_probability=0.5)
-    drawn = np.diff(listops.draw_trees(law, 40_000, np.random.default_rng(0)).ptr)
+    drawn = lengths_of(law, 40_000, 0)
     rng = random.Random(0)
     wanted = np.array([reference_length(1, law, rng) for _ in range(40_000)])
     wanted = wanted[(wanted > law.min_length) & (wanted < law.max_length)]
@@ -156,38 +164,36 @@ def test_law_of_lengths_is_that_of_the_recursive_generator() -> None:
 
 def test_operators_and_digits_are_uniform() -> None:
     law = Parameters(max_depth=3, max_args=4, min_length=1, max_length=100, operator_probability=0.5)
-    tokens = listops.draw_trees(law, 20_000, np.random.default_rng(1)).tokens
-    counts = np.bincount(tokens, minlength=16)
-    assert counts[0] == 0
-    assert chisquare(counts[1:11]).pvalue > 1e-6
-    assert chisquare(counts[11:15]).pvalue > 1e-6
-    assert counts[15] == counts[11:15].sum()
+    words = collections.Counter(
+        word for source, _ in listops.draw_trees(law, 20_000, np.random.default_rng(1)) for word in source.split()
+    )
+    counts = [words.pop(word) for word in listops.VOCABULARY]
+    assert {*words} == {"(", ")"}
+    assert chisquare(counts[:10]).pvalue > 1e-6
+    assert chisquare(counts[10:14]).pvalue > 1e-6
+    assert counts[14] == sum(counts[10:14])
 
 
 def test_about_one_tree_in_twelve_has_a_length_that_lra_allows() -> None:
-    trees = listops.draw_trees(Parameters(), 6_000, np.random.default_rng(0))
-    assert len(trees.labels) / 6_000 == pytest.approx(1 / 12, rel=0.15)
-    assert np.diff(trees.ptr).mean() == pytest.approx(1_040, rel=0.05)
+    lengths = lengths_of(Parameters(), 6_000, 0)
+    assert len(lengths) / 6_000 == pytest.approx(1 / 12, rel=0.15)
+    assert lengths.mean() == pytest.approx(1_040, rel=0.05)
 
 
 def test_files_are_those_of_every_version(folder: Path) -> None:
     """A data set that is generated again is the same, bit for bit."""
     content = b"".join((folder / f"basic_{split}.tsv").read_bytes() for split in listops.SPLITS)
     assert hashlib.sha256(content).hexdigest() == "5fd5c690539d70c78baefbd58e9e4310e93403089312989daea73443334b1296"
-    trees = listops.draw_trees(Parameters(), 2048, np.random.default_rng(0))
-    tokens, arguments = (np.split(part, trees.ptr[1:-1]) for part in (trees.tokens, trees.arguments))
-    sources = " ".join(listops.source_of(tokens[tree], arguments[tree]) for tree in range(20))
-    assert (
-        hashlib.sha256(sources.encode()).hexdigest()
-        == "934e6a0706e2e6f472ae65c57ec14bd092475dde9ca4702d1d0359434b11c3d5"
-    )
+    first = itertools.islice(listops.draw_trees(Parameters(), 2048, np.random.default_rng(0)), 20)
+    digest = hashlib.sha256(" ".join(source for source, _ in first).encode()).hexdigest()
+    assert digest == "934e6a0706e2e6f472ae65c57ec14bd092475dde9ca4702d1d0359434b11c3d5"
 
 
 def test_two_who_generate_at_once_and_one_who_is_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second waits for the first, which is told here to stop once; what it leaves is removed."""
     draw, outcomes, calls = listops.draw_trees, list[bool](), list[int]()
 
-    def slow(*arguments: Any) -> listops.Trees:
+    def slow(*arguments: Any) -> Iterator[tuple[str, int]]:
         calls.append(0)
         if len(calls) == 1:
             raise KeyboardInterrupt
@@ -211,7 +217,7 @@ def test_two_who_generate_at_once_and_one_who_is_interrupted(tmp_path: Path, mon
 
 
 def test_a_full_disk_is_named_with_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> listops.Trees:
+    def full(*_: Any) -> Iterator[tuple[str, int]]:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(listops, "draw_trees", full)

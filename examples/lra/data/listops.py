@@ -12,7 +12,7 @@ import dataclasses
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from tqdm.auto import tqdm
@@ -23,7 +23,6 @@ SPLITS = ("train", "val", "test")
 OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
 #: The fixed vocabulary; tokens are numbered from 1, and 0 is never used, it is padding in LRA.
 VOCABULARY = (*(str(digit) for digit in range(10)), *OPERATORS, "]")
-DIGIT, OPERATOR, END = 1, 11, 15  # token numbers of the first digit, of the first operator and of the bracket
 HEADER = "Source\tTarget"
 
 
@@ -71,34 +70,20 @@ class Parameters:
             )
 
 
-class Trees(NamedTuple):
-    """Some trees in ragged form: tree t is ``tokens[ptr[t]:ptr[t + 1]]``."""
+def draw_trees(parameters: Parameters, draws: int, rng: np.random.Generator) -> Iterator[tuple[str, int]]:
+    """Draws trees, and yields source and value of those whose length is allowed, in the order in which they were drawn.
 
-    tokens: np.ndarray  # [N] uint8
-    arguments: np.ndarray  # [N], of operators; 0 elsewhere
-    ptr: np.ndarray  # [T + 1] int64
-    labels: np.ndarray  # [T] int64, the value of each tree
-
-
-def draw_trees(parameters: Parameters, draws: int, rng: np.random.Generator) -> Trees:
-    """Draws trees and keeps those whose length is allowed, evaluated.
-
-    Breadth first: all nodes of one depth, over all trees, are one array. Downwards it is drawn which nodes are operators
-    and how many arguments they have (a tree that is already too long is dropped, so no tree ever grows without bound);
-    upwards, lengths and values are sums, minima, maxima and medians over siblings, which are neighbours in the array;
-    downwards again, a node's place is its parent's place plus the lengths of its elder siblings. The law is that of the
-    recursive generator. Cost: O(nodes drawn), some 20 array operations a depth.
+    Breadth first: all nodes of one depth, over all trees, are one array, in which siblings are neighbours. It is drawn which nodes are
+    operators and how many arguments they have; a tree that is already too long is dropped, so no tree ever grows without bound. The law
+    is that of the recursive generator.
 
     Args:
         parameters: The law of the trees.
         draws: Number of trees to draw, before any is discarded.
         rng: The source of randomness.
-
-    Returns:
-        The trees kept, in the order in which they were drawn.
     """
-    levels: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
-    tree, parent = np.arange(draws), np.zeros(draws, dtype=np.int64)
+    levels: list[tuple[list[int], list[int], list[int]]] = []  # arguments, symbol and first argument of each node
+    tree = np.arange(draws)
     length = np.zeros(draws, dtype=np.int64)
     for depth in range(1, parameters.max_depth + 1):
         nodes = len(tree)
@@ -106,73 +91,30 @@ def draw_trees(parameters: Parameters, draws: int, rng: np.random.Generator) -> 
         branches &= depth < parameters.max_depth
         arguments = np.where(branches, rng.integers(2, parameters.max_args + 1, nodes), 0)
         symbol = np.where(branches, rng.integers(0, len(OPERATORS), nodes), rng.integers(0, 10, nodes))
-        levels.append((tree, parent, arguments, symbol))
         length += np.bincount(tree, weights=1 + branches, minlength=draws).astype(np.int64)
         grows = np.where(length[tree] < parameters.max_length, arguments, 0)  # too long: never mind its children
-        parent = np.repeat(np.arange(nodes), grows)
-        tree = tree[parent]
-    kept = (length > parameters.min_length) & (length < parameters.max_length)
-
-    place_of_tree = np.cumsum(kept) - 1
-    place = np.zeros(0, dtype=np.int64)
-    for depth, (tree, parent, arguments, symbol) in enumerate(levels):
-        stays = kept[tree]
-        parent = place[parent[stays]] if depth else np.zeros(0, dtype=np.int64)
-        levels[depth] = (place_of_tree[tree[stays]], parent, arguments[stays], symbol[stays])
-        place = np.cumsum(stays) - 1
-    return _assemble(levels, length[kept])
+        levels.append((arguments.tolist(), symbol.tolist(), (np.cumsum(grows) - grows).tolist()))
+        tree = tree[np.repeat(np.arange(nodes), grows)]
+    for root in np.flatnonzero((length > parameters.min_length) & (length < parameters.max_length)).tolist():
+        yield _write(levels, 0, root)
 
 
-def _assemble(levels: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]], length: np.ndarray) -> Trees:
-    """Evaluates complete levels of (tree, parent, arguments, symbol) and writes their tokens depth first."""
-    sizes: list[np.ndarray] = []
-    values = np.zeros(0, dtype=np.int64)
-    for _, _, arguments, symbol in reversed(levels):
-        branches = arguments > 0
-        size = 1 + branches.astype(np.int64)
-        value = symbol.copy()
-        if branches.any():
-            count = arguments[branches]
-            first = np.cumsum(count) - count
-            size[branches] += np.add.reduceat(sizes[-1], first)
-            ordered = values[np.lexsort((values, np.repeat(np.arange(len(count)), count)))]
-            median = (ordered[first + (count - 1) // 2] + ordered[first + count // 2]) // 2  # int(median)
-            outcomes = (ordered[first], ordered[first + count - 1], median, np.add.reduceat(values, first) % 10)
-            value[branches] = np.choose(symbol[branches], outcomes)
-        sizes.append(size)
-        values = value
-    sizes.reverse()
+def _write(levels: list[tuple[list[int], list[int], list[int]]], depth: int, node: int) -> tuple[str, int]:
+    """The source of a node as LRA writes it, round brackets included, and its value.
 
-    ptr = np.concatenate([[0], np.cumsum(length)])
-    tokens = np.zeros(ptr[-1], dtype=np.uint8)
-    written_arguments = np.zeros(ptr[-1], dtype=np.int64)
-    start = ptr[:-1]
-    for depth, (_, parent, arguments, symbol) in enumerate(levels):
-        branches = arguments > 0
-        if depth:
-            elder = np.cumsum(sizes[depth]) - sizes[depth]
-            count = levels[depth - 1][2]
-            eldest = (np.cumsum(count) - count)[parent]
-            start = start[parent] + 1 + elder - elder[eldest]
-        tokens[start] = symbol + np.where(branches, OPERATOR, DIGIT)
-        written_arguments[start] = arguments
-        tokens[(start + sizes[depth] - 1)[branches]] = END
-    return Trees(tokens, written_arguments, ptr, values)
-
-
-def source_of(tokens: np.ndarray, arguments: np.ndarray) -> str:
-    """Writes one tree as LRA does, round brackets included.
-
-    >>> source_of(np.array([12, 5, 8, 15]), np.array([2, 0, 0, 0]))
-    '( ( ( [MAX 4 ) 7 ) ] )'
+    >>> max_of_4_and_7 = [([2], [1], [0]), ([0, 0], [4, 7], [0, 0])]
+    >>> _write(max_of_4_and_7, 0, 0)
+    ('( ( ( [MAX 4 ) 7 ) ] )', 7)
     """
-    words = [
-        "( " * (count + 1) + VOCABULARY[token - 1]
-        if count
-        else VOCABULARY[token - 1] + (" ) )" if token == END else " )")
-        for token, count in zip(tokens.tolist(), arguments.tolist(), strict=True)
-    ]
-    return " ".join(words).removesuffix(" )")  # nobody takes the root as an argument
+    arguments, symbol, eldest = levels[depth]
+    if not (count := arguments[node]):
+        return str(symbol[node]), symbol[node]
+    first = eldest[node]
+    parts = [_write(levels, depth + 1, child) for child in range(first, first + count)]
+    source = f"{'( ' * (count + 1)}{OPERATORS[symbol[node]]} {' ) '.join([part[0] for part in parts])} ) ] )"
+    values = sorted([part[1] for part in parts])
+    median = (values[(count - 1) // 2] + values[count // 2]) // 2
+    return source, (values[0], values[-1], median, sum(values) % 10)[symbol[node]]
 
 
 def generate(folder: Path, parameters: Parameters, *, seed: int = 0, progress: bool = True) -> bool:
@@ -203,13 +145,11 @@ def _distinct_rows(parameters: Parameters, rng: np.random.Generator, patience: i
     dry = 0
     while dry < patience:
         before = len(seen)
-        trees = draw_trees(parameters, 2048, rng)
-        for tree, label in enumerate(trees.labels.tolist()):
-            place = slice(trees.ptr[tree], trees.ptr[tree + 1])
-            key = hashlib.blake2b(trees.tokens[place].tobytes(), digest_size=16).digest()
+        for source, label in draw_trees(parameters, 2048, rng):
+            key = hashlib.blake2b(source.encode(), digest_size=16).digest()
             if key not in seen:
                 seen.add(key)
-                yield source_of(trees.tokens[place], trees.arguments[place]), label
+                yield source, label
         dry = dry + 1 if len(seen) == before else 0
     wanted = parameters.train + parameters.val + parameters.test
     raise ValueError(
