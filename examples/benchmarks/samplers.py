@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from examples.benchmarks.kernels import Case, Peer, Rejected, Work, compare
-from sbm_pyg import SBM, FullAttention, SBMAttentionConv, SBMHead, ops, patterns, sample_edges
+from sbm_pyg import SBM, FullAttention, SBMAttentionConv, ops, patterns, sample_edges
 
 DEVIATIONS = 5  # standard deviations that a mean density may be off
 
@@ -102,28 +102,14 @@ def _dense_bernoulli(sbm: SBM) -> Callable[[int], int]:
 # ------------------------------------------------------------------ whole layers
 
 
-def set_density(head: SBMHead, density: float) -> None:
-    """Shift all memberships of a new head to the same mean, so that edges have this probability; the gradients stay whole.
-
-    One channel of the clusters becomes 1, which the softmax of the block matrix cancels, and the bias of that channel the shift.
-    """
-    last = head.mlp[-1]
-    assert isinstance(last, torch.nn.Linear)
-    with torch.no_grad():
-        head.clusters[..., 0] = 1
-        last.weight[0] = 0
-        last.bias[0] = math.log(math.sqrt(density) / (1 - math.sqrt(density))) if density < 1 else 20.0
-
-
 def _layers(case: Case) -> tuple[SBMAttentionConv, FullAttention]:
-    """The layer and its dense twin, with the same projections."""
+    """The layer, whose edges have the probability of the case, and its dense twin, with the same projections."""
     torch.manual_seed(case.seed)
-    width = case.heads * case.channels
-    conv = SBMAttentionConv(width, case.channels, case.heads, case.blocks or None, estimator="mask", exploration=0.0)
-    full = FullAttention(width, case.channels, case.heads)
+    sizes = (case.heads * case.channels, case.channels, case.heads)
+    head = {"density": case.density}
+    conv = SBMAttentionConv(*sizes, case.blocks, sbm_options=head, estimator="mask", exploration=0.0)
+    full = FullAttention(*sizes)
     full.load_state_dict({name: value for name, value in conv.state_dict().items() if not name.startswith("source.")})
-    if conv.sbm is not None:
-        set_density(conv.sbm, case.density)
     return conv, full
 
 

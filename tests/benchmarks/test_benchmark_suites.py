@@ -14,7 +14,6 @@ from examples.benchmarks import __main__ as program
 from examples.benchmarks import kernels, measure, report, samplers
 from examples.benchmarks.kernels import Case, Rejected
 from examples.benchmarks.tables import read
-from sbm_pyg import SBMHead
 
 CASE = Case(tokens=70, blocks=4, density=0.2, seed=1, channels=8)
 RUNS = {
@@ -91,15 +90,6 @@ def test_a_wrong_gradient_alone_is_rejected() -> None:
         kernels.compare({"output": (good, good), "key gradient": (bad, good)})
     with pytest.raises(Rejected, match="nan"):
         kernels.compare({"output": (good * torch.nan, good)})
-
-
-@pytest.mark.parametrize("density", [0.0005, 0.01, 0.25, 0.6])
-def test_density_can_be_set(density: float) -> None:
-    torch.manual_seed(0)
-    head = SBMHead(32, 2, 128)
-    samplers.set_density(head, density)
-    sbm = head(torch.randn(2, 100, 32), torch.randn(2, 100, 32))
-    assert sbm.expected_density().flatten().tolist() == pytest.approx([density, density], rel=0.05)
 
 
 # ------------------------------------------------------------------ a run
