@@ -34,12 +34,8 @@ def gradient_errors(
     graph, everything = AttentionGraph.from_dense(bits), AttentionGraph.from_dense(torch.ones(rows, keys))
     sums: dict[str, np.ndarray] = {}
     for _ in range(cases):
-        score, value, readout, residual = (
-            sharpness * draw(keys),
-            draw(1, keys, channels),
-            2 * draw(2, channels),
-            draw(channels),
-        )
+        score, value = sharpness * draw(keys), draw(1, keys, channels)
+        readout, residual = 2 * draw(2, channels), draw(channels)
         p = (p0 + 0.2 * min(p0, 1 - p0) * draw(keys)).clamp(0.01, 0.99)
         query, key = torch.ones(1, rows, 1, dtype=torch.float64), score[None, :, None]
         out = ops.edge_attention(query, key, value, graph.rowptr, graph.col)[0].requires_grad_()
@@ -47,9 +43,8 @@ def gradient_errors(
         loss = torch.logsumexp(logits, 1) - logits[:, 0]
         (grad_out,) = torch.autograd.grad(loss.sum(), out)
         loss = loss.detach()
-        here, there = ops.edge_effect(
-            grad_out, query, key, value, graph.rowptr, graph.col, None, everything.rowptr, everything.col
-        )
+        pairs = (graph.rowptr, graph.col, None, everything.rowptr, everything.col)
+        here, there = ops.edge_effect(grad_out, query, key, value, *pairs)
         effect = there.view(rows, keys).masked_scatter(present, here)
         weight = torch.where(present, score.exp(), 0)
         weight = weight / weight.sum(1, keepdim=True).clamp(min=1e-300)
@@ -59,34 +54,30 @@ def gradient_errors(
         score_function = torch.where(present, 1 / p, -1 / (1 - p)) * (loss - (chances[:, 0] * loss).sum())[:, None]
         true = (chances * score_function).sum(0)
         balance = p / (p + chance * (1 - p))  # share of the side with the edge by the balance heuristic
-        share = torch.maximum(balance.clamp(max=0.5), p)
         probe = torch.where(present, 1.0, chance)  # probability that the pair is looked at, its state given
+
+        def weighted(share: Any, effect: Tensor = effect, p: Tensor = p, probe: Tensor = probe) -> tuple[Tensor, Any]:
+            """The effect of a pair where it is looked at; edges count for this share."""
+            return torch.where(present, effect * share / p, effect * (1 - share) / (chance * (1 - p))), probe
+
         looked: dict[str, tuple[Tensor, Any]] = {  # what a pair contributes where it is looked at, and how often it is
             "paper": (mask * score, 1.0),
             "mask": (mask, 1.0),
             "local, all pairs": (effect, 1.0),
-            "local, edges over p": (torch.where(present, effect / p, 0), 1.0),
-            "local, non-edges over their chance": (torch.where(present, effect, effect / chance), probe),
-            "local, balance heuristic": (effect * balance / p, probe),
-            "local, half and half": (torch.where(present, effect / (2 * p), effect / (2 * chance * (1 - p))), probe),
-            "local": (torch.where(present, effect * share / p, effect * (1 - share) / (chance * (1 - p))), probe),
+            "local, edges over p": weighted(1.0),
+            "local, non-edges over their chance": weighted(p),
+            "local, balance heuristic": weighted(balance),
+            "local, half and half": weighted(0.5),
+            "local": weighted(torch.maximum(balance.clamp(max=0.5), p)),
             "score function": (score_function, 1.0),
         }
         for name, (amount, often) in looked.items():
             mean, second = ((chances * power * often).sum(0) for power in (amount, amount**2))
-            new = [
-                ((mean - true) ** 2).sum(),
-                (second - mean**2).sum(),
-                (true**2).sum(),
-                (mean.sign() == true.sign()).double().mean() / cases,
-            ]
+            squares = [((mean - true) ** 2).sum(), (second - mean**2).sum(), (true**2).sum()]
+            new = [*squares, (mean.sign() == true.sign()).double().mean() / cases]
             sums[name] = sums.get(name, np.zeros(4)) + np.array([float(number) for number in new])
-    head = {"p": p0, "sharpness": sharpness}
-    names = {
-        name: {"bias": (a[0] / a[2]) ** 0.5, "deviation": (a[1] / a[2]) ** 0.5, "signs": a[3]}
-        for name, a in sums.items()
-    }
     return [
-        {**head, "estimator": name, **{key: float(value) for key, value in found.items()}}
-        for name, found in names.items()
+        {"p": p0, "sharpness": sharpness, "estimator": name}
+        | {"bias": float(bias / norm) ** 0.5, "deviation": float(variance / norm) ** 0.5, "signs": float(signs)}
+        for name, (bias, variance, norm, signs) in sums.items()
     ]

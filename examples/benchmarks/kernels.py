@@ -2,7 +2,7 @@
 
 In: a :class:`Case`. Out: a :class:`Work`: a check against plain torch in float64, and the calls to be timed. Whatever a peer
 may prepare (the graph in its own format, a compiled function) is made before. Not here: samplers and whole layers
-(``samplers``), clocks and processes (``measure``).
+(``samplers``), clocks (``measure``).
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from torch_geometric.utils import softmax
 from sbm_pyg import AttentionGraph, ops
 
 TOLERANCE = 2e-5  # of float32 results, relative to the largest value of the float64 truth
-MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(2**35), "MALLOC_TRIM_THRESHOLD_": str(2**36), "MALLOC_ARENA_MAX": "1"}
 
 
 class Rejected(Exception):
@@ -35,7 +34,7 @@ class Case:
     tokens: int
     blocks: int
     density: float
-    seed: int
+    seed: int = 0
     heads: int = 2
     channels: int = 32
 
@@ -51,13 +50,11 @@ class Work:
 
 @dataclass(frozen=True)
 class Peer:
-    """A row of a table. A note says what a reader must know to compare fairly, the environment what the process must start with."""
+    """A row of a table. A note says what a reader must know to compare fairly."""
 
     label: str
     build: Callable[[Case], Work]
     note: str = ""
-    ours: bool = False
-    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 def compare(pairs: Mapping[str, tuple[Tensor, Tensor]]) -> float:
@@ -82,34 +79,27 @@ class Inputs:
         self.shape = (case.heads, case.tokens, case.channels)
         self.query, self.key, self.value, self.grad = (torch.randn(self.shape, generator=generator) for _ in range(4))
         self.mask = torch.rand(case.heads, case.tokens, case.tokens, generator=generator) < case.density
-        self.mask |= torch.eye(case.tokens, dtype=torch.bool) & ~self.mask.any(
-            -1, keepdim=True
-        )  # masked SDPA has no answer for none
+        empty = ~self.mask.any(-1, keepdim=True)  # for which masked SDPA has no answer
+        self.mask |= torch.eye(case.tokens, dtype=torch.bool) & empty
         graph = AttentionGraph.from_dense(self.mask)
         self.rowptr, self.col, self.num_edges = graph.rowptr, graph.col, graph.num_edges
         row = torch.repeat_interleave(self.rowptr.diff())
         self.edge_index = torch.stack([self.col + row // case.tokens * case.tokens, row])  # one graph of H*N nodes
-        self.scale = case.channels**-0.5
 
     def truth(self, masked: bool) -> list[Tensor]:
         """Output and gradients to q, k, v and, with the mask, to the gate of each edge: SDPA in float64, head by head."""
-        parts: list[list[Tensor]] = []
-        for head, mask in enumerate(self.mask):
-            leaves = [x[head].double().requires_grad_() for x in (self.query, self.key, self.value)]
-            bias = None  # log of the gate, which is 1
-            if masked:
-                bias = torch.zeros(mask.shape, dtype=torch.float64).masked_fill_(~mask, -torch.inf).requires_grad_()
-                leaves.append(bias)
-            query, key, value = (x[None, None] for x in leaves[:3])
-            out = F.scaled_dot_product_attention(query, key, value, attn_mask=bias)[0, 0]
-            grads = [*torch.autograd.grad(out, leaves, self.grad[head].double())]
-            if masked:
-                grads[3] = grads[3][mask]
-            parts.append([out.detach(), *grads])
-        return [
-            torch.cat(part).view(self.shape if i < 4 else (-1,)).float()
-            for i, part in enumerate(zip(*parts, strict=True))
-        ]
+        parts = []
+        for head, mask in enumerate(self.mask if masked else torch.ones_like(self.mask)):
+            gate = torch.zeros(mask.shape, dtype=torch.float64).masked_fill_(
+                ~mask, -torch.inf
+            )  # log of the gate, which is 1
+            leaves = [*(x[head].double() for x in (self.query, self.key, self.value)), gate]
+            query, key, value = (x.requires_grad_()[None, None] for x in leaves[:3])
+            out = F.scaled_dot_product_attention(query, key, value, attn_mask=gate.requires_grad_())[0, 0]
+            *grads, gate_grad = torch.autograd.grad(out, leaves, self.grad[head].double())
+            parts.append([out.detach(), *grads, gate_grad[mask]])
+        *dense, gates = zip(*parts, strict=True)
+        return [*(torch.stack(part).float() for part in dense), torch.cat(gates).float()]
 
 
 Forward = Callable[..., Tensor]
@@ -120,9 +110,8 @@ def _attention(make: Callable[[Inputs], Forward], gate: bool = True, masked: boo
 
     def build(case: Case) -> Work:
         inputs = Inputs(case)
-        leaves = [x.requires_grad_() for x in (inputs.query, inputs.key, inputs.value, torch.ones(inputs.num_edges))][
-            : 4 if gate else 3
-        ]
+        leaves = [inputs.query, inputs.key, inputs.value, *([torch.ones(inputs.num_edges)] if gate else [])]
+        leaves = [x.requires_grad_() for x in leaves]
         forward = make(inputs)
 
         def infer() -> int:
@@ -140,7 +129,7 @@ def _attention(make: Callable[[Inputs], Forward], gate: bool = True, masked: boo
             out = forward(*leaves)
             found += [out, *torch.autograd.grad(out, leaves, inputs.grad)]
             truth = inputs.truth(masked)
-            names = ("output", "output", "query gradient", "key gradient", "value gradient", "gate gradient")
+            names = ("output", "output of a step", "query gradient", "key gradient", "value gradient", "gate gradient")
             return compare({name: (x, y) for name, x, y in zip(names, found, [truth[0], *truth], strict=False)})
 
         return Work(check, {"forward": infer, "step": step})
@@ -151,15 +140,9 @@ def _attention(make: Callable[[Inputs], Forward], gate: bool = True, masked: boo
 # ------------------------------------------------------------------ the peers
 
 
-def _ours(inputs: Inputs) -> Forward:
-    graph, scale = (inputs.rowptr, inputs.col), inputs.scale
+def _ours(inputs: Inputs, scale: float | None = None) -> Forward:
+    graph, scale = (inputs.rowptr, inputs.col), inputs.shape[2] ** -0.5 if scale is None else scale
     return lambda query, key, value, gate: ops.edge_attention(query, key, value, *graph, gate, None, scale, "weight")[0]
-
-
-def _wrong(inputs: Inputs) -> Forward:
-    """Forgets the scale: what the gate must catch."""
-    inputs.scale = 1.0
-    return _ours(inputs)
 
 
 def _sdpa(inputs: Inputs, masked: bool = False) -> Forward:
@@ -205,13 +188,10 @@ def _pyg(inputs: Inputs, compiled: bool = False) -> Forward:
 
 NO_GATE = "no gradient to the gate"
 KERNELS = {
-    "ours": Peer("sbm_pyg edge_attention", _attention(_ours), ours=True),
+    "ours": Peer("sbm_pyg edge_attention", _attention(_ours)),
     "sdpa": Peer("torch SDPA, no mask", _attention(_sdpa, gate=False, masked=False), f"full attention; {NO_GATE}"),
     "sdpa-masked": Peer("torch SDPA, boolean mask", _attention(partial(_sdpa, masked=True), gate=False), NO_GATE),
     "pyg": Peer("PyG propagate, as installed", _attention(_pyg)),
-    "pyg-tuned": Peer(
-        "PyG propagate, tuned malloc", _attention(_pyg), "thresholds of 32 GiB, one arena", environment=MALLOC
-    ),
     "pyg-compiled": Peer("PyG propagate, torch.compile", _attention(partial(_pyg, compiled=True))),
-    "wrong": Peer("wrong: forgets the scale", _attention(_wrong)),
+    "wrong": Peer("wrong: forgets the scale", _attention(partial(_ours, scale=1.0))),
 }

@@ -5,14 +5,15 @@ In: the folder of the tables. Out: Markdown, and one figure per study. Not here:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
 
-from examples.benchmarks.learning import LISTOPS, RUNS, Rows, read
+from examples.benchmarks.learning import LISTOPS, RUNS
+from examples.benchmarks.tables import Row, Rows, markdown, read
 
 GROUPS = {  # lines of a figure
     "estimators": ["full", "local", "mask", "paper", "relaxed", "concrete", "score function", "none"],
@@ -24,16 +25,6 @@ GROUPS = {  # lines of a figure
     ],
     "256 tokens, as in the paper": ["literal, full", "literal, local"],
 }
-
-
-def table(header: str, lines: Iterable[Sequence[Any]]) -> str:
-    """Markdown."""
-    names = header.split("|")
-    rule = ["---" if name in ("run", "estimator") else "---:" for name in names]
-    return "\n".join(
-        "| " + " | ".join(map(str, line)) + " |" if line is not rule else "|" + "|".join(rule) + "|"
-        for line in (names, rule, *lines)
-    )
 
 
 def spread(values: Any, digits: int) -> str:
@@ -50,146 +41,134 @@ def interval(differences: Any) -> str:
     return f"{np.mean(differences):+.2f} ± {half:.2f}"
 
 
-def by_run(rows: Rows, names: Iterable[str]) -> dict[str, dict[float, Rows]]:
-    """Rows of each run and seed."""
-    found: dict[str, dict[float, Rows]] = {name: {} for name in names}
+def by_key(rows: Rows, key: str) -> dict[Any, Rows]:
+    """Rows of each value, in the order in which values come first."""
+    found: dict[Any, Rows] = {}
     for row in rows:
-        found.setdefault(row["run"], {}).setdefault(row["seed"], []).append(row)
-    return {name: seeds for name, seeds in found.items() if seeds}
+        found.setdefault(row[key], []).append(row)
+    return found
+
+
+def by_run(rows: Rows, names: Iterable[str]) -> dict[str, dict[float, Rows]]:
+    """Rows of each run and seed, runs of these names first."""
+    runs = by_key(rows, "run")
+    return {name: by_key(runs[name], "seed") for name in (*names, *runs) if name in runs}
 
 
 def report_gradients(rows: Rows) -> str:
     """How far each estimator is from the true gradient."""
-    lines = [
-        [
-            f"{r['p']:g}",
-            f"{r['sharpness']:g}",
-            r["estimator"],
-            f"{r['bias']:.2f}",
-            f"{r['deviation']:.2f}",
-            f"{r['signs']:.1%}",
-        ]
-        for r in rows
-    ]
-    return table("p|scores|estimator|bias|standard deviation|signs that agree", lines)
+    form = "{p:g}|{sharpness:g}|{estimator}|{bias:.2f}|{deviation:.2f}|{signs:.1%}"
+    names = ("p", "scores", "estimator", "bias", "standard deviation", "signs that agree")
+    return markdown(names, [form.format(**row).split("|") for row in rows])
 
 
 def report_tokens(rows: Rows) -> str:
     """The last row of each curve over the seeds, and when it passed 99 %."""
+    columns = {"accuracy": (100, 2), "density": (100, 1), "p_equal": (1, 3), "p_other": (1, 3)}  # factor and digits
     lines = []
     for name, curves in by_run(rows, RUNS).items():
         if len(curves) < 2:
             continue
-        last = {key: [100 * curve[-1][key] for curve in curves.values()] for key in ("accuracy", "density")}
-        last |= {key: [curve[-1][key] for curve in curves.values()] for key in ("p_equal", "p_other")}
+        shown = [
+            spread([factor * curve[-1][key] for curve in curves.values()], digits)
+            for key, (factor, digits) in columns.items()
+        ]
         reached = [next((row["step"] for row in curve if row["accuracy"] >= 0.99), None) for curve in curves.values()]
         hits = [step for step in reached if step is not None]
         when = f"{int(np.median(hits)):,} ({len(hits)} of {len(curves)})" if hits else "never"
-        shown = [
-            spread(last[key], digits)
-            for key, digits in (("accuracy", 2), ("density", 1), ("p_equal", 3), ("p_other", 3))
-        ]
         lines.append([name, len(curves), *shown, when])
-    return table("run|seeds|accuracy, %|density, %|p, equal tokens|p, other tokens|steps to 99 %", lines)
+    return markdown(
+        ["run", "seeds", "accuracy, %", "density, %", "p, equal tokens", "p, other tokens", "steps to 99 %"], lines
+    )
 
 
 def report_listops(rows: Rows) -> str:
     """Test accuracies, and their differences to full attention, paired by seed; then those of averages over graphs."""
-    tests = [
-        {row["graphs"]: row for row in rows}
-        for name, seeds in by_run([r for r in rows if r["split"] == "test"], LISTOPS).items()
-        for rows in seeds.values()
-    ]
-    full = {found[1]["seed"]: found[1]["accuracy"] for found in tests if found[1]["run"] == "full"}
-    lines, averaged = list[list[Any]](), list[list[Any]]()
-    for name in dict.fromkeys(found[1]["run"] for found in tests):
-        mine = [found for found in tests if found[1]["run"] == name and found[1]["seed"] in full]
-        for graphs, result in ((1, lines), (8, averaged)):
-            chosen = [found for found in mine if graphs in found]
+    tests = by_run([row for row in rows if row["split"] == "test"], LISTOPS)
+    accuracy = {
+        name: {(seed, row["graphs"]): 100 * row["accuracy"] for seed, found in seeds.items() for row in found}
+        for name, seeds in tests.items()
+    }
+    once, averaged = list[list[Any]](), list[list[Any]]()
+    full = accuracy.get("full", {})
+    for name, seeds in tests.items():
+        for graphs in (1, 8):
+            chosen = [
+                seed for seed in seeds if {(seed, 1), (seed, graphs)} <= accuracy[name].keys() and (seed, 1) in full
+            ]
             if len(chosen) < 2:
                 continue
-            gain = interval([100 * (found[graphs]["accuracy"] - full[found[1]["seed"]]) for found in chosen])
-            accuracy = [
-                spread([100 * found[number]["accuracy"] for found in chosen], 2) for number in sorted({1, graphs})
-            ]
-            heads = [[100 * value for key, value in found[1].items() if key.startswith("density_")] for found in chosen]
-            density = [spread(np.mean(heads, 1), 1), spread(np.max(heads, 1), 1)]
-            result.append(
-                [name, len(chosen), *accuracy, gain, *density]
-                if graphs == 1
-                else [name, len(chosen), graphs, *accuracy, gain]
-            )
-    first = table("run|seeds|test accuracy, %|less full attention, points (95 %)|density, %|densest head, %", lines)
+            found = [spread([accuracy[name][seed, number] for seed in chosen], 2) for number in sorted({1, graphs})]
+            gain = interval([accuracy[name][seed, graphs] - full[seed, 1] for seed in chosen])
+            if graphs > 1:
+                averaged.append([name, len(chosen), graphs, *found, gain])
+            else:
+                heads = [densities(row) for seed in chosen for row in seeds[seed] if row["graphs"] == 1]
+                once.append(
+                    [name, len(chosen), *found, gain, spread(np.mean(heads, 1), 1), spread(np.max(heads, 1), 1)]
+                )
+    gain = "less full attention, points (95 %)"
     return (
-        first
+        markdown(["run", "seeds", "test accuracy, %", gain, "density, %", "densest head, %"], once)
         + "\n\n"
-        + table("run|seeds|graphs|one graph, %|averaged, %|averaged less full attention, points (95 %)", averaged)
+        + markdown(["run", "seeds", "graphs", "one graph, %", "averaged, %", f"averaged {gain}"], averaged)
     )
+
+
+def densities(row: Row) -> list[float]:
+    """Of all heads, in per cent."""
+    return [100 * value for key, value in row.items() if key.startswith("density_")]
 
 
 def report(folder: Path) -> str:
     """All tables."""
     makers = {"gradients": report_gradients, "repeated_tokens": report_tokens, "listops": report_listops}
-    return "\n\n".join(make(read(folder, name)) for name, make in makers.items())
+    return "\n\n".join(make(read(folder / f"{name}.csv")) for name, make in makers.items())
 
 
 def draw(folder: Path) -> None:
     """One figure per study."""
-    gradients, tokens, listops, hour = (
-        read(folder, name) for name in ("gradients", "repeated_tokens", "listops", "listops_hour")
-    )
+    studies = ("gradients", "repeated_tokens", "listops", "listops_hour")
+    gradients, tokens, listops, hour = (read(folder / f"{name}.csv") for name in studies)
+    aside: dict[str, Any] = {"frameon": False, "fontsize": "small"}
+
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     for axes, column in zip(figure.subplots(1, 2), ("bias", "deviation"), strict=True):
-        for number, name in enumerate(dict.fromkeys(row["estimator"] for row in gradients)):
-            mine = [row for row in gradients if row["estimator"] == name and row["sharpness"] == 1]
-            axes.plot([row["p"] for row in mine], [row[column] for row in mine], marker="osD^vP*X<"[number], label=name)
+        for (name, rows), marker in zip(by_key(gradients, "estimator").items(), "osD^vP*X<", strict=False):
+            mine = [row for row in rows if row["sharpness"] == 1]
+            axes.plot([row["p"] for row in mine], [row[column] for row in mine], marker=marker, label=name)
         axes.set(xlabel="probability of an edge", ylabel=f"{column} / norm of the true gradient")
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize="small")
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside right center", **aside)
     figure.savefig(folder / "gradients.png", dpi=110)
 
     figure = Figure(figsize=(9, 9), layout="constrained")
     runs = by_run(tokens, RUNS)
-    for row, (group, names) in zip(figure.subplots(len(GROUPS), 2), GROUPS.items(), strict=True):
-        for axes, column in zip(row, ("loss", "density"), strict=True):
+    for panels, (group, names) in zip(figure.subplots(len(GROUPS), 2), GROUPS.items(), strict=True):
+        for axes, column, top in zip(panels, ("loss", "density"), (0.75, 1.02), strict=True):
             for name in (name for name in names if name in runs):
-                curves = [*zip(*runs[name].values(), strict=False)]
-                axes.plot(
-                    [at[0]["step"] for at in curves],
-                    [np.mean([one[column] for one in at]) for at in curves],
-                    label=name,
-                )
-            axes.set(
-                xlabel="step",
-                ylabel=f"{column}, mean over seeds",
-                title=group,
-                ylim=(0, 1.02 if column == "density" else 0.75),
-            )
-        row[1].legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize="small")
+                means = [
+                    (at[0]["step"], np.mean([row[column] for row in at]))
+                    for at in zip(*runs[name].values(), strict=False)
+                ]
+                axes.plot(*zip(*means, strict=True), label=name)
+            axes.set(xlabel="step", ylabel=f"{column}, mean over seeds", title=group, ylim=(0, top))
+        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), **aside)
     figure.savefig(folder / "repeated_tokens.png", dpi=110)
 
     figure = Figure(figsize=(9, 5), layout="constrained")
     axes = figure.subplots()
-    for number, (name, seeds) in enumerate(
-        by_run([row for row in listops if row["split"] == "test" and row["graphs"] == 1], LISTOPS).items()
-    ):
-        found = [row for rows in seeds.values() for row in rows]
-        density = [100 * np.mean([value for key, value in row.items() if key.startswith("density_")]) for row in found]
-        axes.plot(
-            density,
-            [100 * row["accuracy"] for row in found],
-            linestyle="",
-            color=f"C{number % 10}",
-            marker="o^X"[number // 10],
-            label=name,
-        )
+    tests = by_run([row for row in listops if row["split"] == "test" and row["graphs"] == 1], LISTOPS)
+    for number, (name, seeds) in enumerate(tests.items()):
+        points = [(np.mean(densities(row)), 100 * row["accuracy"]) for rows in seeds.values() for row in rows]
+        axes.plot(*zip(*points, strict=True), "o^X"[number // 10], color=f"C{number % 10}", label=name)
     axes.set(xscale="log", xlabel="density (%), one point a seed", ylabel="test accuracy (%)")
-    figure.legend(loc="outside right center", frameon=False, fontsize="small")
+    figure.legend(loc="outside right center", **aside)
     figure.savefig(folder / "listops.png", dpi=110)
 
     figure = Figure(figsize=(7, 3.6), layout="constrained")
     axes = figure.subplots()
-    for name, seeds in by_run([row for row in hour if row["split"] == "val"], ()).items():
-        axes.plot([row["step"] for row in seeds[0]], [100 * row["accuracy"] for row in seeds[0]], label=name)
+    for name, rows in by_key([row for row in hour if row["split"] == "val"], "run").items():
+        axes.plot([row["step"] for row in rows], [100 * row["accuracy"] for row in rows], label=name)
     axes.set(xlabel="step", ylabel="validation accuracy (%)")
-    axes.legend(frameon=False, fontsize="small")
+    axes.legend(**aside)
     figure.savefig(folder / "listops_hour.png", dpi=110)

@@ -1,7 +1,7 @@
 """What is measured, second part: samplers, and whole layers, of ours and of others.
 
 In: a :class:`~examples.benchmarks.kernels.Case`. Out: a :class:`~examples.benchmarks.kernels.Work`. Not here: attention over
-a given graph (``kernels``), clocks and processes (``measure``).
+a given graph (``kernels``), clocks (``measure``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from examples.benchmarks.kernels import Case, Peer, Rejected, Work, compare
-from sbm_pyg import SBM, FullAttention, SBMAttentionConv, SBMHead, ops, patterns, sample_edges
+from sbm_pyg import SBM, FullAttention, SBMAttentionConv, ops, patterns, sample_edges
 
 DEVIATIONS = 5  # standard deviations that a mean density may be off
 
@@ -37,11 +37,8 @@ def _soft(case: Case) -> SBM:
 def _hard(case: Case) -> SBM:
     """Each token in one of K blocks, which is all that graph libraries know."""
     generator = torch.Generator().manual_seed(case.seed)
-    member = (
-        F.one_hot(torch.arange(case.tokens) * case.blocks // case.tokens, case.blocks)
-        .float()
-        .expand(case.heads, -1, -1)
-    )
+    blocks = torch.arange(case.tokens) * case.blocks // case.tokens
+    member = F.one_hot(blocks, case.blocks).float().expand(case.heads, -1, -1)
     block = (torch.rand(case.blocks, case.blocks, generator=generator) + 0.5).expand(case.heads, -1, -1)
     return SBM(member, member, block * (case.density / SBM(member, member, block).expected_density()[0, 0])).validate()
 
@@ -76,7 +73,7 @@ def _sampler(
 def _deviations(case: Case, facts: dict[str, float], count: float, mean: float, variance: float) -> float:
     """Reports the densities, and returns how many standard deviations the number of edges is off."""
     pairs = case.heads * case.tokens**2
-    facts.update(density=count / pairs, expected_density=mean / pairs)
+    facts.update(sampled=count / pairs, expected=mean / pairs)
     error = abs(count - mean) / math.sqrt(variance)
     if not error <= DEVIATIONS:
         raise Rejected(f"its density is off by {error:.1f} standard deviations")
@@ -85,52 +82,34 @@ def _deviations(case: Case, facts: dict[str, float], count: float, mean: float, 
 
 def _op(method: str, inflate: float = 1.0) -> Callable[[SBM], Callable[[int], int]]:
     def make(sbm: SBM) -> Callable[[int], int]:
-        sequence_ids = torch.arange(sbm.num_sequences)
-        key = sbm.key_membership * inflate
-        return lambda seed: ops.sample_sbm(sbm.rate, key, sbm.query_ptr, sbm.key_ptr, sequence_ids, seed, method)[
-            1
-        ].numel()
+        key, sequence_ids = sbm.key_membership * inflate, torch.arange(sbm.num_sequences)
+        known = (sbm.rate, key, sbm.query_ptr, sbm.key_ptr, sequence_ids)
+        return lambda seed: ops.sample_sbm(*known, seed, method)[1].numel()
 
     return make
 
 
 def _sample_edges(sbm: SBM) -> Callable[[int], int]:
-    return lambda seed: (
-        sample_edges(SBM(sbm.query_membership, sbm.key_membership, sbm.block_matrix), seed=seed).num_edges
-    )
+    parts = (sbm.query_membership, sbm.key_membership, sbm.block_matrix)
+    return lambda seed: sample_edges(SBM(*parts), seed=seed).num_edges
 
 
 def _dense_bernoulli(sbm: SBM) -> Callable[[int], int]:
-    return lambda seed: int(
-        (torch.rand(sbm.heads, *[len(sbm.key_membership[0])] * 2) < sbm.rate @ sbm.key_membership.mT).nonzero().size(0)
-    )
+    shape = (sbm.heads, *[sbm.key_membership.size(1)] * 2)
+    return lambda seed: int((torch.rand(shape) < sbm.rate @ sbm.key_membership.mT).nonzero().size(0))
 
 
 # ------------------------------------------------------------------ whole layers
 
 
-def set_density(head: SBMHead, density: float) -> None:
-    """Shift all memberships of a new head to the same mean, so that edges have this probability; the gradients stay whole.
-
-    One channel of the clusters becomes 1, which the softmax of the block matrix cancels, and the bias of that channel the shift.
-    """
-    last = head.mlp[-1]
-    assert isinstance(last, torch.nn.Linear)
-    with torch.no_grad():
-        head.clusters[..., 0] = 1
-        last.weight[0] = 0
-        last.bias[0] = math.log(math.sqrt(density) / (1 - math.sqrt(density))) if density < 1 else 20.0
-
-
 def _layers(case: Case) -> tuple[SBMAttentionConv, FullAttention]:
-    """The layer and its dense twin, with the same projections."""
+    """The layer, whose edges have the probability of the case, and its dense twin, with the same projections."""
     torch.manual_seed(case.seed)
-    width = case.heads * case.channels
-    conv = SBMAttentionConv(width, case.channels, case.heads, case.blocks or None, estimator="mask", exploration=0.0)
-    full = FullAttention(width, case.channels, case.heads)
+    sizes = (case.heads * case.channels, case.channels, case.heads)
+    head = {"density": case.density}
+    conv = SBMAttentionConv(*sizes, case.blocks, sbm_options=head, estimator="mask", exploration=0.0)
+    full = FullAttention(*sizes)
     full.load_state_dict({name: value for name, value in conv.state_dict().items() if not name.startswith("source.")})
-    if conv.sbm is not None:
-        set_density(conv.sbm, case.density)
     return conv, full
 
 
@@ -139,31 +118,31 @@ def _agree(conv: SBMAttentionConv, full: FullAttention, width: int) -> float:
     x, grad = torch.randn(96, width), torch.randn(96, width)
     found, true = conv(x, patterns.full(len(x))), full(x, ptr=torch.tensor([0, len(x)]))
     pairs = {"output": (found, true)}
-    names = ["lin_query.weight", "lin_key.weight", "lin_value.weight", "lin_value.bias"]
-    grads = [
-        torch.autograd.grad(out, [layer.get_parameter(name) for name in names], grad)
-        for layer, out in ((conv, found), (full, true))
-    ]
-    pairs.update({f"gradient to {name}": pair for name, pair in zip(names, zip(*grads, strict=True), strict=True)})
+    for name in ("lin_query.weight", "lin_key.weight", "lin_value.weight", "lin_value.bias"):
+        leaves = ((found, conv.get_parameter(name)), (true, full.get_parameter(name)))
+        mine, its = (torch.autograd.grad(out, leaf, grad, retain_graph=True)[0] for out, leaf in leaves)
+        pairs[f"gradient to {name}"] = (mine, its)
     return compare(pairs)
 
 
-def _sbm_layer(case: Case, scale: float = 1.0) -> Work:
-    """A training step: projections, SBM, sampling, attention, gradients to all parameters and to the tokens."""
+def _layer(case: Case, sparse: bool = True, scale: float = 1.0) -> Work:
+    """A training step: projections, SBM, sampling, attention, gradients to all parameters and to the tokens; or the dense twin's."""
     conv, full = _layers(case)
     conv.scale *= scale
-    width, facts = case.heads * case.channels, dict[str, float]()
+    width, ptr, facts = case.heads * case.channels, torch.tensor([0, case.tokens]), dict[str, float]()
     x, grad = torch.randn(case.tokens, width, requires_grad=True), torch.randn(case.tokens, width)
 
     def step() -> int:
         x.grad = None
-        conv.zero_grad()
-        out, graph = conv(x, return_graph=True)
-        out.backward(grad)
-        return graph.num_edges
+        (conv if sparse else full).zero_grad()
+        out, graph = conv(x, return_graph=True) if sparse else (full(x, ptr=ptr), None)
+        out.backward(grad)  # the dense layer counts per edge of the sparse one
+        return graph.num_edges if graph else round(case.density * case.heads * case.tokens**2)
 
     def check() -> float:
         error, edges = _agree(conv, full, width), step()
+        if not sparse:
+            return error
         for name, parameter in conv.named_parameters():
             if parameter.grad is None or not parameter.grad.isfinite().all() or not parameter.grad.any():
                 raise Rejected(f"the gradient to {name} is missing, zero or not finite")
@@ -171,25 +150,11 @@ def _sbm_layer(case: Case, scale: float = 1.0) -> Work:
             sbm = cast(SBM, conv(x, return_choice=True)[1].probability)
         expected = float(sbm.expected_edges().sum())
         _deviations(case, facts, edges, expected, expected)  # the variance is below the mean
-        if abs(facts["expected_density"] / case.density - 1) > 0.1:
-            raise Rejected(f"it expects a density of {facts['expected_density']:.2%} instead of {case.density:.2%}")
+        if abs(facts["expected"] / case.density - 1) > 0.1:
+            raise Rejected(f"it expects a density of {facts['expected']:.2%} instead of {case.density:.2%}")
         return error
 
     return Work(check, {"step": step}, facts)
-
-
-def _dense_layer(case: Case) -> Work:
-    conv, full = _layers(case)
-    width, ptr = case.heads * case.channels, torch.tensor([0, case.tokens])
-    x, grad = torch.randn(case.tokens, width, requires_grad=True), torch.randn(case.tokens, width)
-
-    def step() -> int:
-        x.grad = None
-        full.zero_grad()
-        full(x, ptr=ptr).backward(grad)
-        return round(case.density * case.heads * case.tokens**2)  # what a sparse layer would have done
-
-    return Work(lambda: _agree(conv, full, width), {"step": step}, {"density": 1.0, "expected_density": 1.0})
 
 
 def _layer_sampling(case: Case) -> Work:
@@ -207,24 +172,18 @@ def _layer_sampling(case: Case) -> Work:
 
 
 SAMPLERS = {
-    "bernoulli": Peer("sbm_pyg sample_sbm", _sampler(_soft, _op("bernoulli")), ours=True),
-    "edges": Peer("sbm_pyg sample_edges", _sampler(_soft, _sample_edges), "from Y, S, Z, all checks", ours=True),
+    "bernoulli": Peer("sbm_pyg sample_sbm", _sampler(_soft, _op("bernoulli"))),
+    "edges": Peer("sbm_pyg sample_edges", _sampler(_soft, _sample_edges), "from Y, S, Z, all checks"),
     "fastrg": Peer(
-        "sbm_pyg sample_sbm, fastrg",
-        _sampler(_soft, _op("fastrg"), lambda p: -torch.expm1(-p)),
-        "law 1 - exp(-p)",
-        ours=True,
+        "sbm_pyg sample_sbm, fastrg", _sampler(_soft, _op("fastrg"), lambda p: -torch.expm1(-p)), "law 1 - exp(-p)"
     ),
     "dense": Peer("torch rand < p, dense", _sampler(_soft, _dense_bernoulli)),
-    "hard": Peer("sbm_pyg sample_edges, hard blocks", _sampler(_hard, _sample_edges), "hard blocks", ours=True),
+    "hard": Peer("sbm_pyg sample_edges, hard blocks", _sampler(_hard, _sample_edges), "hard blocks"),
     "wrong": Peer("wrong: 10 % too dense", _sampler(_soft, _op("bernoulli", inflate=1.1))),
 }
 LAYERS = {
-    "sbm": Peer("SBMAttentionConv", _sbm_layer, ours=True),
-    "dense": Peer("dense SDPA layer", _dense_layer),
-    "wrong": Peer("wrong: twice the scale", partial(_sbm_layer, scale=2.0)),
+    "sbm": Peer("SBMAttentionConv", _layer),
+    "dense": Peer("dense SDPA layer", partial(_layer, sparse=False)),
+    "wrong": Peer("wrong: twice the scale", partial(_layer, scale=2.0)),
 }
-GROWTH = {
-    "sampling": Peer("sampling alone", _layer_sampling, ours=True),
-    "layer": Peer("SBMAttentionConv, training step", _sbm_layer, ours=True),
-}
+GROWTH = {"sampling": Peer("sampling alone", _layer_sampling), "layer": Peer("SBMAttentionConv, training step", _layer)}

@@ -68,7 +68,7 @@ def parse_prepare(arguments: Words) -> argparse.Namespace:
                 law.add_argument(
                     "--" + field.name.replace("_", "-"), type=kind, help=f"(paper: {field.default})", **absent
                 )
-    return _finish(parser, arguments)
+    return _finish(parser, arguments, seed=0)
 
 
 def parse_table(arguments: Words) -> argparse.Namespace:

@@ -44,6 +44,7 @@ class Baseline(nn.Module):
     """An attention layer that pads inside: projections here, the method in :meth:`attend`.
 
     Args:
+        settings: Of the run, from which a method takes its sizes.
         channels: Channels of the tokens.
         head_channels: Channels per head C.
         heads: Number of heads H.
@@ -54,7 +55,7 @@ class Baseline(nn.Module):
 
     shared = False  # whether keys are the queries
 
-    def __init__(self, channels: int, head_channels: int, heads: int) -> None:
+    def __init__(self, settings: Settings, channels: int, head_channels: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
         self.lin_query = nn.Linear(channels, heads * head_channels)
@@ -93,12 +94,10 @@ class Baseline(nn.Module):
             place = chosen[sequence].nonzero()[:, 0]
             at = ((chosen.cumsum(0) - 1)[sequence[place]], slot[place])
             shape = (int(chosen.sum()), size)
-            mask = torch.zeros(shape, dtype=torch.bool, device=ptr.device).index_put(
-                at, torch.ones_like(place, dtype=torch.bool)
-            )
-            q, k, v = (
-                t.new_zeros(*shape, *t.shape[1:]).index_put(at, t[place]).transpose(1, 2) for t in (query, key, value)
-            )
+            mask = torch.zeros(shape, dtype=torch.bool, device=ptr.device)
+            mask[at] = True
+            padded = (t.new_zeros(*shape, *t.shape[1:]).index_put(at, t[place]) for t in (query, key, value))
+            q, k, v = (t.transpose(1, 2) for t in padded)  # [B, H, L, C]
             out.append(self.attend(q, k, v, mask, seed).transpose(1, 2)[at])
             places.append(place)
         return torch.zeros_like(value).index_copy(0, torch.cat(places), torch.cat(out))
@@ -124,7 +123,6 @@ class LinearAttention(Baseline):
     """
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, seed: int) -> Tensor:
-        """As :meth:`Baseline.attend`."""
         return linear_attention(F.elu(query) + 1, (F.elu(key) + 1) * mask[:, None, :, None], value)
 
 
@@ -135,23 +133,19 @@ class PerformerAttention(Baseline):
     norms of Gaussian vectors, drawn once from torch's generator and kept with the weights. PyG has the product and the
     directions; the features are ours, since PyG's are those of a ReLU kernel, and since the package ``performer-pytorch``
     takes the largest score of the padding, too, for its stabiliser.
-
-    Args:
-        channels, head_channels, heads: As :class:`Baseline`.
-        features: Number of random features R.
     """
 
     EPS = 1e-4
     directions: Tensor
 
-    def __init__(self, channels: int, head_channels: int, heads: int, features: int) -> None:
-        super().__init__(channels, head_channels, heads)
+    def __init__(self, settings: Settings, channels: int, head_channels: int, heads: int) -> None:
+        super().__init__(settings, channels, head_channels, heads)
+        features = settings.random_features
         norms = torch.randn(features, head_channels).norm(dim=1, keepdim=True)
         signs = 2 * torch.randint(2, (features, 1)) - 1  # those of QR factors are not random
         self.register_buffer("directions", orthogonal_matrix(features, head_channels) * norms * signs)  # [R, C]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, seed: int) -> Tensor:
-        """As :meth:`Baseline.attend`."""
         real = mask[:, None, :, None]
         queries, keys = (x * x.size(-1) ** -0.25 for x in (query, key))
         scores = [x @ self.directions.to(x.dtype).T for x in (queries, keys)]  # [B, H, L, R]
@@ -168,27 +162,16 @@ class LinformerAttention(Baseline):
 
     Cost O(N H C k). Wang et al., "Linformer: Self-Attention with Linear Complexity", 2020, as in the package ``linformer``,
     which has no mask: keys and values of padding are zeros, which mix as nothing.
-
-    Args:
-        channels, head_channels, heads: As :class:`Baseline`.
-        max_length: Longest sequence.
-        rank: Number of mixtures k.
-        dropout: Probability that an attention weight is dropped in training.
     """
 
-    def __init__(
-        self, channels: int, head_channels: int, heads: int, max_length: int, rank: int, dropout: float
-    ) -> None:
-        super().__init__(channels, head_channels, heads)
-        package = _package("linformer")
-        self.kernel = package.LinformerSelfAttention(
-            heads * head_channels, max_length, rank, heads, head_channels, dropout=dropout
-        )
+    def __init__(self, settings: Settings, channels: int, head_channels: int, heads: int) -> None:
+        super().__init__(settings, channels, head_channels, heads)
+        sizes = (heads * head_channels, settings.max_length, settings.linformer_rank, heads, head_channels)
+        self.kernel = _package("linformer").LinformerSelfAttention(*sizes, dropout=settings.attention_dropout)
         self.kernel.to_q, self.kernel.to_k, self.kernel.to_v = nn.Identity(), _Half(0), _Half(1)
         self.kernel.to_out = nn.Identity()
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, seed: int) -> Tensor:
-        """As :meth:`Baseline.attend`."""
         flat = [x.transpose(1, 2).flatten(2) for x in (query, key, value)]  # [B, L, H*C]
         return self.kernel(flat[0], context=torch.cat(flat[1:], -1)).unflatten(2, (self.heads, -1)).transpose(1, 2)
 
@@ -199,37 +182,27 @@ class ReformerAttention(Baseline):
     Cost O(N H C c r) with chunks of c tokens and r rounds, and sorting. Kitaev et al., "Reformer: The Efficient Transformer",
     ICLR 2020, as ``transformers`` has it, which the paper's baseline is made of, too. Queries are keys. Rotations are a function of the
     seed and of the padded length, which is the sequence's own length rounded up to whole chunks.
-
-    Args:
-        channels, head_channels, heads: As :class:`Baseline`.
-        max_length: Longest sequence.
-        rounds: Rounds of hashing r.
-        chunk: Tokens per chunk c; shorter sequences get full attention.
-        dropout: Probability that an attention weight is dropped in training.
     """
 
     shared = True
 
-    def __init__(
-        self, channels: int, head_channels: int, heads: int, max_length: int, rounds: int, chunk: int, dropout: float
-    ) -> None:
-        super().__init__(channels, head_channels, heads)
-        self.chunk = chunk
+    def __init__(self, settings: Settings, channels: int, head_channels: int, heads: int) -> None:
+        super().__init__(settings, channels, head_channels, heads)
+        self.chunk = settings.hash_chunk
         package: Any = _package("transformers.models.reformer.modeling_reformer")
         config = package.ReformerConfig(
             attn_layers=["lsh"], attention_head_size=head_channels, num_attention_heads=heads, hidden_size=heads * head_channels,
-            num_hashes=rounds, lsh_attn_chunk_length=chunk, lsh_attention_probs_dropout_prob=dropout,
-            max_position_embeddings=max_length, is_decoder=False,
+            num_hashes=settings.hash_rounds, lsh_attn_chunk_length=self.chunk, is_decoder=False,
+            lsh_attention_probs_dropout_prob=settings.attention_dropout, max_position_embeddings=settings.max_length,
         )  # fmt: skip
         self.kernel = package.LSHSelfAttention(config)
         self.kernel.query_key, self.kernel.value = _Half(0), _Half(1)
 
     def sizes(self, lengths: Tensor) -> Tensor:
-        """As :meth:`Baseline.sizes`: whole chunks, so that chunks and buckets are those of the sequence by itself."""
+        # Whole chunks, so that chunks and buckets are those of the sequence by itself.
         return -(-lengths // self.chunk) * self.chunk
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, seed: int) -> Tensor:
-        """As :meth:`Baseline.attend`."""
         size, buckets = mask.size(1), None
         if size > self.chunk:
             self.kernel.num_buckets = 1 << (2 * (size // self.chunk)).bit_length() - 1  # as the method's authors advise
@@ -237,11 +210,8 @@ class ReformerAttention(Baseline):
                 torch.manual_seed((seed + size) % 2**63)
                 buckets = self.kernel._hash_vectors(query, self.kernel.num_hashes, mask)
         joined = torch.cat([x.transpose(1, 2).flatten(2) for x in (query, value)], -1)  # [B, L, 2*H*C]
-        return (
-            self.kernel(joined, attention_mask=mask, buckets=buckets)
-            .hidden_states.unflatten(2, (self.heads, -1))
-            .transpose(1, 2)
-        )
+        out = self.kernel(joined, attention_mask=mask, buckets=buckets).hidden_states
+        return out.unflatten(2, (self.heads, -1)).transpose(1, 2)
 
 
 class NystromAttention(Baseline):
@@ -251,40 +221,30 @@ class NystromAttention(Baseline):
     padded to a multiple of m by its own length, and its tokens are spread over the m segments as evenly as they go: no
     segment is empty, and the masked means are of real tokens alone. The pseudoinverse is iterated for each sequence by itself
     (the published code scales all of a batch by one norm). Sequences of at most m tokens get full attention, as published.
-
-    Args:
-        channels, head_channels, heads: As :class:`Baseline`.
-        landmarks: Number of landmarks m.
-        kernel_size: Tokens under the convolution, odd; 0 leaves it out.
     """
 
-    def __init__(self, channels: int, head_channels: int, heads: int, landmarks: int, kernel_size: int) -> None:
-        super().__init__(channels, head_channels, heads)
-        if kernel_size % 2 == 0 and kernel_size:
-            raise ValueError(
-                f"Expected 'kernel_size' to be odd or 0 (got {kernel_size}). The convolution is centred on its token."
-            )
-        self.landmarks = landmarks
+    def __init__(self, settings: Settings, channels: int, head_channels: int, heads: int) -> None:
+        super().__init__(settings, channels, head_channels, heads)
+        self.landmarks, taps = settings.landmarks, settings.value_kernel
+        if taps and taps % 2 == 0:
+            raise ValueError(f"Expected 'value-kernel' to be odd or 0 (got {taps}). It is centred on its token.")
         package = _package("nystrom_attention")
-        self.kernel = package.NystromAttention(heads * head_channels, head_channels, heads, landmarks, residual=False)
+        self.kernel = package.NystromAttention(
+            heads * head_channels, head_channels, heads, self.landmarks, residual=False
+        )
         self.kernel.to_qkv = self.kernel.to_out = nn.Identity()
-        self.conv = None
-        if kernel_size:
-            self.conv = nn.Conv2d(
-                heads, heads, (kernel_size, 1), padding=(kernel_size // 2, 0), groups=heads, bias=False
-            )
+        self.conv = (
+            nn.Conv2d(heads, heads, (taps, 1), padding=(taps // 2, 0), groups=heads, bias=False) if taps else None
+        )
 
     def sizes(self, lengths: Tensor) -> Tensor:
-        """As :meth:`Baseline.sizes`: whole segments."""
         return -(-lengths // self.landmarks) * self.landmarks
 
     def slots(self, position: Tensor, length: Tensor) -> Tensor:
-        """As :meth:`Baseline.slots`: segment s begins with token ceil(s * length / m)."""
-        segment = position * self.landmarks // length
+        segment = position * self.landmarks // length  # segment s begins with token ceil(s * length / m)
         return segment * -(-length // self.landmarks) + position - -(-segment * length // self.landmarks)
 
     def ragged(self, query: Tensor, key: Tensor, value: Tensor, ptr: Tensor, seed: int) -> Tensor:
-        """As :meth:`Baseline.ragged`, and the convolution."""
         out = super().ragged(query, key, value, ptr, seed)
         if self.conv is None:
             return out
@@ -292,7 +252,6 @@ class NystromAttention(Baseline):
         return out + self.conv(padded.transpose(1, 2)).transpose(1, 2)[mask]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, seed: int) -> Tensor:
-        """As :meth:`Baseline.attend`."""
         if mask.size(1) == self.landmarks:
             return F.scaled_dot_product_attention(query, key, value, attn_mask=mask[:, None, None])
         joined = torch.cat([x.transpose(1, 2).flatten(2) for x in (query, key, value)], -1)  # [B, L, 3*H*C]
@@ -316,26 +275,20 @@ def _package(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ImportError(
+        words = (
             f"Expected '{name.partition('.')[0]}' to be installed (got {error}). Run `pip install -e \".[examples]\"`."
-        ) from error
+        )
+        raise ImportError(words) from error
 
 
+METHODS = {
+    "linear": LinearAttention,
+    "linformer": LinformerAttention,
+    "reformer": ReformerAttention,
+    "performer": PerformerAttention,
+    "nystromformer": NystromAttention,
+}
 BASELINES: dict[str, Callable[[Settings], Callable[..., Baseline]]] = {
-    "linear": lambda chosen: LinearAttention,
-    "linformer": lambda chosen: partial(
-        LinformerAttention, max_length=chosen.max_length, rank=chosen.linformer_rank, dropout=chosen.attention_dropout
-    ),
-    "reformer": lambda chosen: partial(
-        ReformerAttention,
-        max_length=chosen.max_length,
-        rounds=chosen.hash_rounds,
-        chunk=chosen.hash_chunk,
-        dropout=chosen.attention_dropout,
-    ),
-    "performer": lambda chosen: partial(PerformerAttention, features=chosen.random_features),
-    "nystromformer": lambda chosen: partial(
-        NystromAttention, landmarks=chosen.landmarks, kernel_size=chosen.value_kernel
-    ),
+    name: partial(partial, method) for name, method in METHODS.items()
 }
 """By name: from the settings of a run, the factory ``(channels, head_channels, heads) -> layer`` that an encoder takes."""

@@ -18,6 +18,7 @@ from examples import repeated_tokens as task
 from examples.benchmarks import learning as study
 from examples.benchmarks import learning_report
 from examples.benchmarks.gradients import gradient_errors
+from examples.benchmarks.tables import read
 
 TINY = task.Settings(tokens=12, batch_size=4, steps=6, num_blocks=4, evaluate_every=3)
 DOCS = Path(study.__file__).parents[2] / "docs"
@@ -96,8 +97,8 @@ def test_the_sparse_settings_are_those_of_the_study() -> None:
 
 
 def given(folder: Path, *words: str) -> argparse.Namespace:
-    places = ["--folder", str(folder / "tables"), "--work", str(folder / "work"), "--data", str(folder / "data")]
-    for name in ("tables", "work", "data"):
+    places = ["--folder", str(folder / "tables"), "--work", str(folder / "work")]
+    for name in ("tables", "work"):
         (folder / name).mkdir(exist_ok=True)
     return study.parse([*words, *places])
 
@@ -108,7 +109,7 @@ def test_a_study_runs_what_is_missing_once(tmp_path: Path, monkeypatch: pytest.M
     study.run(given(tmp_path, "run", "--seeds", "1"))
     study.run(given(tmp_path, "run", "--seeds", "2"))
     table = (tmp_path / "tables" / "repeated_tokens.csv").read_text()
-    rows = study.read(tmp_path / "tables", "repeated_tokens")
+    rows = read(tmp_path / "tables" / "repeated_tokens.csv")
     found = [
         ("full", 0, 3),
         ("full", 0, 6),
@@ -130,7 +131,10 @@ def test_the_study_of_listops_asks_the_trainer_once(tmp_path: Path, monkeypatch:
     asked: list[list[str]] = []
 
     def trainer(command: list[str], **_: object) -> None:
-        asked.append(command[1:])
+        assert command[1:3] == ["-m", "examples.lra"]
+        if command[3] == "prepare":
+            return
+        asked.append(command[4:])
         run = Path(command[command.index("--output") + 1])
         run.mkdir(exist_ok=True)
         plan = (
@@ -155,8 +159,8 @@ def test_the_study_of_listops_asks_the_trainer_once(tmp_path: Path, monkeypatch:
         study.listops(given(tmp_path, "average", *words), graphs=8)
     assert len(asked) == 2
     assert "--density-weight 0.1" in " ".join(asked[0])
-    assert asked[1][1] == "--resume"
-    rows = study.read(tmp_path / "tables", "listops")
+    assert asked[1][0] == "--resume"
+    rows = read(tmp_path / "tables" / "listops.csv")
     found = [(row["split"], row["step"], row["graphs"], row["accuracy"]) for row in rows]
     assert found == [("val", 0, 1, 0.1), ("val", 4, 1, 0.25), ("test", 4, 1, 0.25), ("test", 4, 8, 0.75)]
     assert rows[2]["density_layer0_head0"] == 0.5
@@ -196,7 +200,7 @@ def test_enumeration_finds_the_score_function_unbiased_and_eq_9_no_better_than_a
 def test_the_tables_of_the_page_follow_from_the_tidy_tables() -> None:
     """Every line that the report makes of the three studies stands on the page, and no line of their tables stands there without."""
     page = (DOCS / "learning.md").read_text().splitlines()
-    tables = {name: study.read(DOCS / "learning", name) for name in ("gradients", "repeated_tokens", "listops")}
+    tables = {name: read(DOCS / "learning" / f"{name}.csv") for name in ("gradients", "repeated_tokens", "listops")}
     made = [
         learning_report.report_gradients(tables["gradients"]),
         learning_report.report_tokens(tables["repeated_tokens"]),
@@ -212,7 +216,7 @@ def test_the_tables_of_the_page_follow_from_the_tidy_tables() -> None:
 
 def test_single_runs_and_the_hour_are_as_published() -> None:
     folder = DOCS / "learning"
-    last = {row["run"]: row for row in study.read(folder, "repeated_tokens") if row["seed"] == 0}
+    last = {row["run"]: row for row in read(folder / "repeated_tokens.csv") if row["seed"] == 0}
     assert (last["literal, full"]["step"], round(100 * last["literal, full"]["accuracy"], 2)) == (1300, 99.76)
     assert (round(100 * last["literal, local"]["accuracy"], 2), round(100 * last["literal, local"]["density"], 1)) == (
         99.19,
@@ -220,7 +224,7 @@ def test_single_runs_and_the_hour_are_as_published() -> None:
     )
     assert round(100 * last["256 tokens, local"]["accuracy"], 2) == 99.70
     assert round(100 * last["256 tokens, sparse, balance heuristic"]["density"], 1) == 11.1
-    hour, times = (study.read(folder, name) for name in ("listops_hour", "listops_hour_times"))
+    hour, times = (read(folder / f"{name}.csv") for name in ("listops_hour", "listops_hour_times"))
     tests = {row["run"]: round(100 * row["accuracy"], 2) for row in hour if row["split"] == "test"}
     assert tests == {"full": 37.45, "sbm": 37.4, "sbm, 0.5 above 2 %": 37.6, "linear": 38.15, "linformer": 37.8}
     step = {(row["run"], row["batch"]): row["step"] for row in times if row["round"] == 3}

@@ -143,8 +143,8 @@ def test_performer_approaches_softmax_attention(monkeypatch: pytest.MonkeyPatch)
         for draw in range(8):
             module = layer("performer", random_features=features)
             torch.manual_seed(draw)
-            drawn = baselines.PerformerAttention(12, 8, 2, features).double()
-            module.directions.copy_(drawn.directions)
+            drawn: Any = BASELINES["performer"](SimpleNamespace(random_features=features))(12, 8, 2)  # type: ignore[arg-type]
+            module.directions.copy_(drawn.double().directions)
             query, key, value = projected(module, x)
             squares.append(
                 (module(x, ptr=ptr) - joined(F.scaled_dot_product_attention(query, key, value))).square().mean()
@@ -231,12 +231,12 @@ def test_reformer_hashes_by_the_seed_alone() -> None:
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "linformer", None)
     with pytest.raises(ImportError, match=r"Expected 'linformer' to be installed .*Run `pip install -e"):
-        baselines.LinformerAttention(12, 8, 2, 40, 4, 0.0)
+        BASELINES["linformer"](TASKS["listops"].presets["paper"].settings)(12, 8, 2)
 
 
 def test_even_convolutions_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"Expected 'kernel_size' to be odd or 0 \(got 4\)"):
-        baselines.NystromAttention(12, 8, 2, 16, 4)
+    with pytest.raises(ValueError, match=r"Expected 'value-kernel' to be odd or 0 \(got 4\)"):
+        layer("nystromformer", value_kernel=4)
     with pytest.raises(SystemExit):
         main(["train", "--attention", "nystromformer", "--value-kernel", "4"])
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import collections
 import csv
 import dataclasses
 import errno
-import json
+import hashlib
+import itertools
 import random
 import re
 import shutil
 import statistics
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -141,9 +144,15 @@ def reference_length(depth: int, law: Parameters, rng: random.Random) -> int:
     return 2 + sum(reference_length(depth + 1, law, rng) for _ in range(rng.randint(2, law.max_args)))
 
 
+def lengths_of(law: Parameters, draws: int, seed: int) -> np.ndarray:
+    """Of the trees that are kept, without round brackets."""
+    trees = listops.draw_trees(law, draws, np.random.default_rng(seed))
+    return np.array([len(source.replace("(", "").replace(")", "").split()) for source, _ in trees])
+
+
 def test_law_of_lengths_is_that_of_the_recursive_generator() -> None:
     law = Parameters(max_depth=4, max_args=4, min_length=1, max_length=40, operator_probability=0.5)
-    drawn = np.diff(listops.draw_trees(law, 40_000, np.random.default_rng(0)).ptr)
+    drawn = lengths_of(law, 40_000, 0)
     rng = random.Random(0)
     wanted = np.array([reference_length(1, law, rng) for _ in range(40_000)])
     wanted = wanted[(wanted > law.min_length) & (wanted < law.max_length)]
@@ -155,34 +164,75 @@ def test_law_of_lengths_is_that_of_the_recursive_generator() -> None:
 
 def test_operators_and_digits_are_uniform() -> None:
     law = Parameters(max_depth=3, max_args=4, min_length=1, max_length=100, operator_probability=0.5)
-    tokens = listops.draw_trees(law, 20_000, np.random.default_rng(1)).tokens
-    counts = np.bincount(tokens, minlength=16)
-    assert counts[0] == 0
-    assert chisquare(counts[1:11]).pvalue > 1e-6
-    assert chisquare(counts[11:15]).pvalue > 1e-6
-    assert counts[15] == counts[11:15].sum()
+    words = collections.Counter(
+        word for source, _ in listops.draw_trees(law, 20_000, np.random.default_rng(1)) for word in source.split()
+    )
+    counts = [words.pop(word) for word in listops.VOCABULARY]
+    assert {*words} == {"(", ")"}
+    assert chisquare(counts[:10]).pvalue > 1e-6
+    assert chisquare(counts[10:14]).pvalue > 1e-6
+    assert counts[14] == sum(counts[10:14])
 
 
 def test_about_one_tree_in_twelve_has_a_length_that_lra_allows() -> None:
-    trees = listops.draw_trees(Parameters(), 6_000, np.random.default_rng(0))
-    assert len(trees.labels) / 6_000 == pytest.approx(1 / 12, rel=0.15)
-    assert np.diff(trees.ptr).mean() == pytest.approx(1_040, rel=0.05)
+    lengths = lengths_of(Parameters(), 6_000, 0)
+    assert len(lengths) / 6_000 == pytest.approx(1 / 12, rel=0.15)
+    assert lengths.mean() == pytest.approx(1_040, rel=0.05)
 
 
-def test_same_seed_same_files_other_seed_other_files(folder: Path, tmp_path: Path) -> None:
-    for name, seed in (("same", 3), ("other", 4)):
-        listops.generate(tmp_path / name, SMALL, seed=seed, progress=False)
-    for split in listops.SPLITS:
-        name = f"basic_{split}.tsv"
-        assert (tmp_path / "same" / name).read_bytes() == (folder / name).read_bytes()
-        assert (tmp_path / "other" / name).read_bytes() != (folder / name).read_bytes()
+def test_files_are_those_of_every_version(folder: Path) -> None:
+    """A data set that is generated again is the same, bit for bit."""
+    content = b"".join((folder / f"basic_{split}.tsv").read_bytes() for split in listops.SPLITS)
+    assert hashlib.sha256(content).hexdigest() == "5fd5c690539d70c78baefbd58e9e4310e93403089312989daea73443334b1296"
+    first = itertools.islice(listops.draw_trees(Parameters(), 2048, np.random.default_rng(0)), 20)
+    digest = hashlib.sha256(" ".join(source for source, _ in first).encode()).hexdigest()
+    assert digest == "934e6a0706e2e6f472ae65c57ec14bd092475dde9ca4702d1d0359434b11c3d5"
+
+
+def test_two_who_generate_at_once_and_one_who_is_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second waits for the first, which is told here to stop once; what it leaves is removed."""
+    draw, outcomes, calls = listops.draw_trees, list[bool](), list[int]()
+
+    def slow(*arguments: Any) -> Iterator[tuple[str, int]]:
+        calls.append(0)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        time.sleep(0.1)
+        return draw(*arguments)
+
+    def generate() -> None:
+        outcomes.append(listops.generate(tmp_path / "listops", SMALL, seed=3, progress=False))
+
+    monkeypatch.setattr(listops, "draw_trees", slow)
+    with pytest.raises(KeyboardInterrupt):
+        generate()
+    assert [path.name for path in tmp_path.iterdir()] == [".listops.lock"]
+    both = [threading.Thread(target=generate) for _ in range(2)]
+    for thread in both:
+        thread.start()
+    for thread in both:
+        thread.join()
+    assert sorted(outcomes) == [False, True]
+    assert {path.name for path in tmp_path.iterdir()} == {"listops", ".listops.lock"}
+
+
+def test_a_full_disk_is_named_with_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> Iterator[tuple[str, int]]:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(listops, "draw_trees", full)
+    with pytest.raises(
+        ValueError, match=r"listops' to be a place for generated data \(got: .*No space left on device\)"
+    ):
+        listops.generate(tmp_path / "listops", SMALL, progress=False)
+    assert [path.name for path in tmp_path.iterdir()] == [".listops.lock"]
 
 
 def test_generating_again_does_nothing_and_never_overwrites(folder: Path, tmp_path: Path) -> None:
     before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
     assert not listops.generate(folder, SMALL, seed=3, progress=False)
     assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
-    with pytest.raises(ValueError, match=r"to be new, empty or the data set asked for \(got one made with seed 3"):
+    with pytest.raises(ValueError, match=r"to be new, empty or the data set asked for \(got one made with .*'seed': 3"):
         listops.generate(folder, dataclasses.replace(SMALL, max_args=4), seed=3, progress=False)
     (tmp_path / "notes.txt").touch()
     with pytest.raises(
@@ -192,81 +242,6 @@ def test_generating_again_does_nothing_and_never_overwrites(folder: Path, tmp_pa
         listops.generate(tmp_path, SMALL, progress=False)
 
 
-def test_who_generates_what_another_is_writing_waits_for_it(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write, outcomes = listops._write_splits, []
-    seconds: list[threading.Thread] = []
-
-    def generate() -> None:
-        outcomes.append(listops.generate(tmp_path / "listops", SMALL, seed=3, progress=False))
-
-    def slow(*arguments: Any) -> dict:
-        if not seconds:  # the first writer starts the second in its midst
-            seconds.append(threading.Thread(target=generate))
-            seconds[0].start()
-        files = write(*arguments)
-        seconds[0].join(0.3)
-        return files
-
-    monkeypatch.setattr(listops, "_write_splits", slow)
-    generate()
-    seconds[0].join()
-    assert outcomes == [True, False]
-    assert (tmp_path / "listops" / "basic_val.tsv").read_bytes() == (folder / "basic_val.tsv").read_bytes()
-
-
-def test_generation_removes_what_a_killed_one_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)  # as a kill does, it leaves what is written
-
-    def killed(folder: Path, *_: Any) -> dict:
-        (folder / "half").touch()
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(listops, "_write_splits", killed)
-    with pytest.raises(KeyboardInterrupt):
-        listops.generate(tmp_path / "listops", SMALL, progress=False)
-    monkeypatch.undo()
-    assert len(list(tmp_path.rglob("half"))) == 1
-    assert listops.generate(tmp_path / "listops", SMALL, progress=False)
-    assert {path.name for path in tmp_path.iterdir()} == {"listops", ".listops.lock"}
-    assert not (tmp_path / "listops" / "half").exists()
-
-
-def test_a_full_disk_is_named_with_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> dict:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(listops, "_write_splits", full)
-    with pytest.raises(
-        ValueError,
-        match=r"listops' to be a place for generated data \(got: .*No space left on device\)\. Make room there",
-    ):
-        listops.generate(tmp_path / "listops", SMALL, progress=False)
-    assert [path.name for path in tmp_path.iterdir()] == [".listops.lock"]
-
-
-def test_manifest_tells_how_the_files_were_made(folder: Path) -> None:
-    manifest = json.loads((folder / "manifest.json").read_text())
-    assert manifest["parameters"] == dataclasses.asdict(SMALL)
-    assert manifest["seed"] == 3
-    assert manifest["files"]["basic_val.tsv"]["rows"] == 10
-    assert len(manifest["files"]["basic_train.tsv"]["sha256"]) == 64
-
-
-def test_interrupted_generation_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Impatient(listops.tqdm):
-        def update(self, n: float = 1) -> None:
-            if self.n > 30:
-                raise KeyboardInterrupt
-            self.n += n
-
-    monkeypatch.setattr(listops, "tqdm", Impatient)
-    with pytest.raises(KeyboardInterrupt):
-        listops.generate(tmp_path / "listops", SMALL, progress=False)
-    assert [path.name for path in tmp_path.iterdir()] == [".listops.lock"]
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -274,10 +249,7 @@ def test_interrupted_generation_leaves_nothing(tmp_path: Path, monkeypatch: pyte
         ({"max_depth": 1}, r"Expected 'max_depth' to be at least 2 \(got 1\)"),
         ({"max_args": 1}, r"Expected 'max_args' to be at least 2 \(got 1\)"),
         ({"min_length": 0}, r"Expected 'min_length' to be at least 1 \(got 0\)"),
-        (
-            {"min_length": 50, "max_length": 51},
-            r"Expected 'max_length' to leave room above 'min_length' = 50 .*\(got 51\)",
-        ),
+        ({"min_length": 50, "max_length": 51}, r"Expected 'max_length' to be at least 52 \(got 51\)"),
         ({"operator_probability": 0.0}, r"Expected 'operator_probability' to be in \(0, 1\] \(got 0\.0\)"),
         ({"operator_probability": float("nan")}, r"Expected 'operator_probability' to be in \(0, 1\] \(got nan\)"),
     ],
@@ -287,92 +259,22 @@ def test_parameters_out_of_range(change: dict, message: str) -> None:
         dataclasses.replace(SMALL, **change)
 
 
-def test_more_trees_than_there_are(tmp_path: Path) -> None:
-    law = Parameters(
-        train=500, val=1, test=1, max_depth=2, max_args=2, min_length=1, max_length=5, operator_probability=1.0
-    )
-    with pytest.raises(
-        ValueError, match=r"at most the number of distinct trees \(got 502, but .* nothing beyond 400\)"
-    ):
-        listops.generate(tmp_path / "listops", law, progress=False)
-    assert [path.name for path in tmp_path.iterdir()] == [".listops.lock"]
-
-
-@pytest.mark.parametrize(
-    "place", [".", "listops-1000", "listops", "lra_release/listops-1000", "lra_release/lra_release/listops-1000"]
-)
-def test_folder_is_found_as_released_or_renamed(folder: Path, tmp_path: Path, place: str) -> None:
-    (tmp_path / place).mkdir(parents=True, exist_ok=True)
-    for path in folder.glob("*.tsv"):
-        (tmp_path / place / path.name).write_bytes(path.read_bytes())
-    assert {split: len(examples) for split, examples in load(LISTOPS, tmp_path, max_length=60).items()} == {
-        "train": 60,
-        "val": 10,
-        "test": 20,
-    }
-
-
-def test_wrong_folder_shows_the_tree_that_is_expected(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match=r"to hold ListOps \(got other files\)[\s\S]*basic_train\.tsv[\s\S]*lra_release/listops-1000"
-    ):
-        load(LISTOPS, tmp_path, max_length=60)
-    with pytest.raises(ValueError, match=r"to hold ListOps \(got no such folder\)"):
-        load(LISTOPS, tmp_path / "nowhere", max_length=60)
-    for split in ("train", "test"):
-        (tmp_path / f"basic_{split}.tsv").write_bytes((folder / f"basic_{split}.tsv").read_bytes())
-    with pytest.raises(ValueError, match=r"to hold every split \(got no basic_val\.tsv\)"):
-        load(LISTOPS, tmp_path, max_length=60)
-
-
-GOOD = "( ( ( [MAX 4 ) 7 ) ] )\t7"
+def test_more_trees_than_there_are() -> None:
+    law = Parameters(train=500, max_depth=2, max_args=2, min_length=1, max_length=5, operator_probability=1.0)
+    with pytest.raises(ValueError, match=r"at most the number of distinct trees \(got 4500, .* nothing beyond 400\)"):
+        list(listops._distinct_rows(law, np.random.default_rng(0), patience=20))
 
 
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ([GOOD], r"val\.tsv:1' to be the header 'Source\\tTarget' \(got '\( \( \( \[MAX"),
-        (
-            ["Source\tTarget", GOOD, "( ( [MAX 4 ) 7"],
-            r"val\.tsv:3' to have two columns, a tree and its value \(got 1\)\. Look for",
-        ),
-        (["Source\tTarget", GOOD, ""], r"val\.tsv:3' to have two columns"),
-        (["Source\tTarget", f"{GOOD}\t7"], r"val\.tsv:2' to have two columns, a tree and its value \(got 3\)"),
-        (["Source\tTarget", GOOD, GOOD, "[MAX 4 7 ]\t10"], r"val\.tsv:4' to end in a label from 0 to 9 \(got '10'\)"),
-        (["Source\tTarget", "[MAX 4 7 ]\tx"], r"val\.tsv:2' to end in a label from 0 to 9 \(got 'x'\)"),
-        (["Source\tTarget", "[MAX 4 12 ]\t4"], r"val\.tsv:2' to hold the tokens 0 1 .* \(got '12'\)"),
-        (["Source\tTarget", "[AVG 4 7 ]\t4"], r"val\.tsv:2' to hold the tokens .* \(got '\[AVG'\)"),
-        (["Source\tTarget", GOOD, "[MAX 4 7 ]\t07"], r"val\.tsv:3' to end in a label from 0 to 9 \(got '07'\)"),
-        (["Source\tTarget", "[MAX 4 7 ]\t٣"], r"val\.tsv:2' to end in a label from 0 to 9 \(got '٣'\)"),
-        (["Source\tTarget", "[MAX 4 7 ]\t"], r"val\.tsv:2' to end in a label from 0 to 9 \(got ''\)"),
-        (
-            ["Source\tTarget", "[MAX 4 [MIN 7 ]\t7"],
-            r"val\.tsv:2' to be one whole tree \(got 1 operators without their '\]'\)",
-        ),
-        (["Source\tTarget", "( )\t7"], r"val\.tsv:2' to be one whole tree \(got 0 trees\)"),
-        (
-            ["Source\tTarget", "] [MAX 1\t1"],
-            r"val\.tsv:2' to be one whole tree \(got a '\]' that ends nothing, token 1 of 3\)",
-        ),
-        (
-            ["Source\tTarget", "[MAX ]\t0"],
-            r"val\.tsv:2' to be one whole tree \(got \[MAX without arguments, which ends at token 2 of 2\)",
-        ),
-        (
-            ["Source\tTarget", GOOD, "[MAX 1 [SM ] ]\t1"],
-            r"val\.tsv:3' to be one whole tree \(got \[SM without arguments, .* 4 of 5\)",
-        ),
-        (["Source\tTarget", "[MAX 1 2 ] [MIN 2 3 ]\t2"], r"val\.tsv:2' to be one whole tree \(got 2 trees\)"),
-        (["Source\tTarget", "[MAX 1 2 ] 2\t2"], r"val\.tsv:2' to be one whole tree \(got 2 trees\)"),
-        (
-            ["Source\tTarget", GOOD, "[MAX 4 7 ]\t6"],
-            r"val\.tsv:3' to end in 7, the value of its tree \(got '6'\)\. Look for",
-        ),
-        (
-            ["Source\tTarget", "[MED 1 [SM 9 9 ] 4 6 ]\t4"],
-            r"val\.tsv:2' to end in 5, the value of its tree \(got '4'\)",
-        ),
-        (["Source\tTarget"], r"Expected 'val' of .* to hold examples \(got none\)"),
+        (["[MAX 4 7 ]\t7"], r"val\.tsv:1' to be the header 'Source\\tTarget' \(got b'\[MAX"),
+        (["Source\tTarget", "[MAX 4 7 ]\t7", "( ( [MAX 4 ) 7"], r"val\.tsv:3' to have 2 columns \(got 6\)"),
+        (["Source\tTarget", "[MAX 4 7 ]\t7\t7"], r"val\.tsv:2' to have 2 columns \(got 3\)"),
+        (["Source\tTarget", "[MAX 4 7 ]\t10"], r"val\.tsv:2' to have a label from 0 to 9 in column 2 \(got b'10'\)"),
+        (["Source\tTarget", "[MAX 4 12 ]\t4"], r"val\.tsv:2' to hold a tree of 0 1 .* \(got b'\[MAX 4 12 \]'\)"),
+        (["Source\tTarget", "( )\t7"], r"val\.tsv:2' to hold a tree of 0 1 .* \(got b'\( \)'\)"),
+        (["Source\tTarget"], r"Expected 'val' of listops to hold examples \(got none\)"),
     ],
 )
 @pytest.mark.parametrize("end", ["\r\n", "\n"])
@@ -386,26 +288,13 @@ def test_malformed_rows_name_file_and_line(
         load(LISTOPS, tmp_path, max_length=60)
 
 
-def test_bytes_that_are_no_text_are_unknown_tokens(folder: Path, tmp_path: Path) -> None:
-    for split in listops.SPLITS:
-        (tmp_path / f"basic_{split}.tsv").write_bytes((folder / f"basic_{split}.tsv").read_bytes())
-    (tmp_path / "basic_val.tsv").write_bytes(b"Source\tTarget\r\n[MAX 4 \xff ]\t4\r\n")
-    with pytest.raises(ValueError, match=r"val\.tsv:2' to hold the tokens"):
-        load(LISTOPS, tmp_path, max_length=60)
-
-
-def test_long_sequences_are_cut_and_counted_or_refused(folder: Path) -> None:
+def test_long_sequences_are_cut_and_counted(folder: Path) -> None:
     whole, cut = load(LISTOPS, folder, max_length=60)["train"], load(LISTOPS, folder, max_length=20)["train"]
     assert whole.truncated == 0
     assert cut.truncated == (whole.lengths > 20).sum() > 0
     assert (cut.lengths == np.minimum(whole.lengths, 20)).all()
     longest = int(whole.lengths.argmax())
     assert cut.__getitems__([longest]).tokens.tolist() == whole.__getitems__([longest]).tokens[:20].tolist()
-    strict = dataclasses.replace(LISTOPS, overflow="error")
-    with pytest.raises(
-        ValueError, match=r"Expected 'train' example \d+ to have at most 20 tokens \(got \d+\)\. Raise --max-length"
-    ):
-        load(strict, folder, max_length=20)
 
 
 def ragged(lengths: list[int], arity: int = 1) -> Split:
@@ -510,7 +399,6 @@ def test_command_line_generates_and_describes(tmp_path: Path, capsys: pytest.Cap
     ]
     main(make)
     assert capsys.readouterr().out.startswith(f"{out}: written\n{out / 'prepared' / 'listops-release'}: written\n")
-    (out / "manifest.json").touch()
     shutil.rmtree(out / "prepared")
     main(make)
     assert capsys.readouterr().out.startswith(f"{out}: already there, nothing to do\n")
@@ -519,14 +407,14 @@ def test_command_line_generates_and_describes(tmp_path: Path, capsys: pytest.Cap
     with pytest.raises(SystemExit) as stop:
         main([*make, "--seed", "1"])
     assert stop.value.code == 2
-    assert "to be new, empty or the data set asked for (got one made with seed 0" in capsys.readouterr().err
+    assert "to be new, empty or the data set asked for (got one made with" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main([*make, "--seed", "-1"])
     assert "Expected 'seed' to be at least 0 (got -1)" in capsys.readouterr().err
     (out / "basic_val.tsv").write_bytes(b"")
     with pytest.raises(SystemExit):
         main(show)
-    assert re.search(r"basic_val\.tsv:1' to be the header .* \(got ''\)", capsys.readouterr().err)
+    assert re.search(r"Expected 'val' of listops to hold examples \(got none\)", capsys.readouterr().err)
     (out / "manifest.json").write_text("{")
     with pytest.raises(SystemExit):
         main(make)

@@ -84,12 +84,9 @@ class Split:
     @functools.cached_property
     def lengths(self) -> np.ndarray:
         """Tokens per example, after cutting and leaving out, [n] int64."""
-        if self.masked is not None:
-            parts = np.array_split(np.arange(len(self.ptr) - 1), len(self.tokens) // 2**24 + 1)
-            sizes = np.concatenate([np.diff(self._gather(part)[1].numpy()) for part in parts])
-        else:
-            sizes = np.diff(self.ptr)
-            sizes = sizes if self.max_length is None else np.minimum(sizes, self.max_length)
+        sizes = np.diff(self.ptr) if self.max_length is None else np.minimum(np.diff(self.ptr), self.max_length)
+        if self.masked is not None:  # images, of which nothing is cut
+            sizes = np.maximum(np.add.reduceat(self.tokens > self.masked, self.ptr[:-1], dtype=np.int64), 1)
         return sizes.reshape(-1, self.arity).sum(1)
 
     @property

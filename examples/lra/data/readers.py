@@ -1,8 +1,9 @@
-"""Readers of the releases that nobody can generate: Text, Retrieval and Image.
+"""Readers of the five data sets as they were released, or as ``listops.py`` and ``pathfinder.py`` generate them.
 
-In: folders as released. Out: rows of token numbers. Not here: tasks with a generator (``listops.py``, ``pathfinder.py``), batches and the
-table of tasks (``tasks.py``). A token is a byte or a grey value plus one; 0 is never used, so black is not padding.
+In: folders as released. Out: rows of token numbers. Not here: generators, batches and the table of tasks (``tasks.py``). A token is a
+byte or a grey value plus one; 0 is never used, so black is not padding.
 
+* **ListOps** is trees and their values between a tab. The round brackets carry nothing and are dropped.
 * **Text** is movie reviews (IMDb, Maas et al., 2011), labelled 1 if they are favourable. Nothing is removed, not even ``<br />``, as in
   the Long Range Arena (LRA).
 * **Retrieval** is pairs of papers (ACL Anthology Network), labelled 1 if one cites the other. A line is ``label, id, id, text, text``
@@ -10,23 +11,104 @@ table of tasks (``tasks.py``). A token is a byte or a grey value plus one; 0 is 
 * **Image** is CIFAR-10 as rows of 1,024 grey pixels. Grey is ``floor(255.5 (0.2989 R + 0.587 G + 0.114 B) / 255)`` in float32: what
   ``tf.image.rgb_to_grayscale`` computes, by which LRA and those after it made their data. The files are pickles, which can run any
   program when they are read. Ours can not: the reader knows the three names that arrays are made of, and refuses all others.
+* **Pathfinder** is images of 32 x 32 pixels, labelled 1 if two discs are joined by a dashed line. The files ``metadata/<b>.npy`` are plain
+  text in spite of their name, one line an image: folder, file, number, label, and seven numbers on how it was drawn.
 """
 
 from __future__ import annotations
 
-import io
 import pickle
-import pickletools
-import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
 from examples.lra.data.batches import Row, Rows
-from examples.lra.data.files import Release, malformed, places
+from examples.lra.data.files import Release, malformed
+from examples.lra.data.listops import HEADER, VOCABULARY
+from examples.lra.data.pathfinder import SIDE
+
+LRA = "part of lra_release.gz (8 GB), see https://github.com/google-research/long-range-arena; 'tar -xzf' unpacks it."
+GENERATE = (
+    "Generate it with 'python -m examples.lra prepare --task {} --generate --data FOLDER'; the original is " + LRA
+)
+
+
+def _table(
+    path: Path, *, columns: int, label: int, classes: int, header: bytes = b""
+) -> Iterator[tuple[int, list[bytes], int]]:
+    """Yields number, columns and label of each line of a table; CRLF and LF both end a line, nothing else does.
+
+    Args:
+        path: The file, with columns between tabs, or between spaces where there is no tab.
+        columns: Their number.
+        label: Which of them is the label, ``int(float(...))`` of what is written.
+        classes: Number of labels.
+        header: The first line, which is not yielded.
+
+    Raises:
+        ValueError: If a line is malformed; the message names file and line.
+    """
+    with path.open("rb") as file:
+        for number, text in enumerate(file, start=1):
+            line = text.rstrip(b"\r\n")
+            if header and number == 1:
+                if line != header:
+                    raise malformed(path, 1, f"be the header {header.decode()!r}", line[:80])
+                continue
+            fields = line.split(b"\t") if b"\t" in line else line.split()
+            if len(fields) != columns:
+                raise malformed(path, number, f"have {columns} columns", len(fields))
+            try:
+                value = int(float(fields[label]))
+            except (ValueError, OverflowError):
+                value = -1
+            if not 0 <= value < classes:
+                raise malformed(
+                    path, number, f"have a label from 0 to {classes - 1} in column {label + 1}", fields[label][:80]
+                )
+            yield number, fields, value
+
+
+def _tokens(text: bytes) -> np.ndarray:
+    return np.frombuffer(text, dtype=np.uint8).astype(np.uint16) + 1
+
+
+# ------------------------------------------------------------------ ListOps
+
+LISTOPS = Release(
+    name="ListOps",
+    folders=("listops-1000", "listops"),
+    parts=("basic_train.tsv", "basic_val.tsv", "basic_test.tsv"),
+    source=GENERATE.format("listops"),
+)
+LISTOPS_SPLITS = {"release": "as released or generated (96,000/2,000/2,000 of the whole release)"}
+TOKEN_NUMBER = {word.encode(): number for number, word in enumerate(VOCABULARY, start=1)}
+
+
+def open_listops(root: Path, *, split: str) -> dict[str, Rows]:
+    """Finds the trees of each split; ``split`` is only "release"."""
+    return _files(LISTOPS, root, _read_trees)
+
+
+def _files(release: Release, root: Path, read: Callable[[Path], Iterator[Row]]) -> dict[str, Rows]:
+    """The rows of a release whose parts are one file for each split."""
+    paths = [release.find(root) / part for part in release.parts]
+    return {name: Rows([path], partial(read, path)) for name, path in zip(("train", "val", "test"), paths, strict=True)}
+
+
+def _read_trees(path: Path) -> Iterator[Row]:
+    for line, (tree, _), label in _table(path, columns=2, label=1, classes=10, header=HEADER.encode()):
+        words = tree.translate(None, b"()").split()
+        if not words or not TOKEN_NUMBER.keys() >= set(words):
+            raise malformed(path, line, f"hold a tree of {' '.join(VOCABULARY)}", tree[:80])
+        yield np.array([TOKEN_NUMBER[word] for word in words], dtype=np.uint8), label
+
+
+# ------------------------------------------------------------------ Text
 
 CLASSES = ("neg", "pos")  # labels 0 and 1
 TEXT_SPLITS = {
@@ -37,20 +119,14 @@ TEXT_SPLITS = {
 }
 TEXT = Release(
     name="the IMDb reviews",
-    folders=places("aclImdb"),
+    folders=("aclImdb",),
     parts=("train/neg", "train/pos", "test/neg", "test/pos"),
-    part="part",
     source="It is aclImdb_v1.tar.gz (80 MB) of https://ai.stanford.edu/~amaas/data/sentiment/, unpacked with 'tar -xzf'.",
-    picture="""\
-        train/neg/0_3.txt    one review each, named NUMBER_STARS.txt
-        train/pos/0_9.txt
-        test/neg/0_2.txt
-        test/pos/0_10.txt""",
 )
 
 
-def open_text(root: Path, *, split: str = "held-out") -> dict[str, Rows]:
-    """Finds the reviews of each split.
+def open_text(root: Path, *, split: str) -> dict[str, Rows]:
+    """Finds the reviews of each split, files named NUMBER_STARS.txt.
 
     Neighbouring numbers may be reviews of one film. So the reviews that are held out are a block of numbers, not a random
     tenth, which would share most of its films with the rest.
@@ -60,144 +136,64 @@ def open_text(root: Path, *, split: str = "held-out") -> dict[str, Rows]:
         split: One of ``TEXT_SPLITS``.
 
     Raises:
-        ValueError: If files are missing or have names that are not those of the release, or if there are reviews that no split would read.
+        ValueError: If files are missing.
     """
     folder = TEXT.find(root)
-    for path in sorted(folder.iterdir()):
-        if path.name not in ("train", "test") and any((path / name).is_dir() for name in CLASSES):
-            raise malformed(
-                folder,
-                None,
-                "hold reviews in train and test alone",
-                f"more in {path.name}",
-                f"Move those of {path.name} back, or unpack the archive again.",
-            )
-    whole = {part: [_reviews(folder / part / name) for name in CLASSES] for part in ("train", "test")}
-    if split == "lra":
-        return {"train": _texts(whole["train"]), "val": _texts(whole["test"]), "test": _texts(whole["test"])}
-    kept = [len(paths) - len(paths) // 10 for paths in whole["train"]]
-    return {
-        "train": _texts([paths[:count] for paths, count in zip(whole["train"], kept, strict=True)]),
-        "val": _texts([paths[count:] for paths, count in zip(whole["train"], kept, strict=True)]),
-        "test": _texts(whole["test"]),
-    }
+    parts: dict[str, list[tuple[Path, int]]] = {"train": [], "val": [], "test": []}
+    for label, name in enumerate(CLASSES):
+        for part in ("train", "test"):
+            paths = (folder / part / name).glob("[0-9]*_[0-9]*.txt")
+            ordered = [(path, label) for path in sorted(paths, key=lambda path: [*map(int, path.stem.split("_"))])]
+            kept = len(ordered) - len(ordered) // 10 if part == "train" and split == "held-out" else len(ordered)
+            parts[part] += ordered[:kept]
+            parts["val"] += ordered if part == "test" and split == "lra" else ordered[kept:]
 
-
-def _reviews(folder: Path) -> list[Path]:
-    """Lists the reviews of a folder in the order of their numbers."""
-    numbered = []
-    for path in folder.iterdir():
-        if path.name.startswith("."):
-            continue
-        match = re.fullmatch(r"(\d+)_(\d+)\.txt", path.name)
-        if match is None:
-            raise malformed(
-                path, None, "be named NUMBER_STARS.txt", "another name", "Remove what is not of the release."
-            )
-        numbered.append((int(match[1]), int(match[2]), path))
-    return [path for *_, path in sorted(numbered)]
-
-
-def _texts(classes: list[list[Path]]) -> Rows:
-    files = [(path, label) for label, paths in enumerate(classes) for path in paths]
-
-    def read() -> Iterator[Row]:
+    def read(files: list[tuple[Path, int]]) -> Iterator[Row]:
         for path, label in files:
             text = path.read_bytes()
             if not text:
-                raise malformed(path, None, "hold a review", "an empty file", "Unpack the archive again.")
-            yield np.frombuffer(text, dtype=np.uint8).astype(np.uint16) + 1, label
+                raise malformed(path, None, "hold a review", "an empty file")
+            yield _tokens(text), label
 
-    return Rows([path for path, _ in files], read)
+    return {name: Rows([path for path, _ in files], partial(read, files)) for name, files in parts.items()}
 
+
+# ------------------------------------------------------------------ Retrieval
 
 RETRIEVAL_SPLITS = {"release": "as released (147,086/18,090/17,437 of the whole release)"}
-PAIRS = {"train": "new_aan_pairs.train.tsv", "val": "new_aan_pairs.eval.tsv", "test": "new_aan_pairs.test.tsv"}
 RETRIEVAL = Release(
     name="the pairs of Retrieval",
-    folders=places("tsv_data", "aan", "retrieval"),
-    parts=tuple(PAIRS.values()),
-    part="split",
-    source="It is part of lra_release.gz (8 GB), see https://github.com/google-research/long-range-arena; 'tar -xzf' unpacks it.",
-    picture="""\
-        new_aan_pairs.train.tsv    one pair a line: label, id, id, text, text, between tabs
-        new_aan_pairs.eval.tsv
-        new_aan_pairs.test.tsv""",
+    folders=("tsv_data", "aan", "retrieval"),
+    parts=("new_aan_pairs.train.tsv", "new_aan_pairs.eval.tsv", "new_aan_pairs.test.tsv"),
+    source="It is " + LRA,
 )
 
 
-def open_retrieval(root: Path, *, split: str = "release") -> dict[str, Rows]:
-    """Finds the pairs of each split; ``root`` is a folder like ``RETRIEVAL``, and ``split`` only "release".
-
-    Raises:
-        ValueError: If files are missing.
-    """
-    folder = RETRIEVAL.find(root)
-    return {name: Rows([folder / file], partial(read_pairs, folder / file)) for name, file in PAIRS.items()}
+def open_retrieval(root: Path, *, split: str) -> dict[str, Rows]:
+    """Finds the pairs of each split; ``split`` is only "release"."""
+    return _files(RETRIEVAL, root, _read_pairs)
 
 
-def read_pairs(path: Path) -> Iterator[Row]:
-    """Yields both texts and the label of each line of a file.
+def _read_pairs(path: Path) -> Iterator[Row]:
+    for line, fields, label in _table(path, columns=5, label=0, classes=2):
+        if not (fields[3] and fields[4]):
+            raise malformed(path, line, "hold two texts", "an empty one")
+        yield (_tokens(fields[3]), _tokens(fields[4])), label
 
-    Args:
-        path: The file. CRLF and LF both end a line; nothing else does.
 
-    Yields:
-        Two arrays of token numbers, uint16, and the label, 0 or 1, which is ``int(float(...))`` of what is written.
-
-    Raises:
-        ValueError: If a line is malformed; the message names file and line.
-    """
-    with path.open("rb") as file:
-        for line, text in enumerate(file, start=1):
-            columns = text.rstrip(b"\r\n").split(b"\t")
-            if len(columns) != 5:
-                raise malformed(
-                    path,
-                    line,
-                    "have five columns, label, two ids and two texts",
-                    len(columns),
-                    "Look for a cut, merged or quoted line.",
-                )
-            try:
-                label = int(float(columns[0]))
-            except (ValueError, OverflowError):
-                label = -1
-            if label not in (0, 1):
-                got = repr(columns[0][:80].decode(errors="replace"))
-                raise malformed(
-                    path, line, "start with the label 0.0 or 1.0", got, "Look for swapped or damaged columns."
-                )
-            if not (columns[3] and columns[4]):
-                raise malformed(path, line, "hold two texts", "an empty one", "Look for a cut line.")
-            first, second = (np.frombuffer(column, dtype=np.uint8).astype(np.uint16) + 1 for column in columns[3:])
-            yield (first, second), label
-
+# ------------------------------------------------------------------ Image
 
 IMAGE_SPLITS = {
     "held-out": "the second half of data_batch_5 is taken from the training set for validation (45,000/5,000/10,000 of the whole release)"
 }
-TRAIN, TEST = tuple(f"data_batch_{number}" for number in range(1, 6)), "test_batch"
 IMAGE = Release(
     name="CIFAR-10",
-    folders=places("cifar-10-batches-py", "cifar10"),
-    parts=(*TRAIN, TEST),
-    part="batch",
+    folders=("cifar-10-batches-py", "cifar10"),
+    parts=(*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"),
     source="It is cifar-10-python.tar.gz (163 MB) of https://www.cs.toronto.edu/~kriz/cifar.html, unpacked with 'tar -xzf'.",
-    picture="""\
-        data_batch_1    pickles of a dictionary with b"data" [n, 3072] uint8 and b"labels"
-        ...
-        data_batch_5
-        test_batch""",
 )
-
 #: All that a pickle of a dictionary of arrays needs; numpy 2 renamed its core.
-ALLOWED = {
-    ("numpy", "ndarray"),
-    ("numpy", "dtype"),
-    ("numpy.core.multiarray", "_reconstruct"),
-    ("numpy._core.multiarray", "_reconstruct"),
-}
+ALLOWED = {"numpy.ndarray", "numpy.dtype", "numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct"}
 
 
 class ArraysOnly(pickle.Unpickler):
@@ -208,36 +204,31 @@ class ArraysOnly(pickle.Unpickler):
     """
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in ALLOWED:
+        if f"{module}.{name}" not in ALLOWED:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}")
         return super().find_class(module, name)
 
 
-def open_image(root: Path, *, split: str = "held-out") -> dict[str, Rows]:
-    """Finds the images of each split; ``root`` is a folder like ``IMAGE``, and ``split`` only "held-out".
+def open_image(root: Path, *, split: str) -> dict[str, Rows]:
+    """Finds the images of each split; ``split`` is only "held-out"."""
+    *whole, halved, test = (IMAGE.find(root) / part for part in IMAGE.parts)
 
-    Raises:
-        ValueError: If files are missing.
-    """
-    folder = IMAGE.find(root)
-    whole, halved = [(folder / name, 0, 2) for name in TRAIN[:-1]], folder / TRAIN[-1]
+    def rows(*parts: tuple[Path, int, int]) -> Rows:
+        """Of files, from the first to the last half of each that are given."""
+
+        def read() -> Iterator[Row]:
+            for path, first, last in parts:
+                images, labels = read_batch(path)
+                part = slice(first * len(labels) // 2, last * len(labels) // 2)
+                yield from zip(grey(images[part]).astype(np.uint16) + 1, labels[part].tolist(), strict=True)
+
+        return Rows([path for path, *_ in parts], read)
+
     return {
-        "train": _images([*whole, (halved, 0, 1)]),
-        "val": _images([(halved, 1, 2)]),
-        "test": _images([(folder / TEST, 0, 2)]),
+        "train": rows(*((path, 0, 2) for path in whole), (halved, 0, 1)),
+        "val": rows((halved, 1, 2)),
+        "test": rows((test, 0, 2)),
     }
-
-
-def _images(parts: list[tuple[Path, int, int]]) -> Rows:
-    """Rows of files, from the first to the last half of each that are given."""
-
-    def read() -> Iterator[Row]:
-        for path, first, last in parts:
-            images, labels = read_batch(path)
-            part = slice(first * len(labels) // 2, last * len(labels) // 2)
-            yield from zip(grey(images[part]).astype(np.uint16) + 1, labels[part].tolist(), strict=True)
-
-    return Rows([path for path, *_ in parts], read)
 
 
 def read_batch(path: Path) -> tuple[np.ndarray, np.ndarray]:
@@ -250,45 +241,15 @@ def read_batch(path: Path) -> tuple[np.ndarray, np.ndarray]:
         ValueError: If the file holds anything else than such arrays.
     """
     try:
-        data = path.read_bytes()
-        # A damaged length would have the reader ask for gigabytes: those of contents are checked by genops, places in its memo here.
-        for code, argument, _ in pickletools.genops(data):
-            if code.name.endswith("PUT") and isinstance(argument, int) and argument > len(data):
-                raise pickle.UnpicklingError(f"it counts to {argument:,} in {len(data):,} bytes")
-        content = ArraysOnly(io.BytesIO(data), encoding="bytes").load()
-    except (
-        pickle.UnpicklingError, EOFError, ValueError, TypeError, KeyError, IndexError, AttributeError, ImportError, MemoryError, OverflowError,
-        SyntaxError,
-    ) as error:  # fmt: skip
-        raise malformed(
-            path,
-            None,
-            "be a pickle of arrays and nothing else",
-            str(error) or type(error).__name__,
-            "Copy it anew, from a source you trust.",
-        ) from None
-    content = content if isinstance(content, dict) else {}
-    images, labels = content.get(b"data"), content.get(b"labels")
-    if not (
-        isinstance(images, np.ndarray) and images.dtype == np.uint8 and images.ndim == 2 and images.shape[1] == 3072
-    ):
-        got = f"{images.dtype} {list(images.shape)}" if isinstance(images, np.ndarray) else type(images).__name__
-        raise malformed(path, None, 'hold b"data" [n, 3072] uint8', got, "Is this CIFAR-10, in its version for Python?")
-    if not (isinstance(labels, list) and len(labels) == len(images)):
-        got = f"{len(labels)}" if isinstance(labels, list) else type(labels).__name__
-        raise malformed(
-            path, None, f'hold b"labels", a list of {len(images)}', got, "Is this CIFAR-10, in its version for Python?"
-        )
-    for row, label in enumerate(labels):
-        if not (type(label) is int and 0 <= label < 10):
-            raise malformed(
-                path,
-                None,
-                f"have a label from 0 to 9 in row {row}",
-                repr(label)[:80],
-                "Is this CIFAR-10, and not CIFAR-100?",
-            )
-    return images, np.array(labels, dtype=np.int64)
+        with path.open("rb") as file:
+            content = ArraysOnly(file, encoding="bytes").load()
+        images, labels = content[b"data"].reshape(-1, 3072), np.array(content[b"labels"], dtype=np.int64)
+        if images.dtype != np.uint8 or len(images) != len(labels) or not 0 <= labels.min() <= labels.max() < 10:
+            raise ValueError(f"{images.dtype} {list(images.shape)}, and {len(labels)} labels")
+    except Exception as error:  # a damaged pickle can fail in any way
+        expected = 'be a pickle of arrays and nothing else, b"data" [n, 3072] uint8 and b"labels" [n] below 10'
+        raise malformed(path, None, expected, str(error) or type(error).__name__) from None
+    return images, labels
 
 
 def grey(images: np.ndarray) -> np.ndarray:
@@ -300,3 +261,47 @@ def grey(images: np.ndarray) -> np.ndarray:
     colours = images.reshape(len(images), 3, -1).astype(np.float32) / np.float32(255)
     shares = np.array([0.2989, 0.5870, 0.1140], dtype=np.float32)
     return np.minimum(np.einsum("ncp,c->np", colours, shares) * np.float32(255.5), 255).astype(np.uint8)
+
+
+# ------------------------------------------------------------------ Pathfinder
+
+PATHFINDER = Release(
+    name="Pathfinder32",
+    folders=("pathfinder32", "pathfinder"),
+    parts=("imgs", "metadata"),
+    source=GENERATE.format("pathfinder"),
+)
+PATHFINDER_SPLITS = {
+    "80-10-10": "of every ten images in the order of the files, eight are for training, the ninth for validation, the tenth for testing"
+}
+
+
+def open_pathfinder(root: Path, *, split: str, level: str) -> dict[str, Rows]:
+    """Finds the images of each split; ``split`` is only "80-10-10", and ``level`` one of ``LEVELS``."""
+    folder = PATHFINDER.find(root, level)
+    metadata = sorted((folder / "metadata").glob("[0-9]*.npy"), key=lambda path: int(path.stem))
+    images = [
+        (folder / fields[0].decode() / fields[1].decode(), label)
+        for path in metadata
+        for _, fields, label in _table(path, columns=11, label=3, classes=2)
+    ]
+    # Folders change when an image comes, goes or is replaced; 200,000 images are too many to look at each of them every time.
+    sources = [*metadata, *sorted({path.parent for path, _ in images})]
+
+    def part(places: set[int]) -> Rows:
+        chosen = [image for number, image in enumerate(images) if number % 10 in places]
+        return Rows(sources, lambda: map(_read_image, chosen))
+
+    return {"train": part(set(range(8))), "val": part({8}), "test": part({9})}
+
+
+def _read_image(image: tuple[Path, int]) -> Row | None:
+    """Reads one image; None if its file is empty, as one of the release is."""
+    path, label = image
+    if path.stat().st_size == 0:
+        return None
+    with Image.open(path, formats=["PNG"]) as picture:
+        pixels = np.asarray(picture)
+    if pixels.shape != (SIDE, SIDE) or pixels.dtype != np.uint8:
+        raise malformed(path, None, f"have {SIDE} x {SIDE} grey pixels, uint8", f"{list(pixels.shape)}, {pixels.dtype}")
+    return pixels.reshape(-1).astype(np.uint16) + 1, label

@@ -28,12 +28,8 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 SIZE, PADDING = 32, 1
-LENGTH, THICKNESS, MARGIN, SCALE = (
-    2,
-    0.5,
-    1,
-    2,
-)  # of a paddle; SCALE is how much finer strokes are drawn before they are shrunk
+LENGTH, THICKNESS, MARGIN = 2, 0.5, 1  # of a paddle
+SCALE = 2  # how much finer strokes are drawn before they are shrunk
 SEED_DISTANCE, RADIUS = 7, 1.5
 LONG_INK, SHORT_INK = 1.5, 2.0  # contrast of the long and of the short snakes; discs have 1
 PADDLE_TRIES = 3
@@ -44,28 +40,18 @@ FREE, CLASH, LEAST_FREE = 0.3, 1.8, 0.01
 
 
 class Stamps(NamedTuple):
-    """Paddles in all directions, drawn from the centre of a square, and what each of them occupies.
+    """Paddles in all directions, drawn in the centre of a square: first those of a step, S of them, then those of a first paddle, 360."""
 
-    Args:
-        seed_ink, seed_area: For the directions 0, 1, ... 359 degrees, [360, 9, 9].
-        seed_head, seed_pivot: Offsets of head and pivot from the tail, [360, 2].
-        step: Offsets (y, x) of the pixels on the circle around a pivot, [S, 2].
-        step_angle: Their directions, [S].
-        step_ink, step_area: Paddles from those pixels back towards the pivot, [S, 9, 9].
-        step_pivot: Offset from a pivot to the next one, after a step or a seed in that direction, [S + 360, 2].
-        disc: [9, 9].
-    """
-
-    seed_ink: np.ndarray
-    seed_area: np.ndarray
-    seed_head: np.ndarray
-    seed_pivot: np.ndarray
-    step: np.ndarray
-    step_angle: np.ndarray
-    step_ink: np.ndarray
-    step_area: np.ndarray
-    step_pivot: np.ndarray
-    disc: np.ndarray
+    step: np.ndarray  # [S, 2], offsets (y, x) of the pixels on the circle around a pivot
+    angle: np.ndarray  # [S + 360]
+    ink: (
+        np.ndarray
+    )  # [S + 360, 9, 9]; a step's goes from its pixel back towards the pivot, a first paddle's from its tail
+    area: np.ndarray  # [S + 360, 9, 9], what the paddle occupies
+    pivot: np.ndarray  # [S + 360, 2], offset from a pivot to the next one
+    head: np.ndarray  # [360, 2], offset from the tail of a first paddle
+    first: np.ndarray  # [360, 2], offset from that tail to the pivot
+    disc: np.ndarray  # [9, 9]
 
 
 def _shifted(angle: float, distance: float) -> tuple[int, int]:
@@ -90,9 +76,7 @@ def _paddle(angle: float) -> tuple[np.ndarray, np.ndarray]:
     for y in range(-wide, wide + 1):
         for x in range(-wide, wide + 1):
             if y * y + x * x <= wide * wide:
-                grown |= np.roll(
-                    stroke, (y, x), (0, 1)
-                )  # the stroke is too far from the border to come back on the other side
+                grown |= np.roll(stroke, (y, x), (0, 1))  # too far from the border to come back on the other side
     return _shrink(fine), _shrink(Image.fromarray(grown.astype(np.uint8) * 255))
 
 
@@ -100,25 +84,21 @@ def _paddle(angle: float) -> tuple[np.ndarray, np.ndarray]:
 def stamps() -> Stamps:
     """Draws all stamps, in some 50 ms."""
     degrees = [math.radians(degree) for degree in range(360)]
-    seeds = [_paddle(angle) for angle in degrees]
-    heads = [_shifted(angle, LENGTH) for angle in degrees]
-    backs = [_shifted(angle + math.pi, STEP) for angle in degrees]
     circle = [2 * math.pi * number / (2 * math.pi * STEP) for number in range(math.ceil(2 * math.pi * STEP))]
     steps = sorted({(math.floor(STEP * math.sin(angle)), math.floor(STEP * math.cos(angle))) for angle in circle})
     angles = [math.atan2(y, x) for y, x in steps]
-    drawn = [_paddle(angle + math.pi) for angle in angles]
+    ink, area = zip(*[_paddle(angle) for angle in (*(angle + math.pi for angle in angles), *degrees)], strict=True)
+    heads = np.array([_shifted(angle, LENGTH) for angle in degrees])
     y, x = np.mgrid[: SCALE * (2 * REACH + 1), : SCALE * (2 * REACH + 1)] - REACH * SCALE
     disc = Image.fromarray((y * y + x * x <= (RADIUS * SCALE) ** 2).astype(np.uint8) * 255)
     return Stamps(
-        seed_ink=np.stack([ink for ink, _ in seeds]),
-        seed_area=np.stack([area for _, area in seeds]),
-        seed_head=np.array(heads),
-        seed_pivot=np.array(heads) + np.array(backs),
         step=np.array(steps),
-        step_angle=np.array(angles),
-        step_ink=np.stack([ink for ink, _ in drawn]),
-        step_area=np.stack([area for _, area in drawn]),
-        step_pivot=np.array([_shifted(angle, LENGTH + 2 * MARGIN) for angle in (*angles, *degrees)]),
+        angle=np.array([*angles, *(degree * math.pi / 180 for degree in range(360))]),
+        ink=np.stack(ink),
+        area=np.stack(area),
+        pivot=np.array([_shifted(angle, LENGTH + 2 * MARGIN) for angle in (*angles, *degrees)]),
+        head=heads,
+        first=heads + np.array([_shifted(angle + math.pi, STEP) for angle in degrees]),
         disc=_shrink(disc),
     )
 
@@ -187,14 +167,13 @@ def _direction(state):
 @numba.njit(cache=True)
 def _extend(ink, occupied, snake, contrast, stamps, state):
     """Adds a paddle to a snake (direction, pivot y, pivot x, head y, head x); False if there is no room for it."""
-    pivot_y = snake[1] + stamps.step_pivot[snake[0], 0]
-    pivot_x = snake[2] + stamps.step_pivot[snake[0], 1]
-    count = len(stamps.step_angle)
-    angle = stamps.step_angle[snake[0]] if snake[0] < count else (snake[0] - count) * math.pi / 180
+    pivot_y = snake[1] + stamps.pivot[snake[0], 0]
+    pivot_x = snake[2] + stamps.pivot[snake[0], 1]
+    angle, count = stamps.angle[snake[0]], len(stamps.step)
     weights = np.zeros(count)
     for step in range(count):
         y, x = pivot_y + stamps.step[step, 0], pivot_x + stamps.step[step, 1]
-        turn = math.cos(stamps.step_angle[step] - angle)
+        turn = math.cos(stamps.angle[step] - angle)
         if _inside(y, x) and turn > 0:
             taken = occupied[y, x]
             for a, b in ((y - 1, x), (y + 1, x), (y, x - 1), (y, x + 1)):
@@ -211,12 +190,9 @@ def _extend(ink, occupied, snake, contrast, stamps, state):
             left -= weights[step]
             step += 1
         y, x = pivot_y + stamps.step[step, 0], pivot_x + stamps.step[step, 1]
-        if weights[step] > 0 and not _clashes(occupied, stamps.step_area[step], y, x):
-            _put(ink, stamps.step_ink[step], y, x, contrast)
-            if snake[0] < count:  # only now is the paddle before this one in the way
-                _put(occupied, stamps.step_area[snake[0]], snake[3], snake[4])
-            else:
-                _put(occupied, stamps.seed_area[snake[0] - count], snake[3], snake[4])
+        if weights[step] > 0 and not _clashes(occupied, stamps.area[step], y, x):
+            _put(ink, stamps.ink[step], y, x, contrast)
+            _put(occupied, stamps.area[snake[0]], snake[3], snake[4])  # only now is the paddle before in the way
             snake[0], snake[1], snake[2], snake[3], snake[4] = step, pivot_y, pivot_x, y, x
             return True
     return False
@@ -225,13 +201,13 @@ def _extend(ink, occupied, snake, contrast, stamps, state):
 @numba.njit(cache=True)
 def _seed(ink, snake, degree, y, x, contrast, stamps):
     """Starts a snake at a tail; False if its head or pivot would be outside."""
-    head_y, head_x = y + stamps.seed_head[degree, 0], x + stamps.seed_head[degree, 1]
-    pivot_y, pivot_x = y + stamps.seed_pivot[degree, 0], x + stamps.seed_pivot[degree, 1]
+    head_y, head_x = y + stamps.head[degree, 0], x + stamps.head[degree, 1]
+    pivot_y, pivot_x = y + stamps.first[degree, 0], x + stamps.first[degree, 1]
     if not (_inside(y, x) and _inside(head_y, head_x) and _inside(pivot_y, pivot_x)):
         return False
-    _put(ink, stamps.seed_ink[degree], y, x, contrast)
-    # The stamp of a first paddle lies at its tail, that of the others at their heads.
-    snake[0], snake[1], snake[2], snake[3], snake[4] = len(stamps.step_angle) + degree, pivot_y, pivot_x, y, x
+    snake[0], snake[1], snake[2] = len(stamps.step) + degree, pivot_y, pivot_x
+    snake[3], snake[4] = y, x  # the stamp of a first paddle lies at its tail, that of the others at their heads
+    _put(ink, stamps.ink[snake[0]], y, x, contrast)
     return True
 
 
@@ -249,10 +225,8 @@ def _targets(contour, ink, occupied, snakes, tips, stamps, state):
     placed = False
     for _ in range(PADDLE_TRIES):
         degree, towards = _below(state, 360), _below(state, 360) * math.pi / 180
-        a, b = (
-            int(np.round(y + SEED_DISTANCE * math.sin(towards))),
-            int(np.round(x + SEED_DISTANCE * math.cos(towards))),
-        )
+        a = int(np.round(y + SEED_DISTANCE * math.sin(towards)))
+        b = int(np.round(x + SEED_DISTANCE * math.cos(towards)))
         if _seed(ink, snakes[1], degree, a, b, LONG_INK, stamps):
             tips[1, 0], tips[1, 1] = a, b
             placed = True
@@ -264,7 +238,7 @@ def _targets(contour, ink, occupied, snakes, tips, stamps, state):
             if not _extend(ink, occupied, snakes[snake], LONG_INK, stamps, state):
                 return False
     # The last paddle of the second snake alone: the published generator forgets that of the first.
-    _put(occupied, stamps.step_area[snakes[1, 0]], snakes[1, 3], snakes[1, 4])
+    _put(occupied, stamps.area[snakes[1, 0]], snakes[1, 3], snakes[1, 4])
     return True
 
 
@@ -283,7 +257,7 @@ def _distract(paddles, ink, occupied, stamps, state):
     for _ in range(paddles - 1):
         if not _extend(new_ink, new_occupied, snake, SHORT_INK, stamps, state):
             return
-    _put(new_occupied, stamps.step_area[snake[0]], snake[3], snake[4])
+    _put(new_occupied, stamps.area[snake[0]], snake[3], snake[4])
     ink[:], occupied[:] = new_ink, new_occupied
 
 

@@ -1,7 +1,7 @@
 """The table of tasks of the Long Range Arena (LRA): how each is read, and the data of a run.
 
 In: the name of a task, the plan of a run. Out: ``TASKS``, and splits. Not here: settings and presets (``examples/lra/settings.py``), formats
-(``listops.py`` and its siblings), prepared arrays (``prepare.py``), batches (``batches.py``).
+(``readers.py``), prepared arrays (``prepare.py``), batches (``batches.py``).
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from examples.lra.data import listops, pathfinder, readers
 from examples.lra.data.batches import Rows, Split
 from examples.lra.data.files import Release, read_manifest
@@ -19,7 +21,7 @@ from examples.lra.data.prepare import KIND, load, prepare, splits_digest
 from examples.lra.settings import PRESETS, Plan, Preset, Settings
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
     """One row of the table of tasks.
 
@@ -29,8 +31,6 @@ class Task:
         num_tokens: Size of the vocabulary, the unused padding number 0 included.
         num_classes: Number of labels.
         arity: Sequences per example: 1, or 2 for a pair.
-        overflow: What becomes of sequences above the maximum length: "truncate" keeps their beginning and counts them,
-            "error" refuses them.
         options: Of ``open``: for each its choices, the default first, and what they mean.
         open: Finds the splits "train", "val" and "test" in a folder, given (folder, **options).
         release: Where the data come from, and what a folder of them looks like.
@@ -43,10 +43,9 @@ class Task:
 
     name: str
     tokeniser: str
-    num_tokens: int
-    num_classes: int
-    arity: Literal[1, 2]
-    overflow: Literal["truncate", "error"]
+    num_tokens: int = 257
+    num_classes: int = 2
+    arity: Literal[1, 2] = 1
     options: Mapping[str, Mapping[str, str]]
     open: Callable[..., Mapping[str, Rows]]
     release: Release
@@ -94,21 +93,17 @@ class Task:
 
     def pipeline(self, settings: Settings, splits: Mapping[str, Split] | None = None) -> dict[str, str]:
         """Says in words what a result depends on beside the model: tokeniser, length and split, and how many examples were there."""
-        chosen = self.options_of(settings)
         masked = self.masked(settings)
-        cut = f"cut to {settings.max_length:,} tokens" if self.overflow == "truncate" else "whole"
-        return {
-            "tokeniser": self.tokeniser,
-            "length": f"sequences {cut}, never padded",
-            **(
-                {}
-                if masked is None
-                else {"mask": f"pixels up to {masked - 1} of 255 left out, the others in their places"}
-            ),
-            **({"compat": settings.compat + ": " + COMPAT} if settings.compat != "none" else {}),
-            **{name: f"{value}: {self.options[name][value]}" for name, value in chosen.items()},
-            **({"examples": "/".join(f"{len(splits[name]):,}" for name in ("train", "val", "test"))} if splits else {}),
-        }
+        cut = "whole" if self.side else f"cut to {settings.max_length:,} tokens"
+        words = {"tokeniser": self.tokeniser, "length": f"sequences {cut}, never padded"}
+        if masked is not None:
+            words["mask"] = f"pixels up to {masked - 1} of 255 left out, the others in their places"
+        if settings.compat != "none":
+            words["compat"] = f"{settings.compat}: {COMPAT}"
+        words |= {name: f"{value}: {self.options[name][value]}" for name, value in self.options_of(settings).items()}
+        if splits:
+            words["examples"] = "/".join(f"{len(splits[name]):,}" for name in ("train", "val", "test"))
+        return words
 
 
 BYTES = "bytes, numbered from 1; nothing is removed"
@@ -120,11 +115,9 @@ TASKS = {
         tokeniser="words; round brackets dropped; 10 digits, 4 operators and the closing bracket, numbered from 1",
         num_tokens=len(listops.VOCABULARY) + 1,
         num_classes=10,
-        arity=1,
-        overflow="truncate",  # as LRA does; its own trees have fewer than 2,000 tokens
-        options={"split": listops.CHOICES},
-        open=listops.open_splits,
-        release=listops.RELEASE,
+        options={"split": readers.LISTOPS_SPLITS},
+        open=readers.open_listops,
+        release=readers.LISTOPS,
         presets=PRESETS["listops"],
         generate=listops.generate,
         words=("padding", *listops.VOCABULARY),
@@ -132,10 +125,6 @@ TASKS = {
     "text": Task(
         name="text",
         tokeniser=BYTES,
-        num_tokens=257,
-        num_classes=2,
-        arity=1,
-        overflow="truncate",
         options={"split": readers.TEXT_SPLITS},
         open=readers.open_text,
         release=readers.TEXT,
@@ -144,10 +133,7 @@ TASKS = {
     "retrieval": Task(
         name="retrieval",
         tokeniser=f"{BYTES}, the texts being Python literals b'...' as they stand",
-        num_tokens=257,
-        num_classes=2,
         arity=2,
-        overflow="truncate",
         options={"split": readers.RETRIEVAL_SPLITS},
         open=readers.open_retrieval,
         release=readers.RETRIEVAL,
@@ -156,10 +142,7 @@ TASKS = {
     "image": Task(
         name="image",
         tokeniser=f"1,024 grey pixels, floor(255.5 (0.2989 R + 0.587 G + 0.114 B) / 255), {PIXELS}",
-        num_tokens=257,
         num_classes=10,
-        arity=1,
-        overflow="error",
         options={"split": readers.IMAGE_SPLITS},
         open=readers.open_image,
         release=readers.IMAGE,
@@ -169,20 +152,16 @@ TASKS = {
     "pathfinder": Task(
         name="pathfinder",
         tokeniser=f"1,024 grey pixels, {PIXELS}",
-        num_tokens=257,
-        num_classes=2,
-        arity=1,
-        overflow="error",
         options={
-            "split": pathfinder.SPLITS,
+            "split": readers.PATHFINDER_SPLITS,
             "level": {
                 "curv_contour_length_14": "long snakes of 14 paddles, the hard level, which LRA uses",
                 "curv_contour_length_9": "long snakes of 9 paddles, the middle level",
                 "curv_baseline": "long snakes of 6 paddles, the easy level",
             },
         },
-        open=pathfinder.open_splits,
-        release=pathfinder.RELEASE,
+        open=readers.open_pathfinder,
+        release=readers.PATHFINDER,
         presets=PRESETS["pathfinder"],
         generate=pathfinder.generate,
         side=32,
@@ -201,14 +180,12 @@ def data_folder(plan: Plan) -> Path:
         return given
     if task.generate is None:
         raise ValueError(
-            f"Expected 'data' to be a folder of {task.name}, which nobody can generate (got none). Give --data DIR. {task.release.source} The "
-            f"folder looks like this:\n{task.release.tree}"
+            f"Expected 'data' to be a folder of {task.name}, which nobody can generate (got none). Give --data DIR. {task.release.source} "
+            f"{task.release.tree}"
         )
     own = getattr(task.presets[plan.preset].data, "level", plan.settings.level) == plan.settings.level
     start = Path(plan.directory) if Path(plan.directory).is_dir() else Path()
-    return (
-        start / "data" / (f"{task.name}-{plan.preset}" if own else f"{task.name}-{plan.preset}-{plan.settings.level}")
-    )
+    return start / "data" / (f"{task.name}-{plan.preset}" + ("" if own else f"-{plan.settings.level}"))
 
 
 def open_data(plan: Plan, *, progress: bool = True) -> tuple[dict[str, Split], str]:
@@ -227,12 +204,17 @@ def open_data(plan: Plan, *, progress: bool = True) -> tuple[dict[str, Split], s
     task, settings, root = TASKS[plan.task], plan.settings, data_folder(plan)
     options = task.options_of(settings)
     if plan.data is None and task.generate is not None:
-        law = task.presets[plan.preset].data
+        law: Any = task.presets[plan.preset].data
         law = dataclasses.replace(law, level=settings.level) if hasattr(law, "level") else law
         task.generate(root, law, progress=progress)
-    arrays, masked = plan.place("prepared"), task.masked(settings)
     splits = load(
-        task, root, max_length=settings.max_length, options=options, prepared=arrays, masked=masked, progress=progress
+        task,
+        root,
+        max_length=settings.max_length,
+        options=options,
+        prepared=plan.place("prepared"),
+        masked=task.masked(settings),
+        progress=progress,
     )
     fingerprint = splits_digest(splits)
     if plan.fingerprint and plan.fingerprint != fingerprint:
@@ -252,32 +234,24 @@ def run(given: argparse.Namespace) -> None:
 
 def _describe(given: argparse.Namespace) -> None:
     task, words = TASKS[given.task], vars(given)
-    law = {name: words[name] for preset in PRESETS.values() for name in law_of(preset["paper"]) if name in words}
-    unknown = [name for name in law if name not in (law_of(task.presets["paper"]) if given.generate else ("level",))]
-    if unknown:
-        option, value = unknown[0].replace("_", "-"), law[unknown[0]]
-        other = (
-            f"for {task.name} (got {value}). It belongs to another task"
-            if given.generate
-            else f"without 'generate' (got {value})"
-        )
-        raise ValueError(f"Expected '{option}' to be left out {other}.")
-    told = {True: "written", False: "already there, nothing to do"}
     preset = task.presets[given.preset]
-    options = {name: getattr(preset.settings, name) for name in task.options}
-    options = task.complete(options | {name: words[name] for name in ("split", "level") if name in words})
-    if given.generate:
-        if task.generate is None:
-            raise ValueError(
-                f"Expected no 'generate' for {task.name}, which nobody can generate (got it). {task.release.source}"
-            )
-        print(
-            f"{given.data}: {told[task.generate(given.data, dataclasses.replace(preset.data, **law), seed=given.seed)]}"
+    told = {True: "written", False: "already there, nothing to do"}
+    law = [field.name for field in dataclasses.fields(preset.data)] if preset.data and given.generate else []
+    known = {"task", "preset", "data", "prepared", "generate", "seed", "fail", *task.options, *law}
+    if unknown := [name for name in words if name not in known]:
+        raise ValueError(
+            f"Expected '{unknown[0].replace('_', '-')}' to be left out (got {words[unknown[0]]}). It belongs to another task, or to --generate."
         )
+    if given.generate:
+        if task.generate is None or preset.data is None:
+            raise ValueError(f"Expected no 'generate' for {task.name} (got it). {task.release.source}")
+        parameters = dataclasses.replace(preset.data, **{name: words[name] for name in law if name in words})
+        print(f"{given.data}: {told[task.generate(given.data, parameters, seed=given.seed)]}")
+    options = task.complete({name: words.get(name, getattr(preset.settings, name)) for name in task.options})
+    chosen: Any = options
+    settings = dataclasses.replace(preset.settings, **chosen)
     folder, written = prepare(task, given.data, options=options, prepared=given.prepared, progress=True)
     print(f"{folder}: {told[written]}")
-    chosen: dict[str, Any] = dict(options)
-    settings = dataclasses.replace(preset.settings, **chosen)
     splits = load(task, given.data, max_length=settings.max_length, options=options, prepared=given.prepared)
     for name, sentence in task.pipeline(settings, splits).items():
         print(f"{name:>9}: {sentence}")
@@ -288,10 +262,5 @@ def _describe(given: argparse.Namespace) -> None:
         split, left_out = splits[name], f", {entry['skipped']} broken ones left out" if entry["skipped"] else ""
         print(
             f"{name:>9}: {len(split):,} examples, {split.lengths.mean():.1f} tokens on average, {split.lengths.max():,} at most, "
-            f"{split.truncated:,} truncated{left_out}; labels {entry['labels']}, majority class {split.majority():.2%}"
+            f"{split.truncated:,} truncated{left_out}; labels {np.bincount(split.labels).tolist()}, majority class {split.majority():.2%}"
         )
-
-
-def law_of(preset: Preset) -> list[str]:
-    """Names of the parameters of a task's generator; none for a task without one."""
-    return [] if preset.data is None else [field.name for field in dataclasses.fields(preset.data)]
