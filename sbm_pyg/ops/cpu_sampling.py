@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -345,6 +345,48 @@ def _propose(
 # ------------------------------------------------------------------ many rows
 
 
+class _Law(NamedTuple):
+    """What the graph is drawn by."""
+
+    seed: np.uint64
+    fastrg: bool
+    exploration: float
+    clamp: bool
+
+
+class _Sequences(NamedTuple):
+    """Which queries and keys belong together: the sequence of each query, offsets, numbers of random streams."""
+
+    batch: np.ndarray
+    query_ptr: np.ndarray
+    key_ptr: np.ndarray
+    panel_ptr: np.ndarray
+    sequence_ids: np.ndarray
+
+
+class _Plan(NamedTuple):
+    """For each row the way it is drawn, the stretch of its proposals, and a bound on its probabilities."""
+
+    way: np.ndarray
+    stretch: np.ndarray
+    bound: np.ndarray
+
+
+class _Model(NamedTuple):
+    """Rates and memberships as each way takes them; a table that no row needs has no elements."""
+
+    rate: np.ndarray
+    key: np.ndarray
+    key_sum: np.ndarray
+    low_rate: np.ndarray  # these three for coins: what `_product` takes, and the error of what it gives
+    columns: np.ndarray
+    error: float
+    wide_rate: np.ndarray  # these two for gaps: see `_skip`
+    low_key: np.ndarray
+    coarse: np.ndarray  # these two for proposals: see `_key_bounds`
+    fine: np.ndarray
+
+
 @kernel
 def _survey(head, b, key, bits, key_ptr, key_sum, key_max, low_key):
     """Sum and largest entry of each column of the memberships of a sequence of one head, and their roundings to
@@ -420,12 +462,15 @@ def _key_bounds(head, first, last, key, key_ptr, panel_ptr, coarse, fine):
 
 
 @kernel
-def _rows(first, last, queries, way, stretch, bound, error, rate, key, low_rate, columns, wide_rate, low_key, key_sum,
-          coarse, fine, batch, query_ptr, key_ptr, panel_ptr, sequence_ids, seed, fastrg, exploration, clamp, out,
-          counts, state, top):  # fmt: skip
+def _rows(first, last, law, sequences, plan, model, out, counts, state, top):
     """Edges of the rows from ``state[0]`` on: fills ``out`` and ``counts``, and leaves in ``state`` the next row, the
     edges so far, and 1 if a probability exceeds 1, which then stands in ``top``.
     """
+    seed, fastrg, exploration, clamp = law
+    batch, query_ptr, key_ptr, panel_ptr, sequence_ids = sequences
+    way, stretch, bound = plan
+    rate, key, key_sum, low_rate, columns, error, wide_rate, low_key, coarse, fine = model
+    queries = batch.size
     longest = 0
     for b in range(key_ptr.size - 1):
         longest = max(longest, key_ptr[b + 1] - key_ptr[b])
@@ -563,10 +608,10 @@ def sample_sbm(
     row_keys = np.tile(np.diff(k_ptr)[batch], heads)
     expected += exploration * row_keys
     bound += exploration
-    plan = reference.plan_rows(torch.from_numpy(expected), torch.from_numpy(bound), torch.from_numpy(row_keys), method)
-    stretch, way = (x.numpy() for x in plan)
+    costs = (torch.from_numpy(x) for x in (expected, bound, row_keys))
+    stretch, way = (x.numpy() for x in reference.plan_rows(*costs, method))
     way = np.where((way == _COINS) & (bound > 1), _LARGE_COINS, way).astype(np.uint8)
-    used = np.bincount(way, minlength=4)
+    plan, used = _Plan(way, stretch, bound), np.bincount(way, minlength=4)
 
     panel_ptr = np.concatenate([[0], np.cumsum((np.diff(k_ptr) + _PANEL - 1) // _PANEL)])
     low_rate, columns, error = _low_precision(
@@ -588,8 +633,13 @@ def sample_sbm(
             ],
         )
 
+    law = _Law(np.uint64(seed & 0xFFFFFFFFFFFFFFFF), method == "fastrg", exploration, clamp)
+    spans = _Sequences(batch, q_ptr, k_ptr, panel_ptr, sequence_ids.numpy() & 0xFFFFFFFF)
+    model = _Model(
+        rate, keys, key_sum, low_rate, columns, error, wide_rate, low_key.view(np.uint32).ravel(), coarse.ravel(),
+        fine.ravel(),
+    )  # fmt: skip
     counts = np.zeros(heads * queries, np.int64)
-    stream, word = sequence_ids.numpy() & 0xFFFFFFFF, np.uint64(seed & 0xFFFFFFFFFFFFFFFF)
     likely = np.minimum(expected, row_keys)
     pieces = _cuts(heads * queries, min(8 * threads, 1 + int(likely.sum()) // 2**14))
     found: list[list[np.ndarray]] = [[] for _ in pieces]
@@ -600,9 +650,7 @@ def sample_sbm(
         while state[0] < last:
             out = np.empty(room, np.int32)
             state[1] = 0
-            _rows(first, last, queries, way, stretch, bound, error, rate, keys, low_rate, columns, wide_rate,
-            low_key.view(np.uint32).ravel(), key_sum, coarse.ravel(), fine.ravel(), batch, q_ptr, k_ptr,
-                  panel_ptr, stream, word, method == "fastrg", exploration, clamp, out, counts, state, top)  # fmt: skip
+            _rows(first, last, law, spans, plan, model, out, counts, state, top)
             if state[2]:
                 raise ValueError(reference.over_one(float(top[0]) - exploration))
             buffers.append(out[: state[1]])
