@@ -290,8 +290,8 @@ def sample_sbm(
     row_keys = np.tile(np.diff(k_ptr)[batch], heads)
     expected += exploration * row_keys
     bound += exploration
-    costs = (torch.from_numpy(x) for x in (expected, bound, row_keys))
-    stretch, way = (x.numpy() for x in reference.plan_rows(*costs, method))
+    ways = reference.plan_rows(torch.from_numpy(expected), torch.from_numpy(bound), torch.from_numpy(row_keys), method)
+    stretch, way = (x.numpy() for x in ways)
     way = np.where((way == _COINS) & (bound > 1), _LARGE_COINS, way).astype(np.uint8)
     plan, used = _Plan(way, stretch, bound), np.bincount(way, minlength=4)
 
