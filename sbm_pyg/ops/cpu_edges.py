@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from .bits import philox16
+from .cpu_strips import add_dots, clear, copy, count_below, cut, lanes_of, padded, sixteen, weigh, wide
 from .simd import (
     aligned,
     at,
-    dots,
     exp,
     first,
     highest,
@@ -47,11 +47,6 @@ STRIP = 512  # edges of a row between two looks at its maximum
 DROPOUT = 5  # what these random words are for; see reference.py
 CACHE = 2**20  # bytes of the second-level cache that a tile of keys may fill
 LEAST = 4  # edges of a row for which a tile of keys is worthwhile
-
-
-def _lanes(*widths: int) -> int:
-    """Channels that a kernel takes at once, for widths that are multiples of 16."""
-    return next(lanes for lanes in (64, 48, 32, 16) if not any(width % lanes for width in widths))
 
 
 # ------------------------------------------------------------------ attention
@@ -75,7 +70,7 @@ def _drop(factor, start, count, words, known, threshold, kept, seed):
 
 @cache
 def _attention(width, value_width):
-    lanes, value_lanes = _lanes(width), _lanes(value_width)
+    lanes, value_lanes = lanes_of(width), lanes_of(value_width)
 
     @kernel
     def attention(
@@ -108,20 +103,15 @@ def _attention(width, value_width):
                 at(value, row // queries * keys * value_width),
             )
             output = at(out, row * value_width)
-            for c in range(0, value_width, value_lanes):
-                store(output, c, splat(zero, value_lanes))
+            clear(output, 0, value_width, zero, value_lanes)
             top, sums, stop = low, splat(zero, 16), peek(rowptr, row + 1)
             for start in range(peek(rowptr, row), stop, STRIP):
-                count, high = min(STRIP, stop - start), splat(low, 16)
+                strip, count, high = at(col, start), min(STRIP, stop - start), splat(low, 16)
                 for t in range(0, count, 16):
-                    tokens = at(col, start + t)
-                    if count - t < 16:
-                        store(tail, 0, load16(tokens, 0, count - t))
-                        tokens = tail
-                    logit = splat(zero, 16)
-                    for c in range(0, width, lanes):
-                        logit = logit + dots(load(query, row * width + c, lanes), at(keys_here, c), width, tokens)
-                    logit = logit * scale
+                    tokens = sixteen(at(strip, t), count - t, tail)
+                    logit = (
+                        add_dots(splat(zero, 16), query, row * width, keys_here, width, tokens, width, lanes) * scale
+                    )
                     if gate.size and not weighted:
                         logit = logit * load16(gate, start + t, count - t)
                     if bias.size:
@@ -147,18 +137,11 @@ def _attention(width, value_width):
                     last = min(t + 16, count)
                     for c in range(0, value_width, value_lanes):
                         even, odd = load(output, c, value_lanes), splat(zero, value_lanes)
-                        for u in range(t + 1, last, 2):
-                            even = even + peek(weight, u - 1) * load(
-                                values_here, peek(col, start + u - 1) * value_width + c, value_lanes
-                            )
-                            odd = odd + peek(weight, u) * load(
-                                values_here, peek(col, start + u) * value_width + c, value_lanes
-                            )
+                        for u in range(t, last - 1, 2):
+                            even = even + weigh(weight, u, values_here, strip, value_width, c, value_lanes)
+                            odd = odd + weigh(weight, u + 1, values_here, strip, value_width, c, value_lanes)
                         if last & 1:
-                            u = last - 1
-                            even = even + peek(weight, u) * load(
-                                values_here, peek(col, start + u) * value_width + c, value_lanes
-                            )
+                            even = even + weigh(weight, last - 1, values_here, strip, value_width, c, value_lanes)
                         store(output, c, even + odd)
             norm = total(sums)
             poke(tops, row, top)
@@ -172,7 +155,7 @@ def _attention(width, value_width):
 @cache
 def _attention_backward(width, value_width):
     both, wider = width + value_width, max(width, value_width)
-    lanes, value_lanes, common_lanes = _lanes(width), _lanes(value_width), _lanes(width, value_width)
+    lanes, value_lanes, common_lanes = lanes_of(width), lanes_of(value_width), lanes_of(width, value_width)
 
     @kernel
     def attention_backward(
@@ -189,14 +172,9 @@ def _attention_backward(width, value_width):
             keys_here, dkeys_here = at(aligned(memory), -start * both), at(aligned(memory), room - start * both)
             values_here, dvalues_here = at(keys_here, width), at(dkeys_here, width)
             for token in range(start, limit):
-                for c in range(0, both, common_lanes):
-                    store(dkeys_here, token * both + c, splat(zero, common_lanes))
-                for c in range(0, width, lanes):
-                    store(keys_here, token * both + c, load(key, (first_key + token) * width + c, lanes))
-                for c in range(0, value_width, value_lanes):
-                    store(
-                        values_here, token * both + c, load(value, (first_key + token) * value_width + c, value_lanes)
-                    )
+                clear(dkeys_here, token * both, both, zero, common_lanes)
+                copy(keys_here, token * both, key, (first_key + token) * width, width, lanes)
+                copy(values_here, token * both, value, (first_key + token) * value_width, value_width, value_lanes)
             for row in range(begin, end):
                 mean, shift = zero, peek(lse, row) if peek(lse, row) != -np.inf else zero
                 for c in range(0, value_width, value_lanes):
@@ -205,24 +183,17 @@ def _attention_backward(width, value_width):
                         * load(out, row * value_width + c, value_lanes)
                     )
                 if tile == 0:
-                    for c in range(0, width, lanes):
-                        store(dquery, row * width + c, splat(zero, lanes))
+                    clear(dquery, row * width, width, zero, lanes)
                 start, stop = peek(position, row - begin), peek(rowptr, row + 1)
                 while start < stop and peek(col, start) < limit:
-                    tokens, count = at(col, start), min(16, stop - start)
-                    while peek(tokens, count - 1) >= limit:
-                        count -= 1
-                    if count < 16:
-                        store(tail, 0, first(count, load16(tokens, 0, count), peek(tokens, 0)))
-                        tokens = tail
-                    score, gain = splat(zero, 16), splat(zero, 16)
-                    for c in range(0, width, lanes):
-                        score = score + dots(load(query, row * width + c, lanes), at(keys_here, c), both, tokens)
-                    for c in range(0, value_width, value_lanes):
-                        gain = gain + dots(
-                            load(grad_out, row * value_width + c, value_lanes), at(values_here, c), both, tokens
-                        )
-                    score = score * scale
+                    count, none = count_below(at(col, start), min(16, stop - start), limit), splat(zero, 16)
+                    tokens = sixteen(at(col, start), count, tail)
+                    if count < 16:  # the tile need not hold key 0
+                        store(tail, 0, first(count, load(tail, 0, 16), peek(col, start)))
+                    score = add_dots(none, query, row * width, keys_here, both, tokens, width, lanes) * scale
+                    gain = add_dots(
+                        none, grad_out, row * value_width, values_here, both, tokens, value_width, value_lanes
+                    )
                     some_gate = load16(gate, start, count) if gate.size else splat(one, 16)
                     logit = score if weighted else score * some_gate
                     if bias.size:
@@ -259,14 +230,9 @@ def _attention_backward(width, value_width):
                     start += count
                 poke(position, row - begin, start)
             for token in range(keys * tile // tiles, limit):
-                for c in range(0, width, lanes):
-                    store(dkey, (unit * keys + token) * width + c, load(dkeys_here, token * both + c, lanes))
-                for c in range(0, value_width, value_lanes):
-                    store(
-                        dvalue,
-                        (unit * keys + token) * value_width + c,
-                        load(dvalues_here, token * both + c, value_lanes),
-                    )
+                place = unit * keys + token
+                copy(dkey, place * width, dkeys_here, token * both, width, lanes)
+                copy(dvalue, place * value_width, dvalues_here, token * both, value_width, value_lanes)
 
     return attention_backward
 
@@ -276,7 +242,7 @@ def _attention_backward(width, value_width):
 
 @cache
 def _dot(width):
-    lanes = _lanes(width)
+    lanes = lanes_of(width)
 
     @kernel
     def dot(begin, end, tiles, queries, keys, query, key, rowptr, col, out):
@@ -287,15 +253,9 @@ def _dot(width):
                 keys_here = at(key, row // queries * keys * width)
                 start, stop = peek(position, row - begin), peek(rowptr, row + 1)
                 while start < stop and peek(col, start) < limit:
-                    tokens, count = at(col, start), min(16, stop - start)
-                    while peek(tokens, count - 1) >= limit:
-                        count -= 1
-                    if count < 16:
-                        store(tail, 0, load16(tokens, 0, count))
-                        tokens = tail
-                    score = splat(zero, 16)
-                    for c in range(0, width, lanes):
-                        score = score + dots(load(query, row * width + c, lanes), at(keys_here, c), width, tokens)
+                    count = count_below(at(col, start), min(16, stop - start), limit)
+                    tokens = sixteen(at(col, start), count, tail)
+                    score = add_dots(splat(zero, 16), query, row * width, keys_here, width, tokens, width, lanes)
                     store16(out, start, count, score)
                     start += count
                 poke(position, row - begin, start)
@@ -305,7 +265,7 @@ def _dot(width):
 
 @cache
 def _dot_backward(width):
-    lanes = width if width == 128 else _lanes(width)
+    lanes = width if width == 128 else lanes_of(width)
 
     @kernel
     def dot_backward(
@@ -315,8 +275,8 @@ def _dot_backward(width):
         keys_here, dkeys_here = at(key, begin // queries * keys * width), at(dkey, unit * keys * width)
         for tile in range(tiles):
             limit = keys * (tile + 1) // tiles
-            for place in range(keys * tile // tiles * width, limit * width, lanes):
-                store(dkeys_here, place, splat(zero, lanes))
+            start = keys * tile // tiles
+            clear(dkeys_here, start * width, (limit - start) * width, zero, lanes)
             for row in range(begin, end):
                 start, stop = peek(position, row - begin), peek(rowptr, row + 1)
                 if tile + 1 < tiles:  # up to the first edge beyond the tile, by bisection
@@ -344,32 +304,6 @@ def _dot_backward(width):
 
 
 # ------------------------------------------------------------------ memory and work
-
-
-def _wide(tensor: Tensor | None, like: Tensor) -> np.ndarray:
-    """A contiguous array in the precision that kernels compute in for the dtype of ``like``.
-
-    Without elements for None.
-    """
-    tensor = like.new_empty(0) if tensor is None else tensor.detach()
-    return tensor.to(torch.promote_types(like.dtype, torch.float32)).contiguous().numpy()
-
-
-def _width(tensor: Tensor) -> int:
-    return max(16, -(-tensor.shape[2] // 16) * 16)
-
-
-def _rows(tensor: Tensor, like: Tensor) -> np.ndarray:
-    """``[H, N, C]`` as ``[H*N, width]``, with zeros behind the channels."""
-    missing = _width(tensor) - tensor.shape[2]
-    rows = _wide(torch.nn.functional.pad(tensor.detach(), (0, missing)) if missing else tensor, like)
-    return rows.reshape(rows.shape[0] * rows.shape[1], rows.shape[2])
-
-
-def _cut(rows: Tensor, like: Tensor) -> Tensor:
-    """The first channels of ``[H, N, width]``, as many as ``like`` has, in its dtype."""
-    channels = like.shape[2]
-    return rows[..., :channels].to(like.dtype, copy=rows.shape[2] != channels, memory_format=torch.contiguous_format)
 
 
 def _pieces(rowptr: np.ndarray) -> list[tuple[int, int]]:
@@ -431,7 +365,7 @@ def _chances(dropout: float, seed: int, dtype: np.dtype) -> tuple[np.uint64, np.
 
 
 def edge_dot(query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor) -> Tensor:
-    q, k = (_rows(x, query) for x in (query, key))
+    q, k = (padded(x, query) for x in (query, key))
     offsets, tokens = (x.contiguous().numpy() for x in (rowptr, col))
     out = np.empty(len(tokens), q.dtype)
     arguments = (
@@ -451,18 +385,18 @@ def edge_dot(query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor) -> Tensor:
 def edge_dot_backward(
     grad: Tensor, query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor, need_query: bool, need_key: bool
 ) -> tuple[Tensor, Tensor]:
-    q, k = (_rows(x, query) for x in (query, key))
+    q, k = (padded(x, query) for x in (query, key))
     offsets, tokens = (x.contiguous().numpy() for x in (rowptr, col))
     units = _units(offsets, query.shape[0], key.shape[1])
     dquery = torch.from_numpy(q).new_empty((*query.shape[:2], q.shape[1]))
     dkey = dquery.new_empty((len(units), key.shape[1], k.shape[1]))
     arguments = (
-        _tiles(offsets, key.shape[1], 2 * k.itemsize * k.shape[1]), query.shape[1], key.shape[1], _wide(grad, query),
+        _tiles(offsets, key.shape[1], 2 * k.itemsize * k.shape[1]), query.shape[1], key.shape[1], wide(grad, query),
         q, k, offsets, tokens,
         need_query, need_key, dquery.view(-1).numpy(), dkey.view(-1).numpy(),
     )  # fmt: skip
     run(_dot_backward(q.shape[1]), [(*unit, *arguments) for unit in units])
-    return _cut(dquery, query), _cut(_summed(dkey, units, *query.shape[:2]), key)
+    return cut(dquery, query), cut(_summed(dkey, units, *query.shape[:2]), key)
 
 
 def edge_attention(
@@ -470,18 +404,18 @@ def edge_attention(
     scale: float,
     gate_form: str, dropout: float, seed: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    q, k, v = (_rows(x, query) for x in (query, key, value))
+    q, k, v = (padded(x, query) for x in (query, key, value))
     offsets, tokens = (x.contiguous().numpy() for x in (rowptr, col))
     out = torch.from_numpy(q).new_empty((*query.shape[:2], v.shape[1]))
     tops, norms = out.new_empty(query.shape[:2]), out.new_empty(query.shape[:2])
     arguments = (
-        query.shape[1], key.shape[1], q, k, v, offsets, tokens, _wide(gate, query), _wide(bias, query),
+        query.shape[1], key.shape[1], q, k, v, offsets, tokens, wide(gate, query), wide(bias, query),
         q.dtype.type(scale),
         gate is not None and gate_form == "weight", *_chances(dropout, seed, q.dtype),
         out.view(-1).numpy(), tops.view(-1).numpy(), norms.view(-1).numpy(),
     )  # fmt: skip
     run(_attention(q.shape[1], v.shape[1]), [(*piece, *arguments) for piece in _pieces(offsets)])
-    return _cut(out, value), norms.log_().add_(tops)
+    return cut(out, value), norms.log_().add_(tops)
 
 
 def edge_attention_backward(
@@ -489,7 +423,7 @@ def edge_attention_backward(
     bias: Tensor | None,
     out: Tensor, lse: Tensor, scale: float, gate_form: str, dropout: float, seed: int, need_gate: bool, need_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    q, k, v = (_rows(x, query) for x in (query, key, value))
+    q, k, v = (padded(x, query) for x in (query, key, value))
     offsets, tokens = (x.contiguous().numpy() for x in (rowptr, col))
     units = _units(offsets, query.shape[0], key.shape[1])
     tiles = _tiles(offsets, key.shape[1], 2 * k.itemsize * (k.shape[1] + v.shape[1]))
@@ -500,9 +434,9 @@ def edge_attention_backward(
         for x, need in ((gate, need_gate), (bias, need_bias))
     )
     arguments = (
-        tiles, query.shape[1], key.shape[1], _rows(grad_out, query), q, k, v, offsets, tokens, _wide(gate, query),
-        _wide(bias, query), _rows(out, query),
-        _wide(lse, query).reshape(-1), q.dtype.type(scale), gate is not None and gate_form == "weight",
+        tiles, query.shape[1], key.shape[1], padded(grad_out, query), q, k, v, offsets, tokens, wide(gate, query),
+        wide(bias, query), padded(out, query),
+        wide(lse, query).reshape(-1), q.dtype.type(scale), gate is not None and gate_form == "weight",
         *_chances(dropout, seed, q.dtype),
         dquery.view(-1).numpy(), dkey.view(-1).numpy(), dvalue.view(-1).numpy(), dgate, dbias,
     )  # fmt: skip
@@ -513,9 +447,9 @@ def edge_attention_backward(
 
     run(work, [(*unit, *arguments) for unit in units])
     return (
-        _cut(dquery, query),
-        _cut(_summed(dkey, units, *query.shape[:2]), key),
-        _cut(_summed(dvalue, units, *query.shape[:2]), value),
+        cut(dquery, query),
+        cut(_summed(dkey, units, *query.shape[:2]), key),
+        cut(_summed(dvalue, units, *query.shape[:2]), value),
         torch.from_numpy(dgate).to(query.dtype if gate is None else gate.dtype),
         torch.from_numpy(dbias).to(query.dtype if bias is None else bias.dtype),
     )

@@ -13,12 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .cpu_edges import _lanes, _rows, _wide
+from .cpu_strips import add_dots, lanes_of, padded, sixteen, wide
 from .reference import ROUNDED
 from .simd import (
     NOTHING,
     at,
-    dots,
     exp,
     first,
     highest,
@@ -39,7 +38,7 @@ from .threads import kernel, run, split
 
 @cache
 def _effect(width, value_width, blocks):
-    lanes, value_lanes, block_lanes = _lanes(width), _lanes(value_width), _lanes(blocks)
+    lanes, value_lanes, block_lanes = lanes_of(width), lanes_of(value_width), lanes_of(blocks)
 
     @kernel
     def effect(
@@ -68,21 +67,14 @@ def _effect(width, value_width, blocks):
                 extra, biased = (at(probe_bias, start), probe_bias.size) if probing else (at(bias, start), bias.size)
                 high = splat(low, 16)
                 for t in range(0, count, 16):
-                    tokens = at(ends, t)
-                    if count - t < 16:
-                        store(tail, 0, load16(tokens, 0, count - t))
-                        tokens = tail
-                    logit, gain, factor = splat(zero, 16), splat(zero, 16), splat(one, 16)
-                    for c in range(0, width, lanes):
-                        logit = logit + dots(load(query, row * width + c, lanes), at(keys, c), width, tokens)
-                    for c in range(0, value_width, value_lanes):
-                        gain = gain + dots(
-                            load(grad_out, row * value_width + c, value_lanes), at(values, c), value_width, tokens
-                        )
+                    tokens, none, factor = sixteen(at(ends, t), count - t, tail), splat(zero, 16), splat(one, 16)
+                    logit = add_dots(none, query, row * width, keys, width, tokens, width, lanes)
+                    gain = add_dots(
+                        none, grad_out, row * value_width, values, value_width, tokens, value_width, value_lanes
+                    )
                     if blocks:
                         eta, p = peek(chance, row % queries), splat(exploration, 16)
-                        for c in range(0, blocks, block_lanes):
-                            p = p + dots(load(rate, row * blocks + c, block_lanes), at(members, c), blocks, tokens)
+                        p = add_dots(p, rate, row * blocks, members, blocks, tokens, blocks, block_lanes)
                         part = half if eta > zero else one  # without probes edges stand for both sides
                         few = zero - maximum(zero - p, splat(-part, 16))
                         seen = maximum(eta + (one - eta) * few, few / part)
@@ -160,16 +152,16 @@ def edge_effect(
     chance: Tensor | None,
     exploration: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    g, q, k, v = (_rows(x, query) for x in (grad_out, query, key, value))
-    r, z = (np.empty((0, 0), q.dtype) if x is None else _rows(x, query) for x in (rate, member))
+    g, q, k, v = (padded(x, query) for x in (grad_out, query, key, value))
+    r, z = (np.empty((0, 0), q.dtype) if x is None else padded(x, query) for x in (rate, member))
     offsets, probe_offsets = (x.contiguous().numpy() for x in (rowptr, probe_rowptr))
     tokens, probe_tokens = (x.contiguous().numpy() for x in (col, probe_col.to(col.dtype)))
     out, probe_out = np.empty(len(tokens), q.dtype), np.empty(len(probe_tokens), q.dtype)
     longest = max((int(np.diff(x).max(initial=0)) for x in (offsets, probe_offsets)), default=0)
     arguments = (
-        longest, query.shape[1], key.shape[1], g, q, k, v, offsets, tokens, _wide(bias, query), probe_offsets,
+        longest, query.shape[1], key.shape[1], g, q, k, v, offsets, tokens, wide(bias, query), probe_offsets,
         probe_tokens,
-        _wide(probe_bias, query), q.dtype.type(scale), r, z, _wide(chance, query), q.dtype.type(exploration), out,
+        wide(probe_bias, query), q.dtype.type(scale), r, z, wide(chance, query), q.dtype.type(exploration), out,
         probe_out,
     )  # fmt: skip
     pieces = split(offsets + probe_offsets, 3 * torch.get_num_threads())

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .cpu_sampling import _cuts, _philox
+from .cpu_draws import philox
+from .cpu_sampling import _cuts
 from .threads import kernel, run
 
 _SYSTEMATIC = reference.SYSTEMATIC << 24
@@ -24,7 +25,7 @@ def _starts(first, last, chance, batch, reach, query_ptr, sequence_ids, seed, st
     for r in range(first, last):
         head, i = r // queries, r % queries
         b = batch[i]
-        start[r] = np.float64(_philox(0, i - query_ptr[b], sequence_ids[b], head | _SYSTEMATIC, seed)[0]) / 2.0**32
+        start[r] = np.float64(philox(0, i - query_ptr[b], sequence_ids[b], head | _SYSTEMATIC, seed)[0]) / 2.0**32
         counts[r] = max(0, np.int64(np.ceil(reach[i] * chance[i] - start[r])))
 
 

@@ -1,351 +1,74 @@
-"""The sampler for the CPU: rows in parallel, each by proposals, by gaps or by coins, sorted as they are made.
+"""The sampler for the CPU: rows in parallel, each in the cheapest of three ways, sorted as they are made.
 
-Same law, same random words and the same edges as :func:`sbm_pyg.ops.reference.sample_sbm`. A row of coins needs its
-probabilities only to the precision that each coin asks for: a product in float32, or in bfloat16 where the machine has
-tiles for it, gives them with a proven relative error, one random byte decides almost every pair, and the few that it
-leaves open are settled in float64.
+In and out: the tensors of ``sample_sbm`` in :mod:`sbm_pyg.ops`. Same law, same random words and the same edges as
+:func:`sbm_pyg.ops.reference.sample_sbm`. Here are the tables that rows share and the order of work. Not here: how one
+row is drawn (:mod:`.cpu_draws`).
 """
 
 from __future__ import annotations
 
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from . import reference, tiles
-from .bits import append16, below16, fetch, gaps16, lowest_bit, philox16, pick16, toss16, weigh16
-from .simd import at, dots, load, peek, scratch, splat, store
+from .cpu_draws import GROUP, PANEL, by_coins, by_gaps, by_proposals, largest, product
+from .simd import at
 from .threads import kernel, run
-from .tiles import close_tiles, multiply_tiles, open_tiles
-
-_COIN_BYTE, _COIN_REST, _COUNT, _PROPOSAL, _GAP = (
-    purpose << 24
-    for purpose in (reference.COIN_BYTE, reference.COIN_REST, reference.COUNT, reference.PROPOSAL, reference.GAP)
-)
-_PANEL = 64  # keys that lie together, block by block
-_GROUP = 16 if tiles.AVAILABLE else 4  # rows whose probabilities are computed together
-
-_INVERSE = 1 / np.arange(1, 2**14 + 1).astype(np.float64)  # placed at count - 1
 
 _PROPOSALS, _GAPS, _COINS = reference.PROPOSALS, reference.GAPS, reference.COINS
 _LARGE_COINS = 3  # coins whose probabilities may exceed 1
 
 
-# ------------------------------------------------------------------ random words
-
-
-@kernel
-def _philox(c0, c1, c2, c3, seed):
-    low = np.uint64(0xFFFFFFFF)
-    x0, x1, x2, x3 = np.uint64(c0), np.uint64(c1), np.uint64(c2), np.uint64(c3)
-    k0, k1 = seed & low, seed >> np.uint64(32)
-    for _ in range(10):
-        a, b = x0 * np.uint64(0xD2511F53), x2 * np.uint64(0xCD9E8D57)
-        x0, x1, x2, x3 = (b >> np.uint64(32)) ^ x1 ^ k0, b & low, (a >> np.uint64(32)) ^ x3 ^ k1, a & low
-        k0, k1 = (k0 + np.uint64(0x9E3779B9)) & low, (k1 + np.uint64(0xBB67AE85)) & low
-    return x0, x1, x2, x3
-
-
-@kernel
-def _coin_bytes(num_keys, row, stream, head, seed, words):
-    """Random bytes of a row of coins, as 32-bit words in the order of the keys."""
-    for first in range(0, num_keys, 256):
-        philox16(first >> 4, row, stream, head | _COIN_BYTE, seed, words, first >> 2)
-
-
-@kernel
-def _poisson(rate, row, stream, head, seed):
-    parts = max(1, int(np.ceil(rate / 256)))
-    lam = rate / parts
-    total = 0
-    for part in range(parts):
-        w0, w1, _, _ = _philox(part, row, stream, head | _COUNT, seed)
-        left = np.float64((w0 << np.uint64(21)) | (w1 >> np.uint64(11))) * 2.0**-53
-        count = 0
-        term = np.exp(-lam)
-        left -= term
-        while left >= 0:
-            count += 1
-            term *= lam * _INVERSE[count - 1]
-            left -= term
-            if not term > 0:  # beyond double precision; a part of 256 ends far below the length of the table
-                break
-        total += count
-    return total
-
-
-# ------------------------------------------------------------------ one row by coins
-
-
-@partial(kernel, reorder=True)
-def _prob(rate, key, blocks, exploration):
-    """Probability of one pair in float64, as the reference has it."""
-    total = 0.0
-    for v in range(blocks):
-        total += np.float64(peek(rate, v)) * np.float64(peek(key, v))
-    return total + exploration
-
-
-@kernel
-def _coin(byte, j, row, stream, head, seed):
-    """All 32 bits of the coin of a pair, from its first byte on."""
-    rest = _philox(j >> 2, row, stream, head | _COIN_REST, seed)[j & 3] >> np.uint64(8)
-    return np.float64(np.uint64(byte) << np.uint64(24) | rest)
-
-
-@kernel
-def _product_of_lanes(rate, rows, some, columns, first, count, some_rows, approx):
-    """Probabilities of the first ``some`` of four rows with the keys of ``count`` panels.
-
-    Four times 64 sums that stay in registers.
-    """
-    blocks, width, flat = rate.shape[1], approx.shape[1], approx.ravel()
-    a, b, c, d = rows[0], rows[min(1, some - 1)], rows[min(2, some - 1)], rows[min(3, some - 1)]
-    for panel in range(count):
-        w = x = y = z = splat(rate.dtype.type(0), _PANEL)
-        offset = (first + panel) * blocks * _PANEL
-        for v in range(blocks):
-            keys = load(columns, offset + v * _PANEL, _PANEL)
-            w = w + rate[a, v] * keys
-            x = x + rate[b, v] * keys
-            y = y + rate[c, v] * keys
-            z = z + rate[d, v] * keys
-        store(flat, _PANEL * panel, w)
-        store(flat, _PANEL * panel + width, x)
-        store(flat, _PANEL * panel + 2 * width, y)
-        store(flat, _PANEL * panel + 3 * width, z)
-
-
-@kernel
-def _product_of_tiles(rate, rows, some, columns, first, count, some_rows, approx):
-    """The same for sixteen rows of bfloat16 bits."""
-    depth, width, flat = rate.shape[1], approx.shape[1], approx.ravel()
-    for k in range(some):
-        some_rows[k] = rate[rows[k]]
-    open_tiles()
-    for panel in range(count):
-        multiply_tiles(some_rows, columns, (first + panel) * depth * _PANEL, depth, flat, _PANEL * panel, width)
-    close_tiles()
-
-
-_product = _product_of_tiles if tiles.AVAILABLE else _product_of_lanes
-
-
-@kernel
-def _flip_coins(approx, error, rate, key, row, stream, head, seed, fastrg, exploration, words, shift, out, used):
-    """Edges of a row whose probabilities are known up to a relative error; returns the new end of ``out``.
-
-    ``approx`` is padded to a whole number of panels.
-    """
-    num_keys = key.shape[0]
-    _coin_bytes(num_keys, row, stream, head, seed, words)
-    coins = words.view(np.uint8)
-    below, above = np.float32(256 * (1 - error)), np.float32(256 * (1 + error))
-    less, more = np.float32(exploration) * below, np.float32(exploration) * above
-    if fastrg:  # 1 - exp(-p), whose relative error is no larger than that of p
-        for j in range(num_keys):
-            approx[j] = -np.expm1(-(approx[j] + np.float32(exploration)))
-        less = more = np.float32(0)
-    for first in range(0, num_keys, 16):
-        masks = toss16(approx, coins, first, below, less, above, more)
-        if first + 16 > num_keys:
-            masks &= np.uint64(0x10001) * ((np.uint64(1) << np.uint64(num_keys - first)) - np.uint64(1))
-        maybe = masks >> np.uint64(16)
-        while maybe:
-            lane = lowest_bit(maybe)
-            maybe &= maybe - np.uint64(1)
-            coin = _coin(coins[first + lane], first + lane, row, stream, head, seed) * 2.0**-24
-            p = np.float64(approx[first + lane])
-            hit = coin < p * below + less
-            if not hit and coin <= p * above + more:
-                exact = _prob(at(rate, 0), at(key, (first + lane) * rate.size), rate.size, exploration)
-                hit = coin * 2.0**24 < np.floor((-np.expm1(-exact) if fastrg else exact) * 2.0**32)
-            masks |= np.uint64(hit) << np.uint64(lane)
-        used = append16(masks, first + shift, out, used)
-    return used
-
-
-@kernel
-def _largest(approx, error, rate, key, exploration):
-    """Largest probability of a row, exact if it is above 1."""
-    top = np.float32(0)
-    for j in range(key.shape[0]):
-        top = max(top, approx[j])
-    if top * (1 + error) + exploration <= 1:
-        return 0.0
-    exact = 0.0
-    for j in range(key.shape[0]):
-        if approx[j] * (1 + error) + exploration > 1:
-            exact = max(exact, _prob(at(rate, 0), at(key, j * rate.size), rate.size, exploration))
-    return exact
-
-
-# ------------------------------------------------------------------ one row by gaps
-
-
-@kernel
-def _skip(
-    low_rate, low_key, width, error, rate, key, first_key, num_keys, blocks, bound, row, stream, head, seed,
-    exploration, out, used
-):  # fmt: skip
-    """Edges of a row whose probabilities are at most ``bound``, by gaps; returns the new end of ``out``.
-
-    ``low_key`` holds two numbers of bfloat16 in each element, and one row behind the last. Places are drawn sixteen at
-    a time, and weighed while the next sixteen are drawn, when their keys have come.
-    """
-    spread, scale = -1 / np.log1p(-bound), np.float32(bound * 2.0**-32)
-    below, above = np.float32(1 - error), np.float32(1 + error)
-    less, more = np.float32(exploration) * below, np.float32(exploration) * above
-    words, places = scratch(low_key, 128), scratch(out, 32)
-    number, drawn, end = 0, -1, -1
-    while end < num_keys:
-        new, old = number & 16, 16 - (number & 16)
-        end = drawn
-        if drawn < num_keys:
-            philox16(number, row, stream, head | _GAP, seed, words, 4 * new)
-            drawn = gaps16(words, 4 * new, spread, drawn, num_keys, at(places, new))
-            for t in range(16):
-                for c in range(0, width, 16):
-                    fetch(low_key, np.int64(peek(places, new + t)) * width + c)
-        number += 16
-        if number == 16:
-            continue
-        here, approx, c = at(places, old), splat(np.float32(0), 16), 0
-        while 2 * (width - c) >= 128:
-            approx = approx + dots(load(low_rate, 2 * c, 128), at(low_key, c), width, here)
-            c += 64
-        while c < width:
-            approx = approx + dots(load(low_rate, 2 * c, 32), at(low_key, c), width, here)
-            c += 16
-        masks = weigh16(approx, words, 4 * old + 32, here, num_keys, scale, below, less, above, more)
-        maybe = masks >> np.uint64(16)
-        while maybe:
-            lane = lowest_bit(maybe)
-            maybe &= maybe - np.uint64(1)
-            p = _prob(rate, at(key, np.int64(peek(here, lane)) * blocks), blocks, exploration)
-            hit = np.float64(peek(words, 4 * old + 32 + lane)) * bound < p * 2.0**32
-            masks |= np.uint64(hit) << np.uint64(lane)
-        used = pick16(masks, here, first_key, out, used)
-    return used
-
-
-# ------------------------------------------------------------------ one row by proposals
-
-
-@kernel
-def _bounds(mass, out):
-    """Inverse CDF of unnormalised masses in 32-bit fixed point.
-
-    The largest word that is mapped to this place or an earlier one.
-    """
-    total = 0.0
-    for v in range(mass.size):
-        total += mass[v]
-        mass[v] = total
-    scale = 2.0**32 / total if total > 0 else 0.0
-    for v in range(mass.size):
-        out[v] = np.uint32(min(max(mass[v] * scale, 1.0) - 1.0, 4294967295.0))
-    out[mass.size - 1] = np.uint32(0xFFFFFFFF)
-
-
-@kernel
-def _count_below(bounds, first, last, word):
-    count = 0
-    for offset in range(first, last, 16):
-        count += below16(bounds, offset, word)
-    return count
-
-
-@kernel
-def _find(sums, start, length, target):
-    """Place of the first of ``length`` rising sums from ``start`` on that lies above the target, or of the last."""
-    place = start
-    while length > 1:
-        half = length >> 1
-        place += half * (sums[place + half - 1] <= target)
-        length -= half
-    return place
-
-
-@kernel
-def _propose(
-    rate, key, coarse, fine, start, skip, groups, stretch, row, stream, head, seed, thin, exploration, mass,
-    block_bounds, seen, drawn, target, group, drop, shift, out, used
-):  # fmt: skip
-    """Edges of a row by Poisson proposals; returns the new end of ``out``, or -1 where it is too short."""
-    num_keys, blocks = key.shape
-    for v in range(blocks):
-        mass[v] = np.float64(rate[v]) * fine[_PANEL * (start + v * skip) + num_keys - 1]
-    mass[blocks] = exploration * num_keys
-    _bounds(mass, block_bounds[: blocks + 1])
-    count = _poisson(mass[blocks] * stretch, row, stream, head, seed)
-    if used + min(count, num_keys) > out.size:
-        return -1
-    begin, rejected = used, 0
-    squeeze = np.uint32(min(2.0**32 / stretch, 4294967295.0))  # below 1/c every probability accepts
-    for first in range(0, count, 16):
-        philox16(first, row, stream, head | _PROPOSAL, seed, drawn, 0)
-        some = min(16, count - first)
-        for t in range(some):
-            drawn[t] = _count_below(block_bounds, 0, block_bounds.size, drawn[t])
-        for t in range(some):
-            block = np.int64(drawn[t])
-            if block < blocks:
-                panel = start + block * skip
-                target[t] = (drawn[16 + t] + 0.5) * 2.0**-32 * fine[_PANEL * panel + num_keys - 1]
-                group[t] = _find(coarse, panel, groups, target[t])
-                for line in range(0, _PANEL, 8):
-                    fetch(fine, _PANEL * group[t] + line)
-        for t in range(some):
-            block, word = np.int64(drawn[t]), drawn[16 + t]
-            if block < blocks:
-                sums = _PANEL * (start + block * skip)
-                length = min(_PANEL, sums + num_keys - _PANEL * group[t])
-                drawn[16 + t] = _find(fine, _PANEL * group[t], length, target[t]) - sums
-            else:
-                drawn[16 + t] = (np.uint64(word) * np.uint64(num_keys)) >> np.uint64(32)
-        for t in range(some):
-            j = np.int64(drawn[16 + t])
-            bit = np.uint64(1) << np.uint64(j & 63)
-            if seen[j >> 6] & bit:
-                continue
-            seen[j >> 6] |= bit
-            keep = True
-            if thin and drawn[32 + t] >= squeeze:
-                p = _prob(at(rate, 0), at(key, j * rate.size), rate.size, exploration)
-                keep = np.float64(drawn[32 + t]) * -np.expm1(-stretch * p) < p * 2.0**32
-            if keep:
-                out[used] = j
-                used += 1
-            else:
-                if rejected == drop.size:
-                    return -1
-                drop[rejected] = j
-                rejected += 1
-    for e in range(rejected):
-        seen[drop[e] >> 6] &= ~(np.uint64(1) << np.uint64(drop[e] & 63))
-    if (used - begin) * 4 < seen.size:
-        for e in range(begin, used):
-            seen[out[e] >> 6] = 0
-            out[e] += shift
-        out[begin:used].sort()
-        return used
-    used = begin
-    for part in range(seen.size):
-        word = seen[part]
-        seen[part] = 0
-        while word:
-            out[used] = (part << 6) + lowest_bit(word) + shift
-            used += 1
-            word &= word - np.uint64(1)
-    return used
-
-
 # ------------------------------------------------------------------ many rows
+
+
+class _Law(NamedTuple):
+    """What the graph is drawn by."""
+
+    seed: np.uint64
+    fastrg: bool
+    exploration: float
+    clamp: bool
+
+
+class _Sequences(NamedTuple):
+    """Of each query its sequence and the number of keys that it may attend to, the first ones; of each sequence its
+    offsets in queries, keys and panels, and its random stream.
+    """
+
+    batch: np.ndarray
+    reach: np.ndarray
+    query_ptr: np.ndarray
+    key_ptr: np.ndarray
+    panel_ptr: np.ndarray
+    sequence_ids: np.ndarray
+
+
+class _Plan(NamedTuple):
+    """For each row the way it is drawn, the stretch of its proposals, and a bound on its probabilities."""
+
+    way: np.ndarray
+    stretch: np.ndarray
+    bound: np.ndarray
+
+
+class _Model(NamedTuple):
+    """Rates and memberships as each way takes them; a table that no row needs has no elements."""
+
+    rate: np.ndarray
+    key: np.ndarray
+    low_rate: np.ndarray  # these three for coins: what `product` takes, and the error of what it gives
+    columns: np.ndarray
+    error: float
+    wide_rate: np.ndarray  # these two for gaps: see `by_gaps`
+    low_key: np.ndarray
+    coarse: np.ndarray  # these two for proposals: see `_cumulate`
+    fine: np.ndarray
 
 
 @kernel
@@ -369,8 +92,20 @@ def _survey(head, b, key, bits, key_ptr, key_sum, key_max, low_key):
 
 
 @partial(kernel, reorder=True)
+def _expect(first, last, queries, rate, batch, key_sum, key_max, expected, bound):
+    """Expected number of keys and largest possible probability of each row, without exploration."""
+    for r in range(first, last):
+        head, b = r // queries, batch[r % queries]
+        total, most = 0.0, 0.0
+        for v in range(rate.shape[1]):
+            total += np.float64(rate[r, v]) * key_sum[head, b, v]
+            most += np.float64(rate[r, v]) * key_max[head, b, v]
+        expected[r], bound[r] = total, most
+
+
+@partial(kernel, reorder=True)
 def _expect_causal(head, b, queries, rate, key, query_ptr, key_ptr, expected, bound):
-    """As :func:`_expect`, for the rows of a sequence of one head, each over its own keys and those before."""
+    """The same for the rows of a sequence of one head, over the keys that are not later."""
     blocks = rate.shape[1]
     sums, tops = np.zeros(blocks), np.zeros(blocks, key.dtype)
     for i in range(query_ptr[b], query_ptr[b + 1]):
@@ -387,24 +122,12 @@ def _expect_causal(head, b, queries, rate, key, query_ptr, key_ptr, expected, bo
         expected[r], bound[r] = total, most
 
 
-@partial(kernel, reorder=True)
-def _expect(first, last, queries, rate, batch, key_sum, key_max, expected, bound):
-    """Expected number of keys and largest possible probability of each row, without exploration."""
-    for r in range(first, last):
-        head, b = r // queries, batch[r % queries]
-        total, most = 0.0, 0.0
-        for v in range(rate.shape[1]):
-            total += np.float64(rate[r, v]) * key_sum[head, b, v]
-            most += np.float64(rate[r, v]) * key_max[head, b, v]
-        expected[r], bound[r] = total, most
-
-
 @kernel
 def _pack_lanes(head, b, key, key_ptr, panel_ptr, columns):
     """Keys of a sequence of one head in panels of 64, block by block; the last panel is filled up with zeros."""
     for panel in range(panel_ptr[b], panel_ptr[b + 1]):
-        first = key_ptr[b] + _PANEL * (panel - panel_ptr[b])
-        some = min(_PANEL, key_ptr[b + 1] - first)
+        first = key_ptr[b] + PANEL * (panel - panel_ptr[b])
+        some = min(PANEL, key_ptr[b + 1] - first)
         for v in range(key.shape[2]):
             for j in range(some):
                 columns[head, panel, v, j] = key[head, first + j, v]
@@ -415,9 +138,9 @@ def _pack_lanes(head, b, key, key_ptr, panel_ptr, columns):
 def _pack_tiles(head, b, key, key_ptr, panel_ptr, columns):
     """The same for pairs of bfloat16 bits: for each 16 pairs, four tiles of 16 keys."""
     for panel in range(panel_ptr[b], panel_ptr[b + 1]):
-        first = key_ptr[b] + _PANEL * (panel - panel_ptr[b])
+        first = key_ptr[b] + PANEL * (panel - panel_ptr[b])
         for part in range(key.shape[2] >> 4):
-            for j in range(_PANEL):
+            for j in range(PANEL):
                 inside = first + j < key_ptr[b + 1]
                 for pair in range(16):
                     number = key[head, first + j, 16 * part + pair] if inside else np.uint32(0)
@@ -429,24 +152,27 @@ def _cumulate(head, first, last, key, key_ptr, panel_ptr, coarse, fine):
     """Sums of memberships over the keys up to each, for blocks first..last-1 of a head, and those at panels' ends."""
     sums = np.empty(last - first)
     for b in range(key_ptr.size - 1):
-        num_keys, begin = key_ptr[b + 1] - key_ptr[b], _PANEL * panel_ptr[b]
+        num_keys, begin = key_ptr[b + 1] - key_ptr[b], PANEL * panel_ptr[b]
         sums[:] = 0
-        for j in range(_PANEL * (panel_ptr[b + 1] - panel_ptr[b])):
+        for j in range(PANEL * (panel_ptr[b + 1] - panel_ptr[b])):
             for v in range(first, last):
                 if j < num_keys:
                     sums[v - first] += key[head, key_ptr[b] + j, v]
                 fine[head, v, begin + j] = sums[v - first]
-                if j % _PANEL == _PANEL - 1:
-                    coarse[head, v, (begin + j) // _PANEL] = sums[v - first]
+                if j % PANEL == PANEL - 1:
+                    coarse[head, v, (begin + j) // PANEL] = sums[v - first]
 
 
 @kernel
-def _rows(first, last, queries, way, stretch, bound, error, rate, key, low_rate, columns, wide_rate, low_key,
-          coarse, fine, batch, reach, query_ptr, key_ptr, panel_ptr, sequence_ids, seed, fastrg, exploration, clamp,
-          out, counts, state, top):  # fmt: skip
+def _rows(first, last, law, sequences, plan, model, out, counts, state, top):
     """Edges of the rows from ``state[0]`` on: fills ``out`` and ``counts``, and leaves in ``state`` the next row, the
     edges so far, and 1 if a probability exceeds 1, which then stands in ``top``.
     """
+    seed, fastrg, exploration, clamp = law
+    batch, reach, query_ptr, key_ptr, panel_ptr, sequence_ids = sequences
+    way, stretch, bound = plan
+    rate, key, low_rate, columns, error, wide_rate, low_key, coarse, fine = model
+    queries = batch.size
     longest = 0
     for b in range(key_ptr.size - 1):
         longest = max(longest, key_ptr[b + 1] - key_ptr[b])
@@ -458,28 +184,28 @@ def _rows(first, last, queries, way, stretch, bound, error, rate, key, low_rate,
     drop = np.empty(longest, np.int32)
     half = wide_rate.shape[1] >> 1
     rough = 1.1 * 2.0**-9 + (blocks + 8) * 2.0**-22
-    approx = np.empty((_GROUP, (longest + _PANEL - 1) // _PANEL * _PANEL), np.float32)
-    some_rows = np.zeros((_GROUP, low_rate.shape[1]), low_rate.dtype)
-    group = np.empty(_GROUP, np.int64)
+    approx = np.empty((GROUP, (longest + PANEL - 1) // PANEL * PANEL), np.float32)
+    some_rows = np.zeros((GROUP, low_rate.shape[1]), low_rate.dtype)
+    group = np.empty(GROUP, np.int64)
     known, ready = 0, 0  # rows of the group that are used, and that it holds
     r, used = state[0], state[1]
     while r < last:
         head, i = r // queries, r % queries
         b = batch[i]
         shift, num_keys, row, stream = key_ptr[b], reach[i], i - query_ptr[b], sequence_ids[b]
-        start, end, groups = panel_ptr[b], shift + num_keys, (num_keys + _PANEL - 1) // _PANEL
+        start, end, groups = panel_ptr[b], shift + num_keys, (num_keys + PANEL - 1) // PANEL
         before = used
         if way[r] == _GAPS:
             if used + num_keys + 16 > out.size:
                 break
             first_key = head * key.shape[1] + shift
-            used = _skip(
+            used = by_gaps(
                 at(wide_rate, 2 * half * r), at(low_key, first_key * half), half, rough, at(rate, r * blocks),
                 at(key, first_key * blocks), shift, num_keys, blocks, bound[r], row, stream, head, seed, exploration,
                 at(out, 0), used,
             )  # fmt: skip
         elif way[r] == _PROPOSALS:
-            used = _propose(
+            used = by_proposals(
                 rate[r], key[head, shift:end], coarse, fine, head * blocks * skip + start, skip, groups, stretch[r],
                 row, stream, head, seed, not fastrg, exploration, mass, block_bounds, seen[:groups], drawn, target,
                 place, drop, shift, out, used,
@@ -493,21 +219,21 @@ def _rows(first, last, queries, way, stretch, bound, error, rate, key, low_rate,
                 break
             if known == ready:
                 known, ready, next_row, stop = 0, 0, r, min(last, head * queries + query_ptr[b + 1])
-                while ready < _GROUP and next_row < stop:
+                while ready < GROUP and next_row < stop:
                     if way[next_row] >= _COINS:
                         group[ready] = next_row
                         ready += 1
                     next_row += 1
-                most = (reach[group[ready - 1] % queries] + _PANEL - 1) // _PANEL  # panels of the last row
-                _product(low_rate, group, ready, columns, head * skip + start, most, some_rows, approx)
+                most = (reach[group[ready - 1] % queries] + PANEL - 1) // PANEL  # panels of the last row
+                product(low_rate, group, ready, columns, head * skip + start, most, some_rows, approx)
             if way[r] == _LARGE_COINS and not fastrg:
-                top[0] = 0.0 if clamp else _largest(approx[known], error, rate[r], keys, exploration)
+                top[0] = 0.0 if clamp else largest(approx[known], error, rate[r], keys, exploration)
                 if top[0] > 1 + 1e-5 + exploration:
                     state[2] = 1
                     break
                 for j in range(num_keys):
                     approx[known, j] = min(approx[known, j], np.float32(2))
-            used = _flip_coins(
+            used = by_coins(
                 approx[known], error, rate[r], keys, row, stream, head, seed, fastrg, exploration, words, shift,
                 out, used,
             )  # fmt: skip
@@ -523,7 +249,7 @@ def _rows(first, last, queries, way, stretch, bound, error, rate, key, low_rate,
 def _low_precision(
     query: Tensor, key: Tensor, low_key: np.ndarray, key_ptr: np.ndarray, panel_ptr: np.ndarray, needed: bool
 ) -> tuple[np.ndarray, np.ndarray, float]:
-    """Rates and keys as :func:`_product` takes them, and a bound on the relative error of what it gives.
+    """Rates and keys as :func:`product` takes them, and a bound on the relative error of what it gives.
 
     All terms are positive, so relative errors do not grow in sums: each of the K products and additions in float32
     rounds by at most 2^-24, and bfloat16 rounds both factors by 2^-9.
@@ -534,14 +260,14 @@ def _low_precision(
     panels = int(panel_ptr[-1]) if needed else 0
     if not tiles.AVAILABLE:
         keys = key.detach().float().contiguous().numpy()
-        columns = _empty((heads, panels, blocks, _PANEL), np.float32)
+        columns = _empty((heads, panels, blocks, PANEL), np.float32)
         run(_pack_lanes, [(head, b, keys, key_ptr, panel_ptr, columns) for head, b in spans])
         return query.detach().float().reshape(heads * queries, blocks).numpy(), columns.ravel(), rounding
     low_rate = torch.nn.functional.pad(
         query.detach()[:, : queries * needed].bfloat16(), (0, -blocks % tiles.DEPTH)
     ).contiguous()
     pairs = low_key[:-1].view(np.uint32).reshape(heads, key.shape[1], -1)
-    columns = _empty((heads, panels, pairs.shape[2] // 16, _PANEL // 16, 16, 16), np.uint32)
+    columns = _empty((heads, panels, pairs.shape[2] // 16, PANEL // 16, 16, 16), np.uint32)
     run(_pack_tiles, [(head, b, pairs, key_ptr, panel_ptr, columns) for head, b in spans])
     return low_rate.flatten(0, 1).view(torch.uint16).numpy(), columns.view(np.uint16).ravel(), 2.1 * 2.0**-9 + rounding
 
@@ -572,7 +298,7 @@ def sample_sbm(
     width = -(-blocks // 32) * 32
 
     key_sum, key_max = np.empty((2, heads, sequences, blocks))
-    low_key = _empty((heads * key.shape[1] + 1, width), np.uint16)  # one row more than there are keys: see `_skip`
+    low_key = _empty((heads * key.shape[1] + 1, width), np.uint16)  # one row more than there are keys: see `by_gaps`
     bits = keys.astype(np.float32, copy=False).view(np.uint32)
     spans = [(head, b) for head in range(heads) for b in range(sequences)]
     run(_survey, [(*span, keys, bits, k_ptr, key_sum, key_max, low_key) for span in spans])
@@ -585,12 +311,12 @@ def sample_sbm(
     row_keys = np.tile(reach, heads)
     expected += exploration * row_keys
     bound += exploration
-    plan = reference.plan_rows(torch.from_numpy(expected), torch.from_numpy(bound), torch.from_numpy(row_keys), method)
-    stretch, way = (x.numpy() for x in plan)
+    ways = reference.plan_rows(torch.from_numpy(expected), torch.from_numpy(bound), torch.from_numpy(row_keys), method)
+    stretch, way = (x.numpy() for x in ways)
     way = np.where((way == _COINS) & (bound > 1), _LARGE_COINS, way).astype(np.uint8)
-    used = np.bincount(way, minlength=4)
+    plan, used = _Plan(way, stretch, bound), np.bincount(way, minlength=4)
 
-    panel_ptr = np.concatenate([[0], np.cumsum((np.diff(k_ptr) + _PANEL - 1) // _PANEL)])
+    panel_ptr = np.concatenate([[0], np.cumsum((np.diff(k_ptr) + PANEL - 1) // PANEL)])
     low_rate, columns, error = _low_precision(
         query, key, low_key, k_ptr, panel_ptr, bool(used[_COINS] + used[_LARGE_COINS])
     )
@@ -599,7 +325,7 @@ def sample_sbm(
         wide_rate = np.zeros((heads * queries if used[_GAPS] else 0, width), np.float32)
         wide_rate[:, :blocks] = rate[: len(wide_rate)]
     coarse = np.empty((heads, blocks, panel_ptr[-1] if used[_PROPOSALS] else 0))
-    fine = _empty((heads, blocks, coarse.shape[2] * _PANEL), np.float64)
+    fine = _empty((heads, blocks, coarse.shape[2] * PANEL), np.float64)
     if used[_PROPOSALS]:
         run(
             _cumulate,
@@ -610,8 +336,13 @@ def sample_sbm(
             ],
         )
 
+    law = _Law(np.uint64(seed & 0xFFFFFFFFFFFFFFFF), method == "fastrg", exploration, clamp)
+    batches = _Sequences(batch, reach, q_ptr, k_ptr, panel_ptr, sequence_ids.numpy() & 0xFFFFFFFF)
+    model = _Model(
+        rate, keys, low_rate, columns, error, wide_rate, low_key.view(np.uint32).ravel(), coarse.ravel(),
+        fine.ravel(),
+    )  # fmt: skip
     counts = np.zeros(heads * queries, np.int64)
-    stream, word = sequence_ids.numpy() & 0xFFFFFFFF, np.uint64(seed & 0xFFFFFFFFFFFFFFFF)
     likely = np.minimum(expected, row_keys)
     pieces = _cuts(heads * queries, min(8 * threads, 1 + int(likely.sum()) // 2**14))
     found: list[list[np.ndarray]] = [[] for _ in pieces]
@@ -622,9 +353,7 @@ def sample_sbm(
         while state[0] < last:
             out = np.empty(room, np.int32)
             state[1] = 0
-            _rows(first, last, queries, way, stretch, bound, error, rate, keys, low_rate, columns, wide_rate,
-                  low_key.view(np.uint32).ravel(), coarse.ravel(), fine.ravel(), batch, reach, q_ptr, k_ptr,
-                  panel_ptr, stream, word, method == "fastrg", exploration, clamp, out, counts, state, top)  # fmt: skip
+            _rows(first, last, law, batches, plan, model, out, counts, state, top)
             if state[2]:
                 raise ValueError(reference.over_one(float(top[0]) - exploration))
             buffers.append(out[: state[1]])

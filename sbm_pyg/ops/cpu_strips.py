@@ -1,0 +1,98 @@
+"""Rows of channels for kernels over edges: how tensors become them, and the loops that go over them in strips.
+
+In: tensors ``[H, N, C]``, and inside kernels arrays or pointers. Out: arrays ``[H * N, width]``, where the width is
+channels padded with zeros to a multiple of 16; and sums and copies of such rows, ``lanes`` channels at a time. A lane
+count is a constant of the kernel. Not here: kernels; vectors (:mod:`.simd`).
+
+The loops are written into each kernel that calls them, before numba infers types: so they cost what the same lines in
+the kernel cost, constants stay constants, and the kernel can still be cached.
+"""
+
+# mypy: check-untyped-defs=False
+# (numba types the bodies of kernels)
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numba import njit
+from torch import Tensor
+
+from .simd import at, dots, load, load16, peek, splat, store
+
+# ------------------------------------------------------------------ tensors
+
+
+def wide(tensor: Tensor | None, like: Tensor) -> np.ndarray:
+    """A contiguous array in the precision that kernels compute in for the dtype of ``like``.
+
+    Without elements for None.
+    """
+    tensor = like.new_empty(0) if tensor is None else tensor.detach()
+    return tensor.to(torch.promote_types(like.dtype, torch.float32)).contiguous().numpy()
+
+
+def padded(tensor: Tensor, like: Tensor) -> np.ndarray:
+    """``[H, N, C]`` as ``[H*N, width]``, with zeros behind the channels."""
+    missing = max(16, -(-tensor.shape[2] // 16) * 16) - tensor.shape[2]
+    rows = wide(torch.nn.functional.pad(tensor.detach(), (0, missing)) if missing else tensor, like)
+    return rows.reshape(rows.shape[0] * rows.shape[1], rows.shape[2])
+
+
+def cut(rows: Tensor, like: Tensor) -> Tensor:
+    """The first channels of ``[H, N, width]``, as many as ``like`` has, in its dtype."""
+    channels = like.shape[2]
+    return rows[..., :channels].to(like.dtype, copy=rows.shape[2] != channels, memory_format=torch.contiguous_format)
+
+
+def lanes_of(*widths: int) -> int:
+    """Channels that a kernel takes at once, for widths that are multiples of 16."""
+    return next(lanes for lanes in (64, 48, 32, 16) if not any(width % lanes for width in widths))
+
+
+# ------------------------------------------------------------------ loops
+
+
+@njit(inline="always")
+def clear(array, place, width, number, lanes):
+    """``array[place : place + width] = number``."""
+    for c in range(0, width, lanes):
+        store(array, place + c, splat(number, lanes))
+
+
+@njit(inline="always")
+def copy(target, to, source, start, width, lanes):
+    """``target[to : to + width] = source[start : start + width]``."""
+    for c in range(0, width, lanes):
+        store(target, to + c, load(source, start + c, lanes))
+
+
+@njit(inline="always")
+def add_dots(sums, row, place, rows, stride, tokens, width, lanes):
+    """``sums``, and to lane k the dot product of ``row[place : place + width]`` with ``rows[stride * tokens[k]]``."""
+    for c in range(0, width, lanes):
+        sums = sums + dots(load(row, place + c, lanes), at(rows, c), stride, tokens)
+    return sums
+
+
+@njit(inline="always")
+def weigh(weight, edge, rows, tokens, width, c, lanes):
+    """Channels ``c .. c + lanes - 1`` of the row at the other end of an edge, times the weight of the edge."""
+    return peek(weight, edge) * load(rows, peek(tokens, edge) * width + c, lanes)
+
+
+@njit(inline="always")
+def sixteen(tokens, count, tail):
+    """``tokens`` where there are sixteen of them; else ``tail``, with all there are and then zeros."""
+    if count < 16:
+        store(tail, 0, load16(tokens, 0, count))
+        tokens = tail
+    return tokens
+
+
+@njit(inline="always")
+def count_below(tokens, count, limit):
+    """How many of ``count`` rising tokens lie below ``limit``, as the first does."""
+    while peek(tokens, count - 1) >= limit:
+        count -= 1
+    return count
