@@ -48,19 +48,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 def start(folder: Path, data: Path) -> subprocess.Popen[bytes]:
     """Starts a run in its folder, or resumes it if there is one."""
     words = ["--resume"] if (folder / "settings.json").exists() else RUN.split()
-    command = [
-        sys.executable,
-        "-c",
-        NOTING,
-        str(notes(folder)),
-        *words,
-        "--output",
-        str(folder),
-        "--data",
-        str(data),
-        "--accelerator",
-        "cpu",
-    ]
+    words += ["--output", str(folder), "--data", str(data), "--accelerator", "cpu"]
+    command = [sys.executable, "-c", NOTING, str(notes(folder)), *words]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     with folder.with_suffix(".txt").open("ab") as log:
         return subprocess.Popen(command, env=environment, stdout=log, stderr=log)
@@ -125,8 +114,8 @@ def test_kills_at_random_moments_change_no_bit(data: Path, tmp_path: Path) -> No
             break
         assert code == -signal.SIGKILL, killed.with_suffix(".txt").read_text()
         done += 1
-        path = checkpoints.newest(killed) if killed.exists() else None
-        saved = checkpoints.read_checkpoint(path)["global_step"] if path else 0
+        path = killed / "last.ckpt"
+        saved = checkpoints.read_checkpoint(path)["global_step"] if path.exists() else 0
         assert (
             not noted(killed) or consumed(killed)[-1][0] + 1 - saved <= 3
         )  # it saves every second step; the one begun counts
@@ -137,8 +126,11 @@ def test_kills_at_random_moments_change_no_bit(data: Path, tmp_path: Path) -> No
         for part in ("state_dict", "optimizer_states", "lr_schedulers", "callbacks", "global_step"):
             assert same(one[part], other[part]), (name, part)
     for name in ("train.csv", "val.csv"):
-        curves = [[{**row, "tokens_per_second": ""} for row in report.read_rows(run / name)] for run in (whole, killed)]
-        assert curves[0] == curves[1]
+        one, other = ((run / name).read_text().splitlines() for run in (whole, killed))
+        speeds = one[0].endswith(",tokens_per_second")
+        assert [line.rpartition(",")[0] if speeds else line for line in one] == [
+            line.rpartition(",")[0] if speeds else line for line in other
+        ]
     one, other = (json.loads((run / "results.json").read_text())["test"] for run in (whole, killed))
     assert one == other
     expected = consumed(whole)
