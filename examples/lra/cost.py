@@ -16,8 +16,7 @@ first step, and ``sbm`` has the density that it starts with. Each is measured in
 * **Time** is the median of some repeats. *Forward* is inference without gradients, *step* is what the trainer does.
 
 **Runs** are timed side by side with their trained weights: each training batch goes through all models in turn, the order changing from
-batch to batch, and ratios are those of the same batch. A model is measured after it has passed a test: outputs finite, the same for the
-same seed and for a sequence alone.
+batch to batch, and ratios are those of the same batch. That methods compute what they should is for the tests to show.
 """
 
 from __future__ import annotations
@@ -54,13 +53,10 @@ PARTS = ("forward", "backward", "update")
 UNITS = {"GFLOP": ("flops", 1e9), "MiB": ("bytes", 2**20), "ms": ("seconds", 1e-3)}
 
 # torch's counter has these formulas for its fused attention on a GPU, and counts that on the CPU as nothing.
+ATEN = torch.ops.aten
 FUSED = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda query, key, value, *_, **__: sdpa_flop_count(
-        query, key, value
-    ),
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
-        lambda grad, query, key, value, *_, **__: sdpa_backward_flop_count(grad, query, key, value)
-    ),
+    ATEN._scaled_dot_product_flash_attention_for_cpu: lambda *qkv, **_: sdpa_flop_count(*qkv[:3]),
+    ATEN._scaled_dot_product_flash_attention_for_cpu_backward: lambda *qkv, **_: sdpa_backward_flop_count(*qkv[:4]),
 }
 
 
@@ -68,41 +64,12 @@ def random_batch(task: Task, lengths: Sequence[int], device: torch.device) -> Ba
     """Random tokens and labels in the shapes of a task, one example for each length (both sides of a pair have it)."""
     generator = torch.Generator().manual_seed(0)
     ptr = torch.tensor([0, *lengths]).cumsum(0).to(device)
-    sides = [
-        torch.randint(1, task.num_tokens, (sum(lengths),), generator=generator).to(device) for _ in range(task.arity)
-    ]  # 0 is padding
+    size, most = (sum(lengths),), task.num_tokens
+    sides = [torch.randint(1, most, size, generator=generator).to(device) for _ in range(task.arity)]  # 0 is padding
     labels = torch.randint(task.num_classes, (len(lengths),), generator=generator).to(device)
     examples = torch.arange(len(lengths), device=device)
-    return (
-        Batch(sides[0], ptr, labels, examples)
-        if task.arity == 1
-        else Batch(tuple(sides), (ptr,) * task.arity, labels, examples)
-    )
-
-
-@torch.no_grad()
-def gate(module: Classifier, task: Task, device: torch.device) -> None:
-    """Refuses a method whose numbers would mean nothing.
-
-    Raises:
-        ValueError: If outputs are not finite, random for one seed, or depend on the rest of the batch.
-    """
-    module.eval()
-    lengths = [min(length, module.settings.max_length) for length in (SHORT, 17, 40)]
-    batch = random_batch(task, lengths, device)
-    logits = module.classify(batch, seed=1)[0]
-    cut, ptr = lengths[0], torch.tensor([0, lengths[0]], device=device)
-    sides = (batch.tokens[:cut], ptr) if task.arity == 1 else (tuple(side[:cut] for side in batch.tokens), (ptr, ptr))
-    alone = Batch(*sides, batch.labels[:1], batch.examples[:1])
-    errors = {
-        "give the same with the same seed": module.classify(batch, seed=1)[0] - logits,
-        "give a sequence alone the same": module.classify(alone, seed=1)[0] - logits[:1],
-    }
-    for words, error in errors.items():
-        if not float(error.abs().max()) < 1e-4:
-            raise ValueError(
-                f"Expected {module.settings.attention!r} to {words} (got a difference of {float(error.abs().max()):.2g}). It cannot be measured."
-            )
+    pair = task.arity == 2
+    return Batch(tuple(sides) if pair else sides[0], (ptr, ptr) if pair else ptr, labels, examples)
 
 
 def clock(device: torch.device) -> float:
@@ -132,23 +99,21 @@ def timed_step(
     device, seconds, density = module.device, np.zeros(len(PARTS)), 0.0
     optimizer.zero_grad()
     for batch in batches:
-        times = [clock(device)]
+        start = clock(device)
         with torch.autocast(device.type, torch.bfloat16, enabled=module.settings.precision == "bf16-mixed"):
             logits, trace = module.classify(batch, seed=number)
             loss = module.objective(cross_entropy(logits.float(), batch.labels), trace) / len(batches)
-        times.append(clock(device))
+        middle = clock(device)
         loss.backward()
-        seconds[:2] += np.diff([*times, clock(device)])
+        seconds[:2] += np.diff([start, middle, clock(device)])
         density += float(trace.density.mean()) * len(batch.labels)
     start = clock(device)
     if module.settings.clip_norm:
         torch.nn.utils.clip_grad_norm_(module.parameters(), module.settings.clip_norm)
     optimizer.step()
     seconds[2] = clock(device) - start
-    return {
-        **dict(zip(PARTS, seconds.tolist(), strict=True)),
-        "density": density / sum(len(batch.labels) for batch in batches),
-    }
+    times = dict(zip(PARTS, seconds.tolist(), strict=True))
+    return times | {"density": density / sum(len(batch.labels) for batch in batches)}
 
 
 # ------------------------------------------------------------------ steps that fit into a time
@@ -226,7 +191,6 @@ def measure(
     settings = dataclasses.replace(settings, max_length=max(length, SHORT))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     module = Classifier(task, settings).to(device)
-    gate(module, task, device)
     step = partial(timed_step, module, torch.optim.AdamW(module.parameters(), lr=1e-4))
     short, batch = random_batch(task, [SHORT], device), random_batch(task, [length] * batch_size, device)
     row: dict[str, Any] = {"task": task.name, "method": method, "preset": preset, "length": length, "batch": batch_size}
@@ -298,7 +262,7 @@ def compare(folders: Sequence[Path], data: Path | None, steps: int) -> list[dict
         A row for each batch and run.
 
     Raises:
-        ValueError: If a run cannot be read or takes other examples than the first, or if its model fails the gate.
+        ValueError: If a run cannot be read or takes other examples than the first.
     """
     runs = [open_run(folder, data=data) for folder in folders]
     plan, _, splits = runs[0]
@@ -309,7 +273,6 @@ def compare(folders: Sequence[Path], data: Path | None, steps: int) -> list[dict
             raise ValueError(
                 f"Expected 'runs' that take examples in one form (got {folder}, which differs from the first). Compare them apart."
             )
-        gate(module, task, torch.device("cpu"))
         steppers.append(partial(timed_step, module, torch.optim.AdamW(module.parameters(), lr=0.0)))
     epoch = Data(splits, plan.settings).buckets.epoch(0)
     rows: list[dict[str, Any]] = []

@@ -33,7 +33,7 @@ from examples.lra.data.tasks import TASKS, Task
 from examples.lra.model import Classifier
 from examples.lra.settings import BASELINES
 from examples.lra.train import open_run
-from sbm_pyg import Choice, analysis, patterns, plots
+from sbm_pyg import analysis, patterns, plots
 
 STYLE = """body { font: 15px/1.5 system-ui, sans-serif; max-width: 1040px; margin: 2em auto; padding: 0 1em; color: #222 }
 h1, h2 { line-height: 1.2 } h2 { margin-top: 2em; border-bottom: 1px solid #ccc }
@@ -89,7 +89,7 @@ def table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 @torch.no_grad()
-def choices(module: Classifier, batch: Batch) -> tuple[Tensor, list[Sequence[Choice]]]:
+def choices(module: Classifier, batch: Batch) -> tuple[Tensor, list[Any]]:
     """Logits, and for each sequence of the examples (one, or two of a pair) the graphs and models of all layers."""
     logits, trace = module.classify(batch, seed=module.settings.seed)
     layers = module.settings.layers

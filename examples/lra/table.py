@@ -232,7 +232,7 @@ def report(runs: Sequence[Row]) -> str:
 
     def own(method: str) -> list[tuple[float, float | str] | None]:
         found = [cells.get((method, task)) for task in tasks]
-        return [cell and (cell["accuracy"], cell["accuracy_deviation"]) for cell in found]
+        return [(cell["accuracy"], cell["accuracy_deviation"]) if cell else None for cell in found]
 
     def table(cell: Callable[[Row], str], rows: Sequence[str] = methods) -> str:
         found = {method: [cells.get((method, task)) for task in tasks] for method in rows}

@@ -129,7 +129,7 @@ def train(folder: Path, plan: Plan, splits: Mapping[str, Split], accelerator: st
     torch.manual_seed(random_word(settings.seed, 2))
     module, data, keeper = Classifier(task, settings), Data(splits, settings), Checkpoints(folder, settings, signals)
     start = folder / LAST if (folder / LAST).exists() else None
-    state = read_checkpoint(start) if start else {"global_step": -1}
+    state: dict[str, Any] = read_checkpoint(start) if start else {"global_step": -1}
     first = state["global_step"] + 1 if start else None  # step of what is logged anew
     trainer = Trainer(
         max_epochs=-1,  # the checkpoints know when to stop
@@ -184,7 +184,7 @@ def train(folder: Path, plan: Plan, splits: Mapping[str, Split], accelerator: st
         **report.peak_memory(),
         "parameters": sum(parameter.numel() for parameter in module.parameters()),
         "device": str(trainer.strategy.root_device),
-        "versions": {name: module.__version__ for name, module in (("torch", torch), ("lightning", lightning))}
+        "versions": {name: package.__version__ for name, package in (("torch", torch), ("lightning", lightning))}
         | {"python": platform.python_version()},
     }
     report.plot_curves(folder / "curves.png", rows["train"], rows["val"], splits["val"].majority(data.evaluated("val")))
@@ -210,39 +210,35 @@ def draw_masks(folder: Path, module: Classifier, split: Split, length: int = 256
             figure.savefig(folder / f"mask-layer{layer}-head{head}.png", dpi=150)
 
 
-def open_run(
-    folder: Path, checkpoint: str = BEST, data: Path | None = None
-) -> tuple[Plan, Classifier, dict[str, Split]]:
-    """Opens a run to look at it: its plan, its model with the weights of a checkpoint, and its data.
+def load_best(folder: Path, plan: Plan) -> Classifier:
+    """Returns the model of a run with the weights of its best checkpoint."""
+    with torch.random.fork_rng(devices=[]):  # its initial weights are thrown away
+        module = Classifier(TASKS[plan.task], plan.settings)
+    module.load_state_dict(read_checkpoint(folder / BEST)["state_dict"])
+    return module.eval()
 
-    Args:
-        folder: Of the run.
-        checkpoint: Name of a file in it.
-        data: Where the data are now; None for where the run had them.
+
+def open_run(folder: Path, data: Path | None = None) -> tuple[Plan, Classifier, dict[str, Split]]:
+    """Opens a run to look at it: its plan, its best model, and its data, which may have moved.
 
     Raises:
         ValueError: If something is missing or damaged, or if the data are not the run's.
     """
-    if not all((folder / name).is_file() for name in (SETTINGS, checkpoint)):
+    if not all((folder / name).is_file() for name in (SETTINGS, BEST)):
         raise ValueError(
-            f"Expected 'run' to be a folder with {SETTINGS} and {checkpoint} (got {folder}). Give the folder of a run, or another "
-            "--checkpoint."
+            f"Expected 'run' to be a folder with {SETTINGS} and {BEST} (got {folder}). Give that of a run."
         )
-    plan, state = Plan.read(folder / SETTINGS), read_checkpoint(folder / checkpoint)
+    plan = Plan.read(folder / SETTINGS)
     splits, _ = open_data(plan if data is None else dataclasses.replace(plan, data=str(data.absolute()), prepared=None))
-    with torch.random.fork_rng(devices=[]):  # its initial weights are thrown away
-        module = Classifier(TASKS[plan.task], plan.settings)
-    module.load_state_dict(state["state_dict"])
-    return plan, module.eval(), splits
+    return plan, load_best(folder, plan), splits
 
 
 def export_model(folder: Path, plan: Plan, results: Mapping[str, Any], export: Path) -> None:
     """Saves the tested model with what is known of it; :meth:`sbm_pyg.Pretrained.from_pretrained` reads it."""
-    module = Classifier(TASKS[plan.task], plan.settings)
-    module.load_state_dict(read_checkpoint(folder / BEST)["state_dict"])
     metric = {"test accuracy": results["test"]["accuracy"], "validation accuracy": results["best"]["accuracy"]}
     told = f"{plan.task} ({'; '.join(f'{name}: {words}' for name, words in results['pipeline'].items())})"
-    module.model.save_pretrained(export, task=told, metric=metric, density=results["density"]["tested"])
+    model = load_best(folder, plan).model
+    model.save_pretrained(export, task=told, metric=metric, density=results["density"]["tested"])
 
 
 def prepare(given: argparse.Namespace) -> tuple[Path, Plan, dict[str, Split]]:

@@ -164,7 +164,7 @@ def test_errors(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], m
     plan["settings"]["attention"] = "full"
     (full / "settings.json").write_text(json.dumps(plan))
     (full / "best.ckpt").write_bytes((run / "best.ckpt").read_bytes())
-    monkeypatch.setattr(Classifier, "load_state_dict", lambda *arguments: None)
+    monkeypatch.setattr(train, "load_best", lambda *arguments: None)
     for options, words in (
         ([str(tmp_path)], "Expected 'run' to be a folder with settings.json and best.ckpt"),
         ([str(run), "--examples", "0"], "Expected 'examples' to be at least 1 (got 0). See --help."),
