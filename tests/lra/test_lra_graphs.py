@@ -44,6 +44,7 @@ def run(untrained: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
     return folder
 
 
+@pytest.mark.slow
 def test_report_has_figures_and_tables(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = torch.get_rng_state()
     path = main(["graphs", "--run", str(run), "--examples", "12", "--structure", "1"])

@@ -24,7 +24,7 @@ import torch
 from examples.lra import checkpoints, report
 
 ROOT = Path(report.__file__).parents[2]
-STEPS, KILLS = 40, 4
+STEPS, KILLS = 40, 3
 RUN = (
     f"--steps {STEPS} --layers 1 --heads 2 --channels 16 --head-channels 8 --ffn-channels 16 --num-blocks 8 --batch-size 8 --accumulate 2 "
     "--validate-every 25 --save-every 2 --log-every 4 --dropout 0.1 --attention-dropout 0.1 --clip-norm 1 --learning-rate 0.01"
