@@ -219,10 +219,10 @@ class Classifier(LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if not self.finite():  # so that no checkpoint holds what cannot be mended
             raise self.diverged("weights")
-        checkpoint["curves"] = {"rows": self.rows, "sums": self.sums, "seconds": self.seconds()}
+        checkpoint["run"] = {"rows": self.rows, "sums": self.sums, "seconds": self.seconds()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        saved = checkpoint["curves"]
+        saved = checkpoint["run"]
         self.rows, self.sums = saved["rows"], saved["sums"]
         self.began = time.perf_counter() - saved["seconds"]
 

@@ -86,7 +86,7 @@ def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def curve(folder: Path, phase: str) -> list[dict[str, float]]:
     """The rows of a curve, without what depends on the machine."""
-    rows = checkpoints.read_checkpoint(folder / "last.ckpt")["curves"]["rows"][phase]
+    rows = checkpoints.read_checkpoint(folder / "last.ckpt")["run"]["rows"][phase]
     lines = (folder / f"{phase}.csv").read_text().splitlines()
     assert lines == [",".join(rows[0]), *(",".join(map(str, row.values())) for row in rows)]
     return [{name: value for name, value in row.items() if name != "tokens_per_second"} for row in rows]
