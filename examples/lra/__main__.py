@@ -9,9 +9,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
-import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +27,14 @@ def _parser(command: str, description: str, **options: Any) -> argparse.Argument
 
 
 def _finish(parser: argparse.ArgumentParser, arguments: Words, **least: int) -> argparse.Namespace:
-    """Parses, and refuses numbers below their least."""
+    """Parses, and refuses numbers below their least and a folder of output that cannot be made."""
     given = parser.parse_args(arguments)
     given.fail = parser.error
+    if "output" in given:
+        try:
+            check_folder("output", given.output)
+        except ValueError as error:
+            parser.error(str(error))
     for name, bound in least.items():
         if getattr(given, name) is not None and getattr(given, name) < bound:
             parser.error(f"Expected '{name}' to be at least {bound} (got {getattr(given, name)}). See --help.")
@@ -40,34 +44,25 @@ def _finish(parser: argparse.ArgumentParser, arguments: Words, **least: int) -> 
 def parse_prepare(arguments: Words) -> argparse.Namespace:
     """Reads the command line of ``prepare``; what is not given of a law is absent from the result."""
     absent: dict[str, Any] = {"default": argparse.SUPPRESS}
-    parser = _parser(
-        "prepare", "Parses a data set once into arrays, and says what is in it; generates it first if asked to."
-    )
+    about = "Parses a data set once into arrays, and says what is in it; generates it first if asked to."
+    parser = _parser("prepare", about)
     parser.add_argument("--task", choices=tuple(PRESETS), default="listops", help="(default: %(default)s)")
     parser.add_argument("--data", type=path_argument, required=True, metavar="DIR", help="folder of the data")
-    parser.add_argument(
-        "--prepared", type=path_argument, metavar="DIR", help="where arrays go (default: 'prepared' in --data)"
-    )
+    words = "where arrays go (default: 'prepared' in --data)"
+    parser.add_argument("--prepared", type=path_argument, metavar="DIR", help=words)
     parser.add_argument("--split", help="who is in 'val' (default: that of the preset)", **absent)
-    parser.add_argument(
-        "--preset", choices=NAMES, default="paper", help="of lengths, splits and laws (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--generate",
-        action="store_true",
-        help="write the data first, in the layout of their release; new or empty folder",
-    )
+    words = "of lengths, splits and laws (default: %(default)s)"
+    parser.add_argument("--preset", choices=NAMES, default="paper", help=words)
+    words = "write the data first, in the layout of their release; new or empty folder"
+    parser.add_argument("--generate", action="store_true", help=words)
     parser.add_argument("--seed", type=int, default=0, help="of generated data (default: %(default)s)")
     for task, presets in PRESETS.items():
         if presets["paper"].data is not None:
-            law = parser.add_argument_group(
-                f"law of {task}, to generate", "each overrides the preset; --level is also that to read"
-            )
+            words = "each overrides the preset; --level is also that to read"
+            law = parser.add_argument_group(f"law of {task}, to generate", words)
             for field in dataclasses.fields(presets["paper"].data):
-                kind = {"int": int, "float": float, "str": str}[str(field.type)]
-                law.add_argument(
-                    "--" + field.name.replace("_", "-"), type=kind, help=f"(paper: {field.default})", **absent
-                )
+                kind, name = {"int": int, "float": float, "str": str}[str(field.type)], field.name.replace("_", "-")
+                law.add_argument(f"--{name}", type=kind, help=f"(paper: {field.default})", **absent)
     return _finish(parser, arguments, seed=0)
 
 
@@ -82,117 +77,67 @@ def parse_table(arguments: Words) -> argparse.Namespace:
 
     words = [*arguments]
     cut = words.index("--") if "--" in words else len(words)
-    epilog = (
-        f"Settings for all runs follow after --, as the trainer takes them: {PROGRAM} table ... -- --max-length 1024"
-    )
-    parser = _parser(
-        "table", "Runs tasks x methods x seeds of the Long Range Arena and writes the tables.", epilog=epilog
-    )
-    tasks = ", ".join(PRESETS)
+    last = f"Settings for all runs follow after --, as the trainer takes them: {PROGRAM} table ... -- --max-length 1024"
+    about = "Runs tasks x methods x seeds of the Long Range Arena and writes the tables."
+    parser = _parser("table", about, epilog=last)
+    parser.add_argument("--tasks", choices=tuple(PRESETS), **_several(PRESETS, ["listops"], "TASK"))
     parser.add_argument(
-        "--tasks", nargs="+", choices=tuple(PRESETS), default=["listops"], metavar="TASK", help=f"of {tasks}"
-    )
-    parser.add_argument(
-        "--methods", nargs="+", default=["sbm", "full"], metavar="METHOD", help="attention, own settings after a colon"
+        "--methods", **_several((*METHODS, "or with settings after a colon"), ["sbm", "full"], "METHOD")
     )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], metavar="N", help="(default: 0)")
     parser.add_argument("--preset", choices=NAMES, default="laptop", help="(default: %(default)s)")
     parser.add_argument("--steps", type=int, help="equal steps for all (default: the preset's)")
-    parser.add_argument(
-        "--minutes", type=float, help="equal time for all: training and validation of one run, without its test"
-    )
-    parser.add_argument(
-        "--data", nargs="+", type=pair, default=[], metavar="TASK=DIR", help="folders of tasks that are not generated"
-    )
+    parser.add_argument("--minutes", type=float, help="equal time for all: training and validation, without the test")
+    folders = "folders of tasks that are not generated"
+    parser.add_argument("--data", nargs="+", type=pair, default=[], metavar="TASK=DIR", help=folders)
     parser.add_argument("--accelerator", choices=("auto", "cpu", "cuda", "mps"), default="auto", help="(default: auto)")
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: as the preset says)")
     parser.add_argument("--output", type=path_argument, required=True, metavar="DIR", help="folder of all runs")
     parser.add_argument("--report", action="store_true", help="make the tables again from the runs that are there")
     given = _finish(parser, words[:cut], threads=1)
     given.rest = words[cut + 1 :]
-    if given.rest and given.report:
-        parser.error(f"Expected nothing after '--' (got {given.rest}). Tables are made of runs as they are.")
-    _check_output(given)
     return given
 
 
 def parse_cost(arguments: Words) -> argparse.Namespace:
     """Reads the command line of ``cost``."""
-    parser = _parser(
-        "cost", "Measures FLOPs, memory and time per task and method, or times steps of trained models side by side."
-    )
-    parser.add_argument(
-        "--tasks",
-        nargs="+",
-        choices=tuple(PRESETS),
-        default=list(PRESETS),
-        metavar="TASK",
-        help=f"of {', '.join(PRESETS)}",
-    )
-    methods = f"of {', '.join(METHODS)}, or with settings after a colon"
-    parser.add_argument("--methods", nargs="+", default=list(METHODS), metavar="METHOD", help=methods)
+    about = "Measures FLOPs, memory and time per task and method, or times steps of trained models side by side."
+    parser = _parser("cost", about)
+    parser.add_argument("--tasks", choices=tuple(PRESETS), **_several(PRESETS, [*PRESETS], "TASK"))
+    parser.add_argument("--methods", **_several((*METHODS, "or with settings after a colon"), [*METHODS], "METHOD"))
     parser.add_argument("--preset", choices=NAMES, default="paper", help="(default: %(default)s)")
     parser.add_argument("--length", type=int, help="tokens per sequence (default: the preset's max-length)")
     parser.add_argument("--batch", type=int, default=1, help="sequences at a time (default: %(default)s)")
-    parser.add_argument(
-        "--repeats", type=int, default=5, help="of each timing; of runs, batches (default: %(default)s)"
-    )
+    words = "of each timing; of runs, batches (default: %(default)s)"
+    parser.add_argument("--repeats", type=int, default=5, help=words)
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: %(default)s)")
     parser.add_argument("--output", type=path_argument, required=True, metavar="DIR", help="folder of the tables")
-    runs = "time trained models of these folders instead; ratios are to the first"
-    parser.add_argument("--runs", nargs="+", type=path_argument, default=[], metavar="RUN", help=runs)
+    words = "time trained models of these folders instead; ratios are to the first"
+    parser.add_argument("--runs", nargs="+", type=path_argument, default=[], metavar="RUN", help=words)
     parser.add_argument("--data", type=path_argument, metavar="DIR", help="where the data of the runs are now")
-    given = _finish(parser, arguments, length=1, batch=1, repeats=1, threads=1)
-    if len({folder.name for folder in given.runs}) < len(given.runs):
-        parser.error(
-            "Expected 'runs' whose folders have different names (got some twice). They name the rows; rename one."
-        )
-    _check_output(given)
-    return given
+    return _finish(parser, arguments, length=1, batch=1, repeats=1, threads=1)
 
 
 def parse_graphs(arguments: Words) -> argparse.Namespace:
     """Reads the command line of ``graphs``."""
     parser = _parser("graphs", "Writes a report on the graphs that a trained model samples.")
     parser.add_argument("--run", type=path_argument, required=True, metavar="DIR", help="folder of a run")
-    parser.add_argument(
-        "--checkpoint", default="best.ckpt", metavar="NAME", help="file in that folder (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--data", type=path_argument, metavar="DIR", help="folder of the data, if it is not where the run found it"
-    )
+    words = "folder of the data, if it is not where the run found it"
+    parser.add_argument("--data", type=path_argument, metavar="DIR", help=words)
     parser.add_argument("--split", choices=("train", "val", "test"), default="val", help="(default: %(default)s)")
-    parser.add_argument(
-        "--examples", type=int, default=500, metavar="N", help="for densities; at random (default: %(default)s)"
-    )
-    some = "of them, for structure and universality (default: %(default)s)"
-    parser.add_argument("--structure", type=int, default=20, metavar="N", help=some)
-    parser.add_argument(
-        "--threshold", type=float, default=0.5, metavar="P", help="of expected patterns (default: %(default)s)"
-    )
-    limit = "seconds for each condition of each set (default: %(default)s)"
-    parser.add_argument("--time-limit", type=float, default=5.0, metavar="S", help=limit)
-    parser.add_argument(
-        "--out", type=path_argument, metavar="FILE", help="where the report goes (default: graphs.html in --run)"
-    )
-    parser.add_argument(
-        "--seed", type=int, default=0, help="of the choice of examples and of searches (default: %(default)s)"
-    )
-    given = _finish(parser, arguments, examples=1, structure=1, seed=0)
-    if not 0 < given.time_limit < math.inf:
-        parser.error(
-            f"Expected 'time-limit' to be a positive and finite number of seconds (got {given.time_limit}). The default is 5."
-        )
-    if not 0 <= given.threshold < 1:
-        parser.error(f"Expected 'threshold' to be at least 0 and below 1 (got {given.threshold}). The default is 0.5.")
-    return given
+    words = "for densities; at random (default: %(default)s)"
+    parser.add_argument("--examples", type=int, default=500, metavar="N", help=words)
+    words = "of them, for structure and universality (default: %(default)s)"
+    parser.add_argument("--structure", type=int, default=20, metavar="N", help=words)
+    words = "seconds for each condition of each set (default: %(default)s)"
+    parser.add_argument("--time-limit", type=float, default=5.0, metavar="S", help=words)
+    return _finish(parser, arguments, examples=1, structure=1, time_limit=0)
 
 
-def _check_output(given: argparse.Namespace) -> None:
-    try:
-        check_folder("output", given.output)
-    except ValueError as error:
-        given.fail(str(error))
+def _several(values: Iterable[str], default: list[str], name: str) -> dict[str, Any]:
+    """An option with one or more of some values, which its help tells."""
+    words = f"of {', '.join(values)} (default: {' '.join(default)})"
+    return {"nargs": "+", "default": default, "metavar": name, "help": words}
 
 
 COMMANDS: dict[str, tuple[Callable[[Words], argparse.Namespace], str, str]] = {

@@ -1,15 +1,12 @@
 """The model of a task as the trainer sees it: its loss, its optimiser, and the rows of its curves.
 
-In: a task, settings, and batches. Out: a loss for each part of a batch, and means over the batches since the last row, over all
-processes. Not here: in what order batches come and when rows are due for saving (``train.py``, ``checkpoints.py``).
+In: a task, settings, and batches. Out: a loss for each part of a batch, and means over the batches since the last row. Not here: in what order batches come and when rows are due for saving (``train.py``, ``checkpoints.py``).
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,13 +14,13 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from examples.lra import processes, report
+from examples.lra import report
 from examples.lra.baselines import BASELINES
-from examples.lra.checkpoints import Checkpoints, DivergenceError
+from examples.lra.checkpoints import Checkpoints, RunError
 from examples.lra.data.batches import Batch, random_word
 from examples.lra.data.tasks import Task
 from examples.lra.settings import Settings
-from sbm_pyg import Choice, PairClassifier, SequenceClassifier, SequenceEncoder
+from sbm_pyg import PairClassifier, SequenceClassifier, SequenceEncoder
 
 
 def grid_positions(side: int, channels: int, base: float = 20.0) -> Tensor:
@@ -86,30 +83,16 @@ class Classifier(LightningModule):
         options: dict[str, Any] = {"dropout": settings.attention_dropout}
         if settings.attention == "sbm":
             options |= {name: getattr(settings, name) for name in ("num_blocks", "estimator", "probes", "exploration")}
-            options["sbm_options"] = {
-                "cluster_init": settings.cluster_init,
-                "parameterization": settings.parameterization,
-                "density": settings.initial_density,
-                "temperature": settings.temperature,
-                "tied": bool(settings.tied),
-            }
+            model = {name: getattr(settings, name) for name in ("cluster_init", "parameterization", "temperature")}
+            options["sbm_options"] = {**model, "density": settings.initial_density, "tied": bool(settings.tied)}
         elif settings.attention == "window":
             options["size"] = settings.window
         attention: Any = settings.attention
         if settings.attention in BASELINES:
             attention, options = BASELINES[settings.attention](settings), {}
-        encoder = SequenceEncoder(
-            task.num_tokens,
-            settings.channels,
-            num_layers=settings.layers,
-            heads=settings.heads,
-            head_channels=settings.head_channels,
-            ffn_channels=settings.ffn_channels,
-            max_length=settings.max_length,
-            dropout=settings.dropout,
-            attention=attention,
-            attention_options=options or None,
-        )
+        names = ("channels", "heads", "head_channels", "ffn_channels", "max_length", "dropout")
+        sizes = {name: getattr(settings, name) for name in names} | {"num_layers": settings.layers}
+        encoder = SequenceEncoder(task.num_tokens, **sizes, attention=attention, attention_options=options or None)
         with torch.no_grad():
             if settings.values == "smooth":
                 encoder.token.weight[1:] = smooth_values(task.num_tokens - 1, settings.channels)
@@ -117,16 +100,11 @@ class Classifier(LightningModule):
                 grid = grid_positions(task.side, settings.channels)[: settings.max_length]
                 encoder.position.weight[: len(grid)] = grid
         pooled = settings.max_length if settings.compat == "nystromformer" else None
-        self.model = (SequenceClassifier if task.arity == 1 else PairClassifier)(
-            encoder, task.num_classes, pool_length=pooled
-        )
-        self.sums: dict[str, Tensor] = {}
-        self.latest: dict[str, dict[str, float]] = {}  # the last row of each phase
-        self.seconds = 0.0  # that the unfinished row took before the run was resumed
-        self.earlier, self.started = (
-            0.0,
-            time.perf_counter(),
-        )  # seconds of the run before it was resumed, and when it was
+        kind = SequenceClassifier if task.arity == 1 else PairClassifier
+        self.model = kind(encoder, task.num_classes, pool_length=pooled)
+        self.rows: dict[str, list[dict[str, float]]] = {"train": [], "val": []}  # the curves
+        self.sums: dict[str, Tensor] = {}  # of which the next row is the mean
+        self.began = time.perf_counter()
 
     def configure_optimizers(self) -> Any:
         chosen = self.settings
@@ -144,14 +122,8 @@ class Classifier(LightningModule):
 
     def classify(self, batch: Batch, seed: int) -> tuple[Tensor, Any]:
         """Returns logits [B, classes] and the trace, graphs being sampled from one random stream per sequence."""
-        return self.model(
-            batch.tokens,
-            batch.ptr,
-            positions=batch.positions,
-            seed=seed,
-            sequence_ids=batch.examples,
-            return_trace=True,
-        )
+        known = {"positions": batch.positions, "sequence_ids": batch.examples}
+        return self.model(batch.tokens, batch.ptr, **known, seed=seed, return_trace=True)
 
     def average(self, batch: Batch, graphs: int) -> tuple[Tensor, Any]:
         """Averages probabilities over sampled graphs.
@@ -171,13 +143,11 @@ class Classifier(LightningModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         seed, step, turns = self.settings.seed, self.global_step, self.settings.accumulate
-        part = (step * turns + batch_idx % turns) * processes.count() + processes.rank()
-        torch.manual_seed(random_word(seed, 0, part))  # dropout
+        torch.manual_seed(random_word(seed, 0, step * turns + batch_idx % turns))  # dropout
         logits, trace = self.classify(batch, seed=random_word(seed, 1, step))
         loss = cross_entropy(logits.float(), batch.labels)
         self.add(batch, logits, loss, trace)
-        choices = tuple(None if graph is None else Choice(graph) for graph in trace.graphs)
-        self.graphs = dataclasses.replace(trace, choices=choices)  # without what the gradient needs
+        self.tokens += batch.num_tokens
         return self.objective(loss, trace)
 
     def objective(self, loss: Tensor, trace: Any) -> Tensor:
@@ -198,74 +168,74 @@ class Classifier(LightningModule):
         density = trace.density.detach().unflatten(0, (self.arity, -1))  # [arity, layers, B, heads]
         new = {
             "examples": torch.tensor(len(batch.labels)),
-            "tokens": torch.tensor(batch.num_tokens),
             "loss": loss.detach().double() * len(batch.labels),
             "correct": (logits.argmax(-1) == batch.labels).sum(),
             "density": density.double().mean((0, 2)) * len(batch.labels),  # [layers, heads]
         }
-        self.sums = (
-            {name: self.sums[name].to(value.device) + value for name, value in new.items()} if self.sums else new
-        )
+        old = self.sums
+        self.sums = {name: value + old[name].to(value.device) if old else value for name, value in new.items()}
 
-    def finish_row(self) -> dict[str, float]:
-        """Turns the sums of all processes into a row of means, and starts new sums."""
-        sums, self.sums = processes.total(self.sums), {}
-        examples = int(sums["examples"])
-        self.tokens, self.correct, self.examples = int(sums["tokens"]), int(sums["correct"]), examples
-        row = {"loss": sums["loss"].item() / examples, "accuracy": self.correct / examples}
-        for layer, heads in enumerate((sums["density"] / examples).tolist()):
+    def finish_row(self, phase: str = "") -> dict[str, float]:
+        """Turns the sums into a row of means, and starts new sums; the row of a phase goes to its curve and to the loggers.
+
+        Raises:
+            RunError: If the loss is not finite.
+        """
+        sums, self.sums = self.sums, {}
+        self.correct, self.examples = int(sums["correct"]), int(sums["examples"])
+        row = {"loss": sums["loss"].item() / self.examples, "accuracy": self.correct / self.examples}
+        for layer, heads in enumerate((sums["density"] / self.examples).tolist()):
             row |= {report.density_name(layer, head): density for head, density in enumerate(heads)}
+        if not math.isfinite(row["loss"]):
+            raise self.diverged(f"{phase} loss".strip())
+        if phase == "train":
+            row["tokens_per_second"] = self.tokens / (time.perf_counter() - self.clock)
+        if phase:
+            self.rows[phase].append({"step": self.global_step, **row})
+            for logger in self.loggers:
+                logger.log_metrics({f"{phase}/{name}": value for name, value in row.items()}, step=self.global_step)
+        self.start_clock()
         return row
 
-    def record(self, phase: str, row: Mapping[str, float]) -> None:
-        """Hands a row to the loggers."""
-        self.latest[phase] = dict(row)
-        for logger in self.loggers:
-            logger.log_metrics({f"{phase}/{name}": value for name, value in row.items()}, step=self.global_step)
+    def diverged(self, what: str) -> RunError:
+        """Returns the error of a run whose loss or weights are no longer finite numbers."""
+        return RunError(
+            f"Expected the {what} to stay finite (got NaN or inf at step {self.global_step:,}): training has diverged. Start a new run "
+            "with a lower --learning-rate, or with --clip-norm 1. The checkpoints before it are whole, but going on from them ends here."
+        )
 
     def finite(self) -> bool:
         """Says whether all weights are finite numbers; asks the device once."""
         return bool(torch.stack([parameter.detach().sum().isfinite() for parameter in self.parameters()]).all())
 
-    def spent(self) -> float:
-        """Returns the seconds that the run has taken, without what was lost when it was killed."""
-        return self.earlier + time.perf_counter() - self.started
+    def start_clock(self) -> None:
+        """Starts to count the tokens per second of the next row."""
+        self.tokens, self.clock = 0, time.perf_counter()
+
+    def seconds(self) -> float:
+        """Returns how long the run has taken, without what was lost when it was killed."""
+        return time.perf_counter() - self.began
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if not self.finite():  # so that no checkpoint holds what cannot be mended
-            raise DivergenceError("weights", self.global_step)
-        sums = {name: value.cpu() for name, value in processes.total(self.sums).items()}
-        seconds = {"seconds": time.perf_counter() - self.clock, "elapsed": self.spent()}
-        checkpoint["row"] = {"sums": sums, "latest": self.latest, **seconds}
+            raise self.diverged("weights")
+        checkpoint["run"] = {"rows": self.rows, "sums": self.sums, "seconds": self.seconds()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        row = checkpoint["row"]  # unfinished: the first process goes on with the sums of all
-        self.sums = {
-            name: value if processes.rank() == 0 else torch.zeros_like(value) for name, value in row["sums"].items()
-        }
-        self.seconds, self.latest = row["seconds"], row["latest"]
+        saved = checkpoint["run"]
+        self.rows, self.sums = saved["rows"], saved["sums"]
+        self.began = time.perf_counter() - saved["seconds"]
 
     def on_train_start(self) -> None:
-        self.clock = time.perf_counter() - self.seconds
+        self.start_clock()
 
     def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
-        if (batch_idx + 1) % self.settings.accumulate:
-            return
-        if self.global_step % self.settings.log_every == 0 or Checkpoints.validates(self.settings, self.global_step):
-            row = self.finish_row()
-            if not math.isfinite(row["loss"]):
-                raise DivergenceError("training loss", self.global_step)
-            now = time.perf_counter()
-            row["tokens_per_second"] = self.tokens / (now - self.clock)
-            self.clock = now
-            self.record("train", row)
+        due = self.global_step % self.settings.log_every == 0 or Checkpoints.validates(self.settings, self.global_step)
+        if due and (batch_idx + 1) % self.settings.accumulate == 0:
+            self.finish_row("train")
 
     def on_validation_epoch_end(self) -> None:
-        row = self.finish_row()
-        if not math.isfinite(row["loss"]):
-            raise DivergenceError("validation loss", self.global_step)
-        self.record("val", row)
-        self.clock = time.perf_counter()
+        self.finish_row("val")
 
     def on_test_epoch_end(self) -> None:
         self.tested = self.finish_row()

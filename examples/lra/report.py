@@ -1,16 +1,15 @@
-"""What a training run says and leaves behind: a progress bar, warnings, curves as CSV files, one table, plots.
+"""What a training run says and leaves behind: a progress bar, warnings, files of rows, one table, plots.
 
-In: rows of numbers and graphs while a run lasts, and its test result in the end. Out: lines on the screen, and files in the run's folder.
-Not here: training (``train.py``).
+In: rows of numbers while a run lasts, and its test result in the end. Out: lines on the screen, and files in the run's folder.
+Not here: training (``train.py``), and pictures of graphs (``sbm_pyg.plots``).
 """
 
 from __future__ import annotations
 
-import contextlib
 import csv
+import io
 import json
 import math
-import os
 import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,17 +20,52 @@ import numpy as np
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.loggers.logger import Logger
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 from tqdm.auto import tqdm
 
 from examples.lra.data.files import write_text
-from sbm_pyg import plots
 
 RESULTS = "results.json"
+ADVICE = "Lower --density-weight, raise --exploration or the density at the start; see docs/learning.md."
 
-PHASES = ("train", "val")
+
+class Progress(Callback):
+    """One bar over all steps, with loss, accuracy and density per layer; a line for every validation; a warning for every empty head."""
+
+    def __init__(self) -> None:
+        self.told: set[str] = set()
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        self.bar = tqdm(total=pl_module.settings.steps, initial=trainer.global_step, desc="Training", unit="step")
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.bar.update(trainer.global_step - self.bar.n)
+        if pl_module.rows["train"]:
+            row = pl_module.rows["train"][-1]
+            self.bar.set_postfix_str(self.words(pl_module, row), refresh=False)
+            self.warn(row)
+
+    def warn(self, row: Mapping[str, float]) -> None:
+        """Warns, once for each head, when its density has collapsed."""
+        empty = [name for name, value in row.items() if name.startswith("density") and value < 1e-3]
+        for name in empty:
+            if name not in self.told:
+                self.told.add(name)
+                warnings.warn(f"Step {row['step']}: {name} is {row[name]:.2%}, an empty head. {ADVICE}", stacklevel=2)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
+        words = self.words(pl_module, pl_module.rows["val"][-1])
+        tqdm.write(f"step {trainer.global_step:>6,}  validation {words}", file=sys.stderr)
+
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        self.bar.close()
+
+    @staticmethod
+    def words(module: Any, row: Mapping[str, float]) -> str:
+        """Writes a row in one line."""
+        layers = np.mean(densities(row, module.settings.layers, module.settings.heads), axis=1)
+        shares = " ".join(f"{share:.3f}" for share in layers)
+        return f"loss {row['loss']:.3f}, accuracy {row['accuracy']:.3f}, density {shares}"
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -39,154 +73,13 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     write_text(path, json.dumps(content, indent=2) + "\n")
 
 
-class Guard(Callback):
-    """Warns, once for each head, when its density collapses or half of its queries are left without any edge."""
-
-    ADVICE = (
-        "Lower --density-weight, raise --exploration or the density at the start, or take the estimator 'local' with more probes; "
-        "see docs/learning.md."
-    )
-
-    def __init__(self) -> None:
-        self.told: set[tuple[int, int]] = set()
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step % pl_module.settings.log_every == 0:
-            self.check(pl_module.graphs, trainer.global_step)
-
-    def check(self, trace: Any, step: int) -> None:
-        """Warns of what is new in the :class:`sbm_pyg.EncoderTrace` of a step."""
-        for layer, graph in enumerate(trace.graphs):
-            if graph is None:
-                continue
-            pairs = max(float((graph.query_ptr.diff() * graph.key_ptr.diff()).sum()), 1.0)
-            for head, degree in enumerate(graph.degree.double()):
-                density, alone = float(degree.sum()) / pairs, float((degree == 0).double().mean())
-                if (density < 1e-3 or alone > 0.5) and (layer, head) not in self.told:
-                    self.told.add((layer, head))
-                    found = f"has a density of {density:.2%} and leaves {alone:.0%} of its queries without any edge"
-                    warnings.warn(f"Step {step}: layer {layer}, head {head} {found}. {self.ADVICE}", stacklevel=2)
-
-
-class Progress(Callback):
-    """One bar over all steps, with loss, accuracy and density per layer, and a line for every validation."""
-
-    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        self.bar = tqdm(total=pl_module.settings.steps, initial=trainer.global_step, desc="Training", unit="step")
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.bar.update(trainer.global_step - self.bar.n)
-        if "train" in pl_module.latest:
-            self.bar.set_postfix_str(self.words(pl_module, "train"), refresh=False)
-
-    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
-        tqdm.write(f"step {trainer.global_step:>6,}  validation {self.words(pl_module, 'val')}", file=sys.stderr)
-
-    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
-        self.bar.close()
-
-    @staticmethod
-    def words(module: Any, phase: str) -> str:
-        """Writes the latest row of a phase in one line."""
-        row, sizes = module.latest[phase], module.settings
-        layers = np.mean(densities(row, sizes.layers, sizes.heads), axis=1)
-        shares = " ".join(f"{share:.3f}" for share in layers)
-        return f"loss {row['loss']:.3f}, accuracy {row['accuracy']:.3f}, density {shares}"
-
-
-class CurveLogger(Logger):
-    """Appends rows to ``train.csv`` and ``val.csv``, one column per number; the part before the slash names the file.
-
-    A resumed run forgets the rows after the checkpoint that it resumes from, and so continues the curves as if it had never
-    stopped.
-
-    Args:
-        folder: Of the files.
-        step: Rows after this step are dropped; None starts new files.
-    """
-
-    def __init__(self, folder: Path, step: int | None = None) -> None:
-        super().__init__()
-        self.folder = folder
-        for path in filter(Path.exists, (folder / f"{phase}.csv" for phase in PHASES)):
-            rows = [] if step is None else [row for row in read_rows(path) if float(row["step"]) <= step]
-            draft = path.with_name(path.name + ".partial")
-            draft.unlink(missing_ok=True)
-            for row in rows:
-                append_row(draft, row)
-            if rows:
-                os.replace(draft, path)
-            else:
-                path.unlink()
-
-    @property
-    def name(self) -> str:
-        return "curves"
-
-    @property
-    def version(self) -> str:
-        return ""
-
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        """Settings have a file of their own."""
-
-    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Appends one row; all names share the part before the slash."""
-        (phase,) = {name.partition("/")[0] for name in metrics}
-        row = {"step": step, **{name.partition("/")[2]: value for name, value in metrics.items()}}
-        append_row(self.folder / f"{phase}.csv", row)
-
-
-def append_row(path: Path, row: Mapping[str, Any]) -> None:
-    """Appends a row to a CSV file, which begins with its header if it is new."""
-    new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(row))
-        if new:
-            writer.writeheader()
-        writer.writerow(row)
-
-
-def read_rows(path: Path) -> list[dict[str, str]]:
-    """Reads one file of curves as text; a last row that a killed run left unfinished is dropped."""
-    with path.open(newline="") as file:
-        return [row for row in csv.DictReader(file) if None not in row.values()]
-
-
-def read_curves(path: Path) -> list[dict[str, float]]:
-    """Reads one file of curves as numbers; see :func:`read_rows`."""
-    return [{name: float(value) for name, value in row.items()} for row in read_rows(path)]
-
-
-def check_curves(folder: Path, needed: Sequence[str], step: float) -> None:
-    """Looks whether the curves of a run can be gone on with.
-
-    Args:
-        folder: Of the run.
-        needed: Phases of which there are rows.
-        step: Rows after this one do not count; a kill may have left them unfinished.
-
-    Raises:
-        ValueError: If a file is missing or damaged.
-    """
-    for path in (folder / f"{phase}.csv" for phase in PHASES):
-        if not path.exists() and path.stem not in needed:
-            continue
-        try:
-            rows = [row for row in read_rows(path) if float(row["step"]) <= step]
-            for value in (value for row in rows for value in row.values()):
-                float(value)
-            found = "" if rows or path.stem not in needed else "no rows"
-        except FileNotFoundError:
-            found = "no such file"
-        except KeyError as error:
-            found = f"no column {error}"
-        except (ValueError, TypeError, csv.Error) as error:
-            found = str(error)
-        if found:
-            raise ValueError(
-                f"Expected {path} to be as it was written (got: {found}). Take it from a backup, or start a new run."
-            )
+def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Writes rows with a header, whole or not at all; columns in the order in which they first occur."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(dict.fromkeys(name for row in rows for name in row)), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_text(path, text.getvalue())
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -201,16 +94,6 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
 
 
-def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Writes rows with a header, whole or not at all; columns in the order in which they first occur."""
-    draft = path.with_name(path.name + ".partial")
-    with draft.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(dict.fromkeys(name for row in rows for name in row)))
-        writer.writeheader()
-        writer.writerows(rows)
-    os.replace(draft, path)
-
-
 def wilson_interval(correct: int, count: int, z: float = 1.959964) -> tuple[float, float]:
     """Returns the 95 % score interval of a proportion (Wilson, 1927).
 
@@ -223,25 +106,15 @@ def wilson_interval(correct: int, count: int, z: float = 1.959964) -> tuple[floa
     return centre - half, centre + half
 
 
-def peak_memory(path: Path | None = None) -> dict[str, Any]:
-    """Returns where memory peaked and at how many bytes: the CUDA device if one was used, else this process.
-
-    Args:
-        path: Of the results of a finished run, of which only the test was done again: then its peak counts too.
-    """
+def peak_memory() -> dict[str, Any]:
+    """Returns where memory peaked and at how many bytes: the CUDA device if one was used, else this process."""
     if torch.cuda.is_available() and torch.cuda.max_memory_allocated():
-        place, peak = "device", torch.cuda.max_memory_allocated()
-    else:
-        import resource  # absent on Windows, where peak memory is not known
+        return {"peak_memory_bytes": torch.cuda.max_memory_allocated(), "peak_memory_of": "device"}
+    import resource  # absent on Windows
 
-        place, peak = (
-            "process",
-            resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024),
-        )
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # damaged ones are about to be written anew
-        old = json.loads(path.read_text()) if path is not None else {}
-        peak = max(peak, old["peak_memory_bytes"]) if old["peak_memory_of"] == place else peak
-    return {"peak_memory_bytes": peak, "peak_memory_of": place}
+    unit = 1 if sys.platform == "darwin" else 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return {"peak_memory_bytes": peak, "peak_memory_of": "process"}
 
 
 def density_name(layer: int, head: int) -> str:
@@ -299,56 +172,4 @@ def plot_curves(
         axes.spines[["top", "right"]].set_visible(False)
         axes.set(xlabel="step", ylabel=name)
         axes.legend(frameon=False)
-    figure.savefig(path, dpi=150)
-
-
-def plot_densities(path: Path, train: Sequence[Mapping[str, float]]) -> None:
-    """Draws the density of the sampled graphs over the steps, for each layer and head."""
-    plots.plot_training_density(train).savefig(path, dpi=150)
-
-
-def plot_masks(
-    path: Path, masks: Sequence[np.ndarray], chances: Sequence[np.ndarray | None], words: Sequence[str]
-) -> None:
-    """Draws one sampled mask beside its edge probabilities, per layer and head.
-
-    Args:
-        path: Of the picture.
-        masks: Per layer, [H, n, n] booleans; rows are queries.
-        chances: Per layer, [H, n, n] probabilities, or None where the graph is a fixed pattern.
-        words: The tokens, [n], to write along the axes if they are few; empty to write nothing.
-    """
-    rows = [(layer, head) for layer, mask in enumerate(masks) for head in range(len(mask))]
-    figure = Figure(figsize=(7.4, 3.3 * len(rows) + 0.4), layout="constrained")
-    panels = figure.subplots(len(rows), 2, squeeze=False)
-    for (layer, head), (left, right) in zip(rows, panels, strict=True):
-        mask, chance = masks[layer][head], chances[layer]
-        left.imshow(mask, cmap="Greys", vmin=0, vmax=1, interpolation="nearest")
-        left.set_title(f"layer {layer}, head {head}: sampled, density {mask.mean():.1%}", fontsize=9)
-        if chance is None:
-            right.axis("off")
-            right.text(0.5, 0.5, "fixed pattern", ha="center", va="center", color="grey", transform=right.transAxes)
-            continue
-        picture = right.imshow(chance[head], cmap="viridis", vmin=0, interpolation="nearest")
-        right.set_title(f"probability, mean {chance[head].mean():.1%}", fontsize=9)
-        figure.colorbar(picture, ax=right, shrink=0.8, label="probability of an edge")
-    for axes in panels.flat:
-        axes.set(xlabel="key (token)", ylabel="query (token)")
-        if 0 < len(words) <= 48:
-            axes.set_xticks(range(len(words)), words, rotation=90, fontsize=4)
-            axes.set_yticks(range(len(words)), words, fontsize=4)
-            axes.tick_params(length=0, pad=1)
-    edges = [
-        Patch(facecolor=colour, edgecolor="black", label=name)
-        for colour, name in (("black", "edge"), ("white", "no edge"))
-    ]
-    figure.legend(
-        handles=edges,
-        loc="outside upper left",
-        ncols=2,
-        frameon=False,
-        title="sampled masks",
-        fontsize=8,
-        title_fontsize=8,
-    )
     figure.savefig(path, dpi=150)

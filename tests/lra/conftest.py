@@ -11,7 +11,7 @@ import pytest
 import torch
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of short ListOps, 50 trees to train on, 20 to validate and 30 to test."""
     from examples.lra.data import listops

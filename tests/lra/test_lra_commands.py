@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -57,32 +56,14 @@ def test_the_guard_works(tmp_path: Path) -> None:
     assert "ModuleNotFoundError: import of torch halted" in without_torch(str(tmp_path / "slow.py")).stderr
 
 
-@pytest.mark.parametrize(
-    ("words", "option"),
-    [
-        (("train", "--output", LONG), "--output"),
-        (("train", "--output", f"new/{LONG}"), "--output"),
-        (("train", "--output", "x/" * 2500), "--output"),
-        (("train", "--resume", "--output", LONG), "--output"),
-        (("train", "--data", LONG), "--data"),
-        (("train", "--export", LONG), "--export"),
-        (("table", "--data", f"listops={LONG}", "--output", "table"), "--data"),
-        (("table", "--report", "--output", LONG), "--output"),
-        (("prepare", "--generate", "--data", LONG), "--data"),
-        (("graphs", "--run", LONG), "--run"),
-        (("cost", "--output", LONG), "--output"),
-        (("cost", "--output", "out", "--runs", LONG), "--runs"),
-    ],
-    ids=[f"path{number}" for number in range(12)],
-)
-def test_paths_that_cannot_be_are_named_before_torch_is_imported(words: tuple[str, ...], option: str) -> None:
-    done = without_torch("examples.lra", *words)
+@pytest.mark.parametrize("words", ["train --output", "table --report --output", "prepare --data", "graphs --run"])
+def test_paths_that_cannot_be_are_named_before_torch_is_imported(words: str) -> None:
+    done = without_torch("examples.lra", *words.split(), LONG)
     assert done.returncode == 2, done.stderr
-    error = done.stderr.splitlines()[-1]
-    assert (
-        f"error: argument {option}: Expected a path that the file system can have (got 'File name too long' for "
-        in error
+    option = (
+        f"argument {words.split()[-1]}: Expected a path that the file system can have (got 'File name too long' for "
     )
+    assert option in done.stderr.splitlines()[-1]
 
 
 def test_what_parsers_know_is_what_the_modules_with_torch_have() -> None:
@@ -94,17 +75,13 @@ def test_what_parsers_know_is_what_the_modules_with_torch_have() -> None:
 
 @pytest.fixture
 def place(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder, with a file, a folder that is full, one that is empty, a link to itself, two damaged runs, and data."""
+    """The current folder, with a file, a folder that is full, one that is empty, a link to itself, and data."""
     monkeypatch.chdir(tmp_path)
     Path("file").write_text("x")
-    for name in ("full", "empty", "damaged", "strange"):
+    for name in ("full", "empty"):
         Path(name).mkdir()
     Path("full", "thing").write_text("x")
     Path("loop").symlink_to("loop")
-    Path("damaged", "settings.json").write_text("{nonsense")
-    Path("strange", "settings.json").write_text(
-        json.dumps({"task": "listops", "preset": "laptop", "directory": "", "settings": {"layers": "three"}})
-    )
     Path("data").symlink_to(data)
     return tmp_path
 
@@ -112,9 +89,7 @@ def place(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 HOSTILE: list[tuple[str, str]] = [
     ("train --task nothing", "argument --task: invalid choice"),
     ("train --steps -3", "Expected 'steps' to be at least 1 (got -3)"),
-    ("train --learning-rate nan", "Expected 'learning-rate' to be at least 0.0 (got nan)"),
-    ("train --weight-decay inf", "Expected 'weight-decay' to be finite (got inf)"),
-    ("train --density-floor 0.5", "Expected 'density-floor' to be 0"),
+    ("train --weight-decay inf", "Expected 'weight-decay' to be at least 0.0 (got inf)"),
     ("train --data missing", "Expected 'missing' to hold ListOps (got no such folder)"),
     ("train --data file", "Expected 'file' to hold ListOps (got a file)"),
     ("train --data loop", "argument --data: Expected a path that the file system can have"),
@@ -123,19 +98,9 @@ HOSTILE: list[tuple[str, str]] = [
     ("train --output full", "Expected 'output' to be a new or empty folder"),
     ("train --output /proc/x", "Expected 'output' to be a folder that can be written"),
     ("train --output missing --resume", "Expected 'output' to be the folder of a run to resume"),
-    ("train --output damaged --resume", "Expected damaged/settings.json to be as it was written"),
-    ("train --output strange --resume", "Expected strange/settings.json to be as it was written"),
-    ("train --prepared file", "Expected 'prepared' to be a folder that can be made"),
     ("train --export full", "Expected 'export' to be a new or empty folder"),
-    ("train --export file/y", "Expected 'export' to be a folder that can be made"),
-    ("train --threads 0", "Expected 'threads' to be at least 1 (got 0)"),
-    ("train --workers -1", "Expected 'workers' to be at least 0 (got -1)"),
-    ("train --minutes nan", "Expected 'minutes' to be positive and finite (got nan)"),
-    ("train --accelerator mps", "Expected 'accelerator' to be one of which there is one"),
-    ("train --heads 2147483648", "'heads'"),
-    ("train --layers 1000000000", "'layers'"),
-    ("train --max-length 2147483648", "'max-length' to give a model that fits into"),
-    ("train --attention linformer --linformer-rank 1000000000", "to give a model that fits into"),
+    ("train --minutes nan", "Expected 'minutes' to be positive and finite, without 'steps' (got nan)"),
+    ("train --accelerator mps", "Expected 'accelerator' to be one that this machine has (got 'mps')"),
     ("prepare --generate --data file/x", "to be a place for generated data"),
     ("prepare --generate --data full", "to be the manifest of generated data (got no such file)"),
     (
@@ -151,22 +116,8 @@ HOSTILE: list[tuple[str, str]] = [
     ("prepare --data empty", "Expected 'empty' to hold ListOps"),
     ("prepare --data data --split none", "Expected 'split' of listops to be one of release (got 'none')"),
     ("graphs --run missing", "Expected 'run' to be a folder with settings.json"),
-    ("graphs --run damaged --checkpoint settings.json", "Expected damaged/settings.json to be as it was written"),
-    (f"graphs --run damaged --checkpoint {LONG}", "Expected 'run' to be a folder with settings.json and xxx"),
-    ("graphs --run damaged --out file/x", "Expected 'out' to be a file in a folder that is there"),
-    ("graphs --run damaged --threshold nan", "Expected 'threshold' to be at least 0 and below 1 (got nan)"),
-    (
-        "graphs --run damaged --time-limit inf",
-        "Expected 'time-limit' to be a positive and finite number of seconds (got inf)",
-    ),
-    ("graphs --run damaged --examples -1", "Expected 'examples' to be at least 1 (got -1)"),
     ("table --output file/x", "Expected 'output' to be a folder that can be made (got file/x"),
-    ("table --output new --threads 0", "Expected 'threads' to be at least 1 (got 0)"),
-    ("table --output new --data listops=missing", "Expected 'missing' to hold ListOps"),
-    ("table --output new --tasks text", "Expected 'data' to be a folder of text"),
-    ("table --output new --accelerator mps", "Expected 'accelerator' to be one of which there is one"),
-    ("table --output new --methods sbm:heads=2147483648", "'heads'"),
-    ("table --output new --minutes nan", "Expected 'minutes' to be positive and finite (got nan)"),
+    ("table --output new --minutes nan", "Expected 'minutes' to be positive and finite, without 'steps' (got nan)"),
     ("table --report --output empty", "Expected 'output' to hold finished runs"),
 ]
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-import errno
 import math
 import re
 import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -49,20 +47,8 @@ def test_all_runs_take_the_same_batches_and_learn_nothing(
     main(["cost", "--runs", *runs, "--repeats", "4", "--output", str(tmp_path / "out")])
     with (tmp_path / "out" / "steps.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert [row["run"] for row in rows] == [
-        "sbm",
-        "linear",
-        "full",
-        "linear",
-        "full",
-        "sbm",
-        "full",
-        "sbm",
-        "linear",
-        "sbm",
-        "linear",
-        "full",
-    ]
+    turns = "sbm linear full linear full sbm full sbm linear sbm linear full"
+    assert [row["run"] for row in rows] == turns.split()
     for batch in "1234":
         assert len({row["tokens"] for row in rows if row["batch"] == batch}) == 1
     assert len({row["tokens"] for row in rows}) > 1
@@ -121,87 +107,15 @@ def test_ratios_are_of_the_same_batch() -> None:
     assert "2.00 (2.00–2.00)" in cost.comparison(rows).splitlines()[-1]
 
 
-def test_runs_of_two_tasks_are_refused(
-    runs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_runs_that_are_not_there_or_without_a_checkpoint_are_refused(
+    runs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    original: Any = cost.open_run
-
-    def opened(folder: Path, **options: Any) -> Any:
-        plan, *others = original(folder, **options)
-        return dataclasses.replace(plan, task="text") if folder.name == "sbm" else plan, *others
-
-    monkeypatch.setattr(cost, "open_run", opened)
-    monkeypatch.setattr(TASKS["text"].__class__, "pipeline", lambda *_: {})
-    with pytest.raises(SystemExit):
-        main(["cost", "--runs", *runs, "--output", str(tmp_path)])
-    assert (
-        "Expected 'runs' that take examples in one form, task: listops, as the first (got 'text' in "
-        in capsys.readouterr().err
-    )
-
-
-def test_refusals(runs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    young = tmp_path / "young"  # stopped before its first checkpoint
-    young.mkdir()
-    shutil.copy(Path(runs[0]) / "settings.json", young)
-    for arguments, words in (
-        ([runs[0], runs[0]], "Expected 'runs' whose folders have different names"),
-        ([*runs, "--repeats", "0"], "Expected 'repeats' to be at least 1 (got 0)"),
-        ([str(tmp_path / "absent")], "Expected 'run' to be a folder with settings.json and best.ckpt"),
-        ([str(young)], "Expected 'run' to be a folder with settings.json and best.ckpt"),
-    ):
+    (tmp_path / "young").mkdir()  # stopped before its first checkpoint
+    shutil.copy(Path(runs[0]) / "settings.json", tmp_path / "young")
+    for name in ("absent", "young"):
         with pytest.raises(SystemExit):
-            main(["cost", "--runs", *arguments, "--output", str(tmp_path / "out")])
-        assert words in capsys.readouterr().err
-
-
-def test_an_output_that_cannot_be_written_is_told_before_anything_is_measured(
-    runs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file, folder = tmp_path / "file", tmp_path / "new" / "folder"
-    file.touch()
-    monkeypatch.setattr(cost, "compare", None)
-    monkeypatch.setattr(cost, "ProcessPoolExecutor", None)
-
-    def refuse(arguments: list[str], output: Path) -> str:
-        with pytest.raises(SystemExit) as stop:
-            main(["cost", *arguments, "--output", str(output)])
-        assert stop.value.code == 2
-        return capsys.readouterr().err
-
-    timed, costs = ["--runs", *runs], ["--tasks", "listops", "--methods", "full", "--preset", "laptop"]
-    assert f"Expected 'output' to be a folder that can be made (got {file}, but {file} is a file)" in refuse(
-        timed, file
-    )
-
-    def refused(dir: Path) -> None:
-        raise OSError(errno.EROFS, "Read-only file system", str(dir))
-
-    monkeypatch.setattr(tempfile, "TemporaryFile", refused)
-    for arguments in (timed, costs):
-        said = refuse(arguments, folder)
-        assert (
-            f"Expected 'output' to be a folder that can be written (got 'Read-only file system' for {tmp_path})" in said
-        )
-    assert not folder.parent.exists()
-
-
-def test_short_runs_pass_the_gate_too(untrained: Callable[..., Path], data: Path, tmp_path: Path) -> None:
-    for attention in ("full", "sbm", "linformer", "nystromformer", "reformer"):
-        run = untrained(tmp_path / attention, data, attention=attention, layers=1, batch_size=8, max_length=12)
-        assert {row["run"] for row in cost.compare([run], None, 1)} == {attention}
-
-
-def test_the_number_of_batches_is_that_of_those_timed(
-    untrained: Callable[..., Path], runs: list[str], data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["cost", "--output", str(tmp_path / "out"), "--runs"]
-    main([*words, runs[2], "--repeats", "20"])  # 50 examples by 8: there are 6 whole batches
-    assert "\n5 batches, 1 thread(s)" in "\n" + capsys.readouterr().out
-    large = untrained(tmp_path / "large", data, attention="linear", layers=1, batch_size=50)
-    with pytest.raises(SystemExit):
-        main([*words, str(large)])
-    assert "Expected 'data' of at least two training batches (got 1)" in capsys.readouterr().err
+            main(["cost", "--runs", str(tmp_path / name), "--output", str(tmp_path / "out")])
+        assert "Expected 'run' to be a folder with settings.json and best.ckpt" in capsys.readouterr().err
 
 
 def test_runs_that_take_other_examples_are_refused(
@@ -210,46 +124,29 @@ def test_runs_that_take_other_examples_are_refused(
     short = untrained(tmp_path / "short", data, attention="linear", layers=1, batch_size=8, max_length=12)
     with pytest.raises(SystemExit):
         main(["cost", "--runs", runs[2], str(short), "--output", str(tmp_path / "out")])
-    error = capsys.readouterr().err
-    assert (
-        "in one form, length: sequences cut to 128 tokens, never padded, as the first (got 'sequences cut to 12 tokens"
-        in error
-    )
+    assert f"Expected 'runs' that take examples in one form (got {short}, which differs" in capsys.readouterr().err
 
 
-def test_measured_steps_fit_the_minutes(data: Path) -> None:
-    small: dict[str, Any] = {
-        "validate_every": 2,
-        "batch_size": 8,
-        "num_blocks": 4,
-        "channels": 8,
-        "head_channels": 4,
-        "accumulate": 2,
-    }
-    settings = dataclasses.replace(TASKS["listops"].presets["laptop"].settings, **small)
+def test_planned_steps_fit_the_minutes(data: Path) -> None:
+    small = {"validate_every": 2, "batch_size": 8, "num_blocks": 4, "channels": 8, "head_channels": 4, "accumulate": 2}
+    settings = dataclasses.replace(TASKS["listops"].presets["laptop"].settings, **small)  # type: ignore[arg-type]
     plan = Plan(task="listops", preset="laptop", data=str(data), settings=settings, directory="", minutes=0.1)
-    splits, _ = open_data(plan)
-    step, validation = cost.seconds_of(plan, splits, "cpu")
-    assert 0 < step < 10
-    assert 0 < validation < 60
-    planned = cost.planned(plan, splits, "cpu").settings
+    planned = cost.planned(plan, open_data(plan)[0], "cpu").settings
     assert planned.steps >= 2
     assert planned.warmup == settings.warmup * planned.steps // settings.steps
     for minutes, every in ((1, 100), (7.5, 100), (60, 100), (1, 1), (1, 7)):
-        steps = cost.plan_steps(step, validation, minutes, every)
-        used, more = (count * step + (1 + math.ceil(count / every)) * validation for count in (steps, steps + 1))
+        steps = cost.plan_steps(0.02, 0.3, minutes, every)
+        used, more = (count * 0.02 + (1 + math.ceil(count / every)) * 0.3 for count in (steps, steps + 1))
         assert used <= 60 * minutes < more
-    with pytest.raises(
-        ValueError, match=r"Expected 'minutes' to be enough for two steps and their validations, 0.4 \(got 0.3\)"
-    ):
+    with pytest.raises(ValueError, match=r"to be enough for two steps and their validations \(got 0.3\)"):
         cost.plan_steps(1.0, 10.0, 0.3, 100)
 
 
 @pytest.mark.parametrize("method", ["full", "window", "sbm:initial-density=0.05", "linear"])
-def test_costs_are_measured_after_the_gate(method: str) -> None:
+def test_costs_are_measured(method: str) -> None:
     length, batch = 40, 2
     row = cost.measure(TASKS["listops"], method, "laptop", length, batch, 1)
-    assert all(row[name] >= 0 for name in cost.MEASURES)
+    assert all(row[f"{part}_{name}"] >= 0 for part in ("forward", "step") for name, _ in cost.UNITS.values())
     assert 0 < row["forward_flops"] < row["step_flops"]
     assert row["forward_seconds"] > 0
     if method == "full":  # 2 layers, 2 heads of 32 channels, width 64, hidden 128, 10 classes
@@ -265,41 +162,16 @@ def test_costs_are_measured_after_the_gate(method: str) -> None:
     words = cost.report([row])
     assert "## listops, 2 x 40 tokens\n\n| method | density |" in words
     last = cost.report([{**row, "forward_bytes": 0, "step_bytes": 2**20}]).splitlines()[-1].split(" | ")
-    assert [words.split()[0] for words in last[5:7]] == [
-        "–",
-        "1",
-    ]  # what is hidden below an earlier peak is not nothing
-
-
-def test_the_gate_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = Classifier(TASKS["listops"], TASKS["listops"].presets["laptop"].settings)
-    cost.gate(module, TASKS["listops"], torch.device("cpu"))
-    classify = module.classify
-    monkeypatch.setattr(module, "classify", lambda batch, seed: (classify(batch, seed)[0] / 0, None))
-    with pytest.raises(ValueError, match=r"Expected 'sbm' to give finite logits \[3, 10\]"):
-        cost.gate(module, TASKS["listops"], torch.device("cpu"))
-    monkeypatch.setattr(module, "classify", lambda batch, seed: (classify(batch, seed)[0] * len(batch.labels), None))
-    with pytest.raises(ValueError, match=r"Expected 'sbm' alone to give the same \(got a difference of"):
-        cost.gate(module, TASKS["listops"], torch.device("cpu"))
+    memory = [words.split()[0] for words in last[5:7]]
+    assert memory == ["–", "1"]  # what is hidden below an earlier peak is not nothing
 
 
 @pytest.mark.slow
 def test_rows_of_methods_are_measured_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = [
-        "cost",
-        "--tasks",
-        "listops",
-        "--methods",
-        "linear",
-        "--preset",
-        "laptop",
-        "--repeats",
-        "1",
-        "--output",
-        str(tmp_path),
-    ]
+    options = "cost --tasks listops --methods linear --preset laptop --repeats 1"
+    words = [*options.split(), "--output", str(tmp_path)]
     main(words)
     text = capsys.readouterr().out
     assert text.strip() == (tmp_path / "cost.md").read_text().strip()
@@ -307,7 +179,3 @@ def test_rows_of_methods_are_measured_once(
     monkeypatch.setattr(cost, "ProcessPoolExecutor", None)
     main(words)
     assert capsys.readouterr().out == text
-    next((tmp_path / "rows").iterdir()).write_text("{")
-    with pytest.raises(SystemExit):
-        main(words)
-    assert "which makes it again" in capsys.readouterr().err

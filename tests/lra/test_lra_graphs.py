@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import base64
 import dataclasses
-import errno
 import io
 import json
 import re
 import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,7 @@ from examples.lra.data.batches import Split
 from examples.lra.data.prepare import splits_digest
 from examples.lra.data.tasks import TASKS
 from examples.lra.model import Classifier
-from examples.lra.settings import Plan, parse, resolve
+from examples.lra.settings import Plan, parse
 from sbm_pyg import plots
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]  # Lightning's own
@@ -46,9 +44,10 @@ def run(untrained: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
     return folder
 
 
+@pytest.mark.slow
 def test_report_has_figures_and_tables(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = torch.get_rng_state()
-    path = main(["graphs", "--run", str(run), "--examples", "12", "--structure", "2"])
+    path = main(["graphs", "--run", str(run), "--examples", "12", "--structure", "1"])
     assert torch.equal(torch.get_rng_state(), before)
     assert path == run / "graphs.html"
     assert f"Wrote {path}" in capsys.readouterr().out
@@ -71,27 +70,7 @@ def test_report_has_figures_and_tables(run: Path, capsys: pytest.CaptureFixture[
     assert not list(run.glob("*.partial"))
 
 
-def test_graphs_are_those_of_the_trainer_and_the_seed_decides(run: Path, tmp_path: Path) -> None:
-    pages = []
-    for name in ("a", "b"):
-        options = [
-            "--run",
-            str(run),
-            "--examples",
-            "2",
-            "--structure",
-            "20",
-            "--split",
-            "test",
-            "--seed",
-            "7",
-            "--out",
-            str(tmp_path / name),
-        ]
-        text = main(["graphs", *options]).read_text()
-        pages.append(re.sub(r"[\d.]+ s\b|Made in \d+ seconds", "", text))
-    assert pages[0] == pages[1]
-    assert "with seed 7; 2 examples for structure and universality" in pages[0]  # there are no more
+def test_graphs_are_those_of_the_trainer(run: Path) -> None:
     _, module, splits = train.open_run(run)
     done = graphs.evaluate(module, splits["test"], torch.arange(20).numpy())
     module.validation_step(splits["test"].__getitems__(list(range(20))), 0)
@@ -134,7 +113,7 @@ def test_generated_data_are_those_of_the_directory_where_the_run_was_started(
     monkeypatch.chdir(tmp_path)
     train.open_run(moved)
     given = parse(["--output", str(moved), "--resume"])
-    train.read(given, resolve(given)[1])
+    train.prepare(given)
     shutil.rmtree(began)  # as on another machine
     with pytest.raises(ValueError, match="Expected 'data/listops-laptop' to hold ListOps"):
         train.open_run(moved)
@@ -169,61 +148,32 @@ def test_pixels_are_drawn_where_they_are_unless_some_are_masked(
 
         monkeypatch.setattr(plots, name, watched)
 
+    monkeypatch.setattr(graphs, "picture", lambda figure: "")
+    for name in ("plot_mask", "plot_blocks"):
+        monkeypatch.setattr(plots, name, lambda *arguments, **options: None)
     for name in ("plot_pixel_attention", "plot_inputs"):
         watch(name, getattr(plots, name))
-    graphs.write_inputs(graphs.Report("pixels"), task, module, split, done)
+    [*graphs.inputs(task, module, split, done)]
     assert called == drawn
 
 
 def test_errors(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "evaluate", None)  # all are told before
-    for options, words in (
-        (["--run", str(tmp_path)], "Expected 'run' to be a folder with settings.json and best.ckpt"),
-        (["--run", str(run), "--checkpoint", "none.ckpt"], "with settings.json and none.ckpt"),
-        (["--run", str(run), "--examples", "0"], "Expected 'examples' to be at least 1 (got 0). See --help."),
-        (["--run", str(run), "--seed", "-1"], "Expected 'seed' to be at least 0 (got -1)."),
-        (["--run", str(run), "--threshold", "7"], "Expected 'threshold' to be at least 0 and below 1 (got 7.0)."),
-        (
-            ["--run", str(run), "--out", str(tmp_path / "no" / "x.html")],
-            f"'out' to be a file in a folder that is there (got {tmp_path}/no/x",
-        ),
-        (
-            ["--run", str(run), "--out", str(tmp_path)],
-            f"Expected 'out' to be a file in a folder that is there (got {tmp_path})",
-        ),
-        (
-            ["--run", str(run), "--time-limit", "-1"],
-            "Expected 'time-limit' to be a positive and finite number of seconds (got -1.0).",
-        ),
-    ):
-        with pytest.raises(SystemExit):
-            main(["graphs", *options])
-        assert words in capsys.readouterr().err
     full = tmp_path / "full"
     full.mkdir()
     plan = json.loads((run / "settings.json").read_text())
     plan["settings"]["attention"] = "full"
     (full / "settings.json").write_text(json.dumps(plan))
     (full / "best.ckpt").write_bytes((run / "best.ckpt").read_bytes())
-    with pytest.raises(SystemExit):
-        main(["graphs", "--run", str(full)])
-    assert "Expected a run whose attention has graphs (got attention 'full')." in capsys.readouterr().err
-
-
-def test_a_folder_that_cannot_be_written_is_told_before_anything_is_computed(
-    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refused(dir: Path) -> None:
-        raise OSError(errno.EROFS, "Read-only file system", str(dir))
-
-    monkeypatch.setattr(tempfile, "TemporaryFile", refused)
-    monkeypatch.setattr(graphs, "evaluate", None)
-    with pytest.raises(SystemExit):
-        main(["graphs", "--run", str(run)])
-    assert (
-        f"Expected 'out' to be a folder that can be written (got 'Read-only file system' for {run})"
-        in capsys.readouterr().err
-    )
+    monkeypatch.setattr(train, "load_best", lambda *arguments: None)
+    for options, words in (
+        ([str(tmp_path)], "Expected 'run' to be a folder with settings.json and best.ckpt"),
+        ([str(run), "--examples", "0"], "Expected 'examples' to be at least 1 (got 0). See --help."),
+        ([str(full)], "Expected a run whose attention has graphs (got attention 'full')."),
+    ):
+        with pytest.raises(SystemExit):
+            main(["graphs", "--run", *options])
+        assert words in capsys.readouterr().err
 
 
 def test_damaged_weights_and_other_data_are_refused(
@@ -249,7 +199,4 @@ def test_damaged_weights_and_other_data_are_refused(
     for words in commands:
         with pytest.raises(SystemExit):
             main(words)
-        assert (
-            "best.ckpt to be as it was written (got other bytes than its checksum says, so damaged)"
-            in capsys.readouterr().err
-        )
+        assert "best.ckpt to be as it was written (got other bytes than" in capsys.readouterr().err
