@@ -597,6 +597,17 @@ def _head(d: Draw) -> Case:
     return Case(g.head, {"head": d.randrange(g.heads)}, check)
 
 
+@case("AttentionGraph.causal", 2)
+def _graph_causal(d: Draw) -> Case:
+    g = d.graph()
+
+    def check(result: AttentionGraph) -> None:
+        for b in range(g.num_sequences):
+            expect(torch.equal(part(result, b), part(g, b).tril()), "other edges than the earlier ones")
+
+    return Case(g.causal, {}, check)
+
+
 @case("AttentionGraph.expand")
 def _expand(d: Draw) -> Case:
     g = d.graph(1)

@@ -62,6 +62,7 @@ from sbm_pyg import (
     ragged,
 )  # fmt: skip
 from sbm_pyg.attention import Returns
+from sbm_pyg.rows import CompressedRows
 
 # ------------------------------------------------------------------ estimators
 
@@ -674,6 +675,17 @@ def _choice_select(d: Draw) -> Case:
         lambda result, kept: expect(result.graph.num_edges == int(kept.sum()), "edges"),
         names={"kept": ("mask",)},
     )
+
+
+@case("Choice.causal", 2)
+def _choice_causal(d: Draw) -> Case:
+    made = choice_of(d)
+
+    def check(result: Choice) -> None:
+        expect(result.graph == made.graph.causal(), "other edges")
+        expect(result.forced is None or result.forced.numel() == result.graph.num_edges, "another mask")
+
+    return Case(made.causal, {}, check)
 
 
 @case("Choice.force", 3)
@@ -1388,12 +1400,12 @@ RECORDS: dict[str, tuple[Callable[[Draw], Any], dict[str, Meaning]]] = {  # clas
         "edge_index": lambda g: dense(g).nonzero()[:, [2, 1]].T, "edge_head": lambda g: dense(g).nonzero()[:, 0], "degree": lambda g: dense(g).sum(2),
         "edges_per_sequence": lambda g: torch.stack([part(g, b).sum((1, 2)) for b in range(g.num_sequences)]),
         "density": lambda g: torch.stack([part(g, b).double().mean((1, 2)) for b in range(g.num_sequences)]),
-        "later": lambda g: None,
+        "later": lambda g: None, "pairs_per_sequence": lambda g: g.query_ptr.diff() * g.key_ptr.diff(),
     }),
     "SBM": (Draw.sbm, {
         "heads": lambda s: len(s.query_membership), "num_queries": lambda s: s.query_membership.size(1), "num_keys": lambda s: s.key_membership.size(1),
         "num_blocks": lambda s: s.block_matrix.size(1), "num_sequences": lambda s: len(s.query_ptr) - 1,
-        "factors": lambda s: None,
+        "factors": lambda s: None, "causal()": lambda s: None,
     }),
     "EncoderTrace": (record_of, {"density": lambda t: torch.stack([t.graphs[0].density, torch.ones(t.shape)]), "expected_density": lambda t: None,
                                  "graphs": lambda t: None}),
@@ -1457,7 +1469,7 @@ EXEMPT = {  # public names that are not called, and why
     **dict.fromkeys(
         ("EdgeProbability", "EdgeProbability.check", "EdgeProbability.expected_density", "EdgeProbability.factors", "EdgeProbability.gate",
          "EdgeProbability.on", "GraphSource", "GraphSource.forward", "GraphSource.reset_parameters"), "an abstract class, called through SBM and SBMSource"),
-    **dict.fromkeys(("ragged.draw_seed", "ragged.readable", "ragged.resolve_sequence_ids", "ragged.resolve_sides"), "called by layers and samplers"),
+    **dict.fromkeys(("ragged.count_pairs", "ragged.draw_seed", "ragged.readable", "ragged.resolve_sequence_ids", "ragged.resolve_sides"), "called by layers and samplers"),
     **dict.fromkeys(ESTIMATOR_NAMES, "called by the layer, whose cases draw every estimator"),
     **{f"analysis.{name}": "a record that the library makes and users read" for name in
        ("Certificate", "GraphStatistics", "HamiltonianPath", "Lemma1", "Lemma2", "Universality")},
@@ -1479,7 +1491,9 @@ def public_names() -> list[str]:
             if isinstance(thing, type):
                 members = {
                     key: value
-                    for key, value in vars(thing).items()
+                    for key, value in (
+                        vars(CompressedRows) | vars(thing) if thing is AttentionGraph else vars(thing)
+                    ).items()
                     if not key.startswith("_")
                     and key != "pattern"
                     and not getattr(value, "__module__", "").endswith("_propagate")

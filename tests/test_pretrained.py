@@ -122,6 +122,7 @@ def test_every_constructor_option_comes_back(tmp_path: Path) -> None:
             "window": 1,
             "normalizer": "entmax15",
         },
+        "is_causal": True,
     }
     model = SequenceEncoder(**options)
     assert model.constructor_options() == options | {"in_channels": None}

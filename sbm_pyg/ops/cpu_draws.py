@@ -7,9 +7,6 @@ one random byte decides almost every pair, and the few that it leaves open are s
 row takes, and the tables (:mod:`.cpu_sampling`).
 """
 
-# mypy: check-untyped-defs=False
-# (numba types the bodies of kernels)
-
 from __future__ import annotations
 
 from functools import partial

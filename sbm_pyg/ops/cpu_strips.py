@@ -8,9 +8,6 @@ The loops are written into each kernel that calls them, before numba infers type
 the kernel cost, constants stay constants, and the kernel can still be cached.
 """
 
-# mypy: check-untyped-defs=False
-# (numba types the bodies of kernels)
-
 from __future__ import annotations
 
 import numpy as np
