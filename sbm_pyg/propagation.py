@@ -26,6 +26,8 @@ from .ops import checks
 
 __all__ = ["NORMALIZERS", "NOTHING", "EdgeAttention", "Returns", "channel_pair", "check_tokens"]
 
+_PROPAGATE = MessagePassing.propagate
+
 Parts = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 """Query, key, value; gate and score bias of each edge, or None."""
 
@@ -72,6 +74,14 @@ class EdgeAttention(MessagePassing):
     estimator: Estimator
     score_bias: Callable[[Tensor, Tensor, AttentionGraph], Tensor] | None
     _alpha: Tensor | None = None  # where PyG's AttentionExplainer looks for the weights, from a hook of `message`
+
+    def _set_jittable_templates(self, raise_on_error: bool = False) -> None:
+        """PyG writes a faster `propagate` into the class, and keeps the one before it for explainers.
+
+        In a subclass the one before it may be the fast one of its base, which knows no explainer.
+        """
+        super()._set_jittable_templates(raise_on_error)
+        type(self)._orig_propagate = _PROPAGATE
 
     @property
     def _message_hooks(self) -> bool:

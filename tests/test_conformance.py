@@ -338,6 +338,20 @@ def test_gnn_explainer(biased: bool) -> None:
     assert model.first.explain is None
 
 
+def test_explainers_of_a_class_whose_base_was_made_before() -> None:
+    """PyG compiles each class at its first instance; a subclass must not take what its base compiled for the original."""
+
+    class Later(SBMAttentionConv):
+        pass
+
+    torch.manual_seed(0)
+    SBMAttentionConv(8, 8)
+    layer = Later(16, 3, heads=1, num_blocks=None).double()
+    explanation = explain(layer, GNNExplainer(epochs=3), tokens(), edges())
+    assert explanation.edge_mask.shape == (edges().size(1),)
+    assert explanation.edge_mask.any()
+
+
 def test_a_mask_of_an_explainer_is_over_the_edges_that_were_given() -> None:
     """One edge masked: the output is that of the weights with this edge's message left out."""
     conv, x, edge_index = layer(), tokens(), edges()
