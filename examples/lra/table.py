@@ -105,7 +105,7 @@ def agree(plans: Mapping[str, Plan]) -> None:
             known = {"preset": one.preset, "minutes": one.minutes, **dataclasses.asdict(one.settings)}
             known["data"] = one.fingerprint if plan.fingerprint and plans[other].fingerprint else ""
             kinds.append(known)
-        for setting in kinds[0].keys() - free:
+        for setting in [name for name in kinds[0] if name not in free]:  # in their order, not a set's
             old, new = (kind[setting] for kind in kinds)
             if old != new:
                 raise ValueError(
