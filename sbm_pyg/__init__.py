@@ -9,7 +9,7 @@ from .models import EncoderTrace, PairClassifier, SequenceClassifier, SequenceEn
 from .multihead import SBMMultiheadAttention
 from .pretrained import Pretrained
 from .ragged import pad, unpad
-from .sampling import SBMGraph, SBMSource, sample_edges
+from .sampling import SBMGraph, SBMSource, ShareSchedule, sample_edges
 from .sbm import SBM, SBMHead
 from .version import __version__ as __version__
 
@@ -31,6 +31,7 @@ __all__ = [
     "SBMSource",
     "SequenceClassifier",
     "SequenceEncoder",
+    "ShareSchedule",
     "TokenClassifier",
     "analysis",
     "estimators",

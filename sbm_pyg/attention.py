@@ -273,7 +273,8 @@ class AttentionConv(EdgeAttention):
         bias = soft if bias is None else bias if soft is None else bias + soft
         parts = (query, key, value, gate, bias)
         out, weights = self._over(choice.graph, edge_index, edge_head, parts, drop, seed, returns.attention_weights)
-        attended = Attended(query, key, value, choice, bias, self.scale, limit, score_bias, seed, sequence_ids)
+        attended = Attended(query, key, value, choice, bias, self.scale, limit, score_bias, seed, sequence_ids,
+                            self.training)  # fmt: skip
         out = estimator.attach(out.transpose(0, 1), attended).transpose(0, 1)
         out = out.flatten(1) if self.concat else out.mean(1)
         if self.heads == 1 and self.concat and out.requires_grad:
@@ -316,16 +317,18 @@ class SBMAttentionConv(AttentionConv):
         sbm_options: Further keyword arguments of :class:`~sbm_pyg.SBMHead`, e.g. ``{"parameterization":
             "assortative"}``.
         estimator: As :class:`AttentionConv`: ``"local"``, the effect of an edge on the loss, over edges and probes;
-            ``"mask"``, as the authors' code has it; ``"paper"``, eq. 9; ``"relaxed"`` or ``"concrete"``, which train on
-            all pairs with a soft mask, O(NM), and sample in evaluation only; ``"none"``. None: ``"local"``, or
-            ``"mask"`` where the normaliser is not softmax or the law not Bernoulli's. See :mod:`sbm_pyg.estimators` and
-            docs/learning.md.
-        probes: With ``"local"`` by name, expected number of pairs per query and head that are looked at beside the
-            edges.
+            ``"distill"``, the same and what the attention over the graph teaches; ``"mask"``, as the authors' code has
+            it; ``"paper"``, eq. 9; ``"relaxed"`` or ``"concrete"``, which train on all pairs with a soft mask, O(NM),
+            and sample in evaluation only; ``"none"``. None: ``"local"``, or ``"mask"`` where the normaliser is not
+            softmax or the law not Bernoulli's. See :mod:`sbm_pyg.estimators` and docs/learning.md.
+        probes: With ``"local"`` or ``"distill"`` by name, expected number of pairs per query and head that are looked
+            at beside the edges.
         exploration: Added to every edge probability in training only, in [0, 1]. None: 0.01, as in the paper, or 0 with
             ``"local"``, whose probes explore without adding edges.
         method: Law of the sampled graph, ``"bernoulli"`` or ``"fastrg"``; see :func:`~sbm_pyg.sample_edges`.
         budget: Largest expected number of sampled keys per query and head; None for no limit.
+        share: Density that each query shares out among its keys, in (0, 1]; see :meth:`~sbm_pyg.SBM.share`, and
+            :class:`~sbm_pyg.ShareSchedule`, which lowers it in training. None: probabilities are as they are.
         self_loops: Each token always attends to itself.
         window: Each token always attends to tokens at this distance or less, and so to itself.
         **kwargs: Of :class:`AttentionConv`: ``concat``, ``bias``, ``is_causal``, ``normalizer``, ``score_bias``,
@@ -359,6 +362,7 @@ class SBMAttentionConv(AttentionConv):
         exploration: float | None = None,
         method: str = "bernoulli",
         budget: float | None = None,
+        share: float | None = None,
         self_loops: bool = False,
         window: int | None = None,
         **kwargs: Any,
@@ -378,8 +382,9 @@ class SBMAttentionConv(AttentionConv):
             exploration = self.estimator.exploration if exploration is None else exploration
             head = SBMHead(self.out_channels, self.heads, num_blocks, **(sbm_options or {}))
             self.source = SBMSource(
-                head, method=method, exploration=exploration, budget=budget, self_loops=self_loops, window=window
-            )
+                head, method=method, exploration=exploration, budget=budget, share=share, self_loops=self_loops,
+                window=window,
+            )  # fmt: skip
 
     @property
     def sbm(self) -> SBMHead | None:

@@ -40,6 +40,17 @@ class EdgeProbability(ABC):
     def expected_density(self) -> Tensor:
         """Mean probability over the pairs of each sequence and head, ``[B, H]``, differentiable."""
 
+    def expected_degree(self) -> Tensor:
+        """Sum of the probabilities of each query's pairs, ``[H, N]``, differentiable; ``"distill"`` alone asks for it.
+
+        Raises:
+            NotImplementedError: A subclass does not say.
+        """
+        raise NotImplementedError(
+            f"Expected 'probability' to have an `expected_degree` (got {type(self).__name__}, which has none). "
+            "Write it, or take another estimator."
+        )
+
     @property
     def factors(self) -> tuple[Tensor, Tensor] | None:
         """``(rate [H, N, K], member [H, M, K])`` with ``p_ij = <rate_i, member_j>``, or None where there are none.

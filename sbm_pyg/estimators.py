@@ -10,6 +10,7 @@ mean gain :math:`\bar g_i = \sum_j P_{ij} g_{ij}` of a row:
 estimator           :math:`\partial L / \partial p_{ij}`                                          over
 ==================  ============================================================================  ==================
 ``"local"``         :math:`\Delta_{ij}`, the loss with the edge less that without, weighted       edges and probes
+``"distill"``       the same, and that of :func:`distillation`, which is added to the loss         edges and probes
 ``"mask"``          :math:`P_{ij} (g_{ij} - \bar g_i)`                                            edges
 ``"paper"``         :math:`P_{ij} (g_{ij} - \bar g_i) \, s_{ij}` (eq. 9)                          edges
 ``"relaxed"``       that of softmax(s + log p), no graph being sampled in training                all pairs
@@ -27,9 +28,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch_geometric.utils import softmax
 
 from . import ops
 from .choice import Choice, EdgeProbability, check_probability
@@ -37,8 +40,8 @@ from .graph import AttentionGraph, check_graph
 from .ragged import draw_seed, readable, resolve_sequence_ids
 
 __all__ = [
-    "ESTIMATORS", "Attended", "Concrete", "Estimator", "Local", "Mask", "NoEstimator", "Paper", "Relaxed",
-    "concrete_bias", "draw_probes",
+    "ESTIMATORS", "Attended", "Concrete", "Distill", "Estimator", "Local", "Mask", "NoEstimator", "Paper", "Relaxed",
+    "concrete_bias", "distillation", "draw_probes",
     "local_expectation", "relaxed_bias", "score_function", "straight_through",
 ]  # fmt: skip
 
@@ -62,6 +65,7 @@ class Attended:
         score_bias: What the layer adds to the scores of the edges of another graph, ``[E]``, or None.
         seed: Seed of the choice.
         sequence_ids: Number of each sequence, or None.
+        training: Whether the layer is in training.
     """
 
     query: Tensor
@@ -74,6 +78,7 @@ class Attended:
     score_bias: Callable[[AttentionGraph], Tensor | None]
     seed: int
     sequence_ids: Tensor | None
+    training: bool
 
 
 class Estimator:
@@ -178,6 +183,49 @@ class Local(Estimator):
         )  # fmt: skip
 
 
+class Distill(Local):
+    """``"distill"``: as :class:`Local`, and in training the probabilities also learn the attention over their graph.
+
+    The backward pass adds ``weight`` times the gradient of :func:`distillation`, as if it were part of the loss; a
+    factor that the loss is scaled by, as for float16, does not reach it.
+
+    Args:
+        weight: Of the distillation, in [0, inf).
+        probes: As :class:`Local`.
+    """
+
+    def __init__(self, weight: float = 0.3, probes: float = 16.0) -> None:
+        super().__init__(probes)
+        ops.checks.number("weight", weight, "[0, inf)", "It is a factor of what is added to the loss.")
+        self.weight = weight
+
+    def attach(self, out: Tensor, attended: Attended) -> Tensor:
+        """As :meth:`Estimator.attach`."""
+        out, choice = super().attach(out, attended), attended.choice
+        if choice.probability is None or not attended.training or not torch.is_grad_enabled():
+            return out
+        loss = distillation(
+            attended.query, attended.key, choice.probability, choice.graph, bias=attended.bias, scale=attended.scale
+        )
+        return _WithLoss.apply(out, self.weight * loss)
+
+
+class _WithLoss(torch.autograd.Function):
+    """The output, with the gradient of a loss of its own."""
+
+    @staticmethod
+    def forward(out: Tensor, loss: Tensor) -> Tensor:
+        return out.clone() if torch.compiler.is_compiling() else out.view_as(out)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, torch.ones_like(ctx.saved_tensors[0])
+
+
 class Relaxed(Estimator):
     """``"relaxed"``: trains on all pairs with a soft mask, O(NM), and samples in evaluation only."""
 
@@ -218,7 +266,8 @@ class Concrete(Relaxed):
 
 
 ESTIMATORS: dict[str, type[Estimator]] = {
-    "local": Local, "mask": Mask, "paper": Paper, "relaxed": Relaxed, "concrete": Concrete, "none": NoEstimator,
+    "local": Local, "distill": Distill, "mask": Mask, "paper": Paper, "relaxed": Relaxed, "concrete": Concrete,
+    "none": NoEstimator,
 }  # fmt: skip
 """Each estimator by its name."""
 
@@ -232,14 +281,15 @@ def resolve_estimator(
         estimator: An estimator, its name, or None: ``"local"`` where it is derived for the other two, else ``"mask"``.
         normalizer: Of the attention.
         method: Law of the sampled graph.
-        probes: Of ``"local"`` by name or by default.
+        probes: Of ``"local"`` and ``"distill"`` by name or by default.
     """
     local = Local(probes)
     if estimator is None:
         estimator = local if normalizer == "softmax" and method in Local.methods else Mask()
     elif isinstance(estimator, str):
         ops.checks.one_of("estimator", estimator, tuple(ESTIMATORS))
-        estimator = local if estimator == "local" else ESTIMATORS[estimator]()
+        kind = ESTIMATORS[estimator]
+        estimator = kind(probes=probes) if issubclass(kind, Local) else kind()
     if not isinstance(estimator, Estimator):
         raise TypeError(
             f"Expected 'estimator' to be an Estimator or a name (got {type(estimator).__name__}). "
@@ -382,6 +432,49 @@ def local_expectation(
     return ops.local_expectation(
         out, query, key, value, *pairs, chance, forced, scale, exploration, factors=factors, prob=prob
     )
+
+
+def distillation(
+    query: Tensor,
+    key: Tensor,
+    probability: EdgeProbability,
+    graph: AttentionGraph,
+    *,
+    bias: Tensor | None = None,
+    scale: float = 1.0,
+) -> Tensor:
+    r"""How far the probabilities of a query's pairs are from the attention over its edges: a cross-entropy, a scalar.
+
+    With weights :math:`P_{ij}` of the attention, taken as constants, and probabilities as shares of their row,
+
+    .. math:: - \frac{1}{H N} \sum_{h, i} \sum_j P_{ij} \log \frac{p_{ij}}{\sum_{j'} p_{ij'}} .
+
+    The sum below runs over all keys that a query may attend to, edges or not. A block model knows it from its
+    expectations: so this is a contrastive loss against every key, exact, at a cost of O(N K + E (C + K)). Its minimum
+    has probabilities in proportion to the weights. A query without edges adds nothing.
+
+    Args:
+        query, key: Of the attention, ``[H, N, C]`` and ``[H, M, C]``.
+        probability: Probabilities of the graph, which have an ``expected_degree``.
+        graph: The graph.
+        bias: Score biases of the edges, ``[E]``.
+        scale: Factor of the scores.
+
+    Raises:
+        TypeError, ValueError: A shape or type does not fit, or the graph is not over the tokens of the model.
+        NotImplementedError: The probabilities have no ``expected_degree``.
+
+    Reference: the indexer of DeepSeek-V3.2 is trained by such a divergence, over the keys that it looks at; the exact
+    sum over all keys is what a model of low rank adds.
+    """
+    check_probability(probability)
+    probability.check(graph)
+    with torch.no_grad():
+        logit = ops.edge_dot(query, key, graph.rowptr, graph.col) * scale
+        weight = softmax(logit if bias is None else logit + bias, ptr=graph.rowptr)
+    p, degree = probability.on(graph), probability.expected_degree()
+    share = p.clamp(min=_LEAST).log() - degree.clamp(min=_LEAST).log().flatten()[graph.edge_row]
+    return -(weight * share).sum() / (graph.heads * graph.num_queries)
 
 
 def relaxed_bias(probability: EdgeProbability, graph: AttentionGraph, exploration: float = 0.0) -> Tensor:

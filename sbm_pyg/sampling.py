@@ -21,7 +21,7 @@ from .graph import AttentionGraph
 from .ragged import count_pairs, draw_seed, readable, resolve_sequence_ids, stored_ptr
 from .sbm import SBM, SBMHead, check_model, check_sbm
 
-__all__ = ["SBMGraph", "SBMSource", "sample_edges"]
+__all__ = ["SBMGraph", "SBMSource", "ShareSchedule", "sample_edges"]
 
 FAR = 2.0**60
 """Products below this are safe in float32: what is lost below 2^-126 is nothing next to 2^-32, the resolution of p."""
@@ -120,6 +120,8 @@ class SBMSource(GraphSource):
         method: Law of the graph, ``"bernoulli"`` or ``"fastrg"``; see :func:`sample_edges`.
         exploration: Added to every probability in training only, in [0, 1].
         budget: Largest expected number of sampled keys per query and head; None for no limit.
+        share: Density that each query shares out among its keys, in (0, 1]; see :meth:`SBM.share`. None: probabilities
+            are as the head says.
         self_loops: Each token always attends to itself.
         window: Each token always attends to tokens at this distance or less, and so to itself. None: no window.
 
@@ -141,6 +143,7 @@ class SBMSource(GraphSource):
         method: str = "bernoulli",
         exploration: float = 0.0,
         budget: float | None = None,
+        share: float | None = None,
         self_loops: bool = False,
         window: int | None = None,
     ) -> None:
@@ -153,10 +156,12 @@ class SBMSource(GraphSource):
         ops.checks.number("exploration", exploration, "[0, 1]", "It is added to every edge probability in training.")
         if budget is not None:
             ops.checks.number("budget", budget, "(0, inf]", "It is an expected number of keys per query and head.")
+        if share is not None:
+            ops.checks.number("share", share, "(0, 1]", "It is a share of the keys that a query may attend to.")
         if window is not None:
             ops.checks.integer("window", window, 0, "It is a distance in tokens; None for no window.")
         self.head, self.method, self.exploration, self.budget = head, method, exploration, budget
-        self.self_loops, self.window = self_loops, window
+        self.share, self.self_loops, self.window = share, self_loops, window
 
     def forward(
         self,
@@ -173,9 +178,10 @@ class SBMSource(GraphSource):
         """As :meth:`GraphSource.forward`."""
         sbm: SBM = self.head(query, key, query_ptr, key_ptr)
         sbm = sbm.causal() if is_causal else sbm
+        sbm = sbm if self.share is None else sbm.share(self.share)
         sbm = sbm if self.budget is None else sbm.limit(self.budget)
         exploration = self.exploration if self.training else 0.0
-        # No parameterisation exceeds 1; `clamp` takes what low precision rounds above it.
+        # No parameterisation exceeds 1, but shares do; and `clamp` takes what low precision rounds above it.
         graph = sample_edges(
             sbm, method=self.method, exploration=exploration, clamp=True, seed=seed, sequence_ids=sequence_ids
         )
@@ -191,7 +197,77 @@ class SBMSource(GraphSource):
 
     def extra_repr(self) -> str:
         """Its options."""
-        return f"method={self.method!r}, exploration={self.exploration}, budget={self.budget}, window={self.window}"
+        parts = {"method": self.method, "exploration": self.exploration, "budget": self.budget, "share": self.share}
+        return ", ".join(f"{name}={value!r}" for name, value in (parts | {"window": self.window}).items())
+
+
+class ShareSchedule:
+    """Lowers the share of every :class:`SBMSource` of a model, step by step, for as long as the loss is low.
+
+    Graphs begin full. Each step at which the running mean of the loss is below a threshold multiplies all shares by
+    ``1 - rate``; at others they stay as they are. So a model first finds out what it must attend to, and then lets go
+    of the rest, no faster than it can.
+
+    Args:
+        model: Model whose sources are set; they need ``share``, which becomes 1.
+        final: Share at which to stop, in (0, 1].
+        threshold: Running loss below which shares fall.
+        rate: By how much they fall at a step, in (0, 1).
+        smoothing: Factor of the running mean, in [0, 1): 0.98 remembers about 50 steps.
+
+    Raises:
+        TypeError, ValueError: An argument has the wrong type or range, or the model has no source.
+
+    Example:
+        >>> source = SBMSource(SBMHead(8, num_blocks=4, parameterization="overlapping"))
+        >>> schedule = ShareSchedule(source, final=0.05, threshold=0.1, rate=0.5)
+        >>> [schedule.step(loss) for loss in (3.0, 0.01)], source.share  # the running mean is still high
+        ([1.0, 1.0], 1.0)
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, final: float, *, threshold: float, rate: float = 0.003, smoothing: float = 0.98
+    ) -> None:
+        if not isinstance(model, torch.nn.Module):
+            raise TypeError(f"Expected 'model' to be a module (got {type(model).__name__}). Its sources are set.")
+        ops.checks.number("final", final, "(0, 1]", "It is a share of the keys that a query may attend to.")
+        ops.checks.number("threshold", threshold, "(-inf, inf)", "It is a loss.")
+        ops.checks.number("rate", rate, "(0, 1)", "Shares are multiplied by 1 less it.")
+        ops.checks.number("smoothing", smoothing, "[0, 1)", "It is the factor of a running mean.")
+        self.sources = [each for each in model.modules() if isinstance(each, SBMSource)]
+        if not self.sources:
+            raise ValueError("Expected 'model' to have an SBMSource (got none). Fixed graphs have no share.")
+        self.final, self.threshold, self.rate, self.smoothing = final, threshold, rate, smoothing
+        self.running: float | None = None
+        self._set(1.0)
+
+    def step(self, loss: float | Tensor) -> float:
+        """Take note of a loss, and return the share that the next step is made with.
+
+        Raises:
+            ValueError: The loss is not finite.
+        """
+        loss = float(loss)
+        if not math.isfinite(loss):
+            raise ValueError(f"Expected 'loss' to be finite (got {loss}). Look for a step that diverged.")
+        self.running = loss if self.running is None else self.smoothing * self.running + (1 - self.smoothing) * loss
+        if self.running < self.threshold:
+            self._set(max(self.final, self.share * (1 - self.rate)))
+        return self.share
+
+    def state_dict(self) -> dict[str, float | None]:
+        """What :meth:`load_state_dict` needs to go on."""
+        return {"share": self.share, "running": self.running}
+
+    def load_state_dict(self, state: dict[str, float | None]) -> None:
+        """Go on from a state."""
+        self.running = state["running"]
+        self._set(cast(float, state["share"]))
+
+    def _set(self, share: float) -> None:
+        self.share = share
+        for source in self.sources:
+            source.share = share
 
 
 def _widen(sbm: SBM, reach: float) -> SBM:

@@ -23,7 +23,7 @@ from .ragged import check_tensor, count_pairs, readable, resolve_ptr
 __all__ = ["SBM", "SBMHead"]
 
 CLUSTER_INITS = ("kaiming", "orthogonal")
-PARAMETERIZATIONS = ("paper", "mixed", "assortative")
+PARAMETERIZATIONS = ("paper", "mixed", "assortative", "overlapping")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -280,6 +280,30 @@ class SBM(EdgeProbability):
         factor = (min(budget, 2.0**62) / self.expected_degree().detach()).clamp(max=1).to(self.rate.dtype)
         return replace(self, query_membership=self.query_membership * factor[..., None])
 
+    def share(self, density: float) -> SBM:
+        r"""The model in which each query shares out a fixed density among its keys.
+
+        Rates of a query are scaled so that its expected number of keys is this share of the keys that it may attend to,
+        and one key at least:
+
+        .. math:: p_{ij}' = p_{ij} \frac{\max(\rho \, m_i, 1)}{\sum_{j'} p_{ij'}} .
+
+        Gradients flow through the sum. So keys compete: one gains what others lose, and no graph empties or fills
+        up. Products above 1 are certain edges; sample with ``clamp=True``. Where keys saturate, there are fewer edges
+        than the share. Cost O(NK).
+
+        Args:
+            density: The share :math:`\rho`, in (0, 1].
+
+        Raises:
+            TypeError, ValueError: ``density`` is no number in (0, 1].
+        """
+        ops.checks.number("density", density, "(0, 1]", "It is a share of the keys that a query may attend to.")
+        wanted = (density * self._reach()).clamp(min=1)
+        degree = self.expected_degree()
+        factor = wanted / degree.clamp(min=torch.finfo(degree.dtype).tiny)
+        return replace(self, query_membership=self.query_membership * factor[..., None].to(self.rate.dtype))
+
     def check(self, graph: AttentionGraph, name: str = "graph") -> None:
         """Refuse a graph that is not over the tokens, heads and sequences of this model.
 
@@ -386,6 +410,10 @@ class SBMHead(torch.nn.Module):
       on the diagonal: the mixed-membership block model of Airoldi et al. 2008.
     * ``"assortative"``: :math:`Y` as there and :math:`S = I`, so that :math:`p_{ij}` is the probability that query and
       key choose the same block.
+    * ``"overlapping"``: :math:`Y = \operatorname{softmax}_K(a / \tau)` for queries, :math:`Z = \sigma(a / \tau)` for
+      keys and :math:`S = I`. A query chooses one block, a key is in any number of blocks, or in none:
+      :math:`p_{ij}` is the probability that the key is in the block of the query. So a key can say no to every query,
+      which no other form but the paper's can.
 
     Cost O(NC^2 + NKC + K^2 C) per head.
 
@@ -396,10 +424,10 @@ class SBMHead(torch.nn.Module):
         cluster_init: How :math:`C` starts. ``"kaiming"``: normal with variance 2 / (K C), as the authors' code has it;
             then S is flat and every probability at the start the same. ``"orthogonal"``: unit rows, orthogonal within
             each group of C; then diagonal entries of S start e times the others.
-        parameterization: ``"paper"``, ``"mixed"`` or ``"assortative"``.
+        parameterization: ``"paper"``, ``"mixed"``, ``"assortative"`` or ``"overlapping"``.
         density: Probability of an edge at the start, in (0, 1): 0.25 in the paper. Sets :math:`\beta`, or the free
-            entries of S. ``"assortative"`` starts at 1/K where memberships are equal, and above it the sharper they
-            are.
+            entries of S, or the bias of the keys' memberships where they overlap. ``"assortative"`` starts at 1/K where
+            memberships are equal, and above it the sharper they are.
         temperature: :math:`\tau > 0`, of softmax memberships; sharper as it goes to 0.
         tied: Keys take their memberships from queries too, so that like tokens start in like blocks; needs the same
             tokens on both sides.
@@ -451,7 +479,7 @@ class SBMHead(torch.nn.Module):
         ops.checks.memory("heads", heads * each, width, device, "Take fewer heads or blocks.", "parameters")
         self.channels, self.heads, self.num_blocks, self.cluster_init = channels, heads, num_blocks, cluster_init
         self.parameterization, self.density, self.temperature, self.tied = parameterization, density, temperature, tied
-        self.shift = _logit(density**0.5)
+        self.shift = _logit(density if parameterization == "overlapping" else density**0.5)
         self.mlp = torch.nn.Sequential(
             torch.nn.Linear(channels, channels), torch.nn.ReLU(), torch.nn.Linear(channels, channels)
         )
@@ -516,8 +544,12 @@ class SBMHead(torch.nn.Module):
                     f"(got {list(key.shape)}). Use tied=False."
                 )
             key = query
-        query_side = self._memberships(query)
-        key_side = query_side if key is query else self._memberships(key)
+        overlapping = self.parameterization == "overlapping"
+        query_side = self._memberships(query, gated=self.parameterization == "paper")
+        if key is query and not overlapping:
+            key_side = query_side
+        else:
+            key_side = self._memberships(key, gated=self.parameterization in ("paper", "overlapping"))
         if self.parameterization == "paper":
             block = (
                 (self.clusters @ self.clusters.mT)
@@ -531,20 +563,21 @@ class SBMHead(torch.nn.Module):
             block = torch.eye(self.num_blocks, device=query.device).expand(self.heads, -1, -1)
         return SBM(query_side, key_side, block.to(query_side.dtype), cast(Tensor, query_ptr), cast(Tensor, key_ptr))
 
-    def _memberships(self, x: Tensor) -> Tensor:
-        paper = self.parameterization == "paper"
+    def _memberships(self, x: Tensor, gated: bool) -> Tensor:
+        """Memberships ``[H, N, K]``: each block apart, by a sigmoid, or one among them, by a softmax."""
+        temperature, shift = self.temperature, self.shift if gated else 0.0
+        if self.parameterization == "paper":
+            temperature = 1.0
         if not _two_plain_layers(self.mlp):  # someone watches or has replaced a layer, which must then be called
-            affinity = self.mlp(x) @ self.clusters.mT
-            return (affinity + self.shift).sigmoid() if paper else (affinity / self.temperature).softmax(-1)
+            affinity = self.mlp(x) @ self.clusters.mT / temperature + shift
+            return affinity.sigmoid() if gated else affinity.softmax(-1)
         first, second = cast(torch.nn.Linear, self.mlp[0]), cast(torch.nn.Linear, self.mlp[2])
         # The second layer and the product with the clusters are one linear map, and few clusters make it cheaply.
         weight, bias = self.clusters @ second.weight, self.clusters @ second.bias  # [H, K, C], [H, K]
-        if paper:
-            bias = bias + self.shift
-        else:
-            weight, bias = weight / self.temperature, bias / self.temperature
-        affinity = torch.baddbmm(bias[:, None], torch.relu_(first(x)), weight.mT)
-        return affinity.sigmoid_() if paper else affinity.softmax(-1)
+        if temperature != 1:
+            weight, bias = weight / temperature, bias / temperature
+        affinity = torch.baddbmm((bias + shift)[:, None], torch.relu_(first(x)), weight.mT)
+        return affinity.sigmoid_() if gated else affinity.softmax(-1)
 
     def extra_repr(self) -> str:
         return (

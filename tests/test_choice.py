@@ -37,6 +37,9 @@ class FreeProbability(EdgeProbability):
     def expected_density(self) -> Tensor:
         return self.p.mean((1, 2))[None]
 
+    def expected_degree(self) -> Tensor:
+        return self.p.sum(2)
+
 
 class FreeSource(GraphSource):
     """Draws each edge with a probability of its own, whatever the tokens hold."""

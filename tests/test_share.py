@@ -1,0 +1,200 @@
+"""Few edges: shares that keys compete for, a schedule that lowers them, and distillation from the attention over a graph."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from sbm_pyg import (
+    SBM,
+    AttentionConv,
+    AttentionGraph,
+    EdgeProbability,
+    SBMAttentionConv,
+    SBMHead,
+    SBMSource,
+    SequenceEncoder,
+    ShareSchedule,
+    patterns,
+    sample_edges,
+)
+from sbm_pyg.estimators import Distill, Local, distillation
+
+
+def draw(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def model(is_causal: bool = False, dtype: torch.dtype = torch.float64) -> SBM:
+    y, z, s = (draw(seed, 2, size, 3, dtype=dtype).sigmoid() for seed, size in ((1, 20), (2, 20), (3, 3)))
+    return SBM(y, z, s / 3, torch.tensor([0, 8, 20]), is_causal=is_causal)
+
+
+# ------------------------------------------------------------------ shares
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("density", [0.05, 0.3, 1.0])
+def test_each_query_expects_its_share_of_keys(density: float, is_causal: bool) -> None:
+    shared = model(is_causal).share(density)
+    keys = torch.tensor([8.0] * 8 + [12.0] * 12, dtype=torch.float64)
+    if is_causal:
+        keys = torch.cat([torch.arange(1.0, 9), torch.arange(1.0, 13)]).double()
+    wanted = (density * keys).clamp(min=1).expand(2, -1)
+    torch.testing.assert_close(shared.expected_degree(), wanted)
+    assert shared.is_causal is is_causal
+    before, after = model(is_causal).edge_prob_dense(1), shared.edge_prob_dense(1)
+    torch.testing.assert_close(after / after.sum(2, keepdim=True), before / before.sum(2, keepdim=True))
+
+
+def test_keys_of_a_share_compete() -> None:
+    y, z, s = (draw(seed, 1, size, 3).sigmoid().requires_grad_() for seed, size in ((1, 4), (2, 5), (3, 3)))
+    p = SBM(y, z, s).share(0.3).edge_prob_dense()[0]
+    (grad,) = torch.autograd.grad(p[2].sum(), z)
+    assert grad.abs().max() < 1e-12  # whatever a key gains, others lose
+    assert torch.autograd.gradcheck(lambda *parts: SBM(*parts).share(0.3).edge_prob_dense(), (y, z, s))
+
+
+def test_a_layer_with_a_share_samples_so_many_edges() -> None:
+    torch.manual_seed(0)
+    conv = SBMAttentionConv(8, 8, heads=2, num_blocks=8, share=0.1, sbm_options={"parameterization": "overlapping"})
+    out, choice = conv(torch.randn(400, 8), seed=1, return_choice=True)
+    assert float(choice.probability.expected_density().mean()) == pytest.approx(0.1, rel=1e-5)
+    assert float(choice.graph.density.mean()) == pytest.approx(0.1, rel=0.03)
+    out.square().sum().backward()
+    assert cast(SBMHead, conv.sbm).clusters.grad is not None
+    conv.source.share = None
+    assert float(conv(torch.randn(400, 8), seed=1, return_graph=True)[1].density.mean()) > 0.2
+
+
+@pytest.mark.parametrize("wrong", [0.0, 1.5, math.nan, -1])
+def test_a_share_is_a_density(wrong: float) -> None:
+    for call in (lambda: model().share(wrong), lambda: SBMSource(SBMHead(4), share=wrong)):
+        with pytest.raises(ValueError, match=r"Expected '(density|share)' to be in \(0, 1\] \(got"):
+            call()
+
+
+# ------------------------------------------------------------------ memberships that overlap
+
+
+def test_keys_of_overlapping_blocks_may_be_in_none() -> None:
+    torch.manual_seed(0)
+    head = SBMHead(6, heads=2, num_blocks=4, parameterization="overlapping", density=0.4, temperature=0.5)
+    query, key = draw(1, 2, 9, 6, dtype=torch.float32), draw(2, 2, 7, 6, dtype=torch.float32)
+    sbm = head(query, key)
+    torch.testing.assert_close(sbm.query_membership.sum(2), torch.ones(2, 9))
+    by_hand = (head.mlp(key) @ head.clusters.mT / 0.5 + math.log(0.4 / 0.6)).sigmoid()
+    torch.testing.assert_close(sbm.key_membership, by_hand)
+    assert torch.equal(sbm.block_matrix, torch.eye(4).expand(2, -1, -1))
+    assert float(sbm.expected_density().mean()) == pytest.approx(0.4, abs=0.02)
+    assert sbm.edge_prob_dense().max() <= 1
+    watched = head.mlp.register_forward_hook(lambda *_: None)  # then each layer is called
+    torch.testing.assert_close(head(query, key).rate, sbm.rate)
+    watched.remove()
+    tied = SBMHead(6, heads=2, num_blocks=4, parameterization="overlapping", tied=True)
+    both = tied(query, key.new_zeros(2, 9, 6))
+    assert not torch.equal(both.query_membership, both.key_membership)
+
+
+# ------------------------------------------------------------------ distillation
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_distillation_is_the_cross_entropy_over_all_keys(is_causal: bool) -> None:
+    sbm, query, key = model(is_causal), draw(4, 2, 20, 5), draw(5, 2, 20, 5)
+    graph = sample_edges(sbm, seed=1)
+    bias = draw(6, graph.num_edges)
+    got = distillation(query, key, sbm, graph, bias=bias, scale=0.7)
+    p = torch.zeros(2, 20, 20, dtype=torch.float64)
+    p[:, :8, :8], p[:, 8:, 8:] = sbm.edge_prob_dense(0), sbm.edge_prob_dense(1)
+    logit = torch.full((2, 20, 20), -math.inf, dtype=torch.float64)
+    place = (graph.edge_head, graph.edge_index[1], graph.edge_index[0])
+    logit[place] = ((query @ key.mT) * 0.7)[place] + bias
+    weight = logit.softmax(2).nan_to_num(0)
+    share = (p / p.sum(2, keepdim=True)).clamp(min=1e-300).log()
+    torch.testing.assert_close(got, -(weight * share).sum() / 40)
+
+
+def test_distillation_is_least_where_probabilities_follow_the_weights() -> None:
+    query, key = draw(1, 1, 6, 4), draw(2, 1, 6, 4)
+    weight = (query @ key.mT).softmax(2)
+    eye, full = torch.eye(6, dtype=torch.float64)[None], patterns.full(6)
+    best = SBM((weight * 0.4).requires_grad_(), eye, eye)
+    loss = distillation(query, key, best, full)
+    entropy = -(weight * weight.log()).sum() / 6
+    torch.testing.assert_close(loss, entropy)
+    (grad,) = torch.autograd.grad(loss, best.query_membership)
+    assert grad.abs().max() < 1e-12
+    for seed in range(3):
+        other = SBM((weight * draw(seed, 1, 6, 6).exp()), eye, eye)
+        assert distillation(query, key, other, full) > loss
+
+
+def test_distill_adds_its_loss_to_the_gradient_and_nothing_to_the_output() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(30, 8)
+    layers = [SBMAttentionConv(8, 8, 2, num_blocks=4, estimator=each) for each in (Local(), Distill(0.7))]
+    layers[1].load_state_dict(layers[0].state_dict())
+    outs = [layer(x, seed=1) for layer in layers]
+    assert torch.equal(*outs)
+    for out in outs:
+        out.square().sum().backward()
+    grads = [cast(SBMHead, layer.sbm).clusters.grad for layer in layers]
+    layer = layers[0]
+    layer.zero_grad()
+    query, key = (lin(x).view(30, 2, 8).transpose(0, 1) for lin in (layer.lin_query, layer.lin_key))
+    choice = layer(x, seed=1, return_choice=True)[1]
+    (0.7 * distillation(query, key, choice.probability, choice.graph, scale=layer.scale)).backward()
+    torch.testing.assert_close(grads[1], cast(Tensor, grads[0]) + cast(Tensor, cast(SBMHead, layer.sbm).clusters.grad))
+    layers[1].eval()
+    layers[1].zero_grad()
+    layers[1](x, seed=1).square().sum().backward()
+    layers[0].zero_grad()
+    layers[0].eval()(x, seed=1).square().sum().backward()
+    torch.testing.assert_close(*(cast(SBMHead, layer.sbm).clusters.grad for layer in layers))  # nothing in evaluation
+
+
+def test_distill_asks_for_degrees() -> None:
+    class Half(EdgeProbability):
+        def on(self, graph: AttentionGraph) -> Tensor:
+            return torch.full((graph.num_edges,), 0.5)
+
+        def expected_density(self) -> Tensor:
+            return torch.full((1, 1), 0.5)
+
+    with pytest.raises(NotImplementedError, match=r"Expected 'probability' to have an `expected_degree` \(got Half"):
+        distillation(draw(1, 1, 4, 2), draw(2, 1, 4, 2), Half(), patterns.full(4))
+    with pytest.raises(ValueError, match=r"Expected 'weight' to be in \[0, inf\) \(got -1"):
+        Distill(-1)
+    assert AttentionConv(4, 4, estimator="distill").estimator.__class__ is Distill
+    assert cast(Any, SBMAttentionConv(4, 4, estimator="distill", probes=3).estimator).probes == 3
+
+
+# ------------------------------------------------------------------ the schedule
+
+
+def test_shares_fall_while_the_loss_is_low_and_go_on_from_a_state() -> None:
+    encoder = SequenceEncoder(9, 8, num_layers=2)
+    schedule = ShareSchedule(encoder, final=0.5, threshold=0.1, rate=0.25, smoothing=0.5)
+    sources: list[SBMSource] = [cast(Any, block).attention.source for block in encoder.blocks]
+    assert [source.share for source in sources] == [1.0, 1.0]
+    assert schedule.step(1.0) == 1.0
+    assert schedule.step(torch.tensor(0.0)) == 1.0  # the running mean is 0.5
+    assert schedule.step(-0.4) == 0.75  # 0.05
+    saved = schedule.state_dict()
+    assert schedule.step(0.0) == 0.5625
+    assert schedule.step(0.0) == schedule.step(0.0) == 0.5
+    assert schedule.step(9.0) == 0.5
+    schedule.load_state_dict(saved)
+    assert [source.share for source in sources] == [0.75, 0.75]
+    assert schedule.step(0.0) == 0.5625
+    with pytest.raises(ValueError, match="Expected 'loss' to be finite"):
+        schedule.step(math.nan)
+    with pytest.raises(ValueError, match="Expected 'model' to have an SBMSource"):
+        ShareSchedule(SequenceEncoder(9, 8, attention="full"), final=0.5, threshold=0.1)
+    with pytest.raises(TypeError, match="Expected 'model' to be a module"):
+        ShareSchedule(cast(Any, None), final=0.5, threshold=0.1)
