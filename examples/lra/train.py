@@ -331,7 +331,7 @@ def run(given: argparse.Namespace) -> None:
     with Signals() as signals, contextlib.ExitStack() as held:
         try:
             fabric = Fabric(**machine(given.accelerator))
-        except MisconfigurationException as error:
+        except (RuntimeError, MisconfigurationException) as error:
             given.fail(
                 f"Expected 'accelerator' to be one that this machine has, for each process (got {given.accelerator!r}: {error}). Leave "
                 "it out for what there is."

@@ -676,6 +676,11 @@ def test_subnormal_numbers_are_zero_during_a_run_and_not_after(
         ("--warmup 9", "Expected 'warmup' to be below 'steps' = 9 (got 9)"),
         ("--accumulate 3", "Expected 'accumulate' to be a divisor of 'batch-size' = 8 (got 3)"),
         ("--attention full --density-weight 1", "Expected 'density-weight' to be 0 for 'full' attention (got 1.0)"),
+        pytest.param(
+            "--accelerator mps",
+            "Expected 'accelerator' to be one that this machine has, for each process (got 'mps'",
+            marks=pytest.mark.skipif(torch.backends.mps.is_available(), reason="this machine has it"),
+        ),
         ("--batch-size 64", "Expected 'batch-size' to be at most the number of examples, 50 (got 64)"),
     ],
 )
