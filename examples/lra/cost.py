@@ -47,11 +47,12 @@ from tqdm.auto import tqdm
 
 from examples.benchmarks.kernels import Rejected
 from examples.benchmarks.kernels import compare as compare_tensors
+from examples.benchmarks.tables import markdown
 from examples.lra.data.batches import Batch, Split
 from examples.lra.data.files import write_text
 from examples.lra.data.tasks import TASKS, Task
 from examples.lra.model import Classifier
-from examples.lra.report import markdown, peak_memory, write_csv, write_json
+from examples.lra.report import peak_memory, write_csv, write_json
 from examples.lra.settings import BASELINES, Plan, Settings, method_words, parse, resolve
 from examples.lra.train import Data, flushed_subnormals, open_run
 

@@ -28,14 +28,6 @@ def grid_positions(side: int, channels: int, base: float = 20.0) -> Tensor:
 
     Wavelengths go geometrically from 4 to almost 4 ``base`` pixels. The mean square is 1, as that of random embeddings.
 
-    Args:
-        side: Of the image, in pixels.
-        channels: A multiple of 4.
-        base: Ratio of the wavelengths.
-
-    Raises:
-        ValueError: If ``channels`` is not a multiple of 4.
-
     Reference: Vaswani et al. 2017, section 3.5, for both axes of an image as in He et al., "Masked Autoencoders Are Scalable Vision
     Learners", CVPR 2022. There they stay as they are; here they are where learning starts.
     """
@@ -54,13 +46,6 @@ def smooth_values(count: int, channels: int) -> Tensor:
     """Embeddings of values on a scale [count, channels], like values alike: sines and cosines of at most one period over the scale.
 
     The mean square is 1, as that of random embeddings.
-
-    Args:
-        count: Of values.
-        channels: A multiple of 2.
-
-    Raises:
-        ValueError: If ``channels`` is odd.
     """
     if channels % 2:
         raise ValueError(f"Expected 'channels' to be even for smooth values (got {channels}). Take random values.")
@@ -70,12 +55,7 @@ def smooth_values(count: int, channels: int) -> Tensor:
 
 
 class Classifier(LightningModule):
-    """The model of a task, its loss, its optimiser, and the record of its loss, accuracy and densities.
-
-    Args:
-        task: What to learn.
-        settings: How.
-    """
+    """The model of a task, its loss, its optimiser, and the record of its loss, accuracy and densities."""
 
     def __init__(self, task: Task, settings: Settings) -> None:
         super().__init__()
@@ -127,11 +107,7 @@ class Classifier(LightningModule):
         return self.model(batch.tokens, batch.ptr, **known, seed=seed, return_trace=True)
 
     def average(self, batch: Batch, graphs: int) -> tuple[Tensor, Any]:
-        """Averages probabilities over sampled graphs.
-
-        Args:
-            batch: Examples.
-            graphs: Number of graphs per example; each is a pass through the model.
+        """Averages probabilities over so many sampled graphs per example, each a pass through the model.
 
         Returns:
             Logarithms of the means [B, classes], for one graph up to a constant of each example, and the trace of the first graphs.

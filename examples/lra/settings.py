@@ -162,30 +162,22 @@ QUICK: dict[str, Any] = {
 }  # fmt: skip
 LONG: dict[str, Any] = {**QUICK, "num_blocks": 32, "initial_density": 0.05, "evaluate": 1_000}
 BYTES: dict[str, Any] = {**LONG, "max_length": 512, "steps": 400, "warmup": 50, "validate_every": 200}
-SHORT: dict[str, Any] = {"linformer_rank": 8, "landmarks": 8, "hash_chunk": 8, "value_kernel": 5, "window": 8}
+SMALL: dict[str, Any] = {"linformer_rank": 8, "landmarks": 8, "hash_chunk": 8, "value_kernel": 5, "window": 8}
+LISTS: dict[str, Any] = {"max_length": 128, "batch_size": 64, "steps": 800, "warmup": 100, "validate_every": 100}
+SNAKES: dict[str, Any] = {"batch_size": 64, "steps": 1500, "warmup": 150, "validate_every": 250, "learning_rate": 3e-3}
 # Of the sample of 900 images, every one is seen nine times: hence the dropout, and few validations, whose 100 images would choose by chance.
-IMAGE: dict[str, Any] = {
-    "dropout": 0.3,
-    "weight_decay": 0.05,
-    "initial_density": 0.02,
-    "positions": "grid",
-    "values": "smooth",
-}
-PRICE: dict[str, Any] = {"density_weight": 0.5, "density_floor": 0.02}
+IMAGE: dict[str, Any] = {"dropout": 0.3, "weight_decay": 0.05, "positions": "grid", "values": "smooth"}
+PRICE: dict[str, Any] = {"initial_density": 0.02, "density_weight": 0.5, "density_floor": 0.02}
 # Values up to 8 are halos around the strokes, more pixels than the strokes themselves. Beside the discs they hide what is learnt first.
 PATHFINDER: dict[str, Any] = {"level": "curv_baseline", "positions": "grid", "mask_dark": 8, "initial_density": 0.25}
 LAPTOP = {
     task: dataclasses.replace(TABLE_7[task], **changes)
     for task, changes in {
-        "listops": QUICK
-        | SHORT
-        | {"max_length": 128, "batch_size": 64, "steps": 800, "warmup": 100, "validate_every": 100},
+        "listops": QUICK | SMALL | LISTS,
         "text": BYTES | {"batch_size": 16},
         "retrieval": BYTES | {"batch_size": 8},
         "image": LONG | IMAGE | PRICE | {"batch_size": 16, "steps": 500, "warmup": 60, "validate_every": 250},
-        "pathfinder": LONG
-        | PATHFINDER
-        | {"batch_size": 64, "learning_rate": 3e-3, "steps": 1500, "warmup": 150, "validate_every": 250},
+        "pathfinder": LONG | SNAKES | PATHFINDER,
     }.items()
 }
 

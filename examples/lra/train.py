@@ -38,6 +38,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import DDPStrategy
+from scipy.stats import binomtest
 from torch.utils.data import DataLoader
 
 from examples.lra import report
@@ -147,15 +148,7 @@ def of_first(fabric: Fabric, action: Callable[[], T]) -> T:
 def train(folder: Path, plan: Plan, data: Data, accelerator: str, signals: Signals) -> dict[str, Any]:
     """Trains, or goes on from the last checkpoint of the folder; tests the best one; writes results and plots.
 
-    Args:
-        folder: Of the run.
-        plan: Of the run.
-        data: Of this process.
-        accelerator: As Lightning names it.
-        signals: Which may ask to stop.
-
-    Returns:
-        The results, as in ``results.json``; nothing in processes other than the first.
+    Returns the results, as in ``results.json``, in the first process, and nothing in others.
 
     Raises:
         RunError: If a checkpoint cannot be read or written, or if loss or weights are no longer finite.
@@ -209,7 +202,7 @@ def train(folder: Path, plan: Plan, data: Data, accelerator: str, signals: Signa
     results: dict[str, Any] = {
         "test": {
             "accuracy": module.tested["accuracy"],
-            "interval_95": report.wilson_interval(module.correct, module.examples),
+            "interval_95": binomtest(module.correct, module.examples).proportion_ci(method="wilson"),
             "loss": module.tested["loss"],
             "examples": module.examples,
             "majority": splits["test"].majority(data.evaluated("test")),
@@ -333,7 +326,7 @@ def run(given: argparse.Namespace) -> None:
             fabric = Fabric(**machine(given.accelerator))
         except (RuntimeError, MisconfigurationException) as error:
             given.fail(
-                f"Expected 'accelerator' to be one that this machine has, for each process (got {given.accelerator!r}: {error}). Leave "
+                f"Expected 'accelerator' to be one that this machine has, for each process (got {given.accelerator!r}: {str(error).rstrip('.')}). Leave "
                 "it out for what there is."
             )
         fabric.launch()  # lets the processes meet

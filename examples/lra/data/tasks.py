@@ -188,12 +188,8 @@ def data_folder(plan: Plan) -> Path:
     return start / "data" / (f"{task.name}-{plan.preset}" + ("" if own else f"-{plan.settings.level}"))
 
 
-def open_data(plan: Plan, *, progress: bool = True) -> tuple[dict[str, Split], str]:
+def open_data(plan: Plan) -> tuple[dict[str, Split], str]:
     """Finds the data of a run, generates them if none were given, and maps them, prepared now if they were not before.
-
-    Args:
-        plan: Of the run; the level of generated data is that of its settings.
-        progress: Whether to show progress bars.
 
     Returns:
         The splits "train", "val" and "test", and their fingerprint.
@@ -206,16 +202,9 @@ def open_data(plan: Plan, *, progress: bool = True) -> tuple[dict[str, Split], s
     if plan.data is None and task.generate is not None:
         law: Any = task.presets[plan.preset].data
         law = dataclasses.replace(law, level=settings.level) if hasattr(law, "level") else law
-        task.generate(root, law, progress=progress)
-    splits = load(
-        task,
-        root,
-        max_length=settings.max_length,
-        options=options,
-        prepared=plan.place("prepared"),
-        masked=task.masked(settings),
-        progress=progress,
-    )
+        task.generate(root, law)
+    known: dict[str, Any] = {"options": options, "prepared": plan.place("prepared"), "masked": task.masked(settings)}
+    splits = load(task, root, max_length=settings.max_length, **known)
     fingerprint = splits_digest(splits)
     if plan.fingerprint and plan.fingerprint != fingerprint:
         raise ValueError(
@@ -250,7 +239,7 @@ def _describe(given: argparse.Namespace) -> None:
     options = task.complete({name: words.get(name, getattr(preset.settings, name)) for name in task.options})
     chosen: Any = options
     settings = dataclasses.replace(preset.settings, **chosen)
-    folder, written = prepare(task, given.data, options=options, prepared=given.prepared, progress=True)
+    folder, written = prepare(task, given.data, options=options, prepared=given.prepared)
     print(f"{folder}: {told[written]}")
     splits = load(task, given.data, max_length=settings.max_length, options=options, prepared=given.prepared)
     for name, sentence in task.pipeline(settings, splits).items():
