@@ -45,8 +45,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 from tqdm.auto import tqdm
 
-from examples.benchmarks.kernels import Rejected
-from examples.benchmarks.kernels import compare as compare_tensors
+from examples.benchmarks import kernels
 from examples.benchmarks.tables import markdown
 from examples.lra.data.batches import Batch, Split
 from examples.lra.data.files import write_text
@@ -109,7 +108,7 @@ def gate(module: Classifier) -> None:
             scores = scores.masked_fill(~choice.graph.to_dense(number), -torch.inf)
         weights = scores.softmax(-1).nan_to_num()  # nothing where a query has no edge
         true.append((weights @ value).transpose(0, 1).flatten(1))
-    compare_tensors({f"attention {settings.attention!r}": (found, torch.cat(true))})
+    kernels.compare({f"attention {settings.attention!r}": (found, torch.cat(true))})
 
 
 def clock(device: torch.device) -> float:
@@ -355,7 +354,7 @@ def run(given: argparse.Namespace) -> None:
         text = _compare(given) if given.runs else _measure(given)
     except ValueError as error:
         given.fail(str(error))
-    except Rejected as error:
+    except kernels.Rejected as error:
         raise SystemExit(f"Not measured: {error}.") from None
     print(text)
 
@@ -387,7 +386,7 @@ def _measure(given: argparse.Namespace) -> str:
                 try:
                     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
                         write_json(path, pool.submit(measure, TASKS[task], method, *fixed).result())
-                except Rejected as error:
+                except kernels.Rejected as error:
                     rejected.append(f"{task}, {method}: {error}")
                     continue
             rows.append(json.loads(path.read_text()))
@@ -395,5 +394,5 @@ def _measure(given: argparse.Namespace) -> str:
             write_text(given.output / "cost.md", report(rows))
     if rejected:
         print(report(rows) if rows else "")
-        raise Rejected("; ".join(rejected))
+        raise kernels.Rejected("; ".join(rejected))
     return report(rows)

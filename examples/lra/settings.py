@@ -120,17 +120,11 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True)
 class Preset:
-    """Settings of a training run, the law of the data that it generates if it is given none, and CPU threads.
-
-    Args:
-        settings: Of the run.
-        data: Parameters of the task's generator; None for a task without one.
-        threads: CPU threads; None lets torch decide.
-    """
+    """Settings of a training run, and what else depends on the preset."""
 
     settings: Settings
-    data: Any = None
-    threads: int | None = None
+    data: Any = None  # parameters of the task's generator; None for a task without one
+    threads: int | None = None  # of the CPU; None lets torch decide
 
 
 # Table 7 of the paper (Cho et al., 2022), LRA columns; "epochs" there are optimiser steps. Warm-up, weight decay, clipping,
@@ -198,24 +192,16 @@ PRESETS: Mapping[str, Mapping[str, Preset]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A run as its ``settings.json`` has it.
-
-    Args:
-        task, preset, settings: What is learned, and how.
-        directory: Where the run was started, from which relative places start.
-        data, prepared: Folders as they were given, or None.
-        minutes: The budget that the steps were planned from, or None.
-        fingerprint: Of the data; empty before they are read.
-    """
+    """A run as its ``settings.json`` has it."""
 
     task: str
     preset: str
     settings: Settings
-    directory: str
-    data: str | None = None
+    directory: str  # where the run was started, from which relative places start
+    data: str | None = None  # as it was given
     prepared: str | None = None
-    minutes: float | None = None
-    fingerprint: str = ""
+    minutes: float | None = None  # the budget that the steps were planned from
+    fingerprint: str = ""  # of the data; empty before they are read
 
     def place(self, name: str) -> Path | None:
         """Returns the folder "data" or "prepared", or None."""

@@ -27,10 +27,10 @@ import platform
 import shlex
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
-import lightning
 import numpy as np
 import torch
 from lightning import Fabric
@@ -219,8 +219,7 @@ def train(folder: Path, plan: Plan, data: Data, accelerator: str, signals: Signa
         **report.peak_memory(),
         "parameters": sum(parameter.numel() for parameter in module.parameters()),
         "device": str(trainer.strategy.root_device),
-        "versions": {name: package.__version__ for name, package in (("torch", torch), ("lightning", lightning))}
-        | {"python": platform.python_version()},
+        "versions": {name: version(name) for name in ("torch", "lightning")} | {"python": platform.python_version()},
     }
     report.plot_curves(folder / "curves.png", rows["train"], rows["val"], splits["val"].majority(data.evaluated("val")))
     plots.plot_training_density(rows["train"]).savefig(folder / "density.png", dpi=150)

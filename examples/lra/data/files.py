@@ -80,19 +80,12 @@ def checksum(path: Path) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Release:
-    """A data set as its authors lay it out.
+    """A data set as its authors lay it out."""
 
-    Args:
-        name: For messages.
-        folders: What its folder may be called.
-        parts: Files and folders that have to be in it.
-        source: A sentence on where the data come from.
-    """
-
-    name: str
-    folders: tuple[str, ...]
-    parts: tuple[str, ...]
-    source: str
+    name: str  # for messages
+    folders: tuple[str, ...]  # what its folder may be called
+    parts: tuple[str, ...]  # files and folders that have to be in it
+    source: str  # a sentence on where the data come from
 
     @property
     def tree(self) -> str:

@@ -108,18 +108,10 @@ def load(
     prepared: Path | None = None,
     masked: int | None = None,
 ) -> dict[str, Split]:
-    """Maps all splits of a task, prepared now if they were not before, after a check of every byte.
+    """Maps the splits "train", "val" and "test" of a task, prepared now if they were not before, after a check of every byte.
 
-    Args:
-        task, root, options, prepared: As for :func:`prepare`.
-        max_length: Longest sequence; longer ones are cut.
-        masked: Leave out tokens up to this number, the others in their places; see ``Task.masked``. None leaves out nothing.
-
-    Returns:
-        The splits "train", "val" and "test".
-
-    Raises:
-        ValueError: If files are missing, malformed or damaged.
+    ``max_length`` and ``masked`` are those of :class:`Split`, all else is as for :func:`prepare`. A ``ValueError`` names files that are
+    missing, malformed or damaged.
     """
     folder, _ = prepare(task, root, options=options, prepared=prepared)
     splits = {}
