@@ -184,7 +184,7 @@ class Checkpoints(Checkpoint):
         trainer.check_val_every_n_epoch = 1 if self.validates(self.settings, end) else NEVER
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if (batch_idx + 1) % self.settings.accumulate == 0 and self.signals.number:
+        if (batch_idx + 1) % self.settings.accumulate == 0 and self.asked(trainer):
             trainer.should_stop = True  # ends the epoch here
             if not self.validates(self.settings, trainer.global_step):
                 trainer.check_val_every_n_epoch = NEVER
@@ -197,14 +197,24 @@ class Checkpoints(Checkpoint):
                 self.best = {"accuracy": accuracy, "step": step}
                 trainer.save_checkpoint(self.folder / BEST)
         trainer.save_checkpoint(self.folder / LAST)
-        for phase, rows in pl_module.rows.items():
-            report.write_csv(self.folder / f"{phase}.csv", rows)
+        if trainer.is_global_zero:
+            for phase, rows in pl_module.rows.items():
+                report.write_csv(self.folder / f"{phase}.csv", rows)
         if step == self.settings.steps:
             trainer.should_stop = True
         give_memory_back()
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
         self.signals.patient = False
+
+    def asked(self, trainer: Trainer) -> bool:
+        """Says whether any process was asked to stop; all of them ask together."""
+        if trainer.world_size == 1:
+            return self.signals.number > 0
+        number = torch.tensor(self.signals.number, device=trainer.strategy.root_device)
+        highest = int(trainer.strategy.reduce(number, reduce_op="max"))
+        self.signals.number = self.signals.number or highest
+        return highest > 0
 
 
 def give_memory_back() -> None:

@@ -16,14 +16,19 @@ first step, and ``sbm`` has the density that it starts with. Each is measured in
 * **Time** is the median of some repeats. *Forward* is inference without gradients, *step* is what the trainer does.
 
 **Runs** are timed side by side with their trained weights: each training batch goes through all models in turn, the order changing from
-batch to batch, and ratios are those of the same batch. That methods compute what they should is for the tests to show.
+batch to batch, and ratios are those of the same batch.
+
+Whatever is measured has passed a **gate** before: the attention of its first layer is that of plain torch over the same graph, and
+what a baseline gives to a sequence alone is what it gives in a batch. What fails is named, not measured, and the program ends with 1.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
+import math
 import multiprocessing
 import statistics
 import time
@@ -40,12 +45,14 @@ from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 from tqdm.auto import tqdm
 
+from examples.benchmarks import kernels
+from examples.benchmarks.tables import markdown
 from examples.lra.data.batches import Batch, Split
 from examples.lra.data.files import write_text
 from examples.lra.data.tasks import TASKS, Task
 from examples.lra.model import Classifier
-from examples.lra.report import markdown, peak_memory, write_csv, write_json
-from examples.lra.settings import Plan, Settings, method_words, parse, resolve
+from examples.lra.report import peak_memory, write_csv, write_json
+from examples.lra.settings import BASELINES, Plan, Settings, method_words, parse, resolve
 from examples.lra.train import Data, flushed_subnormals, open_run
 
 SHORT = 64  # tokens
@@ -70,6 +77,38 @@ def random_batch(task: Task, lengths: Sequence[int], device: torch.device) -> Ba
     examples = torch.arange(len(lengths), device=device)
     pair = task.arity == 2
     return Batch(tuple(sides) if pair else sides[0], (ptr, ptr) if pair else ptr, labels, examples)
+
+
+@torch.no_grad()
+def gate(module: Classifier) -> None:
+    """Compares the attention of the first layer with what it must equal, for each sequence of a small batch.
+
+    That is softmax over the dense mask of its graph; for a baseline, whose method is a package's, itself with the sequence alone.
+
+    Raises:
+        Rejected: If it is something else.
+    """
+    attention: Any = module.eval().model.encoder.blocks[0].attention
+    settings, device = module.settings, module.device
+    places = [0, SHORT, SHORT + 17, SHORT + 57]
+    x = torch.randn(places[-1], settings.channels, generator=torch.Generator().manual_seed(0)).to(device)
+    found, choice = attention(x, ptr=torch.tensor(places, device=device), seed=1, return_choice=True)
+    true = []
+    for number, (start, end) in enumerate(itertools.pairwise(places)):
+        alone = x[start:end]
+        if settings.attention in BASELINES:
+            true.append(attention(alone, ptr=torch.tensor([0, end - start], device=device), seed=1))
+            continue
+        linear = (attention.lin_query, attention.lin_key, attention.lin_value)
+        query, key, value = (
+            lin(alone).unflatten(1, (settings.heads, -1)).transpose(0, 1) for lin in linear
+        )  # [H, L, C]
+        scores = query @ key.mT / math.sqrt(settings.head_channels)
+        if choice is not None:
+            scores = scores.masked_fill(~choice.graph.to_dense(number), -torch.inf)
+        weights = scores.softmax(-1).nan_to_num()  # nothing where a query has no edge
+        true.append((weights @ value).transpose(0, 1).flatten(1))
+    kernels.compare({f"attention {settings.attention!r}": (found, torch.cat(true))})
 
 
 def clock(device: torch.device) -> float:
@@ -183,6 +222,9 @@ def measure(
 
     Returns:
         A row: what was measured, in FLOPs, bytes and seconds, and the density of the graphs (None without graphs).
+
+    Raises:
+        Rejected: If the method fails the gate.
     """
     torch.set_num_threads(threads)
     torch.manual_seed(0)
@@ -191,6 +233,7 @@ def measure(
     settings = dataclasses.replace(settings, max_length=max(length, SHORT))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     module = Classifier(task, settings).to(device)
+    gate(module)
     step = partial(timed_step, module, torch.optim.AdamW(module.parameters(), lr=1e-4))
     short, batch = random_batch(task, [SHORT], device), random_batch(task, [length] * batch_size, device)
     row: dict[str, Any] = {"task": task.name, "method": method, "preset": preset, "length": length, "batch": batch_size}
@@ -263,6 +306,7 @@ def compare(folders: Sequence[Path], data: Path | None, steps: int) -> list[dict
 
     Raises:
         ValueError: If a run cannot be read or takes other examples than the first.
+        Rejected: If a model fails the gate.
     """
     runs = [open_run(folder, data=data) for folder in folders]
     plan, _, splits = runs[0]
@@ -273,6 +317,7 @@ def compare(folders: Sequence[Path], data: Path | None, steps: int) -> list[dict
             raise ValueError(
                 f"Expected 'runs' that take examples in one form (got {folder}, which differs from the first). Compare them apart."
             )
+        gate(module)
         steppers.append(partial(timed_step, module, torch.optim.AdamW(module.parameters(), lr=0.0)))
     epoch = Data(splits, plan.settings).buckets.epoch(0)
     rows: list[dict[str, Any]] = []
@@ -309,6 +354,8 @@ def run(given: argparse.Namespace) -> None:
         text = _compare(given) if given.runs else _measure(given)
     except ValueError as error:
         given.fail(str(error))
+    except kernels.Rejected as error:
+        raise SystemExit(f"Not measured: {error}.") from None
     print(text)
 
 
@@ -328,7 +375,7 @@ def _measure(given: argparse.Namespace) -> str:
     pairs = [(task, method) for task in given.tasks for method in given.methods]
     for task, method in pairs:
         settings_of(task, method, given.preset)  # all mistakes before the first measurement
-    rows: list[dict[str, Any]] = []
+    rows, rejected = list[dict[str, Any]](), list[str]()
     fixed = [getattr(given, name) for name in ("preset", "length", "batch", "repeats", "threads")]
     (given.output / "rows").mkdir(parents=True, exist_ok=True)
     with tqdm(pairs, desc="Cost", unit="row") as bar:
@@ -336,9 +383,16 @@ def _measure(given: argparse.Namespace) -> str:
             bar.set_description(f"{task}, {method}")
             path = given.output / "rows" / f"{'-'.join(map(str, (task, method, *fixed)))}.json"
             if not path.exists():  # in a process of its own, whose memory nothing else has used
-                with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-                    write_json(path, pool.submit(measure, TASKS[task], method, *fixed).result())
+                try:
+                    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+                        write_json(path, pool.submit(measure, TASKS[task], method, *fixed).result())
+                except kernels.Rejected as error:
+                    rejected.append(f"{task}, {method}: {error}")
+                    continue
             rows.append(json.loads(path.read_text()))
             write_csv(given.output / "cost.csv", rows)
             write_text(given.output / "cost.md", report(rows))
+    if rejected:
+        print(report(rows) if rows else "")
+        raise kernels.Rejected("; ".join(rejected))
     return report(rows)

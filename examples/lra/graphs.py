@@ -44,23 +44,14 @@ figure { margin: 1.5em 0 } img { max-width: 100% } pre { background: #f6f6f6; pa
 
 @dataclasses.dataclass(frozen=True)
 class Evaluated:
-    """What a run's model does with some examples.
+    """What a run's model does with some examples."""
 
-    Args:
-        examples: Their numbers in the split, ``[n]``.
-        lengths: Tokens of each, ``[n]``.
-        labels: Their classes, ``[n]``.
-        guesses: What the model says, ``[n]``.
-        loss: Mean cross-entropy.
-        density: Of each layer, example and head, ``[L, n, H]``; for pairs the mean of both sequences.
-    """
-
-    examples: np.ndarray
-    lengths: np.ndarray
-    labels: np.ndarray
-    guesses: np.ndarray
-    loss: float
-    density: Tensor
+    examples: np.ndarray  # [n], their numbers in the split
+    lengths: np.ndarray  # [n], tokens of each
+    labels: np.ndarray  # [n]
+    guesses: np.ndarray  # [n], what the model says
+    loss: float  # mean cross-entropy
+    density: Tensor  # [L, n, H]; for pairs the mean of both sequences
 
 
 def title(text: str, level: int = 2) -> str:

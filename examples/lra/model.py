@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.nn.functional import cross_entropy
 
 from examples.lra import report
@@ -27,14 +27,6 @@ def grid_positions(side: int, channels: int, base: float = 20.0) -> Tensor:
     """Position embeddings of a square image [side * side, channels], pixels row by row: sines and cosines of row and of column.
 
     Wavelengths go geometrically from 4 to almost 4 ``base`` pixels. The mean square is 1, as that of random embeddings.
-
-    Args:
-        side: Of the image, in pixels.
-        channels: A multiple of 4.
-        base: Ratio of the wavelengths.
-
-    Raises:
-        ValueError: If ``channels`` is not a multiple of 4.
 
     Reference: Vaswani et al. 2017, section 3.5, for both axes of an image as in He et al., "Masked Autoencoders Are Scalable Vision
     Learners", CVPR 2022. There they stay as they are; here they are where learning starts.
@@ -54,13 +46,6 @@ def smooth_values(count: int, channels: int) -> Tensor:
     """Embeddings of values on a scale [count, channels], like values alike: sines and cosines of at most one period over the scale.
 
     The mean square is 1, as that of random embeddings.
-
-    Args:
-        count: Of values.
-        channels: A multiple of 2.
-
-    Raises:
-        ValueError: If ``channels`` is odd.
     """
     if channels % 2:
         raise ValueError(f"Expected 'channels' to be even for smooth values (got {channels}). Take random values.")
@@ -70,12 +55,7 @@ def smooth_values(count: int, channels: int) -> Tensor:
 
 
 class Classifier(LightningModule):
-    """The model of a task, its loss, its optimiser, and the record of its loss, accuracy and densities.
-
-    Args:
-        task: What to learn.
-        settings: How.
-    """
+    """The model of a task, its loss, its optimiser, and the record of its loss, accuracy and densities."""
 
     def __init__(self, task: Task, settings: Settings) -> None:
         super().__init__()
@@ -105,6 +85,7 @@ class Classifier(LightningModule):
         self.rows: dict[str, list[dict[str, float]]] = {"train": [], "val": []}  # the curves
         self.sums: dict[str, Tensor] = {}  # of which the next row is the mean
         self.began = time.perf_counter()
+        self.start_clock()
 
     def configure_optimizers(self) -> Any:
         chosen = self.settings
@@ -126,11 +107,7 @@ class Classifier(LightningModule):
         return self.model(batch.tokens, batch.ptr, **known, seed=seed, return_trace=True)
 
     def average(self, batch: Batch, graphs: int) -> tuple[Tensor, Any]:
-        """Averages probabilities over sampled graphs.
-
-        Args:
-            batch: Examples.
-            graphs: Number of graphs per example; each is a pass through the model.
+        """Averages probabilities over so many sampled graphs per example, each a pass through the model.
 
         Returns:
             Logarithms of the means [B, classes], for one graph up to a constant of each example, and the trace of the first graphs.
@@ -142,8 +119,14 @@ class Classifier(LightningModule):
         return torch.stack([logits, *more]).float().log_softmax(-1).logsumexp(0) - math.log(graphs), trace
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        seed, step, turns = self.settings.seed, self.global_step, self.settings.accumulate
-        torch.manual_seed(random_word(seed, 0, step * turns + batch_idx % turns))  # dropout
+        seed, step, turns, count = (
+            self.settings.seed,
+            self.global_step,
+            self.settings.accumulate,
+            self.trainer.world_size,
+        )
+        part = (step * turns + batch_idx % turns) * count + self.global_rank
+        torch.manual_seed(random_word(seed, 0, part))  # dropout
         logits, trace = self.classify(batch, seed=random_word(seed, 1, step))
         loss = cross_entropy(logits.float(), batch.labels)
         self.add(batch, logits, loss, trace)
@@ -167,7 +150,7 @@ class Classifier(LightningModule):
         """Adds a batch to the sums of which the next row is the mean."""
         density = trace.density.detach().unflatten(0, (self.arity, -1))  # [arity, layers, B, heads]
         new = {
-            "examples": torch.tensor(len(batch.labels)),
+            "examples": torch.tensor(len(batch.labels), device=loss.device),
             "loss": loss.detach().double() * len(batch.labels),
             "correct": (logits.argmax(-1) == batch.labels).sum(),
             "density": density.double().mean((0, 2)) * len(batch.labels),  # [layers, heads]
@@ -175,13 +158,22 @@ class Classifier(LightningModule):
         old = self.sums
         self.sums = {name: value + old[name].to(value.device) if old else value for name, value in new.items()}
 
+    @staticmethod
+    def total(sums: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Returns the sums over all processes of a run, which call this together."""
+        if distributed.is_initialized():
+            sums = {name: value.clone() for name, value in sums.items()}
+            for value in sums.values():
+                distributed.all_reduce(value)
+        return sums
+
     def finish_row(self, phase: str = "") -> dict[str, float]:
         """Turns the sums into a row of means, and starts new sums; the row of a phase goes to its curve and to the loggers.
 
         Raises:
             RunError: If the loss is not finite.
         """
-        sums, self.sums = self.sums, {}
+        sums, self.sums = self.total(self.sums | {"tokens": torch.tensor(self.tokens, device=self.device)}), {}
         self.correct, self.examples = int(sums["correct"]), int(sums["examples"])
         row = {"loss": sums["loss"].item() / self.examples, "accuracy": self.correct / self.examples}
         for layer, heads in enumerate((sums["density"] / self.examples).tolist()):
@@ -189,7 +181,7 @@ class Classifier(LightningModule):
         if not math.isfinite(row["loss"]):
             raise self.diverged(f"{phase} loss".strip())
         if phase == "train":
-            row["tokens_per_second"] = self.tokens / (time.perf_counter() - self.clock)
+            row["tokens_per_second"] = int(sums["tokens"]) / (time.perf_counter() - self.clock)
         if phase:
             self.rows[phase].append({"step": self.global_step, **row})
             for logger in self.loggers:
@@ -219,11 +211,11 @@ class Classifier(LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if not self.finite():  # so that no checkpoint holds what cannot be mended
             raise self.diverged("weights")
-        checkpoint["run"] = {"rows": self.rows, "sums": self.sums, "seconds": self.seconds()}
+        checkpoint["run"] = {"rows": self.rows, "sums": self.total(self.sums), "seconds": self.seconds()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         saved = checkpoint["run"]
-        self.rows, self.sums = saved["rows"], saved["sums"]
+        self.rows, self.sums = saved["rows"], {} if self.global_rank else saved["sums"]
         self.began = time.perf_counter() - saved["seconds"]
 
     def on_train_start(self) -> None:

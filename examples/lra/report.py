@@ -9,10 +9,9 @@ from __future__ import annotations
 import csv
 import io
 import json
-import math
 import sys
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,30 +81,6 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     write_text(path, text.getvalue())
 
 
-def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Writes a Markdown table, the first column to the left and the others to the right.
-
-    >>> print(markdown(["a", "b"], [["x", "1"]]))
-    | a | b |
-    |---|--:|
-    | x | 1 |
-    """
-    lines = ["| " + " | ".join(header) + " |", "|---|" + "--:|" * (len(header) - 1)]
-    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
-
-
-def wilson_interval(correct: int, count: int, z: float = 1.959964) -> tuple[float, float]:
-    """Returns the 95 % score interval of a proportion (Wilson, 1927).
-
-    >>> [round(bound, 4) for bound in wilson_interval(8, 10)]
-    [0.4902, 0.9433]
-    """
-    share, widening = correct / count, z * z / count
-    centre = (share + widening / 2) / (1 + widening)
-    half = z / (1 + widening) * math.sqrt(share * (1 - share) / count + widening / (4 * count))
-    return centre - half, centre + half
-
-
 def peak_memory() -> dict[str, Any]:
     """Returns where memory peaked and at how many bytes: the CUDA device if one was used, else this process."""
     if torch.cuda.is_available() and torch.cuda.max_memory_allocated():
@@ -152,14 +127,7 @@ def results_table(results: Mapping[str, Any]) -> str:
 def plot_curves(
     path: Path, train: Sequence[Mapping[str, float]], val: Sequence[Mapping[str, float]], majority: float
 ) -> None:
-    """Draws loss and accuracy over the steps, training against validation.
-
-    Args:
-        path: Of the picture.
-        train: Rows of ``train.csv``.
-        val: Rows of ``val.csv``.
-        majority: Accuracy of the majority class, drawn as a line.
-    """
+    """Draws loss and accuracy of two curves over the steps, and the accuracy of the majority class as a line."""
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     for axes, name in zip(figure.subplots(1, 2), ("loss", "accuracy"), strict=True):
         for rows, style in (

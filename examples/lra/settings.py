@@ -120,17 +120,11 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True)
 class Preset:
-    """Settings of a training run, the law of the data that it generates if it is given none, and CPU threads.
-
-    Args:
-        settings: Of the run.
-        data: Parameters of the task's generator; None for a task without one.
-        threads: CPU threads; None lets torch decide.
-    """
+    """Settings of a training run, and what else depends on the preset."""
 
     settings: Settings
-    data: Any = None
-    threads: int | None = None
+    data: Any = None  # parameters of the task's generator; None for a task without one
+    threads: int | None = None  # of the CPU; None lets torch decide
 
 
 # Table 7 of the paper (Cho et al., 2022), LRA columns; "epochs" there are optimiser steps. Warm-up, weight decay, clipping,
@@ -162,30 +156,22 @@ QUICK: dict[str, Any] = {
 }  # fmt: skip
 LONG: dict[str, Any] = {**QUICK, "num_blocks": 32, "initial_density": 0.05, "evaluate": 1_000}
 BYTES: dict[str, Any] = {**LONG, "max_length": 512, "steps": 400, "warmup": 50, "validate_every": 200}
-SHORT: dict[str, Any] = {"linformer_rank": 8, "landmarks": 8, "hash_chunk": 8, "value_kernel": 5, "window": 8}
+SMALL: dict[str, Any] = {"linformer_rank": 8, "landmarks": 8, "hash_chunk": 8, "value_kernel": 5, "window": 8}
+LISTS: dict[str, Any] = {"max_length": 128, "batch_size": 64, "steps": 800, "warmup": 100, "validate_every": 100}
+SNAKES: dict[str, Any] = {"batch_size": 64, "steps": 1500, "warmup": 150, "validate_every": 250, "learning_rate": 3e-3}
 # Of the sample of 900 images, every one is seen nine times: hence the dropout, and few validations, whose 100 images would choose by chance.
-IMAGE: dict[str, Any] = {
-    "dropout": 0.3,
-    "weight_decay": 0.05,
-    "initial_density": 0.02,
-    "positions": "grid",
-    "values": "smooth",
-}
-PRICE: dict[str, Any] = {"density_weight": 0.5, "density_floor": 0.02}
+IMAGE: dict[str, Any] = {"dropout": 0.3, "weight_decay": 0.05, "positions": "grid", "values": "smooth"}
+PRICE: dict[str, Any] = {"initial_density": 0.02, "density_weight": 0.5, "density_floor": 0.02}
 # Values up to 8 are halos around the strokes, more pixels than the strokes themselves. Beside the discs they hide what is learnt first.
 PATHFINDER: dict[str, Any] = {"level": "curv_baseline", "positions": "grid", "mask_dark": 8, "initial_density": 0.25}
 LAPTOP = {
     task: dataclasses.replace(TABLE_7[task], **changes)
     for task, changes in {
-        "listops": QUICK
-        | SHORT
-        | {"max_length": 128, "batch_size": 64, "steps": 800, "warmup": 100, "validate_every": 100},
+        "listops": QUICK | SMALL | LISTS,
         "text": BYTES | {"batch_size": 16},
         "retrieval": BYTES | {"batch_size": 8},
         "image": LONG | IMAGE | PRICE | {"batch_size": 16, "steps": 500, "warmup": 60, "validate_every": 250},
-        "pathfinder": LONG
-        | PATHFINDER
-        | {"batch_size": 64, "learning_rate": 3e-3, "steps": 1500, "warmup": 150, "validate_every": 250},
+        "pathfinder": LONG | SNAKES | PATHFINDER,
     }.items()
 }
 
@@ -206,24 +192,16 @@ PRESETS: Mapping[str, Mapping[str, Preset]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A run as its ``settings.json`` has it.
-
-    Args:
-        task, preset, settings: What is learned, and how.
-        directory: Where the run was started, from which relative places start.
-        data, prepared: Folders as they were given, or None.
-        minutes: The budget that the steps were planned from, or None.
-        fingerprint: Of the data; empty before they are read.
-    """
+    """A run as its ``settings.json`` has it."""
 
     task: str
     preset: str
     settings: Settings
-    directory: str
-    data: str | None = None
+    directory: str  # where the run was started, from which relative places start
+    data: str | None = None  # as it was given
     prepared: str | None = None
-    minutes: float | None = None
-    fingerprint: str = ""
+    minutes: float | None = None  # the budget that the steps were planned from
+    fingerprint: str = ""  # of the data; empty before they are read
 
     def place(self, name: str) -> Path | None:
         """Returns the folder "data" or "prepared", or None."""

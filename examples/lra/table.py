@@ -27,26 +27,19 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 
+from examples.benchmarks.tables import markdown
 from examples.lra.checkpoints import hold
 from examples.lra.data.files import write_text
 from examples.lra.data.tasks import TASKS
-from examples.lra.report import RESULTS, markdown, write_csv
+from examples.lra.report import RESULTS, write_csv
 from examples.lra.settings import METHODS, PRESETS, SETTINGS, Plan, flags, method_words, parse, resolve
 from sbm_pyg import plots
 
 RUNS = "runs"
 DOOR = Path(__file__).resolve().parents[1] / "lra.py"  # of the trainer, which is called from anywhere
 SPARSE = ("sbm", "window", "bigbird")  # attention over a graph, which has a density
-OWN = (
-    "task",
-    "preset",
-    "attention",
-    "seed",
-    "output",
-    "data",
-    "export",
-    "resume",
-)  # arguments that each run gets from here
+# Arguments that each run gets from here.
+OWN = ("task", "preset", "attention", "seed", "output", "data", "export", "resume")
 Row = dict[str, Any]
 
 # Cho et al., 2022, Table 8: accuracies in per cent and their deviations, in the order of TASKS. The methods are named as ours;
@@ -105,7 +98,7 @@ def agree(plans: Mapping[str, Plan]) -> None:
             known = {"preset": one.preset, "minutes": one.minutes, **dataclasses.asdict(one.settings)}
             known["data"] = one.fingerprint if plan.fingerprint and plans[other].fingerprint else ""
             kinds.append(known)
-        for setting in [name for name in kinds[0] if name not in free]:  # in their order, not a set's
+        for setting in [name for name in kinds[0] if name not in free]:  # in the same order every time
             old, new = (kind[setting] for kind in kinds)
             if old != new:
                 raise ValueError(

@@ -7,10 +7,11 @@ checkpoints, results and plots. Not here: the command line and settings (``setti
     python examples/lra.py --task listops --preset laptop
     python -m examples.lra train --task listops --preset paper --data lra_release --precision bf16-mixed --accumulate 4
     python -m examples.lra train --output runs/listops-laptop-1 --resume
+    torchrun --nproc-per-node 2 -m examples.lra train --output runs/two
 
 Everything random is a function of the seed and of the number of the step, never of what ran before. So a run that was
-killed and resumed ends with the very weights of one that was not (bit for bit on the CPU), accumulating does not change which
-graphs are sampled, and an example is evaluated alike in whatever batch it comes.
+killed and resumed ends with the very weights of one that was not (bit for bit on the CPU), neither accumulating nor several
+processes change which graphs are sampled, and an example is evaluated alike in whatever batch it comes.
 """
 
 from __future__ import annotations
@@ -18,20 +19,26 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import json
 import logging
+import os
 import platform
 import shlex
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import lightning
 import numpy as np
 import torch
+from lightning import Fabric
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.strategies import DDPStrategy
+from scipy.stats import binomtest
 from torch.utils.data import DataLoader
 
 from examples.lra import report
@@ -44,33 +51,43 @@ from examples.lra.settings import BASELINES, SETTINGS, Plan, Settings, resolve
 from sbm_pyg import plots
 from sbm_pyg.ops import threads
 
+T = TypeVar("T")
+
 
 class Data(LightningDataModule):
-    """Batches for the trainer; see ``checkpoints.py`` for what an epoch is here.
+    """Batches for the trainer, of which each process gets its equal part; see ``checkpoints.py`` for what an epoch is here.
 
-    The order of the examples is a function of their lengths and the seed, and not of the parts in which a batch is processed.
+    The order of the examples is a function of their lengths and the seed, and not of processes or of the parts of a batch.
 
     Args:
         splits: Training, validation and test examples.
         settings: Sizes and seed.
+        rank: Number of this process.
+        count: Number of processes.
 
     Raises:
-        ValueError: If there are fewer examples than a batch needs.
+        ValueError: If there are fewer examples than a batch or the processes need.
     """
 
-    def __init__(self, splits: Mapping[str, Split], settings: Settings) -> None:
+    def __init__(self, splits: Mapping[str, Split], settings: Settings, rank: int = 0, count: int = 1) -> None:
         super().__init__()
-        self.splits, self.settings = splits, settings
-        lengths = splits["train"].lengths
+        self.splits, self.settings, self.rank, self.count = splits, settings, rank, count
+        lengths, self.parts = splits["train"].lengths, settings.accumulate * count
         self.buckets = LengthBuckets(lengths, batch_size=settings.batch_size, seed=settings.seed)
+        most = min(len(self.evaluated(split)) for split in ("val", "test"))
+        if settings.batch_size % self.parts or count > most:
+            raise ValueError(
+                f"Expected 'nproc-per-node' to be at most {most}, an example of each split for each process, and times 'accumulate' to divide "
+                f"'batch-size' = {settings.batch_size} (got {count} processes, {self.parts} parts). Take fewer, or other batches."
+            )
         # No more tokens at a time than in training, so what could be trained can be evaluated.
-        self.token_budget = int(lengths.mean() * (settings.batch_size // settings.accumulate))
+        self.token_budget = int(lengths.mean() * (settings.batch_size // self.parts))
 
     def train_dataloader(self) -> DataLoader:
         assert self.trainer is not None
         done = self.trainer.global_step
-        count = Checkpoints.boundary(self.settings, done) - done
-        return self._loader("train", list(self.buckets.stream(done, count, parts=self.settings.accumulate)))
+        parts = self.buckets.stream(done, Checkpoints.boundary(self.settings, done) - done, parts=self.parts)
+        return self._loader("train", list(itertools.islice(parts, self.rank, None, self.count)))
 
     def val_dataloader(self) -> DataLoader:
         return self._loader("val", self.batches("val"))
@@ -85,9 +102,9 @@ class Data(LightningDataModule):
         return np.arange(count) * total // count
 
     def batches(self, split: str) -> list[list[int]]:
-        """The examples that count, in batches of alike lengths."""
+        """The examples that count and are for this process, in batches of alike lengths."""
         chosen, lengths = self.evaluated(split), self.splits[split].lengths
-        order = chosen[np.argsort(lengths[chosen], kind="stable")]
+        order = chosen[np.argsort(lengths[chosen], kind="stable")][self.rank :: self.count]
         return [order[batch].tolist() for batch in by_length(lengths[order], self.token_budget)]
 
     def _loader(self, split: str, batches: list[list[int]]) -> DataLoader:
@@ -108,26 +125,38 @@ def flushed_subnormals() -> Iterator[None]:
         threads.on_each(lambda: torch.set_flush_denormal(False))
 
 
-def train(folder: Path, plan: Plan, splits: Mapping[str, Split], accelerator: str, signals: Signals) -> dict[str, Any]:
+def machine(accelerator: str) -> dict[str, Any]:
+    """What Lightning has to know of the processes that torchrun has started, or of this one alone."""
+    devices, nodes = (int(os.environ.get(name, "1")) for name in ("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"))
+    return {"accelerator": accelerator, "devices": devices, "num_nodes": nodes}
+
+
+def of_first(fabric: Fabric, action: Callable[[], T]) -> T:
+    """Returns in all processes what an action returns in the first, and raises in all a ``ValueError`` that it raises there."""
+    answer: Any = None
+    if fabric.is_global_zero:
+        try:
+            answer = action()
+        except ValueError as error:
+            answer = error
+    answer = fabric.broadcast(answer)
+    if isinstance(answer, ValueError):
+        raise answer
+    return answer
+
+
+def train(folder: Path, plan: Plan, data: Data, accelerator: str, signals: Signals) -> dict[str, Any]:
     """Trains, or goes on from the last checkpoint of the folder; tests the best one; writes results and plots.
 
-    Args:
-        folder: Of the run.
-        plan: Of the run.
-        splits: The data.
-        accelerator: As Lightning names it.
-        signals: Which may ask to stop.
-
-    Returns:
-        The results, as in ``results.json``.
+    Returns the results, as in ``results.json``, in the first process, and nothing in others.
 
     Raises:
         RunError: If a checkpoint cannot be read or written, or if loss or weights are no longer finite.
         SystemExit: If the run was asked to stop.
     """
-    settings, task = plan.settings, TASKS[plan.task]
+    settings, task, splits = plan.settings, TASKS[plan.task], data.splits
     torch.manual_seed(random_word(settings.seed, 2))
-    module, data, keeper = Classifier(task, settings), Data(splits, settings), Checkpoints(folder, settings, signals)
+    module, keeper = Classifier(task, settings), Checkpoints(folder, settings, signals)
     start = folder / LAST if (folder / LAST).exists() else None
     state: dict[str, Any] = read_checkpoint(start) if start else {"global_step": -1}
     first = state["global_step"] + 1 if start else None  # step of what is logged anew
@@ -136,11 +165,15 @@ def train(folder: Path, plan: Plan, splits: Mapping[str, Split], accelerator: st
         accumulate_grad_batches=settings.accumulate,
         gradient_clip_val=settings.clip_norm or None,
         precision=settings.precision,  # type: ignore[arg-type]
-        accelerator=accelerator,
-        devices=1,
+        **machine(accelerator),
+        # Buffers are alike, and evaluation has other numbers of batches; without an estimator the block model gets no gradient.
+        strategy=DDPStrategy(broadcast_buffers=False, find_unused_parameters=settings.estimator == "none")
+        if data.count > 1
+        else "auto",
+        use_distributed_sampler=False,
         plugins=[SafeIO()],
         logger=TensorBoardLogger(folder, name=None, version="tensorboard", purge_step=first),
-        callbacks=[keeper, report.Progress()],
+        callbacks=[keeper, *([] if data.rank else [report.Progress()])],
         reload_dataloaders_every_n_epochs=1,
         num_sanity_val_steps=0,
         log_every_n_steps=1,
@@ -159,15 +192,17 @@ def train(folder: Path, plan: Plan, splits: Mapping[str, Split], accelerator: st
             if isinstance(error, RunError) or ("to be finite" not in str(error) and module.finite()):
                 raise
             raise module.diverged("activations") from error  # the sampler has met them before a loss was looked at
-    if signals.number:
+    if keeper.asked(trainer):
         raise SystemExit(128 + signals.number)
     module.load_state_dict(read_checkpoint(folder / BEST)["state_dict"])
     trainer.test(module, data, verbose=False)
+    if data.rank:
+        return {}
     rows, sizes = module.rows, (settings.layers, settings.heads)
     results: dict[str, Any] = {
         "test": {
             "accuracy": module.tested["accuracy"],
-            "interval_95": report.wilson_interval(module.correct, module.examples),
+            "interval_95": binomtest(module.correct, module.examples).proportion_ci(method="wilson"),
             "loss": module.tested["loss"],
             "examples": module.examples,
             "majority": splits["test"].majority(data.evaluated("test")),
@@ -184,8 +219,7 @@ def train(folder: Path, plan: Plan, splits: Mapping[str, Split], accelerator: st
         **report.peak_memory(),
         "parameters": sum(parameter.numel() for parameter in module.parameters()),
         "device": str(trainer.strategy.root_device),
-        "versions": {name: package.__version__ for name, package in (("torch", torch), ("lightning", lightning))}
-        | {"python": platform.python_version()},
+        "versions": {name: version(name) for name in ("torch", "lightning")} | {"python": platform.python_version()},
     }
     report.plot_curves(folder / "curves.png", rows["train"], rows["val"], splits["val"].majority(data.evaluated("val")))
     plots.plot_training_density(rows["train"]).savefig(folder / "density.png", dpi=150)
@@ -241,15 +275,22 @@ def export_model(folder: Path, plan: Plan, results: Mapping[str, Any], export: P
     model.save_pretrained(export, task=told, metric=metric, density=results["density"]["tested"])
 
 
-def prepare(given: argparse.Namespace) -> tuple[Path, Plan, dict[str, Split]]:
-    """Settles folder, plan and data of a run, and refuses what cannot be trained before anything of the run is written.
+def read(given: argparse.Namespace, plan: Plan) -> tuple[dict[str, Split], str]:
+    """Opens the data of a run, with as many threads as this process has from now on."""
+    number = vars(given).get("threads", TASKS[plan.task].presets[plan.preset].threads)
+    if number is not None:
+        torch.set_num_threads(number)
+    return open_data(plan)
+
+
+def prepare(given: argparse.Namespace, count: int = 1) -> tuple[Path, Plan, dict[str, Split]]:
+    """Settles folder, plan and data of a run in so many processes, and refuses what cannot be trained before anything is written.
 
     Raises:
         ValueError: If anything of the command line, the model, this machine or the data does not fit.
     """
-    options = vars(given)
     folder, plan = resolve(given)
-    export = options.get("export")
+    export = vars(given).get("export")
     if export is not None and plan.settings.attention in BASELINES:
         raise ValueError(
             f"Expected no 'export' with {plan.settings.attention!r} attention (got {export}). Baselines are of the examples alone; copy "
@@ -257,20 +298,14 @@ def prepare(given: argparse.Namespace) -> tuple[Path, Plan, dict[str, Split]]:
         )
     if export is not None and export.is_dir() and any(export.iterdir()):
         raise ValueError(f"Expected 'export' to be a new or empty folder (got {export}). Choose another one.")
-    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    if not there.get(given.accelerator, True):
-        raise ValueError(
-            f"Expected 'accelerator' to be one that this machine has (got {given.accelerator!r}). Leave it out for what there is."
-        )
+    if plan.minutes is not None and count > 1:
+        raise ValueError(f"Expected one process with 'minutes' (got {count}). Their steps are not timed: give --steps.")
     try:
         Classifier(TASKS[plan.task], plan.settings)
     except ImportError as error:  # of the package of a baseline
         raise ValueError(str(error)) from None
-    splits, fingerprint = open_data(plan)
-    number = options.get("threads", TASKS[plan.task].presets[plan.preset].threads)
-    if number is not None:
-        torch.set_num_threads(number)
-    Data(splits, plan.settings)
+    splits, fingerprint = read(given, plan)
+    Data(splits, plan.settings, count=count)
     if plan.minutes is not None and not plan.fingerprint:  # a new run
         from examples.lra import cost  # which knows how long a step takes
 
@@ -279,37 +314,62 @@ def prepare(given: argparse.Namespace) -> tuple[Path, Plan, dict[str, Split]]:
 
 
 def run(given: argparse.Namespace) -> None:
-    """Trains as the command line says."""
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    for words in (".*does not have many workers.*", ".*LeafSpec.*is deprecated.*"):  # Lightning's own affairs
-        warnings.filterwarnings("ignore", message=words)
+    """Trains as the command line says, in each of the processes of a run."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    for words in ("does not have many workers", "LeafSpec.*is deprecated", "broadcast_buffers.*is deprecated"):
+        warnings.filterwarnings("ignore", message=f".*{words}")  # Lightning's own affairs
     export = vars(given).get("export")
     with Signals() as signals, contextlib.ExitStack() as held:
         try:
-            folder, plan, splits = prepare(given)
+            fabric = Fabric(**machine(given.accelerator))
+        except (RuntimeError, MisconfigurationException) as error:
+            given.fail(
+                f"Expected 'accelerator' to be one that this machine has, for each process (got {given.accelerator!r}: {str(error).rstrip('.')}). Leave "
+                "it out for what there is."
+            )
+        fabric.launch()  # lets the processes meet
+        rank, count, ready = fabric.global_rank, fabric.world_size, list[dict[str, Split]]()
+
+        def begin() -> tuple[Path, Plan]:
+            folder, plan, splits = prepare(given, count)
+            ready.append(splits)
             folder.mkdir(parents=True, exist_ok=True)
             held.enter_context(hold(folder))
+            if not (folder / SETTINGS).exists():
+                plan.write(folder / SETTINGS)
+            return folder, plan
+
+        try:
+            folder, plan = of_first(fabric, begin)
         except ValueError as error:
+            if rank:
+                raise SystemExit(2) from None
             given.fail(str(error))
-        if not (folder / SETTINGS).exists():
-            plan.write(folder / SETTINGS)
+        splits = ready[0] if ready else read(given, plan)[0]
         for name, split in splits.items():
             if split.truncated:
                 cut = f"cut {split.truncated:,} of {len(split):,} sequences"
-                print(f"{name}: {cut} to {plan.settings.max_length} tokens")
+                fabric.print(f"{name}: {cut} to {plan.settings.max_length} tokens")
         about = f"{plan.task}, {plan.preset} preset, {plan.settings.attention} attention"
-        print(f"{about}, {len(splits['train']):,} examples -> {folder}")
+        fabric.print(f"{about}, {len(splits['train']):,} examples -> {folder}")
         try:
             if (folder / RESULTS).exists():
                 results = json.loads((folder / RESULTS).read_text())
             else:
                 with flushed_subnormals():
-                    results = train(folder, plan, splits, given.accelerator, signals)
+                    results = train(folder, plan, Data(splits, plan.settings, rank, count), given.accelerator, signals)
         except RunError as error:
             raise SystemExit(f"\n{error}") from None
         except SystemExit:
-            print(f"\nStopped. Go on with: python -m examples.lra train --output {shlex.quote(str(folder))} --resume")
+            program = "python" if count == 1 else f"torchrun --nproc-per-node {count}"
+            resume = f"{program} -m examples.lra train --output {shlex.quote(str(folder))} --resume"
+            fabric.print(
+                f"\nStopped. Go on with: {resume}", flush=True
+            )  # torchrun may end a process that was not the first
             raise
+    if rank:
+        return
     print(f"\n{report.results_table(results)}\n\nSettings, curves, checkpoints, results and plots are in {folder}")
     if export is not None:
         export_model(folder, plan, results, export)

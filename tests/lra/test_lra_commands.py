@@ -100,7 +100,10 @@ HOSTILE: list[tuple[str, str]] = [
     ("train --output missing --resume", "Expected 'output' to be the folder of a run to resume"),
     ("train --export full", "Expected 'export' to be a new or empty folder"),
     ("train --minutes nan", "Expected 'minutes' to be positive and finite, without 'steps' (got nan)"),
-    ("train --accelerator mps", "Expected 'accelerator' to be one that this machine has (got 'mps')"),
+    (
+        "train --accelerator mps",
+        "Expected 'accelerator' to be one that this machine has, for each process (got 'mps': ",
+    ),
     ("prepare --generate --data file/x", "to be a place for generated data"),
     ("prepare --generate --data full", "to be the manifest of generated data (got no such file)"),
     (

@@ -8,17 +8,20 @@ import math
 import re
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from examples.benchmarks.kernels import Rejected
 from examples.lra import cost
 from examples.lra.__main__ import main
+from examples.lra.baselines import LinearAttention
 from examples.lra.data.tasks import TASKS, open_data
 from examples.lra.model import Classifier
-from examples.lra.settings import Plan
+from examples.lra.settings import BASELINES, METHODS, Plan
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]  # Lightning's own
 
@@ -143,7 +146,7 @@ def test_planned_steps_fit_the_minutes(data: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["full", "window", "sbm:initial-density=0.05", "linear"])
-def test_costs_are_measured(method: str) -> None:
+def test_costs_are_measured_after_the_gate(method: str) -> None:
     length, batch = 40, 2
     row = cost.measure(TASKS["listops"], method, "laptop", length, batch, 1)
     assert all(row[f"{part}_{name}"] >= 0 for part in ("forward", "step") for name, _ in cost.UNITS.values())
@@ -164,6 +167,48 @@ def test_costs_are_measured(method: str) -> None:
     last = cost.report([{**row, "forward_bytes": 0, "step_bytes": 2**20}]).splitlines()[-1].split(" | ")
     memory = [words.split()[0] for words in last[5:7]]
     assert memory == ["–", "1"]  # what is hidden below an earlier peak is not nothing
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_gate_rejects_attention_that_mixes_sequences_or_is_off_by_a_thousandth(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = Classifier(TASKS["listops"], cost.settings_of("listops", method, "laptop"))
+    cost.gate(module)
+    attention: Any = module.model.encoder.blocks[0].attention
+    forward = attention.forward
+
+    def mixed(x: torch.Tensor, **options: Any) -> Any:
+        return forward(x + 1e-3 * x.mean(0), **options)
+
+    def scaled(x: torch.Tensor, **options: Any) -> Any:
+        out, choice = forward(x, **options)
+        return 1.001 * out, choice
+
+    wrong = [mixed] if method in BASELINES else [mixed, scaled]  # a baseline is compared with itself
+    for replacement in wrong:
+        monkeypatch.setattr(attention, "forward", replacement)
+        with pytest.raises(Rejected, match=f"its attention '{method}' is off by"):
+            cost.gate(module)
+
+
+def test_a_method_that_fails_the_gate_is_named_and_not_measured(
+    runs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def padded(self: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, seed: int) -> Any:
+        return attend(self, query, key, value, torch.ones_like(mask), seed)  # as if padding were tokens
+
+    attend = LinearAttention.attend
+    monkeypatch.setattr(LinearAttention, "attend", padded)
+    monkeypatch.setattr(cost, "ProcessPoolExecutor", lambda count, mp_context: ThreadPoolExecutor(count))
+    words = "cost --tasks listops --methods linear window --preset laptop --length 32 --repeats 1 --output"
+    for command in ([*words.split(), str(tmp_path)], ["cost", "--runs", *runs, "--output", str(tmp_path / "runs")]):
+        with pytest.raises(SystemExit) as stop:
+            main(command)
+        assert "attention 'linear' is off by" in str(stop.value.code)  # a text: the exit code is 1
+    assert re.findall(r"^\| (\w+) \|", capsys.readouterr().out, re.MULTILINE) == ["method", "window"]
+    assert [path.name.split("-")[1] for path in (tmp_path / "rows").iterdir()] == ["window"]
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.slow

@@ -614,10 +614,10 @@ def test_generated_data_has_the_level_of_the_run(tmp_path: Path, monkeypatch: py
     small = dataclasses.replace(task.presets["laptop"], data=pathfinder.Parameters("curv_baseline", 20))
     monkeypatch.setitem(TASKS, "pathfinder", dataclasses.replace(task, presets={"laptop": small}))
     assert data_folder(plan("pathfinder")) == Path("data/pathfinder-laptop")
-    splits, _ = open_data(plan("pathfinder"), progress=False)
+    splits, _ = open_data(plan("pathfinder"))
     assert [len(split) for split in splits.values()] == [16, 2, 2]
     other = plan("pathfinder", level="curv_contour_length_9")
-    open_data(other, progress=False)
+    open_data(other)
     folder = data_folder(other)
     assert {path.name for path in folder.iterdir() if path.is_dir()} == {"curv_contour_length_9", "prepared"}
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from examples.lra import cost, report, settings, table
+from examples.lra import cost, settings, table
 from examples.lra.__main__ import main
 from examples.lra.data import files, listops, readers
 from examples.lra.settings import Plan, parse, resolve
@@ -59,7 +59,7 @@ def record(method: str, seed: int, accuracy: float, task: str = "listops", **mor
 
 
 def test_doctests() -> None:
-    for module in (cost, files, listops, readers, report, settings):
+    for module in (cost, files, listops, readers, settings):
         found = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE)
         assert found.failed == 0
         assert found.attempted > 0

@@ -28,15 +28,10 @@ def random_word(*key: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """The rows of one split as they lie in files, to be read once or many times.
+    """The rows of one split as they lie in files, to be read once or many times."""
 
-    Args:
-        files: What the rows are read from, files or folders: when one of them changes, the rows may.
-        read: Starts reading. None instead of a row is an example that is known to be broken in the release, and is left out.
-    """
-
-    files: Sequence[Path]
-    read: Callable[[], Iterator[Row | None]]
+    files: Sequence[Path]  # files or folders: when one of them changes, the rows may
+    read: Callable[[], Iterator[Row | None]]  # None is an example that is broken in the release, and is left out
 
 
 class Batch(NamedTuple):
@@ -59,23 +54,15 @@ class Batch(NamedTuple):
 class Split:
     """All examples of a split in one array, in memory or mapped; as a data set, it is indexed by many examples at once.
 
-    Args:
-        tokens: Token numbers of all sequences, whole, [N].
-        ptr: Sequence s is ``tokens[ptr[s]:ptr[s + 1]]``, [arity * n + 1] int64.
-        labels: [n] int64.
-        arity: Sequences per example.
-        max_length: Longer sequences are cut to this length as they are taken; None cuts nothing.
-        digest: Of the three arrays, if they come from prepared files.
-        masked: Tokens up to this number are left out, and the others keep their places; a sequence of nothing else keeps its first
-            token. None leaves out nothing.
+    Tokens up to ``masked`` are left out, and the others keep their places; a sequence of nothing else keeps its first token.
     """
 
-    tokens: np.ndarray
-    ptr: np.ndarray
-    labels: np.ndarray
-    arity: int = 1
-    max_length: int | None = None
-    digest: str = ""
+    tokens: np.ndarray  # [N], numbers of all sequences, whole
+    ptr: np.ndarray  # [arity * n + 1] int64; sequence s is tokens[ptr[s]:ptr[s + 1]]
+    labels: np.ndarray  # [n] int64
+    arity: int = 1  # sequences per example
+    max_length: int | None = None  # longer sequences are cut as they are taken
+    digest: str = ""  # of the three arrays, if they come from prepared files
     masked: int | None = None
 
     def __len__(self) -> int:

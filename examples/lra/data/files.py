@@ -23,11 +23,7 @@ MANIFEST = "manifest.json"
 
 
 def path_argument(text: str) -> Path:
-    """Reads a path of the command line, and refuses one that no file or folder can have or that nobody may look at.
-
-    Raises:
-        argparse.ArgumentTypeError: If so; argparse adds the name of the option.
-    """
+    """Reads a path of the command line, and refuses one that no file or folder can have or that nobody may look at."""
     try:
         for place in (f"{text}/settings.json.partial", *Path(text).parts):  # the length of all, and of each name
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -39,30 +35,20 @@ def path_argument(text: str) -> Path:
     return Path(text)
 
 
-def check_folder(option: str, folder: Path, write: bool = True) -> None:
-    """Refuses a folder that cannot be made, or not be written: that is tried in the first folder above that there is, and leaves nothing.
-
-    Raises:
-        ValueError: If so.
-    """
+def check_folder(option: str, folder: Path) -> None:
+    """Raises a ``ValueError`` for a folder that cannot be made or written: that is tried in the first one above it, and leaves nothing."""
     place = next(path for path in (folder, *folder.parents) if path.exists())
     if not place.is_dir():
         raise ValueError(
             f"Expected '{option}' to be a folder that can be made (got {folder}, but {place} is a file). Choose another one."
         )
     try:
-        if write:
-            tempfile.TemporaryFile(dir=place).close()
+        tempfile.TemporaryFile(dir=place).close()
     except OSError as error:
-        raise not_writable(option, place, error) from None
-
-
-def not_writable(option: str, folder: Path, error: OSError) -> ValueError:
-    """Puts into words that a folder for output cannot be written."""
-    return ValueError(
-        f"Expected '{option}' to be a folder that can be written (got {error.strerror!r} for {folder}). Make room or get the right, or "
-        "choose another one."
-    )
+        raise ValueError(
+            f"Expected '{option}' to be a folder that can be written (got {error.strerror!r} for {place}). Make room or get the right, or "
+            "choose another one."
+        ) from None
 
 
 def write_text(path: Path, text: str) -> None:
@@ -94,19 +80,12 @@ def checksum(path: Path) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Release:
-    """A data set as its authors lay it out.
+    """A data set as its authors lay it out."""
 
-    Args:
-        name: For messages.
-        folders: What its folder may be called.
-        parts: Files and folders that have to be in it.
-        source: A sentence on where the data come from.
-    """
-
-    name: str
-    folders: tuple[str, ...]
-    parts: tuple[str, ...]
-    source: str
+    name: str  # for messages
+    folders: tuple[str, ...]  # what its folder may be called
+    parts: tuple[str, ...]  # files and folders that have to be in it
+    source: str  # a sentence on where the data come from
 
     @property
     def tree(self) -> str:
@@ -123,11 +102,9 @@ class Release:
         Raises:
             ValueError: If there is none, or if one that comes before holds only some.
         """
-        places = [
-            "",
-            *(above + name for above in ("", "lra_release/", "lra_release/lra_release/") for name in self.folders),
-        ]
-        for folder in (*(root / place / level for place in places), root):
+        roots = (root, root / "lra_release", root / "lra_release" / "lra_release")
+        places = [root, *(above / name for above in roots for name in self.folders)]
+        for folder in (*(place / level for place in places), root):
             missing = [part for part in self.parts if not (folder / part).exists()]
             if not missing:
                 return folder
@@ -194,9 +171,7 @@ def make_folder(
         return same
 
     try:
-        with contextlib.suppress(
-            OSError, ValueError
-        ):  # only with the lock errors count, for which some disks have no room
+        with contextlib.suppress(OSError, ValueError):  # errors count under the lock, for which some disks have no room
             if is_there():
                 return False
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -31,12 +31,7 @@ SPLITS = ("train", "val", "test")
 
 
 def prepare(
-    task: Task,
-    root: Path,
-    *,
-    options: Mapping[str, str] | None = None,
-    prepared: Path | None = None,
-    progress: bool = False,
+    task: Task, root: Path, *, options: Mapping[str, str] | None = None, prepared: Path | None = None
 ) -> tuple[Path, bool]:
     """Parses a task's files into arrays, unless that was done before.
 
@@ -48,7 +43,6 @@ def prepare(
         root: Where it lies; see the task's release.
         options: Of the reader, such as {"split": "held-out"}; the task's defaults for those not given.
         prepared: Where folders of prepared data are made; by default "prepared" in ``root``.
-        progress: Whether to show a progress bar.
 
     Returns:
         The folder of the arrays, and whether anything was written.
@@ -67,7 +61,7 @@ def prepare(
         ) from error
 
     def write(draft: Path) -> dict[str, Any]:
-        return {"splits": {name: _write_split(draft, name, rows[name], task, progress) for name in SPLITS}}
+        return {"splits": {name: _write_split(draft, name, rows[name], task) for name in SPLITS}}
 
     return folder, make_folder(folder, KIND, wanted, write, replace=True)
 
@@ -85,11 +79,11 @@ def _token_type(task: Task) -> np.dtype:
     return np.min_scalar_type(task.num_tokens)
 
 
-def _write_split(folder: Path, name: str, rows: Rows, task: Task, progress: bool) -> dict[str, Any]:
+def _write_split(folder: Path, name: str, rows: Rows, task: Task) -> dict[str, Any]:
     """Parses one split; returns its entry in the manifest."""
     ptr, labels, skipped = [0], [], 0
     with (folder / f"{name}_tokens.bin").open("wb") as file:
-        for row in tqdm(rows.read(), f"Preparing {task.name}, {name}", unit=" rows", disable=not progress):
+        for row in tqdm(rows.read(), f"Preparing {task.name}, {name}", unit=" rows"):
             if row is None:
                 skipped += 1
                 continue
@@ -113,22 +107,13 @@ def load(
     options: Mapping[str, str] | None = None,
     prepared: Path | None = None,
     masked: int | None = None,
-    progress: bool = False,
 ) -> dict[str, Split]:
-    """Maps all splits of a task, prepared now if they were not before, after a check of every byte.
+    """Maps the splits "train", "val" and "test" of a task, prepared now if they were not before, after a check of every byte.
 
-    Args:
-        task, root, options, prepared, progress: As for :func:`prepare`.
-        max_length: Longest sequence; longer ones are cut.
-        masked: Leave out tokens up to this number, the others in their places; see ``Task.masked``. None leaves out nothing.
-
-    Returns:
-        The splits "train", "val" and "test".
-
-    Raises:
-        ValueError: If files are missing, malformed or damaged.
+    ``max_length`` and ``masked`` are those of :class:`Split`, all else is as for :func:`prepare`. A ``ValueError`` names files that are
+    missing, malformed or damaged.
     """
-    folder, _ = prepare(task, root, options=options, prepared=prepared, progress=progress)
+    folder, _ = prepare(task, root, options=options, prepared=prepared)
     splits = {}
     for name, entry in read_manifest(folder, KIND)["splits"].items():
         for file, wanted in entry["sha256"].items():

@@ -130,13 +130,6 @@ def open_text(root: Path, *, split: str) -> dict[str, Rows]:
 
     Neighbouring numbers may be reviews of one film. So the reviews that are held out are a block of numbers, not a random
     tenth, which would share most of its films with the rest.
-
-    Args:
-        root: The folder, see ``TEXT``.
-        split: One of ``TEXT_SPLITS``.
-
-    Raises:
-        ValueError: If files are missing.
     """
     folder = TEXT.find(root)
     parts: dict[str, list[tuple[Path, int]]] = {"train": [], "val": [], "test": []}
@@ -197,11 +190,7 @@ ALLOWED = {"numpy.ndarray", "numpy.dtype", "numpy.core.multiarray._reconstruct",
 
 
 class ArraysOnly(pickle.Unpickler):
-    """Reads pickles of dictionaries, lists, numbers, bytes and arrays; anything else is refused before it does anything.
-
-    Raises:
-        pickle.UnpicklingError: If the file names anything else.
-    """
+    """Reads pickles of dictionaries, lists, numbers, bytes and arrays; anything else is refused before it does anything."""
 
     def find_class(self, module: str, name: str) -> Any:
         if f"{module}.{name}" not in ALLOWED:
@@ -232,14 +221,7 @@ def open_image(root: Path, *, split: str) -> dict[str, Rows]:
 
 
 def read_batch(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Reads one file of the release.
-
-    Returns:
-        Colours, first all red ones of an image, then green, then blue, [n, 3072] uint8, and labels [n], 0 to 9.
-
-    Raises:
-        ValueError: If the file holds anything else than such arrays.
-    """
+    """Reads one file: colours, first all red ones of an image, then green, then blue, [n, 3072] uint8, and labels [n], 0 to 9."""
     try:
         with path.open("rb") as file:
             content = ArraysOnly(file, encoding="bytes").load()

@@ -44,9 +44,7 @@ class Stamps(NamedTuple):
 
     step: np.ndarray  # [S, 2], offsets (y, x) of the pixels on the circle around a pivot
     angle: np.ndarray  # [S + 360]
-    ink: (
-        np.ndarray
-    )  # [S + 360, 9, 9]; a step's goes from its pixel back towards the pivot, a first paddle's from its tail
+    ink: np.ndarray  # [S + 360, 9, 9]; of a step from its pixel back towards the pivot, of a first paddle from its tail
     area: np.ndarray  # [S + 360, 9, 9], what the paddle occupies
     pivot: np.ndarray  # [S + 360, 2], offset from a pivot to the next one
     head: np.ndarray  # [360, 2], offset from the tail of a first paddle

@@ -23,36 +23,21 @@ from examples.lra.settings import PRESETS, Plan, Preset, Settings
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
-    """One row of the table of tasks.
+    """One row of the table of tasks."""
 
-    Args:
-        name: As on the command line.
-        tokeniser: In words, how text or pixels become token numbers.
-        num_tokens: Size of the vocabulary, the unused padding number 0 included.
-        num_classes: Number of labels.
-        arity: Sequences per example: 1, or 2 for a pair.
-        options: Of ``open``: for each its choices, the default first, and what they mean.
-        open: Finds the splits "train", "val" and "test" in a folder, given (folder, **options).
-        release: Where the data come from, and what a folder of them looks like.
-        presets: By name.
-        generate: Writes a folder that ``open`` reads, given (folder, parameters, seed, progress); False if it is there. None
-            for a task that is not synthetic.
-        words: What token numbers stand for, for plots; empty where that is not worth reading.
-        side: Of the square images whose pixels are the tokens, value plus one, row by row; 0 where tokens are no pixels.
-    """
-
-    name: str
-    tokeniser: str
-    num_tokens: int = 257
+    name: str  # as on the command line
+    tokeniser: str  # in words, how text or pixels become token numbers
+    num_tokens: int = 257  # the unused padding number 0 included
     num_classes: int = 2
-    arity: Literal[1, 2] = 1
-    options: Mapping[str, Mapping[str, str]]
-    open: Callable[..., Mapping[str, Rows]]
+    arity: Literal[1, 2] = 1  # sequences per example
+    options: Mapping[str, Mapping[str, str]]  # of `open`: for each its choices, the default first, and what they mean
+    open: Callable[..., Mapping[str, Rows]]  # finds the splits in a folder, given (folder, **options)
     release: Release
     presets: Mapping[str, Preset]
+    # Writes a folder that `open` reads, given (folder, parameters, seed, progress); False if it is there.
     generate: Callable[..., bool] | None = None
-    words: tuple[str, ...] = ()
-    side: int = 0
+    words: tuple[str, ...] = ()  # what token numbers stand for, where that is worth reading
+    side: int = 0  # of the square images whose pixels are the tokens, value plus one, row by row; 0: no pixels
 
     def complete(self, options: Mapping[str, str]) -> dict[str, str]:
         """Returns options of the reader with defaults for those that are not given.
@@ -188,12 +173,8 @@ def data_folder(plan: Plan) -> Path:
     return start / "data" / (f"{task.name}-{plan.preset}" + ("" if own else f"-{plan.settings.level}"))
 
 
-def open_data(plan: Plan, *, progress: bool = True) -> tuple[dict[str, Split], str]:
+def open_data(plan: Plan) -> tuple[dict[str, Split], str]:
     """Finds the data of a run, generates them if none were given, and maps them, prepared now if they were not before.
-
-    Args:
-        plan: Of the run; the level of generated data is that of its settings.
-        progress: Whether to show progress bars.
 
     Returns:
         The splits "train", "val" and "test", and their fingerprint.
@@ -206,16 +187,9 @@ def open_data(plan: Plan, *, progress: bool = True) -> tuple[dict[str, Split], s
     if plan.data is None and task.generate is not None:
         law: Any = task.presets[plan.preset].data
         law = dataclasses.replace(law, level=settings.level) if hasattr(law, "level") else law
-        task.generate(root, law, progress=progress)
-    splits = load(
-        task,
-        root,
-        max_length=settings.max_length,
-        options=options,
-        prepared=plan.place("prepared"),
-        masked=task.masked(settings),
-        progress=progress,
-    )
+        task.generate(root, law)
+    known: dict[str, Any] = {"options": options, "prepared": plan.place("prepared"), "masked": task.masked(settings)}
+    splits = load(task, root, max_length=settings.max_length, **known)
     fingerprint = splits_digest(splits)
     if plan.fingerprint and plan.fingerprint != fingerprint:
         raise ValueError(
@@ -250,7 +224,7 @@ def _describe(given: argparse.Namespace) -> None:
     options = task.complete({name: words.get(name, getattr(preset.settings, name)) for name in task.options})
     chosen: Any = options
     settings = dataclasses.replace(preset.settings, **chosen)
-    folder, written = prepare(task, given.data, options=options, prepared=given.prepared, progress=True)
+    folder, written = prepare(task, given.data, options=options, prepared=given.prepared)
     print(f"{folder}: {told[written]}")
     splits = load(task, given.data, max_length=settings.max_length, options=options, prepared=given.prepared)
     for name, sentence in task.pipeline(settings, splits).items():
