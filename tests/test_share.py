@@ -63,18 +63,18 @@ def test_a_layer_with_a_share_samples_so_many_edges() -> None:
     torch.manual_seed(0)
     conv = SBMAttentionConv(8, 8, heads=2, num_blocks=8, share=0.1, sbm_options={"parameterization": "overlapping"})
     out, choice = conv(torch.randn(400, 8), seed=1, return_choice=True)
-    assert float(choice.probability.expected_density().mean()) == pytest.approx(0.1, rel=1e-5)
+    assert float(choice.probability.expected_density().detach().mean()) == pytest.approx(0.1, rel=1e-5)
     assert float(choice.graph.density.mean()) == pytest.approx(0.1, rel=0.03)
     out.square().sum().backward()
     assert cast(SBMHead, conv.sbm).clusters.grad is not None
-    conv.source.share = None
+    cast(SBMSource, conv.source).share = None
     assert float(conv(torch.randn(400, 8), seed=1, return_graph=True)[1].density.mean()) > 0.2
 
 
 @pytest.mark.parametrize("wrong", [0.0, 1.5, math.nan, -1])
 def test_a_share_is_a_density(wrong: float) -> None:
     for call in (lambda: model().share(wrong), lambda: SBMSource(SBMHead(4), share=wrong)):
-        with pytest.raises(ValueError, match=r"Expected '(density|share)' to be in \(0, 1\] \(got"):
+        with pytest.raises(ValueError, match=r"Expected '(density|share)' in \(0, 1\] \(got"):
             call()
 
 
@@ -83,14 +83,14 @@ def test_a_share_is_a_density(wrong: float) -> None:
 
 def test_keys_of_overlapping_blocks_may_be_in_none() -> None:
     torch.manual_seed(0)
-    head = SBMHead(6, heads=2, num_blocks=4, parameterization="overlapping", density=0.4, temperature=0.5)
+    head = SBMHead(6, heads=2, num_blocks=300, parameterization="overlapping", density=0.4, temperature=0.5)
     query, key = draw(1, 2, 9, 6, dtype=torch.float32), draw(2, 2, 7, 6, dtype=torch.float32)
     sbm = head(query, key)
     torch.testing.assert_close(sbm.query_membership.sum(2), torch.ones(2, 9))
     by_hand = (head.mlp(key) @ head.clusters.mT / 0.5 + math.log(0.4 / 0.6)).sigmoid()
     torch.testing.assert_close(sbm.key_membership, by_hand)
-    assert torch.equal(sbm.block_matrix, torch.eye(4).expand(2, -1, -1))
-    assert float(sbm.expected_density().mean()) == pytest.approx(0.4, abs=0.02)
+    assert torch.equal(sbm.block_matrix, torch.eye(300).expand(2, -1, -1))
+    assert float(sbm.expected_density().mean().detach()) == pytest.approx(0.4, abs=0.02)
     assert sbm.edge_prob_dense().max() <= 1
     watched = head.mlp.register_forward_hook(lambda *_: None)  # then each layer is called
     torch.testing.assert_close(head(query, key).rate, sbm.rate)
@@ -168,7 +168,7 @@ def test_distill_asks_for_degrees() -> None:
 
     with pytest.raises(NotImplementedError, match=r"Expected 'probability' to have an `expected_degree` \(got Half"):
         distillation(draw(1, 1, 4, 2), draw(2, 1, 4, 2), Half(), patterns.full(4))
-    with pytest.raises(ValueError, match=r"Expected 'weight' to be in \[0, inf\) \(got -1"):
+    with pytest.raises(ValueError, match=r"Expected 'weight' in \[0, inf\) \(got -1"):
         Distill(-1)
     assert AttentionConv(4, 4, estimator="distill").estimator.__class__ is Distill
     assert cast(Any, SBMAttentionConv(4, 4, estimator="distill", probes=3).estimator).probes == 3
