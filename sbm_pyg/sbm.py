@@ -23,6 +23,7 @@ from .ragged import check_tensor, count_pairs, readable, resolve_ptr
 __all__ = ["SBM", "SBMHead"]
 
 CLUSTER_INITS = ("kaiming", "orthogonal")
+FLOOR = 1e-3  # of overlapping memberships, and of the mean probability that a share divides by
 PARAMETERIZATIONS = ("paper", "mixed", "assortative", "overlapping")
 
 
@@ -289,8 +290,8 @@ class SBM(EdgeProbability):
         .. math:: p_{ij}' = p_{ij} \frac{\max(\rho \, m_i, 1)}{\sum_{j'} p_{ij'}} .
 
         Gradients flow through the sum. So keys compete: one gains what others lose, and no graph empties or fills
-        up. Products above 1 are certain edges; sample with ``clamp=True``. Where keys saturate, there are fewer edges
-        than the share. Cost O(NK).
+        up. Products above 1 are certain edges; sample with ``clamp=True``. There are fewer edges than the share where
+        keys saturate, and where the mean probability of a query is below 0.001, by which no sum is divided. Cost O(NK).
 
         Args:
             density: The share :math:`\rho`, in (0, 1].
@@ -301,7 +302,7 @@ class SBM(EdgeProbability):
         ops.checks.number("density", density, "(0, 1]", "It is a share of the keys that a query may attend to.")
         wanted = (density * self._reach()).clamp(min=1)
         degree = self.expected_degree()
-        factor = wanted / degree.clamp(min=torch.finfo(degree.dtype).tiny)
+        factor = wanted / torch.maximum(degree, FLOOR * self._reach())
         return replace(self, query_membership=self.query_membership * factor[..., None].to(self.rate.dtype))
 
     def check(self, graph: AttentionGraph, name: str = "graph") -> None:
@@ -411,9 +412,9 @@ class SBMHead(torch.nn.Module):
     * ``"assortative"``: :math:`Y` as there and :math:`S = I`, so that :math:`p_{ij}` is the probability that query and
       key choose the same block.
     * ``"overlapping"``: :math:`Y = \operatorname{softmax}_K(a / \tau)` for queries, :math:`Z = \sigma(a / \tau)` for
-      keys and :math:`S = I`. A query chooses one block, a key is in any number of blocks, or in none:
-      :math:`p_{ij}` is the probability that the key is in the block of the query. So a key can say no to every query,
-      which no other form but the paper's can.
+      keys, no less than 0.001, and :math:`S = I`. A query chooses one block, a key is in any number of blocks, or in
+      none: :math:`p_{ij}` is the probability that the key is in the block of the query. So a key can say no to every
+      query, which no other form but the paper's can.
 
     Cost O(NC^2 + NKC + K^2 C) per head.
 
@@ -570,14 +571,17 @@ class SBMHead(torch.nn.Module):
             temperature = 1.0
         if not _two_plain_layers(self.mlp):  # someone watches or has replaced a layer, which must then be called
             affinity = self.mlp(x) @ self.clusters.mT / temperature + shift
-            return affinity.sigmoid() if gated else affinity.softmax(-1)
+            return self._gate(affinity.sigmoid()) if gated else affinity.softmax(-1)
         first, second = cast(torch.nn.Linear, self.mlp[0]), cast(torch.nn.Linear, self.mlp[2])
         # The second layer and the product with the clusters are one linear map, and few clusters make it cheaply.
         weight, bias = self.clusters @ second.weight, self.clusters @ second.bias  # [H, K, C], [H, K]
         if temperature != 1:
             weight, bias = weight / temperature, bias / temperature
         affinity = torch.baddbmm((bias + shift)[:, None], torch.relu_(first(x)), weight.mT)
-        return affinity.sigmoid_() if gated else affinity.softmax(-1)
+        return self._gate(affinity.sigmoid_()) if gated else affinity.softmax(-1)
+
+    def _gate(self, membership: Tensor) -> Tensor:
+        return FLOOR + (1 - FLOOR) * membership if self.parameterization == "overlapping" else membership
 
     def extra_repr(self) -> str:
         return (

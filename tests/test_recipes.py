@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from examples import graph_analysis, sampled_mask, sequence_classifier, transformer_encoder
+from examples import associative_recall, graph_analysis, sampled_mask, sequence_classifier, transformer_encoder
 
 EXAMPLES = Path(transformer_encoder.__file__).parent
 RECIPES = (
+    "associative_recall",
     "graph_analysis",
     "hugging_face",
     "repeated_tokens",
@@ -115,6 +116,25 @@ def test_sequence_classifier(lines: Callable[..., list[str]]) -> None:
     assert len(shown) == 4
     assert number(shown[-1], "accuracy") > 75
     assert number(shown[-1], "density") < 15
+
+
+def test_associative_recall_makes_the_task_that_it_names() -> None:
+    tokens, ptr, places, answers = associative_recall.make_data(20, 40, 5, torch.Generator().manual_seed(0))
+    for b in range(20):
+        sequence = tokens[ptr[b] : ptr[b + 1]].tolist()
+        told = dict(zip(sequence[0:10:2], sequence[1:10:2], strict=True))
+        asked = (places[5 * b : 5 * b + 5] - ptr[b]).tolist()
+        assert len(told) == len(set(asked)) == 5
+        assert min(asked) >= 10
+        assert [told[sequence[place]] for place in asked] == answers[5 * b : 5 * b + 5].tolist()
+        assert sum(token < associative_recall.KEYS for token in sequence) == 10  # no filler is a key
+
+
+@pytest.mark.slow
+def test_associative_recall(lines: Callable[..., list[str]]) -> None:
+    shown = lines(associative_recall.main, "--steps", "500", "--length", "32", "--pairs", "4", "--share", "0.2")
+    assert len(shown) == 2
+    assert number(shown[-1], "accuracy") > 95  # a guess among the values that are there: 25
 
 
 @pytest.mark.slow

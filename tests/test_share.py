@@ -71,6 +71,15 @@ def test_a_layer_with_a_share_samples_so_many_edges() -> None:
     assert float(conv(torch.randn(400, 8), seed=1, return_graph=True)[1].density.mean()) > 0.2
 
 
+def test_a_share_of_next_to_nothing_stays_finite() -> None:
+    """Keys that all say no: probabilities in proportion, but no more than a thousand times what they were."""
+    y, z = torch.ones(1, 4, 1), torch.tensor([1e-20, 3e-20, 0.0, 0.0]).view(1, 4, 1).requires_grad_()
+    p = SBM(y, z, torch.ones(1, 1, 1)).share(0.5).edge_prob_dense()[0]
+    torch.testing.assert_close(p[0], torch.tensor([5e-18, 1.5e-17, 0.0, 0.0]))
+    (grad,) = torch.autograd.grad(p.sum(), z)
+    assert grad.isfinite().all()
+
+
 @pytest.mark.parametrize("wrong", [0.0, 1.5, math.nan, -1])
 def test_a_share_is_a_density(wrong: float) -> None:
     for call in (lambda: model().share(wrong), lambda: SBMSource(SBMHead(4), share=wrong)):
@@ -87,7 +96,7 @@ def test_keys_of_overlapping_blocks_may_be_in_none() -> None:
     query, key = draw(1, 2, 9, 6, dtype=torch.float32), draw(2, 2, 7, 6, dtype=torch.float32)
     sbm = head(query, key)
     torch.testing.assert_close(sbm.query_membership.sum(2), torch.ones(2, 9))
-    by_hand = (head.mlp(key) @ head.clusters.mT / 0.5 + math.log(0.4 / 0.6)).sigmoid()
+    by_hand = 0.001 + 0.999 * (head.mlp(key) @ head.clusters.mT / 0.5 + math.log(0.4 / 0.6)).sigmoid()
     torch.testing.assert_close(sbm.key_membership, by_hand)
     assert torch.equal(sbm.block_matrix, torch.eye(300).expand(2, -1, -1))
     assert float(sbm.expected_density().mean().detach()) == pytest.approx(0.4, abs=0.02)
