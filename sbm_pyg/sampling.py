@@ -247,7 +247,7 @@ class ShareSchedule:
         Raises:
             ValueError: The loss is not finite.
         """
-        loss = float(loss)
+        loss = float(loss.detach() if isinstance(loss, Tensor) else loss)
         if not math.isfinite(loss):
             raise ValueError(f"Expected 'loss' to be finite (got {loss}). Look for a step that diverged.")
         self.running = loss if self.running is None else self.smoothing * self.running + (1 - self.smoothing) * loss

@@ -938,6 +938,18 @@ def _limit(d: Draw) -> Case:
     return Case(s.limit, {"budget": d.uniform(0.1, 5)}, check)
 
 
+@case("SBM.share")
+def _share(d: Draw) -> Case:
+    s = d.sbm()
+
+    def check(result: SBM, density: Any) -> None:
+        keys = torch.repeat_interleave(s.key_ptr.diff(), s.query_ptr.diff())
+        wanted = (float(density) * keys).clamp(min=1)
+        expect(bool((chances(result).sum(2) <= wanted * 1.001 + 1e-9).all()), "more expected keys than the share")
+
+    return Case(s.share, {"density": d.uniform(0.01, 1)}, check)
+
+
 SUMS: dict[str, Callable[[SBM], Tensor]] = {
     "expected_degree": lambda s: chances(s).sum(2),
     "expected_edges": lambda s: of_sequence(s, chances(s)),

@@ -1462,12 +1462,15 @@ ESTIMATOR_NAMES = [
     for method in ("", *(key for key, value in vars(getattr(estimators, name)).items() if callable(value) and not key.startswith("_")))
 ]  # fmt: skip
 MODULES |= {"models": models, "ragged": ragged, "info": info}
-EXEMPT = {  # public names that are not called, and why
+EXEMPT: dict[str, str] = {  # public names that are not called, and why
     "estimators.ESTIMATORS": "a constant",
+    **dict.fromkeys(("ShareSchedule", "ShareSchedule.step", "ShareSchedule.state_dict", "ShareSchedule.load_state_dict"),
+                    "a schedule of a model, see test_share.py"),
+    "estimators.distillation": "a loss over what a layer computes, compared with its definition in test_share.py",
     "Pretrained": "a base class, called through its models",
     "Pretrained.constructor_options": "what subclasses define",
     **dict.fromkeys(
-        ("EdgeProbability", "EdgeProbability.check", "EdgeProbability.expected_density", "EdgeProbability.factors", "EdgeProbability.gate",
+        ("EdgeProbability", "EdgeProbability.check", "EdgeProbability.expected_degree", "EdgeProbability.expected_density", "EdgeProbability.factors", "EdgeProbability.gate",
          "EdgeProbability.on", "GraphSource", "GraphSource.forward", "GraphSource.reset_parameters"), "an abstract class, called through SBM and SBMSource"),
     **dict.fromkeys(("ragged.count_pairs", "ragged.draw_seed", "ragged.readable", "ragged.resolve_sequence_ids", "ragged.resolve_sides"), "called by layers and samplers"),
     **dict.fromkeys(ESTIMATOR_NAMES, "called by the layer, whose cases draw every estimator"),

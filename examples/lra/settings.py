@@ -23,9 +23,9 @@ SPLITS = ("release", "held-out", "lra", "80-10-10")
 # As ``baselines.py`` and the package have them, which would bring torch with them.
 BASELINES = ("linear", "linformer", "reformer", "performer", "nystromformer")
 METHODS = ("full", *BASELINES, "window", "bigbird", "sbm")
-ESTIMATORS = ("local", "paper", "mask", "relaxed", "concrete", "none")
+ESTIMATORS = ("local", "distill", "paper", "mask", "relaxed", "concrete", "none")
 CLUSTER_INITS = ("kaiming", "orthogonal")
-PARAMETERIZATIONS = ("paper", "mixed", "assortative")
+PARAMETERIZATIONS = ("paper", "mixed", "assortative", "overlapping")
 INF = float("inf")
 Words = Sequence[str]
 
