@@ -107,8 +107,8 @@ class Choice:
         """The choice without edges from later keys, as :meth:`AttentionGraph.causal`."""
         if self.graph.is_causal:
             return self
-        kept = self.select(~self.graph.later)
-        return replace(kept, graph=kept.graph.causal())
+        forced = None if self.forced is None else self.forced[~self.graph.later]
+        return replace(self, graph=self.graph.causal(), forced=forced)
 
     def force(self, pattern: AttentionGraph) -> Choice:
         """The choice with the edges of a pattern added, whatever their probabilities are.

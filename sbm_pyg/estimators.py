@@ -215,6 +215,7 @@ class _WithLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(out: Tensor, loss: Tensor) -> Tensor:
+        # As in LocalExpectation: a compiled graph must not return a view of its input.
         return out.clone() if torch.compiler.is_compiling() else out.view_as(out)
 
     @staticmethod
@@ -434,6 +435,21 @@ def local_expectation(
     )
 
 
+def edge_softmax(
+    logit: Tensor, index: Tensor | None = None, ptr: Tensor | None = None, size: int | None = None
+) -> Tensor:
+    """PyG's softmax, except that a logit of minus infinity gives weight 0, even if no other edge is left in the row."""
+    forbidden = logit == -torch.inf
+    alpha = softmax(logit.masked_fill(forbidden, torch.finfo(logit.dtype).min), index, ptr, size)
+    return alpha.masked_fill(forbidden, 0)
+
+
+def attention_weights(query: Tensor, key: Tensor, graph: AttentionGraph, bias: Tensor | None, scale: float) -> Tensor:
+    """Softmax of the scores over the edges of each query, ``[E]``."""
+    logit = ops.edge_dot(query, key, graph.rowptr, graph.col) * scale
+    return edge_softmax(logit if bias is None else logit + bias, ptr=graph.rowptr)
+
+
 def distillation(
     query: Tensor,
     key: Tensor,
@@ -470,8 +486,7 @@ def distillation(
     check_probability(probability)
     probability.check(graph)
     with torch.no_grad():
-        logit = ops.edge_dot(query, key, graph.rowptr, graph.col) * scale
-        weight = softmax(logit if bias is None else logit + bias, ptr=graph.rowptr)
+        weight = attention_weights(query, key, graph, bias, scale)
     p, degree = probability.on(graph), probability.expected_degree()
     share = p.clamp(min=_LEAST).log() - degree.clamp(min=_LEAST).log().flatten()[graph.edge_row]
     return -(weight * share).sum() / (graph.heads * graph.num_queries)

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch_geometric.nn import MessagePassing
 from torch_geometric.typing import SparseTensor
-from torch_geometric.utils import is_sparse, softmax
+from torch_geometric.utils import is_sparse
 from torch_geometric.utils.sparse import set_sparse_value
 
 from . import ops
-from .estimators import Estimator
+from .estimators import Estimator, attention_weights, edge_softmax
 from .graph import AttentionGraph, edge_list
 from .ops import checks
 
@@ -32,13 +32,6 @@ Parts = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 """Query, key, value; gate and score bias of each edge, or None."""
 
 
-def _softmax(logit: Tensor, index: Tensor | None = None, ptr: Tensor | None = None, size: int | None = None) -> Tensor:
-    """PyG's softmax, except that a logit of minus infinity gives weight 0, even if no other edge is left in the row."""
-    forbidden = logit == -torch.inf
-    alpha = softmax(logit.masked_fill(forbidden, torch.finfo(logit.dtype).min), index, ptr, size)
-    return alpha.masked_fill(forbidden, 0)
-
-
 def _entmax(logit: Tensor, index: Tensor, ptr: Tensor | None, size: int | None, alpha: float) -> Tensor:
     """Column by column."""
     columns = [ops.segment_entmax(x.contiguous(), index, num_nodes=size, alpha=alpha) for x in logit.unbind(1)]
@@ -46,7 +39,7 @@ def _entmax(logit: Tensor, index: Tensor, ptr: Tensor | None, size: int | None, 
 
 
 NORMALIZERS: dict[str, Callable[..., Tensor]] = {
-    "softmax": _softmax,
+    "softmax": edge_softmax,
     "entmax15": partial(_entmax, alpha=1.5),
     "sparsemax": partial(_entmax, alpha=2.0),
 }
@@ -186,8 +179,7 @@ class EdgeAttention(MessagePassing):
             return out, None
         if alpha is None:
             query, key, _, _, bias = parts
-            logit = ops.edge_dot(query, key, graph.rowptr, graph.col) * self.scale
-            alpha = _softmax(logit if bias is None else logit + bias, ptr=graph.rowptr)[:, None]
+            alpha = attention_weights(query, key, graph, bias, self.scale)[:, None]
         if place is None:
             return out, (graph.edge_index, alpha[:, 0])
         if not ordered:

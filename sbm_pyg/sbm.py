@@ -25,6 +25,8 @@ __all__ = ["SBM", "SBMHead"]
 CLUSTER_INITS = ("kaiming", "orthogonal")
 FLOOR = 1e-3  # of overlapping memberships, and of the mean probability that a share divides by
 PARAMETERIZATIONS = ("paper", "mixed", "assortative", "overlapping")
+GATED = {"paper": (True, True), "overlapping": (False, True)}
+"""Whether memberships of queries and of keys are those of each block apart, by a sigmoid; else by a softmax."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -279,7 +281,7 @@ class SBM(EdgeProbability):
         ops.checks.number("budget", budget, "(0, inf]", "It is a number of edges per query; leave it out for no limit.")
         # degrees are counted in float32 at least
         factor = (min(budget, 2.0**62) / self.expected_degree().detach()).clamp(max=1).to(self.rate.dtype)
-        return replace(self, query_membership=self.query_membership * factor[..., None])
+        return self._scale(factor)
 
     def share(self, density: float) -> SBM:
         r"""The model in which each query shares out a fixed density among its keys.
@@ -300,10 +302,9 @@ class SBM(EdgeProbability):
             TypeError, ValueError: ``density`` is no number in (0, 1].
         """
         ops.checks.number("density", density, "(0, 1]", "It is a share of the keys that a query may attend to.")
-        wanted = (density * self._reach()).clamp(min=1)
-        degree = self.expected_degree()
-        factor = wanted / torch.maximum(degree, FLOOR * self._reach())
-        return replace(self, query_membership=self.query_membership * factor[..., None].to(self.rate.dtype))
+        reach = self._reach()
+        factor = (density * reach).clamp(min=1) / torch.maximum(self.expected_degree(), FLOOR * reach)
+        return self._scale(factor.to(self.rate.dtype))
 
     def check(self, graph: AttentionGraph, name: str = "graph") -> None:
         """Refuse a graph that is not over the tokens, heads and sequences of this model.
@@ -326,6 +327,10 @@ class SBM(EdgeProbability):
             raise ValueError(
                 f"Expected '{name}' to be causal, as this SBM is (got {graph}). `graph.causal()` leaves later keys out."
             )
+
+    def _scale(self, factor: Tensor) -> SBM:
+        """The model with the rates of each query times a factor, ``[H, N]``."""
+        return replace(self, query_membership=self.query_membership * factor[..., None])
 
     def _reach(self) -> Tensor:
         """Number of keys that each query may attend to, ``[N]``."""
@@ -545,12 +550,10 @@ class SBMHead(torch.nn.Module):
                     f"(got {list(key.shape)}). Use tied=False."
                 )
             key = query
-        overlapping = self.parameterization == "overlapping"
-        query_side = self._memberships(query, gated=self.parameterization == "paper")
-        if key is query and not overlapping:
-            key_side = query_side
-        else:
-            key_side = self._memberships(key, gated=self.parameterization in ("paper", "overlapping"))
+        query_gated, key_gated = GATED.get(self.parameterization, (False, False))
+        query_side = self._memberships(query, query_gated)
+        alike = key is query and key_gated == query_gated
+        key_side = query_side if alike else self._memberships(key, key_gated)
         if self.parameterization == "paper":
             block = (
                 (self.clusters @ self.clusters.mT)

@@ -1,6 +1,8 @@
-"""Named cases with known answers, shared by the tests."""
+"""What tests share: named cases with known answers, and the comparison of nests of tensors."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,3 +76,14 @@ def small_sbms() -> dict[str, SBM]:
         "2 x 4": SBM(y[None, :2], torch.cat([z, y[:1]])[None], off_diagonal[None]),
         "4 x 2": SBM(torch.cat([y, z[2:]])[None], z[None, :2], off_diagonal[None]),
     }
+
+
+def same(one: Any, other: Any) -> bool:
+    """Says whether two nests of dictionaries, lists, tensors and numbers are equal in every bit."""
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(value, other[name]) for name, value in one.items())
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(same(*pair) for pair in zip(one, other, strict=True))
+    return one == other

@@ -128,6 +128,14 @@ def test_distillation_is_the_cross_entropy_over_all_keys(is_causal: bool) -> Non
     torch.testing.assert_close(got, -(weight * share).sum() / 40)
 
 
+def test_distillation_leaves_out_queries_whose_edges_are_forbidden() -> None:
+    sbm, query, key = model(), draw(4, 2, 20, 5), draw(5, 2, 20, 5)
+    graph = sample_edges(sbm, seed=1)
+    forbidden = torch.where(graph.edge_index[1] % 2 == 0, -math.inf, 0.0).double()
+    got = distillation(query, key, sbm, graph, bias=forbidden)
+    torch.testing.assert_close(got, distillation(query, key, sbm, graph.select(forbidden == 0)))
+
+
 def test_distillation_is_least_where_probabilities_follow_the_weights() -> None:
     query, key = draw(1, 1, 6, 4), draw(2, 1, 6, 4)
     weight = (query @ key.mT).softmax(2)

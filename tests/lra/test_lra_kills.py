@@ -16,10 +16,9 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
+from problems import same
 
 from examples.lra import checkpoints, report
 
@@ -75,17 +74,6 @@ def consumed(folder: Path) -> list[tuple[int, int, tuple[int, ...]]]:
             current, kept = process, [row for row in kept if row[0] < step]
         kept.append((step, part, tuple(examples)))
     return kept
-
-
-def same(one: Any, other: Any) -> bool:
-    """Says whether two nests of dictionaries, lists, tensors and numbers are equal in every bit."""
-    if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(value, other[name]) for name, value in one.items())
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(same(*pair) for pair in zip(one, other, strict=True))
-    return one == other
 
 
 def test_kills_at_random_moments_change_no_bit(data: Path, tmp_path: Path) -> None:

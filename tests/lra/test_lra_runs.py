@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from problems import same
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from examples.lra import checkpoints, report
@@ -95,17 +96,6 @@ def state(folder: Path, name: str = "last.ckpt") -> dict[str, Any]:
     parts = ("state_dict", "optimizer_states", "lr_schedulers", "callbacks", "global_step")
     saved = checkpoints.read_checkpoint(folder / name)
     return {part: saved[part] for part in parts}
-
-
-def same(one: Any, other: Any) -> bool:
-    """Says whether two nests of dictionaries, lists, tensors and numbers are equal in every bit."""
-    if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(value, other[name]) for name, value in one.items())
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(same(*pair) for pair in zip(one, other, strict=True))
-    return one == other
 
 
 def assert_same_end(folder: Path, whole: Path) -> None:
