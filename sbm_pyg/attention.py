@@ -327,7 +327,7 @@ class SBMAttentionConv(AttentionConv):
             ``"local"``, whose probes explore without adding edges.
         method: Law of the sampled graph, ``"bernoulli"`` or ``"fastrg"``; see :func:`~sbm_pyg.sample_edges`.
         budget: Largest expected number of sampled keys per query and head; None for no limit.
-        share: Density that each query shares out among its keys, in (0, 1]; see :meth:`~sbm_pyg.SBM.share`, and
+        share: Density that the pairs of each head compete for, in (0, 1]; see :class:`~sbm_pyg.SBMSource`, and
             :class:`~sbm_pyg.ShareSchedule`, which lowers it in training. None: probabilities are as they are.
         self_loops: Each token always attends to itself.
         window: Each token always attends to tokens at this distance or less, and so to itself.

@@ -429,7 +429,7 @@ class CompressedRows:
                 f"Expected 'other' over the same tokens, heads and sequences (got {other} for {self}). "
                 "Build both with the same 'ptr'."
             )
-        mine, theirs = self._edge_key(), other._edge_key()
+        mine, theirs = self._numbered(), other._numbered()
         place = torch.searchsorted(mine, theirs)
         added = torch.cat([mine, mine.new_full((1,), -1)])[place] != theirs
         (new,) = added.nonzero(as_tuple=True)
@@ -469,10 +469,28 @@ class CompressedRows:
         graph = self.select(~self.later)
         return graph._with(graph.rowptr, graph.col, graph.heads, is_causal=True)
 
+    def contains(self, edge_index: Tensor, edge_head: Tensor | None = None) -> Tensor:
+        """Says of each pair whether it is an edge, ``[E']`` bool. Cost O(E' log E).
+
+        Args:
+            edge_index: ``[2, E']`` integers, keys and queries, in any order.
+            edge_head: Head of each pair, ``[E']`` integers; head 0 if None.
+
+        Raises:
+            TypeError: A tensor is not an integer tensor.
+            ValueError: Shapes do not fit.
+
+        Example:
+            >>> from sbm_pyg import patterns
+            >>> patterns.window(5, 1).contains(torch.tensor([[0, 0], [1, 2]]))
+            tensor([ True, False])
+        """
+        return self._search(*check_edges(edge_index, edge_head))[1]
+
     def find(self, edge_index: Tensor, edge_head: Tensor | None = None) -> Tensor:
         """Where the graph stores each of the given edges, ``[E']`` int64 in ``0 .. E-1``. Cost O(E' log E).
 
-        All of them must be edges of the graph.
+        All of them must be edges of the graph; :meth:`contains` says which are.
 
         Args:
             edge_index: ``[2, E']`` integers, keys and queries, in any order.
@@ -483,42 +501,38 @@ class CompressedRows:
             ValueError: Shapes do not fit, or an edge is not in the graph.
         """
         key, query, head = check_edges(edge_index, edge_head)
-        wanted = (head * self.num_queries + query) * self.num_keys + key
-        mine = self._edge_key()
-        place = torch.searchsorted(mine, wanted)
-        if readable(place) and wanted.numel():
-            inside = (
-                (query >= 0)
-                & (query < self.num_queries)
-                & (key >= 0)
-                & (key < self.num_keys)
-                & (head >= 0)
-                & (head < self.heads)
-            )
+        place, found = self._search(key, query, head)
+        if readable(place) and not bool(found.all()):
             if edge_head is not None and not bool(((head >= 0) & (head < self.heads)).all()):
                 raise ValueError(
                     f"Expected 'edge_head' in 0..{self.heads - 1} "
                     f"(got {int(head.min())} to {int(head.max())}). Heads count from 0."
                 )
-            found = (
-                inside & (mine[place.clamp(max=mine.numel() - 1)] == wanted)
-                if mine.numel()
-                else torch.zeros_like(inside)
+            edge = int(found.logical_not().nonzero()[0])
+            raise ValueError(
+                "Expected 'edge_index' to hold edges of the graph "
+                f"(got key {int(key[edge])}, query {int(query[edge])}, head {int(head[edge])}, which is none). "
+                "Choose among `graph.edge_index` and `graph.edge_head`."
             )
-            if not bool(found.all()):
-                edge = int(found.logical_not().nonzero()[0])
-                raise ValueError(
-                    "Expected 'edge_index' to hold edges of the graph "
-                    f"(got key {int(key[edge])}, query {int(query[edge])}, head {int(head[edge])}, which is none). "
-                    "Choose among `graph.edge_index` and `graph.edge_head`."
-                )
         return place
+
+    def _search(self, key: Tensor, query: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
+        """Where each pair is stored, or would be; and whether it is, ``[E']`` each."""
+        mine = self._numbered()
+        wanted = (head * self.num_queries + query) * self.num_keys + key
+        place = torch.searchsorted(mine, wanted)
+        inside = (query >= 0) & (query < self.num_queries) & (key >= 0) & (key < self.num_keys)
+        inside &= (head >= 0) & (head < self.heads)
+        if mine.numel() == 0:
+            return place, torch.zeros_like(inside)
+        return place, inside & (mine[place.clamp(max=mine.numel() - 1)] == wanted)
+
+    def _numbered(self) -> Tensor:
+        """Number of each edge among all pairs, ``[E]``, ascending."""
+        return self.edge_row * self.num_keys + self.col
 
     def __or__(self, other: Self) -> Self:
         return self.union(other)[0] if isinstance(other, CompressedRows) else NotImplemented
-
-    def _edge_key(self) -> Tensor:
-        return self.edge_row * self.num_keys + self.col
 
 
 def check_graph(graph: object, name: str = "graph") -> None:

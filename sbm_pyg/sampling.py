@@ -7,6 +7,7 @@ Not here: the sampling algorithms themselves (``ops``) and gradients (``estimato
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -19,10 +20,11 @@ from . import ops, patterns
 from .choice import Choice, GraphSource
 from .graph import AttentionGraph
 from .ragged import count_pairs, draw_seed, readable, resolve_sequence_ids, stored_ptr
-from .sbm import SBM, SBMHead, check_model, check_sbm
+from .sbm import FLOOR, SBM, SBMHead, check_model, check_sbm
 
 __all__ = ["SBMGraph", "SBMSource", "ShareSchedule", "sample_edges"]
 
+MOMENTUM = 0.1  # of the running mean of probabilities
 FAR = 2.0**60
 """Products below this are safe in float32: what is lost below 2^-126 is nothing next to 2^-32, the resolution of p."""
 
@@ -120,8 +122,11 @@ class SBMSource(GraphSource):
         method: Law of the graph, ``"bernoulli"`` or ``"fastrg"``; see :func:`sample_edges`.
         exploration: Added to every probability in training only, in [0, 1].
         budget: Largest expected number of sampled keys per query and head; None for no limit.
-        share: Density that each query shares out among its keys, in (0, 1]; see :meth:`SBM.share`. None: probabilities
-            are as the head says.
+        share: Density that the pairs of each attention head compete for, in (0, 1]: probabilities are divided by
+            their mean and multiplied by the share. In training the mean is that of the batch, as far as gradients know,
+            and a running one in numbers, so that no row depends on another; evaluation has the running one. Until
+            there is one, each query is by itself, as in :meth:`SBM.share`. What exceeds 1 is cut, so graphs have fewer
+            edges. None: probabilities are as the head says.
         self_loops: Each token always attends to itself.
         window: Each token always attends to tokens at this distance or less, and so to itself. None: no window.
 
@@ -162,6 +167,13 @@ class SBMSource(GraphSource):
             ops.checks.integer("window", window, 0, "It is a distance in tokens; None for no window.")
         self.head, self.method, self.exploration, self.budget = head, method, exploration, budget
         self.share, self.self_loops, self.window = share, self_loops, window
+        heads = getattr(head, "heads", 1)
+        self.running_mean: Tensor
+        self.seen: Tensor
+        self.last_seed: Tensor
+        self.register_buffer("running_mean", torch.zeros(heads))  # 0: none yet
+        self.register_buffer("seen", torch.zeros(2, heads))  # expected edges and pairs of the calls with the last seed
+        self.register_buffer("last_seed", torch.zeros((), dtype=torch.int64))
 
     def forward(
         self,
@@ -178,7 +190,7 @@ class SBMSource(GraphSource):
         """As :meth:`GraphSource.forward`."""
         sbm: SBM = self.head(query, key, query_ptr, key_ptr)
         sbm = sbm.causal() if is_causal else sbm
-        sbm = sbm if self.share is None else sbm.share(self.share)
+        sbm = sbm if self.share is None else self._share(sbm, self.share, seed)
         sbm = sbm if self.budget is None else sbm.limit(self.budget)
         exploration = self.exploration if self.training else 0.0
         # No parameterisation exceeds 1, but shares do; and `clamp` takes what low precision rounds above it.
@@ -194,6 +206,32 @@ class SBMSource(GraphSource):
                 "Union a pattern of your own and pass the graph."
             )
         return choice.force(patterns.window(query.size(1), self.window or 0, is_causal=is_causal, ptr=query_ptr))
+
+    def _share(self, sbm: SBM, share: float, seed: int) -> SBM:
+        """The model with a mean probability of ``share``, by the running mean of each head.
+
+        What is seen counts from the next seed on, all calls with one seed together: parts of a batch see the same mean,
+        and so does the same call twice, as activation checkpointing makes it.
+        """
+        if self.running_mean.numel() != sbm.heads:
+            raise ValueError(
+                f"Expected 'head' with an attribute `heads` that counts those of its models, {sbm.heads} "
+                f"(got {self.running_mean.numel()}). Shares have a running mean for each."
+            )
+        pairs, edges = count_pairs(sbm.query_ptr, sbm.key_ptr, sbm.is_causal).sum(), sbm.expected_edges().sum(0)
+        mean = (edges / pairs).clamp(min=FLOOR)
+        if self.training:
+            with torch.no_grad():
+                later, known = self.last_seed != seed % 2**63, self.running_mean > 0
+                step = torch.where(later & (self.seen[1] > 0), torch.where(known, MOMENTUM, 1.0), 0.0)
+                self.running_mean.lerp_((self.seen[0] / self.seen[1].clamp(min=1)).clamp(min=FLOOR), step)
+                self.seen.copy_(torch.where(later, 0.0, self.seen) + torch.stack([edges, pairs.expand_as(edges)]))
+                self.last_seed.fill_(seed % 2**63)
+        running = self.running_mean.to(mean.dtype)
+        pooled = sbm._scale(share / running.clamp(min=FLOOR)[:, None] * (mean.detach() / mean)[:, None])
+        known = (running > 0)[:, None, None]
+        alone = sbm.share(share)
+        return replace(sbm, query_membership=torch.where(known, pooled.query_membership, alone.query_membership))
 
     def extra_repr(self) -> str:
         """Its options."""
@@ -211,7 +249,7 @@ class ShareSchedule:
     Args:
         model: Model whose sources are set; they need ``share``, which becomes 1.
         final: Share at which to stop, in (0, 1].
-        threshold: Running loss below which shares fall.
+        threshold: Running loss below which shares fall; infinity lowers them at every step.
         rate: By how much they fall at a step, in (0, 1).
         smoothing: Factor of the running mean, in [0, 1): 0.98 remembers about 50 steps.
 
@@ -231,7 +269,7 @@ class ShareSchedule:
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"Expected 'model' to be a module (got {type(model).__name__}). Its sources are set.")
         ops.checks.number("final", final, "(0, 1]", "It is a share of the keys that a query may attend to.")
-        ops.checks.number("threshold", threshold, "(-inf, inf)", "It is a loss.")
+        ops.checks.number("threshold", threshold, "(-inf, inf]", "It is a loss; inf lowers shares at every step.")
         ops.checks.number("rate", rate, "(0, 1)", "Shares are multiplied by 1 less it.")
         ops.checks.number("smoothing", smoothing, "[0, 1)", "It is the factor of a running mean.")
         self.sources = [each for each in model.modules() if isinstance(each, SBMSource)]

@@ -23,7 +23,7 @@ from .ragged import check_tensor, count_pairs, readable, resolve_ptr
 __all__ = ["SBM", "SBMHead"]
 
 CLUSTER_INITS = ("kaiming", "orthogonal")
-FLOOR = 1e-3  # of overlapping memberships, and of the mean probability that a share divides by
+FLOOR = 1e-3  # of the mean probability that a share divides by
 PARAMETERIZATIONS = ("paper", "mixed", "assortative", "overlapping")
 GATED = {"paper": (True, True), "overlapping": (False, True)}
 """Whether memberships of queries and of keys are those of each block apart, by a sigmoid; else by a softmax."""
@@ -417,7 +417,7 @@ class SBMHead(torch.nn.Module):
     * ``"assortative"``: :math:`Y` as there and :math:`S = I`, so that :math:`p_{ij}` is the probability that query and
       key choose the same block.
     * ``"overlapping"``: :math:`Y = \operatorname{softmax}_K(a / \tau)` for queries, :math:`Z = \sigma(a / \tau)` for
-      keys, no less than 0.001, and :math:`S = I`. A query chooses one block, a key is in any number of blocks, or in
+      keys, and :math:`S = I`. A query chooses one block, a key is in any number of blocks, or in
       none: :math:`p_{ij}` is the probability that the key is in the block of the query. So a key can say no to every
       query, which no other form but the paper's can.
 
@@ -574,17 +574,14 @@ class SBMHead(torch.nn.Module):
             temperature = 1.0
         if not _two_plain_layers(self.mlp):  # someone watches or has replaced a layer, which must then be called
             affinity = self.mlp(x) @ self.clusters.mT / temperature + shift
-            return self._gate(affinity.sigmoid()) if gated else affinity.softmax(-1)
+            return affinity.sigmoid() if gated else affinity.softmax(-1)
         first, second = cast(torch.nn.Linear, self.mlp[0]), cast(torch.nn.Linear, self.mlp[2])
         # The second layer and the product with the clusters are one linear map, and few clusters make it cheaply.
         weight, bias = self.clusters @ second.weight, self.clusters @ second.bias  # [H, K, C], [H, K]
         if temperature != 1:
             weight, bias = weight / temperature, bias / temperature
         affinity = torch.baddbmm((bias + shift)[:, None], torch.relu_(first(x)), weight.mT)
-        return self._gate(affinity.sigmoid_()) if gated else affinity.softmax(-1)
-
-    def _gate(self, membership: Tensor) -> Tensor:
-        return FLOOR + (1 - FLOOR) * membership if self.parameterization == "overlapping" else membership
+        return affinity.sigmoid_() if gated else affinity.softmax(-1)
 
     def extra_repr(self) -> str:
         return (

@@ -25,7 +25,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks what tests the programs."""
     here = Path(__file__).parent
     for item in items:
-        if {here / "lra", here / "benchmarks"} & {*item.path.parents} or item.path.name == "test_recipes.py":
+        if {here / "lra", here / "benchmarks"} & {*item.path.parents} or item.path.name in (
+            "test_recipes.py",
+            "test_recall.py",
+        ):
             item.add_marker(pytest.mark.examples)
 
 

@@ -685,6 +685,20 @@ def _find(d: Draw) -> Case:
     return Case(g.find, {"edge_index": g.edge_index[:, order], "edge_head": g.edge_head[order]}, check)
 
 
+@case("AttentionGraph.contains")
+def _contains(d: Draw) -> Case:
+    g = d.graph()
+    pairs = torch.stack([d.whole(g.num_keys, 5), d.whole(g.num_queries, 5)])
+    heads = d.whole(g.heads, 5)
+
+    def check(result: Tensor, edge_index: Tensor, edge_head: Tensor) -> None:
+        edges = {*zip(g.edge_head.tolist(), *g.edge_index.tolist(), strict=True)}
+        asked = zip(edge_head.tolist(), *edge_index.tolist(), strict=True)
+        expect(result.tolist() == [pair in edges for pair in asked], "other pairs than the edges")
+
+    return Case(g.contains, {"edge_index": pairs, "edge_head": heads}, check)
+
+
 @case("AttentionGraph.same_offsets")
 def _same_offsets(d: Draw) -> Case:
     g, other = d.graph(), d.graph()

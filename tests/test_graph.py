@@ -1021,6 +1021,11 @@ def test_find_knows_what_is_there(masks: list[Tensor], seed: int) -> None:
     graph = build(masks)
     order = torch.randperm(graph.num_edges, generator=torch.Generator().manual_seed(seed))
     assert torch.equal(graph.find(graph.edge_index[:, order], graph.edge_head[order]), order)
+    pairs = torch.cartesian_prod(*(torch.arange(-1, size + 1) for size in (graph.heads, *every_size(graph)[:2])))
+    edges = {*zip(graph.edge_head.tolist(), *graph.edge_index.flip(0).tolist(), strict=True)}
+    assert graph.contains(pairs[:, 1:].flip(1).mT, pairs[:, 0]).tolist() == [
+        (*pair,) in edges for pair in pairs.tolist()
+    ]
     every = AttentionGraph.from_dense(torch.ones(graph.heads, graph.num_queries, graph.num_keys))
     strange = every.select(~every.union(AttentionGraph(graph.rowptr, graph.col, *every_size(graph)))[1])
     for edge in range(0, strange.num_edges, 5):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any, cast
 
@@ -71,6 +72,83 @@ def test_a_layer_with_a_share_samples_so_many_edges() -> None:
     assert float(conv(torch.randn(400, 8), seed=1, return_graph=True)[1].density.mean()) > 0.2
 
 
+class Steady(torch.nn.Module):
+    """Two heads whose memberships are what it is given, whatever the tokens hold."""
+
+    heads = 2
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.y, self.z = (torch.nn.Parameter(draw(seed + side, 2, 20, 3).sigmoid()) for side in range(2))
+
+    def forward(self, query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor) -> SBM:
+        return SBM(self.y, self.z, torch.eye(3, dtype=torch.float64).expand(2, -1, -1), query_ptr, key_ptr)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_pairs_of_a_head_compete_for_its_share(is_causal: bool) -> None:
+    x, ptr = draw(1, 2, 20, 4), torch.tensor([0, 8, 20])
+    head = Steady(1)
+    source = SBMSource(head, share=0.3)
+
+    def call(seed: int) -> SBM:
+        return cast(SBM, source(x, x, ptr, ptr, is_causal=is_causal, seed=seed).probability)
+
+    plain = head(x, x, ptr, ptr)
+    plain = plain.causal() if is_causal else plain
+    alone = plain.share(0.3)
+    torch.testing.assert_close(call(1).rate, alone.rate)  # no mean is known yet
+    torch.testing.assert_close(call(1).rate, alone.rate)  # and the same call sees the same
+    mean = torch.stack([plain.edge_prob_dense(sequence).sum((1, 2)) for sequence in range(2)]).sum(0)
+    mean = mean / (8 * 9 / 2 + 12 * 13 / 2 if is_causal else 8 * 8 + 12 * 12)
+    shared = call(2)
+    torch.testing.assert_close(shared.rate, plain.rate * (0.3 / mean)[:, None, None], rtol=1e-5, atol=0)
+    (grad,) = torch.autograd.grad(shared.expected_edges()[:, 0].sum(), head.z)
+    assert float(grad.abs().max()) < 1e-10  # whatever a pair gains, others lose
+    weight = draw(9, 2, 12, 12)
+    (got,) = torch.autograd.grad((call(2).edge_prob_dense(1) * weight).sum(), head.z)
+    again = head(x, x, ptr, ptr)
+    again = again.causal() if is_causal else again
+    level = again.expected_edges().sum(0) * (mean / again.expected_edges().sum(0)).detach()  # the mean of the batch
+    p = again.edge_prob_dense(1) * 0.3 / level[:, None, None]
+    (wanted,) = torch.autograd.grad((p * weight).sum(), head.z)
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-8)
+
+    with torch.no_grad():
+        head.y.mul_(2)
+    torch.testing.assert_close(call(3).rate, 2 * shared.rate, rtol=1e-5, atol=0)  # the mean follows later
+    assert torch.equal(call(3).rate, call(3).rate)
+    torch.testing.assert_close(call(4).rate, 2 * shared.rate / 1.1, rtol=1e-5, atol=0)
+    source.eval()
+    fixed = call(5)
+    torch.testing.assert_close(fixed.rate, 2 * shared.rate / 1.1, rtol=1e-5, atol=0)
+    assert torch.equal(call(6).rate, fixed.rate)
+    source.train()
+    whole, parts = copy.deepcopy(source), copy.deepcopy(source)
+    for part in (slice(0, 8), slice(8, 20)):  # as when gradients are accumulated
+        offsets = torch.tensor([0, part.stop - part.start])
+        parts.head.forward = lambda *_, part=part, offsets=offsets: SBM(
+            head.y[:, part], head.z[:, part], torch.eye(3, dtype=torch.float64).expand(2, -1, -1), offsets, offsets
+        )
+        parts(x[:, part], x[:, part], offsets, offsets, is_causal=is_causal, seed=7)
+    whole(x, x, ptr, ptr, is_causal=is_causal, seed=7)
+    torch.testing.assert_close(parts.seen, whole.seen)
+    other = SBMSource(Steady(1), share=0.3)
+    other.load_state_dict(source.state_dict())
+    rate = cast(SBM, other.eval()(x, x, ptr, ptr, is_causal=is_causal, seed=9).probability).rate
+    assert torch.equal(rate, fixed.rate)
+
+
+def test_a_share_asks_for_the_number_of_heads() -> None:
+    x, ptr = draw(1, 2, 20, 4), torch.tensor([0, 20])
+    head = torch.nn.Module()
+    head.forward = Steady(1).forward
+    with pytest.raises(
+        ValueError, match="Expected 'head' with an attribute `heads` that counts those of its models, 2"
+    ):
+        SBMSource(head, share=0.3)(x, x, ptr, ptr, seed=0)
+
+
 def test_a_share_of_next_to_nothing_stays_finite() -> None:
     """Keys that all say no: probabilities in proportion, but no more than a thousand times what they were."""
     y, z = torch.ones(1, 4, 1), torch.tensor([1e-20, 3e-20, 0.0, 0.0]).view(1, 4, 1).requires_grad_()
@@ -96,7 +174,7 @@ def test_keys_of_overlapping_blocks_may_be_in_none() -> None:
     query, key = draw(1, 2, 9, 6, dtype=torch.float32), draw(2, 2, 7, 6, dtype=torch.float32)
     sbm = head(query, key)
     torch.testing.assert_close(sbm.query_membership.sum(2), torch.ones(2, 9))
-    by_hand = 0.001 + 0.999 * (head.mlp(key) @ head.clusters.mT / 0.5 + math.log(0.4 / 0.6)).sigmoid()
+    by_hand = (head.mlp(key) @ head.clusters.mT / 0.5 + math.log(0.4 / 0.6)).sigmoid()
     torch.testing.assert_close(sbm.key_membership, by_hand)
     assert torch.equal(sbm.block_matrix, torch.eye(300).expand(2, -1, -1))
     assert float(sbm.expected_density().mean().detach()) == pytest.approx(0.4, abs=0.02)
@@ -209,6 +287,8 @@ def test_shares_fall_while_the_loss_is_low_and_go_on_from_a_state() -> None:
     schedule.load_state_dict(saved)
     assert [source.share for source in sources] == [0.75, 0.75]
     assert schedule.step(0.0) == 0.5625
+    always = ShareSchedule(encoder, final=0.5, threshold=math.inf, rate=0.25)
+    assert [always.step(9.0) for _ in range(3)] == [0.75, 0.5625, 0.5]
     with pytest.raises(ValueError, match="Expected 'loss' to be finite"):
         schedule.step(math.nan)
     with pytest.raises(ValueError, match="Expected 'model' to have an SBMSource"):

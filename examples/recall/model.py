@@ -1,0 +1,164 @@
+"""Causal models of sequences that differ in nothing but whom their tokens attend to.
+
+In: tokens, in sequences of one length. Out: logits, and the choice of each layer. Not here: tasks and training.
+
+Each layer is a gated short convolution, which binds neighbours, and then attention, as in the hybrids of "Zoology" (Arora et al.,
+2023). Every method has the convolution, and every graph the self-loops; densities are those of the pairs beyond.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from sbm_pyg import SBM, AttentionConv, AttentionGraph, Choice, GraphSource, SBMAttentionConv, patterns, sample_edges
+from sbm_pyg.dense import FullAttention
+
+METHODS = ("full", "window", "random", "bigbird", "top-k", "sbm")
+SBM_OPTIONS: dict[str, Any] = {
+    "estimator": "distill",
+    "parameterization": "overlapping",
+    "cluster_init": "orthogonal",
+    "num_blocks": 64,
+    "probes": 16.0,
+    "threshold": 0.1,  # running loss below which shares of the keys fall
+    "rate": 0.004,  # and by how much at a step
+    "control": "schedule",  # how shares of the keys reach the density; "share": they have it from the start; "none": no share
+}
+
+
+class FixedDensity(GraphSource):
+    """Chooses a share of the pairs beyond self-loops by a rule that does not learn.
+
+    Args:
+        rule: "window", the last tokens; "random", each pair by itself; "bigbird", half of them a window and a quarter each random
+            and global, which may coincide; "top-k", the keys of the largest scores, found among all pairs: what a chooser could do
+            at best.
+        density: Share of the pairs.
+    """
+
+    def __init__(self, rule: str, density: float) -> None:
+        super().__init__()
+        self.rule, self.density = rule, density
+
+    def forward(self, query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, **options: Any) -> Choice:
+        """As any source; sequences have one length."""
+        length, ptr, seed = int(query_ptr[1]), query_ptr, options["seed"]
+        degree = self.density * (length - 1) / 2  # beyond the self-loop, in the mean
+        loops = patterns.window(None, 0, is_causal=True, ptr=ptr)
+        if self.rule == "window":
+            graph = patterns.window(None, _fit(lambda size: _reached(size, length), degree), is_causal=True, ptr=ptr)
+        elif self.rule == "bigbird":
+            size = _fit(lambda size: _reached(size, length), degree / 2)
+            few = round(degree / 4)
+            graph = patterns.bigbird(None, size, few, few, seed=seed, is_causal=True, heads=len(query), ptr=ptr)
+        elif self.rule == "top-k":
+            graph = _largest(query, key, ptr, length, _fit(lambda size: _reached(size, length), degree))
+        else:
+            rate = query.new_full((len(query), query.size(1), 1), self.density)
+            sbm = SBM(rate, torch.ones_like(rate), rate.new_ones(len(query), 1, 1), ptr, ptr, is_causal=True)
+            graph = sample_edges(sbm, seed=seed)
+        return Choice(graph).force(loops)
+
+    def extra_repr(self) -> str:
+        """The rule and the density."""
+        return f"{self.rule}, density={self.density}"
+
+
+def _reached(size: int, length: int) -> float:
+    """Mean number of tokens before a token, at most so many."""
+    return size - size * (size + 1) / (2 * length)
+
+
+def _fit(count: Callable[[int], float], degree: float) -> int:
+    """The least size of at least one that holds so many."""
+    size = 1
+    while count(size) < degree - 0.5:
+        size += 1
+    return size
+
+
+@torch.no_grad()
+def _largest(query: Tensor, key: Tensor, ptr: Tensor, length: int, size: int) -> AttentionGraph:
+    """Each query's keys of the largest scores among those before it."""
+    heads, count = len(query), query.size(1)
+    scores = query.unflatten(1, (-1, length)) @ key.unflatten(1, (-1, length)).mT  # [H, B, L, L]
+    before = torch.ones(length, length, dtype=torch.bool).tril(-1)
+    places = scores.masked_fill(~before, -torch.inf).topk(min(size, length), dim=-1).indices
+    kept = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, places, True) & before
+    col = (kept.nonzero()[:, 3] + kept.nonzero()[:, 1] * length).int()
+    rowptr = torch.cat([torch.zeros(1, dtype=torch.int64), kept.sum(-1).flatten().cumsum(0)])
+    return AttentionGraph(rowptr, col, count, count, heads, ptr, ptr, is_causal=True)
+
+
+def make_attention(method: str, channels: int, heads: int, density: float, options: dict[str, Any]) -> nn.Module:
+    """The attention of a layer; ``options`` are those of "sbm"."""
+    width = channels // heads
+    if method == "full":
+        return FullAttention(channels, width, heads, is_causal=True)
+    if method != "sbm":
+        return AttentionConv(channels, width, heads, FixedDensity(method, density), is_causal=True)
+    head = {name: options[name] for name in ("parameterization", "cluster_init")}
+    rest = {name: options[name] for name in ("num_blocks", "estimator", "probes")}
+    window = options.get("window", 0)
+    return SBMAttentionConv(channels, width, heads, sbm_options=head, window=window, is_causal=True, **rest)
+
+
+class Layer(nn.Module):
+    """A gated short convolution, then attention, each added to what came in."""
+
+    def __init__(self, channels: int, attention: nn.Module, width: int = 3) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(channels, channels, width, groups=channels)
+        self.gate, self.mix, self.out = (nn.Linear(channels, channels) for _ in range(3))
+        self.norm1, self.norm2, self.attention = nn.LayerNorm(channels), nn.LayerNorm(channels), attention
+
+    def forward(self, x: Tensor, ptr: Tensor, seed: int) -> tuple[Tensor, Choice | None]:
+        """Tokens ``[B * L, C]``."""
+        h = self.norm1(x)
+        near = self.conv(pad(h.unflatten(0, (ptr.numel() - 1, -1)).mT, (self.conv.kernel_size[0] - 1, 0)))
+        x = x + self.mix(near.mT.flatten(0, 1) * self.gate(h))
+        out, choice = self.attention(self.norm2(x), ptr=ptr, seed=seed, return_choice=True)
+        return x + self.out(out), choice
+
+
+class Recaller(nn.Module):
+    """Two layers or more between an embedding of tokens and a distribution over them."""
+
+    def __init__(
+        self, num_tokens: int, channels: int, layers: int, make: Callable[[], nn.Module], *, tied: bool = True
+    ) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(num_tokens, channels)
+        self.layers = nn.ModuleList(Layer(channels, make()) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(channels), nn.Linear(channels, num_tokens)
+        if tied:
+            nn.init.normal_(self.embed.weight, std=channels**-0.5)
+            self.head.weight = self.embed.weight
+
+    def forward(
+        self, tokens: Tensor, places: Tensor | None = None, seed: int = 0
+    ) -> tuple[Tensor, list[Choice | None]]:
+        """Predict at some places of each sequence, or at all.
+
+        Args:
+            tokens: ``[B, L]`` int64.
+            places: ``[B, Q]``, or None for all.
+            seed: Of the graphs.
+
+        Returns:
+            Logits ``[B, Q, num_tokens]``, and the choice of each layer (None for full attention).
+        """
+        batch, length = tokens.shape
+        ptr = torch.arange(batch + 1, device=tokens.device) * length
+        x, choices = self.embed(tokens.flatten()), []
+        for number, layer in enumerate(self.layers):
+            x, choice = layer(x, ptr, len(self.layers) * seed + number)
+            choices.append(choice)
+        if places is not None:
+            x = x[(places + ptr[:-1, None]).flatten()]
+        return self.head(self.norm(x)).unflatten(0, (batch, -1)), choices

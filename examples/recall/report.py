@@ -1,0 +1,99 @@
+"""Tables and a figure of what was trained: accuracy, density, and how many questions had an edge to their answer.
+
+In: the rows of ``rows.csv``. Out: Markdown, and one figure for each task. Not here: how the rows came about (``train.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+
+from matplotlib.figure import Figure
+
+from examples.benchmarks.tables import Row, markdown
+
+HEADER = ("run", "seeds", "steps", "accuracy, %", "of each size, %", "densities of layers, %", "edge to the answer, %")
+
+
+def _groups(rows: Sequence[Row]) -> dict[tuple[str, str], list[list[Row]]]:
+    """The last rows of each run, by task and name; one list a seed."""
+    ends: dict[tuple[str, str], dict[float, list[Row]]] = {}
+    for row in rows:
+        seeds = ends.setdefault((row["task"], row["run"]), {})
+        known = seeds.get(row["seed"], [])
+        seeds[row["seed"]] = [*(other for other in known if other["step"] == row["step"]), row]
+    return {key: [*seeds.values()] for key, seeds in ends.items()}
+
+
+def _spread(values: Sequence[float]) -> str:
+    """Mean of values in per cent, and from the least to the largest."""
+    low, high = min(values), max(values)
+    mean = f"{100 * fmean(values):.2f}"
+    return mean if len(values) == 1 else f"{mean} ({100 * low:.2f} to {100 * high:.2f})"
+
+
+def _numbers(row: Row, prefix: str) -> list[float]:
+    return [row[name] for name in sorted(row) if name.startswith(prefix) and name.rpartition("_")[2].isdigit()]
+
+
+def densities(ends: Sequence[Row]) -> list[float]:
+    """Mean density of each layer over the sizes of a test."""
+    return [fmean(layer) for layer in zip(*(_numbers(row, "density_") for row in ends), strict=True)]
+
+
+def tables(rows: Sequence[Row]) -> str:
+    """One table for each task."""
+    parts: dict[str, list[list[str]]] = {}
+    for (task, name), seeds in _groups(rows).items():
+        sizes = [fmean(column) for column in zip(*([row["accuracy"] for row in ends] for ends in seeds), strict=True)]
+        layers = zip(*(densities(ends) for ends in seeds), strict=True)
+        found = [fmean(row["answer_any"] for row in ends) for ends in seeds]
+        line = [
+            name,
+            len(seeds),
+            f"{seeds[0][0]['step']:,.0f}",
+            _spread([fmean(row["accuracy"] for row in ends) for ends in seeds]),
+        ]
+        line += [
+            " / ".join(f"{100 * size:.1f}" for size in sizes),
+            " / ".join(map(_spread, layers)),
+            f"{100 * fmean(found):.1f}",
+        ]
+        parts.setdefault(task, []).append([*map(str, line)])
+    return "\n\n".join(f"## {task}\n\n{markdown(HEADER, lines)}" for task, lines in parts.items())
+
+
+def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
+    """Accuracy over density, one line a method and one point a density; a bar from the worst seed to the best."""
+    lines: dict[str, dict[str, list[tuple[float, list[float]]]]] = {}
+    for (task, name), seeds in _groups(rows).items():
+        density = 100 * fmean(fmean(densities(ends)) for ends in seeds)
+        accuracy = [100 * fmean(row["accuracy"] for row in ends) for ends in seeds]
+        method = name.rpartition(" ")[0].rpartition(" ")[0] or name
+        lines.setdefault(task, {}).setdefault(method, []).append((density, accuracy))
+    paths = []
+    for task, methods in lines.items():
+        figure = Figure(figsize=(7, 4), layout="constrained")
+        axes = figure.subplots()
+        for method, points in methods.items():
+            points.sort()
+            means = [fmean(accuracy) for _, accuracy in points]
+            around = [[mean - min(each), max(each) - mean] for mean, (_, each) in zip(means, points, strict=True)]
+            axes.errorbar(
+                [x for x, _ in points],
+                means,
+                yerr=[*zip(*around, strict=True)],
+                marker="o",
+                ms=4,
+                capsize=3,
+                label=method,
+            )
+        axes.set(
+            xscale="log", xlabel="density beyond self-loops, mean of the layers (%)", ylabel="accuracy (%)", title=task
+        )
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, fontsize="small")
+        paths.append(folder / f"{task}.png")
+        figure.savefig(paths[-1], dpi=110)
+    return paths

@@ -1,0 +1,145 @@
+"""Tasks of recall: which value came with this key, somewhere before?
+
+In: a name and a seed. Out: sequences of tokens, the places of the questions in them, the answers, and the tokens that tell
+them. Not here: models (``model.py``) and training (``train.py``).
+
+* **MQAR**, multi-query associative recall (Arora et al., "Zoology", 2023): pairs of key and value, all keys different; then
+  the same keys again, in places that a power law draws, among random tokens. The answer to a key is its value.
+* **Joint recall** (Zhan et al., "Overcoming Long-Context Limitations of State-Space Models", 2025): the same key has another
+  value in each context. A sequence tells each context, a token of its own and then its pairs; then it goes through contexts and
+  keys again in another order. The code is new, from the description: how their orders are drawn is ours.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+POWER = 0.01  # of the law of the places of questions in MQAR
+
+
+class Examples(NamedTuple):
+    """Sequences of one length, S of them with Q questions each."""
+
+    tokens: Tensor  # [S, L] int64
+    places: Tensor  # [S, Q], of the questions
+    answers: Tensor  # [S, Q], the token to be predicted there
+    sources: Tensor  # [S, Q], places of the values that tell the answers
+
+    def take(self, chosen: Tensor) -> Examples:
+        """Some of the sequences."""
+        return Examples(*(part[chosen] for part in self))
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """A task: how an example is made, at which sizes, and how many there are of each."""
+
+    make: Callable[..., Examples]
+    num_tokens: int
+    train: dict[tuple[int, int], int]  # examples of each size
+    test: dict[tuple[int, int], int]
+    batch_size: int
+    steps: int
+    learning_rate: float
+
+    def examples(self, split: str, seed: int = 0) -> dict[tuple[int, int], Examples]:
+        """All examples of "train" or "test", by their size; those of a test do not depend on the seed."""
+        found = {}
+        for number, (size, count) in enumerate(getattr(self, split).items()):
+            random = torch.Generator().manual_seed(2**20 * seed + 2 * number if split == "train" else 2 * number + 1)
+            parts = [self.make(*size, self.num_tokens, part, random) for part in _parts(count, 1_000)]
+            found[size] = Examples(*(torch.cat(column) for column in zip(*parts, strict=True)))
+        return found
+
+
+def _parts(count: int, most: int) -> list[int]:
+    return [most] * (count // most) + [count % most] * (count % most > 0)
+
+
+def _distinct(rows: int, count: int, below: int, random: torch.Generator) -> Tensor:
+    """Different numbers in random order, ``[rows, count]``; a row with repeats is drawn anew."""
+    drawn = torch.randint(below, (rows, count), generator=random)
+    while len(again := (drawn.sort(1).values.diff(dim=1) == 0).any(1).nonzero()[:, 0]):
+        few = 4 * count >= below
+        fresh = torch.rand(len(again), below, generator=random).argsort(1)[:, :count] if few else None
+        drawn[again] = torch.randint(below, (len(again), count), generator=random) if fresh is None else fresh
+    return drawn
+
+
+def mqar(length: int, pairs: int, num_tokens: int, count: int, random: torch.Generator, fillers: int = 0) -> Examples:
+    """Examples of MQAR: keys are the lower half of the tokens without 0, values the upper half.
+
+    What is left of a sequence are any tokens, or the last ``fillers`` of them, which then are no keys nor values.
+    """
+    known = num_tokens - fillers
+    keys = 1 + _distinct(count, pairs, known // 2 - 1, random)
+    values = torch.randint(known // 2, known, (count, pairs), generator=random)
+    law = POWER * torch.arange(1, (length - 2 * pairs) // 2 + 1, dtype=torch.float64) ** (POWER - 1)
+    places = 2 * pairs + 2 * torch.multinomial(law.expand(count, -1), pairs, generator=random)
+    tokens = torch.randint(known if fillers else 0, num_tokens, (count, length), generator=random)
+    tokens[:, : 2 * pairs] = torch.stack([keys, values], 2).flatten(1)
+    sources = torch.arange(1, 2 * pairs, 2).expand(count, -1)
+    return Examples(tokens.scatter(1, places, keys), places, values, sources)
+
+
+def joint_recall(contexts: int, keys: int, num_tokens: int, count: int, random: torch.Generator) -> Examples:
+    """Examples of joint recall over so many contexts and keys, each with 16 values to choose from.
+
+    Tokens are two marks, then 16 values, then keys, then contexts.
+    """
+
+    def orders(*shape: int) -> Tensor:
+        return torch.rand(count, *shape, generator=random).argsort(-1)
+
+    value = torch.randint(2, 18, (count, contexts, keys), generator=random)
+    last, half = 18 + (num_tokens - 18) // 2, contexts * (1 + 2 * keys)
+    key, context = 18 + orders(last - 18)[:, :keys], last + orders(num_tokens - last)[:, :contexts]
+    tokens, told = torch.empty(count, 2, half, dtype=torch.int64), []
+    for side in range(2):  # first told, then asked
+        outer, inner = orders(contexts), orders(contexts, keys)
+        mixed = value.gather(1, outer[..., None].expand(-1, -1, keys)).gather(2, inner)
+        pair = torch.stack([key[:, None].expand(-1, contexts, -1).gather(2, inner), mixed], 3).flatten(2)
+        tokens[:, side] = torch.cat([context.gather(1, outer)[..., None], pair], 2).flatten(1)
+        # the place of each key in this half, by its context and number
+        place = (1 + 2 * keys) * outer.argsort(1)[..., None] + 1 + 2 * _inverse(outer, inner)
+        told.append(place.flatten(1))
+    marks = torch.tensor([0, 1]).expand(count, -1)
+    whole = torch.cat([marks[:, :1], tokens[:, 0], marks[:, 1:], tokens[:, 1]], 1)
+    return Examples(whole, told[1] + half + 2, value.flatten(1), told[0] + 2)
+
+
+def _inverse(outer: Tensor, inner: Tensor) -> Tensor:
+    """Where each key stands in its context, given which context and which keys stand where."""
+    ranks = inner.argsort(2)  # of the contexts in the order in which they stand
+    return ranks.gather(1, outer.argsort(1)[..., None].expand_as(ranks))
+
+
+ZOOLOGY_TEST = {
+    (64, 4): 1000,
+    (64, 8): 1000,
+    (64, 16): 1000,
+    (128, 32): 1000,
+    (256, 64): 1000,
+    (512, 128): 1000,
+    (1024, 256): 1000,
+}
+TASKS: dict[str, Task] = {
+    # 63 keys, 64 values and 32 fillers: learnt within minutes
+    "mqar-small": Task(partial(mqar, fillers=32), 160, {(64, 8): 64_000}, {(64, 8): 200}, 32, 2_000, 2e-3),
+    "mqar-laptop": Task(
+        mqar, 8192, {(64, 4): 20_000, (128, 8): 20_000, (256, 16): 20_000},
+        {(64, 4): 500, (128, 8): 500, (256, 16): 500}, 64, 1_500, 3e-3,
+    ),
+    "mqar-zoology": Task(
+        mqar, 8192, {(64, 4): 100_000, (128, 8): 20_000, (256, 16): 20_000, (256, 32): 20_000, (256, 64): 20_000},
+        ZOOLOGY_TEST, 256, 45_000, 1e-2,
+    ),
+    "joint-laptop": Task(joint_recall, 50, {(8, 8): 64_000}, {(8, 8): 200}, 32, 4_000, 2e-3),
+    "joint-paper": Task(joint_recall, 50, {(c, k): 4_000 for c in range(5, 17) for k in range(5, 17)}, {(16, 16): 500}, 64, 20_000, 1e-3),
+}  # fmt: skip
