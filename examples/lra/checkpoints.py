@@ -148,7 +148,7 @@ class Checkpoints(Checkpoint):
 
     Args:
         folder: Of the files.
-        settings: ``save_every``, ``validate_every``, ``accumulate`` and ``steps``.
+        settings: ``save_every``, ``validate_every``, ``accumulate``, ``steps``, and from which step on graphs are ``settled``.
         signals: Which may ask to stop.
     """
 
@@ -193,7 +193,7 @@ class Checkpoints(Checkpoint):
         step = trainer.global_step
         if self.validates(self.settings, step):
             accuracy = pl_module.rows["val"][-1]["accuracy"]
-            if accuracy > self.best["accuracy"]:
+            if accuracy > self.best["accuracy"] and self.settings.settled(step):
                 self.best = {"accuracy": accuracy, "step": step}
                 trainer.save_checkpoint(self.folder / BEST)
         trainer.save_checkpoint(self.folder / LAST)

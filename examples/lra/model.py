@@ -20,7 +20,7 @@ from examples.lra.checkpoints import Checkpoints, RunError
 from examples.lra.data.batches import Batch, random_word
 from examples.lra.data.tasks import Task
 from examples.lra.settings import Settings
-from sbm_pyg import PairClassifier, SequenceClassifier, SequenceEncoder
+from sbm_pyg import PairClassifier, SBMSource, SequenceClassifier, SequenceEncoder
 
 
 def grid_positions(side: int, channels: int, base: float = 20.0) -> Tensor:
@@ -65,6 +65,7 @@ class Classifier(LightningModule):
             options |= {name: getattr(settings, name) for name in ("num_blocks", "estimator", "probes", "exploration")}
             model = {name: getattr(settings, name) for name in ("cluster_init", "parameterization", "temperature")}
             options["sbm_options"] = {**model, "density": settings.initial_density, "tied": bool(settings.tied)}
+            options["share"] = settings.share or None
         elif settings.attention == "window":
             options["size"] = settings.window
         attention: Any = settings.attention
@@ -83,6 +84,7 @@ class Classifier(LightningModule):
         kind = SequenceClassifier if task.arity == 1 else PairClassifier
         self.model = kind(encoder, task.num_classes, pool_length=pooled)
         self.rows: dict[str, list[dict[str, float]]] = {"train": [], "val": []}  # the curves
+        self.sources = [part for part in self.modules() if isinstance(part, SBMSource) and settings.share]
         self.sums: dict[str, Tensor] = {}  # of which the next row is the mean
         self.began = time.perf_counter()
         self.start_clock()
@@ -220,6 +222,14 @@ class Classifier(LightningModule):
 
     def on_train_start(self) -> None:
         self.start_clock()
+
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+        for source in self.sources:
+            source.share = self.settings.share_at(self.global_step)
+
+    def on_test_start(self) -> None:
+        for source in self.sources:
+            source.share = self.settings.share
 
     def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
         due = self.global_step % self.settings.log_every == 0 or Checkpoints.validates(self.settings, self.global_step)

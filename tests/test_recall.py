@@ -1,0 +1,286 @@
+"""The tasks of recall, what their methods see, and the programs that train on them."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from problems import same
+
+from examples import language_model
+from examples.recall import __main__ as program
+from examples.recall import model, tasks, train
+from sbm_pyg import AttentionGraph, Choice, patterns
+from sbm_pyg.dense import FullAttention
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def check_answers(examples: tasks.Examples) -> None:
+    """Before each source stands the key that is asked for, and it is told before it is asked."""
+    rows = torch.arange(len(examples.tokens))[:, None]
+    assert torch.equal(examples.tokens[rows, examples.sources], examples.answers)
+    assert torch.equal(examples.tokens[rows, examples.sources - 1], examples.tokens[rows, examples.places])
+    assert bool((examples.sources < examples.places).all())
+
+
+@pytest.mark.parametrize("fillers", [0, 10])
+def test_mqar(fillers: int) -> None:
+    examples = tasks.mqar(40, 6, 50, 300, generator(), fillers)
+    check_answers(examples)
+    keys, values = examples.tokens[:, :12:2], examples.tokens[:, 1:12:2]
+    known = 50 - fillers
+    assert int(keys.min()) == 1
+    assert int(keys.max()) == int(values.min()) - 1 == known // 2 - 1
+    assert int(values.max()) == known - 1
+    assert bool((keys.sort(1).values.diff(dim=1) > 0).all())
+    assert bool((examples.places.sort(1).values.diff(dim=1) > 0).all())
+    assert bool((examples.places >= 12).all())
+    rest = (
+        torch.ones(300, 40, dtype=torch.bool)
+        .index_fill_(1, torch.arange(12), False)
+        .scatter_(1, examples.places, False)
+    )
+    assert set(examples.tokens[rest].tolist()) == set(range(known if fillers else 0, 50))
+
+
+def test_questions_of_mqar_come_soon_by_a_power_law() -> None:
+    places = tasks.mqar(64, 1, 100, 20_000, generator()).places[:, 0]
+    law = torch.arange(1, 32, dtype=torch.float64) ** (tasks.POWER - 1)
+    found = torch.bincount((places - 2) // 2, minlength=31) / 20_000
+    assert float((found - law / law.sum()).abs().max()) < 0.012
+
+
+def test_joint_recall() -> None:
+    examples = tasks.joint_recall(5, 7, 50, 200, generator())
+    assert examples.tokens.shape == (200, 2 * 5 * (1 + 2 * 7) + 2)
+    check_answers(examples)
+    half, rows = 5 * 15, torch.arange(200)[:, None]
+    assert torch.equal(examples.tokens[rows, examples.places + 1], examples.answers)
+    context = torch.arange(half) // 15 * 15
+    asked = examples.tokens[:, half + 2 :].gather(1, context[examples.places - half - 2])
+    told = examples.tokens[:, 1 : half + 1].gather(1, context[examples.sources - 1])
+    assert torch.equal(asked, told)
+    assert all(len(set(row)) == 5 for row in told.tolist())
+    assert all(
+        len(set(zip(*pair, strict=True))) == 35 for pair in zip(asked.tolist(), examples.places.tolist(), strict=True)
+    )
+    assert set(examples.answers.unique().tolist()) == set(range(2, 18))
+    # the order is another one each time
+    assert len({tuple(row) for row in (examples.places - half - examples.sources).tolist()}) == 200
+
+
+@pytest.mark.parametrize("name", tasks.TASKS)
+def test_every_size_of_every_task_can_be_made(name: str) -> None:
+    task = tasks.TASKS[name]
+    for size in {**task.train, **task.test}:
+        check_answers(task.make(*size, task.num_tokens, 2, generator()))
+    few = dataclasses.replace(task, train=dict.fromkeys([*task.train][:2], 5), test=dict.fromkeys([*task.test][:1], 5))
+    assert same(*(list(few.examples("test", seed).values()) for seed in (0, 1)))
+    assert same(*(list(few.examples("train", 1).values()) for _ in range(2)))
+    assert not same(*(list(few.examples("train", seed).values()) for seed in (0, 1)))
+
+
+@pytest.mark.parametrize("rule", ["window", "random", "bigbird", "top-k"])
+@pytest.mark.parametrize("density", [0.03, 0.1, 0.3])
+def test_fixed_densities_are_met(rule: str, density: float) -> None:
+    ptr = torch.arange(5) * 128
+    query, key = torch.randn(2, 2, 512, 4, generator=generator())
+    source = model.FixedDensity(rule, density)
+    graph = source(query, key, ptr, ptr, is_causal=True, seed=1).graph.validate()
+    assert graph.is_causal
+    assert graph.heads == 2 or rule == "window"
+    half_a_token = 0.5 / 63.5
+    lost = 0.1 * density if rule == "bigbird" else 0.0  # edges that two of its parts have in common
+    assert train.beyond(graph) == pytest.approx(density, abs=2 * half_a_token + lost)
+    loops = torch.arange(512).expand(2, -1)
+    assert bool(graph.contains(loops).all())
+
+
+def test_top_k_takes_the_largest_scores() -> None:
+    ptr = torch.arange(4) * 20
+    query, key = torch.randn(2, 2, 60, 4, generator=generator())
+    graph = model.FixedDensity("top-k", 0.2)(query, key, ptr, ptr, is_causal=True, seed=0).graph
+    size = int(graph.degree.max()) - 1
+    for head, sequence, row in itertools.product(range(2), range(3), range(20)):
+        scores = query[head, 20 * sequence + row] @ key[head, 20 * sequence : 20 * sequence + row].T
+        wanted = {*scores.topk(min(size, row)).indices.tolist(), row}
+        found = graph.to_dense(sequence)[head, row].nonzero()[:, 0].tolist()
+        assert set(found) == wanted
+
+
+class Chosen(torch.nn.Module):
+    """Attends over the same edges always, and gives the tokens back."""
+
+    def __init__(self, graph: AttentionGraph) -> None:
+        super().__init__()
+        self.graph = graph
+
+    def forward(self, x: torch.Tensor, **options: Any) -> tuple[torch.Tensor, Choice]:
+        return x, Choice(self.graph)
+
+
+def test_evaluation_counts_the_edges_to_answers() -> None:
+    examples = tasks.mqar(16, 2, 30, 4, generator())
+    start = 16 * torch.arange(4)[:, None]
+    pairs = torch.stack([(examples.sources + start).flatten(), (examples.places + start).flatten()])
+    ptr = torch.arange(5) * 16
+    some = AttentionGraph.from_edge_index(
+        pairs[:, [0, 3, 4, 5, 6]], query_ptr=ptr, key_ptr=ptr, num_queries=64
+    ).causal()
+    loops = patterns.window(None, 0, is_causal=True, ptr=ptr)
+    layers = iter([Chosen(some | loops), Chosen(loops)])
+    recaller = model.Recaller(30, 8, 2, lambda: next(layers)).eval()
+    row = train.evaluate(recaller, examples)
+    assert row["answer_0"] == row["answer_any"] == 5 / 8
+    assert row["answer_1"] == row["density_1"] == 0
+    assert row["density_0"] == pytest.approx(5 / (4 * 16 * 15 / 2))
+    full = train.evaluate(model.Recaller(30, 8, 2, lambda: FullAttention(8, 8, 1, is_causal=True)).eval(), examples)
+    assert full["answer_0"] == full["density_1"] == 1
+
+
+TINY: dict[str, Any] = {"steps": 6, "batch_size": 4, "learning_rate": 1e-3, "channels": 8, "evaluations": 3}
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A task that is made in no time."""
+    task = tasks.Task(tasks.mqar, 40, {(16, 2): 9, (24, 3): 12}, {(16, 2): 3, (24, 3): 3}, 4, 6, 1e-3)
+    monkeypatch.setitem(tasks.TASKS, "mqar-small", task)
+
+
+class Killed(Exception):
+    pass
+
+
+@pytest.mark.parametrize("method", ["full", "random", "sbm", "sbm:control=share,estimator=local"])
+def test_a_run_that_was_killed_ends_with_the_same_bits(
+    method: str, small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = train.Run("mqar-small", method, 0.2, 1, **TINY)
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    for folder in (whole, broken):
+        folder.mkdir()
+    rows = train.train(run, whole)
+    taken = train.Batches.__call__
+
+    def until_the_fifth(batches: train.Batches, step: int) -> tasks.Examples:
+        if step == 4:
+            raise Killed
+        return taken(batches, step)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(train.Batches, "__call__", until_the_fifth)
+        with pytest.raises(Killed):
+            train.train(run, broken)
+    assert torch.load(broken / run.file)["step"] == 4
+    again = train.train(run, broken)
+    for one, other in zip(rows, again, strict=True):
+        assert {**one, "seconds": 0} == {**other, "seconds": 0}
+    ends = [torch.load(folder / run.file) for folder in (whole, broken)]
+    assert same(ends[0]["model"], ends[1]["model"])
+    assert same(ends[0]["optimizer"], ends[1]["optimizer"])
+    with pytest.raises(ValueError, match="Expected the settings of"):
+        train.train(dataclasses.replace(run, channels=16), broken)
+
+
+def test_the_program_trains_what_is_missing_and_reports(
+    small: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--densities", "0.2", "--steps", "3", "--channels", "8", "--output", str(tmp_path)]
+    program.main(["--methods", "full", "window", *words])
+    first = capsys.readouterr().out
+    assert "| full | 1 | 3 |" in first
+    assert "| window 20 % | 1 | 3 |" in first
+    before = (tmp_path / "rows.csv").read_text()
+    program.main(["--methods", "full", "window", "sbm", "--seeds", "0", "1", *words])
+    assert (tmp_path / "rows.csv").read_text().startswith(before)
+    assert "| sbm 20 % | 2 | 3 |" in capsys.readouterr().out
+    assert (tmp_path / "mqar-small.png").stat().st_size > 5000
+    program.main(["--report", "--output", str(tmp_path)])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--methods", "sparse"], "Expected 'methods' among full, window"),
+        (["--methods", "sbm:blocks=3"], "Expected options of 'methods' for sbm alone"),
+        (["--methods", "full:probes=3"], "Expected options of 'methods' for sbm alone"),
+        (["--densities", "0"], "Expected 'densities' in (0, 1]"),
+        (["--steps", "0"], "Expected 'steps' to be above 0 (got 0)"),
+        (["--heads", "3"], "Expected 'heads' to divide 'channels' = 64 (got 3)"),
+        (["--report"], "Expected 'output' to hold finished runs"),
+    ],
+)
+def test_mistakes_are_named(
+    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        program.main(words)
+    assert message in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------ language
+
+
+def test_recalled_tokens_complete_a_pair_that_is_far() -> None:
+    tokens = torch.randint(4, (3, 60), generator=generator())
+    found = language_model.recalled(tokens)
+    for row, sequence in enumerate(tokens.tolist()):
+        for end in range(60):
+            earlier = (
+                [at for at in range(1, end) if sequence[at - 1 : at + 1] == sequence[end - 1 : end + 1]] if end else []
+            )
+            wanted = bool(earlier) and end - max(earlier) > language_model.NEAR
+            assert bool(found[row, end]) == wanted
+
+
+@pytest.mark.parametrize("vocabulary", [256, 300])
+def test_bytes_of_all_tokens_are_those_of_the_text(vocabulary: int, tmp_path: Path) -> None:
+    text = "Ein Wörterbuch, ein Wörterbuch: ein \u2713 für \n jedes Wort.\n" * 20
+    (tmp_path / "text").write_text(text)
+    given = language_model.parse(
+        ["--train", str(tmp_path / "text"), "--test", str(tmp_path / "text"), "--vocabulary", str(vocabulary)]
+    )
+    source, test, width = language_model.read_texts(given)
+    assert torch.equal(source, test)
+    assert len(width) == 256 if vocabulary == 256 else 256 < len(width) <= 300
+    assert float(width[source].sum()) == len(text.encode())
+    assert vocabulary == 256 or len(source) < 0.6 * len(text)
+
+
+def test_a_language_model_is_trained_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text").write_text("a few words, and a few words more: " * 60)
+    words = [
+        "--train",
+        str(tmp_path / "text"),
+        "--test",
+        str(tmp_path / "text"),
+        "--vocabulary",
+        "256",
+        "--length",
+        "48",
+    ]
+    words += ["--steps", "8", "--batch-size", "2", "--channels", "16", "--heads", "2", "--window", "1"]
+    words += ["--methods", "full", "sbm", "random", "--densities", "0.2", "--output", str(tmp_path)]
+    language_model.main(words)
+    table = capsys.readouterr().out.splitlines()
+    assert [line.split(" | ")[0] for line in table[2:]] == ["| full", "| sbm 20 %", "| random 20 %"]
+    assert all(2 < float(line.split(" | ")[2]) < math.log2(256) + 1 for line in table[2:])
+    assert table[2].split(" | ")[4].startswith("+0.0000")
+    saved = (tmp_path / "rows.csv").read_text()
+    language_model.main(words)
+    assert (tmp_path / "rows.csv").read_text() == saved
+    with pytest.raises(SystemExit):
+        language_model.main([*words[:-4], "--densities", "0.02", "--output", str(tmp_path / "other")])
+    assert "Expected 'densities' beyond those of the window of 1" in capsys.readouterr().err
