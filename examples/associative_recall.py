@@ -34,7 +34,7 @@ TOKENS = KEYS + VALUES + 32  # the last are fillers
 CHANNELS = 64
 
 
-def make_data(count: int, length: int, pairs: int, random: torch.Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def make_data(count: int, length: int, pairs: int, random: torch.Generator) -> list[Tensor]:
     """Tokens of all sequences and their offsets; the places of the questions among them, and the answers."""
     keys = torch.rand(count, KEYS, generator=random).argsort(1)[:, :pairs]
     values = torch.randint(KEYS, KEYS + VALUES, (count, pairs), generator=random)
@@ -42,7 +42,7 @@ def make_data(count: int, length: int, pairs: int, random: torch.Generator) -> t
     tokens[:, : 2 * pairs] = torch.stack([keys, values], 2).flatten(1)
     places = 2 * pairs + torch.rand(count, length - 2 * pairs, generator=random).argsort(1)[:, :pairs]
     ptr = torch.arange(count + 1) * length
-    return tokens.scatter(1, places, keys).flatten(), ptr, (places + ptr[:-1, None]).flatten(), values.flatten()
+    return [tokens.scatter(1, places, keys).flatten(), ptr, (places + ptr[:-1, None]).flatten(), values.flatten()]
 
 
 class Block(nn.Module):
@@ -58,12 +58,12 @@ class Block(nn.Module):
             CHANNELS, CHANNELS, 1, num_blocks=64, sbm_options=head, estimator="distill", self_loops=True, is_causal=True
         )
 
-    def forward(self, x: Tensor, ptr: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, ptr: Tensor, seed: int) -> tuple[Tensor, float]:
         h = self.norm1(x)
         near = self.conv(pad(h.unflatten(0, (ptr.numel() - 1, -1)).mT, (2, 0))).mT.flatten(0, 1)
         x = x + self.mix(near * self.gate(h))
         out, graph = self.attention(self.norm2(x), ptr=ptr, seed=seed, return_graph=True)
-        return x + self.out(out), graph.density.mean()
+        return x + self.out(out), float(graph.density.mean())
 
 
 class Model(nn.Module):
@@ -75,7 +75,7 @@ class Model(nn.Module):
     def forward(self, tokens: Tensor, ptr: Tensor, seed: int) -> tuple[Tensor, float, float]:
         x, first = self.first(self.embed(tokens), ptr, 2 * seed)
         x, second = self.second(x, ptr, 2 * seed + 1)
-        return self.head(x), float(first), float(second)
+        return self.head(x), first, second
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -99,9 +99,11 @@ def main(arguments: list[str] | None = None) -> None:
             tokens, ptr, places, values = held_out
             with torch.no_grad():
                 logits, first, second = model.eval()(tokens, ptr, seed=0)
-            right = 100 * float((logits[places].argmax(1) == values).double().mean())
-            densities = f"{100 * first:.1f} % and {100 * second:.1f} %"
-            print(f"step {step}: loss {loss:.3f}, accuracy {right:.2f} %, densities {densities}", flush=True)
+            right = float((logits[places].argmax(1) == values).double().mean())
+            print(
+                f"step {step}: loss {loss:.3f}, accuracy {right:.2%}, densities {first:.1%} and {second:.1%}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
     python examples/language_model.py --train train.txt --test test.txt --methods full sbm --densities 0.1
 
-Texts are yours, or WikiText-2. Methods are full, window, random, bigbird, top-k and sbm; all share the tokens, the layers and the steps.
+Texts are yours, or WikiText-2. Methods are full, window, random, bigbird, top-k and sbm; all share the tokens, the steps, and layers of a
+gated short convolution and then attention, as in examples/recall.
 Out: bits per byte; and bits per token where a token completes a pair of tokens that stood before, but not within the last 16. What has
 ended is in rows.csv and is not run again; what was killed goes on.
 """
@@ -16,7 +17,6 @@ import math
 import sys
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
 
 if __package__ in (None, ""):  # run as a file: the root of the clone holds the package `examples`
     sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -34,15 +34,15 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--vocabulary", type=int, default=1024, help=words)
     sizes = {
         "length": 256,
-        "steps": 1200,
-        "batch-size": 16,
-        "channels": 128,
+        "steps": 1000,
+        "batch-size": 8,
+        "channels": 64,
         "layers": 2,
-        "heads": 4,
-        "window": 4,
+        "heads": 2,
+        "window": 0,
         "threads": 1,
     }
-    texts = {"length": "tokens of a sequence", "window": "tokens that sbm attends to beside those it draws"}
+    texts = {"length": "tokens of a sequence", "window": "tokens before it that sbm always attends to"}
     for name, usual in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=usual, help=f"{texts.get(name, '')} (default: %(default)s)")
     parser.add_argument("--learning-rate", type=float, default=2e-3, help="(default: %(default)s)")
@@ -52,7 +52,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     given = parser.parse_args(arguments)
     given.fail = parser.error
     for name in sizes:
-        if getattr(given, name.replace("-", "_")) <= 0:
+        if getattr(given, name.replace("-", "_")) <= (-1 if name == "window" else 0):
             parser.error(f"Expected '{name}' to be above 0 (got {getattr(given, name.replace('-', '_'))}). See --help.")
     if missing := [str(path) for path in (*given.train, *given.test) if not path.is_file()]:
         parser.error(f"Expected 'train' and 'test' to be files of text (got {', '.join(missing)}). Give their paths.")
@@ -71,9 +71,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from examples.benchmarks.tables import Row, add, markdown, read
-from examples.recall.model import METHODS, make_attention
+from examples.recall.model import METHODS, Recaller, make_attention
 from examples.recall.train import beyond, fit, options_of
-from sbm_pyg import SequenceEncoder, ShareSchedule, TokenClassifier
+from sbm_pyg import ShareSchedule
 
 NEAR = 16  # tokens; what stood before, but not so near, must be looked for
 
@@ -131,24 +131,15 @@ def recalled(tokens: Tensor) -> Tensor:
     return torch.cat([torch.zeros(len(tokens), 1, dtype=torch.bool), found], 1)
 
 
-def make_model(run: Run, num_tokens: int) -> tuple[TokenClassifier, ShareSchedule | None]:
+def make_model(run: Run, num_tokens: int) -> tuple[Recaller, ShareSchedule | None]:
     """The model, and what lowers the share of the pairs that it sees."""
     torch.manual_seed(run.seed)
     kind, options = options_of(run.method)
 
-    def attention(channels: int, head_channels: int, heads: int) -> torch.nn.Module:
-        return make_attention(kind, channels, heads, run.density, {**options, "window": run.window})
+    def make() -> torch.nn.Module:
+        return make_attention(kind, run.channels, run.heads, run.density, {**options, "window": run.window})
 
-    sizes: dict[str, Any] = {
-        "channels": run.channels,
-        "num_layers": run.layers,
-        "heads": run.heads,
-        "max_length": run.length,
-    }
-    encoder = SequenceEncoder(num_tokens, dropout=0.0, ffn_channels=4 * run.channels, attention=attention, **sizes)
-    for table in (encoder.token, encoder.position):
-        torch.nn.init.normal_(table.weight, std=run.channels**-0.5)
-    model = TokenClassifier(encoder, num_tokens)
+    model = Recaller(num_tokens, run.channels, run.layers, make)
     if kind != "sbm" or options["control"] == "none":
         return model, None
     final = run.density - 2 * run.window / (run.length - 1)
@@ -164,27 +155,25 @@ def train(run: Run, texts: tuple[Tensor, Tensor, Tensor], folder: Path) -> list[
     """Trains one model, or goes on from its checkpoint; returns the rows of all evaluations."""
     source, test, width = texts
     model, schedule = make_model(run, len(width))
-    ptr = torch.arange(run.batch_size + 1) * run.length
 
     def losses(step: int) -> Tensor:
         random = torch.Generator().manual_seed(2**32 * (run.seed + 1) + step)
         starts = torch.randint(len(source) - run.length, (run.batch_size,), generator=random)
         tokens = source[starts[:, None] + torch.arange(run.length + 1)]
-        logits = model(tokens[:, :-1].flatten(), ptr, seed=run.steps * run.seed + step)
-        return cross_entropy(logits, tokens[:, 1:].flatten())
+        logits = model(tokens[:, :-1], seed=run.steps * run.seed + step)[0]
+        return cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
     def measure() -> list[Row]:
         whole = test[: 1 + (len(test) - 1) // run.length * run.length]
         inputs, targets = (part.unflatten(0, (-1, run.length)) for part in (whole[:-1], whole[1:]))
         nats, bits, shares = 0.0, [], []
         for part in torch.arange(len(inputs)).split(run.batch_size):
-            offsets = torch.arange(len(part) + 1) * run.length
-            logits, trace = model(inputs[part].flatten(), offsets, seed=int(part[0]), return_trace=True)
-            loss = cross_entropy(logits, targets[part].flatten(), reduction="none")
+            logits, choices = model(inputs[part], seed=int(part[0]))
+            loss = cross_entropy(logits.flatten(0, 1), targets[part].flatten(), reduction="none")
             nats += float(loss.double().sum())
             mask = recalled(torch.cat([inputs[part], targets[part, -1:]], 1))[:, 1:]
             bits.append(loss[mask.flatten()] / math.log(2))
-            shares.append([1.0 if graph is None else beyond(graph) for graph in trace.graphs])
+            shares.append([1.0 if choice is None else beyond(choice.graph) for choice in choices])
         row = {"run": run.name, "seed": run.seed, "bits_per_byte": nats / math.log(2) / float(width[targets].sum())}
         row |= {
             "bits_recalled": float(torch.cat(bits).mean()),

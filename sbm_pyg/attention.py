@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeAlias, TypedDict, Unpack, cast, overload
 
@@ -295,9 +294,7 @@ class AttentionConv(EdgeAttention):
             raise TypeError(
                 f"Expected 'source' to return a Choice (got {type(choice).__name__}). Wrap a graph, `Choice(graph)`."
             )
-        if choice.graph.heads != self.heads:
-            choice = replace(choice, graph=choice.graph.expand(self.heads))
-        return choice
+        return choice.expand(self.heads)
 
     def __repr__(self) -> str:
         source = "" if self.source is None else f", source={type(self.source).__name__}"

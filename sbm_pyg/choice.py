@@ -99,6 +99,13 @@ class Choice:
         checks.forced(self.forced, self.graph.col)
         checks.number("exploration", self.exploration, "[0, 1]", "It was added to every probability.")
 
+    def expand(self, heads: int) -> Choice:
+        """The choice for so many heads, as :meth:`AttentionGraph.expand`; all have the forced edges of the one."""
+        if self.graph.heads == heads:
+            return self
+        forced = None if self.forced is None else self.forced.repeat(heads)
+        return replace(self, graph=self.graph.expand(heads), forced=forced)
+
     def select(self, kept: Tensor) -> Choice:
         """The choice among the edges of a mask ``[E]`` bool, as :meth:`AttentionGraph.select`."""
         return replace(self, graph=self.graph.select(kept), forced=None if self.forced is None else self.forced[kept])

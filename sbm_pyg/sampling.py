@@ -175,6 +175,12 @@ class SBMSource(GraphSource):
         self.register_buffer("seen", torch.zeros(2, heads))  # expected edges and pairs of the calls with the last seed
         self.register_buffer("last_seed", torch.zeros((), dtype=torch.int64))
 
+    def reset_parameters(self) -> None:
+        """Draw the parameters of the head anew, and forget the running mean."""
+        super().reset_parameters()
+        for buffer in self.buffers(recurse=False):
+            buffer.zero_()
+
     def forward(
         self,
         query: Tensor,
@@ -208,11 +214,7 @@ class SBMSource(GraphSource):
         return choice.force(patterns.window(query.size(1), self.window or 0, is_causal=is_causal, ptr=query_ptr))
 
     def _share(self, sbm: SBM, share: float, seed: int) -> SBM:
-        """The model with a mean probability of ``share``, by the running mean of each head.
-
-        What is seen counts from the next seed on, all calls with one seed together: parts of a batch see the same mean,
-        and so does the same call twice, as activation checkpointing makes it.
-        """
+        """The model with a mean probability of ``share``, by the running mean of each head."""
         if self.running_mean.numel() != sbm.heads:
             raise ValueError(
                 f"Expected 'head' with an attribute `heads` that counts those of its models, {sbm.heads} "
@@ -220,18 +222,28 @@ class SBMSource(GraphSource):
             )
         pairs, edges = count_pairs(sbm.query_ptr, sbm.key_ptr, sbm.is_causal).sum(), sbm.expected_edges().sum(0)
         mean = (edges / pairs).clamp(min=FLOOR)
-        if self.training:
-            with torch.no_grad():
-                later, known = self.last_seed != seed % 2**63, self.running_mean > 0
-                step = torch.where(later & (self.seen[1] > 0), torch.where(known, MOMENTUM, 1.0), 0.0)
-                self.running_mean.lerp_((self.seen[0] / self.seen[1].clamp(min=1)).clamp(min=FLOOR), step)
-                self.seen.copy_(torch.where(later, 0.0, self.seen) + torch.stack([edges, pairs.expand_as(edges)]))
-                self.last_seed.fill_(seed % 2**63)
-        running = self.running_mean.to(mean.dtype)
+        running = self.running_mean if not self.training else self._follow(edges.detach(), pairs, seed)
+        running = running.to(mean.dtype)
         pooled = sbm._scale(share / running.clamp(min=FLOOR)[:, None] * (mean.detach() / mean)[:, None])
         known = (running > 0)[:, None, None]
         alone = sbm.share(share)
         return replace(sbm, query_membership=torch.where(known, pooled.query_membership, alone.query_membership))
+
+    @torch.compiler.disable  # a compiled backward would compute the mean again, from buffers that have moved on
+    @torch.no_grad()
+    def _follow(self, edges: Tensor, pairs: Tensor, seed: int) -> Tensor:
+        """Take note of a batch, and return the running mean without it.
+
+        What is seen counts from the next seed on, all calls with one seed together: parts of a batch see the same mean,
+        and so does the same call twice, as activation checkpointing makes it.
+        """
+        seed %= 2**63 - 1  # an int64, whatever was drawn
+        later, known = self.last_seed != seed, self.running_mean > 0
+        step = torch.where(later & (self.seen[1] > 0), torch.where(known, MOMENTUM, 1.0), 0.0)
+        self.running_mean.lerp_((self.seen[0] / self.seen[1].clamp(min=1)).clamp(min=FLOOR), step)
+        self.seen.copy_(torch.where(later, 0.0, self.seen) + torch.stack([edges, pairs.expand_as(edges)]))
+        self.last_seed.fill_(seed)
+        return self.running_mean.clone()
 
     def extra_repr(self) -> str:
         """Its options."""

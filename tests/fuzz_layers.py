@@ -677,6 +677,21 @@ def _choice_select(d: Draw) -> Case:
     )
 
 
+@case("Choice.expand", 2)
+def _choice_expand(d: Draw) -> Case:
+    made = choice_of(d)
+    if made.graph.heads > 1:
+        kept = made.graph.edge_head == 0
+        made = Choice(made.graph.head(0), forced=None if made.forced is None else made.forced[kept])
+    heads = d.randint(1, 3)
+
+    def check(result: Choice, heads: int) -> None:
+        expect(result.graph == made.graph.expand(heads), "another graph")
+        expect(result.forced is None or result.forced.numel() == result.graph.num_edges, "another mask")
+
+    return Case(made.expand, {"heads": heads}, check)
+
+
 @case("Choice.causal", 2)
 def _choice_causal(d: Draw) -> Case:
     made = choice_of(d)
@@ -1414,7 +1429,7 @@ RECORDS: dict[str, tuple[Callable[[Draw], Any], dict[str, Meaning]]] = {  # clas
     }),
     "SBMAttentionConv": (lambda d: SBMAttentionConv(4, 2), {"sbm": lambda a: a.source.head}),
     "AttentionConv": (lambda d: AttentionConv(4, 2), {"reset_parameters()": lambda a: None}),
-    "SBMSource": (lambda d: SBMSource(SBMHead(4, 2)), {"extra_repr()": lambda a: None}),
+    "SBMSource": (lambda d: SBMSource(SBMHead(4, 2)), {"extra_repr()": lambda a: None, "reset_parameters()": lambda a: None}),
     "patterns.PatternSource": (lambda d: patterns.PatternSource(patterns.full), {"extra_repr()": lambda a: None}),
     "SBMHead": (lambda d: SBMHead(4, 2), {"reset_parameters()": lambda a: None, "extra_repr()": lambda a: None}),
     "SequenceEncoder": (encoder, {"constructor_options()": lambda m: None}),

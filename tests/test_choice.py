@@ -255,6 +255,19 @@ class Doubtful(GraphSource):
         return self.answer
 
 
+def test_forced_edges_of_one_head_serve_all() -> None:
+    class Pattern(GraphSource):
+        def forward(self, query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, **options: Any) -> Choice:
+            return Choice(patterns.window(None, 1, ptr=query_ptr)).force(patterns.global_tokens(None, 1, ptr=query_ptr))
+
+    choice = AttentionConv(4, 4, 3, Pattern())(torch.randn(9, 4), ptr=torch.tensor([0, 4, 9]), return_choice=True)[1]
+    ptr = torch.tensor([0, 4, 9])
+    wide = patterns.global_tokens(None, 1, ptr=ptr)
+    assert choice.graph == (patterns.window(None, 1, ptr=ptr) | wide).expand(3)
+    assert choice.graph.select(choice.forced) == wide.expand(3)
+    assert choice.expand(3) is choice
+
+
 def test_errors() -> None:
     x, graph = draw(1, 9, 6, dtype=torch.float32), patterns.full(9)
     cases: list[tuple[Any, type[Exception], str]] = [

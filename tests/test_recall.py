@@ -79,6 +79,10 @@ def test_joint_recall() -> None:
     assert len({tuple(row) for row in (examples.places - half - examples.sources).tolist()}) == 200
 
 
+def test_the_command_line_knows_all_tasks() -> None:
+    assert (*tasks.TASKS,) == program.TASKS
+
+
 @pytest.mark.parametrize("name", tasks.TASKS)
 def test_every_size_of_every_task_can_be_made(name: str) -> None:
     task = tasks.TASKS[name]

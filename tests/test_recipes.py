@@ -50,9 +50,19 @@ def test_a_recipe_is_short_and_imports_the_package_and_torch(name: str) -> None:
     assert "matplotlib" not in {module.split(".")[0] for module in top}
 
 
-@pytest.mark.parametrize("program", [*(f"examples/{name}.py" for name in RECIPES), "examples.benchmarks"])
+@pytest.mark.parametrize(
+    "program",
+    [
+        *(f"examples/{name}.py" for name in RECIPES),
+        "examples/language_model.py",
+        "examples.recall",
+        "examples.benchmarks",
+    ],
+)
 def test_help_does_not_wait_for_torch(program: str) -> None:
-    words = [("--help",)] if program.endswith(".py") else [("--help",), ("kernels", "--help"), ("learning", "--help")]
+    words = [("--help",)]
+    if program == "examples.benchmarks":
+        words += [("kernels", "--help"), ("learning", "--help")]
     for line in words:
         command = [sys.executable, "-c", FORBID, program, *line]
         done = subprocess.run(command, cwd=EXAMPLES.parent, capture_output=True, text=True, check=False, timeout=60)

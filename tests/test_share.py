@@ -137,6 +137,28 @@ def test_pairs_of_a_head_compete_for_its_share(is_causal: bool) -> None:
     other.load_state_dict(source.state_dict())
     rate = cast(SBM, other.eval()(x, x, ptr, ptr, is_causal=is_causal, seed=9).probability).rate
     assert torch.equal(rate, fixed.rate)
+    source.reset_parameters()
+    assert not any(buffer.any() for buffer in source.buffers())
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_a_compiled_source_has_the_mean_and_the_gradients_of_an_eager_one() -> None:
+    query, ptr, weight = draw(1, 2, 20, 4).float(), torch.tensor([0, 8, 20]), draw(2, 2, 20, 3).float()
+    torch.manual_seed(0)
+    eager = SBMSource(SBMHead(4, 2, 3, parameterization="overlapping"), share=0.3)
+    other = copy.deepcopy(eager)
+    compiled = torch.compile(other)
+    for seed in (1, 2, 2, 3):
+        rates = []
+        for source in (eager, compiled):
+            rates.append(source(query, query, ptr, ptr, seed=seed).probability.query_membership)
+            (rates[-1] * weight).sum().backward()
+        torch.testing.assert_close(*rates)
+        torch.testing.assert_close(eager.running_mean, other.running_mean)
+        for one, two in zip(eager.parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, two.grad, rtol=1e-4, atol=1e-5)
+    torch._dynamo.reset()
 
 
 def test_a_share_asks_for_the_number_of_heads() -> None:

@@ -232,6 +232,9 @@ class Classifier(LightningModule):
             source.share = self.settings.share
 
     def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
+        if (batch_idx + 1) % self.settings.accumulate == 0:
+            for source in self.sources:  # what all processes have seen in this step
+                source.seen.copy_(self.total({"seen": source.seen})["seen"])
         due = self.global_step % self.settings.log_every == 0 or Checkpoints.validates(self.settings, self.global_step)
         if due and (batch_idx + 1) % self.settings.accumulate == 0:
             self.finish_row("train")

@@ -1,7 +1,8 @@
 """Associative recall: which graphs hold the one edge that tells the answer?
 
-python -m examples.recall --methods full sbm --densities 0.03 --seeds 0 1 2      trains, then prints tables and draws
-python -m examples.recall --report                                                tables and figures of what is there
+python -m examples.recall                                               full attention and sampled graphs, five minutes
+python -m examples.recall --methods window sbm --densities 0.03 0.1 --seeds 0 1 2
+python -m examples.recall --report                                      tables and figures of what is there
 
 Methods are full, window, random, bigbird, top-k and sbm; options of the last follow a colon, as in sbm:estimator=local. All have two
 layers, each a gated short convolution and attention with self-loops; densities are those of the pairs beyond. The same command goes
@@ -24,8 +25,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m examples.recall", description=__doc__, formatter_class=formatter)
     parser.add_argument("--task", choices=TASKS, default=TASKS[0], help="(default: %(default)s)")
     parser.add_argument("--methods", nargs="+", default=["full", "sbm"], metavar="M", help="(default: full sbm)")
-    words = "shares of the pairs beyond self-loops (default: 0.03)"
-    parser.add_argument("--densities", nargs="+", type=float, default=[0.03], metavar="D", help=words)
+    words = "shares of the pairs beyond self-loops (default: 0.05)"
+    parser.add_argument("--densities", nargs="+", type=float, default=[0.05], metavar="D", help=words)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], metavar="S", help="(default: 0)")
     for name, kind in (("steps", int), ("batch-size", int), ("learning-rate", float)):
         parser.add_argument(f"--{name}", type=kind, help="(default: that of the task)")

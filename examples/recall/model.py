@@ -25,8 +25,8 @@ SBM_OPTIONS: dict[str, Any] = {
     "cluster_init": "orthogonal",
     "num_blocks": 64,
     "probes": 16.0,
-    "threshold": 0.1,  # running loss below which shares of the keys fall
-    "rate": 0.004,  # and by how much at a step
+    "threshold": 0.05,  # running loss below which shares of the keys fall
+    "rate": 0.003,  # and by how much at a step
     "control": "schedule",  # how shares of the keys reach the density; "share": they have it from the start; "none": no share
 }
 
