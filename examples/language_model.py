@@ -72,7 +72,7 @@ from torch.nn.functional import cross_entropy
 
 from examples.benchmarks.tables import Row, add, markdown, read
 from examples.recall.model import METHODS, Recaller, make_attention
-from examples.recall.train import beyond, fit, options_of
+from examples.recall.train import beyond, ended, fit, options_of
 from sbm_pyg import ShareSchedule
 
 NEAR = 16  # tokens; what stood before, but not so near, must be looked for
@@ -222,7 +222,7 @@ def main(arguments: list[str] | None = None) -> None:
                     f"Expected '{name}' of more than {given.length} tokens (got {len(text)}). Give a longer text."
                 )
         for run in (Run(*kind, seed, **own) for seed in given.seeds for kind in kinds):
-            if (run.name, run.seed) not in {(row["run"], row["seed"]) for row in read(given.output / "rows.csv")}:
+            if not ended(given.output, run.steps, run=run.name, seed=run.seed):
                 add(given.output / "rows.csv", train(run, texts, given.output))
     except ValueError as error:
         given.fail(str(error))

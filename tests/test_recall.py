@@ -211,6 +211,10 @@ def test_the_program_trains_what_is_missing_and_reports(
     assert "| sbm 20 % | 2 | 3 |" in capsys.readouterr().out
     assert (tmp_path / "mqar-small.png").stat().st_size > 5000
     program.main(["--report", "--output", str(tmp_path)])
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        program.main(["--methods", "window", "--densities", "0.2", "--steps", "4", "--output", str(tmp_path)])
+    assert "Expected 'steps' to be 3 as of window 20 %, seed 0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -219,6 +223,8 @@ def test_the_program_trains_what_is_missing_and_reports(
         (["--methods", "sparse"], "Expected 'methods' among full, window"),
         (["--methods", "sbm:blocks=3"], "Expected options of 'methods' for sbm alone"),
         (["--methods", "full:probes=3"], "Expected options of 'methods' for sbm alone"),
+        (["--methods", "sbm:probes=few"], "Expected option 'probes' of 'methods' to be a number (got 'few')"),
+        (["--methods", "sbm:control=price"], "Expected option 'control' of 'methods' among schedule, share, none"),
         (["--densities", "0"], "Expected 'densities' in (0, 1]"),
         (["--steps", "0"], "Expected 'steps' to be above 0 (got 0)"),
         (["--heads", "3"], "Expected 'heads' to divide 'channels' = 64 (got 3)"),

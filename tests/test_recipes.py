@@ -60,7 +60,7 @@ def test_a_recipe_is_short_and_imports_the_package_and_torch(name: str) -> None:
     ],
 )
 def test_help_does_not_wait_for_torch(program: str) -> None:
-    words = [("--help",)]
+    words: list[tuple[str, ...]] = [("--help",)]
     if program == "examples.benchmarks":
         words += [("kernels", "--help"), ("learning", "--help")]
     for line in words:

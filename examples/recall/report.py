@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 
 from examples.benchmarks.tables import Row, markdown
 
+TICKS = (0.5, 1, 3, 10, 30, 100)
 HEADER = ("run", "seeds", "steps", "accuracy, %", "of each size, %", "densities of layers, %", "edge to the answer, %")
 
 
@@ -76,22 +77,17 @@ def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
     for task, methods in lines.items():
         figure = Figure(figsize=(7, 4), layout="constrained")
         axes = figure.subplots()
-        for method, points in methods.items():
+        for number, (method, points) in enumerate(methods.items()):
             points.sort()
             means = [fmean(accuracy) for _, accuracy in points]
             around = [[mean - min(each), max(each) - mean] for mean, (_, each) in zip(means, points, strict=True)]
-            axes.errorbar(
-                [x for x, _ in points],
-                means,
-                yerr=[*zip(*around, strict=True)],
-                marker="o",
-                ms=4,
-                capsize=3,
-                label=method,
-            )
+            style = {"marker": "osD^vXP"[number % 7], "ms": 10, "alpha": 0.8, "capsize": 3, "label": method}
+            axes.errorbar([x for x, _ in points], means, yerr=[*zip(*around, strict=True)], **style)  # type: ignore[arg-type]
         axes.set(
             xscale="log", xlabel="density beyond self-loops, mean of the layers (%)", ylabel="accuracy (%)", title=task
         )
+        axes.set_xticks(TICKS, map(str, TICKS))
+        axes.set(xlim=(TICKS[0] * 0.8, TICKS[-1] * 1.2), ylim=(-4, 104))
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False, fontsize="small")
         paths.append(folder / f"{task}.png")

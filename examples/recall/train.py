@@ -23,6 +23,7 @@ from examples.recall.model import SBM_OPTIONS, Recaller, make_attention
 from examples.recall.tasks import TASKS, Examples
 from sbm_pyg import AttentionGraph, ShareSchedule
 
+CONTROLS = ("schedule", "share", "none")
 WARMUP, DECAY = 0.05, 0.3  # shares of the steps in which the learning rate rises, and falls to nothing
 
 
@@ -71,7 +72,16 @@ def options_of(method: str) -> tuple[str, dict[str, Any]]:
         if kind != "sbm" or name not in options or not value:
             known = ", ".join(f"{name}={value}" for name, value in SBM_OPTIONS.items())
             raise ValueError(f"Expected options of 'methods' for sbm alone, among {known} (got {method!r}).")
-        options[name] = type(options[name])(value)
+        try:
+            options[name] = type(options[name])(value)
+        except ValueError:
+            raise ValueError(
+                f"Expected option {name!r} of 'methods' to be a number (got {value!r}). See --help."
+            ) from None
+    if options["control"] not in CONTROLS:
+        raise ValueError(
+            f"Expected option 'control' of 'methods' among {', '.join(CONTROLS)} (got {options['control']!r})."
+        )
     return kind, options
 
 
@@ -246,9 +256,27 @@ def train(run: Run, folder: Path) -> list[Row]:
 
 
 def train_all(runs: list[Run], folder: Path) -> None:
-    """Trains what ``rows.csv`` does not have yet."""
+    """Trains what ``rows.csv`` does not have yet.
+
+    Raises:
+        ValueError: It has a run of that name with other steps.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for run in runs:
-        known = {(row["task"], row["run"], row["seed"]) for row in read(folder / "rows.csv")}
-        if (run.task, run.name, run.seed) not in known:
+        if not ended(folder, run.steps, task=run.task, run=run.name, seed=run.seed):
             add(folder / "rows.csv", train(run, folder))
+
+
+def ended(folder: Path, steps: int, **name: Any) -> bool:
+    """Says whether ``rows.csv`` has a run of that name, which has taken so many steps.
+
+    Raises:
+        ValueError: It has taken others.
+    """
+    rows = [row for row in read(folder / "rows.csv") if all(row[key] == value for key, value in name.items())]
+    if rows and rows[-1]["step"] != steps:
+        raise ValueError(
+            f"Expected 'steps' to be {rows[-1]['step']:g} as of {name['run']}, seed {name['seed']} in {folder} (got {steps}). "
+            "Take another --output."
+        )
+    return bool(rows)
