@@ -2,9 +2,8 @@
 
     python examples/associative_recall.py
 
-A sequence tells pairs of key and value, then asks for the keys again among fillers. Graphs begin full; the attention over them
-teaches the block model, and the share of the pairs that a head sees falls while the loss is low. (Task: Arora et al., "Zoology",
-2023; more of it, and against other methods: python -m examples.recall.)
+A sequence tells pairs of key and value, then asks for the keys again among fillers. Graphs begin full; attention teaches the block
+model; the share of the pairs that a head sees falls while the loss is low. (Arora et al., "Zoology"; more: python -m examples.recall.)
 """
 
 # ruff: noqa: E402
@@ -29,9 +28,8 @@ from torch.nn.functional import cross_entropy, pad
 
 from sbm_pyg import SBMAttentionConv, ShareSchedule
 
-KEYS = VALUES = 64
+KEYS = VALUES = CHANNELS = 64
 TOKENS = KEYS + VALUES + 32  # the last are fillers
-CHANNELS = 64
 
 
 def make_data(count: int, length: int, pairs: int, random: torch.Generator) -> list[Tensor]:
@@ -71,6 +69,8 @@ class Model(nn.Module):
         super().__init__()
         self.embed, self.first, self.second = nn.Embedding(TOKENS, CHANNELS), Block(), Block()
         self.head = nn.Sequential(nn.LayerNorm(CHANNELS), nn.Linear(CHANNELS, TOKENS))
+        nn.init.normal_(self.embed.weight, std=CHANNELS**-0.5)
+        self.head[1].weight = self.embed.weight
 
     def forward(self, tokens: Tensor, ptr: Tensor, seed: int) -> tuple[Tensor, float, float]:
         x, first = self.first(self.embed(tokens), ptr, 2 * seed)
@@ -83,7 +83,7 @@ def main(arguments: list[str] | None = None) -> None:
     torch.manual_seed(options.seed)
     model, random = Model(), torch.Generator().manual_seed(options.seed)
     schedule = ShareSchedule(model, options.share, threshold=0.05)
-    optimizer = torch.optim.Adam(model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
     rate = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, options.steps, pct_start=0.07, final_div_factor=2)
     held_out = make_data(200, options.length, options.pairs, torch.Generator().manual_seed(2**32))
     for step in range(1, options.steps + 1):

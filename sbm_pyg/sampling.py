@@ -166,14 +166,28 @@ class SBMSource(GraphSource):
         if window is not None:
             ops.checks.integer("window", window, 0, "It is a distance in tokens; None for no window.")
         self.head, self.method, self.exploration, self.budget = head, method, exploration, budget
-        self.share, self.self_loops, self.window = share, self_loops, window
-        heads = getattr(head, "heads", 1)
+        self.self_loops, self.window = self_loops, window
         self.running_mean: Tensor
         self.seen: Tensor
         self.last_seed: Tensor
-        self.register_buffer("running_mean", torch.zeros(heads))  # 0: none yet
-        self.register_buffer("seen", torch.zeros(2, heads))  # expected edges and pairs of the calls with the last seed
-        self.register_buffer("last_seed", torch.zeros((), dtype=torch.int64))
+        self._share_of_pairs: float | None = None
+        self.share = share
+
+    @property
+    def share(self) -> float | None:
+        """Density that the pairs of each head compete for, or None. Setting it adds the buffers of the running mean."""
+        return self._share_of_pairs
+
+    @share.setter
+    def share(self, share: float | None) -> None:
+        self._share_of_pairs = share
+        if share is not None and "running_mean" not in self._buffers:
+            device = next((parameter.device for parameter in self.parameters()), None)
+            heads = getattr(self.head, "heads", 1)
+            self.register_buffer("running_mean", torch.zeros(heads, device=device))  # 0: none yet
+            # expected edges and pairs of the calls with the last seed
+            self.register_buffer("seen", torch.zeros(2, heads, device=device))
+            self.register_buffer("last_seed", torch.zeros((), dtype=torch.int64, device=device))
 
     def reset_parameters(self) -> None:
         """Draw the parameters of the head anew, and forget the running mean."""
@@ -196,7 +210,7 @@ class SBMSource(GraphSource):
         """As :meth:`GraphSource.forward`."""
         sbm: SBM = self.head(query, key, query_ptr, key_ptr)
         sbm = sbm.causal() if is_causal else sbm
-        sbm = sbm if self.share is None else self._share(sbm, self.share, seed)
+        sbm = sbm if self.share is None else self._compete(sbm, self.share, seed)
         sbm = sbm if self.budget is None else sbm.limit(self.budget)
         exploration = self.exploration if self.training else 0.0
         # No parameterisation exceeds 1, but shares do; and `clamp` takes what low precision rounds above it.
@@ -213,7 +227,7 @@ class SBMSource(GraphSource):
             )
         return choice.force(patterns.window(query.size(1), self.window or 0, is_causal=is_causal, ptr=query_ptr))
 
-    def _share(self, sbm: SBM, share: float, seed: int) -> SBM:
+    def _compete(self, sbm: SBM, share: float, seed: int) -> SBM:
         """The model with a mean probability of ``share``, by the running mean of each head."""
         if self.running_mean.numel() != sbm.heads:
             raise ValueError(

@@ -1429,7 +1429,7 @@ RECORDS: dict[str, tuple[Callable[[Draw], Any], dict[str, Meaning]]] = {  # clas
     }),
     "SBMAttentionConv": (lambda d: SBMAttentionConv(4, 2), {"sbm": lambda a: a.source.head}),
     "AttentionConv": (lambda d: AttentionConv(4, 2), {"reset_parameters()": lambda a: None}),
-    "SBMSource": (lambda d: SBMSource(SBMHead(4, 2)), {"extra_repr()": lambda a: None, "reset_parameters()": lambda a: None}),
+    "SBMSource": (lambda d: SBMSource(SBMHead(4, 2)), {"share": lambda a: None, "extra_repr()": lambda a: None, "reset_parameters()": lambda a: None}),
     "patterns.PatternSource": (lambda d: patterns.PatternSource(patterns.full), {"extra_repr()": lambda a: None}),
     "SBMHead": (lambda d: SBMHead(4, 2), {"reset_parameters()": lambda a: None, "extra_repr()": lambda a: None}),
     "SequenceEncoder": (encoder, {"constructor_options()": lambda m: None}),
