@@ -71,8 +71,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from examples.benchmarks.tables import Row, add, markdown, read
-from examples.recall.model import METHODS, Recaller, make_attention
-from examples.recall.train import beyond, ended, fit, options_of
+from examples.recall.model import Recaller
+from examples.recall.train import beyond, ended, fit, make_recaller, options_of
 from sbm_pyg import ShareSchedule
 
 NEAR = 16  # tokens; what stood before, but not so near, must be looked for
@@ -133,14 +133,8 @@ def recalled(tokens: Tensor) -> Tensor:
 
 def make_model(run: Run, num_tokens: int) -> tuple[Recaller, ShareSchedule | None]:
     """The model, and what lowers the share of the pairs that it sees."""
-    torch.manual_seed(run.seed)
-    kind, options = options_of(run.method)
-
-    def make() -> torch.nn.Module:
-        return make_attention(kind, run.channels, run.heads, run.density, {**options, "window": run.window})
-
-    model = Recaller(num_tokens, run.channels, run.layers, make)
-    if kind != "sbm" or options["control"] == "none":
+    model, options = make_recaller(run, num_tokens, run.window)
+    if options is None:
         return model, None
     final = run.density - 2 * run.window / (run.length - 1)
     if final <= 0:
@@ -213,8 +207,7 @@ def main(arguments: list[str] | None = None) -> None:
     kinds = [(m, d) for m in given.methods for d in (given.densities if m != "full" else [1.0])]
     try:
         for method in given.methods:
-            if options_of(method)[0] not in METHODS:
-                raise ValueError(f"Expected 'methods' among {', '.join(METHODS)} (got {method!r}). See --help.")
+            options_of(method)  # mistakes before the first run
         texts = read_texts(given)
         for text, name in zip(texts, ("train", "test"), strict=False):
             if len(text) <= given.length:

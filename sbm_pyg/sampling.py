@@ -7,7 +7,6 @@ Not here: the sampling algorithms themselves (``ops``) and gradients (``estimato
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -234,14 +233,14 @@ class SBMSource(GraphSource):
                 f"Expected 'head' with an attribute `heads` that counts those of its models, {sbm.heads} "
                 f"(got {self.running_mean.numel()}). Shares have a running mean for each."
             )
-        pairs, edges = count_pairs(sbm.query_ptr, sbm.key_ptr, sbm.is_causal).sum(), sbm.expected_edges().sum(0)
+        reach, degree = sbm._reach(), sbm.expected_degree()
+        pairs, edges = reach.sum(), degree.sum(1)
         mean = (edges / pairs).clamp(min=FLOOR)
         running = self.running_mean if not self.training else self._follow(edges.detach(), pairs, seed)
         running = running.to(mean.dtype)
-        pooled = sbm._scale(share / running.clamp(min=FLOOR)[:, None] * (mean.detach() / mean)[:, None])
-        known = (running > 0)[:, None, None]
-        alone = sbm.share(share)
-        return replace(sbm, query_membership=torch.where(known, pooled.query_membership, alone.query_membership))
+        pooled = (share / running.clamp(min=FLOOR) * (mean.detach() / mean)).to(sbm.rate.dtype)
+        alone = sbm._share_factor(share, degree, reach)
+        return sbm._scale(torch.where((running > 0)[:, None], pooled[:, None], alone))
 
     @torch.compiler.disable  # a compiled backward would compute the mean again, from buffers that have moved on
     @torch.no_grad()

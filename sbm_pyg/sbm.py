@@ -302,9 +302,7 @@ class SBM(EdgeProbability):
             TypeError, ValueError: ``density`` is no number in (0, 1].
         """
         ops.checks.number("density", density, "(0, 1]", "It is a share of the keys that a query may attend to.")
-        reach = self._reach()
-        factor = (density * reach).clamp(min=1) / torch.maximum(self.expected_degree(), FLOOR * reach)
-        return self._scale(factor.to(self.rate.dtype))
+        return self._scale(self._share_factor(density, self.expected_degree(), self._reach()))
 
     def check(self, graph: AttentionGraph, name: str = "graph") -> None:
         """Refuse a graph that is not over the tokens, heads and sequences of this model.
@@ -327,6 +325,10 @@ class SBM(EdgeProbability):
             raise ValueError(
                 f"Expected '{name}' to be causal, as this SBM is (got {graph}). `graph.causal()` leaves later keys out."
             )
+
+    def _share_factor(self, density: float, degree: Tensor, reach: Tensor) -> Tensor:
+        """What :meth:`share` multiplies the rates of each query with, ``[H, N]``."""
+        return ((density * reach).clamp(min=1) / torch.maximum(degree, FLOOR * reach)).to(self.rate.dtype)
 
     def _scale(self, factor: Tensor) -> SBM:
         """The model with the rates of each query times a factor, ``[H, N]``."""

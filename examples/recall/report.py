@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from matplotlib.figure import Figure
 
@@ -81,8 +82,14 @@ def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
             points.sort()
             means = [fmean(accuracy) for _, accuracy in points]
             around = [[mean - min(each), max(each) - mean] for mean, (_, each) in zip(means, points, strict=True)]
-            style = {"marker": "osD^vXP"[number % 7], "ms": 10, "alpha": 0.8, "capsize": 3, "label": method}
-            axes.errorbar([x for x, _ in points], means, yerr=[*zip(*around, strict=True)], **style)  # type: ignore[arg-type]
+            style: dict[str, Any] = {
+                "marker": "osD^vXP"[number % 7],
+                "ms": 10,
+                "alpha": 0.8,
+                "capsize": 3,
+                "label": method,
+            }
+            axes.errorbar([x for x, _ in points], means, yerr=[*zip(*around, strict=True)], **style)
         axes.set(
             xscale="log", xlabel="density beyond self-loops, mean of the layers (%)", ylabel="accuracy (%)", title=task
         )

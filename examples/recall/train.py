@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 from tqdm.auto import tqdm
 
 from examples.benchmarks.tables import Row, add, read
-from examples.recall.model import SBM_OPTIONS, Recaller, make_attention
+from examples.recall.model import METHODS, SBM_OPTIONS, Recaller, make_attention
 from examples.recall.tasks import TASKS, Examples
 from sbm_pyg import AttentionGraph, ShareSchedule
 
@@ -63,9 +63,11 @@ def options_of(method: str) -> tuple[str, dict[str, Any]]:
     8.0
 
     Raises:
-        ValueError: An option is not one of "sbm".
+        ValueError: There is no such method, or an option is not one of "sbm".
     """
     kind, _, own = method.partition(":")
+    if kind not in METHODS:
+        raise ValueError(f"Expected 'methods' among {', '.join(METHODS)} (got {kind!r}). See --help.")
     options = dict(SBM_OPTIONS)
     for pair in filter(None, own.split(",")):
         name, _, value = pair.partition("=")
@@ -85,16 +87,22 @@ def options_of(method: str) -> tuple[str, dict[str, Any]]:
     return kind, options
 
 
-def make_model(run: Run) -> tuple[Recaller, ShareSchedule | None]:
-    """A model, and what sets its density."""
+def make_recaller(run: Any, num_tokens: int, window: int = 0) -> tuple[Recaller, dict[str, Any] | None]:
+    """The model of a run, and the options of its method if shares of the pairs are to be set; else None."""
     torch.manual_seed(run.seed)
     kind, options = options_of(run.method)
 
     def make() -> torch.nn.Module:
-        return make_attention(kind, run.channels, run.heads, run.density, options)
+        return make_attention(kind, run.channels, run.heads, run.density, {**options, "window": window})
 
-    model = Recaller(TASKS[run.task].num_tokens, run.channels, run.layers, make)
-    if kind != "sbm" or options["control"] == "none":
+    model = Recaller(num_tokens, run.channels, run.layers, make)
+    return model, options if kind == "sbm" and options["control"] != "none" else None
+
+
+def make_model(run: Run) -> tuple[Recaller, ShareSchedule | None]:
+    """A model, and what sets its density."""
+    model, options = make_recaller(run, TASKS[run.task].num_tokens)
+    if options is None:
         return model, None
     schedule = ShareSchedule(model, run.density, threshold=options["threshold"], rate=options["rate"])
     if options["control"] == "share":
@@ -215,7 +223,7 @@ def fit(
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             rate.step()
-            if schedule and schedule.share > schedule.final:
+            if schedule:
                 schedule.step(loss)
             step += 1
             bar.update()
