@@ -101,10 +101,10 @@ class Choice:
 
     def expand(self, heads: int) -> Choice:
         """The choice for so many heads, as :meth:`AttentionGraph.expand`; all have the forced edges of the one."""
-        if self.graph.heads == heads:
+        graph = self.graph.expand(heads)
+        if graph is self.graph:
             return self
-        forced = None if self.forced is None else self.forced.repeat(heads)
-        return replace(self, graph=self.graph.expand(heads), forced=forced)
+        return replace(self, graph=graph, forced=None if self.forced is None else self.forced.repeat(heads))
 
     def select(self, kept: Tensor) -> Choice:
         """The choice among the edges of a mask ``[E]`` bool, as :meth:`AttentionGraph.select`."""

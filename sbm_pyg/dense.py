@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .ops import checks
+from .propagation import check_tokens
 from .ragged import pad
 
 __all__ = ["FullAttention"]
@@ -72,7 +73,7 @@ class FullAttention(nn.Module):
                 "Expected no 'edge_index' with full attention (got one). It knows no graph; AttentionConv takes one."
             )
         checks.tensors(x=x, ptr=ptr)
-        checks.floating(x=x)
+        check_tokens(x, self.lin_query)
         checks.shape("x", x, (None, self.channels), "[N, channels]", "It has the channels of the layer.")
         padded, mask = pad(x, ptr)  # [B, L, channels], [B, L]
         query, key, value = (

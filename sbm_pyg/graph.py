@@ -369,8 +369,10 @@ class AttentionGraph(CompressedRows):
             sequence: Which sequence; may be None where there is one.
 
         Raises:
-            ValueError: The sequence does not exist or is not told, or the mask takes more memory than there is.
+            ValueError: The sequence does not exist or is not told, the mask takes more memory than there is, or the
+                graph is on the meta device and has no values.
         """
+        check_present(self.col, "graph")
         sequence = the_one(sequence, self.num_sequences, "sequence")
         pairs = int(self.query_ptr.diff()[sequence] * self.key_ptr.diff()[sequence])
         checks.memory(

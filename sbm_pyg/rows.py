@@ -325,6 +325,7 @@ class CompressedRows:
 
     def sequence(self, sequence: int) -> Self:
         """The graph of one sequence, tokens counted from 0, all heads."""
+        check_present(self.col, "graph")
         sequence = _counted(sequence, self.num_sequences, "sequence")
         start, end = (int(x) for x in self.query_ptr[sequence : sequence + 2])
         first_key, end_key = (int(x) for x in self.key_ptr[sequence : sequence + 2])
@@ -342,6 +343,7 @@ class CompressedRows:
 
     def head(self, head: int) -> Self:
         """The graph of one head, all sequences."""
+        check_present(self.col, "graph")
         head = _counted(head, self.heads, "head")
         rowptr = self.rowptr[head * self.num_queries : (head + 1) * self.num_queries + 1]
         col = self.col[int(rowptr[0]) : int(rowptr[-1])]
@@ -419,6 +421,8 @@ class CompressedRows:
             ValueError: The graphs are not over the same tokens, heads and sequences.
         """
         check_graph(other, "other")
+        check_present(self.col, "graph")
+        check_present(other.col, "other")
         if self.heads == 1:
             self = self.expand(other.heads)
         elif other.heads == 1:

@@ -522,6 +522,13 @@ def test_to_moves_every_tensor() -> None:
     assert graph.to("cpu", non_blocking=True) == graph
 
 
+def test_a_graph_without_values_says_so() -> None:
+    meta = build(RAGGED).to("meta")
+    for action in (lambda: meta.head(0), lambda: meta.sequence(0), lambda: meta.to_dense(0)):
+        with pytest.raises(ValueError, match=r"Expected 'graph' to hold values \(got a meta tensor\)"):
+            action()
+
+
 # ------------------------------------------------------------------------------------------------ graphs from graphs
 
 

@@ -386,7 +386,12 @@ def test_inputs_of_layers() -> None:
             ValueError,
             r"Expected 'x' to be \[N, channels\] = \[any, 4\] \(got \[3, 3\]\)",
         ),
-        (lambda: layers[0](x.long(), ptr=ptr), TypeError, r"Expected 'x' to be a floating tensor \(got torch.int64\)"),
+        (lambda: layers[0](x.long(), ptr=ptr), TypeError, r"Expected 'x' to be floating point \(got torch.int64\)"),
+        (
+            lambda: layers[0](x.bfloat16(), ptr=ptr),
+            TypeError,
+            r"Expected 'x' to be torch.float32, as the layer's parameters are \(got torch.bfloat16\)",
+        ),
         (lambda: layers[0](None, ptr=ptr), TypeError, r"Expected 'x' to be a tensor \(got NoneType\)"),
         (lambda: layers[0](x, ptr=None), TypeError, r"Expected 'ptr' to be a tensor \(got NoneType\)"),
         (lambda: layers[1](x, ptr=ptr), TypeError, r"Expected 'graph' to be an AttentionGraph \(got NoneType\)"),

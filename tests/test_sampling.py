@@ -467,6 +467,15 @@ def test_overflowing_rates_are_named() -> None:
             check()
 
 
+@pytest.mark.parametrize("sample", [ops.sample_sbm, reference.sample_sbm])
+def test_rates_that_are_no_numbers(sample: Any) -> None:
+    ptr, stream = torch.tensor([0, 3]), torch.tensor([0])
+    for value in (math.nan, math.inf):
+        rate = torch.ones(1, 3, 2).index_fill(1, torch.tensor([1]), value)
+        with pytest.raises(ValueError, match="Expected 'rate' and 'member' to be finite"):
+            sample(rate, torch.ones(1, 3, 2), ptr, ptr, stream, 0, "bernoulli", 0.0, True, False)
+
+
 @pytest.mark.parametrize("name", ["query_membership", "key_membership", "block_matrix"])
 @pytest.mark.parametrize(
     ("value", "message"),

@@ -438,8 +438,8 @@ def sample_sbm(
         where M does not fit.
 
     Raises:
-        ValueError: A probability without exploration exceeds 1 (``"bernoulli"`` without ``clamp``), or the CPU is to
-            number more than 2^31 keys.
+        ValueError: Rates or memberships are NaN or infinite, a probability without exploration exceeds 1
+            (``"bernoulli"`` without ``clamp``), or the CPU is to number more than 2^31 keys.
     """
     checks.tensors(rate=rate, member=member)
     checks.shape("rate", rate, (None, None, None), "[H, N, K]", "Heads come first.")
@@ -451,6 +451,7 @@ def sample_sbm(
     checks.same_device("rate", rate, member=member)
     checks.one_of("method", method, METHODS)
     checks.number("exploration", exploration, "[0, 1]", "It is added to every probability.")
+    checks.flag("clamp", clamp, "It says whether probabilities above 1 are cut.")
     checks.flag("is_causal", is_causal, _CAUSAL)
     return schemas.sample_sbm(
         rate, member, query_ptr, key_ptr, sequence_ids, checks.seed(seed), method, exploration, clamp, is_causal

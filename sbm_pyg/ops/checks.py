@@ -165,10 +165,8 @@ def number(name: str, value: Any, span: str, way_out: str) -> None:
         return
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"Expected '{name}' to be a number in {span} (got {type(value).__name__}). {way_out}")
-    if isinstance(value, int) and abs(value) >= 2**1000:  # which no float holds
-        raise ValueError(
-            f"Expected '{name}' in {span}, as a float holds it (got a whole number beyond 2**1000). {way_out}"
-        )
+    if isinstance(value, int) and abs(value) >= 2**63:  # which no tensor holds
+        raise ValueError(f"Expected '{name}' in {span}, below 2**63 if whole (got more). {way_out}")
     low, high = _ends(span)
     x: Any = value  # mypy knows no order of numbers.Real
     if not low <= x <= high or (x == low and span[0] == "(") or (x == high and span[-1] == ")"):

@@ -311,6 +311,7 @@ def sample_sbm(
     row_keys = np.tile(reach, heads)
     expected += exploration * row_keys
     bound += exploration
+    reference.check_expected(torch.from_numpy(expected))
     ways = reference.plan_rows(torch.from_numpy(expected), torch.from_numpy(bound), torch.from_numpy(row_keys), method)
     stretch, way = (x.numpy() for x in ways)
     way = np.where((way == _COINS) & (bound > 1), _LARGE_COINS, way).astype(np.uint8)

@@ -432,7 +432,9 @@ def _sample_block(
     total = key.cumsum(0)  # [m, K]
     mass = torch.cat([rate * total[reach - 1], exploration * reach[:, None]], dim=1)  # [n, K+1]
     bound = (rate * key.cummax(0).values[reach - 1]).sum(1) + exploration
-    stretch, way = plan_rows(mass.sum(1), bound, reach, method)
+    expected = mass.sum(1)
+    check_expected(expected)
+    stretch, way = plan_rows(expected, bound, reach, method)
     rows = [(way == one).nonzero()[:, 0] for one in (PROPOSALS, GAPS, COINS)]
     parts = [
         _propose_rows(rate, key, total, reach, mass, stretch, rows[PROPOSALS], counter, seed, method, exploration),
@@ -441,6 +443,15 @@ def _sample_block(
     ]
     edge = torch.cat(parts).sort().values
     return torch.div(edge, num_keys, rounding_mode="floor"), edge % num_keys
+
+
+def check_expected(expected: Tensor) -> None:
+    """Refuse rates without a number of edges to expect."""
+    if not bool(expected.isfinite().all()):
+        raise ValueError(
+            "Expected 'rate' and 'member' to be finite (got NaN or infinity as the expected number of edges of a row). "
+            "Look for NaN in the queries and keys that they are made from."
+        )
 
 
 def plan_rows(expected: Tensor, bound: Tensor, num_keys: Tensor | int, method: str) -> tuple[Tensor, Tensor]:
