@@ -320,8 +320,9 @@ class SBMAttentionConv(AttentionConv):
             softmax or the law not Bernoulli's. See :mod:`sbm_pyg.estimators` and docs/learning.md.
         probes: With ``"local"`` or ``"distill"`` by name, expected number of pairs per query and head that are looked
             at beside the edges.
-        exploration: Added to every edge probability in training only, in [0, 1]. None: 0.01, as in the paper, or 0 with
-            ``"local"``, whose probes explore without adding edges.
+        exploration: Added to every edge probability in training only, in [0, 1]. None: 0.01, as in the paper. With
+            ``"local"`` and ``"distill"``, whose probes explore without adding edges, the square of the share, or 0
+            without one.
         method: Law of the sampled graph, ``"bernoulli"`` or ``"fastrg"``; see :func:`~sbm_pyg.sample_edges`.
         budget: Largest expected number of sampled keys per query and head; None for no limit.
         share: Density that the pairs of each head compete for, in (0, 1]; see :class:`~sbm_pyg.SBMSource`, and

@@ -89,8 +89,8 @@ class Estimator:
     nothing.
     """
 
-    exploration = 0.01
-    """What a source adds to its probabilities in training, unless it is told otherwise."""
+    exploration: float | None = 0.01
+    """What a source adds to its probabilities in training, unless it is told otherwise. None: that is up to it."""
     gate_form = "score"
     """How :func:`sbm_pyg.ops.edge_attention` takes the gate, ``"score"`` or ``"weight"``."""
     softmax_only = False
@@ -161,7 +161,7 @@ class Local(Estimator):
         probes: Average number of pairs per query and head that are looked at beside the edges, in [0, inf].
     """
 
-    exploration = 0.0  # probes explore without adding edges
+    exploration = None  # probes explore without adding edges
     softmax_only = True
     methods = ("bernoulli",)
 

@@ -119,7 +119,8 @@ class SBMSource(GraphSource):
     Args:
         head: Module from queries, keys and their offsets to an SBM, such as :class:`~sbm_pyg.SBMHead`.
         method: Law of the graph, ``"bernoulli"`` or ``"fastrg"``; see :func:`sample_edges`.
-        exploration: Added to every probability in training only, in [0, 1].
+        exploration: Added to every probability in training only, in [0, 1]. None: the square of the share, or 0
+            without one. While the share is high, this keeps graphs full that do not know yet what to look for.
         budget: Largest expected number of sampled keys per query and head; None for no limit.
         share: Density that the pairs of each attention head compete for, in (0, 1]: probabilities are divided by
             their mean and multiplied by the share. In training the mean is that of the batch, as far as gradients know,
@@ -145,7 +146,7 @@ class SBMSource(GraphSource):
         head: torch.nn.Module,
         *,
         method: str = "bernoulli",
-        exploration: float = 0.0,
+        exploration: float | None = None,
         budget: float | None = None,
         share: float | None = None,
         self_loops: bool = False,
@@ -157,7 +158,8 @@ class SBMSource(GraphSource):
                 f"Expected 'head' to be a module such as SBMHead (got {type(head).__name__}). It makes an SBM."
             )
         ops.checks.one_of("method", method, ops.METHODS)
-        ops.checks.number("exploration", exploration, "[0, 1]", "It is added to every edge probability in training.")
+        if exploration is not None:
+            ops.checks.number("exploration", exploration, "[0, 1]", "It is added to every probability in training.")
         if budget is not None:
             ops.checks.number("budget", budget, "(0, inf]", "It is an expected number of keys per query and head.")
         if share is not None:
@@ -211,7 +213,8 @@ class SBMSource(GraphSource):
         sbm = sbm.causal() if is_causal else sbm
         sbm = sbm if self.share is None else self._compete(sbm, self.share, seed)
         sbm = sbm if self.budget is None else sbm.limit(self.budget)
-        exploration = self.exploration if self.training else 0.0
+        by_share = (self.share or 0.0) ** 2 if self.exploration is None else self.exploration
+        exploration = by_share if self.training else 0.0
         # No parameterisation exceeds 1, but shares do; and `clamp` takes what low precision rounds above it.
         graph = sample_edges(
             sbm, method=self.method, exploration=exploration, clamp=True, seed=seed, sequence_ids=sequence_ids
@@ -267,9 +270,10 @@ class SBMSource(GraphSource):
 class ShareSchedule:
     """Lowers the share of every :class:`SBMSource` of a model, step by step, for as long as the loss is low.
 
-    Graphs begin full. Each step at which the running mean of the loss is below a threshold multiplies all shares by
-    ``1 - rate``; at others they stay as they are. So a model first finds out what it must attend to, and then lets go
-    of the rest, no faster than it can.
+    Graphs begin full in training, whatever the heads predict, since sources explore with the square of the share. Each
+    step at which the running mean of the loss is below a threshold multiplies all shares by ``1 - rate``; at others
+    they stay as they are. So a model first finds out what it must attend to, and then lets go of the rest, no faster
+    than it can.
 
     Args:
         model: Model whose sources are set; they need ``share``, which becomes 1.

@@ -62,7 +62,8 @@ def test_keys_of_a_share_compete() -> None:
 
 def test_a_layer_with_a_share_samples_so_many_edges() -> None:
     torch.manual_seed(0)
-    conv = SBMAttentionConv(8, 8, heads=2, num_blocks=8, share=0.1, sbm_options={"parameterization": "overlapping"})
+    head = {"parameterization": "overlapping"}
+    conv = SBMAttentionConv(8, 8, heads=2, num_blocks=8, share=0.1, exploration=0.0, sbm_options=head)
     out, choice = conv(torch.randn(400, 8), seed=1, return_choice=True)
     assert float(choice.probability.expected_density().detach().mean()) == pytest.approx(0.1, rel=1e-5)
     assert float(choice.graph.density.mean()) == pytest.approx(0.1, rel=0.03)
@@ -292,6 +293,29 @@ def test_distill_asks_for_degrees() -> None:
 
 
 # ------------------------------------------------------------------ the schedule
+
+
+def test_a_graph_that_is_still_blind_stays_full_in_training() -> None:
+    head = SBMHead(4, 2, 3, parameterization="overlapping")
+    x, ptr = draw(1, 2, 60, 4, dtype=torch.float32), torch.tensor([0, 60])
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.mul_(9)  # memberships of 0 and 1: most pairs can have no edge
+
+    def density(seed: int = 0, training: bool = True, **options: Any) -> float:
+        source = SBMSource(head, **options).train(training)
+        return float(source(x, x, ptr, ptr, seed=seed).graph.density.mean())
+
+    predicted = density(share=1.0, exploration=0.0)
+    assert predicted < 0.9
+    assert density(share=1.0) == 1
+    assert density(share=1.0, training=False) == predicted
+    few = density(share=0.5, exploration=0.0)
+    assert density(share=0.5) == density(share=0.5, exploration=0.25) > few + 0.1
+    assert density() == density(exploration=0.0)
+    layer = SBMAttentionConv(4, 4, num_blocks=3, estimator="distill")
+    ShareSchedule(layer, final=0.1, threshold=0.1)
+    assert layer(x[0], seed=0, return_graph=True)[1].density == 1
 
 
 def test_shares_fall_while_the_loss_is_low_and_go_on_from_a_state() -> None:

@@ -66,6 +66,8 @@ class Classifier(LightningModule):
             model = {name: getattr(settings, name) for name in ("cluster_init", "parameterization", "temperature")}
             options["sbm_options"] = {**model, "density": settings.initial_density, "tied": bool(settings.tied)}
             options["share"] = settings.share or None
+            if settings.share and not settings.exploration:  # as the share has it
+                del options["exploration"]
         elif settings.attention == "window":
             options["size"] = settings.window
         attention: Any = settings.attention

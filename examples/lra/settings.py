@@ -72,7 +72,7 @@ class Settings:
     temperature: float = _option("of softmax memberships of 'sbm' ('mixed', 'assortative')", least=0.0)
     tied: int = _option("1: keys of 'sbm' take their memberships from queries", least=0, most=1)
     share: float = _option(
-        "of the pairs that a head of 'sbm' ends with; full at first, see docs/lra.md; 0: none",
+        "of the pairs that a head of 'sbm' ends with; full at first, with an exploration of its square, see docs/lra.md; 0: none",
         least=0.0,
         most=1.0,
         default=0.0,
