@@ -7,9 +7,8 @@ model; the share of the pairs that a head sees falls while the loss is low. (Aro
 """
 
 # ruff: noqa: E402
-from __future__ import annotations
-
 import argparse
+from typing import Any
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -24,12 +23,10 @@ if __name__ == "__main__":  # --help and mistakes do not wait for the imports be
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, pad
 
 from sbm_pyg import SBMAttentionConv, ShareSchedule
 
-KEYS = VALUES = CHANNELS = 64
-TOKENS = KEYS + VALUES + 32  # the last are fillers
+KEYS, VALUES, TOKENS, CHANNELS = 64, 64, 160, 64  # what is neither key nor value is a filler
 
 
 def make_data(count: int, length: int, pairs: int, random: torch.Generator) -> list[Tensor]:
@@ -52,13 +49,12 @@ class Block(nn.Module):
         self.gate, self.mix, self.out = (nn.Linear(CHANNELS, CHANNELS) for _ in range(3))
         self.norm1, self.norm2 = nn.LayerNorm(CHANNELS), nn.LayerNorm(CHANNELS)
         head = {"parameterization": "overlapping", "cluster_init": "orthogonal"}  # a key may be in no block at all
-        self.attention = SBMAttentionConv(
-            CHANNELS, CHANNELS, 1, num_blocks=64, sbm_options=head, estimator="distill", self_loops=True, is_causal=True
-        )
+        options: dict[str, Any] = {"estimator": "distill", "self_loops": True, "is_causal": True}
+        self.attention = SBMAttentionConv(CHANNELS, CHANNELS, num_blocks=64, sbm_options=head, **options)
 
     def forward(self, x: Tensor, ptr: Tensor, seed: int) -> tuple[Tensor, float]:
         h = self.norm1(x)
-        near = self.conv(pad(h.unflatten(0, (ptr.numel() - 1, -1)).mT, (2, 0))).mT.flatten(0, 1)
+        near = self.conv(nn.functional.pad(h.unflatten(0, (ptr.numel() - 1, -1)).mT, (2, 0))).mT.flatten(0, 1)
         x = x + self.mix(near * self.gate(h))
         out, graph = self.attention(self.norm2(x), ptr=ptr, seed=seed, return_graph=True)
         return x + self.out(out), float(graph.density.mean())
@@ -69,8 +65,6 @@ class Model(nn.Module):
         super().__init__()
         self.embed, self.first, self.second = nn.Embedding(TOKENS, CHANNELS), Block(), Block()
         self.head = nn.Sequential(nn.LayerNorm(CHANNELS), nn.Linear(CHANNELS, TOKENS))
-        nn.init.normal_(self.embed.weight, std=CHANNELS**-0.5)
-        self.head[1].weight = self.embed.weight
 
     def forward(self, tokens: Tensor, ptr: Tensor, seed: int) -> tuple[Tensor, float, float]:
         x, first = self.first(self.embed(tokens), ptr, 2 * seed)
@@ -84,26 +78,20 @@ def main(arguments: list[str] | None = None) -> None:
     model, random = Model(), torch.Generator().manual_seed(options.seed)
     schedule = ShareSchedule(model, options.share, threshold=0.05)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
-    rate = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, options.steps, pct_start=0.07, final_div_factor=2)
-    held_out = make_data(200, options.length, options.pairs, torch.Generator().manual_seed(2**32))
     for step in range(1, options.steps + 1):
         tokens, ptr, places, values = make_data(32, options.length, options.pairs, random)
-        loss = cross_entropy(model.train()(tokens, ptr, step)[0][places], values)
+        loss = nn.functional.cross_entropy(model.train()(tokens, ptr, step)[0][places], values)
         optimizer.zero_grad()
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        rate.step()
         schedule.step(loss)
         if step % 250 == 0 or step == options.steps:
-            tokens, ptr, places, values = held_out
+            held_out = torch.Generator().manual_seed(2**32)
+            tokens, ptr, places, values = make_data(200, options.length, options.pairs, held_out)
             with torch.no_grad():
                 logits, first, second = model.eval()(tokens, ptr, seed=0)
             right = float((logits[places].argmax(1) == values).double().mean())
-            print(
-                f"step {step}: loss {loss:.3f}, accuracy {right:.2%}, densities {first:.1%} and {second:.1%}",
-                flush=True,
-            )
+            print(f"step {step}: loss {loss:.3f}, accuracy {right:.2%}, densities {first:.1%} and {second:.1%}")
 
 
 if __name__ == "__main__":
