@@ -1,6 +1,6 @@
 """Sparse, data-adaptive attention as message passing on PyTorch Geometric."""
 
-from . import analysis, estimators, ops, patterns, plots
+from . import analysis, estimators, ops, patterns, plots, selectors
 from .attention import AttentionConv, SBMAttentionConv
 from .choice import Choice, EdgeProbability, GraphSource
 from .dense import FullAttention
@@ -40,5 +40,6 @@ __all__ = [
     "patterns",
     "plots",
     "sample_edges",
+    "selectors",
     "unpad",
 ]

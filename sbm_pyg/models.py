@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing
 from torch_geometric.typing import SparseTensor
 
-from . import patterns
+from . import patterns, selectors
 from .attention import AttentionConv, SBMAttentionConv
-from .choice import Choice
+from .choice import Choice, GraphSource
 from .dense import FullAttention
 from .graph import AttentionGraph
 from .ops import checks
@@ -27,8 +27,15 @@ from .ragged import check_present, check_tensor, draw_seed, readable, resolve_pt
 
 __all__ = ["EncoderTrace", "PairClassifier", "SequenceClassifier", "SequenceEncoder", "TokenClassifier"]
 
-ATTENTION = ("sbm", "full", "window", "bigbird")
-BIGBIRD = {"size": 3, "num_global": 2, "num_random": 3}
+RULES: dict[str, tuple[Callable[..., AttentionGraph], dict[str, int]]] = {  # and the options that they have by default
+    "window": (patterns.window, {"size": 64}),
+    "bigbird": (patterns.bigbird, {"size": 3, "num_global": 2, "num_random": 3}),
+    "top_k": (selectors.top_k, {"k": 16}),
+    "block_top_k": (selectors.block_top_k, {"k": 4, "block_size": 16}),
+    "lsh": (selectors.lsh, {"num_buckets": 16, "chunk_size": 16, "rounds": 2}),
+    "routing": (selectors.routing, {"num_clusters": 8}),
+}
+ATTENTION = ("sbm", "full", *RULES)
 BLOCK_BYTES = 2**15  # of the Python objects of a block, without its parameters
 
 SIZES = "See the docstring of SequenceEncoder."
@@ -136,16 +143,11 @@ def _named(
     name: str, channels: int, head_channels: int, heads: int, is_causal: bool, options: Mapping[str, Any]
 ) -> nn.Module:
     """The attention layer of that name."""
-    patterned: dict[str, tuple[Callable[..., AttentionGraph], dict[str, int]]] = {
-        "window": (patterns.window, {"size": 64}),
-        "bigbird": (patterns.bigbird, BIGBIRD),
-    }
+    rule, sizes = RULES.get(name, (patterns.full, {}))
     kinds = {"full": (FullAttention,), "sbm": (SBMAttentionConv, AttentionConv, MessagePassing)}.get(
         name, (AttentionConv, MessagePassing)
     )
-    known = {each for kind in kinds for each in inspect.signature(kind).parameters} | {
-        *patterned.get(name, (None, {}))[1]
-    }
+    known = {each for kind in kinds for each in inspect.signature(kind).parameters} | {*sizes}
     known -= {"channels", "head_channels", "in_channels", "out_channels", "heads", "source", "is_causal", "kwargs"}
     unknown = [option for option in options if option not in known]
     if unknown:
@@ -156,10 +158,15 @@ def _named(
         return FullAttention(channels, head_channels, heads, is_causal=is_causal, **options)
     if name == "sbm":
         return SBMAttentionConv(channels, head_channels, heads, is_causal=is_causal, **options)
-    pattern, sizes = patterned[name]
-    sizes = {key: checks.integer(key, options.get(key, size), 0, "It counts tokens.") for key, size in sizes.items()}
-    own = {"heads": heads} if name == "bigbird" else {}  # each head draws its random keys
-    source = patterns.PatternSource(pattern, **sizes, **own)
+    given = {key: checks.integer(key, options.get(key, size), 0, "It counts tokens.") for key, size in sizes.items()}
+    source: GraphSource
+    if name == "routing":
+        source = selectors.RoutingSource(head_channels, heads, **given)
+    elif name == "bigbird":  # each head draws its random keys
+        source = patterns.PatternSource(patterns.bigbird, heads=heads, **given)
+    else:
+        kind = patterns.PatternSource if name == "window" else selectors.SelectorSource
+        source = kind(rule, **given)
     rest = {key: value for key, value in options.items() if key not in sizes}
     return AttentionConv(channels, head_channels, heads, source, is_causal=is_causal, **rest)
 
@@ -177,12 +184,13 @@ class SequenceEncoder(Pretrained):
         max_length: Longest sequence, the number of position embeddings.
         dropout: Dropout on embeddings and on what each block adds, in [0, 1).
         attention: ``"sbm"`` (:class:`SBMAttentionConv`), ``"full"`` (:class:`~sbm_pyg.dense.FullAttention`),
-            ``"window"`` or ``"bigbird"`` (:class:`AttentionConv` over a pattern), or a factory ``(channels,
-            head_channels, heads) -> module``. Its module is called as ``module(x, ptr=ptr, seed=seed,
+            ``"window"`` or ``"bigbird"`` (:class:`AttentionConv` over one of :mod:`~sbm_pyg.patterns`), ``"top_k"``,
+            ``"block_top_k"``, ``"lsh"`` or ``"routing"`` (over one of :mod:`~sbm_pyg.selectors`), or a factory
+            ``(channels, head_channels, heads) -> module``. Its module is called as ``module(x, ptr=ptr, seed=seed,
             sequence_ids=sequence_ids, return_choice=True)``, with the graph as second argument where one is given, and
             returns ``[N, H*C]`` and a :class:`Choice` or None.
-        attention_options: Keyword arguments of the attention that is named, e.g. ``{"num_blocks": 16, "dropout":
-            0.1}``.
+        attention_options: Keyword arguments of the attention that is named and of its rule, e.g. ``{"num_blocks": 16,
+            "dropout": 0.1}`` or ``{"k": 8}``.
         in_channels: Channels of features that take the place of token numbers; None for token numbers.
         is_causal: No token attends to a later one, so that none depends on a later one. A factory makes its own layers
             causal.

@@ -149,7 +149,7 @@ def valid(graph: AttentionGraph) -> None:
 def tame(*values: Any) -> bool:
     """Whether all tensors and numbers among them are finite and of a size whose products are."""
     floats = [x for x in values if isinstance(x, Tensor) and x.is_floating_point()]
-    plain = all(not isinstance(x, float) or abs(x) < 1e6 for x in values)
+    plain = all(not isinstance(x, int | float) or abs(x) < 1e6 for x in values)
     return plain and all(not x.is_meta and bool((x.detach().abs() < 1e6).all()) for x in floats)
 
 

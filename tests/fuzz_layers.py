@@ -36,6 +36,7 @@ from fuzz_cases import (
 )  # fmt: skip
 from problems import reference_attention
 from torch import Tensor, nn
+from torch_geometric.data import Data
 
 import sbm_pyg
 from sbm_pyg import (
@@ -60,6 +61,7 @@ from sbm_pyg import (
     patterns,
     plots,
     ragged,
+    selectors,
 )  # fmt: skip
 from sbm_pyg.attention import Returns
 from sbm_pyg.rows import CompressedRows
@@ -480,7 +482,7 @@ def _from_torch(d: Draw) -> Case:
 
 def encoder_options(d: Draw) -> dict[str, Any]:
     attention = d.choice(models.ATTENTION)
-    extra = {"sbm": {"num_blocks": 3}, "window": {"size": 1}, "bigbird": {"num_random": 1}, "full": None}[attention]
+    extra = {"sbm": {"num_blocks": 3}, "window": {"size": 1}, "bigbird": {"num_random": 1}, "top_k": {"k": 2}}
     options = {
         "num_tokens": 9,
         "channels": 4,
@@ -493,7 +495,7 @@ def encoder_options(d: Draw) -> dict[str, Any]:
         "max_length": 8,
         "dropout": d.choice((0.0, 0.1)),
         "attention": attention,
-        "attention_options": extra,
+        "attention_options": extra.get(attention),
     }
     return options
 
@@ -727,7 +729,7 @@ def source_arguments(d: Draw, source: Any, check: Any) -> Case:
         "bipartite": False,
     }
     arguments |= {"seed": d.getrandbits(60), "sequence_ids": d.maybe(d.whole(9, len(lengths)))}
-    names = {"query": ("query_membership",), "key": ("key_membership",), "query_ptr": ("ptr",)}
+    names = {"query": ("query_membership",), "key": ("key_membership",), "query_ptr": ("ptr",), "key_ptr": ("ptr",)}
     names |= {"bipartite": ("self_loops", "pattern")}  # type: ignore[dict-item]
     return Case(
         source, arguments, check, free=("query", "key", "key_ptr", "bipartite", "seed", "sequence_ids"), names=names
@@ -770,6 +772,82 @@ def _pattern_source_forward(d: Draw) -> Case:
         d,
         patterns.PatternSource(patterns.bigbird, size=1, num_global=1, num_random=1),
         lambda result, **_: valid(result.graph),
+    )
+
+
+def _selector(name: str, options: Callable[[Draw, int], dict[str, Any]]) -> Callable[[Draw], Case]:
+    def make(d: Draw) -> Case:
+        lengths, heads = d.lengths(), d.randint(1, 2)
+        q, z = (d.real(heads, sum(lengths), 3) for _ in range(2))
+        arguments = {"query": q, "key": z, **options(d, heads), "ptr": pointer(lengths), "is_causal": d.random() < 0.5}
+        if "centroids" in arguments:
+            arguments["centroids"] = arguments["centroids"].to(q.dtype)
+
+        def check(result: AttentionGraph, **_: Any) -> None:
+            valid(result)
+            expect(result.num_queries == q.size(1) and result.heads == heads, "a graph over other tokens")
+
+        # a token may hold any number
+        names = {"ptr": ("query", "key"), "query": ("ptr", "key", "centroids"), "key": ("ptr", "query")}
+        return Case(getattr(selectors, name), arguments, check, free=("seed", "bipartite"), names=names)
+
+    return make
+
+
+SELECTORS: dict[str, Callable[[Draw, int], dict[str, Any]]] = {
+    "top_k": lambda d, heads: {"k": d.randint(1, 3)},
+    "block_top_k": lambda d, heads: {"k": d.randint(1, 3), "block_size": d.randint(1, 3), "bipartite": False},
+    "lsh": lambda d, heads: {"num_buckets": 4, "chunk_size": 2, "rounds": d.randint(1, 2), "seed": 3},
+    "routing": lambda d, heads: {"centroids": d.real(heads, 2, 3), "size": d.maybe(2)},
+}
+for _name, _options in SELECTORS.items():
+    TABLE[f"selectors.{_name}"] = 4, _selector(_name, _options)
+
+
+@case("selectors.SelectorSource", 4)
+def _selector_source(d: Draw) -> Case:
+    arguments = {"selector": selectors.top_k, "k": 2}
+    return Case(selectors.SelectorSource, arguments, lambda result, **_: expect(result.options, "none"), free=("k",))
+
+
+@case("selectors.SelectorSource.forward", 4)
+def _selector_source_forward(d: Draw) -> Case:
+    source = selectors.SelectorSource(selectors.block_top_k, k=2, block_size=2)
+    return source_arguments(d, source, lambda result, **_: valid(result.graph))
+
+
+@case("selectors.RoutingSource", 4)
+def _routing_source(d: Draw) -> Case:
+    arguments = {"channels": 3, "heads": d.randint(1, 2), "num_clusters": 2, "size": d.maybe(2), "decay": 0.5}
+
+    def check(result: Any, **options: Any) -> None:
+        shape = tuple(int(options[name]) for name in ("heads", "num_clusters", "channels"))
+        expect(result.centroids.shape == shape, "other centroids")
+
+    return Case(selectors.RoutingSource, arguments, check)
+
+
+@case("selectors.RoutingSource.forward", 4)
+def _routing_source_forward(d: Draw) -> Case:
+    source = selectors.RoutingSource(4, 2, 3).train(d.random() < 0.5)
+    return source_arguments(d, source, lambda result, **_: valid(result.graph))
+
+
+@case("selectors.SelectGraph", 2)
+def _select_graph(d: Draw) -> Case:
+    arguments = {"selector": selectors.top_k, "k": 2}
+    return Case(selectors.SelectGraph, arguments, lambda result, **_: expect(result.options, "none"), free=("k",))
+
+
+@case("selectors.SelectGraph.forward", 4)
+def _select_graph_forward(d: Draw) -> Case:
+    n = d.randint(2, 6)
+    made = selectors.SelectGraph(selectors.top_k, k=1)
+    return Case(
+        made.forward,
+        {"data": Data(x=d.real(n, 3))},
+        lambda result, **_: expect(result.num_edges == n, "other edges"),
+        names={"data": ("query",)},
     )
 
 
@@ -1431,6 +1509,8 @@ RECORDS: dict[str, tuple[Callable[[Draw], Any], dict[str, Meaning]]] = {  # clas
     "AttentionConv": (lambda d: AttentionConv(4, 2), {"reset_parameters()": lambda a: None}),
     "SBMSource": (lambda d: SBMSource(SBMHead(4, 2)), {"share": lambda a: None, "extra_repr()": lambda a: None, "reset_parameters()": lambda a: None}),
     "patterns.PatternSource": (lambda d: patterns.PatternSource(patterns.full), {"extra_repr()": lambda a: None}),
+    "selectors.SelectorSource": (lambda d: selectors.SelectorSource(selectors.lsh), {"extra_repr()": lambda a: None}),
+    "selectors.RoutingSource": (lambda d: selectors.RoutingSource(4), {"extra_repr()": lambda a: None, "reset_parameters()": lambda a: None}),
     "SBMHead": (lambda d: SBMHead(4, 2), {"reset_parameters()": lambda a: None, "extra_repr()": lambda a: None}),
     "SequenceEncoder": (encoder, {"constructor_options()": lambda m: None}),
     "TokenClassifier": (lambda d: TokenClassifier(encoder(d), 2), {"constructor_options()": lambda m: None}),
@@ -1468,6 +1548,7 @@ MODULES = {
     "": sbm_pyg,
     "ops": sbm_pyg.ops,
     "patterns": patterns,
+    "selectors": selectors,
     "analysis": analysis,
     "plots": plots,
     "estimators": estimators,

@@ -37,6 +37,10 @@ OPTIONS: dict[str, dict] = {
     "full": {"dropout": 0.1},
     "window": {"size": 2},
     "bigbird": {"num_random": 1, "dropout": 0.1},
+    "top_k": {"k": 3, "dropout": 0.1},
+    "block_top_k": {"k": 2, "block_size": 4},
+    "lsh": {"chunk_size": 4},
+    "routing": {"num_clusters": 3},
 }
 
 
@@ -255,7 +259,7 @@ def test_pairs_are_pairs(name: str) -> None:
 def test_constructor_errors() -> None:
     with pytest.raises(
         ValueError,
-        match=r"Expected 'attention' to be one of \['sbm', 'full', 'window', 'bigbird'\] or a factory \(got 'linear'\)",
+        match=r"Expected 'attention' to be one of \['sbm', 'full', 'window', 'bigbird', .*'routing'\] or a factory \(got 'linear'\)",
     ):
         SequenceEncoder(15, attention="linear")
     with pytest.raises(ValueError, match=r"Expected 'num_layers' to be at least 1 \(got 0\)"):

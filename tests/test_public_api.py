@@ -22,6 +22,7 @@ ORDER = [
     "graph",
     "choice",
     "patterns",
+    "selectors",
     "sbm",
     "sampling",
     "estimators",

@@ -1,0 +1,611 @@
+"""Graphs that follow what tokens hold, by rules without parameters: largest scores, blocks, hashes, clusters.
+
+In: queries and keys of each head, and the offsets of their sequences. Out: an :class:`~sbm_pyg.graph.AttentionGraph`;
+the same as a source of a layer, and as a transform. Not here: graphs that are the same whatever tokens hold
+(``patterns``), and choosers that learn (``sampling``).
+
+No rule forms all pairs at once. A causal graph never looks ahead: no row depends on a later token, not even through a
+rank, a mean or a length. Where the usual rule ranks all tokens of a sequence, the causal one is another, and its
+docstring says so. Scores come from matrix products of torch; where two are equal up to rounding, the choice may differ
+from one processor to another.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+from torch_geometric.data import Data
+from torch_geometric.data.datapipes import functional_transform
+from torch_geometric.transforms import BaseTransform
+
+from .choice import Choice, GraphSource
+from .graph import AttentionGraph, check_graph
+from .ops import checks
+from .ops.reference import reach
+from .ragged import check_present, draw_seed, offsets, resolve_ptr, resolve_sides, stored_ptr
+
+__all__ = ["RoutingSource", "SelectGraph", "SelectorSource", "block_top_k", "lsh", "routing", "top_k"]
+
+CHUNK = 2**23  # scores at a time
+Ptr = Tensor | tuple[Tensor, Tensor] | None
+
+
+@torch.no_grad()
+def top_k(query: Tensor, key: Tensor, k: int, *, ptr: Ptr = None, is_causal: bool = False) -> AttentionGraph:
+    r"""Each query attends to the keys of its largest scores: what a chooser of single keys can do at best.
+
+    The k largest of :math:`\langle q_i, k_j \rangle` among the keys that the query may attend to, all of them where
+    there are no more; equal ones by the lower key. NaN is never chosen. Cost O(H N M C), rows a part at a time.
+
+    Args:
+        query: Queries, ``[H, N, C]``.
+        key: Keys, ``[H, M, C]``.
+        k: Keys of each query, at least 1.
+        ptr: Offsets of the sequences, ``[B+1]`` int64, or the pair (keys, queries). None: one sequence.
+        is_causal: Leave out keys that are later in their sequence than the query in its own.
+
+    Returns:
+        A graph with at most ``H * N * k`` edges.
+
+    Raises:
+        TypeError, ValueError: An argument has the wrong type, shape or range, or memory does not hold the edges.
+
+    Example:
+        >>> x = torch.tensor([[[1.0], [3.0], [2.0]]])
+        >>> top_k(x, x, 2).to_dense()[0].int().tolist()
+        [[0, 1, 1], [0, 1, 1], [0, 1, 1]]
+    """
+    sides = _Sides.of(query, key, ptr, is_causal)
+    k = checks.integer("k", k, 1, "It is the number of keys of each query.")
+    return sides.graph(*_largest(sides, sides.key, sides.key_ptr, sides.reach, k))
+
+
+@torch.no_grad()
+def block_top_k(
+    query: Tensor,
+    key: Tensor,
+    k: int,
+    block_size: int,
+    *,
+    ptr: Ptr = None,
+    bipartite: bool = False,
+    is_causal: bool = False,
+) -> AttentionGraph:
+    r"""Each query attends to all keys of the blocks whose mean suits it best.
+
+    The keys of a sequence are cut into blocks of :math:`\ell`. A query takes the k blocks with the largest
+    :math:`\langle q_i, \bar k_b \rangle`, equal ones by the lower block. The block at its own place is always one of
+    them. In a causal graph blocks after it are out, and its own ends with the query. Cost O(H N (M C / l + k l)).
+
+    Args:
+        query, key: As :func:`top_k`.
+        k: Blocks of each query, its own among them, at least 1.
+        block_size: Keys of a block, at least 1; the last block of a sequence may have fewer.
+        ptr, is_causal: As :func:`top_k`.
+        bipartite: Queries and keys are different tokens. Then a query has a block of its own only in a causal graph.
+
+    Returns:
+        A graph with at most ``H * N * k * block_size`` edges.
+
+    Example:
+        >>> x = torch.tensor([[[-1.0], [-1.0], [1.0], [2.0], [0.0], [3.0]]])
+        >>> block_top_k(x, x, 2, 2, is_causal=True).to_dense()[0, 5].int().tolist()
+        [0, 0, 1, 1, 1, 1]
+
+    Reference: Lu et al., "MoBA: Mixture of Block Attention for Long-Context LLMs", 2025.
+    """
+    sides = _Sides.of(query, key, ptr, is_causal)
+    k = checks.integer("k", k, 1, "It is the number of blocks of each query.")
+    size = checks.integer("block_size", block_size, 1, "It is the number of keys of a block.")
+    checks.flag("bipartite", bipartite, "It says whether queries and keys are different tokens.")
+    blocks = (sides.key_ptr.diff() + size - 1) // size  # [B]
+    block_ptr = offsets(blocks)
+    block = block_ptr[sides.key_sequence] + sides.key_place // size  # [M]
+    keys = sides.key.to(torch.promote_types(sides.key.dtype, torch.float32))
+    total = keys.new_zeros(sides.heads, int(block_ptr[-1]), keys.size(2)).index_add_(1, block, keys)
+    mean = total / torch.bincount(block, minlength=total.size(1))[:, None]
+    own = None if bipartite and not is_causal else sides.query_place // size
+    limit = blocks[sides.query_sequence]
+    limit = torch.minimum(limit, sides.query_place // size + 1) if is_causal else limit
+    row, chosen = _largest(sides, mean, block_ptr, limit, k, own)
+    query_of = row % sides.num_queries
+    sequence = sides.query_sequence[query_of]
+    start = sides.key_ptr[sequence]
+    first = start + (chosen - block_ptr[sequence]) * size
+    return sides.graph(*_ranges(row, first, torch.minimum(first + size, start + sides.reach[query_of])))
+
+
+@torch.no_grad()
+def lsh(
+    query: Tensor,
+    key: Tensor,
+    num_buckets: int,
+    chunk_size: int,
+    *,
+    rounds: int = 1,
+    seed: int | None = None,
+    ptr: Ptr = None,
+    is_causal: bool = False,
+) -> AttentionGraph:
+    r"""Each query attends to keys that fall into its bucket of a random hash.
+
+    In each round a random matrix R with half as many columns as there are buckets puts a token x into bucket
+    :math:`\arg\max [x R; -x R]`. Keys are sorted by bucket and place, and cut into chunks. A query stands where it
+    would be among them. It attends to the keys of its bucket in its own chunk and in the one before. Rounds are united.
+    Sequences and heads are apart.
+
+    Where queries are keys, as in Reformer, which shares their projections, this is its graph. In a causal graph chunks
+    are those of each bucket, counted from its first key, for the sorted order of a whole sequence would depend on later
+    tokens. Cost O(R H ((N + M)(C S + log M)) + E) with S buckets.
+
+    Args:
+        query, key: As :func:`top_k`.
+        num_buckets: Buckets S, even.
+        chunk_size: Keys of a chunk, at least 1.
+        rounds: Number of hashes R, at least 1.
+        seed: Of the random matrices, which all sequences share; from torch's default generator if None.
+        ptr, is_causal: As :func:`top_k`.
+
+    Returns:
+        A graph with at most ``2 * rounds * H * N * chunk_size`` edges.
+
+    Reference: Kitaev, Kaiser, Levskaya: "Reformer: The Efficient Transformer", 2020, section 2.
+    """
+    sides = _Sides.of(query, key, ptr, is_causal)
+    buckets = checks.integer("num_buckets", num_buckets, 2, "Half of them are opposite to the others.")
+    if buckets % 2:
+        raise ValueError(f"Expected 'num_buckets' to be even (got {num_buckets}). Half are opposite to the others.")
+    size = checks.integer("chunk_size", chunk_size, 1, "It is the number of keys of a chunk.")
+    rounds = checks.integer("rounds", rounds, 1, "It is the number of hashes.")
+    random = torch.Generator().manual_seed(draw_seed(seed) % 2**63)
+    found = []
+    for _ in range(rounds):
+        matrix = torch.randn(sides.heads, query.size(2), buckets // 2, generator=random).to(query)
+        turned = [x @ matrix for x in (sides.query, sides.key)]
+        mine, theirs = (torch.cat([x, -x], 2).argmax(2) for x in turned)
+        order, low, here, after, high = sides.grouped(mine, theirs, buckets)
+        if is_causal:
+            first = low + ((here - low) // size - 1).clamp(min=0) * size
+            end = after
+        else:
+            start = sides.first_key  # [H*N]
+            rank = torch.minimum(here - start, sides.reach.repeat(sides.heads) - 1)
+            first = torch.maximum(low, start + (rank // size - 1) * size)
+            end = torch.minimum(high, start + (rank // size + 1) * size)
+        row, at = _ranges(torch.arange(low.numel(), device=low.device), first, end)
+        found.append((row, order[at]))
+    row, col = (torch.cat(parts) for parts in zip(*found, strict=True))
+    return sides.graph(row, col)
+
+
+@torch.no_grad()
+def routing(
+    query: Tensor, key: Tensor, centroids: Tensor, size: int | None = None, *, ptr: Ptr = None, is_causal: bool = False
+) -> AttentionGraph:
+    r"""Each centroid brings together the queries and the keys that are nearest to it.
+
+    Tokens and centroids are scaled to length 1. In each sequence a centroid takes the w queries and the w keys of the
+    largest products, equal ones by the lower token; each of these queries attends to each of these keys. Then a token
+    may have several centroids, or none, and a query without one attends to nothing.
+
+    Such a rank would depend on later tokens. So in a causal graph each token goes to its nearest centroid, and a query
+    attends to the last w keys of its own among those before it and itself. Cost O(H (N + M)(K C + log M) + E).
+
+    Args:
+        query, key: As :func:`top_k`.
+        centroids: Centroids, ``[H, K, C]``, or ``[1, K, C]`` for all heads.
+        size: Tokens w that a centroid takes of each sequence, at least 1. None: the length of the sequence divided by
+            K, rounded up; in a causal graph, all.
+        ptr, is_causal: As :func:`top_k`.
+
+    Returns:
+        A graph with at most ``H * B * K * w * w`` edges, or ``H * N * w`` where ``is_causal``.
+
+    Reference: Roy et al., "Efficient Content-Based Sparse Attention with Routing Transformers", TACL 2021, whose causal
+    models rank all tokens of a sequence and mask what is later.
+    """
+    sides = _Sides.of(query, key, ptr, is_causal)
+    checks.tensors(centroids=centroids)
+    checks.shape("centroids", centroids, (None, None, query.size(2)), "[H, K, C]", "They are as wide as the queries.")
+    checks.floating(centroids=centroids)
+    checks.same_device("query", query, centroids=centroids)
+    if centroids.size(0) not in (1, sides.heads) or centroids.size(1) < 1:
+        raise ValueError(
+            f"Expected 'centroids' to be [{sides.heads}, K, C] or [1, K, C] with K of at least 1 "
+            f"(got {list(centroids.shape)}). Each head has its own, or all share them."
+        )
+    if size is not None:
+        size = checks.integer("size", size, 1, "It is the number of tokens that a centroid takes.")
+    near = [_cosines(x, centroids) for x in (sides.query, sides.key)]  # [H, N, K], [H, M, K]
+    if is_causal:
+        order, low, _, after, _ = sides.grouped(near[0].argmax(2), near[1].argmax(2), centroids.size(1))
+        first = low if size is None else torch.maximum(low, after - size)
+        row, at = _ranges(torch.arange(low.numel(), device=low.device), first, after)
+        return sides.graph(row, order[at])
+    pointers = (sides.query_ptr, sides.key_ptr)
+    taken = [_nearest(x, pointer, size) for x, pointer in zip(near, pointers, strict=True)]
+    # tokens of group g, which is a head, a sequence and a centroid: `taken[side][1][ptr[g] : ptr[g + 1]]`
+    (query_count, queries), (key_count, keys) = taken
+    group = torch.repeat_interleave(torch.arange(query_count.numel(), device=queries.device), query_count)
+    key_end = key_count.cumsum(0)
+    row, at = _ranges(queries, (key_end - key_count)[group], key_end[group])
+    return sides.graph(row, keys[at] % sides.num_keys)
+
+
+class SelectorSource(GraphSource):
+    """Chooses by a rule, from the queries and keys of each batch.
+
+    Args:
+        selector: A function of this module, or one that takes ``(query, key, ptr=(key_ptr, query_ptr), **options)``
+            likewise. It is given ``seed``, ``sequence_ids``, ``bipartite`` and ``is_causal`` where it has arguments of
+            these names.
+        **options: Its other arguments, e.g. ``k=16``.
+
+    Raises:
+        TypeError: ``selector`` cannot be called, or does not take an option.
+
+    Example:
+        >>> source, ptr = SelectorSource(top_k, k=3), torch.tensor([0, 4, 10])
+        >>> tokens = torch.randn(2, 10, 8)
+        >>> source(tokens, tokens, ptr, ptr, seed=0).graph
+        AttentionGraph(2 sequences, 2 heads, 10 queries, 10 keys, 60 edges, density 57.7%)
+    """
+
+    def __init__(self, selector: Callable[..., AttentionGraph], **options: Any) -> None:
+        super().__init__()
+        self.selector, self.options, self.given = *_resolve(selector, options), _given(selector, options)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        query_ptr: Tensor,
+        key_ptr: Tensor,
+        *,
+        bipartite: bool = False,
+        is_causal: bool = False,
+        seed: int,
+        sequence_ids: Tensor | None = None,
+    ) -> Choice:
+        """As :meth:`GraphSource.forward`."""
+        call = {"seed": seed, "sequence_ids": sequence_ids, "is_causal": is_causal, "bipartite": bipartite}
+        given = {name: call[name] for name in self.given}
+        graph = self.selector(query, key, ptr=(key_ptr, query_ptr), **self.options, **given)
+        check_graph(graph)
+        return Choice(graph.causal() if is_causal else graph)
+
+    def extra_repr(self) -> str:
+        """The rule and its options."""
+        name = getattr(self.selector, "__name__", type(self.selector).__name__)
+        return ", ".join([name, *(f"{key}={value!r}" for key, value in self.options.items())])
+
+
+class RoutingSource(GraphSource):
+    """Chooses by :func:`routing`, around centroids that follow the tokens.
+
+    In training each centroid moves, after the graph is chosen, towards the mean of the queries and keys that are
+    nearest to it: a moving average, as in k-means over a stream of batches. The loss does not reach it.
+
+    Args:
+        channels: Channels of a head C.
+        heads: Number of heads H.
+        num_clusters: Centroids of each head K, at least 1.
+        size: As :func:`routing`.
+        decay: How much of a centroid a batch leaves, in [0, 1].
+
+    Raises:
+        TypeError, ValueError: An argument has the wrong type or range.
+
+    Example:
+        >>> source, ptr = RoutingSource(8, heads=2, num_clusters=4), torch.tensor([0, 12])
+        >>> tokens = torch.randn(2, 12, 8)
+        >>> source(tokens, tokens, ptr, ptr, seed=0).graph.degree.max() <= 12
+        tensor(True)
+    """
+
+    def __init__(
+        self, channels: int, heads: int = 1, num_clusters: int = 8, size: int | None = None, decay: float = 0.99
+    ) -> None:
+        super().__init__()
+        shape = [
+            checks.integer(name, value, 1, "It is a size of the centroids.")
+            for name, value in (("heads", heads), ("num_clusters", num_clusters), ("channels", channels))
+        ]
+        if size is not None:
+            size = checks.integer("size", size, 1, "It is the number of tokens that a centroid takes.")
+        checks.number("decay", decay, "[0, 1]", "It is the factor of a moving average.")
+        self.size, self.decay = size, decay
+        self.centroids: Tensor
+        self.register_buffer("centroids", torch.empty(shape))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the centroids anew from torch's default generator."""
+        self.centroids.copy_(normalize(torch.randn_like(self.centroids), dim=-1))
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        query_ptr: Tensor,
+        key_ptr: Tensor,
+        *,
+        bipartite: bool = False,
+        is_causal: bool = False,
+        seed: int,
+        sequence_ids: Tensor | None = None,
+    ) -> Choice:
+        """As :meth:`GraphSource.forward`."""
+        graph = routing(query, key, self.centroids, self.size, ptr=(key_ptr, query_ptr), is_causal=is_causal)
+        if self.training:
+            self._follow(query.detach(), key.detach())
+        return Choice(graph)
+
+    @torch.no_grad()
+    def _follow(self, query: Tensor, key: Tensor) -> None:
+        unit = normalize(torch.cat([query, key], 1).to(self.centroids.dtype), dim=-1)  # [H, N + M, C]
+        chosen = (unit @ self.centroids.mT).argmax(2)
+        total = torch.zeros_like(self.centroids).scatter_add_(1, chosen[..., None].expand_as(unit), unit)
+        moved = normalize(self.decay * self.centroids + (1 - self.decay) * normalize(total, dim=-1), dim=-1)
+        self.centroids.copy_(torch.where(total.abs().sum(2, keepdim=True) > 0, moved, self.centroids))
+
+    def extra_repr(self) -> str:
+        """Its options."""
+        heads, clusters, channels = self.centroids.shape
+        return f"{channels}, heads={heads}, num_clusters={clusters}, size={self.size}, decay={self.decay}"
+
+
+@functional_transform("select_graph")
+class SelectGraph(BaseTransform):
+    """Gives ``Data`` the edges that a rule chooses by the features of its nodes (functional name: ``select_graph``).
+
+    Nodes, by their ``x``, are queries and keys at once, in one head. Sequences are those of ``ptr``, else of ``batch``,
+    else all nodes are one sequence. The edges replace the former ones.
+
+    Args:
+        selector: As :class:`SelectorSource`.
+        **options: As :class:`SelectorSource`.
+
+    Raises:
+        TypeError, ValueError: As :class:`SelectorSource`; ``Data`` has no features ``[N, C]``.
+
+    Example:
+        >>> SelectGraph(top_k, k=2)(Data(x=torch.randn(5, 3))).edge_index.shape
+        torch.Size([2, 10])
+    """
+
+    def __init__(self, selector: Callable[..., AttentionGraph], **options: Any) -> None:
+        self.selector, self.options = _resolve(selector, options)
+
+    def forward(self, data: Data) -> Data:
+        """Choose the edges."""
+        if not isinstance(data, Data):
+            raise TypeError(
+                f"Expected 'data' to be Data (got {type(data).__name__}). Convert it with `to_homogeneous()`."
+            )
+        if not isinstance(data.x, Tensor) or data.x.dim() != 2:
+            raise ValueError("Expected 'data' to have features `x` [N, C] (got none). The rule chooses by them.")
+        ptr = stored_ptr(data, device=data.x.device)
+        ptr = resolve_ptr(data.x.size(0), device=data.x.device) if ptr is None else ptr
+        return self.selector(data.x[None], data.x[None], ptr=ptr, **self.options).replace_edges(data)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({SelectorSource(self.selector, **self.options).extra_repr()})"
+
+
+# --------------------------------------------------------------------------------------------------------------- parts
+
+
+@dataclass(frozen=True)
+class _Sides:
+    """Queries and keys, the sequences that they are in, and where."""
+
+    query: Tensor  # [H, N, C]
+    key: Tensor  # [H, M, C]
+    query_ptr: Tensor  # [B+1]
+    key_ptr: Tensor
+    is_causal: bool
+
+    @classmethod
+    def of(cls, query: Tensor, key: Tensor, ptr: Ptr, is_causal: bool) -> _Sides:
+        checks.tensors(query=query, key=key)
+        checks.floating(query=query, key=key)
+        checks.shape("query", query, (None, None, None), "[H, N, C]", "Heads come first.")
+        wanted = (query.size(0), None, query.size(2))
+        checks.shape("key", key, wanted, "[H, M, C]", "It has the heads and channels of 'query'.")
+        checks.same_device("query", query, key=key)
+        if key.dtype != query.dtype:
+            raise TypeError(f"Expected 'key' to be {query.dtype}, as 'query' is (got {key.dtype}). Convert it.")
+        checks.flag("is_causal", is_causal, "It says whether edges to later tokens are left out.")
+        check_present(query, "query")
+        if min(query.shape[:2]) < 1 or key.size(1) < 1:
+            raise ValueError(
+                f"Expected 'query' and 'key' of at least one head and token (got {list(query.shape)} and "
+                f"{list(key.shape)}). A graph has tokens on both sides."
+            )
+        return cls(
+            query.detach(), key.detach(), *resolve_sides(query.size(1), key.size(1), ptr, None, query.device), is_causal
+        )
+
+    @property
+    def heads(self) -> int:
+        return self.query.size(0)
+
+    @property
+    def num_queries(self) -> int:
+        return self.query.size(1)
+
+    @property
+    def num_keys(self) -> int:
+        return self.key.size(1)
+
+    @cached_property
+    def query_sequence(self) -> Tensor:
+        return _sequence(self.query_ptr, self.num_queries)  # [N]
+
+    @cached_property
+    def key_sequence(self) -> Tensor:
+        return _sequence(self.key_ptr, self.num_keys)  # [M]
+
+    @cached_property
+    def query_place(self) -> Tensor:
+        return torch.arange(self.num_queries, device=self.query.device) - self.query_ptr[self.query_sequence]  # [N]
+
+    @cached_property
+    def key_place(self) -> Tensor:
+        return torch.arange(self.num_keys, device=self.key.device) - self.key_ptr[self.key_sequence]  # [M]
+
+    @cached_property
+    def reach(self) -> Tensor:
+        """Keys that a query may attend to, which are the first ones of its sequence, ``[N]``."""
+        return reach(self.query_ptr, self.key_ptr, self.num_queries, self.is_causal)
+
+    @property
+    def first_key(self) -> Tensor:
+        """Where the sequence of each query begins among the keys of all heads, ``[H*N]``."""
+        head = self.num_keys * torch.arange(self.heads, device=self.key.device)
+        return (head[:, None] + self.key_ptr[self.query_sequence]).flatten()
+
+    def grouped(self, query_group: Tensor, key_group: Tensor, groups: int) -> tuple[Tensor, ...]:
+        """Sorts keys by head, sequence, group and place, and finds what each query meets there.
+
+        Args:
+            query_group, key_group: ``[H, N]`` and ``[H, M]`` in ``0 .. groups-1``.
+
+        Returns:
+            The keys in this order, ``[H*M]``; and for each query ``[H*N]`` where its group begins among them, how many
+            come before its place, before the next place, and where its group ends.
+        """
+        span = 1 + int(torch.maximum(self.query_ptr.diff().max(), self.key_ptr.diff().max()))
+
+        def code(group: Tensor, sequence: Tensor) -> Tensor:
+            head = torch.arange(self.heads, device=group.device)[:, None]
+            return (((head * (self.query_ptr.numel() - 1) + sequence) * groups + group) * span).flatten()
+
+        keys, order = (code(key_group, self.key_sequence) + self.key_place.repeat(self.heads)).sort()
+        low = code(query_group, self.query_sequence)
+        here = low + self.query_place.repeat(self.heads)
+        bounds = (torch.searchsorted(keys, bound) for bound in (low, here, here + 1, low + span))
+        return order % self.num_keys, *bounds
+
+    def graph(self, row: Tensor, col: Tensor) -> AttentionGraph:
+        """The graph of these pairs, in any order, repeats counted once; row h N + i is query i of head h."""
+        number = torch.unique(row * self.num_keys + col)
+        rows = self.heads * self.num_queries
+        rowptr = offsets(torch.bincount(number // self.num_keys, minlength=rows))
+        width = torch.int32 if self.num_keys < 2**31 else torch.int64
+        sides = (self.num_queries, self.num_keys, self.heads, self.query_ptr, self.key_ptr)
+        return AttentionGraph._trusted(rowptr, (number % self.num_keys).to(width), *sides, self.is_causal)
+
+
+def _sequence(ptr: Tensor, count: int) -> Tensor:
+    """The sequence of each token."""
+    return torch.repeat_interleave(torch.arange(ptr.numel() - 1, device=ptr.device), ptr.diff(), output_size=count)
+
+
+def _ranges(row: Tensor, first: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
+    """Pairs of each row with all numbers of its range."""
+    count = (end - first).clamp(min=0)
+    total = int(count.sum())
+    checks.memory("query", total, 40, row.device, "Choose fewer keys, or fewer sequences at once.")
+    before = torch.repeat_interleave(count.cumsum(0) - count - first, count, output_size=total)
+    return torch.repeat_interleave(row, count, output_size=total), torch.arange(total, device=row.device) - before
+
+
+def _groups(query_ptr: Tensor, key_ptr: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Sequences of like length together: the tokens of both sides, padded by -1, and which sequences they are."""
+    size = torch.maximum(query_ptr.diff(), key_ptr.diff()).double().log2().ceil()
+    for like in size.unique():
+        (which,) = (size == like).nonzero(as_tuple=True)
+        yield _padded(query_ptr, which), _padded(key_ptr, which), which
+
+
+def _padded(ptr: Tensor, which: Tensor) -> Tensor:
+    """The tokens of these sequences, ``[b, L]``; -1 is none."""
+    start, length = ptr[which, None], ptr.diff()[which, None]
+    place = torch.arange(int(length.max()), device=ptr.device)
+    return torch.where(place < length, start + place, -1)
+
+
+def _largest(
+    sides: _Sides, key: Tensor, key_ptr: Tensor, limit: Tensor, k: int, own: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The k keys of the largest scores among the first ``limit[i]`` of the query's sequence; ``own[i]`` is one of them.
+
+    ``key`` is ``[H, M', C]``. Returns rows and keys, in any order.
+    """
+    query, found = sides.query.to(key.dtype), []
+    for queries, keys, _ in _groups(sides.query_ptr, key_ptr):
+        there, place = key[:, keys.clamp(min=0)], torch.arange(keys.size(1), device=key.device)
+        step = max(1, CHUNK // (sides.heads * keys.numel()))
+        for part in queries.split(step, dim=1):
+            scores = query[:, part.clamp(min=0)] @ there.mT  # [H, b, r, L]
+            allowed = (place < limit[part.clamp(min=0)][..., None]) & (part >= 0)[..., None]
+            if own is not None:
+                scores.masked_fill_((place == own[part.clamp(min=0)][..., None]) & allowed, torch.inf)
+            possible = allowed & ~scores.isnan()
+            scores.masked_fill_(~possible, -torch.inf)
+            least = scores.topk(min(k, keys.size(1)), dim=-1).values[..., -1:]
+            above, equal = scores > least, (scores == least) & possible
+            kept = above | (equal & (equal.cumsum(-1) <= k - above.sum(-1, keepdim=True)))
+            head, sequence, at, to = kept.nonzero(as_tuple=True)
+            found.append((head * sides.num_queries + part[sequence, at], keys[sequence, to]))
+    row, col = (torch.cat(parts) for parts in zip(*found, strict=True))
+    return row, col
+
+
+def _cosines(x: Tensor, centroids: Tensor) -> Tensor:
+    return normalize(x, dim=-1) @ normalize(centroids.to(x.dtype), dim=-1).mT
+
+
+def _nearest(near: Tensor, ptr: Tensor, size: int | None) -> tuple[Tensor, Tensor]:
+    """Tokens that each centroid takes of each sequence.
+
+    Args:
+        near: ``[H, N, K]``.
+
+    Returns:
+        How many each group of head, sequence and centroid takes, ``[H*B*K]``, and these tokens ``h N + i``, group by
+        group.
+    """
+    heads, tokens, clusters = near.shape
+    sequences = ptr.numel() - 1
+    width = (ptr.diff() + clusters - 1) // clusters if size is None else torch.full_like(ptr[1:], size)
+    width = torch.minimum(width, ptr.diff())  # [B]
+    found = []
+    for padded, _, which in _groups(ptr, ptr):
+        scores = near[:, padded.clamp(min=0)].masked_fill((padded < 0)[..., None], -torch.inf)  # [H, b, L, K]
+        order = scores.nan_to_num(nan=-torch.inf).sort(dim=2, descending=True, stable=True).indices
+        taken = torch.arange(padded.size(1), device=near.device)[:, None] < width[which, None, None]  # [b, L, 1]
+        head, sequence, rank, cluster = taken.expand_as(order).nonzero(as_tuple=True)
+        token = padded[sequence, order[head, sequence, rank, cluster]]
+        found.append(((head * sequences + which[sequence]) * clusters + cluster, head * tokens + token))
+    group, token = (torch.cat(parts) for parts in zip(*found, strict=True))
+    group, by_group = group.sort(stable=True)
+    return torch.bincount(group, minlength=heads * sequences * clusters), token[by_group]
+
+
+def _resolve(selector: Any, options: dict[str, Any]) -> tuple[Callable[..., AttentionGraph], dict[str, Any]]:
+    """A rule and its options, if it takes them."""
+    if not callable(selector):
+        raise TypeError(
+            f"Expected 'selector' to be callable (got {type(selector).__name__}). It chooses keys for queries."
+        )
+    known = inspect.signature(selector).parameters
+    general = any(each.kind is each.VAR_KEYWORD for each in known.values())
+    unknown = [name for name in options if name not in known and not general]
+    if unknown:
+        raise TypeError(f"Expected options of 'selector' (got {unknown}). It takes {[*known]}.")
+    return selector, options
+
+
+def _given(selector: Callable[..., AttentionGraph], options: dict[str, Any]) -> set[str]:
+    known = inspect.signature(selector).parameters
+    return {"seed", "sequence_ids", "bipartite", "is_causal"} & {*known} - {*options}

@@ -1,0 +1,301 @@
+"""Rules that choose by what tokens hold: each against its definition, pair by pair, in ragged and causal batches."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+from torch_geometric.data import Batch, Data
+
+from sbm_pyg import AttentionConv, AttentionGraph, SequenceEncoder, selectors
+from sbm_pyg.selectors import RoutingSource, SelectGraph, SelectorSource, block_top_k, lsh, routing, top_k
+
+HEADS, CHANNELS = 2, 6
+LENGTHS = [([9], [9]), ([1, 7, 12, 3], [1, 7, 12, 3]), ([5, 2, 9], [8, 11, 4])]
+CENTROIDS = torch.randn(HEADS, 3, CHANNELS, generator=torch.Generator().manual_seed(5))
+Rule = Callable[..., AttentionGraph]
+
+
+def draw(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def pointer(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *itertools.accumulate(lengths)])
+
+
+# ------------------------------------------------------------------ definitions: one head of one sequence, to sets of keys
+
+
+def best(scores: list[float], k: int) -> set[int]:
+    """The k largest, equal ones by the lower place."""
+    return set(sorted(range(len(scores)), key=lambda at: (-scores[at], at))[:k])
+
+
+def define_top_k(q: Tensor, z: Tensor, head: int, is_causal: bool, k: int) -> list[set[int]]:
+    scores = (q @ z.T).tolist()
+    return [best(row[: i + 1] if is_causal else row, k) for i, row in enumerate(scores)]
+
+
+def define_block_top_k(q: Tensor, z: Tensor, head: int, is_causal: bool, k: int, block_size: int) -> list[set[int]]:
+    blocks, rows = [*range(0, len(z), block_size)], []
+    for i in range(len(q)):
+        gates = []
+        for start in blocks:
+            inside = start <= i < start + block_size
+            gates.append(float("inf") if inside else float(q[i] @ z[start : start + block_size].mean(0)))
+        open_blocks = [b for b, start in enumerate(blocks) if not is_causal or start <= i]
+        chosen = best([gates[b] for b in open_blocks], k)
+        keys = {j for b in chosen for j in range(blocks[b], min(blocks[b] + block_size, len(z)))}
+        rows.append({j for j in keys if j <= i or not is_causal})
+    return rows
+
+
+def define_lsh(
+    q: Tensor, z: Tensor, head: int, is_causal: bool, num_buckets: int, chunk_size: int, rounds: int
+) -> list[set[int]]:
+    random, rows = torch.Generator().manual_seed(3), [set[int]() for _ in q]
+    for _ in range(rounds):
+        matrix = torch.randn(HEADS, CHANNELS, num_buckets // 2, generator=random)[head]
+        mine, theirs = (torch.cat([x @ matrix, -x @ matrix], 1).argmax(1).tolist() for x in (q, z))
+        for i, bucket in enumerate(mine):
+            if is_causal:
+                members = [j for j, other in enumerate(theirs) if other == bucket]
+                chunk = sum(j < i for j in members) // chunk_size
+                rows[i] |= {j for rank, j in enumerate(members) if j <= i and rank // chunk_size in (chunk - 1, chunk)}
+            else:
+                order = sorted(range(len(z)), key=lambda j: (theirs[j], j))
+                rank = min(sum((theirs[j], j) < (bucket, i) for j in order), len(z) - 1)
+                chunk = rank // chunk_size
+                rows[i] |= {
+                    j
+                    for place, j in enumerate(order)
+                    if theirs[j] == bucket and place // chunk_size in (chunk - 1, chunk)
+                }
+    return rows
+
+
+def define_routing(q: Tensor, z: Tensor, head: int, is_causal: bool, size: int | None = None) -> list[set[int]]:
+    near = [(normalize(x, dim=1) @ normalize(CENTROIDS[head], dim=1).T) for x in (q, z)]
+    if is_causal:
+        mine, theirs = (x.argmax(1).tolist() for x in near)
+        rows = [[j for j in range(min(i + 1, len(z))) if theirs[j] == mine[i]] for i in range(len(q))]
+        return [set(row if size is None else row[-size:]) for row in rows]
+    found = [set[int]() for _ in q]
+    for centroid in range(len(CENTROIDS[head])):
+        taken = [best(x[:, centroid].tolist(), -(-len(x) // 3) if size is None else size) for x in near]
+        for i in taken[0]:
+            found[i] |= taken[1]
+    return found
+
+
+CASES: dict[str, tuple[Rule, Callable[..., list[set[int]]], dict[str, Any], dict[str, Any]]] = {
+    "top_k 1": (top_k, define_top_k, {"k": 1}, {}),
+    "top_k 4": (top_k, define_top_k, {"k": 4}, {}),
+    "block_top_k 2 of 2": (block_top_k, define_block_top_k, {"k": 2, "block_size": 2}, {}),
+    "block_top_k 3 of 3": (block_top_k, define_block_top_k, {"k": 3, "block_size": 3}, {}),
+    "block_top_k 1 of 5": (block_top_k, define_block_top_k, {"k": 1, "block_size": 5}, {}),
+    "lsh": (lsh, define_lsh, {"num_buckets": 4, "chunk_size": 2, "rounds": 1}, {"seed": 3}),
+    "lsh of three rounds": (lsh, define_lsh, {"num_buckets": 2, "chunk_size": 3, "rounds": 3}, {"seed": 3}),
+    "routing": (routing, define_routing, {}, {"centroids": CENTROIDS}),
+    "routing of two": (routing, define_routing, {"size": 2}, {"centroids": CENTROIDS}),
+}
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("sizes", LENGTHS, ids=["one sequence", "ragged", "cross"])
+@pytest.mark.parametrize("name", CASES)
+def test_rules_are_their_definitions(
+    name: str, sizes: tuple[list[int], list[int]], is_causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rule, define, options, more = CASES[name]
+    ptr, key_ptr = map(pointer, sizes)
+    q, z = draw(1, HEADS, sum(sizes[0]), CHANNELS), draw(2, HEADS, sum(sizes[1]), CHANNELS)
+    expected = torch.zeros(HEADS, q.size(1), z.size(1), dtype=torch.bool)
+    for head, b in itertools.product(range(HEADS), range(len(sizes[0]))):
+        start, first = int(ptr[b]), int(key_ptr[b])
+        rows = define(q[head, start : ptr[b + 1]], z[head, first : key_ptr[b + 1]], head, is_causal, **options)
+        for i, keys in enumerate(rows):
+            expected[head, start + i, [first + j for j in keys]] = True
+    for chunk in (2**23, 40):  # all rows at once, and few
+        monkeypatch.setattr(selectors, "CHUNK", chunk)
+        graph = rule(q, z, ptr=(key_ptr, ptr), is_causal=is_causal, **options, **more).validate()
+        found = torch.zeros_like(expected)
+        found[graph.edge_head, graph.edge_index[1], graph.edge_index[0]] = True
+        assert torch.equal(found, expected)
+        assert graph.num_edges == int(expected.sum()) > 0
+        assert graph.is_causal is is_causal
+
+
+def test_equal_scores_go_to_the_lower_key_and_nan_to_none() -> None:
+    q = torch.ones(1, 2, 1)
+    z = torch.tensor([2.0, torch.nan, 3, 2, 2, -torch.inf]).view(1, 6, 1)
+    assert top_k(q, z, 3).to_dense()[0, 0].int().tolist() == [1, 0, 1, 1, 0, 0]
+    assert top_k(q, z, 9).to_dense()[0, 0].int().tolist() == [1, 0, 1, 1, 1, 1]
+    assert top_k(q * torch.nan, z, 3).num_edges == 0
+    assert (
+        block_top_k(q, z[:, [0, 3, 4, 0, 3, 4]], 2, 2, bipartite=True).to_dense()[0, 1].tolist()
+        == [True] * 4 + [False] * 2
+    )
+    many = torch.randint(0, 3, (2, 50, 3), generator=torch.Generator().manual_seed(0)).float()
+    graph = top_k(many, many, 7)
+    for head, i in itertools.product(range(2), range(50)):
+        row = graph.head(head).to_dense()[0, i].nonzero()[:, 0].tolist()
+        assert set(row) == best((many[head] @ many[head, i]).tolist(), 7)
+
+
+def test_a_block_is_chosen_in_cross_attention_by_its_mean_alone() -> None:
+    q, z = torch.ones(1, 4, 1), torch.tensor([0.0, 0, 9, 9, 1, 1]).view(1, 6, 1)
+    graph = block_top_k(q, z, 1, 2, bipartite=True)
+    assert graph.to_dense()[0].int().tolist() == [[0, 0, 1, 1, 0, 0]] * 4
+    assert block_top_k(q, z, 1, 2).to_dense()[0, 0].int().tolist() == [1, 1, 0, 0, 0, 0]  # the block at its own place
+
+
+SOURCES: dict[str, Callable[[], Any]] = {
+    "top_k": lambda: SelectorSource(top_k, k=3),
+    "block_top_k": lambda: SelectorSource(block_top_k, k=2, block_size=3),
+    "lsh": lambda: SelectorSource(lsh, num_buckets=4, chunk_size=3, rounds=2),
+    "routing": lambda: RoutingSource(4, 2, 3),
+    "routing of three": lambda: RoutingSource(4, 2, 3, size=3),
+}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_no_row_of_a_causal_graph_depends_on_a_later_token(name: str) -> None:
+    torch.manual_seed(0)
+    conv = AttentionConv(8, 4, 2, SOURCES[name](), is_causal=True).eval().double()
+    x, ptr = draw(1, 40, 8).double(), torch.tensor([0, 17, 40])
+    out, graph = conv(x, ptr=ptr, seed=0, return_graph=True)
+    for at in (3, 16, 30, 39):
+        end = int(ptr[ptr > at][0])
+        changed = x.clone()
+        changed[at:end] = draw(at, end - at, 8).double()
+        other, found = conv(changed, ptr=ptr, seed=0, return_graph=True)
+        same = [*range(at), *range(end, 40)]
+        for head in range(2):
+            a, b = (torch.tensor(g.head(head).to_scipy().toarray()) for g in (graph, found))
+            assert torch.equal(a[same], b[same])
+        torch.testing.assert_close(other[same], out[same], rtol=1e-12, atol=1e-12)
+    cut = conv(x[:30], ptr=torch.tensor([0, 17, 30]), seed=0)  # nor on how many there are
+    torch.testing.assert_close(cut, out[:30], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("name", SOURCES)
+def test_a_sequence_has_one_graph_in_any_batch_and_layers_train_over_it(name: str, is_causal: bool) -> None:
+    torch.manual_seed(0)
+    conv = AttentionConv(8, 4, 2, SOURCES[name](), is_causal=is_causal).eval()
+    x = draw(1, 40, 8).requires_grad_()
+    both = conv(x, ptr=torch.tensor([0, 17, 40]), seed=4, return_graph=True)[1]
+    assert both.sequence(1) == conv(x[17:], seed=4, return_graph=True)[1]
+    conv.train()(x, ptr=torch.tensor([0, 17, 40]), seed=4).square().sum().backward()
+    assert x.grad is not None
+    assert x.grad.isfinite().all()
+    assert x.grad.abs().sum() > 0
+
+
+def test_centroids_follow_the_tokens_in_training_alone() -> None:
+    source = RoutingSource(4, 1, 2, decay=0.5)
+    where = normalize(torch.tensor([[1.0, 0.2, 0, 0], [0, 0, 1, 0.5]]), dim=1)
+    tokens, ptr = where.repeat(20, 1)[None], torch.tensor([0, 40])
+    with torch.no_grad():
+        source.centroids.copy_(torch.tensor([[[1.0, 1, 0, 0], [0, 0, 1, 1]]]))
+    start = source.centroids.clone()
+    source.eval()(tokens, tokens, ptr, ptr, seed=0)
+    assert torch.equal(source.centroids, start)
+    for _ in range(30):
+        source.train()(tokens, tokens, ptr, ptr, seed=0)
+    torch.testing.assert_close(source.centroids[0], where, rtol=1e-4, atol=1e-4)
+    lone = RoutingSource(4, 1, 3)
+    with torch.no_grad():
+        lone.centroids.copy_(torch.cat([where, -where[:1]])[None])
+    lone(tokens, tokens, ptr, ptr, seed=0)
+    torch.testing.assert_close(lone.centroids[0, 2], -where[0])  # nobody is near it
+    assert "centroids" in lone.state_dict()
+
+
+def test_memory_grows_with_the_edges_and_not_with_the_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No tensor of more than a few million numbers is made for 2^17 tokens, whose pairs are 2^34."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Largest(TorchDispatchMode):
+        size = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            sizes = [
+                x.untyped_storage().nbytes() for x in torch.utils._pytree.tree_leaves(out) if isinstance(x, Tensor)
+            ]
+            Largest.size = max([Largest.size, *sizes])
+            return out
+
+    n = 2**14
+    x = draw(0, 1, n, 4)
+    with Largest():
+        block_top_k(x, x, 2, 2**9, is_causal=True)
+        lsh(x, x, 2**7, 2**6, seed=0)
+        routing(x, x, draw(1, 1, 2**7, 4))
+    assert Largest.size < 8 * n * 2**11  # bytes; a mask of all pairs alone has 2^28
+    monkeypatch.setattr(selectors, "CHUNK", 2**20)
+    Largest.size = 0
+    with Largest():
+        top_k(x[:, : 2**12], x, 4, ptr=(torch.tensor([0, n]), torch.tensor([0, 2**12])))
+    assert Largest.size <= 8 * 2**20
+
+
+def test_encoders_and_transforms_take_the_rules() -> None:
+    for name, options in (
+        ("top_k", {"k": 3}),
+        ("block_top_k", {"k": 2, "block_size": 4}),
+        ("lsh", {"num_buckets": 4, "chunk_size": 4, "rounds": 2}),
+        ("routing", {"num_clusters": 3}),
+    ):
+        encoder = SequenceEncoder(9, 8, attention=name, attention_options=options, is_causal=True)
+        out, trace = encoder(torch.randint(9, (30,)), torch.tensor([0, 12, 30]), seed=0, return_trace=True)
+        assert out.shape == (30, 8)
+        assert trace.choices[0].graph.is_causal
+        assert trace.density.shape == (2, 2, 2)
+    data = [Data(x=draw(seed, 5 + seed, 3)) for seed in range(3)]
+    transform = SelectGraph(top_k, k=2)
+    batch = transform(Batch.from_data_list(data))
+    assert batch.num_edges == 2 * batch.num_nodes
+    for one, part in zip(data, batch.to_data_list(), strict=True):
+        assert torch.equal(transform(one).edge_index, part.edge_index)
+    assert repr(transform) == "SelectGraph(top_k, k=2)"
+
+
+X = torch.ones(2, 5, 3)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: top_k(X, X, 0), ValueError, r"Expected 'k' to be at least 1 \(got 0\)"),
+        (lambda: top_k(X, X[:1], 2), ValueError, r"Expected 'key' to be \[H, M, C\] = \[2, any, 3\] \(got \[1, 5, 3\]\)"),
+        (lambda: top_k(X[0], X, 2), ValueError, r"Expected 'query' to be \[H, N, C\]"),
+        (lambda: top_k(X, X.double(), 2), TypeError, r"Expected 'key' to be torch.float32, as 'query' is"),
+        (lambda: top_k(X.long(), X.long(), 2), TypeError, "Expected 'query' to be a floating tensor"),
+        (lambda: top_k(X[:, :0], X, 2), ValueError, "Expected 'query' and 'key' of at least one head and token"),
+        (lambda: top_k(X.to("meta"), X.to("meta"), 2), ValueError, "Expected 'query' to hold values"),
+        (lambda: top_k(X, X, 2, ptr=torch.tensor([0, 4])), ValueError, "Expected 'ptr' to run from 0 to 5"),
+        (lambda: block_top_k(X, X, 1, 0), ValueError, "Expected 'block_size' to be at least 1"),
+        (lambda: lsh(X, X, 3, 2), ValueError, r"Expected 'num_buckets' to be even \(got 3\)"),
+        (lambda: lsh(X, X, 4, 2, rounds=0), ValueError, "Expected 'rounds' to be at least 1"),
+        (lambda: routing(X, X, torch.ones(3, 2, 3)), ValueError, r"Expected 'centroids' to be \[2, K, C\] or"),
+        (lambda: routing(X, X, torch.ones(2, 2, 4)), ValueError, r"Expected 'centroids' to be \[H, K, C\]"),
+        (lambda: RoutingSource(4, decay=2), ValueError, r"Expected 'decay' in \[0, 1\] \(got 2\)"),
+        (lambda: RoutingSource(4, num_clusters=0), ValueError, "Expected 'num_clusters' to be at least 1"),
+        (lambda: SelectorSource(cast(Any, 3)), TypeError, "Expected 'selector' to be callable"),
+        (lambda: SelectorSource(top_k, size=3), TypeError, r"Expected options of 'selector' \(got \['size'\]\)"),
+        (lambda: SelectGraph(top_k, k=2)(Data(num_nodes=3)), ValueError, "Expected 'data' to have features `x`"),
+        (lambda: SelectGraph(top_k, k=2)(cast(Any, 3)), TypeError, "Expected 'data' to be Data"),
+    ],
+)  # fmt: skip
+def test_errors_name_the_argument(call: Callable[[], Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
