@@ -2,8 +2,8 @@
 
     python examples/language_model.py --train train.txt --test test.txt --methods full sbm --densities 0.1
 
-Texts are yours, or WikiText-2. Methods are full, window, random, bigbird, top-k and sbm; all share the tokens, the steps, and layers of a
-gated short convolution and then attention, as in examples/recall.
+Texts are yours, or WikiText-2. Methods are full, window, random, bigbird, top-k, blocks, lsh, routing and sbm; all share the tokens,
+the steps, and layers of a gated short convolution and then attention, as in examples/recall.
 Out: bits per byte; and bits per token where a token completes a pair of tokens that stood before, but not within the last 16. What has
 ended is in rows.csv and is not run again; what was killed goes on.
 """

@@ -99,7 +99,7 @@ def test_every_size_of_every_task_can_be_made(name: str) -> None:
 def test_fixed_densities_are_met(rule: str, density: float) -> None:
     ptr = torch.arange(5) * 128
     query, key = torch.randn(2, 2, 512, 4, generator=generator())
-    source = model.FixedDensity(rule, density)
+    source = model.FixedDensity(rule, density, 4, 2)
     graph = source(query, key, ptr, ptr, is_causal=True, seed=1).graph.validate()
     assert graph.is_causal
     assert graph.heads == 2 or rule == "window"
@@ -110,10 +110,21 @@ def test_fixed_densities_are_met(rule: str, density: float) -> None:
     assert bool(graph.contains(loops).all())
 
 
+@pytest.mark.parametrize("rule", ["blocks", "lsh", "routing"])
+@pytest.mark.parametrize("density", [0.06, 0.25])
+def test_densities_that_follow_the_tokens_are_near(rule: str, density: float) -> None:
+    torch.manual_seed(0)
+    ptr = torch.arange(5) * 128
+    query, key = torch.randn(2, 2, 512, 16, generator=generator())
+    graph = model.FixedDensity(rule, density, 16, 2)(query, key, ptr, ptr, is_causal=True, seed=1).graph.validate()
+    assert graph.is_causal
+    assert 0.5 * density < train.beyond(graph) < 1.5 * density
+
+
 def test_top_k_takes_the_largest_scores() -> None:
     ptr = torch.arange(4) * 20
     query, key = torch.randn(2, 2, 60, 4, generator=generator())
-    graph = model.FixedDensity("top-k", 0.2)(query, key, ptr, ptr, is_causal=True, seed=0).graph
+    graph = model.FixedDensity("top-k", 0.2, 4, 2)(query, key, ptr, ptr, is_causal=True, seed=0).graph
     size = int(graph.degree.max()) - 1
     for head, sequence, row in itertools.product(range(2), range(3), range(20)):
         scores = query[head, 20 * sequence + row] @ key[head, 20 * sequence : 20 * sequence + row].T

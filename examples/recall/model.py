@@ -15,10 +15,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from sbm_pyg import SBM, AttentionConv, AttentionGraph, Choice, GraphSource, SBMAttentionConv, patterns, sample_edges
+from sbm_pyg import (
+    SBM,
+    AttentionConv,
+    AttentionGraph,
+    Choice,
+    GraphSource,
+    SBMAttentionConv,
+    patterns,
+    sample_edges,
+    selectors,
+)  # fmt: skip
 from sbm_pyg.dense import FullAttention
 
-METHODS = ("full", "window", "random", "bigbird", "top-k", "sbm")
+METHODS = ("full", "window", "random", "bigbird", "top-k", "blocks", "lsh", "routing", "sbm")
+BLOCK = 4  # keys of a block
 SBM_OPTIONS: dict[str, Any] = {
     "estimator": "distill",
     "parameterization": "overlapping",
@@ -37,13 +48,17 @@ class FixedDensity(GraphSource):
     Args:
         rule: "window", the last tokens; "random", each pair by itself; "bigbird", half of them a window and a quarter each random
             and global, which may coincide; "top-k", the keys of the largest scores, found among all pairs: what a chooser could do
-            at best.
+            at best; "blocks" of four keys with the best mean (MoBA), "lsh" in two rounds (Reformer) and "routing" by centroids (Routing
+            Transformer), whose densities follow the tokens and are near to what is asked.
         density: Share of the pairs.
+        channels, heads: Of the attention.
     """
 
-    def __init__(self, rule: str, density: float) -> None:
+    def __init__(self, rule: str, density: float, channels: int, heads: int) -> None:
         super().__init__()
         self.rule, self.density = rule, density
+        if rule == "routing":  # clusters of equal size hold as many pairs
+            self.clusters = selectors.RoutingSource(channels, heads, max(2, round(1 / density)))
 
     def forward(self, query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, **options: Any) -> Choice:
         """As any source; sequences have one length."""
@@ -58,6 +73,14 @@ class FixedDensity(GraphSource):
             graph = patterns.bigbird(None, size, few, few, seed=seed, is_causal=True, heads=len(query), ptr=ptr)
         elif self.rule == "top-k":
             graph = _largest(query, key, ptr, length, _fit(lambda size: _reached(size, length), degree))
+        elif self.rule == "blocks":
+            few = max(1, round((degree + 1) / BLOCK + 0.5))  # its own block is half a block in the mean
+            graph = selectors.block_top_k(query, key, few, BLOCK, ptr=ptr, is_causal=True)
+        elif self.rule == "lsh":  # buckets of two rounds hold as many pairs; chunks cut those that are twice too large
+            buckets, chunk = 2 * max(1, round(1 / self.density)), max(1, round(self.density * length))
+            graph = selectors.lsh(query, key, buckets, chunk, rounds=2, seed=seed, ptr=ptr, is_causal=True)
+        elif self.rule == "routing":
+            graph = self.clusters(query, key, query_ptr, key_ptr, **options).graph
         else:
             rate = query.new_full((len(query), query.size(1), 1), self.density)
             sbm = SBM(rate, torch.ones_like(rate), rate.new_ones(len(query), 1, 1), ptr, ptr, is_causal=True)
@@ -84,7 +107,7 @@ def _fit(count: Callable[[int], float], degree: float) -> int:
 
 @torch.no_grad()
 def _largest(query: Tensor, key: Tensor, ptr: Tensor, length: int, size: int) -> AttentionGraph:
-    """Each query's keys of the largest scores among those before it."""
+    """Each query's keys of the largest scores among those before it; the rule of the library counts the query itself."""
     heads, count = len(query), query.size(1)
     scores = query.unflatten(1, (-1, length)) @ key.unflatten(1, (-1, length)).mT  # [H, B, L, L]
     before = torch.ones(length, length, dtype=torch.bool).tril(-1)
@@ -101,7 +124,7 @@ def make_attention(method: str, channels: int, heads: int, density: float, optio
     if method == "full":
         return FullAttention(channels, width, heads, is_causal=True)
     if method != "sbm":
-        return AttentionConv(channels, width, heads, FixedDensity(method, density), is_causal=True)
+        return AttentionConv(channels, width, heads, FixedDensity(method, density, width, heads), is_causal=True)
     head = {name: options[name] for name in ("parameterization", "cluster_init")}
     rest = {name: options[name] for name in ("num_blocks", "estimator", "probes")}
     window = options.get("window", 0)
