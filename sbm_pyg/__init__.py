@@ -1,6 +1,6 @@
 """Sparse, data-adaptive attention as message passing on PyTorch Geometric."""
 
-from . import analysis, estimators, ops, patterns, plots, selectors
+from . import analysis, estimators, ops, patterns, plots, selectors, sparsefinder
 from .attention import AttentionConv, SBMAttentionConv
 from .choice import Choice, EdgeProbability, GraphSource
 from .dense import FullAttention
@@ -41,5 +41,6 @@ __all__ = [
     "plots",
     "sample_edges",
     "selectors",
+    "sparsefinder",
     "unpad",
 ]

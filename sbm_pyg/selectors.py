@@ -13,9 +13,8 @@ from one processor to another.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cached_property
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,13 +27,10 @@ from torch_geometric.transforms import BaseTransform
 from .choice import Choice, GraphSource
 from .graph import AttentionGraph, check_graph
 from .ops import checks
-from .ops.reference import reach
-from .ragged import check_present, draw_seed, offsets, resolve_ptr, resolve_sides, stored_ptr
+from .pairs import Ptr, Sides, largest, like_lengths, ranges, streamed
+from .ragged import draw_seed, offsets, resolve_ptr, stored_ptr
 
 __all__ = ["RoutingSource", "SelectGraph", "SelectorSource", "block_top_k", "lsh", "routing", "top_k"]
-
-CHUNK = 2**23  # scores at a time
-Ptr = Tensor | tuple[Tensor, Tensor] | None
 
 
 @torch.no_grad()
@@ -62,9 +58,9 @@ def top_k(query: Tensor, key: Tensor, k: int, *, ptr: Ptr = None, is_causal: boo
         >>> top_k(x, x, 2).to_dense()[0].int().tolist()
         [[0, 1, 1], [0, 1, 1], [0, 1, 1]]
     """
-    sides = _Sides.of(query, key, ptr, is_causal)
-    k = checks.integer("k", k, 1, "It is the number of keys of each query.")
-    return sides.graph(*_largest(sides, sides.key, sides.key_ptr, sides.reach, k))
+    sides = Sides.of(query, key, ptr, is_causal)
+    k = min(checks.integer("k", k, 1, "It is the number of keys of each query."), sides.num_keys)
+    return sides.graph(*streamed(sides, sides.key, sides.key_ptr, sides.reach, largest(k)))
 
 
 @torch.no_grad()
@@ -101,9 +97,10 @@ def block_top_k(
 
     Reference: Lu et al., "MoBA: Mixture of Block Attention for Long-Context LLMs", 2025.
     """
-    sides = _Sides.of(query, key, ptr, is_causal)
-    k = checks.integer("k", k, 1, "It is the number of blocks of each query.")
+    sides = Sides.of(query, key, ptr, is_causal)
+    k = min(checks.integer("k", k, 1, "It is the number of blocks of each query."), sides.num_keys)
     size = checks.integer("block_size", block_size, 1, "It is the number of keys of a block.")
+    size = min(size, max(sides.num_keys, sides.num_queries))
     checks.flag("bipartite", bipartite, "It says whether queries and keys are different tokens.")
     blocks = (sides.key_ptr.diff() + size - 1) // size  # [B]
     block_ptr = offsets(blocks)
@@ -114,12 +111,12 @@ def block_top_k(
     own = None if bipartite and not is_causal else sides.query_place // size
     limit = blocks[sides.query_sequence]
     limit = torch.minimum(limit, sides.query_place // size + 1) if is_causal else limit
-    row, chosen = _largest(sides, mean, block_ptr, limit, k, own)
+    row, chosen = streamed(sides, mean, block_ptr, limit, largest(k, own))
     query_of = row % sides.num_queries
     sequence = sides.query_sequence[query_of]
     start = sides.key_ptr[sequence]
     first = start + (chosen - block_ptr[sequence]) * size
-    return sides.graph(*_ranges(row, first, torch.minimum(first + size, start + sides.reach[query_of])))
+    return sides.graph(*ranges(row, first, torch.minimum(first + size, start + sides.reach[query_of])))
 
 
 @torch.no_grad()
@@ -158,11 +155,13 @@ def lsh(
 
     Reference: Kitaev, Kaiser, Levskaya: "Reformer: The Efficient Transformer", 2020, section 2.
     """
-    sides = _Sides.of(query, key, ptr, is_causal)
+    sides = Sides.of(query, key, ptr, is_causal)
     buckets = checks.integer("num_buckets", num_buckets, 2, "Half of them are opposite to the others.")
     if buckets % 2:
         raise ValueError(f"Expected 'num_buckets' to be even (got {num_buckets}). Half are opposite to the others.")
-    size = checks.integer("chunk_size", chunk_size, 1, "It is the number of keys of a chunk.")
+    checks.memory("num_buckets", buckets * sides.heads * max(sides.num_keys, sides.num_queries, query.size(2)), 12,
+                  query.device, "Take fewer buckets.", "numbers")  # fmt: skip
+    size = min(checks.integer("chunk_size", chunk_size, 1, "It is the number of keys of a chunk."), sides.num_keys)
     rounds = checks.integer("rounds", rounds, 1, "It is the number of hashes.")
     random = torch.Generator().manual_seed(draw_seed(seed) % 2**63)
     found = []
@@ -179,7 +178,7 @@ def lsh(
             rank = torch.minimum(here - start, sides.reach.repeat(sides.heads) - 1)
             first = torch.maximum(low, start + (rank // size - 1) * size)
             end = torch.minimum(high, start + (rank // size + 1) * size)
-        row, at = _ranges(torch.arange(low.numel(), device=low.device), first, end)
+        row, at = ranges(torch.arange(low.numel(), device=low.device), first, end)
         found.append((row, order[at]))
     row, col = (torch.cat(parts) for parts in zip(*found, strict=True))
     return sides.graph(row, col)
@@ -211,7 +210,7 @@ def routing(
     Reference: Roy et al., "Efficient Content-Based Sparse Attention with Routing Transformers", TACL 2021, whose causal
     models rank all tokens of a sequence and mask what is later.
     """
-    sides = _Sides.of(query, key, ptr, is_causal)
+    sides = Sides.of(query, key, ptr, is_causal)
     checks.tensors(centroids=centroids)
     checks.shape("centroids", centroids, (None, None, query.size(2)), "[H, K, C]", "They are as wide as the queries.")
     checks.floating(centroids=centroids)
@@ -223,11 +222,12 @@ def routing(
         )
     if size is not None:
         size = checks.integer("size", size, 1, "It is the number of tokens that a centroid takes.")
+        size = min(size, max(sides.num_keys, sides.num_queries))
     near = [_cosines(x, centroids) for x in (sides.query, sides.key)]  # [H, N, K], [H, M, K]
     if is_causal:
         order, low, _, after, _ = sides.grouped(near[0].argmax(2), near[1].argmax(2), centroids.size(1))
         first = low if size is None else torch.maximum(low, after - size)
-        row, at = _ranges(torch.arange(low.numel(), device=low.device), first, after)
+        row, at = ranges(torch.arange(low.numel(), device=low.device), first, after)
         return sides.graph(row, order[at])
     pointers = (sides.query_ptr, sides.key_ptr)
     taken = [_nearest(x, pointer, size) for x, pointer in zip(near, pointers, strict=True)]
@@ -235,7 +235,7 @@ def routing(
     (query_count, queries), (key_count, keys) = taken
     group = torch.repeat_interleave(torch.arange(query_count.numel(), device=queries.device), query_count)
     key_end = key_count.cumsum(0)
-    row, at = _ranges(queries, (key_end - key_count)[group], key_end[group])
+    row, at = ranges(queries, (key_end - key_count)[group], key_end[group])
     return sides.graph(row, keys[at] % sides.num_keys)
 
 
@@ -318,6 +318,7 @@ class RoutingSource(GraphSource):
             checks.integer(name, value, 1, "It is a size of the centroids.")
             for name, value in (("heads", heads), ("num_clusters", num_clusters), ("channels", channels))
         ]
+        checks.memory("num_clusters", math.prod(shape), 4, torch.get_default_device(), "Take fewer.", "numbers")
         if size is not None:
             size = checks.integer("size", size, 1, "It is the number of tokens that a centroid takes.")
         checks.number("decay", decay, "[0, 1]", "It is the factor of a moving average.")
@@ -403,164 +404,6 @@ class SelectGraph(BaseTransform):
 # --------------------------------------------------------------------------------------------------------------- parts
 
 
-@dataclass(frozen=True)
-class _Sides:
-    """Queries and keys, the sequences that they are in, and where."""
-
-    query: Tensor  # [H, N, C]
-    key: Tensor  # [H, M, C]
-    query_ptr: Tensor  # [B+1]
-    key_ptr: Tensor
-    is_causal: bool
-
-    @classmethod
-    def of(cls, query: Tensor, key: Tensor, ptr: Ptr, is_causal: bool) -> _Sides:
-        checks.tensors(query=query, key=key)
-        checks.floating(query=query, key=key)
-        checks.shape("query", query, (None, None, None), "[H, N, C]", "Heads come first.")
-        wanted = (query.size(0), None, query.size(2))
-        checks.shape("key", key, wanted, "[H, M, C]", "It has the heads and channels of 'query'.")
-        checks.same_device("query", query, key=key)
-        if key.dtype != query.dtype:
-            raise TypeError(f"Expected 'key' to be {query.dtype}, as 'query' is (got {key.dtype}). Convert it.")
-        checks.flag("is_causal", is_causal, "It says whether edges to later tokens are left out.")
-        check_present(query, "query")
-        if min(query.shape[:2]) < 1 or key.size(1) < 1:
-            raise ValueError(
-                f"Expected 'query' and 'key' of at least one head and token (got {list(query.shape)} and "
-                f"{list(key.shape)}). A graph has tokens on both sides."
-            )
-        return cls(
-            query.detach(), key.detach(), *resolve_sides(query.size(1), key.size(1), ptr, None, query.device), is_causal
-        )
-
-    @property
-    def heads(self) -> int:
-        return self.query.size(0)
-
-    @property
-    def num_queries(self) -> int:
-        return self.query.size(1)
-
-    @property
-    def num_keys(self) -> int:
-        return self.key.size(1)
-
-    @cached_property
-    def query_sequence(self) -> Tensor:
-        return _sequence(self.query_ptr, self.num_queries)  # [N]
-
-    @cached_property
-    def key_sequence(self) -> Tensor:
-        return _sequence(self.key_ptr, self.num_keys)  # [M]
-
-    @cached_property
-    def query_place(self) -> Tensor:
-        return torch.arange(self.num_queries, device=self.query.device) - self.query_ptr[self.query_sequence]  # [N]
-
-    @cached_property
-    def key_place(self) -> Tensor:
-        return torch.arange(self.num_keys, device=self.key.device) - self.key_ptr[self.key_sequence]  # [M]
-
-    @cached_property
-    def reach(self) -> Tensor:
-        """Keys that a query may attend to, which are the first ones of its sequence, ``[N]``."""
-        return reach(self.query_ptr, self.key_ptr, self.num_queries, self.is_causal)
-
-    @property
-    def first_key(self) -> Tensor:
-        """Where the sequence of each query begins among the keys of all heads, ``[H*N]``."""
-        head = self.num_keys * torch.arange(self.heads, device=self.key.device)
-        return (head[:, None] + self.key_ptr[self.query_sequence]).flatten()
-
-    def grouped(self, query_group: Tensor, key_group: Tensor, groups: int) -> tuple[Tensor, ...]:
-        """Sorts keys by head, sequence, group and place, and finds what each query meets there.
-
-        Args:
-            query_group, key_group: ``[H, N]`` and ``[H, M]`` in ``0 .. groups-1``.
-
-        Returns:
-            The keys in this order, ``[H*M]``; and for each query ``[H*N]`` where its group begins among them, how many
-            come before its place, before the next place, and where its group ends.
-        """
-        span = 1 + int(torch.maximum(self.query_ptr.diff().max(), self.key_ptr.diff().max()))
-
-        def code(group: Tensor, sequence: Tensor) -> Tensor:
-            head = torch.arange(self.heads, device=group.device)[:, None]
-            return (((head * (self.query_ptr.numel() - 1) + sequence) * groups + group) * span).flatten()
-
-        keys, order = (code(key_group, self.key_sequence) + self.key_place.repeat(self.heads)).sort()
-        low = code(query_group, self.query_sequence)
-        here = low + self.query_place.repeat(self.heads)
-        bounds = (torch.searchsorted(keys, bound) for bound in (low, here, here + 1, low + span))
-        return order % self.num_keys, *bounds
-
-    def graph(self, row: Tensor, col: Tensor) -> AttentionGraph:
-        """The graph of these pairs, in any order, repeats counted once; row h N + i is query i of head h."""
-        number = torch.unique(row * self.num_keys + col)
-        rows = self.heads * self.num_queries
-        rowptr = offsets(torch.bincount(number // self.num_keys, minlength=rows))
-        width = torch.int32 if self.num_keys < 2**31 else torch.int64
-        sides = (self.num_queries, self.num_keys, self.heads, self.query_ptr, self.key_ptr)
-        return AttentionGraph._trusted(rowptr, (number % self.num_keys).to(width), *sides, self.is_causal)
-
-
-def _sequence(ptr: Tensor, count: int) -> Tensor:
-    """The sequence of each token."""
-    return torch.repeat_interleave(torch.arange(ptr.numel() - 1, device=ptr.device), ptr.diff(), output_size=count)
-
-
-def _ranges(row: Tensor, first: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
-    """Pairs of each row with all numbers of its range."""
-    count = (end - first).clamp(min=0)
-    total = int(count.sum())
-    checks.memory("query", total, 40, row.device, "Choose fewer keys, or fewer sequences at once.")
-    before = torch.repeat_interleave(count.cumsum(0) - count - first, count, output_size=total)
-    return torch.repeat_interleave(row, count, output_size=total), torch.arange(total, device=row.device) - before
-
-
-def _groups(query_ptr: Tensor, key_ptr: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Sequences of like length together: the tokens of both sides, padded by -1, and which sequences they are."""
-    size = torch.maximum(query_ptr.diff(), key_ptr.diff()).double().log2().ceil()
-    for like in size.unique():
-        (which,) = (size == like).nonzero(as_tuple=True)
-        yield _padded(query_ptr, which), _padded(key_ptr, which), which
-
-
-def _padded(ptr: Tensor, which: Tensor) -> Tensor:
-    """The tokens of these sequences, ``[b, L]``; -1 is none."""
-    start, length = ptr[which, None], ptr.diff()[which, None]
-    place = torch.arange(int(length.max()), device=ptr.device)
-    return torch.where(place < length, start + place, -1)
-
-
-def _largest(
-    sides: _Sides, key: Tensor, key_ptr: Tensor, limit: Tensor, k: int, own: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """The k keys of the largest scores among the first ``limit[i]`` of the query's sequence; ``own[i]`` is one of them.
-
-    ``key`` is ``[H, M', C]``. Returns rows and keys, in any order.
-    """
-    query, found = sides.query.to(key.dtype), []
-    for queries, keys, _ in _groups(sides.query_ptr, key_ptr):
-        there, place = key[:, keys.clamp(min=0)], torch.arange(keys.size(1), device=key.device)
-        step = max(1, CHUNK // (sides.heads * keys.numel()))
-        for part in queries.split(step, dim=1):
-            scores = query[:, part.clamp(min=0)] @ there.mT  # [H, b, r, L]
-            allowed = (place < limit[part.clamp(min=0)][..., None]) & (part >= 0)[..., None]
-            if own is not None:
-                scores.masked_fill_((place == own[part.clamp(min=0)][..., None]) & allowed, torch.inf)
-            possible = allowed & ~scores.isnan()
-            scores.masked_fill_(~possible, -torch.inf)
-            least = scores.topk(min(k, keys.size(1)), dim=-1).values[..., -1:]
-            above, equal = scores > least, (scores == least) & possible
-            kept = above | (equal & (equal.cumsum(-1) <= k - above.sum(-1, keepdim=True)))
-            head, sequence, at, to = kept.nonzero(as_tuple=True)
-            found.append((head * sides.num_queries + part[sequence, at], keys[sequence, to]))
-    row, col = (torch.cat(parts) for parts in zip(*found, strict=True))
-    return row, col
-
-
 def _cosines(x: Tensor, centroids: Tensor) -> Tensor:
     return normalize(x, dim=-1) @ normalize(centroids.to(x.dtype), dim=-1).mT
 
@@ -580,7 +423,7 @@ def _nearest(near: Tensor, ptr: Tensor, size: int | None) -> tuple[Tensor, Tenso
     width = (ptr.diff() + clusters - 1) // clusters if size is None else torch.full_like(ptr[1:], size)
     width = torch.minimum(width, ptr.diff())  # [B]
     found = []
-    for padded, _, which in _groups(ptr, ptr):
+    for padded, _, which in like_lengths(ptr, ptr):
         scores = near[:, padded.clamp(min=0)].masked_fill((padded < 0)[..., None], -torch.inf)  # [H, b, L, K]
         order = scores.nan_to_num(nan=-torch.inf).sort(dim=2, descending=True, stable=True).indices
         taken = torch.arange(padded.size(1), device=near.device)[:, None] < width[which, None, None]  # [b, L, 1]

@@ -62,6 +62,7 @@ from sbm_pyg import (
     plots,
     ragged,
     selectors,
+    sparsefinder,
 )  # fmt: skip
 from sbm_pyg.attention import Returns
 from sbm_pyg.rows import CompressedRows
@@ -804,6 +805,93 @@ for _name, _options in SELECTORS.items():
     TABLE[f"selectors.{_name}"] = 4, _selector(_name, _options)
 
 
+def _sparsefinder(name: str, options: Callable[[Draw, int], dict[str, Any]]) -> Callable[[Draw], Case]:
+    def make(d: Draw) -> Case:
+        lengths, heads = d.lengths(), d.randint(1, 2)
+        q, z = (d.real(heads, sum(lengths), 3) for _ in range(2))
+        causal = d.random() < 0.5 and name != "bucketing"
+        arguments = {"query": q, "key": z, **options(d, heads), "ptr": pointer(lengths), "is_causal": causal}
+        names = {"ptr": ("query", "key"), "query": ("ptr", "key", "centroids"), "key": ("ptr", "query")}
+        return Case(getattr(sparsefinder, name), arguments, lambda result, **_: valid(result), names=names)
+
+    return make
+
+
+FORETOLD: dict[str, Callable[[Draw, int], dict[str, Any]]] = {
+    "gold_graph": lambda d, heads: {"alpha": d.choice((1.5, 2.0)), "scale": d.maybe(0.5)},
+    "distance": lambda d, heads: {"threshold": 1.5, "cap": d.maybe(2)},
+    "bucketing": lambda d, heads: {"num_buckets": d.randint(1, 3)},
+    "clustering": lambda d, heads: {"centroids": d.real(heads, 2, 3), "top": d.randint(1, 2)},
+}
+for _name, _options in FORETOLD.items():
+    TABLE[f"sparsefinder.{_name}"] = 4, _sparsefinder(_name, _options)
+
+
+@case("sparsefinder.compare", 4)
+def _compare(d: Draw) -> Case:
+    gold = d.graph()
+    graph = d.choice((gold, gold.select(gold.col % 2 == 0)))
+
+    def check(result: Any, gold: AttentionGraph, graph: AttentionGraph) -> None:
+        a, b = dense(gold), dense(graph)
+        wanted = torch.where(a.sum((1, 2)) > 0, (a & b).sum((1, 2)) / a.sum((1, 2)).clamp(min=1), 1.0)
+        close(result.recall, wanted.double(), "recall", torch.float32)
+
+    return Case(sparsefinder.compare, {"gold": gold, "graph": graph}, check)
+
+
+@case("sparsefinder.Projection", 3)
+def _projection(d: Draw) -> Case:
+    arguments = {"channels": 3, "heads": 2, "dim": 2, "hidden": d.maybe(4), "shared": d.random() < 0.5}
+    return Case(sparsefinder.Projection, arguments, lambda result, **_: expect(result.weights, "no weights"))
+
+
+@case("sparsefinder.Projection.forward", 3)
+def _projection_forward(d: Draw) -> Case:
+    arguments = {name: torch.randn(2, 4, 3, generator=d.torch) for name in ("query", "key")}
+    made = sparsefinder.Projection(3, 2, 2)
+    return Case(made, arguments, lambda result, **_: expect(result[0].shape[2] == 2, "another width"))
+
+
+@case("sparsefinder.projection_loss", 4)
+def _projection_loss(d: Draw) -> Case:
+    graph = d.graph()
+    arguments = {
+        "query": d.real(graph.heads, graph.num_queries, 2),
+        "key": d.real(graph.heads, graph.num_keys, 2),
+        "graph": graph,
+        "margin": 1.0,
+        "per": d.choice(("query", "pair")),
+        "seed": 3,
+    }
+    names = {"query": ("graph", "key"), "key": ("graph", "query"), "graph": ("query", "key")}
+    return Case(sparsefinder.projection_loss, arguments, lambda result, **_: expect(result.dim() == 0, "no scalar"),
+                free=("seed",), names=names)  # fmt: skip
+
+
+@case("sparsefinder.SparsefinderSource", 4)
+def _sparsefinder_source(d: Draw) -> Case:
+    arguments = {
+        "projection": sparsefinder.Projection(4, 2, 2),
+        "predictor": sparsefinder.bucketing,
+        "window": d.maybe(1),
+        "num_global": 1,
+    }
+    return Case(
+        sparsefinder.SparsefinderSource,
+        arguments,
+        lambda result, projection, **_: expect(result.projection is projection, "another projection"),
+        free=("projection", "predictor"),
+        names={"predictor": ("selector",)},
+    )
+
+
+@case("sparsefinder.SparsefinderSource.forward", 4)
+def _sparsefinder_source_forward(d: Draw) -> Case:
+    source = sparsefinder.SparsefinderSource(sparsefinder.Projection(4, 2, 2), sparsefinder.distance, threshold=1.0)
+    return source_arguments(d, source, lambda result, **_: valid(result.graph))
+
+
 @case("selectors.SelectorSource", 4)
 def _selector_source(d: Draw) -> Case:
     arguments = {"selector": selectors.top_k, "k": 2}
@@ -1509,6 +1597,10 @@ RECORDS: dict[str, tuple[Callable[[Draw], Any], dict[str, Meaning]]] = {  # clas
     "AttentionConv": (lambda d: AttentionConv(4, 2), {"reset_parameters()": lambda a: None}),
     "SBMSource": (lambda d: SBMSource(SBMHead(4, 2)), {"share": lambda a: None, "extra_repr()": lambda a: None, "reset_parameters()": lambda a: None}),
     "patterns.PatternSource": (lambda d: patterns.PatternSource(patterns.full), {"extra_repr()": lambda a: None}),
+    "sparsefinder.Projection": (lambda d: sparsefinder.Projection(4), {"extra_repr()": lambda a: None, "reset_parameters()": lambda a: None}),
+    "sparsefinder.SparsefinderSource": (
+        lambda d: sparsefinder.SparsefinderSource(sparsefinder.Projection(4), sparsefinder.bucketing), {"extra_repr()": lambda a: None},
+    ),
     "selectors.SelectorSource": (lambda d: selectors.SelectorSource(selectors.lsh), {"extra_repr()": lambda a: None}),
     "selectors.RoutingSource": (lambda d: selectors.RoutingSource(4), {"extra_repr()": lambda a: None, "reset_parameters()": lambda a: None}),
     "SBMHead": (lambda d: SBMHead(4, 2), {"reset_parameters()": lambda a: None, "extra_repr()": lambda a: None}),
@@ -1549,6 +1641,7 @@ MODULES = {
     "ops": sbm_pyg.ops,
     "patterns": patterns,
     "selectors": selectors,
+    "sparsefinder": sparsefinder,
     "analysis": analysis,
     "plots": plots,
     "estimators": estimators,
@@ -1562,6 +1655,8 @@ EXEMPT: dict[str, str] = {  # public names that are not called, and why
     "estimators.ESTIMATORS": "a constant",
     **dict.fromkeys(("ShareSchedule", "ShareSchedule.step", "ShareSchedule.state_dict", "ShareSchedule.load_state_dict"),
                     "a schedule of a model, see test_share.py"),
+    "sparsefinder.Match": "a record that the library makes and users read",
+    **dict.fromkeys(("sparsefinder.fit_projection", "sparsefinder.fit_centroids"), "they train, see test_sparsefinder.py"),
     "estimators.distillation": "a loss over what a layer computes, compared with its definition in test_share.py",
     "Pretrained": "a base class, called through its models",
     "Pretrained.constructor_options": "what subclasses define",

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 from torch_geometric.data import Batch, Data
 
-from sbm_pyg import AttentionConv, AttentionGraph, SequenceEncoder, selectors
+from sbm_pyg import AttentionConv, AttentionGraph, SequenceEncoder, pairs
 from sbm_pyg.selectors import RoutingSource, SelectGraph, SelectorSource, block_top_k, lsh, routing, top_k
 
 HEADS, CHANNELS = 2, 6
@@ -123,7 +123,7 @@ def test_rules_are_their_definitions(
         for i, keys in enumerate(rows):
             expected[head, start + i, [first + j for j in keys]] = True
     for chunk in (2**23, 40):  # all rows at once, and few
-        monkeypatch.setattr(selectors, "CHUNK", chunk)
+        monkeypatch.setattr(pairs, "CHUNK", chunk)
         graph = rule(q, z, ptr=(key_ptr, ptr), is_causal=is_causal, **options, **more).validate()
         found = torch.zeros_like(expected)
         found[graph.edge_head, graph.edge_index[1], graph.edge_index[0]] = True
@@ -241,7 +241,7 @@ def test_memory_grows_with_the_edges_and_not_with_the_pairs(monkeypatch: pytest.
         lsh(x, x, 2**7, 2**6, seed=0)
         routing(x, x, draw(1, 1, 2**7, 4))
     assert Largest.size < 8 * n * 2**11  # bytes; a mask of all pairs alone has 2^28
-    monkeypatch.setattr(selectors, "CHUNK", 2**20)
+    monkeypatch.setattr(pairs, "CHUNK", 2**20)
     Largest.size = 0
     with Largest():
         top_k(x[:, : 2**12], x, 4, ptr=(torch.tensor([0, n]), torch.tensor([0, 2**12])))

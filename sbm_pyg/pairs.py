@@ -1,0 +1,215 @@
+"""How rules look at pairs of queries and keys without forming all of them at once.
+
+In: queries and keys of each head, and the offsets of their sequences. Out: pairs, and the graph of them. Not here: the
+rules (``selectors``, ``sparsefinder``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from .graph import AttentionGraph
+from .ops import checks
+from .ops.reference import reach
+from .ragged import check_present, offsets, resolve_sides
+
+__all__ = ["Keep", "Ptr", "Sides", "largest", "like_lengths", "ranges", "streamed"]
+
+CHUNK = 2**23  # scores at a time
+Ptr = Tensor | tuple[Tensor, Tensor] | None
+"""Offsets of the sequences, ``[B+1]`` int64, or the pair (keys, queries); None for one sequence."""
+
+
+@dataclass(frozen=True)
+class Sides:
+    """Queries and keys, the sequences that they are in, and where."""
+
+    query: Tensor  # [H, N, C]
+    key: Tensor  # [H, M, C]
+    query_ptr: Tensor  # [B+1]
+    key_ptr: Tensor
+    is_causal: bool
+
+    @classmethod
+    def of(cls, query: Tensor, key: Tensor, ptr: Ptr, is_causal: bool) -> Sides:
+        checks.tensors(query=query, key=key)
+        checks.floating(query=query, key=key)
+        checks.shape("query", query, (None, None, None), "[H, N, C]", "Heads come first.")
+        wanted = (query.size(0), None, query.size(2))
+        checks.shape("key", key, wanted, "[H, M, C]", "It has the heads and channels of 'query'.")
+        checks.same_device("query", query, key=key)
+        if key.dtype != query.dtype:
+            raise TypeError(f"Expected 'key' to be {query.dtype}, as 'query' is (got {key.dtype}). Convert it.")
+        checks.flag("is_causal", is_causal, "It says whether edges to later tokens are left out.")
+        check_present(query, "query")
+        if min(query.shape[:2]) < 1 or key.size(1) < 1:
+            raise ValueError(
+                f"Expected 'query' and 'key' of at least one head and token (got {list(query.shape)} and "
+                f"{list(key.shape)}). A graph has tokens on both sides."
+            )
+        return cls(
+            query.detach(), key.detach(), *resolve_sides(query.size(1), key.size(1), ptr, None, query.device), is_causal
+        )
+
+    @property
+    def heads(self) -> int:
+        return self.query.size(0)
+
+    @property
+    def num_queries(self) -> int:
+        return self.query.size(1)
+
+    @property
+    def num_keys(self) -> int:
+        return self.key.size(1)
+
+    @cached_property
+    def query_sequence(self) -> Tensor:
+        return _sequence(self.query_ptr, self.num_queries)  # [N]
+
+    @cached_property
+    def key_sequence(self) -> Tensor:
+        return _sequence(self.key_ptr, self.num_keys)  # [M]
+
+    @cached_property
+    def query_place(self) -> Tensor:
+        return torch.arange(self.num_queries, device=self.query.device) - self.query_ptr[self.query_sequence]  # [N]
+
+    @cached_property
+    def key_place(self) -> Tensor:
+        return torch.arange(self.num_keys, device=self.key.device) - self.key_ptr[self.key_sequence]  # [M]
+
+    @cached_property
+    def reach(self) -> Tensor:
+        """Keys that a query may attend to, which are the first ones of its sequence, ``[N]``."""
+        return reach(self.query_ptr, self.key_ptr, self.num_queries, self.is_causal)
+
+    @property
+    def first_key(self) -> Tensor:
+        """Where the sequence of each query begins among the keys of all heads, ``[H*N]``."""
+        head = self.num_keys * torch.arange(self.heads, device=self.key.device)
+        return (head[:, None] + self.key_ptr[self.query_sequence]).flatten()
+
+    def grouped(self, query_group: Tensor, key_group: Tensor, groups: int) -> tuple[Tensor, ...]:
+        """Sorts keys by head, sequence, group and place, and finds what each query meets there.
+
+        Args:
+            query_group, key_group: ``[H, N]`` and ``[H, M]`` in ``0 .. groups-1``; or ``[H, N, m]`` and ``[H, M, m]``
+                where a token is in m groups.
+
+        Returns:
+            The keys in this order, ``[H*M*m]``; and for each query ``[H*N*m]`` where its group begins among them, how
+            many come before its place, before the next place, and where its group ends.
+        """
+        span = 1 + int(torch.maximum(self.query_ptr.diff().max(), self.key_ptr.diff().max()))
+        if self.heads * self.query_ptr.numel() * span * groups >= 2**62:
+            raise ValueError(
+                f"Expected 'num_buckets' so that int64 numbers all groups and tokens (got {groups}). Take fewer groups."
+            )
+        head = torch.arange(self.heads, device=query_group.device)[:, None, None]
+
+        def code(group: Tensor, sequence: Tensor) -> Tensor:  # [H, N, m]
+            group = group.view(*group.shape[:2], -1)
+            return ((head * (self.query_ptr.numel() - 1) + sequence[:, None]) * groups + group) * span
+
+        theirs = code(key_group, self.key_sequence)
+        keys, order = (theirs + self.key_place[:, None]).flatten().sort()
+        low = code(query_group, self.query_sequence)
+        here = low + self.query_place[:, None]
+        bounds = (torch.searchsorted(keys, bound.flatten()) for bound in (low, here, here + 1, low + span))
+        return order // theirs.size(2) % self.num_keys, *bounds
+
+    def graph(self, row: Tensor, col: Tensor) -> AttentionGraph:
+        """The graph of these pairs, in any order, repeats counted once; row h N + i is query i of head h."""
+        number = torch.unique(row * self.num_keys + col)
+        rows = self.heads * self.num_queries
+        rowptr = offsets(torch.bincount(number // self.num_keys, minlength=rows))
+        width = torch.int32 if self.num_keys < 2**31 else torch.int64
+        sides = (self.num_queries, self.num_keys, self.heads, self.query_ptr, self.key_ptr)
+        return AttentionGraph._trusted(rowptr, (number % self.num_keys).to(width), *sides, self.is_causal)
+
+
+def _sequence(ptr: Tensor, count: int) -> Tensor:
+    """The sequence of each token."""
+    return torch.repeat_interleave(torch.arange(ptr.numel() - 1, device=ptr.device), ptr.diff(), output_size=count)
+
+
+def ranges(row: Tensor, first: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
+    """Pairs of each row with all numbers of its range."""
+    count = (end - first).clamp(min=0)
+    total = int(count.sum())
+    checks.memory("query", total, 40, row.device, "Choose fewer keys, or fewer sequences at once.")
+    before = torch.repeat_interleave(count.cumsum(0) - count - first, count, output_size=total)
+    return torch.repeat_interleave(row, count, output_size=total), torch.arange(total, device=row.device) - before
+
+
+def like_lengths(query_ptr: Tensor, key_ptr: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Sequences of like length together: the tokens of both sides, padded by -1, and which sequences they are."""
+    size = torch.maximum(query_ptr.diff(), key_ptr.diff()).double().log2().ceil()
+    for like in size.unique():
+        (which,) = (size == like).nonzero(as_tuple=True)
+        yield _padded(query_ptr, which), _padded(key_ptr, which), which
+
+
+def _padded(ptr: Tensor, which: Tensor) -> Tensor:
+    """The tokens of these sequences, ``[b, L]``; -1 is none."""
+    start, length = ptr[which, None], ptr.diff()[which, None]
+    place = torch.arange(int(length.max()), device=ptr.device)
+    return torch.where(place < length, start + place, -1)
+
+
+Keep = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""From scores ``[H, b, r, L]``, the possible ones among them and queries ``[b, r]`` to a mask of those to keep."""
+
+
+def streamed(
+    sides: Sides,
+    key: Tensor,
+    key_ptr: Tensor,
+    limit: Tensor,
+    keep: Keep,
+    score: Callable[[Tensor, Tensor], Tensor] = lambda query, key: query @ key.mT,
+) -> tuple[Tensor, Tensor]:
+    """Pairs that a rule keeps by their scores, some rows of all sequences of like length at a time.
+
+    Args:
+        key: ``[H, M', C]``, the keys or what stands for them.
+        key_ptr: Offsets of their sequences, ``[B+1]``.
+        limit: How many of the first keys of its sequence a query may have, ``[N]``.
+        keep: The rule; scores that are NaN or not possible are minus infinity.
+        score: Of queries ``[H, b, r, C]`` and keys ``[H, b, L, C]``.
+
+    Returns:
+        Rows h N + i and keys, in any order.
+    """
+    query, found = sides.query.to(key.dtype), []
+    for queries, keys, _ in like_lengths(sides.query_ptr, key_ptr):
+        there, place = key[:, keys.clamp(min=0)], torch.arange(keys.size(1), device=key.device)
+        for part in queries.split(max(1, CHUNK // (sides.heads * keys.numel())), dim=1):
+            token = part.clamp(min=0)
+            scores = score(query[:, token], there)
+            possible = ((place < limit[token][..., None]) & (part >= 0)[..., None]) & ~scores.isnan()
+            kept = keep(scores.masked_fill_(~possible, -torch.inf), possible, token)
+            head, sequence, at, to = kept.nonzero(as_tuple=True)
+            found.append((head * sides.num_queries + part[sequence, at], keys[sequence, to]))
+    row, col = (torch.cat(parts) for parts in zip(*found, strict=True))
+    return row, col
+
+
+def largest(k: int, own: Tensor | None = None) -> Keep:
+    """The k largest scores of each query, equal ones by the lower key; key ``own[i]`` of its sequence is among them."""
+
+    def keep(scores: Tensor, possible: Tensor, token: Tensor) -> Tensor:
+        if own is not None:
+            here = torch.arange(scores.size(-1), device=scores.device) == own[token][..., None]
+            scores.masked_fill_(here & possible, torch.inf)
+        least = scores.topk(min(k, scores.size(-1)), dim=-1).values[..., -1:]
+        above, equal = scores > least, (scores == least) & possible
+        return above | (equal & (equal.cumsum(-1) <= k - above.sum(-1, keepdim=True)))
+
+    return keep

@@ -1,0 +1,299 @@
+"""Sparsefinder: rules and loss against their definitions, and that a graph which holds the gold one changes nothing."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any, cast
+
+import entmax
+import pytest
+import torch
+from torch import Tensor
+
+from sbm_pyg import AttentionConv, AttentionGraph, pairs, patterns
+from sbm_pyg.sparsefinder import (
+    Projection,
+    SparsefinderSource,
+    bucketing,
+    clustering,
+    compare,
+    distance,
+    fit_centroids,
+    fit_projection,
+    gold_graph,
+    projection_loss,
+)
+
+HEADS = 2
+CENTROIDS = torch.randn(HEADS, 4, 3, generator=torch.Generator().manual_seed(5))
+LENGTHS = [([9], [9]), ([1, 7, 12, 3], [1, 7, 12, 3]), ([5, 2, 9], [8, 11, 4])]
+
+
+def draw(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def pointer(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *itertools.accumulate(lengths)])
+
+
+def define_distance(q: Tensor, z: Tensor, head: int, threshold: float, cap: int | None, causal: bool) -> Tensor:
+    far = (q[:, None] - z[None]).square().sum(2).sqrt()
+    allowed = torch.ones(far.shape, dtype=torch.bool).tril() if causal else torch.ones(far.shape, dtype=torch.bool)
+    near = (far <= threshold) & allowed
+    if cap is not None:
+        for row, distances in zip(near, far.tolist(), strict=True):
+            inside = sorted(row.nonzero()[:, 0].tolist(), key=lambda j, d=distances: (d[j], j))  # type: ignore[misc]
+            row[inside[cap:]] = False
+    return near
+
+
+def define_bucketing(q: Tensor, z: Tensor, head: int, num_buckets: int, causal: bool) -> Tensor:
+    found = torch.zeros(len(q), len(z), dtype=torch.bool)
+    for dim in range(q.size(1)):
+        bucket = []
+        for x in (q, z):
+            values = x[:, dim].tolist()
+            ranks = [sum((other, j) < (value, i) for j, other in enumerate(values)) for i, value in enumerate(values)]
+            bucket.append(torch.tensor([rank * num_buckets // len(x) for rank in ranks]))
+        found |= bucket[0][:, None] == bucket[1][None]
+    return found
+
+
+def define_clustering(q: Tensor, z: Tensor, head: int, top: int, cap: int | None, causal: bool) -> Tensor:
+    far = [(x[:, None] - CENTROIDS[head][None]).square().sum(2).sqrt() for x in (q, z)]
+    mine, theirs = ([set(row.argsort(stable=True)[:top].tolist()) for row in x] for x in far)
+    found = torch.zeros(len(q), len(z), dtype=torch.bool)
+    for cluster in range(4):
+        members = [j for j in range(len(z)) if cluster in theirs[j]]
+        if cap is not None:
+            members = sorted(members, key=lambda j, c=cluster: (float(far[1][j, c]), j))[:cap]  # type: ignore[misc]
+        for i in range(len(q)):
+            if cluster in mine[i]:
+                found[i, [j for j in members if j <= i or not causal]] = True
+    return found
+
+
+CASES: dict[str, tuple[Callable[..., AttentionGraph], Callable[..., Tensor], dict[str, Any], dict[str, Any]]] = {
+    "distance": (distance, define_distance, {"threshold": 1.5, "cap": None}, {}),
+    "distance, capped": (distance, define_distance, {"threshold": 2.5, "cap": 2}, {}),
+    "bucketing": (bucketing, define_bucketing, {"num_buckets": 3}, {}),
+    "clustering": (clustering, define_clustering, {"top": 1, "cap": None}, {"centroids": CENTROIDS}),
+    "clustering, two": (clustering, define_clustering, {"top": 2, "cap": None}, {"centroids": CENTROIDS}),
+    "clustering, capped": (clustering, define_clustering, {"top": 2, "cap": 2}, {"centroids": CENTROIDS}),
+}
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("sizes", LENGTHS, ids=["one sequence", "ragged", "cross"])
+@pytest.mark.parametrize("name", CASES)
+def test_rules_are_their_definitions(
+    name: str, sizes: tuple[list[int], list[int]], is_causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rule, define, options, more = CASES[name]
+    ptr, key_ptr = map(pointer, sizes)
+    q, z = draw(1, HEADS, sum(sizes[0]), 3), draw(2, HEADS, sum(sizes[1]), 3)
+    if is_causal and (rule is bucketing or name == "clustering, capped"):
+        with pytest.raises(ValueError, match=r"depend on later tokens"):
+            rule(q, z, ptr=(key_ptr, ptr), is_causal=True, **options, **more)
+        return
+    expected = torch.zeros(HEADS, q.size(1), z.size(1), dtype=torch.bool)
+    for head, b in itertools.product(range(HEADS), range(len(sizes[0]))):
+        rows, cols = slice(ptr[b], ptr[b + 1]), slice(key_ptr[b], key_ptr[b + 1])
+        expected[head, rows, cols] = define(q[head, rows], z[head, cols], head, causal=is_causal, **options)
+    for chunk in (2**23, 40):
+        monkeypatch.setattr(pairs, "CHUNK", chunk)
+        graph = rule(q, z, ptr=(key_ptr, ptr), is_causal=is_causal, **options, **more).validate()
+        found = torch.zeros_like(expected)
+        found[graph.edge_head, graph.edge_index[1], graph.edge_index[0]] = True
+        assert torch.equal(found, expected)
+        assert graph.num_edges == int(expected.sum()) > 0
+        assert graph.is_causal is is_causal
+
+
+def test_buckets_bound_the_edges_whatever_the_tokens_hold() -> None:
+    same = torch.zeros(1, 64, 2)
+    assert bucketing(same, same, 8).num_edges == 64 * 8  # both dimensions rank alike
+    assert bucketing(draw(0, 1, 64, 2), draw(1, 1, 64, 2), 8).num_edges <= 2 * 64 * 8
+    assert clustering(same, same, torch.zeros(1, 1, 2), cap=5).num_edges == 64 * 5
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("alpha", [1.5, 2.0])
+def test_the_gold_graph_is_the_support_of_dense_entmax(
+    alpha: float, is_causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pairs, "CHUNK", 100)
+    query, key, ptr = draw(1, HEADS, 30, 6).double(), draw(2, HEADS, 30, 6).double(), torch.tensor([0, 11, 30])
+    graph = gold_graph(query, key, alpha=alpha, ptr=ptr, is_causal=is_causal, scale=0.9)
+    for b, head in itertools.product(range(2), range(HEADS)):
+        part = slice(ptr[b], ptr[b + 1])
+        scores = 0.9 * query[head, part] @ key[head, part].T
+        if is_causal:
+            scores = scores.masked_fill(torch.ones_like(scores).triu(1) > 0, -torch.inf)
+        dense = (entmax.entmax15 if alpha == 1.5 else entmax.sparsemax)(scores, dim=1)
+        assert torch.equal(graph.to_dense(b)[head], dense > 1e-12)
+
+
+def brute_loss(x: Tensor, z: Tensor, graph: AttentionGraph, per: str, seed: int) -> Tensor:
+    share = torch.rand(graph.num_edges, generator=torch.Generator().manual_seed(seed))
+    terms: dict[tuple[int, int], list[Tensor]] = {}
+    for e, (key, query) in enumerate(graph.edge_index.T.tolist()):
+        head, b = int(graph.edge_head[e]), int((graph.query_ptr <= query).sum()) - 1
+        start, end = graph.key_ptr[b : b + 2].tolist()
+        drawn = start + int(share[e] * (end - start))
+        near, far = ((x[head, query] - z[head, k]).square().sum() for k in (key, drawn))
+        terms.setdefault((head, query) if per == "query" else (e, 0), []).append(near - far)
+    return torch.stack([(1 + torch.stack(each).sum()).clamp(min=0) for each in terms.values()]).mean()
+
+
+@pytest.mark.parametrize("per", ["query", "pair"])
+def test_the_loss_is_its_definition(per: str) -> None:
+    ptr = torch.tensor([0, 5, 12])
+    x, z = (draw(seed, HEADS, 12, 3).double().requires_grad_() for seed in (1, 2))
+    graph = gold_graph(draw(3, HEADS, 12, 4), draw(4, HEADS, 12, 4), ptr=ptr)
+    graph = graph.select(graph.edge_index[1] != 3)  # a query without edges does not count
+    loss = projection_loss(x, z, graph, per=per, seed=7)
+    expected = brute_loss(x, z, graph, per, 7)
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+    for ours, theirs in zip(torch.autograd.grad(loss, (x, z)), torch.autograd.grad(expected, (x, z)), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def samples(count: int, seed: int) -> list[Any]:
+    """Heads whose scores see four of sixteen channels alone."""
+    seen = torch.zeros(16).index_fill_(0, torch.arange(4), 6.0)
+    made = []
+    for number in range(count):
+        query, key = draw(seed + number, 2, HEADS, 48, 16)
+        ptr = torch.tensor([0, 20, 48])
+        made.append((query, key, gold_graph(query * seen, key * seen, scale=0.06, ptr=ptr)))
+    return made
+
+
+@pytest.mark.parametrize("options", [{}, {"hidden": 16}, {"shared": True}])
+def test_a_fitted_projection_finds_what_attention_uses(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    projection, (test,) = Projection(16, HEADS, 4, **options), samples(1, 900)
+    query, key, gold = test
+
+    def recall(edges: int = 8) -> float:
+        x, z = projection(query, key)
+        match = compare(gold, distance(x, z, 1e9, cap=edges, ptr=gold.query_ptr))
+        assert float(match.sparsity.min()) > 0.6
+        return float(match.recall.mean())
+
+    before = recall()
+    losses = fit_projection(projection, samples(40, 0), epochs=8, learning_rate=1e-2, progress=False)
+    assert len(losses) == 8
+    assert losses[-1] < losses[0]
+    assert recall() > max(before, 0.34) + 0.1  # as many keys at random hold a third
+    state = projection.state_dict()
+    torch.manual_seed(0)
+    again = Projection(16, HEADS, 4, **options)
+    fit_projection(again, samples(40, 0), epochs=8, learning_rate=1e-2, progress=False)
+    assert all(torch.equal(value, again.state_dict()[name]) for name, value in state.items())
+
+
+def test_centroids_are_those_of_k_means_and_the_source_keeps_them() -> None:
+    torch.manual_seed(0)
+    projection, data = Projection(16, HEADS, 2), samples(3, 0)
+    centroids = fit_centroids(projection, data, 5, seed=1)
+    assert centroids.shape == (HEADS, 5, 2)
+    assert torch.equal(centroids, fit_centroids(projection, data, 5, seed=1))
+    x = torch.cat([torch.cat(projection(q, z), 1) for q, z, _ in data], 1)
+    nearest = torch.cdist(x, centroids).argmin(2)
+    for head, k in itertools.product(range(HEADS), range(5)):
+        torch.testing.assert_close(centroids[head, k], x[head, nearest[head] == k].mean(0), rtol=1e-3, atol=1e-3)
+    source = SparsefinderSource(projection, clustering, window=1, num_global=1, centroids=centroids)
+    assert torch.equal(source.state_dict()["centroids"], centroids)
+    assert "clustering, window=1, num_global=1" in repr(source)
+    query, key, gold = data[0]
+    graph = source(query, key, gold.query_ptr, gold.key_ptr, seed=0).graph
+    ptr, (x, z) = gold.query_ptr, projection(query, key)
+    alone = clustering(x, z, centroids, ptr=ptr)
+    assert graph == alone | patterns.window(None, 1, ptr=ptr) | patterns.global_tokens(None, 1, ptr=ptr)
+
+
+RULES: dict[str, dict[str, Any]] = {
+    "distance": {"predictor": distance, "threshold": 2.0},
+    "bucketing": {"predictor": bucketing, "num_buckets": 6},
+    "clustering": {"predictor": clustering, "centroids": CENTROIDS[..., :2]},
+    "union": {"predictor": clustering, "centroids": CENTROIDS[..., :2], "window": 2, "num_global": 1},
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_graph_that_holds_the_gold_one_gives_the_output_of_dense_entmax(name: str) -> None:
+    torch.manual_seed(0)
+    source = SparsefinderSource(Projection(6, HEADS, 2), **RULES[name])
+    conv = AttentionConv(8, 6, HEADS, source, normalizer="entmax15").double().eval()
+    x, ptr = 3 * draw(1, 40, 8).double(), torch.tensor([0, 17, 40])
+    query, key, value = (
+        lin(x).view(40, HEADS, 6).transpose(0, 1) for lin in (conv.lin_query, conv.lin_key, conv.lin_value)
+    )
+    gold = gold_graph(query, key, ptr=ptr)
+    predicted = conv(x, ptr=ptr, seed=0, return_graph=True)[1]
+    match = compare(gold, predicted)
+    assert 0 < float(match.recall.min()) < 1
+    joined = predicted | gold
+    assert float(compare(gold, joined).recall.min()) == float(compare(gold, joined).exact.min()) == 1
+    assert joined.num_edges < patterns.full(None, heads=HEADS, ptr=ptr).num_edges
+    dense = []
+    for start, end in itertools.pairwise(ptr.tolist()):
+        q, k, v = (part[:, start:end] for part in (query, key, value))
+        dense.append(entmax.entmax15(q @ k.mT * 6**-0.5, dim=-1) @ v)
+    expected = torch.cat(dense, 1).transpose(0, 1).flatten(1)
+    torch.testing.assert_close(conv(x, joined), expected, rtol=1e-10, atol=1e-10)
+    off = (conv(x, predicted) - expected).abs().unflatten(1, (HEADS, 6)).amax(2).T  # [H, N]
+    missed = joined.degree > predicted.degree
+    assert off[~missed].max() < 1e-10
+    assert off[missed].max() > 1e-3  # the control: what is not foretold is missed
+    assert torch.equal((~missed).double().mean(1), match.exact)
+
+
+def test_metrics_by_hand() -> None:
+    gold = AttentionGraph.from_dense(torch.tensor([[[1, 1, 0], [0, 1, 0], [0, 0, 0]]]) > 0)
+    graph = AttentionGraph.from_dense(torch.tensor([[[1, 0, 0], [1, 1, 1], [0, 0, 0]]]) > 0)
+    match = compare(gold, graph)
+    found = [float(x) for x in (match.recall, match.precision, match.sparsity, match.exact)]
+    assert found == pytest.approx([2 / 3, 2 / 4, 5 / 9, 2 / 3])
+    with pytest.raises(ValueError, match="Expected 'graph' over the tokens and heads of 'gold'"):
+        compare(gold, patterns.full(4))
+
+
+X = torch.ones(2, 5, 3)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: distance(X, X, -1), ValueError, r"Expected 'threshold' in \[0, inf\] \(got -1\)"),
+        (lambda: distance(X, X, 1, cap=0), ValueError, "Expected 'cap' to be at least 1"),
+        (lambda: bucketing(X, X, 0), ValueError, "Expected 'num_buckets' to be at least 1"),
+        (lambda: clustering(X, X, torch.ones(2, 3, 4)), ValueError, r"Expected 'centroids' to be \[H, K, r\]"),
+        (lambda: clustering(X, X, torch.ones(3, 3, 3)), ValueError, r"Expected 'centroids' to be \[2, K, r\] or"),
+        (lambda: clustering(X, X, CENTROIDS, top=5), ValueError, r"Expected 'top' to be at most 4"),
+        (lambda: gold_graph(X, X, alpha=1.0), ValueError, r"Expected 'alpha' in \(1, 4\]"),
+        (lambda: Projection(3, dim=0), ValueError, "Expected 'dim' to be at least 1"),
+        (lambda: Projection(4)(X, X), ValueError, r"Expected 'query' to be \[H, N, C\] = \[1, any, 4\]"),
+        (lambda: projection_loss(X, X, patterns.full(4)), ValueError, r"Expected 'query' to be \[H, N, r\]"),
+        (lambda: projection_loss(X, X, patterns.full(5), per="x"), ValueError, "Expected 'per' to be one of"),
+        (lambda: fit_projection(Projection(3), []), ValueError, r"Expected 'samples' to be at least one"),
+        (lambda: fit_projection(cast(Any, 3), [(X, X, patterns.full(5))]), TypeError, "Expected 'projection' to be a"),
+        (lambda: fit_centroids(Projection(3, 2), [(X, X)], 11), ValueError, "Expected 'num_clusters' to be at most 10"),
+        (lambda: SparsefinderSource(cast(Any, 3), distance), TypeError, "Expected 'projection' to be a module"),
+        (lambda: SparsefinderSource(Projection(3), distance, size=3), TypeError, "Expected options of 'selector'"),
+        (lambda: SparsefinderSource(Projection(3), distance, num_global=-1), ValueError, "Expected 'num_global' to be"),
+    ],
+)  # fmt: skip
+def test_errors_name_the_argument(call: Callable[[], Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_a_pair_has_no_window() -> None:
+    ptr = torch.tensor([0, 5])
+    with pytest.raises(ValueError, match="Expected the same tokens as queries and keys with 'window'"):
+        SparsefinderSource(Projection(3, 2), bucketing, window=1, num_buckets=2)(X, X, ptr, ptr, bipartite=True, seed=0)
