@@ -24,6 +24,7 @@ from torch_geometric.data import Data
 from torch_geometric.data.datapipes import functional_transform
 from torch_geometric.transforms import BaseTransform
 
+from . import patterns
 from .choice import Choice, GraphSource
 from .graph import AttentionGraph, check_graph
 from .ops import checks
@@ -140,13 +141,13 @@ def lsh(
 
     Where queries are keys, as in Reformer, which shares their projections, this is its graph. In a causal graph chunks
     are those of each bucket, counted from its first key, for the sorted order of a whole sequence would depend on later
-    tokens. Cost O(R H ((N + M)(C S + log M)) + E) with S buckets.
+    tokens. Cost O(T H (N + M)(C S + log M) + E) with T rounds and S buckets.
 
     Args:
         query, key: As :func:`top_k`.
         num_buckets: Buckets S, even.
         chunk_size: Keys of a chunk, at least 1.
-        rounds: Number of hashes R, at least 1.
+        rounds: Number of hashes T, at least 1.
         seed: Of the random matrices, which all sequences share; from torch's default generator if None.
         ptr, is_causal: As :func:`top_k`.
 
@@ -246,10 +247,12 @@ class SelectorSource(GraphSource):
         selector: A function of this module, or one that takes ``(query, key, ptr=(key_ptr, query_ptr), **options)``
             likewise. It is given ``seed``, ``sequence_ids``, ``bipartite`` and ``is_causal`` where it has arguments of
             these names.
-        **options: Its other arguments, e.g. ``k=16``.
+        window: Each token also attends to tokens at this distance or less, and so to itself. None: no window.
+        **options: Arguments of the rule, e.g. ``k=16``.
 
     Raises:
         TypeError: ``selector`` cannot be called, or does not take an option.
+        ValueError: The window is out of range.
 
     Example:
         >>> source, ptr = SelectorSource(top_k, k=3), torch.tensor([0, 4, 10])
@@ -258,9 +261,10 @@ class SelectorSource(GraphSource):
         AttentionGraph(2 sequences, 2 heads, 10 queries, 10 keys, 60 edges, density 57.7%)
     """
 
-    def __init__(self, selector: Callable[..., AttentionGraph], **options: Any) -> None:
+    def __init__(self, selector: Callable[..., AttentionGraph], *, window: int | None = None, **options: Any) -> None:
         super().__init__()
         self.selector, self.options, self.given = *_resolve(selector, options), _given(selector, options)
+        self.window = check_window(window)
 
     def forward(
         self,
@@ -279,12 +283,13 @@ class SelectorSource(GraphSource):
         given = {name: call[name] for name in self.given}
         graph = self.selector(query, key, ptr=(key_ptr, query_ptr), **self.options, **given)
         check_graph(graph)
-        return Choice(graph.causal() if is_causal else graph)
+        return Choice(with_window(graph.causal() if is_causal else graph, self.window, bipartite))
 
     def extra_repr(self) -> str:
         """The rule and its options."""
+        options = self.options | ({} if self.window is None else {"window": self.window})
         name = getattr(self.selector, "__name__", type(self.selector).__name__)
-        return ", ".join([name, *(f"{key}={value!r}" for key, value in self.options.items())])
+        return ", ".join([name, *(f"{key}={value!r}" for key, value in options.items())])
 
 
 class RoutingSource(GraphSource):
@@ -299,6 +304,7 @@ class RoutingSource(GraphSource):
         num_clusters: Centroids of each head K, at least 1.
         size: As :func:`routing`.
         decay: How much of a centroid a batch leaves, in [0, 1].
+        window: As :class:`SelectorSource`. A query that no centroid takes has no other keys.
 
     Raises:
         TypeError, ValueError: An argument has the wrong type or range.
@@ -311,7 +317,13 @@ class RoutingSource(GraphSource):
     """
 
     def __init__(
-        self, channels: int, heads: int = 1, num_clusters: int = 8, size: int | None = None, decay: float = 0.99
+        self,
+        channels: int,
+        heads: int = 1,
+        num_clusters: int = 8,
+        size: int | None = None,
+        decay: float = 0.99,
+        window: int | None = None,
     ) -> None:
         super().__init__()
         shape = [
@@ -322,7 +334,7 @@ class RoutingSource(GraphSource):
         if size is not None:
             size = checks.integer("size", size, 1, "It is the number of tokens that a centroid takes.")
         checks.number("decay", decay, "[0, 1]", "It is the factor of a moving average.")
-        self.size, self.decay = size, decay
+        self.size, self.decay, self.window = size, decay, check_window(window)
         self.centroids: Tensor
         self.register_buffer("centroids", torch.empty(shape))
         self.reset_parameters()
@@ -347,7 +359,7 @@ class RoutingSource(GraphSource):
         graph = routing(query, key, self.centroids, self.size, ptr=(key_ptr, query_ptr), is_causal=is_causal)
         if self.training:
             self._follow(query.detach(), key.detach())
-        return Choice(graph)
+        return Choice(with_window(graph, self.window, bipartite))
 
     @torch.no_grad()
     def _follow(self, query: Tensor, key: Tensor) -> None:
@@ -360,7 +372,8 @@ class RoutingSource(GraphSource):
     def extra_repr(self) -> str:
         """Its options."""
         heads, clusters, channels = self.centroids.shape
-        return f"{channels}, heads={heads}, num_clusters={clusters}, size={self.size}, decay={self.decay}"
+        rest = {"size": self.size, "decay": self.decay, "window": self.window}
+        return f"{channels}, {heads=}, num_clusters={clusters}, " + ", ".join(f"{k}={v}" for k, v in rest.items())
 
 
 @functional_transform("select_graph")
@@ -402,6 +415,22 @@ class SelectGraph(BaseTransform):
 
 
 # --------------------------------------------------------------------------------------------------------------- parts
+
+
+def check_window(window: int | None) -> int | None:
+    """The reach of a window, if it is one."""
+    return None if window is None else checks.integer("window", window, 0, "It is a distance in tokens.")
+
+
+def with_window(graph: AttentionGraph, window: int | None, bipartite: bool) -> AttentionGraph:
+    """The graph with a window beside it, in each head."""
+    if window is None:
+        return graph
+    if bipartite:
+        raise ValueError(
+            "Expected the same tokens as queries and keys with 'window' (got a pair). Leave the window out."
+        )
+    return graph | patterns.window(None, window, is_causal=graph.is_causal, ptr=graph.query_ptr)
 
 
 def _cosines(x: Tensor, centroids: Tensor) -> Tensor:

@@ -494,12 +494,10 @@ class SparsefinderSource(GraphSource):
                 f"Expected 'projection' to be a module such as Projection (got {type(projection).__name__}). "
                 "It takes queries and keys to few dimensions."
             )
-        if window is not None:
-            window = checks.integer("window", window, 0, "It is a distance in tokens; None for no window.")
         self.num_global = checks.integer("num_global", num_global, 0, "It is a number of tokens.")
-        self.projection, self.window = projection, window
+        self.projection = projection
         self.buffered = [name for name, value in options.items() if isinstance(value, Tensor)]
-        self.rule = SelectorSource(predictor, **options)
+        self.rule = SelectorSource(predictor, window=window, **options)
         for name in self.buffered:
             self.register_buffer(name, self.rule.options.pop(name))
 
@@ -516,25 +514,21 @@ class SparsefinderSource(GraphSource):
         sequence_ids: Tensor | None = None,
     ) -> Choice:
         """As :meth:`GraphSource.forward`."""
-        if bipartite and (self.window is not None or self.num_global):
+        if bipartite and self.num_global:
             raise ValueError(
-                "Expected the same tokens as queries and keys with 'window' or 'num_global' (got a pair). "
-                "Leave them out."
+                "Expected the same tokens as queries and keys with 'num_global' (got a pair). Leave it out."
             )
-        rule = SelectorSource(
-            self.rule.selector, **self.rule.options, **{name: getattr(self, name) for name in self.buffered}
-        )
+        held = {name: getattr(self, name) for name in self.buffered}
+        rule = SelectorSource(self.rule.selector, window=self.rule.window, **self.rule.options, **held)
         sides = (*self.projection(query, key), query_ptr, key_ptr)
         graph = rule(*sides, bipartite=bipartite, is_causal=is_causal, seed=seed, sequence_ids=sequence_ids).graph
-        if self.window is not None:
-            graph = graph | patterns.window(None, self.window, is_causal=is_causal, ptr=query_ptr)
         if self.num_global:
             graph = graph | patterns.global_tokens(None, self.num_global, is_causal=is_causal, ptr=query_ptr)
         return Choice(graph)
 
     def extra_repr(self) -> str:
         """The rule and its options."""
-        return f"{self.rule.extra_repr()}, window={self.window}, num_global={self.num_global}"
+        return f"{self.rule.extra_repr()}, num_global={self.num_global}"
 
 
 # ------------------------------------------------------------------------------------------------------------ measuring

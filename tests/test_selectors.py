@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable
 from typing import Any, cast
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 from torch_geometric.data import Batch, Data
 
-from sbm_pyg import AttentionConv, AttentionGraph, SequenceEncoder, pairs
+from sbm_pyg import AttentionConv, AttentionGraph, SequenceEncoder, pairs, patterns
 from sbm_pyg.selectors import RoutingSource, SelectGraph, SelectorSource, block_top_k, lsh, routing, top_k
 
 HEADS, CHANNELS = 2, 6
@@ -154,6 +155,22 @@ def test_a_block_is_chosen_in_cross_attention_by_its_mean_alone() -> None:
     graph = block_top_k(q, z, 1, 2, bipartite=True)
     assert graph.to_dense()[0].int().tolist() == [[0, 0, 1, 1, 0, 0]] * 4
     assert block_top_k(q, z, 1, 2).to_dense()[0, 0].int().tolist() == [1, 1, 0, 0, 0, 0]  # the block at its own place
+
+
+def test_a_window_stands_beside_a_rule() -> None:
+    x, ptr = draw(1, 2, 20, 4), torch.tensor([0, 8, 20])
+    near = patterns.window(None, 1, is_causal=True, ptr=ptr)
+    for source in (SelectorSource(top_k, k=2, window=1), RoutingSource(4, 2, 3, window=1).eval()):
+        alone = copy.deepcopy(source)
+        alone.window = None
+        with_it, without = (each(x, x, ptr, ptr, seed=0, is_causal=True).graph for each in (source, alone))
+        assert with_it == without | near
+        assert with_it != without
+        assert "window=1" in repr(source)
+        with pytest.raises(ValueError, match=r"Expected the same tokens as queries and keys with 'window'"):
+            source(x, x, ptr, ptr, seed=0, bipartite=True)
+    with pytest.raises(ValueError, match="Expected 'window' to be at least 0"):
+        SelectorSource(top_k, k=2, window=-1)
 
 
 SOURCES: dict[str, Callable[[], Any]] = {
