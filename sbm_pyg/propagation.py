@@ -33,9 +33,7 @@ Parts = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 
 
 def _entmax(logit: Tensor, index: Tensor, ptr: Tensor | None, size: int | None, alpha: float) -> Tensor:
-    """Column by column."""
-    columns = [ops.segment_entmax(x.contiguous(), index, num_nodes=size, alpha=alpha) for x in logit.unbind(1)]
-    return torch.stack(columns, dim=1)
+    return ops.segment_entmax(logit, index, num_nodes=size, alpha=alpha)
 
 
 NORMALIZERS: dict[str, Callable[..., Tensor]] = {

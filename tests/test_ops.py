@@ -282,6 +282,53 @@ def test_entmax_gradcheck(alpha: float) -> None:
     assert torch.autograd.gradcheck(lambda x: ops.segment_entmax(x, ptr=ptr, alpha=alpha), src)
 
 
+def test_entmax_of_columns_with_an_alpha_each() -> None:
+    """Values, and exact gradients for values and alpha, by finite differences; rows of one value and of ties among them."""
+    random = torch.Generator().manual_seed(3)
+    src = torch.randn(11, 2, 3, generator=random, dtype=torch.float64)
+    src[5:8] = src[4]  # ties
+    ptr, index = torch.tensor([0, 1, 1, 4, 11]), torch.repeat_interleave(torch.tensor([1, 0, 3, 7]))
+    alpha = torch.tensor([1.1, 1.5, 1.9], dtype=torch.float64)
+    out = ops.segment_entmax(src, ptr=ptr, alpha=alpha)
+    for row, column in product(range(2), range(3)):
+        alone = ops.segment_entmax(src[:, row, column].contiguous(), ptr=ptr, alpha=float(alpha[column]))
+        assert torch.equal(out[:, row, column], alone)
+    order = torch.randperm(11, generator=random)
+    torch.testing.assert_close(ops.segment_entmax(src[order], index[order], num_nodes=4, alpha=alpha), out[order])
+    assert torch.equal(ops.segment_entmax(src, ptr=ptr, alpha=1.5)[..., 1], out[..., 1])
+    src.requires_grad_()
+    for shape in (alpha, alpha[:1], alpha.expand(2, 3), alpha[1]):
+        leaf = shape.clone().requires_grad_()
+        assert torch.autograd.gradcheck(lambda x, a: ops.segment_entmax(x, ptr=ptr, alpha=a), (src, leaf))
+    scalar = torch.tensor(1.4, dtype=torch.float64, requires_grad=True)
+    column = src[:, 0, 0].detach().contiguous().requires_grad_()
+    assert torch.autograd.gradcheck(lambda x, a: ops.segment_entmax(x, ptr=ptr, alpha=a), (column, scalar))
+    assert ops.segment_entmax(src[:, :0], ptr=ptr, alpha=1.5).shape == (11, 0, 3)
+
+
+def test_a_learnt_alpha_finds_the_sparsity_that_a_loss_asks_for() -> None:
+    src = torch.randn(40, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    ptr, wanted = torch.tensor([0, 15, 40]), ops.segment_entmax(src, ptr=torch.tensor([0, 15, 40]), alpha=1.7)
+    alpha = torch.tensor(1.2, dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.Adam([alpha], 0.05)
+    for _ in range(200):
+        loss = (ops.segment_entmax(src, ptr=ptr, alpha=alpha) - wanted).square().sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert float(alpha.detach()) == pytest.approx(1.7, abs=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("alpha", [1.05, 1.5, 2.0])
+def test_entmax_of_a_long_row(alpha: float) -> None:
+    src = 3 * torch.randn(100_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    expected = entmax_bisect(src, alpha, n_iter=200)
+    torch.testing.assert_close(
+        ops.segment_entmax(src, ptr=torch.tensor([0, 100_000]), alpha=alpha), expected, rtol=1e-7, atol=1e-10
+    )
+
+
 @pytest.mark.parametrize("alpha", [1.5, 2.0, 3.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_entmax_of_forbidden_values_is_zero(alpha: float, dtype: torch.dtype) -> None:
@@ -311,6 +358,8 @@ def test_entmax_takes_floats() -> None:
         ({"ptr": torch.tensor([0, 2]), "alpha": 1.0}, r"Expected 'alpha' in \(1, 4\] \(got 1.0\)"),
         ({}, r"Expected one of 'index' and 'ptr' \(got neither\)"),
         ({"index": torch.tensor([0, 0]), "ptr": torch.tensor([0, 2])}, r"\(got both\)"),
+        ({"ptr": torch.tensor([0, 2]), "alpha": torch.tensor(1.0)}, r"Expected 'alpha' in \(1, 4\] \(got 1.0\)"),
+        ({"ptr": torch.tensor([0, 2]), "alpha": torch.ones(3)}, r"Expected 'alpha' of a shape that broadcasts to \[\]"),
     ],
 )
 def test_entmax_errors(arguments: dict, message: str) -> None:

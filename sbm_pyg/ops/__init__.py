@@ -309,7 +309,7 @@ def segment_entmax(
     index: Tensor | None = None,
     ptr: Tensor | None = None,
     num_nodes: int | None = None,
-    alpha: float = 1.5,
+    alpha: float | Tensor = 1.5,
 ) -> Tensor:
     r"""alpha-entmax over segments, with the signature of :func:`torch_geometric.utils.softmax`.
 
@@ -318,15 +318,16 @@ def segment_entmax(
     (at most 60, usually below 10).
 
     Args:
-        src: Values, ``[E]``.
+        src: Values, ``[E]``, or ``[E, ...]`` with columns apart.
         index: Segment of each value, ``[E]`` int64, in any order.
         ptr: Offsets of consecutive segments, ``[S+1]`` int64, from 0 to E; used instead of ``index``.
         num_nodes: Number of segments with ``index``; the largest index plus one if None.
-        alpha: Greater than 1, at most 4.
+        alpha: Greater than 1, at most 4. A tensor is a scalar or has one for each column, in a shape that broadcasts
+            to the trailing one of ``src``, and gets its gradient, which is exact.
 
     Returns:
-        ``[E]``, each non-empty segment non-negative with sum 1; zeros, as their gradients are, where all of its values
-        are ``-inf``.
+        Like ``src``, each non-empty segment non-negative with sum 1; zeros, as their gradients are, where all of its
+        values are ``-inf``.
 
     Raises:
         TypeError: ``src`` is not floating point, or segments are not given by integers.
@@ -337,20 +338,24 @@ def segment_entmax(
         tensor([0.0000, 1.0000, 0.4500, 0.5500])
 
     Reference: Peters, Niculae and Martins, "Sparse Sequence-to-Sequence Models", ACL 2019. There the root is found by
-    sorting or bisection on dense rows; here by bracketed Newton steps on sums over segments.
+    sorting or bisection on dense rows; here by bracketed Newton steps on sums over segments. The gradient for alpha is
+    that of Correia, Niculae and Martins, "Adaptively Sparse Transformers", EMNLP 2019, proposition 1.
     """
-    checks.number("alpha", alpha, "(1, 4]", "Use softmax for alpha = 1.")
     checks.tensors(src=src)
+    if isinstance(alpha, Tensor):
+        checks.floating(alpha=alpha)
+    else:
+        checks.number("alpha", alpha, "(1, 4]", "Use softmax for alpha = 1.")
     segments = 0 if num_nodes is None else checks.integer("num_nodes", num_nodes, 0, "It is the number of segments.")
     if (index is None) == (ptr is None):
         raise ValueError(
             f"Expected one of 'index' and 'ptr' (got {'neither' if ptr is None else 'both'}). "
             "Pass `ptr` where segments are consecutive."
         )
-    if src.dim() != 1:
-        raise ValueError(f"Expected 'src' to be [E] (got {list(src.shape)}). Call it once per column.")
+    if src.dim() < 1:
+        raise ValueError(f"Expected 'src' to be [E, ...] (got {list(src.shape)}). Its first axis runs over the values.")
     checks.shape("ptr", ptr, (None,), "[S+1]", "It holds the offsets of consecutive segments.")
-    checks.shape("index", index, src.shape, "[E]", "It holds the segment of each value.")
+    checks.shape("index", index, src.shape[:1], "[E]", "It holds the segment of each value.")
     checks.same_device("src", src, index=index, ptr=ptr)
     for name, x in (("index", index), ("ptr", ptr)):
         if x is not None and x.dtype not in checks.INTEGERS:
@@ -361,7 +366,7 @@ def segment_entmax(
             raise ValueError(
                 "Expected 'ptr' to be [S+1] (got [0]). It holds the offsets of consecutive segments, from 0 on."
             )
-        return schemas.segment_entmax(src, ptr, alpha)
+        return _entmax_columns(src, ptr, alpha)
     assert index is not None
     if index.numel() and not torch.compiler.is_compiling():
         low, high = (int(bound) for bound in torch.aminmax(index))
@@ -371,8 +376,49 @@ def segment_entmax(
     checks.memory("index", segments, 100, src.device, "Number the segments from 0 without gaps.", "segments")
     order = torch.argsort(index, stable=True)
     counts = torch.bincount(index, minlength=segments)
-    sorted_out = schemas.segment_entmax(src[order], torch.cat([counts.new_zeros(1), counts.cumsum(0)]), alpha)
+    sorted_out = _entmax_columns(src[order], torch.cat([counts.new_zeros(1), counts.cumsum(0)]), alpha)
     return torch.empty_like(sorted_out).index_copy(0, order, sorted_out)
+
+
+def _entmax_columns(src: Tensor, ptr: Tensor, alpha: float | Tensor) -> Tensor:
+    """Column by column, each with its own alpha."""
+    shape, names = src.shape[1:], "It is a scalar, or has one for each column of 'src'."
+    if isinstance(alpha, Tensor):
+        checks.same_device("src", src, alpha=alpha)
+        try:
+            alphas = [*alpha.expand(shape).reshape(-1)]
+        except RuntimeError:
+            raise ValueError(
+                f"Expected 'alpha' of a shape that broadcasts to {list(shape)} (got {list(alpha.shape)}). {names}"
+            ) from None
+        numbers = [float(each) for each in alpha.detach().expand(shape).reshape(-1)]
+        for number in numbers:
+            checks.number("alpha", number, "(1, 4]", "Use softmax for alpha = 1.")
+    else:
+        alphas, numbers = [], [alpha] * max(1, shape.numel())
+    if not shape:
+        return _with_alpha(schemas.segment_entmax(src, ptr, numbers[0]), ptr, *alphas)
+    columns = [column.contiguous() for column in src.reshape(src.size(0), shape.numel()).unbind(1)]
+    found = [schemas.segment_entmax(column, ptr, number) for column, number in zip(columns, numbers, strict=False)]
+    if alphas:
+        found = [_with_alpha(column, ptr, each) for column, each in zip(found, alphas, strict=True)]
+    return torch.stack(found, 1).view(src.shape) if found else torch.empty_like(src)
+
+
+def _with_alpha(out: Tensor, ptr: Tensor, alpha: Tensor | None = None) -> Tensor:
+    """The same values, whose gradient reaches alpha."""
+    if alpha is None or not alpha.requires_grad:
+        return out
+    with torch.no_grad():
+        p, a = out.detach().to(torch.float64), alpha.to(torch.float64)
+        row = torch.repeat_interleave(ptr.diff(), output_size=p.numel())
+        inside = p > 0
+        power = torch.where(inside, p, 1) ** (2 - a) * inside
+        entropy = -torch.xlogy(p, p)
+        sums = p.new_zeros(2, ptr.numel() - 1).index_add_(1, row, torch.stack([power, entropy]))
+        tilted = power / torch.where(sums[0] == 0, 1, sums[0])[row]
+        slope = (p - tilted) / (a - 1) ** 2 + (entropy - tilted * sums[1][row]) / (a - 1)
+    return out + (alpha - alpha.detach()).to(out.dtype) * slope.to(out.dtype)
 
 
 def _check_ptr(query_ptr: Tensor, key_ptr: Tensor) -> None:
