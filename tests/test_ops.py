@@ -301,8 +301,8 @@ def test_entmax_of_columns_with_an_alpha_each() -> None:
         leaf = shape.clone().requires_grad_()
         assert torch.autograd.gradcheck(lambda x, a: ops.segment_entmax(x, ptr=ptr, alpha=a), (src, leaf))
     scalar = torch.tensor(1.4, dtype=torch.float64, requires_grad=True)
-    column = src[:, 0, 0].detach().contiguous().requires_grad_()
-    assert torch.autograd.gradcheck(lambda x, a: ops.segment_entmax(x, ptr=ptr, alpha=a), (column, scalar))
+    values = src[:, 0, 0].detach().contiguous().requires_grad_()
+    assert torch.autograd.gradcheck(lambda x, a: ops.segment_entmax(x, ptr=ptr, alpha=a), (values, scalar))
     assert ops.segment_entmax(src[:, :0], ptr=ptr, alpha=1.5).shape == (11, 0, 3)
 
 
