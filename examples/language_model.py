@@ -1,6 +1,6 @@
 """A small causal language model: how much does it lose where tokens see a share of those before them?
 
-    python examples/language_model.py --train train.txt --test test.txt --methods full sbm --densities 0.1
+    python examples/language_model.py --train train.txt --test test.txt --methods full sbm:estimator=local --densities 0.1
 
 Texts are yours, or WikiText-2. Methods are full, window, random, bigbird, top-k, blocks, lsh, routing and sbm; all share the tokens,
 the steps, and layers of a gated short convolution and then attention, as in examples/recall.
@@ -26,7 +26,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--train", type=Path, nargs="+", required=True, metavar="FILE", help="texts to learn from")
     parser.add_argument("--test", type=Path, nargs="+", required=True, metavar="FILE", help="texts to be tested on")
-    parser.add_argument("--methods", nargs="+", default=["full", "sbm"], metavar="M", help="(default: full sbm)")
+    usual_methods = ["full", "sbm:estimator=local"]
+    words = f"(default: {' '.join(usual_methods)})"
+    parser.add_argument("--methods", nargs="+", default=usual_methods, metavar="M", help=words)
     words = "shares of the allowed pairs beyond self-loops (default: 0.1)"
     parser.add_argument("--densities", nargs="+", type=float, default=[0.1], metavar="D", help=words)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], metavar="S", help="(default: 0)")
