@@ -18,7 +18,7 @@ from .ops import checks
 from .ops.reference import reach
 from .ragged import check_present, offsets, resolve_sides
 
-__all__ = ["Keep", "Ptr", "Sides", "largest", "like_lengths", "ranges", "streamed"]
+__all__ = ["Keep", "Part", "Ptr", "Score", "Sides", "largest", "like_lengths", "parts", "product", "ranges", "streamed"]
 
 CHUNK = 2**23  # scores at a time
 Ptr = Tensor | tuple[Tensor, Tensor] | None
@@ -165,51 +165,81 @@ def _padded(ptr: Tensor, which: Tensor) -> Tensor:
 
 Keep = Callable[[Tensor, Tensor, Tensor], Tensor]
 """From scores ``[H, b, r, L]``, the possible ones among them and queries ``[b, r]`` to a mask of those to keep."""
+Score = Callable[[Tensor, Tensor], Tensor]
+"""From queries ``[H, b, r, C]`` and keys ``[H, b, L, C']`` to scores ``[H, b, r, L]``."""
+
+
+def product(query: Tensor, key: Tensor) -> Tensor:
+    """The score of a pair that is the product of its vectors."""
+    return query @ key.mT
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some queries of sequences of like length, and all keys that stand beside them."""
+
+    query: Tensor  # [b, r] tokens
+    key: Tensor  # [b, L]; -1 is none
+    there: Tensor  # [b, r], whether there is such a query
+    possible: Tensor  # [b, r, L] pairs
+
+
+def parts(sides: Sides, key_ptr: Tensor, limit: Tensor) -> Iterator[Part]:
+    """All pairs, in parts that memory holds: some rows of all sequences of like length at a time.
+
+    Args:
+        key_ptr: Offsets of the sequences of keys, or of what stands for them, ``[B+1]``.
+        limit: How many of the first keys of its sequence a query may have, ``[N]``.
+    """
+    for queries, keys, _ in like_lengths(sides.query_ptr, key_ptr):
+        place = torch.arange(keys.size(1), device=keys.device)
+        for part in queries.split(max(1, CHUNK // (sides.heads * keys.numel())), dim=1):
+            there, token = part >= 0, part.clamp(min=0)
+            yield Part(token, keys, there, (place < limit[token][..., None]) & there[..., None])
 
 
 def streamed(
-    sides: Sides,
-    key: Tensor,
-    key_ptr: Tensor,
-    limit: Tensor,
-    keep: Keep,
-    score: Callable[[Tensor, Tensor], Tensor] = lambda query, key: query @ key.mT,
+    sides: Sides, key: Tensor, key_ptr: Tensor, limit: Tensor, keep: Keep, score: Score = product
 ) -> tuple[Tensor, Tensor]:
-    """Pairs that a rule keeps by their scores, some rows of all sequences of like length at a time.
+    """Pairs that a rule keeps by their scores, a part at a time.
 
     Args:
         key: ``[H, M', C]``, the keys or what stands for them.
-        key_ptr: Offsets of their sequences, ``[B+1]``.
-        limit: How many of the first keys of its sequence a query may have, ``[N]``.
+        key_ptr, limit: As :func:`parts`.
         keep: The rule; scores that are NaN or not possible are minus infinity.
-        score: Of queries ``[H, b, r, C]`` and keys ``[H, b, L, C]``.
+        score: Of the pairs.
 
     Returns:
         Rows h N + i and keys, in any order.
     """
     query, found = sides.query.to(key.dtype), []
-    for queries, keys, _ in like_lengths(sides.query_ptr, key_ptr):
-        there, place = key[:, keys.clamp(min=0)], torch.arange(keys.size(1), device=key.device)
-        for part in queries.split(max(1, CHUNK // (sides.heads * keys.numel())), dim=1):
-            token = part.clamp(min=0)
-            scores = score(query[:, token], there)
-            possible = ((place < limit[token][..., None]) & (part >= 0)[..., None]) & ~scores.isnan()
-            kept = keep(scores.masked_fill_(~possible, -torch.inf), possible, token)
-            head, sequence, at, to = kept.nonzero(as_tuple=True)
-            found.append((head * sides.num_queries + part[sequence, at], keys[sequence, to]))
-    row, col = (torch.cat(parts) for parts in zip(*found, strict=True))
+    for part in parts(sides, key_ptr, limit):
+        scores = score(query[:, part.query], key[:, part.key.clamp(min=0)])
+        possible = part.possible & ~scores.isnan()
+        kept = keep(scores.masked_fill_(~possible, -torch.inf), possible, part.query)
+        head, sequence, at, to = kept.nonzero(as_tuple=True)
+        found.append((head * sides.num_queries + part.query[sequence, at], part.key[sequence, to]))
+    row, col = (torch.cat(each) for each in zip(*found, strict=True))
     return row, col
 
 
-def largest(k: int, own: Tensor | None = None) -> Keep:
-    """The k largest scores of each query, equal ones by the lower key; key ``own[i]`` of its sequence is among them."""
+def largest(k: int | Tensor, own: Tensor | None = None) -> Keep:
+    """The largest scores of each query, equal ones by the lower key.
+
+    Args:
+        k: How many, at least 1; or of each query, ``[N]``.
+        own: Key ``own[i]`` of its sequence is among those of query i, ``[N]``.
+    """
 
     def keep(scores: Tensor, possible: Tensor, token: Tensor) -> Tensor:
+        width = scores.size(-1)
         if own is not None:
-            here = torch.arange(scores.size(-1), device=scores.device) == own[token][..., None]
+            here = torch.arange(width, device=scores.device) == own[token][..., None]
             scores.masked_fill_(here & possible, torch.inf)
-        least = scores.topk(min(k, scores.size(-1)), dim=-1).values[..., -1:]
+        count = torch.as_tensor(k if isinstance(k, int) else k[token], device=scores.device).clamp(max=width)
+        best = scores.topk(int(count.max()), dim=-1).values
+        least = best.gather(-1, (count - 1).expand(scores.shape[:-1])[..., None])
         above, equal = scores > least, (scores == least) & possible
-        return above | (equal & (equal.cumsum(-1) <= k - above.sum(-1, keepdim=True)))
+        return above | (equal & (equal.cumsum(-1) <= count[..., None] - above.sum(-1, keepdim=True)))
 
     return keep

@@ -474,6 +474,36 @@ def plan_rows(expected: Tensor, bound: Tensor, num_keys: Tensor | int, method: s
     return stretch, torch.where((bound > 1 - 1e-12) | ~(torch.minimum(gaps, proposals) < num_keys), COINS, way)
 
 
+def toss(threshold: Tensor, place: Tensor, stream: Tensor | int, head: Tensor | int, seed: int) -> Tensor:
+    """Whether the random word of each pair lies below a threshold, ``[..., m]`` bool.
+
+    Key j looks at byte ``j % 4`` of word ``j // 64 % 4`` of counter ``16 (j // 256) + j // 4 % 16``, an order in which
+    sixteen counters at a time are written in a row.
+
+    The word's top byte and its other 24 bits come from different counters, so that a byte is drawn for every pair and
+    the rest only for the one pair in 256 whose byte does not decide.
+
+    Args:
+        threshold: ``[..., m]`` int64 in ``0 .. 2**32``.
+        place: Number of the query in its sequence, ``[...]``.
+        stream, head: Of the query, ``[...]`` or a number for all.
+        seed: 64 bits.
+    """
+    row = [torch.as_tensor(x, device=threshold.device).expand(threshold.shape[:-1]) for x in (place, stream, head)]
+    num_keys = threshold.size(-1)
+    j = torch.arange(num_keys, device=threshold.device)
+    block = torch.arange(16 * ((num_keys + 255) // 256), device=threshold.device)
+    i, stream, head = (x[..., None] for x in row)
+    words = torch.stack(philox(block, i, stream & _WORD, head | COIN_BYTE << 24, seed), dim=-1)  # [..., blocks, 4]
+    byte = (words[..., j // 256 * 16 + j // 4 % 16, j // 64 % 4] >> 8 * (j % 4)) & 255
+    hit, close = byte < threshold >> 24, byte == threshold >> 24
+    j = close.nonzero()[:, -1]
+    i, stream, head = (x[..., None].expand_as(close)[close] for x in row)
+    words = torch.stack(philox(j >> 2, i, stream & _WORD, head | COIN_REST << 24, seed), dim=-1)
+    hit[close] = words[torch.arange(len(j), device=j.device), j % 4] >> 8 < threshold[close] & 0xFFFFFF
+    return hit
+
+
 def _flip_rows(
     rate: Tensor,
     key: Tensor,
@@ -485,14 +515,7 @@ def _flip_rows(
     exploration: float,
     clamp: bool,
 ) -> Tensor:
-    """One coin for each pair of these rows: edge iff its 32-bit word lies below p * 2**32.
-
-    Key j looks at byte ``j % 4`` of word ``j // 64 % 4`` of counter ``16 (j // 256) + j // 4 % 16``, an order in which
-    sixteen counters at a time are written in a row.
-
-    The word's top byte and its other 24 bits come from different counters, so a backend may draw a byte for every pair
-    and the rest only for the one pair in 256 whose byte does not decide.
-    """
+    """One coin for each pair of these rows: edge iff its 32-bit word lies below p * 2**32, see :func:`toss`."""
     stream, head = counter
     num_keys = key.size(0)
     j = torch.arange(num_keys, device=key.device)
@@ -504,13 +527,7 @@ def _flip_rows(
             p = -torch.expm1(-p)
         elif not clamp and bool((p > 1 + 1e-5 + exploration).any()):
             raise ValueError(over_one(float(p.max()) - exploration))
-        threshold = (p.clamp(max=1) * 2.0**32).long()
-        i = part[:, None]
-        block = torch.arange(16 * ((num_keys + 255) // 256), device=key.device)
-        words = torch.stack(philox(block, i, stream, head | COIN_BYTE << 24, seed), dim=-1)  # [rows, blocks, 4]
-        byte = (words[:, j // 256 * 16 + j // 4 % 16, j // 64 % 4] >> 8 * (j % 4)) & 255
-        words = torch.stack(philox(j[::4] >> 2, i, stream, head | COIN_REST << 24, seed), dim=-1).flatten(1)
-        hit = (byte << 24 | words[:, j] >> 8) < threshold
+        hit = toss((p.clamp(max=1) * 2.0**32).long(), part, stream, head, seed)
         local, col = hit.nonzero(as_tuple=True)
         edges.append(part[local] * num_keys + col)
     return torch.cat(edges)
