@@ -1,6 +1,6 @@
 """Sparse, data-adaptive attention as message passing on PyTorch Geometric."""
 
-from . import analysis, estimators, ops, patterns, plots, selectors, sparsefinder
+from . import analysis, estimators, indexer, ops, patterns, plots, selectors, sparsefinder
 from .attention import AttentionConv, SBMAttentionConv
 from .choice import Choice, EdgeProbability, GraphSource
 from .dense import FullAttention
@@ -35,6 +35,7 @@ __all__ = [
     "TokenClassifier",
     "analysis",
     "estimators",
+    "indexer",
     "ops",
     "pad",
     "patterns",

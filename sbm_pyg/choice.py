@@ -41,7 +41,9 @@ class EdgeProbability(ABC):
         """Mean probability over the pairs of each sequence and head, ``[B, H]``, differentiable."""
 
     def expected_degree(self) -> Tensor:
-        """Sum of the probabilities of each query's pairs, ``[H, N]``, differentiable; ``"distill"`` alone asks for it.
+        """Sum of the probabilities of each query's pairs, ``[H, N]``, differentiable.
+
+        The estimators ``"distill"`` and ``"imitate"`` alone ask for it.
 
         Raises:
             NotImplementedError: A subclass does not say.
@@ -82,6 +84,8 @@ class Choice:
         probability: Probabilities of its pairs, or None where nothing was drawn.
         forced: Edges that are there whatever their probability is, ``[E]`` bool, or None for no edge.
         exploration: What the source added to each probability before it drew, in [0, 1].
+        independent: Edges were drawn one by one with these probabilities. False: the graph follows them in another way,
+            by rank, say.
 
     Raises:
         TypeError, ValueError: An argument has the wrong type, shape or range.
@@ -91,6 +95,7 @@ class Choice:
     probability: EdgeProbability | None = None
     forced: Tensor | None = None
     exploration: float = 0.0
+    independent: bool = True
 
     def __post_init__(self) -> None:
         check_graph(self.graph)
@@ -177,6 +182,29 @@ def check_probability(probability: object) -> None:
         raise TypeError(
             f"Expected 'probability' to be an EdgeProbability (got {type(probability).__name__}). An SBM is one; "
             "others are subclasses of `sbm_pyg.EdgeProbability`."
+        )
+
+
+def check_over(
+    graph: AttentionGraph, name: str, probability: EdgeProbability, sides: tuple[int, int, int],
+    query_ptr: Tensor, key_ptr: Tensor, is_causal: bool,
+) -> None:  # fmt: skip
+    """Refuse a graph over other tokens, heads or sequences than those of the probabilities."""
+    check_graph(graph, name)
+    theirs = (graph.heads, graph.num_queries, graph.num_keys)
+    whose = type(probability).__name__
+    if sides != theirs:
+        raise ValueError(
+            f"Expected '{name}' with (heads, queries, keys) = {sides} (got {theirs}). "
+            f"Build it over the tokens of this {whose}."
+        )
+    if not graph.same_offsets(query_ptr, key_ptr):
+        raise ValueError(
+            f"Expected '{name}' over the sequences of this {whose} (got {graph}). Build it with the same 'ptr'."
+        )
+    if is_causal and not graph.is_causal:
+        raise ValueError(
+            f"Expected '{name}' to be causal, as this {whose} is (got {graph}). `graph.causal()` leaves later keys out."
         )
 
 

@@ -11,6 +11,7 @@ estimator           :math:`\partial L / \partial p_{ij}`                        
 ==================  ============================================================================  ==================
 ``"local"``         :math:`\Delta_{ij}`, the loss with the edge less that without, weighted       edges and probes
 ``"distill"``       the same, and that of :func:`distillation`, which is added to the loss         edges and probes
+``"imitate"``       that of :func:`distillation` alone                                            edges
 ``"mask"``          :math:`P_{ij} (g_{ij} - \bar g_i)`                                            edges
 ``"paper"``         :math:`P_{ij} (g_{ij} - \bar g_i) \, s_{ij}` (eq. 9)                          edges
 ``"relaxed"``       that of softmax(s + log p), no graph being sampled in training                all pairs
@@ -40,9 +41,9 @@ from .graph import AttentionGraph, check_graph
 from .ragged import draw_seed, readable, resolve_sequence_ids
 
 __all__ = [
-    "ESTIMATORS", "Attended", "Concrete", "Distill", "Estimator", "Local", "Mask", "NoEstimator", "Paper", "Relaxed",
-    "concrete_bias", "distillation", "draw_probes",
-    "local_expectation", "relaxed_bias", "score_function", "straight_through",
+    "ESTIMATORS", "Attended", "Concrete", "Distill", "Estimator", "Imitate", "Local", "Mask", "NoEstimator", "Paper",
+    "Relaxed", "concrete_bias", "distillation", "draw_probes", "local_expectation", "relaxed_bias",
+    "score_function", "straight_through",
 ]  # fmt: skip
 
 _LEAST = 1e-9  # probability below which a logarithm is cut
@@ -174,6 +175,11 @@ class Local(Estimator):
         choice = attended.choice
         if choice.probability is None or not torch.is_grad_enabled():
             return out
+        if not choice.independent:
+            raise ValueError(
+                f"Expected 'estimator' other than {type(self).__name__} with a source that ranks (got a graph whose "
+                "edges were not drawn one by one). Take 'imitate', or a source that samples."
+            )
         probes, chance = draw_probes(choice.graph, self.probes, seed=attended.seed, sequence_ids=attended.sequence_ids)
         probes = attended.limit(probes)
         return local_expectation(
@@ -183,11 +189,36 @@ class Local(Estimator):
         )  # fmt: skip
 
 
-class Distill(Local):
-    """``"distill"``: as :class:`Local`, and in training the probabilities also learn the attention over their graph.
+class Imitate(Estimator):
+    """``"imitate"``: the probabilities learn the attention over their graph, and nothing from the task.
 
     The backward pass adds ``weight`` times the gradient of :func:`distillation`, as if it were part of the loss; a
-    factor that the loss is scaled by, as for float16, does not reach it.
+    factor that the loss is scaled by, as for float16, does not reach it. So the indexer of DeepSeek-V3.2 learns.
+
+    Args:
+        weight: Of the distillation, in [0, inf).
+    """
+
+    exploration = None
+    softmax_only = True
+
+    def __init__(self, weight: float = 1.0) -> None:
+        ops.checks.number("weight", weight, "[0, inf)", "It is a factor of what is added to the loss.")
+        self.weight = weight
+
+    def attach(self, out: Tensor, attended: Attended) -> Tensor:
+        """As :meth:`Estimator.attach`."""
+        choice = attended.choice
+        if choice.probability is None or not attended.training or not torch.is_grad_enabled():
+            return out
+        loss = distillation(
+            attended.query, attended.key, choice.probability, choice.graph, bias=attended.bias, scale=attended.scale
+        )
+        return _WithLoss.apply(out, self.weight * loss)
+
+
+class Distill(Local):
+    """``"distill"``: as :class:`Local`, and in training as :class:`Imitate`, too.
 
     Args:
         weight: Of the distillation, in [0, inf).
@@ -196,18 +227,11 @@ class Distill(Local):
 
     def __init__(self, weight: float = 0.3, probes: float = 16.0) -> None:
         super().__init__(probes)
-        ops.checks.number("weight", weight, "[0, inf)", "It is a factor of what is added to the loss.")
-        self.weight = weight
+        self.weight = Imitate(weight).weight
 
     def attach(self, out: Tensor, attended: Attended) -> Tensor:
         """As :meth:`Estimator.attach`."""
-        out, choice = super().attach(out, attended), attended.choice
-        if choice.probability is None or not attended.training or not torch.is_grad_enabled():
-            return out
-        loss = distillation(
-            attended.query, attended.key, choice.probability, choice.graph, bias=attended.bias, scale=attended.scale
-        )
-        return _WithLoss.apply(out, self.weight * loss)
+        return Imitate(self.weight).attach(super().attach(out, attended), attended)
 
 
 class _WithLoss(torch.autograd.Function):
@@ -267,8 +291,8 @@ class Concrete(Relaxed):
 
 
 ESTIMATORS: dict[str, type[Estimator]] = {
-    "local": Local, "distill": Distill, "mask": Mask, "paper": Paper, "relaxed": Relaxed, "concrete": Concrete,
-    "none": NoEstimator,
+    "local": Local, "distill": Distill, "imitate": Imitate, "mask": Mask, "paper": Paper, "relaxed": Relaxed,
+    "concrete": Concrete, "none": NoEstimator,
 }  # fmt: skip
 """Each estimator by its name."""
 

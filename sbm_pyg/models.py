@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing
 from torch_geometric.typing import SparseTensor
 
-from . import patterns, selectors
+from . import indexer, patterns, selectors
 from .attention import AttentionConv, SBMAttentionConv
 from .choice import Choice, GraphSource
 from .dense import FullAttention
@@ -35,7 +35,8 @@ RULES: dict[str, tuple[Callable[..., AttentionGraph], dict[str, int]]] = {  # an
     "lsh": (selectors.lsh, {"num_buckets": 16, "chunk_size": 16, "rounds": 2}),
     "routing": (selectors.routing, {"num_clusters": 8}),
 }
-ATTENTION = ("sbm", "full", *RULES)
+LEARNED: dict[str, type[nn.Module]] = {"indexer": indexer.Indexer, "key_selection": indexer.KeyScorer}
+ATTENTION = ("sbm", "full", *RULES, *LEARNED)
 BLOCK_BYTES = 2**15  # of the Python objects of a block, without its parameters
 
 SIZES = "See the docstring of SequenceEncoder."
@@ -144,11 +145,14 @@ def _named(
 ) -> nn.Module:
     """The attention layer of that name."""
     rule, sizes = RULES.get(name, (patterns.full, {}))
-    kinds = {"full": (FullAttention,), "sbm": (SBMAttentionConv, AttentionConv, MessagePassing)}.get(
-        name, (AttentionConv, MessagePassing)
-    )
+    kinds: tuple[type, ...] = (AttentionConv, MessagePassing)
+    if name in LEARNED:
+        kinds += (LEARNED[name], indexer.IndexerSource)
+    elif name in ("full", "sbm"):
+        kinds = (FullAttention,) if name == "full" else (SBMAttentionConv, *kinds)
     known = {each for kind in kinds for each in inspect.signature(kind).parameters} | {*sizes}
-    known -= {"channels", "head_channels", "in_channels", "out_channels", "heads", "source", "is_causal", "kwargs"}
+    known -= {"channels", "head_channels", "in_channels", "out_channels", "heads", "source", "scorer", "is_causal"}
+    known -= {"kwargs"}
     unknown = [option for option in options if option not in known]
     if unknown:
         raise ValueError(
@@ -158,8 +162,13 @@ def _named(
         return FullAttention(channels, head_channels, heads, is_causal=is_causal, **options)
     if name == "sbm":
         return SBMAttentionConv(channels, head_channels, heads, is_causal=is_causal, **options)
-    given = {key: checks.integer(key, options.get(key, size), 0, "It counts tokens.") for key, size in sizes.items()}
     source: GraphSource
+    if name in LEARNED:
+        own, chosen = (_of(kind, options) for kind in (LEARNED[name], indexer.IndexerSource))
+        rest = {key: value for key, value in options.items() if key not in own | chosen}
+        source = indexer.IndexerSource(LEARNED[name](head_channels, heads, **own), **chosen)
+        return AttentionConv(channels, head_channels, heads, source, is_causal=is_causal, **rest)
+    given = {key: checks.integer(key, options.get(key, size), 0, "It counts tokens.") for key, size in sizes.items()}
     if name == "routing":
         source = selectors.RoutingSource(head_channels, heads, **given)
     elif name == "bigbird":  # each head draws its random keys
@@ -169,6 +178,11 @@ def _named(
         source = kind(rule, **given)
     rest = {key: value for key, value in options.items() if key not in sizes}
     return AttentionConv(channels, head_channels, heads, source, is_causal=is_causal, **rest)
+
+
+def _of(kind: type, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that a class takes."""
+    return {key: value for key, value in options.items() if key in inspect.signature(kind).parameters}
 
 
 class SequenceEncoder(Pretrained):

@@ -548,6 +548,23 @@ class PatternSource(GraphSource):
         return ", ".join([name, *(f"{key}={value!r}" for key, value in self.options.items())])
 
 
+def check_window(window: int | None) -> int | None:
+    """The reach of a window beside a choice, if it is one."""
+    return None if window is None else checks.integer("window", window, 0, "It is a distance in tokens; None for none.")
+
+
+def with_window(choice: Choice, window_size: int | None, ptr: Tensor, bipartite: bool) -> Choice:
+    """The choice with a window beside it in each head, whatever its probabilities are."""
+    if window_size is None:
+        return choice
+    if bipartite:
+        raise ValueError(
+            "Expected the same tokens as queries and keys with 'window' or 'self_loops' (got a pair). "
+            "Leave it out, or add a pattern of your own and pass the graph."
+        )
+    return choice.force(window(None, window_size, is_causal=choice.graph.is_causal, ptr=ptr))
+
+
 # ---------------------------------------------------------------------------------------------------------- transforms
 
 

@@ -164,8 +164,7 @@ class SBMSource(GraphSource):
             ops.checks.number("budget", budget, "(0, inf]", "It is an expected number of keys per query and head.")
         if share is not None:
             ops.checks.number("share", share, "(0, 1]", "It is a share of the keys that a query may attend to.")
-        if window is not None:
-            ops.checks.integer("window", window, 0, "It is a distance in tokens; None for no window.")
+        patterns.check_window(window)
         self.head, self.method, self.exploration, self.budget = head, method, exploration, budget
         self.self_loops, self.window = self_loops, window
         self.running_mean: Tensor
@@ -220,14 +219,8 @@ class SBMSource(GraphSource):
             sbm, method=self.method, exploration=exploration, clamp=True, seed=seed, sequence_ids=sequence_ids
         )
         choice = Choice(graph, sbm, exploration=exploration)
-        if not self.self_loops and self.window is None:
-            return choice
-        if bipartite:
-            raise ValueError(
-                "Expected the same tokens as queries and keys with 'self_loops' or 'window' (got a pair). "
-                "Union a pattern of your own and pass the graph."
-            )
-        return choice.force(patterns.window(query.size(1), self.window or 0, is_causal=is_causal, ptr=query_ptr))
+        size = 0 if self.self_loops and self.window is None else self.window
+        return patterns.with_window(choice, size, query_ptr, bipartite)
 
     def _compete(self, sbm: SBM, share: float, seed: int) -> SBM:
         """The model with a mean probability of ``share``, by the running mean of each head."""
@@ -268,7 +261,7 @@ class SBMSource(GraphSource):
 
 
 class ShareSchedule:
-    """Lowers the share of every :class:`SBMSource` of a model, step by step, for as long as the loss is low.
+    """Lowers the share of every source of a model that has one, step by step, for as long as the loss is low.
 
     Graphs begin full in training, whatever the heads predict, since sources explore with the square of the share. Each
     step at which the running mean of the loss is below a threshold multiplies all shares by ``1 - rate``; at others
@@ -301,9 +294,11 @@ class ShareSchedule:
         ops.checks.number("threshold", threshold, "(-inf, inf]", "It is a loss; inf lowers shares at every step.")
         ops.checks.number("rate", rate, "(0, 1)", "Shares are multiplied by 1 less it.")
         ops.checks.number("smoothing", smoothing, "[0, 1)", "It is the factor of a running mean.")
-        self.sources = [each for each in model.modules() if isinstance(each, SBMSource)]
+        self.sources: list[Any] = [
+            each for each in model.modules() if isinstance(each, GraphSource) and hasattr(each, "share")
+        ]
         if not self.sources:
-            raise ValueError("Expected 'model' to have an SBMSource (got none). Fixed graphs have no share.")
+            raise ValueError("Expected 'model' to have a source with a share (got none). Fixed graphs have none.")
         self.final, self.threshold, self.rate, self.smoothing = final, threshold, rate, smoothing
         self.running: float | None = None
         self._set(1.0)

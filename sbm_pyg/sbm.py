@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .choice import EdgeProbability
-from .graph import AttentionGraph, check_graph, the_one
+from .choice import EdgeProbability, check_over
+from .graph import AttentionGraph, the_one
 from .ragged import check_tensor, count_pairs, readable, resolve_ptr
 
 __all__ = ["SBM", "SBMHead"]
@@ -310,21 +310,8 @@ class SBM(EdgeProbability):
         Raises:
             TypeError, ValueError: It is not.
         """
-        check_graph(graph)
-        mine, theirs = (self.heads, self.num_queries, self.num_keys), (graph.heads, graph.num_queries, graph.num_keys)
-        if mine != theirs:
-            raise ValueError(
-                f"Expected '{name}' with (heads, queries, keys) = {mine} (got {theirs}). "
-                "Build it over the tokens of this SBM."
-            )
-        if not graph.same_offsets(self.query_ptr, self.key_ptr):
-            raise ValueError(
-                f"Expected '{name}' over the sequences of this SBM (got {graph}). Build it with the same 'ptr'."
-            )
-        if self.is_causal and not graph.is_causal:
-            raise ValueError(
-                f"Expected '{name}' to be causal, as this SBM is (got {graph}). `graph.causal()` leaves later keys out."
-            )
+        sides = (self.heads, self.num_queries, self.num_keys)
+        check_over(graph, name, self, sides, self.query_ptr, self.key_ptr, self.is_causal)
 
     def _share_factor(self, density: float, degree: Tensor, reach: Tensor) -> Tensor:
         """What :meth:`share` multiplies the rates of each query with, ``[H, N]``."""

@@ -264,7 +264,7 @@ class SelectorSource(GraphSource):
     def __init__(self, selector: Callable[..., AttentionGraph], *, window: int | None = None, **options: Any) -> None:
         super().__init__()
         self.selector, self.options, self.given = *_resolve(selector, options), _given(selector, options)
-        self.window = check_window(window)
+        self.window = patterns.check_window(window)
 
     def forward(
         self,
@@ -283,7 +283,7 @@ class SelectorSource(GraphSource):
         given = {name: call[name] for name in self.given}
         graph = self.selector(query, key, ptr=(key_ptr, query_ptr), **self.options, **given)
         check_graph(graph)
-        return Choice(with_window(graph.causal() if is_causal else graph, self.window, bipartite))
+        return patterns.with_window(Choice(graph.causal() if is_causal else graph), self.window, query_ptr, bipartite)
 
     def extra_repr(self) -> str:
         """The rule and its options."""
@@ -334,7 +334,7 @@ class RoutingSource(GraphSource):
         if size is not None:
             size = checks.integer("size", size, 1, "It is the number of tokens that a centroid takes.")
         checks.number("decay", decay, "[0, 1]", "It is the factor of a moving average.")
-        self.size, self.decay, self.window = size, decay, check_window(window)
+        self.size, self.decay, self.window = size, decay, patterns.check_window(window)
         self.centroids: Tensor
         self.register_buffer("centroids", torch.empty(shape))
         self.reset_parameters()
@@ -359,7 +359,7 @@ class RoutingSource(GraphSource):
         graph = routing(query, key, self.centroids, self.size, ptr=(key_ptr, query_ptr), is_causal=is_causal)
         if self.training:
             self._follow(query.detach(), key.detach())
-        return Choice(with_window(graph, self.window, bipartite))
+        return patterns.with_window(Choice(graph), self.window, query_ptr, bipartite)
 
     @torch.no_grad()
     def _follow(self, query: Tensor, key: Tensor) -> None:
@@ -415,22 +415,6 @@ class SelectGraph(BaseTransform):
 
 
 # --------------------------------------------------------------------------------------------------------------- parts
-
-
-def check_window(window: int | None) -> int | None:
-    """The reach of a window, if it is one."""
-    return None if window is None else checks.integer("window", window, 0, "It is a distance in tokens.")
-
-
-def with_window(graph: AttentionGraph, window: int | None, bipartite: bool) -> AttentionGraph:
-    """The graph with a window beside it, in each head."""
-    if window is None:
-        return graph
-    if bipartite:
-        raise ValueError(
-            "Expected the same tokens as queries and keys with 'window' (got a pair). Leave the window out."
-        )
-    return graph | patterns.window(None, window, is_causal=graph.is_causal, ptr=graph.query_ptr)
 
 
 def _cosines(x: Tensor, centroids: Tensor) -> Tensor:

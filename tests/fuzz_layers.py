@@ -56,6 +56,7 @@ from sbm_pyg import (
     TokenClassifier,
     analysis,
     estimators,
+    indexer,
     info,
     models,
     patterns,
@@ -921,6 +922,114 @@ def _routing_source_forward(d: Draw) -> Case:
     return source_arguments(d, source, lambda result, **_: valid(result.graph))
 
 
+def _indexer(d: Draw) -> indexer.Indexer:
+    return indexer.Indexer(4, 2, index_heads=d.randint(1, 3), index_channels=3)
+
+
+@case("indexer.Indexer", 4)
+def _indexer_module(d: Draw) -> Case:
+    sizes = {"channels": 3, "heads": 2, "index_heads": 2, "index_channels": 4}
+
+    def check(result: Any, **given: Any) -> None:
+        expect(
+            result.query_weight.shape
+            == (given["heads"], given["channels"], given["index_heads"] * given["index_channels"]),
+            "other sizes",
+        )
+
+    return Case(indexer.Indexer, sizes, check)
+
+
+@case("indexer.KeyScorer", 2)
+def _key_scorer(d: Draw) -> Case:
+    def check(result: Any, **given: Any) -> None:
+        expect(result.weight.shape == (given["heads"], given["channels"], given["hidden"]), "other sizes")
+
+    return Case(indexer.KeyScorer, {"channels": 3, "heads": 2, "hidden": 5}, check)
+
+
+def _projected(kind: Callable[..., Any]) -> Callable[[Draw], Case]:
+    def build(d: Draw) -> Case:
+        module = kind(4, 2)
+
+        def check(result: Any, query: Tensor, key: Tensor) -> None:
+            expect([len(x) for x in result] == [2] * 3, "other heads")
+            expect(result[0].size(1) == query.size(1) and result[2].size(1) == key.size(1), "other tokens")
+
+        return Case(module.forward, {"query": d.real(2, 5, 4), "key": d.real(2, 3, 4)}, check)
+
+    return build
+
+
+TABLE["indexer.Indexer.forward"] = 2, _projected(indexer.Indexer)
+TABLE["indexer.KeyScorer.forward"] = 2, _projected(indexer.KeyScorer)
+
+
+@case("indexer.IndexerSource", 4)
+def _indexer_source(d: Draw) -> Case:
+    arguments = {"scorer": _indexer(d), "select": "coins", "share": d.maybe(0.3), "density": 0.5, "window": d.maybe(1)}
+    return Case(
+        indexer.IndexerSource,
+        arguments,
+        lambda result, scorer, **_: expect(result.scorer is scorer, "another scorer"),
+        free=("scorer",),
+    )
+
+
+@case("indexer.IndexerSource.forward", 4)
+def _indexer_source_forward(d: Draw) -> Case:
+    options = {"select": "top_k", "k": 2} if d.random() < 0.5 else {"share": d.maybe(0.3)}
+    source = indexer.IndexerSource(_indexer(d), **options).train(d.random() < 0.5)
+    return source_arguments(d, source, lambda result, **_: valid(result.graph))
+
+
+@case("indexer.IndexProbability", 4)
+def _index_probability(d: Draw) -> Case:
+    arguments = {"query": d.real(2, 6, 3, 2), "weight": d.real(2, 6, 3), "key": d.real(2, 6, 2), "ptr": d.maybe(torch.tensor([0, 2, 6])),
+                 "is_causal": d.random() < 0.5, "degree": d.maybe(torch.ones(6)), "bias": d.maybe(torch.zeros(2))}  # fmt: skip
+    return Case(
+        indexer.IndexProbability,
+        arguments,
+        lambda result, **_: expect(result.sides.heads == 2, "other heads"),
+        free=("degree",),
+    )
+
+
+def _index_record(d: Draw) -> indexer.IndexProbability:
+    degree = torch.ones(6) if d.random() < 0.5 else None
+    return indexer.IndexProbability(
+        d.real(2, 6, 3, 2), d.real(2, 6, 3), d.real(2, 6, 2), ptr=torch.tensor([0, 2, 6]), degree=degree
+    )
+
+
+def _index_on(name: str) -> Callable[[Draw], Case]:
+    def build(d: Draw) -> Case:
+        record = _index_record(d)
+        graph = record.top_k(2)
+
+        def check(result: Any, **_: Any) -> None:
+            expect(result is None if name == "check" else result.shape == (graph.num_edges,), "no number for each edge")
+
+        return Case(getattr(record, name), {"graph": graph}, check)
+
+    return build
+
+
+for _name in ("on", "score", "check"):
+    TABLE[f"indexer.IndexProbability.{_name}"] = 2, _index_on(_name)
+
+
+@case("indexer.IndexProbability.top_k", 4)
+def _index_top_k(d: Draw) -> Case:
+    return Case(_index_record(d).top_k, {"k": 2}, lambda result, k: valid(result))
+
+
+@case("indexer.IndexProbability.sample", 4)
+def _index_sample(d: Draw) -> Case:
+    arguments = {"exploration": 0.1, "seed": d.maybe(3), "sequence_ids": d.maybe(torch.tensor([4, 2]))}
+    return Case(_index_record(d).sample, arguments, lambda result, **_: valid(result), free=("seed",))
+
+
 @case("selectors.SelectGraph", 2)
 def _select_graph(d: Draw) -> Case:
     arguments = {"selector": selectors.top_k, "k": 2}
@@ -1603,6 +1712,12 @@ RECORDS: dict[str, tuple[Callable[[Draw], Any], dict[str, Meaning]]] = {  # clas
     ),
     "selectors.SelectorSource": (lambda d: selectors.SelectorSource(selectors.lsh), {"extra_repr()": lambda a: None}),
     "selectors.RoutingSource": (lambda d: selectors.RoutingSource(4), {"extra_repr()": lambda a: None, "reset_parameters()": lambda a: None}),
+    "indexer.Indexer": (lambda d: indexer.Indexer(4), {"extra_repr()": lambda a: None, "reset_parameters()": lambda a: None}),
+    "indexer.KeyScorer": (lambda d: indexer.KeyScorer(4), {"extra_repr()": lambda a: None, "reset_parameters()": lambda a: None}),
+    "indexer.IndexerSource": (lambda d: indexer.IndexerSource(indexer.Indexer(4)), {"extra_repr()": lambda a: None, "reset_parameters()": lambda a: None}),
+    "indexer.IndexProbability": (_index_record, {
+        "log_total": lambda r: None, "expected_degree()": lambda r: None, "expected_density()": lambda r: None,
+    }),
     "SBMHead": (lambda d: SBMHead(4, 2), {"reset_parameters()": lambda a: None, "extra_repr()": lambda a: None}),
     "SequenceEncoder": (encoder, {"constructor_options()": lambda m: None}),
     "TokenClassifier": (lambda d: TokenClassifier(encoder(d), 2), {"constructor_options()": lambda m: None}),
@@ -1640,6 +1755,7 @@ MODULES = {
     "": sbm_pyg,
     "ops": sbm_pyg.ops,
     "patterns": patterns,
+    "indexer": indexer,
     "selectors": selectors,
     "sparsefinder": sparsefinder,
     "analysis": analysis,

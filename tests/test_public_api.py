@@ -27,6 +27,7 @@ ORDER = [
     "sparsefinder",
     "sbm",
     "sampling",
+    "indexer",
     "estimators",
     "propagation",
     "attention",

@@ -232,8 +232,8 @@ def test_the_program_trains_what_is_missing_and_reports(
     ("words", "message"),
     [
         (["--methods", "sparse"], "Expected 'methods' among full, window"),
-        (["--methods", "sbm:blocks=3"], "Expected options of 'methods' for sbm alone"),
-        (["--methods", "full:probes=3"], "Expected options of 'methods' for sbm alone"),
+        (["--methods", "sbm:blocks=3"], "Expected options of 'sbm' in 'methods'"),
+        (["--methods", "full:probes=3"], "Expected options of 'full' in 'methods'"),
         (["--methods", "sbm:probes=few"], "Expected option 'probes' of 'methods' to be a number (got 'few')"),
         (["--methods", "sbm:control=price"], "Expected option 'control' of 'methods' among schedule, share, none"),
         (["--densities", "0"], "Expected 'densities' in (0, 1]"),

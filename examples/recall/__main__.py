@@ -4,8 +4,8 @@ python -m examples.recall                                               full att
 python -m examples.recall --methods window sbm --densities 0.03 0.1 --seeds 0 1 2
 python -m examples.recall --report                                      tables and figures of what is there
 
-Methods are full, window, random, bigbird, top-k, blocks, lsh, routing and sbm; options of the last follow a colon, as in
-sbm:estimator=local. All have two layers, each a gated short convolution and attention with self-loops; densities are those of the
+Methods are full, window, random, bigbird, top-k, blocks, lsh and routing; and those that learn whom to attend to, sbm, indexer and
+key-selection, whose options follow a colon, as in sbm:estimator=local or indexer:select=top_k,estimator=imitate. All have two layers, each a gated short convolution and attention with self-loops; densities are those of the
 pairs beyond. The same command goes on after a kill, and skips what is in rows.csv.
 """
 

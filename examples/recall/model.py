@@ -22,13 +22,27 @@ from sbm_pyg import (
     Choice,
     GraphSource,
     SBMAttentionConv,
+    indexer,
     patterns,
     sample_edges,
     selectors,
 )  # fmt: skip
 from sbm_pyg.dense import FullAttention
+from sbm_pyg.estimators import resolve_estimator
 
-METHODS = ("full", "window", "random", "bigbird", "top-k", "blocks", "lsh", "routing", "sbm")
+METHODS = (
+    "full",
+    "window",
+    "random",
+    "bigbird",
+    "top-k",
+    "blocks",
+    "lsh",
+    "routing",
+    "indexer",
+    "key-selection",
+    "sbm",
+)
 BLOCK = 4  # keys of a block
 SBM_OPTIONS: dict[str, Any] = {
     "estimator": "distill",
@@ -40,6 +54,16 @@ SBM_OPTIONS: dict[str, Any] = {
     "rate": 0.003,  # and by how much at a step
     "control": "schedule",  # how shares of the keys reach the density; "share": they have it from the start; "none": no share
 }
+INDEX_OPTIONS: dict[str, Any] = {
+    "select": "coins",  # or "top_k"
+    "estimator": "distill",  # top_k: "imitate" or "none"
+    "detach": 0,
+    "probes": 16.0,
+    "threshold": 0.05,
+    "rate": 0.003,
+    "control": "schedule",
+}
+OPTIONS = {"sbm": SBM_OPTIONS, "indexer": INDEX_OPTIONS, "key-selection": INDEX_OPTIONS}
 
 
 class FixedDensity(GraphSource):
@@ -119,12 +143,20 @@ def _largest(query: Tensor, key: Tensor, ptr: Tensor, length: int, size: int) ->
 
 
 def make_attention(method: str, channels: int, heads: int, density: float, options: dict[str, Any]) -> nn.Module:
-    """The attention of a layer; ``options`` are those of "sbm"."""
+    """The attention of a layer; ``options`` are those of a method that learns."""
     width = channels // heads
     if method == "full":
         return FullAttention(channels, width, heads, is_causal=True)
-    if method != "sbm":
+    if method not in OPTIONS:
         return AttentionConv(channels, width, heads, FixedDensity(method, density, width, heads), is_causal=True)
+    if method != "sbm":
+        scorer = (indexer.Indexer if method == "indexer" else indexer.KeyScorer)(width, heads)
+        share, detach = None if options["control"] == "none" else 1.0, bool(options["detach"])
+        source = indexer.IndexerSource(
+            scorer, select=options["select"], share=share, detach=detach, window=options.get("window", 0)
+        )
+        estimator = resolve_estimator(options["estimator"], "softmax", probes=options["probes"])
+        return AttentionConv(channels, width, heads, source, estimator=estimator, is_causal=True)
     head = {name: options[name] for name in ("parameterization", "cluster_init")}
     rest = {name: options[name] for name in ("num_blocks", "estimator", "probes")}
     window = options.get("window", 0)

@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 from tqdm.auto import tqdm
 
 from examples.benchmarks.tables import Row, add, read
-from examples.recall.model import METHODS, SBM_OPTIONS, Recaller, make_attention
+from examples.recall.model import METHODS, OPTIONS, Recaller, make_attention
 from examples.recall.tasks import TASKS, Examples
 from sbm_pyg import AttentionGraph, ShareSchedule
 
@@ -63,24 +63,24 @@ def options_of(method: str) -> tuple[str, dict[str, Any]]:
     8.0
 
     Raises:
-        ValueError: There is no such method, or an option is not one of "sbm".
+        ValueError: There is no such method, or it has no such option.
     """
     kind, _, own = method.partition(":")
     if kind not in METHODS:
         raise ValueError(f"Expected 'methods' among {', '.join(METHODS)} (got {kind!r}). See --help.")
-    options = dict(SBM_OPTIONS)
+    options = dict(OPTIONS.get(kind, {}))
     for pair in filter(None, own.split(",")):
         name, _, value = pair.partition("=")
-        if kind != "sbm" or name not in options or not value:
-            known = ", ".join(f"{name}={value}" for name, value in SBM_OPTIONS.items())
-            raise ValueError(f"Expected options of 'methods' for sbm alone, among {known} (got {method!r}).")
+        if name not in options or not value:
+            known = ", ".join(f"{name}={value}" for name, value in options.items()) or "none"
+            raise ValueError(f"Expected options of {kind!r} in 'methods' among {known} (got {method!r}).")
         try:
             options[name] = type(options[name])(value)
         except ValueError:
             raise ValueError(
                 f"Expected option {name!r} of 'methods' to be a number (got {value!r}). See --help."
             ) from None
-    if options["control"] not in CONTROLS:
+    if options and options["control"] not in CONTROLS:
         raise ValueError(
             f"Expected option 'control' of 'methods' among {', '.join(CONTROLS)} (got {options['control']!r})."
         )
@@ -96,7 +96,7 @@ def make_recaller(run: Any, num_tokens: int, window: int = 0) -> tuple[Recaller,
         return make_attention(kind, run.channels, run.heads, run.density, {**options, "window": window})
 
     model = Recaller(num_tokens, run.channels, run.layers, make)
-    return model, options if kind == "sbm" and options["control"] != "none" else None
+    return model, options if options and options["control"] != "none" else None
 
 
 def make_model(run: Run) -> tuple[Recaller, ShareSchedule | None]:

@@ -1,0 +1,431 @@
+"""Choosers that learn: scores, probabilities and graphs against dense definitions, and what trains them."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from scipy.stats import chisquare
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sbm_pyg import AttentionConv, AttentionGraph, SequenceEncoder, ShareSchedule, ops, pairs, patterns
+from sbm_pyg.estimators import distillation, draw_probes
+from sbm_pyg.indexer import Indexer, IndexerSource, IndexProbability, KeyScorer
+
+HEADS, CHANNELS = 2, 5
+SIZES = [([9], [9]), ([1, 7, 12, 3], [1, 7, 12, 3]), ([5, 2, 9], [8, 11, 4])]
+SCORERS: dict[str, Callable[[], nn.Module]] = {
+    "indexer": lambda: Indexer(CHANNELS, HEADS, index_heads=3, index_channels=4),
+    "keys": lambda: KeyScorer(CHANNELS, HEADS, hidden=6),
+}
+each_scorer = pytest.mark.parametrize("scorer", SCORERS)
+each_size = pytest.mark.parametrize("sizes", SIZES, ids=["one sequence", "ragged", "cross"])
+each_causal = pytest.mark.parametrize("is_causal", [False, True])
+
+
+def draw(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def pointer(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *itertools.accumulate(lengths)])
+
+
+def make(scorer: str) -> nn.Module:
+    torch.manual_seed(0)
+    return SCORERS[scorer]().double()
+
+
+def define(scorer: nn.Module, q: Tensor, z: Tensor) -> Tensor:
+    """Scores of all pairs, ``[H, N, M]``, as the docstrings have them."""
+    if isinstance(scorer, KeyScorer):
+        u = torch.relu(z @ scorer.weight + scorer.bias) @ scorer.out_weight
+        return u.mT.expand(-1, q.size(1), -1)
+    assert isinstance(scorer, Indexer)
+    small = (q @ scorer.query_weight).unflatten(2, (3, 4)) / 2
+    products = torch.einsum("hnsd,hmd->hnms", small, z @ scorer.key_weight)
+    return (products.relu() * (q @ scorer.head_weight + scorer.head_bias)[:, :, None]).sum(3)
+
+
+def allowed(ptr: Tensor, key_ptr: Tensor, is_causal: bool) -> Tensor:
+    """Pairs within a sequence, ``[N, M]``, no later key in a causal graph."""
+    mask = torch.zeros(int(ptr[-1]), int(key_ptr[-1]), dtype=torch.bool)
+    for (start, end), (first, last) in zip(itertools.pairwise(ptr), itertools.pairwise(key_ptr), strict=True):
+        block = torch.ones(int(end - start), int(last - first), dtype=torch.bool)
+        mask[start:end, first:last] = block.tril() if is_causal else block
+    return mask
+
+
+def dense(graph: AttentionGraph) -> Tensor:
+    """Which pairs are edges, ``[H, N, M]`` bool."""
+    mask = torch.zeros(graph.heads, graph.num_queries, graph.num_keys, dtype=torch.bool)
+    mask[graph.edge_head, graph.edge_index[1], graph.edge_index[0]] = True
+    return mask
+
+
+def probabilities(
+    scorer: str, sizes: tuple[list[int], list[int]], is_causal: bool, apart: bool
+) -> tuple[IndexProbability, Tensor, Tensor]:
+    """The record, and densely its scores and probabilities, with gradients to what was drawn."""
+    module, (ptr, key_ptr) = make(scorer), map(pointer, sizes)
+    q, z = draw(1, HEADS, sum(sizes[0]), CHANNELS), draw(2, HEADS, sum(sizes[1]), CHANNELS)
+    degree = None if apart else torch.linspace(0.5, 3, q.size(1), dtype=torch.float64)
+    bias = torch.tensor([0.3, -1.0], dtype=torch.float64) if apart else None
+    given = IndexProbability(*module(q, z), ptr=(key_ptr, ptr), is_causal=is_causal, degree=degree, bias=bias)
+    mask, scores = allowed(ptr, key_ptr, is_causal), define(module, q, z)
+    if degree is None or bias is not None:
+        p = torch.sigmoid(scores + bias[:, None, None]) * mask  # type: ignore[index]
+    else:
+        p = scores.masked_fill(~mask, -torch.inf).softmax(2) * degree[:, None]
+    return given, scores, p
+
+
+@each_scorer
+@each_size
+@each_causal
+@pytest.mark.parametrize("apart", [False, True])
+def test_probabilities_are_their_definition(
+    scorer: str, sizes: tuple[list[int], list[int]], is_causal: bool, apart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for chunk in (2**23, 40):  # all rows at once, and few
+        monkeypatch.setattr(pairs, "CHUNK", chunk)
+        given, scores, p = probabilities(scorer, sizes, is_causal, apart)
+        ptr, key_ptr = map(pointer, sizes)
+        every, _ = draw_probes(given.top_k(1), torch.inf, seed=0)
+        at = (every.edge_head, every.edge_index[1], every.edge_index[0])
+        assert every.num_edges == HEADS * int(allowed(ptr, key_ptr, is_causal).sum())
+        torch.testing.assert_close(given.score(every), scores[at], rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(given.on(every), p[at], rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(given.expected_degree(), p.sum(2), rtol=1e-10, atol=1e-10)
+        for b, ((start, end), (first, last)) in enumerate(
+            zip(itertools.pairwise(ptr), itertools.pairwise(key_ptr), strict=True)
+        ):
+            count = allowed(ptr, key_ptr, is_causal)[start:end, first:last].sum()
+            expected = p[:, start:end, first:last].sum((1, 2)) / count
+            torch.testing.assert_close(given.expected_density()[b], expected, rtol=1e-10, atol=1e-10)
+
+
+@each_scorer
+@pytest.mark.parametrize("apart", [False, True])
+def test_gradients_are_those_of_the_dense_definition(scorer: str, apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pairs, "CHUNK", 40)  # parts, computed anew in the backward pass
+    module, ptr, key_ptr = make(scorer), pointer([5, 2, 9]), pointer([8, 11, 4])
+    q, z = draw(1, HEADS, 16, CHANNELS).requires_grad_(), draw(2, HEADS, 23, CHANNELS).requires_grad_()
+    degree = None if apart else torch.linspace(0.5, 3, 16, dtype=torch.float64)
+    given = IndexProbability(*module(q, z), ptr=(key_ptr, ptr), is_causal=True, degree=degree)
+    graph = given.top_k(2)
+    weight = draw(3, graph.num_edges)
+    inputs = [q, z, *module.parameters()]
+    found = torch.autograd.grad(
+        (given.on(graph) * weight).sum() + given.expected_density().square().sum(), inputs, allow_unused=True
+    )
+    mask, scores = allowed(ptr, key_ptr, True), define(module, q, z)
+    p = (
+        scores.sigmoid() * mask
+        if degree is None
+        else scores.masked_fill(~mask, -torch.inf).softmax(2) * degree[:, None]
+    )
+    at = (graph.edge_head, graph.edge_index[1], graph.edge_index[0])
+    sums = torch.stack([p[:, ptr[b] : ptr[b + 1], key_ptr[b] : key_ptr[b + 1]].sum((1, 2)) for b in range(3)])
+    count = torch.stack([mask[ptr[b] : ptr[b + 1], key_ptr[b] : key_ptr[b + 1]].sum() for b in range(3)])
+    expected = torch.autograd.grad(
+        (p[at] * weight).sum() + (sums / count[:, None]).square().sum(), inputs, allow_unused=True
+    )
+    assert any(each is not None and each.abs().max() > 1e-3 for each in expected)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(
+            torch.zeros(1) if one is None else one, torch.zeros(1) if other is None else other, rtol=1e-9, atol=1e-10,
+            check_dtype=False,
+        )  # fmt: skip
+
+
+@each_scorer
+@each_size
+@each_causal
+def test_top_k_takes_the_largest_scores(scorer: str, sizes: tuple[list[int], list[int]], is_causal: bool) -> None:
+    given, scores, _ = probabilities(scorer, sizes, is_causal, apart=True)
+    ptr, key_ptr = map(pointer, sizes)
+    mask, ranked = allowed(ptr, key_ptr, is_causal), scores.detach().tolist()
+    count = 1 + torch.arange(len(mask)) % 4
+    for k in (3, count):
+        found = dense(given.top_k(k).validate())
+        for head, i in itertools.product(range(HEADS), range(len(mask))):
+            keys = mask[i].nonzero()[:, 0].tolist()
+            most = 3 if isinstance(k, int) else int(count[i])
+            best = sorted(keys, key=lambda j: (-ranked[head][i][j], j))[:most]
+            assert found[head, i].nonzero()[:, 0].tolist() == sorted(best)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("exploration", [0.0, 0.1])
+def test_each_pair_is_a_coin_of_its_own(apart: bool, exploration: float) -> None:
+    """Two queries and two keys: how often each of the 16 graphs comes, over 4,000 sequences."""
+    count, module = 4000, make("indexer")
+    q, z = draw(1, HEADS, 2, CHANNELS), draw(2, HEADS, 2, CHANNELS)
+    ptr = torch.arange(count + 1) * 2
+    parts = module(q.repeat(1, count, 1), z.repeat(1, count, 1))
+    degree = None if apart else torch.full((2 * count,), 0.8, dtype=torch.float64)
+    graph = IndexProbability(*parts, ptr=ptr, degree=degree).sample(exploration=exploration, seed=7)
+    scores = define(module, q, z).detach()
+    p = (scores.sigmoid() if apart else 0.8 * scores.softmax(2)) + exploration
+    bits = torch.zeros(HEADS, count, 4, dtype=torch.long)
+    key, query = graph.edge_index
+    bits[graph.edge_head, query // 2, query % 2 * 2 + key % 2] = 1
+    for head in range(HEADS):
+        number = (bits[head] * torch.tensor([8, 4, 2, 1])).sum(1)
+        chance = [
+            float(torch.where(torch.tensor(each, dtype=torch.bool), p[head].flatten(), 1 - p[head].flatten()).prod())
+            for each in itertools.product([0, 1], repeat=4)
+        ]
+        assert chisquare(torch.bincount(number, minlength=16), count * torch.tensor(chance)).pvalue > 1e-4
+
+
+@each_scorer
+@pytest.mark.parametrize("select", ["coins", "top_k"])
+def test_a_row_depends_on_no_other_sequence_and_no_later_token(scorer: str, select: str) -> None:
+    torch.manual_seed(0)
+    source = IndexerSource(SCORERS[scorer](), select=select, share=0.3)
+    x, ptr = draw(1, HEADS, 30, CHANNELS).float(), torch.tensor([0, 12, 30])
+    whole = source(x, x, ptr, ptr, is_causal=True, seed=3).graph
+    alone = torch.tensor([0, 18])
+    one = source(x[:, 12:], x[:, 12:], alone, alone, is_causal=True, seed=3, sequence_ids=torch.tensor([1])).graph
+    found = dense(whole)
+    assert torch.equal(found[:, 12:, 12:], dense(one))
+    later = x.clone()
+    later[:, 20:] = 5 * draw(2, HEADS, 10, CHANNELS).float()
+    other = dense(source(later, later, ptr, ptr, is_causal=True, seed=3).graph)
+    assert torch.equal(found[:, :20], other[:, :20])
+    assert not torch.equal(found, other)
+    short = torch.tensor([0, 12, 20])
+    cut = dense(source(x[:, :20], x[:, :20], short, short, is_causal=True, seed=3).graph)
+    assert torch.equal(found[:, :20, :20], cut)
+    again = dense(source(x, x, ptr, ptr, is_causal=True, seed=4).graph)
+    assert torch.equal(found, again) is (select == "top_k")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "estimator"),
+    [({}, "local"), ({"share": 0.25}, "local"), ({"share": 0.25}, "distill"), ({"select": "top_k", "share": 0.25}, "imitate")],
+)  # fmt: skip
+def test_it_finds_the_right_key_of_eight(options: dict[str, Any], estimator: str) -> None:
+    """The key that holds a query's mark also holds what is asked for; attention itself can see marks.
+
+    Ranks see no key that is not there, so they begin with a full graph; what the task itself trains does not need one.
+    """
+    torch.manual_seed(0)
+    source = IndexerSource(Indexer(16, index_channels=16), exploration=0.05, **options)
+    layer = AttentionConv(24, 16, 1, source, estimator=estimator)
+    read = nn.Linear(16, 8)
+    optimizer = torch.optim.Adam([*layer.parameters(), *read.parameters()], 5e-3)
+    random, ptr, one = torch.Generator().manual_seed(1), 8 * torch.arange(33), nn.functional.one_hot
+
+    def batch() -> tuple[Tensor, Tensor, Tensor]:
+        marks = torch.stack([torch.randperm(8, generator=random) for _ in range(32)])
+        held, asked = (torch.randint(8, (32, 8), generator=random) for _ in range(2))
+        x = torch.cat([one(marks, 8), one(held, 8), one(asked, 8)], 2).float().flatten(0, 1)
+        where = (marks[:, None] == asked[..., None]).long().argmax(2)  # [B, 8]
+        return x, held.gather(1, where).flatten(), (where + ptr[:-1, None]).flatten()
+
+    for step in range(300):
+        if estimator == "imitate":
+            source.share = 1.0 if step < 200 else 0.25
+        x, answer, where = batch()
+        out, choice = layer(x, ptr=ptr, seed=step, return_choice=True)
+        price = 0.0 if options else 0.003
+        loss = nn.functional.cross_entropy(read(out), answer) + price * choice.probability.expected_degree().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    with torch.no_grad():
+        x, _, where = batch()
+        choice = layer.eval()(x, ptr=ptr, seed=0, return_choice=True)[1]
+        right = AttentionGraph.over(torch.stack([where, torch.arange(256)]), 256, 256, 1, ptr=ptr)
+        degree = float(choice.probability.expected_degree().mean())
+        found = choice.probability.on(right).clamp(max=1).mean()
+    assert degree < 4
+    assert found > 0.9
+
+
+def test_imitation_is_the_divergence_from_attention_and_detached_scores_keep_it() -> None:
+    torch.manual_seed(0)
+    source = IndexerSource(Indexer(4, 2), select="top_k", k=3, detach=True)
+    layer = AttentionConv(6, 4, 2, source, estimator="imitate").double()
+    x, ptr = draw(1, 14, 6), torch.tensor([0, 5, 14])
+    out, choice = layer(x, ptr=ptr, seed=0, return_choice=True)
+    out.sum().backward()
+    found = [p.grad.clone() for p in source.parameters() if p.grad is not None]
+    assert len(found) == 4
+    layer.zero_grad()
+    query, key = (lin(x).view(-1, 2, 4).transpose(0, 1) for lin in (layer.lin_query, layer.lin_key))
+    scores = define_any(source.scorer, query.detach(), key.detach())
+    mask = allowed(ptr, ptr, False)
+    share = scores.masked_fill(~mask, -torch.inf).log_softmax(2)
+    kept = dense(choice.graph)
+    teacher = (query @ key.mT / 2).masked_fill(~kept, -torch.inf).softmax(2).detach()
+    expected = torch.autograd.grad(-(teacher * share.masked_fill(~mask, 0)).sum() / 28, [*source.parameters()])
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+    frozen = copy.deepcopy(layer)
+    frozen.estimator = type(frozen.estimator)(weight=0.0)
+    layer.zero_grad()
+    for model in (layer, frozen):
+        model(x, ptr=ptr, seed=0).square().sum().backward()
+    for name in ("lin_query", "lin_key", "lin_value"):
+        torch.testing.assert_close(getattr(layer, name).weight.grad, getattr(frozen, name).weight.grad)
+    layer.eval()
+    layer.zero_grad()
+    layer(x, ptr=ptr, seed=0).sum().backward()
+    assert all(p.grad is None for p in source.parameters())  # evaluation teaches nothing
+
+
+def define_any(scorer: nn.Module, q: Tensor, z: Tensor) -> Tensor:
+    small, weight, key = scorer(q, z)
+    return (torch.einsum("hnsd,hmd->hnms", small, key).relu() * weight[:, :, None]).sum(3)
+
+
+def test_a_share_falls_from_a_full_graph_for_coins_and_ranks() -> None:
+    for select in ("coins", "top_k"):
+        source = IndexerSource(Indexer(4, 2), select=select, share=0.5, window=0)
+        schedule = ShareSchedule(source, 0.1, threshold=torch.inf, rate=0.5)
+        x, ptr = draw(1, 2, 20, 4).float(), torch.tensor([0, 8, 20])
+        densities = []
+        for _ in range(5):
+            choice = source(x, x, ptr, ptr, is_causal=True, seed=0)
+            densities.append(float(choice.graph.density.mean()))
+            schedule.step(0.0)
+        assert densities[0] == 1.0
+        assert densities == sorted(densities, reverse=True)
+        assert 0.1 < densities[-1] < 0.5  # one key at least, and the self-loop
+        assert schedule.share == source.share == 0.1
+        assert choice.graph.contains(patterns.self_loops(20).edge_index.repeat(1, 2), torch.arange(40) // 20).all()
+        assert choice.independent is (select == "coins")
+
+
+def test_encoders_take_them_by_name() -> None:
+    for name, options in (
+        ("indexer", {"index_heads": 2, "share": 0.5}),
+        ("indexer", {"select": "top_k", "k": 2, "estimator": "imitate", "dropout": 0.1}),
+        ("key_selection", {"hidden": 4, "share": 0.3, "estimator": "distill", "window": 1}),
+        ("key_selection", {}),
+    ):
+        encoder = SequenceEncoder(9, 8, attention=name, attention_options=options, is_causal=True)
+        out, trace = encoder(torch.randint(9, (30,)), torch.tensor([0, 12, 30]), seed=0, return_trace=True)
+        assert trace.choices[0].graph.is_causal
+        (out.sum() + trace.density_loss()).backward()
+        assert all(p.grad is not None for p in encoder.parameters())
+    with pytest.raises(ValueError, match=r"Expected 'attention_options' of 'indexer' to be known \(got \['size'\]\)"):
+        SequenceEncoder(9, 8, attention="indexer", attention_options={"size": 3})
+
+
+def test_no_array_of_all_pairs_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Largest(TorchDispatchMode):
+        size = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            for x in out if isinstance(out, tuple | list) else [out]:
+                if isinstance(x, Tensor):
+                    Largest.size = max(Largest.size, x.numel())
+            return out
+
+    monkeypatch.setattr(pairs, "CHUNK", 2**16)
+    n = 2**11
+    layer = AttentionConv(8, 8, 1, IndexerSource(Indexer(8), share=2**-8), estimator="distill", is_causal=True)
+    with Largest():
+        layer(draw(0, n, 8).float(), seed=0).sum().backward()
+    assert Largest.size <= 2**18 < n * n / 8  # 2**16 scores at a time; queries of all small heads have 68 channels
+
+
+def test_scores_of_nan_choose_nothing() -> None:
+    x = draw(1, HEADS, 6, CHANNELS)
+    x[:, 2] = torch.nan
+    given = IndexProbability(*make("indexer")(x, x))
+    for graph in (given.top_k(3), given.sample(exploration=0.5, seed=0)):
+        assert graph.num_edges > 0
+        assert not (graph.edge_index == 2).any()
+
+
+def test_words_are_those_of_block_models() -> None:
+    """A coin is the same whoever tosses it, in whatever shape."""
+    threshold = (torch.rand(3, 4, 70, generator=torch.Generator().manual_seed(0)) * 2.0**32).long()
+    place, stream, head = torch.arange(4).expand(3, 4), torch.tensor([5, 0, 2])[:, None], torch.tensor(1)
+    whole = ops.reference.toss(threshold, place, stream, head, 9)
+    for b, i in itertools.product(range(3), range(4)):
+        one = ops.reference.toss(threshold[b, i : i + 1], place[b, i : i + 1], int(stream[b]), 1, 9)
+        assert torch.equal(one[0], whole[b, i])
+    assert not ops.reference.toss(torch.zeros_like(threshold), place, stream, head, 9).any()
+    assert ops.reference.toss(torch.full_like(threshold, 2**32), place, stream, head, 9).all()
+
+
+X = torch.ones(2, 5, 3)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: Indexer(0), ValueError, r"Expected 'channels' to be at least 1 \(got 0\)"),
+        (lambda: KeyScorer(3, hidden=2.5), TypeError, "Expected 'hidden' to be an int"),
+        (lambda: Indexer(3)(X, X), ValueError, r"Expected 'query' to be \[H, N, C\] = \[1, any, 3\]"),
+        (lambda: Indexer(2**20, 2**10), ValueError, "Expected 'heads' "),
+        (lambda: IndexerSource("indexer"), TypeError, r"Expected 'scorer' to be a module such as Indexer \(got str\)"),
+        (lambda: IndexerSource(Indexer(3), select="most"), ValueError, "Expected 'select' to be one of"),
+        (lambda: IndexerSource(Indexer(3), select="top_k"), ValueError, "Expected 'k' with select='top_k' alone"),
+        (lambda: IndexerSource(Indexer(3), k=3), ValueError, "Expected 'k' with select='top_k' alone"),
+        (lambda: IndexerSource(Indexer(3), share=2), ValueError, r"Expected 'share' in \(0, 1\]"),
+        (lambda: IndexerSource(Indexer(3), density=1), ValueError, r"Expected 'density' in \(0, 1\)"),
+        (lambda: IndexerSource(Indexer(3), detach=1), TypeError, "Expected 'detach' to be a bool"),
+        (
+            lambda: IndexerSource(Indexer(3, 2), window=1)(
+                X, X, torch.tensor([0, 5]), torch.tensor([0, 5]), bipartite=True, seed=0
+            ),
+            ValueError,
+            "Expected the same tokens as queries and keys with 'window'",
+        ),
+        (lambda: IndexProbability(X, X, X), ValueError, r"Expected 'query' to be \[H, N, S, D\]"),
+        (
+            lambda: IndexProbability(X[..., None], X, X[..., :1], degree=torch.ones(4)),
+            ValueError,
+            r"Expected 'degree' to be \[N\] = \[5\]",
+        ),
+        (
+            lambda: IndexProbability(X[..., None], X, X[..., :1]).on(patterns.self_loops(4)),
+            ValueError,
+            r"Expected 'graph' with \(heads, queries, keys\) = \(2, 5, 5\)",
+        ),
+        (lambda: IndexProbability(X[..., None], X, X[..., :1]).top_k(0), ValueError, "Expected 'k' to be at least 1"),
+        (
+            lambda: IndexProbability(X[..., None], X, X[..., :1]).top_k(torch.ones(5)),
+            TypeError,
+            r"Expected 'k' to be int64 \(got torch.float32\)",
+        ),
+        (
+            lambda: AttentionConv(3, 3, 2, IndexerSource(Indexer(3, 2), select="top_k", k=2))(X[0]),
+            ValueError,
+            "Expected 'estimator' other than Local with a source that ranks",
+        ),
+        (
+            lambda: AttentionConv(3, 3, 2, IndexerSource(Indexer(3, 2)), estimator="imitate", normalizer="entmax15"),
+            ValueError,
+            r"Expected 'estimator' to be 'mask', 'paper' or 'none' with normalizer='entmax15' \(got Imitate\)",
+        ),
+    ],
+)  # fmt: skip
+def test_errors(call: Callable[[], Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_distillation_sees_the_sums_of_all_keys() -> None:
+    """With a full graph the divergence is least where shares are the attention's weights."""
+    given, scores, _ = probabilities("indexer", ([9], [9]), False, apart=False)
+    graph = patterns.full(9).expand(HEADS)
+    query, key = draw(3, HEADS, 9, 4), draw(4, HEADS, 9, 4)
+    weight, share = (query @ key.mT).softmax(2), scores.log_softmax(2)
+    expected = -(weight * share).sum() / (9 * HEADS)
+    torch.testing.assert_close(distillation(query, key, given, graph), expected, rtol=1e-10, atol=1e-10)
