@@ -199,8 +199,9 @@ class SequenceEncoder(Pretrained):
         dropout: Dropout on embeddings and on what each block adds, in [0, 1).
         attention: ``"sbm"`` (:class:`SBMAttentionConv`), ``"full"`` (:class:`~sbm_pyg.dense.FullAttention`),
             ``"window"`` or ``"bigbird"`` (:class:`AttentionConv` over one of :mod:`~sbm_pyg.patterns`), ``"top_k"``,
-            ``"block_top_k"``, ``"lsh"`` or ``"routing"`` (over one of :mod:`~sbm_pyg.selectors`), or a factory
-            ``(channels, head_channels, heads) -> module``. Its module is called as ``module(x, ptr=ptr, seed=seed,
+            ``"block_top_k"``, ``"lsh"`` or ``"routing"`` (over one of :mod:`~sbm_pyg.selectors`), ``"indexer"`` or
+            ``"key_selection"`` (over an :class:`~sbm_pyg.indexer.IndexerSource`), or a factory ``(channels,
+            head_channels, heads) -> module``. Its module is called as ``module(x, ptr=ptr, seed=seed,
             sequence_ids=sequence_ids, return_choice=True)``, with the graph as second argument where one is given, and
             returns ``[N, H*C]`` and a :class:`Choice` or None.
         attention_options: Keyword arguments of the attention that is named and of its rule, e.g. ``{"num_blocks": 16,
