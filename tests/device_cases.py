@@ -17,7 +17,9 @@ from torch_geometric.data import Batch, Data
 
 from sbm_pyg import (
     SBM,
+    AttentionConv,
     AttentionGraph,
+    GraphSource,
     PairClassifier,
     SBMAttentionConv,
     SBMGraph,
@@ -28,13 +30,17 @@ from sbm_pyg import (
     TokenClassifier,
     analysis,
     estimators,
+    indexer,
     ops,
     pad,
     patterns,
     plots,
     sample_edges,
+    selectors,
+    sparsefinder,
     unpad,
 )  # fmt: skip
+from sbm_pyg.models import ATTENTION
 
 Device = torch.device
 Case = Callable[[Device], Any]
@@ -135,6 +141,34 @@ def layer(device: Device, variant: dict[str, Any]) -> Any:
     return with_gradients(out, conv, x), graph, alpha
 
 
+@cases(
+    "chooser",
+    {
+        "top_k": ("none", lambda: selectors.SelectorSource(selectors.top_k, k=3, window=1)),
+        "block_top_k": ("none", lambda: selectors.SelectorSource(selectors.block_top_k, k=2, block_size=3)),
+        "lsh": ("none", lambda: selectors.SelectorSource(selectors.lsh, num_buckets=4, chunk_size=3, rounds=2)),
+        "routing": ("none", lambda: selectors.RoutingSource(8, 2, 3)),
+        "distance": ("none", lambda: sparsefinder.SparsefinderSource(projection(), sparsefinder.distance, threshold=1.0)),
+        "buckets": ("none", lambda: sparsefinder.SparsefinderSource(projection(), sparsefinder.bucketing, num_buckets=3)),
+        "clusters": ("none", lambda: sparsefinder.SparsefinderSource(
+            projection(), sparsefinder.clustering, centroids=torch.eye(3)[None], cap=3, num_global=1)),
+        "coins": ("distill", lambda: indexer.IndexerSource(indexer.Indexer(8, 2), share=0.3)),
+        "coins apart": ("local", lambda: indexer.IndexerSource(indexer.Indexer(8, 2), window=1)),
+        "ranks": ("imitate", lambda: indexer.IndexerSource(indexer.KeyScorer(8, 2), select="top_k", k=3)),
+    },
+)  # fmt: skip
+def chooser(device: Device, variant: tuple[str, Callable[[], GraphSource]]) -> Any:
+    estimator, source = variant
+    conv = on(device, lambda: AttentionConv(16, 8, 2, source(), estimator=estimator))
+    x = normal(device, 40, 16).requires_grad_()
+    out, graph = conv(x, ptr=PTR.to(device), seed=3, return_graph=True)
+    return with_gradients(out, conv, x), graph, sparsefinder.compare(graph, graph).sparsity
+
+
+def projection() -> sparsefinder.Projection:
+    return sparsefinder.Projection(8, 2, 3)
+
+
 @case
 def layer_between_two_sets(device: Device) -> Any:
     conv = on(device, lambda: SBMAttentionConv((12, 16), 8, heads=2, num_blocks=4))
@@ -193,7 +227,7 @@ def encoder(attention: str = "sbm") -> SequenceEncoder:
     return SequenceEncoder(11, channels=16, num_layers=2, heads=2, ffn_channels=32, max_length=64, attention=attention)
 
 
-@cases("model", {name: name for name in ("sbm", "full", "window", "bigbird")})
+@cases("model", {name: name for name in ATTENTION})
 def model(device: Device, variant: str) -> Any:
     classifier = on(device, lambda: SequenceClassifier(encoder(variant), 3)).eval()
     logits, trace = classifier(
