@@ -19,17 +19,18 @@ What grows with the number of edges alone is the attention.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.function import once_differentiable
 
 from . import ops, patterns
 from .choice import Choice, EdgeProbability, GraphSource, check_over
 from .graph import AttentionGraph
 from .ops import checks
-from .pairs import Ptr, Sides, largest, parts, streamed
+from .pairs import Part, Ptr, Sides, largest, parts, streamed
 from .ragged import check_present, count_pairs, draw_seed, resolve_sequence_ids, resolve_sides
 
 __all__ = ["IndexProbability", "Indexer", "IndexerSource", "KeyScorer"]
@@ -219,7 +220,8 @@ class IndexProbability(EdgeProbability):
         self.degree, self.bias = degree, bias
         packed = torch.cat([self.query.flatten(2), self.weight], 2)
         self.sides = Sides(packed, self.key, *resolve_sides(count, key.size(1), ptr, None, query.device), is_causal)
-        self._totals: dict[bool, Tensor] = {}
+        self._known: dict[Rule, Tensor] = {}
+        self._traced: dict[Rule, Tensor] = {}
 
     def __repr__(self) -> str:
         sides = f"{self.sides.heads} heads, {self.sides.num_queries} queries, {self.sides.num_keys} keys"
@@ -255,17 +257,13 @@ class IndexProbability(EdgeProbability):
     @property
     def log_total(self) -> Tensor:
         """Logarithm of the sum of all exponentials of a query, ``[H, N]``, differentiable."""
-        known = torch.is_grad_enabled()
-        if known not in self._totals:
-            self._totals[known] = self._reduce(lambda scores: scores.logsumexp(3))
-        return self._totals[known]
+        return self._reduce(_LOG_TOTAL)
 
     def expected_degree(self) -> Tensor:
         """Sum of the probabilities of each query's pairs, ``[H, N]``, differentiable, before any is cut at 1."""
         if self.degree is not None:
             return self.degree.to(self.query.dtype).expand(self.sides.heads, -1)
-        bias = 0.0 if self.bias is None else self.bias[:, None, None, None]
-        return self._reduce(lambda scores: torch.sigmoid(scores + bias).sum(3))
+        return self._reduce(_COINS)
 
     def expected_density(self) -> Tensor:
         """Mean probability over the pairs of each sequence and head, ``[B, H]``, before any is cut at 1."""
@@ -325,41 +323,120 @@ class IndexProbability(EdgeProbability):
         stream = ids[sides.query_sequence]
         head = torch.arange(sides.heads, device=stream.device)[:, None, None]
 
-        def toss(scores: Tensor, possible: Tensor, token: Tensor) -> Tensor:
+        totals = []
+
+        def toss(scores: Tensor, possible: Tensor, part: Part) -> Tensor:
+            token = part.query
             if self.degree is None:
-                p = torch.sigmoid(scores if self.bias is None else scores + self.bias[:, None, None, None])
+                p = _coin(scores, self.bias)
             else:
-                p = torch.softmax(scores, 3).nan_to_num_(0.0) * self.degree.to(scores.dtype)[token][..., None]
-            threshold = ((p + exploration).clamp(max=1) * possible).double() * 2.0**32
+                total = scores.logsumexp(3, keepdim=True)
+                totals.append((part, total[..., 0]))
+                p = scores.sub_(total).exp_().mul_(self.degree.to(scores.dtype)[token][..., None]).nan_to_num_(0.0)
+            threshold = p.add_(exploration).clamp_(max=1).mul_(possible).mul_(2.0**32)
             return ops.reference.toss(threshold.long(), sides.query_place[token], stream[token], head, seed)
 
-        return sides.graph(*streamed(sides, sides.key, sides.key_ptr, sides.reach, toss, self._scores))
+        graph = sides.graph(*streamed(sides, sides.key, sides.key_ptr, sides.reach, toss, self._scores))
+        if totals:
+            self._known[_LOG_TOTAL] = _in_order(totals)
+        return graph
 
     def _scores(self, packed: Tensor, key: Tensor) -> Tensor:
         """Scores ``[H, b, r, L]`` of packed queries ``[H, b, r, S D + S]`` and keys ``[H, b, L, D]``."""
-        small, channels = self.query.shape[2:]
-        query, weight = packed.split([small * channels, small], 3)
         total = packed.new_zeros(())
-        for part, factor in zip(query.split(channels, 3), weight.split(1, 3), strict=True):
-            total = torch.addcmul(total, torch.relu(part @ key.mT), factor)
+        for query, weight in self._heads(packed):
+            total = torch.addcmul(total, torch.relu_(query @ key.mT), weight)
         return total
 
-    def _reduce(self, function: Callable[[Tensor], Tensor]) -> Tensor:
-        """A number for each query, ``[H, N]``, from the scores of its pairs ``[H, b, r, L]``.
+    def _heads(self, packed: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Queries ``[H, b, r, D]`` and weights ``[H, b, r, 1]`` of each small head."""
+        small, channels = self.query.shape[2:]
+        query, weight = packed.split([small * channels, small], 3)
+        return zip(query.split(channels, 3), weight.split(1, 3), strict=True)
 
-        A part at a time; the backward pass computes its scores anew.
-        """
-        sides, values, tokens = self.sides, [], []
+    def _reduce(self, rule: Rule) -> Tensor:
+        """A number for each query, ``[H, N]``, differentiable, from the scores of its pairs."""
+        if rule not in self._known:
+            with torch.no_grad():
+                found = []
+                for part in parts(self.sides, self.sides.key_ptr, self.sides.reach):
+                    scores, _ = self._part(part)
+                    found.append((part, rule.value(scores, self.bias)))
+                self._known[rule] = _in_order(found)
+        if not torch.is_grad_enabled():
+            return self._known[rule]
+        if rule not in self._traced:  # one backward pass over all pairs, however often it is asked for
+            inputs = (self.sides.query, self.sides.key, self.bias)
+            self._traced[rule] = _Reduced.apply(*inputs, self._known[rule], self, rule)
+        return self._traced[rule]
 
-        def compute(packed: Tensor, key: Tensor, possible: Tensor) -> Tensor:
-            return function(self._scores(packed, key).masked_fill(~possible, torch.finfo(key.dtype).min))
+    def _part(self, part: Part) -> tuple[Tensor, Tensor]:
+        """Scores of the pairs of a part, the least number where there is none, and which pairs there are."""
+        scores = self._scores(self.sides.query[:, part.query], self.sides.key[:, part.key.clamp(min=0)])
+        possible = part.possible & ~scores.isnan()
+        return scores.masked_fill_(~possible, torch.finfo(scores.dtype).min), possible
 
+
+class Rule(NamedTuple):
+    """What becomes of the scores of a row, ``[H, b, r, L]``, and of the bias of a head, and its slope in each score."""
+
+    value: Callable[[Tensor, Tensor | None], Tensor]
+    slope: Callable[[Tensor, Tensor | None, Tensor], Tensor]
+
+
+def _coin(scores: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.sigmoid(scores if bias is None else scores + bias[:, None, None, None])
+
+
+def _coin_slope(scores: Tensor, bias: Tensor | None, value: Tensor) -> Tensor:
+    p = _coin(scores, bias)
+    return p * (1 - p)
+
+
+_LOG_TOTAL = Rule(lambda scores, bias: scores.logsumexp(3), lambda scores, bias, value: (scores - value).exp_())
+_COINS = Rule(lambda scores, bias: _coin(scores, bias).sum(3), _coin_slope)
+
+
+def _in_order(found: list[tuple[Part, Tensor]]) -> Tensor:
+    """Numbers ``[H, N]`` in the order of the queries, from those of parts ``[H, b, r]``."""
+    token = torch.cat([part.query[part.there] for part, _ in found])
+    return torch.cat([value[:, part.there] for part, value in found], 1)[:, token.argsort()]
+
+
+class _Reduced(torch.autograd.Function):
+    """Numbers of rows that are known, with their gradient to all pairs: a part at a time, from scores computed anew."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, packed: Tensor, key: Tensor, bias: Tensor | None, value: Tensor, owner: IndexProbability, rule: Rule
+    ) -> Tensor:
+        ctx.save_for_backward(packed, key, bias, value)
+        ctx.owner, ctx.rule = owner, rule
+        return value.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        packed, key, bias, value = ctx.saved_tensors
+        owner, grad_packed, grad_key = ctx.owner, torch.zeros_like(packed), torch.zeros_like(key)
+        grad_bias = None if bias is None else torch.zeros_like(bias)
+        sides = owner.sides
         for part in parts(sides, sides.key_ptr, sides.reach):
-            given = (sides.query[:, part.query], sides.key[:, part.key.clamp(min=0)], part.possible)
-            value: Tensor = checkpoint(compute, *given, use_reentrant=False)
-            values.append(value[:, part.there])
-            tokens.append(part.query[part.there])
-        return torch.cat(values, 1)[:, torch.cat(tokens).argsort()]
+            scores, possible = owner._part(part)
+            slope = ctx.rule.slope(scores, bias, value[:, part.query, None]).mul_(grad[:, part.query, None])
+            slope.masked_fill_(~possible, 0)
+            if grad_bias is not None and ctx.rule is _COINS:
+                grad_bias += slope.sum((1, 2, 3))
+            keys, to_keys, to_queries, to_weights = key[:, part.key.clamp(min=0)], 0.0, [], []
+            for query, weight in owner._heads(packed[:, part.query]):
+                dot = torch.relu_(query @ keys.mT)
+                to_weights.append((slope * dot).sum(3, keepdim=True))
+                to_dot = (slope * weight).masked_fill_(dot == 0, 0)
+                to_queries.append(to_dot @ keys)
+                to_keys = to_keys + to_dot.mT @ query
+            grad_packed.index_add_(1, part.query.flatten(), torch.cat(to_queries + to_weights, 3).flatten(1, 2))
+            grad_key.index_add_(1, part.key.clamp(min=0).flatten(), to_keys.flatten(1, 2))
+        return grad_packed, grad_key, grad_bias, None, None, None
 
 
 class IndexerSource(GraphSource):

@@ -163,8 +163,6 @@ def _padded(ptr: Tensor, which: Tensor) -> Tensor:
     return torch.where(place < length, start + place, -1)
 
 
-Keep = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""From scores ``[H, b, r, L]``, the possible ones among them and queries ``[b, r]`` to a mask of those to keep."""
 Score = Callable[[Tensor, Tensor], Tensor]
 """From queries ``[H, b, r, C]`` and keys ``[H, b, L, C']`` to scores ``[H, b, r, L]``."""
 
@@ -182,6 +180,10 @@ class Part:
     key: Tensor  # [b, L]; -1 is none
     there: Tensor  # [b, r], whether there is such a query
     possible: Tensor  # [b, r, L] pairs
+
+
+Keep = Callable[[Tensor, Tensor, Part], Tensor]
+"""From scores ``[H, b, r, L]``, the possible ones among them and where they are to a mask of those to keep."""
 
 
 def parts(sides: Sides, key_ptr: Tensor, limit: Tensor) -> Iterator[Part]:
@@ -216,7 +218,7 @@ def streamed(
     for part in parts(sides, key_ptr, limit):
         scores = score(query[:, part.query], key[:, part.key.clamp(min=0)])
         possible = part.possible & ~scores.isnan()
-        kept = keep(scores.masked_fill_(~possible, -torch.inf), possible, part.query)
+        kept = keep(scores.masked_fill_(~possible, -torch.inf), possible, part)
         head, sequence, at, to = kept.nonzero(as_tuple=True)
         found.append((head * sides.num_queries + part.query[sequence, at], part.key[sequence, to]))
     row, col = (torch.cat(each) for each in zip(*found, strict=True))
@@ -231,12 +233,12 @@ def largest(k: int | Tensor, own: Tensor | None = None) -> Keep:
         own: Key ``own[i]`` of its sequence is among those of query i, ``[N]``.
     """
 
-    def keep(scores: Tensor, possible: Tensor, token: Tensor) -> Tensor:
+    def keep(scores: Tensor, possible: Tensor, part: Part) -> Tensor:
         width = scores.size(-1)
         if own is not None:
-            here = torch.arange(width, device=scores.device) == own[token][..., None]
+            here = torch.arange(width, device=scores.device) == own[part.query][..., None]
             scores.masked_fill_(here & possible, torch.inf)
-        count = torch.as_tensor(k if isinstance(k, int) else k[token], device=scores.device).clamp(max=width)
+        count = torch.as_tensor(k if isinstance(k, int) else k[part.query], device=scores.device).clamp(max=width)
         best = scores.topk(int(count.max()), dim=-1).values
         least = best.gather(-1, (count - 1).expand(scores.shape[:-1])[..., None])
         above, equal = scores > least, (scores == least) & possible

@@ -23,7 +23,7 @@ from .choice import Choice, GraphSource
 from .graph import AttentionGraph, check_graph
 from .ops import checks, segment_entmax
 from .ops.reference import reach
-from .pairs import Ptr, Sides, largest, ranges, streamed
+from .pairs import Part, Ptr, Sides, largest, ranges, streamed
 from .ragged import draw_seed
 from .selectors import SelectorSource
 
@@ -74,7 +74,7 @@ def gold_graph(
         checks.number("scale", scale, "(-inf, inf)", "It is a factor of the scores.")
     factor = query.size(2) ** -0.5 if scale is None else scale
 
-    def used(scores: Tensor, possible: Tensor, token: Tensor) -> Tensor:
+    def used(scores: Tensor, possible: Tensor, part: Part) -> Tensor:
         width = scores.size(-1)
         ends = width * torch.arange(scores.numel() // width + 1, device=scores.device)
         return segment_entmax((factor * scores).flatten(), ptr=ends, alpha=alpha).view_as(scores) > 0
@@ -321,9 +321,9 @@ def distance(
     if cap is not None:
         cap = min(checks.integer("cap", cap, 1, "It is the largest number of keys of a query."), sides.num_keys)
 
-    def near(scores: Tensor, possible: Tensor, token: Tensor) -> Tensor:
+    def near(scores: Tensor, possible: Tensor, part: Part) -> Tensor:
         inside = possible & (scores >= -threshold)
-        return inside if cap is None else largest(cap)(scores.masked_fill_(~inside, -torch.inf), inside, token)
+        return inside if cap is None else largest(cap)(scores.masked_fill_(~inside, -torch.inf), inside, part)
 
     def score(query: Tensor, key: Tensor) -> Tensor:
         return -torch.cdist(query, key, compute_mode=EXACT)

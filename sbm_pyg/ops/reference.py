@@ -491,12 +491,14 @@ def toss(threshold: Tensor, place: Tensor, stream: Tensor | int, head: Tensor | 
     """
     row = [torch.as_tensor(x, device=threshold.device).expand(threshold.shape[:-1]) for x in (place, stream, head)]
     num_keys = threshold.size(-1)
-    j = torch.arange(num_keys, device=threshold.device)
     block = torch.arange(16 * ((num_keys + 255) // 256), device=threshold.device)
     i, stream, head = (x[..., None] for x in row)
-    words = torch.stack(philox(block, i, stream & _WORD, head | COIN_BYTE << 24, seed), dim=-1)  # [..., blocks, 4]
-    byte = (words[..., j // 256 * 16 + j // 4 % 16, j // 64 % 4] >> 8 * (j % 4)) & 255
-    hit, close = byte < threshold >> 24, byte == threshold >> 24
+    words = torch.stack(philox(block, i, stream & _WORD, head | COIN_BYTE << 24, seed), dim=-2)  # [..., 4, blocks]
+    words = words.unflatten(-1, (-1, 16)).transpose(-3, -2)[..., None]  # [..., m / 256, 4, 16, 1]
+    byte = torch.cat([words & 255, *(words >> 8 * part & 255 for part in (1, 2, 3))], dim=-1).flatten(-4)
+    byte = byte[..., :num_keys].to(torch.int16)
+    first = (threshold >> 24).to(torch.int16)
+    hit, close = byte < first, byte == first
     j = close.nonzero()[:, -1]
     i, stream, head = (x[..., None].expand_as(close)[close] for x in row)
     words = torch.stack(philox(j >> 2, i, stream & _WORD, head | COIN_REST << 24, seed), dim=-1)
