@@ -5,15 +5,14 @@ In: the folder of the tables. Out: Markdown, and one figure per study. Not here:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
 
-from examples.benchmarks.learning import LISTOPS, RUNS
-from examples.benchmarks.tables import Row, Rows, markdown, read
+from examples.benchmarks.learning import RUNS
+from examples.benchmarks.tables import Rows, markdown, read
 
 GROUPS = {  # lines of a figure
     "estimators": ["full", "local", "mask", "paper", "relaxed", "concrete", "score function", "none"],
@@ -49,10 +48,10 @@ def by_key(rows: Rows, key: str) -> dict[Any, Rows]:
     return found
 
 
-def by_run(rows: Rows, names: Iterable[str]) -> dict[str, dict[float, Rows]]:
-    """Rows of each run and seed, runs of these names first."""
+def by_run(rows: Rows) -> dict[str, dict[float, Rows]]:
+    """Rows of each run and seed, those of the study first."""
     runs = by_key(rows, "run")
-    return {name: by_key(runs[name], "seed") for name in (*names, *runs) if name in runs}
+    return {name: by_key(runs[name], "seed") for name in (*RUNS, *runs) if name in runs}
 
 
 def report_gradients(rows: Rows) -> str:
@@ -66,7 +65,7 @@ def report_tokens(rows: Rows) -> str:
     """The last row of each curve over the seeds, and when it passed 99 %."""
     columns = {"accuracy": (100, 2), "density": (100, 1), "p_equal": (1, 3), "p_other": (1, 3)}  # factor and digits
     lines = []
-    for name, curves in by_run(rows, RUNS).items():
+    for name, curves in by_run(rows).items():
         if len(curves) < 2:
             continue
         shown = [
@@ -83,41 +82,17 @@ def report_tokens(rows: Rows) -> str:
 
 
 def report_listops(rows: Rows) -> str:
-    """Test accuracies, and their differences to full attention, paired by seed; then those of averages over graphs."""
-    tests = by_run([row for row in rows if row["split"] == "test"], LISTOPS)
-    accuracy = {
-        name: {(seed, row["graphs"]): 100 * row["accuracy"] for seed, found in seeds.items() for row in found}
-        for name, seeds in tests.items()
-    }
-    once, averaged = list[list[Any]](), list[list[Any]]()
-    full = accuracy.get("full", {})
-    for name, seeds in tests.items():
-        for graphs in (1, 8):
-            chosen = [
-                seed for seed in seeds if {(seed, 1), (seed, graphs)} <= accuracy[name].keys() and (seed, 1) in full
-            ]
-            if len(chosen) < 2:
-                continue
-            found = [spread([accuracy[name][seed, number] for seed in chosen], 2) for number in sorted({1, graphs})]
-            gain = interval([accuracy[name][seed, graphs] - full[seed, 1] for seed in chosen])
-            if graphs > 1:
-                averaged.append([name, len(chosen), graphs, *found, gain])
-            else:
-                heads = [densities(row) for seed in chosen for row in seeds[seed] if row["graphs"] == 1]
-                once.append(
-                    [name, len(chosen), *found, gain, spread(np.mean(heads, 1), 1), spread(np.max(heads, 1), 1)]
-                )
-    gain = "less full attention, points (95 %)"
-    return (
-        markdown(["run", "seeds", "test accuracy, %", gain, "density, %", "densest head, %"], once)
-        + "\n\n"
-        + markdown(["run", "seeds", "graphs", "one graph, %", "averaged, %", f"averaged {gain}"], averaged)
-    )
-
-
-def densities(row: Row) -> list[float]:
-    """Of all heads, in per cent."""
-    return [100 * value for key, value in row.items() if key.startswith("density_")]
+    """Test accuracies over the seeds, and their differences to full attention, paired by seed."""
+    full = {row["seed"]: row["test_accuracy"] for row in rows if row["method"] == "full"}
+    lines = []
+    for method, runs in by_key([row for row in rows if row["seed"] in full], "method").items():
+        if len(runs) < 2:
+            continue
+        gain = interval([100 * (row["test_accuracy"] - full[row["seed"]]) for row in runs])
+        means = [100 * np.mean([row[key] for key in row if key.startswith("density_")]) for row in runs]
+        density = "" if np.isnan(means).any() else spread(means, 1)
+        lines.append([method, len(runs), spread([100 * row["test_accuracy"] for row in runs], 2), gain, density])
+    return markdown(["method", "seeds", "test accuracy, %", "less full attention, points (95 %)", "density, %"], lines)
 
 
 def report(folder: Path) -> str:
@@ -128,8 +103,9 @@ def report(folder: Path) -> str:
 
 def draw(folder: Path) -> None:
     """One figure per study."""
-    studies = ("gradients", "repeated_tokens", "listops", "listops_hour")
-    gradients, tokens, listops, hour = (read(folder / f"{name}.csv") for name in studies)
+    gradients, tokens, hour = (
+        read(folder / f"{name}.csv") for name in ("gradients", "repeated_tokens", "listops_hour")
+    )
     aside: dict[str, Any] = {"frameon": False, "fontsize": "small"}
 
     figure = Figure(figsize=(9, 3.6), layout="constrained")
@@ -142,7 +118,7 @@ def draw(folder: Path) -> None:
     figure.savefig(folder / "gradients.png", dpi=110)
 
     figure = Figure(figsize=(9, 9), layout="constrained")
-    runs = by_run(tokens, RUNS)
+    runs = by_run(tokens)
     for panels, (group, names) in zip(figure.subplots(len(GROUPS), 2), GROUPS.items(), strict=True):
         for axes, column, top in zip(panels, ("loss", "density"), (0.75, 1.02), strict=True):
             for name in (name for name in names if name in runs):
@@ -154,16 +130,6 @@ def draw(folder: Path) -> None:
             axes.set(xlabel="step", ylabel=f"{column}, mean over seeds", title=group, ylim=(0, top))
         axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), **aside)
     figure.savefig(folder / "repeated_tokens.png", dpi=110)
-
-    figure = Figure(figsize=(9, 5), layout="constrained")
-    axes = figure.subplots()
-    tests = by_run([row for row in listops if row["split"] == "test" and row["graphs"] == 1], LISTOPS)
-    for number, (name, seeds) in enumerate(tests.items()):
-        points = [(np.mean(densities(row)), 100 * row["accuracy"]) for rows in seeds.values() for row in rows]
-        axes.plot(*zip(*points, strict=True), "o^X"[number // 10], color=f"C{number % 10}", label=name)
-    axes.set(xscale="log", xlabel="density (%), one point a seed", ylabel="test accuracy (%)")
-    figure.legend(loc="outside right center", **aside)
-    figure.savefig(folder / "listops.png", dpi=110)
 
     figure = Figure(figsize=(7, 3.6), layout="constrained")
     axes = figure.subplots()
