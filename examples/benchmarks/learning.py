@@ -1,11 +1,11 @@
 """The study of docs/learning.md: which gradient and which block model learn, over seeds, with the raw numbers kept.
 
 In: nothing but the folder of the tables. Out: a tidy table of repeated tokens and one of gradients, and from these and the tables of
-ListOps beside them the figures, and the tables of the page as Markdown. What a table holds is not run again, and a run that was
-stopped goes on. Not here: the task and its training (``examples/repeated_tokens.py``), and ListOps (``examples/lra/table.py``).
+ListOps beside them the figures, and the tables of the page as Markdown. A run that the table holds is not made again, and one
+that was stopped goes on. Not here: the task and its training (``examples/repeated_tokens.py``), and ListOps (``examples/lra/table.py``).
 
 python -m examples.benchmarks learning run        repeated tokens: 90 runs, half an hour on one core
-python -m examples.benchmarks learning gradients  bias and variance of each estimator by enumeration, a minute
+python -m examples.benchmarks learning gradients  bias and variance of each estimator by enumeration, a second
 python -m examples.benchmarks learning report     tables and figures of what is there
 """
 
@@ -66,14 +66,13 @@ def run(given: argparse.Namespace) -> None:
 
 
 def gradients(given: argparse.Namespace) -> None:
-    """Adds what is missing of bias and variance."""
+    """Makes the table of bias and variance anew."""
     from examples.benchmarks.gradients import gradient_errors
 
     path = given.folder / "gradients.csv"
-    done = {(row["p"], row["sharpness"]) for row in read(path)}
+    path.unlink(missing_ok=True)
     for p0, sharpness in itertools.product((0.05, 0.25, 0.8), (1.0, 3.0)):
-        if (p0, sharpness) not in done:
-            add(path, gradient_errors(p0, sharpness))
+        add(path, gradient_errors(p0, sharpness))
 
 
 def report(given: argparse.Namespace) -> None:
