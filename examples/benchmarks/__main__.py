@@ -5,7 +5,6 @@ python -m examples.benchmarks samplers           sampling of a graph
 python -m examples.benchmarks layers             training step of a whole layer, ours and dense
 python -m examples.benchmarks growth             time per edge as sequences grow
 python -m examples.benchmarks report             tables and figures of all rows that are there
-python -m examples.benchmarks learning --help    the study of docs/learning.md
 
 Each peer must first show that its results are right. One that is wrong is not timed. Peers of a table take turns, so that a drift of
 the machine hits all alike. Raw numbers go to rows.csv in the output folder, figures beside it; the same command skips tables that are
@@ -35,11 +34,11 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line of all but ``learning``, with the defaults of the suite filled in."""
+    """The command line, with the defaults of the suite filled in."""
     parser = argparse.ArgumentParser(
         "python -m examples.benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("suite", choices=(*PEERS, "report", "learning"), help="what to measure")
+    parser.add_argument("suite", choices=(*PEERS, "report"), help="what to measure")
     parser.add_argument("--tokens", type=int, nargs="+", metavar="N", help="(default: 4096; growth: 2^10 .. 2^17)")
     parser.add_argument("--densities", type=float, nargs="+", metavar="PERCENT", help="(default: 1 5 10 25)")
     parser.add_argument("--blocks", type=int, nargs="+", metavar="K", help="(default: 128; samplers: 128 16)")
@@ -63,13 +62,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures, or reports. Returns 1 where a peer is wrong or broken (slow is neither), else 0."""
-    words = sys.argv[1:] if arguments is None else [*arguments]
-    if words[:1] == ["learning"]:
-        from examples.benchmarks import learning
-
-        learning.main(words[1:])
-        return 0
-    options = parse(words)
+    options = parse(arguments)
     from examples.benchmarks.report import as_markdown, plot
     from examples.benchmarks.tables import read
 

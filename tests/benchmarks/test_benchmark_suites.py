@@ -162,7 +162,6 @@ def test_parser_and_suites_know_the_same_peers() -> None:
         ("kernels --tokens 0", "Expected 'tokens' and 'seconds' above 0"),
         ("kernels --densities 90", "'densities' of at most 60 percent"),
         ("kernels --fast", "unrecognized arguments: --fast"),
-        ("learning run --only nothing", "invalid choice: 'nothing'"),
     ],
 )
 def test_bad_command_lines(line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

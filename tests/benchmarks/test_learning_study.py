@@ -15,7 +15,6 @@ import torch
 
 from examples import repeated_tokens as task
 from examples.benchmarks import learning as study
-from examples.benchmarks import learning_report
 from examples.benchmarks.gradients import gradient_errors
 from examples.benchmarks.tables import read
 
@@ -105,8 +104,8 @@ def given(folder: Path, *words: str) -> argparse.Namespace:
 def test_a_study_runs_what_is_missing_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(task, "QUICK", TINY)
     monkeypatch.setattr(study, "RUNS", {"full": {"attention": "full"}, "local": {}})
-    study.run(given(tmp_path, "run", "--seeds", "1"))
-    study.run(given(tmp_path, "run", "--seeds", "2"))
+    study.run(given(tmp_path, "--seeds", "1"))
+    study.run(given(tmp_path, "--seeds", "2"))
     table = (tmp_path / "tables" / "repeated_tokens.csv").read_text()
     rows = read(tmp_path / "tables" / "repeated_tokens.csv")
     found = [
@@ -121,9 +120,15 @@ def test_a_study_runs_what_is_missing_once(tmp_path: Path, monkeypatch: pytest.M
     ]
     assert [(row["run"], row["seed"], row["step"]) for row in rows] == found
     assert table.partition("\n")[0] == (DOCS / "learning" / "repeated_tokens.csv").read_text().partition("\n")[0]
-    study.run(given(tmp_path, "run", "--seeds", "2"))
+    study.run(given(tmp_path, "--seeds", "2"))
     assert (tmp_path / "tables" / "repeated_tokens.csv").read_text() == table
-    assert "| full | 2 |" in learning_report.report_tokens(rows)
+    assert "| full | 2 |" in study.report_tokens(rows)
+
+
+def test_a_run_that_the_study_does_not_know_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        study.parse(["--only", "nothing"])
+    assert "invalid choice: 'nothing'" in capsys.readouterr().err
 
 
 def test_the_report_on_listops_pairs_seeds_with_full_attention() -> None:
@@ -133,7 +138,7 @@ def test_the_report_on_listops_pairs_seeds_with_full_attention() -> None:
 
     rows = [test("full", 0, 0.74, math.nan), test("full", 1, 0.76, math.nan)]
     rows += [test("sbm", seed, accuracy, 0.2) for seed, accuracy in enumerate((0.75, 0.78, 0.1))]
-    table = learning_report.report_listops(rows)
+    table = study.report_listops(rows)
     # Differences of 1 and 2 points: mean 1.5, standard error 0.5, and 12.706 is the 97.5 % point of Student's t with one degree of freedom.
     assert "| sbm | 2 | 76.50 (75.00 to 78.00) | +1.50 ± 6.35 | 20.0 (20.0 to 20.0) |" in table
     assert "| full | 2 | 75.00 (74.00 to 76.00) | +0.00 ± 0.00 |  |" in table
@@ -157,9 +162,9 @@ def test_the_tables_of_the_page_follow_from_the_tidy_tables() -> None:
     page = (DOCS / "learning.md").read_text().splitlines()
     tables = {name: read(DOCS / "learning" / f"{name}.csv") for name in ("gradients", "repeated_tokens", "listops")}
     made = [
-        learning_report.report_gradients(tables["gradients"]),
-        learning_report.report_tokens(tables["repeated_tokens"]),
-        learning_report.report_listops(tables["listops"]),
+        study.report_gradients(tables["gradients"]),
+        study.report_tokens(tables["repeated_tokens"]),
+        study.report_listops(tables["listops"]),
     ]
     lines = "\n\n".join(made).splitlines()
     assert len(lines) > 100
@@ -194,5 +199,5 @@ def test_single_runs_and_the_hour_are_as_published() -> None:
 def test_the_figures_are_drawn(tmp_path: Path) -> None:
     for table in (DOCS / "learning").glob("*.csv"):
         shutil.copy(table, tmp_path)
-    learning_report.draw(tmp_path)
+    study.draw(tmp_path)
     assert {path.name for path in tmp_path.glob("*.png")} == {path.name for path in (DOCS / "learning").glob("*.png")}
