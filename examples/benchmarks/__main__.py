@@ -21,7 +21,7 @@ from typing import Any
 
 PEERS = {  # by suite; what they do is in `kernels` and `samplers`, which bring torch with them
     "kernels": ("ours", "sdpa", "sdpa-masked", "pyg", "pyg-compiled", "wrong"),
-    "samplers": ("bernoulli", "edges", "fastrg", "dense", "hard", "wrong"),
+    "samplers": ("bernoulli", "edges", "fastrg", "dense", "wrong"),
     "layers": ("sbm", "dense", "wrong"),
     "growth": ("sampling", "layer"),
 }
