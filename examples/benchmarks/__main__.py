@@ -4,11 +4,11 @@ python -m examples.benchmarks kernels            attention over a given graph: o
 python -m examples.benchmarks samplers           sampling of a graph
 python -m examples.benchmarks layers             training step of a whole layer, ours and dense
 python -m examples.benchmarks growth             time per edge as sequences grow
-python -m examples.benchmarks report             tables and figures of all rows that are there
+python -m examples.benchmarks report             tables of all rows that are there
 
 Each peer must first show that its results are right. One that is wrong is not timed. Peers of a table take turns, so that a drift of
-the machine hits all alike. Raw numbers go to rows.csv in the output folder, figures beside it; the same command skips tables that are
-whole there. OMP_NUM_THREADS sets the threads of every peer.
+the machine hits all alike. Raw numbers go to rows.csv in the output folder; the same command skips tables that are whole there.
+OMP_NUM_THREADS sets the threads of every peer.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--peers", nargs="+", metavar="PEER", help=f"(default: all but {' and '.join(EXTRA)})")
     cap = "what takes longer than that for one call is not timed (default: %(default)s)"
     parser.add_argument("--seconds", type=float, default=15.0, metavar="S", help=cap)
-    place = "of rows.csv and figures (default: %(default)s)"
+    place = "of rows.csv (default: %(default)s)"
     parser.add_argument("--output", type=Path, default=Path("runs/benchmarks"), metavar="DIR", help=place)
     options = parser.parse_args(arguments)
     suite = options.suite
@@ -63,7 +63,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures, or reports. Returns 1 where a peer is wrong or broken (slow is neither), else 0."""
     options = parse(arguments)
-    from examples.benchmarks.report import as_markdown, plot
+    from examples.benchmarks.report import as_markdown
     from examples.benchmarks.tables import read
 
     if options.suite != "report":
@@ -73,8 +73,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         rows = read(options.output / "rows.csv")
     print(as_markdown(rows))
-    for path in plot(rows, options.output):
-        print(f"wrote {path}", file=sys.stderr)
     return int(any(str(row["status"]).startswith(("REJECTED", "failed")) and row["peer"] != "wrong" for row in rows))
 
 
