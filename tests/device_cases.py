@@ -271,7 +271,7 @@ def baseline(device: Device, variant: str) -> Any:
         "value_kernel": 7,
     }
     settings: Any = SimpleNamespace(max_length=40, attention_dropout=0.0, **sizes)
-    layer = on(device, lambda: BASELINES[variant](settings)(16, 8, 2))
+    layer = on(device, lambda: BASELINES[variant](settings, 16, 8, 2))
     x = normal(device, 40, 16).requires_grad_()
     out = layer(x, ptr=PTR.to(device), seed=1)
     return (

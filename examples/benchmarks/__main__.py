@@ -4,12 +4,11 @@ python -m examples.benchmarks kernels            attention over a given graph: o
 python -m examples.benchmarks samplers           sampling of a graph
 python -m examples.benchmarks layers             training step of a whole layer, ours and dense
 python -m examples.benchmarks growth             time per edge as sequences grow
-python -m examples.benchmarks report             tables and figures of all rows that are there
-python -m examples.benchmarks learning --help    the study of docs/learning.md
+python -m examples.benchmarks report             tables of all rows that are there
 
 Each peer must first show that its results are right. One that is wrong is not timed. Peers of a table take turns, so that a drift of
-the machine hits all alike. Raw numbers go to rows.csv in the output folder, figures beside it; the same command skips tables that are
-whole there. OMP_NUM_THREADS sets the threads of every peer.
+the machine hits all alike. Raw numbers go to rows.csv in the output folder; the same command skips tables that are whole there.
+OMP_NUM_THREADS sets the threads of every peer.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from typing import Any
 
 PEERS = {  # by suite; what they do is in `kernels` and `samplers`, which bring torch with them
     "kernels": ("ours", "sdpa", "sdpa-masked", "pyg", "pyg-compiled", "wrong"),
-    "samplers": ("bernoulli", "edges", "fastrg", "dense", "hard", "wrong"),
+    "samplers": ("bernoulli", "edges", "fastrg", "dense", "wrong"),
     "layers": ("sbm", "dense", "wrong"),
     "growth": ("sampling", "layer"),
 }
@@ -35,18 +34,18 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line of all but ``learning``, with the defaults of the suite filled in."""
+    """The command line, with the defaults of the suite filled in."""
     parser = argparse.ArgumentParser(
         "python -m examples.benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("suite", choices=(*PEERS, "report", "learning"), help="what to measure")
+    parser.add_argument("suite", choices=(*PEERS, "report"), help="what to measure")
     parser.add_argument("--tokens", type=int, nargs="+", metavar="N", help="(default: 4096; growth: 2^10 .. 2^17)")
     parser.add_argument("--densities", type=float, nargs="+", metavar="PERCENT", help="(default: 1 5 10 25)")
     parser.add_argument("--blocks", type=int, nargs="+", metavar="K", help="(default: 128; samplers: 128 16)")
     parser.add_argument("--peers", nargs="+", metavar="PEER", help=f"(default: all but {' and '.join(EXTRA)})")
     cap = "what takes longer than that for one call is not timed (default: %(default)s)"
     parser.add_argument("--seconds", type=float, default=15.0, metavar="S", help=cap)
-    place = "of rows.csv and figures (default: %(default)s)"
+    place = "of rows.csv (default: %(default)s)"
     parser.add_argument("--output", type=Path, default=Path("runs/benchmarks"), metavar="DIR", help=place)
     options = parser.parse_args(arguments)
     suite = options.suite
@@ -63,14 +62,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures, or reports. Returns 1 where a peer is wrong or broken (slow is neither), else 0."""
-    words = sys.argv[1:] if arguments is None else [*arguments]
-    if words[:1] == ["learning"]:
-        from examples.benchmarks import learning
-
-        learning.main(words[1:])
-        return 0
-    options = parse(words)
-    from examples.benchmarks.report import as_markdown, plot
+    options = parse(arguments)
+    from examples.benchmarks.report import as_markdown
     from examples.benchmarks.tables import read
 
     if options.suite != "report":
@@ -80,8 +73,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         rows = read(options.output / "rows.csv")
     print(as_markdown(rows))
-    for path in plot(rows, options.output):
-        print(f"wrote {path}", file=sys.stderr)
     return int(any(str(row["status"]).startswith(("REJECTED", "failed")) and row["peer"] != "wrong" for row in rows))
 
 

@@ -1,24 +1,17 @@
 """The study of docs/learning.md: which gradient and which block model learn, over seeds, with the raw numbers kept.
 
-In: nothing but the folder of the tables. Out: one tidy table per study (repeated_tokens.csv, listops.csv, gradients.csv), and
-from these and listops_hour*.csv the figures, and the tables of the page as Markdown. What a table holds is not run again, and
-a run that was stopped goes on. Not here: the tasks and their training (``examples/repeated_tokens.py``, ``examples/lra/``).
+In: nothing but the folder of the tables. Out: tidy tables of repeated tokens and of gradients; with ``--report`` the tables of the page
+as Markdown and its figures, from these and from the tables of ListOps beside them. A run that its table holds is not made again, and
+one that was stopped goes on. Not here: the task and its training (``examples/repeated_tokens.py``), ListOps (``examples/lra/table.py``).
 
-python -m examples.benchmarks learning run        repeated tokens: 90 runs, half an hour on one core
-python -m examples.benchmarks learning listops    short ListOps, through the trainer: 100 runs, two hours
-python -m examples.benchmarks learning average    those runs tested over eight graphs per example
-python -m examples.benchmarks learning gradients  bias and variance of each estimator by enumeration, a minute
-python -m examples.benchmarks learning report     tables and figures of what is there
+python -m examples.benchmarks.learning            90 runs, half an hour on one core
+python -m examples.benchmarks.learning --report   tables and figures of what is there
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
-import shutil
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from examples.benchmarks.tables import add, read
+from examples.benchmarks.tables import Rows, add, markdown, read
 
 SHORT: dict[str, Any] = {"steps": 1000, "evaluate_every": 50}
 LONG: dict[str, Any] = {"position_scale": 1.0}
@@ -58,125 +51,177 @@ RUNS: dict[str, dict[str, Any]] = {  # by name, how a run differs from `repeated
     "256 tokens, local": {**PAPER, "batch_size": 32, "learning_rate": 3e-3, "decay": 1, "sbm_rate": 4.0},
 }
 HOURS = ("literal, full", "literal, local", "256 tokens, local")  # one seed each, and only if they are asked for
-ASSORTATIVE = "--parameterization assortative --cluster-init orthogonal --temperature 0.3 --tied 1 --num-blocks 32"
-PRICES = ("0.03", "0.035", "0.04", "0.05", "0.1", "0.3", "0.5")
-LISTOPS = {  # by name, how a run differs from the laptop preset
-    "full": "--attention full",
-    "itself alone": "--attention window --window 0",
-    "local": "",
-    **{f"local, {price}": f"--density-weight {price}" for price in PRICES},
-    "local, 32 blocks, 0.4": "--num-blocks 32 --density-weight 0.4",
-    "mask": "--estimator mask --exploration 0.01",
-    "paper": "--estimator paper --exploration 0.01",
-    **{name: f"--estimator {name}" for name in ("none", "relaxed", "concrete")},
-    "local, mixed, 0.1": "--parameterization mixed --density-weight 0.1",
-    **{f"local, assortative, {price}": f"{ASSORTATIVE} --density-weight {price}" for price in ("0.1", "0.2")},
-    "full, long": "--attention full --steps 1600",
-    **{f"local, long, {price}": f"--steps 1600 --density-weight {price}" for price in ("0.05", "0.3")},
+GROUPS = {  # lines of a figure
+    "estimators": ["full", "local", "mask", "paper", "relaxed", "concrete", "score function", "none"],
+    "block models": [
+        "full, long",
+        "local, long, assortative",
+        "local, long, assortative, 0.1",
+        "mask, long, assortative, 0.1",
+    ],
+    "256 tokens, as in the paper": ["literal, full", "literal, local"],
 }
 
 
-def lra(command: str, *words: str) -> None:
-    """Calls a program of ``examples/lra`` in a process of its own."""
-    subprocess.run([sys.executable, "-m", "examples.lra", command, *words], check=True, stdout=subprocess.DEVNULL)
-
-
-def stem(name: str, seed: int) -> str:
-    """Of a run's files."""
-    return f"{name.replace(', ', '_').replace(' ', '-')}_{seed}"
-
-
 def run(given: argparse.Namespace) -> None:
-    """Trains what is missing on repeated tokens, seed by seed, so that a study that is stopped has something of everything."""
+    """Makes what is missing, seed by seed, so that a study that is stopped has something of everything."""
     from examples import repeated_tokens as task
+    from examples.benchmarks.gradients import gradient_errors
 
+    path = given.folder / "gradients.csv"
+    if not path.exists():
+        pairs = itertools.product((0.05, 0.25, 0.8), (1.0, 3.0))
+        add(path, [row for p, sharpness in pairs for row in gradient_errors(p, sharpness)])
     path = given.folder / "repeated_tokens.csv"
     done = {(row["run"], row["seed"]) for row in read(path)}
     for seed, name in itertools.product(range(given.seeds), given.only or [name for name in RUNS if name not in HOURS]):
         if (name, seed) not in done:
-            rows = task.train(given.work / f"{stem(name, seed)}.ckpt", replace(task.QUICK, **RUNS[name], seed=seed))
+            checkpoint = given.work / f"{name.replace(', ', '_').replace(' ', '-')}_{seed}.ckpt"
+            rows = task.train(checkpoint, replace(task.QUICK, **RUNS[name], seed=seed))
             add(path, [{"run": name, "seed": seed, **row} for row in rows])
 
 
-def listops(given: argparse.Namespace, graphs: int = 1) -> None:
-    """Trains what is missing on short ListOps, or tests it over several graphs per example, through the trainer's command line."""
-    path, data = given.folder / "listops.csv", str(given.work / "data")
-    lra("prepare", "--generate", "--preset", "laptop", "--test", "10000", "--data", data)
-    done = {(row["run"], row["seed"], row["graphs"]) for row in read(path) if row["split"] == "test"}
-    for seed, name in itertools.product(range(given.seeds), given.only or LISTOPS):
-        work = given.work / f"listops_{stem(name, seed)}"
-        if (name, seed, graphs) in done or (graphs > 1 and not (work / "results.json").exists()):
+def spread(values: Any, digits: int) -> str:
+    """Mean, smallest and largest."""
+    values = np.array(values)
+    return f"{values.mean():.{digits}f} ({values.min():.{digits}f} to {values.max():.{digits}f})"
+
+
+def interval(differences: Any) -> str:
+    """Mean and half the width of its 95 % interval, by Student's t."""
+    from scipy.stats import t
+
+    half = float(t.ppf(0.975, len(differences) - 1)) * np.std(differences, ddof=1) / len(differences) ** 0.5
+    return f"{np.mean(differences):+.2f} ± {half:.2f}"
+
+
+def by_key(rows: Rows, key: str) -> dict[Any, Rows]:
+    """Rows of each value, in the order in which values come first."""
+    found: dict[Any, Rows] = {}
+    for row in rows:
+        found.setdefault(row[key], []).append(row)
+    return found
+
+
+def by_run(rows: Rows) -> dict[str, dict[float, Rows]]:
+    """Rows of each run and seed, those of the study first."""
+    runs = by_key(rows, "run")
+    return {name: by_key(runs[name], "seed") for name in (*RUNS, *runs) if name in runs}
+
+
+def report_gradients(rows: Rows) -> str:
+    """How far each estimator is from the true gradient."""
+    form = "{p:g}|{sharpness:g}|{estimator}|{bias:.2f}|{deviation:.2f}|{signs:.1%}"
+    names = ("p", "scores", "estimator", "bias", "standard deviation", "signs that agree")
+    return markdown(names, [form.format(**row).split("|") for row in rows])
+
+
+def report_tokens(rows: Rows) -> str:
+    """The last row of each curve over the seeds, and when it passed 99 %."""
+    columns = {"accuracy": (100, 2), "density": (100, 1), "p_equal": (1, 3), "p_other": (1, 3)}  # factor and digits
+    lines = []
+    for name, curves in by_run(rows).items():
+        if len(curves) < 2:
             continue
-        if graphs > 1:  # a finished run that is resumed tests again
-            work = Path(shutil.copytree(work, work.with_name(f"{work.name}_{graphs}"), dirs_exist_ok=True))
-            plan = json.loads((work / "settings.json").read_text())
-            plan["settings"]["test_graphs"] = graphs
-            (work / "settings.json").write_text(json.dumps(plan))
-        words = ["--task", "listops", "--preset", "laptop", "--data", data, "--seed", str(seed), *LISTOPS[name].split()]
-        lra("train", *(["--resume"] if (work / "settings.json").exists() else words), "--output", str(work))
-        results = json.loads((work / "results.json").read_text())
-        known = {"run": name, "seed": seed, "split": "val", "step": 0, "graphs": graphs, "examples": None}
-        curve = [known | row | {"tokens_per_second": None} for row in read(work / "val.csv")]
-        test = {**curve[-1], "split": "test", **{key: results["test"][key] for key in ("examples", "loss", "accuracy")}}
-        densities = np.ndenumerate(np.array(results["density"]["tested"]))
-        test |= {f"density_layer{i}_head{j}": density for (i, j), density in densities}
-        test["tokens_per_second"] = results["tokens_per_second"]
-        add(path, [*(curve if graphs == 1 else []), test])
+        shown = [
+            spread([factor * curve[-1][key] for curve in curves.values()], digits)
+            for key, (factor, digits) in columns.items()
+        ]
+        reached = [next((row["step"] for row in curve if row["accuracy"] >= 0.99), None) for curve in curves.values()]
+        hits = [step for step in reached if step is not None]
+        when = f"{int(np.median(hits)):,} ({len(hits)} of {len(curves)})" if hits else "never"
+        lines.append([name, len(curves), *shown, when])
+    return markdown(
+        ["run", "seeds", "accuracy, %", "density, %", "p, equal tokens", "p, other tokens", "steps to 99 %"], lines
+    )
 
 
-def gradients(given: argparse.Namespace) -> None:
-    """Adds what is missing of bias and variance."""
-    from examples.benchmarks.gradients import gradient_errors
-
-    path = given.folder / "gradients.csv"
-    done = {(row["p"], row["sharpness"]) for row in read(path)}
-    for p0, sharpness in itertools.product((0.05, 0.25, 0.8), (1.0, 3.0)):
-        if (p0, sharpness) not in done:
-            add(path, gradient_errors(p0, sharpness))
-
-
-def report(given: argparse.Namespace) -> None:
-    """Prints the tables and draws the figures of what is there."""
-    from examples.benchmarks import learning_report
-
-    print(learning_report.report(given.folder))
-    learning_report.draw(given.folder)
+def report_listops(rows: Rows) -> str:
+    """Test accuracies over the seeds, and their differences to full attention, paired by seed."""
+    full = {row["seed"]: row["test_accuracy"] for row in rows if row["method"] == "full"}
+    lines = []
+    for method, runs in by_key([row for row in rows if row["seed"] in full], "method").items():
+        if len(runs) < 2:
+            continue
+        gain = interval([100 * (row["test_accuracy"] - full[row["seed"]]) for row in runs])
+        means = [100 * np.mean([row[key] for key in row if key.startswith("density_")]) for row in runs]
+        density = "" if np.isnan(means).any() else spread(means, 1)
+        lines.append([method, len(runs), spread([100 * row["test_accuracy"] for row in runs], 2), gain, density])
+    return markdown(["method", "seeds", "test accuracy, %", "less full attention, points (95 %)", "density, %"], lines)
 
 
-ACTIONS = {
-    "run": run,
-    "listops": listops,
-    "average": lambda given: listops(given, 8),
-    "gradients": gradients,
-    "report": report,
-}
+def report(folder: Path) -> str:
+    """All tables."""
+    makers = {"gradients": report_gradients, "repeated_tokens": report_tokens, "listops": report_listops}
+    return "\n\n".join(make(read(folder / f"{name}.csv")) for name, make in makers.items())
+
+
+def draw(folder: Path) -> None:
+    """One figure per study."""
+    from matplotlib.figure import Figure  # here, for --help does not wait for it
+
+    gradients, tokens, hour = (
+        read(folder / f"{name}.csv") for name in ("gradients", "repeated_tokens", "listops_hour")
+    )
+    aside: dict[str, Any] = {"frameon": False, "fontsize": "small"}
+
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    for axes, column in zip(figure.subplots(1, 2), ("bias", "deviation"), strict=True):
+        for (name, rows), marker in zip(by_key(gradients, "estimator").items(), "osD^vP*X<", strict=False):
+            mine = [row for row in rows if row["sharpness"] == 1]
+            axes.plot([row["p"] for row in mine], [row[column] for row in mine], marker=marker, label=name)
+        axes.set(xlabel="probability of an edge", ylabel=f"{column} / norm of the true gradient")
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside right center", **aside)
+    figure.savefig(folder / "gradients.png", dpi=110)
+
+    figure = Figure(figsize=(9, 9), layout="constrained")
+    runs = by_run(tokens)
+    for panels, (group, names) in zip(figure.subplots(len(GROUPS), 2), GROUPS.items(), strict=True):
+        for axes, column, top in zip(panels, ("loss", "density"), (0.75, 1.02), strict=True):
+            for name in (name for name in names if name in runs):
+                means = [
+                    (at[0]["step"], np.mean([row[column] for row in at]))
+                    for at in zip(*runs[name].values(), strict=False)
+                ]
+                axes.plot(*zip(*means, strict=True), label=name)
+            axes.set(xlabel="step", ylabel=f"{column}, mean over seeds", title=group, ylim=(0, top))
+        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), **aside)
+    figure.savefig(folder / "repeated_tokens.png", dpi=110)
+
+    figure = Figure(figsize=(7, 3.6), layout="constrained")
+    axes = figure.subplots()
+    for name, rows in by_key([row for row in hour if row["split"] == "val"], "run").items():
+        axes.plot([row["step"] for row in rows], [100 * row["accuracy"] for row in rows], label=name)
+    axes.set(xlabel="step", ylabel="validation accuracy (%)")
+    axes.legend(**aside)
+    figure.savefig(folder / "listops_hour.png", dpi=110)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     about: dict[str, Any] = {"description": __doc__, "formatter_class": argparse.RawDescriptionHelpFormatter}
-    parser = argparse.ArgumentParser(prog="python -m examples.benchmarks learning", **about)
-    parser.add_argument("action", choices=ACTIONS, help="what to do")
-    parser.add_argument("--only", nargs="+", metavar="RUN", help="runs by name (default: all but those of 256 tokens)")
+    parser = argparse.ArgumentParser(prog="python -m examples.benchmarks.learning", **about)
+    parser.add_argument("--report", action="store_true", help="make the tables and figures of the page")
+    words = "runs by name (default: all but those of 256 tokens)"
+    parser.add_argument("--only", nargs="+", choices=RUNS, metavar="RUN", help=words)
     parser.add_argument("--seeds", type=int, default=5, help="number of seeds, from 0 (default: %(default)s)")
-    folders = {
-        "folder": ("docs/learning", "tables and figures"),
-        "work": ("runs/learning", "data, checkpoints and whole runs"),
-    }
+    folders = {"folder": ("docs/learning", "tables and figures"), "work": ("runs/learning", "checkpoints")}
     for name, (place, what) in folders.items():
         parser.add_argument(f"--{name}", type=Path, default=Path(place), help=f"of {what} (default: {place})")
-    given = parser.parse_args(arguments)
-    known = [*(RUNS if given.action == "run" else LISTOPS)]
-    if unknown := [name for name in given.only or () if name not in known]:
-        parser.error(
-            f"Expected 'only' to name runs of '{given.action}' (got {unknown}). Choose from: {'; '.join(known)}."
-        )
-    return given
+    return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Does what the command line asks for."""
     given = parse(arguments)
+    if given.report:
+        print(report(given.folder))
+        draw(given.folder)
+        return
     for folder in (given.folder, given.work):
         folder.mkdir(parents=True, exist_ok=True)
-    ACTIONS[given.action](given)
+    run(given)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,12 +1,11 @@
-"""What measurements become: tables as Markdown, and figures.
+"""What measurements become: tables as Markdown.
 
-In: rows, one for each peer, case and stage, as ``measure`` writes them to rows.csv. Out: text and figures. Not here: measuring.
+In: rows, one for each peer, case and stage, as ``measure`` writes them to rows.csv. Out: text. Not here: measuring.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 from examples.benchmarks.tables import Row, Rows, markdown
 
@@ -68,36 +67,3 @@ def as_markdown(rows: Rows) -> str:
             page += ["", f"### {group}", ""]
             page += [markdown([*COLUMNS], [[cell(row) for cell in COLUMNS.values()] for row in mine])]
     return "\n".join(page)
-
-
-def plot(rows: Rows, folder: Path) -> list[Path]:
-    """Time over density (growth: per edge over N), one line a peer, wherever at least two points were measured."""
-    from matplotlib.figure import Figure  # here, for --help does not wait for it
-
-    paths, figures = [], dict[str, Rows]()
-    for row in (row for row in rows if row["median_ms"] > 0):
-        size = "" if row["suite"] == "growth" else f"_n{row['tokens']:.0f}"
-        name = row["suite"] + size + (f"_k{row['blocks']:.0f}" if row["blocks"] else "")
-        figures.setdefault(name, []).append(row)
-    for name, chosen in figures.items():
-        growth, stages = chosen[0]["suite"] == "growth", [*dict.fromkeys(row["stage"] for row in chosen)]
-        over, times, value = ("tokens", 1, "ns_per_edge") if growth else ("density", 100, "median_ms")
-        if len(places := sorted({times * row[over] for row in chosen})) < 2:
-            continue
-        figure = Figure(figsize=(5.2 * max(len(stages), 1.5), 4.6), layout="constrained")
-        for axes, stage in zip(figure.subplots(1, len(stages), squeeze=False)[0], stages, strict=True):
-            for number, label in enumerate(dict.fromkeys(row["label"] for row in chosen)):
-                line = sorted((times * r[over], r[value]) for r in chosen if (r["label"], r["stage"]) == (label, stage))
-                axes.plot(*zip(*line, strict=True), color=f"C{number}", marker="osD^vP*X"[number], label=label)
-            axes.set(xscale="log", yscale="log", xlabel="tokens N" if growth else "density (%)")
-            axes.set_ylabel(f"{stage}, time per edge (ns)" if growth else f"{stage}, time (ms)")
-            axes.set_xticks(places, [f"{place:,g}" for place in places], minor=False)
-            axes.minorticks_off()
-            axes.grid(alpha=0.3)
-        legend = {"loc": "outside lower center", "ncols": 3, "fontsize": "small", "frameon": False}
-        figure.legend(*axes.get_legend_handles_labels(), **legend)
-        title = TITLES[chosen[0]["suite"]].partition(":")[0]
-        figure.suptitle(f"{title}\n{chosen[0]['machine'].partition(';')[0]}", fontsize="small")
-        paths.append(folder / f"{name}.png")
-        figure.savefig(paths[-1], dpi=110)
-    return paths

@@ -15,7 +15,6 @@ from typing import cast
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from examples.benchmarks.kernels import Case, Peer, Rejected, Work, compare
 from sbm_pyg import SBM, FullAttention, SBMAttentionConv, ops, patterns, sample_edges
@@ -25,7 +24,7 @@ DEVIATIONS = 5  # standard deviations that a mean density may be off
 # ------------------------------------------------------------------ sampling
 
 
-def _soft(case: Case) -> SBM:
+def _model(case: Case) -> SBM:
     """Mixed memberships of all blocks, differing from token to token and from head to head, with the density of the case."""
     generator = torch.Generator().manual_seed(case.seed)
     query, key = (torch.randn(case.heads, case.tokens, case.blocks, generator=generator).sigmoid() for _ in range(2))
@@ -34,24 +33,13 @@ def _soft(case: Case) -> SBM:
     return SBM(query, key, block * factor[0, :, None, None]).validate()
 
 
-def _hard(case: Case) -> SBM:
-    """Each token in one of K blocks, which is all that graph libraries know."""
-    generator = torch.Generator().manual_seed(case.seed)
-    blocks = torch.arange(case.tokens) * case.blocks // case.tokens
-    member = F.one_hot(blocks, case.blocks).float().expand(case.heads, -1, -1)
-    block = (torch.rand(case.blocks, case.blocks, generator=generator) + 0.5).expand(case.heads, -1, -1)
-    return SBM(member, member, block * (case.density / SBM(member, member, block).expected_density()[0, 0])).validate()
-
-
 def _sampler(
-    model: Callable[[Case], SBM],
-    make: Callable[[SBM], Callable[[int], int]],
-    law: Callable[[Tensor], Tensor] = torch.clone,
+    make: Callable[[SBM], Callable[[int], int]], law: Callable[[Tensor], Tensor] = torch.clone
 ) -> Callable[[Case], Work]:
     """Builder of a sampler: ``make`` prepares ``draw(seed) -> number of edges``, whose ``law`` turns rates into probabilities."""
 
     def build(case: Case) -> Work:
-        sbm, seeds, facts = model(case), itertools.count(case.seed), dict[str, float]()
+        sbm, seeds, facts = _model(case), itertools.count(case.seed), dict[str, float]()
         draw = make(sbm)
 
         def check() -> float:
@@ -172,14 +160,13 @@ def _layer_sampling(case: Case) -> Work:
 
 
 SAMPLERS = {
-    "bernoulli": Peer("sbm_pyg sample_sbm", _sampler(_soft, _op("bernoulli"))),
-    "edges": Peer("sbm_pyg sample_edges", _sampler(_soft, _sample_edges), "from Y, S, Z, all checks"),
+    "bernoulli": Peer("sbm_pyg sample_sbm", _sampler(_op("bernoulli"))),
+    "edges": Peer("sbm_pyg sample_edges", _sampler(_sample_edges), "from Y, S, Z, all checks"),
     "fastrg": Peer(
-        "sbm_pyg sample_sbm, fastrg", _sampler(_soft, _op("fastrg"), lambda p: -torch.expm1(-p)), "law 1 - exp(-p)"
+        "sbm_pyg sample_sbm, fastrg", _sampler(_op("fastrg"), lambda p: -torch.expm1(-p)), "law 1 - exp(-p)"
     ),
-    "dense": Peer("torch rand < p, dense", _sampler(_soft, _dense_bernoulli)),
-    "hard": Peer("sbm_pyg sample_edges, hard blocks", _sampler(_hard, _sample_edges), "hard blocks"),
-    "wrong": Peer("wrong: 10 % too dense", _sampler(_soft, _op("bernoulli", inflate=1.1))),
+    "dense": Peer("torch rand < p, dense", _sampler(_dense_bernoulli)),
+    "wrong": Peer("wrong: 10 % too dense", _sampler(_op("bernoulli", inflate=1.1))),
 }
 LAYERS = {
     "sbm": Peer("SBMAttentionConv", _layer),

@@ -1,8 +1,8 @@
 """The efficient transformers that the paper compares with, as the attention of our encoder: same blocks, data and budget.
 
-In: settings with the name of a method and its sizes. Out: a factory for :class:`sbm_pyg.SequenceEncoder`, whose layers take
-ragged tokens ``[N, channels]`` with ``ptr`` [B+1] and return ragged ``[N, H*C]``. Not here: full attention, fixed patterns and
-sampled graphs, which the package has, and training (``train.py``).
+In: settings with the sizes of a method. Out: ``BASELINES``, the layers by name; given settings, each is a factory for
+:class:`sbm_pyg.SequenceEncoder`. They take ragged tokens ``[N, channels]`` with ``ptr`` [B+1] and return ragged ``[N, H*C]``. Not here:
+full attention, fixed patterns and sampled graphs, which the package has, and training (``train.py``).
 
 Each method has the projections of :class:`sbm_pyg.FullAttention`; what happens between them is the work of a package
 where one is kept, and of a few lines here where none is:
@@ -23,8 +23,6 @@ What a sequence gets does not depend on the rest of its batch, with any of them 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -281,14 +279,10 @@ def _package(name: str) -> ModuleType:
         raise ImportError(words) from error
 
 
-METHODS = {
+BASELINES: dict[str, type[Baseline]] = {
     "linear": LinearAttention,
     "linformer": LinformerAttention,
     "reformer": ReformerAttention,
     "performer": PerformerAttention,
     "nystromformer": NystromAttention,
 }
-BASELINES: dict[str, Callable[[Settings], Callable[..., Baseline]]] = {
-    name: partial(partial, method) for name, method in METHODS.items()
-}
-"""By name: from the settings of a run, the factory ``(channels, head_channels, heads) -> layer`` that an encoder takes."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import time
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,7 +73,7 @@ class Classifier(LightningModule):
             options["size"] = settings.window
         attention: Any = settings.attention
         if settings.attention in BASELINES:
-            attention, options = BASELINES[settings.attention](settings), {}
+            attention, options = partial(BASELINES[settings.attention], settings), {}
         names = ("channels", "heads", "head_channels", "ffn_channels", "max_length", "dropout")
         sizes = {name: getattr(settings, name) for name in names} | {"num_layers": settings.layers}
         encoder = SequenceEncoder(task.num_tokens, **sizes, attention=attention, attention_options=options or None)
@@ -123,13 +124,8 @@ class Classifier(LightningModule):
         return torch.stack([logits, *more]).float().log_softmax(-1).logsumexp(0) - math.log(graphs), trace
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        seed, step, turns, count = (
-            self.settings.seed,
-            self.global_step,
-            self.settings.accumulate,
-            self.trainer.world_size,
-        )
-        part = (step * turns + batch_idx % turns) * count + self.global_rank
+        seed, step, turns = self.settings.seed, self.global_step, self.settings.accumulate
+        part = (step * turns + batch_idx % turns) * self.trainer.world_size + self.global_rank
         torch.manual_seed(random_word(seed, 0, part))  # dropout
         logits, trace = self.classify(batch, seed=random_word(seed, 1, step))
         loss = cross_entropy(logits.float(), batch.labels)

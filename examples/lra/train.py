@@ -47,7 +47,7 @@ from examples.lra.data.batches import LengthBuckets, Split, by_length, random_wo
 from examples.lra.data.tasks import TASKS, open_data
 from examples.lra.model import Classifier
 from examples.lra.report import RESULTS
-from examples.lra.settings import BASELINES, SETTINGS, Plan, Settings, resolve
+from examples.lra.settings import BASELINES, PRESETS, SETTINGS, Plan, Settings, resolve
 from sbm_pyg import plots
 from sbm_pyg.ops import threads
 
@@ -277,7 +277,7 @@ def export_model(folder: Path, plan: Plan, results: Mapping[str, Any], export: P
 
 def read(given: argparse.Namespace, plan: Plan) -> tuple[dict[str, Split], str]:
     """Opens the data of a run, with as many threads as this process has from now on."""
-    number = vars(given).get("threads", TASKS[plan.task].presets[plan.preset].threads)
+    number = vars(given).get("threads", PRESETS[plan.task][plan.preset].threads)
     if number is not None:
         torch.set_num_threads(number)
     return open_data(plan)

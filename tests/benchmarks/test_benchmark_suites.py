@@ -1,4 +1,4 @@
-"""The benchmarks: every peer is right, wrong ones are rejected, and a run leaves rows, tables and figures."""
+"""The benchmarks: every peer is right, wrong ones are rejected, and a run leaves rows and tables."""
 
 from __future__ import annotations
 
@@ -108,7 +108,6 @@ def test_a_run_measures_what_is_right(outcome: tuple[str, list[str], Path]) -> N
             assert 0 < row["q1_ms"] <= row["median_ms"] <= row["q3_ms"]
             assert row["ns_per_edge"] == pytest.approx(1e6 * row["median_ms"] / row["edges"], rel=1e-3)
         assert all(name in row["machine"] for name in ("commit", "cores", "threads", "torch", "PyG", "numba"))
-    assert len([*folder.glob("*.png")]) == 1
 
 
 def test_the_same_command_measures_nothing_twice(
@@ -162,7 +161,6 @@ def test_parser_and_suites_know_the_same_peers() -> None:
         ("kernels --tokens 0", "Expected 'tokens' and 'seconds' above 0"),
         ("kernels --densities 90", "'densities' of at most 60 percent"),
         ("kernels --fast", "unrecognized arguments: --fast"),
-        ("learning run --only nothing", "Expected 'only' to name runs of 'run' (got ['nothing'])"),
     ],
 )
 def test_bad_command_lines(line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,6 @@ import argparse
 import json
 import math
 import shutil
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ import torch
 
 from examples import repeated_tokens as task
 from examples.benchmarks import learning as study
-from examples.benchmarks import learning_report
 from examples.benchmarks.gradients import gradient_errors
 from examples.benchmarks.tables import read
 
@@ -106,8 +104,8 @@ def given(folder: Path, *words: str) -> argparse.Namespace:
 def test_a_study_runs_what_is_missing_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(task, "QUICK", TINY)
     monkeypatch.setattr(study, "RUNS", {"full": {"attention": "full"}, "local": {}})
-    study.run(given(tmp_path, "run", "--seeds", "1"))
-    study.run(given(tmp_path, "run", "--seeds", "2"))
+    study.run(given(tmp_path, "--seeds", "1"))
+    study.run(given(tmp_path, "--seeds", "2"))
     table = (tmp_path / "tables" / "repeated_tokens.csv").read_text()
     rows = read(tmp_path / "tables" / "repeated_tokens.csv")
     found = [
@@ -122,66 +120,28 @@ def test_a_study_runs_what_is_missing_once(tmp_path: Path, monkeypatch: pytest.M
     ]
     assert [(row["run"], row["seed"], row["step"]) for row in rows] == found
     assert table.partition("\n")[0] == (DOCS / "learning" / "repeated_tokens.csv").read_text().partition("\n")[0]
-    study.run(given(tmp_path, "run", "--seeds", "2"))
+    study.run(given(tmp_path, "--seeds", "2"))
     assert (tmp_path / "tables" / "repeated_tokens.csv").read_text() == table
-    assert "| full | 2 |" in learning_report.report_tokens(rows)
+    assert "| full | 2 |" in study.report_tokens(rows)
 
 
-def test_the_study_of_listops_asks_the_trainer_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[list[str]] = []
-
-    def trainer(command: list[str], **_: object) -> None:
-        assert command[1:3] == ["-m", "examples.lra"]
-        if command[3] == "prepare":
-            return
-        asked.append(command[4:])
-        run = Path(command[command.index("--output") + 1])
-        run.mkdir(exist_ok=True)
-        plan = (
-            json.loads((run / "settings.json").read_text())
-            if "--resume" in command
-            else {"settings": {"test_graphs": 1}}
-        )
-        (run / "settings.json").write_text(json.dumps(plan))
-        (run / "val.csv").write_text("step,loss,accuracy,density_layer0_head0\n0,2.5,0.1,0.5\n4,2.0,0.25,0.5\n")
-        accuracy = 0.25 if plan["settings"]["test_graphs"] == 1 else 0.75
-        results = {
-            "test": {"examples": 20, "loss": 1.5, "accuracy": accuracy},
-            "density": {"tested": [[0.5]]},
-            "tokens_per_second": 100.0,
-        }
-        (run / "results.json").write_text(json.dumps(results))
-
-    monkeypatch.setattr(subprocess, "run", trainer)
-    words = ("--only", "local, 0.1", "--seeds", "1")
-    for _ in range(2):
-        study.listops(given(tmp_path, "listops", *words))
-        study.listops(given(tmp_path, "average", *words), graphs=8)
-    assert len(asked) == 2
-    assert "--density-weight 0.1" in " ".join(asked[0])
-    assert asked[1][0] == "--resume"
-    rows = read(tmp_path / "tables" / "listops.csv")
-    found = [(row["split"], row["step"], row["graphs"], row["accuracy"]) for row in rows]
-    assert found == [("val", 0, 1, 0.1), ("val", 4, 1, 0.25), ("test", 4, 1, 0.25), ("test", 4, 8, 0.75)]
-    assert rows[2]["density_layer0_head0"] == 0.5
-    shutil.rmtree(tmp_path / "work")
-    study.listops(given(tmp_path, "listops", *words))
-    assert len(asked) == 2
+def test_a_run_that_the_study_does_not_know_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        study.parse(["--only", "nothing"])
+    assert "invalid choice: 'nothing'" in capsys.readouterr().err
 
 
 def test_the_report_on_listops_pairs_seeds_with_full_attention() -> None:
-    def test(name: str, seed: int, graphs: int, accuracy: float, density: float) -> dict[str, Any]:
-        densities = {"density_layer0_head0": density, "density_layer0_head1": density}
-        return {"run": name, "seed": seed, "split": "test", "graphs": graphs, "accuracy": accuracy, **densities}
+    def test(method: str, seed: int, accuracy: float, density: float) -> dict[str, Any]:
+        densities = {"density_layer0": density, "density_layer1": density}
+        return {"method": method, "seed": seed, "test_accuracy": accuracy, **densities}
 
-    rows = [test("full", 0, 1, 0.74, 1.0), test("full", 1, 1, 0.76, 1.0)]
-    rows += [test("local", seed, 1, accuracy, 0.2) for seed, accuracy in enumerate((0.75, 0.78, 0.1))]
-    rows += [test("local", seed, 8, accuracy, 0.2) for seed, accuracy in enumerate((0.76, 0.79, 0.2))]
-    table = learning_report.report_listops(rows)
+    rows = [test("full", 0, 0.74, math.nan), test("full", 1, 0.76, math.nan)]
+    rows += [test("sbm", seed, accuracy, 0.2) for seed, accuracy in enumerate((0.75, 0.78, 0.1))]
+    table = study.report_listops(rows)
     # Differences of 1 and 2 points: mean 1.5, standard error 0.5, and 12.706 is the 97.5 % point of Student's t with one degree of freedom.
-    assert "| local | 2 | 76.50 (75.00 to 78.00) | +1.50 ± 6.35 | 20.0 (20.0 to 20.0) | 20.0 (20.0 to 20.0) |" in table
-    assert "| full | 2 |" in table
-    assert "| local | 2 | 8 | 76.50 (75.00 to 78.00) | 77.50 (76.00 to 79.00) | +2.50 ± 6.35 |" in table
+    assert "| sbm | 2 | 76.50 (75.00 to 78.00) | +1.50 ± 6.35 | 20.0 (20.0 to 20.0) |" in table
+    assert "| full | 2 | 75.00 (74.00 to 76.00) | +0.00 ± 0.00 |  |" in table
 
 
 def test_enumeration_finds_the_score_function_unbiased_and_eq_9_no_better_than_a_coin() -> None:
@@ -202,14 +162,14 @@ def test_the_tables_of_the_page_follow_from_the_tidy_tables() -> None:
     page = (DOCS / "learning.md").read_text().splitlines()
     tables = {name: read(DOCS / "learning" / f"{name}.csv") for name in ("gradients", "repeated_tokens", "listops")}
     made = [
-        learning_report.report_gradients(tables["gradients"]),
-        learning_report.report_tokens(tables["repeated_tokens"]),
-        learning_report.report_listops(tables["listops"]),
+        study.report_gradients(tables["gradients"]),
+        study.report_tokens(tables["repeated_tokens"]),
+        study.report_listops(tables["listops"]),
     ]
     lines = "\n\n".join(made).splitlines()
     assert len(lines) > 100
     assert [line for line in lines if line not in page] == []
-    for head in (line for line in lines if line.startswith(("| p |", "| run |"))):
+    for head in (line for line in lines if line.startswith(("| p |", "| run |", "| method |"))):
         start = page.index(head)
         assert set(page[start : page.index("", start)]) <= set(lines)
 
@@ -239,5 +199,5 @@ def test_single_runs_and_the_hour_are_as_published() -> None:
 def test_the_figures_are_drawn(tmp_path: Path) -> None:
     for table in (DOCS / "learning").glob("*.csv"):
         shutil.copy(table, tmp_path)
-    learning_report.draw(tmp_path)
+    study.draw(tmp_path)
     assert {path.name for path in tmp_path.glob("*.png")} == {path.name for path in (DOCS / "learning").glob("*.png")}

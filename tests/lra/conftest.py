@@ -28,12 +28,12 @@ def untrained() -> Callable[..., Path]:
     from examples.lra.checkpoints import write_checkpoint
     from examples.lra.data.tasks import TASKS
     from examples.lra.model import Classifier
-    from examples.lra.settings import Plan
+    from examples.lra.settings import PRESETS, Plan
 
     def make(folder: Path, data: Path, **changes: Any) -> Path:
         folder.mkdir()
         small: dict[str, Any] = {"channels": 16, "head_channels": 8, "ffn_channels": 16, "num_blocks": 8}
-        settings = dataclasses.replace(TASKS["listops"].presets["laptop"].settings, **small | changes)
+        settings = dataclasses.replace(PRESETS["listops"]["laptop"].settings, **small | changes)
         torch.manual_seed(0)
         write_checkpoint(folder / "best.ckpt", {"state_dict": Classifier(TASKS["listops"], settings).state_dict()})
         Plan(task="listops", preset="laptop", data=str(data), settings=settings, directory="").write(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from torch.nn import functional as F
 from examples.lra import baselines
 from examples.lra.__main__ import main
 from examples.lra.baselines import BASELINES
-from examples.lra.data.tasks import TASKS
+from examples.lra.settings import PRESETS
 from sbm_pyg import FullAttention, PairClassifier, SequenceClassifier, SequenceEncoder
 
 PACKAGES = {"linformer": "linformer", "reformer": "transformers", "nystromformer": "nystrom_attention"}
@@ -39,7 +40,7 @@ def layer(method: str, *, dropout: float = 0.0, channels: int = 12, **sizes: int
         pytest.importorskip(PACKAGES[method], reason=f"{method} needs {PACKAGES[method]}, of the extra [examples]")
     torch.manual_seed(0)
     settings: Any = SimpleNamespace(max_length=260, attention_dropout=dropout, **{**SIZES, **sizes})
-    return BASELINES[method](settings)(channels, 8, 2).double().eval()
+    return BASELINES[method](settings, channels, 8, 2).double().eval()
 
 
 def tokens(lengths: list[int], channels: int = 12) -> tuple[Tensor, Tensor]:
@@ -111,7 +112,7 @@ def test_precisions(method: str, dtype: torch.dtype) -> None:
 def test_in_the_encoder(method: str) -> None:
     layer(method)  # skips where a package is absent
     settings: Any = SimpleNamespace(max_length=40, attention_dropout=0.1, **SIZES)
-    encoder = SequenceEncoder(15, 16, attention=BASELINES[method](settings), max_length=40)
+    encoder = SequenceEncoder(15, 16, attention=partial(BASELINES[method], settings), max_length=40)
     ids, ptr = torch.randint(15, (57,)), torch.tensor([0, 20, 57])
     logits, trace = SequenceClassifier(encoder, 10).eval()(ids, ptr, seed=1, return_trace=True)
     assert logits.shape == (2, 10)
@@ -143,7 +144,7 @@ def test_performer_approaches_softmax_attention(monkeypatch: pytest.MonkeyPatch)
         for draw in range(8):
             module = layer("performer", random_features=features)
             torch.manual_seed(draw)
-            drawn: Any = BASELINES["performer"](SimpleNamespace(random_features=features))(12, 8, 2)  # type: ignore[arg-type]
+            drawn: Any = BASELINES["performer"](SimpleNamespace(random_features=features), 12, 8, 2)  # type: ignore[arg-type]
             module.directions.copy_(drawn.double().directions)
             query, key, value = projected(module, x)
             squares.append(
@@ -231,7 +232,7 @@ def test_reformer_hashes_by_the_seed_alone() -> None:
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "linformer", None)
     with pytest.raises(ImportError, match=r"Expected 'linformer' to be installed .*Run `pip install -e"):
-        BASELINES["linformer"](TASKS["listops"].presets["paper"].settings)(12, 8, 2)
+        BASELINES["linformer"](PRESETS["listops"]["paper"].settings, 12, 8, 2)
 
 
 def test_even_convolutions_are_refused() -> None:
@@ -242,7 +243,7 @@ def test_even_convolutions_are_refused() -> None:
 
 
 def test_settings_have_the_sizes_of_the_paper() -> None:
-    settings = TASKS["listops"].presets["paper"].settings
+    settings = PRESETS["listops"]["paper"].settings
     sizes = {name: getattr(settings, name) for name in SIZES}
     paper = {"linformer_rank": 256, "hash_rounds": 2, "random_features": 256, "landmarks": 256}
     assert sizes == {**paper, "hash_chunk": 64, "value_kernel": 35}

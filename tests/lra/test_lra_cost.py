@@ -21,7 +21,7 @@ from examples.lra.__main__ import main
 from examples.lra.baselines import LinearAttention
 from examples.lra.data.tasks import TASKS, open_data
 from examples.lra.model import Classifier
-from examples.lra.settings import BASELINES, METHODS, Plan
+from examples.lra.settings import BASELINES, METHODS, PRESETS, Plan
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]  # Lightning's own
 
@@ -132,7 +132,7 @@ def test_runs_that_take_other_examples_are_refused(
 
 def test_planned_steps_fit_the_minutes(data: Path) -> None:
     small = {"validate_every": 2, "batch_size": 8, "num_blocks": 4, "channels": 8, "head_channels": 4, "accumulate": 2}
-    settings = dataclasses.replace(TASKS["listops"].presets["laptop"].settings, **small)  # type: ignore[arg-type]
+    settings = dataclasses.replace(PRESETS["listops"]["laptop"].settings, **small)  # type: ignore[arg-type]
     plan = Plan(task="listops", preset="laptop", data=str(data), settings=settings, directory="", minutes=0.1)
     planned = cost.planned(plan, open_data(plan)[0], "cpu").settings
     assert planned.steps >= 2

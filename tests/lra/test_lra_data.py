@@ -27,7 +27,7 @@ from examples.lra.data import files, pathfinder, readers, snakes
 from examples.lra.data.batches import Split
 from examples.lra.data.prepare import load, prepare, splits_digest
 from examples.lra.data.tasks import TASKS, data_folder, open_data
-from examples.lra.settings import Plan
+from examples.lra.settings import PRESETS, Plan
 
 ROOT = Path(files.__file__).parents[3]
 LEVEL = {"level": "curv_baseline"}
@@ -562,7 +562,7 @@ TABLE_7 = {  # length, batch size, learning rate, steps, classes
 
 @pytest.mark.parametrize("task", TASKS)
 def test_presets_of_the_paper_are_table_7(task: str) -> None:
-    settings = TASKS[task].presets["paper"].settings
+    settings = PRESETS[task]["paper"].settings
     found = (settings.max_length, settings.batch_size, settings.learning_rate, settings.steps, TASKS[task].num_classes)
     assert found == TABLE_7[task]
     assert (settings.layers, settings.heads, settings.channels, settings.ffn_channels, settings.head_channels) == (
@@ -583,19 +583,19 @@ def test_presets_of_the_paper_are_table_7(task: str) -> None:
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("preset", ["paper", "laptop"])
 def test_every_preset_says_what_its_number_depends_on(task: str, preset: str) -> None:
-    settings = TASKS[task].presets[preset].settings
+    settings = PRESETS[task][preset].settings
     words = TASKS[task].pipeline(settings)
     assert words["tokeniser"] == TASKS[task].tokeniser
     assert words["split"].startswith(settings.split)
     assert ("level" in words) == (task == "pathfinder")
-    assert (TASKS[task].presets[preset].data is not None) == (TASKS[task].generate is not None)
+    assert (PRESETS[task][preset].data is not None) == (TASKS[task].generate is not None)
 
 
 def plan(task: str, **changes: Any) -> Plan:
     return Plan(
         task=task,
         preset="laptop",
-        settings=dataclasses.replace(TASKS[task].presets["laptop"].settings, **changes),
+        settings=dataclasses.replace(PRESETS[task]["laptop"].settings, **changes),
         directory="",
     )
 
@@ -610,9 +610,9 @@ def test_without_data_the_origin_and_the_tree_are_told(task: str) -> None:
 
 def test_generated_data_has_the_level_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    task = TASKS["pathfinder"]
-    small = dataclasses.replace(task.presets["laptop"], data=pathfinder.Parameters("curv_baseline", 20))
-    monkeypatch.setitem(TASKS, "pathfinder", dataclasses.replace(task, presets={"laptop": small}))
+    presets = PRESETS["pathfinder"]
+    small = dataclasses.replace(presets["laptop"], data=pathfinder.Parameters("curv_baseline", 20))
+    monkeypatch.setitem(presets, "laptop", small)
     assert data_folder(plan("pathfinder")) == Path("data/pathfinder-laptop")
     splits, _ = open_data(plan("pathfinder"))
     assert [len(split) for split in splits.values()] == [16, 2, 2]

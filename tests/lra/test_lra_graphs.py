@@ -24,7 +24,7 @@ from examples.lra.data.batches import Split
 from examples.lra.data.prepare import splits_digest
 from examples.lra.data.tasks import TASKS
 from examples.lra.model import Classifier
-from examples.lra.settings import Plan, parse
+from examples.lra.settings import PRESETS, Plan, parse
 from sbm_pyg import plots
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]  # Lightning's own
@@ -133,7 +133,7 @@ def test_pixels_are_drawn_where_they_are_unless_some_are_masked(
         "num_blocks": 4,
         "initial_density": 0.01,
     }
-    module = Classifier(task, dataclasses.replace(task.presets["laptop"].settings, **small)).eval()
+    module = Classifier(task, dataclasses.replace(PRESETS[task.name]["laptop"].settings, **small)).eval()
     tokens = np.ones((2, 1024), np.int64)  # black
     tokens[0, :225] = tokens[1, :300] = 200  # of the first image, as many bright ones as a smaller square has
     split = Split(tokens.ravel(), np.array([0, 1024, 2048]), np.array([0, 1]), max_length=1024, masked=masked)

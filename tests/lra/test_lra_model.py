@@ -13,12 +13,12 @@ from examples.lra import cost
 from examples.lra.__main__ import main
 from examples.lra.data.tasks import TASKS
 from examples.lra.model import Classifier, grid_positions, smooth_values
-from examples.lra.settings import Settings, parse, resolve
+from examples.lra.settings import PRESETS, Settings, parse, resolve
 
 
 def settings(task: str = "pathfinder", **changes: Any) -> Settings:
     small: dict[str, Any] = {"layers": 1, "channels": 16, "head_channels": 8, "ffn_channels": 16, "num_blocks": 4}
-    return dataclasses.replace(TASKS[task].presets["laptop"].settings, **small, **changes)
+    return dataclasses.replace(PRESETS[task]["laptop"].settings, **small, **changes)
 
 
 def test_positions_on_a_grid_know_displacements_and_nothing_else() -> None:

@@ -30,7 +30,7 @@ from examples.lra.__main__ import main
 from examples.lra.data.prepare import load
 from examples.lra.data.tasks import TASKS
 from examples.lra.model import Classifier
-from examples.lra.settings import SETTINGS, Settings
+from examples.lra.settings import PRESETS, SETTINGS, Settings
 from examples.lra.train import Data
 from sbm_pyg import SequenceClassifier, plots
 
@@ -568,7 +568,7 @@ def loaders(data: Path) -> Callable[..., Data]:
     some = {"batch_size": 12, "steps": 30, "warmup": 0, "validate_every": 7, "save_every": 4}
 
     def make(done: int = 0, rank: int = 0, count: int = 1, **options: Any) -> Data:
-        made = Data(splits, dataclasses.replace(task.presets["laptop"].settings, **some | options), rank, count)
+        made = Data(splits, dataclasses.replace(PRESETS[task.name]["laptop"].settings, **some | options), rank, count)
         made.trainer = cast(Trainer, SimpleNamespace(global_step=done))
         return made
 
@@ -731,7 +731,7 @@ def test_help_shows_the_values_of_the_task(
         main(["train", *words, "--help"])
     task = words[-1].rpartition("=")[2] if words else "listops"
     shown = capsys.readouterr().out
-    steps = [TASKS[task].presets[name].settings.steps for name in ("laptop", "paper")]
+    steps = [PRESETS[task][name].settings.steps for name in ("laptop", "paper")]
     assert f"values are those of laptop | paper for {task}" in shown
     assert f"optimiser steps ({steps[0]} | {steps[1]})" in shown
 

@@ -77,6 +77,12 @@ def _tokens(text: bytes) -> np.ndarray:
     return np.frombuffer(text, dtype=np.uint8).astype(np.uint16) + 1
 
 
+def open_files(release: Release, read: Callable[[Path], Iterator[Row]], root: Path, *, split: str) -> dict[str, Rows]:
+    """Finds the rows of each split of a release whose parts are one file for each; ``split`` is only "release"."""
+    paths = [release.find(root) / part for part in release.parts]
+    return {name: Rows([path], partial(read, path)) for name, path in zip(("train", "val", "test"), paths, strict=True)}
+
+
 # ------------------------------------------------------------------ ListOps
 
 LISTOPS = Release(
@@ -89,18 +95,8 @@ LISTOPS_SPLITS = {"release": "as released or generated (96,000/2,000/2,000 of th
 TOKEN_NUMBER = {word.encode(): number for number, word in enumerate(VOCABULARY, start=1)}
 
 
-def open_listops(root: Path, *, split: str) -> dict[str, Rows]:
-    """Finds the trees of each split; ``split`` is only "release"."""
-    return _files(LISTOPS, root, _read_trees)
-
-
-def _files(release: Release, root: Path, read: Callable[[Path], Iterator[Row]]) -> dict[str, Rows]:
-    """The rows of a release whose parts are one file for each split."""
-    paths = [release.find(root) / part for part in release.parts]
-    return {name: Rows([path], partial(read, path)) for name, path in zip(("train", "val", "test"), paths, strict=True)}
-
-
-def _read_trees(path: Path) -> Iterator[Row]:
+def read_trees(path: Path) -> Iterator[Row]:
+    """Reads trees, line by line."""
     for line, (tree, _), label in _table(path, columns=2, label=1, classes=10, header=HEADER.encode()):
         words = tree.translate(None, b"()").split()
         if not words or not TOKEN_NUMBER.keys() >= set(words):
@@ -162,12 +158,8 @@ RETRIEVAL = Release(
 )
 
 
-def open_retrieval(root: Path, *, split: str) -> dict[str, Rows]:
-    """Finds the pairs of each split; ``split`` is only "release"."""
-    return _files(RETRIEVAL, root, _read_pairs)
-
-
-def _read_pairs(path: Path) -> Iterator[Row]:
+def read_pairs(path: Path) -> Iterator[Row]:
+    """Reads pairs of papers, line by line."""
     for line, fields, label in _table(path, columns=5, label=0, classes=2):
         if not (fields[3] and fields[4]):
             raise malformed(path, line, "hold two texts", "an empty one")

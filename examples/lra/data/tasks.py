@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +19,7 @@ from examples.lra.data import listops, pathfinder, readers
 from examples.lra.data.batches import Rows, Split
 from examples.lra.data.files import Release, read_manifest
 from examples.lra.data.prepare import KIND, load, prepare, splits_digest
-from examples.lra.settings import PRESETS, Plan, Preset, Settings
+from examples.lra.settings import PRESETS, Plan, Settings
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,7 +34,6 @@ class Task:
     options: Mapping[str, Mapping[str, str]]  # of `open`: for each its choices, the default first, and what they mean
     open: Callable[..., Mapping[str, Rows]]  # finds the splits in a folder, given (folder, **options)
     release: Release
-    presets: Mapping[str, Preset]
     # Writes a folder that `open` reads, given (folder, parameters, seed, progress); False if it is there.
     generate: Callable[..., bool] | None = None
     words: tuple[str, ...] = ()  # what token numbers stand for, where that is worth reading
@@ -101,9 +101,8 @@ TASKS = {
         num_tokens=len(listops.VOCABULARY) + 1,
         num_classes=10,
         options={"split": readers.LISTOPS_SPLITS},
-        open=readers.open_listops,
+        open=partial(readers.open_files, readers.LISTOPS, readers.read_trees),
         release=readers.LISTOPS,
-        presets=PRESETS["listops"],
         generate=listops.generate,
         words=("padding", *listops.VOCABULARY),
     ),
@@ -113,16 +112,14 @@ TASKS = {
         options={"split": readers.TEXT_SPLITS},
         open=readers.open_text,
         release=readers.TEXT,
-        presets=PRESETS["text"],
     ),
     "retrieval": Task(
         name="retrieval",
         tokeniser=f"{BYTES}, the texts being Python literals b'...' as they stand",
         arity=2,
         options={"split": readers.RETRIEVAL_SPLITS},
-        open=readers.open_retrieval,
+        open=partial(readers.open_files, readers.RETRIEVAL, readers.read_pairs),
         release=readers.RETRIEVAL,
-        presets=PRESETS["retrieval"],
     ),
     "image": Task(
         name="image",
@@ -131,7 +128,6 @@ TASKS = {
         options={"split": readers.IMAGE_SPLITS},
         open=readers.open_image,
         release=readers.IMAGE,
-        presets=PRESETS["image"],
         side=32,
     ),
     "pathfinder": Task(
@@ -147,7 +143,6 @@ TASKS = {
         },
         open=readers.open_pathfinder,
         release=readers.PATHFINDER,
-        presets=PRESETS["pathfinder"],
         generate=pathfinder.generate,
         side=32,
     ),
@@ -168,7 +163,7 @@ def data_folder(plan: Plan) -> Path:
             f"Expected 'data' to be a folder of {task.name}, which nobody can generate (got none). Give --data DIR. {task.release.source} "
             f"{task.release.tree}"
         )
-    own = getattr(task.presets[plan.preset].data, "level", plan.settings.level) == plan.settings.level
+    own = getattr(PRESETS[plan.task][plan.preset].data, "level", plan.settings.level) == plan.settings.level
     start = Path(plan.directory) if Path(plan.directory).is_dir() else Path()
     return start / "data" / (f"{task.name}-{plan.preset}" + ("" if own else f"-{plan.settings.level}"))
 
@@ -185,7 +180,7 @@ def open_data(plan: Plan) -> tuple[dict[str, Split], str]:
     task, settings, root = TASKS[plan.task], plan.settings, data_folder(plan)
     options = task.options_of(settings)
     if plan.data is None and task.generate is not None:
-        law: Any = task.presets[plan.preset].data
+        law: Any = PRESETS[plan.task][plan.preset].data
         law = dataclasses.replace(law, level=settings.level) if hasattr(law, "level") else law
         task.generate(root, law)
     known: dict[str, Any] = {"options": options, "prepared": plan.place("prepared"), "masked": task.masked(settings)}
@@ -208,7 +203,7 @@ def run(given: argparse.Namespace) -> None:
 
 def _describe(given: argparse.Namespace) -> None:
     task, words = TASKS[given.task], vars(given)
-    preset = task.presets[given.preset]
+    preset = PRESETS[given.task][given.preset]
     told = {True: "written", False: "already there, nothing to do"}
     law = [field.name for field in dataclasses.fields(preset.data)] if preset.data and given.generate else []
     known = {"task", "preset", "data", "prepared", "generate", "seed", "fail", *task.options, *law}
