@@ -1,0 +1,36 @@
+"""The growth of choosers: each is measured, and one whose graph depends on its parts is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from examples.benchmarks import choosers
+from examples.benchmarks.tables import read
+from sbm_pyg import AttentionGraph, pairs, patterns
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def test_every_chooser_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    choosers.main(["--tokens", "64", "128", "256", "--csv", str(tmp_path / "rows.csv")])
+    rows = read(tmp_path / "rows.csv")
+    assert [(row["chooser"], row["tokens"]) for row in rows] == [(n, t) for n in choosers.LAWS for t in (64, 128, 256)]
+    assert all(row["seconds"] > 0 and 0 < row["edges"] <= 80 for row in rows)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 + len(choosers.LAWS)
+    assert lines[2].startswith("| sbm | ")
+
+
+def test_a_chooser_that_depends_on_its_parts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(query: Tensor, key: Tensor) -> AttentionGraph:
+        return patterns.window(query.size(1), 1 + (pairs.CHUNK < 2**20))
+
+    monkeypatch.setattr(choosers, "choosers", lambda n: {"lsh": wrong})
+    with pytest.raises(SystemExit, match="lsh: other graphs with fewer rows at a time"):
+        choosers.gate("lsh")
+    assert pairs.CHUNK > 2**20
+    assert torch.is_grad_enabled()
