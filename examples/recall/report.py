@@ -15,7 +15,8 @@ from matplotlib.figure import Figure
 from examples.benchmarks.tables import Row, markdown
 
 TICKS = (0.5, 1, 3, 10, 30, 100)
-HEADER = ("run", "seeds", "steps", "accuracy, %", "of each size, %", "densities of layers, %", "edge to the answer, %")
+HEADER = ("run", "seeds", "steps", "accuracy, %", "of each size, %", "densities of layers, %", "edge to the answer, %",
+          "seconds a step")  # fmt: skip
 
 
 def _groups(rows: Sequence[Row]) -> dict[tuple[str, str], list[list[Row]]]:
@@ -61,6 +62,7 @@ def tables(rows: Sequence[Row]) -> str:
             " / ".join(f"{100 * size:.1f}" for size in sizes),
             " / ".join(map(_spread, layers)),
             f"{100 * fmean(found):.1f}",
+            f"{fmean(ends[0]['seconds'] / ends[0]['step'] for ends in seeds):.2g}",
         ]
         parts.setdefault(task, []).append([*map(str, line)])
     return "\n\n".join(f"## {task}\n\n{markdown(HEADER, lines)}" for task, lines in parts.items())
