@@ -342,17 +342,7 @@ class IndexProbability(EdgeProbability):
         return graph
 
     def _scores(self, packed: Tensor, key: Tensor) -> Tensor:
-        """Scores ``[H, b, r, L]`` of packed queries ``[H, b, r, S D + S]`` and keys ``[H, b, L, D]``."""
-        total = packed.new_zeros(())
-        for query, weight in self._heads(packed):
-            total = torch.addcmul(total, torch.relu_(query @ key.mT), weight)
-        return total
-
-    def _heads(self, packed: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Queries ``[H, b, r, D]`` and weights ``[H, b, r, 1]`` of each small head."""
-        small, channels = self.query.shape[2:]
-        query, weight = packed.split([small * channels, small], 3)
-        return zip(query.split(channels, 3), weight.split(1, 3), strict=True)
+        return _scores(packed, key, self.query.size(2))
 
     def _reduce(self, rule: Rule) -> Tensor:
         """A number for each query, ``[H, N]``, differentiable, from the scores of its pairs."""
@@ -360,21 +350,36 @@ class IndexProbability(EdgeProbability):
             with torch.no_grad():
                 found = []
                 for part in parts(self.sides, self.sides.key_ptr, self.sides.reach):
-                    scores, _ = self._part(part)
+                    scores, _ = _part(self.sides, part, self.query.size(2))
                     found.append((part, rule.value(scores, self.bias)))
                 self._known[rule] = _in_order(found)
         if not torch.is_grad_enabled():
             return self._known[rule]
         if rule not in self._traced:  # one backward pass over all pairs, however often it is asked for
             inputs = (self.sides.query, self.sides.key, self.bias)
-            self._traced[rule] = _Reduced.apply(*inputs, self._known[rule], self, rule)
+            self._traced[rule] = _Reduced.apply(*inputs, self._known[rule], self.sides, self.query.size(2), rule)
         return self._traced[rule]
 
-    def _part(self, part: Part) -> tuple[Tensor, Tensor]:
-        """Scores of the pairs of a part, the least number where there is none, and which pairs there are."""
-        scores = self._scores(self.sides.query[:, part.query], self.sides.key[:, part.key.clamp(min=0)])
-        possible = part.possible & ~scores.isnan()
-        return scores.masked_fill_(~possible, torch.finfo(scores.dtype).min), possible
+
+def _heads(packed: Tensor, small: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Queries ``[H, b, r, D]`` and weights ``[H, b, r, 1]`` of each small head, of packed ``[H, b, r, S D + S]``."""
+    query, weight = packed.split([packed.size(3) - small, small], 3)
+    return zip(query.chunk(small, 3), weight.split(1, 3), strict=True)
+
+
+def _scores(packed: Tensor, key: Tensor, small: int) -> Tensor:
+    """Scores ``[H, b, r, L]`` of packed queries and keys ``[H, b, L, D]``."""
+    total = packed.new_zeros(())
+    for query, weight in _heads(packed, small):
+        total = torch.addcmul(total, torch.relu_(query @ key.mT), weight)
+    return total
+
+
+def _part(sides: Sides, part: Part, small: int) -> tuple[Tensor, Tensor]:
+    """Scores of the pairs of a part, the least number where there is none, and which pairs there are."""
+    scores = _scores(sides.query[:, part.query], sides.key[:, part.key.clamp(min=0)], small)
+    possible = part.possible & ~scores.isnan()
+    return scores.masked_fill_(~possible, torch.finfo(scores.dtype).min), possible
 
 
 class Rule(NamedTuple):
@@ -408,27 +413,26 @@ class _Reduced(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, packed: Tensor, key: Tensor, bias: Tensor | None, value: Tensor, owner: IndexProbability, rule: Rule
+        ctx: Any, packed: Tensor, key: Tensor, bias: Tensor | None, value: Tensor, sides: Sides, small: int, rule: Rule
     ) -> Tensor:
         ctx.save_for_backward(packed, key, bias, value)
-        ctx.owner, ctx.rule = owner, rule
+        ctx.sides, ctx.small, ctx.rule = sides, small, rule
         return value.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         packed, key, bias, value = ctx.saved_tensors
-        owner, grad_packed, grad_key = ctx.owner, torch.zeros_like(packed), torch.zeros_like(key)
+        sides, grad_packed, grad_key = ctx.sides, torch.zeros_like(packed), torch.zeros_like(key)
         grad_bias = None if bias is None else torch.zeros_like(bias)
-        sides = owner.sides
         for part in parts(sides, sides.key_ptr, sides.reach):
-            scores, possible = owner._part(part)
+            scores, possible = _part(sides, part, ctx.small)
             slope = ctx.rule.slope(scores, bias, value[:, part.query, None]).mul_(grad[:, part.query, None])
             slope.masked_fill_(~possible, 0)
             if grad_bias is not None and ctx.rule is _COINS:
                 grad_bias += slope.sum((1, 2, 3))
             keys, to_keys, to_queries, to_weights = key[:, part.key.clamp(min=0)], 0.0, [], []
-            for query, weight in owner._heads(packed[:, part.query]):
+            for query, weight in _heads(packed[:, part.query], ctx.small):
                 dot = torch.relu_(query @ keys.mT)
                 to_weights.append((slope * dot).sum(3, keepdim=True))
                 to_dot = (slope * weight).masked_fill_(dot == 0, 0)
@@ -436,7 +440,7 @@ class _Reduced(torch.autograd.Function):
                 to_keys = to_keys + to_dot.mT @ query
             grad_packed.index_add_(1, part.query.flatten(), torch.cat(to_queries + to_weights, 3).flatten(1, 2))
             grad_key.index_add_(1, part.key.clamp(min=0).flatten(), to_keys.flatten(1, 2))
-        return grad_packed, grad_key, grad_bias, None, None, None
+        return grad_packed, grad_key, grad_bias, None, None, None, None
 
 
 class IndexerSource(GraphSource):

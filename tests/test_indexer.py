@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -340,6 +342,20 @@ def test_no_array_of_all_pairs_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     with Largest():
         layer(draw(0, n, 8).float(), seed=0).sum().backward()
     assert Largest.size <= 2**18 < n * n / 8  # 2**16 scores at a time; queries of all small heads have 68 channels
+
+
+def test_a_step_leaves_nothing_behind() -> None:
+    """Sums that are kept for later calls do not keep themselves alive."""
+    layer = AttentionConv(8, 8, 1, IndexerSource(Indexer(8), share=0.5), estimator="distill")
+    gc.disable()
+    try:
+        out, choice = layer(draw(0, 20, 8).float(), seed=0, return_choice=True)
+        out.sum().backward()
+        alive = weakref.ref(choice.probability)
+        del out, choice
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_scores_of_nan_choose_nothing() -> None:
