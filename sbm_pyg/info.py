@@ -1,7 +1,7 @@
 """What runs here: versions, kernels, threads, devices, caches, and a short self-test of the kernels.
 
 ``python -m sbm_pyg.info`` prints it. In: nothing, or ``--json``. Out: text for a bug report, or the same as JSON; exit
-status 1 if the self-test fails. Not here: benchmarks (``examples/benchmark.py``), and the tests proper.
+status 1 if the self-test fails. Not here: benchmarks (``examples/benchmarks``), and the tests proper.
 """
 
 from __future__ import annotations
