@@ -17,7 +17,7 @@ Stochastic Block Models, 2022.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
@@ -488,6 +488,46 @@ def _size(name: str, value: int, least: int, way_out: str) -> int:
 # -------------------------------------------------------------------------------------------------------------- source
 
 
+class Rule:
+    """A function that makes graphs, with the options that it is always called with.
+
+    Args:
+        name: What it is called in errors.
+        function: It takes ``ptr`` and the options.
+        options: Its other arguments.
+
+    Raises:
+        TypeError: ``function`` cannot be called, or does not take an option.
+    """
+
+    def __init__(self, name: str, function: Callable[..., AttentionGraph], options: Mapping[str, Any]) -> None:
+        if not callable(function):
+            raise TypeError(f"Expected '{name}' to be callable (got {type(function).__name__}). It makes a graph.")
+        known = inspect.signature(function).parameters
+        general = any(each.kind is each.VAR_KEYWORD for each in known.values())
+        unknown = [option for option in options if option not in known and not general]
+        if unknown:
+            raise TypeError(f"Expected options of '{name}' (got {unknown}). It takes {[*known]}.")
+        self.function, self.options, self.takes = function, dict(options), {*known} - {*options}
+
+    def __call__(self, *sides: Tensor | None, ptr: Any, **call: Any) -> AttentionGraph:
+        """The graph; of what it is called with, the function is given what it takes."""
+        given = {name: value for name, value in call.items() if name in self.takes}
+        graph = self.function(*sides, ptr=ptr, **self.options, **given)
+        check_graph(graph)
+        return graph
+
+    def release(self, options: Collection[str]) -> list[str]:
+        """Leave these options to the calls, and name them."""
+        self.options = {name: value for name, value in self.options.items() if name not in options}
+        self.takes |= {*options}
+        return [*options]
+
+    def __repr__(self) -> str:
+        name = getattr(self.function, "__name__", type(self.function).__name__)
+        return ", ".join([name, *(f"{key}={value!r}" for key, value in self.options.items())])
+
+
 class PatternSource(GraphSource):
     """Chooses the same pattern whatever the tokens hold, made anew for the offsets of each batch.
 
@@ -508,17 +548,7 @@ class PatternSource(GraphSource):
 
     def __init__(self, pattern: Callable[..., AttentionGraph], **options: Any) -> None:
         super().__init__()
-        if not callable(pattern):
-            raise TypeError(
-                f"Expected 'pattern' to be callable (got {type(pattern).__name__}). It makes a graph of offsets."
-            )
-        known = inspect.signature(pattern).parameters
-        general = any(each.kind is each.VAR_KEYWORD for each in known.values())
-        unknown = [name for name in options if name not in known and not general]
-        if unknown:
-            raise TypeError(f"Expected options of 'pattern' (got {unknown}). It takes {[*known]}.")
-        self.pattern, self.options = pattern, options
-        self.given = {"seed", "sequence_ids", "is_causal"} & {*known} - {*options}
+        self.rule = Rule("pattern", pattern, options)
 
     def forward(
         self,
@@ -537,15 +567,12 @@ class PatternSource(GraphSource):
             raise ValueError(
                 "Expected 'pattern' over tokens that are queries and keys (got a pair). Pass a graph to the layer."
             )
-        call = {"seed": seed, "sequence_ids": sequence_ids, "is_causal": is_causal}
-        graph = self.pattern(None, ptr=query_ptr, **self.options, **{name: call[name] for name in self.given})
-        check_graph(graph)
+        graph = self.rule(None, ptr=query_ptr, seed=seed, sequence_ids=sequence_ids, is_causal=is_causal)
         return Choice(graph.causal() if is_causal else graph)
 
     def extra_repr(self) -> str:
         """The pattern and its options."""
-        name = getattr(self.pattern, "__name__", type(self.pattern).__name__)
-        return ", ".join([name, *(f"{key}={value!r}" for key, value in self.options.items())])
+        return repr(self.rule)
 
 
 def check_window(window: int | None) -> int | None:

@@ -12,7 +12,6 @@ from one processor to another.
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +25,7 @@ from torch_geometric.transforms import BaseTransform
 
 from . import patterns
 from .choice import Choice, GraphSource
-from .graph import AttentionGraph, check_graph
+from .graph import AttentionGraph
 from .ops import checks
 from .pairs import Ptr, Sides, largest, like_lengths, ranges, streamed
 from .ragged import draw_seed, offsets, resolve_ptr, stored_ptr
@@ -248,7 +247,7 @@ class SelectorSource(GraphSource):
             likewise. It is given ``seed``, ``sequence_ids``, ``bipartite`` and ``is_causal`` where it has arguments of
             these names.
         window: Each token also attends to tokens at this distance or less, and so to itself. None: no window.
-        **options: Arguments of the rule, e.g. ``k=16``.
+        **options: Arguments of the rule, e.g. ``k=16``. Tensors become buffers.
 
     Raises:
         TypeError: ``selector`` cannot be called, or does not take an option.
@@ -263,7 +262,11 @@ class SelectorSource(GraphSource):
 
     def __init__(self, selector: Callable[..., AttentionGraph], *, window: int | None = None, **options: Any) -> None:
         super().__init__()
-        self.selector, self.options, self.given = *_resolve(selector, options), _given(selector, options)
+        tensors = {name: value for name, value in options.items() if isinstance(value, Tensor)}
+        self.rule = patterns.Rule("selector", selector, options)
+        self.tensors = self.rule.release(tensors)
+        for name, value in tensors.items():  # they go with the module
+            self.register_buffer(name, value)
         self.window = patterns.check_window(window)
 
     def forward(
@@ -279,17 +282,17 @@ class SelectorSource(GraphSource):
         sequence_ids: Tensor | None = None,
     ) -> Choice:
         """As :meth:`GraphSource.forward`."""
-        call = {"seed": seed, "sequence_ids": sequence_ids, "is_causal": is_causal, "bipartite": bipartite}
-        given = {name: call[name] for name in self.given}
-        graph = self.selector(query, key, ptr=(key_ptr, query_ptr), **self.options, **given)
-        check_graph(graph)
+        held = {name: getattr(self, name) for name in self.tensors}
+        graph = self.rule(
+            query, key, ptr=(key_ptr, query_ptr), seed=seed, sequence_ids=sequence_ids, is_causal=is_causal,
+            bipartite=bipartite, **held,
+        )  # fmt: skip
         return patterns.with_window(Choice(graph.causal() if is_causal else graph), self.window, query_ptr, bipartite)
 
     def extra_repr(self) -> str:
         """The rule and its options."""
-        options = self.options | ({} if self.window is None else {"window": self.window})
-        name = getattr(self.selector, "__name__", type(self.selector).__name__)
-        return ", ".join([name, *(f"{key}={value!r}" for key, value in options.items())])
+        window = [] if self.window is None else [f"window={self.window}"]
+        return ", ".join([repr(self.rule), *window])
 
 
 class RoutingSource(GraphSource):
@@ -396,7 +399,7 @@ class SelectGraph(BaseTransform):
     """
 
     def __init__(self, selector: Callable[..., AttentionGraph], **options: Any) -> None:
-        self.selector, self.options = _resolve(selector, options)
+        self.rule = patterns.Rule("selector", selector, options)
 
     def forward(self, data: Data) -> Data:
         """Choose the edges."""
@@ -408,10 +411,10 @@ class SelectGraph(BaseTransform):
             raise ValueError("Expected 'data' to have features `x` [N, C] (got none). The rule chooses by them.")
         ptr = stored_ptr(data, device=data.x.device)
         ptr = resolve_ptr(data.x.size(0), device=data.x.device) if ptr is None else ptr
-        return self.selector(data.x[None], data.x[None], ptr=ptr, **self.options).replace_edges(data)
+        return self.rule(data.x[None], data.x[None], ptr=ptr).replace_edges(data)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({SelectorSource(self.selector, **self.options).extra_repr()})"
+        return f"{type(self).__name__}({self.rule!r})"
 
 
 # --------------------------------------------------------------------------------------------------------------- parts
@@ -446,22 +449,3 @@ def _nearest(near: Tensor, ptr: Tensor, size: int | None) -> tuple[Tensor, Tenso
     group, token = (torch.cat(parts) for parts in zip(*found, strict=True))
     group, by_group = group.sort(stable=True)
     return torch.bincount(group, minlength=heads * sequences * clusters), token[by_group]
-
-
-def _resolve(selector: Any, options: dict[str, Any]) -> tuple[Callable[..., AttentionGraph], dict[str, Any]]:
-    """A rule and its options, if it takes them."""
-    if not callable(selector):
-        raise TypeError(
-            f"Expected 'selector' to be callable (got {type(selector).__name__}). It chooses keys for queries."
-        )
-    known = inspect.signature(selector).parameters
-    general = any(each.kind is each.VAR_KEYWORD for each in known.values())
-    unknown = [name for name in options if name not in known and not general]
-    if unknown:
-        raise TypeError(f"Expected options of 'selector' (got {unknown}). It takes {[*known]}.")
-    return selector, options
-
-
-def _given(selector: Callable[..., AttentionGraph], options: dict[str, Any]) -> set[str]:
-    known = inspect.signature(selector).parameters
-    return {"seed", "sequence_ids", "bipartite", "is_causal"} & {*known} - {*options}

@@ -496,10 +496,7 @@ class SparsefinderSource(GraphSource):
             )
         self.num_global = checks.integer("num_global", num_global, 0, "It is a number of tokens.")
         self.projection = projection
-        self.buffered = [name for name, value in options.items() if isinstance(value, Tensor)]
         self.rule = SelectorSource(predictor, window=window, **options)
-        for name in self.buffered:
-            self.register_buffer(name, self.rule.options.pop(name))
 
     def forward(
         self,
@@ -518,10 +515,8 @@ class SparsefinderSource(GraphSource):
             raise ValueError(
                 "Expected the same tokens as queries and keys with 'num_global' (got a pair). Leave it out."
             )
-        held = {name: getattr(self, name) for name in self.buffered}
-        rule = SelectorSource(self.rule.selector, window=self.rule.window, **self.rule.options, **held)
         sides = (*self.projection(query, key), query_ptr, key_ptr)
-        graph = rule(*sides, bipartite=bipartite, is_causal=is_causal, seed=seed, sequence_ids=sequence_ids).graph
+        graph = self.rule(*sides, bipartite=bipartite, is_causal=is_causal, seed=seed, sequence_ids=sequence_ids).graph
         if self.num_global:
             graph = graph | patterns.global_tokens(None, self.num_global, is_causal=is_causal, ptr=query_ptr)
         return Choice(graph)

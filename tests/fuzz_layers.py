@@ -763,7 +763,7 @@ def _pattern_source(d: Draw) -> Case:
     return Case(
         patterns.PatternSource,
         {"pattern": patterns.window, "size": 1},
-        lambda result, **_: expect(result.options, "no options"),
+        lambda result, **_: expect(result.rule.options, "no options"),
         free=("size",),
     )
 
@@ -896,7 +896,7 @@ def _sparsefinder_source_forward(d: Draw) -> Case:
 @case("selectors.SelectorSource", 4)
 def _selector_source(d: Draw) -> Case:
     arguments = {"selector": selectors.top_k, "k": 2}
-    return Case(selectors.SelectorSource, arguments, lambda result, **_: expect(result.options, "none"), free=("k",))
+    return Case(selectors.SelectorSource, arguments, lambda result, **_: expect(result.rule.options, "none"), free=("k",))
 
 
 @case("selectors.SelectorSource.forward", 4)
@@ -1033,7 +1033,7 @@ def _index_sample(d: Draw) -> Case:
 @case("selectors.SelectGraph", 2)
 def _select_graph(d: Draw) -> Case:
     arguments = {"selector": selectors.top_k, "k": 2}
-    return Case(selectors.SelectGraph, arguments, lambda result, **_: expect(result.options, "none"), free=("k",))
+    return Case(selectors.SelectGraph, arguments, lambda result, **_: expect(result.rule.options, "none"), free=("k",))
 
 
 @case("selectors.SelectGraph.forward", 4)

@@ -207,7 +207,7 @@ def test_centroids_are_those_of_k_means_and_the_source_keeps_them() -> None:
     for head, k in itertools.product(range(HEADS), range(5)):
         torch.testing.assert_close(centroids[head, k], x[head, nearest[head] == k].mean(0), rtol=1e-3, atol=1e-3)
     source = SparsefinderSource(projection, clustering, window=1, num_global=1, centroids=centroids)
-    assert torch.equal(source.state_dict()["centroids"], centroids)
+    assert torch.equal(source.state_dict()["rule.centroids"], centroids)
     assert "clustering, window=1, num_global=1" in repr(source)
     query, key, gold = data[0]
     graph = source(query, key, gold.query_ptr, gold.key_ptr, seed=0).graph
