@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from entmax import entmax_bisect
+from entmax import entmax15, entmax_bisect, sparsemax
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import GRAPHS, random_graph, reference_attention
@@ -319,14 +319,84 @@ def test_a_learnt_alpha_finds_the_sparsity_that_a_loss_asks_for() -> None:
     assert float(alpha.detach()) == pytest.approx(1.7, abs=1e-3)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("alpha", [1.05, 1.5, 2.0])
-def test_entmax_of_a_long_row(alpha: float) -> None:
-    src = 3 * torch.randn(100_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    expected = entmax_bisect(src, alpha, n_iter=200)
-    torch.testing.assert_close(
-        ops.segment_entmax(src, ptr=torch.tensor([0, 100_000]), alpha=alpha), expected, rtol=1e-7, atol=1e-10
-    )
+def ragged(*counts: int, spread: float = 3.0) -> tuple[Tensor, Tensor]:
+    """Values of rows of such lengths, some of them the same, and offsets."""
+    src = spread * torch.randn(sum(counts), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    src[1::7] = src[0::7][: src[1::7].numel()]
+    src[-3:] = src.max()
+    return src, torch.tensor([0, *counts]).cumsum(0)
+
+
+@pytest.mark.parametrize("alpha", [1.05, 1.25, 1.5, 1.75, 1.95, 2.0])
+@pytest.mark.parametrize("counts", [(0, 1, 2, 15, 16, 17, 0, 300, 4), (1, 100_000)])
+def test_entmax_and_its_gradient_are_those_of_the_dense_one(alpha: float, counts: tuple[int, ...]) -> None:
+    src, ptr = ragged(*counts)
+    grad = torch.randn(src.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    alphas = torch.full((len(counts),), alpha, dtype=torch.float64, requires_grad=True)
+    src.requires_grad_()
+    out = ops.segment_entmax(src, ptr=ptr, alpha=alphas)
+    dsrc, dalpha = torch.autograd.grad(out, (src, alphas), grad)
+    for row, (start, end) in enumerate(pairwise(ptr)):
+        if end > start:
+            x, a = src[start:end].detach().requires_grad_(), torch.tensor([alpha], dtype=torch.float64)
+            dense = {1.5: entmax15, 2.0: sparsemax}.get(alpha, lambda y: entmax_bisect(y, alpha, n_iter=200))(x)
+            torch.testing.assert_close(out[start:end], dense, rtol=0, atol=1e-10)
+            (wanted,) = torch.autograd.grad(dense, x, grad[start:end])
+            torch.testing.assert_close(dsrc[start:end], wanted, rtol=0, atol=1e-10)
+            bisected = entmax_bisect(x.detach(), a.requires_grad_(), n_iter=200)
+            (wanted,) = torch.autograd.grad(bisected, a, grad[start:end])
+            if end - start < 1000:  # longer sums lose more digits than these
+                torch.testing.assert_close(dalpha[row : row + 1], wanted, rtol=1e-7, atol=1e-7)
+        else:
+            assert dalpha[row] == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_entmax_kernels_equal_the_reference(dtype: torch.dtype) -> None:
+    src, ptr = ragged(0, 1, 2, 40, 63, 0, 500)
+    src, grad = src.to(dtype).expand(2, -1).contiguous(), torch.randn(2, src.numel(), dtype=dtype)
+    src[1] *= 0.3
+    alpha = torch.tensor([1.05, 1.2, 1.5, 1.8, 2.0, 2.5, 4.0]).double().repeat(2, 1)
+    narrow = {torch.float32: 2e-6, torch.float64: 1e-11}[dtype]
+    out, wanted = torch.ops.sbm_pyg.segment_entmax(src, ptr, alpha), reference.segment_entmax(src, ptr, alpha)
+    torch.testing.assert_close(out, wanted, rtol=0, atol=narrow)
+    found = torch.ops.sbm_pyg.segment_entmax_backward(grad, out, ptr, alpha, True)
+    for mine, theirs in zip(found, reference.segment_entmax_backward(grad, out, ptr, alpha, True), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=20 * narrow, atol=20 * narrow)
+
+
+def test_no_row_of_entmax_depends_on_other_rows_or_on_threads() -> None:
+    src, ptr = ragged(*range(200), spread=1.0)
+    src, alpha = src.float(), torch.linspace(1.05, 2, 200)
+    grad, before, found = torch.randn(src.shape), torch.get_num_threads(), []
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            leaves = src.clone().requires_grad_(), alpha.clone().requires_grad_()
+            out = ops.segment_entmax(leaves[0], ptr=ptr, alpha=leaves[1])
+            found.append([out, *torch.autograd.grad(out, leaves, grad)])
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
+    for row, (start, end) in [*enumerate(pairwise(ptr))][::20]:
+        alone = ops.segment_entmax(src[start:end], ptr=torch.tensor([0, end - start]), alpha=float(alpha[row]))
+        assert torch.equal(alone, found[0][0][start:end])
+
+
+def test_entmax_with_an_alpha_for_each_segment() -> None:
+    src, ptr = ragged(3, 0, 5, 1)
+    alpha = torch.tensor([1.2, 1.5, 1.9, 1.4], dtype=torch.float64)
+    columns = torch.stack([src, 0.5 * src], 1)
+    for values, alphas in ((src, alpha), (columns, alpha[:, None]), (columns, torch.stack([alpha, alpha.flip(0)], 1))):
+        leaves = values.clone().requires_grad_(), alphas.clone().requires_grad_()
+        out = ops.segment_entmax(leaves[0], ptr=ptr, alpha=leaves[1])
+        for start, end, one in zip(ptr, ptr[1:], alphas.unbind(), strict=False):
+            few = torch.tensor([0, end - start])
+            assert torch.equal(out[start:end], ops.segment_entmax(values[start:end], ptr=few, alpha=one))
+        rough = torch.randn(src.numel(), 1, dtype=torch.float64).expand(columns.shape)  # without ties
+        values = rough[:, 0].contiguous() if values.dim() == 1 else rough * torch.tensor([1.0, 0.4])
+        leaves = values.clone().requires_grad_(), alphas.clone().requires_grad_()
+        assert torch.autograd.gradcheck(lambda x, a: ops.segment_entmax(x, ptr=ptr, alpha=a), leaves)
 
 
 @pytest.mark.parametrize("alpha", [1.5, 2.0, 3.0])
@@ -347,7 +417,7 @@ def test_entmax_of_forbidden_values_is_zero(alpha: float, dtype: torch.dtype) ->
 
 def test_entmax_takes_floats() -> None:
     with pytest.raises(
-        TypeError, match=r"Expected 'src' to be floating point \(got torch.int64\). Convert it with `.float\(\)`"
+        TypeError, match=r"Expected 'src' to be a floating tensor \(got torch.int64\). Convert it with `.float\(\)`"
     ):
         ops.segment_entmax(torch.arange(4), ptr=torch.tensor([0, 4]))
 
@@ -359,7 +429,10 @@ def test_entmax_takes_floats() -> None:
         ({}, r"Expected one of 'index' and 'ptr' \(got neither\)"),
         ({"index": torch.tensor([0, 0]), "ptr": torch.tensor([0, 2])}, r"\(got both\)"),
         ({"ptr": torch.tensor([0, 2]), "alpha": torch.tensor(1.0)}, r"Expected 'alpha' in \(1, 4\] \(got 1.0\)"),
-        ({"ptr": torch.tensor([0, 2]), "alpha": torch.ones(3)}, r"Expected 'alpha' of a shape that broadcasts to \[\]"),
+        (
+            {"ptr": torch.tensor([0, 2]), "alpha": torch.ones(3)},
+            r"a shape that broadcasts to \[S, ...\] = \[1\] \(got \[3\]\)",
+        ),
     ],
 )
 def test_entmax_errors(arguments: dict, message: str) -> None:
@@ -734,7 +807,8 @@ def _samples() -> dict[str, tuple]:
     rows = (graph.rowptr, graph.col)
     plain = [tensor.detach() for tensor in (query, key, value, gate, bias)]
     out, lse = reference.edge_attention(*plain[:3], *rows, *plain[3:], 0.5, "score", 0.0, 0)
-    p = torch.softmax(plain[3], 0)
+    p, alpha = torch.softmax(plain[3], 0), torch.tensor([[1.4]], requires_grad=True)
+    src = gate.detach()[None].requires_grad_()
     ptr = torch.tensor([0, 3])
     memberships = torch.rand(2, 3, 2), torch.rand(2, 3, 2) / 2
     return {
@@ -768,8 +842,8 @@ def _samples() -> dict[str, tuple]:
             0.1,
         ),
         "invalid_row": (*rows, graph.query_ptr, graph.key_ptr, 2),
-        "segment_entmax": (gate, torch.tensor([0, graph.num_edges]), 1.5),
-        "segment_entmax_backward": (p, p, torch.tensor([0, graph.num_edges]), 1.5),
+        "segment_entmax": (src, torch.tensor([0, graph.num_edges]), alpha),
+        "segment_entmax_backward": (p[None], p[None], torch.tensor([0, graph.num_edges]), alpha.detach(), True),
         "sample_sbm": (*memberships, ptr, ptr, torch.tensor([0]), 5, "bernoulli", 0.0, True, True),
         "sample_systematic": (torch.full((3,), 0.4), ptr, torch.tensor([0, 7]), torch.tensor([0]), 2, 5, True),
     }

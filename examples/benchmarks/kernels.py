@@ -195,3 +195,54 @@ KERNELS = {
     "pyg-compiled": Peer("PyG propagate, torch.compile", _attention(partial(_pyg, compiled=True))),
     "wrong": Peer("wrong: forgets the scale", _attention(partial(_ours, scale=1.0))),
 }
+
+
+# ------------------------------------------------------------------ shares of rows
+
+
+def _shares(forward: Callable[[Tensor, Tensor], Tensor], name: str) -> Callable[[Case], Work]:
+    """Builder of a peer: ``forward(scores [E], ptr)`` over ragged rows, H N of them, of N times the density on average."""
+
+    def build(case: Case) -> Work:
+        import entmax  # the truth, on dense rows
+
+        random = torch.Generator().manual_seed(case.seed)
+        counts = torch.poisson(torch.full((case.heads * case.tokens,), case.density * case.tokens), generator=random)
+        ptr = torch.cat([torch.zeros(1), counts.clamp(min=1)]).long().cumsum(0)
+        scores, grad = (torch.randn(int(ptr[-1]), generator=random) for _ in range(2))
+        scores.requires_grad_()
+
+        def infer() -> int:
+            with torch.no_grad():
+                forward(scores, ptr)
+            return grad.numel()
+
+        def step() -> int:
+            torch.autograd.grad(forward(scores, ptr), scores, grad)
+            return grad.numel()
+
+        def check() -> float:
+            end = ptr[min(100, ptr.numel() - 1)]
+            some = scores[:end].detach().double().requires_grad_()
+            dense = {"softmax": torch.softmax, "entmax15": entmax.entmax15, "sparsemax": entmax.sparsemax}[name]
+            true = torch.cat([dense(row, -1) for row in some.tensor_split(ptr[1 : min(100, ptr.numel() - 1)])])
+            out = forward(scores, ptr)
+            (found,) = torch.autograd.grad(out, scores, grad)
+            (wanted,) = torch.autograd.grad(true, some, grad[:end].double())
+            return compare({"share": (out[:end], true), "gradient": (found[:end], wanted)})
+
+        return Work(check, {"forward": infer, "step": step})
+
+    return build
+
+
+def _entmax(alpha: float) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda scores, ptr: ops.segment_entmax(scores, ptr=ptr, alpha=alpha)
+
+
+SHARES = {
+    "softmax": Peer("PyG softmax", _shares(lambda scores, ptr: softmax(scores, ptr=ptr), "softmax")),
+    "entmax15": Peer("sbm_pyg segment_entmax, 1.5", _shares(_entmax(1.5), "entmax15")),
+    "sparsemax": Peer("sbm_pyg segment_entmax, 2", _shares(_entmax(2.0), "sparsemax")),
+    "wrong": Peer("wrong: another alpha", _shares(_entmax(1.4), "entmax15")),
+}

@@ -314,16 +314,16 @@ def segment_entmax(
     r"""alpha-entmax over segments, with the signature of :func:`torch_geometric.utils.softmax`.
 
     Each segment becomes :math:`p_e = [(\alpha - 1) x_e - \tau]_+^{1/(\alpha-1)}` with :math:`\tau` such that it sums to
-    1: sparse for :math:`\alpha > 1`, softmax as :math:`\alpha \to 1`, sparsemax at 2. Cost O(E) per root-finding step
-    (at most 60, usually below 10).
+    1: sparse for :math:`\alpha > 1`, softmax as :math:`\alpha \to 1`, sparsemax at 2. Cost O(E), and a few steps of
+    root finding over the values that may have a share.
 
     Args:
         src: Values, ``[E]``, or ``[E, ...]`` with columns apart.
         index: Segment of each value, ``[E]`` int64, in any order.
         ptr: Offsets of consecutive segments, ``[S+1]`` int64, from 0 to E; used instead of ``index``.
         num_nodes: Number of segments with ``index``; the largest index plus one if None.
-        alpha: Greater than 1, at most 4. A tensor is a scalar or has one for each column, in a shape that broadcasts
-            to the trailing one of ``src``, and gets its gradient, which is exact.
+        alpha: Greater than 1, at most 4. A tensor gets its gradient, which is exact. Its shape broadcasts to ``[S,
+            ...]``: a scalar, one for each column, or one for each segment (``[S]``, or ``[S, 1]`` with columns).
 
     Returns:
         Like ``src``, each non-empty segment non-negative with sum 1; zeros, as their gradients are, where all of its
@@ -342,6 +342,7 @@ def segment_entmax(
     that of Correia, Niculae and Martins, "Adaptively Sparse Transformers", EMNLP 2019, proposition 1.
     """
     checks.tensors(src=src)
+    checks.floating(src=src)
     if isinstance(alpha, Tensor):
         checks.floating(alpha=alpha)
     else:
@@ -381,44 +382,26 @@ def segment_entmax(
 
 
 def _entmax_columns(src: Tensor, ptr: Tensor, alpha: float | Tensor) -> Tensor:
-    """Column by column, each with its own alpha."""
-    shape, names = src.shape[1:], "It is a scalar, or has one for each column of 'src'."
+    """Column by column, each segment of it with its own alpha."""
+    shape = (ptr.size(0) - 1, *src.shape[1:])
     if isinstance(alpha, Tensor):
         checks.same_device("src", src, alpha=alpha)
         try:
-            alphas = [*alpha.expand(shape).reshape(-1)]
+            alphas = alpha.expand(shape)
         except RuntimeError:
             raise ValueError(
-                f"Expected 'alpha' of a shape that broadcasts to {list(shape)} (got {list(alpha.shape)}). {names}"
+                f"Expected 'alpha' of a shape that broadcasts to [S, ...] = {list(shape)} (got {list(alpha.shape)}). "
+                "It is a scalar, or has one for each column of 'src', or one for each segment."
             ) from None
-        numbers = [float(each) for each in alpha.detach().expand(shape).reshape(-1)]
-        for number in numbers:
-            checks.number("alpha", number, "(1, 4]", "Use softmax for alpha = 1.")
+        if alpha.numel() and not torch.compiler.is_compiling():
+            for bound in torch.aminmax(alpha.detach()):
+                checks.number("alpha", float(bound), "(1, 4]", "Use softmax for alpha = 1.")
     else:
-        alphas, numbers = [], [alpha] * max(1, shape.numel())
-    if not shape:
-        return _with_alpha(schemas.segment_entmax(src, ptr, numbers[0]), ptr, *alphas)
-    columns = [column.contiguous() for column in src.reshape(src.size(0), shape.numel()).unbind(1)]
-    found = [schemas.segment_entmax(column, ptr, number) for column, number in zip(columns, numbers, strict=False)]
-    if alphas:
-        found = [_with_alpha(column, ptr, each) for column, each in zip(found, alphas, strict=True)]
-    return torch.stack(found, 1).view(src.shape) if found else torch.empty_like(src)
-
-
-def _with_alpha(out: Tensor, ptr: Tensor, alpha: Tensor | None = None) -> Tensor:
-    """The same values, whose gradient reaches alpha."""
-    if alpha is None or not alpha.requires_grad:
-        return out
-    with torch.no_grad():
-        p, a = out.detach().to(torch.float64), alpha.to(torch.float64)
-        row = torch.repeat_interleave(ptr.diff(), output_size=p.numel())
-        inside = p > 0
-        power = torch.where(inside, p, 1) ** (2 - a) * inside
-        entropy = -torch.xlogy(p, p)
-        sums = p.new_zeros(2, ptr.numel() - 1).index_add_(1, row, torch.stack([power, entropy]))
-        tilted = power / torch.where(sums[0] == 0, 1, sums[0])[row]
-        slope = (p - tilted) / (a - 1) ** 2 + (entropy - tilted * sums[1][row]) / (a - 1)
-    return out + (alpha - alpha.detach()).to(out.dtype) * slope.to(out.dtype)
+        alphas = torch.full((), alpha, dtype=torch.float64, device=src.device).expand(shape)
+    columns = src.flatten(1).T if src.dim() > 1 else src[None]
+    alphas = alphas.flatten(1).T if src.dim() > 1 else alphas[None]
+    out = schemas.segment_entmax(columns.contiguous(), ptr, alphas.contiguous())
+    return out.T.reshape(src.shape) if src.dim() > 1 else out[0]
 
 
 def _check_ptr(query_ptr: Tensor, key_ptr: Tensor) -> None:

@@ -283,34 +283,43 @@ def edge_effect(
 # ------------------------------------------------------------------ alpha-entmax over rows
 
 
-def segment_entmax(src: Tensor, rowptr: Tensor, alpha: float) -> Tensor:
-    """Bracketed Newton on tau; see :func:`sbm_pyg.ops.segment_entmax` for the law."""
-    if not src.is_floating_point():
-        raise TypeError(
-            f"Expected 'src' to be floating point (got {src.dtype}). "
-            "Convert it with `.float()`: shares of 1 are no integers."
-        )
-    if src.numel() == 0:
-        return torch.empty_like(src)
-    num_rows = rowptr.numel() - 1
-    if not bool((rowptr[0] == 0) & (rowptr[-1] == src.numel()) & (rowptr.diff() >= 0).all()):
+def check_ptr(rowptr: Tensor, num_values: int) -> None:
+    """Refuse offsets that do not cut all values into segments: a kernel would leave its memory."""
+    if not bool((rowptr[0] == 0) & (rowptr[-1] == num_values) & (rowptr.diff() >= 0).all()):
         raise ValueError(
-            f"Expected 'ptr' to rise from 0 to E = {src.numel()} (got another order). "
+            f"Expected 'ptr' to rise from 0 to E = {num_values} (got another order). "
             "Pass offsets, not lengths, of all segments."
         )
-    row = edge_row(rowptr, src.numel())
-    power = 1 / (alpha - 1)
-    z = (alpha - 1) * _wide(src)
+
+
+def _rows_of_columns(rowptr: Tensor, columns: int, num_values: int) -> Tensor:
+    """Segment of each value of ``[G, E]``, flattened, those of later columns after those of earlier ones."""
+    first = torch.arange(columns, device=rowptr.device)[:, None] * (rowptr.numel() - 1)
+    return (edge_row(rowptr, num_values) + first).flatten()
+
+
+def segment_entmax(src: Tensor, rowptr: Tensor, alpha: Tensor) -> Tensor:
+    """Bracketed Newton on tau; see :func:`sbm_pyg.ops.segment_entmax` for the law.
+
+    Values ``[G, E]``, and an alpha for each column and segment, ``[G, S]``.
+    """
+    check_ptr(rowptr, src.size(1))
+    if src.numel() == 0:
+        return torch.empty_like(src)
+    row, num_rows = _rows_of_columns(rowptr, *src.shape), alpha.numel()
+    wide, alpha = _wide(src).flatten(), alpha.flatten().double()
+    less, power = ((alpha - 1).to(wide.dtype), (1 / (alpha - 1)).to(wide.dtype)[row])
+    z = less[row] * wide
     top = _segment_max(z, row, num_rows)
     z = z - torch.where(top == -math.inf, 0, top)[row]  # a row whose values are all forbidden has none
-    count = rowptr.diff().to(z.dtype).clamp(min=1)
-    low, high = -torch.ones_like(count), -(count ** (1 - alpha))  # mass >= 1 at low, <= 1 at high
+    count = rowptr.diff().repeat(src.size(0)).to(z.dtype).clamp(min=1)
+    low, high = -torch.ones_like(count), -(count**-less)  # mass >= 1 at low, <= 1 at high
     tau, done = low.clone(), torch.zeros_like(low, dtype=torch.bool)
     for _ in range(60):
         slack = (z - tau[row]).clamp(min=0)
         mass = torch.zeros_like(count).index_add_(0, row, slack**power) - 1
-        steep = torch.where(slack > 0, slack, 1) ** (power - 1) * (slack > 0)
-        slope = -power * torch.zeros_like(count).index_add_(0, row, steep)
+        steep = power * torch.where(slack > 0, slack, 1) ** (power - 1) * (slack > 0)
+        slope = -torch.zeros_like(count).index_add_(0, row, steep)
         low, high = torch.where(mass > 0, tau, low), torch.where(mass <= 0, tau, high)
         step = tau - mass / slope
         step = torch.where((step > low) & (step < high), step, (low + high) / 2)
@@ -320,17 +329,30 @@ def segment_entmax(src: Tensor, rowptr: Tensor, alpha: float) -> Tensor:
         tau = torch.where(done, tau, step)  # so that no row depends on how long others take
     out = (z - tau[row]).clamp(min=0) ** power
     total = torch.zeros_like(count).index_add_(0, row, out)
-    return (out / torch.where(total == 0, 1, total)[row]).to(src.dtype)
+    return (out / torch.where(total == 0, 1, total)[row]).to(src.dtype).view(src.shape)
 
 
-def segment_entmax_backward(grad: Tensor, out: Tensor, rowptr: Tensor, alpha: float) -> Tensor:
-    """``dx = u dy - u sum(u dy) / sum(u)`` with ``u = p^(2 - alpha)`` on the support."""
-    row = edge_row(rowptr, out.numel())
-    p, dy = _wide(out), _wide(grad)
-    u = torch.where(p > 0, p, 1) ** (2 - alpha) * (p > 0)
-    sums = p.new_zeros(3, rowptr.numel() - 1).index_add_(1, row, torch.stack([u * dy, u, p]))
+def segment_entmax_backward(
+    grad: Tensor, out: Tensor, rowptr: Tensor, alpha: Tensor, need_alpha: bool
+) -> tuple[Tensor, Tensor]:
+    """``dx = u (dy - mean)`` with ``u = p^(2 - alpha)`` on the support, and ``mean = sum(u dy) / sum(u)``.
+
+    With the entropies ``h = -p log p`` of a row, its ``dalpha = (sum(p dy) - mean) / (alpha - 1)^2 + (sum(h dy) - mean
+    sum(h)) / (alpha - 1)``.
+    """
+    row = _rows_of_columns(rowptr, *out.shape)
+    p, dy, a = _wide(out).flatten(), _wide(grad).flatten(), alpha.flatten().double()
+    u = torch.where(p > 0, p, 1) ** (2 - a).to(p.dtype)[row] * (p > 0)
+    sums = p.new_zeros(3, a.numel()).index_add_(1, row, torch.stack([u * dy, u, p]))
     mean = torch.where(sums[2] == 0, 0, sums[0] / sums[1])  # a row of zeros has no support, a row of NaN stays one
-    return (u * dy - u * mean[row]).to(out.dtype)
+    dsrc = (u * dy - u * mean[row]).to(out.dtype).view(out.shape)
+    if not need_alpha:
+        return dsrc, alpha.new_empty(0)
+    p, dy = p.double(), dy.double()
+    h = -torch.xlogy(p, p)
+    shared, mixed, entropy = p.new_zeros(3, a.numel()).index_add_(1, row, torch.stack([p * dy, h * dy, h]))
+    dalpha = (shared - mean) / (a - 1) ** 2 + (mixed - mean * entropy) / (a - 1)
+    return dsrc, dalpha.to(alpha.dtype).view(alpha.shape)
 
 
 # ------------------------------------------------------------------ sampling a stochastic block model

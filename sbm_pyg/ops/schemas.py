@@ -106,13 +106,16 @@ edge_effect = _declare(
 )
 segment_entmax = _declare(
     "segment_entmax",
-    "(Tensor src, Tensor rowptr, float alpha) -> Tensor",
+    "(Tensor src, Tensor rowptr, Tensor alpha) -> Tensor",
     lambda src, rowptr, alpha: torch.empty_like(src),
 )
 segment_entmax_backward = _declare(
     "segment_entmax_backward",
-    "(Tensor grad, Tensor out, Tensor rowptr, float alpha) -> Tensor",
-    lambda grad, out, rowptr, alpha: torch.empty_like(out),
+    "(Tensor grad, Tensor out, Tensor rowptr, Tensor alpha, bool need_alpha) -> (Tensor, Tensor)",
+    lambda grad, out, rowptr, alpha, need_alpha: (
+        torch.empty_like(out),
+        torch.empty_like(alpha) if need_alpha else alpha.new_empty(0),
+    ),
 )
 sample_sbm = _declare(
     "sample_sbm",
@@ -174,13 +177,14 @@ def _attention_backward(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Tensor |
 edge_attention.register_autograd(_attention_backward, setup_context=_save_attention)
 
 
-def _save_entmax(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(output, inputs[1])
-    ctx.alpha = inputs[2]
+def _save_entmax(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(output, *inputs[1:])
 
 
 def _entmax_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return segment_entmax_backward(grad.contiguous(), *ctx.saved_tensors, ctx.alpha), None, None
+    need_alpha = ctx.needs_input_grad[2]
+    dsrc, dalpha = segment_entmax_backward(grad.contiguous(), *ctx.saved_tensors, need_alpha)
+    return dsrc, None, dalpha if need_alpha else None
 
 
 segment_entmax.register_autograd(_entmax_backward, setup_context=_save_entmax)
