@@ -896,7 +896,9 @@ def _sparsefinder_source_forward(d: Draw) -> Case:
 @case("selectors.SelectorSource", 4)
 def _selector_source(d: Draw) -> Case:
     arguments = {"selector": selectors.top_k, "k": 2}
-    return Case(selectors.SelectorSource, arguments, lambda result, **_: expect(result.rule.options, "none"), free=("k",))
+    return Case(
+        selectors.SelectorSource, arguments, lambda result, **_: expect(result.rule.options, "none"), free=("k",)
+    )
 
 
 @case("selectors.SelectorSource.forward", 4)
