@@ -1,6 +1,6 @@
 """Sparse, data-adaptive attention as message passing on PyTorch Geometric."""
 
-from . import analysis, estimators, ops, patterns, plots, selectors, sparsefinder
+from . import analysis, estimators, gold, ops, patterns, plots, predictors, selectors, sparsefinder
 from .attention import AttentionConv, SBMAttentionConv
 from .choice import Choice, EdgeProbability, GraphSource
 from .dense import FullAttention
@@ -35,10 +35,12 @@ __all__ = [
     "TokenClassifier",
     "analysis",
     "estimators",
+    "gold",
     "ops",
     "pad",
     "patterns",
     "plots",
+    "predictors",
     "sample_edges",
     "selectors",
     "sparsefinder",

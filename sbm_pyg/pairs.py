@@ -1,7 +1,7 @@
 """How rules look at pairs of queries and keys without forming all of them at once.
 
 In: queries and keys of each head, and the offsets of their sequences. Out: pairs, and the graph of them. Not here: the
-rules (``selectors``, ``sparsefinder``).
+rules (``selectors``, ``predictors``).
 """
 
 from __future__ import annotations

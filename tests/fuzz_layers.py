@@ -56,10 +56,12 @@ from sbm_pyg import (
     TokenClassifier,
     analysis,
     estimators,
+    gold,
     info,
     models,
     patterns,
     plots,
+    predictors,
     ragged,
     selectors,
     sparsefinder,
@@ -805,14 +807,14 @@ for _name, _options in SELECTORS.items():
     TABLE[f"selectors.{_name}"] = 4, _selector(_name, _options)
 
 
-def _sparsefinder(name: str, options: Callable[[Draw, int], dict[str, Any]]) -> Callable[[Draw], Case]:
+def _predictor(module: Any, name: str, options: Callable[[Draw, int], dict[str, Any]]) -> Callable[[Draw], Case]:
     def make(d: Draw) -> Case:
         lengths, heads = d.lengths(), d.randint(1, 2)
         q, z = (d.real(heads, sum(lengths), 3) for _ in range(2))
         causal = d.random() < 0.5 and name != "bucketing"
         arguments = {"query": q, "key": z, **options(d, heads), "ptr": pointer(lengths), "is_causal": causal}
         names = {"ptr": ("query", "key"), "query": ("ptr", "key", "centroids"), "key": ("ptr", "query")}
-        return Case(getattr(sparsefinder, name), arguments, lambda result, **_: valid(result), names=names)
+        return Case(getattr(module, name), arguments, lambda result, **_: valid(result), names=names)
 
     return make
 
@@ -824,20 +826,21 @@ FORETOLD: dict[str, Callable[[Draw, int], dict[str, Any]]] = {
     "clustering": lambda d, heads: {"centroids": d.real(heads, 2, 3), "top": d.randint(1, 2)},
 }
 for _name, _options in FORETOLD.items():
-    TABLE[f"sparsefinder.{_name}"] = 4, _sparsefinder(_name, _options)
+    _module = gold if _name == "gold_graph" else predictors
+    TABLE[f"{_module.__name__.rpartition('.')[2]}.{_name}"] = 4, _predictor(_module, _name, _options)
 
 
-@case("sparsefinder.compare", 4)
+@case("gold.compare", 4)
 def _compare(d: Draw) -> Case:
-    gold = d.graph()
-    graph = d.choice((gold, gold.select(gold.col % 2 == 0)))
+    used = d.graph()
+    graph = d.choice((used, used.select(used.col % 2 == 0)))
 
     def check(result: Any, gold: AttentionGraph, graph: AttentionGraph) -> None:
         a, b = dense(gold), dense(graph)
         wanted = torch.where(a.sum((1, 2)) > 0, (a & b).sum((1, 2)) / a.sum((1, 2)).clamp(min=1), 1.0)
         close(result.recall, wanted.double(), "recall", torch.float32)
 
-    return Case(sparsefinder.compare, {"gold": gold, "graph": graph}, check)
+    return Case(gold.compare, {"gold": used, "graph": graph}, check)
 
 
 @case("sparsefinder.Projection", 3)
@@ -873,7 +876,7 @@ def _projection_loss(d: Draw) -> Case:
 def _sparsefinder_source(d: Draw) -> Case:
     arguments = {
         "projection": sparsefinder.Projection(4, 2, 2),
-        "predictor": sparsefinder.bucketing,
+        "predictor": predictors.bucketing,
         "window": d.maybe(1),
         "num_global": 1,
     }
@@ -888,7 +891,7 @@ def _sparsefinder_source(d: Draw) -> Case:
 
 @case("sparsefinder.SparsefinderSource.forward", 4)
 def _sparsefinder_source_forward(d: Draw) -> Case:
-    source = sparsefinder.SparsefinderSource(sparsefinder.Projection(4, 2, 2), sparsefinder.distance, threshold=1.0)
+    source = sparsefinder.SparsefinderSource(sparsefinder.Projection(4, 2, 2), predictors.distance, threshold=1.0)
     return source_arguments(d, source, lambda result, **_: valid(result.graph))
 
 
@@ -1599,7 +1602,7 @@ RECORDS: dict[str, tuple[Callable[[Draw], Any], dict[str, Meaning]]] = {  # clas
     "patterns.PatternSource": (lambda d: patterns.PatternSource(patterns.full), {"extra_repr()": lambda a: None}),
     "sparsefinder.Projection": (lambda d: sparsefinder.Projection(4), {"extra_repr()": lambda a: None, "reset_parameters()": lambda a: None}),
     "sparsefinder.SparsefinderSource": (
-        lambda d: sparsefinder.SparsefinderSource(sparsefinder.Projection(4), sparsefinder.bucketing), {"extra_repr()": lambda a: None},
+        lambda d: sparsefinder.SparsefinderSource(sparsefinder.Projection(4), predictors.bucketing), {"extra_repr()": lambda a: None},
     ),
     "selectors.SelectorSource": (lambda d: selectors.SelectorSource(selectors.lsh), {"extra_repr()": lambda a: None}),
     "selectors.RoutingSource": (lambda d: selectors.RoutingSource(4), {"extra_repr()": lambda a: None, "reset_parameters()": lambda a: None}),
@@ -1641,6 +1644,8 @@ MODULES = {
     "ops": sbm_pyg.ops,
     "patterns": patterns,
     "selectors": selectors,
+    "gold": gold,
+    "predictors": predictors,
     "sparsefinder": sparsefinder,
     "analysis": analysis,
     "plots": plots,
@@ -1655,7 +1660,7 @@ EXEMPT: dict[str, str] = {  # public names that are not called, and why
     "estimators.ESTIMATORS": "a constant",
     **dict.fromkeys(("ShareSchedule", "ShareSchedule.step", "ShareSchedule.state_dict", "ShareSchedule.load_state_dict"),
                     "a schedule of a model, see test_share.py"),
-    "sparsefinder.Match": "a record that the library makes and users read",
+    "gold.Match": "a record that the library makes and users read",
     **dict.fromkeys(("sparsefinder.fit_projection", "sparsefinder.fit_centroids"), "they train, see test_sparsefinder.py"),
     "estimators.distillation": "a loss over what a layer computes, compared with its definition in test_share.py",
     "Pretrained": "a base class, called through its models",

@@ -24,12 +24,14 @@ ORDER = [
     "patterns",
     "pairs",
     "selectors",
+    "predictors",
     "sparsefinder",
     "sbm",
     "sampling",
     "estimators",
     "propagation",
     "attention",
+    "gold",
     "dense",
 ]
 ORDER += ["multihead", "pretrained", "models", "walks", "hamiltonian", "universality", "analysis", "plots", "info"]

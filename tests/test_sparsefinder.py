@@ -12,18 +12,9 @@ import torch
 from torch import Tensor
 
 from sbm_pyg import AttentionConv, AttentionGraph, pairs, patterns
-from sbm_pyg.sparsefinder import (
-    Projection,
-    SparsefinderSource,
-    bucketing,
-    clustering,
-    compare,
-    distance,
-    fit_centroids,
-    fit_projection,
-    gold_graph,
-    projection_loss,
-)
+from sbm_pyg.gold import compare, gold_graph
+from sbm_pyg.predictors import bucketing, clustering, distance
+from sbm_pyg.sparsefinder import Projection, SparsefinderSource, fit_centroids, fit_projection, projection_loss
 
 HEADS = 2
 CENTROIDS = torch.randn(HEADS, 4, 3, generator=torch.Generator().manual_seed(5))
