@@ -22,6 +22,7 @@ from .choice import Choice, GraphSource
 from .graph import AttentionGraph, check_graph
 from .ops import checks
 from .ops.reference import reach
+from .pairs import block_means
 from .ragged import draw_seed
 from .selectors import SelectorSource
 
@@ -206,14 +207,20 @@ def fit_projection(
 
 @torch.no_grad()
 def fit_centroids(
-    projection: Projection, samples: Iterable[tuple[Any, ...]], num_clusters: int, *, seed: int = 0
+    projection: Projection,
+    samples: Iterable[tuple[Any, ...]],
+    num_clusters: int,
+    *,
+    block_size: int | None = None,
+    seed: int = 0,
 ) -> Tensor:
     """Centroids of the projected queries and keys of each head, by k-means of scikit-learn.
 
     Args:
         projection: A projection that is fitted.
-        samples: As :func:`fit_projection`; graphs are not needed.
+        samples: As :func:`fit_projection`; graphs are not needed, unless blocks are.
         num_clusters: Centroids K.
+        block_size: Centroids of the means of so many tokens, for :func:`~sbm_pyg.predictors.blocks`. None: of tokens.
         seed: Of k-means, which starts once from k-means++.
 
     Returns:
@@ -228,15 +235,34 @@ def fit_centroids(
     except ImportError as error:
         raise ImportError("Expected scikit-learn to be installed. `pip install scikit-learn`.") from error
     num_clusters = checks.integer("num_clusters", num_clusters, 1, "It is the number of centroids of a head.")
-    points = torch.cat([torch.cat(projection(query, key), 1) for query, key, *_ in samples], 1)
+    if block_size is not None:
+        block_size = checks.integer("block_size", block_size, 1, "It is the number of tokens of a block.")
+    parts = [torch.cat(_points(projection, sample, block_size), 1) for sample in samples]
+    if not parts:
+        raise ValueError("Expected 'samples' to be at least one (got none). Each is a pair of query and key.")
+    points = torch.cat(parts, 1)
     if points.size(1) < num_clusters:
         raise ValueError(
-            f"Expected 'num_clusters' to be at most {points.size(1)}, the tokens of all samples (got {num_clusters}). "
+            f"Expected 'num_clusters' to be at most {points.size(1)}, the points of all samples (got {num_clusters}). "
             "Give more samples."
         )
     start = checks.seed(seed) % 2**32
     fitted = [KMeans(num_clusters, n_init=1, random_state=start).fit(head.cpu().numpy()) for head in points]
     return torch.stack([torch.from_numpy(each.cluster_centers_) for each in fitted]).to(points)
+
+
+def _points(projection: Projection, sample: tuple[Any, ...], block_size: int | None) -> list[Tensor]:
+    """Projected queries and keys, or the means of their blocks."""
+    query, key, *rest = sample
+    sides = projection(query, key)
+    if block_size is None:
+        return [*sides]
+    if not rest:
+        raise ValueError(
+            "Expected 'samples' with graphs for 'block_size' (got pairs). A graph says where sequences end."
+        )
+    ptrs = (rest[0].query_ptr, rest[0].key_ptr)
+    return [block_means(x, ptr, block_size)[0] for x, ptr in zip(sides, ptrs, strict=True)]
 
 
 class SparsefinderSource(GraphSource):
