@@ -1,6 +1,6 @@
 """Sparse, data-adaptive attention as message passing on PyTorch Geometric."""
 
-from . import analysis, estimators, indexer, ops, patterns, plots, selectors, sparsefinder
+from . import analysis, estimators, gold, indexer, ops, patterns, plots, predictors, selectors, sparsefinder
 from .attention import AttentionConv, SBMAttentionConv
 from .choice import Choice, EdgeProbability, GraphSource
 from .dense import FullAttention
@@ -35,11 +35,13 @@ __all__ = [
     "TokenClassifier",
     "analysis",
     "estimators",
+    "gold",
     "indexer",
     "ops",
     "pad",
     "patterns",
     "plots",
+    "predictors",
     "sample_edges",
     "selectors",
     "sparsefinder",

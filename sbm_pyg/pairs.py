@@ -1,7 +1,7 @@
 """How rules look at pairs of queries and keys without forming all of them at once.
 
 In: queries and keys of each head, and the offsets of their sequences. Out: pairs, and the graph of them. Not here: the
-rules (``selectors``, ``sparsefinder``).
+rules (``selectors``, ``predictors``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from .ops import checks
 from .ops.reference import reach
 from .ragged import check_present, offsets, resolve_sides
 
-__all__ = ["Keep", "Part", "Ptr", "Score", "Sides", "largest", "like_lengths", "parts", "product", "ranges", "streamed"]
+__all__ = [
+    "Keep", "Part", "Ptr", "Score", "Sides", "block_means", "largest", "like_lengths", "parts", "product", "ranges",
+    "streamed",
+]  # fmt: skip
 
 CHUNK = 2**23  # scores at a time
 Ptr = Tensor | tuple[Tensor, Tensor] | None
@@ -146,6 +149,26 @@ def ranges(row: Tensor, first: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
     checks.memory("query", total, 40, row.device, "Choose fewer keys, or fewer sequences at once.")
     before = torch.repeat_interleave(count.cumsum(0) - count - first, count, output_size=total)
     return torch.repeat_interleave(row, count, output_size=total), torch.arange(total, device=row.device) - before
+
+
+def block_means(x: Tensor, ptr: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Means of the blocks into which each sequence is cut; the last one may be smaller.
+
+    Args:
+        x: ``[H, N, C]``.
+        ptr: ``[B+1]``.
+        size: Tokens of a block.
+
+    Returns:
+        The means ``[H, n, C]``, in float32 at least; offsets of the blocks ``[B+1]``; and the block of each token
+        ``[N]``.
+    """
+    sequence = _sequence(ptr, x.size(1))
+    block_ptr = offsets((ptr.diff() + size - 1) // size)
+    block = block_ptr[sequence] + (torch.arange(x.size(1), device=x.device) - ptr[sequence]) // size
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    total = x.new_zeros(x.size(0), int(block_ptr[-1]), x.size(2)).index_add_(1, block, x)
+    return total / torch.bincount(block, minlength=total.size(1))[:, None], block_ptr, block
 
 
 def like_lengths(query_ptr: Tensor, key_ptr: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

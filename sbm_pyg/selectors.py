@@ -27,8 +27,8 @@ from . import patterns
 from .choice import Choice, GraphSource
 from .graph import AttentionGraph
 from .ops import checks
-from .pairs import Ptr, Sides, largest, like_lengths, ranges, streamed
-from .ragged import draw_seed, offsets, resolve_ptr, stored_ptr
+from .pairs import Ptr, Sides, block_means, largest, like_lengths, ranges, streamed
+from .ragged import draw_seed, resolve_ptr, stored_ptr
 
 __all__ = ["RoutingSource", "SelectGraph", "SelectorSource", "block_top_k", "lsh", "routing", "top_k"]
 
@@ -102,14 +102,9 @@ def block_top_k(
     size = checks.integer("block_size", block_size, 1, "It is the number of keys of a block.")
     size = min(size, max(sides.num_keys, sides.num_queries))
     checks.flag("bipartite", bipartite, "It says whether queries and keys are different tokens.")
-    blocks = (sides.key_ptr.diff() + size - 1) // size  # [B]
-    block_ptr = offsets(blocks)
-    block = block_ptr[sides.key_sequence] + sides.key_place // size  # [M]
-    keys = sides.key.to(torch.promote_types(sides.key.dtype, torch.float32))
-    total = keys.new_zeros(sides.heads, int(block_ptr[-1]), keys.size(2)).index_add_(1, block, keys)
-    mean = total / torch.bincount(block, minlength=total.size(1))[:, None]
+    mean, block_ptr, _ = block_means(sides.key, sides.key_ptr, size)
     own = None if bipartite and not is_causal else sides.query_place // size
-    limit = blocks[sides.query_sequence]
+    limit = block_ptr.diff()[sides.query_sequence]
     limit = torch.minimum(limit, sides.query_place // size + 1) if is_causal else limit
     row, chosen = streamed(sides, mean, block_ptr, limit, largest(k, own))
     query_of = row % sides.num_queries

@@ -1,7 +1,7 @@
-"""Sparsefinder: which keys an alpha-entmax head will use, told before a score is computed.
+"""Sparsefinder: projections in which the keys that an alpha-entmax head uses are near, and a source that goes by them.
 
-In: queries and keys of a model that is trained. Out: a projection to few dimensions in which keys that a query uses are
-near, graphs of what is near, and how well these foretell the attention. Not here: rules that need no training
+In: queries, keys and gold graphs of a model that is trained (``gold``). Out: a projection to few dimensions, centroids,
+and a :class:`SparsefinderSource`. Not here: the graphs of what is near (``predictors``), rules that need no training
 (``selectors``), and attention.
 
 Reference: Treviso, Gois, Fernandes, Fonseca, Martins: "Predicting Attention Sparsity in Transformers", 2022.
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,65 +20,16 @@ from torch.nn.functional import relu
 from . import patterns
 from .choice import Choice, GraphSource
 from .graph import AttentionGraph, check_graph
-from .ops import checks, segment_entmax
+from .ops import checks
 from .ops.reference import reach
-from .pairs import Part, Ptr, Sides, largest, ranges, streamed
+from .pairs import block_means
 from .ragged import draw_seed
 from .selectors import SelectorSource
 
-__all__ = [
-    "Match", "Projection", "SparsefinderSource", "bucketing", "clustering", "compare", "distance", "fit_centroids",
-    "fit_projection", "gold_graph", "projection_loss",
-]  # fmt: skip
+__all__ = ["Projection", "SparsefinderSource", "fit_centroids", "fit_projection", "projection_loss"]
 
-EXACT = "donot_use_mm_for_euclid_dist"
 Sample = tuple[Tensor, Tensor, AttentionGraph]
 """Queries ``[H, N, C]``, keys ``[H, M, C]``, and the graph that attention over them has."""
-
-
-# ------------------------------------------------------------------------------------------------------------- learning
-
-
-@torch.no_grad()
-def gold_graph(
-    query: Tensor,
-    key: Tensor,
-    *,
-    alpha: float = 1.5,
-    scale: float | None = None,
-    ptr: Ptr = None,
-    is_causal: bool = False,
-) -> AttentionGraph:
-    r"""The edges that alpha-entmax attention has: pairs whose weight is not zero. Rows a part at a time.
-
-    Args:
-        query: Queries, ``[H, N, C]``.
-        key: Keys, ``[H, M, C]``.
-        alpha: Of the entmax, greater than 1, at most 4.
-        scale: Factor of the scores; :math:`C^{-1/2}` if None.
-        ptr: Offsets of the sequences, ``[B+1]`` int64, or the pair (keys, queries). None: one sequence.
-        is_causal: No query attends to a later key.
-
-    Raises:
-        TypeError, ValueError: An argument has the wrong type, shape or range.
-
-    Example:
-        >>> x = torch.tensor([[[3.0], [0.0], [-3.0]]])
-        >>> gold_graph(x, x).to_dense()[0].int().tolist()
-        [[1, 0, 0], [1, 1, 1], [0, 0, 1]]
-    """
-    sides = Sides.of(query, key, ptr, is_causal)
-    checks.number("alpha", alpha, "(1, 4]", "Softmax has all edges.")
-    if scale is not None:
-        checks.number("scale", scale, "(-inf, inf)", "It is a factor of the scores.")
-    factor = query.size(2) ** -0.5 if scale is None else scale
-
-    def used(scores: Tensor, possible: Tensor, part: Part) -> Tensor:
-        width = scores.size(-1)
-        ends = width * torch.arange(scores.numel() // width + 1, device=scores.device)
-        return segment_entmax((factor * scores).flatten(), ptr=ends, alpha=alpha).view_as(scores) > 0
-
-    return sides.graph(*streamed(sides, sides.key, sides.key_ptr, sides.reach, used))
 
 
 class Projection(nn.Module):
@@ -257,14 +207,20 @@ def fit_projection(
 
 @torch.no_grad()
 def fit_centroids(
-    projection: Projection, samples: Iterable[tuple[Any, ...]], num_clusters: int, *, seed: int = 0
+    projection: Projection,
+    samples: Iterable[tuple[Any, ...]],
+    num_clusters: int,
+    *,
+    block_size: int | None = None,
+    seed: int = 0,
 ) -> Tensor:
     """Centroids of the projected queries and keys of each head, by k-means of scikit-learn.
 
     Args:
         projection: A projection that is fitted.
-        samples: As :func:`fit_projection`; graphs are not needed.
+        samples: As :func:`fit_projection`; graphs are not needed, unless blocks are.
         num_clusters: Centroids K.
+        block_size: Centroids of the means of so many tokens, for :func:`~sbm_pyg.predictors.blocks`. None: of tokens.
         seed: Of k-means, which starts once from k-means++.
 
     Returns:
@@ -279,10 +235,15 @@ def fit_centroids(
     except ImportError as error:
         raise ImportError("Expected scikit-learn to be installed. `pip install scikit-learn`.") from error
     num_clusters = checks.integer("num_clusters", num_clusters, 1, "It is the number of centroids of a head.")
-    points = torch.cat([torch.cat(projection(query, key), 1) for query, key, *_ in samples], 1)
+    if block_size is not None:
+        block_size = checks.integer("block_size", block_size, 1, "It is the number of tokens of a block.")
+    parts = [torch.cat(_points(projection, sample, block_size), 1) for sample in samples]
+    if not parts:
+        raise ValueError("Expected 'samples' to be at least one (got none). Each is a pair of query and key.")
+    points = torch.cat(parts, 1)
     if points.size(1) < num_clusters:
         raise ValueError(
-            f"Expected 'num_clusters' to be at most {points.size(1)}, the tokens of all samples (got {num_clusters}). "
+            f"Expected 'num_clusters' to be at most {points.size(1)}, the points of all samples (got {num_clusters}). "
             "Give more samples."
         )
     start = checks.seed(seed) % 2**32
@@ -290,171 +251,18 @@ def fit_centroids(
     return torch.stack([torch.from_numpy(each.cluster_centers_) for each in fitted]).to(points)
 
 
-# ----------------------------------------------------------------------------------------------------------- predicting
-
-
-@torch.no_grad()
-def distance(
-    query: Tensor, key: Tensor, threshold: float, cap: int | None = None, *, ptr: Ptr = None, is_causal: bool = False
-) -> AttentionGraph:
-    r"""Each query attends to the keys at a distance of at most a threshold.
-
-    An edge where :math:`\|q'_i - k'_j\| \le t`. Cost O(H N M r) time, rows a part at a time.
-
-    Args:
-        query: Projected queries, ``[H, N, r]``.
-        key: Projected keys, ``[H, M, r]``.
-        threshold: The t above, at least 0.
-        cap: Most keys of a query, the nearest, equal ones by the lower key. None: no limit.
-        ptr, is_causal: As :func:`gold_graph`.
-
-    Raises:
-        TypeError, ValueError: An argument has the wrong type, shape or range, or memory does not hold the edges.
-
-    Example:
-        >>> x = torch.tensor([[[0.0], [1.0], [3.0]]])
-        >>> distance(x, x, 1.5).to_dense()[0].int().tolist()
-        [[1, 1, 0], [1, 1, 0], [0, 0, 1]]
-    """
-    sides = Sides.of(query, key, ptr, is_causal)
-    checks.number("threshold", threshold, "[0, inf]", "It is a distance.")
-    if cap is not None:
-        cap = min(checks.integer("cap", cap, 1, "It is the largest number of keys of a query."), sides.num_keys)
-
-    def near(scores: Tensor, possible: Tensor, part: Part) -> Tensor:
-        inside = possible & (scores >= -threshold)
-        return inside if cap is None else largest(cap)(scores.masked_fill_(~inside, -torch.inf), inside, part)
-
-    def score(query: Tensor, key: Tensor) -> Tensor:
-        return -torch.cdist(query, key, compute_mode=EXACT)
-
-    return sides.graph(*streamed(sides, sides.key, sides.key_ptr, sides.reach, near, score))
-
-
-@torch.no_grad()
-def bucketing(
-    query: Tensor, key: Tensor, num_buckets: int, *, ptr: Ptr = None, is_causal: bool = False
-) -> AttentionGraph:
-    r"""Each query attends to the keys that share a bucket with it in any dimension.
-
-    In each dimension the queries of a sequence are ranked, and so are its keys; rank :math:`\rho` of n is in bucket
-    :math:`\lfloor \rho \beta / n \rfloor`. Buckets have equal sizes, so there are at most :math:`r \lceil n/\beta
-    \rceil \lceil m / \beta \rceil \beta` edges of a head and sequence, whatever the tokens hold. Cost O(H r (N + M) log
-    (N + M) + E), E before repeats are taken out.
-
-    Args:
-        query: Projected queries, ``[H, N, r]``.
-        key: Projected keys, ``[H, M, r]``.
-        num_buckets: Buckets :math:`\beta` of a dimension; the square root of n gives O(n^1.5) edges.
-        ptr: As :func:`gold_graph`.
-        is_causal: Refused: ranks depend on later tokens.
-
-    Raises:
-        TypeError, ValueError: As :func:`distance`; or ``is_causal``.
-
-    Example:
-        >>> x = torch.tensor([[[0.1], [5.0], [0.3], [7.0]]])
-        >>> bucketing(x, x, 2).to_dense()[0].int().tolist()
-        [[1, 0, 1, 0], [0, 1, 0, 1], [1, 0, 1, 0], [0, 1, 0, 1]]
-    """
-    sides = Sides.of(query, key, ptr, is_causal)
-    buckets = checks.integer("num_buckets", num_buckets, 1, "It is the number of buckets of a dimension.")
-    if is_causal:
+def _points(projection: Projection, sample: tuple[Any, ...], block_size: int | None) -> list[Tensor]:
+    """Projected queries and keys, or the means of their blocks."""
+    query, key, *rest = sample
+    sides = projection(query, key)
+    if block_size is None:
+        return [*sides]
+    if not rest:
         raise ValueError(
-            "Expected no 'is_causal' with buckets (got True). Ranks depend on later tokens; take 'distance' or "
-            "'clustering'."
+            "Expected 'samples' with graphs for 'block_size' (got pairs). A graph says where sequences end."
         )
-    found = []
-    every = torch.arange(sides.heads * sides.num_queries, device=query.device)
-    for dim in range(query.size(2)):
-        mine = _bucket(sides.query[..., dim], sides.query_ptr, sides.query_sequence, buckets)
-        theirs = _bucket(sides.key[..., dim], sides.key_ptr, sides.key_sequence, buckets)
-        order, low, _, _, high = sides.grouped(mine, theirs, buckets)
-        row, at = ranges(every, low, high)
-        found.append((row, order[at]))
-    row, col = (torch.cat(parts) for parts in zip(*found, strict=True))
-    return sides.graph(row, col)
-
-
-def _bucket(x: Tensor, ptr: Tensor, sequence: Tensor, buckets: int) -> Tensor:
-    """The bucket of each token, ``[H, N]``, by its rank in its sequence."""
-    order = x.argsort(dim=1, stable=True)
-    order = order.gather(1, sequence[order].argsort(dim=1, stable=True))
-    rank = torch.empty_like(order).scatter_(1, order, torch.arange(x.size(1), device=x.device).expand_as(order))
-    return (rank - ptr[sequence]) * buckets // ptr.diff()[sequence]
-
-
-@torch.no_grad()
-def clustering(
-    query: Tensor,
-    key: Tensor,
-    centroids: Tensor,
-    top: int = 1,
-    cap: int | None = None,
-    *,
-    ptr: Ptr = None,
-    is_causal: bool = False,
-) -> AttentionGraph:
-    """Each query attends to the keys that share a cluster with it.
-
-    A token is in the m clusters of its nearest centroids. Cost O(H (N + M)(K r + m log (N + M)) + E), E before repeats
-    are taken out; without a cap nothing bounds it.
-
-    Args:
-        query: Projected queries, ``[H, N, r]``.
-        key: Projected keys, ``[H, M, r]``.
-        centroids: Of :func:`fit_centroids`, ``[H, K, r]``, or ``[1, K, r]`` for all heads.
-        top: Clusters m of a token, at most K.
-        cap: Most keys of a sequence in a cluster, the nearest to its centroid, equal ones by the lower key. None: no
-            limit.
-        ptr: As :func:`gold_graph`.
-        is_causal: As :func:`gold_graph`; refused with a cap, whose ranks depend on later tokens.
-
-    Raises:
-        TypeError, ValueError: As :func:`distance`; or ``is_causal`` with a cap.
-    """
-    sides = Sides.of(query, key, ptr, is_causal)
-    checks.tensors(centroids=centroids)
-    checks.shape("centroids", centroids, (None, None, query.size(2)), "[H, K, r]", "They are as wide as the queries.")
-    checks.floating(centroids=centroids)
-    checks.same_device("query", query, centroids=centroids)
-    clusters = centroids.size(1)
-    if centroids.size(0) not in (1, sides.heads):
-        raise ValueError(
-            f"Expected 'centroids' to be [{sides.heads}, K, r] or [1, K, r] (got {list(centroids.shape)}). "
-            "Each head has its own, or all share them."
-        )
-    top = checks.integer("top", top, 1, "It is the number of clusters of a token.")
-    if top > clusters:
-        raise ValueError(f"Expected 'top' to be at most {clusters}, the number of centroids (got {top}). Lower it.")
-    if cap is not None:
-        cap = min(checks.integer("cap", cap, 1, "It is the largest number of keys of a cluster."), sides.num_keys)
-        if is_causal:
-            raise ValueError("Expected no 'cap' with 'is_causal' (got both). Its ranks depend on later tokens.")
-    centroids = centroids.to(query.dtype).expand(sides.heads, -1, -1)
-    mine, theirs = (_nearest(x, centroids, top) for x in (sides.query, sides.key))
-    group = theirs[0] if cap is None else _capped(*theirs, sides, clusters, cap)
-    order, low, _, after, high = sides.grouped(mine[0], group, clusters + 1)
-    every = torch.arange(sides.heads * sides.num_queries, device=query.device).repeat_interleave(top)
-    row, at = ranges(every, low, after if is_causal else high)
-    return sides.graph(row, order[at])
-
-
-def _nearest(x: Tensor, centroids: Tensor, top: int) -> tuple[Tensor, Tensor]:
-    """The clusters of each token, ``[H, N, m]``, and its distances to their centroids."""
-    far, cluster = torch.cdist(x, centroids, compute_mode=EXACT).sort(dim=2, stable=True)
-    return cluster[..., :top], far[..., :top]
-
-
-def _capped(cluster: Tensor, far: Tensor, sides: Sides, clusters: int, cap: int) -> Tensor:
-    """The clusters of each key, ``[H, M, m]``; ``clusters``, which no query is in, beyond the nearest ``cap``."""
-    head = torch.arange(sides.heads, device=far.device)[:, None, None]
-    group = ((head * (sides.key_ptr.numel() - 1) + sides.key_sequence[:, None]) * clusters + cluster).flatten()
-    order = far.flatten().argsort(stable=True)
-    order = order[group[order].argsort(stable=True)]
-    of = group[order]
-    rank = torch.arange(of.numel(), device=far.device) - torch.searchsorted(of, of)
-    return torch.where(torch.empty_like(rank).scatter_(0, order, rank).view_as(cluster) < cap, cluster, clusters)
+    ptrs = (rest[0].query_ptr, rest[0].key_ptr)
+    return [block_means(x, ptr, block_size)[0] for x, ptr in zip(sides, ptrs, strict=True)]
 
 
 class SparsefinderSource(GraphSource):
@@ -464,7 +272,7 @@ class SparsefinderSource(GraphSource):
 
     Args:
         projection: Of the heads of the layer.
-        predictor: :func:`distance`, :func:`bucketing` or :func:`clustering`, or a rule like them.
+        predictor: A function of :mod:`~sbm_pyg.predictors`, or a rule like them.
         window: Each token also attends to tokens at this distance or less. None: no window.
         num_global: The first tokens of a sequence also attend to all of it, and all of it to them.
         **options: Of the predictor, e.g. ``threshold=1.0``. Tensors, such as centroids, become buffers.
@@ -473,6 +281,7 @@ class SparsefinderSource(GraphSource):
         TypeError, ValueError: An argument has the wrong type or range, or the predictor does not take an option.
 
     Example:
+        >>> from sbm_pyg.predictors import bucketing
         >>> source = SparsefinderSource(Projection(8, heads=2), bucketing, window=1, num_buckets=4)
         >>> tokens, ptr = torch.randn(2, 10, 8), torch.tensor([0, 4, 10])
         >>> source(tokens, tokens, ptr, ptr, seed=0).graph.heads
@@ -524,53 +333,3 @@ class SparsefinderSource(GraphSource):
     def extra_repr(self) -> str:
         """The rule and its options."""
         return f"{self.rule.extra_repr()}, num_global={self.num_global}"
-
-
-# ------------------------------------------------------------------------------------------------------------ measuring
-
-
-@dataclass(frozen=True)
-class Match:
-    """How well a graph foretells another, for each head ``[H]``."""
-
-    recall: Tensor
-    """Share of the gold edges that are in the graph; 1 where there are none."""
-    precision: Tensor
-    """Share of the graph's edges that are gold; 1 where there are none."""
-    sparsity: Tensor
-    """Share of the pairs that are not in the graph."""
-    exact: Tensor
-    """Share of the queries all of whose gold edges are in the graph, so that their output is the same."""
-
-
-def compare(gold: AttentionGraph, graph: AttentionGraph) -> Match:
-    """Compare a graph with the one that attention uses. Cost O(E log E).
-
-    Args:
-        gold: What attention uses, as :func:`gold_graph` finds it.
-        graph: What was foretold, over the same tokens and heads.
-
-    Raises:
-        TypeError, ValueError: An argument is no graph, or they are over other tokens.
-
-    Example:
-        >>> gold = patterns.self_loops(4)
-        >>> match = compare(gold, patterns.window(4, 1))
-        >>> [round(float(x), 3) for x in (match.recall, match.precision, match.sparsity, match.exact)]
-        [1.0, 0.4, 0.375, 1.0]
-    """
-    check_graph(gold, "gold")
-    check_graph(graph)
-    same = (gold.heads, gold.num_queries, gold.num_keys) == (graph.heads, graph.num_queries, graph.num_keys)
-    if not (same and gold.same_offsets(graph.query_ptr, graph.key_ptr)):
-        raise ValueError(f"Expected 'graph' over the tokens and heads of 'gold' (got {graph} for {gold}).")
-    hit = graph.contains(gold.edge_index, gold.edge_head)
-    edges, found, hits = (
-        torch.bincount(head, minlength=gold.heads).double()
-        for head in (gold.edge_head, graph.edge_head, gold.edge_head[hit])
-    )
-    missed = torch.zeros_like(gold.degree.flatten()).index_add_(0, gold.edge_row, (~hit).long()).view(gold.heads, -1)
-    pairs = float(graph.pairs_per_sequence.sum())
-    exact = (missed == 0).double().mean(1)
-    recall, precision = (torch.where(all_ > 0, hits / all_.clamp(min=1), 1.0) for all_ in (edges, found))
-    return Match(recall, precision, 1 - found / pairs, exact)

@@ -30,11 +30,13 @@ from sbm_pyg import (
     TokenClassifier,
     analysis,
     estimators,
+    gold,
     indexer,
     ops,
     pad,
     patterns,
     plots,
+    predictors,
     sample_edges,
     selectors,
     sparsefinder,
@@ -148,10 +150,10 @@ def layer(device: Device, variant: dict[str, Any]) -> Any:
         "block_top_k": ("none", lambda: selectors.SelectorSource(selectors.block_top_k, k=2, block_size=3)),
         "lsh": ("none", lambda: selectors.SelectorSource(selectors.lsh, num_buckets=4, chunk_size=3, rounds=2)),
         "routing": ("none", lambda: selectors.RoutingSource(8, 2, 3)),
-        "distance": ("none", lambda: sparsefinder.SparsefinderSource(projection(), sparsefinder.distance, threshold=1.0)),
-        "buckets": ("none", lambda: sparsefinder.SparsefinderSource(projection(), sparsefinder.bucketing, num_buckets=3)),
+        "distance": ("none", lambda: sparsefinder.SparsefinderSource(projection(), predictors.distance, threshold=1.0)),
+        "buckets": ("none", lambda: sparsefinder.SparsefinderSource(projection(), predictors.bucketing, num_buckets=3)),
         "clusters": ("none", lambda: sparsefinder.SparsefinderSource(
-            projection(), sparsefinder.clustering, centroids=torch.eye(3)[None], cap=3, num_global=1)),
+            projection(), predictors.clustering, centroids=torch.eye(3)[None], cap=3, num_global=1)),
         "coins": ("distill", lambda: indexer.IndexerSource(indexer.Indexer(8, 2), share=0.3)),
         "coins apart": ("local", lambda: indexer.IndexerSource(indexer.Indexer(8, 2), window=1)),
         "ranks": ("imitate", lambda: indexer.IndexerSource(indexer.KeyScorer(8, 2), select="top_k", k=3)),
@@ -162,7 +164,7 @@ def chooser(device: Device, variant: tuple[str, Callable[[], GraphSource]]) -> A
     conv = on(device, lambda: AttentionConv(16, 8, 2, source(), estimator=estimator))
     x = normal(device, 40, 16).requires_grad_()
     out, graph = conv(x, ptr=PTR.to(device), seed=3, return_graph=True)
-    return with_gradients(out, conv, x), graph, sparsefinder.compare(graph, graph).sparsity
+    return with_gradients(out, conv, x), graph, gold.compare(graph, graph).sparsity
 
 
 def projection() -> sparsefinder.Projection:

@@ -56,11 +56,13 @@ from sbm_pyg import (
     TokenClassifier,
     analysis,
     estimators,
+    gold,
     indexer,
     info,
     models,
     patterns,
     plots,
+    predictors,
     ragged,
     selectors,
     sparsefinder,
@@ -806,14 +808,14 @@ for _name, _options in SELECTORS.items():
     TABLE[f"selectors.{_name}"] = 4, _selector(_name, _options)
 
 
-def _sparsefinder(name: str, options: Callable[[Draw, int], dict[str, Any]]) -> Callable[[Draw], Case]:
+def _predictor(module: Any, name: str, options: Callable[[Draw, int], dict[str, Any]]) -> Callable[[Draw], Case]:
     def make(d: Draw) -> Case:
         lengths, heads = d.lengths(), d.randint(1, 2)
         q, z = (d.real(heads, sum(lengths), 3) for _ in range(2))
-        causal = d.random() < 0.5 and name != "bucketing"
+        causal = d.random() < 0.5 and name not in ("bucketing", "blocks")
         arguments = {"query": q, "key": z, **options(d, heads), "ptr": pointer(lengths), "is_causal": causal}
         names = {"ptr": ("query", "key"), "query": ("ptr", "key", "centroids"), "key": ("ptr", "query")}
-        return Case(getattr(sparsefinder, name), arguments, lambda result, **_: valid(result), names=names)
+        return Case(getattr(module, name), arguments, lambda result, **_: valid(result), names=names)
 
     return make
 
@@ -823,22 +825,71 @@ FORETOLD: dict[str, Callable[[Draw, int], dict[str, Any]]] = {
     "distance": lambda d, heads: {"threshold": 1.5, "cap": d.maybe(2)},
     "bucketing": lambda d, heads: {"num_buckets": d.randint(1, 3)},
     "clustering": lambda d, heads: {"centroids": d.real(heads, 2, 3), "top": d.randint(1, 2)},
+    "blocks": lambda d, heads: {
+        "centroids": d.real(heads, 2, 3),
+        "k": d.randint(1, 3),
+        "block_size": d.randint(1, 3),
+        "by": d.choice(("nearest", "shared")),
+        "block_window": d.maybe(1),
+        "global_blocks": d.randint(0, 1),
+        "bipartite": False,
+    },
 }
 for _name, _options in FORETOLD.items():
-    TABLE[f"sparsefinder.{_name}"] = 4, _sparsefinder(_name, _options)
+    _module = gold if _name == "gold_graph" else predictors
+    TABLE[f"{_module.__name__.rpartition('.')[2]}.{_name}"] = 4, _predictor(_module, _name, _options)
 
 
-@case("sparsefinder.compare", 4)
+@case("predictors.buckets", 4)
+def _buckets(d: Draw) -> Case:
+    lengths, count = d.lengths(), d.randint(1, 3)
+    x = d.real(d.randint(1, 2), sum(lengths), 2)
+
+    def check(result: Tensor, x: Tensor, num_buckets: int, **_: Any) -> None:
+        expect(result.shape == x.shape and bool(((result >= 0) & (result < num_buckets)).all()), "no buckets")
+
+    return Case(
+        predictors.buckets,
+        {"x": x, "num_buckets": count, "ptr": pointer(lengths)},
+        check,
+        names={"ptr": ("x",), "x": ("ptr",)},
+    )
+
+
+@case("predictors.clusters", 4)
+def _clusters(d: Draw) -> Case:
+    heads = d.randint(1, 2)
+    arguments = {"x": d.real(heads, 4, 3), "centroids": d.real(heads, 2, 3), "top": d.randint(1, 2)}
+
+    def check(result: Tensor, top: int, **_: Any) -> None:
+        expect(result.size(2) == top and bool((result.sort(2).values.diff(dim=2) > 0).all()), "no clusters")
+
+    return Case(predictors.clusters, arguments, check, names={"x": ("centroids",), "centroids": ("x",)})
+
+
+@case("gold.group_entropy", 4)
+def _group_entropy(d: Draw) -> Case:
+    graph, count = d.graph(), d.randint(1, 3)
+    group = d.whole(count, graph.heads * graph.num_keys).view(graph.heads, -1)
+
+    def check(result: Tensor, **_: Any) -> None:
+        expect(bool(((result >= 0) & (result <= 1 + 1e-9)).all()), "no share of the largest entropy")
+
+    names = {"group": ("graph",), "graph": ("group",)}
+    return Case(gold.group_entropy, {"group": group, "num_groups": count, "graph": d.maybe(graph)}, check, names=names)
+
+
+@case("gold.compare", 4)
 def _compare(d: Draw) -> Case:
-    gold = d.graph()
-    graph = d.choice((gold, gold.select(gold.col % 2 == 0)))
+    used = d.graph()
+    graph = d.choice((used, used.select(used.col % 2 == 0)))
 
     def check(result: Any, gold: AttentionGraph, graph: AttentionGraph) -> None:
         a, b = dense(gold), dense(graph)
         wanted = torch.where(a.sum((1, 2)) > 0, (a & b).sum((1, 2)) / a.sum((1, 2)).clamp(min=1), 1.0)
         close(result.recall, wanted.double(), "recall", torch.float32)
 
-    return Case(sparsefinder.compare, {"gold": gold, "graph": graph}, check)
+    return Case(gold.compare, {"gold": used, "graph": graph}, check)
 
 
 @case("sparsefinder.Projection", 3)
@@ -874,7 +925,7 @@ def _projection_loss(d: Draw) -> Case:
 def _sparsefinder_source(d: Draw) -> Case:
     arguments = {
         "projection": sparsefinder.Projection(4, 2, 2),
-        "predictor": sparsefinder.bucketing,
+        "predictor": predictors.bucketing,
         "window": d.maybe(1),
         "num_global": 1,
     }
@@ -889,7 +940,7 @@ def _sparsefinder_source(d: Draw) -> Case:
 
 @case("sparsefinder.SparsefinderSource.forward", 4)
 def _sparsefinder_source_forward(d: Draw) -> Case:
-    source = sparsefinder.SparsefinderSource(sparsefinder.Projection(4, 2, 2), sparsefinder.distance, threshold=1.0)
+    source = sparsefinder.SparsefinderSource(sparsefinder.Projection(4, 2, 2), predictors.distance, threshold=1.0)
     return source_arguments(d, source, lambda result, **_: valid(result.graph))
 
 
@@ -1710,7 +1761,7 @@ RECORDS: dict[str, tuple[Callable[[Draw], Any], dict[str, Meaning]]] = {  # clas
     "patterns.PatternSource": (lambda d: patterns.PatternSource(patterns.full), {"extra_repr()": lambda a: None}),
     "sparsefinder.Projection": (lambda d: sparsefinder.Projection(4), {"extra_repr()": lambda a: None, "reset_parameters()": lambda a: None}),
     "sparsefinder.SparsefinderSource": (
-        lambda d: sparsefinder.SparsefinderSource(sparsefinder.Projection(4), sparsefinder.bucketing), {"extra_repr()": lambda a: None},
+        lambda d: sparsefinder.SparsefinderSource(sparsefinder.Projection(4), predictors.bucketing), {"extra_repr()": lambda a: None},
     ),
     "selectors.SelectorSource": (lambda d: selectors.SelectorSource(selectors.lsh), {"extra_repr()": lambda a: None}),
     "selectors.RoutingSource": (lambda d: selectors.RoutingSource(4), {"extra_repr()": lambda a: None, "reset_parameters()": lambda a: None}),
@@ -1759,6 +1810,8 @@ MODULES = {
     "patterns": patterns,
     "indexer": indexer,
     "selectors": selectors,
+    "gold": gold,
+    "predictors": predictors,
     "sparsefinder": sparsefinder,
     "analysis": analysis,
     "plots": plots,
@@ -1773,7 +1826,8 @@ EXEMPT: dict[str, str] = {  # public names that are not called, and why
     "estimators.ESTIMATORS": "a constant",
     **dict.fromkeys(("ShareSchedule", "ShareSchedule.step", "ShareSchedule.state_dict", "ShareSchedule.load_state_dict"),
                     "a schedule of a model, see test_share.py"),
-    "sparsefinder.Match": "a record that the library makes and users read",
+    "gold.Match": "a record that the library makes and users read",
+    "gold.record": "it listens to a model, see test_gold.py",
     **dict.fromkeys(("sparsefinder.fit_projection", "sparsefinder.fit_centroids"), "they train, see test_sparsefinder.py"),
     "estimators.distillation": "a loss over what a layer computes, compared with its definition in test_share.py",
     "Pretrained": "a base class, called through its models",

@@ -32,7 +32,8 @@ from sbm_pyg.estimators import ESTIMATORS, draw_probes, local_expectation, score
 from sbm_pyg.indexer import Indexer, IndexerSource, KeyScorer
 from sbm_pyg.models import ATTENTION
 from sbm_pyg.ops import reference
-from sbm_pyg.sparsefinder import Projection, SparsefinderSource, distance
+from sbm_pyg.predictors import distance
+from sbm_pyg.sparsefinder import Projection, SparsefinderSource
 
 FALSE_ALARM = 1e-6
 PTR = torch.tensor([0, 5, 24, 25])

@@ -24,6 +24,7 @@ ORDER = [
     "patterns",
     "pairs",
     "selectors",
+    "predictors",
     "sparsefinder",
     "sbm",
     "sampling",
@@ -31,6 +32,7 @@ ORDER = [
     "estimators",
     "propagation",
     "attention",
+    "gold",
     "dense",
 ]
 ORDER += ["multihead", "pretrained", "models", "walks", "hamiltonian", "universality", "analysis", "plots", "info"]

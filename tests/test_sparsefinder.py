@@ -12,18 +12,9 @@ import torch
 from torch import Tensor
 
 from sbm_pyg import AttentionConv, AttentionGraph, pairs, patterns
-from sbm_pyg.sparsefinder import (
-    Projection,
-    SparsefinderSource,
-    bucketing,
-    clustering,
-    compare,
-    distance,
-    fit_centroids,
-    fit_projection,
-    gold_graph,
-    projection_loss,
-)
+from sbm_pyg.gold import compare, gold_graph
+from sbm_pyg.predictors import blocks, bucketing, buckets, clustering, clusters, distance
+from sbm_pyg.sparsefinder import Projection, SparsefinderSource, fit_centroids, fit_projection, projection_loss
 
 HEADS = 2
 CENTROIDS = torch.randn(HEADS, 4, 3, generator=torch.Generator().manual_seed(5))
@@ -61,6 +52,28 @@ def define_bucketing(q: Tensor, z: Tensor, head: int, num_buckets: int, causal: 
     return found
 
 
+def define_blocks(q: Tensor, z: Tensor, head: int, causal: bool, **o: Any) -> Tensor:
+    size, k, window, wide = (o[name] for name in ("block_size", "k", "block_window", "global_blocks"))
+    means = [torch.stack([part.mean(0) for part in x.split(size)]) for x in (q, z)]
+    far = [(x[:, None] - CENTROIDS[head][None]).square().sum(2).sqrt() for x in means]
+    rows, cols = (range(len(x)) for x in means)
+    held = {(a, b) for a in rows for b in cols if (window is not None and abs(a - b) <= window) or min(a, b) < wide}
+    found = set(held)
+    if o["by"] == "nearest":
+        for c in range(4):
+            near = [sorted(range(wide, len(x)), key=lambda a, x=x, c=c: (float(x[a, c]), a))[:k] for x in far]  # type: ignore[misc]
+            found |= {(a, b) for a in near[0] for b in near[1]}
+    else:
+        for a in range(wide, len(means[0])):
+            c = int(far[0][a].argmin())
+            others = [b for b in range(wide, len(means[1])) if int(far[1][b].argmin()) == c and (a, b) not in held]
+            found |= {(a, b) for b in sorted(others, key=lambda b, c=c: (float(far[1][b, c]), b))[:k]}  # type: ignore[misc]
+    mask = torch.zeros(len(q), len(z), dtype=torch.bool)
+    for a, b in found:
+        mask[a * size : (a + 1) * size, b * size : (b + 1) * size] = True
+    return mask
+
+
 def define_clustering(q: Tensor, z: Tensor, head: int, top: int, cap: int | None, causal: bool) -> Tensor:
     far = [(x[:, None] - CENTROIDS[head][None]).square().sum(2).sqrt() for x in (q, z)]
     mine, theirs = ([set(row.argsort(stable=True)[:top].tolist()) for row in x] for x in far)
@@ -81,6 +94,22 @@ CASES: dict[str, tuple[Callable[..., AttentionGraph], Callable[..., Tensor], dic
     "bucketing": (bucketing, define_bucketing, {"num_buckets": 3}, {}),
     "clustering": (clustering, define_clustering, {"top": 1, "cap": None}, {"centroids": CENTROIDS}),
     "clustering, two": (clustering, define_clustering, {"top": 2, "cap": None}, {"centroids": CENTROIDS}),
+    **{
+        f"blocks, {by}, {k} of {size}, {window}, {wide}": (
+            blocks,
+            define_blocks,
+            {"by": by, "k": k, "block_size": size, "block_window": window, "global_blocks": wide},
+            {"centroids": CENTROIDS},
+        )
+        for by, k, size, window, wide in (
+            ("nearest", 1, 2, None, 0),
+            ("nearest", 2, 3, 0, 1),
+            ("nearest", 9, 1, None, 0),
+            ("shared", 1, 2, None, 0),
+            ("shared", 2, 1, 1, 1),
+            ("shared", 1, 3, 0, 0),
+        )
+    },
     "clustering, capped": (clustering, define_clustering, {"top": 2, "cap": 2}, {"centroids": CENTROIDS}),
 }
 
@@ -93,9 +122,11 @@ def test_rules_are_their_definitions(
 ) -> None:
     rule, define, options, more = CASES[name]
     ptr, key_ptr = map(pointer, sizes)
+    if sizes[0] != sizes[1]:
+        options = {**options, **({"block_window": None, "global_blocks": 0} if rule is blocks else {})}
     q, z = draw(1, HEADS, sum(sizes[0]), 3), draw(2, HEADS, sum(sizes[1]), 3)
-    if is_causal and (rule is bucketing or name == "clustering, capped"):
-        with pytest.raises(ValueError, match=r"depend on later tokens"):
+    if is_causal and (rule in (bucketing, blocks) or name == "clustering, capped"):
+        with pytest.raises(ValueError, match=r"depend on later tokens|hold later tokens"):
             rule(q, z, ptr=(key_ptr, ptr), is_causal=True, **options, **more)
         return
     expected = torch.zeros(HEADS, q.size(1), z.size(1), dtype=torch.bool)
@@ -117,6 +148,54 @@ def test_buckets_bound_the_edges_whatever_the_tokens_hold() -> None:
     assert bucketing(same, same, 8).num_edges == 64 * 8  # both dimensions rank alike
     assert bucketing(draw(0, 1, 64, 2), draw(1, 1, 64, 2), 8).num_edges <= 2 * 64 * 8
     assert clustering(same, same, torch.zeros(1, 1, 2), cap=5).num_edges == 64 * 5
+
+
+def test_groups_are_those_of_the_rules() -> None:
+    ptr = torch.tensor([0, 5, 17])
+    x, z = draw(1, HEADS, 17, 3), draw(2, HEADS, 17, 3)
+    same = torch.block_diag(torch.ones(5, 5), torch.ones(12, 12)) > 0
+    mine, theirs = (buckets(each, 3, ptr=ptr) for each in (x, z))
+    shared = (mine[:, :, None] == theirs[:, None]).any(3) & same
+    graph = bucketing(x, z, 3, ptr=ptr)
+    assert bool(shared[graph.edge_head, graph.edge_index[1], graph.edge_index[0]].all())
+    assert graph.num_edges == int(shared.sum())
+    mine, theirs = (clusters(each, CENTROIDS, 2) for each in (x, z))
+    shared = (mine[:, :, None, :, None] == theirs[:, None, :, None]).any(4).any(3) & same
+    graph = clustering(x, z, CENTROIDS, top=2, ptr=ptr)
+    assert bool(shared[graph.edge_head, graph.edge_index[1], graph.edge_index[0]].all())
+    assert graph.num_edges == int(shared.sum())
+    assert torch.equal(
+        clusters(x, CENTROIDS[:1])[..., 0], torch.cdist(x, CENTROIDS[:1].expand(HEADS, -1, -1)).argmin(2)
+    )
+
+
+def test_shared_blocks_bound_the_edges_and_skip_what_is_there() -> None:
+    same, one = torch.zeros(1, 64, 2), torch.zeros(1, 1, 2)
+    wide = {"block_window": 1, "global_blocks": 1}
+    graph = blocks(same, same, one, 2, 4, **wide)  # type: ignore[arg-type]
+    fixed = blocks(same, same, one + 9, 1, 4, **wide)  # type: ignore[arg-type]
+    assert graph.num_edges <= fixed.num_edges + 2 * 64 * 4
+    alone = blocks(same, same, one, 2, 4)
+    assert alone.degree.unique().tolist() == [8]
+    assert graph.degree[0, 32:36].tolist() == [4 * (3 + 1 + 2)] * 4  # a window of three, a global one, and two more
+
+
+def test_centroids_of_blocks_are_those_of_their_means() -> None:
+    torch.manual_seed(0)
+    projection, data = Projection(16, HEADS, 2), samples(2, 0)
+    centroids = fit_centroids(projection, data, 3, block_size=8)
+    points = []
+    for query, key, graph in data:
+        for x in projection(query, key):
+            points += [
+                part.mean(1) for side in x.split(graph.query_ptr.diff().tolist(), 1) for part in side.split(8, 1)
+            ]
+    x = torch.stack(points, 1)
+    nearest = torch.cdist(x, centroids).argmin(2)
+    for head, k in itertools.product(range(HEADS), range(3)):
+        torch.testing.assert_close(centroids[head, k], x[head, nearest[head] == k].mean(0), rtol=1e-3, atol=1e-3)
+    with pytest.raises(ValueError, match="Expected 'samples' with graphs for 'block_size'"):
+        fit_centroids(projection, [(query, key)], 3, block_size=8)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -220,6 +299,14 @@ RULES: dict[str, dict[str, Any]] = {
     "distance": {"predictor": distance, "threshold": 2.0},
     "bucketing": {"predictor": bucketing, "num_buckets": 6},
     "clustering": {"predictor": clustering, "centroids": CENTROIDS[..., :2]},
+    "blocks": {
+        "predictor": blocks,
+        "centroids": CENTROIDS[..., :2],
+        "k": 1,
+        "block_size": 3,
+        "block_window": 1,
+        "global_blocks": 1,
+    },
     "union": {"predictor": clustering, "centroids": CENTROIDS[..., :2], "window": 2, "num_global": 1},
 }
 
@@ -253,16 +340,6 @@ def test_a_graph_that_holds_the_gold_one_gives_the_output_of_dense_entmax(name: 
     assert torch.equal((~missed).double().mean(1), match.exact)
 
 
-def test_metrics_by_hand() -> None:
-    gold = AttentionGraph.from_dense(torch.tensor([[[1, 1, 0], [0, 1, 0], [0, 0, 0]]]) > 0)
-    graph = AttentionGraph.from_dense(torch.tensor([[[1, 0, 0], [1, 1, 1], [0, 0, 0]]]) > 0)
-    match = compare(gold, graph)
-    found = [float(x) for x in (match.recall, match.precision, match.sparsity, match.exact)]
-    assert found == pytest.approx([2 / 3, 2 / 4, 5 / 9, 2 / 3])
-    with pytest.raises(ValueError, match="Expected 'graph' over the tokens and heads of 'gold'"):
-        compare(gold, patterns.full(4))
-
-
 X = torch.ones(2, 5, 3)
 
 
@@ -275,6 +352,13 @@ X = torch.ones(2, 5, 3)
         (lambda: clustering(X, X, torch.ones(2, 3, 4)), ValueError, r"Expected 'centroids' to be \[H, K, r\]"),
         (lambda: clustering(X, X, torch.ones(3, 3, 3)), ValueError, r"Expected 'centroids' to be \[2, K, r\] or"),
         (lambda: clustering(X, X, CENTROIDS, top=5), ValueError, r"Expected 'top' to be at most 4"),
+        (lambda: blocks(X, X, CENTROIDS, 0, 2), ValueError, "Expected 'k' to be at least 1"),
+        (lambda: blocks(X, X, CENTROIDS, 1, 0), ValueError, "Expected 'block_size' to be at least 1"),
+        (lambda: blocks(X, X, CENTROIDS, 1, 2, by="x"), ValueError, "Expected 'by' to be one of"),
+        (lambda: blocks(X, X, CENTROIDS, 1, 2, block_window=1, bipartite=True), ValueError, "with 'block_window' .got a pair"),
+        (lambda: blocks(X, X[:, :4], CENTROIDS, 1, 2, global_blocks=1), ValueError, "with 'global_blocks' .got a pair"),
+        (lambda: buckets(X[0], 2), ValueError, r"Expected 'x' to be \[H, N, r\]"),
+        (lambda: clusters(X, CENTROIDS, 5), ValueError, "Expected 'top' to be at most 4"),
         (lambda: gold_graph(X, X, alpha=1.0), ValueError, r"Expected 'alpha' in \(1, 4\]"),
         (lambda: Projection(3, dim=0), ValueError, "Expected 'dim' to be at least 1"),
         (lambda: Projection(4)(X, X), ValueError, r"Expected 'query' to be \[H, N, C\] = \[1, any, 4\]"),

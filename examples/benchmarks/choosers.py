@@ -52,7 +52,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from sbm_pyg import AttentionGraph, GraphSource, SBMHead, SBMSource, pairs, selectors, sparsefinder
+from sbm_pyg import AttentionGraph, GraphSource, SBMHead, SBMSource, pairs, predictors, selectors, sparsefinder
 from sbm_pyg.indexer import Indexer, IndexerSource
 
 Graph = Callable[[Tensor, Tensor], AttentionGraph]
@@ -78,9 +78,9 @@ def choosers(n: int) -> dict[str, Graph]:
         "block_top_k": lambda q, k: selectors.block_top_k(q, k, 2, EDGES // 2),
         "lsh": lambda q, k: selectors.lsh(q, k, 64, EDGES // 2, seed=0),
         "routing": lambda q, k: selectors.routing(q, k, centroids, EDGES),
-        "distance": small(sparsefinder.distance, threshold=1.5, cap=EDGES),
-        "bucketing": small(sparsefinder.bucketing, num_buckets=groups * DIM),
-        "clustering": small(sparsefinder.clustering, centroids=centroids[..., :DIM] / 2, cap=EDGES),
+        "distance": small(predictors.distance, threshold=1.5, cap=EDGES),
+        "bucketing": small(predictors.bucketing, num_buckets=groups * DIM),
+        "clustering": small(predictors.clustering, centroids=centroids[..., :DIM] / 2, cap=EDGES),
     }
 
     def of(source: GraphSource) -> Graph:

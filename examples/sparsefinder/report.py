@@ -1,0 +1,194 @@
+"""Tables and figures of the sweep: who finds more of what attention uses, and loses less, at equal sparsity?
+
+In: the rows of ``rows.csv``, and a model for maps of its heads. Out: Markdown, figures, and ``words-SEED.csv``. Not here: how the rows came
+about (``sweep.py``).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from entmax import entmax15
+from matplotlib import colormaps
+from matplotlib.figure import Figure
+
+from examples.benchmarks.tables import Row, add, markdown
+from examples.sparsefinder.choosers import COUNTS, GRIDS, LEARNT, ORACLES, Learnt, make
+from examples.sparsefinder.model import Texts, hide
+from examples.sparsefinder.sweep import TESTED, Sweep, extract
+from sbm_pyg import TokenClassifier
+from sbm_pyg.predictors import clusters
+
+LEVELS = (0.5, 0.7, 0.8, 0.9, 0.95)
+MEASURES = (  # over which sparsity, what, its factor in tables, and digits
+    ("sparsity", "recall", "Recall of the gold edges, %", 100, 1),
+    ("sparsity", "exact", "Queries with all that they use, %", 100, 1),
+    ("sparsity_used", "accuracy", "Accuracy on hidden words, %", 100, 1),
+    ("sparsity_used", "saved", "Bits of a hidden word", -1, 3),
+)
+TAB20 = colormaps["tab20"]
+MAPS = 3  # heads that are drawn
+SHOWN = 40  # words of a map
+Point = tuple[float, float]
+
+
+def settings(rows: Sequence[Row]) -> dict[str, dict[float, list[Row]]]:
+    """Means over heads and layers of each setting, by chooser and seed."""
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row["chooser"], row["seed"], row["knob"], row["window"]), []).append(row)
+    found: dict[str, dict[float, list[Row]]] = {}
+    numbers = ("sparsity", "recall", "precision", "exact", "accuracy", "bits", "sparsity_used")
+    for (name, seed, _, _), each in groups.items():
+        mean = {key: fmean(row[key] for row in each) for key in numbers}
+        mean["saved"] = -mean["bits"]  # so that more is better, as of the others
+        found.setdefault(name, {}).setdefault(seed, []).append(mean)
+    return found
+
+
+def frontier(points: Sequence[Point]) -> list[Point]:
+    """The points that no other beats in both, by falling sparsity."""
+    kept: list[Point] = []
+    for x, y in sorted(points, reverse=True):
+        if not kept or y > kept[-1][1]:
+            kept.append((x, y))
+    return kept
+
+
+def best(points: Sequence[Point], level: float) -> float:
+    """The largest second number among points whose first is a level or more; NaN if there are none."""
+    return max((y for x, y in points if x >= level), default=math.nan)
+
+
+def tables(rows: Sequence[Row]) -> str:
+    """What each chooser reaches at a sparsity or more, at its best setting; means over seeds."""
+    found, parts = settings(rows), []
+    dense = [row for seed in found.get("all", {}).values() for row in seed]
+    if dense:
+        accuracy, bits, sparsity = (fmean(row[key] for row in dense) for key in ("accuracy", "bits", "sparsity"))
+        parts.append(
+            f"All pairs: accuracy {100 * accuracy:.1f} %, {bits:.3f} bits a hidden word. Entmax itself leaves out "
+            f"{100 * sparsity:.1f} % of the pairs."
+        )
+    for x, y, title, factor, digits in MEASURES:
+        lines = []
+        for name in [name for name in GRIDS if name in found]:
+            values = [
+                factor * fmean(best([(row[x], row[y]) for row in seed], level) for seed in found[name].values())
+                for level in LEVELS
+            ]
+            lines.append([name, *("" if math.isnan(value) else f"{value:.{digits}f}" for value in values)])
+        lines.sort(key=lambda line: factor * float(line[4] or factor * -99), reverse=True)  # by the last but one level
+        parts.append(f"## {title}\n\n" + markdown(["method", *(f"sparsity {level:g}" for level in LEVELS)], lines))
+    return "\n\n".join(parts)
+
+
+def _style(name: str) -> dict[str, Any]:
+    """Learnt choosers are full lines, fixed ones broken, oracles dotted and grey."""
+    number = [*GRIDS].index(name)
+    line = ":" if name in ORACLES else "-" if name in LEARNT else "--"
+    color = "black" if name in ORACLES else TAB20((2 * number) % 20 + number // 10)
+    return {"linestyle": line, "color": color, "marker": "osD^vXP*<>hpd8"[number], "markersize": 4, "label": name}
+
+
+def _curves(axes: Any, points: dict[str, list[Point]]) -> None:
+    for name, each in points.items():
+        style = _style(name)
+        axes.plot(*zip(*each, strict=True), ".", color=style["color"], alpha=0.25, markersize=3)
+        axes.plot(*zip(*frontier(each), strict=True), **style)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
+    """Pareto curves, in the mean and for each head of the first seed; points are all settings."""
+    found = settings(rows)
+    figure = Figure(figsize=(13, 10), layout="constrained")
+    for axes, (x, y, words, _, _) in zip(figure.subplots(2, 2).flat, MEASURES, strict=True):
+        points = {
+            name: [(row[x], row[y]) for seed in found[name].values() for row in seed] for name in GRIDS if name in found
+        }
+        _curves(axes, points)
+        for row in (row for seed in found.get("all", {}).values() for row in seed):
+            axes.plot(row["sparsity"], row[y], "k*", ms=12)
+            axes.axhline(row[y], color="k", lw=0.5)
+        axes.set(xlabel="sparsity: share of the pairs left out")
+        axes.set_title(words.partition(",")[0], fontsize="small")
+        axes.yaxis.set_major_formatter(lambda value, _: f"{abs(value):.2g}" if abs(value) < 1 else f"{abs(value):.1f}")
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside right center", frameon=False)
+    figure.savefig(folder / "pareto.png", dpi=110)
+    first = [row for row in rows if row["seed"] == rows[0]["seed"]]
+    places = sorted({(row["layer"], row["head"]) for row in first})
+    across = max(1, int(max(head for _, head in places)) + 1)
+    figure = Figure(figsize=(3.2 * across, 2.8 * math.ceil(len(places) / across)), layout="constrained")
+    grid = figure.subplots(math.ceil(len(places) / across), across, squeeze=False, sharex=True, sharey=True)
+    for axes, (layer, head) in zip(grid.flat, places, strict=False):
+        mine = [row for row in first if (row["layer"], row["head"]) == (layer, head)]
+        points = {}
+        for row in mine:
+            if row["chooser"] in GRIDS:
+                points.setdefault(row["chooser"], []).append((row["sparsity"], row["recall"]))
+        _curves(axes, points)
+        axes.axvline(next((row["sparsity"] for row in mine if row["chooser"] == "all"), 1.0), color="k", lw=0.5)
+        axes.set_title(f"layer {layer:g}, head {head:g}", fontsize="small")
+    figure.supxlabel("sparsity (line: that of entmax itself)")
+    figure.supylabel("recall")
+    figure.savefig(folder / "heads.png", dpi=90)
+    return [folder / "pareto.png", folder / "heads.png"]
+
+
+def draw_heads(model: TokenClassifier, learnt: Sequence[Learnt], texts: Texts, plan: Sweep, folder: Path) -> list[Path]:
+    """Maps of heads over the start of a test sequence, beside what clusters foretell; and the words of each cluster."""
+    count, tokens = COUNTS[3], texts.test[:1]
+    samples = extract(model, tokens, plan.hidden, 1, 0, "maps")
+    names = [texts.vocabulary[word] for word in hide(tokens, plan.hidden, 0)[0][0, :SHOWN].tolist()]
+    # heads that are neither full nor empty say most
+    heads = [
+        (abs(float(graph.density[0, head]) - 0.1), number, head)
+        for number, ((_, _, graph),) in enumerate(samples)
+        for head in range(graph.heads)
+    ]
+    figure = Figure(figsize=(15, 5 * MAPS), layout="constrained")
+    for line, (_, number, head) in zip(figure.subplots(MAPS, 3, squeeze=False), sorted(heads), strict=False):
+        ((query, key, gold),) = samples[number]
+        source = make("clusters", count, 3, learnt[number])
+        foretold = source(query, key, gold.query_ptr, gold.key_ptr, seed=0).graph.to_dense()[head]
+        scores = query[head] @ key[head].T * query.size(2) ** -0.5
+        left = entmax15(scores.masked_fill(~foretold, -1e9), dim=1) > 0
+        titles = "gold", f"foretold by {count} clusters and a window of 3", "1.5-entmax over what is foretold"
+        for axes, mask, title in zip(line, (gold.to_dense()[head], foretold, left), titles, strict=True):
+            axes.imshow(mask[:SHOWN, :SHOWN].numpy(), cmap="Greys", interpolation="nearest")
+            axes.set_title(f"layer {number}, head {head}: {title}", fontsize="small")
+            axes.set_xticks(range(len(names)), names, rotation=90, fontsize=6)
+            axes.set_yticks(range(len(names)), names, fontsize=6)
+    figure.savefig(folder / f"maps-{plan.seed}.png", dpi=80)
+    rows = list_words(model, learnt, texts, plan, count)
+    path = folder / f"words-{plan.seed}.csv"
+    path.unlink(missing_ok=True)
+    add(path, rows)
+    return [folder / f"maps-{plan.seed}.png", path]
+
+
+def list_words(model: TokenClassifier, learnt: Sequence[Learnt], texts: Texts, plan: Sweep, count: int) -> list[Row]:
+    """The words that each cluster of each head attracts most: those whose share in it is largest next to their share in the text."""
+    tokens = texts.test[: plan.test_sequences]
+    rows = []
+    for number, samples in enumerate(extract(model, tokens, plan.hidden, TESTED, 0, "words")):
+        word = torch.cat([hide(part, plan.hidden, at)[0].flatten() for at, part in enumerate(tokens.split(TESTED))])
+        every = torch.bincount(word, minlength=len(texts.vocabulary))
+        sides = zip(*(learnt[number].projection(query, key) for query, key, _ in samples), strict=True)
+        groups = [clusters(torch.cat(side, 1), learnt[number].centroids[count])[..., 0] for side in sides]
+        for head, cluster in itertools.product(range(len(groups[0])), range(count)):
+            row: Row = {"seed": plan.seed, "layer": number, "head": head, "cluster": cluster}
+            for name, group in zip(("queries", "keys"), groups, strict=True):
+                inside = torch.bincount(word[group[head] == cluster], minlength=len(every))
+                lift = inside / every.clamp(min=1) * (inside >= min(5, int(inside.max())))
+                top = [texts.vocabulary[at] for at in lift.topk(8).indices.tolist() if lift[at] > 0]
+                row |= {f"share_{name}": float((group[head] == cluster).double().mean()), name: " ".join(top)}
+            rows.append(row)
+    return rows
