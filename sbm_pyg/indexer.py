@@ -431,13 +431,14 @@ class _Reduced(torch.autograd.Function):
             slope.masked_fill_(~possible, 0)
             if grad_bias is not None and ctx.rule is _COINS:
                 grad_bias += slope.sum((1, 2, 3))
-            keys, to_keys, to_queries, to_weights = key[:, part.key.clamp(min=0)], 0.0, [], []
+            keys = key[:, part.key.clamp(min=0)]
+            to_keys, to_queries, to_weights = torch.zeros_like(keys), [], []
             for query, weight in _heads(packed[:, part.query], ctx.small):
                 dot = torch.relu_(query @ keys.mT)
                 to_weights.append((slope * dot).sum(3, keepdim=True))
                 to_dot = (slope * weight).masked_fill_(dot == 0, 0)
                 to_queries.append(to_dot @ keys)
-                to_keys = to_keys + to_dot.mT @ query
+                to_keys += to_dot.mT @ query
             grad_packed.index_add_(1, part.query.flatten(), torch.cat(to_queries + to_weights, 3).flatten(1, 2))
             grad_key.index_add_(1, part.key.clamp(min=0).flatten(), to_keys.flatten(1, 2))
         return grad_packed, grad_key, grad_bias, None, None, None, None

@@ -7,7 +7,7 @@ import gc
 import itertools
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -386,16 +386,16 @@ X = torch.ones(2, 5, 3)
     ("call", "error", "message"),
     [
         (lambda: Indexer(0), ValueError, r"Expected 'channels' to be at least 1 \(got 0\)"),
-        (lambda: KeyScorer(3, hidden=2.5), TypeError, "Expected 'hidden' to be an int"),
+        (lambda: KeyScorer(3, hidden=cast(int, 2.5)), TypeError, "Expected 'hidden' to be an int"),
         (lambda: Indexer(3)(X, X), ValueError, r"Expected 'query' to be \[H, N, C\] = \[1, any, 3\]"),
         (lambda: Indexer(2**20, 2**10), ValueError, "Expected 'heads' "),
-        (lambda: IndexerSource("indexer"), TypeError, r"Expected 'scorer' to be a module such as Indexer \(got str\)"),
+        (lambda: IndexerSource(cast(nn.Module, "indexer")), TypeError, r"Expected 'scorer' to be a module such as Indexer \(got str\)"),
         (lambda: IndexerSource(Indexer(3), select="most"), ValueError, "Expected 'select' to be one of"),
         (lambda: IndexerSource(Indexer(3), select="top_k"), ValueError, "Expected 'k' with select='top_k' alone"),
         (lambda: IndexerSource(Indexer(3), k=3), ValueError, "Expected 'k' with select='top_k' alone"),
         (lambda: IndexerSource(Indexer(3), share=2), ValueError, r"Expected 'share' in \(0, 1\]"),
         (lambda: IndexerSource(Indexer(3), density=1), ValueError, r"Expected 'density' in \(0, 1\)"),
-        (lambda: IndexerSource(Indexer(3), detach=1), TypeError, "Expected 'detach' to be a bool"),
+        (lambda: IndexerSource(Indexer(3), detach=cast(bool, 1)), TypeError, "Expected 'detach' to be a bool"),
         (
             lambda: IndexerSource(Indexer(3, 2), window=1)(
                 X, X, torch.tensor([0, 5]), torch.tensor([0, 5]), bipartite=True, seed=0
