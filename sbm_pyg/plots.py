@@ -638,4 +638,9 @@ def _layers(graphs: Graphs) -> list[tuple[int, AttentionGraph]]:
         raise ValueError(
             "Expected 'graphs' to hold the graph of a layer (got none). Full attention has no graph to draw."
         )
+    counts = [graph.num_sequences for _, graph in layers]
+    if len({*counts}) > 1:
+        raise ValueError(
+            f"Expected 'graphs' of the same sequences (got {counts} in the layers). They are those of one batch."
+        )
     return layers

@@ -55,10 +55,15 @@ def distance(
         inside = possible & (scores >= -threshold)
         return inside if cap is None else largest(cap)(scores.masked_fill_(~inside, -torch.inf), inside, part)
 
-    def score(query: Tensor, key: Tensor) -> Tensor:
-        return -torch.cdist(query, key, compute_mode=EXACT)
+    return sides.graph(
+        *streamed(sides, sides.key, sides.key_ptr, sides.reach, near, lambda query, key: -_distance(query, key))
+    )
 
-    return sides.graph(*streamed(sides, sides.key, sides.key_ptr, sides.reach, near, score))
+
+def _distance(x: Tensor, y: Tensor) -> Tensor:
+    """Distances of all pairs, in float32 at least: torch has none in half precision."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return torch.cdist(x.to(wide), y.to(wide), compute_mode=EXACT)
 
 
 @torch.no_grad()
@@ -247,7 +252,7 @@ def _check_top(top: int, count: int) -> int:
 
 def _nearest(x: Tensor, centroids: Tensor, top: int) -> tuple[Tensor, Tensor]:
     """The clusters of each token, ``[H, N, m]``, and its distances to their centroids."""
-    far, cluster = torch.cdist(x, centroids, compute_mode=EXACT).sort(dim=2, stable=True)
+    far, cluster = _distance(x, centroids).sort(dim=2, stable=True)
     return cluster[..., :top], far[..., :top]
 
 
@@ -354,7 +359,7 @@ def _by_nearest(sides: Sides, centroids: Tensor, k: int, num_global: int, reach:
         (sides.query, sides.query_sequence, sides.query_place),
         (sides.key, sides.key_sequence, sides.key_place),
     ):
-        far = torch.cdist(x, centroids, compute_mode=EXACT)  # [H, n, K]
+        far = _distance(x, centroids)  # [H, n, K]
         every = torch.arange(clusters, device=x.device).expand_as(far)
         group, item, rank = _ranked(sides, every, far, clusters, sequence, place >= num_global)
         taken.append((group[rank < k], item[rank < k] // clusters))

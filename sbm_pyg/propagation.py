@@ -113,6 +113,11 @@ class EdgeAttention(MessagePassing):
             "value", value, (self.heads, key.size(1), None), "[H, M, C']", "It has the heads and tokens of 'key'."
         )
         checks.same_device("query", query, key=key, value=value)
+        for name, x in (("query", query), ("key", key)):
+            if edge_index is not None and x.size(1) < 1:
+                raise ValueError(
+                    f"Expected '{name}' of at least one token (got {list(x.shape)}). A graph has tokens on both sides."
+                )
         if not isinstance(returns, Returns):
             raise TypeError(f"Expected 'returns' to be a Returns (got {type(returns).__name__}). See the docstring.")
         if edge_filter is not None and not callable(edge_filter):
