@@ -28,6 +28,7 @@ ORDER = [
     "sbm",
     "sampling",
     "estimators",
+    "normalizers",
     "propagation",
     "attention",
     "dense",
