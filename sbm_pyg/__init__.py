@@ -7,6 +7,7 @@ from .dense import FullAttention
 from .graph import AttentionGraph
 from .models import EncoderTrace, PairClassifier, SequenceClassifier, SequenceEncoder, TokenClassifier
 from .multihead import SBMMultiheadAttention
+from .normalizers import Entmax
 from .pretrained import Pretrained
 from .ragged import pad, unpad
 from .sampling import SBMGraph, SBMSource, ShareSchedule, sample_edges
@@ -20,6 +21,7 @@ __all__ = [
     "Choice",
     "EdgeProbability",
     "EncoderTrace",
+    "Entmax",
     "FullAttention",
     "GraphSource",
     "PairClassifier",

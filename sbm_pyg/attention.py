@@ -20,8 +20,9 @@ from torch_geometric.typing import SparseTensor
 from .choice import Choice, GraphSource, limited
 from .estimators import Attended, Estimator, NoEstimator, resolve_estimator
 from .graph import AttentionGraph
+from .normalizers import Entmax, check_normalizer
 from .ops import METHODS, checks
-from .propagation import NORMALIZERS, NOTHING, EdgeAttention, Returns, channel_pair, check_tokens
+from .propagation import NOTHING, EdgeAttention, Returns, channel_pair, check_tokens
 from .ragged import draw_seed, resolve_sides
 from .sampling import SBMSource
 from .sbm import SBMHead
@@ -71,8 +72,9 @@ class AttentionConv(EdgeAttention):
             its name. None: ``"local"``, or ``"mask"`` where the normaliser is not softmax.
         is_causal: No query attends to a later key. The source chooses among the other pairs alone, densities count
             those, and later keys of a given graph are left out. As in torch, places count from the start of both sides.
-        normalizer: ``"softmax"``, ``"entmax15"`` or ``"sparsemax"``; the last two run edge by edge through
-            :meth:`message`.
+        normalizer: How scores become weights: ``"softmax"``, ``"entmax15"``, ``"sparsemax"``, ``"entmax"``, which is
+            alpha-entmax with an alpha for each head that learns, or an :class:`Entmax` that says where alpha starts.
+            Entmax weights are mostly 0.
         score_bias: Callable ``(query [H, N, C], key [H, M, C], graph) -> [E]`` added to the scaled scores, or None.
         dropout: Probability that an attention weight is dropped in training.
         **kwargs: Of :class:`torch_geometric.nn.MessagePassing`. Weights sum to 1, so ``aggr`` is ``"add"``; keys are
@@ -110,7 +112,7 @@ class AttentionConv(EdgeAttention):
         bias: bool = True,
         estimator: Estimator | str | None = None,
         is_causal: bool = False,
-        normalizer: str = "softmax",
+        normalizer: str | Entmax = "softmax",
         score_bias: Callable[[Tensor, Tensor, AttentionGraph], Tensor] | None = None,
         dropout: float = 0.0,
         **kwargs: Any,
@@ -140,7 +142,7 @@ class AttentionConv(EdgeAttention):
                 f"Expected 'score_bias' to be a callable (query, key, graph) -> [E] (got {type(score_bias).__name__}). "
                 "Wrap a tensor in a function."
             )
-        checks.one_of("normalizer", normalizer, tuple(NORMALIZERS))
+        check_normalizer(normalizer, heads)
         checks.flag("is_causal", is_causal, CAUSAL)
         checks.number("dropout", dropout, "[0, 1)", "It is the probability that an attention weight is dropped.")
         self.estimator = resolve_estimator(estimator, normalizer)
@@ -148,7 +150,8 @@ class AttentionConv(EdgeAttention):
         name, way_out = "in_channels" if width > wide else "heads", "Take fewer heads, or narrower ones."
         checks.memory(name, width * wide, 4, torch.device("cpu"), way_out, "parameters")
         self.in_channels, self.out_channels, self.heads, self.concat = in_channels, out_channels, heads, concat
-        self.is_causal, self.normalizer, self.dropout, self.scale = is_causal, normalizer, dropout, out_channels**-0.5
+        self.is_causal, self.dropout, self.scale = is_causal, dropout, out_channels**-0.5
+        self.normalizer = Entmax(heads) if normalizer == "entmax" else normalizer
         self.source, self.score_bias = source, score_bias
         self.lin_key = Linear(pair[0], wide, bias=bias)
         self.lin_query = Linear(pair[1], wide, bias=bias)
@@ -157,7 +160,7 @@ class AttentionConv(EdgeAttention):
     def reset_parameters(self) -> None:
         """Draw all parameters anew from torch's default generator."""
         super().reset_parameters()
-        for module in (self.lin_key, self.lin_query, self.lin_value, self.source):
+        for module in (self.lin_key, self.lin_query, self.lin_value, self.source, self.normalizer):
             reset = getattr(module, "reset_parameters", None)
             if reset is not None:
                 reset()
@@ -298,6 +301,7 @@ class AttentionConv(EdgeAttention):
 
     def __repr__(self) -> str:
         source = "" if self.source is None else f", source={type(self.source).__name__}"
+        source += "" if self.normalizer == "softmax" else f", normalizer={self.normalizer!r}"
         return f"{type(self).__name__}({self.in_channels}, {self.out_channels}, heads={self.heads}{source})"
 
 
@@ -367,7 +371,7 @@ class SBMAttentionConv(AttentionConv):
     ) -> None:
         checks.one_of("method", method, METHODS)
         normalizer = kwargs.get("normalizer", "softmax")
-        checks.one_of("normalizer", normalizer, tuple(NORMALIZERS))
+        check_normalizer(normalizer)
         estimator = resolve_estimator(estimator, normalizer, method, probes)
         super().__init__(in_channels, out_channels, heads, estimator=estimator, **kwargs)
         self.num_blocks = num_blocks

@@ -102,7 +102,7 @@ class Estimator:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in vars(self).items())})"
 
-    def check(self, normalizer: str, method: str = "bernoulli") -> None:
+    def check(self, normalizer: object, method: str = "bernoulli") -> None:
         """Raise ValueError where it is not derived for a normaliser, or for the law of a graph."""
         name = type(self).__name__
         if self.softmax_only and normalizer != "softmax":
@@ -298,13 +298,13 @@ ESTIMATORS: dict[str, type[Estimator]] = {
 
 
 def resolve_estimator(
-    estimator: Estimator | str | None, normalizer: str, method: str = "bernoulli", probes: float = 16.0
+    estimator: Estimator | str | None, normalizer: object, method: str = "bernoulli", probes: float = 16.0
 ) -> Estimator:
     """The estimator of that name, or the one itself.
 
     Args:
         estimator: An estimator, its name, or None: ``"local"`` where it is derived for the other two, else ``"mask"``.
-        normalizer: Of the attention.
+        normalizer: Of the attention; ``"softmax"``, or another.
         method: Law of the sampled graph.
         probes: Of ``"local"`` and ``"distill"`` by name or by default.
     """

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from .attention import AttentionConv
 from .graph import AttentionGraph, check_graph
+from .normalizers import normalize
 from .ops import checks, edge_dot, segment_entmax
 from .pairs import Part, Ptr, Sides, streamed
-from .propagation import NORMALIZERS
 from .sparsefinder import Sample
 
 __all__ = ["Match", "compare", "gold_graph", "group_entropy", "record"]
@@ -145,7 +145,7 @@ class _Listener(nn.Module):
     def __init__(self, conv: AttentionConv, found: list[Sample]) -> None:
         super().__init__()
         self.inner, self.found = conv.score_bias, found
-        self.scale, self.normalize = conv.scale, NORMALIZERS[conv.normalizer]
+        self.scale, self.normalizer = conv.scale, conv.normalizer
 
     def forward(self, query: Tensor, key: Tensor, graph: AttentionGraph) -> Any:
         """What the layer would add, after a note."""
@@ -153,7 +153,7 @@ class _Listener(nn.Module):
         with torch.no_grad():
             scores = edge_dot(query.detach(), key.detach(), graph.rowptr, graph.col) * self.scale
             scores = scores if bias is None else scores + bias
-            weight = self.normalize(scores, graph.edge_row, graph.rowptr, graph.rowptr.numel() - 1)
+            weight = normalize(self.normalizer, scores[:, None], ptr=graph.rowptr)[:, 0]
             self.found.append((query.detach(), key.detach(), graph.select(weight > 0)))
         return bias
 

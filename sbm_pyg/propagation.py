@@ -1,15 +1,14 @@
 """Attention over the edges of a graph as message passing: one fused op, and its meaning edge by edge.
 
 In: queries, keys and values of all heads, and a graph. Out: tokens and, edge by edge, the weights. The edge by edge
-path runs where somebody looks at it: hooks and explainers of PyG, and normalisers other than softmax. Not here:
-projections, and where the graph comes from (``attention``).
+path runs where somebody looks at it: hooks and explainers of PyG. Not here: projections, and where the graph comes from
+(``attention``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,27 +19,17 @@ from torch_geometric.utils import is_sparse
 from torch_geometric.utils.sparse import set_sparse_value
 
 from . import ops
-from .estimators import Estimator, attention_weights, edge_softmax
+from .estimators import Estimator
 from .graph import AttentionGraph, edge_list
+from .normalizers import Entmax, alpha_of, normalize
 from .ops import checks
 
-__all__ = ["NORMALIZERS", "NOTHING", "EdgeAttention", "Returns", "channel_pair", "check_tokens"]
+__all__ = ["NOTHING", "EdgeAttention", "Returns", "channel_pair", "check_tokens"]
 
 _PROPAGATE = MessagePassing.propagate
 
 Parts = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 """Query, key, value; gate and score bias of each edge, or None."""
-
-
-def _entmax(logit: Tensor, index: Tensor, ptr: Tensor | None, size: int | None, alpha: float) -> Tensor:
-    return ops.segment_entmax(logit, index, num_nodes=size, alpha=alpha)
-
-
-NORMALIZERS: dict[str, Callable[..., Tensor]] = {
-    "softmax": edge_softmax,
-    "entmax15": partial(_entmax, alpha=1.5),
-    "sparsemax": partial(_entmax, alpha=2.0),
-}
 
 
 @dataclass(frozen=True)
@@ -61,7 +50,7 @@ class EdgeAttention(MessagePassing):
     heads: int
     out_channels: int
     scale: float
-    normalizer: str
+    normalizer: str | Entmax
     estimator: Estimator
     score_bias: Callable[[Tensor, Tensor, AttentionGraph], Tensor] | None
     _alpha: Tensor | None = None  # where PyG's AttentionExplainer looks for the weights, from a hook of `message`
@@ -85,14 +74,14 @@ class EdgeAttention(MessagePassing):
 
     @property
     def _edgewise(self) -> bool:
-        """Whether to go edge by edge: for another normaliser, or because somebody looks at PyG's propagation."""
+        """Whether to go edge by edge, because somebody looks at PyG's propagation."""
         steps = (
             self._propagate_forward_pre_hooks,
             self._propagate_forward_hooks,
             self._aggregate_forward_pre_hooks,
             self._aggregate_forward_hooks,
         )
-        return self._message_hooks or any(steps) or not self.fuse or self.normalizer != "softmax"
+        return self._message_hooks or any(steps) or not self.fuse
 
     def _check_call(
         self,
@@ -182,7 +171,9 @@ class EdgeAttention(MessagePassing):
             return out, None
         if alpha is None:
             query, key, _, _, bias = parts
-            alpha = attention_weights(query, key, graph, bias, self.scale)[:, None]
+            logit = ops.edge_dot(query, key, graph.rowptr, graph.col) * self.scale
+            logit = logit if bias is None else logit + bias
+            alpha = normalize(self.normalizer, logit[:, None], ptr=graph.rowptr)
         if place is None:
             return out, (graph.edge_index, alpha[:, 0])
         if not ordered:
@@ -267,19 +258,14 @@ class EdgeAttention(MessagePassing):
 
         Returns ``[N, H, C]``.
         """
-        out, _ = ops.edge_attention(
-            query,
-            key,
-            value,
-            graph.rowptr,
-            graph.col,
-            gate,
-            score_bias,
-            self.scale,
-            self.estimator.gate_form,
-            dropout,
+        arguments = (
+            query, key, value, graph.rowptr, graph.col, gate, score_bias, self.scale, self.estimator.gate_form, dropout,
             seed,
-        )
+        )  # fmt: skip
+        if self.normalizer == "softmax":
+            out, _ = ops.edge_attention(*arguments)
+        else:
+            out = ops.edge_entmax(*arguments, alpha_of(self.normalizer))
         return out.transpose(0, 1)
 
     def message(
@@ -305,7 +291,7 @@ class EdgeAttention(MessagePassing):
             logit = logit * gate if self.estimator.gate_form == "score" else logit + gate.log()
         if score_bias is not None:
             logit = logit + score_bias
-        alpha = NORMALIZERS[self.normalizer](logit, index, ptr, size_i)
+        alpha = normalize(self.normalizer, logit, index, ptr, size_i)
         weights.append(alpha)
         if self._message_hooks:
             self._alpha = alpha

@@ -262,6 +262,35 @@ def _edge_attention(d: Draw) -> Case:
     )
 
 
+@case("ops.edge_entmax", 8)
+def _edge_entmax(d: Draw) -> Case:
+    graph, x = attention_inputs(d)
+    options: dict[str, Any] = {"gate": d.maybe(d.unit(graph.num_edges) + 0.5), "bias": d.maybe(d.real(graph.num_edges))}
+    options |= {"scale": d.uniform(0.1, 1.5), "gate_form": d.choice(("score", "weight")), "dropout": 0.0}
+    options |= {"alpha": d.choice((1.2, 1.5, 2.0, 1.3 + 0.5 * d.unit(graph.heads)))}
+
+    def check(result: Tensor, query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor, col: Tensor, **o: Any) -> None:
+        numbers = [query, key, value, o["gate"], o["bias"], o["scale"]]
+        if not tame(*numbers) or (o["gate"] is not None and bool((o["gate"] <= 0).any())) or o["dropout"]:
+            return
+        expect(result.isfinite().all(), "output is not finite")
+        wide = [x if x is None else x.double() for x in numbers[:5]]
+        logit = ops.edge_dot(wide[0], wide[1], rowptr, col) * o["scale"]
+        if wide[3] is not None:
+            logit = logit * wide[3] if o["gate_form"] == "score" else logit + wide[3].log()
+        logit = logit if wide[4] is None else logit + wide[4]
+        alpha = torch.as_tensor(o["alpha"]).double().expand(query.size(0)).repeat_interleave(query.size(1))
+        weight = ops.segment_entmax(logit, ptr=rowptr, alpha=alpha)
+        head, i, j = ends(rowptr, col, query.size(1))
+        wanted = torch.zeros(result.shape, dtype=torch.float64)
+        wanted.index_put_((torch.tensor(head), torch.tensor(i)), weight[:, None] * wide[2][head, j], accumulate=True)
+        close(result, wanted, "attention", query.dtype)
+
+    return Case(
+        ops.edge_entmax, {**x, **rows(graph), **options, "seed": d.randrange(99)}, check, unchecked=("rowptr", "col")
+    )
+
+
 def effects(
     graph: tuple[Tensor, Tensor, Any],
     pairs: tuple[Tensor, Tensor, Any],

@@ -45,6 +45,7 @@ from sbm_pyg import (
     AttentionGraph,
     Choice,
     EncoderTrace,
+    Entmax,
     FullAttention,
     PairClassifier,
     SBMAttentionConv,
@@ -235,7 +236,10 @@ def _conv(d: Draw) -> Case:
     lengths = d.lengths()
     options = layer_options(d)
     if d.random() < 0.2:
-        options |= {"normalizer": d.choice(("entmax15", "sparsemax")), "estimator": d.choice(("mask", "none"))}
+        options |= {
+            "normalizer": d.choice(("entmax15", "sparsemax", "entmax")),
+            "estimator": d.choice(("mask", "none")),
+        }
 
     def call(in_channels: Any, **options: Any) -> Any:
         layer = SBMAttentionConv(in_channels, **options)
@@ -255,6 +259,34 @@ def _conv(d: Draw) -> Case:
         )
 
     return Case(call, options, check, free=("sbm_options",))
+
+
+@case("Entmax", 4)
+def _entmax(d: Draw) -> Case:
+    options = {"heads": d.randint(1, 3), "alpha": d.choice((1.2, 1.5, 1.9)), "learnable": d.random() < 0.7}
+
+    def check(result: Entmax, heads: int, alpha: Any, learnable: bool) -> None:
+        expect(result.alpha.shape == (heads,) and result.alpha.requires_grad == learnable, "another alpha")
+        expect(bool(((result.alpha.double() - torch.as_tensor(alpha)).abs() < 1e-5).all()), "another start")
+
+    return Case(Entmax, options, check)
+
+
+@case("Entmax.forward", 4)
+def _entmax_forward(d: Draw) -> Case:
+    lengths, heads = d.lengths(), d.randint(1, 3)
+    by_index = d.random() < 0.5
+    arguments = {"src": d.real(sum(lengths), heads), "num_nodes": len(lengths) if by_index else None}
+    arguments |= {"index": torch.repeat_interleave(pointer(lengths).diff()) if by_index else None}
+    arguments |= {"ptr": None if by_index else pointer(lengths)}
+
+    def check(result: Tensor, src: Tensor, index: Any, ptr: Any, **_: Any) -> None:
+        if tame(src) and src.is_floating_point():
+            place = torch.repeat_interleave(ptr.diff()) if index is None else index
+            sums = torch.zeros(int(place.max()) + 1, *src.shape[1:]).index_add_(0, place, result.float())[place]
+            expect(bool((result >= 0).all() and (sums - 1).abs().max() < 0.1), "no shares")
+
+    return Case(Entmax(heads, 1.4), arguments, check, unchecked=("index", "ptr"))
 
 
 def float_tokens(d: Draw, count: int, channels: int) -> Tensor:
@@ -1756,6 +1788,7 @@ RECORDS: dict[str, tuple[Callable[[Draw], Any], dict[str, Meaning]]] = {  # clas
         "dropout": lambda a: 0.0, "head_dim": lambda a: 2, "in_proj_weight": lambda a: a.conv.lin_query.weight, "reset_parameters()": lambda a: None,
     }),
     "SBMAttentionConv": (lambda d: SBMAttentionConv(4, 2), {"sbm": lambda a: a.source.head}),
+    "Entmax": (lambda d: Entmax(2), {"alpha": lambda e: torch.full((2,), 1.5), "extra_repr()": lambda e: "2, alpha=1.5, learnable=True", "reset_parameters()": lambda e: None}),
     "AttentionConv": (lambda d: AttentionConv(4, 2), {"reset_parameters()": lambda a: None}),
     "SBMSource": (lambda d: SBMSource(SBMHead(4, 2)), {"share": lambda a: None, "extra_repr()": lambda a: None, "reset_parameters()": lambda a: None}),
     "patterns.PatternSource": (lambda d: patterns.PatternSource(patterns.full), {"extra_repr()": lambda a: None}),

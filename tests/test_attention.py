@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sbm_pyg import AttentionGraph, SBMAttentionConv, estimators, patterns, sample_edges
+from sbm_pyg import AttentionGraph, Entmax, SBMAttentionConv, estimators, patterns, sample_edges
 
 PTR = torch.tensor([0, 10, 17, 30])
 
@@ -357,7 +357,8 @@ def test_what_nan_in_a_token_that_no_edge_touches_reaches(fuse: bool) -> None:
     [
         ({"estimator": "exact"}, r"Expected 'estimator' to be one of \['local', .*'none'\] \(got 'exact'\)"),
         ({"method": "exact"}, r"Expected 'method' to be one of"),
-        ({"normalizer": "entmax"}, r"Expected 'normalizer' to be one of \['softmax', 'entmax15', 'sparsemax'\]"),
+        ({"normalizer": "max"}, r"Expected 'normalizer' to be one of \['softmax', 'entmax15', 'sparsemax', 'entmax'\]"),
+        ({"normalizer": Entmax(3)}, r"Expected 'normalizer' of 2 heads, as the layer has \(got 3\)"),
         ({"dropout": 1.0}, r"Expected 'dropout' in \[0, 1\) \(got 1.0\)"),
         ({"exploration": -0.1}, r"Expected 'exploration' in \[0, 1\] \(got -0.1\)"),
         ({"window": -1}, r"Expected 'window' to be at least 0 \(got -1\)"),

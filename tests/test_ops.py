@@ -440,6 +440,58 @@ def test_entmax_errors(arguments: dict, message: str) -> None:
         ops.segment_entmax(torch.zeros(2), **arguments)
 
 
+@pytest.mark.parametrize("name", GRAPHS)
+@pytest.mark.parametrize(("gate_form", "gated", "biased", "dropout"), OPTIONS)
+def test_entmax_attention_is_its_definition(
+    name: str, gate_form: str, gated: bool, biased: bool, dropout: float
+) -> None:
+    """Over all edges, one step after the other, with weights by the op that is tested above."""
+    graph = GRAPHS[name]
+    leaves = tensors(graph, 8, 5, gated, biased)
+    alpha = torch.linspace(1.2, 1.9, graph.heads, dtype=torch.float64, requires_grad=True)
+    query, key, value, gate, bias = leaves
+    rows = (graph.rowptr, graph.col)
+    out = ops.edge_entmax(query, key, value, *rows, gate, bias, 0.9, gate_form, dropout, 7, alpha)
+    logit = 0.9 * ops.edge_dot(query, key, *rows)
+    if gated:
+        logit = logit * gate if gate_form == "score" else logit + gate.log()
+    logit = logit + bias if biased else logit
+    weight = ops.segment_entmax(logit, ptr=graph.rowptr, alpha=alpha.repeat_interleave(graph.num_queries))
+    if dropout:
+        weight = weight * reference.dropout_mask(graph.num_edges, dropout, 7, torch.device("cpu")) / (1 - dropout)
+    end = graph.col + graph.edge_head * graph.num_keys
+    wanted = (
+        torch.zeros_like(out).flatten(0, 1).index_add(0, graph.edge_row, weight[:, None] * value.flatten(0, 1)[end])
+    )
+    torch.testing.assert_close(out, wanted.view_as(out), rtol=1e-10, atol=1e-10)
+    for got, want in zip(
+        gradients(out, [*leaves, alpha]), gradients(wanted.view_as(out), [*leaves, alpha]), strict=True
+    ):
+        torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("gate_form", ["score", "weight"])
+def test_entmax_attention_gradcheck(gate_form: str) -> None:
+    graph = random_graph(2, 3, 4, 0.6)
+    leaves = [*tensors(graph, 3, 2, True, True), torch.tensor([1.3, 1.8], dtype=torch.float64, requires_grad=True)]
+
+    def function(query: Tensor, key: Tensor, value: Tensor, gate: Tensor, bias: Tensor, alpha: Tensor) -> Tensor:
+        rows = (graph.rowptr, graph.col)
+        return ops.edge_entmax(query, key, value, *rows, gate, bias, 0.5, gate_form, 0.2, 3, alpha)
+
+    assert torch.autograd.gradcheck(function, leaves)
+
+
+def test_the_support_is_where_shares_are() -> None:
+    src, ptr = ragged(0, 1, 2, 40, 63, 0, 500)
+    src[50], src[70:72] = math.nan, -math.inf
+    alpha = torch.tensor([1.05, 1.2, 1.5, 1.8, 2.0, 2.5, 4.0]).double()
+    rows, place = torch.ops.sbm_pyg.entmax_support(src, ptr, alpha)
+    for found, wanted in zip((rows, place), reference.entmax_support(src, ptr, alpha), strict=True):
+        assert torch.equal(found, wanted)
+    assert torch.equal(place, ops.segment_entmax(src, ptr=ptr, alpha=alpha).nonzero()[:, 0])
+
+
 # ------------------------------------------------------------------ what is refused
 
 
@@ -842,6 +894,7 @@ def _samples() -> dict[str, tuple]:
             0.1,
         ),
         "invalid_row": (*rows, graph.query_ptr, graph.key_ptr, 2),
+        "entmax_support": (plain[3], torch.tensor([0, graph.num_edges]), alpha[0].detach()),
         "segment_entmax": (src, torch.tensor([0, graph.num_edges]), alpha),
         "segment_entmax_backward": (p[None], p[None], torch.tensor([0, graph.num_edges]), alpha.detach(), True),
         "sample_sbm": (*memberships, ptr, ptr, torch.tensor([0]), 5, "bernoulli", 0.0, True, True),

@@ -30,6 +30,7 @@ ORDER = [
     "sampling",
     "indexer",
     "estimators",
+    "normalizers",
     "propagation",
     "attention",
     "gold",

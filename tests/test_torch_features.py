@@ -113,6 +113,16 @@ def test_one_graph_for_five_numbers_of_edges(kind: str, compile_whole: Callable[
             compiled(x, adjacency + 1)
 
 
+@pytest.mark.filterwarnings("ignore:.*autograd.function.Function.*should not be instantiated:DeprecationWarning")
+def test_one_graph_for_entmax_with_any_support(compile_whole: Callable[..., Any]) -> None:
+    conv = layer(normalizer="entmax", estimator="none", dropout=0.2)
+    compiled = compile_whole(conv)
+    for n, reach in ((30, 3), (31, 5), (22, 9)):
+        x, graph = (3 * tokens(n)).requires_grad_(), patterns.window(n, reach)
+        parameters = [x, conv.lin_key.weight, conv.normalizer.raw_alpha]
+        equal_with_gradients(compiled(x, graph, seed=n), conv(x, graph, seed=n), parameters)
+
+
 @pytest.mark.filterwarnings("ignore")  # dynamo's own, where it resumes after the break
 @pytest.mark.parametrize("estimator", ["local", "mask"])
 def test_a_block_model_trains_where_sampling_breaks_the_graph(estimator: str) -> None:

@@ -2,6 +2,7 @@
 
 python -m examples.benchmarks kernels            attention over a given graph: ours, torch's SDPA, PyG
 python -m examples.benchmarks shares             softmax and entmax over ragged rows, without attention
+python -m examples.benchmarks normalizers        a layer over a given graph, with softmax and with entmax
 python -m examples.benchmarks samplers           sampling of a graph
 python -m examples.benchmarks layers             training step of a whole layer, ours and dense
 python -m examples.benchmarks growth             time per edge as sequences grow
@@ -23,6 +24,7 @@ from typing import Any
 PEERS = {  # by suite; what they do is in `kernels` and `samplers`, which bring torch with them
     "kernels": ("ours", "sdpa", "sdpa-masked", "pyg", "pyg-compiled", "wrong"),
     "shares": ("softmax", "entmax15", "sparsemax", "wrong"),
+    "normalizers": ("softmax", "entmax15", "sparsemax", "entmax"),
     "samplers": ("bernoulli", "edges", "fastrg", "dense", "wrong"),
     "layers": ("sbm", "dense", "wrong"),
     "growth": ("sampling", "layer"),
@@ -31,6 +33,7 @@ EXTRA = ("pyg-compiled", "wrong")  # only if they are asked for; the gate must r
 DEFAULTS: dict[str, dict[str, Any]] = {
     "kernels": {"blocks": [0]},  # no model
     "shares": {"blocks": [0], "densities": [2.0, 20.0]},
+    "normalizers": {"blocks": [0], "densities": [1.0, 10.0]},
     "samplers": {"blocks": [128, 16]},
     "growth": {"tokens": [2**n for n in range(10, 18)], "densities": [0.0]},  # 64 edges per query
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -18,7 +19,7 @@ from torch.nn import functional as F
 from torch_geometric.nn import MessagePassing
 from torch_geometric.utils import softmax
 
-from sbm_pyg import AttentionGraph, ops
+from sbm_pyg import AttentionConv, AttentionGraph, ops, patterns
 
 TOLERANCE = 2e-5  # of float32 results, relative to the largest value of the float64 truth
 
@@ -245,4 +246,48 @@ SHARES = {
     "entmax15": Peer("sbm_pyg segment_entmax, 1.5", _shares(_entmax(1.5), "entmax15")),
     "sparsemax": Peer("sbm_pyg segment_entmax, 2", _shares(_entmax(2.0), "sparsemax")),
     "wrong": Peer("wrong: another alpha", _shares(_entmax(1.4), "entmax15")),
+}
+
+
+# ------------------------------------------------------------------ layers over a given graph
+
+
+def _layer(normalizer: str) -> Callable[[Case], Work]:
+    """Builder of a peer: a layer over one random graph, in training; right if it does what its messages mean."""
+
+    def build(case: Case) -> Work:
+        torch.manual_seed(case.seed)
+        conv = AttentionConv(64, case.channels, case.heads, normalizer=normalizer)
+        with torch.no_grad():
+            conv.lin_query.weight.mul_(3)  # scores of standard deviation 1
+        keys = max(1, round(case.density * case.tokens))
+        graph = patterns.random(case.tokens, keys, heads=case.heads, seed=case.seed)
+        x, grad = torch.randn(case.tokens, 64), torch.randn(case.tokens, case.heads * case.channels)
+
+        def step() -> int:
+            conv.zero_grad()
+            conv(x, graph).backward(grad)
+            return graph.num_edges
+
+        def infer() -> int:
+            with torch.no_grad():
+                conv(x, graph)
+            return graph.num_edges
+
+        def check() -> float:
+            few, edges, found = x[:200], patterns.random(200, 20, heads=case.heads, seed=0), []
+            twin = deepcopy(conv).double()
+            twin.fuse = False
+            for layer, tokens in ((conv, few), (twin, few.double())):
+                out = layer(tokens, edges)
+                found.append([out, *torch.autograd.grad(out, layer.lin_query.weight, grad[:200].to(out.dtype))])
+            return compare({f"result {n}": (*pair,) for n, pair in enumerate(zip(*found, strict=True))})
+
+        return Work(check, {"forward": infer, "step": step})
+
+    return build
+
+
+NORMALIZERS = {
+    name: Peer(f"AttentionConv, {name}", _layer(name)) for name in ("softmax", "entmax15", "sparsemax", "entmax")
 }

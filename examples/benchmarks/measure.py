@@ -21,12 +21,19 @@ from pathlib import Path
 import torch
 from tqdm.auto import tqdm
 
-from examples.benchmarks.kernels import KERNELS, SHARES, Case, Rejected
+from examples.benchmarks.kernels import KERNELS, NORMALIZERS, SHARES, Case, Rejected
 from examples.benchmarks.samplers import GROWTH, LAYERS, SAMPLERS
 from examples.benchmarks.tables import Row, Rows, add, read
 
-SUITES = {"kernels": KERNELS, "shares": SHARES, "samplers": SAMPLERS, "layers": LAYERS, "growth": GROWTH}
-STAGES = dict.fromkeys(("kernels", "shares"), ("forward", "step"))
+SUITES = {
+    "kernels": KERNELS,
+    "shares": SHARES,
+    "normalizers": NORMALIZERS,
+    "samplers": SAMPLERS,
+    "layers": LAYERS,
+    "growth": GROWTH,
+}
+STAGES: dict[str, tuple[str, ...]] = dict.fromkeys(("kernels", "shares", "normalizers"), ("forward", "step"))
 STAGES |= {"samplers": ("sample",), "layers": ("step",), "growth": ("step",)}
 ROUNDS, REPEATS = 5, 15  # turns that each peer gets, and repeats in all of them
 FOUND = ("error", "sampled", "expected", "edges", "median_ms", "q1_ms", "q3_ms", "ns_per_edge")

@@ -9,10 +9,17 @@ from collections.abc import Callable
 
 from examples.benchmarks.tables import Row, Rows, markdown
 
-REFERENCE = {"kernels": "ours", "shares": "softmax", "samplers": "bernoulli", "layers": "dense"}
+REFERENCE = {
+    "kernels": "ours",
+    "shares": "softmax",
+    "normalizers": "softmax",
+    "samplers": "bernoulli",
+    "layers": "dense",
+}
 TITLES = {
     "kernels": "Attention over a given graph, one random mask per head",
     "shares": "Softmax and entmax of ragged rows",
+    "normalizers": "A layer over a given graph, one random set of keys per query and head",
     "samplers": "Sampling a graph",
     "layers": "Training step of a whole layer: projections, SBM, sampling, attention, gradients to all parameters and tokens",
     "growth": "Growth at a constant number of expected edges per query",

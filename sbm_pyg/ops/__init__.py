@@ -13,12 +13,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import checks, schemas
+from . import checks, reference, schemas
 
 __all__ = [
     "edge_attention",
     "edge_dot",
     "edge_effect",
+    "edge_entmax",
     "edge_gate",
     "invalid_row",
     "local_expectation",
@@ -142,6 +143,65 @@ def edge_attention(
     return schemas.edge_attention(
         query, key, value, rowptr, col, gate, bias, scale, gate_form, dropout, checks.seed(seed)
     )
+
+
+def edge_entmax(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rowptr: Tensor,
+    col: Tensor,
+    gate: Tensor | None = None,
+    bias: Tensor | None = None,
+    scale: float = 1.0,
+    gate_form: str = "score",
+    dropout: float = 0.0,
+    seed: int = 0,
+    alpha: float | Tensor = 1.5,
+) -> Tensor:
+    r"""Attention over the edges of each query with alpha-entmax in place of softmax.
+
+    Logits are those of :func:`edge_attention`, weights those of :func:`segment_entmax`. Most weights are 0. Edges that
+    have one, the support, are found first, without a gradient; everything else, and the whole backward pass, looks at
+    them alone. Cost O(E C + E' C') forward and O(E' (C + C')) backward, with E' the edges of the support.
+
+    Args:
+        query, key, value, rowptr, col, gate, bias, scale, gate_form, dropout, seed: As :func:`edge_attention`.
+        alpha: In (1, 4]: a number, or a tensor ``[]`` or ``[H]``, which gets its gradient.
+
+    Returns:
+        ``[H, N, C']``; zeros for a query without edges.
+
+    Raises:
+        TypeError, ValueError: Shapes or types do not fit, or an argument is out of range.
+
+    Example:
+        >>> query = key = value = torch.eye(2)[None]  # one head, two tokens
+        >>> rowptr, col = torch.tensor([0, 2, 4]), torch.tensor([0, 1, 0, 1])
+        >>> edge_entmax(query, key, value, rowptr, col, scale=0.5, alpha=2.0)
+        tensor([[[0.7500, 0.2500],
+                 [0.2500, 0.7500]]])
+    """
+    checks.tensors(value=value)
+    checks.edges(rowptr, col, query, key=key, value=value, gate=gate, bias=bias)
+    checks.one_of("gate_form", gate_form, ("score", "weight"))
+    checks.number("dropout", dropout, "[0, 1)", "It is the probability that a weight is dropped.")
+    _check_scores(scale)
+    seed, (heads, num_queries) = checks.seed(seed), query.shape[:2]
+    alphas = _alphas(("query", query), alpha, (heads,), "[H]", "It is a scalar, or has one for each head.")
+    alphas = alphas.repeat_interleave(num_queries)
+
+    with torch.no_grad():
+        score = schemas.edge_dot(query, key, rowptr, col)
+        rows, place = schemas.entmax_support(reference.logits(scale * score, gate, bias, gate_form), rowptr, alphas)
+        score, col = score[place], col[place]
+    gate, bias = (x if x is None else x[place] for x in (gate, bias))
+    score = score + (schemas.EdgeGate.apply(query, key, rows, col) - 1)  # the same numbers with their gradient
+    logit = reference.logits(scale * score, gate, bias, gate_form)
+    weight = schemas.segment_entmax(logit[None], rows, alphas[None])[0]
+    if dropout > 0:
+        weight = weight * reference.dropout_mask_at(place, dropout, seed).to(weight.dtype) / (1 - dropout)
+    return schemas.EdgeSum.apply(weight, value, rows, col)
 
 
 def edge_effect(
@@ -343,9 +403,7 @@ def segment_entmax(
     """
     checks.tensors(src=src)
     checks.floating(src=src)
-    if isinstance(alpha, Tensor):
-        checks.floating(alpha=alpha)
-    else:
+    if not isinstance(alpha, Tensor):
         checks.number("alpha", alpha, "(1, 4]", "Use softmax for alpha = 1.")
     segments = 0 if num_nodes is None else checks.integer("num_nodes", num_nodes, 0, "It is the number of segments.")
     if (index is None) == (ptr is None):
@@ -381,23 +439,33 @@ def segment_entmax(
     return torch.empty_like(sorted_out).index_copy(0, order, sorted_out)
 
 
+def _alphas(
+    like: tuple[str, Tensor], alpha: float | Tensor, shape: tuple[int, ...], symbols: str, way_out: str
+) -> Tensor:
+    """Alpha in a shape, and in its range."""
+    if not isinstance(alpha, Tensor):
+        checks.number("alpha", alpha, "(1, 4]", "Use softmax for alpha = 1.")
+        return torch.full((), alpha, dtype=torch.float64, device=like[1].device).expand(shape)
+    checks.tensors(alpha=alpha)
+    checks.floating(alpha=alpha)
+    checks.same_device(*like, alpha=alpha)
+    try:
+        alphas = alpha.expand(shape)
+    except RuntimeError:
+        raise ValueError(
+            f"Expected 'alpha' of a shape that broadcasts to {symbols} = {list(shape)} (got {list(alpha.shape)}). "
+            f"{way_out}"
+        ) from None
+    if alpha.numel() and not torch.compiler.is_compiling():
+        for bound in torch.aminmax(alpha.detach()):
+            checks.number("alpha", float(bound), "(1, 4]", "Use softmax for alpha = 1.")
+    return alphas
+
+
 def _entmax_columns(src: Tensor, ptr: Tensor, alpha: float | Tensor) -> Tensor:
     """Column by column, each segment of it with its own alpha."""
-    shape = (ptr.size(0) - 1, *src.shape[1:])
-    if isinstance(alpha, Tensor):
-        checks.same_device("src", src, alpha=alpha)
-        try:
-            alphas = alpha.expand(shape)
-        except RuntimeError:
-            raise ValueError(
-                f"Expected 'alpha' of a shape that broadcasts to [S, ...] = {list(shape)} (got {list(alpha.shape)}). "
-                "It is a scalar, or has one for each column of 'src', or one for each segment."
-            ) from None
-        if alpha.numel() and not torch.compiler.is_compiling():
-            for bound in torch.aminmax(alpha.detach()):
-                checks.number("alpha", float(bound), "(1, 4]", "Use softmax for alpha = 1.")
-    else:
-        alphas = torch.full((), alpha, dtype=torch.float64, device=src.device).expand(shape)
+    way_out = "It is a scalar, or has one for each column of 'src', or one for each segment."
+    alphas = _alphas(("src", src), alpha, (ptr.size(0) - 1, *src.shape[1:]), "[S, ...]", way_out)
     columns = src.flatten(1).T if src.dim() > 1 else src[None]
     alphas = alphas.flatten(1).T if src.dim() > 1 else alphas[None]
     out = schemas.segment_entmax(columns.contiguous(), ptr, alphas.contiguous())

@@ -2,12 +2,13 @@
 
 from .cpu_edges import edge_attention, edge_attention_backward, edge_dot, edge_dot_backward
 from .cpu_effects import edge_effect
-from .cpu_entmax import segment_entmax, segment_entmax_backward
+from .cpu_entmax import entmax_support, segment_entmax, segment_entmax_backward
 from .cpu_probes import sample_systematic
 from .cpu_rows import invalid_row
 from .cpu_sampling import sample_sbm
 
 __all__ = [
-    "edge_attention", "edge_attention_backward", "edge_dot", "edge_dot_backward", "edge_effect", "invalid_row",
+    "edge_attention", "edge_attention_backward", "edge_dot", "edge_dot_backward", "edge_effect", "entmax_support",
+    "invalid_row",
     "sample_sbm", "sample_systematic", "segment_entmax", "segment_entmax_backward",
 ]  # fmt: skip

@@ -48,6 +48,13 @@ def philox(c0: Tensor | int, c1: Tensor | int, c2: Tensor | int, c3: Tensor | in
     return tuple(torch.broadcast_tensors(*x))
 
 
+def dropout_mask_at(edge: Tensor, dropout: float, seed: int) -> Tensor:
+    """Those of :func:`dropout_mask` for some edges alone."""
+    block = edge >> 2
+    words = torch.stack(philox(block & _WORD, block >> 32, 0, DROPOUT, seed), dim=-1)
+    return words.gather(1, edge[:, None] & 3)[:, 0] >= round(dropout * 2**32)
+
+
 def dropout_mask(num_edges: int, dropout: float, seed: int, device: torch.device) -> Tensor:
     """Edges that attention dropout keeps, ``[E]`` bool: edge e looks at word ``e % 4`` of counter ``e // 4``."""
     block = torch.arange((num_edges + 3) // 4, device=device)
@@ -112,10 +119,15 @@ def _logits(
 ) -> tuple[Tensor, Tensor]:
     """Scaled scores and the logits that enter the softmax, a "weight" gate as its logarithm."""
     score = (_wide(query).flatten(0, 1)[row] * _wide(key).flatten(0, 1)[end]).sum(-1) * scale
-    logit = score
+    return score, logits(score, gate, bias, gate_form)
+
+
+def logits(score: Tensor, gate: Tensor | None, bias: Tensor | None, gate_form: str) -> Tensor:
+    """Logits of scaled scores, in float32 or better."""
+    logit = _wide(score)
     if gate is not None:
         logit = _wide(gate) * logit if gate_form == "score" else logit + _wide(gate).log()
-    return score, logit if bias is None else logit + _wide(bias)
+    return logit if bias is None else logit + _wide(bias)
 
 
 def edge_attention(
@@ -307,9 +319,9 @@ def segment_entmax(src: Tensor, rowptr: Tensor, alpha: Tensor) -> Tensor:
     if src.numel() == 0:
         return torch.empty_like(src)
     row, num_rows = _rows_of_columns(rowptr, *src.shape), alpha.numel()
-    wide, alpha = _wide(src).flatten(), alpha.flatten().double()
-    less, power = ((alpha - 1).to(wide.dtype), (1 / (alpha - 1)).to(wide.dtype)[row])
-    z = less[row] * wide
+    values, alpha = _wide(src).flatten(), alpha.flatten().double()
+    less, power = ((alpha - 1).to(values.dtype), (1 / (alpha - 1)).to(values.dtype)[row])
+    z = less[row] * values
     top = _segment_max(z, row, num_rows)
     z = z - torch.where(top == -math.inf, 0, top)[row]  # a row whose values are all forbidden has none
     count = rowptr.diff().repeat(src.size(0)).to(z.dtype).clamp(min=1)
@@ -353,6 +365,15 @@ def segment_entmax_backward(
     shared, mixed, entropy = p.new_zeros(3, a.numel()).index_add_(1, row, torch.stack([p * dy, h * dy, h]))
     dalpha = (shared - mean) / (a - 1) ** 2 + (mixed - mean * entropy) / (a - 1)
     return dsrc, dalpha.to(alpha.dtype).view(alpha.shape)
+
+
+def entmax_support(src: Tensor, rowptr: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
+    """Which values have a share, or are NaN: the offsets of their rows, ``[S+1]``, and their places, rising.
+
+    Values ``[E]``, and an alpha for each row, ``[S]``.
+    """
+    place = segment_entmax(_wide(src)[None], rowptr, alpha[None])[0].nonzero()[:, 0]
+    return torch.searchsorted(place, rowptr), place
 
 
 # ------------------------------------------------------------------ sampling a stochastic block model

@@ -70,6 +70,10 @@ def _fake_sample(rate: Tensor, member: Tensor, *_: Any) -> tuple[Tensor, Tensor]
     return rowptr, rate.new_empty(num_edges, dtype=torch.int32)
 
 
+def _fake_support(src: Tensor, rowptr: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(rowptr), rowptr.new_empty(torch.library.get_ctx().new_dynamic_size())
+
+
 def _fake_systematic(
     chance: Tensor, query_ptr: Tensor, key_ptr: Tensor, sequence_ids: Tensor, heads: int, seed: int, is_causal: bool
 ) -> tuple[Tensor, Tensor]:
@@ -116,6 +120,9 @@ segment_entmax_backward = _declare(
         torch.empty_like(out),
         torch.empty_like(alpha) if need_alpha else alpha.new_empty(0),
     ),
+)
+entmax_support = _declare(
+    "entmax_support", "(Tensor src, Tensor rowptr, Tensor alpha) -> (Tensor, Tensor)", _fake_support
 )
 sample_sbm = _declare(
     "sample_sbm",
@@ -205,6 +212,27 @@ class EdgeGate(torch.autograd.Function):
         ctx.save_for_backward(*inputs)
 
     backward = staticmethod(_dot_backward)
+
+
+class EdgeSum(torch.autograd.Function):
+    """Sum of the values of each row's edges by their weights, ``[H, N, C']``: the transpose of ``edge_dot``."""
+
+    @staticmethod
+    def forward(weight: Tensor, value: Tensor, rowptr: Tensor, col: Tensor) -> Tensor:
+        rows = value.new_empty(value.size(0), (rowptr.size(0) - 1) // value.size(0), value.size(2))
+        return edge_dot_backward(weight, rows, value, rowptr, col, True, False)[0]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        weight, value, *rows = ctx.saved_tensors
+        grad = grad.contiguous()
+        dweight = edge_dot(grad, value, *rows).to(weight.dtype) if ctx.needs_input_grad[0] else None
+        dvalue = edge_dot_backward(weight, grad, value, *rows, False, True)[1] if ctx.needs_input_grad[1] else None
+        return dweight, dvalue, None, None
 
 
 class LocalExpectation(torch.autograd.Function):

@@ -19,6 +19,7 @@ CASE = Case(tokens=70, blocks=4, density=0.2, seed=1, channels=8)
 RUNS = {
     "kernels": ["ours", "sdpa-masked", "wrong"],
     "shares": ["softmax", "entmax15", "sparsemax", "wrong"],
+    "normalizers": ["softmax", "entmax15", "sparsemax", "entmax"],
     "samplers": ["bernoulli", "dense", "wrong"],
     "layers": ["sbm", "dense", "wrong"],
     "growth": ["sampling", "layer"],
@@ -43,7 +44,7 @@ def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         "64",
     ]
     words += ["128"] if request.param == "growth" else ["--densities", "10", "20"]
-    words += [] if request.param in ("kernels", "shares") else ["--blocks", "8"]
+    words += [] if request.param in ("kernels", "shares", "normalizers") else ["--blocks", "8"]
     assert program.main(words) == 0
     return request.param, words, folder
 
