@@ -55,6 +55,9 @@ class Entmax(nn.Module):
     \sigma(a)`, which rounds to 1 where a is small enough.
     """
 
+    raw_alpha: nn.Parameter
+    fixed_alpha: Tensor
+
     def __init__(self, heads: int = 1, alpha: float | Sequence[float] = 1.5, learnable: bool = True) -> None:
         super().__init__()
         self.heads = checks.integer("heads", heads, 1, "It is the number of heads.")

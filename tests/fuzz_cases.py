@@ -274,7 +274,7 @@ def _edge_entmax(d: Draw) -> Case:
         if not tame(*numbers) or (o["gate"] is not None and bool((o["gate"] <= 0).any())) or o["dropout"]:
             return
         expect(result.isfinite().all(), "output is not finite")
-        wide = [x if x is None else x.double() for x in numbers[:5]]
+        wide: list[Any] = [x if x is None else x.double() for x in numbers[:5]]
         logit = ops.edge_dot(wide[0], wide[1], rowptr, col) * o["scale"]
         if wide[3] is not None:
             logit = logit * wide[3] if o["gate_form"] == "score" else logit + wide[3].log()

@@ -46,7 +46,7 @@ def dense(conv: Any, x: Tensor, graph: Any) -> Tensor:
 @pytest.mark.parametrize("fuse", [True, False])
 def test_each_head_has_the_entmax_of_its_own_alpha(fuse: bool) -> None:
     torch.manual_seed(0)
-    conv = AttentionConv(6, 4, 3, normalizer=Entmax(3, [1.05, 1.4, 1.9])).double()
+    conv: Any = AttentionConv(6, 4, 3, normalizer=Entmax(3, [1.05, 1.4, 1.9])).double()
     conv.fuse = fuse
     x, graph = 3 * tokens(), random_graph(3, 30, 30, 0.4)
     assert (graph.degree > 0).all()
@@ -62,7 +62,7 @@ def test_each_head_has_the_entmax_of_its_own_alpha(fuse: bool) -> None:
 @pytest.mark.parametrize("shared", [True, False])
 def test_gradcheck_through_the_layer(fuse: bool, shared: bool) -> None:
     torch.manual_seed(0)
-    conv = AttentionConv(6, 2, 2, normalizer=Entmax(2, [1.3, 1.7])).double()
+    conv: Any = AttentionConv(6, 2, 2, normalizer=Entmax(2, [1.3, 1.7])).double()
     conv.fuse = fuse
     graph = patterns.window(5, 2) if shared else random_graph(2, 5, 5, 0.6)
     names = [name for name, _ in conv.named_parameters()]
@@ -76,7 +76,7 @@ def test_gradcheck_through_the_layer(fuse: bool, shared: bool) -> None:
 
 
 def test_a_module_of_its_own() -> None:
-    module = Entmax(2, alpha=[1.2, 1.9]).double()
+    module: Any = Entmax(2, alpha=[1.2, 1.9]).double()
     torch.testing.assert_close(module.alpha, torch.tensor([1.2, 1.9]).double(), rtol=1e-6, atol=1e-6)
     src, ptr = tokens(9)[:, :2].clone(), torch.tensor([0, 4, 9])
     out = module(src, ptr=ptr)
@@ -98,19 +98,19 @@ def test_a_module_of_its_own() -> None:
 
 
 def test_a_layer_keeps_its_alphas() -> None:
-    conv = SBMAttentionConv(6, 4, 2, 3, normalizer="entmax")
+    conv: Any = SBMAttentionConv(6, 4, 2, 3, normalizer="entmax")
     assert "normalizer.raw_alpha" in conv.state_dict()
     assert repr(conv).endswith("source=SBMSource, normalizer=Entmax(2, alpha=1.5, learnable=True))")
     with torch.no_grad():
         conv.normalizer.raw_alpha.fill_(0.7)
-    again = SBMAttentionConv(6, 4, 2, 3, normalizer="entmax")
+    again: Any = SBMAttentionConv(6, 4, 2, 3, normalizer="entmax")
     again.load_state_dict(conv.state_dict())
     assert torch.equal(again.normalizer.alpha, conv.normalizer.alpha)
     assert torch.equal(copy.deepcopy(conv).normalizer.alpha, conv.normalizer.alpha)
     conv.reset_parameters()
     torch.testing.assert_close(conv.normalizer.alpha, torch.full((2,), 1.5))
-    fixed = AttentionConv(6, 4, 2, normalizer=Entmax(2, 1.5, learnable=False))
-    named = AttentionConv(6, 4, 2, normalizer="entmax15")
+    fixed: Any = AttentionConv(6, 4, 2, normalizer=Entmax(2, 1.5, learnable=False))
+    named: Any = AttentionConv(6, 4, 2, normalizer="entmax15")
     named.load_state_dict(fixed.state_dict(), strict=False)
     assert torch.equal(named(tokens().float(), patterns.full(30)), fixed(tokens().float(), patterns.full(30)))
 
@@ -119,7 +119,7 @@ def test_a_layer_keeps_its_alphas() -> None:
 def test_a_sampled_graph_under_entmax_trains_graph_and_alpha(parameterization: str) -> None:
     torch.manual_seed(0)
     options = {"parameterization": parameterization}
-    conv = SBMAttentionConv(6, 4, 2, 3, normalizer="entmax", sbm_options=options).double()
+    conv: Any = SBMAttentionConv(6, 4, 2, 3, normalizer="entmax", sbm_options=options).double()
     x, ptr = 3 * tokens(), torch.tensor([0, 12, 30])
     out, graph, (_, weight) = conv(x, ptr=ptr, seed=1, return_graph=True, return_attention_weights=True)
     torch.testing.assert_close(out, conv(x, graph), rtol=1e-12, atol=1e-12)
@@ -132,24 +132,24 @@ def test_a_sampled_graph_under_entmax_trains_graph_and_alpha(parameterization: s
 
 def test_every_layer_and_model_takes_it(tmp_path: Path) -> None:
     x = tokens(10).float()[:, None]
-    attention = SBMMultiheadAttention(6, 2, num_blocks=3, normalizer=Entmax(2, 1.3))
+    attention: Any = SBMMultiheadAttention(6, 2, num_blocks=3, normalizer=Entmax(2, 1.3))
     attention(x, x, x, seed=0)[0].sum().backward()
     assert attention.conv.normalizer.raw_alpha.grad.isfinite().all()
-    encoder = SequenceEncoder(9, 8, attention_options={"num_blocks": 3, "normalizer": "entmax"})
+    encoder: Any = SequenceEncoder(9, 8, attention_options={"num_blocks": 3, "normalizer": "entmax"})
     first, second = (block.attention.normalizer for block in encoder.blocks)
     assert first is not second
-    model = SequenceClassifier(encoder, 2).eval()
+    model: Any = SequenceClassifier(encoder, 2).eval()
     words = torch.arange(9)
     with torch.no_grad():
         first.raw_alpha.fill_(0.3)
     model.save_pretrained(tmp_path / "model")
-    again = SequenceClassifier.from_pretrained(tmp_path / "model")
+    again: Any = SequenceClassifier.from_pretrained(tmp_path / "model")
     assert torch.equal(again(words, seed=0), model(words, seed=0))
     SequenceEncoder(9, 8, attention="window", attention_options={"normalizer": Entmax(2)})(words).sum().backward()
 
 
 def test_hooks_explainers_and_autocast() -> None:
-    conv = AttentionConv(6, 4, 2, normalizer="entmax")
+    conv: Any = AttentionConv(6, 4, 2, normalizer="entmax")
     x, edges = 3 * tokens().float(), patterns.window(30, 3).edge_index
     explanation = Explainer(
         conv.eval(), AttentionExplainer(), explanation_type="model", edge_mask_type="object",
@@ -169,7 +169,7 @@ def test_hooks_explainers_and_autocast() -> None:
     torch.testing.assert_close(out.float(), plain, rtol=0, atol=0.1)
     out.float().sum().backward()
     assert conv.normalizer.raw_alpha.grad.isfinite().all()
-    half = copy.deepcopy(conv).bfloat16()
+    half: Any = copy.deepcopy(conv).bfloat16()
     half(x.bfloat16(), edges).sum().backward()
     assert half.normalizer.raw_alpha.grad.dtype == torch.bfloat16
 

@@ -115,7 +115,7 @@ def test_one_graph_for_five_numbers_of_edges(kind: str, compile_whole: Callable[
 
 @pytest.mark.filterwarnings("ignore:.*autograd.function.Function.*should not be instantiated:DeprecationWarning")
 def test_one_graph_for_entmax_with_any_support(compile_whole: Callable[..., Any]) -> None:
-    conv = layer(normalizer="entmax", estimator="none", dropout=0.2)
+    conv: Any = layer(normalizer="entmax", estimator="none", dropout=0.2)
     compiled = compile_whole(conv)
     for n, reach in ((30, 3), (31, 5), (22, 9)):
         x, graph = (3 * tokens(n)).requires_grad_(), patterns.window(n, reach)

@@ -33,8 +33,8 @@ SUITES = {
     "layers": LAYERS,
     "growth": GROWTH,
 }
-STAGES: dict[str, tuple[str, ...]] = dict.fromkeys(("kernels", "shares", "normalizers"), ("forward", "step"))
-STAGES |= {"samplers": ("sample",), "layers": ("step",), "growth": ("step",)}
+STAGES: dict[str, tuple[str, ...]] = {"samplers": ("sample",), "layers": ("step",), "growth": ("step",)}
+STAGES |= dict.fromkeys(("kernels", "shares", "normalizers"), ("forward", "step"))
 ROUNDS, REPEATS = 5, 15  # turns that each peer gets, and repeats in all of them
 FOUND = ("error", "sampled", "expected", "edges", "median_ms", "q1_ms", "q3_ms", "ns_per_edge")
 Times = list[tuple[float, int]]  # seconds and edges of calls
