@@ -172,11 +172,11 @@ def test_groups_are_those_of_the_rules() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_has_the_graphs_of_its_numbers(dtype: torch.dtype) -> None:
     x, z, centroids = (each.to(dtype) for each in (draw(1, HEADS, 17, 3), draw(2, HEADS, 17, 3), CENTROIDS))
-    wide = [each.float() for each in (x, z, centroids)]
-    assert distance(x, z, 1.5) == distance(*wide[:2], 1.5)
-    assert clustering(x, z, centroids, top=2, cap=3) == clustering(*wide, top=2, cap=3)
+    q, k, c = x.float(), z.float(), centroids.float()
+    assert distance(x, z, 1.5) == distance(q, k, 1.5)
+    assert clustering(x, z, centroids, top=2, cap=3) == clustering(q, k, c, top=2, cap=3)
     for by in ("nearest", "shared"):
-        assert blocks(x, z, centroids, 2, 3, by=by) == blocks(*wide, 2, 3, by=by)
+        assert blocks(x, z, centroids, 2, 3, by=by) == blocks(q, k, c, 2, 3, by=by)
 
 
 def test_shared_blocks_bound_the_edges_and_skip_what_is_there() -> None:
