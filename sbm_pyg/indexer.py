@@ -464,6 +464,7 @@ class IndexerSource(GraphSource):
         TypeError, ValueError: An argument has the wrong type or range, or ``"top_k"`` has neither ``k`` nor ``share``.
 
     Example:
+        >>> from sbm_pyg import AttentionConv
         >>> conv = AttentionConv(16, 8, heads=2, source=IndexerSource(Indexer(8, heads=2), share=0.25))
         >>> out, choice = conv(torch.randn(20, 16), seed=0, return_choice=True)
         >>> out.shape, choice.probability

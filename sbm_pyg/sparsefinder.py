@@ -26,7 +26,7 @@ from .pairs import block_means
 from .ragged import draw_seed
 from .selectors import SelectorSource
 
-__all__ = ["Projection", "SparsefinderSource", "fit_centroids", "fit_projection", "projection_loss"]
+__all__ = ["Projection", "Sample", "SparsefinderSource", "fit_centroids", "fit_projection", "projection_loss"]
 
 Sample = tuple[Tensor, Tensor, AttentionGraph]
 """Queries ``[H, N, C]``, keys ``[H, M, C]``, and the graph that attention over them has."""

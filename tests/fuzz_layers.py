@@ -1857,6 +1857,7 @@ ESTIMATOR_NAMES = [
 MODULES |= {"models": models, "ragged": ragged, "info": info}
 EXEMPT: dict[str, str] = {  # public names that are not called, and why
     "estimators.ESTIMATORS": "a constant",
+    "sparsefinder.Sample": "a type",
     **dict.fromkeys(("ShareSchedule", "ShareSchedule.step", "ShareSchedule.state_dict", "ShareSchedule.load_state_dict"),
                     "a schedule of a model, see test_share.py"),
     "gold.Match": "a record that the library makes and users read",

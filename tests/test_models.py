@@ -41,6 +41,8 @@ OPTIONS: dict[str, dict] = {
     "block_top_k": {"k": 2, "block_size": 4},
     "lsh": {"chunk_size": 4},
     "routing": {"num_clusters": 3},
+    "indexer": {"index_heads": 2, "share": 0.5},
+    "key_selection": {"hidden": 4, "share": 0.3},
 }
 
 
@@ -86,7 +88,8 @@ def test_trace_and_shapes(attention: str) -> None:
             trace.density, torch.stack([graph.density for graph in trace.graphs if graph is not None])
         )
     else:
-        assert all(choice is None or choice.probability is None for choice in trace.choices)
+        known = {choice is not None and choice.probability is not None for choice in trace.choices}
+        assert known == {attention in ("indexer", "key_selection")}
     if attention == "full":
         assert trace.graphs == (None, None)
         assert trace.density.eq(1).all()
@@ -259,7 +262,7 @@ def test_pairs_are_pairs(name: str) -> None:
 def test_constructor_errors() -> None:
     with pytest.raises(
         ValueError,
-        match=r"Expected 'attention' to be one of \['sbm', 'full', 'window', 'bigbird', .*'routing'\] or a factory \(got 'linear'\)",
+        match=r"Expected 'attention' to be one of \['sbm', 'full', 'window', 'bigbird', .*'key_selection'\] or a factory \(got 'linear'\)",
     ):
         SequenceEncoder(15, attention="linear")
     with pytest.raises(ValueError, match=r"Expected 'num_layers' to be at least 1 \(got 0\)"):

@@ -337,7 +337,7 @@ def test_shares_fall_while_the_loss_is_low_and_go_on_from_a_state() -> None:
     assert [always.step(9.0) for _ in range(3)] == [0.75, 0.5625, 0.5]
     with pytest.raises(ValueError, match="Expected 'loss' to be finite"):
         schedule.step(math.nan)
-    with pytest.raises(ValueError, match="Expected 'model' to have an SBMSource"):
+    with pytest.raises(ValueError, match="Expected 'model' to have a source with a share"):
         ShareSchedule(SequenceEncoder(9, 8, attention="full"), final=0.5, threshold=0.1)
     with pytest.raises(TypeError, match="Expected 'model' to be a module"):
         ShareSchedule(cast(Any, None), final=0.5, threshold=0.1)

@@ -23,7 +23,7 @@ SPLITS = ("release", "held-out", "lra", "80-10-10")
 # As ``baselines.py`` and the package have them, which would bring torch with them.
 BASELINES = ("linear", "linformer", "reformer", "performer", "nystromformer")
 METHODS = ("full", *BASELINES, "window", "bigbird", "sbm")
-ESTIMATORS = ("local", "distill", "paper", "mask", "relaxed", "concrete", "none")
+ESTIMATORS = ("local", "distill", "imitate", "paper", "mask", "relaxed", "concrete", "none")
 CLUSTER_INITS = ("kaiming", "orthogonal")
 PARAMETERIZATIONS = ("paper", "mixed", "assortative", "overlapping")
 INF = float("inf")

@@ -28,7 +28,6 @@ from sbm_pyg import (
     selectors,
 )  # fmt: skip
 from sbm_pyg.dense import FullAttention
-from sbm_pyg.estimators import resolve_estimator
 
 METHODS = (
     "full",
@@ -58,7 +57,6 @@ INDEX_OPTIONS: dict[str, Any] = {
     "select": "coins",  # or "top_k"
     "estimator": "distill",  # top_k: "imitate" or "none"
     "detach": 0,
-    "probes": 16.0,
     "threshold": 0.05,
     "rate": 0.003,
     "control": "schedule",
@@ -155,8 +153,7 @@ def make_attention(method: str, channels: int, heads: int, density: float, optio
         source = indexer.IndexerSource(
             scorer, select=options["select"], share=share, detach=detach, window=options.get("window", 0)
         )
-        estimator = resolve_estimator(options["estimator"], "softmax", probes=options["probes"])
-        return AttentionConv(channels, width, heads, source, estimator=estimator, is_causal=True)
+        return AttentionConv(channels, width, heads, source, estimator=options["estimator"], is_causal=True)
     head = {name: options[name] for name in ("parameterization", "cluster_init")}
     rest = {name: options[name] for name in ("num_blocks", "estimator", "probes")}
     window = options.get("window", 0)
