@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from matplotlib import colormaps
 from matplotlib.figure import Figure
 
 from examples.benchmarks.tables import Row, markdown
@@ -78,8 +79,9 @@ def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
         lines.setdefault(task, {}).setdefault(method, []).append((density, accuracy))
     paths = []
     for task, methods in lines.items():
-        figure = Figure(figsize=(7, 4), layout="constrained")
+        figure = Figure(figsize=(10, 4.5), layout="constrained")
         axes = figure.subplots()
+        axes.set_prop_cycle(color=[*colormaps["tab20"](range(20))])
         for number, (method, points) in enumerate(methods.items()):
             points.sort()
             means = [fmean(accuracy) for _, accuracy in points]
@@ -98,7 +100,7 @@ def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
         axes.set_xticks(TICKS, map(str, TICKS))
         axes.set(xlim=(TICKS[0] * 0.8, TICKS[-1] * 1.2), ylim=(-4, 104))
         axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False, fontsize="small")
+        figure.legend(loc="outside right upper", frameon=False, fontsize="small")
         paths.append(folder / f"{task}.png")
         figure.savefig(paths[-1], dpi=110)
     return paths
