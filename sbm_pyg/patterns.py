@@ -589,7 +589,8 @@ def with_window(choice: Choice, window_size: int | None, ptr: Tensor, bipartite:
             "Expected the same tokens as queries and keys with 'window' or 'self_loops' (got a pair). "
             "Leave it out, or add a pattern of your own and pass the graph."
         )
-    return choice.force(window(None, window_size, is_causal=choice.graph.is_causal, ptr=ptr))
+    graph = choice.graph  # the number of its tokens is known where offsets may not be read, as in compiled code
+    return choice.force(window(graph.num_queries, window_size, is_causal=graph.is_causal, ptr=ptr))
 
 
 # ---------------------------------------------------------------------------------------------------------- transforms
