@@ -135,14 +135,21 @@ def edge_attention(
         The output ``[H, N, C']`` (zeros for a query without edges) and the log of each row's sum of weights, ``[H,
         N]``, float32 or better, ``-inf`` for a query without edges, without gradient.
     """
+    _check_attention(query, key, value, rowptr, col, gate, bias, scale, gate_form, dropout)
+    return schemas.edge_attention(
+        query, key, value, rowptr, col, gate, bias, scale, gate_form, dropout, checks.seed(seed)
+    )
+
+
+def _check_attention(
+    query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor, col: Tensor, gate: Tensor | None, bias: Tensor | None,
+    scale: float, gate_form: str, dropout: float,
+) -> None:  # fmt: skip
     checks.tensors(value=value)
     checks.edges(rowptr, col, query, key=key, value=value, gate=gate, bias=bias)
     checks.one_of("gate_form", gate_form, ("score", "weight"))
     checks.number("dropout", dropout, "[0, 1)", "It is the probability that a weight is dropped.")
     _check_scores(scale)
-    return schemas.edge_attention(
-        query, key, value, rowptr, col, gate, bias, scale, gate_form, dropout, checks.seed(seed)
-    )
 
 
 def edge_entmax(
@@ -182,11 +189,7 @@ def edge_entmax(
         tensor([[[0.7500, 0.2500],
                  [0.2500, 0.7500]]])
     """
-    checks.tensors(value=value)
-    checks.edges(rowptr, col, query, key=key, value=value, gate=gate, bias=bias)
-    checks.one_of("gate_form", gate_form, ("score", "weight"))
-    checks.number("dropout", dropout, "[0, 1)", "It is the probability that a weight is dropped.")
-    _check_scores(scale)
+    _check_attention(query, key, value, rowptr, col, gate, bias, scale, gate_form, dropout)
     seed, (heads, num_queries) = checks.seed(seed), query.shape[:2]
     alphas = _alphas(("query", query), alpha, (heads,), "[H]", "It is a scalar, or has one for each head.")
     alphas = alphas.repeat_interleave(num_queries)
