@@ -468,10 +468,10 @@ def edge_softmax(
     return alpha.masked_fill(forbidden, 0)
 
 
-def attention_weights(query: Tensor, key: Tensor, graph: AttentionGraph, bias: Tensor | None, scale: float) -> Tensor:
-    """Softmax of the scores over the edges of each query, ``[E]``."""
+def edge_logits(query: Tensor, key: Tensor, graph: AttentionGraph, bias: Tensor | None, scale: float) -> Tensor:
+    """Scores of the edges, with their biases, ``[E]``."""
     logit = ops.edge_dot(query, key, graph.rowptr, graph.col) * scale
-    return edge_softmax(logit if bias is None else logit + bias, ptr=graph.rowptr)
+    return logit if bias is None else logit + bias
 
 
 def distillation(
@@ -510,7 +510,7 @@ def distillation(
     check_probability(probability)
     probability.check(graph)
     with torch.no_grad():
-        weight = attention_weights(query, key, graph, bias, scale)
+        weight = edge_softmax(edge_logits(query, key, graph, bias, scale), ptr=graph.rowptr)
     p, degree = probability.on(graph), probability.expected_degree()
     share = p.clamp(min=_LEAST).log() - degree.clamp(min=_LEAST).log().flatten()[graph.edge_row]
     return -(weight * share).sum() / (graph.heads * graph.num_queries)

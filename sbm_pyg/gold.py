@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from .attention import AttentionConv
+from .estimators import edge_logits
 from .graph import AttentionGraph, check_graph
 from .normalizers import normalize
-from .ops import checks, edge_dot, segment_entmax
+from .ops import checks, segment_entmax
 from .pairs import Part, Ptr, Sides, streamed
 from .sparsefinder import Sample
 
@@ -151,8 +152,7 @@ class _Listener(nn.Module):
         """What the layer would add, after a note."""
         bias = None if self.inner is None else self.inner(query, key, graph)
         with torch.no_grad():
-            scores = edge_dot(query.detach(), key.detach(), graph.rowptr, graph.col) * self.scale
-            scores = scores if bias is None else scores + bias
+            scores = edge_logits(query, key, graph, bias, self.scale)
             weight = normalize(self.normalizer, scores[:, None], ptr=graph.rowptr)[:, 0]
             self.found.append((query.detach(), key.detach(), graph.select(weight > 0)))
         return bias

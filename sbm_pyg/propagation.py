@@ -19,7 +19,7 @@ from torch_geometric.utils import is_sparse
 from torch_geometric.utils.sparse import set_sparse_value
 
 from . import ops
-from .estimators import Estimator
+from .estimators import Estimator, edge_logits
 from .graph import AttentionGraph, edge_list
 from .normalizers import Entmax, alpha_of, normalize
 from .ops import checks
@@ -171,8 +171,7 @@ class EdgeAttention(MessagePassing):
             return out, None
         if alpha is None:
             query, key, _, _, bias = parts
-            logit = ops.edge_dot(query, key, graph.rowptr, graph.col) * self.scale
-            logit = logit if bias is None else logit + bias
+            logit = edge_logits(query, key, graph, bias, self.scale)
             alpha = normalize(self.normalizer, logit[:, None], ptr=graph.rowptr)
         if place is None:
             return out, (graph.edge_index, alpha[:, 0])
