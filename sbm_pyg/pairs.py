@@ -19,8 +19,8 @@ from .ops.reference import reach
 from .ragged import check_present, offsets, resolve_sides
 
 __all__ = [
-    "Keep", "Part", "Ptr", "Score", "Sides", "block_means", "largest", "like_lengths", "parts", "product", "ranges",
-    "streamed",
+    "Keep", "Part", "Ptr", "Score", "Sides", "block_means", "check_centroids", "largest", "like_lengths", "parts",
+    "product", "ranges", "streamed",
 ]  # fmt: skip
 
 CHUNK = 2**23  # scores at a time
@@ -184,6 +184,20 @@ def _padded(ptr: Tensor, which: Tensor) -> Tensor:
     start, length = ptr[which, None], ptr.diff()[which, None]
     place = torch.arange(int(length.max()), device=ptr.device)
     return torch.where(place < length, start + place, -1)
+
+
+def check_centroids(centroids: Tensor, x: Tensor, name: str = "query", width: str = "C") -> Tensor:
+    """The centroids of each head, in the type of the tokens, if they are of the same heads and width."""
+    checks.tensors(centroids=centroids)
+    checks.shape("centroids", centroids, (None, None, x.size(2)), f"[H, K, {width}]", f"They are as wide as '{name}'.")
+    checks.floating(centroids=centroids)
+    checks.same_device(name, x, centroids=centroids)
+    if centroids.size(0) not in (1, x.size(0)) or centroids.size(1) < 1:
+        raise ValueError(
+            f"Expected 'centroids' to be [{x.size(0)}, K, {width}] or [1, K, {width}] with K of at least 1 "
+            f"(got {list(centroids.shape)}). Each head has its own, or all share them."
+        )
+    return centroids.to(x.dtype).expand(x.size(0), -1, -1)
 
 
 Score = Callable[[Tensor, Tensor], Tensor]

@@ -14,7 +14,7 @@ from torch import Tensor
 from . import patterns
 from .graph import AttentionGraph
 from .ops import checks
-from .pairs import Part, Ptr, Sides, block_means, largest, ranges, streamed
+from .pairs import Part, Ptr, Sides, block_means, check_centroids, largest, ranges, streamed
 from .ragged import resolve_ptr
 
 __all__ = ["blocks", "bucketing", "buckets", "clustering", "clusters", "distance"]
@@ -117,7 +117,7 @@ def clusters(x: Tensor, centroids: Tensor, top: int = 1) -> Tensor:
         [1, 0]
     """
     _check_points(x)
-    centroids = _check_centroids(centroids, x, "x")
+    centroids = check_centroids(centroids, x, "x", "r")
     return _nearest(x, centroids, _check_top(top, centroids.size(1)))[0]
 
 
@@ -214,7 +214,7 @@ def clustering(
         TypeError, ValueError: As :func:`distance`; or ``is_causal`` with a cap.
     """
     sides = Sides.of(query, key, ptr, is_causal)
-    centroids = _check_centroids(centroids, query)
+    centroids = check_centroids(centroids, query, width="r")
     count = centroids.size(1)
     top = _check_top(top, count)
     if cap is not None:
@@ -227,20 +227,6 @@ def clustering(
     every = torch.arange(sides.heads * sides.num_queries, device=query.device).repeat_interleave(top)
     row, at = ranges(every, low, after if is_causal else high)
     return sides.graph(row, order[at])
-
-
-def _check_centroids(centroids: Tensor, x: Tensor, name: str = "query") -> Tensor:
-    """The centroids of each head, ``[H, K, r]``, if they are of the same heads and dimensions."""
-    checks.tensors(centroids=centroids)
-    checks.shape("centroids", centroids, (None, None, x.size(2)), "[H, K, r]", f"They are as wide as '{name}'.")
-    checks.floating(centroids=centroids)
-    checks.same_device(name, x, centroids=centroids)
-    if centroids.size(0) not in (1, x.size(0)) or centroids.size(1) < 1:
-        raise ValueError(
-            f"Expected 'centroids' to be [{x.size(0)}, K, r] or [1, K, r] with K of at least 1 "
-            f"(got {list(centroids.shape)}). Each head has its own, or all share them."
-        )
-    return centroids.to(x.dtype).expand(x.size(0), -1, -1)
 
 
 def _check_top(top: int, count: int) -> int:
@@ -321,7 +307,7 @@ def blocks(
             "Expected no 'is_causal' with blocks (got True). Their means hold later tokens; take 'distance' or "
             "'clustering'."
         )
-    centroids = _check_centroids(centroids, query)
+    centroids = check_centroids(centroids, query, width="r")
     k = min(checks.integer("k", k, 1, "It is a number of blocks."), max(sides.num_keys, sides.num_queries))
     size = checks.integer("block_size", block_size, 1, "It is the number of tokens of a block.")
     size = min(size, max(sides.num_keys, sides.num_queries))

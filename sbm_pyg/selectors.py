@@ -27,7 +27,7 @@ from . import patterns
 from .choice import Choice, GraphSource
 from .graph import AttentionGraph
 from .ops import checks
-from .pairs import Ptr, Sides, block_means, largest, like_lengths, ranges, streamed
+from .pairs import Ptr, Sides, block_means, check_centroids, largest, like_lengths, ranges, streamed
 from .ragged import draw_seed, resolve_ptr, stored_ptr
 
 __all__ = ["RoutingSource", "SelectGraph", "SelectorSource", "block_top_k", "lsh", "routing", "top_k"]
@@ -206,15 +206,7 @@ def routing(
     models rank all tokens of a sequence and mask what is later.
     """
     sides = Sides.of(query, key, ptr, is_causal)
-    checks.tensors(centroids=centroids)
-    checks.shape("centroids", centroids, (None, None, query.size(2)), "[H, K, C]", "They are as wide as the queries.")
-    checks.floating(centroids=centroids)
-    checks.same_device("query", query, centroids=centroids)
-    if centroids.size(0) not in (1, sides.heads) or centroids.size(1) < 1:
-        raise ValueError(
-            f"Expected 'centroids' to be [{sides.heads}, K, C] or [1, K, C] with K of at least 1 "
-            f"(got {list(centroids.shape)}). Each head has its own, or all share them."
-        )
+    centroids = check_centroids(centroids, query)
     if size is not None:
         size = checks.integer("size", size, 1, "It is the number of tokens that a centroid takes.")
         size = min(size, max(sides.num_keys, sides.num_queries))
@@ -416,7 +408,7 @@ class SelectGraph(BaseTransform):
 
 
 def _cosines(x: Tensor, centroids: Tensor) -> Tensor:
-    return normalize(x, dim=-1) @ normalize(centroids.to(x.dtype), dim=-1).mT
+    return normalize(x, dim=-1) @ normalize(centroids, dim=-1).mT
 
 
 def _nearest(near: Tensor, ptr: Tensor, size: int | None) -> tuple[Tensor, Tensor]:
