@@ -29,13 +29,18 @@ def pointer(lengths: list[int]) -> Tensor:
     return torch.tensor([0, *itertools.accumulate(lengths)])
 
 
+def by_distance(far: Tensor) -> Callable[[int], tuple[float, int]]:
+    """The order of tokens, of equal ones by their number."""
+    return lambda token: (float(far[token]), token)
+
+
 def define_distance(q: Tensor, z: Tensor, head: int, threshold: float, cap: int | None, causal: bool) -> Tensor:
     far = (q[:, None] - z[None]).square().sum(2).sqrt()
     allowed = torch.ones(far.shape, dtype=torch.bool).tril() if causal else torch.ones(far.shape, dtype=torch.bool)
     near = (far <= threshold) & allowed
     if cap is not None:
-        for row, distances in zip(near, far.tolist(), strict=True):
-            inside = sorted(row.nonzero()[:, 0].tolist(), key=lambda j, d=distances: (d[j], j))  # type: ignore[misc]
+        for row, distances in zip(near, far, strict=True):
+            inside = sorted(row.nonzero()[:, 0].tolist(), key=by_distance(distances))
             row[inside[cap:]] = False
     return near
 
@@ -61,13 +66,13 @@ def define_blocks(q: Tensor, z: Tensor, head: int, causal: bool, **o: Any) -> Te
     found = set(held)
     if o["by"] == "nearest":
         for c in range(4):
-            near = [sorted(range(wide, len(x)), key=lambda a, x=x, c=c: (float(x[a, c]), a))[:k] for x in far]  # type: ignore[misc]
+            near = [sorted(range(wide, len(x)), key=by_distance(x[:, c]))[:k] for x in far]
             found |= {(a, b) for a in near[0] for b in near[1]}
     else:
         for a in range(wide, len(means[0])):
             c = int(far[0][a].argmin())
             others = [b for b in range(wide, len(means[1])) if int(far[1][b].argmin()) == c and (a, b) not in held]
-            found |= {(a, b) for b in sorted(others, key=lambda b, c=c: (float(far[1][b, c]), b))[:k]}  # type: ignore[misc]
+            found |= {(a, b) for b in sorted(others, key=by_distance(far[1][:, c]))[:k]}
     mask = torch.zeros(len(q), len(z), dtype=torch.bool)
     for a, b in found:
         mask[a * size : (a + 1) * size, b * size : (b + 1) * size] = True
@@ -81,7 +86,7 @@ def define_clustering(q: Tensor, z: Tensor, head: int, top: int, cap: int | None
     for cluster in range(4):
         members = [j for j in range(len(z)) if cluster in theirs[j]]
         if cap is not None:
-            members = sorted(members, key=lambda j, c=cluster: (float(far[1][j, c]), j))[:cap]  # type: ignore[misc]
+            members = sorted(members, key=by_distance(far[1][:, cluster]))[:cap]
         for i in range(len(q)):
             if cluster in mine[i]:
                 found[i, [j for j in members if j <= i or not causal]] = True

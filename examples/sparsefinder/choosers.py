@@ -65,8 +65,8 @@ class Learnt:
 
 def make_learnt(channels: int, heads: int, dim: int) -> tuple[Projection, SBMHead]:
     """The modules of a layer before they are fitted."""
-    options = {"parameterization": "overlapping", "cluster_init": "orthogonal"}
-    return Projection(channels, heads, dim), SBMHead(channels, heads, SBM_BLOCKS, **options)  # type: ignore[arg-type]
+    options: dict[str, Any] = {"parameterization": "overlapping", "cluster_init": "orthogonal"}
+    return Projection(channels, heads, dim), SBMHead(channels, heads, SBM_BLOCKS, **options)
 
 
 def learn(samples: Sequence[Sample], dim: int, epochs: int, seed: int, name: str) -> Learnt:
