@@ -3,6 +3,7 @@
 from . import analysis, estimators, gold, indexer, ops, patterns, plots, predictors, selectors, sparsefinder
 from .attention import AttentionConv, SBMAttentionConv
 from .choice import Choice, EdgeProbability, GraphSource
+from .dcmm import DCMM, DCMMBias
 from .dense import FullAttention
 from .graph import AttentionGraph
 from .models import EncoderTrace, PairClassifier, SequenceClassifier, SequenceEncoder, TokenClassifier
@@ -15,10 +16,12 @@ from .sbm import SBM, SBMHead
 from .version import __version__ as __version__
 
 __all__ = [
+    "DCMM",
     "SBM",
     "AttentionConv",
     "AttentionGraph",
     "Choice",
+    "DCMMBias",
     "EdgeProbability",
     "EncoderTrace",
     "Entmax",

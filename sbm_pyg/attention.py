@@ -160,7 +160,7 @@ class AttentionConv(EdgeAttention):
     def reset_parameters(self) -> None:
         """Draw all parameters anew from torch's default generator."""
         super().reset_parameters()
-        for module in (self.lin_key, self.lin_query, self.lin_value, self.source, self.normalizer):
+        for module in (self.lin_key, self.lin_query, self.lin_value, self.source, self.score_bias, self.normalizer):
             reset = getattr(module, "reset_parameters", None)
             if reset is not None:
                 reset()

@@ -182,9 +182,11 @@ class Local(Estimator):
             )
         probes, chance = draw_probes(choice.graph, self.probes, seed=attended.seed, sequence_ids=attended.sequence_ids)
         probes = attended.limit(probes)
+        with torch.no_grad():  # a constant of the effects
+            probe_bias = attended.score_bias(probes)
         return local_expectation(
             out, attended.query, attended.key, attended.value, choice.probability, choice.graph, probes, chance,
-            bias=attended.bias, probe_bias=attended.score_bias(probes), forced=choice.forced, scale=attended.scale,
+            bias=attended.bias, probe_bias=probe_bias, forced=choice.forced, scale=attended.scale,
             exploration=choice.exploration,
         )  # fmt: skip
 
@@ -214,7 +216,7 @@ class Imitate(Estimator):
         loss = distillation(
             attended.query, attended.key, choice.probability, choice.graph, bias=attended.bias, scale=attended.scale
         )
-        return _WithLoss.apply(out, self.weight * loss)
+        return add_loss(out, self.weight * loss)
 
 
 class Distill(Local):
@@ -232,6 +234,12 @@ class Distill(Local):
     def attach(self, out: Tensor, attended: Attended) -> Tensor:
         """As :meth:`Estimator.attach`."""
         return Imitate(self.weight).attach(super().attach(out, attended), attended)
+
+
+def add_loss(x: Tensor, loss: Tensor) -> Tensor:
+    """The same numbers, whose backward pass adds the gradient of a loss, a scalar."""
+    added: Tensor = _WithLoss.apply(x, loss)
+    return added
 
 
 class _WithLoss(torch.autograd.Function):
