@@ -4,7 +4,8 @@
     python -m examples.benchmarks.spread runs/recall
 
 For each checkpoint, as it was left and as it began (with the share of the keys that it ended with), gradients are taken for 16 graphs of one batch, and
-for 16 batches with a graph each. Variances are summed over the parameters. Expect 0 where nothing is sampled. A minute a checkpoint.
+for 16 batches with a graph each. Variances are summed over the parameters. Expect 0 where nothing is sampled. The time is that of a gradient, the
+median of all. Half a minute a checkpoint.
 """
 
 # ruff: noqa: E402
@@ -31,6 +32,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 if __name__ == "__main__":  # --help and mistakes do not wait for the imports below
     parse(None)
 
+import statistics
+import time
+
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -41,13 +45,16 @@ from examples.recall.model import Recaller
 from examples.recall.train import Batches, Run, make_model
 
 
-def gradients(model: Recaller, batches: Batches, draws: list[tuple[int, int]]) -> dict[str, Tensor]:
-    """Gradients for pairs of (batch, seed of the graphs), ``[len(draws), parameters]``: of the block models, and of the rest."""
+def gradients(model: Recaller, batches: Batches, draws: list[tuple[int, int]]) -> tuple[dict[str, Tensor], list[float]]:
+    """Gradients for pairs of (batch, seed of the graphs), ``[len(draws), parameters]``: of the block models, and of the rest; and their seconds."""
     found: dict[str, list[Tensor]] = {"block model": [], "rest": []}
+    seconds = []
     for step, seed in draws:
         tokens, places, answers, _ = batches(step)
         model.zero_grad()
+        start = time.perf_counter()
         cross_entropy(model(tokens, places, seed=seed)[0].flatten(0, 1), answers.flatten()).backward()
+        seconds.append(time.perf_counter() - start)
         parts: dict[str, list[Tensor]] = {"block model": [], "rest": []}
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
@@ -55,7 +62,7 @@ def gradients(model: Recaller, batches: Batches, draws: list[tuple[int, int]]) -
                 parts["block model" if own else "rest"].append(parameter.grad.flatten().double())
         for name, each in parts.items():
             found[name].append(torch.cat(each) if each else torch.zeros(1, dtype=torch.float64))
-    return {name: torch.stack(each) for name, each in found.items()}
+    return {name: torch.stack(each) for name, each in found.items()}, seconds
 
 
 def measure(path: Path, draws: int) -> list[Row]:
@@ -70,13 +77,15 @@ def measure(path: Path, draws: int) -> list[Row]:
         if when == "end":
             model.load_state_dict(state["model"])
         model.train()
-        graphs = gradients(model, batches, [(0, seed) for seed in range(draws)])
-        both = gradients(model, batches, [(step, draws + step) for step in range(draws)])
+        graphs, first = gradients(model, batches, [(0, seed) for seed in range(draws)])
+        both, second = gradients(model, batches, [(step, draws + step) for step in range(draws)])
         for name, of_graphs in graphs.items():
             noise, total = float(of_graphs.var(0).sum()), float(both[name].var(0).sum())
             norm = float(of_graphs.mean(0).square().sum())
             known: Row = {"run": run.name, "seed": run.seed, "when": when, "part": name}
-            rows.append({**known, "graphs": noise, "total": total, "norm2": norm})
+            rows.append(
+                {**known, "graphs": noise, "total": total, "norm2": norm, "ms": 1e3 * statistics.median(first + second)}
+            )
     return rows
 
 
@@ -91,8 +100,9 @@ def main(arguments: list[str] | None = None) -> None:
     for key in dict.fromkeys((row["run"], row["when"], row["part"]) for row in rows):
         own = [row for row in rows if (row["run"], row["when"], row["part"]) == key]
         share = [row["graphs"] / row["total"] if row["total"] else 0.0 for row in own]
-        table.append([*key, len(own), f"{100 * sum(share) / len(own):.1f} %"])
-    print(markdown(["run", "when", "parameters", "seeds", "variance that graphs make"], table))
+        milliseconds = statistics.mean(row["ms"] for row in own)
+        table.append([*key, len(own), f"{100 * sum(share) / len(own):.1f} %", f"{milliseconds:.0f}"])
+    print(markdown(["run", "when", "parameters", "seeds", "variance that graphs make", "ms"], table))
 
 
 if __name__ == "__main__":
