@@ -155,11 +155,7 @@ class DCMMBias(nn.Module):
         Raises:
             TypeError, ValueError: A shape or type does not fit, or there are other tokens on both sides of a tied one.
         """
-        checks.tensors(query=query, key=key)
-        checks.floating(query=query, key=key)
-        for name, x in (("query", query), ("key", key)):
-            wanted = (self.heads, None, self.channels)
-            checks.shape(name, x, wanted, "[H, N, C]", "It has the heads and channels of the DCMMBias.")
+        checks.sides(self, query, key, self.heads, self.channels)
         if self.tied and key.size(1) != query.size(1):
             raise ValueError(
                 f"Expected 'key' of {query.size(1)} tokens, as 'query' has (got {key.size(1)}). Memberships of keys "

@@ -19,6 +19,7 @@ from torch_geometric.typing import SparseTensor
 from . import indexer, patterns, selectors
 from .attention import AttentionConv, SBMAttentionConv
 from .choice import Choice, GraphSource
+from .dcmm import DCMMBias
 from .dense import FullAttention
 from .graph import AttentionGraph
 from .ops import checks
@@ -36,7 +37,7 @@ RULES: dict[str, tuple[Callable[..., AttentionGraph], dict[str, int]]] = {  # an
     "routing": (selectors.routing, {"num_clusters": 8}),
 }
 LEARNED: dict[str, type[nn.Module]] = {"indexer": indexer.Indexer, "key_selection": indexer.KeyScorer}
-ATTENTION = ("sbm", "full", *RULES, *LEARNED)
+ATTENTION = ("sbm", "full", "dcmm", *RULES, *LEARNED)
 BLOCK_BYTES = 2**15  # of the Python objects of a block, without its parameters
 
 SIZES = "See the docstring of SequenceEncoder."
@@ -148,10 +149,13 @@ def _named(
     kinds: tuple[type, ...] = (AttentionConv, MessagePassing)
     if name in LEARNED:
         kinds += (LEARNED[name], indexer.IndexerSource)
+    elif name == "dcmm":
+        kinds += (DCMMBias,)
     elif name in ("full", "sbm"):
         kinds = (FullAttention,) if name == "full" else (SBMAttentionConv, *kinds)
     known = {each for kind in kinds for each in inspect.signature(kind).parameters} | {*sizes}
     known -= {"channels", "head_channels", "in_channels", "out_channels", "heads", "source", "scorer", "is_causal"}
+    known -= {"score_bias"} if name == "dcmm" else set()
     known -= {"kwargs"}
     unknown = [option for option in options if option not in known]
     if unknown:
@@ -163,6 +167,12 @@ def _named(
     if name == "sbm":
         return SBMAttentionConv(channels, head_channels, heads, is_causal=is_causal, **options)
     source: GraphSource
+    if name == "dcmm":
+        own = _of(DCMMBias, options)
+        rest = {key: value for key, value in options.items() if key not in own}
+        rest["score_bias"] = DCMMBias(head_channels, heads, **own)
+        source = patterns.PatternSource(patterns.full)
+        return AttentionConv(channels, head_channels, heads, source, is_causal=is_causal, **rest)
     if name in LEARNED:
         own, chosen = (_of(kind, options) for kind in (LEARNED[name], indexer.IndexerSource))
         rest = {key: value for key, value in options.items() if key not in own | chosen}
@@ -200,7 +210,8 @@ class SequenceEncoder(Pretrained):
         attention: ``"sbm"`` (:class:`SBMAttentionConv`), ``"full"`` (:class:`~sbm_pyg.dense.FullAttention`),
             ``"window"`` or ``"bigbird"`` (:class:`AttentionConv` over one of :mod:`~sbm_pyg.patterns`), ``"top_k"``,
             ``"block_top_k"``, ``"lsh"`` or ``"routing"`` (over one of :mod:`~sbm_pyg.selectors`), ``"indexer"`` or
-            ``"key_selection"`` (over an :class:`~sbm_pyg.indexer.IndexerSource`), or a factory ``(channels,
+            ``"key_selection"`` (over an :class:`~sbm_pyg.indexer.IndexerSource`), ``"dcmm"`` (over all pairs, with a
+            :class:`DCMMBias`), or a factory ``(channels,
             head_channels, heads) -> module``. Its module is called as ``module(x, ptr=ptr, seed=seed,
             sequence_ids=sequence_ids, return_choice=True)``, with the graph as second argument where one is given, and
             returns ``[N, H*C]`` and a :class:`Choice` or None.

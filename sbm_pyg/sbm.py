@@ -410,6 +410,11 @@ class SBMHead(torch.nn.Module):
       none: :math:`p_{ij}` is the probability that the key is in the block of the query. So a key can say no to every
       query, which no other form but the paper's can.
 
+    With ``degree_corrected`` a pair also depends on how busy its two tokens are:
+    :math:`p_{ij} = \theta_i \theta'_j Y_i S Z_j^\top`. Degrees :math:`\theta_i = \sigma(\langle v, q_i \rangle + c)`
+    lie in (0, 1), so that p stays below 1; those of keys have another v and c. In the :class:`SBM` they are factors of
+    the memberships: what samples, counts or prices edges knows nothing of them.
+
     Cost O(NC^2 + NKC + K^2 C) per head.
 
     Args:
@@ -426,6 +431,7 @@ class SBMHead(torch.nn.Module):
         temperature: :math:`\tau > 0`, of softmax memberships; sharper as it goes to 0.
         tied: Keys take their memberships from queries too, so that like tokens start in like blocks; needs the same
             tokens on both sides.
+        degree_corrected: Each query and each key has a degree, too. All start equal, at the fourth root of ``density``.
 
     Raises:
         TypeError, ValueError: An option is unknown or out of range, or its parameters would not fit into memory.
@@ -434,6 +440,9 @@ class SBMHead(torch.nn.Module):
         - query ``[H, N, C]``, key ``[H, M, C]``; returns an :class:`SBM` with K blocks.
 
     We differ from the authors' code in the roles: their Y comes from keys and Z from queries.
+
+    Reference: Cho et al., NeurIPS 2022; for degrees, Karrer and Newman, "Stochastic blockmodels and community structure
+    in networks", 2011.
     """
 
     def __init__(
@@ -447,6 +456,7 @@ class SBMHead(torch.nn.Module):
         density: float = 0.25,
         temperature: float = 1.0,
         tied: bool = False,
+        degree_corrected: bool = False,
     ) -> None:
         super().__init__()
         sizes = (("channels", channels), ("heads", heads), ("num_blocks", num_blocks))
@@ -466,6 +476,7 @@ class SBMHead(torch.nn.Module):
         ops.checks.number("density", density, "(0, 1)", "It is the probability of an edge at the start.")
         ops.checks.number("temperature", temperature, "(0, inf]", "Memberships harden as it goes to 0.")
         ops.checks.flag("tied", tied, "It says whether keys take the queries' memberships.")
+        ops.checks.flag("degree_corrected", degree_corrected, "It says whether tokens have degrees.")
         width = torch.get_default_dtype().itemsize
         device = torch.get_default_device()
         ops.checks.memory("channels", 2 * channels**2, width, device, "They are channels of one head.", "parameters")
@@ -474,13 +485,18 @@ class SBMHead(torch.nn.Module):
         ops.checks.memory("heads", heads * each, width, device, "Take fewer heads or blocks.", "parameters")
         self.channels, self.heads, self.num_blocks, self.cluster_init = channels, heads, num_blocks, cluster_init
         self.parameterization, self.density, self.temperature, self.tied = parameterization, density, temperature, tied
-        self.shift = _logit(density if parameterization == "overlapping" else density**0.5)
+        self.degree_corrected = degree_corrected
+        self.start = density**0.5 if degree_corrected else density  # of Y S Z; two degrees make the rest
+        self.shift = _logit(self.start if parameterization == "overlapping" else self.start**0.5)
         self.mlp = torch.nn.Sequential(
             torch.nn.Linear(channels, channels), torch.nn.ReLU(), torch.nn.Linear(channels, channels)
         )
         self.clusters = torch.nn.Parameter(torch.empty(heads, num_blocks, channels))
         if parameterization == "mixed":
             self.block = torch.nn.Parameter(torch.empty(heads, num_blocks, num_blocks))
+        if degree_corrected:  # of queries, and of keys
+            self.degree_weight = torch.nn.Parameter(torch.empty(heads, 2, channels))
+            self.degree_bias = torch.nn.Parameter(torch.empty(heads, 2))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -499,10 +515,13 @@ class SBMHead(torch.nn.Module):
             if self.parameterization == "mixed":
                 # Equal memberships give the density: inside + (K - 1) outside = K density, with edges outside blocks
                 # too.
-                least = self.density / (2 * blocks)
-                inside = min(max(0.82, (1 + self.density) / 2), blocks * self.density - (blocks - 1) * least)
-                outside = max((blocks * self.density - inside) / max(blocks - 1, 1), least)
+                least = self.start / (2 * blocks)
+                inside = min(max(0.82, (1 + self.start) / 2), blocks * self.start - (blocks - 1) * least)
+                outside = max((blocks * self.start - inside) / max(blocks - 1, 1), least)
                 self.block.fill_(_logit(outside)).diagonal(dim1=1, dim2=2).fill_(_logit(inside))
+            if self.degree_corrected:
+                self.degree_weight.zero_()
+                self.degree_bias.fill_(_logit(self.density**0.25))
 
     def forward(
         self, query: Tensor, key: Tensor, query_ptr: Tensor | None = None, key_ptr: Tensor | None = None
@@ -512,26 +531,7 @@ class SBMHead(torch.nn.Module):
         Raises:
             TypeError, ValueError: A shape or type does not fit.
         """
-        ops.checks.tensors(query=query, key=key)
-        ops.checks.floating(query=query, key=key)
-        ops.checks.shape(
-            "query",
-            query,
-            (self.heads, None, self.channels),
-            "[H, N, C]",
-            "It has the heads and channels of the SBMHead.",
-        )
-        ops.checks.shape(
-            "key", key, (self.heads, None, self.channels), "[H, M, C]", "It has the heads and channels of the SBMHead."
-        )
-        ops.checks.same_device("clusters", self.clusters, query=query, key=key)
-        if not torch.is_autocast_enabled(query.device.type):
-            for name, x in (("query", query), ("key", key)):
-                if x.dtype != self.clusters.dtype:
-                    raise TypeError(
-                        f"Expected '{name}' to be {self.clusters.dtype}, as the SBMHead is "
-                        f"(got {x.dtype}). Convert one of them."
-                    )
+        ops.checks.sides(self, query, key, self.heads, self.channels)
         if self.tied:
             if key.shape != query.shape:
                 raise ValueError(
@@ -554,7 +554,27 @@ class SBMHead(torch.nn.Module):
             block = self.block.sigmoid()
         else:
             block = torch.eye(self.num_blocks, device=query.device).expand(self.heads, -1, -1)
+        if self.degree_corrected:
+            query_degree, key_degree = self.degrees(query, key)
+            query_side, key_side = query_side * query_degree[..., None], key_side * key_degree[..., None]
         return SBM(query_side, key_side, block.to(query_side.dtype), cast(Tensor, query_ptr), cast(Tensor, key_ptr))
+
+    def degrees(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        r"""Factors of the memberships: degrees of the queries ``[H, N]`` and of the keys ``[H, M]``, in (0, 1).
+
+        Args:
+            query, key: ``[H, N, C]`` and ``[H, M, C]``; where keys are tied, both are the queries.
+
+        Raises:
+            TypeError, ValueError: A shape or type does not fit, or the head is not ``degree_corrected``.
+        """
+        ops.checks.sides(self, query, key, self.heads, self.channels)
+        if not self.degree_corrected:
+            raise ValueError("Expected an SBMHead with degrees (got one without). Build it with degree_corrected=True.")
+        weight, bias = self.degree_weight[..., None], self.degree_bias[..., None]  # [H, 2, C, 1], [H, 2, 1]
+        both = ((x @ weight[:, side])[..., 0] + bias[:, side] for side, x in enumerate((query, key)))
+        query_degree, key_degree = (each.sigmoid() for each in both)
+        return query_degree, key_degree
 
     def _memberships(self, x: Tensor, gated: bool) -> Tensor:
         """Memberships ``[H, N, K]``: each block apart, by a sigmoid, or one among them, by a softmax."""
@@ -576,6 +596,7 @@ class SBMHead(torch.nn.Module):
         return (
             f"channels={self.channels}, heads={self.heads}, num_blocks={self.num_blocks}, "
             f"cluster_init={self.cluster_init!r}, parameterization={self.parameterization!r}"
+            f"{', degree_corrected=True' * self.degree_corrected}"
         )
 
 

@@ -44,6 +44,7 @@ from sbm_pyg import (
     AttentionConv,
     AttentionGraph,
     Choice,
+    DCMMBias,
     EncoderTrace,
     Entmax,
     FullAttention,
@@ -384,6 +385,7 @@ def _head_options(d: Draw) -> Case:
         "density": 0.25,
         "temperature": 1.0,
         "tied": False,
+        "degree_corrected": d.random() < 0.5,
     }
 
     def call(channels: Any, heads: Any, **options: Any) -> Any:
@@ -413,6 +415,61 @@ def _head_forward(d: Draw) -> Case:
             )
 
     return Case(head, arguments, check)
+
+
+@case("SBMHead.degrees", 2)
+def _head_degrees(d: Draw) -> Case:
+    head = SBMHead(3, 2, 4, degree_corrected=True)
+
+    def check(result: Any, query: Tensor, key: Tensor) -> None:
+        for degree, x in zip(result, (query, key), strict=True):
+            expect(degree.shape == x.shape[:2], "other tokens")
+            expect(not tame(x) or bool(((degree > 0) & (degree < 1)).all()), "a degree outside of (0, 1)")
+
+    tokens = {name: torch.randn(2, count, 3, generator=d.torch) for name, count in (("query", 5), ("key", 4))}
+    return Case(head.degrees, tokens, check)
+
+
+@case("DCMMBias", 6)
+def _dcmm(d: Draw) -> Case:
+    options: dict[str, Any] = {"channels": d.randint(1, 4), "heads": d.randint(1, 3), "num_blocks": d.randint(1, 4)}
+    options |= {"degree": d.choice(("relu", "sigmoid", "softplus")), "squash": d.random() < 0.5, "symmetric": False}
+    options |= {"tied": d.random() < 0.5, "scale": 10.0, "entropy_weight": d.choice((0.0, 0.1))}
+
+    def check(result: DCMMBias, scale: Any, **given: Any) -> None:
+        expect(result.affinity.shape == (given["heads"], given["num_blocks"], given["num_blocks"]), "other sizes")
+        expect(abs(float(result.scale.detach()) - scale) <= 1e-5 * abs(scale), "another scale")
+
+    return Case(DCMMBias, options, check)
+
+
+@case("DCMMBias.forward", 4)
+def _dcmm_forward(d: Draw) -> Case:
+    graph = d.graph()
+    tied = graph.num_queries == graph.num_keys and d.random() < 0.5
+    bias = DCMMBias(3, graph.heads, 2, tied=tied, degree=d.choice(("relu", "sigmoid", "softplus")))
+
+    def check(result: Tensor, query: Tensor, key: Tensor, graph: AttentionGraph) -> None:
+        expect(result.shape == graph.col.shape and result.dtype == query.dtype, "other edges")
+        expect(not tame(query, key) or bool((result >= 0).all()), "a negative bias")
+
+    sides = {"query": graph.num_queries, "key": graph.num_keys}
+    tokens = {name: torch.randn(graph.heads, count, 3, generator=d.torch) for name, count in sides.items()}
+    return Case(bias.forward, {**tokens, "graph": graph}, check)
+
+
+@case("DCMMBias.predict", 4)
+def _dcmm_predict(d: Draw) -> Case:
+    bias = DCMMBias(3, 2, 4, tied=False)
+
+    def check(result: Any, query: Tensor, key: Tensor) -> None:
+        if tame(query, key):
+            sums = result.query_membership.sum(-1), result.key_membership.sum(-1)
+            expect(all(bool(((x - 1).abs() < 1e-3).all()) for x in sums), "no shares")
+            expect(bool(result.entropy <= math.log(4) + 1e-3), "more than the most")
+
+    tokens = {name: torch.randn(2, count, 3, generator=d.torch) for name, count in (("query", 5), ("key", 4))}
+    return Case(bias.predict, tokens, check)
 
 
 @case("SBMMultiheadAttention", 8)
@@ -1804,6 +1861,7 @@ RECORDS: dict[str, tuple[Callable[[Draw], Any], dict[str, Meaning]]] = {  # clas
     "indexer.IndexProbability": (_index_record, {
         "log_total": lambda r: None, "expected_degree()": lambda r: None, "expected_density()": lambda r: None,
     }),
+    "DCMMBias": (lambda d: DCMMBias(4, 2), {"reset_parameters()": lambda a: None, "extra_repr()": lambda a: None}),
     "SBMHead": (lambda d: SBMHead(4, 2), {"reset_parameters()": lambda a: None, "extra_repr()": lambda a: None}),
     "SequenceEncoder": (encoder, {"constructor_options()": lambda m: None}),
     "TokenClassifier": (lambda d: TokenClassifier(encoder(d), 2), {"constructor_options()": lambda m: None}),
@@ -1860,6 +1918,7 @@ EXEMPT: dict[str, str] = {  # public names that are not called, and why
     "sparsefinder.Sample": "a type",
     **dict.fromkeys(("ShareSchedule", "ShareSchedule.step", "ShareSchedule.state_dict", "ShareSchedule.load_state_dict"),
                     "a schedule of a model, see test_share.py"),
+    **dict.fromkeys(("DCMM", "DCMM.entropy"), "a record that the library makes and users read"),
     "gold.Match": "a record that the library makes and users read",
     "gold.record": "it listens to a model, see test_gold.py",
     **dict.fromkeys(("sparsefinder.fit_projection", "sparsefinder.fit_centroids"), "they train, see test_sparsefinder.py"),

@@ -70,9 +70,11 @@ def small_sbms() -> dict[str, SBM]:
     y = torch.tensor([[0.9, 0.1], [0.2, 0.7], [0.5, 0.5]])
     z = torch.tensor([[0.8, 0.1], [0.3, 0.6], [0.1, 0.9]])
     off_diagonal = torch.tensor([[0.05, 0.9], [0.3, 0.1]])
+    busy, wanted = torch.tensor([0.9, 0.2, 0.6]), torch.tensor([0.3, 1.0, 0.5])
     return {
         "3 x 3, diagonal": SBM(y[None], z[None], torch.diag(torch.tensor([0.9, 0.6]))[None]),
         "3 x 3, off-diagonal": SBM(y[None], z[None], off_diagonal[None]),
+        "3 x 3, degrees": SBM((busy[:, None] * y)[None], (wanted[:, None] * z)[None], off_diagonal[None]),
         "2 x 4": SBM(y[None, :2], torch.cat([z, y[:1]])[None], off_diagonal[None]),
         "4 x 2": SBM(torch.cat([y, z[2:]])[None], z[None, :2], off_diagonal[None]),
     }

@@ -43,6 +43,7 @@ OPTIONS: dict[str, dict] = {
     "routing": {"num_clusters": 3},
     "indexer": {"index_heads": 2, "share": 0.5},
     "key_selection": {"hidden": 4, "share": 0.3},
+    "dcmm": {"num_blocks": 4, "dropout": 0.1},
 }
 
 
@@ -262,7 +263,7 @@ def test_pairs_are_pairs(name: str) -> None:
 def test_constructor_errors() -> None:
     with pytest.raises(
         ValueError,
-        match=r"Expected 'attention' to be one of \['sbm', 'full', 'window', 'bigbird', .*'key_selection'\] or a factory \(got 'linear'\)",
+        match=r"Expected 'attention' to be one of \['sbm', 'full', 'dcmm', 'window', 'bigbird', .*'key_selection'\] or a factory \(got 'linear'\)",
     ):
         SequenceEncoder(15, attention="linear")
     with pytest.raises(ValueError, match=r"Expected 'num_layers' to be at least 1 \(got 0\)"):

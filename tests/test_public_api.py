@@ -30,6 +30,7 @@ ORDER = [
     "sampling",
     "indexer",
     "estimators",
+    "dcmm",
     "normalizers",
     "propagation",
     "attention",

@@ -177,6 +177,25 @@ def test_marginals_and_degrees_of_a_larger_model(method: str, way: str) -> None:
     assert float(spread.mean()) == pytest.approx(1, abs=5 * math.sqrt(2 / (draws - 1) / spread.numel()))
 
 
+def test_degrees_follow_those_of_the_head(way: str) -> None:
+    """With one block p is the product of two degrees; in- and out-degrees of a hundred draws against their law."""
+    torch.manual_seed(1)
+    head = SBMHead(8, 2, 1, parameterization="assortative", degree_corrected=True).requires_grad_(False)
+    head.degree_weight.normal_()
+    query, key, draws = torch.randn(2, 40, 8), torch.randn(2, 60, 8), 100
+    sbm = head(query, key)
+    theta, eta = head.degrees(query, key)
+    prob = (theta[:, :, None] * eta[:, None]).double()
+    assert theta.amax() > 4 * theta.amin() and eta.amax() > 4 * eta.amin()  # noqa: PT018
+    total = torch.stack([sample_edges(sbm, seed=seed).to_dense() for seed in range(draws)]).double().sum(0)
+    for axis in (1, 2):
+        z = (total.sum(axis) - draws * prob.sum(axis)) / (draws * prob * (1 - prob)).sum(axis).sqrt()
+        assert FALSE_ALARM < stats.chi2.sf(float((z**2).sum()), z.numel()) < 1 - FALSE_ALARM
+    wrong = prob.mean(2, keepdim=True).expand_as(prob)  # without degrees of keys
+    z = (total.sum(1) - draws * wrong.sum(1)) / (draws * wrong * (1 - wrong)).sum(1).sqrt()
+    assert stats.chi2.sf(float((z**2).sum()), z.numel()) < FALSE_ALARM
+
+
 def test_reference_and_numba_choose_the_same_edges(way: str) -> None:
     """Memberships in sixteenths make every probability exact in any order of summation, so the edges must agree to the last one."""
     generator = torch.Generator().manual_seed(5)

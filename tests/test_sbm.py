@@ -83,6 +83,38 @@ def test_head_starts_as_documented(cluster_init: str, ratio: float) -> None:
     )
 
 
+@pytest.mark.parametrize("parameterization", ["paper", "mixed", "overlapping"])
+def test_a_head_with_degrees_starts_as_one_without(parameterization: str) -> None:
+    """All degrees are equal, and the density is the one asked for; then they are factors that learn."""
+    torch.manual_seed(0)
+    head = SBMHead(16, 2, 8, "orthogonal", parameterization=parameterization, density=0.1, degree_corrected=True)
+    query, key = torch.randn(2, 50, 16), torch.randn(2, 60, 16)
+    sbm = head(query, key)
+    assert float(sbm.expected_density().mean().detach()) == pytest.approx(0.1, rel=0.2)
+    theta, eta = head.degrees(query, key)
+    assert theta.shape == (2, 50)
+    assert eta.shape == (2, 60)
+    torch.testing.assert_close(theta, torch.full_like(theta, 0.1**0.25))
+    with torch.no_grad():
+        head.degree_weight.normal_()
+    theta, eta = head.degrees(query, key)
+    by_hand = torch.sigmoid(torch.einsum("hnc,hc->hn", key, head.degree_weight[:, 1]) + head.degree_bias[:, 1, None])
+    torch.testing.assert_close(eta, by_hand)
+    prob = head(query, key).edge_prob_dense()
+    head.degree_corrected = False
+    plain = head(query, key).edge_prob_dense()
+    torch.testing.assert_close(prob, theta[:, :, None] * plain * eta[:, None])
+    assert bool((prob < plain).all())
+    prob.sum().backward()
+    assert head.degree_weight.grad is not None
+    assert bool(head.degree_weight.grad.all())
+
+
+def test_degrees_of_a_head_without() -> None:
+    with pytest.raises(ValueError, match=r"Expected an SBMHead with degrees \(got one without\)"):
+        SBMHead(4).degrees(torch.randn(1, 3, 4), torch.randn(1, 3, 4))
+
+
 def test_head_is_equations_5_to_7() -> None:
     head = SBMHead(4, heads=2, num_blocks=3)
     q, k = torch.randn(2, 5, 4), torch.randn(2, 6, 4)
@@ -216,6 +248,7 @@ def test_other_errors() -> None:
         ({"temperature": 0}, ValueError, r"Expected 'temperature' in \(0, inf\] \(got 0\)"),
         ({"temperature": math.nan}, ValueError, r"Expected 'temperature' in \(0, inf\] \(got nan\)"),
         ({"tied": 1}, TypeError, r"Expected 'tied' to be a bool \(got int\)"),
+        ({"degree_corrected": None}, TypeError, r"Expected 'degree_corrected' to be a bool \(got NoneType\)"),
         ({"cluster_init": ["kaiming"]}, ValueError, "Expected 'cluster_init' to be 'kaiming' or 'orthogonal'"),
         ({"parameterization": None}, ValueError, r"Expected 'parameterization' to be one of .* \(got None\)"),
         (

@@ -73,6 +73,23 @@ def shape(name: str, x: Any, wanted: Sequence[int | None], symbols: str, way_out
         raise ValueError(f"Expected '{name}' to be {symbols} = [{sizes}] (got {list(x.shape)}). {way_out}")
 
 
+def sides(module: torch.nn.Module, query: Any, key: Any, heads: int, channels: int) -> None:
+    """Refuse queries ``[H, N, C]`` and keys ``[H, M, C]`` that a module of these heads and channels cannot take."""
+    kind, like = type(module).__name__, next(module.parameters())
+    tensors(query=query, key=key)
+    floating(query=query, key=key)
+    for name, x, symbols in (("query", query, "[H, N, C]"), ("key", key, "[H, M, C]")):
+        shape(name, x, (heads, None, channels), symbols, f"It has the heads and channels of the {kind}.")
+        if x.device != like.device:
+            raise ValueError(
+                f"Expected '{name}' on {like.device}, as the {kind} is (got {x.device}). Move one of them with `.to`."
+            )
+        if x.dtype != like.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise TypeError(
+                f"Expected '{name}' to be {like.dtype}, as the {kind} is (got {x.dtype}). Convert one of them."
+            )
+
+
 def forced(forced: Tensor | None, col: Tensor) -> None:
     """Refuse what is no mask of the edges; None passes."""
     shape("forced", forced, (col.size(0),), "[E]", "It holds one bool per edge.")
