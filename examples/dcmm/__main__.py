@@ -20,6 +20,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 SIZES = {  # usual value, and meaning of whole numbers
     "patch": (2, "side of a patch, in pixels"),
@@ -44,7 +45,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], metavar="S", help="(default: 0)")
     for name, (value, words) in SIZES.items():
         parser.add_argument(f"--{name}", type=int, help=f"{words} (default: {value}; of weights theirs)")
-    for name, value in (("steps", 600), ("batch-size", 64)):
+    for name, value in (("steps", 400), ("batch-size", 64)):
         parser.add_argument(f"--{name}", type=int, default=value, help="(default: %(default)s)")
     words = "at its peak (default: %(default)s; published for weights: 5e-5)"
     parser.add_argument("--learning-rate", type=float, default=1e-3, help=words)
@@ -85,7 +86,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         paths: list[Path] = []
         if not given.report:
             theirs = model.sizes_of(model.read_weights(given.weights)) if given.weights else {}
-            own = {name: getattr(given, name) or theirs.get(name, usual) for name, (usual, _) in SIZES.items()}
+            own: dict[str, Any] = {
+                name: getattr(given, name) or theirs.get(name, usual) for name, (usual, _) in SIZES.items()
+            }
             own |= {name: getattr(given, name) for name in ("steps", "batch_size", "learning_rate", "validation")}
             own |= {"size": given.size or theirs.get("size"), "bias": given.bias, "weights": given.weights}
             if own["channels"] % own["heads"]:

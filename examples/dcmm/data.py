@@ -7,12 +7,11 @@ validation. Not here: batches (``train.py``), and patches (``model.py``).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import Tensor
@@ -43,16 +42,17 @@ def split(labels: Tensor, share: float, seed: int) -> tuple[Tensor, Tensor]:
     Raises:
         ValueError: A class has too few images, or the share does.
     """
-    least = int(torch.bincount(labels).min())
-    if least < LEAST:
-        raise ValueError(f"Expected 'data' with at least {LEAST} images of each class (got {least}). Add some.")
-    count, classes = len(labels), int(labels.max()) + 1
-    if not classes <= round(share * count) <= count - classes:
+    sizes, held_out = torch.bincount(labels), round(share * len(labels))
+    if int(sizes.min()) < LEAST:
         raise ValueError(
-            f"Expected 'validation' to hold out an image or more of each of {classes} classes and to leave as many (got "
-            f"{share} of {count}). Take 0.15, or give more images."
+            f"Expected 'data' with at least {LEAST} images of each class (got {int(sizes.min())}). Add some."
         )
-    parts = train_test_split(np.arange(count), test_size=share, stratify=labels.numpy(), random_state=seed)
+    if not len(sizes) <= held_out <= len(labels) - len(sizes):
+        raise ValueError(
+            f"Expected 'validation' to hold out an image or more of each of {len(sizes)} classes and to leave as many "
+            f"(got {share} of {len(labels)}). Take 0.15, or give more images."
+        )
+    parts = train_test_split(np.arange(len(labels)), test_size=share, stratify=labels.numpy(), random_state=seed)
     kept, held = (torch.from_numpy(part).sort().values for part in parts)
     return kept, held
 
@@ -85,7 +85,7 @@ def load(data: str, size: int | None = None) -> Images:
         labels = [torch.from_numpy(labels) for _, labels in parts]
         found = Images(torch.cat(pixels[:-1]), torch.cat(labels[:-1]), pixels[-1], labels[-1], CIFAR)
     else:
-        found = _read_folder(folder, size or 64)
+        found = _read(folder, size or 64)
     if size in (None, found.train.size(-1)):
         return found
     sized = [interpolate(x.float(), size, mode="bilinear", antialias=True) for x in (found.train, found.test)]
@@ -98,42 +98,31 @@ def _held_out(images: Tensor, labels: Tensor, classes: tuple[str, ...]) -> Image
     return Images(images[kept], labels[kept], images[held], labels[held], classes)
 
 
-def _classes(folder: Path) -> list[str]:
-    return sorted(place.name for place in folder.iterdir() if place.is_dir() and not place.name.startswith("."))
-
-
-def _read_folder(folder: Path, size: int) -> Images:
-    whole = not (folder / "train").is_dir()
-    roots = [folder] if whole else [place for name in ("train", "val") if (place := folder / name).is_dir()]
-    classes = _classes(roots[0])
-    images, labels = _read(roots, classes, size)
-    if len(classes) < 2 or not len(images):
-        raise ValueError(
-            f"Expected 'data' with images of two classes or more in {roots[0]} (got {len(images)} images of {len(classes)} "
-            "classes). A class is a folder of images."
-        )
-    if whole or not (folder / "test").is_dir():
-        return _held_out(images, labels, tuple(classes))
-    if unknown := {*_classes(folder / "test")} - {*classes}:
-        raise ValueError(f"Expected 'data' to have the classes of test in train (got {sorted(unknown)} in test alone).")
-    return Images(images, labels, *_read([folder / "test"], classes, size), tuple(classes))
-
-
-def _read(roots: Sequence[Path], classes: Sequence[str], size: int) -> tuple[Tensor, Tensor]:
+def _read(folder: Path, size: int) -> Images:
     """Images of all classes, RGB, resized to a square."""
-    places = [
-        (path, label)
-        for root in roots
-        for label, name in enumerate(classes)
-        for path in sorted((root / name).rglob("*"))
-        if path.suffix.lower() in ENDINGS
+    train, test = (
+        ([folder / "train", folder / "val"], folder / "test") if (folder / "train").is_dir() else ([folder], None)
+    )
+    paths = [
+        path for root in (*train, test) if root for path in sorted(root.glob("*/*")) if path.suffix.lower() in ENDINGS
     ]
-    images = torch.empty(len(places), 3, size, size, dtype=torch.uint8)
-    for number, (path, _) in enumerate(tqdm(places, f"Reading {roots[0]}", unit=" images")):
+    tested = torch.tensor([path.parent.parent == test for path in paths], dtype=torch.bool)
+    classes = sorted({path.parent.name for path in paths if path.parent.parent != test})
+    if len(classes) < 2:
+        raise ValueError(
+            f"Expected 'data' with images of two classes or more (got {len(classes)} in {train[0]}). See --help."
+        )
+    if unknown := sorted({path.parent.name for path in paths} - {*classes}):
+        raise ValueError(f"Expected 'data' to have the classes of test in train (got {unknown} in test alone).")
+    images = torch.empty(len(paths), 3, size, size, dtype=torch.uint8)
+    for number, path in enumerate(tqdm(paths, f"Reading {folder}", unit=" images")):
         try:
             with Image.open(path) as image:
                 small = image.convert("RGB").resize((size, size), Image.Resampling.BICUBIC)
-        except (OSError, UnidentifiedImageError) as error:
+        except OSError as error:
             raise ValueError(f"Expected {path} to be an image (got {error}). Copy it again, or delete it.") from None
         images[number] = torch.from_numpy(np.array(small)).permute(2, 0, 1)
-    return images, torch.tensor([label for _, label in places], dtype=torch.int64)
+    labels = torch.tensor([classes.index(path.parent.name) for path in paths])
+    if not tested.any():
+        return _held_out(images, labels, tuple(classes))
+    return Images(images[~tested], labels[~tested], images[tested], labels[tested], tuple(classes))

@@ -22,7 +22,14 @@ from examples.recall.train import read_method
 from sbm_pyg import AttentionConv, DCMMBias, FullAttention, SBMAttentionConv, SequenceEncoder, patterns
 
 METHODS = ("full", "dcmm", "sbm", "dcsbm", "dcmm-sbm")
-BIAS = {"degree": "relu", "squash": 1, "symmetric": 0, "tied": 1, "num_blocks": 32, "entropy_weight": 0.1}
+BIAS: dict[str, Any] = {
+    "degree": "relu",
+    "squash": 1,
+    "symmetric": 0,
+    "tied": 1,
+    "num_blocks": 32,
+    "entropy_weight": 0.1,
+}
 GRAPH = {
     "estimator": "local",
     "parameterization": "overlapping",
@@ -30,7 +37,7 @@ GRAPH = {
     "num_blocks": 32,
     "probes": 16.0,
     "share": 0.25,  # density that the pairs compete for; 0: probabilities as they are
-    "rate": 0.003,  # by how much the share falls from 1 at a step; 0: it is there from the start
+    "rate": 0.005,  # by how much the share falls from 1 at a step; 0: it is there from the start
 }
 OPTIONS: dict[str, dict[str, Any]] = {"dcmm": BIAS, "sbm": GRAPH, "dcsbm": GRAPH, "dcmm-sbm": BIAS | GRAPH}
 OWN = (".source.", ".score_bias.")  # in names of parameters that plain attention has not
@@ -45,9 +52,9 @@ def make_attention(method: str, channels: int, width: int, heads: int) -> nn.Mod
         return FullAttention(channels, width, heads)
     bias = None
     if "dcmm" in kind:
-        flags = {name: bool(options[name]) for name in ("squash", "symmetric", "tied")}
-        rest = {name: options[name] for name in ("num_blocks", "degree", "entropy_weight")}
-        bias = DCMMBias(width, heads, **rest, **flags)
+        own = {name: options[name] for name in BIAS}
+        own |= {name: bool(own[name]) for name in ("squash", "symmetric", "tied")}
+        bias = DCMMBias(width, heads, **own)
     if kind == "dcmm":
         return AttentionConv(channels, width, heads, patterns.PatternSource(patterns.full), score_bias=bias)
     head = {name: options[name] for name in ("parameterization", "cluster_init")}
@@ -74,6 +81,9 @@ class Vision(nn.Module):
     Raises:
         ValueError: A size or an option does not fit.
     """
+
+    mean: Tensor
+    deviation: Tensor
 
     def __init__(
         self,
@@ -135,7 +145,7 @@ class Vision(nn.Module):
 
     def tokens(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Pixels of the class token, which has none, and of each patch, ``[B * L, C]``; and offsets ``[B+1]``."""
-        x = (images.float() / 255 - self.mean) / self.deviation
+        x = (images.to(self.mean.dtype) / 255 - self.mean) / self.deviation
         x = x.unflatten(3, (-1, self.patch)).unflatten(2, (-1, self.patch))  # [B, C, rows, p, columns, p]
         x = pad(x.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2), (0, 0, 1, 0))
         return x.flatten(0, 1), x.size(1) * torch.arange(len(x) + 1, device=x.device)
@@ -186,15 +196,16 @@ def sizes_of(state: Mapping[str, Tensor]) -> dict[str, int]:
     Raises:
         ValueError: They are not those of a vision transformer.
     """
-    missing = {"patch_embed.proj.weight", "pos_embed", "cls_token", "blocks.0.mlp.fc1.weight"} - {*state}
-    if missing:
-        raise ValueError(f"Expected 'weights' of a ViT of timm (got no {sorted(missing)[0]!r}). Take a plain ViT.")
-    channels, _, patch, _ = state["patch_embed.proj.weight"].shape
-    layers = 1 + max(int(name.split(".")[1]) for name in state if name.startswith("blocks."))
-    side = patch * math.isqrt(state["pos_embed"].size(1) - 1)
-    ffn = len(state["blocks.0.mlp.fc1.weight"])
-    sizes = {"patch": patch, "channels": channels, "layers": layers, "heads": max(1, channels // 64)}
-    return sizes | {"ffn": ffn, "size": side}
+    try:
+        channels, _, patch, _ = state["patch_embed.proj.weight"].shape
+        layers = 1 + max(int(name.split(".")[1]) for name in state if name.startswith("blocks."))
+        sizes = {"patch": patch, "channels": channels, "layers": layers, "heads": max(1, channels // 64)}
+        side = patch * math.isqrt(state["pos_embed"].size(1) - 1)
+        return sizes | {"ffn": len(state["blocks.0.mlp.fc1.weight"]), "size": side}
+    except (KeyError, ValueError) as error:
+        raise ValueError(
+            f"Expected 'weights' of a plain ViT of timm (got {error} of another). Take such one."
+        ) from None
 
 
 def load_weights(model: Vision, state: Mapping[str, Tensor]) -> None:
@@ -205,39 +216,34 @@ def load_weights(model: Vision, state: Mapping[str, Tensor]) -> None:
     Raises:
         ValueError: Weights are missing, unknown or of another shape.
     """
-    left = dict(state)
-    encoder, found = model.encoder, {}
+    left, found = dict(state), {}
     try:
         for part in ("weight", "bias"):
             found[f"norm.{part}"] = left.pop(f"norm.{part}")
-            for number in range(len(encoder.blocks)):
-                block = f"blocks.{number}."
+            for block in (f"blocks.{number}." for number in range(len(model.encoder.blocks))):
                 for theirs, ours in RENAMED.items():
                     found[f"{block}{ours}.{part}"] = left.pop(f"{block}{theirs}.{part}")
                 thirds = left.pop(f"{block}attn.qkv.{part}").chunk(3)
                 found |= {f"{block}{name}.{part}": third for name, third in zip(NAMES, thirds, strict=True)}
         found["token.weight"] = left.pop("patch_embed.proj.weight").flatten(1)
-        bias = found["token.bias"] = left.pop("patch_embed.proj.bias")
-        first, places = left.pop("cls_token")[0] - bias, left.pop("pos_embed")[0]  # of no pixels, the bias is left
+        found["token.bias"] = left.pop("patch_embed.proj.bias")
+        token, places = left.pop("cls_token")[0], left.pop("pos_embed")[0]
     except KeyError as error:
-        raise ValueError(f"Expected 'weights' of a ViT of timm (got no {error}). Take a plain ViT.") from None
+        raise ValueError(f"Expected 'weights' of a plain ViT of timm (got no {error}). Take another model.") from None
+    first = token + places[:1] - found["token.bias"]  # to which the bias is added where there are no pixels
     grid = places[1:].T.unflatten(1, (math.isqrt(len(places) - 1), -1))[None]
     if grid.size(2) != model.side:
         grid = interpolate(grid, (model.side, model.side), mode="bicubic", antialias=True)
-    found["position.weight"] = torch.cat([first + places[:1], grid[0].flatten(1).T])
-    head = {part: left.pop(f"head.{part}", None) for part in ("weight", "bias")}
+    found["position.weight"] = torch.cat([first, grid[0].flatten(1).T])
+    head = {part: left.pop(f"head.{part}", torch.empty(0)) for part in ("weight", "bias")}
     if left:
+        raise ValueError(f"Expected 'weights' of a plain ViT of timm (got {min(left)!r} too). Take another model.")
+    try:
+        model.encoder.load_state_dict(found, strict=False)
+    except RuntimeError as error:
+        got = str(error).splitlines()[-1].strip()
         raise ValueError(
-            f"Expected 'weights' of a plain ViT of timm (got {sorted(left)[0]!r} too). Take another model."
-        )
-    own = encoder.state_dict()
-    for name, value in found.items():
-        if name not in own or own[name].shape != value.shape:
-            there = list(own[name].shape) if name in own else "nothing"
-            raise ValueError(
-                f"Expected 'weights' that fit: {name} is {there} (got {list(value.shape)}). Leave sizes to the weights; "
-                "images have as many colours as theirs."
-            )
-    encoder.load_state_dict(found, strict=False)
-    if head["weight"] is not None and head["weight"].shape == model.head.weight.shape:
+            f"Expected 'weights' that fit (got {got}). Leave sizes to them, and take their colours."
+        ) from None
+    if head["weight"].shape == model.head.weight.shape:
         model.head.load_state_dict(head)

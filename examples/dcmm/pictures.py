@@ -87,35 +87,33 @@ def look_at(model: Vision, image: Tensor) -> tuple[int, list[tuple[int, Look]]]:
 def draw(image: Tensor, seen: Look, side: int, name: str) -> Figure:
     """A row for each head; the class token is in no map."""
     pixels = image.permute(1, 2, 0) if len(image) == 3 else image[0]
-    heads, panels = len(seen.membership), 5 + BLOCKS + (seen.biased is not None)
+    shown = min(BLOCKS, seen.membership.size(2))
+    heads, panels = len(seen.membership), 5 + shown + (seen.biased is not None)
     figure = Figure(figsize=(1.9 * panels, 1.95 * heads + 0.9), layout="constrained")
     for head, line in enumerate(figure.subplots(heads, panels, squeeze=False)):
-        member, degree = seen.membership[head, 1:], seen.degree[head, 1:]
-        strongest = member.mean(0).topk(min(BLOCKS, member.size(1))).indices.tolist()
-        block = member.argmax(1)
-        used, among = block.unique(return_inverse=True)  # colours of those there are
+        member = seen.membership[head, 1:]
+        used, among = member.argmax(1).unique(return_inverse=True)
+        strongest = member.mean(0).topk(shown).indices.tolist()
         maps: list[tuple[str, Tensor, dict[str, Any]]] = [
             (f"{len(used)} dominant blocks", among, {"cmap": "tab20", "vmin": 0, "vmax": 19}),
-            *((f"in block {at}", member[:, at], {"cmap": "viridis"}) for at in strongest),
-            (f"degree; of class {float(seen.degree[head, 0]):.2g}", degree, {"cmap": "magma"}),
-            ("class token" + (", no bias" if seen.biased is not None else ""), seen.plain[head, 1:], {"cmap": "magma"}),
+            *((f"in block {at}", member[:, at], {}) for at in strongest),
+            (f"degree; of class {float(seen.degree[head, 0]):.2g}", seen.degree[head, 1:], {"cmap": "magma"}),
         ]
-        if seen.biased is not None:
-            maps.append(("class token, bias", seen.biased[head, 1:], {"cmap": "magma"}))
-        line[0].imshow(pixels.numpy(), cmap="gray" if pixels.dim() == 2 else None)
+        attended = [row[head, 1:] for row in (seen.plain, seen.biased) if row is not None]
+        same: dict[str, Any] = {"cmap": "magma", "vmin": 0, "vmax": max(float(row.max()) for row in attended)}
+        names = ("class token, no bias", "class token, bias") if seen.biased is not None else ("class token",)
+        maps += [(title_, row, same) for title_, row in zip(names, attended, strict=True)]
+        squares = [(title_, values.view(side, side), options) for title_, values, options in maps]
+        line[0].imshow(pixels.numpy(), cmap="gray")
         line[0].set_ylabel(f"head {head}", fontsize="small")
-        for axes, (words_, values, options) in zip(line[1:], maps, strict=False):
-            shown = axes.imshow(values.view(side, side).numpy(), **options)
-            axes.set_title(words_, fontsize=7)
-            if "vmin" not in options:
-                figure.colorbar(shown, ax=axes, shrink=0.7).ax.tick_params(labelsize=5)
-        matrix = line[-1].imshow(seen.block_matrix[head].numpy(), cmap="viridis")
-        line[-1].set_title("block matrix", fontsize=7)
-        figure.colorbar(matrix, ax=line[-1], shrink=0.7).ax.tick_params(labelsize=5)
+        for axes, (title_, values, options) in zip(
+            line[1:], [*squares, ("block matrix", seen.block_matrix[head], {})], strict=True
+        ):
+            drawn = axes.imshow(values.numpy(), **options)
+            axes.set_title(title_, fontsize=7)
+            figure.colorbar(drawn, ax=axes, shrink=0.7).ax.tick_params(labelsize=5)
         for axes in line:
             axes.set(xticks=[], yticks=[])
-        for axes in line[1 + len(maps) : -1]:  # of blocks that there are not
-            axes.set_visible(False)
     figure.suptitle(name, fontsize=9)
     figure.set_label(
         f"{name}: image, memberships, degrees, attention of the class token and block matrix, a row a head"
@@ -130,7 +128,6 @@ def parts(run: Run, model: Vision, data: Images, label: int, count: int) -> Iter
         "blocks; its degree; what the class token attends to; and how queries' blocks (rows) attract keys' blocks (columns). "
         "Degrees are those of the bias, or where a graph is sampled without a bias, the expected number of keys."
     )
-    model.eval()
     for number in (data.test_labels == label).nonzero()[:count, 0].tolist():
         guess, layers = look_at(model, data.test[number])
         yield title(f"Image {number} of the test: {data.classes[label]}, said {data.classes[guess]}")

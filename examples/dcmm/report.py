@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, stdev
+from typing import Any
 
 from matplotlib import colormaps
 from matplotlib.figure import Figure
@@ -61,21 +62,17 @@ def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
         figure = Figure(figsize=(11, 4.5), layout="constrained")
         left, right = figure.subplots(1, 2, width_ratios=(2, 1))
         for number, (name, seeds) in enumerate(runs.items()):
-            color = colormaps["tab10"](number % 10)
+            style: dict[str, Any] = {"color": colormaps["tab10"](number % 10)}
             curves = [[100 * row["validation"] for row in each] for each in seeds]
-            for each, curve in zip(seeds, curves, strict=True):
-                left.plot([row["step"] for row in each], curve, color=color, alpha=0.25, lw=0.8)
-            steps = sorted({row["step"] for each in seeds for row in each})
-            at = [[100 * row["validation"] for each in seeds for row in each if row["step"] == step] for step in steps]
-            left.plot(steps, [fmean(values) for values in at], color=color, label=name)
+            for curve in curves:
+                left.plot([row["step"] for row in seeds[0]], curve, **style, alpha=0.25, lw=0.8)
+            means = [fmean(values) for values in zip(*curves, strict=True)]
+            left.plot([row["step"] for row in seeds[0]], means, **style, label=name)
             tests = [100 * tested(each)["test"] for each in seeds]
-            right.plot([number] * len(tests), tests, "o", color=color, alpha=0.6)
-            right.plot([number - 0.25, number + 0.25], [fmean(tests)] * 2, color=color)
-        top = max(100 * row["validation"] for row in rows if row["data"] == data)
-        left.set(xlabel="step", ylabel="accuracy in validation (%)", ylim=(min(top - 15, 85), 100.5), title=data)
+            right.plot([number] * len(tests), tests, "o", **style, alpha=0.6)
+            right.plot([number - 0.25, number + 0.25], [fmean(tests)] * 2, **style)
+        left.set(xlabel="step", ylabel="accuracy in validation (%)", ylim=(None, 100.5), title=data)
         right.set(ylabel="accuracy in the test (%), a point a seed", xticks=[])
-        for axes in (left, right):
-            axes.spines[["top", "right"]].set_visible(False)
         figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize="small")
         paths.append(folder / f"{Path(data).name}.png")
         figure.savefig(paths[-1], dpi=110)

@@ -63,9 +63,10 @@ class Run:
         words = "-".join((Path(self.data).name, self.name, str(self.seed)))
         return words.replace(":", "+").replace("=", "_").replace(" ", "-") + ".pt"
 
-    def best(self, folder: Path) -> Path:
-        """Of the weights that are best in validation."""
-        return folder / ("best-" + self.file)
+    @property
+    def best(self) -> str:
+        """Name of the weights that are best in validation."""
+        return "best-" + self.file
 
 
 def make_model(run: Run, data: Images) -> Vision:
@@ -141,26 +142,30 @@ def train(run: Run, data: Images, folder: Path) -> list[Row]:
     return rows
 
 
-def keep_best(run: Run, model: Vision, accuracy: float, folder: Path) -> None:
-    """Writes the weights that are better than those of the same run that are there, or the first."""
-    path, settings = run.best(folder), dataclasses.asdict(run)
+def read_best(run: Run, folder: Path) -> dict[str, Any]:
+    """The weights of a run that are best in validation so far, or nothing."""
+    path = folder / run.best
     there: dict[str, Any] = torch.load(path, weights_only=True) if path.exists() else {}
-    if there.get("run") != settings or accuracy > there["accuracy"]:
-        torch.save({"run": settings, "accuracy": accuracy, "model": model.state_dict()}, path.with_suffix(".partial"))
-        os.replace(path.with_suffix(".partial"), path)
+    return there if there.get("run") == dataclasses.asdict(run) else {}
+
+
+def keep_best(run: Run, model: Vision, accuracy: float, folder: Path) -> None:
+    """Writes weights that are better than those of the same run that are there, or the first."""
+    if accuracy > read_best(run, folder).get("accuracy", -1.0):
+        draft = (folder / run.best).with_suffix(".partial")
+        torch.save({"run": dataclasses.asdict(run), "accuracy": accuracy, "model": model.state_dict()}, draft)
+        os.replace(draft, folder / run.best)
 
 
 def load_best(run: Run, model: Vision, folder: Path) -> None:
     """Gives a model the weights that are best in validation, and sets it to evaluation.
 
     Raises:
-        ValueError: There are none, or those of other settings.
+        ValueError: There are none of these settings.
     """
-    path = run.best(folder)
-    there: dict[str, Any] = torch.load(path, weights_only=True) if path.exists() else {}
-    if there.get("run") != dataclasses.asdict(run):
-        raise ValueError(f"Expected a run of these settings in {path} (got {'others' if there else 'none'}). Train it.")
-    model.load_state_dict(there["model"])
+    if not (best := read_best(run, folder)):
+        raise ValueError(f"Expected a run of these settings in {folder / run.best} (got none). Train it.")
+    model.load_state_dict(best["model"])
     model.eval()
 
 
