@@ -83,12 +83,14 @@ def test_cifar_as_released(sample: Callable[..., Path]) -> None:
 
 
 def make_folder(root: Path, parts: tuple[str, ...], count: int = 6) -> Path:
-    """Images of two classes, one colour each, the wider the later."""
+    """Images of two classes, one colour each on the left and black on the right, the wider the later."""
     for part in parts:
         for name, colour in (("cat", (200, 0, 0)), ("dog", (0, 100, 0))):
             (root / part / name).mkdir(parents=True)
             for number in range(count):
-                Image.new("RGB", (20 + number, 10), colour).save(root / part / name / f"{number}.png")
+                image = Image.new("RGB", (20 + number, 10), colour)
+                image.paste((0, 0, 0), (10, 0, 20 + number, 10))
+                image.save(root / part / name / f"{number}.png")
     return root
 
 
@@ -101,7 +103,8 @@ def test_folders_of_classes(parts: tuple[str, ...], sizes: tuple[int, int], tmp_
     assert (len(found.train), len(found.test)) == sizes
     for images, labels in ((found.train, found.train_labels), (found.test, found.test_labels)):
         assert images.shape[1:] == (3, 16, 16)
-        colour = images.float().mean((2, 3))
+        assert not bool(images[..., 12:].any())
+        colour = images[..., :4].float().mean((2, 3))
         assert torch.equal(colour, torch.tensor([[200.0, 0, 0], [0, 100, 0]])[labels])
 
 
@@ -115,7 +118,7 @@ def test_every_method_has_as_many_parameters_and_gradients(method: str, bias: st
     full = train.make_model(dataclasses.replace(RUN, **sizes), small).count()
     made = train.make_model(dataclasses.replace(RUN, method=method, bias=bias, **sizes), small)
     assert abs(made.count() / full - 1) < 0.01
-    assert len(made.attention) == (0 if method == "full" else 1 if bias == "last" else 2)
+    assert [number for number, _ in made.attention] == ([] if method == "full" else [1] if bias == "last" else [0, 1])
     logits, density = made(small.train[:8], seed=0)
     logits.square().sum().backward()
     missing = [name for name, x in made.named_parameters() if x.grad is None or not bool(x.grad.isfinite().all())]
@@ -302,7 +305,9 @@ def test_a_run_that_was_killed_ends_with_the_same_bits(
         patched.setattr(train, "evaluate", until_the_third)
         with pytest.raises(Killed):
             train.train(run, small, broken)
-    assert torch.load(broken / run.file)["step"] == 4
+    state = torch.load(broken / run.file)
+    assert state["step"] == 4
+    assert state["rate"]["_last_lr"] == [pytest.approx(1e-3 * train.cosine(5 / 7))] * len(state["rate"]["_last_lr"])
     again = train.train(run, small, broken)
     assert len(rows) == 3
     for one, other in zip(rows, again, strict=True):

@@ -100,17 +100,13 @@ def _held_out(images: Tensor, labels: Tensor, classes: tuple[str, ...]) -> Image
 
 def _read(folder: Path, size: int) -> Images:
     """Images of all classes, RGB, resized to a square."""
-    train, test = (
-        ([folder / "train", folder / "val"], folder / "test") if (folder / "train").is_dir() else ([folder], None)
-    )
-    paths = [
-        path for root in (*train, test) if root for path in sorted(root.glob("*/*")) if path.suffix.lower() in ENDINGS
-    ]
-    tested = torch.tensor([path.parent.parent == test for path in paths], dtype=torch.bool)
-    classes = sorted({path.parent.name for path in paths if path.parent.parent != test})
+    roots = [folder / part for part in ("train", "val", "test")] if (folder / "train").is_dir() else [folder]
+    paths = [path for root in roots for path in sorted(root.glob("*/*")) if path.suffix.lower() in ENDINGS]
+    tested = torch.tensor([path.parent.parent in roots[2:] for path in paths], dtype=torch.bool)
+    classes = sorted({path.parent.name for path in paths if path.parent.parent not in roots[2:]})
     if len(classes) < 2:
         raise ValueError(
-            f"Expected 'data' with images of two classes or more (got {len(classes)} in {train[0]}). See --help."
+            f"Expected 'data' with images of two classes or more (got {len(classes)} in {roots[0]}). See --help."
         )
     if unknown := sorted({path.parent.name for path in paths} - {*classes}):
         raise ValueError(f"Expected 'data' to have the classes of test in train (got {unknown} in test alone).")

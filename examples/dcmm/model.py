@@ -23,22 +23,13 @@ from sbm_pyg import AttentionConv, DCMMBias, FullAttention, SBMAttentionConv, Se
 
 METHODS = ("full", "dcmm", "sbm", "dcsbm", "dcmm-sbm")
 BIAS: dict[str, Any] = {
-    "degree": "relu",
-    "squash": 1,
-    "symmetric": 0,
-    "tied": 1,
-    "num_blocks": 32,
-    "entropy_weight": 0.1,
-}
+    "degree": "relu", "squash": 1, "symmetric": 0, "tied": 1, "num_blocks": 32, "entropy_weight": 0.1,
+}  # fmt: skip
 GRAPH = {
-    "estimator": "local",
-    "parameterization": "overlapping",
-    "cluster_init": "orthogonal",
-    "num_blocks": 32,
-    "probes": 16.0,
+    "estimator": "local", "probes": 16.0, "num_blocks": 32, "parameterization": "overlapping", "cluster_init": "orthogonal",
     "share": 0.25,  # density that the pairs compete for; 0: probabilities as they are
     "rate": 0.005,  # by how much the share falls from 1 at a step; 0: it is there from the start
-}
+}  # fmt: skip
 OPTIONS: dict[str, dict[str, Any]] = {"dcmm": BIAS, "sbm": GRAPH, "dcsbm": GRAPH, "dcmm-sbm": BIAS | GRAPH}
 OWN = (".source.", ".score_bias.")  # in names of parameters that plain attention has not
 RENAMED = {"norm1": "norm1", "norm2": "norm2", "attn.proj": "lin_out", "mlp.fc1": "ffn.0", "mlp.fc2": "ffn.3"}
@@ -86,19 +77,9 @@ class Vision(nn.Module):
     deviation: Tensor
 
     def __init__(
-        self,
-        method: str,
-        shape: tuple[int, int],
-        num_classes: int,
-        *,
-        patch: int,
-        channels: int,
-        layers: int,
-        heads: int,
-        ffn: int,
-        everywhere: bool = False,
-        equal: bool = True,
-    ) -> None:
+        self, method: str, shape: tuple[int, int], num_classes: int, *, patch: int, channels: int, layers: int, heads: int,
+        ffn: int, everywhere: bool = False, equal: bool = True,
+    ) -> None:  # fmt: skip
         super().__init__()
         if shape[1] % patch:
             raise ValueError(f"Expected 'patch' to divide the side of the images, {shape[1]} (got {patch}).")

@@ -29,7 +29,7 @@ class Look:
     """What a layer does in the sequence of one image, ``L`` tokens of which the class token is the first."""
 
     membership: Tensor  # [H, L, K], of queries
-    degree: Tensor  # [H, L]: of the bias, or expected number of keys
+    degree: Tensor  # [H, L]: of the bias, or of the graph, or expected number of keys
     block_matrix: Tensor  # [H, K, K]
     plain: Tensor  # [H, L], what the class token attends to without the bias
     biased: Tensor | None  # [H, L], and with it, if there is one
@@ -106,18 +106,15 @@ def draw(image: Tensor, seen: Look, side: int, name: str) -> Figure:
         squares = [(title_, values.view(side, side), options) for title_, values, options in maps]
         line[0].imshow(pixels.numpy(), cmap="gray")
         line[0].set_ylabel(f"head {head}", fontsize="small")
-        for axes, (title_, values, options) in zip(
-            line[1:], [*squares, ("block matrix", seen.block_matrix[head], {})], strict=True
-        ):
+        squares.append(("block matrix", seen.block_matrix[head], {}))
+        for axes, (title_, values, options) in zip(line[1:], squares, strict=True):
             drawn = axes.imshow(values.numpy(), **options)
             axes.set_title(title_, fontsize=7)
             figure.colorbar(drawn, ax=axes, shrink=0.7).ax.tick_params(labelsize=5)
         for axes in line:
             axes.set(xticks=[], yticks=[])
     figure.suptitle(name, fontsize=9)
-    figure.set_label(
-        f"{name}: image, memberships, degrees, attention of the class token and block matrix, a row a head"
-    )
+    figure.set_label(f"{name}: image, memberships, degrees, attention of the class token, block matrix; a row a head")
     return figure
 
 
@@ -126,7 +123,7 @@ def parts(run: Run, model: Vision, data: Images, label: int, count: int) -> Iter
     yield words(
         "Each row is a head. From the left: the image; the block to which each patch belongs most; its memberships in the strongest "
         "blocks; its degree; what the class token attends to; and how queries' blocks (rows) attract keys' blocks (columns). "
-        "Degrees are those of the bias, or where a graph is sampled without a bias, the expected number of keys."
+        "Degrees are those of the bias, or else those by which the sampled graph is corrected, or else the expected number of keys."
     )
     for number in (data.test_labels == label).nonzero()[:count, 0].tolist():
         guess, layers = look_at(model, data.test[number])
