@@ -73,7 +73,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from examples.benchmarks.tables import Row, add, markdown, read
-from examples.recall.model import Recaller
+from examples.recall.model import DENSE, Recaller
 from examples.recall.train import beyond, ended, fit, make_recaller, options_of
 from sbm_pyg import ShareSchedule
 
@@ -101,7 +101,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        return self.method if self.method == "full" else f"{self.method} {100 * self.density:g} %"
+        return self.method if self.method.partition(":")[0] in DENSE else f"{self.method} {100 * self.density:g} %"
 
 
 def read_texts(given: argparse.Namespace) -> tuple[Tensor, Tensor, Tensor]:
@@ -206,7 +206,7 @@ def main(arguments: list[str] | None = None) -> None:
     torch.set_num_threads(given.threads)
     given.output.mkdir(parents=True, exist_ok=True)
     own = {field.name: getattr(given, field.name) for field in dataclasses.fields(Run) if hasattr(given, field.name)}
-    kinds = [(m, d) for m in given.methods for d in (given.densities if m != "full" else [1.0])]
+    kinds = [(m, d) for m in given.methods for d in ([1.0] if m.partition(":")[0] in DENSE else given.densities)]
     try:
         for method in given.methods:
             options_of(method)  # mistakes before the first run

@@ -19,6 +19,7 @@ from sbm_pyg import (
     SBM,
     AttentionConv,
     AttentionGraph,
+    DCMMBias,
     GraphSource,
     PairClassifier,
     SBMAttentionConv,
@@ -133,6 +134,7 @@ def with_gradients(out: Tensor, module: nn.Module, *inputs: Tensor) -> list[Tens
         "sparsemax": {"normalizer": "sparsemax"},
         "mixed": {"sbm_options": {"parameterization": "mixed"}},
         "assortative": {"sbm_options": {"parameterization": "assortative"}},
+        "degrees": {"sbm_options": {"degree_corrected": True}},
         "score bias": {"score_bias": lambda query, key, graph: -graph.col.float() / 40},
     },
 )
@@ -169,6 +171,17 @@ def chooser(device: Device, variant: tuple[str, Callable[[], GraphSource]]) -> A
 
 def projection() -> sparsefinder.Projection:
     return sparsefinder.Projection(8, 2, 3)
+
+
+@case
+def layer_with_the_bias_of_a_block_model(device: Device) -> Any:
+    def make() -> SBMAttentionConv:
+        return SBMAttentionConv(16, 8, heads=2, num_blocks=4, score_bias=DCMMBias(8, 2, 4, entropy_weight=0.1))
+
+    conv = on(device, make)
+    x = normal(device, 40, 16).requires_grad_()
+    out, graph = conv(x, ptr=PTR.to(device), seed=3, return_graph=True)
+    return with_gradients(out, conv, x), graph
 
 
 @case

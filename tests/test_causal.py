@@ -16,6 +16,7 @@ from sbm_pyg import (
     SBM,
     AttentionConv,
     AttentionGraph,
+    DCMMBias,
     GraphSource,
     SBMAttentionConv,
     SBMGraph,
@@ -189,6 +190,7 @@ def sources(channels: int, heads: int) -> dict[str, Any]:
         "sbm": SBMSource(SBMHead(channels, heads, 5, density=0.5), window=1),
         "sbm, budget": SBMSource(SBMHead(channels, heads, 5, density=0.5), budget=2.0, exploration=0.1),
         "sbm, fastrg": SBMSource(SBMHead(channels, heads, 5, parameterization="mixed"), method="fastrg"),
+        "sbm, degrees": SBMSource(SBMHead(channels, heads, 5, degree_corrected=True)),
         "full": patterns.PatternSource(patterns.full),
         "window": patterns.PatternSource(patterns.window, size=2),
         "random": patterns.PatternSource(patterns.random, num_keys_per_query=3, heads=heads),
@@ -220,7 +222,8 @@ def test_nothing_of_a_layer_depends_on_a_later_token(source: str, estimator: str
     """Outputs, edges, probabilities and prices of earlier tokens stay to the last bit, and no gradient goes back."""
     torch.manual_seed(0)
     chooser = cast(GraphSource, sources(4, 2)[source])
-    conv = AttentionConv(6, 4, 2, chooser, estimator=estimator, normalizer=normalizer, is_causal=True)
+    bias = DCMMBias(4, 2, 3) if source in ("full", "sbm, degrees") else None
+    conv = AttentionConv(6, 4, 2, chooser, estimator=estimator, normalizer=normalizer, score_bias=bias, is_causal=True)
     x, cut = draw(1, 25, 6), 14  # in the middle of the second of three sequences
     changed, seen = x.clone(), torch.ones(25, dtype=torch.bool)
     changed[cut:24] += 3 * draw(2, 10, 6)

@@ -166,6 +166,24 @@ def test_effects_count_by_the_chance_to_see_them(name: str, blocks: int, explora
         torch.testing.assert_close(counted, alone * factor, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("op", [ops, reference])
+def test_a_probe_that_cannot_be_counts_nothing(op: Any) -> None:
+    """Every other query has a chance of 0, and probes all the same: its edges then stand for both sides."""
+    graph = GRAPHS["bipartite"]
+    plain = effect_arguments(graph, 4, 3, False)
+    rate = torch.full((graph.heads, graph.num_queries, 1), 0.25, dtype=torch.float64)
+    member = torch.ones(graph.heads, graph.num_keys, 1, dtype=torch.float64)
+    chance = 0.2 * (torch.arange(graph.num_queries) % 2).double()
+    probes = AttentionGraph(plain[7], plain[8], graph.num_queries, graph.num_keys, graph.heads)
+    alone, counted = op.edge_effect(*plain), op.edge_effect(*plain, rate, member, chance, 0.0)
+    none = [chance[edges.edge_index[1]] == 0 for edges in (graph, probes)]
+    assert all(bool(each.any()) and not bool(each.all()) for each in none)
+    torch.testing.assert_close(counted[0][none[0]], 4 * alone[0][none[0]])
+    assert not bool(counted[1][none[1]].any())
+    assert bool(torch.cat(counted).isfinite().all())
+    assert bool(counted[1].any())
+
+
 # ------------------------------------------------------------------ against the gradient of the expected loss, by enumeration
 
 

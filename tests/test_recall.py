@@ -121,6 +121,36 @@ def test_densities_that_follow_the_tokens_are_near(rule: str, density: float) ->
     assert 0.5 * density < train.beyond(graph) < 1.5 * density
 
 
+def test_methods_of_block_models_that_add_to_scores() -> None:
+    """The published layer looks at all pairs; over sampled edges, and with degrees, as their options say."""
+
+    def made(method: str) -> Any:
+        run = train.Run("mqar-small", method, 0.05, 0, 10, 4, 1e-3)
+        return run.name, *train.make_model(run)
+
+    name, dense, schedule = made("dcmm:num_blocks=7,degree=softplus,squash=0,tied=0,entropy_weight=0.2")
+    bias = dense.layers[0].attention.score_bias
+    assert name == "dcmm:num_blocks=7,degree=softplus,squash=0,tied=0,entropy_weight=0.2"
+    assert schedule is None
+    assert (bias.num_blocks, bias.degree, bias.squash, bias.tied, bias.entropy_weight) == (
+        7,
+        "softplus",
+        False,
+        False,
+        0.2,
+    )
+    _, choices = dense(torch.randint(8, (2, 10)))
+    assert choices[1].graph.num_edges == 2 * 55
+    name, sampled, schedule = made("sbm:bias=5,degree_corrected=1")
+    assert name == "sbm:bias=5,degree_corrected=1 5 %"
+    assert schedule is not None
+    assert sampled.layers[1].attention.score_bias.num_blocks == 5
+    assert sampled.layers[1].attention.source.head.degree_corrected
+    plain = made("sbm")[1].layers[0].attention
+    assert plain.score_bias is None
+    assert not plain.source.head.degree_corrected
+
+
 def test_top_k_takes_the_largest_scores() -> None:
     ptr = torch.arange(4) * 20
     query, key = torch.randn(2, 2, 60, 4, generator=generator())
@@ -231,7 +261,7 @@ def test_the_program_trains_what_is_missing_and_reports(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--methods", "sparse"], "Expected 'methods' among full, window"),
+        (["--methods", "sparse"], "Expected 'methods' among full, dcmm, window"),
         (["--methods", "sbm:blocks=3"], "Expected options of 'sbm' in 'methods'"),
         (["--methods", "full:probes=3"], "Expected options of 'full' in 'methods'"),
         (["--methods", "sbm:probes=few"], "Expected option 'probes' of 'methods' to be a number (got 'few')"),

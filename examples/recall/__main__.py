@@ -4,9 +4,10 @@ python -m examples.recall                                               full att
 python -m examples.recall --methods window sbm --densities 0.03 0.1 --seeds 0 1 2
 python -m examples.recall --report                                      tables and figures of what is there
 
-Methods are full, window, random, bigbird, top-k, blocks, lsh and routing; and those that learn whom to attend to, sbm, indexer and
-key-selection, whose options follow a colon, as in sbm:estimator=local or indexer:select=top_k,estimator=imitate. All have two layers, each a gated short convolution and attention with self-loops; densities are those of the
-pairs beyond. The same command goes on after a kill, and skips what is in rows.csv.
+Methods are full and dcmm, which attend to all pairs; window, random, bigbird, top-k, blocks, lsh and routing; and those that learn
+whom to attend to, sbm, indexer and key-selection. Options follow a colon, as in sbm:estimator=local or
+indexer:select=top_k,estimator=imitate. All have two layers, each a gated short convolution and attention with self-loops; densities
+are those of the pairs beyond. The same command goes on after a kill, and skips what is in rows.csv.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     from examples.benchmarks.tables import read
     from examples.recall import report, tasks, train
+    from examples.recall.model import DENSE
 
     torch.set_num_threads(given.threads)
     task = tasks.TASKS[given.task]
@@ -67,7 +69,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for method in given.methods:
             train.options_of(method)  # mistakes before the first run
         if not given.report:
-            kinds = [(m, d) for m in given.methods for d in (given.densities if m != "full" else [1.0])]
+            kinds = [
+                (m, d) for m in given.methods for d in ([1.0] if m.partition(":")[0] in DENSE else given.densities)
+            ]
             train.train_all(
                 [train.Run(given.task, *kind, seed, **own) for seed in given.seeds for kind in kinds], given.output
             )

@@ -20,6 +20,7 @@ from sbm_pyg import (
     AttentionConv,
     AttentionGraph,
     Choice,
+    DCMMBias,
     GraphSource,
     SBMAttentionConv,
     indexer,
@@ -31,6 +32,7 @@ from sbm_pyg.dense import FullAttention
 
 METHODS = (
     "full",
+    "dcmm",
     "window",
     "random",
     "bigbird",
@@ -42,6 +44,7 @@ METHODS = (
     "key-selection",
     "sbm",
 )
+DENSE = ("full", "dcmm")  # attend to all pairs
 BLOCK = 4  # keys of a block
 SBM_OPTIONS: dict[str, Any] = {
     "estimator": "distill",
@@ -51,7 +54,17 @@ SBM_OPTIONS: dict[str, Any] = {
     "probes": 16.0,
     "threshold": 0.05,  # running loss below which shares of the keys fall
     "rate": 0.003,  # and by how much at a step
+    "degree_corrected": 0,
+    "bias": 0,  # blocks of a DCMM bias over the sampled edges
     "control": "schedule",  # how shares of the keys reach the density; "share": they have it from the start; "none": no share
+}
+DCMM_OPTIONS: dict[str, Any] = {
+    "num_blocks": 100,
+    "degree": "relu",
+    "squash": 1,
+    "tied": 1,
+    "entropy_weight": 0.1,
+    "control": "none",
 }
 INDEX_OPTIONS: dict[str, Any] = {
     "select": "coins",  # or "top_k"
@@ -61,7 +74,7 @@ INDEX_OPTIONS: dict[str, Any] = {
     "rate": 0.003,
     "control": "schedule",
 }
-OPTIONS = {"sbm": SBM_OPTIONS, "indexer": INDEX_OPTIONS, "key-selection": INDEX_OPTIONS}
+OPTIONS = {"sbm": SBM_OPTIONS, "dcmm": DCMM_OPTIONS, "indexer": INDEX_OPTIONS, "key-selection": INDEX_OPTIONS}
 
 
 class FixedDensity(GraphSource):
@@ -145,6 +158,11 @@ def make_attention(method: str, channels: int, heads: int, density: float, optio
     width = channels // heads
     if method == "full":
         return FullAttention(channels, width, heads, is_causal=True)
+    if method == "dcmm":
+        own = {name: options[name] for name in ("num_blocks", "degree", "entropy_weight")}
+        bias = DCMMBias(width, heads, squash=bool(options["squash"]), tied=bool(options["tied"]), **own)
+        every = patterns.PatternSource(patterns.full)
+        return AttentionConv(channels, width, heads, every, score_bias=bias, is_causal=True)
     if method not in OPTIONS:
         return AttentionConv(channels, width, heads, FixedDensity(method, density, width, heads), is_causal=True)
     if method != "sbm":
@@ -155,7 +173,9 @@ def make_attention(method: str, channels: int, heads: int, density: float, optio
         )
         return AttentionConv(channels, width, heads, source, estimator=options["estimator"], is_causal=True)
     head = {name: options[name] for name in ("parameterization", "cluster_init")}
+    head["degree_corrected"] = bool(options["degree_corrected"])
     rest = {name: options[name] for name in ("num_blocks", "estimator", "probes")}
+    rest["score_bias"] = DCMMBias(width, heads, options["bias"], entropy_weight=0.1) if options["bias"] else None
     window = options.get("window", 0)
     return SBMAttentionConv(channels, width, heads, sbm_options=head, window=window, is_causal=True, **rest)
 

@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 from tqdm.auto import tqdm
 
 from examples.benchmarks.tables import Row, add, read
-from examples.recall.model import METHODS, OPTIONS, Recaller, make_attention
+from examples.recall.model import DENSE, METHODS, OPTIONS, Recaller, make_attention
 from examples.recall.tasks import TASKS, Examples
 from sbm_pyg import AttentionGraph, ShareSchedule
 
@@ -47,7 +47,7 @@ class Run:
     @property
     def name(self) -> str:
         """Of the run, without the seed."""
-        return self.method if self.method == "full" else f"{self.method} {100 * self.density:g} %"
+        return self.method if self.method.partition(":")[0] in DENSE else f"{self.method} {100 * self.density:g} %"
 
     @property
     def file(self) -> str:

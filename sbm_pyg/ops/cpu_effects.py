@@ -78,7 +78,9 @@ def _effect(width, value_width, blocks):
                         part = half if eta > zero else one  # without probes edges stand for both sides
                         few = zero - maximum(zero - p, splat(-part, 16))
                         seen = maximum(eta + (one - eta) * few, few / part)
-                        factor = (seen - few) / (seen * (one - few) * eta) if probing else one / seen
+                        factor = one / seen
+                        if probing:  # where there can be no probe, it counts nothing
+                            factor = (seen - few) / (seen * (one - few) * eta) if eta > zero else few * zero
                         factor = where_above(p, certain, zero, factor)
                     logit = logit * scale
                     if biased:

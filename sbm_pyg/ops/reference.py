@@ -220,7 +220,8 @@ def effect_weight(p: Tensor, eta: Tensor, probing: bool = False) -> Tensor:
     few = torch.minimum(p, part)
     seen = torch.maximum(eta + few - eta * few, few / part)
     weight = (seen - few) / (seen * (1 - few) * eta) if probing else 1 / seen
-    return torch.where(p > ROUNDED, 0, weight)
+    nothing = (p > ROUNDED) | (eta == 0) if probing else p > ROUNDED  # a probe that cannot be counts nothing
+    return torch.where(nothing, 0, weight)
 
 
 def edge_effect(

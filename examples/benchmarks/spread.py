@@ -1,0 +1,99 @@
+"""How much of a gradient's noise comes from sampled graphs, and how much from the batch: on models that `python -m examples.recall` trained.
+
+    python -m examples.recall --methods full sbm sbm:estimator=local --output runs/recall
+    python -m examples.benchmarks.spread runs/recall
+
+For each checkpoint, as it was left and as it began (with the share of the keys that it ended with), gradients are taken for 16 graphs of one batch, and
+for 16 batches with a graph each. Variances are summed over the parameters. Expect 0 where nothing is sampled. A minute a checkpoint.
+"""
+
+# ruff: noqa: E402
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="with checkpoints (*.pt) of recall")
+    parser.add_argument("--draws", type=int, default=16, help="graphs, and batches (default: %(default)s)")
+    parser.add_argument("--csv", type=Path, default=Path("spread.csv"), help="where to write (default: %(default)s)")
+    given = parser.parse_args(arguments)
+    given.files = sorted(path for folder in given.folders for path in folder.glob("*.pt"))
+    if not given.files:
+        parser.error(f"Expected 'folders' with checkpoints (got {', '.join(map(str, given.folders))}). Train first.")
+    if given.draws < 2:
+        parser.error(f"Expected 'draws' to be at least 2 (got {given.draws}). A variance needs two.")
+    return given
+
+
+if __name__ == "__main__":  # --help and mistakes do not wait for the imports below
+    parse(None)
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from tqdm import tqdm
+
+from examples.benchmarks.tables import Row, add, markdown
+from examples.recall.model import Recaller
+from examples.recall.train import Batches, Run, make_model
+
+
+def gradients(model: Recaller, batches: Batches, draws: list[tuple[int, int]]) -> dict[str, Tensor]:
+    """Gradients for pairs of (batch, seed of the graphs), ``[len(draws), parameters]``: of the block models, and of the rest."""
+    found: dict[str, list[Tensor]] = {"block model": [], "rest": []}
+    for step, seed in draws:
+        tokens, places, answers, _ = batches(step)
+        model.zero_grad()
+        cross_entropy(model(tokens, places, seed=seed)[0].flatten(0, 1), answers.flatten()).backward()
+        parts: dict[str, list[Tensor]] = {"block model": [], "rest": []}
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                own = ".source." in name or ".score_bias." in name
+                parts["block model" if own else "rest"].append(parameter.grad.flatten().double())
+        for name, each in parts.items():
+            found[name].append(torch.cat(each) if each else torch.zeros(1, dtype=torch.float64))
+    return {name: torch.stack(each) for name, each in found.items()}
+
+
+def measure(path: Path, draws: int) -> list[Row]:
+    """Rows of a checkpoint."""
+    state = torch.load(path, weights_only=True)
+    run = Run(**state["run"])
+    batches, rows = Batches(run), []
+    for when in ("start", "end"):
+        model, schedule = make_model(run)
+        if schedule is not None:
+            schedule.load_state_dict(state["schedule"])
+        if when == "end":
+            model.load_state_dict(state["model"])
+        model.train()
+        graphs = gradients(model, batches, [(0, seed) for seed in range(draws)])
+        both = gradients(model, batches, [(step, draws + step) for step in range(draws)])
+        for name, of_graphs in graphs.items():
+            noise, total = float(of_graphs.var(0).sum()), float(both[name].var(0).sum())
+            norm = float(of_graphs.mean(0).square().sum())
+            known: Row = {"run": run.name, "seed": run.seed, "when": when, "part": name}
+            rows.append({**known, "graphs": noise, "total": total, "norm2": norm})
+    return rows
+
+
+def main(arguments: list[str] | None = None) -> None:
+    given = parse(arguments)
+    torch.set_num_threads(1)
+    rows: list[Row] = []
+    for path in tqdm(given.files, unit="checkpoint"):
+        rows += (found := measure(path, given.draws))
+        add(given.csv, found)
+    table = []
+    for key in dict.fromkeys((row["run"], row["when"], row["part"]) for row in rows):
+        own = [row for row in rows if (row["run"], row["when"], row["part"]) == key]
+        share = [row["graphs"] / row["total"] if row["total"] else 0.0 for row in own]
+        table.append([*key, len(own), f"{100 * sum(share) / len(own):.1f} %"])
+    print(markdown(["run", "when", "parameters", "seeds", "variance that graphs make"], table))
+
+
+if __name__ == "__main__":
+    main()
