@@ -94,10 +94,13 @@ def draw(image: Tensor, seen: Look, side: int, name: str) -> Figure:
         member = seen.membership[head, 1:]
         used, among = member.argmax(1).unique(return_inverse=True)
         strongest = member.mean(0).topk(shown).indices.tolist()
+        degree = seen.degree[head, 1:]
+        # those of the bias may all be 0; expected numbers of keys are much alike
+        lowest = {"vmin": 0, "vmax": float(degree.max()) or 1.0} if seen.biased is not None else {}
         maps: list[tuple[str, Tensor, dict[str, Any]]] = [
             (f"{len(used)} dominant blocks", among, {"cmap": "tab20", "vmin": 0, "vmax": 19}),
-            *((f"in block {at}", member[:, at], {}) for at in strongest),
-            (f"degree; of class {float(seen.degree[head, 0]):.2g}", seen.degree[head, 1:], {"cmap": "magma"}),
+            *((f"in block {at}", member[:, at], {"vmin": 0}) for at in strongest),
+            (f"degree; of class {float(seen.degree[head, 0]):.2g}", degree, {"cmap": "magma", **lowest}),
         ]
         attended = [row[head, 1:] for row in (seen.plain, seen.biased) if row is not None]
         same: dict[str, Any] = {"cmap": "magma", "vmin": 0, "vmax": max(float(row.max()) for row in attended)}
@@ -110,7 +113,8 @@ def draw(image: Tensor, seen: Look, side: int, name: str) -> Figure:
         for axes, (title_, values, options) in zip(line[1:], squares, strict=True):
             drawn = axes.imshow(values.numpy(), **options)
             axes.set_title(title_, fontsize=7)
-            figure.colorbar(drawn, ax=axes, shrink=0.7).ax.tick_params(labelsize=5)
+            if values is not squares[0][1]:  # numbers of blocks mean nothing
+                figure.colorbar(drawn, ax=axes, shrink=0.7).ax.tick_params(labelsize=5)
         for axes in line:
             axes.set(xticks=[], yticks=[])
     figure.suptitle(name, fontsize=9)
