@@ -11,13 +11,10 @@ Graphs are those of the trainer's evaluation: a function of the run's seed and o
 from __future__ import annotations
 
 import argparse
-import base64
 import dataclasses
-import html
-import io
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +24,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from tqdm.auto import tqdm
 
+from examples.benchmarks.page import page, picture, table, title, words
 from examples.lra.data.batches import Batch, Split, by_length
 from examples.lra.data.files import write_text
 from examples.lra.data.tasks import TASKS, Task
@@ -34,12 +32,6 @@ from examples.lra.model import Classifier
 from examples.lra.settings import BASELINES
 from examples.lra.train import open_run
 from sbm_pyg import analysis, patterns, plots
-
-STYLE = """body { font: 15px/1.5 system-ui, sans-serif; max-width: 1040px; margin: 2em auto; padding: 0 1em; color: #222 }
-h1, h2 { line-height: 1.2 } h2 { margin-top: 2em; border-bottom: 1px solid #ccc }
-table { border-collapse: collapse; margin: 1em 0 } td, th { padding: .2em .8em; text-align: right; border-bottom: 1px solid #eee }
-th { border-bottom: 1px solid #888 } td:first-child, th:first-child { text-align: left }
-figure { margin: 1.5em 0 } img { max-width: 100% } pre { background: #f6f6f6; padding: .8em; overflow-x: auto }"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,31 +44,6 @@ class Evaluated:
     guesses: np.ndarray  # [n], what the model says
     loss: float  # mean cross-entropy
     density: Tensor  # [L, n, H]; for pairs the mean of both sequences
-
-
-def title(text: str, level: int = 2) -> str:
-    """A heading of the page."""
-    return f"<h{level}>{html.escape(text)}</h{level}>"
-
-
-def words(text: str, tag: str = "p") -> str:
-    """A paragraph, or a text as it stands in a tag "pre"."""
-    return f"<{tag}>{html.escape(text)}</{tag}>"
-
-
-def picture(figure: Any) -> str:
-    """A figure as PNG inside the page; its caption is in the picture, and its text for those who cannot see it."""
-    data = io.BytesIO()
-    figure.savefig(data, format="png", dpi=110)
-    code = base64.b64encode(data.getvalue()).decode()
-    return f'<figure><img alt="{html.escape(figure.get_label())}" src="data:image/png;base64,{code}"></figure>'
-
-
-def table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table of texts."""
-    lines = ["".join(f"<td>{html.escape(value)}</td>" for value in row) for row in rows]
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in names)
-    return f"<table><tr>{head}</tr>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
 
 
 @torch.no_grad()
@@ -242,8 +209,6 @@ def run(given: argparse.Namespace) -> Path:
         "mean density": f"{float(done.density.mean()):.2%}",
     }
     parts = [
-        f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(name)}</title><style>{STYLE}</style>",
-        title(name, 1),
         words(
             f"{settings.layers} layers, {settings.heads} heads, {plan.preset} preset; {len(examples):,} of {len(split):,} examples of "
             f"{given.split}, {done.lengths.mean():.1f} tokens on average ({done.lengths.min():,} to {done.lengths.max():,})."
@@ -257,6 +222,6 @@ def run(given: argparse.Namespace) -> Path:
         words(json.dumps(dataclasses.asdict(plan), indent=2), "pre"),
     ]
     out = given.run / "graphs.html"
-    write_text(out, "\n".join(parts) + "\n")
+    write_text(out, page(name, parts))
     print(f"Wrote {out}")
     return out

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,19 +56,21 @@ class Run:
         return words.replace(":", "+").replace("=", "_") + ".pt"
 
 
-def options_of(method: str) -> tuple[str, dict[str, Any]]:
-    """Kind and options of a method.
+def read_method(
+    method: str, methods: Sequence[str], usual: Mapping[str, Mapping[str, Any]]
+) -> tuple[str, dict[str, Any]]:
+    """Kind and options of one of some methods, of which some have options, with what these usually are.
 
-    >>> options_of("sbm:estimator=local,probes=8")[1]["probes"]
-    8.0
+    >>> read_method("sbm:probes=8", ("full", "sbm"), {"sbm": {"probes": 16.0, "estimator": "local"}})
+    ('sbm', {'probes': 8.0, 'estimator': 'local'})
 
     Raises:
         ValueError: There is no such method, or it has no such option.
     """
     kind, _, own = method.partition(":")
-    if kind not in METHODS:
-        raise ValueError(f"Expected 'methods' among {', '.join(METHODS)} (got {kind!r}). See --help.")
-    options = dict(OPTIONS.get(kind, {}))
+    if kind not in methods:
+        raise ValueError(f"Expected 'methods' among {', '.join(methods)} (got {kind!r}). See --help.")
+    options = dict(usual.get(kind, {}))
     for pair in filter(None, own.split(",")):
         name, _, value = pair.partition("=")
         if name not in options or not value:
@@ -80,6 +82,19 @@ def options_of(method: str) -> tuple[str, dict[str, Any]]:
             raise ValueError(
                 f"Expected option {name!r} of 'methods' to be a number (got {value!r}). See --help."
             ) from None
+    return kind, options
+
+
+def options_of(method: str) -> tuple[str, dict[str, Any]]:
+    """Kind and options of a method.
+
+    >>> options_of("sbm:estimator=local,probes=8")[1]["probes"]
+    8.0
+
+    Raises:
+        ValueError: There is no such method, or it has no such option.
+    """
+    kind, options = read_method(method, METHODS, OPTIONS)
     if options and options["control"] not in CONTROLS:
         raise ValueError(
             f"Expected option 'control' of 'methods' among {', '.join(CONTROLS)} (got {options['control']!r})."
@@ -167,7 +182,7 @@ def evaluate(model: Recaller, examples: Examples, batch_size: int = 32) -> Row:
     return row | dict(zip(names, torch.tensor(found).double().mean(0).tolist(), strict=True))
 
 
-def _rate(time: float) -> float:
+def trapezoid(time: float) -> float:
     """Factor of the learning rate, from the share of the steps that are over: it rises, stays, and falls."""
     return min(time / WARMUP, 1.0, (1 - time) / DECAY)
 
@@ -179,6 +194,7 @@ def fit(
     path: Path,
     losses: Callable[[int], Tensor],
     measure: Callable[[], list[Row]],
+    rate_at: Callable[[float], float] = trapezoid,
 ) -> list[Row]:
     """Trains a model, or goes on from its checkpoint.
 
@@ -190,6 +206,7 @@ def fit(
         path: Of the checkpoint.
         losses: The loss of a step, counted from 0.
         measure: Rows of an evaluation.
+        rate_at: Factor of the learning rate, from the share of the steps that are over.
 
     Returns:
         Rows of all evaluations, with "step", "loss" and "seconds".
@@ -201,7 +218,7 @@ def fit(
     for name, parameter in model.named_parameters():
         groups[".source." in name]["params"].append(parameter)
     optimizer = torch.optim.AdamW([group for group in groups if group["params"]], run.learning_rate)
-    rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate((step + 1) / (run.steps + 1)))
+    rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_at((step + 1) / (run.steps + 1)))
     parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "rate": rate}
     parts |= {"schedule": schedule} if schedule else {}
     rows: list[Row] = []

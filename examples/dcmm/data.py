@@ -1,0 +1,124 @@
+"""Images of some classes: digits of scikit-learn, CIFAR-10, or folders.
+
+In: "digits", or a folder. Out: images as bytes, with labels, for training and for the test; and what is held out of the former for
+validation. Not here: batches (``train.py``), and patches (``model.py``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from torch import Tensor
+from torch.nn.functional import interpolate
+from tqdm.auto import tqdm
+
+from examples.lra.data.readers import IMAGE, read_batch
+
+CIFAR = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+ENDINGS = (".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
+LEAST = 3  # images of a class: one for each split
+
+
+@dataclasses.dataclass(frozen=True)
+class Images:
+    """Images ``[N, channels, size, size]`` uint8, and their labels ``[N]``; last those of the test."""
+
+    train: Tensor
+    train_labels: Tensor
+    test: Tensor
+    test_labels: Tensor
+    classes: tuple[str, ...]
+
+
+def split(labels: Tensor, share: float, seed: int) -> tuple[Tensor, Tensor]:
+    """Numbers of the images to learn from, and of a share that is held out; classes have the same share of both.
+
+    Raises:
+        ValueError: A class has too few images, or the share does.
+    """
+    sizes, held_out = torch.bincount(labels), round(share * len(labels))
+    if int(sizes.min()) < LEAST:
+        raise ValueError(
+            f"Expected 'data' with at least {LEAST} images of each class (got {int(sizes.min())}). Add some."
+        )
+    if not len(sizes) <= held_out <= len(labels) - len(sizes):
+        raise ValueError(
+            f"Expected 'validation' to hold out an image or more of each of {len(sizes)} classes and to leave as many "
+            f"(got {share} of {len(labels)}). Take 0.15, or give more images."
+        )
+    parts = train_test_split(np.arange(len(labels)), test_size=share, stratify=labels.numpy(), random_state=seed)
+    kept, held = (torch.from_numpy(part).sort().values for part in parts)
+    return kept, held
+
+
+def load(data: str, size: int | None = None) -> Images:
+    """The images that a name or a folder stands for.
+
+    Digits have no test set of their own, and folders may have none: every sixth image is then held out for it, always
+    the same ones.
+
+    Args:
+        data: "digits"; the folder of CIFAR-10, as it is unpacked; or a folder of images, ``train/CLASS/*.png`` and
+            ``test/CLASS/*.png``, or ``CLASS/*.png``. A split ``val`` is joined to ``train``.
+        size: Side of the images; as they are if None, and 64 of images in folders.
+
+    Raises:
+        ValueError: The folder holds no images, or a class of the test that has none to learn from.
+    """
+    folder = Path(data)
+    if data == "digits":
+        digits = load_digits()
+        images = torch.from_numpy((digits.images * 255 / 16).round().astype(np.uint8))[:, None]
+        found = _held_out(images, torch.from_numpy(digits.target).long(), tuple("0123456789"))
+    elif not folder.is_dir():
+        raise ValueError(f"Expected 'data' to be 'digits' or a folder of images (got {data!r}). See --help.")
+    elif any((place / IMAGE.parts[0]).exists() for place in (folder, *(folder / name for name in IMAGE.folders))):
+        root = IMAGE.find(folder)
+        parts = [read_batch(root / part) for part in IMAGE.parts]
+        pixels = [torch.from_numpy(images.reshape(-1, 3, 32, 32)) for images, _ in parts]
+        labels = [torch.from_numpy(labels) for _, labels in parts]
+        found = Images(torch.cat(pixels[:-1]), torch.cat(labels[:-1]), pixels[-1], labels[-1], CIFAR)
+    else:
+        found = _read(folder, size or 64)
+    if size in (None, found.train.size(-1)):
+        return found
+    sized = [interpolate(x.float(), size, mode="bilinear", antialias=True) for x in (found.train, found.test)]
+    train, test = (x.round().clamp(0, 255).byte() for x in sized)
+    return dataclasses.replace(found, train=train, test=test)
+
+
+def _held_out(images: Tensor, labels: Tensor, classes: tuple[str, ...]) -> Images:
+    kept, held = split(labels, 1 / 6, 0)
+    return Images(images[kept], labels[kept], images[held], labels[held], classes)
+
+
+def _read(folder: Path, size: int) -> Images:
+    """Images of all classes, RGB, resized to a square."""
+    roots = [folder / part for part in ("train", "val", "test")] if (folder / "train").is_dir() else [folder]
+    paths = [path for root in roots for path in sorted(root.glob("*/*")) if path.suffix.lower() in ENDINGS]
+    tested = torch.tensor([path.parent.parent in roots[2:] for path in paths], dtype=torch.bool)
+    classes = sorted({path.parent.name for path in paths if path.parent.parent not in roots[2:]})
+    if len(classes) < 2:
+        raise ValueError(
+            f"Expected 'data' with images of two classes or more (got {len(classes)} in {roots[0]}). See --help."
+        )
+    if unknown := sorted({path.parent.name for path in paths} - {*classes}):
+        raise ValueError(f"Expected 'data' to have the classes of test in train (got {unknown} in test alone).")
+    images = torch.empty(len(paths), 3, size, size, dtype=torch.uint8)
+    for number, path in enumerate(tqdm(paths, f"Reading {folder}", unit=" images")):
+        try:
+            with Image.open(path) as image:
+                small = image.convert("RGB").resize((size, size), Image.Resampling.BICUBIC)
+        except OSError as error:
+            raise ValueError(f"Expected {path} to be an image (got {error}). Copy it again, or delete it.") from None
+        images[number] = torch.from_numpy(np.array(small)).permute(2, 0, 1)
+    labels = torch.tensor([classes.index(path.parent.name) for path in paths])
+    if not tested.any():
+        return _held_out(images, labels, tuple(classes))
+    return Images(images[~tested], labels[~tested], images[tested], labels[tested], tuple(classes))

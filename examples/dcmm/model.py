@@ -1,0 +1,230 @@
+"""Vision transformers that differ in nothing but their last attention, or in all: plain, biased, or over a sampled graph.
+
+In: images. Out: logits of their classes, and the choice of each block. Also here: weights of ``timm`` in our blocks. Not here: training.
+
+Blocks are pre-norm, as those of ``timm``: LayerNorm with an epsilon of 1e-6, GELU, queries, keys and values with bias. The class token is a
+token without pixels in front of the patches, and its place is learned as theirs are.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import interpolate, pad
+
+from examples.recall.train import read_method
+from sbm_pyg import AttentionConv, DCMMBias, FullAttention, SBMAttentionConv, SequenceEncoder, patterns
+
+METHODS = ("full", "dcmm", "sbm", "dcsbm", "dcmm-sbm")
+BIAS: dict[str, Any] = {
+    "degree": "relu", "squash": 1, "symmetric": 0, "tied": 1, "num_blocks": 32, "entropy_weight": 0.1,
+}  # fmt: skip
+GRAPH = {
+    "estimator": "local", "probes": 16.0, "num_blocks": 32, "parameterization": "overlapping", "cluster_init": "orthogonal",
+    "share": 0.25,  # density that the pairs compete for; 0: probabilities as they are
+    "rate": 0.005,  # by how much the share falls from 1 at a step; 0: it is there from the start
+}  # fmt: skip
+OPTIONS: dict[str, dict[str, Any]] = {"dcmm": BIAS, "sbm": GRAPH, "dcsbm": GRAPH, "dcmm-sbm": BIAS | GRAPH}
+OWN = (".source.", ".score_bias.")  # in names of parameters that plain attention has not
+RENAMED = {"norm1": "norm1", "norm2": "norm2", "attn.proj": "lin_out", "mlp.fc1": "ffn.0", "mlp.fc2": "ffn.3"}
+NAMES = ("attention.lin_query", "attention.lin_key", "attention.lin_value")  # which timm has in one
+
+
+def make_attention(method: str, channels: int, width: int, heads: int) -> nn.Module:
+    """The attention of a method, and its options."""
+    kind, options = read_method(method, METHODS, OPTIONS)
+    if kind == "full":
+        return FullAttention(channels, width, heads)
+    bias = None
+    if "dcmm" in kind:
+        own = {name: options[name] for name in BIAS}
+        own |= {name: bool(own[name]) for name in ("squash", "symmetric", "tied")}
+        bias = DCMMBias(width, heads, **own)
+    if kind == "dcmm":
+        return AttentionConv(channels, width, heads, patterns.PatternSource(patterns.full), score_bias=bias)
+    head = {name: options[name] for name in ("parameterization", "cluster_init")}
+    head |= {"degree_corrected": True} if kind == "dcsbm" else {}
+    rest = {name: options[name] for name in ("num_blocks", "estimator", "probes")}
+    share = options["share"] or None
+    return SBMAttentionConv(
+        channels, width, heads, sbm_options=head, share=share, self_loops=True, score_bias=bias, **rest
+    )
+
+
+class Vision(nn.Module):
+    """A vision transformer.
+
+    Args:
+        method: Of the attention, as "sbm:estimator=mask".
+        shape: Channels and side of the images.
+        num_classes: Number of logits.
+        patch: Side of a patch.
+        channels, layers, heads, ffn: Of the encoder.
+        everywhere: All blocks have the method; else the last alone, and the others attend to all pairs.
+        equal: As many parameters as full attention has, by a narrower feed-forward network.
+
+    Raises:
+        ValueError: A size or an option does not fit.
+    """
+
+    mean: Tensor
+    deviation: Tensor
+
+    def __init__(
+        self, method: str, shape: tuple[int, int], num_classes: int, *, patch: int, channels: int, layers: int, heads: int,
+        ffn: int, everywhere: bool = False, equal: bool = True,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        if shape[1] % patch:
+            raise ValueError(f"Expected 'patch' to divide the side of the images, {shape[1]} (got {patch}).")
+
+        def encoder(ffn: int) -> SequenceEncoder:
+            number = itertools.count(1)
+
+            def attention(channels: int, width: int, heads: int) -> nn.Module:
+                own = next(number) == layers or everywhere
+                return make_attention(method if own else "full", channels, width, heads)
+
+            return SequenceEncoder(
+                None, channels, in_channels=shape[0] * patch**2, num_layers=layers, heads=heads, ffn_channels=ffn,
+                max_length=1 + self.side**2, dropout=0.0, attention=attention,
+            )  # fmt: skip
+
+        self.patch, self.side = patch, shape[1] // patch
+        self.encoder = encoder(ffn)
+        extra = sum(x.numel() for name, x in self.encoder.named_parameters() if any(own in name for own in OWN))
+        if equal and extra:
+            narrow = ffn - round(extra / (layers * (2 * channels + 1)))
+            if narrow < 1:
+                raise ValueError(
+                    f"Expected 'ffn' above {ffn - narrow}, as the method has {extra:,} parameters of its own (got {ffn}). "
+                    "Raise it, or take fewer blocks."
+                )
+            self.encoder = encoder(narrow)
+        for module in self.encoder.modules():
+            if isinstance(module, nn.LayerNorm):
+                module.eps = 1e-6
+        self.head = nn.Linear(channels, num_classes)
+        self.register_buffer("mean", torch.zeros(shape[0], 1, 1))
+        self.register_buffer("deviation", torch.ones(shape[0], 1, 1))
+
+    @property
+    def attention(self) -> list[tuple[int, AttentionConv]]:
+        """Number and attention of each block that has a graph or a bias."""
+        found = ((number, block.attention) for number, block in enumerate(self.encoder.blocks))
+        return [(number, layer) for number, layer in found if isinstance(layer, AttentionConv)]
+
+    def count(self) -> int:
+        """Number of parameters."""
+        return sum(x.numel() for x in self.parameters())
+
+    def tokens(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """Pixels of the class token, which has none, and of each patch, ``[B * L, C]``; and offsets ``[B+1]``."""
+        x = (images.to(self.mean.dtype) / 255 - self.mean) / self.deviation
+        x = x.unflatten(3, (-1, self.patch)).unflatten(2, (-1, self.patch))  # [B, C, rows, p, columns, p]
+        x = pad(x.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2), (0, 0, 1, 0))
+        return x.flatten(0, 1), x.size(1) * torch.arange(len(x) + 1, device=x.device)
+
+    def forward(self, images: Tensor, seed: int = 0) -> tuple[Tensor, Tensor]:
+        """Logits of images ``[B, channels, side, side]`` uint8, and the mean density of the graphs of its method."""
+        x, ptr = self.tokens(images)
+        x, trace = self.encoder(x, ptr, seed=seed, return_trace=True)
+        density = [trace.density[number] for number, _ in self.attention]
+        return self.head(x[ptr[:-1]]), torch.stack(density or [trace.density[-1]]).mean()
+
+
+def read_weights(weights: str) -> dict[str, Tensor]:
+    """The state of a vision transformer of ``timm``, by name or from a file that ``torch.save`` or safetensors wrote.
+
+    Raises:
+        ValueError: There is no such file, and ``timm`` is not installed or knows no such name; or it holds something else.
+    """
+    path = Path(weights)
+    try:
+        if path.suffix == ".safetensors" and path.is_file():
+            from safetensors.torch import load_file
+
+            return load_file(path)
+        if path.is_file():
+            state = torch.load(path, map_location="cpu", weights_only=True)
+            return dict(state.get("model", state.get("state_dict", state)))
+    except Exception as error:  # a damaged file can fail in any way
+        raise ValueError(f"Expected 'weights' to be a file of weights (got {weights!r}: {error}).") from None
+    try:
+        import timm
+    except ImportError:
+        raise ValueError(
+            f"Expected 'weights' to be a file, or 'timm' to be installed (got {weights!r}, which is no file, and no timm). "
+            "Install it with `pip install timm`, or save `model.state_dict()` where it is."
+        ) from None
+    try:
+        return dict(timm.create_model(weights, pretrained=True).state_dict())
+    except Exception as error:
+        raise ValueError(f"Expected 'weights' to be a file or a model of timm (got {weights!r}: {error}).") from None
+
+
+def sizes_of(state: Mapping[str, Tensor]) -> dict[str, int]:
+    """Patch, channels, layers, heads, width of the feed-forward network and side of the images that weights are made for.
+
+    Heads are of 64 channels, as in all of these models.
+
+    Raises:
+        ValueError: They are not those of a vision transformer.
+    """
+    try:
+        channels, _, patch, _ = state["patch_embed.proj.weight"].shape
+        layers = 1 + max(int(name.split(".")[1]) for name in state if name.startswith("blocks."))
+        sizes = {"patch": patch, "channels": channels, "layers": layers, "heads": max(1, channels // 64)}
+        side = patch * math.isqrt(state["pos_embed"].size(1) - 1)
+        return sizes | {"ffn": len(state["blocks.0.mlp.fc1.weight"]), "size": side}
+    except (KeyError, ValueError) as error:
+        raise ValueError(
+            f"Expected 'weights' of a plain ViT of timm (got {error} of another). Take such one."
+        ) from None
+
+
+def load_weights(model: Vision, state: Mapping[str, Tensor]) -> None:
+    """Takes over weights of ``timm``: all but those of the method, and of the head where classes are others.
+
+    Places are interpolated where the images have more or fewer patches.
+
+    Raises:
+        ValueError: Weights are missing, unknown or of another shape.
+    """
+    left, found = dict(state), {}
+    try:
+        for part in ("weight", "bias"):
+            found[f"norm.{part}"] = left.pop(f"norm.{part}")
+            for block in (f"blocks.{number}." for number in range(len(model.encoder.blocks))):
+                for theirs, ours in RENAMED.items():
+                    found[f"{block}{ours}.{part}"] = left.pop(f"{block}{theirs}.{part}")
+                thirds = left.pop(f"{block}attn.qkv.{part}").chunk(3)
+                found |= {f"{block}{name}.{part}": third for name, third in zip(NAMES, thirds, strict=True)}
+        found["token.weight"] = left.pop("patch_embed.proj.weight").flatten(1)
+        found["token.bias"] = left.pop("patch_embed.proj.bias")
+        token, places = left.pop("cls_token")[0], left.pop("pos_embed")[0]
+    except KeyError as error:
+        raise ValueError(f"Expected 'weights' of a plain ViT of timm (got no {error}). Take another model.") from None
+    first = token + places[:1] - found["token.bias"]  # to which the bias is added where there are no pixels
+    grid = places[1:].T.unflatten(1, (math.isqrt(len(places) - 1), -1))[None]
+    if grid.size(2) != model.side:
+        grid = interpolate(grid, (model.side, model.side), mode="bicubic", antialias=True)
+    found["position.weight"] = torch.cat([first, grid[0].flatten(1).T])
+    head = {part: left.pop(f"head.{part}", torch.empty(0)) for part in ("weight", "bias")}
+    if left:
+        raise ValueError(f"Expected 'weights' of a plain ViT of timm (got {min(left)!r} too). Take another model.")
+    try:
+        model.encoder.load_state_dict(found, strict=False)
+    except RuntimeError as error:
+        got = str(error).splitlines()[-1].strip()
+        raise ValueError(
+            f"Expected 'weights' that fit (got {got}). Leave sizes to them, and take their colours."
+        ) from None
+    if head["weight"].shape == model.head.weight.shape:
+        model.head.load_state_dict(head)

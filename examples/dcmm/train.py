@@ -1,0 +1,184 @@
+"""Trains vision transformers, one for each method and seed; the one that is best in validation is tested, once.
+
+In: what to run, and images. Out: ``rows.csv``, a row for each evaluation of a run that ended, checkpoints, with which the same command goes
+on, and the weights that were tested. Not here: tables and figures (``report.py``).
+
+The authors of the DCMM-Transformer report the best accuracy on the test set over all epochs. We hold images of the training set out, by seed and
+with equal shares of all classes; the test set says nothing about when to stop.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from examples.benchmarks.tables import Row, add
+from examples.dcmm.data import Images, split
+from examples.dcmm.model import METHODS, OPTIONS, Vision, load_weights, read_weights
+from examples.recall.train import ended, fit, read_method
+from sbm_pyg import ShareSchedule
+
+WARMUP = 0.04  # share of the steps, 4 of 100 epochs as published
+EVALUATED = 256  # images at once
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Everything that decides the outcome of a run, apart from the images."""
+
+    data: str
+    method: str  # and its options: "dcmm:degree=softplus"
+    seed: int
+    bias: str  # "last" or "all": the blocks that have the method
+    size: int | None
+    patch: int
+    channels: int
+    layers: int
+    heads: int
+    ffn: int
+    steps: int
+    batch_size: int
+    learning_rate: float
+    validation: float
+    weights: str | None = None
+    smoothing: float = 0.1
+    weight_decay: float = 1e-2
+    evaluations: int = 20
+
+    @property
+    def name(self) -> str:
+        """Of the run, without the seed."""
+        return self.method + (" in all" if self.bias == "all" and self.method != "full" else "")
+
+    @property
+    def file(self) -> str:
+        """Name of its checkpoint."""
+        words = "-".join((Path(self.data).name, self.name, str(self.seed)))
+        return words.replace(":", "+").replace("=", "_").replace(" ", "-") + ".pt"
+
+    @property
+    def best(self) -> str:
+        """Name of the weights that are best in validation."""
+        return "best-" + self.file
+
+
+def make_model(run: Run, data: Images) -> Vision:
+    """A model before it is trained.
+
+    Raises:
+        ValueError: An option, a size or the weights do not fit.
+    """
+    torch.manual_seed(run.seed)
+    sizes = {name: getattr(run, name) for name in ("patch", "channels", "layers", "heads", "ffn")}
+    of = (run.method, (data.train.size(1), data.train.size(2)), len(data.classes))
+    model = Vision(*of, **sizes, everywhere=run.bias == "all", equal=run.weights is None)
+    pixels = data.train[split(data.train_labels, run.validation, run.seed)[0]].float() / 255
+    model.mean.copy_(pixels.mean((0, 2, 3))[:, None, None])
+    model.deviation.copy_(pixels.std((0, 2, 3))[:, None, None].clamp(min=1e-3))
+    if run.weights:
+        load_weights(model, read_weights(run.weights))
+    return model
+
+
+def cosine(time: float) -> float:
+    """Factor of the learning rate, from the share of the steps that are over: it rises, and falls as a cosine."""
+    return min(time / WARMUP, 0.5 + 0.5 * math.cos(math.pi * max(0.0, time - WARMUP) / (1 - WARMUP)))
+
+
+def aim(schedule: ShareSchedule | None, state: dict[str, float | None] | None = None) -> None:
+    """Sets shares to those at the end of training, at which all are measured; or back to a state."""
+    if schedule:
+        schedule.load_state_dict(state or {**schedule.state_dict(), "share": schedule.final})
+
+
+@torch.no_grad()
+def evaluate(model: Vision, images: Tensor, labels: Tensor) -> tuple[float, float]:
+    """Accuracy, and the mean density of the graphs."""
+    right, density = 0.0, 0.0
+    for at, part in enumerate(torch.arange(len(images)).split(EVALUATED)):
+        logits, found = model(images[part], seed=at)
+        right += float((logits.argmax(1) == labels[part]).sum())
+        density += len(part) * float(found)
+    return right / len(images), density / len(images)
+
+
+def train(run: Run, data: Images, folder: Path) -> list[Row]:
+    """Trains a model, or goes on from its checkpoint; tests the best, and returns the rows of all evaluations."""
+    model, options = make_model(run, data), read_method(run.method, METHODS, OPTIONS)[1]
+    schedule = None
+    if options.get("share") and options["rate"]:  # graphs become sparse step by step
+        schedule = ShareSchedule(model, options["share"], threshold=math.inf, rate=options["rate"])
+    kept, held = split(data.train_labels, run.validation, run.seed)
+    batch = min(run.batch_size, len(kept))
+    known = {"data": run.data, "run": run.name, "seed": run.seed, "parameters": model.count()}
+
+    def losses(step: int) -> Tensor:
+        epoch, place = divmod(step, len(kept) // batch)
+        order = torch.randperm(len(kept), generator=torch.Generator().manual_seed(run.seed + 2**32 * (epoch + 1)))
+        chosen = kept[order[place * batch :][:batch]]
+        logits = model(data.train[chosen], seed=run.steps * (run.seed + 1) + step)[0]
+        return cross_entropy(logits, data.train_labels[chosen], label_smoothing=run.smoothing)
+
+    def measure() -> list[Row]:
+        now = schedule.state_dict() if schedule else None
+        aim(schedule)
+        accuracy, density = evaluate(model, data.train[held], data.train_labels[held])
+        aim(schedule, now)
+        keep_best(run, model, accuracy, folder)
+        return [{**known, "validation": accuracy, "density": density, "test": math.nan}]
+
+    rows = fit(model, schedule, run, folder / run.file, losses, measure, cosine)
+    aim(schedule)
+    load_best(run, model, folder)
+    best = max(rows, key=lambda row: row["validation"])  # the first of equals, as is kept
+    best["test"], best["density"] = evaluate(model, data.test, data.test_labels)
+    return rows
+
+
+def read_best(run: Run, folder: Path) -> dict[str, Any]:
+    """The weights of a run that are best in validation so far, or nothing."""
+    path = folder / run.best
+    there: dict[str, Any] = torch.load(path, weights_only=True) if path.exists() else {}
+    return there if there.get("run") == dataclasses.asdict(run) else {}
+
+
+def keep_best(run: Run, model: Vision, accuracy: float, folder: Path) -> None:
+    """Writes weights that are better than those of the same run that are there, or the first."""
+    if accuracy > read_best(run, folder).get("accuracy", -1.0):
+        draft = (folder / run.best).with_suffix(".partial")
+        torch.save({"run": dataclasses.asdict(run), "accuracy": accuracy, "model": model.state_dict()}, draft)
+        os.replace(draft, folder / run.best)
+
+
+def load_best(run: Run, model: Vision, folder: Path) -> None:
+    """Gives a model the weights that are best in validation, and sets it to evaluation.
+
+    Raises:
+        ValueError: There are none of these settings.
+    """
+    if not (best := read_best(run, folder)):
+        raise ValueError(f"Expected a run of these settings in {folder / run.best} (got none). Train it.")
+    model.load_state_dict(best["model"])
+    model.eval()
+
+
+def train_all(runs: list[Run], data: Images, folder: Path) -> None:
+    """Trains what ``rows.csv`` does not have yet.
+
+    Raises:
+        ValueError: It has a run of that name with other steps, or the options of a method do not fit.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for run in runs:
+        model = make_model(run, data)  # mistakes before the first run
+        print(f"{run.name}, seed {run.seed}: {model.count():,} parameters")
+    for run in runs:
+        if not ended(folder, run.steps, data=run.data, run=run.name, seed=run.seed):
+            add(folder / "rows.csv", train(run, data, folder))
