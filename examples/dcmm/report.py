@@ -16,7 +16,10 @@ from matplotlib.figure import Figure
 
 from examples.benchmarks.tables import Row, markdown
 
-HEADER = ("run", "seeds", "parameters", "test, %", "best of validation, %", "at step", "density, %", "seconds a step")
+HEADER = (
+    "run", "seeds", "parameters", "test, %", "best of validation, %", "at step", "density, %", "degrees of 0, %",
+    "seconds a step",
+)  # fmt: skip
 Runs = dict[str, list[list[Row]]]  # by name, the rows of each seed
 
 
@@ -50,7 +53,9 @@ def tables(rows: Sequence[Row]) -> str:
             step, density = (fmean(row[key] for row in best) for key in ("step", "density"))
             time = fmean(each[-1]["seconds"] / each[-1]["step"] for each in seeds)
             of = (len(seeds), f"{best[0]['parameters']:,.0f}")
-            lines.append([name, *of, *numbers, f"{step:,.0f}", f"{100 * density:.1f}", f"{time:.2g}"])
+            idle = fmean(row["idle"] for row in best)
+            dead = f"{100 * idle:.0f}" if idle == idle else ""
+            lines.append([name, *of, *numbers, f"{step:,.0f}", f"{100 * density:.1f}", dead, f"{time:.2g}"])
         parts.append(f"## {data}\n\n{markdown(HEADER, lines)}")
     return "\n\n".join(parts)
 

@@ -23,7 +23,7 @@ from examples.benchmarks.tables import Row, add
 from examples.dcmm.data import Images, split
 from examples.dcmm.model import METHODS, OPTIONS, Vision, load_weights, read_weights
 from examples.recall.train import ended, fit, read_method
-from sbm_pyg import ShareSchedule
+from sbm_pyg import AttentionGraph, DCMMBias, ShareSchedule
 
 WARMUP = 0.04  # share of the steps, 4 of 100 epochs as published
 EVALUATED = 256  # images at once
@@ -109,6 +109,25 @@ def evaluate(model: Vision, images: Tensor, labels: Tensor) -> tuple[float, floa
     return right / len(images), density / len(images)
 
 
+@torch.no_grad()
+def idle(model: Vision, images: Tensor) -> float:
+    """Share of the tokens, in all heads, whose degree in the bias is 0, so that it adds nothing; NaN without a bias."""
+    found: list[Tensor] = []
+
+    def look(bias: DCMMBias, inputs: tuple[Tensor, Tensor, AttentionGraph]) -> None:
+        found.append((bias.predict(*inputs[:2]).query_degree == 0).double().mean())
+
+    biases = [module for module in model.modules() if isinstance(module, DCMMBias)]
+    handles = [bias.register_forward_pre_hook(look) for bias in biases]
+    try:
+        for part in images.split(EVALUATED):
+            model(part)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return float(torch.stack(found).mean()) if found else math.nan
+
+
 def train(run: Run, data: Images, folder: Path) -> list[Row]:
     """Trains a model, or goes on from its checkpoint; tests the best, and returns the rows of all evaluations."""
     model, options = make_model(run, data), read_method(run.method, METHODS, OPTIONS)[1]
@@ -132,13 +151,14 @@ def train(run: Run, data: Images, folder: Path) -> list[Row]:
         accuracy, density = evaluate(model, data.train[held], data.train_labels[held])
         aim(schedule, now)
         keep_best(run, model, accuracy, folder)
-        return [{**known, "validation": accuracy, "density": density, "test": math.nan}]
+        return [{**known, "validation": accuracy, "density": density, "test": math.nan, "idle": math.nan}]
 
     rows = fit(model, schedule, run, folder / run.file, losses, measure, cosine)
     aim(schedule)
     load_best(run, model, folder)
     best = max(rows, key=lambda row: row["validation"])  # the first of equals, as is kept
     best["test"], best["density"] = evaluate(model, data.test, data.test_labels)
+    best["idle"] = idle(model, data.test)
     return rows
 
 
