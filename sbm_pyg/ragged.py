@@ -299,6 +299,7 @@ def pad(x: Tensor, ptr: Tensor, fill_value: float = 0.0) -> tuple[Tensor, Tensor
         ([[0.0, 0.0], [1.0, 2.0]], [[True, False], [True, True]])
     """
     _check_tokens(x, 1, "[N, ...]")
+    check_present(x, "x")
     if not (isinstance(fill_value, Real) and math.isnan(fill_value)):
         checks.number("fill_value", fill_value, "[-inf, inf]", "It stands in the padding, NaN if you like.")
     lengths = resolve_ptr(x.size(0), ptr, device=x.device).diff()

@@ -382,6 +382,7 @@ def test_the_learning_rate_rises_and_falls() -> None:
     assert max(rates) <= 1
 
 
+@pytest.mark.slow
 def test_the_program_trains_reports_and_draws(
     small: data.Images, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -225,6 +225,8 @@ def test_unpad_errors(mask: Tensor, message: str) -> None:
 def test_pad_checks_the_offsets() -> None:
     with pytest.raises(ValueError, match=says("Expected 'ptr' to run from 0 to 3, the number of tokens (got 0 to 2)")):
         pad(torch.zeros(3, 1), torch.tensor([0, 2]))
+    with pytest.raises(ValueError, match="Expected 'x' to hold values"):
+        pad(torch.zeros(3, 1, device="meta"), torch.tensor([0, 3]))
 
 
 # ------------------------------------------------------------------------------------------------ the record
