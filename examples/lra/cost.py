@@ -54,6 +54,7 @@ from examples.lra.model import Classifier
 from examples.lra.report import peak_memory, write_csv, write_json
 from examples.lra.settings import BASELINES, Plan, Settings, method_words, parse, resolve
 from examples.lra.train import Data, flushed_subnormals, open_run
+from sbm_pyg import patterns
 
 SHORT = 64  # tokens
 PARTS = ("forward", "backward", "update")
@@ -104,6 +105,9 @@ def gate(module: Classifier) -> None:
             lin(alone).unflatten(1, (settings.heads, -1)).transpose(0, 1) for lin in linear
         )  # [H, L, C]
         scores = query @ key.mT / math.sqrt(settings.head_channels)
+        if settings.attention == "dcmm":
+            every = patterns.full(len(alone)).expand(settings.heads)
+            scores = scores + attention.score_bias(query, key, every).view_as(scores)
         if choice is not None:
             scores = scores.masked_fill(~choice.graph.to_dense(number), -torch.inf)
         weights = scores.softmax(-1).nan_to_num()  # nothing where a query has no edge

@@ -30,7 +30,7 @@ from examples.lra.data.files import write_text
 from examples.lra.data.tasks import TASKS, Task
 from examples.lra.model import Classifier
 from examples.lra.settings import BASELINES
-from examples.lra.train import open_run
+from examples.lra.train import block_model, open_run
 from sbm_pyg import analysis, patterns, plots
 
 
@@ -112,9 +112,10 @@ def inputs(task: Task, module: Classifier, split: Split, done: Evaluated) -> Ite
     for layer, choice in enumerate(choices(module, split.__getitems__([example]))[1][0]):
         for head in range(module.settings.heads):
             name = f"Example {example}, layer {layer}, head {head}"
-            yield picture(plots.plot_mask(choice.graph, choice.probability, head=head, title=name))
-            if choice.probability is not None:
-                yield picture(plots.plot_blocks(choice.graph, choice.probability, head=head, title=name))
+            blocks = block_model(choice)
+            yield picture(plots.plot_mask(choice.graph, blocks, head=head, title=name))
+            if blocks is not None:
+                yield picture(plots.plot_blocks(choice.graph, blocks, head=head, title=name))
 
 
 def structure(module: Classifier, split: Split, examples: np.ndarray) -> Iterator[str]:
@@ -124,7 +125,7 @@ def structure(module: Classifier, split: Split, examples: np.ndarray) -> Iterato
     for example in tqdm(examples, "Statistics", unit=" examples"):
         for side in choices(module, split.__getitems__([int(example)]))[1]:
             for layer, choice in enumerate(side):
-                for record in analysis.graph_statistics(choice.graph, blocks=choice.probability).rows():
+                for record in analysis.graph_statistics(choice.graph, blocks=block_model(choice)).rows():
                     found.setdefault(f"layer {layer}, head {int(record['head'])}", []).append(record)
     rows = []
     for name in [name for name in next(iter(found.values()))[0] if name not in ("sequence", "head")]:
@@ -159,8 +160,8 @@ def universality(module: Classifier, split: Split, examples: np.ndarray, limit: 
             for name, kind in (("sampled", graphs), ("sampled, self-loops added", looped)):
                 sets |= {f"layer {layer}, {name}": [graph] for layer, graph in enumerate(kind)}
                 sets[f"stack, {name}"] = [*kind]
-            if all(choice.probability is not None for choice in side):
-                sets["stack, expected"] = [choice.probability for choice in side]
+            if all(expected := [block_model(choice) for choice in side]):
+                sets["stack, expected"] = expected
             for name, members in sets.items():
                 found.setdefault(name, []).append(analysis.universality(members, time_limit=limit))
     rows = []

@@ -22,6 +22,7 @@ from examples.lra.data.batches import Batch, random_word
 from examples.lra.data.tasks import Task
 from examples.lra.settings import Settings
 from sbm_pyg import PairClassifier, SBMSource, SequenceClassifier, SequenceEncoder
+from sbm_pyg.indexer import IndexerSource
 
 
 def grid_positions(side: int, channels: int, base: float = 20.0) -> Tensor:
@@ -65,10 +66,15 @@ class Classifier(LightningModule):
         if settings.attention == "sbm":
             options |= {name: getattr(settings, name) for name in ("num_blocks", "estimator", "probes", "exploration")}
             model = {name: getattr(settings, name) for name in ("cluster_init", "parameterization", "temperature")}
-            options["sbm_options"] = {**model, "density": settings.initial_density, "tied": bool(settings.tied)}
+            options["sbm_options"] = {**model, "density": settings.initial_density}
+            options["sbm_options"] |= {name: bool(getattr(settings, name)) for name in ("tied", "degree_corrected")}
             options["share"] = settings.share or None
             if settings.share and not settings.exploration:  # as the share has it
                 del options["exploration"]
+        elif settings.attention in ("indexer", "key_selection"):
+            options |= {"estimator": settings.estimator, "share": settings.share or None}
+        elif settings.attention == "dcmm":
+            options["num_blocks"] = settings.num_blocks
         elif settings.attention == "window":
             options["size"] = settings.window
         attention: Any = settings.attention
@@ -87,7 +93,9 @@ class Classifier(LightningModule):
         kind = SequenceClassifier if task.arity == 1 else PairClassifier
         self.model = kind(encoder, task.num_classes, pool_length=pooled)
         self.rows: dict[str, list[dict[str, float]]] = {"train": [], "val": []}  # the curves
-        self.sources = [part for part in self.modules() if isinstance(part, SBMSource) and settings.share]
+        self.sources = [
+            part for part in self.modules() if isinstance(part, SBMSource | IndexerSource) and settings.share
+        ]
         self.sums: dict[str, Tensor] = {}  # of which the next row is the mean
         self.began = time.perf_counter()
         self.start_clock()
@@ -232,7 +240,8 @@ class Classifier(LightningModule):
     def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
         if (batch_idx + 1) % self.settings.accumulate == 0:
             for source in self.sources:  # what all processes have seen in this step
-                source.seen.copy_(self.total({"seen": source.seen})["seen"])
+                if isinstance(source, SBMSource):
+                    source.seen.copy_(self.total({"seen": source.seen})["seen"])
         due = self.global_step % self.settings.log_every == 0 or Checkpoints.validates(self.settings, self.global_step)
         if due and (batch_idx + 1) % self.settings.accumulate == 0:
             self.finish_row("train")

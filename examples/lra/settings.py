@@ -22,7 +22,8 @@ NAMES = ("laptop", "paper")
 SPLITS = ("release", "held-out", "lra", "80-10-10")
 # As ``baselines.py`` and the package have them, which would bring torch with them.
 BASELINES = ("linear", "linformer", "reformer", "performer", "nystromformer")
-METHODS = ("full", *BASELINES, "window", "bigbird", "sbm")
+CHOOSERS = ("window", "bigbird", "top_k", "block_top_k", "lsh", "routing", "indexer", "key_selection", "sbm")
+METHODS = ("full", "dcmm", *BASELINES, *CHOOSERS)
 ESTIMATORS = ("local", "distill", "imitate", "paper", "mask", "relaxed", "concrete", "none")
 CLUSTER_INITS = ("kaiming", "orthogonal")
 PARAMETERIZATIONS = ("paper", "mixed", "assortative", "overlapping")
@@ -65,14 +66,15 @@ class Settings:
     attention: str = _option("kind of attention", choices=METHODS)
     estimator: str = _option("gradient to the edge probabilities of 'sbm'", choices=ESTIMATORS)
     probes: float = _option("pairs per query that the estimator 'local' looks at beside the edges", least=0.0)
-    num_blocks: int = _option("blocks (clusters) of 'sbm'", least=1)
+    num_blocks: int = _option("blocks (clusters) of 'sbm', and of 'dcmm'", least=1)
     cluster_init: str = _option("initial cluster embeddings of 'sbm'", choices=CLUSTER_INITS)
     parameterization: str = _option("form of the block model of 'sbm'", choices=PARAMETERIZATIONS)
     initial_density: float = _option("edge probability of 'sbm' at the start ('paper', 'mixed')", least=0.0, most=1.0)
     temperature: float = _option("of softmax memberships of 'sbm' ('mixed', 'assortative')", least=0.0)
     tied: int = _option("1: keys of 'sbm' take their memberships from queries", least=0, most=1)
+    degree_corrected: int = _option("1: tokens of 'sbm' have degrees", least=0, most=1, default=0)
     share: float = _option(
-        "of the pairs that a head of 'sbm' ends with; full at first, with an exploration of its square, see docs/lra.md; 0: none",
+        "of the pairs that a head of 'sbm', 'indexer' or 'key_selection' ends with; full at first, with an exploration of its square, see docs/lra.md; 0: none",
         least=0.0,
         most=1.0,
         default=0.0,

@@ -32,12 +32,11 @@ from examples.lra.checkpoints import hold
 from examples.lra.data.files import write_text
 from examples.lra.data.tasks import TASKS
 from examples.lra.report import RESULTS, write_csv
-from examples.lra.settings import METHODS, PRESETS, SETTINGS, Plan, flags, method_words, parse, resolve
+from examples.lra.settings import CHOOSERS, METHODS, PRESETS, SETTINGS, Plan, flags, method_words, parse, resolve
 from sbm_pyg import plots
 
 RUNS = "runs"
 DOOR = Path(__file__).resolve().parents[1] / "lra.py"  # of the trainer, which is called from anywhere
-SPARSE = ("sbm", "window", "bigbird")  # attention over a graph, which has a density
 # Arguments that each run gets from here.
 OWN = ("task", "preset", "attention", "seed", "output", "data", "export", "resume")
 Row = dict[str, Any]
@@ -160,7 +159,7 @@ def run_rows(runs: Sequence[Row]) -> list[Row]:
         row |= {"test_examples": test["examples"], "test_loss": test["loss"], "best_step": results["best"]["step"]}
         names = ("parameters", "tokens_per_second", "peak_memory_bytes", "peak_memory_of", "seconds", "device")
         row |= {name: results[name] for name in names}
-        if _attention(run) in SPARSE:
+        if _attention(run) in CHOOSERS:
             layers = enumerate(results["density"]["tested"])
             row |= {f"density_layer{layer}": statistics.fmean(heads) for layer, heads in layers}
         rows.append(row)
@@ -241,7 +240,7 @@ def report(runs: Sequence[Row]) -> str:
     rows.append(["majority class", *(majority[task] for task in tasks), *("" for _ in average)])
     bare = [method for method in PUBLISHED if any(_attention(run) == method for run in runs)]
     rows += [accuracies(f"{method}, published", [PUBLISHED[method][place] for place in places]) for method in bare]
-    sparse = [method for method in methods if method.partition(":")[0] in SPARSE]
+    sparse = [method for method in methods if method.partition(":")[0] in CHOOSERS]
     shares = ", ".join(f"{task} {PUBLISHED_DENSITY[place]:.2f}" for task, place in zip(tasks, places, strict=True))
     parts = [
         "# Long Range Arena",
@@ -282,7 +281,7 @@ def write_report(folder: Path) -> None:
     write_csv(folder / "runs.csv", run_rows(runs))
     heads: dict[str, list[Any]] = {}
     for run in runs:
-        if _attention(run) in SPARSE:
+        if _attention(run) in CHOOSERS:
             heads.setdefault(f"{run['task']}, {run['method']}", []).append(run["results"]["density"]["tested"])
     if heads:
         densities = {name: torch.tensor(values).transpose(0, 1) for name, values in heads.items()}  # [L, seeds, H]

@@ -48,7 +48,7 @@ from examples.lra.data.tasks import TASKS, open_data
 from examples.lra.model import Classifier
 from examples.lra.report import RESULTS
 from examples.lra.settings import BASELINES, PRESETS, SETTINGS, Plan, Settings, resolve
-from sbm_pyg import plots
+from sbm_pyg import SBM, Choice, plots
 from sbm_pyg.ops import threads
 
 T = TypeVar("T")
@@ -228,6 +228,11 @@ def train(folder: Path, plan: Plan, data: Data, accelerator: str, signals: Signa
     return results
 
 
+def block_model(choice: Choice) -> SBM | None:
+    """The block model that a graph was sampled from, if it was."""
+    return choice.probability if isinstance(choice.probability, SBM) else None
+
+
 @torch.no_grad()
 def draw_masks(folder: Path, module: Classifier, split: Split, length: int = 256) -> None:
     """Draws the graphs of the example whose length is nearest to the median, or to ``length`` if that is shorter.
@@ -240,7 +245,7 @@ def draw_masks(folder: Path, module: Classifier, split: Split, length: int = 256
     _, trace = module.eval().classify(batch, seed=module.settings.seed)
     for layer, choice in enumerate(trace.choices[: module.settings.layers]):
         for head in range(module.settings.heads if choice else 0):  # full attention has no graph to draw
-            figure = plots.plot_mask(choice.graph, choice.probability, head=head, title=f"layer {layer}, head {head}")
+            figure = plots.plot_mask(choice.graph, block_model(choice), head=head, title=f"layer {layer}, head {head}")
             figure.savefig(folder / f"mask-layer{layer}-head{head}.png", dpi=150)
 
 

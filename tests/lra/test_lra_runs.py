@@ -30,7 +30,7 @@ from examples.lra.__main__ import main
 from examples.lra.data.prepare import load
 from examples.lra.data.tasks import TASKS
 from examples.lra.model import Classifier
-from examples.lra.settings import PRESETS, SETTINGS, Settings
+from examples.lra.settings import CHOOSERS, PRESETS, SETTINGS, Settings
 from examples.lra.train import Data
 from sbm_pyg import SequenceClassifier, plots
 
@@ -535,12 +535,28 @@ def test_regulariser_lowers_the_density(data: Path, tmp_path: Path) -> None:
     assert (last < first - 0.02).all()
 
 
-@pytest.mark.parametrize("attention", ["full", "window", "bigbird"])
+@pytest.mark.parametrize("attention", ["full", "dcmm", *CHOOSERS[:-1]])
 def test_every_attention_trains(data: Path, tmp_path: Path, attention: str) -> None:
     options = f"--attention {attention} --window 3 --steps 2 --precision bf16-mixed --test-graphs 2"
     density = train(data, tmp_path / "run", *options.split())["density"]
-    assert (density["tested"][0][0] == 1.0) == (attention == "full")
+    every = ("full", "dcmm", "block_top_k")  # four blocks of 16 tokens are these lists
+    assert (density["tested"][0][0] == 1.0) == (attention in every)
     assert (tmp_path / "run" / "mask-layer0-head1.png").exists() == (attention != "full")
+
+
+def test_settings_reach_the_model() -> None:
+    """Degrees and shares of a block model, shares of an indexer, blocks of a bias."""
+    laptop = PRESETS["listops"]["laptop"].settings
+
+    def attention(**chosen: Any) -> Any:
+        return Classifier(TASKS["listops"], dataclasses.replace(laptop, **chosen)).model.encoder.blocks[0].attention
+
+    assert attention(degree_corrected=1).sbm.degree_corrected
+    assert not attention().sbm.degree_corrected
+    indexer = attention(attention="indexer", share=0.2, estimator="distill", density_weight=0.0)
+    assert indexer.source.share == 0.2
+    assert type(indexer.estimator).__name__ == "Distill"
+    assert attention(attention="dcmm", num_blocks=7, density_weight=0.0).score_bias.num_blocks == 7
 
 
 @quick
