@@ -3,8 +3,9 @@
     python -m examples.recall --methods full sbm sbm:estimator=local --output runs/recall
     python -m examples.benchmarks.spread runs/recall
 
-For each checkpoint, as it was left and as it began (with the share of the keys that it ended with), gradients are taken for 16 graphs of one batch, and
-for 16 batches with a graph each. Variances are summed over the parameters. Expect 0 where nothing is sampled. The time is that of a gradient, the
+For each checkpoint, as it was left and as it began (with the share of the keys that it ended with), gradients are taken of 32 batches, with two graphs
+each. Half of the mean squared difference of the two is the variance that graphs make; the variance over batches has both. They are summed over the
+parameters. Expect 0 where nothing is sampled. The time is that of a gradient, the
 median of all. Half a minute a checkpoint.
 """
 
@@ -18,7 +19,7 @@ from pathlib import Path
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="with checkpoints (*.pt) of recall")
-    parser.add_argument("--draws", type=int, default=16, help="graphs, and batches (default: %(default)s)")
+    parser.add_argument("--draws", type=int, default=32, help="batches (default: %(default)s)")
     parser.add_argument("--csv", type=Path, default=Path("spread.csv"), help="where to write (default: %(default)s)")
     given = parser.parse_args(arguments)
     given.files = sorted(path for folder in given.folders for path in folder.glob("*.pt"))
@@ -77,15 +78,15 @@ def measure(path: Path, draws: int) -> list[Row]:
         if when == "end":
             model.load_state_dict(state["model"])
         model.train()
-        graphs, first = gradients(model, batches, [(0, seed) for seed in range(draws)])
-        both, second = gradients(model, batches, [(step, draws + step) for step in range(draws)])
-        for name, of_graphs in graphs.items():
-            noise, total = float(of_graphs.var(0).sum()), float(both[name].var(0).sum())
-            norm = float(of_graphs.mean(0).square().sum())
+        pairs = [gradients(model, batches, [(step, 2 * step + which) for step in range(draws)]) for which in range(2)]
+        for name, one in pairs[0][0].items():
+            other = pairs[1][0][name]
+            noise = float((one - other).square().sum(1).mean() / 2)
+            total = float((one.var(0) + other.var(0)).sum() / 2)
+            norm = float(((one + other) / 2).mean(0).square().sum())
+            milliseconds = 1e3 * statistics.median(pairs[0][1] + pairs[1][1])
             known: Row = {"run": run.name, "seed": run.seed, "when": when, "part": name}
-            rows.append(
-                {**known, "graphs": noise, "total": total, "norm2": norm, "ms": 1e3 * statistics.median(first + second)}
-            )
+            rows.append({**known, "graphs": noise, "total": total, "norm2": norm, "ms": milliseconds})
     return rows
 
 
