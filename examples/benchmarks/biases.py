@@ -85,7 +85,7 @@ def gate(density: float) -> None:
         for each in (out, dense(conv, x, graph.to_dense()[0] > 0))
     ]
     for one, other in zip(*both, strict=True):
-        if float((one - other).abs().max()) > TOLERANCE * max(1.0, float(other.abs().max())):
+        if (one - other).abs().max() > TOLERANCE * other.abs().max().clamp(min=1):
             sys.exit("edges and dense arrays disagree")
 
 

@@ -1,0 +1,64 @@
+"""The two studies of biases and noise: their gates, and that they measure what they say."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from examples.benchmarks import biases, spread
+from examples.benchmarks.tables import read
+from examples.recall import tasks, train
+
+pytestmark = [pytest.mark.examples, pytest.mark.usefixtures("one_thread")]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Checkpoints of a dense and of a sampled model, untrained."""
+    small = dataclasses.replace(tasks.TASKS["mqar-small"], train={(20, 3): 60}, test={(20, 3): 4})
+    monkeypatch.setitem(tasks.TASKS, "mqar-small", small)
+    for method in ("dcmm:num_blocks=3", "sbm:num_blocks=4"):
+        run = train.Run("mqar-small", method, 0.2, 0, 10, 4, 1e-3, channels=8)
+        model, schedule = train.make_model(run)
+        state = {"run": dataclasses.asdict(run), "model": model.state_dict()}
+        state |= {"schedule": {**schedule.state_dict(), "share": 0.2}} if schedule else {}
+        torch.save(state, tmp_path / run.file)
+    return tmp_path
+
+
+def test_only_sampled_graphs_make_noise(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spread.main([str(folder), "--draws", "4", "--csv", str(folder / "spread.csv")])
+    rows = read(folder / "spread.csv")
+    assert len(rows) == 8
+    for row in rows:
+        assert row["total"] > 0
+        assert (row["graphs"] > 1e-3 * row["total"]) == row["run"].startswith("sbm")
+        assert row["ms"] > 0
+    assert "| dcmm:num_blocks=3 | start | rest | 1 | 0.0 % |" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        spread.main([str(folder / "nothing")])
+
+
+def test_edges_and_dense_arrays_agree_or_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    biases.gate(0.1)
+    whole = biases.dense
+
+    def plain(conv: Any, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        return whole(conv, 1.01 * x, mask)
+
+    monkeypatch.setattr(biases, "dense", plain)
+    with pytest.raises(SystemExit, match="disagree"):
+        biases.gate(0.1)
+
+
+@pytest.mark.parametrize("name", biases.NAMES)
+def test_a_turn_has_seconds_and_edges(name: str) -> None:
+    found = biases.turn(name, 600, 0.05)
+    assert found["seconds"] > 0
+    assert found["edges"] == (360_000 if name == "dense dcmm" else pytest.approx(18_000, rel=0.1))
+    assert found["MiB"] >= 0 or math.isnan(found["MiB"])
