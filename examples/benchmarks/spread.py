@@ -3,7 +3,7 @@
     python -m examples.recall --methods full sbm sbm:estimator=local --output runs/recall
     python -m examples.benchmarks.spread runs/recall
 
-For each checkpoint, as it was left and as it began (with the share of the keys that it ended with), gradients are taken of 32 batches, with two graphs
+For each checkpoint, as it was left, and as it began but with the share of the keys that it was to reach, gradients are taken of 32 batches, with two graphs
 each. Half of the mean squared difference of the two is the variance that graphs make; the variance over batches has both. They are summed over the
 parameters. Expect 0 where nothing is sampled. The time is that of a gradient, the
 median of all. Half a minute a checkpoint.
@@ -74,7 +74,7 @@ def measure(path: Path, draws: int) -> list[Row]:
     for when in ("start", "end"):
         model, schedule = make_model(run)
         if schedule is not None:
-            schedule.load_state_dict(state["schedule"])
+            schedule.load_state_dict({"share": run.density, "running": None} if when == "start" else state["schedule"])
         if when == "end":
             model.load_state_dict(state["model"])
         model.train()

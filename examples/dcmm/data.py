@@ -60,8 +60,8 @@ def split(labels: Tensor, share: float, seed: int) -> tuple[Tensor, Tensor]:
 def load(data: str, size: int | None = None) -> Images:
     """The images that a name or a folder stands for.
 
-    Digits have no test set of their own, and folders may have none: every sixth image is then held out for it, always
-    the same ones.
+    Digits have no test set of their own, and folders may have none: a sixth of each class is then held out for it,
+    always the same images.
 
     Args:
         data: "digits"; the folder of CIFAR-10, as it is unpacked; or a folder of images, ``train/CLASS/*.png`` and
