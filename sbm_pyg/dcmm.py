@@ -46,11 +46,10 @@ class DCMM(NamedTuple):
         Keys count where their memberships are their own. The authors add 0.1 times it to the loss, so that tokens
         decide for few blocks.
         """
-        query = -(self.query_membership * (self.query_membership + 1e-8).log()).sum(-1)
-        if self.key_membership is self.query_membership:
-            return query.mean()
-        key = -(self.key_membership * (self.key_membership + 1e-8).log()).sum(-1)
-        return torch.cat([query, key], 1).mean()
+        member = self.query_membership
+        if self.key_membership is not member:
+            member = torch.cat([member, self.key_membership], 1)
+        return -(member * (member + 1e-8).log()).sum(-1).mean()
 
 
 class DCMMBias(nn.Module):

@@ -168,14 +168,12 @@ def _named(
         return SBMAttentionConv(channels, head_channels, heads, is_causal=is_causal, **options)
     source: GraphSource
     if name == "dcmm":
-        own = _of(DCMMBias, options)
-        rest = {key: value for key, value in options.items() if key not in own}
+        own, rest = _split(options, DCMMBias)
         rest["score_bias"] = DCMMBias(head_channels, heads, **own)
         source = patterns.PatternSource(patterns.full)
         return AttentionConv(channels, head_channels, heads, source, is_causal=is_causal, **rest)
     if name in LEARNED:
-        own, chosen = (_of(kind, options) for kind in (LEARNED[name], indexer.IndexerSource))
-        rest = {key: value for key, value in options.items() if key not in own | chosen}
+        own, chosen, rest = _split(options, LEARNED[name], indexer.IndexerSource)
         source = indexer.IndexerSource(LEARNED[name](head_channels, heads, **own), **chosen)
         return AttentionConv(channels, head_channels, heads, source, is_causal=is_causal, **rest)
     given = {key: checks.integer(key, options.get(key, size), 0, "It counts tokens.") for key, size in sizes.items()}
@@ -190,9 +188,11 @@ def _named(
     return AttentionConv(channels, head_channels, heads, source, is_causal=is_causal, **rest)
 
 
-def _of(kind: type, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that a class takes."""
-    return {key: value for key, value in options.items() if key in inspect.signature(kind).parameters}
+def _split(options: Mapping[str, Any], *kinds: type) -> tuple[dict[str, Any], ...]:
+    """The options that each class takes, and those that none does."""
+    named = [inspect.signature(kind).parameters for kind in kinds]
+    parts = [{key: value for key, value in options.items() if key in names} for names in named]
+    return *parts, {key: value for key, value in options.items() if not any(key in names for names in named)}
 
 
 class SequenceEncoder(Pretrained):

@@ -555,7 +555,7 @@ class SBMHead(torch.nn.Module):
         else:
             block = torch.eye(self.num_blocks, device=query.device).expand(self.heads, -1, -1)
         if self.degree_corrected:
-            query_degree, key_degree = self.degrees(query, key)
+            query_degree, key_degree = self._degrees(query, key)
             query_side, key_side = query_side * query_degree[..., None], key_side * key_degree[..., None]
         return SBM(query_side, key_side, block.to(query_side.dtype), cast(Tensor, query_ptr), cast(Tensor, key_ptr))
 
@@ -571,6 +571,9 @@ class SBMHead(torch.nn.Module):
         ops.checks.sides(self, query, key, self.heads, self.channels)
         if not self.degree_corrected:
             raise ValueError("Expected an SBMHead with degrees (got one without). Build it with degree_corrected=True.")
+        return self._degrees(query, key)
+
+    def _degrees(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         weight, bias = self.degree_weight[..., None], self.degree_bias[..., None]  # [H, 2, C, 1], [H, 2, 1]
         both = ((x @ weight[:, side])[..., 0] + bias[:, side] for side, x in enumerate((query, key)))
         query_degree, key_degree = (each.sigmoid() for each in both)
