@@ -1,10 +1,10 @@
 """What a DCMM bias costs over the edges of a sampled graph, and what it costs as a dense array: time and peak memory of a training step.
 
-    python -m examples.benchmarks.biases                                  two minutes on one core; 16,384 tokens need 16 GiB
+    python -m examples.benchmarks.biases                                  seven minutes on one core; 16,384 tokens need 8 GiB
     python -m examples.benchmarks.biases --tokens 1024 4096 --density 0.05
 
-One head of 32 channels, 100 blocks of the bias, 32 of the graph. First, on 256 tokens, the three must have the same outputs and gradients over the
-same edges. Each then takes turns of its own process. Memory is the peak beyond what the process held before (Linux alone).
+One head of 32 channels, 100 blocks of the bias, 32 of the graph. First, on 256 tokens, edges and dense arrays must have the same outputs and
+gradients. Each turn is a process of its own. Memory is the peak beyond what the process held before (Linux alone).
 """
 
 # ruff: noqa: E402
@@ -37,15 +37,15 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 if __name__ == "__main__":  # --help and mistakes do not wait for the imports below
     parse(None)
 
-import csv
 import statistics
 import time
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 from examples.benchmarks.choosers import memory
+from examples.benchmarks.tables import add, markdown
 from sbm_pyg import AttentionGraph, DCMMBias, SBMAttentionConv
 
 CHANNELS, TOLERANCE = 32, 1e-4
@@ -56,11 +56,8 @@ def layer(name: str, density: float) -> SBMAttentionConv:
     torch.manual_seed(0)
     bias = DCMMBias(CHANNELS, 1, 100, degree="softplus")
     options = {"parameterization": "overlapping", "cluster_init": "orthogonal"}
-    conv = SBMAttentionConv(
-        64, CHANNELS, num_blocks=32, sbm_options=options, score_bias=None if name == "sbm" else bias, probes=16
-    )
-    conv.source.share = density  # type: ignore[union-attr]
-    return conv
+    added = None if name == "sbm" else bias
+    return SBMAttentionConv(64, CHANNELS, num_blocks=32, sbm_options=options, share=density, score_bias=added)
 
 
 def dense(conv: SBMAttentionConv, x: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -91,7 +88,7 @@ def gate(density: float) -> None:
 
 def turn(name: str, n: int, density: float) -> dict[str, float]:
     """Seconds of the third training step, the first on few tokens; and MiB at the peak of the last two."""
-    conv: nn.Module = layer(name, density)
+    conv = layer(name, density)
     x = torch.randn(n, 64, generator=torch.Generator().manual_seed(n))
     grad, edges = torch.ones(n, CHANNELS), float(n * n)
     before = 0.0
@@ -99,7 +96,7 @@ def turn(name: str, n: int, density: float) -> dict[str, float]:
         before = memory("VmRSS") if number == 1 else before
         start = time.perf_counter()
         if name == "dense dcmm":
-            out = dense(conv, tokens)  # type: ignore[arg-type]
+            out = dense(conv, tokens)
         else:
             out, graph = conv(tokens, seed=0, return_graph=True)
             edges = graph.num_edges
@@ -131,18 +128,17 @@ def main(arguments: list[str] | None = None) -> None:
             else {"seconds": float("nan"), "MiB": float("nan"), "edges": float("nan")}
         )
         rows.append({"tokens": n, "arm": name, **found})
-    with given.csv.open("w", newline="") as file:
-        table = csv.DictWriter(file, [*rows[0]])
-        table.writeheader()
-        table.writerows(rows)
-    print("| N | arm | pairs with a score | seconds | MiB |\n|--:|---|--:|--:|--:|")
+    given.csv.unlink(missing_ok=True)
+    add(given.csv, rows)
+    table = []
     for n in given.tokens:
         for name in NAMES:
             own = [row for row in rows if (row["tokens"], row["arm"]) == (n, name)]
             seconds, mib, edges = (
                 statistics.median(float(row[key]) for row in own) for key in ("seconds", "MiB", "edges")
             )
-            print(f"| {n:,} | {name} | {edges:,.0f} | {seconds:.3g} | {mib:,.0f} |")
+            table.append([f"{n:,}", name, f"{edges:,.0f}", f"{seconds:.3g}", f"{mib:,.0f}"])
+    print(markdown(["N", "arm", "pairs with a score", "seconds", "MiB"], table))
 
 
 if __name__ == "__main__":

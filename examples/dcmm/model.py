@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import interpolate, pad
 
+from examples.recall.model import make_bias
 from examples.recall.train import read_method
-from sbm_pyg import AttentionConv, DCMMBias, FullAttention, SBMAttentionConv, SequenceEncoder, patterns
+from sbm_pyg import AttentionConv, FullAttention, SBMAttentionConv, SequenceEncoder, patterns
 
 METHODS = ("full", "dcmm", "sbm", "dcsbm", "dcmm-sbm")
 BIAS: dict[str, Any] = {
@@ -41,11 +42,7 @@ def make_attention(method: str, channels: int, width: int, heads: int) -> nn.Mod
     kind, options = read_method(method, METHODS, OPTIONS)
     if kind == "full":
         return FullAttention(channels, width, heads)
-    bias = None
-    if "dcmm" in kind:
-        own = {name: options[name] for name in BIAS}
-        own |= {name: bool(own[name]) for name in ("squash", "symmetric", "tied")}
-        bias = DCMMBias(width, heads, **own)
+    bias = make_bias(width, heads, options) if "dcmm" in kind else None
     if kind == "dcmm":
         return AttentionConv(channels, width, heads, patterns.PatternSource(patterns.full), score_bias=bias)
     head = {name: options[name] for name in ("parameterization", "cluster_init")}

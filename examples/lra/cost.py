@@ -105,7 +105,7 @@ def gate(module: Classifier) -> None:
             lin(alone).unflatten(1, (settings.heads, -1)).transpose(0, 1) for lin in linear
         )  # [H, L, C]
         scores = query @ key.mT / math.sqrt(settings.head_channels)
-        if settings.attention == "dcmm":
+        if getattr(attention, "score_bias", None) is not None:
             every = patterns.full(len(alone)).expand(settings.heads)
             scores = scores + attention.score_bias(query, key, every).view_as(scores)
         if choice is not None:

@@ -153,14 +153,20 @@ def _largest(query: Tensor, key: Tensor, ptr: Tensor, length: int, size: int) ->
     return AttentionGraph(rowptr, col, count, count, heads, ptr, ptr, is_causal=True)
 
 
+def make_bias(channels: int, heads: int, options: dict[str, Any]) -> DCMMBias:
+    """A bias by options, in which flags are 0 or 1."""
+    own = {name: options[name] for name in ("num_blocks", "degree", "entropy_weight")}
+    own |= {name: bool(options[name]) for name in ("squash", "symmetric", "tied") if name in options}
+    return DCMMBias(channels, heads, **own)
+
+
 def make_attention(method: str, channels: int, heads: int, density: float, options: dict[str, Any]) -> nn.Module:
     """The attention of a layer; ``options`` are those of a method that learns."""
     width = channels // heads
     if method == "full":
         return FullAttention(channels, width, heads, is_causal=True)
     if method == "dcmm":
-        own = {name: options[name] for name in ("num_blocks", "degree", "entropy_weight")}
-        bias = DCMMBias(width, heads, squash=bool(options["squash"]), tied=bool(options["tied"]), **own)
+        bias = make_bias(width, heads, options)
         every = patterns.PatternSource(patterns.full)
         return AttentionConv(channels, width, heads, every, score_bias=bias, is_causal=True)
     if method not in OPTIONS:
