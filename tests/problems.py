@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sbm_pyg import SBM, AttentionGraph
 
@@ -35,6 +36,25 @@ GRAPHS: dict[str, AttentionGraph] = {
     "one row has all edges": _rows([0, 0, 40, 0], 40),
     "rows around a vector": _rows([15, 16, 17, 31, 32, 33, 2], 50),
 }
+
+
+def dense_mask(graph: AttentionGraph) -> Tensor:
+    """Which pairs are edges, of all sequences, ``[H, N, M]``."""
+    mask = torch.zeros(graph.heads, graph.num_queries, graph.num_keys, dtype=torch.bool)
+    mask[graph.edge_head, graph.edge_index[1], graph.edge_index[0]] = True
+    return mask
+
+
+class LargestStorage(TorchDispatchMode):
+    """Remembers the bytes of the largest tensor that any op makes in its context."""
+
+    size = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        found = [x for x in torch.utils._pytree.tree_leaves(out) if isinstance(x, Tensor)]
+        self.size = max([self.size, *(x.untyped_storage().nbytes() for x in found)])
+        return out
 
 
 def reference_attention(

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from problems import random_graph
+from problems import LargestStorage, dense_mask, random_graph
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from sbm_pyg import AttentionConv, AttentionGraph, DCMMBias, SBMAttentionConv, SequenceEncoder, patterns
 
@@ -63,14 +62,14 @@ def attention(conv: Any, x: Any, mask: Tensor) -> Tensor:
     return torch.einsum("hij,hjc->ihc", weights, v).flatten(1)
 
 
-def graphs(keys: int, queries: int) -> dict[str, AttentionGraph]:
-    found = {"random": random_graph(HEADS, queries, keys, 0.3)}
-    if keys == queries:
-        ptr = torch.tensor([0, 5, 6, keys])
-        found["full"] = patterns.full(keys).expand(HEADS)
-        found["ragged"] = patterns.full(None, ptr=ptr).expand(HEADS)
-        found["causal"] = patterns.window(None, 4, ptr=ptr, is_causal=True).expand(HEADS)
-    return found
+def graphs() -> dict[str, AttentionGraph]:
+    ptr = torch.tensor([0, 5, 6, 14])
+    return {
+        "random": random_graph(HEADS, 14, 14, 0.3),
+        "full": patterns.full(14).expand(HEADS),
+        "ragged": patterns.full(None, ptr=ptr).expand(HEADS),
+        "causal": patterns.window(None, 4, ptr=ptr, is_causal=True).expand(HEADS),
+    }
 
 
 @pytest.mark.parametrize("name", ["full", "ragged", "causal", "random"])
@@ -83,8 +82,8 @@ def test_output_and_every_gradient_are_those_of_the_published_formulas(
     conv: Any = AttentionConv(6, CHANNELS, HEADS, score_bias=DCMMBias(CHANNELS, HEADS, BLOCKS, **options)).double()
     conv.fuse = fuse
     x = draw(0, 14, 6).requires_grad_()
-    graph = graphs(14, 14)[name]
-    mask = torch.stack([dense(graph, head) for head in range(HEADS)])
+    graph = graphs()[name]
+    mask = dense_mask(graph)
     out, wanted = conv(x, graph), attention(conv, x, mask)
     torch.testing.assert_close(out, wanted, rtol=0, atol=1e-10)
     inputs = [x, *conv.parameters()]
@@ -96,19 +95,12 @@ def test_output_and_every_gradient_are_those_of_the_published_formulas(
         assert learns[f"score_bias.{part}"].abs().max() > 1e-6
 
 
-def dense(graph: AttentionGraph, head: int) -> Tensor:
-    mask = torch.zeros(graph.num_queries, graph.num_keys, dtype=torch.bool)
-    mine = graph.edge_head == head
-    mask[graph.edge_index[1, mine], graph.edge_index[0, mine]] = True
-    return mask
-
-
 def test_keys_of_other_tokens_have_memberships_of_their_own() -> None:
     torch.manual_seed(2)
     conv: Any = AttentionConv((3, 6), CHANNELS, HEADS, score_bias=DCMMBias(CHANNELS, HEADS, BLOCKS, tied=False))
     conv = conv.double()
     x, graph = (draw(1, 9, 3), draw(2, 14, 6)), random_graph(HEADS, 14, 9, 0.4)
-    mask = torch.stack([dense(graph, head) for head in range(HEADS)])
+    mask = dense_mask(graph)
     torch.testing.assert_close(conv(x, graph), attention(conv, x, mask), rtol=0, atol=1e-10)
     tied = DCMMBias(CHANNELS, HEADS, BLOCKS)
     with pytest.raises(ValueError, match="Expected 'key' of 14 tokens, as 'query' has \\(got 9\\)"):
@@ -165,7 +157,7 @@ def test_over_sampled_edges_both_models_learn(estimator: str) -> None:
     conv: Any = SBMAttentionConv(6, CHANNELS, HEADS, num_blocks=4, estimator=estimator, score_bias=bias).double()
     x = draw(6, 20, 6)
     out, graph = conv(x, seed=1, return_graph=True)
-    mask = torch.stack([dense(graph, head) for head in range(HEADS)])
+    mask = dense_mask(graph)
     torch.testing.assert_close(out, attention(conv, x, mask), rtol=0, atol=1e-10)
     found = torch.autograd.grad(out.sin().sum(), [*bias.parameters(), conv.source.head.clusters], retain_graph=True)
     assert all(bool(each.abs().max() > 0) for each in found)
@@ -175,23 +167,13 @@ def test_over_sampled_edges_both_models_learn(estimator: str) -> None:
 
 
 def test_nothing_of_all_pairs_is_made_over_few_edges() -> None:
-    class Largest(TorchDispatchMode):
-        size = 0
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            out = func(*args, **(kwargs or {}))
-            for x in torch.utils._pytree.tree_leaves(out):
-                if isinstance(x, Tensor):
-                    Largest.size = max(Largest.size, x.untyped_storage().nbytes())
-            return out
-
     n = 2**13
     bias = DCMMBias(8, 1, 16)
     query = torch.randn(1, n, 8)
     graph = patterns.window(n, 8)
-    with Largest():
+    with LargestStorage() as largest:
         bias(query, query, graph).sum().backward()
-    assert Largest.size <= max(8 * graph.num_edges, 4 * n * 16) < n * n
+    assert largest.size <= max(8 * graph.num_edges, 4 * n * 16) < n * n
 
 
 def test_it_is_drawn_anew_with_its_layer_and_copied() -> None:

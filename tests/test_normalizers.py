@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from entmax import entmax_bisect
-from problems import random_graph
+from problems import dense_mask, random_graph
 from torch import Tensor
 from torch_geometric.explain import AttentionExplainer, Explainer
 
@@ -34,8 +34,7 @@ def dense(conv: Any, x: Tensor, graph: Any) -> Tensor:
     rows = []
     q, k, v = (lin(x).view(-1, conv.heads, conv.out_channels) for lin in (conv.lin_query, conv.lin_key, conv.lin_value))
     edges = graph.expand(conv.heads)
-    mask_of = torch.zeros(conv.heads, x.size(0), x.size(0), dtype=torch.bool)
-    mask_of[edges.edge_head, edges.edge_index[1], edges.edge_index[0]] = True
+    mask_of = dense_mask(edges)
     for head, alpha in enumerate(conv.normalizer.alpha):
         for row, mask in enumerate(mask_of[head]):
             p = entmax_bisect((k[mask, head] @ q[row, head]) * conv.scale, alpha[None], n_iter=200)

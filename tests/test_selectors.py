@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from problems import LargestStorage
 from torch import Tensor
 from torch.nn.functional import normalize
 from torch_geometric.data import Batch, Data
@@ -238,31 +239,17 @@ def test_centroids_follow_the_tokens_in_training_alone() -> None:
 
 def test_memory_grows_with_the_edges_and_not_with_the_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     """No tensor of more than a few million numbers is made for 2^17 tokens, whose pairs are 2^34."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Largest(TorchDispatchMode):
-        size = 0
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            out = func(*args, **(kwargs or {}))
-            sizes = [
-                x.untyped_storage().nbytes() for x in torch.utils._pytree.tree_leaves(out) if isinstance(x, Tensor)
-            ]
-            Largest.size = max([Largest.size, *sizes])
-            return out
-
     n = 2**14
     x = draw(0, 1, n, 4)
-    with Largest():
+    with LargestStorage() as largest:
         block_top_k(x, x, 2, 2**9, is_causal=True)
         lsh(x, x, 2**7, 2**6, seed=0)
         routing(x, x, draw(1, 1, 2**7, 4))
-    assert Largest.size < 8 * n * 2**11  # bytes; a mask of all pairs alone has 2^28
+    assert largest.size < 8 * n * 2**11  # bytes; a mask of all pairs alone has 2^28
     monkeypatch.setattr(pairs, "CHUNK", 2**20)
-    Largest.size = 0
-    with Largest():
+    with LargestStorage() as largest:
         top_k(x[:, : 2**12], x, 4, ptr=(torch.tensor([0, n]), torch.tensor([0, 2**12])))
-    assert Largest.size <= 8 * 2**20
+    assert largest.size <= 8 * 2**20
 
 
 def test_encoders_and_transforms_take_the_rules() -> None:
