@@ -2,6 +2,7 @@
 
 from . import analysis, estimators, gold, indexer, ops, patterns, plots, predictors, selectors, sparsefinder
 from .attention import AttentionConv, SBMAttentionConv
+from .blocks import BlockGraph, BlockPool
 from .choice import Choice, EdgeProbability, GraphSource
 from .dcmm import DCMM, DCMMBias
 from .dense import FullAttention
@@ -20,6 +21,8 @@ __all__ = [
     "SBM",
     "AttentionConv",
     "AttentionGraph",
+    "BlockGraph",
+    "BlockPool",
     "Choice",
     "DCMMBias",
     "EdgeProbability",

@@ -17,6 +17,7 @@ from torch_geometric.nn import MessagePassing
 from torch_geometric.nn.dense.linear import Linear
 from torch_geometric.typing import SparseTensor
 
+from .blocks import BlockPool
 from .choice import Choice, GraphSource, limited
 from .estimators import Attended, Estimator, NoEstimator, resolve_estimator
 from .graph import AttentionGraph
@@ -207,7 +208,8 @@ class AttentionConv(EdgeAttention):
             batch: The same as a sequence number per token, ``[N]``.
             seed: Fixes the graph that the source draws, and the dropout; from torch's default generator if None.
             sequence_ids: Number of each sequence, ``[B]``; see :func:`~sbm_pyg.sample_edges`. With ``seed``, a sequence
-                gets the same graph in any batch. Dropout, and the noise of "concrete", still depend on the whole batch.
+                gets the same graph in any batch. Dropout depends on where in the batch it begins, and the noise of
+                "concrete" on the whole batch.
             return_graph: Also return the :class:`AttentionGraph`.
             return_choice: Also return the :class:`Choice`: the graph and its probabilities.
             return_attention_weights: Also return ``(edge_index, alpha)``, the weights before dropout. As PyG layers do,
@@ -271,7 +273,9 @@ class AttentionConv(EdgeAttention):
             choice = Choice(AttentionGraph.over(*of, edge_head=edge_head, ptr=ptr, batch=batch))
         estimator = self.estimator if choice.probability is not None else NoEstimator()
         choice = limit(estimator.prepare(choice, self.training))
-        gate, bias, soft = estimator.gate(choice), score_bias(choice.graph), estimator.bias(choice, self.training, seed)
+        gate, soft = estimator.gate(choice), estimator.bias(choice, self.training, seed)
+        gate, soft = (x if x is None else choice.graph.spread(x) for x in (gate, soft))
+        bias = score_bias(choice.graph)
         bias = soft if bias is None else bias if soft is None else bias + soft
         parts = (query, key, value, gate, bias)
         out, weights = self._over(choice.graph, edge_index, edge_head, parts, drop, seed, returns.attention_weights)
@@ -333,6 +337,10 @@ class SBMAttentionConv(AttentionConv):
             :class:`~sbm_pyg.ShareSchedule`, which lowers it in training. None: probabilities are as they are.
         self_loops: Each token always attends to itself.
         window: Each token always attends to tokens at this distance or less, and so to itself.
+        grain: Tokens of a block. Above 1, blocks of queries attend to blocks of keys, and graphs are
+            :class:`~sbm_pyg.BlockGraph`; see :class:`~sbm_pyg.SBMSource`. ``probes`` and ``budget`` count tokens.
+        pool: What makes a vector of the tokens of a block: ``"mean"`` or ``"learned"``, a mean whose weights learn
+            (:class:`~sbm_pyg.BlockPool`).
         **kwargs: Of :class:`AttentionConv`: ``concat``, ``bias``, ``is_causal``, ``normalizer``, ``score_bias``,
             ``dropout``.
 
@@ -367,9 +375,12 @@ class SBMAttentionConv(AttentionConv):
         share: float | None = None,
         self_loops: bool = False,
         window: int | None = None,
+        grain: int = 1,
+        pool: str = "mean",
         **kwargs: Any,
     ) -> None:
         checks.one_of("method", method, METHODS)
+        checks.one_of("pool", pool, ("mean", "learned"))
         normalizer = kwargs.get("normalizer", "softmax")
         check_normalizer(normalizer)
         estimator = resolve_estimator(estimator, normalizer, method, probes)
@@ -381,11 +392,12 @@ class SBMAttentionConv(AttentionConv):
                 f"(got {type(sbm_options).__name__}). Name each option."
             )
         if num_blocks is not None:
+            pooled = BlockPool(self.out_channels, self.heads) if pool == "learned" else pool
             exploration = self.estimator.exploration if exploration is None else exploration
             head = SBMHead(self.out_channels, self.heads, num_blocks, **(sbm_options or {}))
             self.source = SBMSource(
                 head, method=method, exploration=exploration, budget=budget, share=share, self_loops=self_loops,
-                window=window,
+                window=window, grain=grain, pool=pooled,
             )  # fmt: skip
 
     @property

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .blocks import BlockGraph
 from .graph import AttentionGraph, check_graph
 from .ops import checks
 
@@ -82,7 +83,9 @@ class Choice:
     Args:
         graph: The graph.
         probability: Probabilities of its pairs, or None where nothing was drawn.
-        forced: Edges that are there whatever their probability is, ``[E]`` bool, or None for no edge.
+        forced: Edges that are there whatever their probability is, ``[E]`` bool, or None for no edge. Of a
+            :class:`~sbm_pyg.BlockGraph`, edges of blocks, as ``graph.blocks`` has them: so are the pairs of
+            ``probability``.
         exploration: What the source added to each probability before it drew, in [0, 1].
         independent: Edges were drawn one by one with these probabilities. False: the graph follows them in another way,
             by rank, say.
@@ -101,7 +104,7 @@ class Choice:
         check_graph(self.graph)
         if self.probability is not None:
             check_probability(self.probability)
-        checks.forced(self.forced, self.graph.col)
+        checks.forced(self.forced, self.graph.blocks.col)
         checks.number("exploration", self.exploration, "[0, 1]", "It was added to every probability.")
 
     def expand(self, heads: int) -> Choice:
@@ -112,26 +115,36 @@ class Choice:
         return replace(self, graph=graph, forced=None if self.forced is None else self.forced.repeat(heads))
 
     def select(self, kept: Tensor) -> Choice:
-        """The choice among the edges of a mask ``[E]`` bool, as :meth:`AttentionGraph.select`."""
+        """The choice among the edges of a mask ``[E]`` bool, as :meth:`AttentionGraph.select`.
+
+        Raises:
+            ValueError: The graph is one of blocks, whose tokens are not chosen one by one.
+        """
+        if isinstance(self.graph, BlockGraph):
+            raise ValueError(
+                f"Expected a graph of tokens where edges are left out (got blocks of {self.graph.grain}). "
+                "Choose with grain=1, or expand the graph and attend over that: `graph.expand_tokens()`."
+            )
         return replace(self, graph=self.graph.select(kept), forced=None if self.forced is None else self.forced[kept])
 
     def causal(self) -> Choice:
         """The choice without edges from later keys, as :meth:`AttentionGraph.causal`."""
         if self.graph.is_causal:
             return self
-        forced = None if self.forced is None else self.forced[~self.graph.later]
+        forced = None if self.forced is None else self.forced[~self.graph.blocks.later]
         return replace(self, graph=self.graph.causal(), forced=forced)
 
     def force(self, pattern: AttentionGraph) -> Choice:
         """The choice with the edges of a pattern added, whatever their probabilities are.
 
         Args:
-            pattern: A graph over the same tokens, with the same heads or one.
+            pattern: A graph over the same tokens in blocks of the same size, with the same heads or one.
         """
-        graph, forced = self.graph.union(pattern)
+        check_graph(pattern, "pattern")
+        blocks, forced = self.graph.blocks.union(pattern.blocks)
         if self.forced is not None:
-            forced = graph.union(self.graph.select(self.forced))[1] | forced
-        return replace(self, graph=graph, forced=forced)
+            forced = blocks.union(self.graph.blocks.select(self.forced))[1] | forced
+        return replace(self, graph=self.graph.with_blocks(blocks), forced=forced)
 
 
 class GraphSource(torch.nn.Module, ABC):

@@ -36,6 +36,7 @@ from torch import Tensor
 from torch_geometric.utils import softmax
 
 from . import ops
+from .blocks import BlockGraph
 from .choice import Choice, EdgeProbability, check_probability
 from .graph import AttentionGraph, check_graph
 from .ragged import draw_seed, readable, resolve_sequence_ids
@@ -121,7 +122,7 @@ class Estimator:
         return choice
 
     def gate(self, choice: Choice) -> Tensor | None:
-        """Gate of each edge, ``[E]``, or None."""
+        """Gate of each edge, ``[E]``, or None. Of a graph of blocks, of the edges of blocks; so is :meth:`bias`."""
         return None
 
     def bias(self, choice: Choice, training: bool, seed: int) -> Tensor | None:
@@ -146,7 +147,7 @@ class Mask(Estimator):
         """Ones, ``[E]``, with the gradient of the probabilities; None without a gradient to carry."""
         if choice.probability is None or not torch.is_grad_enabled():
             return None
-        return straight_through(choice.probability, choice.graph, choice.forced)
+        return straight_through(choice.probability, choice.graph.blocks, choice.forced)
 
 
 class Paper(Mask):
@@ -268,9 +269,10 @@ class Relaxed(Estimator):
         """All pairs, in training."""
         if not training:
             return choice
-        pairs, _ = draw_probes(choice.graph, math.inf, seed=0)
-        forced = None if choice.forced is None else pairs.union(choice.graph.select(choice.forced))[1]
-        return replace(choice, graph=pairs, forced=forced)
+        blocks = choice.graph.blocks
+        pairs, _ = draw_probes(blocks, math.inf, seed=0)
+        forced = None if choice.forced is None else pairs.union(blocks.select(choice.forced))[1]
+        return replace(choice, graph=choice.graph.with_blocks(pairs), forced=forced)
 
     def bias(self, choice: Choice, training: bool, seed: int) -> Tensor | None:
         """Logarithm of each pair's mask, ``[E]``, in training."""
@@ -280,7 +282,7 @@ class Relaxed(Estimator):
         return soft if choice.forced is None else soft.masked_fill(choice.forced, 0)
 
     def _soft(self, probability: EdgeProbability, choice: Choice, seed: int) -> Tensor:
-        return relaxed_bias(probability, choice.graph, choice.exploration)
+        return relaxed_bias(probability, choice.graph.blocks, choice.exploration)
 
 
 class Concrete(Relaxed):
@@ -295,7 +297,8 @@ class Concrete(Relaxed):
         self.temperature = temperature
 
     def _soft(self, probability: EdgeProbability, choice: Choice, seed: int) -> Tensor:
-        return concrete_bias(probability, choice.graph, self.temperature, seed=seed, exploration=choice.exploration)
+        blocks = choice.graph.blocks
+        return concrete_bias(probability, blocks, self.temperature, seed=seed, exploration=choice.exploration)
 
 
 ESTIMATORS: dict[str, type[Estimator]] = {
@@ -364,14 +367,14 @@ def draw_probes(
 
     Args:
         graph: Graph over whose tokens, heads and sequences they are; its edges do not matter. Probes of a causal graph
-            are pairs that it allows.
-        per_query: Number of probes of each query and head, on average; a query with fewer keys gets all of them, so
-            that ``math.inf`` means all pairs.
+            are pairs that it allows. Probes of a :class:`~sbm_pyg.BlockGraph` are pairs of blocks.
+        per_query: Number of probes of each query and head, on average, in tokens; a query with fewer keys gets all of
+            them, so that ``math.inf`` means all pairs.
         seed: Seed of the graph; other random words are drawn from it.
         sequence_ids: As :func:`~sbm_pyg.sample_edges`.
 
     Returns:
-        The probes, and the probability with which each key of a query is one, ``[N]`` float32.
+        The probes, and the probability with which each key of a query, or of a query block, is one, ``[N]`` float32.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -380,6 +383,9 @@ def draw_probes(
     """
     check_graph(graph)
     ops.checks.number("per_query", per_query, "[0, inf]", "It is an average number of probes.")
+    if isinstance(graph, BlockGraph):
+        blocks, chance = draw_probes(graph.blocks, per_query / graph.grain, seed=seed, sequence_ids=sequence_ids)
+        return graph.with_blocks(blocks), chance
     _check_memory(graph, per_query)
     reach = ops.reference.reach(graph.query_ptr, graph.key_ptr, graph.num_queries, graph.is_causal)
     chance = (float(per_query) / reach.clamp(min=1)).clamp(max=1).float()
@@ -430,7 +436,8 @@ def local_expectation(
         out: Output of the attention, ``[H, N, C']``.
         query, key, value: Of the attention.
         probability: Probabilities of the graph: an SBM, whose factors the kernels take, or any other.
-        graph: The graph.
+        graph: The graph. Of a :class:`~sbm_pyg.BlockGraph` the effects of a block are summed over its queries, and
+            probabilities and ``forced`` are those of ``graph.blocks``.
         probes, chance: Of :func:`draw_probes`.
         bias, probe_bias: Score biases of edges ``[E]`` and probes ``[E']``.
         forced: Edges that are there whatever p is, ``[E]`` bool.
@@ -448,8 +455,9 @@ def local_expectation(
     weighting samples of two sources by their sum (the balance heuristic).
     """
     check_probability(probability)
-    probability.check(graph)
-    probability.check(probes, "probes")
+    for each, name in ((graph, "graph"), (probes, "probes")):
+        check_graph(each, name)
+        probability.check(each.blocks, name)
     if (probes.heads, probes.num_queries, probes.num_keys) != (graph.heads, graph.num_queries, graph.num_keys):
         raise ValueError(
             f"Expected 'probes' over the tokens of 'graph' (got {probes} for {graph}). `draw_probes` makes them."
@@ -459,6 +467,20 @@ def local_expectation(
         raise ValueError(
             "Expected 'chance' in [0, 1] (got a number outside). It is the second result of `draw_probes`."
         )
+    if isinstance(graph, BlockGraph):
+        if not isinstance(probes, BlockGraph) or probes.grain != graph.grain:
+            raise ValueError(
+                f"Expected 'probes' to be pairs of blocks of {graph.grain} tokens, as 'graph' is (got {probes}). "
+                "`draw_probes` makes them."
+            )
+        mine, theirs = graph.blocks, probes.blocks
+        return ops.block_expectation(
+            out, query, key, value,
+            (mine.rowptr, mine.col, None if bias is None else graph.tiles(bias)),
+            (theirs.rowptr, theirs.col, None if probe_bias is None else probes.tiles(probe_bias)),
+            chance, (graph.query_ptr, graph.key_ptr), graph.grain, forced, graph.is_causal, scale, exploration,
+            prob=(probability.on(mine), probability.on(theirs)),
+        )  # fmt: skip
     pairs = (graph.rowptr, graph.col, bias), (probes.rowptr, probes.col, probe_bias)
     factors = probability.factors
     prob = None if factors is not None else (probability.on(graph), probability.on(probes))
@@ -499,7 +521,9 @@ def distillation(
 
     The sum below runs over all keys that a query may attend to, edges or not. A block model knows it from its
     expectations: so this is a contrastive loss against every key, exact, at a cost of O(N K + E (C + K)). Its minimum
-    has probabilities in proportion to the weights. A query without edges adds nothing.
+    has probabilities in proportion to the weights. A query without edges adds nothing, and neither does an edge that
+    the model never draws, of probability 0. Over a :class:`~sbm_pyg.BlockGraph`, :math:`P` are the weights of blocks of
+    keys, and those of the queries of a block are summed.
 
     Args:
         query, key: Of the attention, ``[H, N, C]`` and ``[H, M, C]``.
@@ -516,12 +540,20 @@ def distillation(
     sum over all keys is what a model of low rank adds.
     """
     check_probability(probability)
-    probability.check(graph)
+    check_graph(graph)
+    blocks = graph.blocks
+    probability.check(blocks)
     with torch.no_grad():
-        weight = edge_softmax(edge_logits(query, key, graph, bias, scale), ptr=graph.rowptr)
-    p, degree = probability.on(graph), probability.expected_degree()
-    share = p.clamp(min=_LEAST).log() - degree.clamp(min=_LEAST).log().flatten()[graph.edge_row]
-    return -(weight * share).sum() / (graph.heads * graph.num_queries)
+        if isinstance(graph, BlockGraph):
+            weight = ops.block_weight(
+                query, key, blocks.rowptr, blocks.col, (graph.query_ptr, graph.key_ptr), graph.grain, graph.is_causal,
+                None if bias is None else graph.tiles(bias), scale,
+            )  # fmt: skip
+        else:
+            weight = edge_softmax(edge_logits(query, key, graph, bias, scale), ptr=graph.rowptr)
+    p, degree = probability.on(blocks), probability.expected_degree()
+    share = p.clamp(min=_LEAST).log() - degree.clamp(min=_LEAST).log().flatten()[blocks.edge_row]
+    return -(weight * share.masked_fill(p == 0, 0)).sum() / (graph.heads * graph.num_queries)
 
 
 def relaxed_bias(probability: EdgeProbability, graph: AttentionGraph, exploration: float = 0.0) -> Tensor:

@@ -64,6 +64,30 @@ class AttentionGraph(CompressedRows):
         [[0, 0, 1], [0, 1, 1]]
     """
 
+    # ---------------------------------------------------------------- its blocks
+
+    @property
+    def grain(self) -> int:
+        """Tokens of a block: 1, except of a :class:`~sbm_pyg.BlockGraph`."""
+        return 1
+
+    @property
+    def blocks(self) -> AttentionGraph:
+        """The graph over blocks: the graph itself where a block is a token."""
+        return self
+
+    def with_blocks(self, blocks: AttentionGraph) -> AttentionGraph:
+        """The graph over the same tokens whose blocks are joined by another graph."""
+        return blocks
+
+    def expand_tokens(self) -> AttentionGraph:
+        """The graph of the tokens: the graph itself where a block is a token."""
+        return self
+
+    def spread(self, x: Tensor) -> Tensor:
+        """Numbers of the edges of blocks ``[E', ...]``, repeated for the edges of their tokens, ``[E, ...]``."""
+        return x
+
     # ---------------------------------------------------------------- from other forms
 
     @classmethod

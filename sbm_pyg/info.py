@@ -112,7 +112,7 @@ def _test_device(device: torch.device) -> dict[str, Any]:
     rate, member = (torch.rand(heads, tokens, blocks, generator=random) / 4 for _ in range(2))
     ptr, sequence_ids = torch.tensor([0, 80, tokens]), torch.arange(2)
     law = (rate, member, ptr, ptr, sequence_ids)
-    expected = meaning.sample_sbm(*law, 7, "bernoulli", 0.0, False, False)
+    expected = ops.samplers.sample_sbm(*law, 7, "bernoulli", 0.0, False, False)
     rowptr, col = sample(*(tensor.to(device) for tensor in law), 7)
     same = torch.equal(rowptr.cpu(), expected[0]) and torch.equal(col.cpu().long(), expected[1].long())
 

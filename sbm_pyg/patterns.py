@@ -30,7 +30,7 @@ from torch_geometric.transforms import BaseTransform
 from .choice import Choice, GraphSource
 from .graph import AttentionGraph, check_graph
 from .ops import checks
-from .ops.reference import RANDOM_KEY, philox
+from .ops.words import RANDOM_KEY, philox
 from .ragged import check_tensor, draw_seed, readable, resolve_ptr, resolve_sequence_ids, stored_ptr
 
 __all__ = [

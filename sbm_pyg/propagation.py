@@ -19,6 +19,7 @@ from torch_geometric.utils import is_sparse
 from torch_geometric.utils.sparse import set_sparse_value
 
 from . import ops
+from .blocks import BlockGraph
 from .estimators import Estimator, edge_logits
 from .graph import AttentionGraph, edge_list
 from .normalizers import Entmax, alpha_of, normalize
@@ -134,7 +135,9 @@ class EdgeAttention(MessagePassing):
 
     def _score_bias(self, query: Tensor, key: Tensor, graph: AttentionGraph) -> Tensor | None:
         """What ``score_bias`` adds to the score of each edge, ``[E]``."""
-        bias = None if self.score_bias is None else self.score_bias(query, key, graph)
+        if self.score_bias is None:
+            return None
+        bias = self.score_bias(query, key, graph)
         checks.shape(
             "score_bias", bias, graph.col.shape, "[E]", "It returns one number per edge of the graph that it is given."
         )
@@ -208,7 +211,7 @@ class EdgeAttention(MessagePassing):
         query, key, value, gate, bias = parts
         keep = None  # factor of each edge under dropout, the same as the fused path's
         if dropout > 0:
-            kept = ops.reference.dropout_mask(graph.num_edges, dropout, seed, graph.device)
+            kept = ops.reference.dropout_mask(graph.rowptr, graph.col, self.heads, graph.num_keys, dropout, seed)
             keep = kept.to(value.dtype) / (1 - dropout)
         heads, sizes = self.heads, (graph.num_keys, graph.num_queries)
         if edge_index is not None:
@@ -255,8 +258,17 @@ class EdgeAttention(MessagePassing):
     ) -> Tensor:
         """The fused path: one op over compressed rows; the same contract as :meth:`message` and a sum.
 
+        Softmax over a graph of blocks has an op of its own; gates and entmax attend over the tokens of the graph.
         Returns ``[N, H, C]``.
         """
+        if isinstance(graph, BlockGraph) and self.normalizer == "softmax" and gate is None:
+            blocks, ptrs = graph.blocks, (graph.query_ptr, graph.key_ptr)
+            tiles = None if score_bias is None else graph.tiles(score_bias)
+            out, _ = ops.block_attention(
+                query, key, value, blocks.rowptr, blocks.col, ptrs, graph.grain, graph.is_causal, tiles, self.scale,
+                dropout, seed,
+            )  # fmt: skip
+            return out.transpose(0, 1)
         arguments = (
             query, key, value, graph.rowptr, graph.col, gate, score_bias, self.scale, self.estimator.gate_form, dropout,
             seed,

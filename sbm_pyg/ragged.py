@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import is_fake
+from torch.utils.weak import WeakIdKeyDictionary
 from torch_geometric.utils import to_dense_batch
 
 from .ops import checks
@@ -31,6 +32,10 @@ __all__ = [
     "resolve_sides",
     "unpad",
 ]
+
+
+_VALID: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Offsets that were found to be right, for how many tokens, and in which version."""
 
 
 def readable(x: Tensor) -> bool:
@@ -144,7 +149,7 @@ def resolve_ptr(
             raise ValueError(
                 "Expected a sequence of at least one token (got 0 tokens). Leave empty sequences out of the batch."
             )
-        return torch.tensor([0, total], dtype=torch.int64, device=device)
+        return _valid(torch.tensor([0, total], dtype=torch.int64, device=device), total)
     if ptr.dim() != 1 or ptr.numel() < 2:
         raise ValueError(
             f"Expected '{name}' to be [B+1] with B >= 1 (got {list(ptr.shape)}). "
@@ -155,11 +160,19 @@ def resolve_ptr(
     if ptr.is_meta and device is not None and device.type != "meta":
         check_present(ptr, name)
     if readable(ptr):
-        _check_ptr_values(ptr, total, name)
+        if ptr.is_inference() or _VALID.get(ptr) != (total, ptr._version):
+            _check_ptr_values(ptr, total, name)
     else:  # no branch on values; the kernels must still see none that is out of range
         fits = (ptr[0] == 0) & (ptr[-1] == total) & (ptr.diff() > 0).all()
         torch._assert_async(fits, f"Expected '{name}' to run from 0 to the number of tokens, strictly increasing.")
-    return ptr.to(device=device, dtype=torch.int64)
+    return _valid(ptr.to(device=device, dtype=torch.int64), total)
+
+
+def _valid(ptr: Tensor, total: int) -> Tensor:
+    """The same offsets, at which nobody needs to look again: a device would be waited for."""
+    if readable(ptr) and not ptr.is_inference():
+        _VALID[ptr] = total, ptr._version
+    return ptr
 
 
 def resolve_sides(

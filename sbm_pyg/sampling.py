@@ -7,6 +7,7 @@ Not here: the sampling algorithms themselves (``ops``) and gradients (``estimato
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -16,9 +17,11 @@ from torch_geometric.data.datapipes import functional_transform
 from torch_geometric.transforms import BaseTransform
 
 from . import ops, patterns
+from .blocks import BlockGraph, block_mean, block_tokens
 from .choice import Choice, GraphSource
 from .graph import AttentionGraph
-from .ragged import count_pairs, draw_seed, readable, resolve_sequence_ids, stored_ptr
+from .ops.blocks import Cut
+from .ragged import count_pairs, draw_seed, readable, resolve_ptr, resolve_sequence_ids, stored_ptr
 from .sbm import FLOOR, SBM, SBMHead, check_model, check_sbm
 
 __all__ = ["SBMGraph", "SBMSource", "ShareSchedule", "sample_edges"]
@@ -105,12 +108,38 @@ def sample_edges(
         limited = sbm if reach <= FAR else _widen(sbm, reach)
         limited = limited if budget is None else limited.limit(budget)
         _check_memory(limited, method, exploration)
-        rate, key = limited.factors if reach <= FAR else _rescale(limited)
+        rate, key = (limited.rate, limited.key_membership) if reach <= FAR else _rescale(limited)
+        key = _next_place(key, sbm.key_ptr) if sbm.is_strict else key
         rowptr, col = ops.sample_sbm(
             rate, key, sbm.query_ptr, sbm.key_ptr, sequence_ids, seed, method, exploration, clamp, sbm.is_causal
         )
     sides = (sbm.num_queries, sbm.num_keys, sbm.heads, sbm.query_ptr, sbm.key_ptr)
-    return AttentionGraph._trusted(rowptr, col, *sides, sbm.is_causal)
+    graph = AttentionGraph._trusted(rowptr, col, *sides, sbm.is_causal)
+    if not sbm.is_strict:
+        return graph
+    first = torch.zeros(sbm.num_keys, dtype=torch.bool, device=col.device).index_fill(0, sbm.key_ptr[:-1], True)
+    graph = graph.select(~first[graph.col.long()])  # which exploration alone reaches
+    return graph._with(graph.rowptr, graph.col - 1, graph.heads)
+
+
+def _next_place(key: Tensor, ptr: Tensor) -> Tensor:
+    """Each key one place later in its sequence, where those who may attend to it, and not its own query, see it.
+
+    The first place of a sequence holds zeros.
+    """
+    return key.roll(1, 1).index_fill(1, ptr[:-1], 0)
+
+
+def _pooled(
+    query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, grain: int, is_causal: bool,
+    pool: torch.nn.Module | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """What stands for the blocks of queries and of keys, ``[H, n, C]`` each, and their offsets."""
+    make = block_mean if pool is None else pool
+    mine = make(*block_tokens(query, query_ptr, grain, before=is_causal))
+    theirs = make(*block_tokens(key, key_ptr, grain))
+    mine_ptr = Cut(query_ptr, query.size(1), grain).ptr
+    return mine, theirs, mine_ptr, mine_ptr if key_ptr is query_ptr else Cut(key_ptr, key.size(1), grain).ptr
 
 
 class SBMSource(GraphSource):
@@ -129,6 +158,13 @@ class SBMSource(GraphSource):
             edges. None: probabilities are as the head says.
         self_loops: Each token always attends to itself.
         window: Each token always attends to tokens at this distance or less, and so to itself. None: no window.
+        grain: Tokens of a block, see :class:`~sbm_pyg.BlockGraph`. Above 1 the head sees one query and one key for each
+            block, and edges of the model join blocks: all tokens of a block attend to the same keys. Probabilities,
+            exploration and share are those of pairs of blocks; ``budget`` and ``window`` count tokens, and a window
+            is widened to whole blocks. In a causal model a query block is chosen for by tokens up to its first, and
+            each block always attends to itself.
+        pool: What makes a vector of the tokens of a block: ``"mean"``, or a module such as
+            :class:`~sbm_pyg.BlockPool`.
 
     Raises:
         TypeError, ValueError: An argument has the wrong type or range.
@@ -151,6 +187,8 @@ class SBMSource(GraphSource):
         share: float | None = None,
         self_loops: bool = False,
         window: int | None = None,
+        grain: int = 1,
+        pool: torch.nn.Module | str = "mean",
     ) -> None:
         super().__init__()
         if not isinstance(head, torch.nn.Module):
@@ -160,11 +198,14 @@ class SBMSource(GraphSource):
         ops.checks.one_of("method", method, ops.METHODS)
         if exploration is not None:
             ops.checks.number("exploration", exploration, "[0, 1]", "It is added to every probability in training.")
-        if budget is not None:
-            ops.checks.number("budget", budget, "(0, inf]", "It is an expected number of keys per query and head.")
+        _check_budget(budget)
         if share is not None:
             ops.checks.number("share", share, "(0, 1]", "It is a share of the keys that a query may attend to.")
         patterns.check_window(window)
+        if pool != "mean" and not isinstance(pool, torch.nn.Module):
+            raise TypeError(f"Expected 'pool' to be 'mean' or a module (got {pool!r}). `BlockPool` is one.")
+        self.grain = ops.checks.integer("grain", grain, 1, "It is a number of tokens.")
+        self.pool = pool if isinstance(pool, torch.nn.Module) else None
         self.head, self.method, self.exploration, self.budget = head, method, exploration, budget
         self.self_loops, self.window = self_loops, window
         self.running_mean: Tensor
@@ -208,10 +249,24 @@ class SBMSource(GraphSource):
         sequence_ids: Tensor | None = None,
     ) -> Choice:
         """As :meth:`GraphSource.forward`."""
-        sbm: SBM = self.head(query, key, query_ptr, key_ptr)
+        if self.grain == 1:
+            return self._choose(self.head(query, key, query_ptr, key_ptr), bipartite, is_causal, seed, sequence_ids)
+        same = not bipartite and key_ptr.shape == query_ptr.shape
+        if is_causal and (not same or getattr(self.head, "tied", False)):
+            raise ValueError(
+                "Expected the same tokens on both sides, and a head that is not tied, with 'is_causal' and 'grain' "
+                f"above 1 (got grain={self.grain}). A query block is seen by its first token alone; take grain=1."
+            )
+        sbm = self.head(*_pooled(query, key, query_ptr, key_ptr, self.grain, is_causal, self.pool))
+        sbm = sbm.strict() if is_causal else sbm
+        choice = self._choose(sbm, bipartite, is_causal, seed, sequence_ids)
+        return replace(choice, graph=BlockGraph._over(choice.graph, self.grain, query_ptr, key_ptr))
+
+    def _choose(self, sbm: SBM, bipartite: bool, is_causal: bool, seed: int, sequence_ids: Tensor | None) -> Choice:
+        """Sample the graph of a model, and add what is always there."""
         sbm = sbm.causal() if is_causal else sbm
         sbm = sbm if self.share is None else self._compete(sbm, self.share, seed)
-        sbm = sbm if self.budget is None else sbm.limit(self.budget)
+        sbm = sbm if self.budget is None else sbm.limit(self.budget / self.grain)
         by_share = (self.share or 0.0) ** 2 if self.exploration is None else self.exploration
         exploration = by_share if self.training else 0.0
         # No parameterisation exceeds 1, but shares do; and `clamp` takes what low precision rounds above it.
@@ -219,8 +274,9 @@ class SBMSource(GraphSource):
             sbm, method=self.method, exploration=exploration, clamp=True, seed=seed, sequence_ids=sequence_ids
         )
         choice = Choice(graph, sbm, exploration=exploration)
-        size = 0 if self.self_loops and self.window is None else self.window
-        return patterns.with_window(choice, size, query_ptr, bipartite)
+        size = 0 if (self.self_loops or sbm.is_strict) and self.window is None else self.window
+        size = size if size is None else -(-size // self.grain)
+        return patterns.with_window(choice, size, sbm.query_ptr, bipartite)
 
     def _compete(self, sbm: SBM, share: float, seed: int) -> SBM:
         """The model with a mean probability of ``share``, by the running mean of each head."""
@@ -231,7 +287,7 @@ class SBMSource(GraphSource):
             )
         reach, degree = sbm._reach(), sbm.expected_degree()
         pairs, edges = reach.sum(), degree.sum(1)
-        mean = (edges / pairs).clamp(min=FLOOR)
+        mean = (edges / pairs.clamp(min=1)).clamp(min=FLOOR)
         running = self.running_mean if not self.training else self._follow(edges.detach(), pairs, seed)
         running = running.to(mean.dtype)
         pooled = (share / running.clamp(min=FLOOR) * (mean.detach() / mean)).to(sbm.rate.dtype)
@@ -249,7 +305,8 @@ class SBMSource(GraphSource):
         seed %= 2**63 - 1  # an int64, whatever was drawn
         later, known = self.last_seed != seed, self.running_mean > 0
         step = torch.where(later & (self.seen[1] > 0), torch.where(known, MOMENTUM, 1.0), 0.0)
-        self.running_mean.lerp_((self.seen[0] / self.seen[1].clamp(min=1)).clamp(min=FLOOR), step)
+        mean = (self.seen[0] / self.seen[1].clamp(min=1)).clamp(min=FLOOR)
+        self.running_mean.lerp_(mean, step.to(mean.dtype))
         self.seen.copy_(torch.where(later, 0.0, self.seen) + torch.stack([edges, pairs.expand_as(edges)]))
         self.last_seed.fill_(seed)
         return self.running_mean.clone()
@@ -257,7 +314,8 @@ class SBMSource(GraphSource):
     def extra_repr(self) -> str:
         """Its options."""
         parts = {"method": self.method, "exploration": self.exploration, "budget": self.budget, "share": self.share}
-        return ", ".join(f"{name}={value!r}" for name, value in (parts | {"window": self.window}).items())
+        parts |= {"window": self.window} | ({"grain": self.grain} if self.grain > 1 else {})
+        return ", ".join(f"{name}={value!r}" for name, value in parts.items())
 
 
 class ShareSchedule:
@@ -350,6 +408,7 @@ def _widen(sbm: SBM, reach: float) -> SBM:
         sbm.query_ptr,
         sbm.key_ptr,
         is_causal=sbm.is_causal,
+        is_strict=sbm.is_strict,
     )
 
 
@@ -390,13 +449,25 @@ def _check_memory(sbm: SBM, method: str, exploration: float) -> None:
     pairs = sbm.heads * int(count_pairs(sbm.query_ptr, sbm.key_ptr, sbm.is_causal).sum())
     if ops.checks.fits(pairs, bytes_each, device):
         return
-    keys = ops.reference.reach(sbm.query_ptr, sbm.key_ptr, sbm.num_queries, sbm.is_causal)
+    keys = sbm._reach().clamp(min=1)
     degree = sbm.expected_degree().double() + exploration * keys
     # The mean of 1 - exp(-p) over the keys of a row is at most that of the mean p.
     degree = -keys * torch.expm1(-degree / keys) if method == "fastrg" else torch.minimum(degree, keys)
     expected = float(degree.sum())
     way_out = "Pass `budget=`, or take fewer heads or shorter sequences."
     ops.checks.memory("sbm", min(int(expected + 6 * math.sqrt(expected)), pairs), bytes_each, device, way_out)
+
+
+def _check_budget(budget: float | None) -> None:
+    if budget is not None:
+        ops.checks.number("budget", budget, "(0, inf]", "It is an expected number of keys per query and head.")
+
+
+def _offsets(target: Any, source: Any, queries: int, keys: int) -> tuple[Tensor, Tensor]:
+    """Offsets of the sequences of two stores, one tensor where they are the same."""
+    mine, stored = resolve_ptr(queries, stored_ptr(target)), stored_ptr(source)
+    same = keys == queries and (stored is None or torch.equal(mine, stored))
+    return mine, mine if same else resolve_ptr(keys, stored)
 
 
 @functional_transform("sbm_graph")
@@ -414,6 +485,8 @@ class SBMGraph(BaseTransform):
         head: Module from queries and keys to an SBM; None to read memberships.
         edge_type: ``(source, relation, target)`` to fill in ``HeteroData``.
         is_causal: No query attends to a later key.
+        grain: Tokens of a block, see :class:`~sbm_pyg.BlockGraph`. Above 1, features or memberships are averaged over
+            blocks, edges join all tokens of two blocks, and each block of a causal graph attends to itself.
         method, exploration, budget, clamp, seed: As :func:`sample_edges`. With a seed, equal data get equal edges;
             without, torch's default generator decides.
 
@@ -439,6 +512,7 @@ class SBMGraph(BaseTransform):
         budget: float | None = None,
         clamp: bool = False,
         is_causal: bool = False,
+        grain: int = 1,
         seed: int | None = None,
     ) -> None:
         if head is not None and not isinstance(head, torch.nn.Module):
@@ -456,7 +530,8 @@ class SBMGraph(BaseTransform):
                 "Leave it out for Data."
             )
         ops.checks.flag("is_causal", is_causal, "It says whether later keys are left out.")
-        self.is_causal = is_causal
+        _check_budget(budget)
+        self.is_causal, self.grain = is_causal, ops.checks.integer("grain", grain, 1, "It is a number of tokens.")
         self.head, self.edge_type = head, cast(tuple[str, str, str], tuple(edge_type))
         self.method, self.exploration, self.budget, self.clamp, self.seed = method, exploration, budget, clamp, seed
 
@@ -473,7 +548,6 @@ class SBMGraph(BaseTransform):
                 f"{self.edge_type}). Pass `edge_type=(source, relation, target)`."
             )
         target, source = (data[self.edge_type[2]], data[self.edge_type[0]]) if hetero else (data, data)
-        query_ptr, key_ptr = (stored_ptr(store) for store in (target, source))
         if self.head is not None:
             heads, width = self.head.heads, self.head.heads * self.head.channels
             features = [self._read(store, "x", "features", (2,), "[N, H*C]") for store in (target, source)]
@@ -485,8 +559,7 @@ class SBMGraph(BaseTransform):
                         "head."
                     )
             query, key = (x.unflatten(1, (heads, -1)).transpose(0, 1) for x in features)
-            with torch.no_grad():
-                sbm = self.head(query, key, query_ptr, key_ptr)
+            block: Tensor | None = None
         else:
             if isinstance(data, Batch):
                 raise ValueError(
@@ -497,13 +570,23 @@ class SBMGraph(BaseTransform):
             key = self._read(source, "key_membership", "memberships", (2, 3), "[N, K] or [N, H, K]")
             block = self._read(data, "block_matrix", "block matrices", (2, 3), "[K, K] or [H, K, K]", rows=False)
             query, key = (x[None] if x.dim() == 2 else x.transpose(0, 1) for x in (query, key))
-            sbm = SBM(
-                query, key, block[None] if block.dim() == 2 else block, cast(Tensor, query_ptr), cast(Tensor, key_ptr)
-            )
-        sbm = sbm.causal() if self.is_causal else sbm
+            block = block[None] if block.dim() == 2 else block
+        ptrs = _offsets(target, source, query.size(1), key.size(1))
+        sides = (query, key, *ptrs) if self.grain == 1 else _pooled(query, key, *ptrs, self.grain, self.is_causal)
+        if block is not None:
+            sbm = SBM(sides[0], sides[1], block, sides[2], sides[3])
+        else:
+            with torch.no_grad():
+                sbm = cast(SBMHead, self.head)(*sides)
+        sbm = (sbm.strict() if self.grain > 1 else sbm.causal()) if self.is_causal else sbm
+        budget = None if self.budget is None else self.budget / self.grain
         graph = sample_edges(
-            sbm, method=self.method, exploration=self.exploration, budget=self.budget, clamp=self.clamp, seed=self.seed
+            sbm, method=self.method, exploration=self.exploration, budget=budget, clamp=self.clamp, seed=self.seed
         )
+        if self.grain > 1:
+            if sbm.is_strict:
+                graph |= patterns.window(None, 0, is_causal=True, ptr=sbm.query_ptr)
+            graph = BlockGraph._over(graph, self.grain, *ptrs)
         return graph.replace_edges(data, self.edge_type if hetero else None)
 
     def _read(self, store: Any, name: str, what: str, dims: tuple[int, ...], shape: str, rows: bool = True) -> Tensor:

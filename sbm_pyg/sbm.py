@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from copy import copy
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from itertools import pairwise
 from typing import cast
 
@@ -27,6 +28,7 @@ FLOOR = 1e-3  # of the mean probability that a share divides by
 PARAMETERIZATIONS = ("paper", "mixed", "assortative", "overlapping")
 GATED = {"paper": (True, True), "overlapping": (False, True)}
 """Whether memberships of queries and of keys are those of each block apart, by a sigmoid; else by a softmax."""
+PRODUCTS = ("assortative", "overlapping")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -45,6 +47,7 @@ class SBM(EdgeProbability):
             one sequence.
         is_causal: A query attends to no key whose place in its sequence is later: there p is 0, and such pairs count
             in no density.
+        is_strict: Nor to the key at its own place; with ``is_causal``, and the same places on both sides.
 
     Raises:
         TypeError, ValueError: A shape, dtype, device or offset does not fit. Values are checked by :meth:`validate` and
@@ -70,6 +73,7 @@ class SBM(EdgeProbability):
     query_ptr: Tensor = field(default=cast(Tensor, None))  # a tensor after __post_init__
     key_ptr: Tensor = field(default=cast(Tensor, None))
     is_causal: bool = field(default=False, kw_only=True)
+    is_strict: bool = field(default=False, kw_only=True)
     rate: Tensor = field(init=False)
     """Memberships of the queries seen from the keys' blocks, ``Y S``, ``[H, N, K]``.
 
@@ -80,6 +84,7 @@ class SBM(EdgeProbability):
         query, key, block = self.query_membership, self.key_membership, self.block_matrix
         parts = {"query_membership": query, "key_membership": key, "block_matrix": block}
         ops.checks.flag("is_causal", self.is_causal, "It says whether later keys are left out.")
+        ops.checks.flag("is_strict", self.is_strict, "It says whether keys at the same place are left out, too.")
         ops.checks.tensors(**parts)
         ops.checks.floating(**parts)
         for name, tensor in parts.items():
@@ -135,6 +140,11 @@ class SBM(EdgeProbability):
         for name, ptr in (("query_ptr", query_ptr), ("key_ptr", key_ptr)):
             object.__setattr__(self, name, ptr)
         object.__setattr__(self, "rate", query @ block)
+        if self.is_strict and not (self.is_causal and shared):
+            raise ValueError(
+                "Expected 'is_strict' with 'is_causal' and the same places on both sides (got "
+                f"is_causal={self.is_causal}, N = {num_queries} and M = {key.size(1)}). Leave it out."
+            )
 
     @property
     def heads(self) -> int:
@@ -186,7 +196,7 @@ class SBM(EdgeProbability):
             bound = torch.einsum("hnk,hk->hn", self.rate[:, queries], self.key_membership[:, keys].amax(1)).max()
             top = float(bound) if float(bound) <= 1 else float(self.edge_prob_dense(sequence).max())
             if top > 1 + 1e-5:
-                raise ValueError(ops.reference.over_one(top))
+                raise ValueError(ops.samplers.over_one(top))
         return self
 
     def on(self, graph: AttentionGraph) -> Tensor:
@@ -199,7 +209,8 @@ class SBM(EdgeProbability):
             ValueError: The graph is not over these tokens and heads.
         """
         self.check(graph)
-        return ops.edge_dot(self.rate, self.key_membership, graph.rowptr, graph.col)
+        p = ops.edge_dot(self.rate, self.key_membership, graph.rowptr, graph.col)
+        return p.masked_fill(graph.edge_row % graph.num_queries == graph.col, 0) if self.is_strict else p
 
     def gate(self, graph: AttentionGraph) -> Tensor:
         """Straight-through gate of each edge, ``[E]``: exactly 1, with the gradient of :meth:`on`.
@@ -207,12 +218,16 @@ class SBM(EdgeProbability):
         Forward O(E), backward O(E K).
         """
         self.check(graph)
-        return ops.edge_gate(*self.factors, graph.rowptr, graph.col)
+        factors = self.factors
+        return super().gate(graph) if factors is None else ops.edge_gate(*factors, graph.rowptr, graph.col)
 
     @property
-    def factors(self) -> tuple[Tensor, Tensor]:
-        """``Y S`` and ``Z``, ``[H, N, K]`` and ``[H, M, K]``, whose dot products are the probabilities."""
-        return self.rate, self.key_membership
+    def factors(self) -> tuple[Tensor, Tensor] | None:
+        """``Y S`` and ``Z``, ``[H, N, K]`` and ``[H, M, K]``, whose dot products are the probabilities.
+
+        None where the model is strict: those of pairs at the same place are not.
+        """
+        return None if self.is_strict else (self.rate, self.key_membership)
 
     def edge_prob_dense(self, sequence: int | None = None) -> Tensor:
         """Probabilities of all pairs of one sequence, ``[H, n, m]``, differentiable.
@@ -230,7 +245,7 @@ class SBM(EdgeProbability):
         way_out = "Ask for those of the edges of a graph, by `on`."
         ops.checks.memory("sequence", pairs, self.rate.element_size(), self.rate.device, way_out, "pairs")
         p = self.rate[:, queries] @ self.key_membership[:, keys].mT
-        return p.tril() if self.is_causal else p
+        return p.tril(-1 if self.is_strict else 0) if self.is_causal else p
 
     def expected_degree(self) -> Tensor:
         """Expected number of keys of each query, ``[H, N]``, differentiable."""
@@ -257,7 +272,9 @@ class SBM(EdgeProbability):
 
         The exact density regulariser. With ``is_causal``, pairs are those that it allows.
         """
-        return self.expected_edges() / count_pairs(self.query_ptr, self.key_ptr, self.is_causal)[:, None]
+        pairs = count_pairs(self.query_ptr, self.key_ptr, self.is_causal)
+        pairs = (pairs - self.query_ptr.diff()).clamp(min=1) if self.is_strict else pairs
+        return self.expected_edges() / pairs[:, None]
 
     def causal(self) -> SBM:
         """The same model, in which no query attends to a later key."""
@@ -266,6 +283,10 @@ class SBM(EdgeProbability):
         other = copy(self)
         object.__setattr__(other, "is_causal", True)
         return other
+
+    def strict(self) -> SBM:
+        """The same model, in which a query attends to earlier keys alone."""
+        return self if self.is_strict else replace(self, is_causal=True, is_strict=True)
 
     def limit(self, budget: float) -> SBM:
         """The model with each query's rates scaled down so that its expected number of keys is at most ``budget``.
@@ -315,7 +336,8 @@ class SBM(EdgeProbability):
 
     def _share_factor(self, density: float, degree: Tensor, reach: Tensor) -> Tensor:
         """What :meth:`share` multiplies the rates of each query with, ``[H, N]``."""
-        return ((density * reach).clamp(min=1) / torch.maximum(degree, FLOOR * reach)).to(self.rate.dtype)
+        least = FLOOR * reach.clamp(min=1)
+        return ((density * reach).clamp(min=1) / torch.maximum(degree, least)).to(self.rate.dtype)
 
     def _scale(self, factor: Tensor) -> SBM:
         """The model with the rates of each query times a factor, ``[H, N]``."""
@@ -323,7 +345,8 @@ class SBM(EdgeProbability):
 
     def _reach(self) -> Tensor:
         """Number of keys that each query may attend to, ``[N]``."""
-        return ops.reference.reach(self.query_ptr, self.key_ptr, self.num_queries, self.is_causal)
+        reach = ops.reference.reach(self.query_ptr, self.key_ptr, self.num_queries, self.is_causal)
+        return reach - 1 if self.is_strict else reach
 
     def _slices(self) -> list[tuple[slice, slice]]:
         query, key = self.query_ptr.tolist(), self.key_ptr.tolist()
@@ -364,11 +387,9 @@ def check_sbm(sbm: SBM) -> float:
         bound.
     """
     largest = dict.fromkeys(("query_membership", "key_membership", "block_matrix"), 0.0)
-    for name in largest:
-        x = getattr(sbm, name)
-        if not readable(x) or x.numel() == 0:
-            continue
-        low, high = (float(bound) for bound in torch.aminmax(x.detach()))
+    seen = {name: x.detach() for name in largest if readable(x := getattr(sbm, name)) and x.numel()}
+    bounds = torch.stack([bound for x in seen.values() for bound in torch.aminmax(x)]).tolist() if seen else []
+    for name, low, high in zip(seen, bounds[::2], bounds[1::2], strict=True):
         if math.isnan(low) or math.isinf(high):
             raise ValueError(
                 f"Expected '{name}' to be finite (got NaN or inf). "
@@ -415,15 +436,19 @@ class SBMHead(torch.nn.Module):
     lie in (0, 1), so that p stays below 1; those of keys have another v and c. In the :class:`SBM` they are factors of
     the memberships: what samples, counts or prices edges knows nothing of them.
 
-    Cost O(NC^2 + NKC + K^2 C) per head.
+    With ``groups`` G, a head has G models of :math:`k = K^{1/G}` blocks each, and p is the product of their
+    probabilities: a pair is an edge only where every group says so. The :class:`SBM` has one block for each of the
+    :math:`k^G = K` ways to choose a block of each group, with the product of the memberships (docs/concepts.md).
+
+    Cost O(NC^2 + NKC + K^2 C) per head; with groups O(NC^2 + NGkC + NK). The SBM then multiplies Y with S, O(NK^2).
 
     Args:
         channels: Channels per head C.
         heads: Number of heads H.
-        num_blocks: Number of blocks K.
-        cluster_init: How :math:`C` starts. ``"kaiming"``: normal with variance 2 / (K C), as the authors' code has it;
-            then S is flat and every probability at the start the same. ``"orthogonal"``: unit rows, orthogonal within
-            each group of C; then diagonal entries of S start e times the others.
+        num_blocks: Number of blocks K, those of all groups together: a whole number to the power of ``groups``.
+        cluster_init: How :math:`C` starts. ``"kaiming"``: normal with variance 2 / (K C), or 2 / (G k C) with groups,
+            as the authors' code has it; then S is flat and every probability at the start the same. ``"orthogonal"``:
+            unit rows, each C of them orthogonal; then diagonal entries of S start e times the others.
         parameterization: ``"paper"``, ``"mixed"``, ``"assortative"`` or ``"overlapping"``.
         density: Probability of an edge at the start, in (0, 1): 0.25 in the paper. Sets :math:`\beta`, or the free
             entries of S, or the bias of the keys' memberships where they overlap. ``"assortative"`` starts at 1/K where
@@ -432,6 +457,8 @@ class SBMHead(torch.nn.Module):
         tied: Keys take their memberships from queries too, so that like tokens start in like blocks; needs the same
             tokens on both sides.
         degree_corrected: Each query and each key has a degree, too. All start equal, at the fourth root of ``density``.
+        groups: Number of groups G, from 1 to 16, of ``"assortative"`` or ``"overlapping"`` memberships. Each starts at
+            the G-th root of the density.
 
     Raises:
         TypeError, ValueError: An option is unknown or out of range, or its parameters would not fit into memory.
@@ -457,6 +484,7 @@ class SBMHead(torch.nn.Module):
         temperature: float = 1.0,
         tied: bool = False,
         degree_corrected: bool = False,
+        groups: int = 1,
     ) -> None:
         super().__init__()
         sizes = (("channels", channels), ("heads", heads), ("num_blocks", num_blocks))
@@ -477,21 +505,30 @@ class SBMHead(torch.nn.Module):
         ops.checks.number("temperature", temperature, "(0, inf]", "Memberships harden as it goes to 0.")
         ops.checks.flag("tied", tied, "It says whether keys take the queries' memberships.")
         ops.checks.flag("degree_corrected", degree_corrected, "It says whether tokens have degrees.")
+        few = "It is a number of small models whose product is taken."
+        groups = ops.checks.integer("groups", groups, 1, few)
+        ops.checks.number("groups", groups, "[1, 16]", few)
+        if groups > 1 and parameterization not in PRODUCTS:
+            raise ValueError(
+                f"Expected 'parameterization' to be 'assortative' or 'overlapping' with groups={groups} "
+                f"(got {parameterization!r}). Others are no products; leave out 'groups'."
+            )
+        clusters = groups * _root(num_blocks, groups)
         width = torch.get_default_dtype().itemsize
         device = torch.get_default_device()
         ops.checks.memory("channels", 2 * channels**2, width, device, "They are channels of one head.", "parameters")
-        each = num_blocks * (channels + (num_blocks if parameterization == "mixed" else 0))
+        each = clusters * (channels + (num_blocks if parameterization == "mixed" else 0))
         ops.checks.memory("num_blocks", each, width, device, "Take fewer blocks.", "parameters")
         ops.checks.memory("heads", heads * each, width, device, "Take fewer heads or blocks.", "parameters")
         self.channels, self.heads, self.num_blocks, self.cluster_init = channels, heads, num_blocks, cluster_init
         self.parameterization, self.density, self.temperature, self.tied = parameterization, density, temperature, tied
-        self.degree_corrected = degree_corrected
+        self.degree_corrected, self.groups = degree_corrected, groups
         self.start = density**0.5 if degree_corrected else density  # of Y S Z; two degrees make the rest
-        self.shift = _logit(self.start if parameterization == "overlapping" else self.start**0.5)
+        self.shift = _logit(self.start ** (1 / groups if parameterization == "overlapping" else 0.5))
         self.mlp = torch.nn.Sequential(
             torch.nn.Linear(channels, channels), torch.nn.ReLU(), torch.nn.Linear(channels, channels)
         )
-        self.clusters = torch.nn.Parameter(torch.empty(heads, num_blocks, channels))
+        self.clusters = torch.nn.Parameter(torch.empty(heads, clusters, channels))
         if parameterization == "mixed":
             self.block = torch.nn.Parameter(torch.empty(heads, num_blocks, num_blocks))
         if degree_corrected:  # of queries, and of keys
@@ -507,7 +544,7 @@ class SBMHead(torch.nn.Module):
         blocks = self.num_blocks
         with torch.no_grad():
             if self.cluster_init == "kaiming":
-                torch.nn.init.kaiming_normal_(self.clusters)  # fan-in of a [H, K, C] tensor is K * C
+                torch.nn.init.kaiming_normal_(self.clusters)  # fan-in of [H, K, C] is K * C
             else:
                 for head in range(self.heads):
                     for group in self.clusters[head].split(self.channels):
@@ -580,26 +617,30 @@ class SBMHead(torch.nn.Module):
         return query_degree, key_degree
 
     def _memberships(self, x: Tensor, gated: bool) -> Tensor:
-        """Memberships ``[H, N, K]``: each block apart, by a sigmoid, or one among them, by a softmax."""
+        """Memberships ``[H, N, K]``: each block of a group apart, by a sigmoid, or one among them, by a softmax."""
         temperature, shift = self.temperature, self.shift if gated else 0.0
         if self.parameterization == "paper":
             temperature = 1.0
         if not _two_plain_layers(self.mlp):  # someone watches or has replaced a layer, which must then be called
             affinity = self.mlp(x) @ self.clusters.mT / temperature + shift
-            return affinity.sigmoid() if gated else affinity.softmax(-1)
-        first, second = cast(torch.nn.Linear, self.mlp[0]), cast(torch.nn.Linear, self.mlp[2])
-        # The second layer and the product with the clusters are one linear map, and few clusters make it cheaply.
-        weight, bias = self.clusters @ second.weight, self.clusters @ second.bias  # [H, K, C], [H, K]
-        if temperature != 1:
-            weight, bias = weight / temperature, bias / temperature
-        affinity = torch.baddbmm((bias + shift)[:, None], torch.relu_(first(x)), weight.mT)
-        return affinity.sigmoid_() if gated else affinity.softmax(-1)
+        else:
+            first, second = cast(torch.nn.Linear, self.mlp[0]), cast(torch.nn.Linear, self.mlp[2])
+            # The second layer and the product with the clusters are one linear map, and few clusters make it cheaply.
+            weight, bias = self.clusters @ second.weight, self.clusters @ second.bias  # [H, G k, C], [H, G k]
+            if temperature != 1:
+                weight, bias = weight / temperature, bias / temperature
+            affinity = torch.baddbmm((bias + shift)[:, None], torch.relu_(first(x)), weight.mT)
+        if self.groups == 1:
+            return affinity.sigmoid_() if gated else affinity.softmax(-1)
+        groups = affinity.unflatten(-1, (self.groups, -1))
+        return reduce(_products, (groups.sigmoid() if gated else groups.softmax(-1)).unbind(-2))
 
     def extra_repr(self) -> str:
         return (
             f"channels={self.channels}, heads={self.heads}, num_blocks={self.num_blocks}, "
             f"cluster_init={self.cluster_init!r}, parameterization={self.parameterization!r}"
             f"{', degree_corrected=True' * self.degree_corrected}"
+            f"{f', groups={self.groups}' * (self.groups > 1)}"
         )
 
 
@@ -619,6 +660,25 @@ def _two_plain_layers(mlp: torch.nn.Module) -> bool:
     )
     replaced = any("forward" in vars(x) for x in (mlp, *mlp))
     return not (watched or replaced or mlp[2].bias is None)
+
+
+def _products(left: Tensor, right: Tensor) -> Tensor:
+    """Products of each entry with each, row by row (Khatri and Rao): ``[..., A]``, ``[..., B]`` to ``[..., A B]``."""
+    return (left[..., None] * right[..., None, :]).flatten(-2)
+
+
+def _root(num_blocks: int, groups: int) -> int:
+    """Blocks of each group."""
+    if groups == 1:
+        return num_blocks
+    root = round(num_blocks ** (1 / groups))
+    if root**groups != num_blocks:
+        low = root - (root**groups > num_blocks)
+        raise ValueError(
+            f"Expected 'num_blocks' to be a whole number to the power of groups={groups} (got {num_blocks}). "
+            f"Take {low**groups} = {low}**{groups} or {(low + 1) ** groups} = {low + 1}**{groups}."
+        )
+    return root
 
 
 def _logit(p: float) -> float:

@@ -43,6 +43,8 @@ from sbm_pyg import (
     SBM,
     AttentionConv,
     AttentionGraph,
+    BlockGraph,
+    BlockPool,
     Choice,
     DCMMBias,
     EncoderTrace,
@@ -381,12 +383,16 @@ def _head_options(d: Draw) -> Case:
         "cluster_init": d.choice(("kaiming", "orthogonal")),
     }
     options |= {
-        "parameterization": d.choice(("paper", "mixed", "assortative")),
+        "parameterization": d.choice(("paper", "mixed", "assortative", "overlapping")),
         "density": 0.25,
         "temperature": 1.0,
         "tied": False,
         "degree_corrected": d.random() < 0.5,
+        "groups": 1,
     }
+    if options["parameterization"] in ("assortative", "overlapping"):
+        options["groups"] = d.randint(1, 3)
+        options["num_blocks"] **= options["groups"]
 
     def call(channels: Any, heads: Any, **options: Any) -> Any:
         head = SBMHead(channels, heads, **options)
@@ -470,6 +476,60 @@ def _dcmm_predict(d: Draw) -> Case:
 
     tokens = {name: torch.randn(2, count, 3, generator=d.torch) for name, count in (("query", 5), ("key", 4))}
     return Case(bias.predict, tokens, check)
+
+
+def block_graph(d: Draw) -> BlockGraph:
+    """Blocks of up to three tokens of some sequences."""
+    grain, lengths = d.randint(1, 3), d.lengths()
+    counts = [-(-length // grain) for length in lengths]
+    return BlockGraph(d.graph(queries=counts, keys=counts), grain, query_ptr=pointer(lengths))
+
+
+@case("BlockGraph", 4)
+def _block_graph(d: Draw) -> Case:
+    graph = block_graph(d)
+    arguments = {
+        "blocks": graph.blocks,
+        "grain": graph.grain,
+        "query_ptr": graph.query_ptr,
+        "key_ptr": d.maybe(graph.key_ptr),
+    }
+    return Case(BlockGraph, arguments, lambda result, **_: valid(result.expand_tokens()))
+
+
+@case("BlockPool", 2)
+def _block_pool(d: Draw) -> Case:
+    def check(result: BlockPool, channels: Any, heads: Any) -> None:
+        expect(result.weight.shape == (heads, channels), "other sizes")
+
+    return Case(BlockPool, {"channels": d.randint(1, 4), "heads": d.randint(1, 3)}, check)
+
+
+@case("BlockPool.forward", 2)
+def _block_pool_forward(d: Draw) -> Case:
+    tokens, there = torch.randn(2, 3, 4, 5, generator=d.torch), torch.ones(3, 4, dtype=torch.bool)
+
+    def check(result: Tensor, tokens: Tensor, there: Tensor) -> None:
+        if tame(tokens) and bool(there.any(1).all()):
+            expect(result.shape == (2, 3, 5), "other sizes")
+
+    return Case(BlockPool(5, 2), {"tokens": tokens, "there": there}, check)
+
+
+@case("ops.block_attention", 4)
+def _block_attention(d: Draw) -> Case:
+    graph = block_graph(d)
+    sizes = {"query": graph.num_queries, "key": graph.num_keys, "value": graph.num_keys}
+    arguments: dict[str, Any] = {name: d.real(graph.heads, count, 3) for name, count in sizes.items()}
+    arguments |= {"rowptr": graph.blocks.rowptr, "col": graph.blocks.col, "ptrs": (graph.query_ptr, graph.key_ptr)}
+    arguments |= {"grain": graph.grain, "is_causal": False, "bias": None, "scale": d.uniform(0.1, 1.5)}
+
+    def check(result: Any, query: Tensor, key: Tensor, value: Tensor, scale: Any, **_: Any) -> None:
+        if tame(query, key, value, scale):
+            wanted = sbm_pyg.ops.edge_attention(query, key, value, graph.rowptr, graph.col, scale=float(scale))
+            close(result[0], wanted[0], "attention over the tokens")
+
+    return Case(sbm_pyg.ops.block_attention, arguments, check, unchecked=("rowptr", "col"))
 
 
 @case("SBMMultiheadAttention", 8)
@@ -838,6 +898,8 @@ def _sbm_source(d: Draw) -> Case:
         "budget": d.maybe(2.0),
         "self_loops": False,
         "window": d.maybe(1),
+        "grain": d.randint(1, 4),
+        "pool": "mean",
     }
     return Case(
         SBMSource, arguments, lambda result, head, **_: expect(result.head is head, "another head"), free=("head",)
@@ -846,7 +908,8 @@ def _sbm_source(d: Draw) -> Case:
 
 @case("SBMSource.forward", 4)
 def _sbm_source_forward(d: Draw) -> Case:
-    return source_arguments(d, SBMSource(SBMHead(4, 2, 3)), lambda result, **_: valid(result.graph))
+    grain = d.choice((1, 1, 3))
+    return source_arguments(d, SBMSource(SBMHead(4, 2, 3), grain=grain), lambda result, **_: valid(result.graph))
 
 
 @case("patterns.PatternSource", 4)
@@ -1833,7 +1896,13 @@ RECORDS: dict[str, tuple[Callable[[Draw], Any], dict[str, Meaning]]] = {  # clas
         "edges_per_sequence": lambda g: torch.stack([part(g, b).sum((1, 2)) for b in range(g.num_sequences)]),
         "density": lambda g: torch.stack([part(g, b).double().mean((1, 2)) for b in range(g.num_sequences)]),
         "later": lambda g: None, "pairs_per_sequence": lambda g: g.query_ptr.diff() * g.key_ptr.diff(),
+        "grain": lambda g: 1, "blocks": lambda g: g, "expand_tokens()": lambda g: g,
     }),
+    "BlockGraph": (lambda d: block_graph(d), {
+        "grain": lambda g: None, "blocks": lambda g: None, "device": lambda g: g.blocks.device,
+        "num_edges": lambda g: int(dense(g).sum()), "col": lambda g: g.expand_tokens().col, "expand_tokens()": lambda g: g,
+    }),
+    "BlockPool": (lambda d: BlockPool(4), {"extra_repr()": lambda a: "channels=4, heads=1", "reset_parameters()": lambda a: None}),
     "SBM": (Draw.sbm, {
         "heads": lambda s: len(s.query_membership), "num_queries": lambda s: s.query_membership.size(1), "num_keys": lambda s: s.key_membership.size(1),
         "num_blocks": lambda s: s.block_matrix.size(1), "num_sequences": lambda s: len(s.query_ptr) - 1,
@@ -1919,6 +1988,10 @@ EXEMPT: dict[str, str] = {  # public names that are not called, and why
     **dict.fromkeys(("ShareSchedule", "ShareSchedule.step", "ShareSchedule.state_dict", "ShareSchedule.load_state_dict"),
                     "a schedule of a model, see test_share.py"),
     **dict.fromkeys(("DCMM", "DCMM.entropy"), "a record that the library makes and users read"),
+    **dict.fromkeys(("AttentionGraph.with_blocks", "AttentionGraph.spread", "SBM.strict"), "for sources and layers, see test_blocks.py"),
+    **{f"BlockGraph.{name}": "what an AttentionGraph has, compared with that of its tokens in test_blocks.py" for name in (
+        "causal", "contains", "expand", "head", "sequence", "spread", "tiles", "to", "to_block_mask", "union", "validate", "with_blocks")},
+    **dict.fromkeys(("ops.block_effect", "ops.block_expectation", "ops.block_weight"), "for estimators, compared with tokens in test_blocks.py"),
     "gold.Match": "a record that the library makes and users read",
     "gold.record": "it listens to a model, see test_gold.py",
     **dict.fromkeys(("sparsefinder.fit_projection", "sparsefinder.fit_centroids"), "they train, see test_sparsefinder.py"),

@@ -32,7 +32,7 @@ from sbm_pyg import (
 from sbm_pyg.estimators import ESTIMATORS, draw_probes, local_expectation, score_function
 from sbm_pyg.indexer import Indexer, IndexerSource, KeyScorer
 from sbm_pyg.models import ATTENTION
-from sbm_pyg.ops import reference
+from sbm_pyg.ops import samplers
 from sbm_pyg.predictors import distance
 from sbm_pyg.sparsefinder import Projection, SparsefinderSource
 
@@ -43,8 +43,8 @@ PTR = torch.tensor([0, 5, 24, 25])
 @pytest.fixture(params=["proposals", "gaps", "coins"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Every way to sample a row, whatever it costs."""
-    monkeypatch.setattr(reference, "PROPOSAL_COST", 0.0 if request.param == "proposals" else math.inf)
-    monkeypatch.setattr(reference, "GAP_COST", 0.0 if request.param == "gaps" else math.inf)
+    monkeypatch.setattr(samplers, "PROPOSAL_COST", 0.0 if request.param == "proposals" else math.inf)
+    monkeypatch.setattr(samplers, "GAP_COST", 0.0 if request.param == "gaps" else math.inf)
     return request.param
 
 
@@ -133,11 +133,11 @@ def test_reference_and_numba_choose_the_same_edges(way: str) -> None:
         ptr = torch.tensor([0, 20, 350]), torch.tensor([0, 40, keys])
         for method, exploration, seed in (("bernoulli", 0.0, 1), ("bernoulli", 0.0625, 2**63 - 1), ("fastrg", 0.0, 3)):
             arguments = (y, z, *ptr, torch.tensor([3, 2**32 - 1]), seed, method, exploration, True, True)
-            for ours, meant in zip(ops.sample_sbm(*arguments), reference.sample_sbm(*arguments), strict=True):
+            for ours, meant in zip(ops.sample_sbm(*arguments), samplers.sample_sbm(*arguments), strict=True):
                 assert torch.equal(ours, meant)
     chance = torch.rand(350, generator=random)
     probes = (chance, *ptr, torch.tensor([3, 9]), 2, 5, True)
-    for ours, meant in zip(ops.sample_systematic(*probes), reference.sample_systematic(*probes), strict=True):
+    for ours, meant in zip(ops.sample_systematic(*probes), samplers.sample_systematic(*probes), strict=True):
         assert torch.equal(ours, meant)
 
 

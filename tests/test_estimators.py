@@ -22,7 +22,7 @@ from sbm_pyg.estimators import (
     score_function,
     straight_through,
 )
-from sbm_pyg.ops import reference
+from sbm_pyg.ops import reference, samplers
 
 
 def draw(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -347,7 +347,7 @@ def test_systematic_samples_are_those_of_the_reference(per_query: float, dtype: 
     query_ptr, key_ptr = torch.tensor([0, 3, 40, 240]), torch.tensor([0, 1, 5, 96])
     chance = torch.repeat_interleave((per_query / key_ptr.diff()).clamp(max=1).to(dtype), query_ptr.diff())
     arguments = (chance, query_ptr, key_ptr, torch.tensor([7, 2**32 - 1, 0]), 3, 2**63 - 5, False)
-    for ours, meant in zip(ops.sample_systematic(*arguments), reference.sample_systematic(*arguments), strict=True):
+    for ours, meant in zip(ops.sample_systematic(*arguments), samplers.sample_systematic(*arguments), strict=True):
         assert ours.dtype == meant.dtype
         assert torch.equal(ours, meant)
     graph = AttentionGraph(
@@ -615,6 +615,21 @@ def test_local_expectation_runs_under_a_score_bias() -> None:
 def test_errors(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SBMAttentionConv(6, 4, 2, 3, **options)
+
+
+def test_the_number_of_probes_may_change_between_steps() -> None:
+    """A layer whose number is changed does what one does that had it from the start."""
+    grads = []
+    for first in (2.0, 30.0):
+        torch.manual_seed(0)
+        conv = SBMAttentionConv(6, 4, num_blocks=3, probes=first)
+        for probes in (first, 30.0):
+            cast(Local, conv.estimator).probes = probes
+            conv.zero_grad()
+            conv(draw(1, 40, 6, dtype=torch.float32), seed=1).square().sum().backward()
+            grads.append(cast(Any, conv.sbm).clusters.grad.clone())
+    assert torch.equal(grads[1], grads[3])
+    assert not torch.equal(grads[0], grads[1])
 
 
 def test_the_default_follows_the_normaliser() -> None:

@@ -170,3 +170,18 @@ def test_denser_graphs_cost_more() -> None:
         encoder = SequenceEncoder(15, 16, max_length=200, attention_options=options)
         counts.append(sum(counted(partial(encoder, torch.randint(15, (200,)), seed=0)).values()))
     assert counts[0] < counts[1]
+
+
+def test_blocks_of_a_full_graph_count_as_all_pairs() -> None:
+    ptr, grain = torch.tensor([0, 24]), 8
+    blocks = patterns.full(3).expand(HEADS)
+    query, key, value = random(HEADS, 24, C), random(HEADS, 24, C), random(HEADS, 24, V)
+    rows, layout, pairs = (blocks.rowptr, blocks.col), ((ptr, ptr), grain), HEADS * 24**2
+    out: list[Tensor] = []
+    count = counted(lambda: out.append(ops.block_attention(query, key, value, *rows, *layout)[0]))
+    assert count == {"block_attention": 2 * pairs * (C + V)}
+    assert counted(lambda: out[0].sum().backward()) == {"block_attention_backward": 2 * pairs * (3 * C + 2 * V)}
+    sides = (*rows, None)
+    count = counted(lambda: ops.block_effect(random(HEADS, 24, V), query, key, value, sides, sides, *layout))
+    assert count == {"block_effect": 2 * 2 * (pairs * (C + V) + pairs // grain * V)}
+    assert counted(lambda: ops.block_weight(query, key, *rows, *layout)) == {"block_weight": 2 * pairs * C}

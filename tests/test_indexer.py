@@ -371,12 +371,12 @@ def test_words_are_those_of_block_models() -> None:
     """A coin is the same whoever tosses it, in whatever shape."""
     threshold = (torch.rand(3, 4, 70, generator=torch.Generator().manual_seed(0)) * 2.0**32).long()
     place, stream, head = torch.arange(4).expand(3, 4), torch.tensor([5, 0, 2])[:, None], torch.tensor(1)
-    whole = ops.reference.toss(threshold, place, stream, head, 9)
+    whole = ops.samplers.toss(threshold, place, stream, head, 9)
     for b, i in itertools.product(range(3), range(4)):
-        one = ops.reference.toss(threshold[b, i : i + 1], place[b, i : i + 1], int(stream[b]), 1, 9)
+        one = ops.samplers.toss(threshold[b, i : i + 1], place[b, i : i + 1], int(stream[b]), 1, 9)
         assert torch.equal(one[0], whole[b, i])
-    assert not ops.reference.toss(torch.zeros_like(threshold), place, stream, head, 9).any()
-    assert ops.reference.toss(torch.full_like(threshold, 2**32), place, stream, head, 9).all()
+    assert not ops.samplers.toss(torch.zeros_like(threshold), place, stream, head, 9).any()
+    assert ops.samplers.toss(torch.full_like(threshold, 2**32), place, stream, head, 9).all()
 
 
 X = torch.ones(2, 5, 3)

@@ -23,7 +23,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sbm_pyg import AttentionGraph, ops
-from sbm_pyg.ops import checks, reference
+from sbm_pyg.ops import blocks as blocks_reference
+from sbm_pyg.ops import checks, reference, samplers, words
 from sbm_pyg.ops import threads as workers
 
 OPTIONS = [*product(["score", "weight"], [False, True], [False, True], [0.0, 0.4])]
@@ -220,6 +221,35 @@ def test_dropout_is_deterministic_and_has_the_right_mean() -> None:
     assert torch.equal(first, second)
     assert not torch.equal(first, other)
     assert float(first.mean()) == pytest.approx(1, abs=6 * math.sqrt(0.25 / 0.75 / graph.num_edges))
+
+
+@pytest.mark.parametrize("dropout", [0.1, 0.5])
+def test_dropout_of_an_edge_depends_on_no_other_edge(dropout: float) -> None:
+    graph = random_graph(2, 60, 130, 0.5)
+    keep = reference.dropout_mask(graph.rowptr, graph.col, 2, 130, dropout, 5)
+    some = torch.rand(graph.num_edges, generator=torch.Generator().manual_seed(1)) < 0.3
+    few = graph.select(some)
+    assert torch.equal(reference.dropout_mask(few.rowptr, few.col, 2, 130, dropout, 5), keep[some])
+    first = AttentionGraph.concatenate([graph, random_graph(2, 9, 7, 0.5)])
+    more = reference.dropout_mask(first.rowptr, first.col, 2, 137, dropout, 5)
+    assert torch.equal(more[first.edge_index[1] < 60], keep)  # the same tokens in a larger batch
+    seeds = [reference.dropout_mask(graph.rowptr, graph.col, 2, 130, dropout, seed) for seed in (-1, 2**40 + 5)]
+    assert not any(torch.equal(keep, other) for other in seeds)
+
+
+def test_edges_are_dropped_independently() -> None:
+    """Rates of rows and of keys, pairs of edges, and the parity of four that share two queries and two keys."""
+    n = 512
+    every = torch.arange(n + 1) * n, torch.arange(n).repeat(n)
+    for dropout in (0.5, 0.1):
+        drop = ~reference.dropout_mask(*every, 1, n, dropout, 3).view(n, n)
+        x = (drop.double() - dropout) / math.sqrt(dropout * (1 - dropout))  # mean 0, variance 1
+        for axis in (0, 1):
+            assert float(x.sum(axis).square().mean() / n) == pytest.approx(1, abs=5 * math.sqrt(2 / n))
+            pairs = (x @ x.T if axis else x.T @ x).triu(1)[torch.ones(n, n).triu(1) > 0] / math.sqrt(n)
+            assert float(pairs.square().mean()) == pytest.approx(1, abs=0.05)
+        four = x[:, :-1] * x[:, 1:]
+        assert abs(float((four[:-1] * four[1:]).mean())) * n < 6
 
 
 # ------------------------------------------------------------------ dot products of edges
@@ -458,7 +488,8 @@ def test_entmax_attention_is_its_definition(
     logit = logit + bias if biased else logit
     weight = ops.segment_entmax(logit, ptr=graph.rowptr, alpha=alpha.repeat_interleave(graph.num_queries))
     if dropout:
-        weight = weight * reference.dropout_mask(graph.num_edges, dropout, 7, torch.device("cpu")) / (1 - dropout)
+        kept = reference.dropout_mask(*rows, graph.heads, graph.num_keys, dropout, 7)
+        weight = weight * kept / (1 - dropout)
     end = graph.col + graph.edge_head * graph.num_keys
     wanted = (
         torch.zeros_like(out).flatten(0, 1).index_add(0, graph.edge_row, weight[:, None] * value.flatten(0, 1)[end])
@@ -710,7 +741,7 @@ def test_a_chance_outside_0_and_1_is_cut() -> None:
         torch.tensor([2.0, math.nan, -1.0, math.inf, -math.inf, 0.5]),
         torch.tensor([1.0, 0.0, 0.0, 1.0, 0.0, 0.5]),
     )
-    for sample in (ops.sample_systematic, reference.sample_systematic):
+    for sample in (ops.sample_systematic, samplers.sample_systematic):
         for got, want in zip(
             sample(wild, ptr, ptr, sequence_ids, 2, 3, False),
             sample(cut, ptr, ptr, sequence_ids, 2, 3, False),
@@ -845,8 +876,8 @@ def test_philox_known_answers() -> None:
         ),
     ]
     for counter, key, expected in cases:
-        words = reference.philox(*(torch.tensor(c) for c in counter), key)
-        assert tuple(int(word) for word in words) == expected
+        found = words.philox(*(torch.tensor(c) for c in counter), key)
+        assert tuple(int(word) for word in found) == expected
 
 
 # ------------------------------------------------------------------ the dispatcher's contract
@@ -863,7 +894,29 @@ def _samples() -> dict[str, tuple]:
     src = gate.detach()[None].requires_grad_()
     ptr = torch.tensor([0, 3])
     memberships = torch.rand(2, 3, 2), torch.rand(2, 3, 2) / 2
+    cuts = (torch.tensor([0, 3]), torch.tensor([0, 4]), 2)  # two blocks of queries, two of keys
+    blocks = (torch.tensor([0, 2, 3, 3, 4]), torch.tensor([0, 1, 0, 1]))
+    tile = torch.randn(4, 2, 2)
+    seen, total = blocks_reference.block_attention(*plain[:3], *blocks, *cuts, False, tile, 0.5)
     return {
+        "block_attention": (query, key, value, *blocks, *cuts, False, tile.clone().requires_grad_(), 0.5, 0.2, 3),
+        "block_attention_backward": (
+            torch.ones_like(seen),
+            *plain[:3],
+            *blocks,
+            *cuts[:2],
+            tile,
+            seen,
+            total,
+            2,
+            False,
+            0.5,
+            0.2,
+            3,
+            True,
+        ),
+        "block_effect": (torch.ones_like(seen), *plain[:3], *blocks, tile, *blocks, None, *cuts, False, 0.5),
+        "block_weight": (*plain[:2], *blocks, tile, *cuts, False, 0.5),
         "edge_dot": (query, key, *rows),
         "edge_dot_backward": (plain[3], plain[0], plain[1], *rows, True, True),
         "edge_attention": (query, key, value, *rows, gate, bias, 0.5, "weight", 0.2, 3),
@@ -907,7 +960,7 @@ def test_opcheck(name: str) -> None:
     torch.library.opcheck(getattr(torch.ops.sbm_pyg, name).default, _samples()[name])
 
 
-@pytest.mark.parametrize("name", ["edge_dot", "edge_attention", "segment_entmax"])
+@pytest.mark.parametrize("name", ["block_attention", "edge_dot", "edge_attention", "segment_entmax"])
 def test_every_output_element_is_written(name: str) -> None:
     """Fresh memory holds NaN here, so an element that a kernel forgets shows."""
     torch.use_deterministic_algorithms(True)
@@ -1132,14 +1185,14 @@ GENERIC = """
 import torch
 from problems import GRAPHS
 from sbm_pyg import ops
-from sbm_pyg.ops import reference, tiles
+from sbm_pyg.ops import reference, samplers, tiles
 assert not tiles.AVAILABLE
 generator = torch.Generator().manual_seed(5)
 y = torch.randint(0, 17, (2, 50, 6), generator=generator) / 16 / 8
 z = torch.randint(0, 17, (2, 170, 6), generator=generator) / 16
 ptr = torch.tensor([0, 20, 50]), torch.tensor([0, 40, 170])
 arguments = (y, z, *ptr, torch.tensor([3, 9]), 1, "bernoulli", 0.0, True, False)
-for ours, meant in zip(ops.sample_sbm(*arguments), reference.sample_sbm(*arguments), strict=True):
+for ours, meant in zip(ops.sample_sbm(*arguments), samplers.sample_sbm(*arguments), strict=True):
     assert torch.equal(ours, meant)
 graph = GRAPHS["rows around a vector"]
 leaves = [torch.randn(1, n, 32, generator=generator).requires_grad_() for n in (graph.num_queries, graph.num_keys, graph.num_keys)]
@@ -1159,7 +1212,7 @@ effects = [
 ]
 torch.testing.assert_close(effects[0][0].double(), effects[1][0], rtol=1e-3, atol=1e-5)
 probes = (chance, *(torch.tensor([0, length]) for length in (graph.num_queries, graph.num_keys)), torch.tensor([4]), 2, 9, False)
-assert all(torch.equal(*pair) for pair in zip(ops.sample_systematic(*probes), reference.sample_systematic(*probes), strict=True))
+assert all(torch.equal(*pair) for pair in zip(ops.sample_systematic(*probes), samplers.sample_systematic(*probes), strict=True))
 print("equal")
 """
 

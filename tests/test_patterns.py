@@ -26,7 +26,7 @@ from torch_geometric.transforms import Compose
 from sbm_pyg import patterns
 from sbm_pyg.graph import AttentionGraph
 from sbm_pyg.ops import checks
-from sbm_pyg.ops.reference import philox
+from sbm_pyg.ops.words import philox
 
 FALSE_ALARM = 1e-6
 

@@ -20,6 +20,7 @@ ORDER = [
     "ragged",
     "rows",
     "graph",
+    "blocks",
     "choice",
     "patterns",
     "pairs",

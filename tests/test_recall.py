@@ -148,6 +148,8 @@ def test_methods_of_block_models_that_add_to_scores() -> None:
     assert sampled.layers[1].attention.source.head.degree_corrected
     plain = made("sbm")[1].layers[0].attention
     assert plain.score_bias is None
+    assert plain.source.head.groups == 1
+    assert made("sbm:groups=3")[1].layers[1].attention.source.head.clusters.shape == (1, 12, 64)
     assert not plain.source.head.degree_corrected
 
 

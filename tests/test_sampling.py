@@ -15,7 +15,7 @@ from torch import Tensor
 from torch_geometric.data import Batch, Data, HeteroData
 
 from sbm_pyg import SBM, AttentionGraph, SBMGraph, SBMHead, ops, sample_edges
-from sbm_pyg.ops import reference
+from sbm_pyg.ops import samplers
 from sbm_pyg.ragged import draw_seed
 
 FALSE_ALARM = 1e-6
@@ -24,8 +24,8 @@ FALSE_ALARM = 1e-6
 @pytest.fixture(params=["proposals", "gaps", "coins"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """All ways to sample a row: small cases would always take the coins. Fastrg has no gaps, and takes the coins for them."""
-    monkeypatch.setattr(reference, "PROPOSAL_COST", 0.0 if request.param == "proposals" else math.inf)
-    monkeypatch.setattr(reference, "GAP_COST", 0.0 if request.param == "gaps" else math.inf)
+    monkeypatch.setattr(samplers, "PROPOSAL_COST", 0.0 if request.param == "proposals" else math.inf)
+    monkeypatch.setattr(samplers, "GAP_COST", 0.0 if request.param == "gaps" else math.inf)
     return request.param
 
 
@@ -126,6 +126,19 @@ def test_the_joint_test_has_power() -> None:
     assert chi_square(numbers, joint_law(prob)) < FALSE_ALARM
 
 
+def test_products_of_groups_have_the_joint_law(way: str) -> None:
+    """A head with groups makes a block model like any other; one of its groups alone has another law."""
+    torch.manual_seed(2)
+    options: dict[str, Any] = {"parameterization": "overlapping", "density": 0.3, "temperature": 0.3, "groups": 2}
+    head = SBMHead(4, 1, 4, "orthogonal", **options).requires_grad_(False)
+    query, key = torch.randn(2, 1, 3, 4)
+    member = [(head.mlp(x) @ head.clusters[0].T / 0.3).view(3, 2, 2) for x in (query[0], key[0])]
+    factors = torch.einsum("ngk,mgk->gnm", member[0].softmax(2), (member[1] + head.shift).sigmoid())
+    numbers = graph_numbers(sample_edges(stacked(head(query, key), 300_000), seed=18), 3)
+    assert chi_square(numbers, joint_law(factors.prod(0))) > FALSE_ALARM
+    assert chi_square(numbers, joint_law(factors[0])) < FALSE_ALARM
+
+
 def test_sequences_heads_and_seeds_are_independent() -> None:
     """Joint law over the graphs of two heads, of two sequences, and of two seeds, each taken as one bigger graph."""
     sbm = small_sbms()["2 x 4"]
@@ -207,7 +220,7 @@ def test_reference_and_numba_choose_the_same_edges(way: str) -> None:
         ptr = torch.tensor([0, 20, 50]), torch.tensor([0, 40, keys])
         for method, exploration, seed in (("bernoulli", 0.0, 1), ("bernoulli", 0.0625, 2**63 - 1), ("fastrg", 0.0, 3)):
             arguments = (y, z, *ptr, torch.tensor([3, 2**32 - 1]), seed, method, exploration, True, False)
-            for ours, meant in zip(ops.sample_sbm(*arguments), reference.sample_sbm(*arguments), strict=True):
+            for ours, meant in zip(ops.sample_sbm(*arguments), samplers.sample_sbm(*arguments), strict=True):
                 assert torch.equal(ours, meant)
 
 
@@ -221,8 +234,8 @@ def test_the_rows_mix_all_ways() -> None:
     )  # a query that takes all blocks alike, and one that takes the first alone
     rate = torch.cat([0.001 * even, 0.9 * even, 0.6 * odd, 0.004 * even, 0.01 * odd]).repeat(80, 1)
     prob = rate[:, 0] * torch.tensor([1, 1, 1 / blocks, 1, 1 / blocks]).repeat(80)
-    way = reference.plan_rows(prob.double() * keys, rate.amax(1).double(), keys, "bernoulli")[1]
-    names = [reference.GAPS, reference.COINS, reference.COINS, reference.GAPS, reference.PROPOSALS]
+    way = samplers.plan_rows(prob.double() * keys, rate.amax(1).double(), keys, "bernoulli")[1]
+    names = [samplers.GAPS, samplers.COINS, samplers.COINS, samplers.GAPS, samplers.PROPOSALS]
     assert way.tolist() == names * 80
     sbm = SBM(rate[None], member[None], torch.eye(blocks)[None])
     degree = sample_edges(sbm, seed=3).validate().degree[0].double()
@@ -487,7 +500,7 @@ def test_overflowing_rates_are_named() -> None:
             check()
 
 
-@pytest.mark.parametrize("sample", [ops.sample_sbm, reference.sample_sbm])
+@pytest.mark.parametrize("sample", [ops.sample_sbm, samplers.sample_sbm])
 def test_rates_that_are_no_numbers(sample: Any) -> None:
     ptr, stream = torch.tensor([0, 3]), torch.tensor([0])
     for value in (math.nan, math.inf):
@@ -519,7 +532,7 @@ def test_bad_memberships(name: str, value: float, message: str) -> None:
 def test_keys_that_int32_cannot_number() -> None:
     query_ptr, key_ptr, stream = torch.tensor([0, 1]), torch.tensor([0, 2**33]), torch.tensor([0])
     few, key = torch.full((1,), 2.0**-32), torch.ones(1, 1, 1).expand(1, 2**33, 1)
-    for sample in (ops.sample_systematic, reference.sample_systematic):
+    for sample in (ops.sample_systematic, samplers.sample_systematic):
         with pytest.raises(
             ValueError,
             match=r"Expected at most 2\^31 keys in a batch, .* \(got 8,589,934,592\). Sample fewer sequences at once.",

@@ -110,6 +110,49 @@ def test_a_head_with_degrees_starts_as_one_without(parameterization: str) -> Non
     assert bool(head.degree_weight.grad.all())
 
 
+@pytest.mark.parametrize("parameterization", ["assortative", "overlapping"])
+@pytest.mark.parametrize(("groups", "side"), [(2, 3), (3, 2), (2, 1)])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_head_with_groups_is_the_product_of_small_heads(
+    parameterization: str, groups: int, side: int, tied: bool
+) -> None:
+    """Probabilities and gradients are those of the product, whether layers are watched or not."""
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"parameterization": parameterization, "temperature": 0.6, "tied": tied}
+    more: dict[str, Any] = {"density": 0.3, "degree_corrected": True, "groups": groups}
+    head = SBMHead(5, 2, side**groups, "orthogonal", **options, **more).double()
+    torch.nn.init.normal_(head.degree_weight)
+    query, key = torch.randn(2, 2, 7, 5, dtype=torch.float64, requires_grad=True)
+    theta, eta = head.degrees(query, query if tied else key)
+    prob = theta[:, :, None] * eta[:, None]
+    for number in range(groups):
+        small = SBMHead(5, 2, side, **options, density=0.3 ** (0.5 / groups)).double()
+        small.mlp = head.mlp
+        del small.clusters
+        small.clusters = cast(Any, head.clusters[:, number * side : (number + 1) * side])
+        prob = prob * small(query, key).edge_prob_dense()
+    learnt = [query, head.clusters, head.degree_weight, *head.mlp.parameters()]
+    weight = torch.randn(2, 7, 7, dtype=torch.float64)
+    want = torch.autograd.grad((weight * prob).sum(), learnt, retain_graph=True)
+    for _ in range(2):
+        sbm = head(query, key)
+        assert sbm.num_blocks == side**groups
+        torch.testing.assert_close(sbm.edge_prob_dense(), prob, rtol=1e-12, atol=1e-12)
+        got = torch.autograd.grad((weight * sbm.edge_prob_dense()).sum(), learnt)
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+        head.mlp.register_forward_hook(lambda *_: None)
+
+
+@pytest.mark.parametrize(("parameterization", "density"), [("assortative", 1 / 64), ("overlapping", 0.1)])
+@pytest.mark.parametrize("groups", [1, 2, 3])
+def test_a_head_with_groups_starts_as_one_without(parameterization: str, density: float, groups: int) -> None:
+    torch.manual_seed(0)
+    head = SBMHead(16, 2, 64, parameterization=parameterization, density=0.1, groups=groups).requires_grad_(False)
+    found = head(torch.randn(2, 50, 16), torch.randn(2, 60, 16)).expected_density()
+    assert float(found.mean()) == pytest.approx(density, rel=0.1)
+    assert head.clusters.shape == (2, {1: 64, 2: 16, 3: 12}[groups], 16)
+
+
 def test_degrees_of_a_head_without() -> None:
     with pytest.raises(ValueError, match=r"Expected an SBMHead with degrees \(got one without\)"):
         SBMHead(4).degrees(torch.randn(1, 3, 4), torch.randn(1, 3, 4))
@@ -174,6 +217,8 @@ def test_repr_and_sizes() -> None:
     assert repr(ragged()) == "SBM(2 sequences, 2 heads, 9 queries, 7 keys, 3 blocks)"
     assert repr(SBM(Y[:1, :1, :1], Z[:1, :1, :1], S[:1, :1, :1])) == "SBM(1 sequence, 1 head, 1 query, 1 key, 1 block)"
     assert "num_blocks=3" in repr(SBMHead(4, 2, 3))
+    assert "groups" not in repr(SBMHead(4, 2, 3))
+    assert "groups=2" in repr(SBMHead(4, 2, 9, parameterization="assortative", groups=2))
 
 
 @pytest.mark.parametrize(
@@ -251,6 +296,25 @@ def test_other_errors() -> None:
         ({"degree_corrected": None}, TypeError, r"Expected 'degree_corrected' to be a bool \(got NoneType\)"),
         ({"cluster_init": ["kaiming"]}, ValueError, "Expected 'cluster_init' to be 'kaiming' or 'orthogonal'"),
         ({"parameterization": None}, ValueError, r"Expected 'parameterization' to be one of .* \(got None\)"),
+        ({"groups": 2.0}, TypeError, r"Expected 'groups' to be an int \(got float\)"),
+        ({"groups": 0}, ValueError, r"Expected 'groups' to be at least 1 \(got 0\)"),
+        ({"groups": 17}, ValueError, r"Expected 'groups' in \[1, 16\] \(got 17\)"),
+        (
+            {"groups": 2},
+            ValueError,
+            r"Expected 'parameterization' to be 'assortative' or 'overlapping' with groups=2 \(got 'paper'\)",
+        ),
+        ({"groups": 2, "parameterization": "mixed"}, ValueError, r"with groups=2 \(got 'mixed'\)"),
+        (
+            {"groups": 3, "num_blocks": 100, "parameterization": "overlapping"},
+            ValueError,
+            r"power of groups=3 \(got 100\). Take 64 = 4\*\*3 or 125 = 5\*\*3",
+        ),
+        (
+            {"groups": 2, "num_blocks": 48, "parameterization": "assortative"},
+            ValueError,
+            r"Take 36 = 6\*\*2 or 49 = 7\*\*2",
+        ),
         (
             {"heads": 2**31},
             ValueError,

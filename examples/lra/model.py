@@ -64,7 +64,9 @@ class Classifier(LightningModule):
         self.settings, self.arity = settings, task.arity
         options: dict[str, Any] = {"dropout": settings.attention_dropout}
         if settings.attention == "sbm":
-            options |= {name: getattr(settings, name) for name in ("num_blocks", "estimator", "probes", "exploration")}
+            options |= {
+                name: getattr(settings, name) for name in ("num_blocks", "estimator", "probes", "exploration", "grain")
+            }
             model = {name: getattr(settings, name) for name in ("cluster_init", "parameterization", "temperature")}
             options["sbm_options"] = {**model, "density": settings.initial_density}
             options["sbm_options"] |= {name: bool(getattr(settings, name)) for name in ("tied", "degree_corrected")}

@@ -51,11 +51,13 @@ SBM_OPTIONS: dict[str, Any] = {
     "parameterization": "overlapping",
     "cluster_init": "orthogonal",
     "num_blocks": 64,
+    "groups": 1,  # of blocks, whose product they are
     "probes": 16.0,
     "threshold": 0.05,  # running loss below which shares of the keys fall
     "rate": 0.003,  # and by how much at a step
     "degree_corrected": 0,
     "bias": 0,  # blocks of a DCMM bias over the sampled edges
+    "grain": 1,  # tokens of a block
     "control": "schedule",  # how shares of the keys reach the density; "share": they have it from the start; "none": no share
 }
 DCMM_OPTIONS: dict[str, Any] = {
@@ -178,9 +180,9 @@ def make_attention(method: str, channels: int, heads: int, density: float, optio
             scorer, select=options["select"], share=share, detach=detach, window=options.get("window", 0)
         )
         return AttentionConv(channels, width, heads, source, estimator=options["estimator"], is_causal=True)
-    head = {name: options[name] for name in ("parameterization", "cluster_init")}
+    head = {name: options[name] for name in ("parameterization", "cluster_init", "groups")}
     head["degree_corrected"] = bool(options["degree_corrected"])
-    rest = {name: options[name] for name in ("num_blocks", "estimator", "probes")}
+    rest = {name: options[name] for name in ("num_blocks", "estimator", "probes", "grain")}
     rest["score_bias"] = DCMMBias(width, heads, options["bias"], entropy_weight=0.1) if options["bias"] else None
     window = options.get("window", 0)
     return SBMAttentionConv(channels, width, heads, sbm_options=head, window=window, is_causal=True, **rest)

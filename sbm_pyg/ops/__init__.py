@@ -16,6 +16,10 @@ from torch import Tensor
 from . import checks, reference, schemas
 
 __all__ = [
+    "block_attention",
+    "block_effect",
+    "block_expectation",
+    "block_weight",
     "edge_attention",
     "edge_dot",
     "edge_effect",
@@ -129,6 +133,7 @@ def edge_attention(
         scale: Factor of the scores, usually ``C ** -0.5``.
         gate_form: ``"score"`` or ``"weight"``: which of the two forms the gate takes.
         dropout: Probability in [0, 1) that a normalised weight is dropped; the others grow by ``1 / (1 - dropout)``.
+            Which ones follows from the seed, the head and the numbers of query and key, and from no other edge.
         seed: Seed of the dropout, 64 bits.
 
     Returns:
@@ -203,7 +208,8 @@ def edge_entmax(
     logit = reference.logits(scale * score, gate, bias, gate_form)
     weight = schemas.segment_entmax(logit[None], rows, alphas[None])[0]
     if dropout > 0:
-        weight = weight * reference.dropout_mask_at(place, dropout, seed).to(weight.dtype) / (1 - dropout)
+        kept = reference.dropout_mask(rows, col, heads, key.size(1), dropout, seed)
+        weight = weight * kept.to(weight.dtype) / (1 - dropout)
     return schemas.EdgeSum.apply(weight, value, rows, col)
 
 
@@ -363,8 +369,185 @@ def local_expectation(
     _check_model(rate, member, chance, query, key)
     probabilities = (rate, member, edge_prob, probe_prob)
     checks.no_tangent(out, *probabilities)
-    constants = (x if x is None else x.detach() for x in (query, key, value, *graph, *probes, chance, forced))
+    constants = (
+        x if x is None or not x.is_floating_point() else x.detach()
+        for x in (query, key, value, *graph, *probes, chance, forced)
+    )
     return schemas.LocalExpectation.apply(out, *probabilities, *constants, scale, exploration)
+
+
+# ------------------------------------------------------------------ blocks of tokens
+
+
+def block_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rowptr: Tensor,
+    col: Tensor,
+    ptrs: tuple[Tensor, Tensor],
+    grain: int,
+    is_causal: bool = False,
+    bias: Tensor | None = None,
+    scale: float = 1.0,
+    dropout: float = 0.0,
+    seed: int = 0,
+) -> tuple[Tensor, Tensor]:
+    r"""Softmax attention of blocks of queries over blocks of keys: :func:`edge_attention` where edges come in blocks.
+
+    Each sequence is cut into blocks of ``grain`` tokens from its beginning; its last block may be shorter. Cost O(E
+    grain^2 C); memory O(HNC), and as much again for the blocks that are looked at. On the CPU, blocks are gathered for
+    torch's own fused attention, those of a row side by side.
+
+    Args:
+        query, key, value: ``[H, N, C]``, ``[H, M, C]``, ``[H, M, C']``, as in :func:`edge_attention`.
+        rowptr: Offsets of the rows, one for each head and query block, ``[H*n+1]`` int64.
+        col: Key block of each edge, ``[E]``, ascending in each row; blocks count through all sequences, and an edge
+            stays in its sequence. As in all ops, values are not checked: :class:`sbm_pyg.BlockGraph` is valid.
+        ptrs: Offsets of the sequences in the queries and in the keys, ``[B+1]`` int64 each.
+        grain: Tokens of a block, at least 1.
+        is_causal: No token attends to a later one. No edge may lead to a later block; a block meets itself in part.
+        bias: ``[E, grain, grain]``, added to the logits of the tokens of each edge, queries first.
+        scale: Factor of the scores.
+        dropout, seed: As :func:`edge_attention`, which drops the same pairs. On the CPU attention with dropout takes
+            plain torch.
+
+    Returns:
+        The output ``[H, N, C']`` (zeros for a query without edges), and the log of each row's sum of weights, ``[H,
+        N]``, float32 or better, ``-inf`` for a query without edges, without gradient.
+
+    Raises:
+        TypeError, ValueError: Shapes or types do not fit, or an argument is out of range.
+    """
+    checks.tensors(value=value)
+    query_ptr, key_ptr, grain = checks.blocks(rowptr, col, query, key, ptrs, grain, is_causal, scale, bias=bias)
+    checks.shape("value", value, (*key.shape[:2], None), "[H, M, C']", "It has the heads and tokens of 'key'.")
+    checks.number("dropout", dropout, "[0, 1)", "It is the probability that a weight is dropped.")
+    return schemas.block_attention(
+        query, key, value, rowptr, col, query_ptr, key_ptr, grain, is_causal, bias, scale, dropout, checks.seed(seed)
+    )
+
+
+def block_effect(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    graph: tuple[Tensor, Tensor, Tensor | None],
+    probes: tuple[Tensor, Tensor, Tensor | None],
+    ptrs: tuple[Tensor, Tensor],
+    grain: int,
+    is_causal: bool = False,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    r"""What each edge of blocks, and each probe, does to the loss: the sum over its queries of :func:`edge_effect`.
+
+    For one query a block of keys J is one edge, with weight :math:`W_{iJ} = \sum_{j \in J} w_{ij}` and as gain the mean
+    of its gains by their weights. So the effect of the pair of blocks (I, J) is
+
+    .. math::
+        \Delta_{IJ} = \sum_{i \in I} \frac{W_{iJ}}{W_{iJ} + \sum W_{iL}} \Big( G_{iJ} - \frac{\sum W_{iL} G_{iL}}
+        {\sum W_{iL}} \Big) ,
+
+    with sums over the other blocks L of the row. Cost that of :func:`block_attention` over both.
+
+    Args:
+        grad_out: Gradient of the loss to the attention's output, ``[H, N, C']``.
+        query, key, value: Of the attention.
+        graph: ``rowptr``, ``col`` and bias ``[E, grain, grain]``, or None for it.
+        probes: The same of pairs of blocks to try.
+        ptrs, grain, is_causal, scale: As :func:`block_attention`.
+
+    Returns:
+        ``[E]`` and ``[E']``; 0 for a probe that is an edge already.
+
+    Raises:
+        TypeError, ValueError: Shapes or types do not fit, or an argument is out of range.
+    """
+    checks.tensors(value=value, grad_out=grad_out)
+    query_ptr, key_ptr, grain = checks.blocks(*graph[:2], query, key, ptrs, grain, is_causal, scale, bias=graph[2])
+    checks.blocks(*probes[:2], query, key, ptrs, grain, is_causal, scale, prefix="probe_", probe_bias=probes[2])
+    checks.shape(
+        "grad_out", grad_out, (*query.shape[:2], value.size(2)), "[H, N, C']", "It has the shape of the output."
+    )
+    return schemas.block_effect(
+        grad_out, query, key, value, *graph, *probes, query_ptr, key_ptr, grain, is_causal, scale
+    )
+
+
+def block_weight(
+    query: Tensor,
+    key: Tensor,
+    rowptr: Tensor,
+    col: Tensor,
+    ptrs: tuple[Tensor, Tensor],
+    grain: int,
+    is_causal: bool = False,
+    bias: Tensor | None = None,
+    scale: float = 1.0,
+) -> Tensor:
+    """Weights of :func:`block_attention`, summed over the tokens of each edge of blocks, ``[E]``, without gradient.
+
+    Those of a query block sum to the number of its tokens. Arguments are as there.
+
+    Raises:
+        TypeError, ValueError: Shapes or types do not fit, or an argument is out of range.
+    """
+    query_ptr, key_ptr, grain = checks.blocks(rowptr, col, query, key, ptrs, grain, is_causal, scale, bias=bias)
+    return schemas.block_weight(query, key, rowptr, col, bias, query_ptr, key_ptr, grain, is_causal, scale)
+
+
+def block_expectation(
+    out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    graph: tuple[Tensor, Tensor, Tensor | None],
+    probes: tuple[Tensor, Tensor, Tensor | None],
+    chance: Tensor,
+    ptrs: tuple[Tensor, Tensor],
+    grain: int,
+    forced: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float = 1.0,
+    exploration: float = 0.0,
+    *,
+    prob: tuple[Tensor, Tensor],
+) -> Tensor:
+    """:func:`local_expectation` for edges of blocks: the probability of a block receives its :func:`block_effect`.
+
+    Args:
+        out: Output of :func:`block_attention` over the graph, ``[H, N, C']``.
+        query, key, value: Those of the attention; they get no gradient from here.
+        graph, probes: As :func:`block_effect`.
+        chance: Probability with which each key block of a query block is a probe, ``[n]``.
+        ptrs, grain, is_causal, scale: As :func:`block_attention`.
+        forced: Edges that are there whatever p is, ``[E]`` bool, or None; they send no gradient.
+        exploration: What was added to each probability when the graph was sampled.
+        prob: Probabilities of the edges ``[E]`` and of the probes ``[E']``.
+
+    Returns:
+        ``out``.
+
+    Raises:
+        TypeError, ValueError: Shapes or types do not fit, or an argument is out of range.
+    """
+    checks.tensors(out=out, value=value, chance=chance, prob=prob[0], probe_prob=prob[1])
+    query_ptr, key_ptr, grain = checks.blocks(*graph[:2], query, key, ptrs, grain, is_causal, scale, bias=graph[2])
+    checks.blocks(*probes[:2], query, key, ptrs, grain, is_causal, scale, prefix="probe_", probe_bias=probes[2])
+    checks.forced(forced, graph[1])
+    checks.number("exploration", exploration, "[0, 1]", "It is what was added to each probability.")
+    checks.shape("out", out, (*query.shape[:2], value.size(2)), "[H, N, C']", "It is the output of the attention.")
+    checks.shape("prob", prob[0], graph[1].shape, "[E]", "It has the probability of each edge.")
+    checks.shape("probe_prob", prob[1], probes[1].shape, "[E']", "It has the probability of each probe.")
+    checks.no_tangent(out, *prob)
+    constants = (x if x is None else x.detach() for x in (query, key, value, *graph, *probes))
+    return schemas.BlockExpectation.apply(
+        out, *prob, *constants, query_ptr, key_ptr, chance, forced, grain, is_causal, scale, exploration
+    )
+
+
+# ------------------------------------------------------------------ alpha-entmax over rows
 
 
 def segment_entmax(

@@ -100,6 +100,54 @@ def forced(forced: Tensor | None, col: Tensor) -> None:
         )
 
 
+def blocks(
+    rowptr: Tensor, col: Tensor, query: Tensor, key: Tensor, ptrs: tuple[Tensor, Tensor], grain: int, is_causal: bool,
+    scale: float, *, prefix: str = "", **per_edge: Tensor | None,
+) -> tuple[Tensor, Tensor, int]:  # fmt: skip
+    """Refuse rows over blocks, offsets and numbers per pair of tokens that are not of one graph of blocks.
+
+    Returns:
+        Offsets of both sides, and the grain.
+    """
+    if not isinstance(ptrs, tuple) or len(ptrs) != 2:
+        raise TypeError(f"Expected 'ptrs' to be offsets of queries and of keys (got {type(ptrs).__name__}). Pass both.")
+    if torch.compiler.is_compiling():
+        return *ptrs, grain
+    query_ptr, key_ptr = ptrs
+    rows = {f"{prefix}rowptr": rowptr, f"{prefix}col": col}
+    ends = {"ptrs[0]": query_ptr, "ptrs[1]": key_ptr}
+    tensors(query=query, key=key, **ends, **rows)
+    grain = integer("grain", grain, 1, "It is a number of tokens.")
+    flag("is_causal", is_causal, "It says whether no token meets a later one.")
+    number("scale", scale, "(-inf, inf)", "It is a factor of the scores, usually C ** -0.5.")
+    known = query_ptr.device.type == key_ptr.device.type == "cpu" and not detect_fake_mode((query_ptr, key_ptr))
+    for (name, ptr), tokens in zip(ends.items(), (query, key), strict=True):
+        shape(name, ptr, (None,), "[B+1]", "It holds the offsets of the sequences.")
+        if ptr.dtype != torch.int64 or ptr.shape != query_ptr.shape or ptr.numel() < 2:
+            raise ValueError(
+                f"Expected '{name}' to be [B+1] int64, as long on both sides (got {list(ptr.shape)} {ptr.dtype}). "
+                "It holds the offsets of the sequences."
+            )
+        if known and int(ptr[-1]) != tokens.size(1):
+            raise ValueError(
+                f"Expected '{name}' to end with the number of tokens, {tokens.size(1)} (got {int(ptr[-1])}). "
+                "It holds the offsets of the sequences."
+            )
+    cut = query.size(0) * int(((query_ptr.diff() + grain - 1) // grain).sum()) + 1 if known else None
+    shape(f"{prefix}rowptr", rowptr, (cut,), "[H*n+1]", "It holds one row per head and query block, heads outermost.")
+    shape(f"{prefix}col", col, (None,), "[E]", "It holds the key block of each edge.")
+    if rowptr.dtype != torch.int64 or col.dtype not in INTEGERS:
+        raise TypeError(
+            f"Expected '{prefix}rowptr' to be int64 and '{prefix}col' int32 or int64 "
+            f"(got {rowptr.dtype} and {col.dtype}). Convert them."
+        )
+    for name, numbers in per_edge.items():
+        shape(name, numbers, (col.size(0), grain, grain), "[E, grain, grain]", "It has a number for each two tokens.")
+    floating(query=query, key=key, **per_edge)
+    same_device("query", query, key=key, **ends, **rows, **per_edge)
+    return query_ptr, key_ptr, grain
+
+
 def edges(
     rowptr: Tensor,
     col: Tensor,

@@ -13,15 +13,14 @@ from functools import partial
 
 import numpy as np
 
-from . import reference, tiles
+from . import tiles, words
 from .bits import append16, below16, fetch, gaps16, lowest_bit, philox16, pick16, toss16, weigh16
 from .simd import at, dots, load, peek, scratch, splat, store
 from .threads import kernel
 from .tiles import close_tiles, multiply_tiles, open_tiles
 
 _COIN_BYTE, _COIN_REST, _COUNT, _PROPOSAL, _GAP = (
-    purpose << 24
-    for purpose in (reference.COIN_BYTE, reference.COIN_REST, reference.COUNT, reference.PROPOSAL, reference.GAP)
+    purpose << 24 for purpose in (words.COIN_BYTE, words.COIN_REST, words.COUNT, words.PROPOSAL, words.GAP)
 )
 PANEL = 64  # keys that lie together, block by block
 GROUP = 16 if tiles.AVAILABLE else 4  # rows whose probabilities are computed together

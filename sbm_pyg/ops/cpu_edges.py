@@ -17,11 +17,13 @@ taken at once.
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from . import words
 from .bits import philox16
 from .cpu_strips import add_dots, clear, copy, count_below, cut, lanes_of, padded, sixteen, weigh, wide
 from .simd import (
@@ -30,6 +32,7 @@ from .simd import (
     exp,
     first,
     highest,
+    keep16,
     load,
     load16,
     maximum,
@@ -44,7 +47,7 @@ from .simd import (
 from .threads import kernel, run, split
 
 STRIP = 512  # edges of a row between two looks at its maximum
-DROPOUT = 5  # what these random words are for; see reference.py
+DROPOUT = words.DROPOUT << 24
 CACHE = 2**20  # bytes of the second-level cache that a tile of keys may fill
 LEAST = 4  # edges of a row for which a tile of keys is worthwhile
 
@@ -53,19 +56,11 @@ LEAST = 4  # edges of a row for which a tile of keys is worthwhile
 
 
 @kernel
-def _drop(factor, start, count, words, known, threshold, kept, seed):
-    """Dropout of edges ``start .. start + count - 1``: 0 or ``kept``. Edge e looks at word ``e % 4`` of counter ``e //
-    4``.
-
-    ``words`` holds those of 64 edges, number ``known``; returns which 64 it holds in the end.
-    """
-    for t in range(count):
-        edge = start + t
-        if edge >> 6 != known:
-            known = edge >> 6
-            philox16(known << 4, known >> 28, 0, DROPOUT, seed, words, 0)
-        poke(factor, t, kept if words[((edge & 3) << 4) + ((edge & 63) >> 2)] >= threshold else 0)
-    return known
+def _fill(side, padded, seed, words):
+    """Random words of one side of dropout, of all heads; see :func:`.reference.dropout_mask`."""
+    for place in range(0, words.size, 64):
+        head, number = place // padded, place % padded
+        philox16(number >> 2, side, 0, head | DROPOUT, seed, words, place)
 
 
 @cache
@@ -87,21 +82,22 @@ def _attention(width, value_width):
         bias,
         scale,
         weighted,
-        threshold,
+        least,
         kept,
-        seed,
+        query_words,
+        key_words,
         out,
         tops,
         norms,
     ):
         weight, factor, tail = scratch(query, STRIP), scratch(query, STRIP), scratch(col, 16)
-        words, known = np.empty(64, np.uint32), -1
         zero, one, low = query.dtype.type(0), query.dtype.type(1), query.dtype.type(-np.inf)
         for row in range(begin, end):
             keys_here, values_here = (
                 at(key, row // queries * keys * width),
                 at(value, row // queries * keys * value_width),
             )
+            words_here = at(key_words, row // queries * keys if key_words.size else 0)
             output = at(out, row * value_width)
             clear(output, 0, value_width, zero, value_lanes)
             top, sums, stop = low, splat(zero, 16), peek(rowptr, row + 1)
@@ -119,6 +115,8 @@ def _attention(width, value_width):
                     logit = first(count - t, logit, low)
                     high = maximum(logit, high)
                     store(weight, t, logit)
+                    if key_words.size:
+                        store(factor, t, keep16(words_here, tokens, peek(query_words, row), least, kept))
                 new = highest(high)
                 if new > top:
                     if top > low:
@@ -126,14 +124,12 @@ def _attention(width, value_width):
                         for c in range(0, value_width, value_lanes):
                             store(output, c, load(output, c, value_lanes) * np.exp(top - new))
                     top = new
-                if threshold:
-                    known = _drop(factor, start, count, words, known, threshold, kept, seed)
                 for t in range(0, count, 16):
                     p = exp(load(weight, t, 16) - (top if top > low else zero))
                     if weighted:
                         p = p * load16(gate, start + t, count - t)
                     sums = sums + p
-                    store(weight, t, p * load(factor, t, 16) if threshold else p)
+                    store(weight, t, p * load(factor, t, 16) if key_words.size else p)
                     last = min(t + 16, count)
                     for c in range(0, value_width, value_lanes):
                         even, odd = load(output, c, value_lanes), splat(zero, value_lanes)
@@ -161,12 +157,13 @@ def _attention_backward(width, value_width):
     def attention_backward(
         memory, begin, end, unit, tiles, queries, keys, grad_out, query, key, value, rowptr, col, gate, bias, out, lse,
         scale, weighted,
-        threshold, kept, seed, dquery, dkey, dvalue, dgate, dbias,
+        least, kept, query_words, key_words, dquery, dkey, dvalue, dgate, dbias,
     ):  # fmt: skip
         slopes, weights, factor, tail = scratch(query, 16), scratch(query, 16), scratch(query, 16), scratch(col, 16)
-        words, known, position = np.empty(64, np.uint32), -1, rowptr[begin:end].copy()
+        position = rowptr[begin:end].copy()
         zero, one = query.dtype.type(0), query.dtype.type(1)
         first_key, limit, room = begin // queries * keys, 0, (keys // tiles + 1) * both
+        words_here = at(key_words, first_key if key_words.size else 0)
         for tile in range(tiles):
             start, limit = limit, keys * (tile + 1) // tiles
             keys_here, dkeys_here = at(aligned(memory), -start * both), at(aligned(memory), room - start * both)
@@ -199,8 +196,8 @@ def _attention_backward(width, value_width):
                     if bias.size:
                         logit = logit + load16(bias, start, count)
                     p = exp(logit - shift)
-                    if threshold:
-                        known = _drop(factor, start, count, words, known, threshold, kept, seed)
+                    if key_words.size:
+                        store(factor, 0, keep16(words_here, tokens, peek(query_words, row), least, kept))
                         gain = gain * load(factor, 0, 16)
                     slope = p * (gain - mean)
                     if dgate.size:
@@ -209,7 +206,7 @@ def _attention_backward(width, value_width):
                         p, slope = p * some_gate, slope * some_gate
                     if dbias.size:
                         store16(dbias, start, count, slope)
-                    store(weights, 0, p * load(factor, 0, 16) if threshold else p)
+                    store(weights, 0, p * load(factor, 0, 16) if key_words.size else p)
                     store(slopes, 0, (slope if weighted else slope * some_gate) * scale)
                     for c in range(0, wider, common_lanes):
                         nothing = splat(zero, common_lanes)
@@ -352,13 +349,20 @@ def _tiles(rowptr: np.ndarray, keys: int, bytes_per_key: int) -> int:
     return tiles if 0 < tiles * LEAST * (len(rowptr) - 1) <= rowptr[-1] else 1
 
 
-def _chances(dropout: float, seed: int, dtype: np.dtype) -> tuple[np.uint64, np.floating, np.uint64]:
-    """Words below the first number drop an edge; the second multiplies the others; the third is the words' key."""
-    return (
-        np.uint64(round(dropout * 2**32)),
-        dtype.type(1 / (1 - dropout) if dropout < 1 else 0),
-        np.uint64(seed % 2**64),
-    )
+def _chances(query: Tensor, key: Tensor, dropout: float, seed: int, dtype: np.dtype) -> tuple[Any, ...]:
+    """Mixed words above the first number keep an edge; the second multiplies it; the others are those of queries and of
+    keys, none without dropout.
+    """
+    threshold, tables = round(dropout * 2**32), []
+    for side, tokens in enumerate((query, key)):
+        heads, count = tokens.shape[:2]
+        padded = -(-count // 64) * 64
+        words = np.empty(heads * padded if threshold else 0, np.uint32)
+        if threshold:
+            _fill(side, padded, np.uint64(seed % 2**64), words)
+            words = words.reshape(heads, padded)[:, :count].ravel()
+        tables.append(words)
+    return np.uint32(max(threshold - 1, 0)), dtype.type(1 / (1 - dropout)), *tables
 
 
 # ------------------------------------------------------------------ the ops
@@ -411,7 +415,7 @@ def edge_attention(
     arguments = (
         query.shape[1], key.shape[1], q, k, v, offsets, tokens, wide(gate, query), wide(bias, query),
         q.dtype.type(scale),
-        gate is not None and gate_form == "weight", *_chances(dropout, seed, q.dtype),
+        gate is not None and gate_form == "weight", *_chances(query, key, dropout, seed, q.dtype),
         out.view(-1).numpy(), tops.view(-1).numpy(), norms.view(-1).numpy(),
     )  # fmt: skip
     run(_attention(q.shape[1], v.shape[1]), [(*piece, *arguments) for piece in _pieces(offsets)])
@@ -437,7 +441,7 @@ def edge_attention_backward(
         tiles, query.shape[1], key.shape[1], padded(grad_out, query), q, k, v, offsets, tokens, wide(gate, query),
         wide(bias, query), padded(out, query),
         wide(lse, query).reshape(-1), q.dtype.type(scale), gate is not None and gate_form == "weight",
-        *_chances(dropout, seed, q.dtype),
+        *_chances(query, key, dropout, seed, q.dtype),
         dquery.view(-1).numpy(), dkey.view(-1).numpy(), dvalue.view(-1).numpy(), dgate, dbias,
     )  # fmt: skip
     room = 2 * (key.shape[1] // tiles + 1) * (k.shape[1] + v.shape[1]) + 64

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import reference
+from . import reference, samplers, words
 from .cpu_draws import philox
 from .cpu_sampling import _cuts
 from .threads import kernel, run
 
-_SYSTEMATIC = reference.SYSTEMATIC << 24
+_SYSTEMATIC = words.SYSTEMATIC << 24
 
 
 @kernel
@@ -42,8 +42,8 @@ def _steps(first, last, chance, batch, reach, key_ptr, start, rowptr, col):
 def sample_systematic(
     chance: Tensor, query_ptr: Tensor, key_ptr: Tensor, sequence_ids: Tensor, heads: int, seed: int, is_causal: bool
 ) -> tuple[Tensor, Tensor]:
-    reference.check_keys(int(key_ptr[-1]))
-    chances, q_ptr, k_ptr = reference.cut_chance(chance).numpy(), query_ptr.numpy(), key_ptr.numpy()
+    samplers.check_keys(int(key_ptr[-1]))
+    chances, q_ptr, k_ptr = samplers.cut_chance(chance).numpy(), query_ptr.numpy(), key_ptr.numpy()
     batch = np.repeat(np.arange(q_ptr.size - 1), np.diff(q_ptr))
     reach = reference.reach(query_ptr, key_ptr, chances.size, is_causal).numpy()
     rows = heads * chances.size

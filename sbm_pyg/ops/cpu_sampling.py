@@ -1,7 +1,7 @@
 """The sampler for the CPU: rows in parallel, each in the cheapest of three ways, sorted as they are made.
 
 In and out: the tensors of ``sample_sbm`` in :mod:`sbm_pyg.ops`. Same law, same random words and the same edges as
-:func:`sbm_pyg.ops.reference.sample_sbm`. Here are the tables that rows share and the order of work. Not here: how one
+:func:`sbm_pyg.ops.samplers.sample_sbm`. Here are the tables that rows share and the order of work. Not here: how one
 row is drawn (:mod:`.cpu_draws`).
 """
 
@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import reference, tiles
+from . import reference, samplers, tiles
 from .cpu_draws import GROUP, PANEL, by_coins, by_gaps, by_proposals, largest, product
 from .simd import at
 from .threads import kernel, run
 
-_PROPOSALS, _GAPS, _COINS = reference.PROPOSALS, reference.GAPS, reference.COINS
+_PROPOSALS, _GAPS, _COINS = samplers.PROPOSALS, samplers.GAPS, samplers.COINS
 _LARGE_COINS = 3  # coins whose probabilities may exceed 1
 
 
@@ -284,7 +284,7 @@ def sample_sbm(
     clamp: bool,
     is_causal: bool,
 ) -> tuple[Tensor, Tensor]:
-    reference.check_keys(int(key_ptr[-1]))
+    samplers.check_keys(int(key_ptr[-1]))
     heads, queries, blocks = query.shape
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     rate, keys = (
@@ -311,8 +311,8 @@ def sample_sbm(
     row_keys = np.tile(reach, heads)
     expected += exploration * row_keys
     bound += exploration
-    reference.check_expected(torch.from_numpy(expected))
-    ways = reference.plan_rows(torch.from_numpy(expected), torch.from_numpy(bound), torch.from_numpy(row_keys), method)
+    samplers.check_expected(torch.from_numpy(expected))
+    ways = samplers.plan_rows(torch.from_numpy(expected), torch.from_numpy(bound), torch.from_numpy(row_keys), method)
     stretch, way = (x.numpy() for x in ways)
     way = np.where((way == _COINS) & (bound > 1), _LARGE_COINS, way).astype(np.uint8)
     plan, used = _Plan(way, stretch, bound), np.bincount(way, minlength=4)
@@ -356,7 +356,7 @@ def sample_sbm(
             state[1] = 0
             _rows(first, last, law, batches, plan, model, out, counts, state, top)
             if state[2]:
-                raise ValueError(reference.over_one(float(top[0]) - exploration))
+                raise ValueError(samplers.over_one(float(top[0]) - exploration))
             buffers.append(out[: state[1]])
             room *= 2
 

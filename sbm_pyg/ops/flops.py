@@ -17,9 +17,12 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from . import reference
+from . import reference, samplers
 
-__all__ = ["edge_attention", "edge_attention_backward", "edge_dot", "edge_dot_backward", "edge_effect", "sample_sbm"]
+__all__ = [
+    "block_attention", "block_attention_backward", "block_effect", "block_weight", "edge_attention",
+    "edge_attention_backward", "edge_dot", "edge_dot_backward", "edge_effect", "sample_sbm",
+]  # fmt: skip
 
 
 def edge_dot(query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor, *, out_val: Any = None) -> int:
@@ -61,6 +64,40 @@ def edge_attention_backward(
 ) -> int:
     """2 E (3 C + 2 C'): scores again, gradients to queries and keys; gains, gradients to values."""
     return 2 * col.numel() * (3 * query.size(-1) + 2 * value.size(-1))
+
+
+def block_attention(
+    query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor, col: Tensor, query_ptr: Tensor, key_ptr: Tensor,
+    grain: int, *_: Any, out_val: Any = None,
+) -> int:  # fmt: skip
+    """2 E grain^2 (C + C'): all tokens of two blocks, and slots without a token."""
+    return 2 * col.numel() * grain**2 * (query.size(-1) + value.size(-1))
+
+
+def block_attention_backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor, col: Tensor, query_ptr: Tensor,
+    key_ptr: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, grain: int, *_: Any, out_val: Any = None,
+) -> int:  # fmt: skip
+    """2 E grain^2 (3 C + 2 C')."""
+    return 2 * col.numel() * grain**2 * (3 * query.size(-1) + 2 * value.size(-1))
+
+
+def block_effect(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor, col: Tensor, bias: Tensor | None,
+    probe_rowptr: Tensor, probe_col: Tensor, probe_bias: Tensor | None, query_ptr: Tensor, key_ptr: Tensor, grain: int,
+    *_: Any, out_val: Any = None,
+) -> int:  # fmt: skip
+    """2 (E + E') grain (grain (C + C') + C'): attention of each pair of blocks, and the gains of its rows."""
+    each = grain * (query.size(-1) + value.size(-1)) + value.size(-1)
+    return 2 * (col.numel() + probe_col.numel()) * grain * each
+
+
+def block_weight(
+    query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor, bias: Tensor | None, query_ptr: Tensor, key_ptr: Tensor,
+    grain: int, *_: Any, out_val: Any = None,
+) -> int:  # fmt: skip
+    """2 E grain^2 C."""
+    return 2 * col.numel() * grain**2 * query.size(-1)
 
 
 def edge_effect(
@@ -116,8 +153,8 @@ def sample_sbm(
         keys = reach[start:end]
         bound = (rate * member.cummax(1).values[:, keys - 1]).sum(-1) + exploration
         expected = (rate * member.cumsum(1)[:, keys - 1]).sum(-1) + exploration * keys
-        stretch, way = reference.plan_rows(expected, bound, keys, method)
+        stretch, way = samplers.plan_rows(expected, bound, keys, method)
         proposals = torch.zeros_like(expected) if method == "fastrg" else expected * stretch
-        tried = torch.where(way == reference.GAPS, bound * keys, proposals)
-        pairs += float(torch.where(way == reference.COINS, keys.double(), tried).sum())
+        tried = torch.where(way == samplers.GAPS, bound * keys, proposals)
+        pairs += float(torch.where(way == samplers.COINS, keys.double(), tried).sum())
     return 2 * blocks * (2 * heads * num_queries + round(pairs))

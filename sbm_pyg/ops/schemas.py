@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.library import CustomOpDef
 from torch.utils.flop_counter import register_flop_formula
 
-from . import cpu, flops, reference
+from . import blocks, cpu, flops, reference, samplers
 
 
-def _declare(name: str, schema: str, fake: Callable[..., Any]) -> CustomOpDef:
-    """Declare ``sbm_pyg::name``: the reference, the kernel of :mod:`~sbm_pyg.ops.cpu` if there is one, and its cost."""
-    op = torch.library.custom_op(f"sbm_pyg::{name}", getattr(reference, name), mutates_args=(), schema=schema)
+def _declare(name: str, schema: str, fake: Callable[..., Any], meaning: Any = reference) -> CustomOpDef:
+    """Declare ``sbm_pyg::name``: its meaning, the kernel of :mod:`~sbm_pyg.ops.cpu` if there is one, and its cost."""
+    op = torch.library.custom_op(f"sbm_pyg::{name}", getattr(meaning, name), mutates_args=(), schema=schema)
     if name in cpu.__all__:
         op.register_kernel("cpu")(getattr(cpu, name))
     op.register_fake(fake)
@@ -54,6 +54,15 @@ def _fake_attention_backward(
         for x, need in ((gate, need_gate), (bias, need_bias))
     ]
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape), *edge
+
+
+def _fake_block_backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor, col: Tensor, query_ptr: Tensor,
+    key_ptr: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, grain: int, is_causal: bool, scale: float,
+    dropout: float, seed: int, need_bias: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    grad_bias = lse.new_empty((col.size(0), grain, grain) if need_bias else 0)
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape), grad_bias
 
 
 def _fake_effect(
@@ -129,17 +138,50 @@ sample_sbm = _declare(
     "(Tensor rate, Tensor member, Tensor query_ptr, Tensor key_ptr, Tensor sequence_ids, SymInt seed, str method, "
     "float exploration, bool clamp, bool is_causal) -> (Tensor, Tensor)",
     _fake_sample,
+    samplers,
 )
 sample_systematic = _declare(
     "sample_systematic",
     "(Tensor chance, Tensor query_ptr, Tensor key_ptr, Tensor sequence_ids, SymInt heads, SymInt seed, bool is_causal) "
     "-> (Tensor, Tensor)",
     _fake_systematic,
+    samplers,
 )
 invalid_row = _declare(
     "invalid_row",
     "(Tensor rowptr, Tensor col, Tensor query_ptr, Tensor key_ptr, SymInt heads) -> Tensor",
     lambda rowptr, col, query_ptr, key_ptr, heads: rowptr.new_empty(()),
+)
+_BLOCKS = "Tensor query_ptr, Tensor key_ptr"
+block_attention = _declare(
+    "block_attention",
+    f"(Tensor query, Tensor key, Tensor value, Tensor rowptr, Tensor col, {_BLOCKS}, SymInt grain, bool is_causal, "
+    "Tensor? bias, float scale, float dropout=0.0, SymInt seed=0) -> (Tensor, Tensor)",
+    _fake_attention,
+    blocks,
+)
+block_attention_backward = _declare(
+    "block_attention_backward",
+    f"(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor rowptr, Tensor col, {_BLOCKS}, Tensor? bias, "
+    "Tensor out, Tensor lse, SymInt grain, bool is_causal, float scale, float dropout, SymInt seed, bool need_bias) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    _fake_block_backward,
+    blocks,
+)
+block_effect = _declare(
+    "block_effect",
+    "(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor rowptr, Tensor col, Tensor? bias, "
+    f"Tensor probe_rowptr, Tensor probe_col, Tensor? probe_bias, {_BLOCKS}, SymInt grain, bool is_causal, "
+    "float scale) -> (Tensor, Tensor)",
+    _fake_effect,
+    blocks,
+)
+block_weight = _declare(
+    "block_weight",
+    f"(Tensor query, Tensor key, Tensor rowptr, Tensor col, Tensor? bias, {_BLOCKS}, SymInt grain, bool is_causal, "
+    "float scale) -> Tensor",
+    lambda query, key, rowptr, col, *_: query.new_empty(col.size(0)),
+    blocks,
 )
 
 
@@ -182,6 +224,21 @@ def _attention_backward(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Tensor |
 
 
 edge_attention.register_autograd(_attention_backward, setup_context=_save_attention)
+
+
+def _save_blocks(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(*inputs[:7], inputs[9], *output)
+    ctx.options = (*inputs[7:9], *inputs[10:])
+
+
+def _block_backward(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    need_bias = ctx.needs_input_grad[9]
+    grads = block_attention_backward(grad_out.contiguous(), *ctx.saved_tensors, *ctx.options, need_bias)
+    return *grads[:3], *[None] * 6, grads[3] if need_bias else None, None, None, None
+
+
+block_attention.register_autograd(_block_backward, setup_context=_save_blocks)
 
 
 def _save_entmax(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -281,3 +338,36 @@ class LocalExpectation(torch.autograd.Function):
             two = edge_dot_backward(probe_effect.to(rate.dtype), rate, member, probe_rowptr, probe_col, *need[:2])
             grads[:2] = (x.add_(y) for x, y in zip(one, two, strict=True))
         return (grad, *(x if wanted else None for x, wanted in zip(grads, need, strict=True)), *[None] * 13)
+
+
+class BlockExpectation(torch.autograd.Function):
+    """As :class:`LocalExpectation`, over blocks, whose effects are those of ``block_effect``."""
+
+    @staticmethod
+    def forward(
+        out: Tensor, prob: Tensor, probe_prob: Tensor, query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor,
+        col: Tensor, bias: Tensor | None, probe_rowptr: Tensor, probe_col: Tensor, probe_bias: Tensor | None,
+        query_ptr: Tensor, key_ptr: Tensor, chance: Tensor, forced: Tensor | None, grain: int, is_causal: bool,
+        scale: float, exploration: float,
+    ) -> Tensor:  # fmt: skip
+        return out.clone() if torch.compiler.is_compiling() else out.view_as(out)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[1:-4])
+        ctx.options = inputs[-4:]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        prob, probe_prob, *attention, chance, forced = ctx.saved_tensors
+        *layout, exploration = ctx.options
+        effects = block_effect(grad.contiguous(), *attention, *layout)
+        rowptr, col, _, probe_rowptr, probe_col = attention[3:8]
+        sides = ((prob, rowptr, col), (probe_prob, probe_rowptr, probe_col))
+        found = []
+        for effect, (p, pointer, blocks_of), probing in zip(effects, sides, (False, True), strict=True):
+            eta = chance[reference.edge_row(pointer, blocks_of.numel()) % chance.numel()]
+            found.append(effect.to(p.dtype) * reference.effect_weight(p + exploration, eta, probing).to(p.dtype))
+        if forced is not None:
+            found[0] = found[0].masked_fill_(forced, 0)
+        return grad, *found, *[None] * 17

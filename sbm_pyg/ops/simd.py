@@ -21,6 +21,7 @@ NOTHING = -40.0
 
 Kept in float32, its products get subnormal, and slow.
 """
+MIX = (0x7FEB352D, 0x846CA68B)  # of dropout's words; see reference.py
 _EXACT = ("contract",)  # a * b + c may become one instruction
 _SUM = ("contract", "reassoc", "nsz")  # and a sum may be taken in any order
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
@@ -356,6 +357,33 @@ def dots(typing, vector, array, stride, tokens):
         return sums
 
     return result(vector, array, types.int64, tokens), generate
+
+
+@intrinsic
+def keep16(typing, words, tokens, own, least, kept):
+    """``kept`` in the lanes k where the mixed word of ``words[tokens[k]]`` and ``own`` is more than ``least``, else 0.
+
+    Words are uint32, mixed as :func:`sbm_pyg.ops.reference.dropout_mask` does.
+    """
+    result = Vector(kept, 16)
+
+    def generate(context, builder, signature, args):
+        kind = ir.VectorType(_I32, 16)
+        word = ir.Constant(kind, ir.Undefined)
+        for lane in range(16):
+            token = builder.load(_pointer(context, builder, tokens, args[1], ir.Constant(_I64, lane)))
+            token = token if token.type == _I64 else builder.sext(token, _I64)
+            one = builder.load(_pointer(context, builder, words, args[0], token))
+            word = builder.insert_element(word, one, ir.Constant(_I32, lane))
+        word = builder.xor(word, _splat(builder, args[2], 16))
+        for shift, factor in zip((16, 15), MIX, strict=True):
+            word = builder.mul(builder.xor(word, builder.lshr(word, _all(kind, shift))), _all(kind, factor))
+        word = builder.xor(word, builder.lshr(word, _all(kind, 16)))
+        keep = builder.icmp_unsigned(">", word, _splat(builder, args[3], 16))
+        number = context.get_value_type(result)
+        return builder.select(keep, _splat(builder, args[4], 16), ir.Constant(number, [0.0] * 16))
+
+    return result(words, tokens, types.uint32, types.uint32, kept), generate
 
 
 def _arithmetic(python, instruction):

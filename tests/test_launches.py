@@ -1,0 +1,174 @@
+"""What plain torch asks of a device: how many operations, and how often the host waits for an answer.
+
+Both are counted on the CPU, by sending our ops to the reference that every other device takes. They depend neither on
+the machine nor on the size of the batch. ``python tests/test_launches.py`` prints them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from sbm_pyg import SBMAttentionConv
+from sbm_pyg.ops import blocks, reference, samplers
+
+WAITS = {"_local_scalar_dense", "equal", "is_nonzero", "item", "masked_select", "nonzero"}
+"""Ops whose answer the host needs before it can go on."""
+
+
+class PlainTorch(TorchDispatchMode):
+    """In it, our ops are computed by the reference, whatever the device, and what they ask of the device is counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches = self.waits = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if op.namespace == "sbm_pyg":
+            with self:
+                meaning = next(each for each in (reference, samplers, blocks) if hasattr(each, op._opname))
+                return getattr(meaning, op._opname)(*args, **kwargs)
+        name, out = op._opname, op(*args, **kwargs)
+        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        made = {x.untyped_storage()._cdata for x in tree_leaves(out) if isinstance(x, Tensor)}
+        self.launches += op._schema.is_mutable or not made <= given  # a view launches nothing
+        self.waits += name in WAITS or (name == "repeat_interleave" and kwargs.get("output_size") is None)
+        if name in ("index", "index_put", "index_put_"):
+            self.waits += any(index is not None and index.dtype == torch.bool for index in args[1])
+        return out
+
+
+@contextmanager
+def plain_torch() -> Iterator[PlainTorch]:
+    """Count on the CPU as on a device with room for all rows at once; lists of values are waited for, too."""
+    counted, tolist = PlainTorch(), Tensor.tolist
+
+    def wait(x: Tensor) -> Any:
+        counted.waits += 1
+        return tolist(x)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(samplers, "ROOM", {})
+        patch.setattr(Tensor, "tolist", wait)
+        with counted:
+            yield counted
+
+
+def model(way: str, sequences: int, tokens: int, heads: int, is_causal: bool = False, blocks: int = 32) -> tuple:
+    """Arguments of ``sample_sbm`` whose rows go one way, or all three."""
+    random = torch.Generator().manual_seed(0)
+    y, z = (torch.rand(heads, sequences * tokens, blocks, generator=random) for _ in range(2))
+    y, z = (y + 3) / 4 / blocks, (z + 3) / 4  # nearly even, as a layer starts
+    y *= {"gaps": 0.05, "coins": 0.4, "proposals": 0, "all": 0.05}[way]
+    if way in ("proposals", "all"):  # one key in a hundred is in the first block, and surely an edge of some rows
+        some = slice(0, None, {"proposals": 1, "all": 3}[way])
+        y[:, some], z[:, :, 0] = 0, 0
+        y[:, some, 0], z[:, ::100, 0] = 0.5, 1
+    if way == "all":
+        y[:, 1::3] *= 8
+    ptr = torch.arange(sequences + 1) * tokens
+    return y, z, ptr, ptr, torch.arange(sequences), 7, "bernoulli", 0.0, False, is_causal
+
+
+def sampled(*arguments: Any, **options: Any) -> tuple[int, int]:
+    given = model(*arguments, **options)
+    with plain_torch() as counted:
+        torch.ops.sbm_pyg.sample_sbm(*given)
+    return counted.launches, counted.waits
+
+
+def trained(sequences: int, tokens: int, **options: Any) -> tuple[int, int]:
+    """Of a training step of the whole layer, forward and backward."""
+    torch.manual_seed(0)
+    conv, x = SBMAttentionConv(32, 16, heads=2, **options), torch.randn(sequences * tokens, 32, requires_grad=True)
+    ptr = torch.arange(sequences + 1) * tokens
+    with plain_torch() as counted:
+        conv(x, ptr=ptr, seed=1).square().sum().backward()
+    return counted.launches, counted.waits
+
+
+SIZES = (1, 128, 1), (4, 600, 2), (40, 100, 3)
+MOST = {"gaps": 400, "coins": 400, "proposals": 400, "all": 640}
+"""Operations for rows of one kind, and where all three kinds meet."""
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("way", MOST)
+def test_sampling_takes_few_operations_and_two_waits(way: str, is_causal: bool) -> None:
+    most = MOST["all" if way == "proposals" and is_causal else way]  # first rows have few keys, and take other ways
+    for size in SIZES:
+        launches, waits = sampled(way, *size, is_causal=is_causal)
+        assert launches <= most
+        assert waits == 2
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_training_step_takes_few_operations_and_waits(is_causal: bool) -> None:
+    """Waits are for the offsets, for memberships that are checked, for edges, twice, and for probes."""
+    for sequences, tokens in ((1, 64), (4, 256)):
+        launches, waits = trained(sequences, tokens, is_causal=is_causal)
+        assert launches <= 1200
+        assert waits == 5 + 1  # and one where probabilities lie on the CPU
+
+
+def test_probes_take_one_wait() -> None:
+    ptr = torch.arange(5) * 100
+    with plain_torch() as counted:
+        torch.ops.sbm_pyg.sample_systematic(torch.full((400,), 0.1), ptr, ptr, torch.arange(4), 3, 5, False)
+    assert counted.launches <= 150
+    assert counted.waits == 1
+
+
+def test_the_root_of_entmax_is_found_without_waiting() -> None:
+    """One wait is for the check of the offsets."""
+    src, ptr = torch.randn(1, 200), torch.tensor([0, 50, 50, 200])
+    with plain_torch() as counted:
+        torch.ops.sbm_pyg.segment_entmax(src, ptr, torch.full((1, 3), 1.5))
+    assert counted.waits == 1
+
+
+@pytest.mark.parametrize("room", [2**12, 2**15, 2**40])
+@pytest.mark.parametrize("margin", [0.01, 1.0])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_edges_do_not_depend_on_room(
+    room: int, margin: float, is_causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows in parts, and random words in several attempts."""
+    given = model("all", 3, 200, 2, is_causal=is_causal)
+    expected = samplers.sample_sbm(*given)
+    monkeypatch.setattr(samplers, "ROOM", {"cpu": room})
+    monkeypatch.setattr(samplers, "MARGIN", margin)
+    for found, wanted in zip(samplers.sample_sbm(*given), expected, strict=True):
+        assert torch.equal(found, wanted)
+
+
+def test_backward_passes_share_the_order_of_keys() -> None:
+    rowptr, col = torch.tensor([0, 2, 3]), torch.tensor([0, 1, 1])
+    first = reference._by_key(rowptr, col, col, 2)
+    assert first[0].tolist() == [0, 1, 2]
+    assert first[1].tolist() == [0, 1, 3]
+    assert reference._by_key(rowptr, col, col, 2) is first
+    col[0] = 1
+    col[1] = 0
+    assert reference._by_key(rowptr, col, col, 2)[0].tolist() == [1, 0, 2]
+
+
+def main() -> None:
+    for way in MOST:
+        for is_causal in (False, True):
+            counts = [sampled(way, *size, is_causal=is_causal) for size in SIZES]
+            print(f"sample_sbm, {way}, {is_causal = }: {counts} operations and waits")
+    for is_causal in (False, True):
+        print(f"a training step, {is_causal = }: {trained(4, 256, is_causal=is_causal)}")
+
+
+if __name__ == "__main__":
+    main()
