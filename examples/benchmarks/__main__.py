@@ -1,6 +1,7 @@
 """Measures sbm_pyg against named peers on the same work, in one run.
 
 python -m examples.benchmarks kernels            attention over a given graph: ours, torch's SDPA, PyG
+python -m examples.benchmarks blocks             the same over blocks of 64 tokens
 python -m examples.benchmarks shares             softmax and entmax over ragged rows, without attention
 python -m examples.benchmarks normalizers        a layer over a given graph, with softmax and with entmax
 python -m examples.benchmarks samplers           sampling of a graph
@@ -23,15 +24,17 @@ from typing import Any
 
 PEERS = {  # by suite; what they do is in `kernels` and `samplers`, which bring torch with them
     "kernels": ("ours", "sdpa", "sdpa-masked", "pyg", "pyg-compiled", "wrong"),
+    "blocks": ("blocks", "tokens", "sdpa", "sdpa-masked", "wrong"),
     "shares": ("softmax", "entmax15", "sparsemax", "wrong"),
     "normalizers": ("softmax", "entmax15", "sparsemax", "entmax"),
     "samplers": ("bernoulli", "edges", "fastrg", "dense", "wrong"),
-    "layers": ("sbm", "dense", "wrong"),
+    "layers": ("sbm", "default", "grain-8", "grain-16", "grain-32", "grain-64", "grain-128", "dense", "wrong"),
     "growth": ("sampling", "layer"),
 }
 EXTRA = ("pyg-compiled", "wrong")  # only if they are asked for; the gate must reject "wrong"
 DEFAULTS: dict[str, dict[str, Any]] = {
     "kernels": {"blocks": [0]},  # no model
+    "blocks": {"blocks": [0], "densities": [1.6, 5.0, 10.0, 25.0]},
     "shares": {"blocks": [0], "densities": [2.0, 20.0]},
     "normalizers": {"blocks": [0], "densities": [1.0, 10.0]},
     "samplers": {"blocks": [128, 16]},

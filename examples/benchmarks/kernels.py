@@ -73,15 +73,21 @@ def compare(pairs: Mapping[str, tuple[Tensor, Tensor]]) -> float:
 
 
 class Inputs:
-    """Tensors ``[H, N, C]``, an independent random mask per head without empty rows, and its graph in the formats that peers want."""
+    """Tensors ``[H, N, C]``, an independent random mask per head without empty rows, and its graph in the formats that peers want.
 
-    def __init__(self, case: Case) -> None:
+    With a grain, blocks of so many tokens are drawn.
+    """
+
+    def __init__(self, case: Case, grain: int = 1) -> None:
         generator = torch.Generator().manual_seed(case.seed)
         self.shape = (case.heads, case.tokens, case.channels)
         self.query, self.key, self.value, self.grad = (torch.randn(self.shape, generator=generator) for _ in range(4))
-        self.mask = torch.rand(case.heads, case.tokens, case.tokens, generator=generator) < case.density
-        empty = ~self.mask.any(-1, keepdim=True)  # for which masked SDPA has no answer
-        self.mask |= torch.eye(case.tokens, dtype=torch.bool) & empty
+        count = case.tokens // grain
+        mask = torch.rand(case.heads, count, count, generator=generator) < case.density
+        empty = ~mask.any(-1, keepdim=True)  # for which masked SDPA has no answer
+        mask |= torch.eye(count, dtype=torch.bool) & empty
+        self.blocks = AttentionGraph.from_dense(mask)
+        self.mask = mask.repeat_interleave(grain, 1).repeat_interleave(grain, 2)
         graph = AttentionGraph.from_dense(self.mask)
         self.rowptr, self.col, self.num_edges = graph.rowptr, graph.col, graph.num_edges
         row = torch.repeat_interleave(self.rowptr.diff())
@@ -106,11 +112,13 @@ class Inputs:
 Forward = Callable[..., Tensor]
 
 
-def _attention(make: Callable[[Inputs], Forward], gate: bool = True, masked: bool = True) -> Callable[[Case], Work]:
+def _attention(
+    make: Callable[[Inputs], Forward], gate: bool = True, masked: bool = True, grain: int = 1
+) -> Callable[[Case], Work]:
     """Builder of a peer: ``make`` prepares ``forward(query, key, value[, gate]) -> out``, all ``[H, N, C]``."""
 
     def build(case: Case) -> Work:
-        inputs = Inputs(case)
+        inputs = Inputs(case, grain)
         leaves = [inputs.query, inputs.key, inputs.value, *([torch.ones(inputs.num_edges)] if gate else [])]
         leaves = [x.requires_grad_() for x in leaves]
         forward = make(inputs)
@@ -144,6 +152,13 @@ def _attention(make: Callable[[Inputs], Forward], gate: bool = True, masked: boo
 def _ours(inputs: Inputs, scale: float | None = None) -> Forward:
     graph, scale = (inputs.rowptr, inputs.col), inputs.shape[2] ** -0.5 if scale is None else scale
     return lambda query, key, value, gate: ops.edge_attention(query, key, value, *graph, gate, None, scale, "weight")[0]
+
+
+def _blocks(inputs: Inputs, grain: int, scale: float | None = None) -> Forward:
+    ptr, blocks = torch.tensor([0, inputs.shape[1]]), inputs.blocks
+    scale = inputs.shape[2] ** -0.5 if scale is None else scale
+    options = (blocks.rowptr, blocks.col, (ptr, ptr), grain, False, None, scale)
+    return lambda query, key, value: ops.block_attention(query, key, value, *options)[0]
 
 
 def _sdpa(inputs: Inputs, masked: bool = False) -> Forward:
@@ -188,6 +203,7 @@ def _pyg(inputs: Inputs, compiled: bool = False) -> Forward:
 
 
 NO_GATE = "no gradient to the gate"
+GRAIN = 64  # of the graphs of blocks that are given
 KERNELS = {
     "ours": Peer("sbm_pyg edge_attention", _attention(_ours)),
     "sdpa": Peer("torch SDPA, no mask", _attention(_sdpa, gate=False, masked=False), f"full attention; {NO_GATE}"),
@@ -195,6 +211,14 @@ KERNELS = {
     "pyg": Peer("PyG propagate, as installed", _attention(_pyg)),
     "pyg-compiled": Peer("PyG propagate, torch.compile", _attention(partial(_pyg, compiled=True))),
     "wrong": Peer("wrong: forgets the scale", _attention(partial(_ours, scale=1.0))),
+}
+_over_blocks = partial(_attention, gate=False, grain=GRAIN)
+BLOCKS = {
+    "blocks": Peer("sbm_pyg block_attention", _over_blocks(partial(_blocks, grain=GRAIN))),
+    "tokens": Peer("sbm_pyg edge_attention", _attention(_ours, grain=GRAIN), "over the tokens, with a gate"),
+    "sdpa": Peer("torch SDPA, no mask", _over_blocks(_sdpa, masked=False), "full attention"),
+    "sdpa-masked": Peer("torch SDPA, boolean mask", _over_blocks(partial(_sdpa, masked=True))),
+    "wrong": Peer("wrong: forgets the scale", _over_blocks(partial(_blocks, grain=GRAIN, scale=1.0))),
 }
 
 

@@ -21,12 +21,13 @@ from pathlib import Path
 import torch
 from tqdm.auto import tqdm
 
-from examples.benchmarks.kernels import KERNELS, NORMALIZERS, SHARES, Case, Rejected
+from examples.benchmarks.kernels import BLOCKS, KERNELS, NORMALIZERS, SHARES, Case, Rejected
 from examples.benchmarks.samplers import GROWTH, LAYERS, SAMPLERS
 from examples.benchmarks.tables import Row, Rows, add, read
 
 SUITES = {
     "kernels": KERNELS,
+    "blocks": BLOCKS,
     "shares": SHARES,
     "normalizers": NORMALIZERS,
     "samplers": SAMPLERS,
@@ -34,7 +35,7 @@ SUITES = {
     "growth": GROWTH,
 }
 STAGES: dict[str, tuple[str, ...]] = {"samplers": ("sample",), "layers": ("step",), "growth": ("step",)}
-STAGES |= dict.fromkeys(("kernels", "shares", "normalizers"), ("forward", "step"))
+STAGES |= dict.fromkeys(("kernels", "blocks", "shares", "normalizers"), ("forward", "step"))
 ROUNDS, REPEATS = 5, 15  # turns that each peer gets, and repeats in all of them
 FOUND = ("error", "sampled", "expected", "edges", "median_ms", "q1_ms", "q3_ms", "ns_per_edge")
 Times = list[tuple[float, int]]  # seconds and edges of calls

@@ -11,6 +11,7 @@ from examples.benchmarks.tables import Row, Rows, markdown
 
 REFERENCE = {
     "kernels": "ours",
+    "blocks": "blocks",
     "shares": "softmax",
     "normalizers": "softmax",
     "samplers": "bernoulli",
@@ -18,6 +19,7 @@ REFERENCE = {
 }
 TITLES = {
     "kernels": "Attention over a given graph, one random mask per head",
+    "blocks": "Attention over a given graph of blocks of 64 tokens",
     "shares": "Softmax and entmax of ragged rows",
     "normalizers": "A layer over a given graph, one random set of keys per query and head",
     "samplers": "Sampling a graph",

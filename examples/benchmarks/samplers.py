@@ -10,6 +10,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import cast
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from examples.benchmarks.kernels import Case, Peer, Rejected, Work, compare
-from sbm_pyg import SBM, FullAttention, SBMAttentionConv, ops, patterns, sample_edges
+from sbm_pyg import SBM, BlockGraph, FullAttention, SBMAttentionConv, ops, patterns, sample_edges
 
 DEVIATIONS = 5  # standard deviations that a mean density may be off
 
@@ -90,21 +91,23 @@ def _dense_bernoulli(sbm: SBM) -> Callable[[int], int]:
 # ------------------------------------------------------------------ whole layers
 
 
-def _layers(case: Case) -> tuple[SBMAttentionConv, FullAttention]:
+def _layers(case: Case, estimator: str = "mask", grain: int = 1) -> tuple[SBMAttentionConv, FullAttention]:
     """The layer, whose edges have the probability of the case, and its dense twin, with the same projections."""
     torch.manual_seed(case.seed)
     sizes = (case.heads * case.channels, case.channels, case.heads)
     head = {"density": case.density}
-    conv = SBMAttentionConv(*sizes, case.blocks, sbm_options=head, estimator="mask", exploration=0.0)
+    conv = SBMAttentionConv(*sizes, case.blocks, sbm_options=head, estimator=estimator, exploration=0.0, grain=grain)
     full = FullAttention(*sizes)
     full.load_state_dict({name: value for name, value in conv.state_dict().items() if not name.startswith("source.")})
     return conv, full
 
 
-def _agree(conv: SBMAttentionConv, full: FullAttention, width: int) -> float:
+def _agree(conv: SBMAttentionConv, full: FullAttention, width: int, grain: int) -> float:
     """Compare the layer over the full graph of a few tokens with its dense twin: output and gradients."""
-    x, grad = torch.randn(96, width), torch.randn(96, width)
-    found, true = conv(x, patterns.full(len(x))), full(x, ptr=torch.tensor([0, len(x)]))
+    count = max(96 // grain, 2)
+    x, grad = torch.randn(count * grain, width), torch.randn(count * grain, width)
+    every = BlockGraph(patterns.full(count), grain) if grain > 1 else patterns.full(count)
+    found, true = conv(x, every), full(x, ptr=torch.tensor([0, len(x)]))
     pairs = {"output": (found, true)}
     for name in ("lin_query.weight", "lin_key.weight", "lin_value.weight", "lin_value.bias"):
         leaves = ((found, conv.get_parameter(name)), (true, full.get_parameter(name)))
@@ -113,9 +116,9 @@ def _agree(conv: SBMAttentionConv, full: FullAttention, width: int) -> float:
     return compare(pairs)
 
 
-def _layer(case: Case, sparse: bool = True, scale: float = 1.0) -> Work:
+def _layer(case: Case, sparse: bool = True, scale: float = 1.0, estimator: str = "mask", grain: int = 1) -> Work:
     """A training step: projections, SBM, sampling, attention, gradients to all parameters and to the tokens; or the dense twin's."""
-    conv, full = _layers(case)
+    conv, full = _layers(case, estimator, grain)
     conv.scale *= scale
     width, ptr, facts = case.heads * case.channels, torch.tensor([0, case.tokens]), dict[str, float]()
     x, grad = torch.randn(case.tokens, width, requires_grad=True), torch.randn(case.tokens, width)
@@ -125,10 +128,10 @@ def _layer(case: Case, sparse: bool = True, scale: float = 1.0) -> Work:
         (conv if sparse else full).zero_grad()
         out, graph = conv(x, return_graph=True) if sparse else (full(x, ptr=ptr), None)
         out.backward(grad)  # the dense layer counts per edge of the sparse one
-        return graph.num_edges if graph else round(case.density * case.heads * case.tokens**2)
+        return graph.blocks.num_edges * grain**2 if graph else round(case.density * case.heads * case.tokens**2)
 
     def check() -> float:
-        error, edges = _agree(conv, full, width), step()
+        error, edges = _agree(conv, full, width, grain), step()
         if not sparse:
             return error
         for name, parameter in conv.named_parameters():
@@ -137,7 +140,8 @@ def _layer(case: Case, sparse: bool = True, scale: float = 1.0) -> Work:
         with torch.no_grad():
             sbm = cast(SBM, conv(x, return_choice=True)[1].probability)
         expected = float(sbm.expected_edges().sum())
-        _deviations(case, facts, edges, expected, expected)  # the variance is below the mean
+        over = replace(case, tokens=case.tokens // grain)  # drawn are pairs of blocks
+        _deviations(over, facts, edges // grain**2, expected, expected)  # the variance is below the mean
         if abs(facts["expected"] / case.density - 1) > 0.1:
             raise Rejected(f"it expects a density of {facts['expected']:.2%} instead of {case.density:.2%}")
         return error
@@ -169,7 +173,12 @@ SAMPLERS = {
     "wrong": Peer("wrong: 10 % too dense", _sampler(_op("bernoulli", inflate=1.1))),
 }
 LAYERS = {
-    "sbm": Peer("SBMAttentionConv", _layer),
+    "sbm": Peer("SBMAttentionConv, estimator 'mask'", _layer),
+    "default": Peer("SBMAttentionConv, default", partial(_layer, estimator="local")),
+    **{
+        f"grain-{grain}": Peer(f"the same, blocks of {grain}", partial(_layer, estimator="local", grain=grain))
+        for grain in (8, 16, 32, 64, 128)
+    },
     "dense": Peer("dense SDPA layer", partial(_layer, sparse=False)),
     "wrong": Peer("wrong: twice the scale", partial(_layer, scale=2.0)),
 }
