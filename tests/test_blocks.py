@@ -388,7 +388,7 @@ def test_bad_arguments_of_block_ops_are_refused_by_name() -> None:
         block_attention(query, key, value, rowptr, col, (ptrs[0], ptrs[1].clamp(max=8)), grain)
     with pytest.raises(ValueError, match="'bias' to be"):
         block_attention(query, key, value, rowptr, col, ptrs, grain, bias=query.new_zeros(col.numel()))
-    with pytest.raises(TypeError, match="'ptrs' to be offsets"):
+    with pytest.raises(TypeError, match="'ptrs' to be a tuple of offsets"):
         block_attention(query, key, value, rowptr, col, ptrs[0], grain)
 
 

@@ -686,7 +686,7 @@ def test_effects_and_samplers_refuse_what_does_not_fit() -> None:
         ),
         (lambda: expectation(model=None), r"Expected one of 'factors' and 'prob' \(got neither\)"),
         (lambda: expectation(prob=(chance, chance)), r"Expected one of 'factors' and 'prob' \(got both\)"),
-        (lambda: expectation(model=None, prob=chance), r"Expected 'prob' to be a pair of tensors \(got Tensor\)"),
+        (lambda: expectation(model=None, prob=chance), r"Expected 'prob' to be a tuple of two tensors \(got Tensor\)"),
         (lambda: expectation(model=None, prob=(x, x)), r"Expected 'prob' to be \[E\]"),
         (lambda: sample(x.bool()), r"Expected 'rate' to be a floating tensor \(got torch.bool\)"),
         (lambda: sample(None), r"Expected 'rate' to be a tensor \(got NoneType\)"),

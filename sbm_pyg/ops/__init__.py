@@ -10,6 +10,8 @@ deterministic: random words come from a counter and the integer ``seed``. Output
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -58,6 +60,11 @@ def _check_model(rate: Tensor | None, member: Tensor | None, chance: Tensor | No
 def _check_scores(scale: float, exploration: float = 0.0) -> None:
     checks.number("scale", scale, "(-inf, inf)", "It is a factor of the scores, usually C ** -0.5.")
     checks.number("exploration", exploration, "[0, 1]", "It is what was added to each probability.")
+
+
+def _check_graphs(graph: Any, probes: Any) -> None:
+    for name, given in (("graph", graph), ("probes", probes)):
+        checks.parts(name, given, "rowptr, col and a bias or None", 3)
 
 
 def edge_dot(query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor) -> Tensor:
@@ -338,21 +345,14 @@ def local_expectation(
     Raises:
         TypeError, ValueError: Shapes or types do not fit, or neither or both of ``factors`` and ``prob`` came.
     """
-    for name, parts in (("graph", graph), ("probes", probes)):
-        if not isinstance(parts, tuple) or len(parts) != 3:
-            raise TypeError(
-                f"Expected '{name}' to be a tuple of rowptr, col and bias (got {type(parts).__name__}). "
-                "The bias may be None."
-            )
+    _check_graphs(graph, probes)
     if (factors is None) == (prob is None):
         raise ValueError(
             f"Expected one of 'factors' and 'prob' (got {'neither' if prob is None else 'both'}). They say the same."
         )
     for name, pair in (("factors", factors), ("prob", prob)):
-        if pair is not None and not (isinstance(pair, tuple) and len(pair) == 2):
-            raise TypeError(
-                f"Expected '{name}' to be a pair of tensors (got {type(pair).__name__}). See the docstring."
-            )
+        if pair is not None:
+            checks.parts(name, pair, "two tensors", 2)
     rate, member = factors or (None, None)
     edge_prob, probe_prob = prob or (None, None)
     checks.tensors(out=out, value=value, chance=chance)
@@ -420,8 +420,9 @@ def block_attention(
         TypeError, ValueError: Shapes or types do not fit, or an argument is out of range.
     """
     checks.tensors(value=value)
-    query_ptr, key_ptr, grain = checks.blocks(rowptr, col, query, key, ptrs, grain, is_causal, scale, bias=bias)
-    checks.shape("value", value, (*key.shape[:2], None), "[H, M, C']", "It has the heads and tokens of 'key'.")
+    query_ptr, key_ptr, grain = checks.blocks(
+        rowptr, col, query, key, ptrs, grain, is_causal, scale, value=value, bias=bias
+    )
     checks.number("dropout", dropout, "[0, 1)", "It is the probability that a weight is dropped.")
     return schemas.block_attention(
         query, key, value, rowptr, col, query_ptr, key_ptr, grain, is_causal, bias, scale, dropout, checks.seed(seed)
@@ -464,9 +465,13 @@ def block_effect(
     Raises:
         TypeError, ValueError: Shapes or types do not fit, or an argument is out of range.
     """
+    _check_graphs(graph, probes)
     checks.tensors(value=value, grad_out=grad_out)
-    query_ptr, key_ptr, grain = checks.blocks(*graph[:2], query, key, ptrs, grain, is_causal, scale, bias=graph[2])
+    query_ptr, key_ptr, grain = checks.blocks(
+        *graph[:2], query, key, ptrs, grain, is_causal, scale, value=value, bias=graph[2]
+    )
     checks.blocks(*probes[:2], query, key, ptrs, grain, is_causal, scale, prefix="probe_", probe_bias=probes[2])
+    checks.floating(grad_out=grad_out)
     checks.shape(
         "grad_out", grad_out, (*query.shape[:2], value.size(2)), "[H, N, C']", "It has the shape of the output."
     )
@@ -532,11 +537,16 @@ def block_expectation(
     Raises:
         TypeError, ValueError: Shapes or types do not fit, or an argument is out of range.
     """
+    _check_graphs(graph, probes)
+    checks.parts("prob", prob, "two tensors", 2)
     checks.tensors(out=out, value=value, chance=chance, prob=prob[0], probe_prob=prob[1])
-    query_ptr, key_ptr, grain = checks.blocks(*graph[:2], query, key, ptrs, grain, is_causal, scale, bias=graph[2])
+    query_ptr, key_ptr, grain = checks.blocks(
+        *graph[:2], query, key, ptrs, grain, is_causal, scale, value=value, bias=graph[2]
+    )
     checks.blocks(*probes[:2], query, key, ptrs, grain, is_causal, scale, prefix="probe_", probe_bias=probes[2])
     checks.forced(forced, graph[1])
-    checks.number("exploration", exploration, "[0, 1]", "It is what was added to each probability.")
+    _check_scores(scale, exploration)
+    checks.floating(out=out, chance=chance, prob=prob[0], probe_prob=prob[1])
     checks.shape("out", out, (*query.shape[:2], value.size(2)), "[H, N, C']", "It is the output of the attention.")
     checks.shape("prob", prob[0], graph[1].shape, "[E]", "It has the probability of each edge.")
     checks.shape("probe_prob", prob[1], probes[1].shape, "[E']", "It has the probability of each probe.")

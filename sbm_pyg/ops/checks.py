@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from numbers import Integral, Real
 from operator import index
@@ -100,52 +100,62 @@ def forced(forced: Tensor | None, col: Tensor) -> None:
         )
 
 
-def blocks(
-    rowptr: Tensor, col: Tensor, query: Tensor, key: Tensor, ptrs: tuple[Tensor, Tensor], grain: int, is_causal: bool,
-    scale: float, *, prefix: str = "", **per_edge: Tensor | None,
-) -> tuple[Tensor, Tensor, int]:  # fmt: skip
-    """Refuse rows over blocks, offsets and numbers per pair of tokens that are not of one graph of blocks.
+def parts(name: str, given: Any, what: str, count: int) -> None:
+    """Refuse what is no tuple of so many parts."""
+    if not isinstance(given, tuple) or len(given) != count:
+        raise TypeError(f"Expected '{name}' to be a tuple of {what} (got {type(given).__name__}). See the docstring.")
 
-    Returns:
-        Offsets of both sides, and the grain.
+
+def _tokens(query: Tensor, key: Tensor, value: Tensor | None, ends: tuple[str, str] = ("query", "key")) -> None:
+    """Refuse tokens that are not of one attention; ``ends`` are the names of query and key."""
+    first, second = ends
+    tensors(**{first: query, second: key})
+    floating(**{first: query, second: key}, value=value)
+    if value is not None and not query.dtype == key.dtype == value.dtype:
+        raise TypeError(
+            f"Expected '{first}', '{second}' and 'value' to be of one dtype "
+            f"(got {query.dtype}, {key.dtype} and {value.dtype}). Convert them to one."
+        )
+    shape(first, query, (None, None, None), "[H, N, C]", "Heads come first.")
+    shape(
+        second, key, (query.size(0), None, query.size(2)), "[H, M, C]", f"It has the heads and channels of '{first}'."
+    )
+    shape(
+        "value", value, (query.size(0), key.size(1), None), "[H, M, C']", f"It has the heads and tokens of '{second}'."
+    )
+    others: dict[str, Tensor | None] = {second: key, "value": value}
+    same_device(first, query, **others)
+    no_tangent(query, key, value)
+
+
+def _rows(
+    rows: dict[str, Tensor], symbols: str, count: int | None, like: tuple[str, Tensor], end: str,
+    per_edge: Mapping[str, Tensor | None], numbers: tuple[str, tuple[int, ...]],
+) -> None:  # fmt: skip
+    """Refuse compressed rows, and numbers of their edges, that are not of one graph.
+
+    Args:
+        rows: Offsets and ends of edges, by their names.
+        symbols, count: Shape of the offsets, and their number, None where it is not known.
+        like: Name and tensor whose device all have.
+        end: What a row belongs to, and an edge leads to: "query" or "query block".
+        per_edge: Numbers of each edge, by their names.
+        numbers: Symbols of their shape, and its sizes behind the first.
     """
-    if not isinstance(ptrs, tuple) or len(ptrs) != 2:
-        raise TypeError(f"Expected 'ptrs' to be offsets of queries and of keys (got {type(ptrs).__name__}). Pass both.")
-    if torch.compiler.is_compiling():
-        return *ptrs, grain
-    query_ptr, key_ptr = ptrs
-    rows = {f"{prefix}rowptr": rowptr, f"{prefix}col": col}
-    ends = {"ptrs[0]": query_ptr, "ptrs[1]": key_ptr}
-    tensors(query=query, key=key, **ends, **rows)
-    grain = integer("grain", grain, 1, "It is a number of tokens.")
-    flag("is_causal", is_causal, "It says whether no token meets a later one.")
-    number("scale", scale, "(-inf, inf)", "It is a factor of the scores, usually C ** -0.5.")
-    known = query_ptr.device.type == key_ptr.device.type == "cpu" and not detect_fake_mode((query_ptr, key_ptr))
-    for (name, ptr), tokens in zip(ends.items(), (query, key), strict=True):
-        shape(name, ptr, (None,), "[B+1]", "It holds the offsets of the sequences.")
-        if ptr.dtype != torch.int64 or ptr.shape != query_ptr.shape or ptr.numel() < 2:
-            raise ValueError(
-                f"Expected '{name}' to be [B+1] int64, as long on both sides (got {list(ptr.shape)} {ptr.dtype}). "
-                "It holds the offsets of the sequences."
-            )
-        if known and int(ptr[-1]) != tokens.size(1):
-            raise ValueError(
-                f"Expected '{name}' to end with the number of tokens, {tokens.size(1)} (got {int(ptr[-1])}). "
-                "It holds the offsets of the sequences."
-            )
-    cut = query.size(0) * int(((query_ptr.diff() + grain - 1) // grain).sum()) + 1 if known else None
-    shape(f"{prefix}rowptr", rowptr, (cut,), "[H*n+1]", "It holds one row per head and query block, heads outermost.")
-    shape(f"{prefix}col", col, (None,), "[E]", "It holds the key block of each edge.")
+    tensors(**rows)
+    (row_name, rowptr), (col_name, col) = rows.items()
+    shape(row_name, rowptr, (count,), symbols, f"It holds one row per head and {end}, heads outermost.")
+    shape(col_name, col, (None,), "[E]", f"It holds the {end.replace('query', 'key')} of each edge.")
     if rowptr.dtype != torch.int64 or col.dtype not in INTEGERS:
         raise TypeError(
-            f"Expected '{prefix}rowptr' to be int64 and '{prefix}col' int32 or int64 "
+            f"Expected '{row_name}' to be int64 and '{col_name}' int32 or int64 "
             f"(got {rowptr.dtype} and {col.dtype}). Convert them."
         )
-    for name, numbers in per_edge.items():
-        shape(name, numbers, (col.size(0), grain, grain), "[E, grain, grain]", "It has a number for each two tokens.")
-    floating(query=query, key=key, **per_edge)
-    same_device("query", query, key=key, **ends, **rows, **per_edge)
-    return query_ptr, key_ptr, grain
+    for name, x in per_edge.items():
+        shape(name, x, (col.size(0), *numbers[1]), numbers[0], "It holds the numbers of each edge.")
+    floating(**per_edge)
+    same_device(like[0], like[1], **{**rows, **per_edge})
+    no_tangent(*per_edge.values())
 
 
 def edges(
@@ -165,32 +175,48 @@ def edges(
     """
     if torch.compiler.is_compiling():
         return
-    first, second = ends
+    _tokens(query, key, value, ends)
     rows = {f"{prefix}rowptr": rowptr, f"{prefix}col": col}
-    tensors(**{first: query, second: key}, **rows)
-    floating(**{first: query, second: key}, value=value)
-    if value is not None and not query.dtype == key.dtype == value.dtype:
-        raise TypeError(
-            f"Expected '{first}', '{second}' and 'value' to be of one dtype "
-            f"(got {query.dtype}, {key.dtype} and {value.dtype}). Convert them to one."
-        )
-    shape(first, query, (None, None, None), "[H, N, C]", "Heads come first.")
-    heads, num_queries, channels = query.shape
-    shape(second, key, (heads, None, channels), "[H, M, C]", f"It has the heads and channels of '{first}'.")
-    shape("value", value, (heads, key.size(1), None), "[H, M, C']", f"It has the heads and tokens of '{second}'.")
-    way_out = "It holds one row per head and query, heads outermost."
-    shape(f"{prefix}rowptr", rowptr, (heads * num_queries + 1,), "[H*N+1]", way_out)
-    shape(f"{prefix}col", col, (None,), "[E]", "It holds the key of each edge.")
-    if rowptr.dtype != torch.int64 or col.dtype not in INTEGERS:
-        raise TypeError(
-            f"Expected '{prefix}rowptr' to be int64 and '{prefix}col' int32 or int64 "
-            f"(got {rowptr.dtype} and {col.dtype}). Convert them."
-        )
-    for name, numbers in per_edge.items():
-        shape(name, numbers, (col.size(0),), "[E]", "It holds one number per edge.")
-    floating(**per_edge)
-    same_device(first, query, **{second: key, "value": value}, **rows, **per_edge)
-    no_tangent(query, key, value, *per_edge.values())
+    count = query.size(0) * query.size(1) + 1
+    _rows(rows, "[H*N+1]", count, (ends[0], query), "query", per_edge, ("[E]", ()))
+
+
+def blocks(
+    rowptr: Tensor, col: Tensor, query: Tensor, key: Tensor, ptrs: tuple[Tensor, Tensor], grain: int, is_causal: bool,
+    scale: float, *, value: Tensor | None = None, prefix: str = "", **per_edge: Tensor | None,
+) -> tuple[Tensor, Tensor, int]:  # fmt: skip
+    """Refuse rows over blocks, tokens, offsets and numbers per pair of tokens that are not of one graph of blocks.
+
+    Returns:
+        Offsets of both sides, and the grain.
+    """
+    parts("ptrs", ptrs, "offsets of queries and of keys", 2)
+    if torch.compiler.is_compiling():
+        return *ptrs, grain
+    _tokens(query, key, value)
+    ends = dict(zip(("ptrs[0]", "ptrs[1]"), ptrs, strict=True))
+    tensors(**ends)
+    same_device("query", query, **ends)
+    grain = integer("grain", grain, 1, "It is a number of tokens.")
+    flag("is_causal", is_causal, "It says whether no token meets a later one.")
+    number("scale", scale, "(-inf, inf)", "It is a factor of the scores, usually C ** -0.5.")
+    known = query.device.type == "cpu" and not detect_fake_mode(ptrs)
+    for (name, ptr), tokens in zip(ends.items(), (query, key), strict=True):
+        shape(name, ptr, (None,), "[B+1]", "It holds the offsets of the sequences.")
+        if ptr.dtype != torch.int64 or ptr.shape != ptrs[0].shape or ptr.numel() < 2:
+            raise ValueError(
+                f"Expected '{name}' to be [B+1] int64, as long on both sides (got {list(ptr.shape)} {ptr.dtype}). "
+                "It holds the offsets of the sequences."
+            )
+        if known and int(ptr[-1]) != tokens.size(1):
+            raise ValueError(
+                f"Expected '{name}' to end with the number of tokens, {tokens.size(1)} (got {int(ptr[-1])}). "
+                "It holds the offsets of the sequences."
+            )
+    count = query.size(0) * int(((ptrs[0].diff() + grain - 1) // grain).sum()) + 1 if known else None
+    rows = {f"{prefix}rowptr": rowptr, f"{prefix}col": col}
+    _rows(rows, "[H*n+1]", count, ("query", query), "query block", per_edge, ("[E, grain, grain]", (grain, grain)))
+    return *ptrs, grain
 
 
 def same_device(first: str, like: Tensor, **others: Tensor | None) -> None:

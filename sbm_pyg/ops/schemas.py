@@ -292,6 +292,23 @@ class EdgeSum(torch.autograd.Function):
         return dweight, dvalue, None, None
 
 
+def _unchanged(out: Tensor) -> Tensor:
+    # A compiled graph that begins with `out` would return a view of its input, and leave the derivative out.
+    return out.clone() if torch.compiler.is_compiling() else out.view_as(out)
+
+
+def _weighted(
+    effects: tuple[Tensor, Tensor], probs: tuple[Tensor, Tensor], graphs: tuple[tuple[Tensor, Tensor], ...],
+    chance: Tensor, forced: Tensor | None, exploration: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Gradients of the probabilities of edges and of probes, from their effects."""
+    found = []
+    for effect, prob, (rowptr, col), probing in zip(effects, probs, graphs, (False, True), strict=True):
+        eta = chance[reference.edge_row(rowptr, col.numel()) % chance.numel()]
+        found.append((effect * reference.effect_weight(prob + exploration, eta, probing)).to(prob.dtype))
+    return found[0] if forced is None else found[0].masked_fill_(forced, 0), found[1]
+
+
 class LocalExpectation(torch.autograd.Function):
     """The identity on the output of attention, whose gradient reaches the edge probabilities by ``edge_effect``.
 
@@ -305,8 +322,7 @@ class LocalExpectation(torch.autograd.Function):
         value: Tensor, rowptr: Tensor, col: Tensor, bias: Tensor | None, probe_rowptr: Tensor, probe_col: Tensor,
         probe_bias: Tensor | None, chance: Tensor, forced: Tensor | None, scale: float, exploration: float,
     ) -> Tensor:  # fmt: skip
-        # A compiled graph that begins with `out` would return a view of its input, and leave the derivative out.
-        return out.clone() if torch.compiler.is_compiling() else out.view_as(out)
+        return _unchanged(out)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -318,24 +334,17 @@ class LocalExpectation(torch.autograd.Function):
         rate, member, prob, probe_prob, *attention, chance, forced = ctx.saved_tensors
         scale, exploration = ctx.options
         grad = grad.contiguous()  # which attention below needs as well
-        rowptr, col, probe_rowptr, probe_col = (attention[place] for place in (3, 4, 6, 7))
-        if rate is None:
-            effect, probe_effect = edge_effect(grad, *attention, scale, None, None, None, 0.0)
-            row, probe_row = (reference.edge_row(x, y.numel()) for x, y in ((rowptr, col), (probe_rowptr, probe_col)))
-            eta, probe_eta = (chance[each % chance.numel()] for each in (row, probe_row))
-            effect = effect * reference.effect_weight(prob + exploration, eta)
-            probe_effect = probe_effect * reference.effect_weight(probe_prob + exploration, probe_eta, probing=True)
-        else:
-            effect, probe_effect = edge_effect(grad, *attention, scale, rate, member, chance, exploration)
-        if forced is not None:
-            effect = effect.masked_fill_(forced, 0)
+        rows, probe_rows = attention[3:5], attention[6:8]
         need = ctx.needs_input_grad[1:5]
         grads: list[Tensor | None] = [None] * 4
         if rate is None:
-            grads[2:] = effect.to(prob.dtype), probe_effect.to(prob.dtype)
+            effects = edge_effect(grad, *attention, scale, None, None, None, 0.0)
+            grads[2:] = _weighted(effects, (prob, probe_prob), (rows, probe_rows), chance, forced, exploration)
         else:
-            one = edge_dot_backward(effect.to(rate.dtype), rate, member, rowptr, col, *need[:2])
-            two = edge_dot_backward(probe_effect.to(rate.dtype), rate, member, probe_rowptr, probe_col, *need[:2])
+            effect, probe_effect = edge_effect(grad, *attention, scale, rate, member, chance, exploration)
+            effect = effect if forced is None else effect.masked_fill_(forced, 0)
+            one = edge_dot_backward(effect.to(rate.dtype), rate, member, *rows, *need[:2])
+            two = edge_dot_backward(probe_effect.to(rate.dtype), rate, member, *probe_rows, *need[:2])
             grads[:2] = (x.add_(y) for x, y in zip(one, two, strict=True))
         return (grad, *(x if wanted else None for x, wanted in zip(grads, need, strict=True)), *[None] * 13)
 
@@ -350,7 +359,7 @@ class BlockExpectation(torch.autograd.Function):
         query_ptr: Tensor, key_ptr: Tensor, chance: Tensor, forced: Tensor | None, grain: int, is_causal: bool,
         scale: float, exploration: float,
     ) -> Tensor:  # fmt: skip
-        return out.clone() if torch.compiler.is_compiling() else out.view_as(out)
+        return _unchanged(out)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -362,12 +371,6 @@ class BlockExpectation(torch.autograd.Function):
         prob, probe_prob, *attention, chance, forced = ctx.saved_tensors
         *layout, exploration = ctx.options
         effects = block_effect(grad.contiguous(), *attention, *layout)
-        rowptr, col, _, probe_rowptr, probe_col = attention[3:8]
-        sides = ((prob, rowptr, col), (probe_prob, probe_rowptr, probe_col))
-        found = []
-        for effect, (p, pointer, blocks_of), probing in zip(effects, sides, (False, True), strict=True):
-            eta = chance[reference.edge_row(pointer, blocks_of.numel()) % chance.numel()]
-            found.append(effect.to(p.dtype) * reference.effect_weight(p + exploration, eta, probing).to(p.dtype))
-        if forced is not None:
-            found[0] = found[0].masked_fill_(forced, 0)
+        graphs = attention[3:5], attention[6:8]
+        found = _weighted(effects, (prob, probe_prob), graphs, chance, forced, exploration)
         return grad, *found, *[None] * 17
