@@ -21,6 +21,7 @@ from .simd import at
 from .threads import kernel, run
 
 _PROPOSALS, _GAPS, _COINS = samplers.PROPOSALS, samplers.GAPS, samplers.COINS
+ROUNDING = 2.0**-8  # relative error of a number in bfloat16, at most: it has eight significant bits
 _LARGE_COINS = 3  # coins whose probabilities may exceed 1
 
 
@@ -183,7 +184,7 @@ def _rows(first, last, law, sequences, plan, model, out, counts, state, top):
     drawn, target, place = np.empty(64, np.uint32), np.empty(16), np.empty(16, np.int64)
     drop = np.empty(longest, np.int32)
     half = wide_rate.shape[1] >> 1
-    rough = 1.1 * 2.0**-9 + (blocks + 8) * 2.0**-22
+    rough = 1.1 * ROUNDING + (blocks + 8) * 2.0**-22
     approx = np.empty((GROUP, (longest + PANEL - 1) // PANEL * PANEL), np.float32)
     some_rows = np.zeros((GROUP, low_rate.shape[1]), low_rate.dtype)
     group = np.empty(GROUP, np.int64)
@@ -252,7 +253,7 @@ def _low_precision(
     """Rates and keys as :func:`product` takes them, and a bound on the relative error of what it gives.
 
     All terms are positive, so relative errors do not grow in sums: each of the K products and additions in float32
-    rounds by at most 2^-24, and bfloat16 rounds both factors by 2^-9.
+    rounds by at most 2^-24, and bfloat16 rounds both factors.
     """
     heads, queries, blocks = query.shape
     rounding = (blocks + 8) * 2.0**-22
@@ -269,7 +270,7 @@ def _low_precision(
     pairs = low_key[:-1].view(np.uint32).reshape(heads, key.shape[1], -1)
     columns = _empty((heads, panels, pairs.shape[2] // 16, PANEL // 16, 16, 16), np.uint32)
     run(_pack_tiles, [(head, b, pairs, key_ptr, panel_ptr, columns) for head, b in spans])
-    return low_rate.flatten(0, 1).view(torch.uint16).numpy(), columns.view(np.uint16).ravel(), 2.1 * 2.0**-9 + rounding
+    return low_rate.flatten(0, 1).view(torch.uint16).numpy(), columns.view(np.uint16).ravel(), 2.1 * ROUNDING + rounding
 
 
 def sample_sbm(
