@@ -75,7 +75,7 @@ class BlockGraph(AttentionGraph):
             ptr = theirs * grain if ptr is None else ptr
             check_present(ptr, name)
             ptr = resolve_ptr(int(ptr[-1]) if ptr.numel() else 0, ptr, name=name, device=blocks.device)
-            counts = (ptr.diff() + grain - 1) // grain
+            counts = Cut(ptr, int(ptr[-1]), grain).ptr.diff()
             if counts.shape != theirs.diff().shape or not torch.equal(counts, theirs.diff()):
                 raise ValueError(
                     f"Expected '{name}' of sequences with {theirs.diff().tolist()[:9]} blocks of {grain} tokens "
@@ -121,14 +121,19 @@ class BlockGraph(AttentionGraph):
         """How queries and keys are cut into blocks."""
         return sides(self.num_queries, self.num_keys, self.query_ptr, self.key_ptr, self.grain)
 
+    @property
+    def _own(self) -> Tensor:
+        """Which edges of blocks a causal graph cuts, since they join a block to itself, ``[E]`` bool."""
+        query, key = self.cuts
+        if not self.is_causal:
+            return torch.zeros_like(self.blocks.col, dtype=torch.bool)
+        return query.place[self.blocks.edge_row % query.count] == key.place[self.blocks.col.long()]
+
     @cached_property
     def degree(self) -> Tensor:
         query, key = self.cuts
-        blocks, col = self.blocks, self.blocks.col.long()
-        row = blocks.edge_row
-        own = torch.zeros_like(col, dtype=torch.bool)
-        if self.is_causal:
-            own = query.place[row % query.count] == key.place[col]
+        blocks, own = self.blocks, self._own
+        row, col = blocks.edge_row, blocks.col.long()
         count = torch.zeros(2, blocks.rowptr.numel() - 1, dtype=torch.int64, device=self.device)
         for part, which in enumerate((~own, own)):
             count[part].index_add_(0, row[which], key.length[col[which]])
@@ -149,15 +154,9 @@ class BlockGraph(AttentionGraph):
         checks.memory(
             "graph", total, 40, device, "Look at fewer heads or sequences; attention needs no edges of tokens."
         )
-        slot = torch.arange(self.heads * self.num_queries, device=device) % self.num_queries
-        block = torch.repeat_interleave(query.length, output_size=self.num_queries)[slot]  # of each row of tokens
-        row = (
-            slot.new_tensor(query.count)
-            * torch.div(
-                torch.arange(self.heads * self.num_queries, device=device), self.num_queries, rounding_mode="floor"
-            )
-            + block
-        )
+        slot = torch.arange(self.num_queries, device=device).repeat(self.heads)  # token of each row of tokens
+        block = torch.repeat_interleave(query.length, output_size=self.num_queries)
+        row = (torch.arange(self.heads, device=device)[:, None] * query.count + block).flatten()  # its row of blocks
         degree = self.blocks.rowptr.diff()[row]
         count = int(degree.sum())
         token = torch.repeat_interleave(degree, output_size=count)
@@ -165,7 +164,7 @@ class BlockGraph(AttentionGraph):
         col = self.blocks.col.long()[edge]
         size = key.length[col]
         if self.is_causal:
-            place = slot - self.query_ptr[query.sequence[block]]
+            place = slot - self.query_ptr[query.sequence[row % query.count]]
             size = torch.minimum(size, place[token] - self.grain * key.place[col] + 1)
         each = torch.repeat_interleave(size, output_size=total)
         first = (key.first[col] - size.cumsum(0) + size)[each]
@@ -285,10 +284,7 @@ class BlockGraph(AttentionGraph):
                 f"Expected sequences of a multiple of {self.grain} tokens (got a shorter block). FlexAttention cuts "
                 "the whole batch into equal blocks: pad the sequences, or attend over the graph itself."
             )
-        blocks = self.blocks
-        partly = torch.zeros_like(blocks.col, dtype=torch.bool)
-        if self.is_causal:
-            partly = mine.place[blocks.edge_row % mine.count] == theirs.place[blocks.col.long()]
+        blocks, partly = self.blocks, self._own
         shape, found = (1, self.heads, mine.count), []
         for kept in (partly, ~partly):
             graph = blocks.select(kept)
@@ -311,13 +307,12 @@ class BlockGraph(AttentionGraph):
 # ------------------------------------------------------------------ what stands for a block
 
 
-def block_tokens(x: Tensor, ptr: Tensor, grain: int, *, before: bool = False) -> tuple[Tensor, Tensor]:
+def block_tokens(x: Tensor, cut: Cut, *, before: bool = False) -> tuple[Tensor, Tensor]:
     """Tokens that a block is chosen by.
 
     Args:
         x: Tokens, ``[H, N, C]``.
-        ptr: Offsets of the sequences, ``[B+1]`` int64.
-        grain: Tokens of a block.
+        cut: How they are cut into blocks.
         before: Take the ``grain`` tokens that end with the first token of the block, which every query of the block may
             see in a causal model; else those of the block.
 
@@ -325,8 +320,7 @@ def block_tokens(x: Tensor, ptr: Tensor, grain: int, *, before: bool = False) ->
         The tokens of each block ``[H, n, grain, C]``, zeros where there is none; and which there are, ``[n, grain]``
         bool.
     """
-    cut = Cut(ptr, x.size(1), grain)
-    start = cut.tokens[cut.sequence]
+    grain, start = cut.grain, cut.tokens[cut.sequence]
     token = (cut.first - (grain - 1 if before else 0))[:, None] + torch.arange(grain, device=x.device)
     there = (token >= start[:, None]) & (token < (cut.first + cut.length)[:, None])
     if not before and cut.whole:

@@ -20,7 +20,7 @@ from . import ops, patterns
 from .blocks import BlockGraph, block_mean, block_tokens
 from .choice import Choice, GraphSource
 from .graph import AttentionGraph
-from .ops.blocks import Cut
+from .ops.blocks import sides
 from .ragged import count_pairs, draw_seed, readable, resolve_ptr, resolve_sequence_ids, stored_ptr
 from .sbm import FLOOR, SBM, SBMHead, check_model, check_sbm
 
@@ -136,10 +136,8 @@ def _pooled(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """What stands for the blocks of queries and of keys, ``[H, n, C]`` each, and their offsets."""
     make = block_mean if pool is None else pool
-    mine = make(*block_tokens(query, query_ptr, grain, before=is_causal))
-    theirs = make(*block_tokens(key, key_ptr, grain))
-    mine_ptr = Cut(query_ptr, query.size(1), grain).ptr
-    return mine, theirs, mine_ptr, mine_ptr if key_ptr is query_ptr else Cut(key_ptr, key.size(1), grain).ptr
+    mine, theirs = sides(query.size(1), key.size(1), query_ptr, key_ptr, grain)
+    return make(*block_tokens(query, mine, before=is_causal)), make(*block_tokens(key, theirs)), mine.ptr, theirs.ptr
 
 
 class SBMSource(GraphSource):
@@ -572,12 +570,12 @@ class SBMGraph(BaseTransform):
             query, key = (x[None] if x.dim() == 2 else x.transpose(0, 1) for x in (query, key))
             block = block[None] if block.dim() == 2 else block
         ptrs = _offsets(target, source, query.size(1), key.size(1))
-        sides = (query, key, *ptrs) if self.grain == 1 else _pooled(query, key, *ptrs, self.grain, self.is_causal)
+        given = (query, key, *ptrs) if self.grain == 1 else _pooled(query, key, *ptrs, self.grain, self.is_causal)
         if block is not None:
-            sbm = SBM(sides[0], sides[1], block, sides[2], sides[3])
+            sbm = SBM(given[0], given[1], block, given[2], given[3])
         else:
             with torch.no_grad():
-                sbm = cast(SBMHead, self.head)(*sides)
+                sbm = cast(SBMHead, self.head)(*given)
         sbm = (sbm.strict() if self.grain > 1 else sbm.causal()) if self.is_causal else sbm
         budget = None if self.budget is None else self.budget / self.grain
         graph = sample_edges(

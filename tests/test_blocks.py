@@ -33,6 +33,7 @@ from sbm_pyg import (
 )  # fmt: skip
 from sbm_pyg.blocks import block_mean, block_tokens
 from sbm_pyg.ops import blocks as meaning
+from sbm_pyg.ops.blocks import Cut
 from sbm_pyg.ragged import offsets
 
 block_attention: Any = ops.block_attention  # called with `rows`
@@ -578,12 +579,12 @@ def test_estimators_that_gate_and_normalisers_attend_over_the_tokens() -> None:
 
 
 def test_a_pool_is_the_mean_of_the_tokens_that_may_be_seen() -> None:
-    x, ptr = torch.arange(9.0)[None, :, None], torch.tensor([0, 6, 9])
-    assert block_mean(*block_tokens(x, ptr, 4)).flatten().tolist() == [1.5, 4.5, 7.0]
-    assert block_mean(*block_tokens(x, ptr, 4, before=True)).flatten().tolist() == [0.0, 2.5, 6.0]
+    x, cut = torch.arange(9.0)[None, :, None], Cut(torch.tensor([0, 6, 9]), 9, 4)
+    assert block_mean(*block_tokens(x, cut)).flatten().tolist() == [1.5, 4.5, 7.0]
+    assert block_mean(*block_tokens(x, cut, before=True)).flatten().tolist() == [0.0, 2.5, 6.0]
     learned = BlockPool(1)
     for before in (False, True):
-        tokens_of, there = block_tokens(x, ptr, 4, before=before)
+        tokens_of, there = block_tokens(x, cut, before=before)
         torch.testing.assert_close(learned(tokens_of, there), block_mean(tokens_of, there))
 
 

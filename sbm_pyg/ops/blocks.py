@@ -105,7 +105,7 @@ class Pairs:
         query, key = cuts
         self.row, col = edge_row(rowptr, col.numel()), col.long()  # [E], among the blocks of all heads, as `key`
         self.key = torch.div(self.row, query.count, rounding_mode="floor") * key.count + col
-        self.grain, self.is_causal = query.grain, is_causal
+        self.grain = query.grain
         self.length = None if key.whole else key.length[col]  # [E] tokens of the key block
         self.lag = query.place[self.row % query.count] - key.place[col] if is_causal else None  # [E] blocks
 
@@ -124,11 +124,11 @@ class Pairs:
 
     def scores(
         self, query: Tensor, key: Tensor, bias: Tensor | None, scale: float
-    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
         """Scores of all tokens of a few pairs at a time, from blocks ``[n, grain, C]`` in float32 or better.
 
         Yields:
-            The pairs ``[e]``, their query blocks and key blocks ``[2, e]``, and the scores ``[e, grain, grain]``.
+            The pairs ``[e]``, their query blocks and key blocks ``[e]``, and the scores ``[e, grain, grain]``.
         """
         for which in torch.arange(len(self), device=self.row.device).split(max(1, SCORES // self.grain**2)):
             row, block = self.row[which], self.key[which]
@@ -136,7 +136,7 @@ class Pairs:
             score = score if bias is None else score.add_(bias[which])
             allowed = self.allowed(which)
             score = score if allowed is None else score.masked_fill_(~allowed, -torch.inf)
-            yield which, torch.stack([row, block]), score
+            yield which, row, block, score
 
     def sums(
         self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float, keep: Keep | None = None
@@ -150,7 +150,7 @@ class Pairs:
             The pairs ``[e]``; the logarithm of the summed weights, ``[e, grain]``; and the mean of the values, ``[e,
             grain, C']``.
         """
-        for which, (row, block), score in self.scores(query, key, bias, scale):
+        for which, row, block, score in self.scores(query, key, bias, scale):
             top = score.amax(-1, keepdim=True).clamp_(min=torch.finfo(score.dtype).min)
             weight = score.sub_(top).exp_()
             mass = weight.sum(-1, keepdim=True)
@@ -216,7 +216,7 @@ def block_attention_backward(
     mean = (grad * wide(cuts[0].split(out))).sum(-1, keepdim=True)  # gain of each row
     grads, keep = [torch.zeros_like(x) for x in (q, k, v)], _dropout(cuts, query.size(0), dropout, seed, q)
     grad_bias = [q.new_empty(0)]
-    for _, (row, block), score in pairs.scores(q, k, bias, scale):
+    for _, row, block, score in pairs.scores(q, k, bias, scale):
         weight = score.sub_(total[row][..., None]).exp_()
         gain, kept = torch.bmm(grad[row], v[block].mT), weight
         if keep is not None:

@@ -87,10 +87,15 @@ class _Plan:
         elif group.kind == 2:
             found = self.pairs.allowed(edges)
             allowed = None if found is None else _side_by_side(found.expand(*edges.shape, grain, grain))
-        added = None if bias is None else _side_by_side(bias[edges].to(like.dtype))
-        if allowed is None:
-            return added
-        return (like.new_zeros(()) if added is None else added).masked_fill(~allowed, -torch.inf)
+        return _added(allowed, None if bias is None else _side_by_side(bias[edges]), like)
+
+
+def _added(allowed: Tensor | None, bias: Tensor | None, like: Tensor) -> Tensor | None:
+    """What is added to scores of the type of ``like``, so that tokens meet only where that is allowed."""
+    bias = None if bias is None else bias.to(like.dtype)
+    if allowed is None:
+        return bias
+    return (like.new_zeros(()) if bias is None else bias).masked_fill(~allowed, -torch.inf)
 
 
 def _side_by_side(x: Tensor) -> Tensor:
@@ -98,9 +103,9 @@ def _side_by_side(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(2)[:, None]
 
 
-def _at_a_time(key: Tensor, grain: int) -> int:
-    """How many blocks of keys."""
-    return max(1, GATHERED // (2 * grain * key.size(2) * key.element_size()))
+def _at_a_time(key: Tensor) -> int:
+    """How many blocks of keys ``[n, grain, C]``, and of values."""
+    return max(1, GATHERED // max(1, 2 * key[:1].nbytes))
 
 
 def block_attention(
@@ -115,7 +120,7 @@ def block_attention(
     plan = _Plan(rowptr, col, cuts, is_causal)
     q, k, v = plan.ordered(query), wide(cuts[1].split(key)), wide(cuts[1].split(value))
     out, lse = torch.zeros_like(q), q.new_full(q.shape[:3], -torch.inf)
-    for group in plan.groups(_at_a_time(key, grain)):
+    for group in plan.groups(_at_a_time(k)):
         out[group.rows], lse[group.rows] = _forward(
             q[group.rows], plan.gather(k, group), plan.gather(v, group), attn_mask=plan.mask(group, bias, q),
             scale=scale,
@@ -140,7 +145,7 @@ def block_attention_backward(
     theirs = [wide(cuts[1].split(x)) for x in (key, value)]
     d_query = torch.zeros_like(q)
     sums = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in theirs]
-    for group in plan.groups(_at_a_time(key, grain)):
+    for group in plan.groups(_at_a_time(theirs[0])):
         rows, places = group.rows, plan.places[group.edges]
         k, v = (plan.gather(x, group) for x in theirs)
         d_query[rows], *rest = _backward(
@@ -161,10 +166,10 @@ def _sums(
     if value.size(2) != key.size(2):
         yield from pairs.sums(query, key, value, bias, scale)
         return
-    for which in torch.arange(len(pairs)).split(_at_a_time(key, pairs.grain)):
-        allowed, added = pairs.allowed(which), None if bias is None else bias[which, None].to(query.dtype)
-        if allowed is not None:
-            added = (query.new_zeros(()) if added is None else added).masked_fill(~allowed[:, None], -torch.inf)
+    for which in torch.arange(len(pairs)).split(_at_a_time(key)):
+        allowed = pairs.allowed(which)
+        allowed = None if allowed is None else allowed[:, None]
+        added = _added(allowed, None if bias is None else bias[which, None], query)
         places = pairs.row[which], pairs.key[which], pairs.key[which]
         parts = (x.index_select(0, place)[:, None] for x, place in zip((query, key, value), places, strict=True))
         mean, logit = _forward(*parts, attn_mask=added, scale=scale)
