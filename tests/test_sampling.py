@@ -506,7 +506,7 @@ def test_numbers_that_bfloat16_rounds_the_most_are_drawn_like_all_others(scale: 
     """Both factors are nearly 2^-8 off in bfloat16, and all in the same direction, so that no sum evens it out."""
     rate, member = (torch.full((1, count, 1), 1 + part * 2.0**-8) for count in (300, 3000))
     ptrs = (torch.tensor([0, count]) for count in (300, 3000))
-    arguments = (scale * rate, member, *ptrs, torch.tensor([0]), 0, "bernoulli", 0.0, False, False)
+    arguments: Any = (scale * rate, member, *ptrs, torch.tensor([0]), 0, "bernoulli", 0.0, False, False)
     for ours, meant in zip(ops.sample_sbm(*arguments), samplers.sample_sbm(*arguments), strict=True):
         assert torch.equal(ours, meant)
 
