@@ -6,6 +6,7 @@ here: attention over blocks (``ops``), and who chooses them (``sampling``).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
 
@@ -83,11 +84,13 @@ class BlockGraph(AttentionGraph):
                 )
             found.append(ptr)
         query_ptr, key_ptr = found[0], found[0] if same and torch.equal(*found) else found[1]
-        self._fill(blocks, grain, query_ptr, key_ptr)
+        self._fill(blocks, grain, query_ptr, key_ptr, int(query_ptr[-1]), int(key_ptr[-1]))
 
-    def _fill(self, blocks: AttentionGraph, grain: int, query_ptr: Tensor, key_ptr: Tensor) -> BlockGraph:
+    def _fill(
+        self, blocks: AttentionGraph, grain: int, query_ptr: Tensor, key_ptr: Tensor, num_queries: int, num_keys: int
+    ) -> BlockGraph:
         known: dict[str, Any] = {"_blocks": blocks, "_grain": grain, "query_ptr": query_ptr, "key_ptr": key_ptr}
-        known |= {"num_queries": int(query_ptr[-1]), "num_keys": int(key_ptr[-1])}
+        known |= {"num_queries": num_queries, "num_keys": num_keys}
         for name, value in (known | {"heads": blocks.heads, "is_causal": blocks.is_causal}).items():
             object.__setattr__(self, name, value)
         return self
@@ -101,10 +104,10 @@ class BlockGraph(AttentionGraph):
         return self._blocks
 
     @classmethod
-    def _over(cls, blocks: AttentionGraph, grain: int, query_ptr: Tensor, key_ptr: Tensor) -> BlockGraph:
-        """Of blocks that fit the tokens by the way they were made."""
+    def _over(cls, *arguments: Any) -> BlockGraph:
+        """Of blocks that fit the tokens by the way they were made; arguments as of :meth:`_fill`."""
         graph: BlockGraph = object.__new__(cls)
-        return graph._fill(blocks, grain, query_ptr, key_ptr)
+        return graph._fill(*arguments)
 
     @classmethod
     def _trusted(cls, *arguments: Any, **options: Any) -> Any:
@@ -112,14 +115,15 @@ class BlockGraph(AttentionGraph):
         return AttentionGraph._trusted(*arguments, **options)
 
     def with_blocks(self, blocks: AttentionGraph) -> BlockGraph:
-        return self._over(blocks, self.grain, self.query_ptr, self.key_ptr)
+        return self._over(blocks, self.grain, self.query_ptr, self.key_ptr, self.num_queries, self.num_keys)
 
     # ---------------------------------------------------------------- as a graph of tokens
 
     @cached_property
     def cuts(self) -> tuple[Cut, Cut]:
         """How queries and keys are cut into blocks."""
-        return sides(self.num_queries, self.num_keys, self.query_ptr, self.key_ptr, self.grain)
+        counts = (self.blocks.num_queries, self.blocks.num_keys)
+        return sides((self.num_queries, self.num_keys), (self.query_ptr, self.key_ptr), self.grain, counts)
 
     @property
     def _own(self) -> Tensor:
@@ -222,16 +226,22 @@ class BlockGraph(AttentionGraph):
 
     # ---------------------------------------------------------------- graphs from graphs
 
+    def _at(self, blocks: AttentionGraph, ptrs: Iterable[Tensor], sizes: Iterable[int]) -> BlockGraph:
+        """The graph elsewhere; sides that have one tensor of offsets keep one."""
+        query_ptr, key_ptr = ptrs
+        key_ptr = query_ptr if self.key_ptr is self.query_ptr else key_ptr
+        return self._over(blocks, self.grain, query_ptr, key_ptr, *sizes)
+
     def to(self, device: torch.device | str, non_blocking: bool = False) -> BlockGraph:
         blocks = self.blocks.to(device, non_blocking)
-        query_ptr, key_ptr = (x.to(blocks.device, non_blocking=non_blocking) for x in (self.query_ptr, self.key_ptr))
-        return self._over(blocks, self.grain, query_ptr, query_ptr if self.key_ptr is self.query_ptr else key_ptr)
+        ptrs = (x.to(blocks.device, non_blocking=non_blocking) for x in (self.query_ptr, self.key_ptr))
+        return self._at(blocks, ptrs, (self.num_queries, self.num_keys))
 
     def sequence(self, sequence: int) -> BlockGraph:
         blocks = self.blocks.sequence(sequence)
         which = sequence % self.num_sequences
-        query_ptr, key_ptr = (ptr[which : which + 2] - ptr[which] for ptr in (self.query_ptr, self.key_ptr))
-        return self._over(blocks, self.grain, query_ptr, query_ptr if self.key_ptr is self.query_ptr else key_ptr)
+        ptrs = [ptr[which : which + 2] - ptr[which] for ptr in (self.query_ptr, self.key_ptr)]
+        return self._at(blocks, ptrs, (int(ptr[-1]) for ptr in ptrs))
 
     def head(self, head: int) -> BlockGraph:
         return self.with_blocks(self.blocks.head(head))

@@ -149,7 +149,7 @@ def resolve_ptr(
             raise ValueError(
                 "Expected a sequence of at least one token (got 0 tokens). Leave empty sequences out of the batch."
             )
-        return _valid(torch.tensor([0, total], dtype=torch.int64, device=device), total)
+        return trust_offsets(torch.tensor([0, total], dtype=torch.int64, device=device), total)
     if ptr.dim() != 1 or ptr.numel() < 2:
         raise ValueError(
             f"Expected '{name}' to be [B+1] with B >= 1 (got {list(ptr.shape)}). "
@@ -165,10 +165,10 @@ def resolve_ptr(
     else:  # no branch on values; the kernels must still see none that is out of range
         fits = (ptr[0] == 0) & (ptr[-1] == total) & (ptr.diff() > 0).all()
         torch._assert_async(fits, f"Expected '{name}' to run from 0 to the number of tokens, strictly increasing.")
-    return _valid(ptr.to(device=device, dtype=torch.int64), total)
+    return trust_offsets(ptr.to(device=device, dtype=torch.int64), total)
 
 
-def _valid(ptr: Tensor, total: int) -> Tensor:
+def trust_offsets(ptr: Tensor, total: int) -> Tensor:
     """The same offsets, at which nobody needs to look again: a device would be waited for."""
     if readable(ptr) and not ptr.is_inference():
         _VALID[ptr] = total, ptr._version

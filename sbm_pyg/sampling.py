@@ -21,7 +21,7 @@ from .blocks import BlockGraph, block_mean, block_tokens
 from .choice import Choice, GraphSource
 from .graph import AttentionGraph
 from .ops.blocks import sides
-from .ragged import count_pairs, draw_seed, readable, resolve_ptr, resolve_sequence_ids, stored_ptr
+from .ragged import count_pairs, draw_seed, readable, resolve_ptr, resolve_sequence_ids, stored_ptr, trust_offsets
 from .sbm import FLOOR, SBM, SBMHead, check_model, check_sbm
 
 __all__ = ["SBMGraph", "SBMSource", "ShareSchedule", "sample_edges"]
@@ -136,8 +136,9 @@ def _pooled(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """What stands for the blocks of queries and of keys, ``[H, n, C]`` each, and their offsets."""
     make = block_mean if pool is None else pool
-    mine, theirs = sides(query.size(1), key.size(1), query_ptr, key_ptr, grain)
-    return make(*block_tokens(query, mine, before=is_causal)), make(*block_tokens(key, theirs)), mine.ptr, theirs.ptr
+    mine, theirs = sides((query.size(1), key.size(1)), (query_ptr, key_ptr), grain)
+    ptrs = [trust_offsets(cut.ptr, cut.count) for cut in (mine, theirs)]
+    return make(*block_tokens(query, mine, before=is_causal)), make(*block_tokens(key, theirs)), ptrs[0], ptrs[1]
 
 
 class SBMSource(GraphSource):
@@ -258,7 +259,8 @@ class SBMSource(GraphSource):
         sbm = self.head(*_pooled(query, key, query_ptr, key_ptr, self.grain, is_causal, self.pool))
         sbm = sbm.strict() if is_causal else sbm
         choice = self._choose(sbm, bipartite, is_causal, seed, sequence_ids)
-        return replace(choice, graph=BlockGraph._over(choice.graph, self.grain, query_ptr, key_ptr))
+        sizes = (query.size(1), key.size(1))
+        return replace(choice, graph=BlockGraph._over(choice.graph, self.grain, query_ptr, key_ptr, *sizes))
 
     def _choose(self, sbm: SBM, bipartite: bool, is_causal: bool, seed: int, sequence_ids: Tensor | None) -> Choice:
         """Sample the graph of a model, and add what is always there."""
@@ -584,7 +586,7 @@ class SBMGraph(BaseTransform):
         if self.grain > 1:
             if sbm.is_strict:
                 graph |= patterns.window(None, 0, is_causal=True, ptr=sbm.query_ptr)
-            graph = BlockGraph._over(graph, self.grain, *ptrs)
+            graph = BlockGraph._over(graph, self.grain, *ptrs, query.size(1), key.size(1))
         return graph.replace_edges(data, self.edge_type if hetero else None)
 
     def _read(self, store: Any, name: str, what: str, dims: tuple[int, ...], shape: str, rows: bool = True) -> Tensor:

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from sbm_pyg import SBMAttentionConv
-from sbm_pyg.ops import blocks, reference, samplers
+from sbm_pyg import AttentionConv, AttentionGraph, BlockGraph, SBMAttentionConv, patterns
+from sbm_pyg.ops import blocks, checks, reference, samplers
 
 WAITS = {"_local_scalar_dense", "equal", "is_nonzero", "item", "masked_select", "nonzero"}
 """Ops whose answer the host needs before it can go on."""
@@ -57,6 +57,7 @@ def plain_torch() -> Iterator[PlainTorch]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(samplers, "ROOM", {})
+        patch.setattr(checks, "_at_hand", lambda *_: False)
         patch.setattr(Tensor, "tolist", wait)
         with counted:
             yield counted
@@ -117,6 +118,34 @@ def test_a_training_step_takes_few_operations_and_waits(is_causal: bool) -> None
         launches, waits = trained(sequences, tokens, is_causal=is_causal)
         assert launches <= 1200
         assert waits == 5 + 1  # and one where probabilities lie on the CPU
+
+
+def test_a_training_step_over_blocks_waits_once_more() -> None:
+    """For the number of blocks."""
+    launches, waits = trained(4, 250, grain=16)
+    assert launches <= 1300
+    assert waits == 6 + 1
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("grain", [1, 16])
+def test_a_training_step_over_a_given_graph_waits_for_nothing(grain: int, dropout: float) -> None:
+    """So it can be captured as a CUDA graph."""
+    conv, x = AttentionConv(32, 16, heads=2, dropout=dropout), torch.randn(250, 32, requires_grad=True)
+    tokens = patterns.random(250 // grain + (grain > 1), 5, heads=2, seed=0)
+    graph: AttentionGraph = BlockGraph(tokens, grain, query_ptr=torch.tensor([0, 250])) if grain > 1 else tokens
+    with plain_torch() as counted:
+        conv(x, graph, seed=1).square().sum().backward()
+    assert counted.waits == 0
+
+
+def test_sampling_says_why_it_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    checks.not_captured(torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    checks.not_captured(torch.device("cpu"))
+    with pytest.raises(RuntimeError, match="known only once they are drawn"):
+        checks.not_captured(torch.device("cuda"))
 
 
 def test_probes_take_one_wait() -> None:

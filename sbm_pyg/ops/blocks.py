@@ -21,7 +21,16 @@ from torch import Tensor
 from .reference import edge_row, find_edges, leave_one_out, segments, wide
 from .words import dropout_keeps, dropout_words
 
-__all__ = ["Cut", "Pairs", "block_attention", "block_attention_backward", "block_effect", "block_weight", "sides"]
+__all__ = [
+    "Cut",
+    "Pairs",
+    "block_attention",
+    "block_attention_backward",
+    "block_effect",
+    "block_weight",
+    "cut_rows",
+    "sides",
+]
 
 SCORES = 2**18  # of pairs of tokens at a time
 Sums = Callable[["Pairs", Tensor, Tensor, Tensor, Tensor | None, float], Iterator[tuple[Tensor, Tensor, Tensor]]]
@@ -38,13 +47,14 @@ class Cut:
         ptr: Offsets of the sequences, ``[B+1]``.
         total: Number of tokens N.
         grain: Tokens of a block.
+        count: Number of blocks n, if it is known; else the host waits for it.
     """
 
-    def __init__(self, ptr: Tensor, total: int, grain: int) -> None:
+    def __init__(self, ptr: Tensor, total: int, grain: int, count: int | None = None) -> None:
         counts = (ptr.diff() + grain - 1) // grain
         self.ptr = torch.cat([counts.new_zeros(1), counts.cumsum(0)])  # [B+1], of the blocks
         self.tokens, self.total, self.grain = ptr, total, grain
-        self.count = int(self.ptr[-1])
+        self.count = int(self.ptr[-1]) if count is None else count
         self.whole = self.count * grain == total  # no block is short
 
     @cached_property
@@ -86,10 +96,22 @@ class Cut:
         return x if self.whole else x.index_select(1, self.slot)
 
 
-def sides(num_queries: int, num_keys: int, query_ptr: Tensor, key_ptr: Tensor, grain: int) -> tuple[Cut, Cut]:
-    """How queries and keys are cut."""
-    mine = Cut(query_ptr, num_queries, grain)
-    return mine, mine if key_ptr is query_ptr and num_keys == num_queries else Cut(key_ptr, num_keys, grain)
+def sides(
+    totals: tuple[int, int],
+    ptrs: tuple[Tensor, Tensor],
+    grain: int,
+    counts: tuple[int | None, int | None] = (None, None),
+) -> tuple[Cut, Cut]:
+    """How queries and keys are cut: one cut where they are the same."""
+    mine = Cut(ptrs[0], totals[0], grain, counts[0])
+    same = ptrs[1] is ptrs[0] and totals[0] == totals[1]
+    return mine, mine if same else Cut(ptrs[1], totals[1], grain, counts[1])
+
+
+def cut_rows(rowptr: Tensor, query: Tensor, key: Tensor, ptrs: tuple[Tensor, Tensor], grain: int) -> tuple[Cut, Cut]:
+    """The same, where rows tell how many blocks of queries there are."""
+    counts = (rowptr.numel() - 1) // query.size(0), None
+    return sides((query.size(1), key.size(1)), ptrs, grain, counts)
 
 
 class Pairs:
@@ -190,7 +212,7 @@ def block_attention(
     query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor, col: Tensor, query_ptr: Tensor, key_ptr: Tensor,
     grain: int, is_causal: bool, bias: Tensor | None, scale: float, dropout: float = 0.0, seed: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    cuts = sides(query.size(1), key.size(1), query_ptr, key_ptr, grain)
+    cuts = cut_rows(rowptr, query, key, (query_ptr, key_ptr), grain)
     pairs = Pairs(rowptr, col, cuts, is_causal)
     blocks = _blocks(cuts, query, key, value)
     logit = blocks[0].new_empty(len(pairs), grain)
@@ -208,7 +230,7 @@ def block_attention_backward(
     key_ptr: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, grain: int, is_causal: bool, scale: float,
     dropout: float, seed: int, need_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    cuts = sides(query.size(1), key.size(1), query_ptr, key_ptr, grain)
+    cuts = cut_rows(rowptr, query, key, (query_ptr, key_ptr), grain)
     pairs = Pairs(rowptr, col, cuts, is_causal)
     q, k, v = _blocks(cuts, query, key, value)
     grad = wide(cuts[0].split(grad_out))
@@ -239,7 +261,7 @@ def block_effect(
     probe_rowptr: Tensor, probe_col: Tensor, probe_bias: Tensor | None, query_ptr: Tensor, key_ptr: Tensor, grain: int,
     is_causal: bool, scale: float, sums: Sums = Pairs.sums,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    cuts = sides(query.size(1), key.size(1), query_ptr, key_ptr, grain)
+    cuts = cut_rows(rowptr, query, key, (query_ptr, key_ptr), grain)
     blocks = _blocks(cuts, query, key, value)
     grad, found = wide(cuts[0].split(grad_out)), []
     for pointer, keys, extra in ((rowptr, col, bias), (probe_rowptr, probe_col, probe_bias)):
@@ -258,7 +280,7 @@ def block_weight(
     query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor, bias: Tensor | None, query_ptr: Tensor, key_ptr: Tensor,
     grain: int, is_causal: bool, scale: float,
 ) -> Tensor:  # fmt: skip
-    cuts = sides(query.size(1), key.size(1), query_ptr, key_ptr, grain)
+    cuts = cut_rows(rowptr, query, key, (query_ptr, key_ptr), grain)
     pairs = Pairs(rowptr, col, cuts, is_causal)
     blocks = _blocks(cuts, query, key, key[..., :0])
     logit = blocks[0].new_empty(len(pairs), grain)

@@ -158,6 +158,11 @@ def _rows(
     no_tangent(*per_edge.values())
 
 
+def _at_hand(*given: Tensor) -> bool:
+    """Whether values can be looked at without waiting for a device."""
+    return all(x.device.type == "cpu" for x in given) and not detect_fake_mode(given)
+
+
 def edges(
     rowptr: Tensor,
     col: Tensor,
@@ -200,7 +205,7 @@ def blocks(
     grain = integer("grain", grain, 1, "It is a number of tokens.")
     flag("is_causal", is_causal, "It says whether no token meets a later one.")
     number("scale", scale, "(-inf, inf)", "It is a factor of the scores, usually C ** -0.5.")
-    known = query.device.type == "cpu" and not detect_fake_mode(ptrs)
+    known = _at_hand(*ptrs)
     for (name, ptr), tokens in zip(ends.items(), (query, key), strict=True):
         shape(name, ptr, (None,), "[B+1]", "It holds the offsets of the sequences.")
         if ptr.dtype != torch.int64 or ptr.shape != ptrs[0].shape or ptr.numel() < 2:
@@ -227,6 +232,16 @@ def same_device(first: str, like: Tensor, **others: Tensor | None) -> None:
                 f"Expected '{name}' on {like.device}, as '{first}' is (got {x.device}). "
                 "Move it, or the graph, with `.to(device)`."
             )
+
+
+def not_captured(where: torch.device) -> None:
+    """Refuse to sample while a CUDA graph is captured, which takes no memory of a size that values decide."""
+    if torch.compiler.is_compiling() or where.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        return
+    raise RuntimeError(
+        "Expected no sampling while a CUDA graph is captured (got one: the number of edges is known only once they are "
+        "drawn). Sample before, with `return_choice=True`, and capture the step over the graph that is given."
+    )
 
 
 # ------------------------------------------------------------------ numbers and names

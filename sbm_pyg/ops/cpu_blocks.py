@@ -116,7 +116,7 @@ def block_attention(
         return blocks.block_attention(
             query, key, value, rowptr, col, query_ptr, key_ptr, grain, is_causal, bias, scale, dropout, seed
         )
-    cuts = blocks.sides(query.size(1), key.size(1), query_ptr, key_ptr, grain)
+    cuts = blocks.cut_rows(rowptr, query, key, (query_ptr, key_ptr), grain)
     plan = _Plan(rowptr, col, cuts, is_causal)
     q, k, v = plan.ordered(query), wide(cuts[1].split(key)), wide(cuts[1].split(value))
     out, lse = torch.zeros_like(q), q.new_full(q.shape[:3], -torch.inf)
@@ -139,7 +139,7 @@ def block_attention_backward(
             grad_out, query, key, value, rowptr, col, query_ptr, key_ptr, bias, out, lse, grain, is_causal, scale,
             dropout, seed, need_bias,
         )  # fmt: skip
-    cuts = blocks.sides(query.size(1), key.size(1), query_ptr, key_ptr, grain)
+    cuts = blocks.cut_rows(rowptr, query, key, (query_ptr, key_ptr), grain)
     plan = _Plan(rowptr, col, cuts, is_causal)
     q, grad, own, total = (plan.ordered(x) for x in (query, grad_out, out, lse[..., None]))
     theirs = [wide(cuts[1].split(x)) for x in (key, value)]
