@@ -249,33 +249,22 @@ def trained(path: Path, known: Rows, draws: int = 16) -> Rows:
 
     There are none of a run that the table knows.
     """
-    from examples.benchmarks.spread import gradients
-    from examples.recall.train import Batches, Run, make_model
+    from examples.benchmarks.spread import models, noise, twice
+    from examples.recall.train import Batches
     from sbm_pyg.estimators import Local
 
-    state = torch.load(path, weights_only=True)
-    run, rows = Run(**state["run"]), []
+    run, both = models(path)
     if any((row["run"], row["seed"]) == (run.name, run.seed) for row in known):
         return []
-    batches = Batches(run)
-    for when in ("start", "end"):
-        model, schedule = make_model(run)
-        if schedule is not None:
-            schedule.load_state_dict({"share": run.density, "running": None} if when == "start" else state["schedule"])
-        if when == "end":
-            model.load_state_dict(state["model"])
-        model.train()
+    batches, rows = Batches(run), []
+    for when, model in both:
         for probes in (1, 4, 16, 64):
             for layer in model.modules():
                 if isinstance(estimator := getattr(layer, "estimator", None), Local):
                     estimator.probes = probes
-            one, other = (
-                gradients(model, batches, [(step, 2 * step + which) for step in range(draws)])[0]["block model"]
-                for which in range(2)
-            )
-            total = float((one.var(0) + other.var(0)).sum() / 2)
+            one, other = (found["block model"] for found in twice(model, batches, draws)[0])
             name: Row = {"run": run.name, "seed": run.seed, "when": when, "probes": probes}
-            rows.append({**name, "graphs": float((one - other).square().sum(1).mean() / 2), "total": total})
+            rows.append(name | noise(one, other))
     return rows
 
 

@@ -35,6 +35,7 @@ if __name__ == "__main__":  # --help and mistakes do not wait for the imports be
 
 import statistics
 import time
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -66,27 +67,46 @@ def gradients(model: Recaller, batches: Batches, draws: list[tuple[int, int]]) -
     return {name: torch.stack(each) for name, each in found.items()}, seconds
 
 
-def measure(path: Path, draws: int) -> list[Row]:
-    """Rows of a checkpoint."""
+def models(path: Path) -> tuple[Run, Iterator[tuple[str, Recaller]]]:
+    """The run of a checkpoint; and its model at the "start", with the share that it was to reach, and at the "end"."""
     state = torch.load(path, weights_only=True)
     run = Run(**state["run"])
+
+    def each() -> Iterator[tuple[str, Recaller]]:
+        for when in ("start", "end"):
+            model, schedule = make_model(run)
+            if schedule is not None:
+                begun = {"share": run.density, "running": None}
+                schedule.load_state_dict(begun if when == "start" else state["schedule"])
+            if when == "end":
+                model.load_state_dict(state["model"])
+            yield when, model.train()
+
+    return run, each()
+
+
+def twice(model: Recaller, batches: Batches, draws: int) -> tuple[list[dict[str, Tensor]], float]:
+    """Gradients of so many batches, with two graphs each; and the median of their seconds."""
+    pairs = [gradients(model, batches, [(step, 2 * step + which) for step in range(draws)]) for which in range(2)]
+    return [found for found, _ in pairs], statistics.median(pairs[0][1] + pairs[1][1])
+
+
+def noise(one: Tensor, other: Tensor) -> Row:
+    """Variances over batches that have two gradients each: what "graphs" make, and in "total"."""
+    graphs = float((one - other).square().sum(1).mean() / 2)
+    return {"graphs": graphs, "total": float((one.var(0) + other.var(0)).sum() / 2)}
+
+
+def measure(path: Path, draws: int) -> list[Row]:
+    """Rows of a checkpoint."""
+    run, both = models(path)
     batches, rows = Batches(run), []
-    for when in ("start", "end"):
-        model, schedule = make_model(run)
-        if schedule is not None:
-            schedule.load_state_dict({"share": run.density, "running": None} if when == "start" else state["schedule"])
-        if when == "end":
-            model.load_state_dict(state["model"])
-        model.train()
-        pairs = [gradients(model, batches, [(step, 2 * step + which) for step in range(draws)]) for which in range(2)]
-        for name, one in pairs[0][0].items():
-            other = pairs[1][0][name]
-            noise = float((one - other).square().sum(1).mean() / 2)
-            total = float((one.var(0) + other.var(0)).sum() / 2)
-            norm = float(((one + other) / 2).mean(0).square().sum())
-            milliseconds = 1e3 * statistics.median(pairs[0][1] + pairs[1][1])
+    for when, model in both:
+        (first, second), seconds = twice(model, batches, draws)
+        for name, one in first.items():
+            norm = float(((one + second[name]) / 2).mean(0).square().sum())
             known: Row = {"run": run.name, "seed": run.seed, "when": when, "part": name}
-            rows.append({**known, "graphs": noise, "total": total, "norm2": norm, "ms": milliseconds})
+            rows.append({**known, **noise(one, second[name]), "norm2": norm, "ms": 1e3 * seconds})
     return rows
 
 
