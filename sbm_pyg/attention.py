@@ -18,7 +18,7 @@ from torch_geometric.nn.dense.linear import Linear
 from torch_geometric.typing import SparseTensor
 
 from .blocks import BlockPool
-from .choice import Choice, GraphSource, limited
+from .choice import Choice, GraphSource, check_choice, limited
 from .estimators import Attended, Estimator, NoEstimator, resolve_estimator
 from .graph import AttentionGraph
 from .normalizers import Entmax, check_normalizer
@@ -296,12 +296,7 @@ class AttentionConv(EdgeAttention):
                 "Expected 'edge_index' (got None, and the layer has no source: 'source' or 'num_blocks' is None). "
                 "Pass a graph, or give the layer a source."
             )
-        choice = self.source(query, key, query_ptr, key_ptr, **options)
-        if not isinstance(choice, Choice):
-            raise TypeError(
-                f"Expected 'source' to return a Choice (got {type(choice).__name__}). Wrap a graph, `Choice(graph)`."
-            )
-        return choice.expand(self.heads)
+        return check_choice(self.source(query, key, query_ptr, key_ptr, **options)).expand(self.heads)
 
     def __repr__(self) -> str:
         source = "" if self.source is None else f", source={type(self.source).__name__}"

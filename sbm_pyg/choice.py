@@ -1,4 +1,4 @@
-"""What passes between whoever chooses a graph and the attention over it.
+"""What passes between whoever chooses a graph and the attention over it, and the same as a PyG transform.
 
 In: queries and keys of a batch. Out: a :class:`Choice`, which is a graph and what its source knows of its pairs. Not
 here: the sources themselves (``patterns``, ``sampling``), attention, and how a loss reaches the probabilities
@@ -14,12 +14,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch_geometric.data import Data
+from torch_geometric.data.datapipes import functional_transform
+from torch_geometric.transforms import BaseTransform
 
 from .blocks import BlockGraph
 from .graph import AttentionGraph, check_graph
 from .ops import checks
+from .ragged import draw_seed, resolve_ptr, stored_ptr
 
-__all__ = ["Choice", "EdgeProbability", "GraphSource"]
+__all__ = ["Choice", "EdgeProbability", "GraphSource", "SourceGraph"]
 
 
 class EdgeProbability(ABC):
@@ -187,6 +191,76 @@ class GraphSource(torch.nn.Module, ABC):
             sequence_ids: Number of each sequence, ``[B]`` int64, as :func:`sbm_pyg.sample_edges` takes it; None counts
                 them.
         """
+
+
+@functional_transform("source_graph")
+class SourceGraph(BaseTransform):
+    """Gives ``Data`` the edges that a source chooses by the features of its nodes (functional name: ``source_graph``).
+
+    Nodes are queries and keys at once, by their ``x``. Sequences are those of ``ptr``, else of ``batch``, else all
+    nodes are one sequence. The edges replace the former ones; with several heads, ``edge_type`` says of which head an
+    edge is. Nothing is learned here, and the source is as it is: evaluation mode gives graphs without exploration.
+
+    Args:
+        source: Any source, trained or not, such as :class:`~sbm_pyg.selectors.SelectorSource` or
+            :class:`~sbm_pyg.indexer.IndexerSource`.
+        heads: Heads H that features are divided among, ``[N, H*C]``.
+        is_causal: No node attends to a later one.
+        seed: Integer of 64 bits that fixes what is drawn; None takes torch's default generator at each call.
+
+    Raises:
+        TypeError: ``source`` is no source, or an argument or the data has the wrong type.
+        ValueError: ``Data`` has no features ``[N, H*C]``, or an argument is out of range.
+
+    Example:
+        >>> from sbm_pyg import selectors
+        >>> source = selectors.SelectorSource(selectors.top_k, k=2)
+        >>> SourceGraph(source)(Data(x=torch.randn(5, 3))).edge_index.shape
+        torch.Size([2, 10])
+    """
+
+    def __init__(
+        self, source: GraphSource, *, heads: int = 1, is_causal: bool = False, seed: int | None = None
+    ) -> None:
+        if not isinstance(source, GraphSource):
+            raise TypeError(
+                f"Expected 'source' to be a GraphSource (got {type(source).__name__}). A rule becomes one by "
+                "`selectors.SelectorSource`."
+            )
+        self.heads = checks.integer("heads", heads, 1, "Features are divided among them.")
+        checks.flag("is_causal", is_causal, "It says whether later keys are left out.")
+        self.source, self.is_causal, self.seed = source, is_causal, None if seed is None else checks.seed(seed)
+
+    @torch.no_grad()
+    def forward(self, data: Data) -> Data:
+        """Choose the edges."""
+        if not isinstance(data, Data):
+            raise TypeError(
+                f"Expected 'data' to be Data (got {type(data).__name__}). Convert it with `to_homogeneous()`."
+            )
+        x = data.x
+        if not isinstance(x, Tensor) or x.dim() != 2 or x.size(1) % self.heads:
+            found = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(
+                f"Expected 'data' to have features `x` [N, H*C] for {self.heads} heads (got {found}). "
+                "The source chooses by them."
+            )
+        query, ptr = x.unflatten(1, (self.heads, -1)).transpose(0, 1), stored_ptr(data, device=x.device)
+        ptr = resolve_ptr(len(x), device=x.device) if ptr is None else ptr
+        choice = self.source(query, query, ptr, ptr, is_causal=self.is_causal, seed=draw_seed(self.seed))
+        return check_choice(choice).expand(self.heads).graph.replace_edges(data)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.source})"
+
+
+def check_choice(choice: object) -> Choice:
+    """What a source returned, if it is a :class:`Choice`; else raise TypeError."""
+    if not isinstance(choice, Choice):
+        raise TypeError(
+            f"Expected 'source' to return a Choice (got {type(choice).__name__}). Wrap a graph, `Choice(graph)`."
+        )
+    return choice
 
 
 def check_probability(probability: object) -> None:

@@ -19,18 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
-from torch_geometric.data import Data
-from torch_geometric.data.datapipes import functional_transform
-from torch_geometric.transforms import BaseTransform
 
 from . import patterns
 from .choice import Choice, GraphSource
 from .graph import AttentionGraph
 from .ops import checks
 from .pairs import Ptr, Sides, block_means, check_centroids, largest, like_lengths, ranges, streamed
-from .ragged import draw_seed, resolve_ptr, stored_ptr
+from .ragged import draw_seed
 
-__all__ = ["RoutingSource", "SelectGraph", "SelectorSource", "block_top_k", "lsh", "routing", "top_k"]
+__all__ = ["RoutingSource", "SelectorSource", "block_top_k", "lsh", "routing", "top_k"]
 
 
 @torch.no_grad()
@@ -364,44 +361,6 @@ class RoutingSource(GraphSource):
         heads, clusters, channels = self.centroids.shape
         rest = {"size": self.size, "decay": self.decay, "window": self.window}
         return f"{channels}, {heads=}, num_clusters={clusters}, " + ", ".join(f"{k}={v}" for k, v in rest.items())
-
-
-@functional_transform("select_graph")
-class SelectGraph(BaseTransform):
-    """Gives ``Data`` the edges that a rule chooses by the features of its nodes (functional name: ``select_graph``).
-
-    Nodes, by their ``x``, are queries and keys at once, in one head. Sequences are those of ``ptr``, else of ``batch``,
-    else all nodes are one sequence. The edges replace the former ones.
-
-    Args:
-        selector: As :class:`SelectorSource`.
-        **options: As :class:`SelectorSource`.
-
-    Raises:
-        TypeError, ValueError: As :class:`SelectorSource`; ``Data`` has no features ``[N, C]``.
-
-    Example:
-        >>> SelectGraph(top_k, k=2)(Data(x=torch.randn(5, 3))).edge_index.shape
-        torch.Size([2, 10])
-    """
-
-    def __init__(self, selector: Callable[..., AttentionGraph], **options: Any) -> None:
-        self.rule = patterns.Rule("selector", selector, options)
-
-    def forward(self, data: Data) -> Data:
-        """Choose the edges."""
-        if not isinstance(data, Data):
-            raise TypeError(
-                f"Expected 'data' to be Data (got {type(data).__name__}). Convert it with `to_homogeneous()`."
-            )
-        if not isinstance(data.x, Tensor) or data.x.dim() != 2:
-            raise ValueError("Expected 'data' to have features `x` [N, C] (got none). The rule chooses by them.")
-        ptr = stored_ptr(data, device=data.x.device)
-        ptr = resolve_ptr(data.x.size(0), device=data.x.device) if ptr is None else ptr
-        return self.rule(data.x[None], data.x[None], ptr=ptr).replace_edges(data)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.rule!r})"
 
 
 # --------------------------------------------------------------------------------------------------------------- parts

@@ -57,6 +57,7 @@ from sbm_pyg import (
     SBMSource,
     SequenceClassifier,
     SequenceEncoder,
+    SourceGraph,
     TokenClassifier,
     analysis,
     estimators,
@@ -1235,20 +1236,23 @@ def _index_sample(d: Draw) -> Case:
     return Case(_index_record(d).sample, arguments, lambda result, **_: valid(result), free=("seed",))
 
 
-@case("selectors.SelectGraph", 2)
-def _select_graph(d: Draw) -> Case:
-    arguments = {"selector": selectors.top_k, "k": 2}
-    return Case(selectors.SelectGraph, arguments, lambda result, **_: expect(result.rule.options, "none"), free=("k",))
+@case("SourceGraph", 2)
+def _source_graph(d: Draw) -> Case:
+    source = selectors.SelectorSource(selectors.top_k, k=2)
+    arguments = {"source": source, "heads": 2, "is_causal": d.random() < 0.5, "seed": d.maybe(3)}
+    return Case(
+        SourceGraph, arguments, lambda result, **_: expect(result.source is source, "another"), free=("heads", "seed")
+    )
 
 
-@case("selectors.SelectGraph.forward", 4)
-def _select_graph_forward(d: Draw) -> Case:
+@case("SourceGraph.forward", 4)
+def _source_graph_forward(d: Draw) -> Case:
     n = d.randint(2, 6)
-    made = selectors.SelectGraph(selectors.top_k, k=1)
+    made = SourceGraph(selectors.SelectorSource(selectors.top_k, k=1), heads=2)
     return Case(
         made.forward,
-        {"data": Data(x=d.real(n, 3))},
-        lambda result, **_: expect(result.num_edges == n, "other edges"),
+        {"data": Data(x=d.real(n, 6))},
+        lambda result, **_: expect(result.num_edges == 2 * n, "other edges"),
         names={"data": ("query",)},
     )
 

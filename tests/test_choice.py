@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor
+from torch_geometric.data import Batch, Data
 
 from sbm_pyg import (
     SBM,
@@ -19,8 +20,13 @@ from sbm_pyg import (
     SBMHead,
     SBMSource,
     SequenceEncoder,
+    SourceGraph,
+    indexer,
     ops,
     patterns,
+    predictors,
+    selectors,
+    sparsefinder,
 )
 from sbm_pyg.estimators import ESTIMATORS, Estimator, Local, draw_probes, local_expectation, score_function
 
@@ -328,3 +334,51 @@ def test_an_estimator_of_ones_own_is_called() -> None:
     conv(x)
     conv(x, patterns.full(9))  # no probabilities, nothing to estimate
     assert len(calls) == 1
+
+
+TRANSFORMED: dict[str, Any] = {
+    "block model": lambda: SBMSource(SBMHead(3, heads=2, num_blocks=4)),
+    "indexer": lambda: indexer.IndexerSource(indexer.Indexer(3, 2), select="top_k", k=3),
+    "key selection": lambda: indexer.IndexerSource(indexer.KeyScorer(3, 2), share=0.5),
+    "routing": lambda: selectors.RoutingSource(3, 2, num_clusters=2),
+    "distance": lambda: sparsefinder.SparsefinderSource(
+        sparsefinder.Projection(3, 2, 2), predictors.distance, threshold=1.0
+    ),
+    "pattern": lambda: patterns.PatternSource(patterns.window, size=1),
+}
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_any_source_is_a_transform(name: str, is_causal: bool) -> None:
+    """The edges of a batch are those that the source chooses for its layer, head by head."""
+    torch.manual_seed(0)
+    source, sizes = TRANSFORMED[name]().eval(), (5, 9, 4)
+    batch = Batch.from_data_list([Data(x=torch.randn(size, 6)) for size in sizes])
+    batch.edge_index = torch.tensor([[0, 1], [1, 0]])
+    found = AttentionGraph.from_data(SourceGraph(source, heads=2, is_causal=is_causal, seed=7)(batch.clone()), heads=2)
+    query = batch.x.unflatten(1, (2, 3)).transpose(0, 1)
+    ptr = torch.tensor([0, *sizes]).cumsum(0)
+    graph = source(query, query, ptr, ptr, is_causal=is_causal, seed=7).graph
+    assert torch.equal(found.to_edge_index()[0], graph.expand(2).to_edge_index()[0])
+    assert graph.num_edges > 0
+    if is_causal:
+        assert not (found.edge_index[0] > found.edge_index[1]).any()
+
+
+def test_a_transform_draws_anew_without_a_seed_and_refuses_what_does_not_fit() -> None:
+    data = Data(x=torch.randn(30, 4))
+    transform = SourceGraph(SBMSource(SBMHead(4, num_blocks=4)))
+    torch.manual_seed(0)
+    first, second = (transform(data.clone()).edge_index for _ in range(2))
+    assert not torch.equal(first, second)
+    torch.manual_seed(0)
+    assert torch.equal(transform(data.clone()).edge_index, first)
+    with pytest.raises(TypeError, match="'source' to be a GraphSource"):
+        SourceGraph(cast(Any, selectors.top_k))
+    with pytest.raises(ValueError, match="'heads' to be at least 1"):
+        SourceGraph(transform.source, heads=0)
+    with pytest.raises(ValueError, match=r"features `x` \[N, H\*C\] for 3 heads \(got \[30, 4\]\)"):
+        SourceGraph(transform.source, heads=3)(data)
+    with pytest.raises(TypeError, match="'data' to be Data"):
+        transform(cast(Any, 3))

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.functional import normalize
 from torch_geometric.data import Batch, Data
 
-from sbm_pyg import AttentionConv, AttentionGraph, SequenceEncoder, pairs, patterns
-from sbm_pyg.selectors import RoutingSource, SelectGraph, SelectorSource, block_top_k, lsh, routing, top_k
+from sbm_pyg import AttentionConv, AttentionGraph, SequenceEncoder, SourceGraph, pairs, patterns
+from sbm_pyg.selectors import RoutingSource, SelectorSource, block_top_k, lsh, routing, top_k
 
 HEADS, CHANNELS = 2, 6
 LENGTHS = [([9], [9]), ([1, 7, 12, 3], [1, 7, 12, 3]), ([5, 2, 9], [8, 11, 4])]
@@ -265,12 +265,12 @@ def test_encoders_and_transforms_take_the_rules() -> None:
         assert trace.choices[0].graph.is_causal
         assert trace.density.shape == (2, 2, 2)
     data = [Data(x=draw(seed, 5 + seed, 3)) for seed in range(3)]
-    transform = SelectGraph(top_k, k=2)
+    transform = SourceGraph(SelectorSource(top_k, k=2))
     batch = transform(Batch.from_data_list(data))
     assert batch.num_edges == 2 * batch.num_nodes
     for one, part in zip(data, batch.to_data_list(), strict=True):
         assert torch.equal(transform(one).edge_index, part.edge_index)
-    assert repr(transform) == "SelectGraph(top_k, k=2)"
+    assert repr(transform) == "SourceGraph(SelectorSource(top_k, k=2))"
 
 
 X = torch.ones(2, 5, 3)
@@ -296,8 +296,8 @@ X = torch.ones(2, 5, 3)
         (lambda: RoutingSource(4, num_clusters=0), ValueError, "Expected 'num_clusters' to be at least 1"),
         (lambda: SelectorSource(cast(Any, 3)), TypeError, "Expected 'selector' to be callable"),
         (lambda: SelectorSource(top_k, size=3), TypeError, r"Expected options of 'selector' \(got \['size'\]\)"),
-        (lambda: SelectGraph(top_k, k=2)(Data(num_nodes=3)), ValueError, "Expected 'data' to have features `x`"),
-        (lambda: SelectGraph(top_k, k=2)(cast(Any, 3)), TypeError, "Expected 'data' to be Data"),
+        (lambda: SourceGraph(SelectorSource(top_k, k=2))(Data(num_nodes=3)), ValueError, "Expected 'data' to have features `x`"),
+        (lambda: SourceGraph(SelectorSource(top_k, k=2))(cast(Any, 3)), TypeError, "Expected 'data' to be Data"),
     ],
 )  # fmt: skip
 def test_errors_name_the_argument(call: Callable[[], Any], error: type[Exception], message: str) -> None:
