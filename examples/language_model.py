@@ -144,7 +144,10 @@ def make_model(run: Run, num_tokens: int) -> tuple[Recaller, ShareSchedule | Non
             f"Expected 'densities' beyond those of the window of {run.window} (got {run.density}). Give a smaller --window."
         )
     # full for a start, and down to the density by half of the steps, whatever the loss is
-    return model, ShareSchedule(model, final, threshold=math.inf, rate=1 - final ** (2 / run.steps))
+    schedule = ShareSchedule(model, final, threshold=math.inf, rate=1 - final ** (2 / run.steps))
+    if options["control"] == "share":
+        schedule.load_state_dict({"share": final, "running": None})
+    return model, schedule
 
 
 def train(run: Run, texts: tuple[Tensor, Tensor, Tensor], folder: Path) -> list[Row]:

@@ -312,6 +312,20 @@ def test_bytes_of_all_tokens_are_those_of_the_text(vocabulary: int, tmp_path: Pa
     assert vocabulary == 256 or len(source) < 0.6 * len(text)
 
 
+@pytest.mark.parametrize(("control", "first"), [("schedule", 1.0), ("share", 0.25)])
+def test_the_share_of_a_language_model_begins_as_its_control_says(control: str, first: float) -> None:
+    run = language_model.Run(
+        f"sbm:control={control}", 0.25, 0, vocabulary=300, length=33, steps=40, batch_size=4, channels=8, layers=2,
+        heads=2, window=0, learning_rate=1e-3,
+    )  # fmt: skip
+    _, schedule = language_model.make_model(run, 300)
+    assert schedule is not None
+    assert schedule.share == first
+    for _ in range(25):
+        schedule.step(9.0)
+    assert schedule.share == pytest.approx(0.25)
+
+
 def test_a_language_model_is_trained_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "text").write_text("a few words, and a few words more: " * 60)
     words = [

@@ -60,6 +60,7 @@ def test_a_recipe_is_short_and_imports_the_package_and_torch(name: str) -> None:
         "examples.benchmarks.learning",
         "examples.benchmarks.choosers",
         "examples.benchmarks.probes",
+        "examples.benchmarks.gpu",
     ],
 )
 def test_help_does_not_wait_for_torch(program: str) -> None:
