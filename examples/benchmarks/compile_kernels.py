@@ -1,0 +1,159 @@
+"""Compiles every Triton kernel for NVIDIA GPUs, none of which need be there, and says what each asks of one.
+
+python -m examples.benchmarks.compile_kernels                 a table in Markdown, as in docs/kernels.md
+python -m examples.benchmarks.compile_kernels --json          the same as JSON, one row per kernel, width and GPU
+
+Kernels are compiled as the ops start them: each op is called on tensors of the CPU, and what it would have started is
+compiled instead. So block sizes are those that a GPU would get. Exit status 1 if a kernel spills registers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import mangle_type
+
+from examples.benchmarks.tables import Rows, markdown
+from sbm_pyg.ops import cuda_edges, cuda_rows
+
+TARGETS = (80, 90, 100)
+WIDTHS = (16, 32, 64, 100, 128, 256)
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+
+
+# ------------------------------------------------------------------ what is compiled
+
+
+def ops(width: int, dtype: torch.dtype, col: torch.dtype) -> dict[str, Callable[[], Any]]:
+    """Calls that start every kernel, with everything that it can take."""
+    x, edges, rows = torch.zeros(2, 4, width, dtype=dtype), torch.zeros(6, dtype=dtype), torch.arange(9) * 6 // 8
+    graph, lse = (rows, torch.arange(6).to(col) % 4), torch.zeros(2, 4, dtype=cuda_rows.wide(x))
+
+    def attention(form: str) -> Any:
+        options = (0.5, form, 0.1, 1)
+        cuda_edges.edge_attention(x, x, x, *graph, edges, edges, *options)
+        return cuda_edges.edge_attention_backward(x, x, x, x, *graph, edges, edges, x, lse, *options, True, True)
+
+    return {
+        "edge_dot": lambda: cuda_edges.edge_dot(x, x, *graph),
+        "edge_dot, backward": lambda: cuda_edges.edge_dot_backward(edges, x, x, *graph, True, True),
+        "edge_attention, score": lambda: attention("score"),
+        "edge_attention, weight": lambda: attention("weight"),
+    }
+
+
+def started(call: Callable[[], Any]) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+    """The kernels that a call starts, with their arguments; none runs."""
+    found = []
+
+    def record(program: Any, count: Any, *arguments: Any, **options: Any) -> None:
+        found.append((program, arguments, options))
+
+    changed = [module for module in sys.modules.values() if getattr(module, "launch", None) is cuda_rows.launch]
+    launch = cuda_rows.launch
+    try:
+        for module in changed:
+            setattr(module, "launch", record)  # noqa: B010 - a module has no such attribute for mypy
+        call()
+    finally:
+        for module in changed:
+            setattr(module, "launch", launch)  # noqa: B010
+    return found
+
+
+def compiled(program: Any, arguments: tuple[Any, ...], options: dict[str, Any], target: int) -> Any:
+    """A kernel for one kind of GPU; memory starts at multiples of 16 bytes, as torch's does."""
+    given = dict(zip(program.arg_names, arguments, strict=False)) | options
+    signature, constants, attributes = {}, {}, {}
+    for place, parameter in enumerate(program.params):
+        value = given[parameter.name]
+        if isinstance(value, Tensor):
+            signature[parameter.name], attributes[(place,)] = mangle_type(value), [["tt.divisibility", 16]]
+        elif parameter.is_constexpr or value is None:
+            signature[parameter.name], constants[parameter.name] = "constexpr", value
+        else:
+            signature[parameter.name] = parameter.annotation_type
+    source = ASTSource(program, signature, constants, attributes)
+    return triton.compile(source, GPUTarget("cuda", target, 32), {"num_warps": options.get("num_warps", 4)})
+
+
+# ------------------------------------------------------------------ what it asks of a GPU
+
+
+def usage(binary: bytes) -> dict[str, int]:
+    """Registers of a thread and bytes of its stack, which is where registers spill to; by the tool that Triton brings."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        tool = triton.knobs.nvidia.cuobjdump.path
+        text = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+    return {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text.stdout)}
+
+
+def compile_all(
+    widths: Sequence[int] = WIDTHS, dtypes: Sequence[str] = ("bfloat16",), targets: Sequence[int] = TARGETS
+) -> Rows:
+    """One row for each kernel, way to call it, width, type and GPU."""
+    rows: Rows = []
+    for dtype in dtypes:
+        for width in widths:
+            for op, call in ops(width, DTYPES[dtype], torch.int32).items():
+                for program, arguments, options in started(call):
+                    for target in targets:
+                        made = compiled(program, arguments, options, target)
+                        used = usage(made.asm["cubin"])
+                        rows.append({
+                            "op": op, "kernel": program.__name__, "dtype": dtype, "width": width, "target": target,
+                            "edges": options.get("EDGES", ""), "warps": options["num_warps"], "registers": used["REG"],
+                            "shared": made.metadata.shared, "spilled": used["STACK"] + used["LOCAL"],
+                        })  # fmt: skip
+    return rows
+
+
+def table(rows: Rows) -> str:
+    """A line for each kernel and width; cells of the GPUs side by side, the most that any way to call it takes."""
+    targets = sorted({row["target"] for row in rows})
+    cells: dict[tuple[Any, ...], dict[int, list[Any]]] = {}
+    for row in rows:
+        line = (f"`{row['kernel']}`", row["dtype"], row["width"], row["edges"], row["warps"])
+        cells.setdefault(line, {}).setdefault(row["target"], []).append(
+            (row["registers"], row["shared"], row["spilled"])
+        )
+    names = ("kernel", "type", "width", "edges", "warps", *(f"sm_{target}" for target in targets))
+    shown = ("{}, {}, {}".format(*(max(x) for x in zip(*found[t], strict=True))) for found in cells.values() for t in targets)
+    lines = [(*line, *(next(shown) for _ in targets)) for line in cells]
+    return markdown(names, lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        "python -m examples.benchmarks.compile_kernels", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS, help="channels (default: %(default)s)")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bfloat16"], help="(default: %(default)s)")
+    parser.add_argument("--targets", type=int, nargs="+", default=TARGETS, help="GPUs (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all rows there")
+    options = parser.parse_args(arguments)
+    rows = compile_all(options.widths, options.dtypes, options.targets)
+    if options.json:
+        options.json.write_text(json.dumps(rows))
+    print(table(rows))
+    return int(any(row["spilled"] for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
