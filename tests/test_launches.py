@@ -30,12 +30,15 @@ class PlainTorch(TorchDispatchMode):
         super().__init__()
         self.launches = self.waits = 0
 
+    def module(self, name: str) -> Any:
+        """Which has the function that computes this op."""
+        return next(each for each in (reference, samplers, blocks) if hasattr(each, name))
+
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if op.namespace == "sbm_pyg":
             with self:
-                meaning = next(each for each in (reference, samplers, blocks) if hasattr(each, op._opname))
-                return getattr(meaning, op._opname)(*args, **kwargs)
+                return getattr(self.module(op._opname), op._opname)(*args, **kwargs)
         name, out = op._opname, op(*args, **kwargs)
         given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
         made = {x.untyped_storage()._cdata for x in tree_leaves(out) if isinstance(x, Tensor)}

@@ -29,7 +29,7 @@ MODULES = {
 
 
 @cache
-def _compiles(device: torch.device) -> bool:
+def compiles(device: torch.device) -> bool:
     """Whether Triton is there, and compiles for this device."""
     known = torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
     return known and importlib.util.find_spec("triton") is not None
@@ -40,7 +40,7 @@ def kernel(name: str) -> Callable[..., Any]:
 
     def call(*arguments: Any) -> Any:
         device = next(x.device for x in arguments if isinstance(x, Tensor))
-        found = importlib.import_module(f".{MODULES[name]}", __package__) if _compiles(device) else reference
+        found = importlib.import_module(f".{MODULES[name]}", __package__) if compiles(device) else reference
         return getattr(found, name)(*arguments)
 
     return call

@@ -241,7 +241,7 @@ def edge_attention_backward(
         _attention_backward, heads * queries, grad_out, query, key, value, *edges, *words, out.contiguous(),
         lse.contiguous(), grad_query, slopes, shares, grad_gate, grad_bias, queries, keys, least, grow, bits(scale),
         WEIGHTED=gate is not None and gate_form == "weight", WIDTH=width, VALUE_WIDTH=value_width,
-        **tiles(dtype, width, value_width),
+        **tiles(dtype, width, value_width, held=2),
     )  # fmt: skip
     _by_key(slopes, query, rowptr, col, grad_key)
     _by_key(shares, grad_out, rowptr, col, grad_value)

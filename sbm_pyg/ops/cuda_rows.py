@@ -20,7 +20,7 @@ from torch import Tensor
 
 from . import words
 
-WIDEST = 1024
+WIDEST = 512
 """Channels of a vector above which a tile does not fit the registers of a block."""
 
 _DROPOUT = tl.constexpr(words.DROPOUT << 24)
@@ -48,18 +48,15 @@ def wide(*given: Tensor | None) -> torch.dtype:
     return torch.float64 if doubles else torch.float32
 
 
-def tiles(dtype: torch.dtype, *widths: int) -> dict[str, Any]:
+def tiles(dtype: torch.dtype, *widths: int, held: int = 1) -> dict[str, Any]:
     """Edges that a program takes at once, its warps, and the type it computes in.
 
-    A thread holds at most 64 words of a tile of vectors, so that two of them fit its registers (docs/kernels.md). A row
-    of a sparse graph has some tens of edges: tiles of 64, and of 32 or 16 where vectors are long.
+    Tiles that are ``held`` together have 2,048 words, 64 in each thread of one warp: so they fit its registers, and
+    sums over edges and channels stay within the warp (docs/kernels.md). Arithmetic in float64 asks for as much again.
     """
-    words_of = triton.next_power_of_2(max(widths)) * (2 if dtype == torch.float64 else 1)
-    edges = max(8, min(64, 2048 // words_of))
-    if words_of > 64:
-        edges = max(8, min(32, 8192 // words_of))
-    warps = max(1, min(8, edges * words_of // 2048))
-    return {"EDGES": edges, "WIDE": tl.float64 if dtype == torch.float64 else tl.float32, "num_warps": warps}
+    words_of = triton.next_power_of_2(max(widths)) * (4 if dtype == torch.float64 else 1)
+    edges = max(1, min(64, 2048 // (held * words_of)))
+    return {"EDGES": edges, "WIDE": tl.float64 if dtype == torch.float64 else tl.float32, "num_warps": 1}
 
 
 def bits(number: float) -> int:

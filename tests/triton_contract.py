@@ -1,0 +1,142 @@
+"""The contract of ``test_ops.py``, kept by the Triton kernels: in Triton's interpreter, on tensors of the CPU.
+
+Not collected by itself: ``test_triton.py`` runs it in a process of its own, since Triton decides when it is imported
+whether it interprets. By hand: ``TRITON_INTERPRET=1 pytest tests/triton_contract.py``. Tests are those of the contract,
+on their smaller cases, with our ops sent to the kernels; a program of a kernel takes some milliseconds here.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from itertools import product
+from typing import Any
+
+import pytest
+
+assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1"
+pytest.register_assert_rewrite("test_ops")
+
+import test_ops
+import torch
+from problems import GRAPHS, random_graph
+from test_launches import PlainTorch
+
+from sbm_pyg import SBMAttentionConv, ops
+from sbm_pyg.ops import cuda, cuda_edges, cuda_rows, reference
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy's, of infinities and NaN
+MODULES = [import_module(f"sbm_pyg.ops.{name}") for name in ("cuda_rows", *sorted({*cuda.MODULES.values()}))]
+
+
+class Kernels(PlainTorch):
+    """In it, our ops are computed as on a CUDA device, and what they ask of the device is counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.started: list[str] = []
+
+    def module(self, name: str) -> Any:
+        return import_module(f"sbm_pyg.ops.{cuda.MODULES[name]}") if name in cuda.MODULES else super().module(name)
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
+    """All ops go to the kernels; each counts as one operation, whatever the interpreter does."""
+    counted, launch = Kernels(), cuda_rows.launch
+
+    def count(program: Any, *arguments: Any, **options: Any) -> None:
+        before = counted.launches
+        launch(program, *arguments, **options)
+        counted.launches = before + 1
+        counted.started.append(program.__name__)
+
+    for module in MODULES:
+        monkeypatch.setattr(module, "launch", count)
+    with counted:
+        yield counted
+
+
+def contract(test: Callable[..., None], *cases: tuple[Any, ...]) -> Callable[..., None]:
+    """A test of the contract, on some cases; each has to start a kernel."""
+
+    def run(case: tuple[Any, ...], kernels: Kernels) -> None:
+        test(*case)
+        assert kernels.started
+
+    return pytest.mark.parametrize("case", cases, ids=str)(run)
+
+
+# ------------------------------------------------------------------ attention
+
+ALL = ("score", True, True, 0.4)
+WIDTHS = (5, 7), (64, 16), (16, 128), (100, 256)
+
+test_attention = contract(
+    test_ops.test_attention_equals_the_reference,
+    *(("bipartite", *option, (16, 48)) for option in test_ops.OPTIONS),
+    *(("one row has all edges", *option, (1, 3)) for option in test_ops.OPTIONS),
+    *((name, *ALL, (32, 32)) for name in GRAPHS),
+    *(("rows around a vector", *ALL, widths) for widths in WIDTHS),
+)
+test_precision = contract(
+    test_ops.test_attention_is_as_accurate_as_torch_in_float32, *product(["bipartite"], ["score", "weight"])
+)
+test_half_precision = contract(
+    test_ops.test_attention_takes_half_precision_through_float32, (torch.bfloat16,), (torch.float16,)
+)
+test_strides = contract(test_ops.test_attention_takes_any_strides_and_index_type, ())
+test_nan = contract(test_ops.test_nan_stays_where_it_is_touched, (0.0,), (0.3,))
+test_extremes = contract(test_ops.test_extreme_scores_do_not_overflow, ("score",), ("weight",))
+test_every_element = contract(test_ops.test_every_output_element_is_written, ("edge_dot",), ("edge_attention",))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_cases(seed: int) -> None:
+    draw = random.Random(seed)
+    sizes = (draw.randint(1, 3), draw.randint(1, 8), draw.randint(1, 20), draw.choice([0.0, 0.05, 0.3, 0.9, 1.0]))
+    inner = test_ops.test_attention_on_random_cases.hypothesis.inner_test  # type: ignore[attr-defined]
+    inner(*sizes, draw.randint(1, 33), draw.choice(test_ops.OPTIONS), seed)
+
+
+@pytest.mark.parametrize("seed", [7, -1, 2**40 + 5])
+@pytest.mark.parametrize("dropout", [0.1, 1 - 1e-12])
+def test_dropout_takes_the_words_of_the_reference(seed: int, dropout: float) -> None:
+    """Bit by bit: each column of the output is one edge."""
+    graph = random_graph(2, 6, 70, 0.9)
+    query, value = torch.zeros(2, 6, 1), torch.eye(70).expand(2, -1, -1)
+    out, _ = ops.edge_attention(query, value[..., :1], value, graph.rowptr, graph.col, dropout=dropout, seed=seed)
+    found = out.flatten(0, 1)[graph.edge_row, graph.col.long()] != 0
+    assert torch.equal(found, reference.dropout_mask(graph.rowptr, graph.col, 2, 70, dropout, seed))
+
+
+# ------------------------------------------------------------------ dot products of edges
+
+test_dot = contract(
+    test_ops.test_dot_equals_the_reference,
+    *product(["bipartite"], [1, 3, 16, 32, 128, 130]),
+    *product([name for name in GRAPHS if "1000" not in name], [3]),
+)
+
+
+# ------------------------------------------------------------------ what is asked of the device
+
+
+def attended(heads: int, tokens: int, dropout: float) -> None:
+    graph = random_graph(heads, tokens, tokens, 0.3)
+    leaves = test_ops.tensors(graph, 4, 4, True, True, torch.float32)
+    out, _ = test_ops.attend(leaves, graph, "score", dropout)
+    test_ops.gradients(out, leaves)
+
+
+@pytest.mark.parametrize(("heads", "tokens"), [(1, 3), (2, 9)])
+def test_attention_takes_few_launches(heads: int, tokens: int, kernels: Kernels) -> None:
+    attended(heads, tokens, 0.0)
+    assert kernels.started == ["_attention", "_attention_backward", "_gather", "_gather"]
+    kernels.started.clear()
+    attended(heads, tokens, 0.1)
+    fill = ["_fill", "_fill"]
+    assert kernels.started == [*fill, "_attention", *fill, "_attention_backward", "_gather", "_gather"]
