@@ -7,7 +7,6 @@ on their smaller cases, with our ops sent to the kernels; a program of a kernel 
 
 from __future__ import annotations
 
-import math
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -16,20 +15,19 @@ from itertools import product
 from typing import Any
 
 import pytest
-
-assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1"
-pytest.register_assert_rewrite("test_ops")
-
+import test_estimators
 import test_ops
 import torch
 from problems import GRAPHS, random_graph
 from test_launches import PlainTorch
 
-from sbm_pyg import SBMAttentionConv, ops
-from sbm_pyg.ops import cuda, cuda_edges, cuda_rows, reference
+from sbm_pyg import ops
+from sbm_pyg.ops import cuda, reference
 
+assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1"
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy's, of infinities and NaN
 MODULES = [import_module(f"sbm_pyg.ops.{name}") for name in ("cuda_rows", *sorted({*cuda.MODULES.values()}))]
+SMALL = [name for name in GRAPHS if "1000" not in name]
 
 
 class Kernels(PlainTorch):
@@ -46,7 +44,7 @@ class Kernels(PlainTorch):
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
     """All ops go to the kernels; each counts as one operation, whatever the interpreter does."""
-    counted, launch = Kernels(), cuda_rows.launch
+    counted, launch = Kernels(), MODULES[0].launch
 
     def count(program: Any, *arguments: Any, **options: Any) -> None:
         before = counted.launches
@@ -116,10 +114,61 @@ def test_dropout_takes_the_words_of_the_reference(seed: int, dropout: float) -> 
 # ------------------------------------------------------------------ dot products of edges
 
 test_dot = contract(
-    test_ops.test_dot_equals_the_reference,
-    *product(["bipartite"], [1, 3, 16, 32, 128, 130]),
-    *product([name for name in GRAPHS if "1000" not in name], [3]),
+    test_ops.test_dot_equals_the_reference, *product(["bipartite"], [1, 3, 16, 32, 128, 130]), *product(SMALL, [3])
 )
+
+
+# ------------------------------------------------------------------ the effect of an edge
+
+test_effect = contract(
+    test_estimators.test_effect_equals_the_reference,
+    *product(["bipartite"], [False, True], [(1, 3), (16, 48)]),
+    *product(GRAPHS, [True], [(32, 32)]),
+)
+test_what_effects_are = contract(
+    test_estimators.test_effect_is_the_difference_of_two_losses, ("bipartite", ops.edge_effect)
+)
+test_heavy_edges = contract(test_estimators.test_effect_of_an_edge_that_dominates_its_row_is_accurate_in_float32, ())
+test_infinite_scores = contract(
+    test_estimators.test_effect_knows_infinite_scores_and_ignores_tokens_that_nothing_touches, ()
+)
+test_what_effects_count_for = contract(
+    test_estimators.test_effects_count_by_the_chance_to_see_them,
+    *product(SMALL, [3], [0.0], [ops]),
+    ("bipartite", 48, 0.05, ops),
+)
+test_probes_that_cannot_be = contract(test_estimators.test_a_probe_that_cannot_be_counts_nothing, (ops,))
+
+# ------------------------------------------------------------------ entmax
+
+ALPHAS = 1.05, 1.3, 1.5, 2.0, 3.0, 4.0
+FLOATS = torch.float32, torch.float64
+
+test_entmax = contract(
+    test_ops.test_entmax_equals_the_dense_one_row_by_row, *product(ALPHAS, [0.1, 30.0]), (1.5, 0.0), (1.5, 1.0)
+)
+test_gradients_of_entmax = contract(
+    test_ops.test_entmax_and_its_gradient_are_those_of_the_dense_one,
+    *product(ALPHAS[:4], [(0, 1, 2, 15, 16, 17, 0, 300, 4)]),
+    (1.5, (1, 100_000)),
+)
+test_values_of_entmax = contract(test_ops.test_entmax_kernels_equal_the_reference, *((dtype,) for dtype in FLOATS))
+test_forbidden_values = contract(
+    test_ops.test_entmax_of_forbidden_values_is_zero, *product([1.5, 2.0, 3.0], [torch.float32])
+)
+test_support = contract(test_ops.test_the_support_is_where_shares_are, ())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_entmax_in_half_precision(dtype: torch.dtype) -> None:
+    src, ptr = test_ops.ragged(5, 0, 30)
+    given = src.to(dtype).requires_grad_()
+    wide = given.detach().double().requires_grad_()
+    out, wanted = (ops.segment_entmax(x, ptr=ptr, alpha=1.4) for x in (given, wide))
+    torch.testing.assert_close(out, wanted.to(dtype))
+    grad = torch.linspace(-1, 1, 35, dtype=torch.float64)
+    found = torch.autograd.grad(out, given, grad.to(dtype))[0]
+    torch.testing.assert_close(found.double(), torch.autograd.grad(wanted, wide, grad)[0], rtol=0.02, atol=0.02)
 
 
 # ------------------------------------------------------------------ what is asked of the device

@@ -133,7 +133,9 @@ def table(rows: Rows) -> str:
             (row["registers"], row["shared"], row["spilled"])
         )
     names = ("kernel", "type", "width", "edges", "warps", *(f"sm_{target}" for target in targets))
-    shown = ("{}, {}, {}".format(*(max(x) for x in zip(*found[t], strict=True))) for found in cells.values() for t in targets)
+    shown = (
+        "{}, {}, {}".format(*(max(x) for x in zip(*found[t], strict=True))) for found in cells.values() for t in targets
+    )
     lines = [(*line, *(next(shown) for _ in targets)) for line in cells]
     return markdown(names, lines)
 

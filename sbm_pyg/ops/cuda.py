@@ -24,6 +24,10 @@ MODULES = {
     "edge_attention_backward": "cuda_edges",
     "edge_dot": "cuda_edges",
     "edge_dot_backward": "cuda_edges",
+    "edge_effect": "cuda_effects",
+    "entmax_support": "cuda_entmax",
+    "segment_entmax": "cuda_entmax",
+    "segment_entmax_backward": "cuda_entmax",
 }
 """Where each kernel is."""
 

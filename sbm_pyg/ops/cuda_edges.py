@@ -18,7 +18,6 @@ from torch import Tensor
 
 from . import reference
 from .cuda_rows import (
-    WIDEST,
     bits,
     chances,
     dots,
@@ -27,8 +26,12 @@ from .cuda_rows import (
     kernel,
     launch,
     logits,
+    narrow,
     put,
     real,
+    span,
+    takes,
+    tile,
     tiles,
     total,
     vector,
@@ -44,35 +47,28 @@ def _dot(
     query, key, rowptr, col, out, queries: tl.int64, keys: tl.int64,
     WIDTH: tl.constexpr, EDGES: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    first, start, stop = row // queries * keys, tl.load(rowptr + row), tl.load(rowptr + row + 1)
+    row, first, start, stop = span(rowptr, queries, keys)
     q = vector(query, row, WIDTH, WIDE)
     for begin in range(start, stop, EDGES):
-        edge = begin + tl.arange(0, EDGES)
-        there = edge < stop
-        end = first + tl.load(col + edge, mask=there, other=0)
+        edge, there, end = tile(col, begin, stop, first, EDGES)
         score = dots(vectors(key, end, there, WIDTH, WIDE), q)
-        tl.store(out + edge, score.to(out.dtype.element_ty), mask=there)
+        tl.store(out + edge, narrow(score, out), mask=there)
 
 
 @kernel
 def _gather(
-    weight, source, ptr, end, order, out, queries: tl.int64, keys: tl.int64,
+    weight, source, ptr, ends, order, out, queries: tl.int64, keys: tl.int64,
     WIDTH: tl.constexpr, EDGES: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Sum of the vectors at the ends of each segment's edges, by their weights."""
-    row = tl.program_id(0).to(tl.int64)
-    first, start, stop = row // queries * keys, tl.load(ptr + row), tl.load(ptr + row + 1)
+    row, first, start, stop = span(ptr, queries, keys)
     sums = tl.zeros([triton.next_power_of_2(WIDTH)], WIDE)
     for begin in range(start, stop, EDGES):
-        edge = begin + tl.arange(0, EDGES)
-        there = edge < stop
-        place = edge
+        edge, there, end = tile(ends, begin, stop, first, EDGES)
         if order is not None:
-            place = tl.load(order + edge, mask=there, other=0).to(tl.int64)
-        factor = tl.load(weight + place, mask=there, other=0).to(WIDE)
-        ends = first + tl.load(end + edge, mask=there, other=0)
-        sums += total(factor, vectors(source, ends, there, WIDTH, WIDE))
+            edge = tl.load(order + edge, mask=there, other=0)
+        factor = tl.load(weight + edge, mask=there, other=0).to(WIDE)
+        sums += total(factor, vectors(source, end, there, WIDTH, WIDE))
     put(out, row, sums, WIDTH)
 
 
@@ -82,15 +78,12 @@ def _attention(
     least: tl.int64, grow: tl.int64, scale: tl.int64, WEIGHTED: tl.constexpr,
     WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, EDGES: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    first, start, stop = row // queries * keys, tl.load(rowptr + row), tl.load(rowptr + row + 1)
+    row, first, start, stop = span(rowptr, queries, keys)
     q = vector(query, row, WIDTH, WIDE) * real(scale, WIDE)
     top, norm = tl.full([], float("-inf"), WIDE), tl.full([], 0, WIDE)
     sums = tl.zeros([triton.next_power_of_2(VALUE_WIDTH)], WIDE)
     for begin in range(start, stop, EDGES):
-        edge = begin + tl.arange(0, EDGES)
-        there = edge < stop
-        end = first + tl.load(col + edge, mask=there, other=0)
+        edge, there, end = tile(col, begin, stop, first, EDGES)
         score = dots(vectors(key, end, there, WIDTH, WIDE), q)
         logit, factor = logits(score, gate, bias, edge, there, WEIGHTED, WIDE)
         new = tl.maximum(top, tl.max(logit, 0))
@@ -114,15 +107,12 @@ def _attention_backward(
     WEIGHTED: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, EDGES: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a query and of what its edges have; and for each edge what its key and its value get."""
-    row = tl.program_id(0).to(tl.int64)
-    first, start, stop = row // queries * keys, tl.load(rowptr + row), tl.load(rowptr + row + 1)
+    row, first, start, stop = span(rowptr, queries, keys)
     q, g = vector(query, row, WIDTH, WIDE), vector(grad_out, row, VALUE_WIDTH, WIDE)
     mean, shift = tl.sum(g * vector(out, row, VALUE_WIDTH, WIDE), 0), finite(tl.load(lse + row).to(WIDE))
     sums = tl.zeros([triton.next_power_of_2(WIDTH)], WIDE)
     for begin in range(start, stop, EDGES):
-        edge = begin + tl.arange(0, EDGES)
-        there = edge < stop
-        end = first + tl.load(col + edge, mask=there, other=0)
+        edge, there, end = tile(col, begin, stop, first, EDGES)
         k = vectors(key, end, there, WIDTH, WIDE)
         score = dots(k, q) * real(scale, WIDE)
         gain = dots(vectors(value, end, there, VALUE_WIDTH, WIDE), g)
@@ -136,11 +126,11 @@ def _attention_backward(
         slope = weight * (gain - mean)
         if grad_gate is not None:
             change = slope if WEIGHTED else slope * score
-            tl.store(grad_gate + edge, change.to(grad_gate.dtype.element_ty), mask=there)
+            tl.store(grad_gate + edge, narrow(change, grad_gate), mask=there)
         if WEIGHTED:
             share, slope = share * factor, slope * factor
         if grad_bias is not None:
-            tl.store(grad_bias + edge, slope.to(grad_bias.dtype.element_ty), mask=there)
+            tl.store(grad_bias + edge, narrow(slope, grad_bias), mask=there)
         if not WEIGHTED:
             slope *= factor
         slope *= real(scale, WIDE)
@@ -151,11 +141,6 @@ def _attention_backward(
 
 
 # ------------------------------------------------------------------ the ops
-
-
-def _takes(*given: Tensor) -> bool:
-    """Whether kernels are made for vectors of such widths; the reference takes the others."""
-    return all(0 < x.size(-1) <= WIDEST for x in given)
 
 
 def _by_row(weight: Tensor, source: Tensor, rowptr: Tensor, col: Tensor, out: Tensor) -> Tensor:
@@ -177,7 +162,7 @@ def _by_key(weight: Tensor, source: Tensor, rowptr: Tensor, col: Tensor, out: Te
 
 
 def edge_dot(query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor) -> Tensor:
-    if not _takes(query):
+    if not takes(query):
         return reference.edge_dot(query, key, rowptr, col)
     (heads, queries, width), keys = query.shape, key.size(1)
     out, options = query.new_empty(col.size(0)), tiles(wide(query, key), width)
@@ -189,7 +174,7 @@ def edge_dot(query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor) -> Tensor:
 def edge_dot_backward(
     grad: Tensor, query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor, need_query: bool, need_key: bool
 ) -> tuple[Tensor, Tensor]:
-    if not _takes(query):
+    if not takes(query):
         return reference.edge_dot_backward(grad, query, key, rowptr, col, need_query, need_key)
     grad, query, key = (x.contiguous() for x in (grad, query, key))
     grad_query, grad_key = torch.empty_like(query), torch.empty_like(key)
@@ -202,7 +187,7 @@ def edge_attention(
     query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor, col: Tensor, gate: Tensor | None, bias: Tensor | None,
     scale: float, gate_form: str, dropout: float, seed: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    if not _takes(query, value):
+    if not takes(query, value):
         return reference.edge_attention(query, key, value, rowptr, col, gate, bias, scale, gate_form, dropout, seed)
     (heads, queries, width), (_, keys, value_width) = query.shape, value.shape
     dtype = wide(query, key, value, gate, bias)
@@ -222,7 +207,7 @@ def edge_attention_backward(
     bias: Tensor | None, out: Tensor, lse: Tensor, scale: float, gate_form: str, dropout: float, seed: int,
     need_gate: bool, need_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    if not _takes(query, value):
+    if not takes(query, value):
         return reference.edge_attention_backward(
             grad_out, query, key, value, rowptr, col, gate, bias, out, lse, scale, gate_form, dropout, seed, need_gate,
             need_bias,

@@ -27,7 +27,10 @@ _DROPOUT = tl.constexpr(words.DROPOUT << 24)
 _MIX_FIRST, _MIX_SECOND = (tl.constexpr(factor) for factor in words._MIX)
 
 # Arguments that differ from call to call, which a kernel must not be compiled for.
-VARIABLE = ("queries", "keys", "columns", "scale", "least", "grow", "exploration", "seed", "side", "numbers")
+VARIABLE = (
+    "count", "exploration", "grow", "keys", "least", "numbers", "probe_count", "queries", "scale", "seed", "segments",
+    "side",
+)  # fmt: skip
 kernel = triton.jit(do_not_specialize=VARIABLE)
 
 
@@ -40,6 +43,11 @@ def launch(program: Any, count: int | tuple[int, int], *arguments: Any, **option
     if min(grid) > 0:
         with torch.cuda.device_of(arguments[0]):
             program[grid](*arguments, **options)
+
+
+def takes(*given: Tensor | None) -> bool:
+    """Whether kernels are made for vectors of such widths; the reference takes the others."""
+    return all(0 < x.size(-1) <= WIDEST for x in given if x is not None)
 
 
 def wide(*given: Tensor | None) -> torch.dtype:
@@ -86,6 +94,21 @@ def real(number, WIDE: tl.constexpr):
 
 
 @triton.jit
+def span(ptr, queries, keys):
+    """Row of this program, the place of its head's first key, and where its edges start and stop."""
+    row = tl.program_id(0).to(tl.int64)
+    return row, row // queries * keys, tl.load(ptr + row), tl.load(ptr + row + 1)
+
+
+@triton.jit
+def tile(col, begin, stop, first, EDGES: tl.constexpr):
+    """Edges from one on, which of them are there, and the places of their keys."""
+    edge = begin + tl.arange(0, EDGES)
+    there = edge < stop
+    return edge, there, first + tl.load(col + edge, mask=there, other=0)
+
+
+@triton.jit
 def vector(source, row, WIDTH: tl.constexpr, WIDE: tl.constexpr):
     """Row of a matrix, ``[width]``."""
     channel = tl.arange(0, triton.next_power_of_2(WIDTH))
@@ -101,10 +124,18 @@ def vectors(source, rows, there, WIDTH: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
+def narrow(x, target):
+    """Numbers in the type of a pointer, from float64 to half precision by way of float32."""
+    if target.dtype.element_ty != tl.float64:
+        x = x.to(tl.float32)
+    return x.to(target.dtype.element_ty)
+
+
+@triton.jit
 def put(target, row, x, WIDTH: tl.constexpr):
     """Write a row of a matrix."""
     channel = tl.arange(0, triton.next_power_of_2(WIDTH))
-    tl.store(target + row * WIDTH + channel, x.to(target.dtype.element_ty), mask=channel < WIDTH)
+    tl.store(target + row * WIDTH + channel, narrow(x, target), mask=channel < WIDTH)
 
 
 @triton.jit

@@ -89,7 +89,7 @@ def edge_dot(query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor) -> Tensor:
 def edge_dot_backward(
     grad: Tensor, query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor, need_query: bool, need_key: bool
 ) -> tuple[Tensor, Tensor]:
-    row, end = _ends(query, key, rowptr, col)
+    _, end = _ends(query, key, rowptr, col)
     weight, flat_query, flat_key = wide(grad)[:, None], wide(query).flatten(0, 1), wide(key).flatten(0, 1)
     grad_query, grad_key = torch.zeros_like(query), torch.zeros_like(key)
     if need_query:
