@@ -34,14 +34,12 @@ def test_the_contract_is_kept_in_the_interpreter() -> None:
 
 
 COMPILED = """
-from examples.benchmarks.compile_kernels import WIDTHS, compile_all
-rows = [
-    *compile_all(WIDTHS, ["bfloat16"]),
-    *compile_all([3, 64, 512], ["float32", "float64"], [90]),
-]
-assert {row["kernel"] for row in rows} >= {"_attention", "_attention_backward", "_dot", "_gather", "_fill"}
+from examples.benchmarks.compile_kernels import compile_all
+rows = [*compile_all([32, 100, 256], ["bfloat16"]), *compile_all([3, 64, 512], ["float32", "float64"], [90])]
+print(*sorted({row["kernel"] for row in rows}))
 print(*(row for row in rows if row["spilled"]), sep="\\n")
 """
+KERNELS = "_attention _attention_backward _dot _effect _entmax _entmax_backward _fill _gather _measure"
 
 
 @needs_triton
@@ -50,7 +48,7 @@ def test_no_kernel_spills_registers(tmp_path: Path) -> None:
     """At the default sizes of blocks, on three kinds of GPU."""
     done = run("-c", COMPILED, TRITON_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stderr
-    assert not done.stdout.strip()
+    assert done.stdout.strip() == KERNELS
 
 
 WITHOUT = """

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,11 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import mangle_type
 
 from examples.benchmarks.tables import Rows, markdown
-from sbm_pyg.ops import cuda_edges, cuda_rows
+from sbm_pyg.ops import cuda_edges, cuda_effects, cuda_entmax, cuda_rows
 
 TARGETS = (80, 90, 100)
 WIDTHS = (16, 32, 64, 100, 128, 256)
+LENGTHS = (64, 1024)
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
 
@@ -42,16 +44,28 @@ def ops(width: int, dtype: torch.dtype, col: torch.dtype) -> dict[str, Callable[
     x, edges, rows = torch.zeros(2, 4, width, dtype=dtype), torch.zeros(6, dtype=dtype), torch.arange(9) * 6 // 8
     graph, lse = (rows, torch.arange(6).to(col) % 4), torch.zeros(2, 4, dtype=cuda_rows.wide(x))
 
-    def attention(form: str) -> Any:
-        options = (0.5, form, 0.1, 1)
-        cuda_edges.edge_attention(x, x, x, *graph, edges, edges, *options)
-        return cuda_edges.edge_attention_backward(x, x, x, x, *graph, edges, edges, x, lse, *options, True, True)
+    def attention(form: str) -> None:
+        cuda_edges.edge_attention(x, x, x, *graph, edges, edges, 0.5, form, 0.1, 1)
+        cuda_edges.edge_attention_backward(x, x, x, x, *graph, edges, edges, x, lse, 0.5, form, 0.1, 1, True, True)
 
     return {
         "edge_dot": lambda: cuda_edges.edge_dot(x, x, *graph),
         "edge_dot, backward": lambda: cuda_edges.edge_dot_backward(edges, x, x, *graph, True, True),
         "edge_attention, score": lambda: attention("score"),
         "edge_attention, weight": lambda: attention("weight"),
+        "edge_effect": lambda: cuda_effects.edge_effect(
+            x, x, x, x, *graph, edges, *graph, edges, 0.5, x, x, x[0, :, 0].contiguous(), 0.1
+        ),
+    }
+
+
+def row_ops(length: int, dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
+    """The same for kernels over rows of numbers of such a length, which have no channels."""
+    x, rows = torch.zeros(1, length, dtype=dtype), torch.tensor([0, length])
+    alpha = torch.ones(1, 1, dtype=torch.float64)
+    return {
+        "segment_entmax": lambda: cuda_entmax.segment_entmax(x, rows, alpha),
+        "segment_entmax, backward": lambda: cuda_entmax.segment_entmax_backward(x, x, rows, alpha, True),
     }
 
 
@@ -106,20 +120,20 @@ def usage(binary: bytes) -> dict[str, int]:
 def compile_all(
     widths: Sequence[int] = WIDTHS, dtypes: Sequence[str] = ("bfloat16",), targets: Sequence[int] = TARGETS
 ) -> Rows:
-    """One row for each kernel, way to call it, width, type and GPU."""
+    """One row for each kernel, way to call it, width, type and GPU; a kernel without channels has its rows' length."""
     rows: Rows = []
     for dtype in dtypes:
-        for width in widths:
-            for op, call in ops(width, DTYPES[dtype], torch.int32).items():
+        of_width = [(width, ops(width, DTYPES[dtype], torch.int32)) for width in widths]
+        for width, calls in (*of_width, *((length, row_ops(length, DTYPES[dtype])) for length in LENGTHS)):
+            for (op, call), target in product(calls.items(), targets):
                 for program, arguments, options in started(call):
-                    for target in targets:
-                        made = compiled(program, arguments, options, target)
-                        used = usage(made.asm["cubin"])
-                        rows.append({
-                            "op": op, "kernel": program.__name__, "dtype": dtype, "width": width, "target": target,
-                            "edges": options.get("EDGES", ""), "warps": options["num_warps"], "registers": used["REG"],
-                            "shared": made.metadata.shared, "spilled": used["STACK"] + used["LOCAL"],
-                        })  # fmt: skip
+                    made = compiled(program, arguments, options, target)
+                    used = usage(made.asm["cubin"])
+                    rows.append({
+                        "op": op, "kernel": program.__name__, "dtype": dtype, "width": width, "target": target,
+                        "edges": options.get("EDGES", ""), "warps": options["num_warps"], "registers": used["REG"],
+                        "shared": made.metadata.shared, "spilled": used["STACK"] + used["LOCAL"],
+                    })  # fmt: skip
     return rows
 
 

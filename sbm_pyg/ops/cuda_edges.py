@@ -230,5 +230,5 @@ def edge_attention_backward(
     )  # fmt: skip
     _by_key(slopes, query, rowptr, col, grad_key)
     _by_key(shares, grad_out, rowptr, col, grad_value)
-    none = (lse.new_empty(0) for _ in range(2))
-    return grad_query, grad_key, grad_value, *(next(none) if x is None else x for x in (grad_gate, grad_bias))
+    grad_gate, grad_bias = (lse.new_empty(0) if x is None else x for x in (grad_gate, grad_bias))
+    return grad_query, grad_key, grad_value, grad_gate, grad_bias

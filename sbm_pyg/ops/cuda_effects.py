@@ -56,27 +56,28 @@ def _measure(
     """Logit and gain of each edge, and with a model what its effect counts for, ``[3, E]``."""
     row, first, start, stop = span(rowptr, queries, keys)
     q, g = vector(query, row, WIDTH, WIDE) * real(scale, WIDE), vector(grad_out, row, VALUE_WIDTH, WIDE)
+    if rate is not None:
+        y, eta = vector(rate, row, BLOCKS, WIDE), tl.load(chance + row % queries).to(WIDE)
     for begin in range(start, stop, EDGES):
         edge, there, end = tile(col, begin, stop, first, EDGES)
         score = dots(vectors(key, end, there, WIDTH, WIDE), q)
-        logit, _ = logits(score, None, bias, edge, there, False, WIDE)
-        tl.store(out + edge, logit, mask=there)
+        tl.store(out + edge, logits(score, None, bias, edge, there, False, WIDE)[0], mask=there)
         tl.store(out + count + edge, dots(vectors(value, end, there, VALUE_WIDTH, WIDE), g), mask=there)
         if rate is not None:
-            p = dots(vectors(member, end, there, BLOCKS, WIDE), vector(rate, row, BLOCKS, WIDE))
-            eta = tl.load(chance + row % queries).to(WIDE)
-            factor = _weight(p + real(exploration, WIDE), eta, PROBING)
-            tl.store(out + 2 * count + edge, factor, mask=there)
+            p = dots(vectors(member, end, there, BLOCKS, WIDE), y) + real(exploration, WIDE)
+            tl.store(out + 2 * count + edge, _weight(p, eta, PROBING), mask=there)
 
 
 @triton.jit
-def _numbers(of, edge, there, count, MODEL: tl.constexpr):
-    """What :func:`_measure` left; nothing and 1 where there is no edge or no model."""
-    factor = tl.full(edge.shape, 1, of.dtype.element_ty)
-    if MODEL:
-        factor = tl.load(of + 2 * count + edge, mask=there, other=0)
-    logit = tl.load(of + edge, mask=there, other=float("-inf"))
-    return logit, tl.load(of + count + edge, mask=there, other=0), factor
+def _logit(of, edge, there):
+    """The first number that :func:`_measure` left; -inf where there is no edge."""
+    return tl.load(of + edge, mask=there, other=float("-inf"))
+
+
+@triton.jit
+def _number(of, edge, there):
+    """Another of them, ``of`` where it starts; 0 where there is no edge."""
+    return tl.load(of + edge, mask=there, other=0)
 
 
 @triton.jit
@@ -97,13 +98,13 @@ def _effect(
     MODEL: tl.constexpr, EDGES: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """See :func:`.reference.leave_one_out`."""
-    row, _, start, stop = span(rowptr, 1, 0)
+    row, first, start, stop = span(rowptr, 1, 0)
     none, zero = tl.full([], float("-inf"), WIDE), tl.full([], 0, WIDE)
 
     top, best = none, stop  # the heaviest edge
     for begin in range(start, stop, EDGES):
         edge = begin + tl.arange(0, EDGES)
-        logit, _, _ = _numbers(edges, edge, edge < stop, count, False)
+        logit = _logit(edges, edge, edge < stop)
         high = tl.max(logit, 0)
         best = tl.where(high > top, tl.min(tl.where(logit == high, edge, stop), 0), best)
         top = tl.maximum(top, high)
@@ -111,7 +112,7 @@ def _effect(
     second, rest, rest_gain, best_gain = none, zero, zero, zero  # sums over all but the heaviest
     for begin in range(start, stop, EDGES):
         edge = begin + tl.arange(0, EDGES)
-        logit, gain, _ = _numbers(edges, edge, edge < stop, count, False)
+        logit, gain = _logit(edges, edge, edge < stop), _number(edges + count, edge, edge < stop)
         best_gain += tl.sum(tl.where(edge == best, gain, 0), 0)
         logit = tl.where(edge == best, float("-inf"), logit)
         new = tl.maximum(second, tl.max(logit, 0))
@@ -123,21 +124,25 @@ def _effect(
 
     for begin in range(start, stop, EDGES):
         edge = begin + tl.arange(0, EDGES)
-        logit, gain, factor = _numbers(edges, edge, edge < stop, count, MODEL)
+        logit, gain = _logit(edges, edge, edge < stop), _number(edges + count, edge, edge < stop)
         share = tl.exp(logit - finite(top))
         alone = rest_gain / tl.where(rest == 0, 1, rest)
         others = tl.where(edge == best, alone, (norm_gain - share * gain) / (norm - share))
         change = tl.where(edge == best, 1, share) / norm * (gain - others)
-        change = tl.where(logit == float("-inf"), 0, change) * factor
+        change = tl.where(logit == float("-inf"), 0, change)
+        if MODEL:
+            change *= _number(edges + 2 * count, edge, edge < stop)
         tl.store(out + edge, narrow(change, out), mask=edge < stop)
 
     probe_stop, mean = tl.load(probe_rowptr + row + 1), norm_gain / tl.where(norm == 0, 1, norm)
     for begin in range(tl.load(probe_rowptr + row), probe_stop, EDGES):
-        edge, there, token = tile(probe_col, begin, probe_stop, 0, EDGES)
-        logit, gain, factor = _numbers(probes, edge, there, probe_count, MODEL)
+        edge, there, token = tile(probe_col, begin, probe_stop, first, EDGES)
+        logit, gain = _logit(probes, edge, there), _number(probes + probe_count, edge, there)
         odds = tl.where(some, norm * tl.exp(top - logit), 0)  # of being without the probe
         nothing = (logit == float("-inf")) | _among(token.to(tl.int64), col, start, stop)
-        change = tl.where(nothing, 0, (gain - mean) / (1 + odds)) * factor
+        change = tl.where(nothing, 0, (gain - mean) / (1 + odds))
+        if MODEL:
+            change *= _number(probes + 2 * probe_count, edge, there)
         tl.store(probe_out + edge, narrow(change, probe_out), mask=there)
 
 
@@ -159,7 +164,9 @@ def edge_effect(
     vectors = [x.contiguous() for x in (grad_out, query, key, value)]
     model = [x if x is None else x.contiguous() for x in (rate, member, chance)]
     blocks = 1 if rate is None else rate.size(2)
-    sides, found, outs = [], [], []
+    sides: list[Tensor] = []
+    found: list[Tensor] = []
+    outs: list[Tensor] = []
     for pointer, tokens, extra in ((rowptr, col, bias), (probe_rowptr, probe_col, probe_bias)):
         graph, count = (pointer.contiguous(), tokens.contiguous()), tokens.size(0)
         numbers = query.new_empty(2 if rate is None else 3, count, dtype=dtype)

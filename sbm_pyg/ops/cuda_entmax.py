@@ -28,20 +28,21 @@ CLOSE = tl.constexpr(1e-12)  # a step that moves the root by this share of itsel
 
 @triton.jit
 def _power(x, exponent):
-    """Positive numbers to one power; roots, and what needs no power, without a logarithm."""
+    """Positive numbers to one power, and 0 for others; roots, and what needs no power, without a logarithm."""
+    positive = tl.where(x > 0, x, 1)
     result = x * 0 + 1
     if exponent == 1:
-        result = x
+        result = positive
     elif exponent == 0.5:
-        result = tl.sqrt(x)
+        result = tl.sqrt(positive)
     elif exponent != 0:
-        result = tl.exp(exponent * tl.log(x))
-    return result
+        result = tl.exp(exponent * tl.log(positive))
+    return tl.where(x > 0, result, 0)
 
 
 @triton.jit
 def _row(rowptr, alpha, segments, count):
-    """Where the row of this program starts and stops, and its alpha less 1."""
+    """Number of this program's row, where it starts and stops, and its alpha less 1."""
     number = tl.program_id(0).to(tl.int64)
     row, shift = number % segments, number // segments * count
     less = tl.load(alpha + number).to(tl.float64) - 1
@@ -50,17 +51,16 @@ def _row(rowptr, alpha, segments, count):
 
 @triton.jit
 def _slack(src, edge, stop, shift, tau, less):
-    """What is left of each value above the threshold, 1 where nothing is; and whether something is."""
+    """What is left of each value above the threshold."""
     x = tl.load(src + edge, mask=edge < stop, other=float("-inf")).to(tl.float64)
-    slack = less * (x - shift) - tau
-    return tl.where(slack > 0, slack, 1), slack > 0
+    return tl.maximum(less * (x - shift) - tau, 0)
 
 
 @kernel
 def _entmax(
     src, rowptr, alpha, out, segments: tl.int64, count: tl.int64, EDGES: tl.constexpr
 ):  # fmt: skip
-    _, start, stop, less = _row(rowptr, alpha, segments, count)
+    _number, start, stop, less = _row(rowptr, alpha, segments, count)
     top, wrong = tl.full([], float("-inf"), tl.float64), 0
     for begin in range(start, stop, EDGES):
         edge = begin + tl.arange(0, EDGES)
@@ -68,18 +68,18 @@ def _entmax(
         wrong += tl.sum((x != x).to(tl.int32), 0)
         top = tl.maximum(top, tl.max(tl.where(x != x, float("-inf"), x), 0))
     wrong += (top == float("inf")).to(tl.int32)
-    shift, near = finite(top), 0.0
+    shift, near = finite(top), tl.full([], 0, tl.float64)
     for begin in range(start, stop, EDGES):
-        _, some = _slack(src, begin + tl.arange(0, EDGES), stop, shift, -1.0, less)
-        near += tl.sum(some.to(tl.float64), 0)
+        slack = _slack(src, begin + tl.arange(0, EDGES), stop, shift, -1.0, less)
+        near += tl.sum((slack > 0).to(tl.float64), 0)
 
     low, high = shift * 0 - 1, -_power(tl.maximum(near, 1), -less)  # the root lies between
     tau, mass, steps = low, shift * 0, tl.where((wrong == 0) & (near > 0), STEPS, 0)
     while steps > 0:
         steep, mass = shift * 0, shift * 0
         for begin in range(start, stop, EDGES):
-            slack, some = _slack(src, begin + tl.arange(0, EDGES), stop, shift, tau, less)
-            part = tl.where(some, _power(slack, 1 / less - 1), 0)
+            slack = _slack(src, begin + tl.arange(0, EDGES), stop, shift, tau, less)
+            part = _power(slack, 1 / less - 1)
             steep += tl.sum(part, 0)
             mass += tl.sum(part * slack, 0)
         step = tau + (mass - _power(mass, 1 - less)) / steep  # Newton's, for the norm
@@ -91,8 +91,7 @@ def _entmax(
 
     for begin in range(start, stop, EDGES):
         edge = begin + tl.arange(0, EDGES)
-        slack, some = _slack(src, edge, stop, shift, tau, less)
-        share = tl.where(some, _power(slack, 1 / less), 0) / tl.where(mass > 0, mass, 1)
+        share = _power(_slack(src, edge, stop, shift, tau, less), 1 / less) / tl.where(mass > 0, mass, 1)
         share = tl.where(wrong > 0, float("nan"), share)
         tl.store(out + edge, narrow(share, out), mask=edge < stop)
 
@@ -108,7 +107,7 @@ def _entmax_backward(
     for begin in range(start, stop, EDGES):
         edge = begin + tl.arange(0, EDGES)
         p, g = _pair(out, grad, edge, stop)
-        u = tl.where(p > 0, _power(tl.where(p > 0, p, 1), 1 - less), 0)
+        u = _power(p, 1 - less)
         whole, norm, tilted = whole + tl.sum(p, 0), norm + tl.sum(u, 0), tilted + tl.sum(u * g, 0)
         if grad_alpha is not None:
             part = -p * tl.log(tl.where(p == 0, 1, p))
@@ -117,7 +116,7 @@ def _entmax_backward(
     for begin in range(start, stop, EDGES):
         edge = begin + tl.arange(0, EDGES)
         p, g = _pair(out, grad, edge, stop)
-        u = tl.where(p > 0, _power(tl.where(p > 0, p, 1), 1 - less), 0)
+        u = _power(p, 1 - less)
         slope = u * g - u * mean
         tl.store(grad_src + edge, narrow(slope, grad_src), mask=edge < stop)
     if grad_alpha is not None:
