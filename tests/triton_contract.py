@@ -7,6 +7,7 @@ on their smaller cases, with our ops sent to the kernels; a program of a kernel 
 
 from __future__ import annotations
 
+import math
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ from problems import GRAPHS, random_graph
 from test_launches import PlainTorch
 
 from sbm_pyg import ops
-from sbm_pyg.ops import cuda, reference
+from sbm_pyg.ops import cuda, reference, samplers
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1"
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy's, of infinities and NaN
@@ -169,6 +170,23 @@ def test_entmax_in_half_precision(dtype: torch.dtype) -> None:
     grad = torch.linspace(-1, 1, 35, dtype=torch.float64)
     found = torch.autograd.grad(out, given, grad.to(dtype))[0]
     torch.testing.assert_close(found.double(), torch.autograd.grad(wanted, wide, grad)[0], rtol=0.02, atol=0.02)
+
+
+# ------------------------------------------------------------------ probes
+
+test_probes = contract(
+    test_estimators.test_systematic_samples_are_those_of_the_reference, (0.3, torch.float64), (7.0, torch.float32)
+)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("seed", [3, -1, 2**40 + 5])
+def test_probes_are_those_of_the_reference_to_the_bit(seed: int, is_causal: bool) -> None:
+    chance = torch.tensor([2.0, math.nan, -1.0, 0.0, 1.0, 1e-9, *torch.linspace(0.01, 0.99, 34).tolist()])
+    given = (chance, torch.tensor([0, 9, 9, 40]), torch.tensor([0, 300, 301, 500]), torch.tensor([7, 2**32 - 1, 0]))
+    found = ops.sample_systematic(*given, 2, seed, is_causal)
+    for mine, wanted in zip(found, samplers.sample_systematic(*given, 2, seed, is_causal), strict=True):
+        assert torch.equal(mine, wanted)
 
 
 # ------------------------------------------------------------------ what is asked of the device

@@ -28,7 +28,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import mangle_type
 
 from examples.benchmarks.tables import Rows, markdown
-from sbm_pyg.ops import cuda_edges, cuda_effects, cuda_entmax, cuda_rows
+from sbm_pyg.ops import cuda_edges, cuda_effects, cuda_entmax, cuda_probes, cuda_rows
 
 TARGETS = (80, 90, 100)
 WIDTHS = (16, 32, 64, 100, 128, 256)
@@ -62,8 +62,9 @@ def ops(width: int, dtype: torch.dtype, col: torch.dtype) -> dict[str, Callable[
 def row_ops(length: int, dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
     """The same for kernels over rows of numbers of such a length, which have no channels."""
     x, rows = torch.zeros(1, length, dtype=dtype), torch.tensor([0, length])
-    alpha = torch.ones(1, 1, dtype=torch.float64)
+    alpha, ptr = torch.ones(1, 1, dtype=torch.float64), torch.tensor([0, 0])  # no counts: none are computed
     return {
+        "sample_systematic": lambda: cuda_probes.sample_systematic(x[0, :0], ptr, ptr, rows[:1], 2, 1, True),
         "segment_entmax": lambda: cuda_entmax.segment_entmax(x, rows, alpha),
         "segment_entmax, backward": lambda: cuda_entmax.segment_entmax_backward(x, x, rows, alpha, True),
     }
@@ -101,7 +102,8 @@ def compiled(program: Any, arguments: tuple[Any, ...], options: dict[str, Any], 
         else:
             signature[parameter.name] = parameter.annotation_type
     source = ASTSource(program, signature, constants, attributes)
-    return triton.compile(source, GPUTarget("cuda", target, 32), {"num_warps": options.get("num_warps", 4)})
+    settings = {name: value for name, value in options.items() if name not in program.arg_names}
+    return triton.compile(source, GPUTarget("cuda", target, 32), settings)
 
 
 # ------------------------------------------------------------------ what it asks of a GPU
@@ -133,6 +135,7 @@ def compile_all(
                         "op": op, "kernel": program.__name__, "dtype": dtype, "width": width, "target": target,
                         "edges": options.get("EDGES", ""), "warps": options["num_warps"], "registers": used["REG"],
                         "shared": made.metadata.shared, "spilled": used["STACK"] + used["LOCAL"],
+                        "fused": made.asm["ptx"].count("fma.rn.f64"),
                     })  # fmt: skip
     return rows
 
