@@ -22,7 +22,7 @@ import torch
 from problems import GRAPHS, random_graph
 from test_launches import PlainTorch
 
-from sbm_pyg import ops
+from sbm_pyg import SBMAttentionConv, ops
 from sbm_pyg.ops import cuda, reference, samplers
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1"
@@ -199,11 +199,41 @@ def attended(heads: int, tokens: int, dropout: float) -> None:
     test_ops.gradients(out, leaves)
 
 
+BACKWARD = ["_attention_backward", "_gather", "_gather"]
+
+
 @pytest.mark.parametrize(("heads", "tokens"), [(1, 3), (2, 9)])
 def test_attention_takes_few_launches(heads: int, tokens: int, kernels: Kernels) -> None:
     attended(heads, tokens, 0.0)
-    assert kernels.started == ["_attention", "_attention_backward", "_gather", "_gather"]
+    assert kernels.started == ["_attention", *BACKWARD]
     kernels.started.clear()
     attended(heads, tokens, 0.1)
     fill = ["_fill", "_fill"]
-    assert kernels.started == [*fill, "_attention", *fill, "_attention_backward", "_gather", "_gather"]
+    assert kernels.started == [*fill, "_attention", *fill, *BACKWARD]
+
+
+def test_attention_asks_for_nothing_but_kernels_and_memory(kernels: Kernels) -> None:
+    """Forward and backward, over a graph whose keys are in order already: each kernel, and what holds its results."""
+    graph = random_graph(2, 5, 6, 0.5)
+    query, key, value = (torch.randn(2, n, 4) for n in (5, 6, 6))
+    given = (query, key, value, graph.rowptr, graph.col, None, None)
+    reference.by_key(graph.rowptr, graph.col, 2, 6)
+    before, waits = kernels.launches, kernels.waits
+    out, lse = torch.ops.sbm_pyg.edge_attention(*given, 0.5, "score", 0.0, 0)
+    torch.ops.sbm_pyg.edge_attention_backward(out, *given, out, lse, 0.5, "score", 0.0, 0, False, False)
+    assert len(kernels.started) == 4
+    assert kernels.launches - before == 4 + 8
+    assert kernels.waits == waits
+
+
+@pytest.mark.parametrize(("is_causal", "most"), [(False, 515), (True, 555)])
+def test_a_training_step_takes_few_launches(is_causal: bool, most: int, kernels: Kernels) -> None:
+    """Of the default layer. Most are for its graph, which plain torch samples, and for projections and their gradients."""
+    torch.manual_seed(0)
+    conv, x = SBMAttentionConv(8, 4, heads=2, num_blocks=4, is_causal=is_causal), torch.randn(40, 8, requires_grad=True)
+    ptr, launches, waits = torch.tensor([0, 13, 40]), kernels.launches, kernels.waits
+    conv(x, ptr=ptr, seed=1).square().sum().backward()
+    effects = ["_measure", "_measure", "_effect", *["_gather"] * 4]  # gradients of memberships, for edges and probes
+    assert kernels.started == ["_attention", "_start", "_step", *effects, *BACKWARD]
+    assert kernels.launches - launches <= most
+    assert kernels.waits - waits <= 6

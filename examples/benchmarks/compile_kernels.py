@@ -22,10 +22,7 @@ from typing import Any
 
 import torch
 import triton
-from torch import Tensor
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.runtime.jit import mangle_type
 
 from examples.benchmarks.tables import Rows, markdown
 from sbm_pyg.ops import cuda_edges, cuda_effects, cuda_entmax, cuda_probes, cuda_rows
@@ -89,21 +86,26 @@ def started(call: Callable[[], Any]) -> list[tuple[Any, tuple[Any, ...], dict[st
     return found
 
 
+class Absent:
+    """Stands where Triton looks for a GPU: one of a kind, whose number is its compute capability."""
+
+    def __init__(self, target: int) -> None:
+        self.target = target
+
+    def get_current_device(self) -> int:
+        return self.target
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.target, 32)
+
+
 def compiled(program: Any, arguments: tuple[Any, ...], options: dict[str, Any], target: int) -> Any:
-    """A kernel for one kind of GPU; memory starts at multiples of 16 bytes, as torch's does."""
-    given = dict(zip(program.arg_names, arguments, strict=False)) | options
-    signature, constants, attributes = {}, {}, {}
-    for place, parameter in enumerate(program.params):
-        value = given[parameter.name]
-        if isinstance(value, Tensor):
-            signature[parameter.name], attributes[(place,)] = mangle_type(value), [["tt.divisibility", 16]]
-        elif parameter.is_constexpr or value is None:
-            signature[parameter.name], constants[parameter.name] = "constexpr", value
-        else:
-            signature[parameter.name] = parameter.annotation_type
-    source = ASTSource(program, signature, constants, attributes)
-    settings = {name: value for name, value in options.items() if name not in program.arg_names}
-    return triton.compile(source, GPUTarget("cuda", target, 32), settings)
+    """A kernel as Triton compiles it for these arguments when it is first started on such a GPU."""
+    triton.runtime.driver.set_active(Absent(target))
+    return program.warmup(*arguments, grid=(1,), **options)
 
 
 # ------------------------------------------------------------------ what it asks of a GPU
