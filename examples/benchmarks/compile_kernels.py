@@ -143,20 +143,20 @@ def compile_all(
 
 
 def table(rows: Rows) -> str:
-    """A line for each kernel and width; cells of the GPUs side by side, the most that any way to call it takes."""
+    """A line for each kernel and width, the most that any way to call it takes; widths that take the same share one."""
     targets = sorted({row["target"] for row in rows})
-    cells: dict[tuple[Any, ...], dict[int, list[Any]]] = {}
+    found: dict[tuple[Any, ...], dict[int, list[tuple[int, ...]]]] = {}
     for row in rows:
-        line = (f"`{row['kernel']}`", row["dtype"], row["width"], row["edges"], row["warps"])
-        cells.setdefault(line, {}).setdefault(row["target"], []).append(
-            (row["registers"], row["shared"], row["spilled"])
-        )
+        case = (f"`{row['kernel']}`", row["dtype"], row["edges"], row["warps"], row["width"])
+        asked = (row["registers"], row["shared"], row["spilled"])
+        found.setdefault(case, {}).setdefault(row["target"], []).append(asked)
+    lines: dict[tuple[Any, ...], list[int]] = {}
+    for (*case, width), of in found.items():
+        most = (", ".join(str(max(x)) for x in zip(*of[target], strict=True)) for target in targets)
+        lines.setdefault((*case, *most), []).append(width)
     names = ("kernel", "type", "width", "edges", "warps", *(f"sm_{target}" for target in targets))
-    shown = (
-        "{}, {}, {}".format(*(max(x) for x in zip(*found[t], strict=True))) for found in cells.values() for t in targets
-    )
-    lines = [(*line, *(next(shown) for _ in targets)) for line in cells]
-    return markdown(names, lines)
+    shown = ((*line[:2], ", ".join(map(str, widths)), *line[2:]) for line, widths in lines.items())
+    return markdown(names, shown)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -33,11 +33,16 @@ MODULES = {
 """Where each kernel is."""
 
 
+def installed() -> bool:
+    """Whether Triton is there; it is not imported."""
+    return importlib.util.find_spec("triton") is not None
+
+
 @cache
 def compiles(device: torch.device) -> bool:
     """Whether Triton is there, and compiles for this device."""
     known = torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
-    return known and importlib.util.find_spec("triton") is not None
+    return known and installed()
 
 
 def kernel(name: str) -> Callable[..., Any]:

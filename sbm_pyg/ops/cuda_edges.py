@@ -7,6 +7,9 @@ A program takes one row: it gathers the keys and values of its edges a tile at a
 writes what belongs to the row. The backward pass does so once more and leaves two numbers with each edge, by which a
 second kernel sums over the edges of each key, in the order that :func:`.reference.by_key` keeps. So every number has
 one writer, nothing is added atomically, and the same call gives the same bits.
+
+Vectors of more than 512 channels, or of none, take the reference. A row, or a key, is one warp's work however many
+edges it has.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ In and out: the tensors of ``edge_effect`` in :mod:`sbm_pyg.ops`, on one device.
 (:mod:`.cuda_edges`), and what kernels share (:mod:`.cuda_rows`).
 
 One kernel gathers vectors, for edges and again for probes, and leaves three numbers with each: its logit, its gain, and
-what its effect counts for. Another looks at the numbers of a row, a few times, and writes the effects.
+what its effect counts for. Another looks at the numbers of a row, a few times, and writes the effects. Vectors of more
+than 512 channels, or of none, take the reference.
 """
 
 from __future__ import annotations
