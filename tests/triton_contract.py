@@ -195,18 +195,18 @@ def test_probes_are_those_of_the_reference_to_the_bit(seed: int, is_causal: bool
 @pytest.mark.parametrize("width", [0, 513])
 def test_vectors_that_fit_no_tile_take_the_reference(width: int, kernels: Kernels) -> None:
     graph = random_graph(1, 3, 4, 0.7)
-    leaves = [torch.randn(1, n, width, dtype=torch.float64).requires_grad_() for n in (3, 4)]
-    value, rows = torch.randn(1, 4, 2, dtype=torch.float64), (graph.rowptr, graph.col)
-    out, _ = ops.edge_attention(*leaves, value, *rows, scale=0.1)
-    wanted = reference.edge_attention(*leaves, value, *rows, None, None, 0.1, "score", 0.0, 0)[0]
-    torch.testing.assert_close(out, wanted)
-    found = torch.autograd.grad(out.sum() + ops.edge_dot(*leaves, *rows).sum(), leaves)
-    for mine, meant in zip(
-        found, torch.autograd.grad(wanted.sum() + reference.edge_dot(*leaves, *rows).sum(), leaves), strict=True
-    ):
-        torch.testing.assert_close(mine, meant)
-    plain = [x.detach() for x in (*leaves, value)]
-    given = (torch.ones(1, 3, 2, dtype=torch.float64), *plain, *rows, None, *rows, None, 0.1)
+    query, key, value = (torch.randn(1, n, c, dtype=torch.float64) for n, c in ((3, width), (4, width), (4, 2)))
+    leaves, rows = [query.requires_grad_(), key.requires_grad_()], (graph.rowptr, graph.col)
+    out, _ = ops.edge_attention(query, key, value, *rows, None, None, 0.1)
+    meant, _ = reference.edge_attention(query, key, value, *rows, None, None, 0.1, "score", 0.0, 0)
+    torch.testing.assert_close(out, meant)
+    losses = (
+        out.sum() + ops.edge_dot(query, key, *rows).sum(),
+        meant.sum() + reference.edge_dot(query, key, *rows).sum(),
+    )
+    for mine, wanted in zip(*(torch.autograd.grad(loss, leaves) for loss in losses), strict=True):
+        torch.testing.assert_close(mine, wanted)
+    given: Any = (torch.ones_like(out), query.detach(), key.detach(), value, *rows, None, *rows, None, 0.1)
     assert all(torch.equal(*pair) for pair in zip(ops.edge_effect(*given), reference.edge_effect(*given), strict=True))
     assert not kernels.started
 

@@ -151,9 +151,9 @@ def table(rows: Rows) -> str:
         asked = (row["registers"], row["shared"], row["spilled"])
         found.setdefault(case, {}).setdefault(row["target"], []).append(asked)
     lines: dict[tuple[Any, ...], list[int]] = {}
-    for (*case, width), of in found.items():
+    for (*which, width), of in found.items():
         most = (", ".join(str(max(x)) for x in zip(*of[target], strict=True)) for target in targets)
-        lines.setdefault((*case, *most), []).append(width)
+        lines.setdefault((*which, *most), []).append(width)
     names = ("kernel", "type", "width", "edges", "warps", *(f"sm_{target}" for target in targets))
     shown = ((*line[:2], ", ".join(map(str, widths)), *line[2:]) for line, widths in lines.items())
     return markdown(names, shown)
