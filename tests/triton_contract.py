@@ -119,6 +119,17 @@ test_dot = contract(
 )
 
 
+def test_indices_of_any_strides() -> None:
+    graph = GRAPHS["full"]
+    query, key = (x.requires_grad_() for x in test_ops.tensors(graph, 4, 1, False, False)[:2])
+    rows = [torch.stack([x, x - 1], 1)[:, 0] for x in (graph.rowptr, graph.col)]
+    assert not rows[0].is_contiguous()
+    found, wanted = (ops.edge_dot(query, key, *given) for given in (rows, (graph.rowptr, graph.col)))
+    assert torch.equal(found, wanted)
+    grads = [torch.autograd.grad(out.sin().sum(), [query, key]) for out in (found, wanted)]
+    assert all(torch.equal(*pair) for pair in zip(*grads, strict=True))
+
+
 # ------------------------------------------------------------------ the effect of an edge
 
 test_effect = contract(

@@ -151,7 +151,8 @@ def _by_row(weight: Tensor, source: Tensor, rowptr: Tensor, col: Tensor, out: Te
     options = tiles(wide(weight, source), source.size(2))
     width, sizes = source.size(2), (out.size(1), source.size(1))
     rows = out.size(0) * out.size(1)
-    launch(_gather, rows, weight, source, rowptr, col, None, out, *sizes, WIDTH=width, **options)
+    graph = rowptr.contiguous(), col.contiguous()
+    launch(_gather, rows, weight, source, *graph, None, out, *sizes, WIDTH=width, **options)
     return out
 
 

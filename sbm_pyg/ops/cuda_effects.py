@@ -162,17 +162,17 @@ def edge_effect(
         )  # fmt: skip
     (heads, queries, width), (_, keys, value_width) = query.shape, value.shape
     dtype = wide(grad_out, query, key, value, bias, probe_bias, rate, member, chance)
-    vectors = [x.contiguous() for x in (grad_out, query, key, value)]
+    tokens = [x.contiguous() for x in (grad_out, query, key, value)]
     model = [x if x is None else x.contiguous() for x in (rate, member, chance)]
     blocks = 1 if rate is None else rate.size(2)
     sides: list[Tensor] = []
     found: list[Tensor] = []
     outs: list[Tensor] = []
-    for pointer, tokens, extra in ((rowptr, col, bias), (probe_rowptr, probe_col, probe_bias)):
-        graph, count = (pointer.contiguous(), tokens.contiguous()), tokens.size(0)
+    for pointer, keys_of, extra in ((rowptr, col, bias), (probe_rowptr, probe_col, probe_bias)):
+        graph, count = (pointer.contiguous(), keys_of.contiguous()), keys_of.size(0)
         numbers = query.new_empty(2 if rate is None else 3, count, dtype=dtype)
         launch(
-            _measure, heads * queries, *vectors, *graph, extra if extra is None else extra.contiguous(), *model,
+            _measure, heads * queries, *tokens, *graph, extra if extra is None else extra.contiguous(), *model,
             numbers, count, queries, keys, bits(scale), bits(exploration), PROBING=bool(found), WIDTH=width,
             VALUE_WIDTH=value_width, BLOCKS=blocks, **tiles(dtype, width, value_width, blocks),
         )  # fmt: skip
