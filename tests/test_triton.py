@@ -35,7 +35,7 @@ def test_the_contract_is_kept_in_the_interpreter() -> None:
 
 COMPILED = """
 from examples.benchmarks.compile_kernels import compile_all
-rows = [*compile_all([100, 256], ["bfloat16"]), *compile_all([3, 64, 512], ["float32", "float64"], [90])]
+rows = [*compile_all([100, 256], ["bfloat16"]), *compile_all([64, 512], ["float32", "float64"], [90])]
 print(*sorted({row["kernel"] for row in rows}))
 print(*(row for row in rows if row["spilled"]), sep="\\n")
 print(*(row for row in rows if row["kernel"] in ("_start", "_step") and row["fused"]), sep="\\n")
