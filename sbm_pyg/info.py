@@ -22,7 +22,7 @@ import torch_geometric.typing
 from numba.core import config as numba_config
 
 from . import ops
-from .ops import threads, tiles
+from .ops import cuda, threads, tiles
 from .version import __version__
 
 __all__ = ["collect", "main", "self_test"]
@@ -59,7 +59,7 @@ def collect(test: bool = True) -> dict[str, Any]:
         "machine": {"system": platform.platform(), "processor": platform.machine(), "cores": os.cpu_count()},
         "kernels": {
             "cpu": "numba",
-            "cuda": "plain torch",
+            "cuda": "triton" if cuda.installed() else "plain torch",
             "processor": getattr(numba_config, "CPU_NAME", None) or llvmlite.binding.get_host_cpu_name(),
             "instructions": _instructions(),
             "tiles": tiles.AVAILABLE,

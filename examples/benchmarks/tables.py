@@ -13,7 +13,7 @@ from typing import Any
 
 Row = dict[str, Any]
 Rows = list[Row]
-WORDS = ("run", "estimator", "peer", "stage", "remarks", "method", "arm")
+WORDS = ("run", "estimator", "peer", "stage", "remarks", "method", "arm", "kernel", "type")
 
 
 def read(path: Path) -> Rows:

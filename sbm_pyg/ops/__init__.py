@@ -1,7 +1,8 @@
 """The device-aware ops: each declared once, with one signature, whatever computes it.
 
 ``torch.ops.sbm_pyg.*`` are the contracts; the functions here call them and hold the docstrings. The PyTorch dispatcher
-chooses the kernel: numba on the CPU, plain torch (:mod:`sbm_pyg.ops.reference`) on every other device.
+chooses the kernel: numba on the CPU, Triton on CUDA devices (:mod:`sbm_pyg.ops.cuda`), and plain torch
+(:mod:`sbm_pyg.ops.reference`) on every other device, and where there is no kernel.
 
 Graphs come as compressed rows over heads: row ``h * N + i`` of ``rowptr`` [H*N+1] int64 holds the keys ``col`` [E] of
 query ``i``. Symbols: N queries, M keys, E edges, H heads, C channels per head, K blocks, B sequences. Ops are

@@ -62,17 +62,21 @@ def segments(x: Tensor, ptr: Tensor, kind: str = "sum") -> Tensor:
 _ORDERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def _by_key(rowptr: Tensor, col: Tensor, end: Tensor, ends: int) -> tuple[Tensor, Tensor]:
-    """The edges of a graph ordered by head and key, ``[E]``, and the offsets of the keys among them, ``[H*M+1]``.
+def by_key(rowptr: Tensor, col: Tensor, heads: int, num_keys: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The edges of a graph ordered by head and key.
 
-    Both are kept for as long as ``col`` lives, so that all backward passes over a graph share them.
+    Returns:
+        Their places, ``[E]``, the offsets of the keys among them, ``[H*M+1]``, and the row of each, ``[E]``. They are
+        kept for as long as ``col`` lives, so that all backward passes over a graph share them.
     """
-    known = (rowptr, rowptr._version, col._version, ends)
+    known = (rowptr, rowptr._version, col._version, heads, num_keys)
     kept = _ORDERS.get(col)
     if kept is not None and kept[0][0] is rowptr and kept[0][1:] == known[1:]:
         return kept[1]
+    row = edge_row(rowptr, col.numel())
+    end = torch.div(row, max((rowptr.numel() - 1) // max(heads, 1), 1), rounding_mode="floor") * num_keys + col
     rising, order = end.sort(stable=True)
-    found = order, torch.searchsorted(rising, torch.arange(ends + 1, device=col.device))
+    found = order, torch.searchsorted(rising, torch.arange(heads * num_keys + 1, device=col.device)), row[order]
     _ORDERS[col] = known, found
     return found
 
@@ -85,14 +89,14 @@ def edge_dot(query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor) -> Tensor:
 def edge_dot_backward(
     grad: Tensor, query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor, need_query: bool, need_key: bool
 ) -> tuple[Tensor, Tensor]:
-    row, end = _ends(query, key, rowptr, col)
+    _, end = _ends(query, key, rowptr, col)
     weight, flat_query, flat_key = wide(grad)[:, None], wide(query).flatten(0, 1), wide(key).flatten(0, 1)
     grad_query, grad_key = torch.zeros_like(query), torch.zeros_like(key)
     if need_query:
         grad_query = segments(weight * flat_key[end], rowptr).view(query.shape).to(query.dtype)
     if need_key:
-        order, ptr = _by_key(rowptr, col, end, flat_key.size(0))
-        grad_key = segments(weight[order] * flat_query[row[order]], ptr).view(key.shape).to(key.dtype)
+        order, ptr, rows = by_key(rowptr, col, *key.shape[:2])
+        grad_key = segments(weight[order] * flat_query[rows], ptr).view(key.shape).to(key.dtype)
     return grad_query, grad_key
 
 
@@ -184,10 +188,9 @@ def edge_attention_backward(
     grad_logit = alpha * (gain - mean_gain[row])
     grad_score = grad_logit * scale if gate is None or gate_form == "weight" else grad_logit * scale * wide(gate)
     grad_query = segments(grad_score[:, None] * flat_key[end], rowptr)
-    order, ptr = _by_key(rowptr, col, end, flat_key.size(0))
-    ordered = row[order]
-    grad_key = segments(grad_score[order][:, None] * flat_query[ordered], ptr)
-    grad_value = segments(kept[order][:, None] * flat_grad[ordered], ptr)
+    order, ptr, rows = by_key(rowptr, col, *key.shape[:2])
+    grad_key = segments(grad_score[order][:, None] * flat_query[rows], ptr)
+    grad_value = segments(kept[order][:, None] * flat_grad[rows], ptr)
     empty = grad_logit.new_empty(0)
     grad_gate = grad_bias = empty
     if gate is not None and need_gate:

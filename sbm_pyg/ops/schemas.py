@@ -13,14 +13,18 @@ from torch import Tensor
 from torch.library import CustomOpDef
 from torch.utils.flop_counter import register_flop_formula
 
-from . import blocks, cpu, flops, reference, samplers
+from . import blocks, cpu, cuda, flops, reference, samplers
 
 
 def _declare(name: str, schema: str, fake: Callable[..., Any], meaning: Any = reference) -> CustomOpDef:
-    """Declare ``sbm_pyg::name``: its meaning, the kernel of :mod:`~sbm_pyg.ops.cpu` if there is one, and its cost."""
+    """Declare ``sbm_pyg::name``: its meaning, the kernels of :mod:`~sbm_pyg.ops.cpu` and of :mod:`~sbm_pyg.ops.cuda`
+    if there are any, and its cost.
+    """
     op = torch.library.custom_op(f"sbm_pyg::{name}", getattr(meaning, name), mutates_args=(), schema=schema)
     if name in cpu.__all__:
         op.register_kernel("cpu")(getattr(cpu, name))
+    if name in cuda.MODULES:
+        op.register_kernel("cuda")(cuda.kernel(name))
     op.register_fake(fake)
     if name in flops.__all__:
         register_flop_formula(getattr(torch.ops.sbm_pyg, name), get_raw=True)(getattr(flops, name))

@@ -1,0 +1,180 @@
+"""Compiles every Triton kernel for NVIDIA GPUs, none of which need be there, and says what each asks of one.
+
+python -m examples.benchmarks.compile_kernels                 a table in Markdown, as in docs/kernels.md
+python -m examples.benchmarks.compile_kernels --json          the same as JSON, one row per kernel, width and GPU
+
+Kernels are compiled as the ops start them: each op is called on tensors of the CPU, and what it would have started is
+compiled instead. So block sizes are those that a GPU would get. Exit status 1 if a kernel spills registers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+from examples.benchmarks.tables import Rows, markdown
+from sbm_pyg.ops import cuda_edges, cuda_effects, cuda_entmax, cuda_probes, cuda_rows
+
+TARGETS = (80, 90, 100)
+WIDTHS = (16, 32, 64, 100, 128, 256)
+LENGTHS = (64, 1024)
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+
+
+# ------------------------------------------------------------------ what is compiled
+
+
+def ops(width: int, dtype: torch.dtype, col: torch.dtype) -> dict[str, Callable[[], Any]]:
+    """Calls that start every kernel, with everything that it can take."""
+    x, edges, rows = torch.zeros(2, 4, width, dtype=dtype), torch.zeros(6, dtype=dtype), torch.arange(9) * 6 // 8
+    graph, lse = (rows, torch.arange(6).to(col) % 4), torch.zeros(2, 4, dtype=cuda_rows.wide(x))
+
+    def attention(form: str) -> None:
+        cuda_edges.edge_attention(x, x, x, *graph, edges, edges, 0.5, form, 0.1, 1)
+        cuda_edges.edge_attention_backward(x, x, x, x, *graph, edges, edges, x, lse, 0.5, form, 0.1, 1, True, True)
+
+    return {
+        "edge_dot": lambda: cuda_edges.edge_dot(x, x, *graph),
+        "edge_dot, backward": lambda: cuda_edges.edge_dot_backward(edges, x, x, *graph, True, True),
+        "edge_attention, score": lambda: attention("score"),
+        "edge_attention, weight": lambda: attention("weight"),
+        "edge_effect": lambda: cuda_effects.edge_effect(
+            x, x, x, x, *graph, edges, *graph, edges, 0.5, x, x, x[0, :, 0].contiguous(), 0.1
+        ),
+    }
+
+
+def row_ops(length: int, dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
+    """The same for kernels over rows of numbers of such a length, which have no channels."""
+    x, rows = torch.zeros(1, length, dtype=dtype), torch.tensor([0, length])
+    alpha, ptr = torch.ones(1, 1, dtype=torch.float64), torch.tensor([0, 0])  # no counts: none are computed
+    return {
+        "sample_systematic": lambda: cuda_probes.sample_systematic(x[0, :0], ptr, ptr, rows[:1], 2, 1, True),
+        "segment_entmax": lambda: cuda_entmax.segment_entmax(x, rows, alpha),
+        "segment_entmax, backward": lambda: cuda_entmax.segment_entmax_backward(x, x, rows, alpha, True),
+    }
+
+
+def started(call: Callable[[], Any]) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+    """The kernels that a call starts, with their arguments; none runs."""
+    found = []
+
+    def record(program: Any, count: Any, *arguments: Any, **options: Any) -> None:
+        found.append((program, arguments, options))
+
+    changed = [module for module in sys.modules.values() if getattr(module, "launch", None) is cuda_rows.launch]
+    launch = cuda_rows.launch
+    try:
+        for module in changed:
+            setattr(module, "launch", record)  # noqa: B010 - a module has no such attribute for mypy
+        call()
+    finally:
+        for module in changed:
+            setattr(module, "launch", launch)  # noqa: B010
+    return found
+
+
+class Absent:
+    """Stands where Triton looks for a GPU: one of a kind, whose number is its compute capability."""
+
+    def __init__(self, target: int) -> None:
+        self.target = target
+
+    def get_current_device(self) -> int:
+        return self.target
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.target, 32)
+
+
+def compiled(program: Any, arguments: tuple[Any, ...], options: dict[str, Any], target: int) -> Any:
+    """A kernel as Triton compiles it for these arguments when it is first started on such a GPU."""
+    triton.runtime.driver.set_active(Absent(target))
+    return program.warmup(*arguments, grid=(1,), **options)
+
+
+# ------------------------------------------------------------------ what it asks of a GPU
+
+
+def usage(binary: bytes) -> dict[str, int]:
+    """Registers of a thread and bytes of its stack, which is where registers spill to; by the tool that Triton brings."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        tool = triton.knobs.nvidia.cuobjdump.path
+        text = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+    return {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text.stdout)}
+
+
+def compile_all(
+    widths: Sequence[int] = WIDTHS, dtypes: Sequence[str] = ("bfloat16",), targets: Sequence[int] = TARGETS
+) -> Rows:
+    """One row for each kernel, way to call it, width, type and GPU; a kernel without channels has its rows' length."""
+    rows: Rows = []
+    for dtype in dtypes:
+        of_width = [(width, ops(width, DTYPES[dtype], torch.int32)) for width in widths]
+        for width, calls in (*of_width, *((length, row_ops(length, DTYPES[dtype])) for length in LENGTHS)):
+            for (op, call), target in product(calls.items(), targets):
+                for program, arguments, options in started(call):
+                    made = compiled(program, arguments, options, target)
+                    used = usage(made.asm["cubin"])
+                    rows.append({
+                        "op": op, "kernel": program.__name__, "dtype": dtype, "width": width, "target": target,
+                        "edges": options.get("EDGES", ""), "warps": options["num_warps"], "registers": used["REG"],
+                        "shared": made.metadata.shared, "spilled": used["STACK"] + used["LOCAL"],
+                        "fused": made.asm["ptx"].count("fma.rn.f64"),
+                    })  # fmt: skip
+    return rows
+
+
+def table(rows: Rows) -> str:
+    """A line for each kernel and width, the most that any way to call it takes; widths that take the same share one."""
+    targets = sorted({row["target"] for row in rows})
+    found: dict[tuple[Any, ...], dict[int, list[tuple[int, ...]]]] = {}
+    for row in rows:
+        case = (f"`{row['kernel']}`", row["dtype"], row["edges"], row["warps"], row["width"])
+        asked = (row["registers"], row["shared"], row["spilled"])
+        found.setdefault(case, {}).setdefault(row["target"], []).append(asked)
+    lines: dict[tuple[Any, ...], list[int]] = {}
+    for (*which, width), of in found.items():
+        most = (", ".join(str(max(x)) for x in zip(*of[target], strict=True)) for target in targets)
+        lines.setdefault((*which, *most), []).append(width)
+    names = ("kernel", "type", "width", "edges", "warps", *(f"sm_{target}" for target in targets))
+    shown = ((*line[:2], ", ".join(map(str, widths)), *line[2:]) for line, widths in lines.items())
+    return markdown(names, shown)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        "python -m examples.benchmarks.compile_kernels", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS, help="channels (default: %(default)s)")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bfloat16"], help="(default: %(default)s)")
+    parser.add_argument("--targets", type=int, nargs="+", default=TARGETS, help="GPUs (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all rows there")
+    options = parser.parse_args(arguments)
+    rows = compile_all(options.widths, options.dtypes, options.targets)
+    if options.json:
+        options.json.write_text(json.dumps(rows))
+    print(table(rows))
+    return int(any(row["spilled"] for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,89 @@
+"""The Triton kernels, without a GPU: their contract in Triton's interpreter, and what each asks of a GPU once compiled."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import sbm_pyg
+from sbm_pyg.ops import cuda
+
+HERE = Path(__file__).parent
+ROOT = Path(sbm_pyg.__file__).parent.parent
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+
+def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Python in a process of its own; this one's Triton compiles, if torch has imported it."""
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    given = {**os.environ, "PYTHONPATH": path, **environment}
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, env=given, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
+
+
+@needs_triton
+def test_the_contract_is_kept_in_the_interpreter() -> None:
+    done = run("-m", "pytest", "-q", "-p", "no:cacheprovider", HERE / "triton_contract.py", TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stdout
+
+
+COMPILED = """
+from examples.benchmarks.compile_kernels import compile_all
+rows = [*compile_all([100, 256], ["bfloat16"]), *compile_all([64, 512], ["float32", "float64"], [90])]
+print(*sorted({row["kernel"] for row in rows}))
+print(*(row for row in rows if row["spilled"]), sep="\\n")
+print(*(row for row in rows if row["kernel"] in ("_start", "_step") and row["fused"]), sep="\\n")
+"""
+KERNELS = "_attention _attention_backward _dot _effect _entmax _entmax_backward _fill _gather _measure _start _step"
+
+
+@needs_triton
+@pytest.mark.slow
+def test_no_kernel_spills_registers(tmp_path: Path) -> None:
+    """At the default sizes of blocks, on three kinds of GPU. And probes round as often as on the CPU."""
+    done = run("-c", COMPILED, TRITON_CACHE_DIR=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == KERNELS
+
+
+WITHOUT = """
+import sys
+sys.modules["triton"] = None  # any import of it is an error
+import torch
+import sbm_pyg
+from sbm_pyg import ops, patterns
+graph, x = patterns.full(3), torch.ones(1, 3, 2, requires_grad=True)
+ops.edge_attention(x, x, x, graph.rowptr, graph.col)[0].sum().backward()
+print(sum(name.startswith("sbm_pyg.ops.cuda_") for name in sys.modules))
+"""
+
+
+def test_users_of_the_cpu_need_no_triton() -> None:
+    done = run("-c", WITHOUT)
+    assert done.stdout.strip() == "0", done.stderr
+
+
+@pytest.mark.parametrize("name", cuda.MODULES)
+def test_every_kernel_is_registered(name: str) -> None:
+    assert torch._C._dispatch_has_kernel_for_dispatch_key(f"sbm_pyg::{name}", "CUDA")
+    assert torch._C._dispatch_has_kernel_for_dispatch_key(f"sbm_pyg::{name}", "CPU")
+
+
+@pytest.mark.parametrize(("capability", "installed"), [((7, 5), True), ((9, 0), False)])
+def test_devices_that_triton_does_not_serve_take_the_reference(
+    capability: tuple[int, int], installed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if installed else None)
+    cuda.compiles.cache_clear()
+    x, rows = torch.ones(1, 2, 3), (torch.tensor([0, 2, 3]), torch.tensor([0, 1, 1]))
+    try:
+        assert cuda.kernel("edge_dot")(x, x, *rows).tolist() == [3, 3, 3]
+    finally:
+        cuda.compiles.cache_clear()

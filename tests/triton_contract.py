@@ -1,0 +1,272 @@
+"""The contract of ``test_ops.py``, kept by the Triton kernels: in Triton's interpreter, on tensors of the CPU.
+
+Not collected by itself: ``test_triton.py`` runs it in a process of its own, since Triton decides when it is imported
+whether it interprets. By hand: ``TRITON_INTERPRET=1 pytest tests/triton_contract.py``. Tests are those of the contract,
+on their smaller cases, with our ops sent to the kernels; a program of a kernel takes some milliseconds here.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from itertools import product
+from typing import Any
+
+import pytest
+import test_estimators
+import test_ops
+import torch
+from problems import GRAPHS, random_graph
+from test_launches import PlainTorch
+
+from sbm_pyg import SBMAttentionConv, ops
+from sbm_pyg.ops import cuda, reference, samplers
+
+assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1"
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy's, of infinities and NaN
+MODULES = [import_module(f"sbm_pyg.ops.{name}") for name in ("cuda_rows", *sorted({*cuda.MODULES.values()}))]
+SMALL = [name for name in GRAPHS if "1000" not in name]
+
+
+class Kernels(PlainTorch):
+    """In it, our ops are computed as on a CUDA device, and what they ask of the device is counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.started: list[str] = []
+
+    def module(self, name: str) -> Any:
+        return import_module(f"sbm_pyg.ops.{cuda.MODULES[name]}") if name in cuda.MODULES else super().module(name)
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
+    """All ops go to the kernels; each counts as one operation, whatever the interpreter does."""
+    counted, launch = Kernels(), MODULES[0].launch
+
+    def count(program: Any, *arguments: Any, **options: Any) -> None:
+        before = counted.launches
+        launch(program, *arguments, **options)
+        counted.launches = before + 1
+        counted.started.append(program.__name__)
+
+    for module in MODULES:
+        monkeypatch.setattr(module, "launch", count)
+    with counted:
+        yield counted
+
+
+def contract(test: Callable[..., None], *cases: tuple[Any, ...]) -> Callable[..., None]:
+    """A test of the contract, on some cases; each has to start a kernel."""
+
+    def run(case: tuple[Any, ...], kernels: Kernels) -> None:
+        test(*case)
+        assert kernels.started
+
+    return pytest.mark.parametrize("case", cases, ids=str)(run)
+
+
+# ------------------------------------------------------------------ attention
+
+ALL = ("score", True, True, 0.4)
+WIDTHS = (5, 7), (64, 16), (16, 128), (100, 256)
+
+test_attention = contract(
+    test_ops.test_attention_equals_the_reference,
+    *(("bipartite", *option, (16, 48)) for option in test_ops.OPTIONS),
+    *(("one row has all edges", *option, (1, 3)) for option in test_ops.OPTIONS[1::3]),
+    *((name, *ALL, (32, 32)) for name in SMALL),
+    *(("rows around a vector", *ALL, widths) for widths in WIDTHS),
+)
+test_precision = contract(
+    test_ops.test_attention_is_as_accurate_as_torch_in_float32, *product(["bipartite"], ["score", "weight"])
+)
+test_half_precision = contract(
+    test_ops.test_attention_takes_half_precision_through_float32, (torch.bfloat16,), (torch.float16,)
+)
+test_strides = contract(test_ops.test_attention_takes_any_strides_and_index_type, ())
+test_nan = contract(test_ops.test_nan_stays_where_it_is_touched, (0.0,), (0.3,))
+test_extremes = contract(test_ops.test_extreme_scores_do_not_overflow, ("score",), ("weight",))
+test_every_element = contract(test_ops.test_every_output_element_is_written, ("edge_dot",), ("edge_attention",))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_cases(seed: int) -> None:
+    draw = random.Random(seed)
+    sizes = (draw.randint(1, 3), draw.randint(1, 8), draw.randint(1, 20), draw.choice([0.0, 0.05, 0.3, 0.9, 1.0]))
+    inner = test_ops.test_attention_on_random_cases.hypothesis.inner_test  # type: ignore[attr-defined]
+    inner(*sizes, draw.randint(1, 33), draw.choice(test_ops.OPTIONS), seed)
+
+
+@pytest.mark.parametrize("seed", [7, -1, 2**40 + 5])
+@pytest.mark.parametrize("dropout", [0.1, 1 - 1e-12])
+def test_dropout_takes_the_words_of_the_reference(seed: int, dropout: float) -> None:
+    """Bit by bit: each column of the output is one edge."""
+    graph = random_graph(2, 6, 70, 0.9)
+    query, value = torch.zeros(2, 6, 1), torch.eye(70).expand(2, -1, -1)
+    out, _ = ops.edge_attention(query, value[..., :1], value, graph.rowptr, graph.col, dropout=dropout, seed=seed)
+    found = out.flatten(0, 1)[graph.edge_row, graph.col.long()] != 0
+    assert torch.equal(found, reference.dropout_mask(graph.rowptr, graph.col, 2, 70, dropout, seed))
+
+
+# ------------------------------------------------------------------ dot products of edges
+
+test_dot = contract(
+    test_ops.test_dot_equals_the_reference, *product(["bipartite"], [1, 3, 16, 32, 128, 130]), *product(SMALL, [3])
+)
+
+
+def test_indices_of_any_strides() -> None:
+    graph = GRAPHS["full"]
+    query, key = (x.requires_grad_() for x in test_ops.tensors(graph, 4, 1, False, False)[:2])
+    rows = [torch.stack([x, x - 1], 1)[:, 0] for x in (graph.rowptr, graph.col)]
+    assert not rows[0].is_contiguous()
+    found, wanted = (ops.edge_dot(query, key, *given) for given in (rows, (graph.rowptr, graph.col)))
+    assert torch.equal(found, wanted)
+    grads = [torch.autograd.grad(out.sin().sum(), [query, key]) for out in (found, wanted)]
+    assert all(torch.equal(*pair) for pair in zip(*grads, strict=True))
+
+
+# ------------------------------------------------------------------ the effect of an edge
+
+test_effect = contract(
+    test_estimators.test_effect_equals_the_reference,
+    *product(["bipartite"], [False, True], [(1, 3), (16, 48)]),
+    *product(GRAPHS, [True], [(32, 32)]),
+)
+test_what_effects_are = contract(
+    test_estimators.test_effect_is_the_difference_of_two_losses, ("bipartite", ops.edge_effect)
+)
+test_heavy_edges = contract(test_estimators.test_effect_of_an_edge_that_dominates_its_row_is_accurate_in_float32, ())
+test_infinite_scores = contract(
+    test_estimators.test_effect_knows_infinite_scores_and_ignores_tokens_that_nothing_touches, ()
+)
+test_what_effects_count_for = contract(
+    test_estimators.test_effects_count_by_the_chance_to_see_them,
+    *product(SMALL, [3], [0.0], [ops]),
+    ("bipartite", 48, 0.05, ops),
+)
+test_probes_that_cannot_be = contract(test_estimators.test_a_probe_that_cannot_be_counts_nothing, (ops,))
+
+# ------------------------------------------------------------------ entmax
+
+ALPHAS = 1.05, 1.3, 1.5, 2.0, 3.0, 4.0
+FLOATS = torch.float32, torch.float64
+
+test_entmax = contract(
+    test_ops.test_entmax_equals_the_dense_one_row_by_row, *product(ALPHAS, [0.1, 30.0]), (1.5, 0.0), (1.5, 1.0)
+)
+test_gradients_of_entmax = contract(
+    test_ops.test_entmax_and_its_gradient_are_those_of_the_dense_one,
+    *product(ALPHAS[:4], [(0, 1, 2, 15, 16, 17, 0, 300, 4)]),
+    (1.5, (1, 100_000)),
+)
+test_values_of_entmax = contract(test_ops.test_entmax_kernels_equal_the_reference, *((dtype,) for dtype in FLOATS))
+test_forbidden_values = contract(
+    test_ops.test_entmax_of_forbidden_values_is_zero, *product([1.5, 2.0, 3.0], [torch.float32])
+)
+test_support = contract(test_ops.test_the_support_is_where_shares_are, ())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_entmax_in_half_precision(dtype: torch.dtype) -> None:
+    src, ptr = test_ops.ragged(5, 0, 30)
+    given = src.to(dtype).requires_grad_()
+    wide = given.detach().double().requires_grad_()
+    out, wanted = (ops.segment_entmax(x, ptr=ptr, alpha=1.4) for x in (given, wide))
+    torch.testing.assert_close(out, wanted.to(dtype))
+    grad = torch.linspace(-1, 1, 35, dtype=torch.float64)
+    found = torch.autograd.grad(out, given, grad.to(dtype))[0]
+    torch.testing.assert_close(found.double(), torch.autograd.grad(wanted, wide, grad)[0], rtol=0.02, atol=0.02)
+
+
+# ------------------------------------------------------------------ probes
+
+test_probes = contract(
+    test_estimators.test_systematic_samples_are_those_of_the_reference, (0.3, torch.float64), (7.0, torch.float32)
+)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("seed", [3, -1, 2**40 + 5])
+def test_probes_are_those_of_the_reference_to_the_bit(seed: int, is_causal: bool) -> None:
+    chance = torch.tensor([2.0, math.nan, -1.0, 0.0, 1.0, 1e-9, *torch.linspace(0.01, 0.99, 34).tolist()])
+    given = (chance, torch.tensor([0, 9, 9, 40]), torch.tensor([0, 300, 301, 500]), torch.tensor([7, 2**32 - 1, 0]))
+    found = ops.sample_systematic(*given, 2, seed, is_causal)
+    for mine, wanted in zip(found, samplers.sample_systematic(*given, 2, seed, is_causal), strict=True):
+        assert torch.equal(mine, wanted)
+
+
+# ------------------------------------------------------------------ what kernels do not take
+
+
+@pytest.mark.parametrize("width", [0, 513])
+def test_vectors_that_fit_no_tile_take_the_reference(width: int, kernels: Kernels) -> None:
+    graph = random_graph(1, 3, 4, 0.7)
+    query, key, value = (torch.randn(1, n, c, dtype=torch.float64) for n, c in ((3, width), (4, width), (4, 2)))
+    leaves, rows = [query.requires_grad_(), key.requires_grad_()], (graph.rowptr, graph.col)
+    out, _ = ops.edge_attention(query, key, value, *rows, None, None, 0.1)
+    meant, _ = reference.edge_attention(query, key, value, *rows, None, None, 0.1, "score", 0.0, 0)
+    torch.testing.assert_close(out, meant)
+    losses = (
+        out.sum() + ops.edge_dot(query, key, *rows).sum(),
+        meant.sum() + reference.edge_dot(query, key, *rows).sum(),
+    )
+    for mine, wanted in zip(*(torch.autograd.grad(loss, leaves) for loss in losses), strict=True):
+        torch.testing.assert_close(mine, wanted)
+    given: Any = (torch.ones_like(out), query.detach(), key.detach(), value, *rows, None, *rows, None, 0.1)
+    assert all(torch.equal(*pair) for pair in zip(ops.edge_effect(*given), reference.edge_effect(*given), strict=True))
+    assert not kernels.started
+
+
+# ------------------------------------------------------------------ what is asked of the device
+
+
+def attended(heads: int, tokens: int, dropout: float) -> None:
+    graph = random_graph(heads, tokens, tokens, 0.3)
+    leaves = test_ops.tensors(graph, 4, 4, True, True, torch.float32)
+    out, _ = test_ops.attend(leaves, graph, "score", dropout)
+    test_ops.gradients(out, leaves)
+
+
+BACKWARD = ["_attention_backward", "_gather", "_gather"]
+
+
+@pytest.mark.parametrize(("heads", "tokens"), [(1, 3), (2, 9)])
+def test_attention_takes_few_launches(heads: int, tokens: int, kernels: Kernels) -> None:
+    attended(heads, tokens, 0.0)
+    assert kernels.started == ["_attention", *BACKWARD]
+    kernels.started.clear()
+    attended(heads, tokens, 0.1)
+    fill = ["_fill", "_fill"]
+    assert kernels.started == [*fill, "_attention", *fill, *BACKWARD]
+
+
+def test_attention_asks_for_nothing_but_kernels_and_memory(kernels: Kernels) -> None:
+    """Forward and backward, over a graph whose keys are in order already: each kernel, and what holds its results."""
+    graph = random_graph(2, 5, 6, 0.5)
+    query, key, value = (torch.randn(2, n, 4) for n in (5, 6, 6))
+    given = (query, key, value, graph.rowptr, graph.col, None, None)
+    reference.by_key(graph.rowptr, graph.col, 2, 6)
+    before, waits = kernels.launches, kernels.waits
+    out, lse = torch.ops.sbm_pyg.edge_attention(*given, 0.5, "score", 0.0, 0)
+    torch.ops.sbm_pyg.edge_attention_backward(out, *given, out, lse, 0.5, "score", 0.0, 0, False, False)
+    assert len(kernels.started) == 4
+    assert kernels.launches - before == 4 + 8
+    assert kernels.waits == waits
+
+
+@pytest.mark.parametrize(("is_causal", "most"), [(False, 515), (True, 555)])
+def test_a_training_step_takes_few_launches(is_causal: bool, most: int, kernels: Kernels) -> None:
+    """Of the default layer. Most are for its graph, which plain torch samples, and for projections and their gradients."""
+    torch.manual_seed(0)
+    conv, x = SBMAttentionConv(8, 4, heads=2, num_blocks=4, is_causal=is_causal), torch.randn(14, 8, requires_grad=True)
+    ptr, launches, waits = torch.tensor([0, 5, 14]), kernels.launches, kernels.waits
+    conv(x, ptr=ptr, seed=1).square().sum().backward()
+    effects = ["_measure", "_measure", "_effect", *["_gather"] * 4]  # gradients of memberships, for edges and probes
+    assert kernels.started == ["_attention", "_start", "_step", *effects, *BACKWARD]
+    assert kernels.launches - launches <= most
+    assert kernels.waits - waits <= 6
