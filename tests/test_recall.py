@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from problems import same
+from torch.testing import assert_close
 
 from examples import language_model
 from examples.recall import __main__ as program
@@ -193,6 +194,20 @@ def test_evaluation_counts_the_edges_to_answers() -> None:
     assert row["density_0"] == pytest.approx(5 / (4 * 16 * 15 / 2))
     full = train.evaluate(model.Recaller(30, 8, 2, lambda: FullAttention(8, 8, 1, is_causal=True)).eval(), examples)
     assert full["answer_0"] == full["density_1"] == 1
+
+
+def test_a_wide_convolution_starts_as_decaying_means() -> None:
+    wide = model.Layer(8, torch.nn.Identity(), width=24).conv.weight.detach()[:, 0]
+    assert float(wide[:, -1].min()) == 1
+    ratio = wide[:, 1:] / wide[:, :-1]  # from one token to the next
+    assert_close(ratio, ratio[:, :1].expand(-1, 23))
+    assert_close((1 / ratio.log())[[0, -1], 0], torch.tensor([1.0, 16.0]))
+
+
+@pytest.mark.parametrize(("task", "width"), [("mqar-small", 3), ("joint-laptop", 24), ("joint-paper", 48)])
+def test_the_convolution_is_as_wide_as_a_task_needs(task: str, width: int) -> None:
+    made, _ = train.make_model(train.Run(task, "full", 1.0, 0, **TINY))
+    assert [len(each.get_parameter("conv.weight")[0, 0]) for each in made.layers] == 2 * [width]
 
 
 TINY: dict[str, Any] = {"steps": 6, "batch_size": 4, "learning_rate": 1e-3, "channels": 8, "evaluations": 3}

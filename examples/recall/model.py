@@ -189,11 +189,18 @@ def make_attention(method: str, channels: int, heads: int, density: float, optio
 
 
 class Layer(nn.Module):
-    """A gated short convolution, then attention, each added to what came in."""
+    """A gated short convolution, then attention, each added to what came in.
+
+    A convolution that is wider than 3 starts as decaying means, whose times lie between one token and two thirds of the width.
+    So a token of long ago looks the same from wherever it is seen, as in state-space models.
+    """
 
     def __init__(self, channels: int, attention: nn.Module, width: int = 3) -> None:
         super().__init__()
         self.conv = nn.Conv1d(channels, channels, width, groups=channels)
+        if width > 3:
+            time = (2 / 3 * width) ** torch.linspace(0, 1, channels)[:, None]
+            self.conv.weight.data = torch.exp(torch.arange(1 - width, 1) / time)[:, None]
         self.gate, self.mix, self.out = (nn.Linear(channels, channels) for _ in range(3))
         self.norm1, self.norm2, self.attention = nn.LayerNorm(channels), nn.LayerNorm(channels), attention
 
@@ -210,11 +217,18 @@ class Recaller(nn.Module):
     """Two layers or more between an embedding of tokens and a distribution over them."""
 
     def __init__(
-        self, num_tokens: int, channels: int, layers: int, make: Callable[[], nn.Module], *, tied: bool = True
+        self,
+        num_tokens: int,
+        channels: int,
+        layers: int,
+        make: Callable[[], nn.Module],
+        *,
+        tied: bool = True,
+        width: int = 3,
     ) -> None:
         super().__init__()
         self.embed = nn.Embedding(num_tokens, channels)
-        self.layers = nn.ModuleList(Layer(channels, make()) for _ in range(layers))
+        self.layers = nn.ModuleList(Layer(channels, make(), width) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(channels), nn.Linear(channels, num_tokens)
         if tied:
             nn.init.normal_(self.embed.weight, std=channels**-0.5)

@@ -47,6 +47,7 @@ class Task:
     batch_size: int
     steps: int
     learning_rate: float
+    width: int = 3  # of the short convolution
 
     def examples(self, split: str, seed: int = 0) -> dict[tuple[int, int], Examples]:
         """All examples of "train" or "test", by their size; those of a test do not depend on the seed."""
@@ -140,6 +141,10 @@ TASKS: dict[str, Task] = {
         mqar, 8192, {(64, 4): 100_000, (128, 8): 20_000, (256, 16): 20_000, (256, 32): 20_000, (256, 64): 20_000},
         ZOOLOGY_TEST, 256, 45_000, 1e-2,
     ),
-    "joint-laptop": Task(joint_recall, 50, {(8, 8): 64_000}, {(8, 8): 200}, 32, 4_000, 2e-3),
-    "joint-paper": Task(joint_recall, 50, {(c, k): 4_000 for c in range(5, 17) for k in range(5, 17)}, {(16, 16): 500}, 64, 20_000, 1e-3),
+    # a token must know its context, whose name may stand 16 or 32 tokens before it: as far as the convolution reaches
+    "joint-laptop": Task(joint_recall, 50, {(8, 8): 64_000}, {(8, 8): 200}, 32, 2_000, 3e-3, width=24),
+    "joint-paper": Task(
+        joint_recall, 50, {(c, k): 4_000 for c in range(5, 17) for k in range(5, 17)}, {(16, 16): 500}, 64, 20_000, 1e-3,
+        width=48,
+    ),
 }  # fmt: skip

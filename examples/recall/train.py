@@ -102,21 +102,25 @@ def options_of(method: str) -> tuple[str, dict[str, Any]]:
     return kind, options
 
 
-def make_recaller(run: Any, num_tokens: int, window: int = 0) -> tuple[Recaller, dict[str, Any] | None]:
-    """The model of a run, and the options of its method if shares of the pairs are to be set; else None."""
+def make_recaller(run: Any, num_tokens: int, window: int = 0, width: int = 3) -> tuple[Recaller, dict[str, Any] | None]:
+    """The model of a run, and the options of its method if shares of the pairs are to be set; else None.
+
+    ``window`` is that of the block models and indexers, ``width`` that of the convolution.
+    """
     torch.manual_seed(run.seed)
     kind, options = options_of(run.method)
 
     def make() -> torch.nn.Module:
         return make_attention(kind, run.channels, run.heads, run.density, {**options, "window": window})
 
-    model = Recaller(num_tokens, run.channels, run.layers, make)
+    model = Recaller(num_tokens, run.channels, run.layers, make, width=width)
     return model, options if options and options["control"] != "none" else None
 
 
 def make_model(run: Run) -> tuple[Recaller, ShareSchedule | None]:
     """A model, and what sets its density."""
-    model, options = make_recaller(run, TASKS[run.task].num_tokens)
+    task = TASKS[run.task]
+    model, options = make_recaller(run, task.num_tokens, width=task.width)
     if options is None:
         return model, None
     schedule = ShareSchedule(model, run.density, threshold=options["threshold"], rate=options["rate"])
