@@ -328,7 +328,9 @@ def test_export_with_dynamic_length() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("options", [{}, {"estimator": "mask"}, {"estimator": "mask", "normalizer": "entmax15"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"estimator": "mask"}, {"estimator": "mask", "normalizer": "entmax15"}, {"grain": 4}]
+)
 def test_autocast(dtype: torch.dtype, options: dict[str, Any]) -> None:
     """Against the same graph in single precision, within a few units in the last place of the largest value."""
     conv, x = layer(**options), tokens()

@@ -6,25 +6,41 @@ In and out: the tensors of :mod:`sbm_pyg.ops`, which checks them and holds the d
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.library import CustomOpDef
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import register_flop_formula
 
 from . import blocks, cpu, cuda, flops, reference, samplers
+
+
+def _as_given(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Compute in the precisions that are given, in autocast too, which has converted what comes in already."""
+
+    @wraps(call)
+    def computed(*arguments: Any, **options: Any) -> Any:
+        kind = next(x.device.type for x in tree_leaves((arguments, options)) if isinstance(x, Tensor))
+        if not torch.is_autocast_enabled(kind):
+            return call(*arguments, **options)
+        with torch.autocast(kind, enabled=False):
+            return call(*arguments, **options)
+
+    return computed
 
 
 def _declare(name: str, schema: str, fake: Callable[..., Any], meaning: Any = reference) -> CustomOpDef:
     """Declare ``sbm_pyg::name``: its meaning, the kernels of :mod:`~sbm_pyg.ops.cpu` and of :mod:`~sbm_pyg.ops.cuda`
     if there are any, and its cost.
     """
-    op = torch.library.custom_op(f"sbm_pyg::{name}", getattr(meaning, name), mutates_args=(), schema=schema)
+    op = torch.library.custom_op(f"sbm_pyg::{name}", _as_given(getattr(meaning, name)), mutates_args=(), schema=schema)
     if name in cpu.__all__:
-        op.register_kernel("cpu")(getattr(cpu, name))
+        op.register_kernel("cpu")(_as_given(getattr(cpu, name)))
     if name in cuda.MODULES:
-        op.register_kernel("cuda")(cuda.kernel(name))
+        op.register_kernel("cuda")(_as_given(cuda.kernel(name)))
     op.register_fake(fake)
     if name in flops.__all__:
         register_flop_formula(getattr(torch.ops.sbm_pyg, name), get_raw=True)(getattr(flops, name))
