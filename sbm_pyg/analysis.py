@@ -131,8 +131,9 @@ def graph_statistics(
 
     Args:
         graph: Any graph.
-        blocks: Blocks for the modularity: an :class:`SBM` over the same tokens (:func:`blocks_of`), or block numbers of
-            the tokens ``[H, N]`` int64, or a pair of those for queries ``[H, N]`` and keys ``[H, M]``.
+        blocks: Blocks for the modularity: an :class:`SBM` over the same tokens, or blocks of tokens
+            (:func:`blocks_of`); or block numbers of the tokens ``[H, N]`` int64, or a pair of those for queries
+            ``[H, N]`` and keys ``[H, M]``.
         bipartite: Whether queries and keys are different nodes. None: only where sequences differ in their queries and
             keys.
         spectral_gap: Whether to compute it.
@@ -265,8 +266,8 @@ def to_networkx(
             head as key and attribute ``head``.
         view: ``"tokens"``: nodes are tokens (needs N = M). ``"bipartite"``: nodes are ``("key", j)`` and ``("query",
             i)``, numbered by networkx's attribute ``bipartite`` 0 and 1.
-        sbm: Model over the same tokens and heads: edges then carry ``probability``, and nodes, with a single head,
-            ``block`` (that of the query in the view of tokens).
+        sbm: Model over the same tokens, or blocks of tokens, and heads: edges then carry ``probability``, and nodes,
+            with a single head, ``block`` (that of the query in the view of tokens).
 
     Raises:
         TypeError: An argument is of another type.
@@ -290,7 +291,10 @@ def to_networkx(
     sequence = the_one(sequence, graph.num_sequences, "sequence")
     every = head == "all"
     head = None if every else the_one(head, graph.heads, "head")  # type: ignore[arg-type]
-    one, (probabilities, query) = graph.sequence(sequence), (sbm.on(graph).detach(), graph.edge_index[1])
+    one, (probabilities, query) = (
+        graph.sequence(sequence),
+        (graph.spread(sbm.on(graph.blocks).detach()), graph.edge_index[1]),
+    )
     first, first_key = int(graph.query_ptr[sequence]), int(graph.key_ptr[sequence])
     inside = (query >= first) & (query < first + one.num_queries)
     for source, target, number, p in zip(
@@ -300,7 +304,7 @@ def to_networkx(
             ends = (("key", source), ("query", target)) if view == "bipartite" else (source, target)
             result.edges[(*ends, number) if every else ends]["probability"] = p
     if head is not None:
-        queries, keys = (side[head].tolist() for side in blocks_of(sbm))
+        queries, keys = (side[head].tolist() for side in graph.over_tokens(*blocks_of(sbm)))
         for node in result:
             kind, number = node if view == "bipartite" else ("query", node)
             result.nodes[node]["block"] = queries[first + number] if kind == "query" else keys[first_key + number]
@@ -312,7 +316,11 @@ def to_networkx(
 
 def _labels(graph: AttentionGraph, blocks: Blocks) -> tuple[Array, Array]:
     """Blocks of the queries ``[H*N]`` and of the keys ``[H*M]``."""
-    pair = blocks_of(blocks) if isinstance(blocks, SBM) else blocks if isinstance(blocks, tuple) else (blocks, blocks)
+    if isinstance(blocks, SBM):
+        blocks.check(graph.blocks)
+        pair = graph.over_tokens(*blocks_of(blocks))
+    else:
+        pair = blocks if isinstance(blocks, tuple) else (blocks, blocks)
     if len(pair) != 2 or not all(
         isinstance(side, Tensor) and not (side.is_floating_point() or side.is_complex()) for side in pair
     ):

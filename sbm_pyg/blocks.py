@@ -193,6 +193,13 @@ class BlockGraph(AttentionGraph):
     def spread(self, x: Tensor) -> Tensor:
         return x[self._rows[1]]
 
+    def over_tokens(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        query, key = (
+            x.repeat_interleave(cut.length, 1, output_size=cut.total)
+            for x, cut in zip((query, key), self.cuts, strict=True)
+        )
+        return query, key
+
     def tiles(self, x: Tensor) -> Tensor:
         """Numbers of the edges of tokens ``[E]``, as the ops over blocks take them.
 

@@ -88,6 +88,10 @@ class AttentionGraph(CompressedRows):
         """Numbers of the edges of blocks ``[E', ...]``, repeated for the edges of their tokens, ``[E, ...]``."""
         return x
 
+    def over_tokens(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Numbers of the blocks of queries ``[H, n, ...]`` and of keys ``[H, m, ...]``, repeated for their tokens."""
+        return query, key
+
     # ---------------------------------------------------------------- from other forms
 
     @classmethod

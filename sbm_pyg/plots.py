@@ -13,6 +13,7 @@ import csv
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +52,7 @@ def plot_mask(
 
     Args:
         graph: Any graph.
-        sbm: Model over the same tokens and heads, or None.
+        sbm: Model over the same tokens, or blocks of tokens, and heads; or None.
         sequence: Which sequence.
         head: Which head.
         title: What to write above all, e.g. the layer.
@@ -68,7 +69,7 @@ def plot_mask(
     check_graph(graph)
     if sbm is not None:
         check_model(sbm)
-        sbm.check(graph)
+        sbm.check(graph.blocks)
     mask = graph.head(head).to_dense(sequence)[0].cpu().double().numpy()
     figure = _figure(9.2 if sbm is not None else 5.4, 5.2, title)
     panels = figure.subplots(1, 1 if sbm is None else 2, sharex=True, sharey=True, squeeze=False)[0]
@@ -76,7 +77,10 @@ def plot_mask(
     pictures = [shown]
     titles = [f"sampled mask: {int(mask.sum()):,} edges, density {_percent(mask.mean())}"]
     if sbm is not None:
-        chance = sbm.edge_prob_dense(sequence)[head].detach().cpu().double().numpy()
+        p = sbm.edge_prob_dense(sequence)[head].detach().cpu().double()
+        rows, columns = graph.sequence(sequence).to("cpu").over_tokens(*(torch.arange(n)[None] for n in p.shape))
+        p = p[rows[0]][:, columns[0]]
+        chance = (p.tril() if sbm.is_causal else p).numpy()
         pictures.append(_shrink(chance)[0])
         titles.append(f"expectation: {chance.sum():,.0f} edges, density {_percent(chance.mean())}")
     top = max(float(picture.max()) for picture in pictures) or 1.0
@@ -353,7 +357,8 @@ def plot_blocks(graph: AttentionGraph, sbm: SBM, *, sequence: int = 0, head: int
 
     Args:
         graph: Any graph.
-        sbm: Model over the same tokens and heads; a token belongs to the block of its largest membership.
+        sbm: Model over the same tokens, or blocks of tokens, and heads; a token belongs to the block of the model in
+            which its membership is largest.
         sequence: Which sequence.
         head: Which head.
         title: What to write above all, e.g. the layer.
@@ -362,15 +367,16 @@ def plot_blocks(graph: AttentionGraph, sbm: SBM, *, sequence: int = 0, head: int
         ImportError: matplotlib is not installed.
         ValueError: The sequence or head does not exist, or the model is over other tokens.
     """
+    check_graph(graph)
     check_model(sbm)
-    sbm.check(graph)
+    sbm.check(graph.blocks)
     mask = graph.head(head).to_dense(sequence)[0].cpu().double().numpy()
-    queries, keys = sbm._slices()[sequence]
-    sides = [side[head, part].cpu().numpy() for side, part in zip(blocks_of(sbm), (queries, keys), strict=True)]
-    strength = [
-        side[head, part].detach().amax(-1).cpu().numpy()
-        for side, part in ((sbm.query_membership, queries), (sbm.key_membership, keys))
-    ]
+    parts = [slice(*[*pairwise(ptr.tolist())][sequence]) for ptr in (graph.query_ptr, graph.key_ptr)]
+    largest = sbm.query_membership.detach().amax(-1), sbm.key_membership.detach().amax(-1)
+    sides, strength = (
+        [x[head, part].cpu().numpy() for x, part in zip(graph.over_tokens(*pair), parts, strict=True)]
+        for pair in (blocks_of(sbm), largest)
+    )
     orders = [np.lexsort((-weight, block)) for weight, block in zip(strength, sides, strict=True)]
     used = [np.unique(block) for block in sides]
     figure = _figure(13.2, 4.9, title)

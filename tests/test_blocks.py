@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+from torch.testing import assert_close
 from torch_geometric.data import Data
 
 from sbm_pyg import (
@@ -29,8 +30,10 @@ from sbm_pyg import (
     estimators,
     ops,
     patterns,
+    plots,
     sample_edges,
 )  # fmt: skip
+from sbm_pyg.analysis import graph_statistics, to_networkx
 from sbm_pyg.blocks import block_mean, block_tokens
 from sbm_pyg.ops import blocks as meaning
 from sbm_pyg.ops.blocks import Cut
@@ -634,3 +637,53 @@ def test_a_layer_over_blocks_compiles_without_a_break() -> None:
     compiled = torch.compile(lambda x: conv(x, graph), fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), conv(x, graph), atol=1e-12, rtol=1e-12)
     torch.testing.assert_close(grad_of(compiled(x).sin().sum(), x)[0], grad_of(conv(x, graph).sin().sum(), x)[0])
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_autocast_leaves_precisions_as_they_are(dropout: float) -> None:
+    """Or products of tokens, and what is summed of them, would have two."""
+    graph = make([7, 1, 13], 4, is_causal=True)
+    rowptr, col, ptrs, grain, is_causal = rows(graph)
+    parts = torch.randn(3, 2, 21, 8, generator=torch.Generator().manual_seed(0)).requires_grad_().unbind()
+    bias = torch.randn(col.numel(), grain, grain, requires_grad=True)
+
+    def attend() -> Tensor:
+        return block_attention(*parts, rowptr, col, ptrs, grain, is_causal, bias, 0.5, dropout, 3)[0]
+
+    wanted = attend()
+    grads = grad_of(wanted.square().sum(), (*parts, bias))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = attend()
+        assert torch.equal(found, wanted)
+        for mine, theirs in zip(grad_of(found.square().sum(), (*parts, bias)), grads, strict=True):
+            assert torch.equal(mine, theirs)
+
+
+# ------------------------------------------------------------------ looked at with the model they were drawn from
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_model_over_blocks_says_what_tokens_may_expect(is_causal: bool) -> None:
+    """Plots, statistics and networkx take it as if each token had the memberships of its block."""
+    random, ptr = torch.Generator().manual_seed(0), torch.tensor([0, 3, 5])
+    y, z = torch.rand(2, 2, 5, 4, generator=random) / 2
+    over = SBM(y, z, torch.rand(2, 4, 4, generator=random) / 1.2, ptr, ptr, is_causal=is_causal)
+    graph = BlockGraph(sample_edges(over, seed=0), 4, query_ptr=torch.tensor([0, 10, 17]))
+    block = torch.tensor([0] * 4 + [1] * 4 + [2] * 2 + [3] * 4 + [4] * 3)
+    offsets = graph.query_ptr
+    tokens = SBM(y[:, block], z[:, block], over.block_matrix, offsets, offsets, is_causal=is_causal)
+    expanded = graph.expand_tokens()
+    for draw in (plots.plot_mask, plots.plot_blocks):
+        found, wanted = (draw(*each, sequence=1, head=1) for each in ((graph, over), (expanded, tokens)))
+        for mine, theirs in zip(found.axes, wanted.axes, strict=True):
+            assert mine.get_title() == theirs.get_title()
+            for image, peer in zip(mine.images, theirs.images, strict=True):
+                assert_close(torch.tensor(image.get_array()), torch.tensor(peer.get_array()))
+    modularity = graph_statistics(graph, blocks=over, spectral_gap=False).modularity
+    assert torch.equal(modularity, graph_statistics(expanded, blocks=tokens, spectral_gap=False).modularity)
+    for head in (0, "all"):
+        found, wanted = (to_networkx(each, 0, head, sbm=sbm) for each, sbm in ((graph, over), (expanded, tokens)))
+        assert dict(found.nodes(data=True)) == dict(wanted.nodes(data=True))
+        assert {edge[:-1] for edge in found.edges(data=True)} == {edge[:-1] for edge in wanted.edges(data=True)}
+        for *ends, data in found.edges(data=True, **({"keys": True} if head == "all" else {})):
+            assert data["probability"] == pytest.approx(wanted.edges[tuple(ends)]["probability"], rel=1e-6)

@@ -31,7 +31,7 @@ from examples.lra.data.tasks import TASKS, Task
 from examples.lra.model import Classifier
 from examples.lra.settings import BASELINES
 from examples.lra.train import block_model, open_run
-from sbm_pyg import analysis, patterns, plots
+from sbm_pyg import SBM, AttentionGraph, Choice, analysis, patterns, plots
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,6 +143,14 @@ def structure(module: Classifier, split: Split, examples: np.ndarray) -> Iterato
     yield table(["", *found], rows)
 
 
+def expectation(choice: Choice) -> AttentionGraph | SBM | None:
+    """What a sampled graph is expected to be: its model, or, over blocks of tokens, the pairs of blocks with p > 0.5."""
+    model = block_model(choice)
+    if model is None or choice.graph.grain == 1:
+        return model
+    return choice.graph.with_blocks(analysis.expected_graph(model))
+
+
 def universality(module: Classifier, split: Split, examples: np.ndarray, limit: float) -> Iterator[str]:
     """The three conditions for each layer and for the stack, on samples, on samples with self-loops, and on expectations."""
     yield title("Conditions of universal approximation")
@@ -160,7 +168,7 @@ def universality(module: Classifier, split: Split, examples: np.ndarray, limit: 
             for name, kind in (("sampled", graphs), ("sampled, self-loops added", looped)):
                 sets |= {f"layer {layer}, {name}": [graph] for layer, graph in enumerate(kind)}
                 sets[f"stack, {name}"] = [*kind]
-            if all(expected := [block_model(choice) for choice in side]):
+            if all(expected := [expectation(choice) for choice in side]):
                 sets["stack, expected"] = expected
             for name, members in sets.items():
                 found.setdefault(name, []).append(analysis.universality(members, time_limit=limit))

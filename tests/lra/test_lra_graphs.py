@@ -25,7 +25,7 @@ from examples.lra.data.prepare import splits_digest
 from examples.lra.data.tasks import TASKS
 from examples.lra.model import Classifier
 from examples.lra.settings import PRESETS, Plan, parse
-from sbm_pyg import plots
+from sbm_pyg import analysis, plots
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]  # Lightning's own
 
@@ -68,6 +68,28 @@ def test_report_has_figures_and_tables(run: Path, capsys: pytest.CaptureFixture[
         assert words in page
     assert "http" not in page  # it needs no other file
     assert not list(run.glob("*.partial"))
+
+
+def test_the_report_on_graphs_of_blocks_counts_tokens(
+    run: Path, tmp_path: Path, untrained: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = untrained(tmp_path / "blocks", Path(str(Plan.read(run / "settings.json").data)), seed=3, grain=4)
+    seen: list[int] = []
+    universality = analysis.universality
+
+    def watched(*given: Any, **options: Any) -> analysis.Universality:
+        report = universality(*given, **options)
+        seen.append(report.num_tokens)
+        return report
+
+    monkeypatch.setattr(analysis, "universality", watched)
+    page = main(["graphs", "--run", str(folder), "--examples", "12", "--structure", "1"]).read_text()
+    assert "stack, expected" in page
+    assert len({*seen}) == 1
+    assert seen[0] >= 8  # no list is shorter, and none has more than six blocks
+    _, module, splits = train.open_run(folder)
+    train.draw_masks(folder, module, splits["test"])
+    assert len([*folder.glob("mask-layer*.png")]) == 4
 
 
 def test_graphs_are_those_of_the_trainer(run: Path) -> None:
