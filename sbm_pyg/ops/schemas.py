@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.library import CustomOpDef
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import register_flop_formula
 
 from . import blocks, cpu, cuda, flops, reference, samplers
@@ -23,7 +22,7 @@ def _as_given(call: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(call)
     def computed(*arguments: Any, **options: Any) -> Any:
-        kind = next(x.device.type for x in tree_leaves((arguments, options)) if isinstance(x, Tensor))
+        kind = next(x.device.type for x in (*arguments, *options.values()) if isinstance(x, Tensor))
         if not torch.is_autocast_enabled(kind):
             return call(*arguments, **options)
         with torch.autocast(kind, enabled=False):
