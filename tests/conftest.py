@@ -35,6 +35,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 SAMPLES = Path(os.environ.get("SBM_PYG_DATA", Path(__file__).parents[2] / "shared" / "data"))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _small_work_is_shared_out() -> None:
+    """Test cases are small, and threads are tested by them."""
+    from sbm_pyg.ops import threads
+
+    threads.LEAST = 1
+
+
 @pytest.fixture
 def sample() -> Callable[..., Path]:
     """Finds a file or folder of the sample data, which hold the parts named; skips the test where one is missing."""

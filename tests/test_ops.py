@@ -22,7 +22,7 @@ from problems import GRAPHS, random_graph, reference_attention
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from sbm_pyg import AttentionGraph, ops
+from sbm_pyg import SBM, AttentionGraph, ops, sample_edges
 from sbm_pyg.ops import blocks as blocks_reference
 from sbm_pyg.ops import checks, reference, samplers, words
 from sbm_pyg.ops import threads as workers
@@ -1019,6 +1019,26 @@ def test_results_do_not_depend_on_the_number_of_threads() -> None:
     for one, two in zip(*results, strict=True):
         torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-5)
     assert torch.equal(results[0][0], results[1][0])
+
+
+def test_small_work_is_left_to_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is done before another thread has woken up."""
+    monkeypatch.setattr(workers, "LEAST", 2**18)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    assert [workers.worth(2**18 * pieces, 3) for pieces in (0, 1, 2, 100)] == [1, 1, 2, 12]
+    seen: list[int] = []
+    monkeypatch.setattr(workers, "_on_team", lambda work, threads: seen.append(threads))
+
+    def attend_over(graph: AttentionGraph) -> None:
+        leaves = tensors(graph, 16, 16, False, False, torch.float32)
+        gradients(attend(leaves, graph, "score", 0.0)[0], leaves)
+
+    attend_over(random_graph(2, 60, 60, 0.2))
+    sample_edges(SBM(*torch.full((2, 2, 60, 3), 0.1), torch.ones(2, 3, 3)), seed=0)
+    assert max(seen) == 1
+    seen.clear()
+    attend_over(random_graph(2, 400, 400, 0.5))
+    assert seen == [4, 4]
 
 
 @pytest.mark.parametrize(("edges_per_key", "same"), [(16, True), (100, False)])

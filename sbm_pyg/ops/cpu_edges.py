@@ -44,7 +44,7 @@ from .simd import (
     store16,
     total,
 )
-from .threads import kernel, run, split
+from .threads import kernel, run, split, worth
 
 STRIP = 512  # edges of a row between two looks at its maximum
 DROPOUT = words.DROPOUT << 24
@@ -303,19 +303,14 @@ def _dot_backward(width):
 # ------------------------------------------------------------------ memory and work
 
 
-def _pieces(rowptr: np.ndarray) -> list[tuple[int, int]]:
-    """Rows for forward work, a few pieces for each thread."""
-    return split(rowptr, 3 * torch.get_num_threads())
-
-
-def _units(rowptr: np.ndarray, heads: int, keys: int) -> list[tuple[int, int, int]]:
+def _units(rowptr: np.ndarray, heads: int, keys: int, threads: int) -> list[tuple[int, int, int]]:
     """Rows for backward work: ``(begin, end, unit)``, largest first; unit h is of head h, and so are those that
     :func:`_summed` adds to it.
 
     Each unit has sums for keys of its own, which cost time and memory. So a head is one unit if that keeps all threads
     busy, and as many as needed otherwise, as long as there are many more edges than keys.
     """
-    rows, threads = (len(rowptr) - 1) // max(heads, 1), torch.get_num_threads()
+    rows = (len(rowptr) - 1) // max(heads, 1)
     sizes = [int(rowptr[(head + 1) * rows] - rowptr[head * rows]) for head in range(heads)]
     for refine in (1, 2, 4):
         goal = max(sum(sizes) / (refine * threads), 16 * keys, 1)
@@ -382,7 +377,8 @@ def edge_dot(query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor) -> Tensor:
         tokens,
         out,
     )
-    run(_dot(q.shape[1]), [(*piece, *arguments) for piece in _pieces(offsets)])
+    pieces = split(offsets, worth(tokens.size * q.shape[1], 3))
+    run(_dot(q.shape[1]), [(*piece, *arguments) for piece in pieces])
     return torch.from_numpy(out).to(query.dtype)
 
 
@@ -391,7 +387,8 @@ def edge_dot_backward(
 ) -> tuple[Tensor, Tensor]:
     q, k = (padded(x, query) for x in (query, key))
     offsets, tokens = (x.contiguous().numpy() for x in (rowptr, col))
-    units = _units(offsets, query.shape[0], key.shape[1])
+    threads = worth(2 * tokens.size * q.shape[1])
+    units = _units(offsets, query.shape[0], key.shape[1], threads)
     dquery = torch.from_numpy(q).new_empty((*query.shape[:2], q.shape[1]))
     dkey = dquery.new_empty((len(units), key.shape[1], k.shape[1]))
     arguments = (
@@ -399,7 +396,7 @@ def edge_dot_backward(
         q, k, offsets, tokens,
         need_query, need_key, dquery.view(-1).numpy(), dkey.view(-1).numpy(),
     )  # fmt: skip
-    run(_dot_backward(q.shape[1]), [(*unit, *arguments) for unit in units])
+    run(_dot_backward(q.shape[1]), [(*unit, *arguments) for unit in units], threads)
     return cut(dquery, query), cut(_summed(dkey, units, *query.shape[:2]), key)
 
 
@@ -418,7 +415,8 @@ def edge_attention(
         gate is not None and gate_form == "weight", *_chances(query, key, dropout, seed, q.dtype),
         out.view(-1).numpy(), tops.view(-1).numpy(), norms.view(-1).numpy(),
     )  # fmt: skip
-    run(_attention(q.shape[1], v.shape[1]), [(*piece, *arguments) for piece in _pieces(offsets)])
+    pieces = split(offsets, worth(tokens.size * (q.shape[1] + v.shape[1]), 3))
+    run(_attention(q.shape[1], v.shape[1]), [(*piece, *arguments) for piece in pieces])
     return cut(out, value), norms.log_().add_(tops)
 
 
@@ -429,7 +427,8 @@ def edge_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     q, k, v = (padded(x, query) for x in (query, key, value))
     offsets, tokens = (x.contiguous().numpy() for x in (rowptr, col))
-    units = _units(offsets, query.shape[0], key.shape[1])
+    threads = worth(3 * tokens.size * (q.shape[1] + v.shape[1]))
+    units = _units(offsets, query.shape[0], key.shape[1], threads)
     tiles = _tiles(offsets, key.shape[1], 2 * k.itemsize * (k.shape[1] + v.shape[1]))
     dquery = torch.from_numpy(q).new_empty((*query.shape[:2], q.shape[1]))
     dkey, dvalue = (dquery.new_empty((len(units), key.shape[1], x.shape[1])) for x in (k, v))
@@ -449,7 +448,7 @@ def edge_attention_backward(
     def work(*arguments):  # numpy backs large arrays with huge pages, malloc does not
         _attention_backward(k.shape[1], v.shape[1])(np.empty(room, q.dtype), *arguments)
 
-    run(work, [(*unit, *arguments) for unit in units])
+    run(work, [(*unit, *arguments) for unit in units], threads)
     return (
         cut(dquery, query),
         cut(_summed(dkey, units, *query.shape[:2]), key),

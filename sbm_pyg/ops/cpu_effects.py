@@ -33,7 +33,7 @@ from .simd import (
     total,
     where_above,
 )
-from .threads import kernel, run, split
+from .threads import kernel, run, split, worth
 
 
 @cache
@@ -166,6 +166,7 @@ def edge_effect(
         wide(probe_bias, query), q.dtype.type(scale), r, z, wide(chance, query), q.dtype.type(exploration), out,
         probe_out,
     )  # fmt: skip
-    pieces = split(offsets + probe_offsets, 3 * torch.get_num_threads())
+    steps = (tokens.size + probe_tokens.size) * (q.shape[1] + v.shape[1] + r.shape[1])
+    pieces = split(offsets + probe_offsets, worth(steps, 3))
     run(_effect(q.shape[1], v.shape[1], r.shape[1]), [(*piece, *arguments) for piece in pieces])
     return torch.from_numpy(out).to(query.dtype), torch.from_numpy(probe_out).to(query.dtype)

@@ -25,9 +25,10 @@ from torch import Tensor
 from .cpu_strips import wide
 from .reference import check_ptr
 from .simd import first, highest, load16, maximum, splat
-from .threads import kernel, run, split
+from .threads import kernel, run, split, worth
 
 STEPS = 100  # of root finding; halving alone takes 53
+PASSES = 16  # over a row, and more
 CLOSE = 1e-12  # a step that moves the root by this share of itself is the last
 
 # Powers: log m = 2 atanh f, and exp, by their series, highest term first; and what rounds a number to an integer.
@@ -223,7 +224,7 @@ def _work(rowptr: Tensor) -> tuple[np.ndarray, list[tuple[int, int]], int]:
     """Offsets, rows for each piece of work, and the length of the longest row."""
     offsets = rowptr.contiguous().numpy()
     longest = int(np.diff(offsets).max(initial=1))
-    return offsets, split(offsets, 3 * torch.get_num_threads()), longest
+    return offsets, split(offsets, worth(PASSES * int(offsets[-1]), 3)), longest
 
 
 def segment_entmax(src: Tensor, rowptr: Tensor, alpha: Tensor) -> Tensor:
@@ -232,7 +233,8 @@ def segment_entmax(src: Tensor, rowptr: Tensor, alpha: Tensor) -> Tensor:
     values, alphas = wide(src, src).reshape(-1), alpha.detach().double().contiguous().view(-1).numpy()
     out = torch.empty(src.shape, dtype=torch.promote_types(src.dtype, torch.float32))
     tasks = [(*piece, column) for column in range(src.shape[0]) for piece in pieces]
-    run(_entmax, [(*task, longest, values, offsets, alphas, out.view(-1).numpy()) for task in tasks])
+    rest = (longest, values, offsets, alphas, out.view(-1).numpy())
+    run(_entmax, [(*task, *rest) for task in tasks], worth(PASSES * values.size))
     return out.to(src.dtype)
 
 
@@ -245,7 +247,7 @@ def segment_entmax_backward(
     dsrc = torch.empty(out.shape, dtype=torch.promote_types(out.dtype, torch.float32))
     dalpha = torch.empty(alpha.shape if need_alpha else 0, dtype=torch.float64)
     arguments = (longest, slopes, p, offsets, alphas, need_alpha, dsrc.view(-1).numpy(), dalpha.view(-1).numpy())
-    run(_backward, [(*piece, column, *arguments) for column in range(out.shape[0]) for piece in pieces])
+    run(_backward, [(*piece, column, *arguments) for column in range(out.shape[0]) for piece in pieces], worth(p.size))
     return dsrc.to(out.dtype), dalpha.to(alpha.dtype)
 
 

@@ -13,8 +13,9 @@ from torch import Tensor
 from . import reference, samplers, words
 from .cpu_draws import philox
 from .cpu_sampling import _cuts
-from .threads import kernel, run
+from .threads import kernel, run, worth
 
+WORD = 128  # products of two numbers that take as long as a random word
 _SYSTEMATIC = words.SYSTEMATIC << 24
 
 
@@ -48,7 +49,7 @@ def sample_systematic(
     reach = reference.reach(query_ptr, key_ptr, chances.size, is_causal).numpy()
     rows = heads * chances.size
     start, counts, rowptr = np.empty(rows), np.empty(rows, np.int64), np.zeros(rows + 1, np.int64)
-    pieces = _cuts(rows, 3 * torch.get_num_threads())
+    pieces = _cuts(rows, worth(WORD * rows, 3))
     stream, word = sequence_ids.numpy() & 0xFFFFFFFF, np.uint64(seed & 0xFFFFFFFFFFFFFFFF)
     run(_starts, [(*piece, chances, batch, reach, q_ptr, stream, word, start, counts) for piece in pieces])
     np.cumsum(counts, out=rowptr[1:])

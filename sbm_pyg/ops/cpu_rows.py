@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .threads import kernel, run, split
+from .threads import kernel, run, split, worth
 
 
 @kernel
@@ -34,7 +34,7 @@ def invalid_row(rowptr: Tensor, col: Tensor, query_ptr: Tensor, key_ptr: Tensor,
     rows, keys = rowptr.numpy(), col.contiguous().numpy()
     rises = rows[0] >= 0 and rows[-1] <= keys.size and bool((rows[1:] >= rows[:-1]).all())
     # Edges can be shared out by rows that rise alone.
-    pieces = split(rows, min(3 * torch.get_num_threads(), 1 + keys.size // 2**16)) if rises else [(0, rows.size - 1)]
+    pieces = split(rows, worth(4 * keys.size, 3)) if rises else [(0, rows.size - 1)]
     found = np.full(len(pieces), rows.size, np.int64)
     run(_first, [(*piece, rows, keys, low, high, found, number) for number, piece in enumerate(pieces)])
     first = int(found.min())

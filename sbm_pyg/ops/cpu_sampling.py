@@ -18,10 +18,11 @@ from torch import Tensor
 from . import reference, samplers, tiles
 from .cpu_draws import GROUP, PANEL, by_coins, by_gaps, by_proposals, largest, product
 from .simd import at
-from .threads import kernel, run
+from .threads import kernel, run, worth
 
 _PROPOSALS, _GAPS, _COINS = samplers.PROPOSALS, samplers.GAPS, samplers.COINS
 ROUNDING = 2.0**-8  # relative error of a number in bfloat16, at most: it has eight significant bits
+EDGE = 16  # products of two numbers that take as long as an edge of a sparse row
 _LARGE_COINS = 3  # coins whose probabilities may exceed 1
 
 
@@ -262,14 +263,14 @@ def _low_precision(
     if not tiles.AVAILABLE:
         keys = key.detach().float().contiguous().numpy()
         columns = _empty((heads, panels, blocks, PANEL), np.float32)
-        run(_pack_lanes, [(head, b, keys, key_ptr, panel_ptr, columns) for head, b in spans])
+        run(_pack_lanes, [(head, b, keys, key_ptr, panel_ptr, columns) for head, b in spans], worth(keys.size))
         return query.detach().float().reshape(heads * queries, blocks).numpy(), columns.ravel(), rounding
     low_rate = torch.nn.functional.pad(
         query.detach()[:, : queries * needed].bfloat16(), (0, -blocks % tiles.DEPTH)
     ).contiguous()
     pairs = low_key[:-1].view(np.uint32).reshape(heads, key.shape[1], -1)
     columns = _empty((heads, panels, pairs.shape[2] // 16, PANEL // 16, 16, 16), np.uint32)
-    run(_pack_tiles, [(head, b, pairs, key_ptr, panel_ptr, columns) for head, b in spans])
+    run(_pack_tiles, [(head, b, pairs, key_ptr, panel_ptr, columns) for head, b in spans], worth(pairs.size))
     return low_rate.flatten(0, 1).view(torch.uint16).numpy(), columns.view(np.uint16).ravel(), 2.1 * ROUNDING + rounding
 
 
@@ -293,7 +294,7 @@ def sample_sbm(
         key.detach().to(dtype).contiguous().numpy(),
     )
     q_ptr, k_ptr = query_ptr.numpy(), key_ptr.numpy()
-    sequences, threads = q_ptr.size - 1, torch.get_num_threads()
+    sequences = q_ptr.size - 1
     batch = np.repeat(np.arange(sequences), np.diff(q_ptr))
     reach = reference.reach(query_ptr, key_ptr, queries, is_causal).numpy()
     width = -(-blocks // 32) * 32
@@ -302,12 +303,13 @@ def sample_sbm(
     low_key = _empty((heads * key.shape[1] + 1, width), np.uint16)  # one row more than there are keys: see `by_gaps`
     bits = keys.astype(np.float32, copy=False).view(np.uint32)
     spans = [(head, b) for head in range(heads) for b in range(sequences)]
-    run(_survey, [(*span, keys, bits, k_ptr, key_sum, key_max, low_key) for span in spans])
+    run(_survey, [(*span, keys, bits, k_ptr, key_sum, key_max, low_key) for span in spans], worth(4 * keys.size))
     expected, bound = np.empty((2, heads * queries))
     if is_causal:
-        run(_expect_causal, [(*span, queries, rate, keys, q_ptr, k_ptr, expected, bound) for span in spans])
+        tasks = [(*span, queries, rate, keys, q_ptr, k_ptr, expected, bound) for span in spans]
+        run(_expect_causal, tasks, worth(2 * (rate.size + keys.size)))
     else:
-        cuts = _cuts(heads * queries, threads)
+        cuts = _cuts(heads * queries, worth(2 * rate.size))
         run(_expect, [(*cut, queries, rate, batch, key_sum, key_max, expected, bound) for cut in cuts])
     row_keys = np.tile(reach, heads)
     expected += exploration * row_keys
@@ -336,6 +338,7 @@ def sample_sbm(
                 for h in range(heads)
                 for a, z in _cuts(blocks, -(-blocks // 16))
             ],
+            worth(2 * keys.size),
         )
 
     law = _Law(np.uint64(seed & 0xFFFFFFFFFFFFFFFF), method == "fastrg", exploration, clamp)
@@ -346,7 +349,8 @@ def sample_sbm(
     )  # fmt: skip
     counts = np.zeros(heads * queries, np.int64)
     likely = np.minimum(expected, row_keys)
-    pieces = _cuts(heads * queries, min(8 * threads, 1 + int(likely.sum()) // 2**14))
+    steps = EDGE * int(likely.sum()) + blocks // 4 * int(row_keys[way >= _COINS].sum())
+    pieces = _cuts(heads * queries, worth(steps, 8))
     found: list[list[np.ndarray]] = [[] for _ in pieces]
 
     def rows(first: int, last: int, buffers: list[np.ndarray]) -> None:

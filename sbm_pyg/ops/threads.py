@@ -33,6 +33,9 @@ from numba.core import event
 
 log = logging.getLogger("sbm_pyg")
 
+LEAST = 2**18
+"""Products of two numbers in a piece of work: some fifty microseconds' worth."""
+
 _TeamMember = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _fork_team = getattr(ctypes.CDLL(None), "GOMP_parallel", None) if os.name == "posix" else None
 if _fork_team is not None:
@@ -82,8 +85,19 @@ def _sources() -> str:
     return digest.hexdigest()
 
 
-def run(function: Callable, tasks: Sequence[tuple]) -> None:
-    """Call ``function(*task)`` for every task, on ``torch.get_num_threads()`` threads of which the caller is one.
+def worth(steps: int, each: int = 1) -> int:
+    """How many pieces of work are worth making: ``each`` for a thread, and none so small that it is done before another
+    thread has woken up.
+
+    Args:
+        steps: About how many products of two numbers the whole work takes.
+        each: Pieces for each thread.
+    """
+    return max(1, min(each * torch.get_num_threads(), steps // LEAST))
+
+
+def run(function: Callable, tasks: Sequence[tuple], threads: int | None = None) -> None:
+    """Call ``function(*task)`` for every task, on so many threads of which the caller is one; None: all of torch's.
 
     Tasks are taken in order by whichever thread is free, so results must not depend on who runs which. Safe in forked
     children and from several python threads at once. The first exception of a task is raised here.
@@ -102,7 +116,7 @@ def run(function: Callable, tasks: Sequence[tuple]) -> None:
             todo.clear()
             failures.append(failure)
 
-    threads = min(torch.get_num_threads(), len(todo))
+    threads = min(threads or torch.get_num_threads(), len(todo))
     if not _on_team(work, threads):
         futures = [_threads().submit(work) for _ in range(threads - 1)]
         work()
