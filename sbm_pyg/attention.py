@@ -336,6 +336,9 @@ class SBMAttentionConv(AttentionConv):
             :class:`~sbm_pyg.BlockGraph`; see :class:`~sbm_pyg.SBMSource`. ``probes`` and ``budget`` count tokens.
         pool: What makes a vector of the tokens of a block: ``"mean"`` or ``"learned"``, a mean whose weights learn
             (:class:`~sbm_pyg.BlockPool`).
+        detach: The block model sends no gradient to queries and keys, which then learn from attention alone. With
+            ``"distill"`` they else learn to be foretold, too; where little else moves them, that is all they learn
+            (docs/learning.md).
         **kwargs: Of :class:`AttentionConv`: ``concat``, ``bias``, ``is_causal``, ``normalizer``, ``score_bias``,
             ``dropout``.
 
@@ -372,6 +375,7 @@ class SBMAttentionConv(AttentionConv):
         window: int | None = None,
         grain: int = 1,
         pool: str = "mean",
+        detach: bool = False,
         **kwargs: Any,
     ) -> None:
         checks.one_of("method", method, METHODS)
@@ -392,7 +396,7 @@ class SBMAttentionConv(AttentionConv):
             head = SBMHead(self.out_channels, self.heads, num_blocks, **(sbm_options or {}))
             self.source = SBMSource(
                 head, method=method, exploration=exploration, budget=budget, share=share, self_loops=self_loops,
-                window=window, grain=grain, pool=pooled,
+                window=window, grain=grain, pool=pooled, detach=detach,
             )  # fmt: skip
 
     @property

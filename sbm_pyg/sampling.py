@@ -164,6 +164,7 @@ class SBMSource(GraphSource):
             each block always attends to itself.
         pool: What makes a vector of the tokens of a block: ``"mean"``, or a module such as
             :class:`~sbm_pyg.BlockPool`.
+        detach: No gradient goes on from the model to queries and keys, which then learn from attention alone.
 
     Raises:
         TypeError, ValueError: An argument has the wrong type or range.
@@ -188,6 +189,7 @@ class SBMSource(GraphSource):
         window: int | None = None,
         grain: int = 1,
         pool: torch.nn.Module | str = "mean",
+        detach: bool = False,
     ) -> None:
         super().__init__()
         if not isinstance(head, torch.nn.Module):
@@ -204,6 +206,8 @@ class SBMSource(GraphSource):
         if pool != "mean" and not isinstance(pool, torch.nn.Module):
             raise TypeError(f"Expected 'pool' to be 'mean' or a module (got {pool!r}). `BlockPool` is one.")
         self.grain = ops.checks.integer("grain", grain, 1, "It is a number of tokens.")
+        ops.checks.flag("detach", detach, "It says whether the model sends no gradient to queries and keys.")
+        self.detach = detach
         self.pool = pool if isinstance(pool, torch.nn.Module) else None
         self.head, self.method, self.exploration, self.budget = head, method, exploration, budget
         self.self_loops, self.window = self_loops, window
@@ -248,6 +252,8 @@ class SBMSource(GraphSource):
         sequence_ids: Tensor | None = None,
     ) -> Choice:
         """As :meth:`GraphSource.forward`."""
+        if self.detach:
+            query, key = query.detach(), key.detach()
         if self.grain == 1:
             return self._choose(self.head(query, key, query_ptr, key_ptr), bipartite, is_causal, seed, sequence_ids)
         same = not bipartite and key_ptr.shape == query_ptr.shape
@@ -315,6 +321,7 @@ class SBMSource(GraphSource):
         """Its options."""
         parts = {"method": self.method, "exploration": self.exploration, "budget": self.budget, "share": self.share}
         parts |= {"window": self.window} | ({"grain": self.grain} if self.grain > 1 else {})
+        parts |= {"detach": True} if self.detach else {}
         return ", ".join(f"{name}={value!r}" for name, value in parts.items())
 
 

@@ -901,6 +901,7 @@ def _sbm_source(d: Draw) -> Case:
         "window": d.maybe(1),
         "grain": d.randint(1, 4),
         "pool": "mean",
+        "detach": d.random() < 0.5,
     }
     return Case(
         SBMSource, arguments, lambda result, head, **_: expect(result.head is head, "another head"), free=("head",)

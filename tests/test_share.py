@@ -341,3 +341,23 @@ def test_shares_fall_while_the_loss_is_low_and_go_on_from_a_state() -> None:
         ShareSchedule(SequenceEncoder(9, 8, attention="full"), final=0.5, threshold=0.1)
     with pytest.raises(TypeError, match="Expected 'model' to be a module"):
         ShareSchedule(cast(Any, None), final=0.5, threshold=0.1)
+
+
+@pytest.mark.parametrize("grain", [1, 4])
+@pytest.mark.parametrize("estimator", ["distill", "local"])
+def test_a_detached_model_leaves_queries_and_keys_to_attention(estimator: str, grain: int) -> None:
+    """What learns queries and keys is what would over a given graph; what learns the model is what it was."""
+    x, ptr, grads = draw(1, 20, 8).float(), torch.tensor([0, 8, 20]), []
+    for detach in (False, True):
+        torch.manual_seed(0)
+        options = {"num_blocks": 4, "estimator": estimator, "window": 1, "grain": grain, "detach": detach}
+        layer = SBMAttentionConv(8, 4, 2, **cast(Any, options))
+        out, graph = layer(x, ptr=ptr, seed=3, return_graph=True)
+        out.square().sum().backward()
+        grads.append({name: parameter.grad for name, parameter in layer.named_parameters()})
+    given = torch.autograd.grad(layer(x, graph).square().sum(), [layer.lin_query.weight, layer.lin_key.weight])
+    for name, wanted in zip(("lin_query.weight", "lin_key.weight"), given, strict=True):
+        torch.testing.assert_close(grads[1][name], wanted)
+        assert (grads[0][name] - wanted).norm() > 1e-4 * wanted.norm()
+    for name in (name for name in grads[0] if name.startswith("source")):
+        torch.testing.assert_close(grads[0][name], grads[1][name])

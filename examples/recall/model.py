@@ -58,6 +58,7 @@ SBM_OPTIONS: dict[str, Any] = {
     "degree_corrected": 0,
     "bias": 0,  # blocks of a DCMM bias over the sampled edges
     "grain": 1,  # tokens of a block
+    "detach": 0,  # 1: the block model sends no gradient to queries and keys
     "control": "schedule",  # how shares of the keys reach the density; "share": they have it from the start; "none": no share
 }
 DCMM_OPTIONS: dict[str, Any] = {
@@ -183,6 +184,7 @@ def make_attention(method: str, channels: int, heads: int, density: float, optio
     head = {name: options[name] for name in ("parameterization", "cluster_init", "groups")}
     head["degree_corrected"] = bool(options["degree_corrected"])
     rest = {name: options[name] for name in ("num_blocks", "estimator", "probes", "grain")}
+    rest["detach"] = bool(options["detach"])
     rest["score_bias"] = DCMMBias(width, heads, options["bias"], entropy_weight=0.1) if options["bias"] else None
     window = options.get("window", 0)
     return SBMAttentionConv(channels, width, heads, sbm_options=head, window=window, is_causal=True, **rest)
