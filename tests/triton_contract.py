@@ -247,7 +247,7 @@ def test_graphs_are_those_of_plain_torch(
     assert len(col) > 4
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_graphs_of_any_type_and_strides(dtype: torch.dtype, way: str) -> None:
     random = torch.Generator().manual_seed(6)
     y, z = (torch.rand(17, n, 3, generator=random).div(4).to(dtype).permute(2, 1, 0) for n in (3, 75))
@@ -255,8 +255,7 @@ def test_graphs_of_any_type_and_strides(dtype: torch.dtype, way: str) -> None:
     agree(y, z, *ptrs, torch.tensor([1, 0]), 7, "bernoulli", 0.01, True, False)
 
 
-@pytest.mark.parametrize("scale", [2**-1, 2**-5])
-@pytest.mark.parametrize("part", [0.98, 1.02])
+@pytest.mark.parametrize(("scale", "part"), [(2**-1, 0.98), (2**-5, 1.02)])
 def test_numbers_that_half_precision_rounds_the_most(scale: float, part: float, way: str) -> None:
     rate, member = (torch.full((1, count, 1), 1 + part * 2.0**-8) for count in (3, 200))
     ptrs = (torch.tensor([0, count]) for count in (3, 200))
@@ -269,7 +268,8 @@ def test_rows_of_all_ways_in_one_batch(is_causal: bool) -> None:
     y, z, _, key_ptr, streams, *law = model("all", 2, 600, 2)
     given = (y[:, :6], z, torch.tensor([0, 3, 6]), key_ptr, streams, *law[:-1], is_causal)
     sizes = (given[0].double() @ part[:, :, None].double() for part in (z[:, :600].sum(1), z[:, :600].amax(1)))
-    ways = samplers.plan_rows(*(x.flatten() for x in sizes), 600, "bernoulli")[1]
+    expected, bound = (x.flatten() for x in sizes)
+    ways = samplers.plan_rows(expected, bound, 600, "bernoulli")[1]
     assert {*ways.tolist()} == {samplers.PROPOSALS, samplers.GAPS, samplers.COINS}
     agree(*given)
 
@@ -396,7 +396,7 @@ def test_attention_asks_for_nothing_but_kernels_and_memory(kernels: Kernels) -> 
     assert kernels.waits == waits
 
 
-@pytest.mark.parametrize(("is_causal", "most"), [(False, 203), (True, 211)])
+@pytest.mark.parametrize(("is_causal", "most"), [(False, 193), (True, 197)])
 def test_a_training_step_takes_few_launches(is_causal: bool, most: int, kernels: Kernels) -> None:
     """Of the default layer. Most are for projections and their gradients."""
     torch.manual_seed(0)

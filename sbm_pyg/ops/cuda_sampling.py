@@ -219,7 +219,7 @@ def _plan(
         gaps = bound * room * real(gap_cost, tl.float64)
         few = (bound <= sure) & (proposals == proposals) & (gaps == gaps) & ((gaps < room) | (proposals < room))
         way = tl.where(few, tl.where(gaps <= proposals, _GAPS, _PROPOSALS), _COINS)
-        factor = tl.where(way == _GAPS, 1 / tl.where(steps == 0, -1e-300, steps), stretch)
+        factor = tl.where(way == _GAPS, 1 / steps, stretch)
     sound = expected < float("inf")
     segments = tl.num_programs(1) * queries
     tl.store(tasks + row, 4 * sequence + tl.where(sound, way, 3), mask=there)
