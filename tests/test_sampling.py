@@ -512,6 +512,15 @@ def test_numbers_that_bfloat16_rounds_the_most_are_drawn_like_all_others(scale: 
 
 
 @pytest.mark.parametrize("sample", [ops.sample_sbm, samplers.sample_sbm])
+def test_queries_without_keys_beside_rows_that_toss_no_coin(sample: Any) -> None:
+    rate, member = torch.full((1, 43, 1), 0.001), torch.ones(1, 900, 1)
+    ptrs, streams = (torch.tensor([0, 3, 43]), torch.tensor([0, 0, 900])), torch.tensor([0, 1])
+    rowptr, _ = sample(rate, member, *ptrs, streams, 0, "bernoulli", 0.0, False, False)
+    assert rowptr[3] == 0
+    assert rowptr[43] > 0
+
+
+@pytest.mark.parametrize("sample", [ops.sample_sbm, samplers.sample_sbm])
 def test_rates_that_are_no_numbers(sample: Any) -> None:
     ptr, stream = torch.tensor([0, 3]), torch.tensor([0])
     for value in (math.nan, math.inf):

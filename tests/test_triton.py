@@ -38,9 +38,12 @@ from examples.benchmarks.compile_kernels import compile_all
 rows = [*compile_all([100, 256], ["bfloat16"]), *compile_all([64, 512], ["float32", "float64"], [90])]
 print(*sorted({row["kernel"] for row in rows}))
 print(*(row for row in rows if row["spilled"]), sep="\\n")
-print(*(row for row in rows if row["kernel"] in ("_start", "_step") and row["fused"]), sep="\\n")
+print(*(row for row in rows if row["kernel"] in ("_start", "_step", "_panels", "_join") and row["fused"]), sep="\\n")
 """
-KERNELS = "_attention _attention_backward _dot _effect _entmax _entmax_backward _fill _gather _measure _start _step"
+KERNELS = (
+    "_attention _attention_backward _coins _dot _effect _entmax _entmax_backward _fill _gaps _gather _join _measure "
+    "_panels _plan _proposals _start _step"
+)
 
 
 @needs_triton

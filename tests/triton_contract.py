@@ -20,14 +20,17 @@ import test_estimators
 import test_ops
 import torch
 from problems import GRAPHS, random_graph
-from test_launches import PlainTorch
+from test_launches import PlainTorch, model
 
 from sbm_pyg import SBMAttentionConv, ops
 from sbm_pyg.ops import cuda, reference, samplers
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1"
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy's, of infinities and NaN
-MODULES = [import_module(f"sbm_pyg.ops.{name}") for name in ("cuda_rows", *sorted({*cuda.MODULES.values()}))]
+MODULES_BY_NAME = {
+    name: import_module(f"sbm_pyg.ops.{name}") for name in ("cuda_rows", *sorted({*cuda.MODULES.values()}))
+}
+MODULES = [*MODULES_BY_NAME.values()]
 SMALL = [name for name in GRAPHS if "1000" not in name]
 
 
@@ -200,6 +203,140 @@ def test_probes_are_those_of_the_reference_to_the_bit(seed: int, is_causal: bool
         assert torch.equal(mine, wanted)
 
 
+# ------------------------------------------------------------------ graphs of a block model
+
+WAYS = {"proposals": (0.0, math.inf), "gaps": (math.inf, 0.0), "coins": (math.inf, math.inf), "any": (64.0, 11.0)}
+"""What a proposal and a gap are taken to cost, by the way that rows then take."""
+
+
+def agree(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same edges as those of plain torch, which are returned."""
+    found, wanted = ops.sample_sbm(*given), samplers.sample_sbm(*given)
+    for mine, meant in zip(found, wanted, strict=True):
+        assert mine.dtype == meant.dtype
+        assert torch.equal(mine, meant)
+    return wanted
+
+
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, kernels: Kernels) -> Iterator[str]:
+    proposal_cost, gap_cost = WAYS[request.param]
+    monkeypatch.setattr(samplers, "PROPOSAL_COST", proposal_cost)
+    monkeypatch.setattr(samplers, "GAP_COST", gap_cost)
+    yield request.param
+    assert {"_panels", "_join", "_plan", "_proposals", "_coins"} <= {*kernels.started}
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(
+    ("blocks", "keys", "method", "exploration", "seed"),
+    [(6, 100, "bernoulli", 0.0, 1), (33, 150, "bernoulli", 0.0625, 2**63 - 1), (6, 100, "fastrg", 0.03125, -3)],
+)
+def test_graphs_are_those_of_plain_torch(
+    blocks: int, keys: int, method: str, exploration: float, seed: int, is_causal: bool, way: str
+) -> None:
+    """Memberships in sixteenths, whose sums are exact in any order; a sequence has no query, another no key."""
+    random = torch.Generator().manual_seed(5)
+    y = torch.randint(0, 17, (2, 14, blocks), generator=random) / 16 / (8 if blocks < 10 else 32)
+    z = torch.randint(0, 17, (2, keys, blocks), generator=random) / 16
+    y[:, ::2] /= blocks
+    y[:, 3] = 0
+    ptrs = torch.tensor([0, 5, 5, 7, 14]), torch.tensor([0, 3, 20, 20, keys])
+    streams = torch.tensor([3, 0, 9, 2**32 - 1])
+    _, col = agree(y, z, *ptrs, streams, seed, method, exploration, True, is_causal)
+    assert len(col) > 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_graphs_of_any_type_and_strides(dtype: torch.dtype, way: str) -> None:
+    random = torch.Generator().manual_seed(6)
+    y, z = (torch.rand(17, n, 3, generator=random).div(4).to(dtype).permute(2, 1, 0) for n in (3, 75))
+    ptrs = (torch.stack([x, x], 1)[:, 0] for x in (torch.tensor([0, 1, 3]), torch.tensor([0, 66, 75])))
+    agree(y, z, *ptrs, torch.tensor([1, 0]), 7, "bernoulli", 0.01, True, False)
+
+
+@pytest.mark.parametrize(("scale", "part"), [(2**-1, 0.98), (2**-5, 1.02)])
+def test_numbers_that_half_precision_rounds_the_most(scale: float, part: float, way: str) -> None:
+    rate, member = (torch.full((1, count, 1), 1 + part * 2.0**-8) for count in (3, 200))
+    ptrs = (torch.tensor([0, count]) for count in (3, 200))
+    agree(scale * rate, member, *ptrs, torch.tensor([0]), 0, "bernoulli", 0.0, False, False)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_rows_of_all_ways_in_one_batch(is_causal: bool) -> None:
+    """At the costs that decide by default. A causal row has few keys here, and tosses for them."""
+    y, z, _, key_ptr, streams, *law = model("all", 2, 600, 2)
+    given = (y[:, :6], z, torch.tensor([0, 3, 6]), key_ptr, streams, *law[:-1], is_causal)
+    sizes = (given[0].double() @ part[:, :, None].double() for part in (z[:, :600].sum(1), z[:, :600].amax(1)))
+    expected, bound = (x.flatten() for x in sizes)
+    ways = samplers.plan_rows(expected, bound, 600, "bernoulli")[1]
+    assert {*ways.tolist()} == {samplers.PROPOSALS, samplers.GAPS, samplers.COINS}
+    agree(*given)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_rows_of_many_panels_and_many_proposals(is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More panels than are joined at once, and more proposals than one Poisson count draws; rows share one scratch."""
+    monkeypatch.setattr(samplers, "PROPOSAL_COST", 0.0)
+    monkeypatch.setattr(samplers, "GAP_COST", math.inf)
+    monkeypatch.setattr(MODULES_BY_NAME["cuda_sampling"], "ROOM", 1)
+    monkeypatch.setattr(MODULES_BY_NAME["cuda_sampling"], "JOINED", 2)
+    random = torch.Generator().manual_seed(8)
+    y, z = torch.zeros(1, 160, 2), torch.randint(12, 17, (1, 160, 2), generator=random) / 16
+    y[:, -1] = 0.48
+    ptrs = torch.tensor([0, 160]), torch.tensor([0, 160])
+    rowptr, _ = agree(y, z, *ptrs, torch.tensor([0]), 3, "bernoulli", 0.0, False, is_causal)
+    assert rowptr[-1] > 100  # of about 300 proposals
+
+
+def test_a_sequence_has_its_graph_in_any_batch(way: str) -> None:
+    random = torch.Generator().manual_seed(9)
+    y, z, ptr = (
+        torch.rand(1, 9, 3, generator=random) / 4,
+        torch.rand(1, 9, 3, generator=random),
+        torch.tensor([0, 4, 9]),
+    )
+    law = (11, "bernoulli", 0.0, False, True)
+    rowptr, col = ops.sample_sbm(y, z, ptr, ptr, torch.tensor([5, 2]), *law)
+    mine, keys = ops.sample_sbm(y[:, 4:], z[:, 4:], torch.tensor([0, 5]), torch.tensor([0, 5]), torch.tensor([2]), *law)
+    assert torch.equal(mine, rowptr[4:] - rowptr[4])
+    assert torch.equal(keys + 4, col[rowptr[4] :])
+
+
+def test_graphs_that_cannot_be() -> None:
+    ptr, stream, ones = torch.tensor([0, 3]), torch.tensor([0]), torch.ones(1, 3, 2)
+    for value in (math.nan, math.inf):
+        rate = ones.index_fill(1, torch.tensor([1]), value)
+        with pytest.raises(ValueError, match="Expected 'rate' and 'member' to be finite"):
+            ops.sample_sbm(rate, ones, ptr, ptr, stream, 0, "bernoulli", 0.0, True, False)
+    with pytest.raises(ValueError, match=r"Expected edge probabilities in \[0, 1\] \(got 2\)"):
+        ops.sample_sbm(ones, ones, ptr, ptr, stream, 0, "bernoulli", 0.25, False, False)
+    assert len(agree(ones, ones, ptr, ptr, stream, 0, "bernoulli", 0.25, True, False)[1]) == 9
+    agree(ones, ones, ptr, ptr, stream, 0, "fastrg", 0.25, False, False)
+
+
+def test_models_without_blocks_keys_or_queries_take_the_reference(kernels: Kernels) -> None:
+    for queries, keys, blocks in ((2, 3, 0), (0, 3, 2), (2, 0, 2)):
+        y, z, ptrs = (
+            torch.ones(1, queries, blocks),
+            torch.ones(1, keys, blocks),
+            (torch.tensor([0, n]) for n in (queries, keys)),
+        )
+        agree(y, z, *ptrs, torch.tensor([0]), 0, "bernoulli", 0.5, False, False)
+    assert not kernels.started
+
+
+@pytest.mark.parametrize("method", ["bernoulli", "fastrg"])
+def test_sampling_takes_few_launches_and_one_wait(method: str, kernels: Kernels) -> None:
+    given = model("coins", 1, 3, 1, blocks=4)
+    before, waits = kernels.launches, kernels.waits
+    torch.ops.sbm_pyg.sample_sbm(*given[:6], method, *given[7:])
+    draws = ["_gaps", "_proposals", "_coins"] if method == "bernoulli" else ["_proposals", "_coins"]
+    assert kernels.started == ["_panels", "_join", "_plan", *draws, *draws]
+    assert kernels.launches - before == len(kernels.started) + 12
+    assert kernels.waits - waits <= 1
+
+
 # ------------------------------------------------------------------ what kernels do not take
 
 
@@ -259,14 +396,15 @@ def test_attention_asks_for_nothing_but_kernels_and_memory(kernels: Kernels) -> 
     assert kernels.waits == waits
 
 
-@pytest.mark.parametrize(("is_causal", "most"), [(False, 515), (True, 555)])
+@pytest.mark.parametrize(("is_causal", "most"), [(False, 193), (True, 197)])
 def test_a_training_step_takes_few_launches(is_causal: bool, most: int, kernels: Kernels) -> None:
-    """Of the default layer. Most are for its graph, which plain torch samples, and for projections and their gradients."""
+    """Of the default layer. Most are for projections and their gradients."""
     torch.manual_seed(0)
     conv, x = SBMAttentionConv(8, 4, heads=2, num_blocks=4, is_causal=is_causal), torch.randn(14, 8, requires_grad=True)
     ptr, launches, waits = torch.tensor([0, 5, 14]), kernels.launches, kernels.waits
     conv(x, ptr=ptr, seed=1).square().sum().backward()
     effects = ["_measure", "_measure", "_effect", *["_gather"] * 4]  # gradients of memberships, for edges and probes
-    assert kernels.started == ["_attention", "_start", "_step", *effects, *BACKWARD]
+    sampled = ["_panels", "_join", "_plan", *["_gaps", "_proposals", "_coins"] * 2]
+    assert kernels.started == [*sampled, "_attention", "_start", "_step", *effects, *BACKWARD]
     assert kernels.launches - launches <= most
     assert kernels.waits - waits <= 6

@@ -25,7 +25,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from examples.benchmarks.tables import Rows, markdown
-from sbm_pyg.ops import cuda_edges, cuda_effects, cuda_entmax, cuda_probes, cuda_rows
+from sbm_pyg.ops import cuda_edges, cuda_effects, cuda_entmax, cuda_probes, cuda_rows, cuda_sampling
 
 TARGETS = (80, 90, 100)
 WIDTHS = (16, 32, 64, 100, 128, 256)
@@ -45,6 +45,10 @@ def ops(width: int, dtype: torch.dtype, col: torch.dtype) -> dict[str, Callable[
         cuda_edges.edge_attention(x, x, x, *graph, edges, edges, 0.5, form, 0.1, 1)
         cuda_edges.edge_attention_backward(x, x, x, x, *graph, edges, edges, x, lse, 0.5, form, 0.1, 1, True, True)
 
+    def sampling(method: str, is_causal: bool) -> None:
+        ptr = torch.tensor([0, 4])
+        cuda_sampling.sample_sbm(x, x, ptr, ptr, ptr[:1], 1, method, 0.1, True, is_causal)
+
     return {
         "edge_dot": lambda: cuda_edges.edge_dot(x, x, *graph),
         "edge_dot, backward": lambda: cuda_edges.edge_dot_backward(edges, x, x, *graph, True, True),
@@ -53,6 +57,8 @@ def ops(width: int, dtype: torch.dtype, col: torch.dtype) -> dict[str, Callable[
         "edge_effect": lambda: cuda_effects.edge_effect(
             x, x, x, x, *graph, edges, *graph, edges, 0.5, x, x, x[0, :, 0].contiguous(), 0.1
         ),
+        "sample_sbm": lambda: sampling("bernoulli", True),
+        "sample_sbm, fastrg": lambda: sampling("fastrg", False),
     }
 
 

@@ -26,6 +26,7 @@ MODULES = {
     "edge_dot_backward": "cuda_edges",
     "edge_effect": "cuda_effects",
     "entmax_support": "cuda_entmax",
+    "sample_sbm": "cuda_sampling",
     "sample_systematic": "cuda_probes",
     "segment_entmax": "cuda_entmax",
     "segment_entmax_backward": "cuda_entmax",

@@ -1,7 +1,7 @@
 """Keys at equal distances from a random start, for CUDA devices, in Triton.
 
 In and out: the tensors of ``sample_systematic`` in :mod:`sbm_pyg.ops`, on one device. Not here: graphs of a block
-model, which plain torch samples (:mod:`.samplers`).
+model (:mod:`.cuda_sampling`).
 
 One kernel draws a word for each row and counts its keys; the counts are summed up; another kernel writes the keys.
 Arithmetic is in float64 and keeps its order. Multiplications and additions are not fused, for that would round once
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import reference, samplers, words
+from . import samplers, words
 from .cuda_rows import kernel, launch, span
 
 _SYSTEMATIC = tl.constexpr(words.SYSTEMATIC << 24)
@@ -24,36 +24,53 @@ ROWS, KEYS = 128, 64  # that a program takes at once
 # ------------------------------------------------------------------ kernels
 
 
+@triton.jit
+def _tokens(chance, query_ptr, key_ptr, query, there, sequences, CAUSAL: tl.constexpr):
+    """Sequence of queries, or of one, their places there, the keys they may attend to, and the chance of each key."""
+    low, high, size = query * 0, query * 0 + sequences, sequences
+    while size > 0:
+        middle, some = (low + high) // 2, high - low > 1
+        below = some & (tl.load(query_ptr + middle, mask=some, other=0) <= query)
+        low, high = tl.where(below, middle, low), tl.where(some & (below == 0), middle, high)
+        size //= 2
+    place = query - tl.load(query_ptr + low)
+    reach = tl.load(key_ptr + low + 1) - tl.load(key_ptr + low)
+    if CAUSAL:
+        reach = tl.minimum(reach, place + 1)
+    given = tl.load(chance + query, mask=there, other=0).to(tl.float64)
+    return low, place, reach, tl.where(given > 0, tl.where(given < 1, given, 1), 0)
+
+
 @kernel
 def _start(
-    chance, reach, batch, query_ptr, sequence_ids, start, counts, segments: tl.int64, queries: tl.int64, seed: tl.int64,
-    ROWS: tl.constexpr,
+    chance, query_ptr, key_ptr, sequence_ids, start, counts, segments: tl.int64, queries: tl.int64, sequences: tl.int64,
+    seed: tl.int64, CAUSAL: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Where each row starts, as a part of its distance, and its number of keys."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     there, query = row < segments, row % queries
-    sequence = tl.load(batch + query, mask=there, other=0)
-    place = query - tl.load(query_ptr + sequence, mask=there, other=0)
-    stream = tl.load(sequence_ids + sequence, mask=there, other=0)
+    sequence, place, reach, share = _tokens(chance, query_ptr, key_ptr, query, there, sequences, CAUSAL)
+    stream = tl.load(sequence_ids + sequence)
     head = (row // queries).to(tl.uint32) | _SYSTEMATIC
     word = tl.philox(seed, place.to(tl.uint32) * 0, place.to(tl.uint32), stream.to(tl.uint32), head)[0]
     part = word.to(tl.float64) / 4294967296.0
-    wanted = tl.load(reach + query, mask=there, other=0).to(tl.float64) * tl.load(chance + query, mask=there, other=0)
     tl.store(start + row, part, mask=there)
-    tl.store(counts + row, tl.maximum(tl.ceil(wanted - part), 0).to(tl.int64), mask=there)
+    tl.store(counts + row + 1, tl.maximum(tl.ceil(reach.to(tl.float64) * share - part), 0).to(tl.int64), mask=there)
 
 
 @kernel
-def _step(chance, reach, batch, key_ptr, start, rowptr, col, queries: tl.int64, KEYS: tl.constexpr):
+def _step(
+    chance, query_ptr, key_ptr, start, rowptr, col, queries: tl.int64, sequences: tl.int64, CAUSAL: tl.constexpr,
+    KEYS: tl.constexpr,
+):  # fmt: skip
     """The keys of each row."""
     row, _none, first, stop = span(rowptr, queries, 0)
-    query = row % queries
-    shift, most = tl.load(key_ptr + tl.load(batch + query)), tl.load(reach + query) - 1
-    part, spacing = tl.load(start + row), 1.0 / tl.load(chance + query)
+    sequence, _place, reach, share = _tokens(chance, query_ptr, key_ptr, row % queries, True, sequences, CAUSAL)
+    shift, part, spacing = tl.load(key_ptr + sequence), tl.load(start + row), 1.0 / share
     for begin in range(first, stop, KEYS):
         edge = begin + tl.arange(0, KEYS)
         key = (((edge - first).to(tl.float64) + part) * spacing).to(tl.int64)
-        tl.store(col + edge, (shift + tl.minimum(key, most)).to(tl.int32), mask=edge < stop)
+        tl.store(col + edge, (shift + tl.minimum(key, reach - 1)).to(tl.int32), mask=edge < stop)
 
 
 # ------------------------------------------------------------------ the op
@@ -62,33 +79,22 @@ def _step(chance, reach, batch, key_ptr, start, rowptr, col, queries: tl.int64, 
 def sample_systematic(
     chance: Tensor, query_ptr: Tensor, key_ptr: Tensor, sequence_ids: Tensor, heads: int, seed: int, is_causal: bool
 ) -> tuple[Tensor, Tensor]:
-    chance = samplers.cut_chance(chance).contiguous()
-    queries, device = chance.numel(), chance.device
-    batch = torch.repeat_interleave(query_ptr.diff(), output_size=queries)
-    reach = reference.reach(query_ptr, key_ptr, queries, is_causal)
-    start = torch.empty(heads * queries, dtype=torch.float64, device=device)
-    counts, exact = torch.empty_like(start, dtype=torch.int64), {"num_warps": 1, "enable_fp_fusion": False}
-    given = (x.contiguous() for x in (query_ptr, sequence_ids))
+    rows, queries, sequences = heads * chance.numel(), chance.numel(), query_ptr.numel() - 1
+    chance, query_ptr, key_ptr, sequence_ids = (
+        x.detach().contiguous() for x in (chance, query_ptr, key_ptr, sequence_ids)
+    )
+    start = chance.new_empty(rows, dtype=torch.float64)
+    counts, exact = query_ptr.new_zeros(rows + 1), {"num_warps": 1, "enable_fp_fusion": False}
     launch(
-        _start, triton.cdiv(start.numel(), ROWS), chance, reach, batch, *given, start, counts, start.numel(), queries,
-        seed, ROWS=ROWS, **exact,
+        _start, triton.cdiv(rows, ROWS), chance, query_ptr, key_ptr, sequence_ids, start, counts, rows, queries,
+        sequences, seed, CAUSAL=is_causal, ROWS=ROWS, **exact,
     )  # fmt: skip
-    rowptr = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+    rowptr = counts.cumsum(0)
     num_keys, num_edges = torch.stack([key_ptr[-1], rowptr[-1]]).tolist()
     samplers.check_keys(num_keys)
-    col = torch.empty(num_edges, dtype=torch.int32, device=device)
+    col = query_ptr.new_empty(num_edges, dtype=torch.int32)
     launch(
-        _step,
-        start.numel(),
-        chance,
-        reach,
-        batch,
-        key_ptr.contiguous(),
-        start,
-        rowptr,
-        col,
-        queries,
-        KEYS=KEYS,
+        _step, rows, chance, query_ptr, key_ptr, start, rowptr, col, queries, sequences, CAUSAL=is_causal, KEYS=KEYS,
         **exact,
-    )
+    )  # fmt: skip
     return rowptr, col

@@ -28,8 +28,8 @@ _MIX_FIRST, _MIX_SECOND = (tl.constexpr(factor) for factor in words._MIX)
 
 # Arguments that differ from call to call, which a kernel must not be compiled for.
 VARIABLE = (
-    "count", "exploration", "grow", "keys", "least", "numbers", "probe_count", "queries", "scale", "seed", "segments",
-    "side",
+    "count", "exploration", "gap_cost", "grow", "keys", "least", "numbers", "probe_count", "proposal_cost", "queries",
+    "scale", "seed", "segments", "sequences", "side", "writing",
 )  # fmt: skip
 kernel = triton.jit(do_not_specialize=VARIABLE)
 

@@ -225,7 +225,7 @@ def _sample_rows(model: _Model, rows: _Rows, law: _Law, spare: int = 1) -> list[
         return [edge for half in halves for edge in _sample_rows(model, half, law, spare)]
 
     order = rows.way.argsort(stable=True)
-    tiled = _tile(model, rows, law, whole, before, rank, tiles, whole_rows, tiles_sum) if whole_rows else None
+    tiled = _tile(model, rows, law, whole, before, rank, tiles, whole_rows, tiles_sum) if tiles_sum else None
     started: list[Way] = []
     if proposing:
         picked, sizes = order[:proposing], [*proposed_sums[:2], int(_enough(proposed_sums[2], spare))]
