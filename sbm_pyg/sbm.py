@@ -577,9 +577,10 @@ class SBMHead(torch.nn.Module):
                 )
             key = query
         query_gated, key_gated = GATED.get(self.parameterization, (False, False))
-        query_side = self._memberships(query, query_gated)
+        mapped = self._mapped()
+        query_side = self._memberships(query, query_gated, mapped)
         alike = key is query and key_gated == query_gated
-        key_side = query_side if alike else self._memberships(key, key_gated)
+        key_side = query_side if alike else self._memberships(key, key_gated, mapped)
         if self.parameterization == "paper":
             block = (
                 (self.clusters @ self.clusters.mT)
@@ -616,20 +617,32 @@ class SBMHead(torch.nn.Module):
         query_degree, key_degree = (each.sigmoid() for each in both)
         return query_degree, key_degree
 
-    def _memberships(self, x: Tensor, gated: bool) -> Tensor:
+    def _mapped(self) -> tuple[Tensor, Tensor] | None:
+        """The second layer and the product with the clusters as one linear map: ``[H, G k, C]`` and ``[H, G k]``.
+
+        Few clusters make it cheaply. None where someone watches or has replaced a layer, which must then be called.
+        """
+        if not _two_plain_layers(self.mlp):
+            return None
+        second = cast(torch.nn.Linear, self.mlp[2])
+        weight, bias = self.clusters @ second.weight, self.clusters @ second.bias
+        if self._divisor != 1:
+            weight, bias = weight / self._divisor, bias / self._divisor
+        return weight, bias
+
+    @property
+    def _divisor(self) -> float:
+        """What affinities are divided by; the paper has no temperature."""
+        return 1.0 if self.parameterization == "paper" else self.temperature
+
+    def _memberships(self, x: Tensor, gated: bool, mapped: tuple[Tensor, Tensor] | None) -> Tensor:
         """Memberships ``[H, N, K]``: each block of a group apart, by a sigmoid, or one among them, by a softmax."""
-        temperature, shift = self.temperature, self.shift if gated else 0.0
-        if self.parameterization == "paper":
-            temperature = 1.0
-        if not _two_plain_layers(self.mlp):  # someone watches or has replaced a layer, which must then be called
-            affinity = self.mlp(x) @ self.clusters.mT / temperature + shift
+        shift = self.shift if gated else 0.0
+        if mapped is None:
+            affinity = self.mlp(x) @ self.clusters.mT / self._divisor + shift
         else:
-            first, second = cast(torch.nn.Linear, self.mlp[0]), cast(torch.nn.Linear, self.mlp[2])
-            # The second layer and the product with the clusters are one linear map, and few clusters make it cheaply.
-            weight, bias = self.clusters @ second.weight, self.clusters @ second.bias  # [H, G k, C], [H, G k]
-            if temperature != 1:
-                weight, bias = weight / temperature, bias / temperature
-            affinity = torch.baddbmm((bias + shift)[:, None], torch.relu_(first(x)), weight.mT)
+            weight, bias = mapped
+            affinity = torch.baddbmm((bias + shift)[:, None], torch.relu_(self.mlp[0](x)), weight.mT)
         if self.groups == 1:
             return affinity.sigmoid_() if gated else affinity.softmax(-1)
         groups = affinity.unflatten(-1, (self.groups, -1))

@@ -28,7 +28,7 @@ class PlainTorch(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.launches = self.waits = 0
+        self.launches = self.allocations = self.waits = 0  # allocations are among what is launched
 
     def module(self, name: str) -> Any:
         """Which has the function that computes this op."""
@@ -43,6 +43,7 @@ class PlainTorch(TorchDispatchMode):
         given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
         made = {x.untyped_storage()._cdata for x in tree_leaves(out) if isinstance(x, Tensor)}
         self.launches += op._schema.is_mutable or not made <= given  # a view launches nothing
+        self.allocations += "empty" in name
         self.waits += name in WAITS or (name == "repeat_interleave" and kwargs.get("output_size") is None)
         if name in ("index", "index_put", "index_put_"):
             self.waits += any(index is not None and index.dtype == torch.bool for index in args[1])

@@ -51,9 +51,9 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
     counted, launch = Kernels(), MODULES[0].launch
 
     def count(program: Any, *arguments: Any, **options: Any) -> None:
-        before = counted.launches
+        launches, allocations = counted.launches, counted.allocations
         launch(program, *arguments, **options)
-        counted.launches = before + 1
+        counted.launches, counted.allocations = launches + 1, allocations
         counted.started.append(program.__name__)
 
     for module in MODULES:
@@ -396,15 +396,18 @@ def test_attention_asks_for_nothing_but_kernels_and_memory(kernels: Kernels) -> 
     assert kernels.waits == waits
 
 
-@pytest.mark.parametrize(("is_causal", "most"), [(False, 193), (True, 197)])
+@pytest.mark.parametrize(("is_causal", "most"), [(False, 176), (True, 180)])
 def test_a_training_step_takes_few_launches(is_causal: bool, most: int, kernels: Kernels) -> None:
     """Of the default layer. Most are for projections and their gradients."""
     torch.manual_seed(0)
     conv, x = SBMAttentionConv(8, 4, heads=2, num_blocks=4, is_causal=is_causal), torch.randn(14, 8, requires_grad=True)
-    ptr, launches, waits = torch.tensor([0, 5, 14]), kernels.launches, kernels.waits
-    conv(x, ptr=ptr, seed=1).square().sum().backward()
+    ptr, grad = torch.tensor([0, 5, 14]), torch.randn(14, 8)
+    launches, allocations, waits = kernels.launches, kernels.allocations, kernels.waits
+    conv(x, ptr=ptr, seed=1).backward(grad)
     effects = ["_measure", "_measure", "_effect", *["_gather"] * 4]  # gradients of memberships, for edges and probes
     sampled = ["_panels", "_join", "_plan", *["_gaps", "_proposals", "_coins"] * 2]
     assert kernels.started == [*sampled, "_attention", "_start", "_step", *effects, *BACKWARD]
     assert kernels.launches - launches <= most
+    # and on a GPU without a check of numbers that are at hand here, which takes four
+    assert kernels.launches - launches - (kernels.allocations - allocations) - 4 <= 150
     assert kernels.waits - waits <= 6

@@ -74,7 +74,8 @@ def by_key(rowptr: Tensor, col: Tensor, heads: int, num_keys: int) -> tuple[Tens
     if kept is not None and kept[0][0] is rowptr and kept[0][1:] == known[1:]:
         return kept[1]
     row = edge_row(rowptr, col.numel())
-    end = torch.div(row, max((rowptr.numel() - 1) // max(heads, 1), 1), rounding_mode="floor") * num_keys + col
+    head = torch.div(row, max((rowptr.numel() - 1) // max(heads, 1), 1), rounding_mode="floor")
+    end = torch.add(col, head, alpha=num_keys)
     rising, order = end.sort(stable=True)
     found = order, torch.searchsorted(rising, torch.arange(heads * num_keys + 1, device=col.device)), row[order]
     _ORDERS[col] = known, found
