@@ -291,10 +291,8 @@ def to_networkx(
     sequence = the_one(sequence, graph.num_sequences, "sequence")
     every = head == "all"
     head = None if every else the_one(head, graph.heads, "head")  # type: ignore[arg-type]
-    one, (probabilities, query) = (
-        graph.sequence(sequence),
-        (graph.spread(sbm.on(graph.blocks).detach()), graph.edge_index[1]),
-    )
+    one, query = graph.sequence(sequence), graph.edge_index[1]
+    probabilities = graph.spread(sbm.on(graph.blocks).detach())
     first, first_key = int(graph.query_ptr[sequence]), int(graph.key_ptr[sequence])
     inside = (query >= first) & (query < first + one.num_queries)
     for source, target, number, p in zip(
