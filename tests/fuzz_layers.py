@@ -1993,9 +1993,9 @@ EXEMPT: dict[str, str] = {  # public names that are not called, and why
     **dict.fromkeys(("ShareSchedule", "ShareSchedule.step", "ShareSchedule.state_dict", "ShareSchedule.load_state_dict"),
                     "a schedule of a model, see test_share.py"),
     **dict.fromkeys(("DCMM", "DCMM.entropy"), "a record that the library makes and users read"),
-    **dict.fromkeys(("AttentionGraph.with_blocks", "AttentionGraph.spread", "SBM.strict"), "for sources and layers, see test_blocks.py"),
+    **dict.fromkeys(("AttentionGraph.with_blocks", "AttentionGraph.spread", "AttentionGraph.over_tokens", "SBM.strict"), "for sources and layers, see test_blocks.py"),
     **{f"BlockGraph.{name}": "what an AttentionGraph has, compared with that of its tokens in test_blocks.py" for name in (
-        "causal", "contains", "expand", "head", "sequence", "spread", "tiles", "to", "to_block_mask", "union", "validate", "with_blocks")},
+        "causal", "contains", "expand", "head", "over_tokens", "sequence", "spread", "tiles", "to", "to_block_mask", "union", "validate", "with_blocks")},
     **dict.fromkeys(("ops.block_effect", "ops.block_expectation", "ops.block_weight"), "for estimators, compared with tokens in test_blocks.py"),
     "gold.Match": "a record that the library makes and users read",
     "gold.record": "it listens to a model, see test_gold.py",

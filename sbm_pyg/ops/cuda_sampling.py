@@ -90,10 +90,10 @@ def _square(source, rows, there, first, BLOCKS: tl.constexpr, TILE: tl.constexpr
 
 
 @triton.jit
-def _strip(source, row, there, first, BLOCKS: tl.constexpr, TILE: tl.constexpr):
-    """The same of one row, ``[TILE]``."""
+def _strip(source, row, end, first, BLOCKS: tl.constexpr, TILE: tl.constexpr):
+    """The same of one row, ``[TILE]``, up to a column."""
     block = first + tl.arange(0, TILE)
-    return tl.load(source + row * BLOCKS + block, mask=there & (block < BLOCKS), other=0).to(tl.float64)
+    return tl.load(source + row * BLOCKS + block, mask=block < end, other=0).to(tl.float64)
 
 
 @triton.jit
@@ -101,7 +101,7 @@ def _products(rate, row, key, ends, there, BLOCKS: tl.constexpr, TILE: tl.conste
     """Probabilities of some pairs of a row, without exploration."""
     p = tl.zeros(ends.shape, tl.float64)
     for first in range(0, BLOCKS, TILE):
-        y = _strip(rate, row, True, first, BLOCKS, TILE)
+        y = _strip(rate, row, BLOCKS, first, BLOCKS, TILE)
         p += tl.sum(_square(key, ends, there, first, BLOCKS, TILE) * y[None, :], 1)
     return p
 
@@ -110,7 +110,7 @@ def _products(rate, row, key, ends, there, BLOCKS: tl.constexpr, TILE: tl.conste
 def _kept(col, used, key, keep, writing):
     """Append the keys that are kept, where they are to be written; the new end."""
     count = keep.to(tl.int64)
-    tl.store(col + used + tl.cumsum(count, 0) - count, key.to(col.dtype.element_ty), mask=keep & (writing != 0))
+    tl.store(col + used + tl.cumsum(count, 0) - count, key.to(col.dtype.element_ty), mask=count * writing != 0)
     return used + tl.sum(count, 0)
 
 
@@ -191,18 +191,18 @@ def _plan(
     reach, before = place * 0 + length, (length + _PANEL - 1) // _PANEL  # panels before the keys that are seen in part
     if CAUSAL:
         reach, before = tl.minimum(place + 1, length), tl.minimum(panel, before)
-    last = head * count + begin // _PANEL + sequence + before - 1
+    last, seen = head * count + begin // _PANEL + sequence + before - 1, tl.where(before > 0, BLOCKS, 0)
     most = sums + tl.num_programs(1) * count * BLOCKS
     expected, bound = tl.zeros([_PANEL], tl.float64), tl.zeros([_PANEL], tl.float64)
     for first in range(0, BLOCKS, TILE):
         total = tl.zeros([_PANEL, TILE], tl.float64)
-        top = total + _strip(most, last, before > 0, first, BLOCKS, TILE)[None, :]
+        top = total + _strip(most, last, seen, first, BLOCKS, TILE)[None, :]
         if CAUSAL:
             for number in range(panel * _PANEL, tl.minimum(length, (panel + 1) * _PANEL)):
-                z = _strip(key, head * keys + begin + number, True, first, BLOCKS, TILE)
+                z = _strip(key, head * keys + begin + number, BLOCKS, first, BLOCKS, TILE)
                 z = tl.where((place >= number)[:, None], z[None, :], 0)
                 total, top = total + z, tl.maximum(top, z)
-        total += _strip(sums, last, before > 0, first, BLOCKS, TILE)[None, :]
+        total += _strip(sums, last, seen, first, BLOCKS, TILE)[None, :]
         y = _square(rate, row, there, first, BLOCKS, TILE)
         expected, bound = expected + tl.sum(y * total, 1), bound + tl.sum(y * top, 1)
 
@@ -316,10 +316,10 @@ def _proposals(
             for first in range(0, BLOCKS, TILE):
                 if CAUSAL:
                     total = tl.sum(_square(key, own + within, within < reach, first, BLOCKS, TILE), 0)
-                    total += _strip(sums, slot + panel - 1, panel > 0, first, BLOCKS, TILE)
+                    total += _strip(sums, slot + panel - 1, tl.where(panel > 0, BLOCKS, 0), first, BLOCKS, TILE)
                 else:
-                    total = _strip(sums, slot + panel, True, first, BLOCKS, TILE)
-                so_far = total_mass + tl.cumsum(total * _strip(rate, row, True, first, BLOCKS, TILE), 0)
+                    total = _strip(sums, slot + panel, BLOCKS, first, BLOCKS, TILE)
+                so_far = total_mass + tl.cumsum(total * _strip(rate, row, BLOCKS, first, BLOCKS, TILE), 0)
                 block = first + tl.arange(0, TILE)
                 tl.store(whole + block, total, mask=block < BLOCKS)
                 tl.store(mass + block, so_far, mask=block < BLOCKS)
@@ -362,7 +362,7 @@ def _proposals(
                 if not FASTRG:
                     p = _products(rate, row, key, own + chosen, new, BLOCKS, TILE) + eta
                     new &= three.to(tl.int64).to(tl.float64) * -_expm1(-stretch * p) < p * _LIMIT
-                tl.atomic_or(taken + chosen // 32, mark, mask=new & (writing != 0))
+                tl.atomic_or(taken + chosen // 32, mark, mask=new.to(tl.int64) * writing != 0)
                 used += tl.sum(new.to(tl.int64), 0)
                 tl.debug_barrier()
             tl.store(ptr + row + 1, used, mask=writing == 0)
@@ -387,7 +387,7 @@ def _coins(
     row = head * queries + query
     task = tl.load(tasks + row, mask=query < queries, other=3)
     tossing, sequences = task % 4 == _COINS, task // 4
-    used = tl.load(ptr + row, mask=tossing & (writing != 0), other=0)
+    used = tl.load(ptr + row, mask=tossing.to(tl.int64) * writing != 0, other=0)
     highest = tl.zeros([ROWS], tl.float64)
     least, most = tl.min(tl.where(tossing, sequences, 2**62), 0), tl.max(tl.where(tossing, sequences, -1), 0)
     for sequence in range(least, most + 1):
@@ -422,10 +422,10 @@ def _coins(
             count = hit.to(tl.int64)
             target = col + used[:, None] + tl.cumsum(count, 1) - count
             found = (shift + number)[None, :].to(col.dtype.element_ty)
-            tl.store(target, tl.broadcast_to(found, [ROWS, 64]), mask=hit & (writing != 0))
+            tl.store(target, tl.broadcast_to(found, [ROWS, 64]), mask=count * writing != 0)
             used += tl.sum(count, 1)
-    tl.store(ptr + row + 1, used, mask=tossing & (writing == 0))
-    tl.store(floats + 2 * segments + row, highest, mask=tossing & (writing == 0))
+    tl.store(ptr + row + 1, used, mask=tossing.to(tl.int64) > writing)
+    tl.store(floats + 2 * segments + row, highest, mask=tossing.to(tl.int64) > writing)
 
 
 # ------------------------------------------------------------------ the op
