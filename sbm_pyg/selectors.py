@@ -24,10 +24,12 @@ from . import patterns
 from .choice import Choice, GraphSource
 from .graph import AttentionGraph
 from .ops import checks
-from .pairs import Ptr, Sides, block_means, check_centroids, largest, like_lengths, ranges, streamed
+from .pairs import CHUNK, Part, Ptr, Sides, block_means, check_centroids, largest, like_lengths, ranges, streamed
 from .ragged import draw_seed
 
 __all__ = ["RoutingSource", "SelectorSource", "block_top_k", "lsh", "routing", "top_k"]
+
+LEAST_BLOCK = 32  # keys of a block in causal routing
 
 
 @torch.no_grad()
@@ -186,14 +188,15 @@ def routing(
     largest products, equal ones by the lower token; each of these queries attends to each of these keys. Then a token
     may have several centroids, or none, and a query without one attends to nothing.
 
-    Such a rank would depend on later tokens. So in a causal graph each token goes to its nearest centroid, and a query
-    attends to the last w keys of its own among those before it and itself. Cost O(H (N + M)(K C + log M) + E).
+    Such a rank would depend on later tokens. So in a causal graph each query goes to its nearest centroid, and attends
+    to the w keys of the largest products with it among those before it and itself. Cost O(H (N + M)(K C + log M) + E),
+    and where causal O(H N (K C + w) + H M K).
 
     Args:
         query, key: As :func:`top_k`.
         centroids: Centroids, ``[H, K, C]``, or ``[1, K, C]`` for all heads.
         size: Tokens w that a centroid takes of each sequence, at least 1. None: the length of the sequence divided by
-            K, rounded up; in a causal graph, all.
+            K, rounded up; in a causal graph, that of the sequence so far.
         ptr, is_causal: As :func:`top_k`.
 
     Returns:
@@ -209,10 +212,9 @@ def routing(
         size = min(size, max(sides.num_keys, sides.num_queries))
     near = [_cosines(x, centroids) for x in (sides.query, sides.key)]  # [H, N, K], [H, M, K]
     if is_causal:
-        order, low, _, after, _ = sides.grouped(near[0].argmax(2), near[1].argmax(2), centroids.size(1))
-        first = low if size is None else torch.maximum(low, after - size)
-        row, at = ranges(torch.arange(low.numel(), device=low.device), first, after)
-        return sides.graph(row, order[at])
+        count = sides.reach.clamp(min=1)
+        count = (count + centroids.size(1) - 1) // centroids.size(1) if size is None else count.clamp(max=size)
+        return sides.graph(*_best_so_far(sides, near[0].argmax(2), near[1], count))
     pointers = (sides.query_ptr, sides.key_ptr)
     taken = [_nearest(x, pointer, size) for x, pointer in zip(near, pointers, strict=True)]
     # tokens of group g, which is a head, a sequence and a centroid: `taken[side][1][ptr[g] : ptr[g + 1]]`
@@ -368,6 +370,44 @@ class RoutingSource(GraphSource):
 
 def _cosines(x: Tensor, centroids: Tensor) -> Tensor:
     return normalize(x, dim=-1) @ normalize(centroids, dim=-1).mT
+
+
+def _best_so_far(sides: Sides, chosen: Tensor, near: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+    """Pairs of each query and the keys before it that its centroid likes best, equal ones by the lower key.
+
+    Keys come in blocks. Of all blocks before, each centroid remembers its best keys alone. A query looks at these and
+    at its own block.
+
+    Args:
+        chosen: The centroid of each query, ``[H, N]``.
+        near: How much each centroid likes each key, ``[H, M, K]``.
+        count: Keys of each query, ``[N]``, at least 1.
+    """
+    keep, found = largest(count), []
+    for queries, keys, _ in like_lengths(sides.query_ptr, sides.key_ptr):
+        scores = near[:, keys.clamp(min=0)].masked_fill((keys < 0)[..., None], -torch.inf).mT  # [H, b, K, L]
+        scores = scores.nan_to_num(nan=-torch.inf)
+        width = int(count[queries.clamp(min=0)].max())
+        block = max(width, LEAST_BLOCK)
+        best, place = scores[..., :0], torch.empty_like(scores[..., :0], dtype=torch.int64)
+        for begin in range(0, queries.size(1), block):
+            fresh = torch.arange(begin, min(begin + block, keys.size(1)), device=keys.device)
+            best = torch.cat([best, scores[..., begin : begin + block]], -1)
+            place = torch.cat([place, fresh.expand(*place.shape[:3], -1)], -1)  # in ascending order
+            rows = queries[:, begin : begin + block]
+            for part in rows.split(max(1, CHUNK // max(1, sides.heads * len(rows) * best.size(-1))), dim=1):
+                there, token = part >= 0, part.clamp(min=0)
+                mine = chosen[:, token][..., None].expand(-1, -1, -1, best.size(-1))
+                score, at = best.gather(2, mine), place.gather(2, mine)  # [H, b, r, w + block]
+                possible = there[..., None] & (at < sides.reach[token][..., None]) & (score > -torch.inf)
+                kept = keep(score.masked_fill_(~possible, -torch.inf), possible, Part(token, keys, there, possible))
+                head, sequence, query, number = kept.nonzero(as_tuple=True)
+                key = keys[sequence, at[head, sequence, query, number]]
+                found.append((head * sides.num_queries + part[sequence, query], key))
+            first = best.sort(dim=-1, descending=True, stable=True).indices[..., :width].sort(-1).values
+            best, place = best.gather(-1, first), place.gather(-1, first)
+    row, col = (torch.cat(each) for each in zip(*found, strict=True))
+    return row, col
 
 
 def _nearest(near: Tensor, ptr: Tensor, size: int | None) -> tuple[Tensor, Tensor]:

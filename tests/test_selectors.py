@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 from torch_geometric.data import Batch, Data
 
-from sbm_pyg import AttentionConv, AttentionGraph, SequenceEncoder, SourceGraph, pairs, patterns
+from sbm_pyg import AttentionConv, AttentionGraph, SequenceEncoder, SourceGraph, pairs, patterns, selectors
 from sbm_pyg.selectors import RoutingSource, SelectorSource, block_top_k, lsh, routing, top_k
 
 HEADS, CHANNELS = 2, 6
@@ -85,9 +85,9 @@ def define_lsh(
 def define_routing(q: Tensor, z: Tensor, head: int, is_causal: bool, size: int | None = None) -> list[set[int]]:
     near = [(normalize(x, dim=1) @ normalize(CENTROIDS[head], dim=1).T) for x in (q, z)]
     if is_causal:
-        mine, theirs = (x.argmax(1).tolist() for x in near)
-        rows = [[j for j in range(min(i + 1, len(z))) if theirs[j] == mine[i]] for i in range(len(q))]
-        return [set(row if size is None else row[-size:]) for row in rows]
+        mine, seen = near[0].argmax(1).tolist(), [near[1][: i + 1] for i in range(len(q))]
+        counts = [-(-len(x) // 3) if size is None else size for x in seen]
+        return [best(x[:, c].tolist(), count) for x, c, count in zip(seen, mine, counts, strict=True)]
     found = [set[int]() for _ in q]
     for centroid in range(len(CENTROIDS[head])):
         taken = [best(x[:, centroid].tolist(), -(-len(x) // 3) if size is None else size) for x in near]
@@ -125,7 +125,9 @@ def test_rules_are_their_definitions(
         for i, keys in enumerate(rows):
             expected[head, start + i, [first + j for j in keys]] = True
     for chunk in (2**23, 40):  # all rows at once, and few
-        monkeypatch.setattr(pairs, "CHUNK", chunk)
+        for module in (pairs, selectors):
+            monkeypatch.setattr(module, "CHUNK", chunk)
+        monkeypatch.setattr(selectors, "LEAST_BLOCK", chunk % 37)  # blocks of five keys, and of three
         graph = rule(q, z, ptr=(key_ptr, ptr), is_causal=is_causal, **options, **more).validate()
         found = torch.zeros_like(expected)
         found[graph.edge_head, graph.edge_index[1], graph.edge_index[0]] = True
