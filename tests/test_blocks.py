@@ -87,6 +87,8 @@ CASES: dict[str, dict[str, Any]] = {
     "cross": {"lengths": [7, 5, 8], "keys": [3, 9, 8], "grain": 3},
     "one token": {"lengths": [5, 6], "grain": 1},
     "short": {"lengths": [3, 2], "grain": 8},
+    "long": {"lengths": [87, 41], "grain": 40},
+    "causal, long": {"lengths": [87, 41], "grain": 40, "is_causal": True, "density": 0.9},
     "causal": {"lengths": [8, 12], "grain": 4, "is_causal": True},
     "causal, ragged": {"lengths": [7, 1, 13], "grain": 4, "is_causal": True},
     "causal, cross": {"lengths": [7, 5, 8], "keys": [3, 9, 8], "grain": 3, "is_causal": True},

@@ -12,7 +12,7 @@ blocks alone, weighted by the sums of their weights.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 
 import torch
@@ -33,10 +33,6 @@ __all__ = [
 ]
 
 SCORES = 2**18  # of pairs of tokens at a time
-Sums = Callable[["Pairs", Tensor, Tensor, Tensor, Tensor | None, float], Iterator[tuple[Tensor, Tensor, Tensor]]]
-"""As :meth:`Pairs.sums`."""
-
-
 Keep = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -256,21 +252,40 @@ def block_attention_backward(
     return d_query, d_key, d_value, torch.cat(grad_bias).view(-1, grain, grain) if need_bias else grad_bias[0]
 
 
+Set = tuple[Tensor, Tensor, Tensor | None]
+"""Pairs of blocks in compressed rows, and what is added to their scores."""
+
+
+def _split_gains(
+    parts: tuple[Tensor, ...], sets: Sequence[Set], cuts: tuple[Cut, Cut], is_causal: bool, scale: float
+) -> list[tuple[Tensor, Tensor]]:
+    """Attention of each pair by itself: the logarithm of the summed weights and the mean gain, ``[E, grain]``.
+
+    Args:
+        parts: Gradient of the output, queries, keys and values.
+        sets: Pairs.
+    """
+    grad, blocks, found = wide(cuts[0].split(parts[0])), _blocks(cuts, *parts[1:]), []
+    for rowptr, col, bias in sets:
+        pairs = Pairs(rowptr, col, cuts, is_causal)
+        logit, gain = (grad.new_empty(len(pairs), cuts[0].grain) for _ in range(2))
+        for which, logit[which], mean in pairs.sums(*blocks, bias, scale):
+            gain[which] = (mean * grad.index_select(0, pairs.row[which])).sum(-1)
+        found.append((logit, gain))
+    return found
+
+
 def block_effect(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor, col: Tensor, bias: Tensor | None,
     probe_rowptr: Tensor, probe_col: Tensor, probe_bias: Tensor | None, query_ptr: Tensor, key_ptr: Tensor, grain: int,
-    is_causal: bool, scale: float, sums: Sums = Pairs.sums,
+    is_causal: bool, scale: float, split: Callable[..., list[tuple[Tensor, Tensor]]] = _split_gains,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     cuts = cut_rows(rowptr, query, key, (query_ptr, key_ptr), grain)
-    blocks = _blocks(cuts, query, key, value)
-    grad, found = wide(cuts[0].split(grad_out)), []
-    for pointer, keys, extra in ((rowptr, col, bias), (probe_rowptr, probe_col, probe_bias)):
-        pairs = Pairs(pointer, keys, cuts, is_causal)
-        logit, gain = (grad.new_empty(len(pairs), grain) for _ in range(2))
-        for which, logit[which], mean in sums(pairs, *blocks, extra, scale):
-            gain[which] = (mean * grad.index_select(0, pairs.row[which])).sum(-1)
-        found.append((pairs.row, logit, gain))
-    edges, probes = found
+    sets = (rowptr, col, bias), (probe_rowptr, probe_col, probe_bias)
+    found = split((grad_out, query, key, value), sets, cuts, is_causal, scale)
+    edges, probes = (
+        (edge_row(pointer, keys.numel()), *each) for (pointer, keys, _), each in zip(sets, found, strict=True)
+    )
     known = find_edges(edges[0] * cuts[1].count + col, probes[0] * cuts[1].count + probe_col)
     effect, probe_effect = leave_one_out(rowptr, edges, probes, known)
     return effect.sum(-1).to(query.dtype), probe_effect.sum(-1).to(query.dtype)

@@ -303,9 +303,9 @@ def _dot_backward(width):
 # ------------------------------------------------------------------ memory and work
 
 
-def _units(rowptr: np.ndarray, heads: int, keys: int, threads: int) -> list[tuple[int, int, int]]:
+def units_of(rowptr: np.ndarray, heads: int, keys: int, threads: int) -> list[tuple[int, int, int]]:
     """Rows for backward work: ``(begin, end, unit)``, largest first; unit h is of head h, and so are those that
-    :func:`_summed` adds to it.
+    :func:`summed` adds to it.
 
     Each unit has sums for keys of its own, which cost time and memory. So a head is one unit if that keeps all threads
     busy, and as many as needed otherwise, as long as there are many more edges than keys.
@@ -330,7 +330,7 @@ def _units(rowptr: np.ndarray, heads: int, keys: int, threads: int) -> list[tupl
     return sorted(units, key=lambda unit: rowptr[unit[0]] - rowptr[unit[1]])
 
 
-def _summed(sums: Tensor, units: list[tuple[int, int, int]], heads: int, queries: int) -> Tensor:
+def summed(sums: Tensor, units: list[tuple[int, int, int]], heads: int, queries: int) -> Tensor:
     """Gradients of keys ``[H, M, width]`` from those of units."""
     for begin, _, unit in units:
         if unit >= heads:
@@ -344,7 +344,7 @@ def _tiles(rowptr: np.ndarray, keys: int, bytes_per_key: int) -> int:
     return tiles if 0 < tiles * LEAST * (len(rowptr) - 1) <= rowptr[-1] else 1
 
 
-def _chances(query: Tensor, key: Tensor, dropout: float, seed: int, dtype: np.dtype) -> tuple[Any, ...]:
+def chances(query: Tensor, key: Tensor, dropout: float, seed: int, dtype: np.dtype) -> tuple[Any, ...]:
     """Mixed words above the first number keep an edge; the second multiplies it; the others are those of queries and of
     keys, none without dropout.
     """
@@ -388,7 +388,7 @@ def edge_dot_backward(
     q, k = (padded(x, query) for x in (query, key))
     offsets, tokens = (x.contiguous().numpy() for x in (rowptr, col))
     threads = worth(2 * tokens.size * q.shape[1])
-    units = _units(offsets, query.shape[0], key.shape[1], threads)
+    units = units_of(offsets, query.shape[0], key.shape[1], threads)
     dquery = torch.from_numpy(q).new_empty((*query.shape[:2], q.shape[1]))
     dkey = dquery.new_empty((len(units), key.shape[1], k.shape[1]))
     arguments = (
@@ -397,7 +397,7 @@ def edge_dot_backward(
         need_query, need_key, dquery.view(-1).numpy(), dkey.view(-1).numpy(),
     )  # fmt: skip
     run(_dot_backward(q.shape[1]), [(*unit, *arguments) for unit in units], threads)
-    return cut(dquery, query), cut(_summed(dkey, units, *query.shape[:2]), key)
+    return cut(dquery, query), cut(summed(dkey, units, *query.shape[:2]), key)
 
 
 def edge_attention(
@@ -412,7 +412,7 @@ def edge_attention(
     arguments = (
         query.shape[1], key.shape[1], q, k, v, offsets, tokens, wide(gate, query), wide(bias, query),
         q.dtype.type(scale),
-        gate is not None and gate_form == "weight", *_chances(query, key, dropout, seed, q.dtype),
+        gate is not None and gate_form == "weight", *chances(query, key, dropout, seed, q.dtype),
         out.view(-1).numpy(), tops.view(-1).numpy(), norms.view(-1).numpy(),
     )  # fmt: skip
     pieces = split(offsets, worth(tokens.size * (q.shape[1] + v.shape[1]), 3))
@@ -428,7 +428,7 @@ def edge_attention_backward(
     q, k, v = (padded(x, query) for x in (query, key, value))
     offsets, tokens = (x.contiguous().numpy() for x in (rowptr, col))
     threads = worth(3 * tokens.size * (q.shape[1] + v.shape[1]))
-    units = _units(offsets, query.shape[0], key.shape[1], threads)
+    units = units_of(offsets, query.shape[0], key.shape[1], threads)
     tiles = _tiles(offsets, key.shape[1], 2 * k.itemsize * (k.shape[1] + v.shape[1]))
     dquery = torch.from_numpy(q).new_empty((*query.shape[:2], q.shape[1]))
     dkey, dvalue = (dquery.new_empty((len(units), key.shape[1], x.shape[1])) for x in (k, v))
@@ -440,7 +440,7 @@ def edge_attention_backward(
         tiles, query.shape[1], key.shape[1], padded(grad_out, query), q, k, v, offsets, tokens, wide(gate, query),
         wide(bias, query), padded(out, query),
         wide(lse, query).reshape(-1), q.dtype.type(scale), gate is not None and gate_form == "weight",
-        *_chances(query, key, dropout, seed, q.dtype),
+        *chances(query, key, dropout, seed, q.dtype),
         dquery.view(-1).numpy(), dkey.view(-1).numpy(), dvalue.view(-1).numpy(), dgate, dbias,
     )  # fmt: skip
     room = 2 * (key.shape[1] // tiles + 1) * (k.shape[1] + v.shape[1]) + 64
@@ -451,8 +451,8 @@ def edge_attention_backward(
     run(work, [(*unit, *arguments) for unit in units], threads)
     return (
         cut(dquery, query),
-        cut(_summed(dkey, units, *query.shape[:2]), key),
-        cut(_summed(dvalue, units, *query.shape[:2]), value),
+        cut(summed(dkey, units, *query.shape[:2]), key),
+        cut(summed(dvalue, units, *query.shape[:2]), value),
         torch.from_numpy(dgate).to(query.dtype if gate is None else gate.dtype),
         torch.from_numpy(dbias).to(query.dtype if bias is None else bias.dtype),
     )

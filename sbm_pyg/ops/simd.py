@@ -221,6 +221,16 @@ def first(typing, count, vector, other):
 
 
 @intrinsic
+def but_first(typing, count, vector, other):
+    """The number ``other`` in the first ``count`` lanes, and ``vector`` in the rest."""
+
+    def generate(context, builder, signature, args):
+        return builder.select(_below(builder, args[0], vector.lanes), _splat(builder, args[2], vector.lanes), args[1])
+
+    return vector(types.int64, vector, vector.dtype), generate
+
+
+@intrinsic
 def maximum(typing, one, two):
     """Lane by lane the larger; the second where the first is NaN."""
 
