@@ -16,6 +16,7 @@ from itertools import product
 from typing import Any
 
 import pytest
+import test_blocks
 import test_estimators
 import test_ops
 import torch
@@ -40,9 +41,11 @@ class Kernels(PlainTorch):
     def __init__(self) -> None:
         super().__init__()
         self.started: list[str] = []
+        self.only = ""  # what the names of ops that go to kernels begin with
 
     def module(self, name: str) -> Any:
-        return import_module(f"sbm_pyg.ops.{cuda.MODULES[name]}") if name in cuda.MODULES else super().module(name)
+        ours = name in cuda.MODULES and name.startswith(self.only)
+        return import_module(f"sbm_pyg.ops.{cuda.MODULES[name]}") if ours else super().module(name)
 
 
 @pytest.fixture(autouse=True)
@@ -58,14 +61,21 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
 
     for module in MODULES:
         monkeypatch.setattr(module, "launch", count)
+    blocks = MODULES_BY_NAME["cuda_blocks"]
+    monkeypatch.setattr(blocks, "DOUBLES", True)  # in the interpreter with any version
+    monkeypatch.setitem(blocks.KINDS, torch.bfloat16, blocks.KINDS[torch.float32])  # it would multiply the bits
     with counted:
         yield counted
 
 
-def contract(test: Callable[..., None], *cases: tuple[Any, ...]) -> Callable[..., None]:
-    """A test of the contract, on some cases; each has to start a kernel."""
+def contract(test: Callable[..., None], *cases: tuple[Any, ...], only: str = "") -> Callable[..., None]:
+    """A test of the contract, on some cases; each has to start a kernel.
+
+    ``only`` ops whose names begin so go to kernels, as what they are compared with would take long in the interpreter.
+    """
 
     def run(case: tuple[Any, ...], kernels: Kernels) -> None:
+        kernels.only = only
         test(*case)
         assert kernels.started
 
@@ -94,6 +104,60 @@ test_strides = contract(test_ops.test_attention_takes_any_strides_and_index_type
 test_nan = contract(test_ops.test_nan_stays_where_it_is_touched, (0.0,), (0.3,))
 test_extremes = contract(test_ops.test_extreme_scores_do_not_overflow, ("score",), ("weight",))
 test_every_element = contract(test_ops.test_every_output_element_is_written, ("edge_dot",), ("edge_attention",))
+
+
+# ------------------------------------------------------------------ attention over blocks
+
+
+def over_blocks(test: Callable[..., None], names: list[str], *cases: tuple[Any, ...]) -> Callable[..., None]:
+    """A test of blocks, on some graphs of them."""
+
+    def run(name: str, *case: Any) -> None:
+        test(test_blocks.make(**test_blocks.CASES[name]), *case)
+
+    return contract(run, *((name, *case) for name in names for case in cases), only="block")
+
+
+BLOCKS = [*test_blocks.CASES]
+test_block_attention = over_blocks(
+    test_blocks.test_block_attention_is_attention_over_the_tokens, BLOCKS, ("cpu", False, 5), ("cpu", True, 3)
+)
+test_dropout_over_blocks = over_blocks(
+    test_blocks.test_dropout_drops_the_pairs_that_it_drops_of_tokens, ["ragged", "causal, cross", "long"], (True,)
+)
+test_block_effect = over_blocks(
+    test_blocks.test_block_effects_are_those_of_having_a_block_and_not, BLOCKS, ("cpu", True)
+)
+test_block_weight = over_blocks(
+    test_blocks.test_weights_of_blocks_are_sums_of_those_of_tokens, ["ragged", "causal, cross", "long"], ()
+)
+test_blocks_in_low_precision = contract(
+    test_blocks.test_low_precision_is_no_worse_than_that_of_torch,
+    *product([torch.float32, torch.float16], [7, 64]),
+    only="block",
+)
+
+
+def test_blocks_of_bfloat16() -> None:
+    """Numbers are bfloat16, products here float32: the interpreter has none of bfloat16, and cuts where it should round."""
+    graph = test_blocks.make([37, 20], 16)
+    exact = test_blocks.tokens(graph, torch.float32, 8, 8)
+    low = [x.bfloat16().requires_grad_() for x in exact]
+    same = [x.detach().float().requires_grad_() for x in low]
+    out, wanted = (test_blocks.block_attention(*x, *test_blocks.rows(graph), scale=0.5)[0] for x in (low, same))
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.float(), wanted, rtol=2**-7, atol=1e-5)
+    grads = torch.autograd.grad(out.square().sum(), low)
+    for found, like in zip(grads, torch.autograd.grad(wanted.square().sum(), same), strict=True):
+        torch.testing.assert_close(found.float(), like, rtol=2**-5, atol=2**-5)
+
+
+@pytest.mark.parametrize("width", [0, 130])
+def test_blocks_that_fit_no_registers_take_plain_torch(width: int, kernels: Kernels) -> None:
+    graph = test_blocks.make([7, 4], 4)
+    parts = [x.requires_grad_() for x in test_blocks.tokens(graph, torch.float32, width, width)]
+    test_blocks.block_attention(*parts, *test_blocks.rows(graph))[0].sum().backward()
+    assert not kernels.started
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -411,3 +475,19 @@ def test_a_training_step_takes_few_launches(is_causal: bool, most: int, kernels:
     # and on a GPU without a check of numbers that are at hand here, which takes four
     assert kernels.launches - launches - (kernels.allocations - allocations) - 4 <= 150
     assert kernels.waits - waits <= 6
+
+
+@pytest.mark.parametrize(("is_causal", "most", "waits"), [(False, 388, 11), (True, 504, 19)])
+def test_a_training_step_over_blocks_takes_few_launches(
+    is_causal: bool, most: int, waits: int, kernels: Kernels
+) -> None:
+    torch.manual_seed(0)
+    conv = SBMAttentionConv(8, 4, heads=2, num_blocks=4, is_causal=is_causal, grain=2)
+    x, ptr, grad = torch.randn(14, 8, requires_grad=True), torch.tensor([0, 5, 14]), torch.randn(14, 8)
+    launches, waited = kernels.launches, kernels.waits
+    conv(x, ptr=ptr, seed=1).backward(grad)
+    assert [name for name in kernels.started if name.startswith("_block")] == [
+        "_block_attention", *["_block_gains"] * 2, "_block_queries", "_block_keys",
+    ]  # fmt: skip
+    assert kernels.launches - launches <= most
+    assert kernels.waits - waited <= waits

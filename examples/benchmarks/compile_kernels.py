@@ -25,7 +25,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from examples.benchmarks.tables import Rows, markdown
-from sbm_pyg.ops import cuda_edges, cuda_effects, cuda_entmax, cuda_probes, cuda_rows, cuda_sampling
+from sbm_pyg.ops import cuda_blocks, cuda_edges, cuda_effects, cuda_entmax, cuda_probes, cuda_rows, cuda_sampling
 
 TARGETS = (80, 90, 100)
 WIDTHS = (16, 32, 64, 100, 128, 256)
@@ -45,6 +45,16 @@ def ops(width: int, dtype: torch.dtype, col: torch.dtype) -> dict[str, Callable[
         cuda_edges.edge_attention(x, x, x, *graph, edges, edges, 0.5, form, 0.1, 1)
         cuda_edges.edge_attention_backward(x, x, x, x, *graph, edges, edges, x, lse, 0.5, form, 0.1, 1, True, True)
 
+    def over_blocks(grain: int, biased: bool, dropout: float) -> None:
+        tokens, ptr = torch.zeros(2, 4 * grain, width, dtype=dtype), torch.tensor([0, 4 * grain])
+        bias = torch.zeros(6, grain, grain, dtype=dtype) if biased else None
+        options = grain, True, bias, 0.5, dropout, 1
+        out, sums = cuda_blocks.block_attention(tokens, tokens, tokens, *graph, ptr, ptr, *options)
+        layout, rest = (*graph, ptr, ptr, bias, out, sums), (grain, True, 0.5, dropout, 1, biased)
+        cuda_blocks.block_attention_backward(tokens, tokens, tokens, tokens, *layout, *rest)
+        sets = *graph, bias, *graph, bias
+        cuda_blocks.block_effect(tokens, tokens, tokens, tokens, *sets, ptr, ptr, grain, True, 0.5)
+
     def sampling(method: str, is_causal: bool) -> None:
         ptr = torch.tensor([0, 4])
         cuda_sampling.sample_sbm(x, x, ptr, ptr, ptr[:1], 1, method, 0.1, True, is_causal)
@@ -57,6 +67,8 @@ def ops(width: int, dtype: torch.dtype, col: torch.dtype) -> dict[str, Callable[
         "edge_effect": lambda: cuda_effects.edge_effect(
             x, x, x, x, *graph, edges, *graph, edges, 0.5, x, x, x[0, :, 0].contiguous(), 0.1
         ),
+        "block_attention": lambda: over_blocks(64, False, 0.0),
+        "block_attention, biased": lambda: over_blocks(64, True, 0.1),
         "sample_sbm": lambda: sampling("bernoulli", True),
         "sample_sbm, fastrg": lambda: sampling("fastrg", False),
     }

@@ -17,6 +17,7 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from .reference import edge_row, find_edges, leave_one_out, segments, wide
 from .words import dropout_keeps, dropout_words
@@ -30,6 +31,7 @@ __all__ = [
     "block_weight",
     "cut_rows",
     "sides",
+    "split_gains",
 ]
 
 SCORES = 2**18  # of pairs of tokens at a time
@@ -49,7 +51,7 @@ class Cut:
     def __init__(self, ptr: Tensor, total: int, grain: int, count: int | None = None) -> None:
         counts = (ptr.diff() + grain - 1) // grain
         self.ptr = torch.cat([counts.new_zeros(1), counts.cumsum(0)])  # [B+1], of the blocks
-        self.tokens, self.total, self.grain = ptr, total, grain
+        self.tokens, self.total, self.grain = ptr.detach(), total, grain  # not the key of `_CUTS`, which would stay
         self.count = int(self.ptr[-1]) if count is None else count
         self.whole = self.count * grain == total  # no block is short
 
@@ -74,6 +76,11 @@ class Cut:
         return (self.tokens[1:][self.sequence] - self.first).clamp(max=self.grain)
 
     @cached_property
+    def table(self) -> Tensor:
+        """First token, length, and number in its sequence of each block, ``[3, n]``."""
+        return torch.stack([self.first, self.length, self.place])
+
+    @cached_property
     def slot(self) -> Tensor:
         """Where each token stands among the slots of all blocks, ``[N]``."""
         block = torch.repeat_interleave(self.length, output_size=self.total)
@@ -92,6 +99,19 @@ class Cut:
         return x if self.whole else x.index_select(1, self.slot)
 
 
+_CUTS: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def _cut(ptr: Tensor, total: int, grain: int, count: int | None) -> Cut:
+    """A cut, which is kept for as long as ``ptr`` lives: pooling, attention, its backward pass and effects share it."""
+    if torch.compiler.is_compiling() or ptr.is_inference():
+        return Cut(ptr, total, grain, count)
+    known, kept = (ptr._version, total, grain), _CUTS.get(ptr)
+    if kept is None or kept[0] != known:
+        kept = _CUTS[ptr] = known, Cut(ptr, total, grain, count)
+    return kept[1]
+
+
 def sides(
     totals: tuple[int, int],
     ptrs: tuple[Tensor, Tensor],
@@ -99,9 +119,9 @@ def sides(
     counts: tuple[int | None, int | None] = (None, None),
 ) -> tuple[Cut, Cut]:
     """How queries and keys are cut: one cut where they are the same."""
-    mine = Cut(ptrs[0], totals[0], grain, counts[0])
+    mine = _cut(ptrs[0], totals[0], grain, counts[0])
     same = ptrs[1] is ptrs[0] and totals[0] == totals[1]
-    return mine, mine if same else Cut(ptrs[1], totals[1], grain, counts[1])
+    return mine, mine if same else _cut(ptrs[1], totals[1], grain, counts[1])
 
 
 def cut_rows(rowptr: Tensor, query: Tensor, key: Tensor, ptrs: tuple[Tensor, Tensor], grain: int) -> tuple[Cut, Cut]:
@@ -256,7 +276,7 @@ Set = tuple[Tensor, Tensor, Tensor | None]
 """Pairs of blocks in compressed rows, and what is added to their scores."""
 
 
-def _split_gains(
+def split_gains(
     parts: tuple[Tensor, ...], sets: Sequence[Set], cuts: tuple[Cut, Cut], is_causal: bool, scale: float
 ) -> list[tuple[Tensor, Tensor]]:
     """Attention of each pair by itself: the logarithm of the summed weights and the mean gain, ``[E, grain]``.
@@ -278,7 +298,7 @@ def _split_gains(
 def block_effect(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor, col: Tensor, bias: Tensor | None,
     probe_rowptr: Tensor, probe_col: Tensor, probe_bias: Tensor | None, query_ptr: Tensor, key_ptr: Tensor, grain: int,
-    is_causal: bool, scale: float, split: Callable[..., list[tuple[Tensor, Tensor]]] = _split_gains,
+    is_causal: bool, scale: float, split: Callable[..., list[tuple[Tensor, Tensor]]] = split_gains,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     cuts = cut_rows(rowptr, query, key, (query_ptr, key_ptr), grain)
     sets = (rowptr, col, bias), (probe_rowptr, probe_col, probe_bias)
@@ -294,13 +314,11 @@ def block_effect(
 def block_weight(
     query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor, bias: Tensor | None, query_ptr: Tensor, key_ptr: Tensor,
     grain: int, is_causal: bool, scale: float,
+    split: Callable[..., list[tuple[Tensor, Tensor]]] = split_gains,
 ) -> Tensor:  # fmt: skip
-    cuts = cut_rows(rowptr, query, key, (query_ptr, key_ptr), grain)
-    pairs = Pairs(rowptr, col, cuts, is_causal)
-    blocks = _blocks(cuts, query, key, key[..., :0])
-    logit = blocks[0].new_empty(len(pairs), grain)
-    for which, each, _ in pairs.sums(*blocks, bias, scale):
-        logit[which] = each
-    weight, _ = _normalise(logit, pairs.row, rowptr)
-    real = torch.arange(grain, device=col.device) < cuts[0].length[pairs.row % cuts[0].count][:, None]
+    cuts, row = cut_rows(rowptr, query, key, (query_ptr, key_ptr), grain), edge_row(rowptr, col.numel())
+    nothing = query[..., :0], query, key, key[..., :0]  # no values, so no gains
+    ((logit, _),) = split(nothing, [(rowptr, col, bias)], cuts, is_causal, scale)
+    weight, _ = _normalise(logit, row, rowptr)
+    real = torch.arange(grain, device=col.device) < cuts[0].length[row % cuts[0].count][:, None]
     return weight.masked_fill(~real, 0).sum(-1).to(query.dtype)

@@ -1,6 +1,6 @@
 """The CPU kernels, under the names of the ops they implement."""
 
-from .cpu_blocks import block_attention, block_attention_backward, block_effect
+from .cpu_blocks import block_attention, block_attention_backward, block_effect, block_weight
 from .cpu_edges import edge_attention, edge_attention_backward, edge_dot, edge_dot_backward
 from .cpu_effects import edge_effect
 from .cpu_entmax import entmax_support, segment_entmax, segment_entmax_backward
@@ -9,7 +9,7 @@ from .cpu_rows import invalid_row
 from .cpu_sampling import sample_sbm
 
 __all__ = [
-    "block_attention", "block_attention_backward", "block_effect", "edge_attention", "edge_attention_backward",
-    "edge_dot", "edge_dot_backward", "edge_effect", "entmax_support", "invalid_row", "sample_sbm", "sample_systematic",
-    "segment_entmax", "segment_entmax_backward",
+    "block_attention", "block_attention_backward", "block_effect", "block_weight", "edge_attention",
+    "edge_attention_backward", "edge_dot", "edge_dot_backward", "edge_effect", "entmax_support", "invalid_row",
+    "sample_sbm", "sample_systematic", "segment_entmax", "segment_entmax_backward",
 ]  # fmt: skip

@@ -29,7 +29,7 @@ from .cpu_strips import clear, cut, padded, wide
 from .simd import aligned, at, but_first, exp, keep16, load, maximum, peek, poke, scratch, splat, store, store16, total
 from .threads import kernel, run, split, worth
 
-__all__ = ["block_attention", "block_attention_backward", "block_effect"]
+__all__ = ["block_attention", "block_attention_backward", "block_effect", "block_weight"]
 
 LOWEST = -1e38  # of what is taken from logits
 # Lanes of a row that stay in registers with those of three others: eight of 16 with AVX-512, and of 8 with AVX2
@@ -414,3 +414,4 @@ def _split_gains(
 
 
 block_effect = partial(blocks.block_effect, split=_split_gains)
+block_weight = partial(blocks.block_weight, split=_split_gains)

@@ -28,8 +28,8 @@ _MIX_FIRST, _MIX_SECOND = (tl.constexpr(factor) for factor in words._MIX)
 
 # Arguments that differ from call to call, which a kernel must not be compiled for.
 VARIABLE = (
-    "count", "exploration", "gap_cost", "grow", "keys", "least", "numbers", "probe_count", "proposal_cost", "queries",
-    "scale", "seed", "segments", "sequences", "side", "writing",
+    "count", "exploration", "gap_cost", "grain", "grow", "key_blocks", "keys", "least", "numbers", "probe_count",
+    "proposal_cost", "queries", "query_blocks", "scale", "seed", "segments", "sequences", "side", "writing",
 )  # fmt: skip
 kernel = triton.jit(do_not_specialize=VARIABLE)
 
@@ -175,7 +175,12 @@ def finite(x):
 @triton.jit
 def kept(query_word, key_words, ends, there, least):
     """Which edges dropout keeps; see :func:`.words.dropout_keeps`."""
-    word = query_word ^ tl.load(key_words + ends, mask=there, other=0)
+    return keeps(query_word ^ tl.load(key_words + ends, mask=there, other=0), least)
+
+
+@triton.jit
+def keeps(word, least):
+    """Which of the combined words of a query and a key keep an edge."""
     word = tl.mul(word ^ word >> 16, _MIX_FIRST, sanitize_overflow=False)
     word = tl.mul(word ^ word >> 15, _MIX_SECOND, sanitize_overflow=False)
     return (word ^ word >> 16).to(tl.int64) >= least
