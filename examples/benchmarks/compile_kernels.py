@@ -48,8 +48,9 @@ def ops(width: int, dtype: torch.dtype, col: torch.dtype) -> dict[str, Callable[
     def over_blocks(grain: int, biased: bool, dropout: float) -> None:
         tokens, ptr = torch.zeros(2, 4 * grain, width, dtype=dtype), torch.tensor([0, 4 * grain])
         bias = torch.zeros(6, grain, grain, dtype=dtype) if biased else None
-        options = grain, True, bias, 0.5, dropout, 1
-        out, sums = cuda_blocks.block_attention(tokens, tokens, tokens, *graph, ptr, ptr, *options)
+        out, sums = cuda_blocks.block_attention(
+            tokens, tokens, tokens, *graph, ptr, ptr, grain, True, bias, 0.5, dropout, 1
+        )
         layout, rest = (*graph, ptr, ptr, bias, out, sums), (grain, True, 0.5, dropout, 1, biased)
         cuda_blocks.block_attention_backward(tokens, tokens, tokens, tokens, *layout, *rest)
         sets = *graph, bias, *graph, bias
@@ -153,7 +154,7 @@ def compile_all(
                     used = usage(made.asm["cubin"])
                     rows.append({
                         "op": op, "kernel": program.__name__, "dtype": dtype, "width": width, "target": target,
-                        "edges": options.get("EDGES", ""), "warps": options["num_warps"], "registers": used["REG"],
+                        "edges": options.get("EDGES", options.get("TOKENS", "")), "warps": options["num_warps"], "registers": used["REG"],
                         "shared": made.metadata.shared, "spilled": used["STACK"] + used["LOCAL"],
                         "fused": made.asm["ptx"].count("fma.rn.f64"),
                     })  # fmt: skip
