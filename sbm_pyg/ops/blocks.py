@@ -269,7 +269,9 @@ def block_attention_backward(
     heads = query.size(0)
     found = (cut.join(x, heads) for cut, x in zip((cuts[0], cuts[1], cuts[1]), grads, strict=True))
     d_query, d_key, d_value = (x.to(like.dtype) for x, like in zip(found, (query, key, value), strict=True))
-    return d_query, d_key, d_value, torch.cat(grad_bias).view(-1, grain, grain) if need_bias else grad_bias[0]
+    if bias is None or not need_bias:
+        return d_query, d_key, d_value, lse.new_empty(0)
+    return d_query, d_key, d_value, torch.cat(grad_bias).view(-1, grain, grain).to(bias.dtype)
 
 
 Set = tuple[Tensor, Tensor, Tensor | None]

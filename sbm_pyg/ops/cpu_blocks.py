@@ -378,7 +378,7 @@ def block_attention_backward(
     units = units_of(offsets, heads, cuts[1].count, threads)
     dquery = torch.from_numpy(q).new_empty((*query.shape[:2], q.shape[1]))
     dkey, dvalue = (dquery.new_empty((len(units), key.shape[1], x.shape[1])) for x in (k, v))
-    dbias = np.zeros((places.size, grain, grain) if need_bias else 0, q.dtype)
+    dbias = np.zeros((places.size, grain, grain) if bias is not None and need_bias else 0, q.dtype)
     arguments = (
         grain, is_causal, *map(_side, cuts), padded(grad_out, query), q, k, v, offsets, places,
         wide(bias, query), padded(out, query), wide(lse, query).reshape(-1), q.dtype.type(scale),
@@ -390,7 +390,7 @@ def block_attention_backward(
         cut(dquery, query),
         cut(summed(dkey, units, heads, cuts[0].count), key),
         cut(summed(dvalue, units, heads, cuts[0].count), value),
-        torch.from_numpy(dbias).to(query.dtype if bias is None else bias.dtype),
+        torch.from_numpy(dbias).to(bias.dtype) if bias is not None and need_bias else lse.new_empty(0),
     )
 
 

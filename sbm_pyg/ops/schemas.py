@@ -80,7 +80,7 @@ def _fake_block_backward(
     key_ptr: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, grain: int, is_causal: bool, scale: float,
     dropout: float, seed: int, need_bias: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    grad_bias = lse.new_empty((col.size(0), grain, grain) if need_bias else 0)
+    grad_bias = lse.new_empty(0) if bias is None or not need_bias else bias.new_empty(col.size(0), grain, grain)
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape), grad_bias
 
 
