@@ -397,8 +397,7 @@ def block_attention(
     r"""Softmax attention of blocks of queries over blocks of keys: :func:`edge_attention` where edges come in blocks.
 
     Each sequence is cut into blocks of ``grain`` tokens from its beginning; its last block may be shorter. Cost O(E
-    grain^2 C); memory O(HNC), and as much again for the blocks that are looked at. On the CPU, blocks are gathered for
-    torch's own fused attention, those of a row side by side.
+    grain^2 C), on the CPU with a grain rounded up to a multiple of 16; memory O(HNC).
 
     Args:
         query, key, value: ``[H, N, C]``, ``[H, M, C]``, ``[H, M, C']``, as in :func:`edge_attention`.
@@ -410,8 +409,7 @@ def block_attention(
         is_causal: No token attends to a later one. No edge may lead to a later block; a block meets itself in part.
         bias: ``[E, grain, grain]``, added to the logits of the tokens of each edge, queries first.
         scale: Factor of the scores.
-        dropout, seed: As :func:`edge_attention`, which drops the same pairs. On the CPU attention with dropout takes
-            plain torch.
+        dropout, seed: As :func:`edge_attention`, which drops the same pairs.
 
     Returns:
         The output ``[H, N, C']`` (zeros for a query without edges), and the log of each row's sum of weights, ``[H,
