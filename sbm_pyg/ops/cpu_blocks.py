@@ -322,6 +322,53 @@ def _gains(lanes, width, value_width):
     return gains
 
 
+@kernel
+def _leave_one_out(begin, end, grain, rowptr, col, logits, gains, probe_rowptr, probe_col, probe_logits, probe_gains,
+                   out, probe_out):  # fmt: skip
+    """The effects of pairs and probes, summed over the queries of each; see :func:`.reference.leave_one_out`."""
+    zero, one, low = logits.dtype.type(0), logits.dtype.type(1), logits.dtype.type(-np.inf)
+    for row in range(begin, end):
+        start, stop = peek(rowptr, row), peek(rowptr, row + 1)
+        first, last = peek(probe_rowptr, row), peek(probe_rowptr, row + 1)
+        for i in range(grain):
+            top, second, best = low, low, -1
+            for edge in range(start, stop):
+                logit = peek(logits, edge * grain + i)
+                if logit > top:
+                    top, second, best = logit, top, edge
+                elif logit > second:
+                    second = logit
+            rest, rest_gain, ratio = zero, zero, np.exp(second - top) if second > low else zero
+            for edge in range(start, stop):  # weights without the heaviest, relative to the second
+                if second > low and edge != best:
+                    weight = np.exp(peek(logits, edge * grain + i) - second)
+                    poke(logits, edge * grain + i, weight)
+                    rest += weight
+                    rest_gain += weight * peek(gains, edge * grain + i)
+            heaviest = peek(gains, best * grain + i) if best >= 0 else zero
+            whole, whole_gain = one + rest * ratio, heaviest + rest_gain * ratio
+            for edge in range(start, stop):
+                gain = peek(gains, edge * grain + i)
+                if edge == best:
+                    change = (gain - (rest_gain / rest if rest > zero else zero)) / whole
+                elif second > low:
+                    share = peek(logits, edge * grain + i) * ratio
+                    change = share / whole * (gain - (whole_gain - share * gain) / (whole - share))
+                else:
+                    continue
+                poke(out, edge, peek(out, edge) + change)
+            edge, mean = start, whole_gain / whole if best >= 0 else zero
+            for probe in range(first, last):
+                token, logit = peek(probe_col, probe), peek(probe_logits, probe * grain + i)
+                while edge < stop and peek(col, edge) < token:
+                    edge += 1
+                if logit == low or (edge < stop and peek(col, edge) == token):
+                    continue
+                odds = whole * np.exp(top - logit) if best >= 0 else zero
+                change = (peek(probe_gains, probe * grain + i) - mean) / (one + odds)
+                poke(probe_out, probe, peek(probe_out, probe) + change)
+
+
 # ----------------------------------------------------------------------------------------------------- memory and work
 
 
@@ -413,5 +460,22 @@ def _split_gains(
     return found
 
 
-block_effect = partial(blocks.block_effect, split=_split_gains)
+def block_effect(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor, col: Tensor, bias: Tensor | None,
+    probe_rowptr: Tensor, probe_col: Tensor, probe_bias: Tensor | None, query_ptr: Tensor, key_ptr: Tensor, grain: int,
+    is_causal: bool, scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    cuts = blocks.cut_rows(rowptr, query, key, (query_ptr, key_ptr), grain)
+    sets = (rowptr, col, bias), (probe_rowptr, probe_col.to(col.dtype), probe_bias)
+    found = _split_gains((grad_out, query, key, value), sets, cuts, is_causal, scale)
+    arrays, out = [], []
+    for (offsets, places, _), numbers in zip(sets, found, strict=True):
+        arrays += [x.contiguous().view(-1).numpy() for x in (offsets, places, *numbers)]
+        out.append(numbers[0].new_zeros(places.numel()))
+    arguments = (grain, *arrays, *(x.numpy() for x in out))
+    pieces = split(arrays[0] + arrays[4], worth(16 * grain * (col.numel() + probe_col.numel()), 3))
+    run(_leave_one_out, [(*piece, *arguments) for piece in pieces])
+    return out[0].to(query.dtype), out[1].to(query.dtype)
+
+
 block_weight = partial(blocks.block_weight, split=_split_gains)
