@@ -258,6 +258,26 @@ def test_block_attention_is_attention_over_the_tokens(graph: BlockGraph, path: s
         torch.testing.assert_close(one, other, atol=1e-10, rtol=1e-10)
 
 
+@pytest.mark.parametrize("path", [*PATHS])
+def test_a_bias_may_leave_a_query_without_a_key(path: str) -> None:
+    graph = make([7, 1, 13], 4)
+    query, key, value = tokens(graph)
+    bias = torch.zeros(graph.num_edges, dtype=torch.float64)
+    alone = graph.edge_row % 3 == 0
+    bias[alone] = -torch.inf
+    rowptr, col, ptrs, grain, is_causal = rows(graph)
+    layout, options = (*ptrs, graph.tiles(bias)), (grain, is_causal, 0.7, 0.0, 0, True)
+    out, total = PATHS[path].block_attention(query, key, value, rowptr, col, *ptrs, grain, is_causal, layout[2], 0.7)
+    empty = torch.arange(out.size(0) * out.size(1)) % 3 == 0
+    assert not out.flatten(0, 1)[empty].any()
+    assert bool((total.flatten()[empty] == -torch.inf).all())
+    found = PATHS[path].block_attention_backward(
+        torch.ones_like(out), query, key, value, rowptr, col, *layout, out, total, *options
+    )
+    assert all(x.isfinite().all() for x in found)
+    assert not found[0].flatten(0, 1)[empty].any()
+
+
 @pytest.mark.parametrize("biased", [False, True])
 def test_dropout_drops_the_pairs_that_it_drops_of_tokens(graph: BlockGraph, biased: bool) -> None:
     parts = [x.requires_grad_() for x in tokens(graph)]

@@ -122,6 +122,9 @@ BLOCKS = [*test_blocks.CASES]
 test_block_attention = over_blocks(
     test_blocks.test_block_attention_is_attention_over_the_tokens, BLOCKS, ("cpu", False, 5), ("cpu", True, 3)
 )
+test_a_bias_may_leave_a_query_without_a_key = contract(
+    test_blocks.test_a_bias_may_leave_a_query_without_a_key, ("cpu",), only="block"
+)
 test_dropout_over_blocks = over_blocks(
     test_blocks.test_dropout_drops_the_pairs_that_it_drops_of_tokens, ["ragged", "causal, cross", "long"], (True,)
 )

@@ -251,6 +251,7 @@ def block_attention_backward(
     q, k, v = _blocks(cuts, query, key, value)
     grad = wide(cuts[0].split(grad_out))
     total = cuts[0].split(lse[..., None])[..., 0]  # [rows, grain]
+    total = total.masked_fill(total == -torch.inf, 0)  # rows without a key, whose scores are all -inf
     mean = (grad * wide(cuts[0].split(out))).sum(-1, keepdim=True)  # gain of each row
     grads, keep = [torch.zeros_like(x) for x in (q, k, v)], _dropout(cuts, query.size(0), dropout, seed, q)
     grad_bias = [q.new_empty(0)]
