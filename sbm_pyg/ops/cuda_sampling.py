@@ -9,7 +9,8 @@ counts the edges of its rows, the counts are summed up, the host waits for the n
 again and write. Both runs are one compiled program, so they find the same edges. A row needs no memory in between, but
 for proposals a bit for each key: some programs take these rows by turns and clear their own bits.
 
-All decisions are made in float64. Multiplications and additions are not fused. Models without blocks take plain torch.
+Decisions are made in float64, or in float32 where bounds on its errors leave no doubt. Multiplications and additions
+are not fused. Models without blocks take plain torch.
 """
 
 from __future__ import annotations
@@ -225,7 +226,7 @@ def _plan(
     tl.store(tasks + row, 4 * sequence + tl.where(sound, way, 3), mask=there)
     tl.store(floats + row, bound, mask=there)
     tl.store(floats + segments + row, factor, mask=there)
-    tl.store(floats + 2 * segments + row, tl.full(bound.shape, float("inf"), tl.float64), mask=there & (sound == 0))
+    tl.store(floats + 2 * segments + row, tl.where(sound, eta * 0, float("inf")), mask=there)
 
 
 # ------------------------------------------------------------------ the ways
@@ -379,10 +380,18 @@ def _proposals(
 @kernel
 def _coins(
     rate, key, floats, tasks, query_ptr, key_ptr, sequence_ids, ptr, col, segments: tl.int64, queries: tl.int64,
-    keys: tl.int64, seed: tl.int64, exploration: tl.int64, writing: tl.int64, CAUSAL: tl.constexpr,
-    FASTRG: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr,
+    keys: tl.int64, seed: tl.int64, exploration: tl.int64, writing: tl.int64, limit: tl.int64, blocks: tl.int64,
+    CAUSAL: tl.constexpr, FASTRG: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """One coin for each pair of some rows and 64 keys: edge iff its word lies below p * 2**32; see :func:`.toss`."""
+    """One coin for each pair of some rows and 64 keys: edge iff its word lies below p * 2**32; see :func:`.toss`.
+
+    Bounds in float32 decide almost all of them. Where one is not sure, or a probability may exceed ``limit``, float64
+    decides on all of these rows and keys. All terms of a probability are positive, so relative errors do not grow in
+    sums; beside products and sums, factors, exploration, bounds and words are rounded. Rates and memberships have
+    tokens last, ``[H, K, N]`` and ``[H, K, M]``.
+    """
+    error = (blocks + 16).to(tl.float32) * 2.0**-24
+    slack: tl.constexpr = 2.0**-20 if FASTRG else 0.0  # of the exponential
     head, query = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row = head * queries + query
     task = tl.load(tasks + row, mask=query < queries, other=3)
@@ -399,26 +408,39 @@ def _coins(
         reach = tl.where(mine, reach, 0)
         for begin in range(0, tl.max(reach, 0), 64):
             number = begin + tl.arange(0, 64)
-            there, p = number < tl.max(reach, 0), tl.zeros([ROWS, 64], tl.float64)
-            for block in range(BLOCKS):
-                y = tl.load(rate + row * BLOCKS + block, mask=mine, other=0).to(tl.float64)
-                z = tl.load(key + (head * keys + shift + number) * BLOCKS + block, mask=there, other=0).to(tl.float64)
-                p += y[:, None] * z[None, :]
-            p += real(exploration, tl.float64)
-            if FASTRG:
-                p = -_expm1(-p)
-            inside = number[None, :] < reach[:, None]
-            p = tl.where(inside, p, 0)
-            highest = tl.maximum(highest, tl.max(p, 1))
-
+            there, inside = number < tl.max(reach, 0), number[None, :] < reach[:, None]
             counter, part = tl.arange(0, 16)[None, :], begin // 64 % 4
             one, two, three, four = _words(seed, begin // 256 * 16 + counter, place[:, None], stream, head | _COIN_BYTE)
             word = tl.where(part == 0, one, tl.where(part == 1, two, tl.where(part == 2, three, four)))
             byte = tl.reshape(word[:, :, None] >> (8 * tl.arange(0, 4))[None, None, :] & 255, [ROWS, 64])
             one, two, three, four = _words(seed, begin // 4 + counter, place[:, None], stream, head | _COIN_REST)
             rest = tl.reshape(tl.join(tl.join(one, three), tl.join(two, four)), [ROWS, 64]) >> 8
-            coin = byte.to(tl.int64) << 24 | rest.to(tl.int64)
-            hit = inside & (coin < (tl.minimum(p, 1) * _LIMIT).to(tl.int64))
+            coin = byte << 24 | rest
+
+            low = tl.zeros([ROWS, 64], tl.float32)
+            for block in range(blocks):
+                y = tl.load(rate + (head * blocks + block) * queries + query, mask=mine, other=0).to(tl.float32)
+                z = tl.load(key + (head * blocks + block) * keys + shift + number, mask=there, other=0).to(tl.float32)
+                low += y[:, None] * z[None, :]
+            low += real(exploration, tl.float32)
+            if FASTRG:
+                low = 1 - tl.exp(-low)
+            least_p, most_p = low * (1 - error) - slack, low * (1 + error) + slack
+            needed = (coin.to(tl.float32) + 1) * 2.0**-32
+            hit = inside & (least_p >= needed)
+            sure = (hit | (most_p < needed)) & (most_p <= real(limit, tl.float32))
+            if tl.min(tl.where(inside, sure.to(tl.int32), 1)) == 0:
+                p = tl.zeros([ROWS, 64], tl.float64)
+                for block in range(blocks):
+                    y = tl.load(rate + (head * blocks + block) * queries + query, mask=mine, other=0).to(tl.float64)
+                    z = tl.load(key + (head * blocks + block) * keys + shift + number, mask=there, other=0)
+                    p += y[:, None] * z.to(tl.float64)[None, :]
+                p += real(exploration, tl.float64)
+                if FASTRG:
+                    p = -_expm1(-p)
+                p = tl.where(inside, p, 0)
+                highest = tl.maximum(highest, tl.max(p, 1))
+                hit = inside & (coin.to(tl.int64) < (tl.minimum(p, 1) * _LIMIT).to(tl.int64))
             count = hit.to(tl.int64)
             target = col + used[:, None] + tl.cumsum(count, 1) - count
             found = (shift + number)[None, :].to(col.dtype.element_ty)
@@ -445,7 +467,7 @@ def sample_sbm(
     rate, member, eta = query.detach().contiguous(), key.detach().contiguous(), bits(exploration)
     slots, query_slots = (tokens // samplers.PANEL + sequences for tokens in (keys, queries))
     sums = torch.empty(2, heads, slots, blocks, dtype=torch.float64, device=device)
-    floats = torch.zeros(3, rows, dtype=torch.float64, device=device)  # bounds, factors, largest probabilities
+    floats = torch.empty(3, rows, dtype=torch.float64, device=device)  # bounds, factors, largest probabilities
     tasks, counts = query_ptr.new_empty(rows), query_ptr.new_zeros(rows + 1)
     tile, law = {"BLOCKS": blocks, "TILE": 16}, {"CAUSAL": is_causal, "FASTRG": method == "fastrg"}
     one, two, four = ({"num_warps": warps, "enable_fp_fusion": False, "maxnreg": MOST} for warps in (1, 2, 4))
@@ -463,7 +485,9 @@ def sample_sbm(
     table = torch.empty(programs, 2, blocks, dtype=torch.float64, device=device)
     marks = torch.empty(programs, 2, marked, dtype=torch.int32, device=device)
     given = (rate, member, floats, tasks, query_ptr, key_ptr, sequence_ids)
-    sizes = (rows, queries, keys)
+    turned = rate.mT.contiguous(), member.mT.contiguous()  # neighbours in memory are tokens
+    sizes, most = (rows, queries, keys), 1 + 1e-5 + exploration
+    limit = bits(1e38 if clamp or method == "fastrg" else most)  # 1e38: what is no number is decided on in float64
 
     def draw(ptr: Tensor, col: Tensor, writing: int) -> None:
         ends = (seed, eta, writing)
@@ -474,15 +498,17 @@ def sample_sbm(
             **law, **tile, **two,
         )  # fmt: skip
         tiles = (triton.cdiv(queries, TOSSED), heads)
-        launch(_coins, tiles, *given, ptr, col, *sizes, *ends, BLOCKS=blocks, ROWS=TOSSED, **law, **four)
+        launch(
+            _coins, tiles, *turned, *given[2:], ptr, col, *sizes, *ends, limit, blocks, ROWS=TOSSED, **law, **four
+        )  # fmt: skip
 
     dtype = torch.int32 if keys < 2**31 else torch.int64
     draw(counts, torch.empty(0, dtype=dtype, device=device), 0)
     rowptr = counts.cumsum(0)
-    edges, highest = torch.stack([rowptr[-1].double(), floats[2].amax()]).tolist()
+    edges, highest = torch.stack([rowptr[-1], floats[2].amax()]).tolist()
     if highest == float("inf"):
         samplers.check_expected(floats[2])
-    if method == "bernoulli" and not clamp and highest > 1 + 1e-5 + exploration:
+    if method == "bernoulli" and not clamp and highest > most:
         raise ValueError(samplers.over_one(highest - exploration))
     col = torch.empty(int(edges), dtype=dtype, device=device)
     draw(rowptr, col, 1)
