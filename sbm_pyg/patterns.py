@@ -98,7 +98,10 @@ def window(
     """
     size = _size("size", size, 0, "Its unit is tokens to each side; 0 gives self-loops.")
     tokens = _Tokens.of(n, is_causal, heads, ptr, device)
-    reach, token = tokens.length.clamp(max=size), tokens.start + tokens.place
+    token = tokens.start + tokens.place
+    if size == 0:  # as many edges as tokens, so no device is waited for
+        return tokens.graph(torch.ones_like(token), token, 1).expand(heads)
+    reach = tokens.length.clamp(max=size)
     return tokens.consecutive(torch.maximum(token - reach, tokens.start), torch.minimum(token + reach + 1, tokens.end))
 
 
@@ -177,7 +180,7 @@ def random(
     size = (tokens.place + 1 if is_causal else tokens.length).repeat(heads)  # [H*N]
     degree = size.clamp(max=num_keys_per_query)
     listed = torch.where(2 * degree > size, size, degree)  # as numbers are, of which some are left out
-    tokens.check_memory(listed, 1, bytes_each=64)
+    tokens.count(listed, 1, bytes_each=64)
     place = _distinct(degree, size, _Draws(tokens, sequence_ids, draw_seed(seed, generator)))
     first = torch.repeat_interleave(tokens.start.repeat(heads), degree, output_size=place.numel())
     return tokens.graph(degree, first + place, heads)
@@ -370,7 +373,7 @@ class _Tokens:
         check_tensor(ptr, "ptr")
         if n is not None:
             n = checks.integer("n", n, 1, "It is the number of tokens.")
-            if ptr is not None and ptr.dim() == 1 and ptr.numel() > 1 and readable(ptr) and ptr[-1] != n:
+            if ptr is not None and ptr.dim() == 1 and ptr.numel() > 1 and ptr.is_cpu and readable(ptr) and ptr[-1] != n:
                 raise ValueError(
                     f"Expected 'n' to be the last entry of 'ptr', {int(ptr[-1])} (got {n}). Leave it out, as None."
                 )
@@ -395,17 +398,18 @@ class _Tokens:
     def length(self) -> Tensor:
         return self.end - self.start  # [N]
 
-    def check_memory(self, degree: Tensor, copies: int, bytes_each: int) -> None:
-        """Refuse rows of so many keys, and so many copies of them, where memory does not hold them."""
-        if not torch.compiler.is_compiling():
-            # The sum in two parts, for int64 may not hold it.
-            edges = copies * ((int((degree >> 16).sum()) << 16) + int((degree & 0xFFFF).sum()))
-            name = (
-                "n" if self.heads == 1 or not checks.fits(edges // self.heads, bytes_each, self.ptr.device) else "heads"
-            )
-            checks.memory(
-                name, edges, bytes_each, self.ptr.device, "Take a sparser pattern, fewer heads or shorter sequences."
-            )
+    def count(self, degree: Tensor, copies: int, bytes_each: int) -> int | None:
+        """The sum of the keys of rows, None in compiled code; refuse so many copies where memory does not hold them."""
+        if torch.compiler.is_compiling():
+            return None
+        high, low = torch.stack([degree >> 16, degree & 0xFFFF]).sum(1).tolist()  # int64 may not hold their sum
+        total = (high << 16) + low
+        alone = checks.fits(copies * total // self.heads, bytes_each, self.ptr.device)
+        checks.memory(
+            "heads" if self.heads > 1 and alone else "n", copies * total, bytes_each, self.ptr.device,
+            "Take a sparser pattern, fewer heads or shorter sequences.",
+        )  # fmt: skip
+        return total
 
     def graph(self, degree: Tensor, col: Tensor, heads: int) -> AttentionGraph:
         rowptr = torch.cat([degree.new_zeros(1), degree.cumsum(0)])
@@ -417,14 +421,14 @@ class _Tokens:
         if self.is_causal:
             end = torch.minimum(end, self.start + self.place + 1)
         degree = (end - first).clamp(min=0)
-        self.check_memory(degree, self.heads, bytes_each=16)
-        return self.graph(degree, _ranges(first, degree), 1).expand(self.heads)
+        total = self.count(degree, self.heads, bytes_each=16)
+        return self.graph(degree, _ranges(first, degree, total), 1).expand(self.heads)
 
 
-def _ranges(first: Tensor, count: Tensor) -> Tensor:
+def _ranges(first: Tensor, count: Tensor, total: int | None = None) -> Tensor:
     """``first[i], first[i] + 1, ..., first[i] + count[i] - 1`` for each i, one after the other, ``[sum(count)]``."""
     ends = count.cumsum(0)
-    total = int(ends[-1])
+    total = int(ends[-1]) if total is None else total
     shift = torch.repeat_interleave(first - (ends - count), count, output_size=total)
     return shift.add_(torch.arange(total, device=first.device))
 

@@ -436,18 +436,17 @@ class CompressedRows:
         mine, theirs = self._numbered(), other._numbered()
         place = torch.searchsorted(mine, theirs)
         added = torch.cat([mine, mine.new_full((1,), -1)])[place] != theirs
+        before = offsets(added)
+        slot = place + before[:-1]  # where each edge of the other graph lands
         (new,) = added.nonzero(as_tuple=True)
-        slot = place[new] + torch.arange(new.numel(), device=self.device)  # where each new edge lands
-        is_new = torch.zeros(mine.numel() + new.numel(), dtype=torch.bool, device=self.device).index_fill_(
-            0, slot, True
+        size, landed = mine.numel() + new.numel(), slot[new]
+        from_other, is_new = (
+            torch.zeros(size, dtype=torch.bool, device=self.device).index_fill_(0, x, True) for x in (slot, landed)
         )
-        (old,) = is_new.logical_not().nonzero(as_tuple=True)  # where each edge of this graph lands
-        torch._check(old.numel() == mine.numel())
-        col = self.col.new_empty(is_new.numel(), dtype=torch.promote_types(self.col.dtype, other.col.dtype))
-        col = col.index_copy(0, old, self.col.to(col.dtype)).index_copy(0, slot, other.col[new].to(col.dtype))
-        from_other = is_new.index_fill(0, old[place[added.logical_not().nonzero()[:, 0]]], True)
+        col = self.col.new_empty(size, dtype=torch.promote_types(self.col.dtype, other.col.dtype))
+        col = col.masked_scatter(~is_new, self.col.to(col.dtype)).index_copy(0, landed, other.col[new].to(col.dtype))
         is_causal = self.is_causal and other.is_causal
-        return self._with(self.rowptr + offsets(added)[other.rowptr], col, self.heads, is_causal), from_other
+        return self._with(self.rowptr + before[other.rowptr], col, self.heads, is_causal), from_other
 
     def select(self, mask: Tensor) -> Self:
         """The graph of those edges where ``mask`` ``[E]`` bool is True. Cost O(HN + E).

@@ -51,9 +51,9 @@ class PlainTorch(TorchDispatchMode):
 
 
 @contextmanager
-def plain_torch() -> Iterator[PlainTorch]:
+def plain_torch(counted: PlainTorch | None = None) -> Iterator[PlainTorch]:
     """Count on the CPU as on a device with room for all rows at once; lists of values are waited for, too."""
-    counted, tolist = PlainTorch(), Tensor.tolist
+    counted, tolist = counted or PlainTorch(), Tensor.tolist
 
     def wait(x: Tensor) -> Any:
         counted.waits += 1

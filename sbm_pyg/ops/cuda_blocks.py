@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -248,6 +249,53 @@ def _block_gains(
         tl.store(gains + edge * grain + row, sums / tl.where(norm == 0, 1, norm), mask=mine)
 
 
+@kernel
+def _block_effect(
+    rowptr, col, logits, gains, probe_rowptr, probe_col, probe_logits, probe_gains, effects, probe_effects,
+    grain: tl.int64, TOKENS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """The effects of pairs and probes, summed over the queries of each; see :func:`.reference.leave_one_out`."""
+    row, slot = tl.program_id(0).to(tl.int64), tl.arange(0, TOKENS)
+    start, stop, there = tl.load(rowptr + row), tl.load(rowptr + row + 1), slot < grain
+    low, best = tl.full([TOKENS], float("-inf"), WIDE), slot.to(tl.int64) * 0 - 1
+    top, second, heaviest = low, low, tl.zeros([TOKENS], WIDE)
+    for edge in range(start, stop):
+        logit = tl.load(logits + edge * grain + slot, mask=there, other=float("-inf"))
+        more = logit > top
+        second, top = tl.maximum(second, tl.minimum(logit, top)), tl.maximum(logit, top)
+        heaviest = tl.where(more, tl.load(gains + edge * grain + slot, mask=there, other=0), heaviest)
+        best = tl.where(more, edge, best)
+    rest, rest_gain, base = tl.zeros([TOKENS], WIDE), tl.zeros([TOKENS], WIDE), finite(second)
+    for edge in range(start, stop):  # weights without the heaviest, relative to the second
+        logit = tl.load(logits + edge * grain + slot, mask=there, other=float("-inf"))
+        weight = tl.where(best == edge, 0, tl.exp(tl.minimum(logit, second) - base))
+        rest += weight
+        rest_gain += weight * tl.load(gains + edge * grain + slot, mask=there, other=0)
+    ratio = tl.exp(second - finite(top))
+    whole, whole_gain = 1 + rest * ratio, heaviest + rest_gain * ratio
+    alone = rest_gain / tl.where(rest == 0, 1, rest)
+    for edge in range(start, stop):
+        logit = tl.load(logits + edge * grain + slot, mask=there, other=float("-inf"))
+        gain = tl.load(gains + edge * grain + slot, mask=there, other=0)
+        share = tl.exp(tl.minimum(logit, second) - base) * ratio
+        other = share * (gain - (whole_gain - share * gain) / tl.where(best == edge, 1, whole - share))
+        change = tl.where(best == edge, gain - alone, other) / whole
+        tl.store(effects + edge, tl.sum(tl.where(there, change, 0), 0))
+    mean = tl.where(best < 0, 0, whole_gain / whole)
+    for probe in range(tl.load(probe_rowptr + row), tl.load(probe_rowptr + row + 1)):
+        token, least, most = tl.load(probe_col + probe), start, stop
+        while least < most:
+            middle = (least + most) // 2
+            below = tl.load(col + middle) < token
+            least, most = tl.where(below, middle + 1, least), tl.where(below, most, middle)
+        found = tl.load(col + least, mask=least < stop, other=-1)
+        logit = tl.load(probe_logits + probe * grain + slot, mask=there, other=float("-inf"))
+        gain = tl.load(probe_gains + probe * grain + slot, mask=there, other=0)
+        odds = tl.where(best < 0, 0, whole * tl.exp(top - finite(logit)))
+        counts = (logit > float("-inf")) & (found != token)
+        tl.store(probe_effects + probe, tl.sum(tl.where(counts, (gain - mean) / (1 + odds), 0), 0))
+
+
 # ------------------------------------------------------------------ the ops
 
 
@@ -373,5 +421,21 @@ def _split_gains(
     return found
 
 
-block_effect = partial(blocks.block_effect, split=_split_gains)
+def block_effect(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor, col: Tensor, bias: Tensor | None,
+    probe_rowptr: Tensor, probe_col: Tensor, probe_bias: Tensor | None, query_ptr: Tensor, key_ptr: Tensor, grain: int,
+    is_causal: bool, scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    cuts = blocks.cut_rows(rowptr, query, key, (query_ptr, key_ptr), grain)
+    sets = (rowptr, col, bias), (probe_rowptr, probe_col, probe_bias)
+    found = _split_gains((grad_out, query, key, value), sets, cuts, is_causal, scale)
+    graphs = ((*(x.contiguous() for x in rows), *numbers) for (*rows, _), numbers in zip(sets, found, strict=True))
+    effects, tokens = [logit.new_empty(logit.size(0)) for logit, _ in found], triton.next_power_of_2(grain)
+    launch(
+        _block_effect, rowptr.numel() - 1, *chain(*graphs), *effects, grain, TOKENS=tokens,
+        WIDE=KINDS[effects[0].dtype], num_warps=max(1, tokens // 128), maxnreg=255,
+    )  # fmt: skip
+    return effects[0].to(query.dtype), effects[1].to(query.dtype)
+
+
 block_weight = partial(blocks.block_weight, split=_split_gains)
