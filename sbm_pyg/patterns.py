@@ -31,7 +31,7 @@ from .choice import Choice, GraphSource
 from .graph import AttentionGraph, check_graph
 from .ops import checks
 from .ops.words import RANDOM_KEY, philox
-from .ragged import check_tensor, draw_seed, readable, resolve_ptr, resolve_sequence_ids, stored_ptr
+from .ragged import check_present, check_tensor, draw_seed, readable, resolve_ptr, resolve_sequence_ids, stored_ptr
 
 __all__ = [
     "BigBirdGraph", "BlockDiagonalGraph", "FullGraph", "GlobalGraph", "PatternSource", "RandomGraph", "RelayKeysGraph",
@@ -402,6 +402,7 @@ class _Tokens:
         """The sum of the keys of rows, None in compiled code; refuse so many copies where memory does not hold them."""
         if torch.compiler.is_compiling():
             return None
+        check_present(self.ptr, "ptr")
         high, low = torch.stack([degree >> 16, degree & 0xFFFF]).sum(1).tolist()  # int64 may not hold their sum
         total = (high << 16) + low
         alone = checks.fits(copies * total // self.heads, bytes_each, self.ptr.device)
