@@ -249,14 +249,10 @@ class SBM(EdgeProbability):
 
     def expected_degree(self) -> Tensor:
         """Expected number of keys of each query, ``[H, N]``, differentiable."""
+        if self.is_causal:
+            return ops.prefix_dot(self.rate, self.key_membership, self.query_ptr, self.key_ptr, self.is_strict)
         batch = _batch(self.query_ptr, self.num_queries)
-        if not self.is_causal:
-            return (self.rate * self._sum(self.key_membership, self.key_ptr)[:, batch]).sum(-1)
-        # Sums over the keys before, of all sequences, less those of earlier sequences: in float64, for they are large.
-        before = torch.nn.functional.pad(self.key_membership.double().cumsum(1), (0, 0, 1, 0))
-        first = self.key_ptr[batch]
-        total = before[:, first + self._reach()] - before[:, first]
-        return (self.rate * total.to(torch.promote_types(self.rate.dtype, torch.float32))).sum(-1)
+        return (self.rate * self._sum(self.key_membership, self.key_ptr)[:, batch]).sum(-1)
 
     def expected_edges(self) -> Tensor:
         """Expected number of edges, ``[B, H]``, differentiable.

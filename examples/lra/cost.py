@@ -53,8 +53,9 @@ from examples.lra.data.tasks import TASKS, Task
 from examples.lra.model import Classifier
 from examples.lra.report import peak_memory, write_csv, write_json
 from examples.lra.settings import BASELINES, Plan, Settings, method_words, parse, resolve
-from examples.lra.train import Data, flushed_subnormals, open_run
+from examples.lra.train import Data, open_run
 from sbm_pyg import patterns
+from sbm_pyg.ops.threads import flushed_subnormals
 
 SHORT = 64  # tokens
 PARTS = ("forward", "backward", "update")

@@ -26,7 +26,7 @@ import os
 import platform
 import shlex
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
@@ -49,7 +49,7 @@ from examples.lra.model import Classifier
 from examples.lra.report import RESULTS
 from examples.lra.settings import BASELINES, PRESETS, SETTINGS, Plan, Settings, resolve
 from sbm_pyg import SBM, Choice, plots
-from sbm_pyg.ops import threads
+from sbm_pyg.ops.threads import flushed_subnormals
 
 T = TypeVar("T")
 
@@ -110,19 +110,6 @@ class Data(LightningDataModule):
     def _loader(self, split: str, batches: list[list[int]]) -> DataLoader:
         data: Any = self.splits[split]
         return DataLoader(data, batch_sampler=batches, collate_fn=lambda batch: batch)
-
-
-@contextlib.contextmanager
-def flushed_subnormals() -> Iterator[None]:
-    """Takes numbers below 1e-38 as zero, on every thread that computes.
-
-    They cost processors up to a hundred times as long as others, and gradients of a trained model with sparse graphs are full of them.
-    """
-    threads.on_each(lambda: torch.set_flush_denormal(True))
-    try:
-        yield
-    finally:
-        threads.on_each(lambda: torch.set_flush_denormal(False))
 
 
 def machine(accelerator: str) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from examples.benchmarks.tables import Row, add, read
 from examples.recall.model import DENSE, METHODS, OPTIONS, Recaller, make_attention
 from examples.recall.tasks import TASKS, Examples
 from sbm_pyg import AttentionGraph, ShareSchedule
+from sbm_pyg.ops.threads import flushed_subnormals
 
 CONTROLS = ("schedule", "share", "none")
 WARMUP, DECAY = 0.05, 0.3  # shares of the steps in which the learning rate rises, and falls to nothing
@@ -236,7 +237,7 @@ def fit(
         rows, step, seconds = state["rows"], state["step"], state["seconds"]
     began = time.perf_counter() - seconds
     every = max(1, run.steps // run.evaluations)
-    with tqdm(total=run.steps, initial=step, desc=path.stem, unit="step") as bar:
+    with flushed_subnormals(), tqdm(total=run.steps, initial=step, desc=path.stem, unit="step") as bar:
         while step < run.steps:
             loss = losses(step)
             optimizer.zero_grad()

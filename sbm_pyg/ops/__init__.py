@@ -6,7 +6,8 @@ chooses the kernel: numba on the CPU, Triton on CUDA devices (:mod:`sbm_pyg.ops.
 
 Graphs come as compressed rows over heads: row ``h * N + i`` of ``rowptr`` [H*N+1] int64 holds the keys ``col`` [E] of
 query ``i``. Symbols: N queries, M keys, E edges, H heads, C channels per head, K blocks, B sequences. Ops are
-deterministic: random words come from a counter and the integer ``seed``. Outputs are freshly allocated.
+deterministic: random words come from a counter and the integer ``seed``. Outputs are freshly allocated. Kernels may
+take subnormal numbers as zero.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ __all__ = [
     "edge_gate",
     "invalid_row",
     "local_expectation",
+    "prefix_dot",
     "sample_sbm",
     "sample_systematic",
     "segment_entmax",
@@ -90,6 +92,39 @@ def edge_dot(query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor) -> Tensor:
     """
     checks.edges(rowptr, col, query, key=key)
     return schemas.edge_dot(query, key, rowptr, col)
+
+
+def prefix_dot(query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, is_strict: bool = False) -> Tensor:
+    r"""Dot product of each query with the sum of the keys that are not later: :math:`\langle q_i, \sum_{j \le i} z_j
+    \rangle`.
+
+    It is the sum of :func:`edge_dot` over the edges of the causal graph. For a block model it is the expected number of
+    edges of each row. Cost O((N + M) K) in time. Sums are taken in float64. Differentiable in ``query`` and ``key``.
+
+    Args:
+        query: One vector per head and query, ``[H, N, K]``.
+        key: One vector per head and key, ``[H, M, K]``.
+        query_ptr: Offsets of the sequences in the queries, ``[B+1]`` int64.
+        key_ptr: Offsets of the sequences in the keys, ``[B+1]`` int64.
+        is_strict: Leave out the key at the place of the query.
+
+    Returns:
+        ``[H, N]``, in float32 or better.
+
+    Raises:
+        TypeError, ValueError: Shapes or types do not fit.
+    """
+    checks.tensors(query=query, key=key)
+    checks.shape("query", query, (None, None, None), "[H, N, K]", "Heads come first.")
+    checks.shape(
+        "key", key, (query.size(0), None, query.size(2)), "[H, M, K]", "It has the heads and blocks of 'query'."
+    )
+    checks.floating(query=query, key=key)
+    _check_ptr(query_ptr, key_ptr)
+    checks.same_device("query", query, key=key, query_ptr=query_ptr, key_ptr=key_ptr)
+    checks.flag("is_strict", is_strict, "It says whether the key at the place of the query is left out.")
+    checks.no_tangent(query, key)
+    return schemas.prefix_dot(query, key, query_ptr, key_ptr, is_strict)
 
 
 def edge_gate(rate: Tensor, member: Tensor, rowptr: Tensor, col: Tensor) -> Tensor:

@@ -409,6 +409,40 @@ def reach(query_ptr: Tensor, key_ptr: Tensor, num_queries: int, is_causal: bool)
     return torch.minimum(torch.arange(1, num_queries + 1, device=keys.device) - query_ptr[batch], keys)
 
 
+def _first_sums(x: Tensor, ptr: Tensor, other_ptr: Tensor, lag: int, end: int) -> Tensor:
+    """For each token of the other side, the sum of the tokens of its sequence at places before its own plus
+    ``lag``, ``[H, end, K]`` in float64.
+    """
+    batch = torch.repeat_interleave(other_ptr.diff(), output_size=end)
+    place = torch.arange(end, device=ptr.device) - other_ptr[batch] + lag
+    before = torch.nn.functional.pad(x.double().cumsum(1), (0, 0, 1, 0))
+    first = ptr[batch]
+    return before[:, first + torch.minimum(place, ptr.diff()[batch])] - before[:, first]
+
+
+def prefix_dot(query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, is_strict: bool) -> Tensor:
+    total = _first_sums(key, key_ptr, query_ptr, 1 - is_strict, query.size(1))
+    return (wide(query) * total.to(wide(query).dtype)).sum(-1)
+
+
+def prefix_dot_backward(
+    grad: Tensor, query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, is_strict: bool, need_query: bool,
+    need_key: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    d_query, d_key, weight = query.new_empty(0, 0, 0), key.new_empty(0, 0, 0), grad.double()[..., None]
+    if need_query:
+        d_query = (weight * _first_sums(key, key_ptr, query_ptr, 1 - is_strict, query.size(1))).to(query.dtype)
+    if need_key:  # all queries of the sequence, less those before
+        terms = weight * query
+        whole = torch.repeat_interleave(
+            segments(terms.transpose(0, 1), query_ptr), key_ptr.diff(), 0, output_size=key.size(1)
+        )
+        d_key = (whole.transpose(0, 1) - _first_sums(terms, query_ptr, key_ptr, int(is_strict), key.size(1))).to(
+            key.dtype
+        )
+    return d_query, d_key
+
+
 def invalid_row(rowptr: Tensor, col: Tensor, query_ptr: Tensor, key_ptr: Tensor, heads: int) -> Tensor:
     rows, num_edges = rowptr.numel() - 1, col.numel()
     number, starts, ends = torch.arange(rows, device=col.device), rowptr[:-1], rowptr[1:]
