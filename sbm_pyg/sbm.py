@@ -249,10 +249,8 @@ class SBM(EdgeProbability):
 
     def expected_degree(self) -> Tensor:
         """Expected number of keys of each query, ``[H, N]``, differentiable."""
-        if self.is_causal:
-            return ops.prefix_dot(self.rate, self.key_membership, self.query_ptr, self.key_ptr, self.is_strict)
-        batch = _batch(self.query_ptr, self.num_queries)
-        return (self.rate * self._sum(self.key_membership, self.key_ptr)[:, batch]).sum(-1)
+        ptrs = self.query_ptr, self.key_ptr
+        return ops.reach_dot(self.rate, self.key_membership, *ptrs, self.is_causal, self.is_strict)
 
     def expected_edges(self) -> Tensor:
         """Expected number of edges, ``[B, H]``, differentiable.

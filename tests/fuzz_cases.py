@@ -455,14 +455,15 @@ def _sample_systematic(d: Draw) -> Case:
     return Case(ops.sample_systematic, arguments, check, unchecked=("query_ptr", "key_ptr"))
 
 
-@case("ops.prefix_dot")
-def _prefix_dot(d: Draw) -> Case:
+@case("ops.reach_dot")
+def _reach_dot(d: Draw) -> Case:
     sbm = d.sbm()
     arguments: dict[str, Any] = {"query": sbm.rate, "key": sbm.key_membership, "query_ptr": sbm.query_ptr}
-    arguments |= {"key_ptr": sbm.key_ptr, "is_strict": d.random() < 0.3}
+    arguments |= {"key_ptr": sbm.key_ptr, "is_causal": d.random() < 0.5}
+    arguments |= {"is_strict": arguments["is_causal"] and d.random() < 0.5}
 
     def check(
-        result: Tensor, query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, is_strict: Any, **_: Any
+        result: Tensor, query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, is_causal: Any, is_strict: Any
     ) -> None:
         if not tame(query, key):
             return
@@ -470,10 +471,10 @@ def _prefix_dot(d: Draw) -> Case:
         ends = (itertools.pairwise(ptr.tolist()) for ptr in (query_ptr, key_ptr))
         for (q, q_end), (k, k_end) in zip(*ends, strict=True):
             p = query[:, q:q_end].double() @ key[:, k:k_end].double().mT
-            total[:, q:q_end] = p.tril(-1 if is_strict else 0).sum(-1)
+            total[:, q:q_end] = (p.tril(-1 if is_strict else 0) if is_causal else p).sum(-1)
         expect(bool(torch.allclose(result.double(), total, rtol=1e-2, atol=1e-4)), "another sum")
 
-    return Case(ops.prefix_dot, arguments, check, unchecked=("query_ptr", "key_ptr"))
+    return Case(ops.reach_dot, arguments, check, unchecked=("query_ptr", "key_ptr"))
 
 
 @case("ops.invalid_row")

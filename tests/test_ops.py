@@ -641,9 +641,9 @@ def test_effects_and_samplers_refuse_what_does_not_fit() -> None:
             lambda: ops.sample_sbm(x, x.to("meta"), ptr, ptr, sequence_ids, 0),
             r"Expected 'member' on cpu, as 'rate' is \(got meta\)",
         ),
-        (lambda: ops.prefix_dot(x, x[:, :, :1], ptr, ptr), r"Expected 'key' to be \[H, M, K\]"),
-        (lambda: ops.prefix_dot(x, x, ptr.int(), ptr), "Expected 'query_ptr' to be int64"),
-        (lambda: ops.prefix_dot(x, x, ptr, ptr, cast(Any, 2)), "Expected 'is_strict' to be "),
+        (lambda: ops.reach_dot(x, x[:, :, :1], ptr, ptr), r"Expected 'key' to be \[H, M, K\]"),
+        (lambda: ops.reach_dot(x, x, ptr.int(), ptr), "Expected 'query_ptr' to be int64"),
+        (lambda: ops.reach_dot(x, x, ptr, ptr, is_strict=True), "Expected 'is_strict' with 'is_causal'"),
         (
             lambda: ops.sample_systematic(chance, ptr, ptr, sequence_ids.to("meta"), 2, 0),
             r"Expected 'sequence_ids' on cpu, as 'chance' is \(got meta\)",
@@ -951,8 +951,8 @@ def _samples() -> dict[str, tuple]:
         ),
         "invalid_row": (*rows, graph.query_ptr, graph.key_ptr, 2),
         "entmax_support": (plain[3], torch.tensor([0, graph.num_edges]), alpha[0].detach()),
-        "prefix_dot": (query, key, *cuts[:2], True),
-        "prefix_dot_backward": (torch.ones(2, 3), *plain[:2], *cuts[:2], False, True, True),
+        "reach_dot": (query, key, *cuts[:2], True, True),
+        "reach_dot_backward": (torch.ones(2, 3), *plain[:2], *cuts[:2], False, False, True, True),
         "segment_entmax": (src, torch.tensor([0, graph.num_edges]), alpha),
         "segment_entmax_backward": (p[None], p[None], torch.tensor([0, graph.num_edges]), alpha.detach(), True),
         "sample_sbm": (*memberships, ptr, ptr, torch.tensor([0]), 5, "bernoulli", 0.0, True, True),
@@ -1112,24 +1112,27 @@ def test_weights_that_float32_does_not_notice_leave_no_subnormal_gradients() -> 
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("is_strict", [False, True])
+@pytest.mark.parametrize(("is_causal", "is_strict"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("keys", [[0, 5, 12, 40], [0, 9, 10, 33], [0, 0, 3, 50]])
-def test_prefix_dots_are_sums_over_the_causal_graph(keys: list[int], is_strict: bool, dtype: torch.dtype) -> None:
+def test_reach_dots_are_sums_over_allowed_pairs(
+    keys: list[int], is_causal: bool, is_strict: bool, dtype: torch.dtype
+) -> None:
     random = torch.Generator().manual_seed(len(keys))
     query_ptr, key_ptr = torch.tensor([0, 5, 12, 40]), torch.tensor(keys)
     query, key = (torch.rand(2, n, 19, generator=random).to(dtype).requires_grad_() for n in (40, keys[-1]))
     places = [torch.cat([torch.arange(n) for n in x.diff().tolist()]) for x in (query_ptr, key_ptr)]
     batches = [torch.repeat_interleave(x.diff()) for x in (query_ptr, key_ptr)]
-    meet = (batches[0][:, None] == batches[1]) & (places[1] + is_strict <= places[0][:, None])
+    meet = batches[0][:, None] == batches[1]
+    meet &= not is_causal or places[1] + is_strict <= places[0][:, None]
     wanted = ((query.double() @ key.double().mT) * meet).sum(-1)
     grad = torch.rand(2, 40, generator=random, dtype=torch.promote_types(dtype, torch.float32))
     grads = torch.autograd.grad(wanted, (query, key), grad.double())
-    plain = query.detach(), key.detach(), query_ptr, key_ptr, is_strict
-    out = ops.prefix_dot(query, key, *plain[2:])
+    plain = query.detach(), key.detach(), query_ptr, key_ptr, is_causal, is_strict
+    out = ops.reach_dot(query, key, *plain[2:])
     assert out.dtype == grad.dtype
-    for found in (out, reference.prefix_dot(*plain)):
+    for found in (out, reference.reach_dot(*plain)):
         torch.testing.assert_close(found.double(), wanted, rtol=1e-10 if dtype == torch.float64 else 1e-5, atol=1e-10)
-    for both in (torch.autograd.grad(out, (query, key), grad), reference.prefix_dot_backward(grad, *plain, True, True)):
+    for both in (torch.autograd.grad(out, (query, key), grad), reference.reach_dot_backward(grad, *plain, True, True)):
         for mine, want in zip(both, grads, strict=True):
             torch.testing.assert_close(mine, want)
 

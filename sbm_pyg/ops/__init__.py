@@ -31,7 +31,7 @@ __all__ = [
     "edge_gate",
     "invalid_row",
     "local_expectation",
-    "prefix_dot",
+    "reach_dot",
     "sample_sbm",
     "sample_systematic",
     "segment_entmax",
@@ -94,25 +94,27 @@ def edge_dot(query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor) -> Tensor:
     return schemas.edge_dot(query, key, rowptr, col)
 
 
-def prefix_dot(query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, is_strict: bool = False) -> Tensor:
-    r"""Dot product of each query with the sum of the keys that are not later: :math:`\langle q_i, \sum_{j \le i} z_j
-    \rangle`.
+def reach_dot(
+    query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, is_causal: bool = False, is_strict: bool = False
+) -> Tensor:
+    r"""Dot product of each query with the sum of the keys that it may attend to.
 
-    It is the sum of :func:`edge_dot` over the edges of the causal graph. For a block model it is the expected number of
-    edges of each row. Cost O((N + M) K) in time. Sums are taken in float64. Differentiable in ``query`` and ``key``.
+    It is the sum of :func:`edge_dot` over all pairs that are allowed. For a block model it is the expected number of
+    edges of each row. Cost O((N + M) K). Differentiable in ``query`` and ``key``.
 
     Args:
         query: One vector per head and query, ``[H, N, K]``.
         key: One vector per head and key, ``[H, M, K]``.
         query_ptr: Offsets of the sequences in the queries, ``[B+1]`` int64.
         key_ptr: Offsets of the sequences in the keys, ``[B+1]`` int64.
-        is_strict: Leave out the key at the place of the query.
+        is_causal: Leave out keys at later places than the query's.
+        is_strict: With ``is_causal``, the key at its own place too.
 
     Returns:
         ``[H, N]``, in float32 or better.
 
     Raises:
-        TypeError, ValueError: Shapes or types do not fit.
+        TypeError, ValueError: Shapes or types do not fit, or ``is_strict`` comes without ``is_causal``.
     """
     checks.tensors(query=query, key=key)
     checks.shape("query", query, (None, None, None), "[H, N, K]", "Heads come first.")
@@ -122,9 +124,12 @@ def prefix_dot(query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, i
     checks.floating(query=query, key=key)
     _check_ptr(query_ptr, key_ptr)
     checks.same_device("query", query, key=key, query_ptr=query_ptr, key_ptr=key_ptr)
+    checks.flag("is_causal", is_causal, _CAUSAL)
     checks.flag("is_strict", is_strict, "It says whether the key at the place of the query is left out.")
+    if is_strict and not is_causal:
+        raise ValueError("Expected 'is_strict' with 'is_causal' (got it alone). Pass is_causal=True.")
     checks.no_tangent(query, key)
-    return schemas.prefix_dot(query, key, query_ptr, key_ptr, is_strict)
+    return schemas.reach_dot(query, key, query_ptr, key_ptr, is_causal, is_strict)
 
 
 def edge_gate(rate: Tensor, member: Tensor, rowptr: Tensor, col: Tensor) -> Tensor:

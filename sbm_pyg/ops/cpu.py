@@ -7,10 +7,10 @@ from .cpu_entmax import entmax_support, segment_entmax, segment_entmax_backward
 from .cpu_probes import sample_systematic
 from .cpu_rows import invalid_row
 from .cpu_sampling import sample_sbm
-from .cpu_sums import prefix_dot, prefix_dot_backward
+from .cpu_sums import reach_dot, reach_dot_backward
 
 __all__ = [
     "block_attention", "block_attention_backward", "block_effect", "block_weight", "edge_attention",
     "edge_attention_backward", "edge_dot", "edge_dot_backward", "edge_effect", "entmax_support", "invalid_row",
-    "prefix_dot", "prefix_dot_backward", "sample_sbm", "sample_systematic", "segment_entmax", "segment_entmax_backward",
+    "reach_dot", "reach_dot_backward", "sample_sbm", "sample_systematic", "segment_entmax", "segment_entmax_backward",
 ]  # fmt: skip

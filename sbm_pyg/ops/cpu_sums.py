@@ -1,6 +1,6 @@
-"""Sums over the keys up to each query, on the CPU: one pass over the tokens of a sequence, with a running sum.
+"""Sums over the keys that each query may attend to, on the CPU: one pass over a sequence, with a running sum.
 
-In and out: the tensors of ``prefix_dot`` in :mod:`sbm_pyg.ops`, and of its backward pass. Not here: the meaning
+In and out: the tensors of ``reach_dot`` in :mod:`sbm_pyg.ops`, and of its backward pass. Not here: the meaning
 (:mod:`.reference`).
 """
 
@@ -69,23 +69,28 @@ def _pieces(query: np.ndarray, key: np.ndarray, ptr: np.ndarray) -> list[tuple[i
     return _cuts(query.shape[0] * (ptr.size - 1), worth(2 * (query.size + key.size), 3))
 
 
-def _given(query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, is_strict: bool) -> tuple[Any, ...]:
+def _given(
+    query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, is_causal: bool, is_strict: bool
+) -> tuple[Any, ...]:
+    """What kernels take: a query sees keys whose place plus ``lag`` is at most its own."""
     ptrs = (x.contiguous().numpy() for x in (query_ptr, key_ptr))
-    return wide(query, query), wide(key, query), *ptrs, int(is_strict)
+    return wide(query, query), wide(key, query), *ptrs, int(is_strict) if is_causal else -key.size(1)
 
 
-def prefix_dot(query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, is_strict: bool) -> Tensor:
-    given = _given(query, key, query_ptr, key_ptr, is_strict)
+def reach_dot(
+    query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, is_causal: bool, is_strict: bool
+) -> Tensor:
+    given = _given(query, key, query_ptr, key_ptr, is_causal, is_strict)
     out = np.empty(query.shape[:2], given[0].dtype)
     run(_dots, [(*piece, *given, out) for piece in _pieces(*given[:3])])
     return torch.from_numpy(out)
 
 
-def prefix_dot_backward(
-    grad: Tensor, query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, is_strict: bool, need_query: bool,
-    need_key: bool,
+def reach_dot_backward(
+    grad: Tensor, query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, is_causal: bool, is_strict: bool,
+    need_query: bool, need_key: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    given = _given(query, key, query_ptr, key_ptr, is_strict)
+    given = _given(query, key, query_ptr, key_ptr, is_causal, is_strict)
     grads = [
         np.empty(x.shape if need else (0, 0, 0), x.dtype)
         for x, need in zip(given[:2], (need_query, need_key), strict=True)

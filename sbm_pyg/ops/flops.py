@@ -21,8 +21,8 @@ from . import reference, samplers
 
 __all__ = [
     "block_attention", "block_attention_backward", "block_effect", "block_weight", "edge_attention",
-    "edge_attention_backward", "edge_dot", "edge_dot_backward", "edge_effect", "prefix_dot",
-    "prefix_dot_backward", "sample_sbm",
+    "edge_attention_backward", "edge_dot", "edge_dot_backward", "edge_effect", "reach_dot",
+    "reach_dot_backward", "sample_sbm",
 ]  # fmt: skip
 
 
@@ -46,14 +46,14 @@ def edge_dot_backward(
     return 2 * col.numel() * query.size(-1) * (need_query + need_key)
 
 
-def prefix_dot(query: Tensor, *_: Any, out_val: Any = None) -> int:
+def reach_dot(query: Tensor, *_: Any, out_val: Any = None) -> int:
     """2 H N K; sums over tokens alone are 0."""
     return 2 * query.numel()
 
 
-def prefix_dot_backward(
-    grad: Tensor, query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, is_strict: bool, need_query: bool,
-    need_key: bool, *, out_val: Any = None,
+def reach_dot_backward(
+    grad: Tensor, query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, is_causal: bool, is_strict: bool,
+    need_query: bool, need_key: bool, *, out_val: Any = None,
 ) -> int:  # fmt: skip
     """2 H N K for each side that needs its gradient."""
     return 2 * query.numel() * (need_query + need_key)

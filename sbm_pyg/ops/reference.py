@@ -409,37 +409,41 @@ def reach(query_ptr: Tensor, key_ptr: Tensor, num_queries: int, is_causal: bool)
     return torch.minimum(torch.arange(1, num_queries + 1, device=keys.device) - query_ptr[batch], keys)
 
 
-def _first_sums(x: Tensor, ptr: Tensor, other_ptr: Tensor, lag: int, end: int) -> Tensor:
-    """For each token of the other side, the sum of the tokens of its sequence at places before its own plus
-    ``lag``, ``[H, end, K]`` in float64.
+def _reach_sums(x: Tensor, ptr: Tensor, other_ptr: Tensor, lag: int | None, end: int) -> Tensor:
+    """For each token of the other side the sum of the tokens of its sequence, ``[H, end, K]`` in float32 or better.
+
+    With a ``lag``, of those at places before its own plus ``lag`` alone, in float64.
     """
     batch = torch.repeat_interleave(other_ptr.diff(), output_size=end)
+    if lag is None:
+        return segments(wide(x).transpose(0, 1), ptr).transpose(0, 1)[:, batch]
     place = torch.arange(end, device=ptr.device) - other_ptr[batch] + lag
     before = torch.nn.functional.pad(x.double().cumsum(1), (0, 0, 1, 0))
     first = ptr[batch]
     return before[:, first + torch.minimum(place, ptr.diff()[batch])] - before[:, first]
 
 
-def prefix_dot(query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, is_strict: bool) -> Tensor:
-    total = _first_sums(key, key_ptr, query_ptr, 1 - is_strict, query.size(1))
+def reach_dot(
+    query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, is_causal: bool, is_strict: bool
+) -> Tensor:
+    total = _reach_sums(key, key_ptr, query_ptr, 1 - is_strict if is_causal else None, query.size(1))
     return (wide(query) * total.to(wide(query).dtype)).sum(-1)
 
 
-def prefix_dot_backward(
-    grad: Tensor, query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, is_strict: bool, need_query: bool,
-    need_key: bool,
+def reach_dot_backward(
+    grad: Tensor, query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, is_causal: bool, is_strict: bool,
+    need_query: bool, need_key: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    d_query, d_key, weight = query.new_empty(0, 0, 0), key.new_empty(0, 0, 0), grad.double()[..., None]
+    d_query, d_key, weight = query.new_empty(0, 0, 0), key.new_empty(0, 0, 0), wide(grad)[..., None]
     if need_query:
-        d_query = (weight * _first_sums(key, key_ptr, query_ptr, 1 - is_strict, query.size(1))).to(query.dtype)
+        lag = 1 - is_strict if is_causal else None
+        d_query = (weight * _reach_sums(key, key_ptr, query_ptr, lag, query.size(1))).to(query.dtype)
     if need_key:  # all queries of the sequence, less those before
-        terms = weight * query
-        whole = torch.repeat_interleave(
-            segments(terms.transpose(0, 1), query_ptr), key_ptr.diff(), 0, output_size=key.size(1)
-        )
-        d_key = (whole.transpose(0, 1) - _first_sums(terms, query_ptr, key_ptr, int(is_strict), key.size(1))).to(
-            key.dtype
-        )
+        terms = weight.double() * query if is_causal else weight * query
+        d_key = _reach_sums(terms, query_ptr, key_ptr, None, key.size(1))
+        if is_causal:
+            d_key = d_key - _reach_sums(terms, query_ptr, key_ptr, int(is_strict), key.size(1))
+        d_key = d_key.to(key.dtype)
     return d_query, d_key
 
 

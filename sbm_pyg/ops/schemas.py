@@ -166,16 +166,16 @@ sample_systematic = _declare(
     _fake_systematic,
     samplers,
 )
-prefix_dot = _declare(
-    "prefix_dot",
-    "(Tensor query, Tensor key, Tensor query_ptr, Tensor key_ptr, bool is_strict) -> Tensor",
+reach_dot = _declare(
+    "reach_dot",
+    "(Tensor query, Tensor key, Tensor query_ptr, Tensor key_ptr, bool is_causal, bool is_strict) -> Tensor",
     lambda query, *_: query.new_empty(query.shape[:2], dtype=torch.promote_types(query.dtype, torch.float32)),
 )
-prefix_dot_backward = _declare(
-    "prefix_dot_backward",
-    "(Tensor grad, Tensor query, Tensor key, Tensor query_ptr, Tensor key_ptr, bool is_strict, bool need_query, "
-    "bool need_key) -> (Tensor, Tensor)",
-    lambda grad, query, key, query_ptr, key_ptr, is_strict, need_query, need_key: (
+reach_dot_backward = _declare(
+    "reach_dot_backward",
+    "(Tensor grad, Tensor query, Tensor key, Tensor query_ptr, Tensor key_ptr, bool is_causal, bool is_strict, "
+    "bool need_query, bool need_key) -> (Tensor, Tensor)",
+    lambda grad, query, key, query_ptr, key_ptr, is_causal, is_strict, need_query, need_key: (
         query.new_empty(query.shape if need_query else (0, 0, 0)),
         key.new_empty(key.shape if need_key else (0, 0, 0)),
     ),
@@ -234,18 +234,18 @@ def _dot_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 edge_dot.register_autograd(_dot_backward, setup_context=_save_dot)
 
 
-def _save_prefix(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save_reach(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[:4])
-    ctx.is_strict = inputs[4]
+    ctx.options = inputs[4:]
 
 
-def _prefix_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _reach_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     need_query, need_key = ctx.needs_input_grad[:2]
-    grads = prefix_dot_backward(grad.contiguous(), *ctx.saved_tensors, ctx.is_strict, need_query, need_key)
-    return grads[0] if need_query else None, grads[1] if need_key else None, None, None, None
+    grads = reach_dot_backward(grad.contiguous(), *ctx.saved_tensors, *ctx.options, need_query, need_key)
+    return grads[0] if need_query else None, grads[1] if need_key else None, None, None, None, None
 
 
-prefix_dot.register_autograd(_prefix_backward, setup_context=_save_prefix)
+reach_dot.register_autograd(_reach_backward, setup_context=_save_reach)
 
 
 def _save_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
