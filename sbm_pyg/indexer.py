@@ -369,9 +369,12 @@ def _heads(packed: Tensor, small: int) -> Iterator[tuple[Tensor, Tensor]]:
 
 def _scores(packed: Tensor, key: Tensor, small: int) -> Tensor:
     """Scores ``[H, b, r, L]`` of packed queries and keys ``[H, b, L, D]``."""
-    total = packed.new_zeros(())
-    for query, weight in _heads(packed, small):
-        total = torch.addcmul(total, torch.relu_(query @ key.mT), weight)
+    # Fresh memory for each head would cost more than the products.
+    total, part = (packed.new_empty(*packed.shape[:3], key.size(2)) for _ in range(2))
+    for number, (query, weight) in enumerate(_heads(packed, small)):
+        each = part if number else total
+        torch.relu_(torch.matmul(query, key.mT, out=each)).mul_(weight)
+        total = total.add_(part) if number else total
     return total
 
 
@@ -432,11 +435,13 @@ class _Reduced(torch.autograd.Function):
             if grad_bias is not None and ctx.rule is _COINS:
                 grad_bias += slope.sum((1, 2, 3))
             keys = key[:, part.key.clamp(min=0)]
+            dot, other = scores, torch.empty_like(scores)
             to_keys, to_queries, to_weights = torch.zeros_like(keys), [], []
             for query, weight in _heads(packed[:, part.query], ctx.small):
-                dot = torch.relu_(query @ keys.mT)
-                to_weights.append((slope * dot).sum(3, keepdim=True))
-                to_dot = (slope * weight).masked_fill_(dot == 0, 0)
+                torch.relu_(torch.matmul(query, keys.mT, out=dot))
+                to_weights.append(torch.mul(slope, dot, out=other).sum(3, keepdim=True))
+                torch.mul(slope, weight, out=other)
+                to_dot = torch.ops.aten.threshold_backward.grad_input(other, dot, 0, grad_input=other)
                 to_queries.append(to_dot @ keys)
                 to_keys += to_dot.mT @ query
             grad_packed.index_add_(1, part.query.flatten(), torch.cat(to_queries + to_weights, 3).flatten(1, 2))
