@@ -1148,9 +1148,11 @@ def test_kernels_take_subnormal_numbers_as_zero_and_leave_the_setting(flushed: b
         assert bool((tiny * 0.5).view(torch.int32).any()) != flushed
         with pytest.raises(ZeroDivisionError):
             workers.run(lambda x: 1 / x, [(0,), (0,)])
+        with workers.flushed_subnormals():
+            assert not (tiny * 0.5).view(torch.int32).any()
         assert bool((tiny * 0.5).view(torch.int32).any()) != flushed
     finally:
-        torch.set_flush_denormal(False)
+        workers.on_each(lambda: torch.set_flush_denormal(False))
 
 
 # ------------------------------------------------------------------ processes and threads

@@ -164,13 +164,14 @@ def flushed_subnormals() -> Iterator[None]:
     """In it torch, too, takes numbers below 1e-38 as zero, on every thread that it computes on.
 
     They cost processors up to a hundred times as long as others, and gradients of a trained model with sparse graphs
-    are full of them. Kernels of this package flush them by themselves.
+    are full of them. Kernels of this package flush them by themselves. What was flushed before still is behind it.
     """
+    before = SUBNORMAL * 1.0 == 0.0
     on_each(lambda: torch.set_flush_denormal(True))
     try:
         yield
     finally:
-        on_each(lambda: torch.set_flush_denormal(False))
+        on_each(lambda: torch.set_flush_denormal(before))
 
 
 def _on_team(work: Callable, threads: int) -> bool:
