@@ -279,6 +279,7 @@ def largest(k: int | Tensor, own: Tensor | None = None) -> Keep:
         best = scores.topk(int(count.max()), dim=-1).values
         least = best.gather(-1, (count - 1).expand(scores.shape[:-1])[..., None])
         above, equal = scores > least, (scores == least) & possible
-        return above | (equal & (equal.cumsum(-1) <= count[..., None] - above.sum(-1, keepdim=True)))
+        left = count[..., None] - above.sum(-1, keepdim=True, dtype=torch.int32)  # six times as fast as int64
+        return above | (equal & (equal.cumsum(-1, dtype=torch.int32) <= left))
 
     return keep
