@@ -32,6 +32,8 @@ import torch
 from numba import njit
 from numba.core import event
 
+__all__ = ["flushed_subnormals", "on_each"]
+
 log = logging.getLogger("sbm_pyg")
 
 LEAST = 2**18
