@@ -267,14 +267,15 @@ def largest(k: int | Tensor, own: Tensor | None = None) -> Keep:
 
     Args:
         k: How many, at least 1; or of each query, ``[N]``.
-        own: Key ``own[i]`` of its sequence is among those of query i, ``[N]``.
+        own: Key ``own[i]`` of its sequence is among those of query i, whatever its score is, ``[N]``.
     """
 
     def keep(scores: Tensor, possible: Tensor, part: Part) -> Tensor:
         width = scores.size(-1)
         if own is not None:
-            here = torch.arange(width, device=scores.device) == own[part.query][..., None]
-            scores.masked_fill_(here & possible, torch.inf)
+            here = part.possible & (torch.arange(width, device=scores.device) == own[part.query][..., None])
+            scores.clamp_(max=torch.finfo(scores.dtype).max).masked_fill_(here, torch.inf)
+            possible = possible | here
         count = torch.as_tensor(k if isinstance(k, int) else k[part.query], device=scores.device).clamp(max=width)
         best = scores.topk(int(count.max()), dim=-1).values
         least = best.gather(-1, (count - 1).expand(scores.shape[:-1])[..., None])

@@ -385,15 +385,16 @@ def _best_so_far(sides: Sides, chosen: Tensor, near: Tensor, count: Tensor) -> t
     """
     keep, found = largest(count), []
     for queries, keys, _ in like_lengths(sides.query_ptr, sides.key_ptr):
-        scores = near[:, keys.clamp(min=0)].masked_fill((keys < 0)[..., None], -torch.inf).mT  # [H, b, K, L]
-        scores = scores.nan_to_num(nan=-torch.inf)
+        scores = near[:, keys.clamp(min=0)]
+        scores = scores.masked_fill(scores.isnan() | (keys < 0)[..., None], -torch.inf).mT  # [H, b, K, L]
         width = int(count[queries.clamp(min=0)].max())
         block = max(width, LEAST_BLOCK)
-        best, place = scores[..., :0], torch.empty_like(scores[..., :0], dtype=torch.int64)
+        places = torch.arange(keys.size(1), device=keys.device).expand(*scores.shape[:3], -1)
+        best, place = scores[..., :0], places[..., :0]
         for begin in range(0, queries.size(1), block):
-            fresh = torch.arange(begin, min(begin + block, keys.size(1)), device=keys.device)
-            best = torch.cat([best, scores[..., begin : begin + block]], -1)
-            place = torch.cat([place, fresh.expand(*place.shape[:3], -1)], -1)  # in ascending order
+            fresh = slice(begin, begin + block)
+            best = torch.cat([best, scores[..., fresh]], -1)
+            place = torch.cat([place, places[..., fresh]], -1)  # in ascending order
             rows = queries[:, begin : begin + block]
             for part in rows.split(max(1, CHUNK // max(1, sides.heads * len(rows) * best.size(-1))), dim=1):
                 there, token = part >= 0, part.clamp(min=0)
@@ -426,8 +427,9 @@ def _nearest(near: Tensor, ptr: Tensor, size: int | None) -> tuple[Tensor, Tenso
     width = torch.minimum(width, ptr.diff())  # [B]
     found = []
     for padded, _, which in like_lengths(ptr, ptr):
-        scores = near[:, padded.clamp(min=0)].masked_fill((padded < 0)[..., None], -torch.inf)  # [H, b, L, K]
-        order = scores.nan_to_num(nan=-torch.inf).sort(dim=2, descending=True, stable=True).indices
+        scores = near[:, padded.clamp(min=0)]  # [H, b, L, K]
+        nothing = scores.isnan() | (padded < 0)[..., None]  # padding is behind the tokens, and stays there
+        order = scores.masked_fill(nothing, -torch.inf).sort(dim=2, descending=True, stable=True).indices
         taken = torch.arange(padded.size(1), device=near.device)[:, None] < width[which, None, None]  # [b, L, 1]
         head, sequence, rank, cluster = taken.expand_as(order).nonzero(as_tuple=True)
         token = padded[sequence, order[head, sequence, rank, cluster]]

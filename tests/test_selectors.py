@@ -18,7 +18,7 @@ from sbm_pyg import AttentionConv, AttentionGraph, SequenceEncoder, SourceGraph,
 from sbm_pyg.selectors import RoutingSource, SelectorSource, block_top_k, lsh, routing, top_k
 
 HEADS, CHANNELS = 2, 6
-LENGTHS = [([9], [9]), ([1, 7, 12, 3], [1, 7, 12, 3]), ([5, 2, 9], [8, 11, 4])]
+LENGTHS = [([9], [9]), ([1, 7, 12, 3], [1, 7, 12, 3]), ([5, 2, 9], [8, 11, 4]), ([40, 3], [2, 6])]
 CENTROIDS = torch.randn(HEADS, 3, CHANNELS, generator=torch.Generator().manual_seed(5))
 Rule = Callable[..., AttentionGraph]
 
@@ -110,7 +110,7 @@ CASES: dict[str, tuple[Rule, Callable[..., list[set[int]]], dict[str, Any], dict
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("sizes", LENGTHS, ids=["one sequence", "ragged", "cross"])
+@pytest.mark.parametrize("sizes", LENGTHS, ids=["one sequence", "ragged", "cross", "few keys"])
 @pytest.mark.parametrize("name", CASES)
 def test_rules_are_their_definitions(
     name: str, sizes: tuple[list[int], list[int]], is_causal: bool, monkeypatch: pytest.MonkeyPatch
@@ -158,6 +158,27 @@ def test_a_block_is_chosen_in_cross_attention_by_its_mean_alone() -> None:
     graph = block_top_k(q, z, 1, 2, bipartite=True)
     assert graph.to_dense()[0].int().tolist() == [[0, 0, 1, 1, 0, 0]] * 4
     assert block_top_k(q, z, 1, 2).to_dense()[0, 0].int().tolist() == [1, 1, 0, 0, 0, 0]  # the block at its own place
+
+
+@pytest.mark.parametrize("worst", [torch.nan, torch.inf, -torch.inf])
+def test_the_block_at_its_own_place_is_chosen_whatever_tokens_hold(worst: float) -> None:
+    x = draw(0, 2, 12, 4)
+    plain = block_top_k(x, x, 1, 4, is_causal=True)
+    for at in (3, 7, 11):  # a later token of the block, to most of its queries
+        changed = x.clone()
+        changed[:, at] = worst
+        assert block_top_k(x, changed, 1, 4, is_causal=True) == plain
+        assert block_top_k(x, changed, 1, 4).contains(patterns.self_loops(12).edge_index).all()
+
+
+@pytest.mark.parametrize("worst", [torch.nan, torch.inf])
+def test_centroids_take_tokens_without_a_direction_last_and_no_others(worst: float) -> None:
+    x, ptr = draw(0, HEADS, 15, CHANNELS), pointer([7, 8])
+    x[:, [2, 9, 10]] = worst
+    sides: dict[str, Any] = {"centroids": CENTROIDS, "ptr": ptr}
+    assert routing(x, x, size=8, **sides).validate() == patterns.full(15, ptr=ptr, heads=HEADS)
+    few = routing(x, x, size=5, **sides).validate()
+    assert not set(few.col.tolist()) & {2, 9, 10}
 
 
 def test_a_window_stands_beside_a_rule() -> None:
