@@ -260,8 +260,12 @@ class BlockGraph(AttentionGraph):
         return self if self.is_causal else self.with_blocks(self.blocks.causal())
 
     def union(self, other: AttentionGraph) -> tuple[AttentionGraph, Tensor]:  # type: ignore[override]
-        """As :meth:`AttentionGraph.union`. With a graph of the same grain it is one of blocks, and so is the mask."""
-        if isinstance(other, BlockGraph) and other.grain == self.grain and self._like(other):
+        """As :meth:`AttentionGraph.union`.
+
+        With a graph of the same grain, both causal or none, it is one of blocks, and so is the mask.
+        """
+        like = isinstance(other, BlockGraph) and (other.grain, other.is_causal) == (self.grain, self.is_causal)
+        if like and self._like(other):
             blocks, from_other = self.blocks.union(other.blocks)
             return self.with_blocks(blocks), from_other
         return self.expand_tokens().union(other.expand_tokens() if isinstance(other, BlockGraph) else other)

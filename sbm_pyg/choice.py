@@ -142,13 +142,22 @@ class Choice:
         """The choice with the edges of a pattern added, whatever their probabilities are.
 
         Args:
-            pattern: A graph over the same tokens in blocks of the same size, with the same heads or one.
+            pattern: A graph over the same tokens, with the same heads or one. To blocks, a graph of blocks of the same
+                size, causal as they are.
+
+        Raises:
+            TypeError, ValueError: It is not.
         """
         check_graph(pattern, "pattern")
-        blocks, forced = self.graph.blocks.union(pattern.blocks)
+        graph, forced = self.graph.union(pattern)
+        if graph.grain != self.graph.grain:
+            raise ValueError(
+                f"Expected 'pattern' over blocks of {self.graph.grain} tokens, causal as those of the choice "
+                f"(got {pattern} for {self.graph}). Choose with grain=1 to force other edges."
+            )
         if self.forced is not None:
-            forced = blocks.union(self.graph.blocks.select(self.forced))[1] | forced
-        return replace(self, graph=self.graph.with_blocks(blocks), forced=forced)
+            forced = graph.blocks.union(self.graph.blocks.select(self.forced))[1] | forced
+        return replace(self, graph=graph, forced=forced)
 
 
 class GraphSource(torch.nn.Module, ABC):

@@ -176,6 +176,30 @@ def test_unions_of_blocks_are_blocks_and_of_others_tokens() -> None:
     assert union == window | one
 
 
+def test_a_union_with_a_graph_that_is_not_causal_adds_no_later_keys_of_its_own() -> None:
+    one, two = make([7, 9], 4, is_causal=True), make([7, 9], 4, seed=2, density=0.3)
+    wanted, mask = one.expand_tokens().union(two.expand_tokens())
+    for first, second in ((one, two), (two, one)):
+        union, other = first.union(second)
+        assert union == wanted
+        assert other.shape == mask.shape
+
+
+def test_what_is_forced_is_over_blocks_of_the_same_size() -> None:
+    graph, other = make([5, 8], 3), make([5, 8], 3, seed=1)
+    choice = Choice(graph).force(other)
+    assert choice.graph == graph | other
+    assert choice.graph.blocks == graph.blocks | other.blocks
+    causal = make([5, 8], 3, is_causal=True)
+    window = patterns.window(None, 1, ptr=graph.query_ptr)
+    for mine, pattern in ((graph, window), (causal, other), (make([5], 3), make([5], 4)), (make([5], 4), make([5], 3))):
+        with pytest.raises(ValueError, match=r"Expected 'pattern' over blocks of [34] tokens"):
+            Choice(mine).force(pattern)
+    with pytest.raises(ValueError, match="over the same tokens"):
+        Choice(graph).force(graph.blocks)
+    assert Choice(graph.expand_tokens()).force(causal).graph == graph.expand_tokens() | causal.expand_tokens()
+
+
 def test_numbers_of_tokens_become_tiles(graph: BlockGraph) -> None:
     number = torch.arange(1.0, graph.num_edges + 1)
     tiles = graph.tiles(number)
