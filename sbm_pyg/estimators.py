@@ -47,7 +47,7 @@ __all__ = [
     "score_function", "straight_through",
 ]  # fmt: skip
 
-_LEAST = 1e-9  # probability below which a logarithm is cut
+_LEAST = 1e-9  # probability below which a logarithm is cut, at least
 _FEWER = "Take fewer heads or shorter sequences, or an estimator that does not look at all pairs."
 
 
@@ -552,7 +552,8 @@ def distillation(
         else:
             weight = edge_softmax(edge_logits(query, key, graph, bias, scale), ptr=graph.rowptr)
     p, degree = probability.on(blocks), probability.expected_degree()
-    share = p.clamp(min=_LEAST).log() - degree.clamp(min=_LEAST).log().flatten()[blocks.edge_row]
+    share, whole = (ops.reference.wide(x).clamp(min=_least(p)).log() for x in (p, degree))
+    share = share - whole.flatten()[blocks.edge_row]
     return -(weight * share.masked_fill(p == 0, 0)).sum() / (graph.heads * graph.num_queries)
 
 
@@ -570,7 +571,8 @@ def relaxed_bias(probability: EdgeProbability, graph: AttentionGraph, exploratio
         TypeError, ValueError: The graph is not over the tokens of the model, or memory does not hold a few numbers for
             each pair.
     """
-    return _explored(probability, graph, exploration, numbers=4).clamp(_LEAST, 1).log()
+    p = _explored(probability, graph, exploration, numbers=4)
+    return p.clamp(_least(p), 1).log()
 
 
 def concrete_bias(
@@ -594,10 +596,11 @@ def concrete_bias(
     Reference: Maddison et al. and Jang et al., ICLR 2017.
     """
     ops.checks.number("temperature", temperature, "(0, inf)", "The coin hardens as it goes to 0.")
-    p = _explored(probability, graph, exploration, numbers=8).clamp(_LEAST, 1 - 1e-6)
+    given = _explored(probability, graph, exploration, numbers=8)
+    p = ops.reference.wide(given).clamp(_least(given), 1 - 1e-6)
     generator = torch.Generator(p.device).manual_seed(draw_seed(seed))
     noise = torch.rand(p.shape, generator=generator, device=p.device, dtype=p.dtype).clamp(1e-6, 1 - 1e-6)
-    return torch.nn.functional.logsigmoid((p.logit() + noise.logit()) / temperature)
+    return torch.nn.functional.logsigmoid((p.logit() + noise.logit()) / temperature).to(given.dtype)
 
 
 def score_function(
@@ -631,8 +634,9 @@ def score_function(
     others = (loss.sum() - loss) / (batch - 1) if batch > 1 else torch.zeros_like(loss)
     advantage = (loss - others).detach()
     sequence = torch.repeat_interleave(graph.query_ptr.diff(), output_size=graph.num_queries).repeat(graph.heads)
-    p = _explored(probability, graph, exploration, numbers=4).clamp(1e-6, 1 - 1e-6)
-    absent = (-_explored(probability, pairs, exploration, numbers=3).clamp(0, 1 - 1e-6)).log1p()
+    there = _explored(probability, graph, exploration, numbers=4)
+    p = ops.reference.wide(there).clamp(max(1e-6, _least(there)), 1 - 1e-6)
+    absent = (-ops.reference.wide(_explored(probability, pairs, exploration, numbers=3)).clamp(0, 1 - 1e-6)).log1p()
     log_prob = p.new_zeros(batch).index_add(0, sequence[graph.edge_row], p.logit())
     total = advantage * log_prob.index_add(0, sequence[pairs.edge_row], absent)
     return total.sum() - total.sum().detach()
@@ -646,6 +650,11 @@ def _explored(probability: EdgeProbability, graph: AttentionGraph, exploration: 
     width = torch.get_default_dtype().itemsize
     ops.checks.memory("graph", graph.num_edges, numbers * width, graph.device, _FEWER)
     return probability.on(graph) + exploration
+
+
+def _least(p: Tensor) -> float:
+    """Probability below which a logarithm is cut, so that its type holds the slope."""
+    return max(_LEAST, torch.finfo(p.dtype).tiny)
 
 
 def _check_memory(graph: AttentionGraph, per_query: float) -> None:

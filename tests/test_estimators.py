@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any, cast
 
@@ -16,6 +17,7 @@ from sbm_pyg.estimators import (
     Local,
     Mask,
     concrete_bias,
+    distillation,
     draw_probes,
     local_expectation,
     relaxed_bias,
@@ -307,6 +309,31 @@ def test_concrete_coins_harden_to_bernoulli() -> None:
     assert abs(float(hard.mean()) - 0.3) < 5 * math.sqrt(0.21 / 2000)
     assert torch.equal(hard, concrete_bias(sbm, everything, 1e-3, seed=1).exp())
     assert not torch.equal(hard, concrete_bias(sbm, everything, 1e-3, seed=2).exp())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("p", [0.0, 1e-7, 0.5, 1.0, 1.5])
+def test_logarithms_of_probabilities_have_slopes_in_every_type(p: float, dtype: torch.dtype) -> None:
+    everything, query = patterns.full(4), torch.arange(-4.0, 4).view(1, 4, 2) / 4
+    rules: list[Callable[[SBM, Tensor], Tensor]] = [
+        lambda sbm, x: relaxed_bias(sbm, everything),
+        lambda sbm, x: concrete_bias(sbm, everything, 0.5, seed=0),
+        lambda sbm, x: distillation(x, x, sbm, everything),
+        lambda sbm, x: score_function(sbm, everything, torch.ones(1, dtype=x.dtype)),
+    ]
+
+    def values(dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
+        for rule in rules:
+            rate = torch.full((1, 4, 1), p, dtype=dtype, requires_grad=True)
+            sbm = SBM(rate, torch.ones(1, 4, 1, dtype=dtype), torch.ones(1, 1, 1, dtype=dtype))
+            value = rule(sbm, query.to(dtype))
+            yield value.detach(), torch.autograd.grad(value.sum(), rate)[0]
+
+    for at, ((value, slope), (meant, _)) in enumerate(zip(values(dtype), values(torch.float64), strict=True)):
+        assert slope.isfinite().all()
+        assert value.isfinite().all()
+        if p > 1e-6 and at != 1:  # coins draw other numbers in other types
+            torch.testing.assert_close(value.double(), meant, rtol=0.01, atol=1e-5)
 
 
 # ------------------------------------------------------------------ probes
