@@ -636,7 +636,8 @@ class SBMHead(torch.nn.Module):
             affinity = self.mlp(x) @ self.clusters.mT / self._divisor + shift
         else:
             weight, bias = mapped
-            affinity = torch.baddbmm((bias + shift)[:, None], torch.relu_(self.mlp[0](x)), weight.mT)
+            hidden = torch.relu_(self.mlp[0](x.flatten(0, 1))).view_as(x)  # in place on what is no view
+            affinity = torch.baddbmm((bias + shift)[:, None], hidden, weight.mT)
         if self.groups == 1:
             return affinity.sigmoid_() if gated else affinity.softmax(-1)
         groups = affinity.unflatten(-1, (self.groups, -1))
