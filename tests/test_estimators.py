@@ -24,7 +24,7 @@ from sbm_pyg.estimators import (
     score_function,
     straight_through,
 )
-from sbm_pyg.ops import reference, samplers
+from sbm_pyg.ops import reference, samplers, schemas
 
 
 def draw(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -166,6 +166,26 @@ def test_effects_count_by_the_chance_to_see_them(name: str, blocks: int, explora
         factor = alpha / p if edges is graph else torch.where(p < 1, (1 - alpha) / (1 - p), 1) / eta
         factor = torch.where(explored > 1 + 1e-5, 0, factor)
         torch.testing.assert_close(counted, alone * factor, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("exploration", "probing"), [(0.0, False), (0.1, True)])
+def test_weighing_effects_equals_the_reference(
+    name: str, dtype: torch.dtype, exploration: float, probing: bool
+) -> None:
+    """Probabilities that are given, from none to more than 1; some queries have no probes, some edges are forced."""
+    graph = GRAPHS[name]
+    prob, effect = draw(1, graph.num_edges, dtype=dtype).abs(), draw(2, graph.num_edges)
+    prob[1::5], effect = 0, effect if dtype == torch.float64 else effect.float()
+    chance = torch.tensor([0.2, 0, 1, 0.01], dtype=effect.dtype).repeat(graph.num_queries)[: graph.num_queries]
+    for forced in (None, draw(3, graph.num_edges) > 0.5):
+        given = effect, prob, graph.rowptr, chance, forced, exploration, probing
+        got, want = schemas.weigh_effect(*given), reference.weigh_effect(*given)
+        assert got.dtype == want.dtype == dtype
+        torch.testing.assert_close(got, want, equal_nan=True)
+        assert forced is None or not bool(got[forced].any())
+        assert forced is not None or graph.num_edges < 2 or bool(got.any())
 
 
 @pytest.mark.parametrize("op", [ops, reference])

@@ -45,6 +45,7 @@ def test_every_op_with_products_has_a_formula() -> None:
         "segment_entmax_backward",
         "sample_systematic",
         "invalid_row",
+        "weigh_effect",
     }  # no products over channels or blocks
     assert {*flops.__all__} == known - without
     for name in flops.__all__:

@@ -949,6 +949,7 @@ def _samples() -> dict[str, tuple]:
             torch.full((3,), 0.5),
             0.1,
         ),
+        "weigh_effect": (plain[3], plain[3].abs(), graph.rowptr, torch.full((3,), 0.5), plain[4] > 0, 0.1, False),
         "invalid_row": (*rows, graph.query_ptr, graph.key_ptr, 2),
         "entmax_support": (plain[3], torch.tensor([0, graph.num_edges]), alpha[0].detach()),
         "reach_dot": (query, key, *cuts[:2], True, True),

@@ -42,7 +42,7 @@ print(*(row for row in rows if row["kernel"] in ("_start", "_step", "_panels", "
 """
 KERNELS = (
     "_attention _attention_backward _block_attention _block_effect _block_gains _block_keys _block_queries _coins _dot _effect _entmax _entmax_backward _fill _gaps _gather _join _measure "
-    "_panels _plan _proposals _start _step"
+    "_panels _plan _proposals _start _step _weigh"
 )
 
 

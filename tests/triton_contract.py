@@ -219,6 +219,10 @@ test_what_effects_count_for = contract(
     *product(SMALL, [3], [0.0], [ops]),
     ("bipartite", 48, 0.05, ops),
 )
+test_weighing_effects = contract(
+    test_estimators.test_weighing_effects_equals_the_reference,
+    *product(SMALL, [torch.float64, torch.bfloat16], [0.1], [False, True]),
+)
 test_probes_that_cannot_be = contract(test_estimators.test_a_probe_that_cannot_be_counts_nothing, (ops,))
 
 # ------------------------------------------------------------------ entmax
@@ -480,7 +484,7 @@ def test_attention_asks_for_nothing_but_kernels_and_memory(kernels: Kernels) -> 
     assert kernels.waits == waits
 
 
-@pytest.mark.parametrize(("is_causal", "most"), [(False, 177), (True, 181)])
+@pytest.mark.parametrize(("is_causal", "most"), [(False, 165), (True, 169)])
 def test_a_training_step_takes_few_launches(is_causal: bool, most: int, kernels: Kernels) -> None:
     """Of the default layer. Most are for projections and their gradients."""
     torch.manual_seed(0)
@@ -493,11 +497,11 @@ def test_a_training_step_takes_few_launches(is_causal: bool, most: int, kernels:
     assert kernels.started == [*sampled, "_attention", "_start", "_step", *effects, *BACKWARD]
     assert kernels.launches - launches <= most
     # and on a GPU without a check of numbers that are at hand here, which takes four
-    assert kernels.launches - launches - (kernels.allocations - allocations) - 4 <= 150
+    assert kernels.launches - launches - (kernels.allocations - allocations) - 4 <= 138
     assert kernels.waits - waits <= 5
 
 
-@pytest.mark.parametrize(("is_causal", "most", "waits"), [(False, 288, 6), (True, 377, 9)])
+@pytest.mark.parametrize(("is_causal", "most", "waits"), [(False, 233, 6), (True, 321, 9)])
 def test_a_training_step_over_blocks_takes_few_launches(
     is_causal: bool, most: int, waits: int, kernels: Kernels
 ) -> None:
@@ -513,7 +517,7 @@ def test_a_training_step_over_blocks_takes_few_launches(
     assert kernels.waits - waited <= waits
 
 
-@pytest.mark.parametrize(("option", "most", "waits"), [({"self_loops": True}, 232, 7), ({"window": 3}, 251, 8)])
+@pytest.mark.parametrize(("option", "most", "waits"), [({"self_loops": True}, 220, 7), ({"window": 3}, 239, 8)])
 def test_edges_that_are_always_there_take_few_launches(
     option: dict[str, Any], most: int, waits: int, kernels: Kernels
 ) -> None:

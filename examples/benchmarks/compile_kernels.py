@@ -68,6 +68,9 @@ def ops(width: int, dtype: torch.dtype, col: torch.dtype) -> dict[str, Callable[
         "edge_effect": lambda: cuda_effects.edge_effect(
             x, x, x, x, *graph, edges, *graph, edges, 0.5, x, x, x[0, :, 0].contiguous(), 0.1
         ),
+        "weigh_effect": lambda: cuda_effects.weigh_effect(
+            edges, edges, rows, x[0, :, 0].contiguous(), edges > 0, 0.1, True
+        ),
         "block_attention": lambda: over_blocks(64, False, 0.0),
         "block_attention, biased": lambda: over_blocks(64, True, 0.1),
         "sample_sbm": lambda: sampling("bernoulli", True),

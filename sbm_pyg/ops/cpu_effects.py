@@ -1,8 +1,8 @@
 """The effect of switching single edges on or off, on the CPU: one pass over the edges and the probes of each row.
 
-In and out: the tensors of ``edge_effect`` in :mod:`sbm_pyg.ops`. Scores, gains and factors of a row's edges stay in
-buffers as long as the longest row; probes take their turn in the same buffers. Not here: attention itself
-(:mod:`.cpu_edges`).
+In and out: the tensors of ``edge_effect`` and ``weigh_effect`` in :mod:`sbm_pyg.ops`. Scores, gains and factors of a
+row's edges stay in buffers as long as the longest row; probes take their turn in the same buffers. Not here: attention
+itself (:mod:`.cpu_edges`).
 """
 
 from __future__ import annotations
@@ -170,3 +170,36 @@ def edge_effect(
     pieces = split(offsets + probe_offsets, worth(steps, 3))
     run(_effect(q.shape[1], v.shape[1], r.shape[1]), [(*piece, *arguments) for piece in pieces])
     return torch.from_numpy(out).to(query.dtype), torch.from_numpy(probe_out).to(query.dtype)
+
+
+@kernel
+def _weigh(begin, end, effect, prob, rowptr, chance, forced, exploration, probing, out):
+    zero, half = out.dtype.type(0), out.dtype.type(0.5)
+    one, certain = out.dtype.type(1), out.dtype.type(ROUNDED)
+    for row in range(begin, end):
+        eta = chance[row % chance.size]
+        part = half if eta > zero else one  # without probes edges stand for both sides
+        for edge in range(rowptr[row], rowptr[row + 1]):
+            p = prob[edge] + exploration
+            few = part if p > part else p
+            seen = eta + few - eta * few
+            seen = few / part if seen < few / part else seen
+            weight = one / seen
+            if probing:  # where there can be no probe, it counts nothing
+                weight = (seen - few) / (seen * (one - few) * eta) if eta > zero else zero
+            if p > certain:
+                weight = zero
+            out[edge] = zero if forced.size and forced[edge] else effect[edge] * weight
+
+
+def weigh_effect(
+    effect: Tensor, prob: Tensor, rowptr: Tensor, chance: Tensor, forced: Tensor | None, exploration: float,
+    probing: bool,
+) -> Tensor:  # fmt: skip
+    like = prob.new_empty(0, dtype=torch.promote_types(prob.dtype, effect.dtype))
+    change, p, eta = (wide(x, like) for x in (effect, prob, chance))
+    offsets, out = rowptr.contiguous().numpy(), np.empty(p.size, p.dtype)
+    never = np.empty(0, np.bool_) if forced is None else forced.contiguous().numpy()
+    arguments = (change, p, offsets, eta, never, p.dtype.type(exploration), probing, out)
+    run(_weigh, [(*piece, *arguments) for piece in split(offsets, worth(8 * p.size, 3))])
+    return torch.from_numpy(out).to(prob.dtype)

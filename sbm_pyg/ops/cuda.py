@@ -34,6 +34,7 @@ MODULES = {
     "sample_systematic": "cuda_probes",
     "segment_entmax": "cuda_entmax",
     "segment_entmax_backward": "cuda_entmax",
+    "weigh_effect": "cuda_effects",
 }
 """Where each kernel is."""
 

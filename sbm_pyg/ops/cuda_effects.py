@@ -1,7 +1,7 @@
 """The effect of switching single edges on or off, for CUDA devices, in Triton.
 
-In and out: the tensors of ``edge_effect`` in :mod:`sbm_pyg.ops`, on one device. Not here: attention
-(:mod:`.cuda_edges`), and what kernels share (:mod:`.cuda_rows`).
+In and out: the tensors of ``edge_effect`` and ``weigh_effect`` in :mod:`sbm_pyg.ops`, on one device. Not here:
+attention (:mod:`.cuda_edges`), and what kernels share (:mod:`.cuda_rows`).
 
 One kernel gathers vectors, for edges and again for probes, and leaves three numbers with each: its logit, its gain, and
 what its effect counts for. Another looks at the numbers of a row, a few times, and writes the effects. Vectors of more
@@ -147,7 +147,23 @@ def _effect(
         tl.store(probe_out + edge, narrow(change, probe_out), mask=there)
 
 
-# ------------------------------------------------------------------ the op
+@kernel
+def _weigh(
+    effect, prob, rowptr, chance, forced, out, queries: tl.int64, exploration: tl.int64, PROBING: tl.constexpr,
+    EDGES: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    row, _, start, stop = span(rowptr, queries, 0)
+    eta = tl.load(chance + row % queries).to(WIDE)
+    for begin in range(start, stop, EDGES):
+        edge = begin + tl.arange(0, EDGES)
+        p = tl.load(prob + edge, mask=edge < stop, other=0).to(WIDE) + real(exploration, WIDE)
+        change = tl.load(effect + edge, mask=edge < stop, other=0).to(WIDE) * _weight(p, eta, PROBING)
+        if forced is not None:
+            change = tl.where(tl.load(forced + edge, mask=edge < stop, other=0), 0, change)
+        tl.store(out + edge, narrow(change, out), mask=edge < stop)
+
+
+# ------------------------------------------------------------------ the ops
 
 
 def edge_effect(
@@ -182,3 +198,16 @@ def edge_effect(
     counts = (x.size(0) for x in outs)
     launch(_effect, heads * queries, *found, *sides, *outs, *counts, MODEL=rate is not None, **tiles(dtype, 1))
     return outs[0], outs[1]
+
+
+def weigh_effect(
+    effect: Tensor, prob: Tensor, rowptr: Tensor, chance: Tensor, forced: Tensor | None, exploration: float,
+    probing: bool,
+) -> Tensor:  # fmt: skip
+    out, edges = prob.new_empty(prob.shape), (effect.contiguous(), prob.contiguous(), rowptr.contiguous())
+    extra = chance.contiguous(), forced if forced is None else forced.contiguous()
+    launch(
+        _weigh, rowptr.numel() - 1, *edges, *extra, out, chance.numel(), bits(exploration), PROBING=probing,
+        **tiles(wide(effect, prob, chance), 1),
+    )  # fmt: skip
+    return out

@@ -223,6 +223,19 @@ def effect_weight(p: Tensor, eta: Tensor, probing: bool = False) -> Tensor:
     return torch.where(nothing, 0, weight)
 
 
+def weigh_effect(
+    effect: Tensor, prob: Tensor, rowptr: Tensor, chance: Tensor, forced: Tensor | None, exploration: float,
+    probing: bool,
+) -> Tensor:  # fmt: skip
+    """Gradients of the probabilities of edges ``[E]``, or of probes, from their effects ``[E]``.
+
+    ``chance`` is that of a probe ``[N]``, the same in every head. Edges that are ``forced`` ``[E]`` send none.
+    """
+    eta = wide(chance)[edge_row(rowptr, prob.numel()) % chance.numel()]
+    grad = (wide(effect) * effect_weight(wide(prob) + exploration, eta, probing)).to(prob.dtype)
+    return grad if forced is None else grad.masked_fill_(forced, 0)
+
+
 def find_edges(edges: Tensor, probes: Tensor) -> Tensor:
     """Which probes are edges, ``[E']`` bool, from ascending numbers of both among all pairs."""
     if not edges.numel():

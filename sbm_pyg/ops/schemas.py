@@ -136,6 +136,12 @@ edge_effect = _declare(
     "Tensor? chance, float exploration) -> (Tensor, Tensor)",
     _fake_effect,
 )
+weigh_effect = _declare(
+    "weigh_effect",
+    "(Tensor effect, Tensor prob, Tensor rowptr, Tensor chance, Tensor? forced, float exploration, bool probing) "
+    "-> Tensor",
+    lambda effect, prob, *_: prob.new_empty(prob.shape),
+)
 segment_entmax = _declare(
     "segment_entmax",
     "(Tensor src, Tensor rowptr, Tensor alpha) -> Tensor",
@@ -345,15 +351,12 @@ def _unchanged(out: Tensor) -> Tensor:
 
 
 def _weighted(
-    effects: tuple[Tensor, Tensor], probs: tuple[Tensor, Tensor], graphs: tuple[tuple[Tensor, Tensor], ...],
-    chance: Tensor, forced: Tensor | None, exploration: float,
+    effects: tuple[Tensor, Tensor], probs: tuple[Tensor, Tensor], rowptrs: tuple[Tensor, Tensor], chance: Tensor,
+    forced: Tensor | None, exploration: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Gradients of the probabilities of edges and of probes, from their effects."""
-    found = []
-    for effect, prob, (rowptr, col), probing in zip(effects, probs, graphs, (False, True), strict=True):
-        eta = chance[reference.edge_row(rowptr, col.numel()) % chance.numel()]
-        found.append((effect * reference.effect_weight(prob + exploration, eta, probing)).to(prob.dtype))
-    return found[0] if forced is None else found[0].masked_fill_(forced, 0), found[1]
+    edges = weigh_effect(effects[0], probs[0], rowptrs[0], chance, forced, exploration, False)
+    return edges, weigh_effect(effects[1], probs[1], rowptrs[1], chance, None, exploration, True)
 
 
 class LocalExpectation(torch.autograd.Function):
@@ -386,7 +389,8 @@ class LocalExpectation(torch.autograd.Function):
         grads: list[Tensor | None] = [None] * 4
         if rate is None:
             effects = edge_effect(grad, *attention, scale, None, None, None, 0.0)
-            grads[2:] = _weighted(effects, (prob, probe_prob), (rows, probe_rows), chance, forced, exploration)
+            rowptrs = rows[0], probe_rows[0]
+            grads[2:] = _weighted(effects, (prob, probe_prob), rowptrs, chance, forced, exploration)
         else:
             effect, probe_effect = edge_effect(grad, *attention, scale, rate, member, chance, exploration)
             effect = effect if forced is None else effect.masked_fill_(forced, 0)
@@ -418,6 +422,6 @@ class BlockExpectation(torch.autograd.Function):
         prob, probe_prob, *attention, chance, forced = ctx.saved_tensors
         *layout, exploration = ctx.options
         effects = block_effect(grad.contiguous(), *attention, *layout)
-        graphs = attention[3:5], attention[6:8]
-        found = _weighted(effects, (prob, probe_prob), graphs, chance, forced, exploration)
+        rowptrs = attention[3], attention[6]
+        found = _weighted(effects, (prob, probe_prob), rowptrs, chance, forced, exploration)
         return grad, *found, *[None] * 17
