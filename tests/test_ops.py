@@ -22,7 +22,7 @@ from problems import GRAPHS, random_graph, reference_attention
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from sbm_pyg import SBM, AttentionGraph, ops, sample_edges
+from sbm_pyg import SBM, AttentionGraph, ops, patterns, sample_edges
 from sbm_pyg.ops import blocks as blocks_reference
 from sbm_pyg.ops import checks, reference, samplers, words
 from sbm_pyg.ops import threads as workers
@@ -964,6 +964,27 @@ def _samples() -> dict[str, tuple]:
 @pytest.mark.parametrize("name", _samples())
 def test_opcheck(name: str) -> None:
     torch.library.opcheck(getattr(torch.ops.sbm_pyg, name).default, _samples()[name])
+
+
+@pytest.mark.parametrize("grain", [1, 4])
+def test_nothing_flows_back_where_nobody_asks(grain: int) -> None:
+    """Zeros for gradients that are none would be made and multiplied."""
+
+    class Stop(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> None:
+            return None
+
+    graph, x = patterns.full(8 // grain), torch.randn(3, 1, 8, 4, requires_grad=True)
+    rows, ptr = (graph.rowptr, graph.col), torch.tensor([0, 8])
+    out = ops.edge_attention(*x, *rows) if grain == 1 else ops.block_attention(*x, *rows, (ptr, ptr), grain)
+    (Stop.apply(out[0]).sum() + x.sum()).backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.ones_like(x))
 
 
 @pytest.mark.parametrize("name", ["block_attention", "edge_dot", "edge_attention", "segment_entmax"])

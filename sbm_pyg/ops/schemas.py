@@ -256,11 +256,14 @@ reach_dot.register_autograd(_reach_backward, setup_context=_save_reach)
 
 def _save_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)  # no zeros for it
     ctx.save_for_backward(*inputs[:7], *output)
     ctx.options = inputs[7:]
 
 
-def _attention_backward(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+def _attention_backward(ctx: Any, grad_out: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    if grad_out is None:
+        return (None,) * 11
     need_gate, need_bias = ctx.needs_input_grad[5:7]
     grads = edge_attention_backward(grad_out.contiguous(), *ctx.saved_tensors, *ctx.options, need_gate, need_bias)
     return (
@@ -281,11 +284,14 @@ edge_attention.register_autograd(_attention_backward, setup_context=_save_attent
 
 def _save_blocks(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)  # no zeros for it
     ctx.save_for_backward(*inputs[:7], inputs[9], *output)
     ctx.options = (*inputs[7:9], *inputs[10:])
 
 
-def _block_backward(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+def _block_backward(ctx: Any, grad_out: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    if grad_out is None:
+        return (None,) * 13
     need_bias = ctx.needs_input_grad[9]
     grads = block_attention_backward(grad_out.contiguous(), *ctx.saved_tensors, *ctx.options, need_bias)
     return *grads[:3], *[None] * 6, grads[3] if need_bias else None, None, None, None
