@@ -571,8 +571,10 @@ class SBMHead(torch.nn.Module):
                 )
             key = query
         query_gated, key_gated = GATED.get(self.parameterization, (False, False))
-        mapped = self._mapped()
+        mapped = self._mapped(query_gated)
         query_side = self._memberships(query, query_gated, mapped)
+        if key_gated != query_gated:
+            mapped = self._mapped(key_gated)
         alike = key is query and key_gated == query_gated
         key_side = query_side if alike else self._memberships(key, key_gated, mapped)
         if self.parameterization == "paper":
@@ -611,8 +613,8 @@ class SBMHead(torch.nn.Module):
         query_degree, key_degree = (each.sigmoid() for each in both)
         return query_degree, key_degree
 
-    def _mapped(self) -> tuple[Tensor, Tensor] | None:
-        """The second layer and the product with the clusters as one linear map: ``[H, G k, C]`` and ``[H, G k]``.
+    def _mapped(self, gated: bool) -> tuple[Tensor, Tensor] | None:
+        """The second layer, the product with the clusters and the shift as one map, ``[H, G k, C]``, ``[H, 1, G k]``.
 
         Few clusters make it cheaply. None where someone watches or has replaced a layer, which must then be called.
         """
@@ -622,7 +624,7 @@ class SBMHead(torch.nn.Module):
         weight, bias = self.clusters @ second.weight, self.clusters @ second.bias
         if self._divisor != 1:
             weight, bias = weight / self._divisor, bias / self._divisor
-        return weight, bias
+        return weight, (bias + self.shift if gated else bias)[:, None]
 
     @property
     def _divisor(self) -> float:
@@ -631,13 +633,12 @@ class SBMHead(torch.nn.Module):
 
     def _memberships(self, x: Tensor, gated: bool, mapped: tuple[Tensor, Tensor] | None) -> Tensor:
         """Memberships ``[H, N, K]``: each block of a group apart, by a sigmoid, or one among them, by a softmax."""
-        shift = self.shift if gated else 0.0
         if mapped is None:
-            affinity = self.mlp(x) @ self.clusters.mT / self._divisor + shift
+            affinity = self.mlp(x) @ self.clusters.mT / self._divisor + (self.shift if gated else 0.0)
         else:
             weight, bias = mapped
             hidden = torch.relu_(self.mlp[0](x.flatten(0, 1))).view_as(x)  # in place on what is no view
-            affinity = torch.baddbmm((bias + shift)[:, None], hidden, weight.mT)
+            affinity = torch.baddbmm(bias, hidden, weight.mT)
         if self.groups == 1:
             return affinity.sigmoid_() if gated else affinity.softmax(-1)
         groups = affinity.unflatten(-1, (self.groups, -1))
