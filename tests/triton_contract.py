@@ -68,14 +68,17 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
         yield counted
 
 
-def contract(test: Callable[..., None], *cases: tuple[Any, ...], only: str = "") -> Callable[..., None]:
+def contract(test: Callable[..., None], *cases: tuple[Any, ...], only: str = "", long: int = 0) -> Callable[..., None]:
     """A test of the contract, on some cases; each has to start a kernel.
 
     ``only`` ops whose names begin so go to kernels, as what they are compared with would take long in the interpreter.
+    Rows of more than ``long`` edges are shared by several programs.
     """
 
-    def run(case: tuple[Any, ...], kernels: Kernels) -> None:
+    def run(case: tuple[Any, ...], kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
         kernels.only = only
+        if long:
+            monkeypatch.setattr(MODULES_BY_NAME["cuda_rows"], "LONG", long)
         test(*case)
         assert kernels.started
 
@@ -104,6 +107,52 @@ test_strides = contract(test_ops.test_attention_takes_any_strides_and_index_type
 test_nan = contract(test_ops.test_nan_stays_where_it_is_touched, (0.0,), (0.3,))
 test_extremes = contract(test_ops.test_extreme_scores_do_not_overflow, ("score",), ("weight",))
 test_every_element = contract(test_ops.test_every_output_element_is_written, ("edge_dot",), ("edge_attention",))
+
+# ------------------------------------------------------------------ rows that several programs share
+
+test_long_rows = contract(
+    test_ops.test_attention_equals_the_reference,
+    *(("bipartite", *option, (16, 48)) for option in test_ops.OPTIONS[::2]),
+    *((name, *ALL, (3, 5)) for name in SMALL),
+    long=2,
+)
+test_long_rows_in_half_precision = contract(
+    test_ops.test_attention_takes_half_precision_through_float32, (torch.bfloat16,), long=3
+)
+test_dots_of_long_rows = contract(test_ops.test_dot_equals_the_reference, *product(SMALL, [3]), long=2)
+test_effects_of_long_rows = contract(
+    test_estimators.test_effects_count_by_the_chance_to_see_them, *product(SMALL, [3], [0.0], [ops]), long=2
+)
+test_weights_of_long_rows = contract(
+    test_estimators.test_weighing_effects_equals_the_reference, *product(SMALL, [torch.float64], [0.1], [True]), long=2
+)
+
+
+@pytest.mark.parametrize("long", [1, 3, 2048])
+def test_no_piece_of_a_long_row_is_left_out(long: int, kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows at the bound and around it; and as many programs as any rows of so many edges may need."""
+    rows = MODULES_BY_NAME["cuda_rows"]
+    monkeypatch.setattr(rows, "LONG", long)
+    lengths = torch.tensor([0, long, long + 1, 0, 5 * long, 1, long - 1, 2 * long + 1])
+    ptr = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    work, pieces = rows.Shared(ptr, int(ptr[-1]), torch.empty(0)), -(-lengths // long)
+    assert work.more.diff(prepend=torch.zeros(1)).tolist() == torch.where(lengths > long, pieces, 0).tolist()
+    assert work.programs >= work.more[-1]
+    assert rows.Shared(ptr, int(ptr[-1]), torch.empty(0)).more is work.more
+    assert rows.Shared(ptr, long, torch.empty(0)).more is None
+
+
+def test_a_long_row_is_united_from_its_parts(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries and keys: three kernels more, and no wait; the pieces are counted once for each side."""
+    monkeypatch.setattr(MODULES_BY_NAME["cuda_rows"], "LONG", 16)
+    graph = random_graph(2, 20, 20, 0.9)
+    query, key, value = torch.randn(3, 2, 20, 4, requires_grad=True).unbind()
+    waits = kernels.waits
+    out, _ = ops.edge_attention(query, key, value, graph.rowptr, graph.col)
+    out.sum().backward()
+    forward = ["_count", "_attention", "_unite"]
+    assert kernels.started == [*forward, "_attention_backward", "_unite", "_count", *["_gather", "_unite"] * 2]
+    assert kernels.waits == waits
 
 
 # ------------------------------------------------------------------ attention over blocks
@@ -484,7 +533,7 @@ def test_attention_asks_for_nothing_but_kernels_and_memory(kernels: Kernels) -> 
     assert kernels.waits == waits
 
 
-@pytest.mark.parametrize(("is_causal", "most"), [(False, 165), (True, 169)])
+@pytest.mark.parametrize(("is_causal", "most"), [(False, 163), (True, 167)])
 def test_a_training_step_takes_few_launches(is_causal: bool, most: int, kernels: Kernels) -> None:
     """Of the default layer. Most are for projections and their gradients."""
     torch.manual_seed(0)
@@ -501,7 +550,20 @@ def test_a_training_step_takes_few_launches(is_causal: bool, most: int, kernels:
     assert kernels.waits - waits <= 5
 
 
-@pytest.mark.parametrize(("is_causal", "most", "waits"), [(False, 233, 6), (True, 321, 9)])
+def test_long_rows_take_few_launches_more(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the default layer: eight kernels unite rows, and pieces are counted for both sides of edges and of probes."""
+    monkeypatch.setattr(MODULES_BY_NAME["cuda_rows"], "LONG", 8)
+    torch.manual_seed(0)
+    conv, x = SBMAttentionConv(8, 4, heads=2, num_blocks=4), torch.randn(14, 8, requires_grad=True)
+    ptr, grad = torch.tensor([0, 5, 14]), torch.randn(14, 8)
+    launches, allocations, waits = kernels.launches, kernels.allocations, kernels.waits
+    conv(x, ptr=ptr, seed=1).backward(grad)
+    assert (kernels.started.count("_unite"), kernels.started.count("_count")) == (8, 4)
+    assert kernels.launches - launches - (kernels.allocations - allocations) - 4 <= 150
+    assert kernels.waits - waits <= 5
+
+
+@pytest.mark.parametrize(("is_causal", "most", "waits"), [(False, 231, 6), (True, 319, 9)])
 def test_a_training_step_over_blocks_takes_few_launches(
     is_causal: bool, most: int, waits: int, kernels: Kernels
 ) -> None:
@@ -517,7 +579,7 @@ def test_a_training_step_over_blocks_takes_few_launches(
     assert kernels.waits - waited <= waits
 
 
-@pytest.mark.parametrize(("option", "most", "waits"), [({"self_loops": True}, 220, 7), ({"window": 3}, 239, 8)])
+@pytest.mark.parametrize(("option", "most", "waits"), [({"self_loops": True}, 218, 7), ({"window": 3}, 237, 8)])
 def test_edges_that_are_always_there_take_few_launches(
     option: dict[str, Any], most: int, waits: int, kernels: Kernels
 ) -> None:

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ from sbm_pyg.ops import cuda_blocks, cuda_edges, cuda_effects, cuda_entmax, cuda
 TARGETS = (80, 90, 100)
 WIDTHS = (16, 32, 64, 100, 128, 256)
 LENGTHS = (64, 1024)
+KEPT = 8
+"""Bytes that a kernel may spill: two numbers of a row that wait until its loop has ended (docs/kernels.md)."""
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
 
@@ -60,7 +63,15 @@ def ops(width: int, dtype: torch.dtype, col: torch.dtype) -> dict[str, Callable[
         ptr = torch.tensor([0, 4])
         cuda_sampling.sample_sbm(x, x, ptr, ptr, ptr[:1], 1, method, 0.1, True, is_causal)
 
-    return {
+    def shared(call: Callable[[], Any]) -> None:
+        """Some rows are so long that several programs share them."""
+        long, cuda_rows.LONG = cuda_rows.LONG, 4
+        try:
+            call()
+        finally:
+            cuda_rows.LONG = long
+
+    over_edges = {
         "edge_dot": lambda: cuda_edges.edge_dot(x, x, *graph),
         "edge_dot, backward": lambda: cuda_edges.edge_dot_backward(edges, x, x, *graph, True, True),
         "edge_attention, score": lambda: attention("score"),
@@ -71,6 +82,10 @@ def ops(width: int, dtype: torch.dtype, col: torch.dtype) -> dict[str, Callable[
         "weigh_effect": lambda: cuda_effects.weigh_effect(
             edges, edges, rows, x[0, :, 0].contiguous(), edges > 0, 0.1, True
         ),
+    }
+    return {
+        **over_edges,
+        **{f"{name}, long rows": partial(shared, call) for name, call in over_edges.items()},
         "block_attention": lambda: over_blocks(64, False, 0.0),
         "block_attention, biased": lambda: over_blocks(64, True, 0.1),
         "sample_sbm": lambda: sampling("bernoulli", True),
@@ -195,7 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         options.json.write_text(json.dumps(rows))
     print(table(rows))
-    return int(any(row["spilled"] for row in rows))
+    return int(any(row["spilled"] > KEPT for row in rows))
 
 
 if __name__ == "__main__":

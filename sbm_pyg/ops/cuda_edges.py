@@ -8,8 +8,8 @@ writes what belongs to the row. The backward pass does so once more and leaves t
 second kernel sums over the edges of each key, in the order that :func:`.reference.by_key` keeps. So every number has
 one writer, nothing is added atomically, and the same call gives the same bits.
 
-Vectors of more than 512 channels, or of none, take the reference. A row, or a key, is one warp's work however many
-edges it has.
+Rows, or keys, of very many edges are shared by several programs, whose parts one more kernel unites. Vectors of more
+than 512 channels, or of none, take the reference.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ from torch import Tensor
 
 from . import reference
 from .cuda_rows import (
+    Shared,
     bits,
     chances,
     dots,
     finite,
+    give,
     kept,
     kernel,
     launch,
     logits,
     narrow,
-    put,
+    piece,
     real,
-    span,
     takes,
     tile,
     tiles,
@@ -47,10 +48,10 @@ from .cuda_rows import (
 
 @kernel
 def _dot(
-    query, key, rowptr, col, out, queries: tl.int64, keys: tl.int64,
-    WIDTH: tl.constexpr, EDGES: tl.constexpr, WIDE: tl.constexpr,
+    query, key, rowptr, more, col, out, rows: tl.int64, queries: tl.int64, keys: tl.int64,
+    WIDTH: tl.constexpr, LONG: tl.constexpr, EDGES: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    row, first, start, stop = span(rowptr, queries, keys)
+    row, first, start, stop, _ = piece(rowptr, more, rows, queries, keys, LONG)
     q = vector(query, row, WIDTH, WIDE)
     for begin in range(start, stop, EDGES):
         edge, there, end = tile(col, begin, stop, first, EDGES)
@@ -60,11 +61,11 @@ def _dot(
 
 @kernel
 def _gather(
-    weight, source, ptr, ends, order, out, queries: tl.int64, keys: tl.int64,
-    WIDTH: tl.constexpr, EDGES: tl.constexpr, WIDE: tl.constexpr,
+    weight, source, ptr, more, ends, order, out, parts, rows: tl.int64, queries: tl.int64, keys: tl.int64,
+    WIDTH: tl.constexpr, LONG: tl.constexpr, EDGES: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Sum of the vectors at the ends of each segment's edges, by their weights."""
-    row, first, start, stop = span(ptr, queries, keys)
+    row, first, start, stop, slot = piece(ptr, more, rows, queries, keys, LONG)
     sums = tl.zeros([triton.next_power_of_2(WIDTH)], WIDE)
     for begin in range(start, stop, EDGES):
         edge, there, end = tile(ends, begin, stop, first, EDGES)
@@ -72,16 +73,17 @@ def _gather(
             edge = tl.load(order + edge, mask=there, other=0)
         factor = tl.load(weight + edge, mask=there, other=0).to(WIDE)
         sums += total(factor, vectors(source, end, there, WIDTH, WIDE))
-    put(out, row, sums, WIDTH)
+    give(out, parts, row, slot, sums, WIDTH)
 
 
 @kernel
 def _attention(
-    query, key, value, rowptr, col, gate, bias, query_words, key_words, out, lse, queries: tl.int64, keys: tl.int64,
-    least: tl.int64, grow: tl.int64, scale: tl.int64, WEIGHTED: tl.constexpr,
-    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, EDGES: tl.constexpr, WIDE: tl.constexpr,
+    query, key, value, rowptr, more, col, gate, bias, query_words, key_words, out, lse, parts, tops, norms,
+    rows: tl.int64, queries: tl.int64, keys: tl.int64, least: tl.int64, grow: tl.int64, scale: tl.int64,
+    WEIGHTED: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, LONG: tl.constexpr, EDGES: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
-    row, first, start, stop = span(rowptr, queries, keys)
+    row, first, start, stop, slot = piece(rowptr, more, rows, queries, keys, LONG)
     q = vector(query, row, WIDTH, WIDE) * real(scale, WIDE)
     top, norm = tl.full([], float("-inf"), WIDE), tl.full([], 0, WIDE)
     sums = tl.zeros([triton.next_power_of_2(VALUE_WIDTH)], WIDE)
@@ -99,18 +101,25 @@ def _attention(
         sums = sums * shrink + total(weight, vectors(value, end, there, VALUE_WIDTH, WIDE))
     if query_words is not None:
         sums *= real(grow, WIDE)
-    put(out, row, sums / tl.where(norm == 0, 1, norm), VALUE_WIDTH)
-    tl.store(lse + row, top + tl.log(norm))
+    if parts is None:
+        tl.store(lse + row, top + tl.log(norm))
+    else:
+        tl.store(lse + row, top + tl.log(norm), mask=slot < 0)
+        tl.store(tops + slot, top, mask=slot >= 0)
+        tl.store(norms + slot, norm, mask=slot >= 0)
+        norm = tl.where(slot < 0, norm, 1)  # which the whole row divides by
+    give(out, parts, row, slot, sums / tl.where(norm == 0, 1, norm), VALUE_WIDTH)
 
 
 @kernel
 def _attention_backward(
-    grad_out, query, key, value, rowptr, col, gate, bias, query_words, key_words, out, lse, grad_query, slopes, shares,
-    grad_gate, grad_bias, queries: tl.int64, keys: tl.int64, least: tl.int64, grow: tl.int64, scale: tl.int64,
-    WEIGHTED: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, EDGES: tl.constexpr, WIDE: tl.constexpr,
+    grad_out, query, key, value, rowptr, more, col, gate, bias, query_words, key_words, out, lse, grad_query, parts,
+    slopes, shares, grad_gate, grad_bias, rows: tl.int64, queries: tl.int64, keys: tl.int64, least: tl.int64,
+    grow: tl.int64, scale: tl.int64, WEIGHTED: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    LONG: tl.constexpr, EDGES: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a query and of what its edges have; and for each edge what its key and its value get."""
-    row, first, start, stop = span(rowptr, queries, keys)
+    row, first, start, stop, slot = piece(rowptr, more, rows, queries, keys, LONG)
     q, g = vector(query, row, WIDTH, WIDE), vector(grad_out, row, VALUE_WIDTH, WIDE)
     mean, shift = tl.sum(g * vector(out, row, VALUE_WIDTH, WIDE), 0), finite(tl.load(lse + row).to(WIDE))
     sums = tl.zeros([triton.next_power_of_2(WIDTH)], WIDE)
@@ -140,38 +149,49 @@ def _attention_backward(
         tl.store(slopes + edge, slope, mask=there)
         tl.store(shares + edge, share, mask=there)
         sums += total(slope, k)
-    put(grad_query, row, sums, WIDTH)
+    give(grad_query, parts, row, slot, sums, WIDTH)
 
 
 # ------------------------------------------------------------------ the ops
 
 
-def _by_row(weight: Tensor, source: Tensor, rowptr: Tensor, col: Tensor, out: Tensor) -> Tensor:
-    """Sum over the edges of each row, ``[H, N, C]`` in the type of ``out``, which is written."""
-    options = tiles(wide(weight, source), source.size(2))
-    width, sizes = source.size(2), (out.size(1), source.size(1))
-    rows = out.size(0) * out.size(1)
-    graph = rowptr.contiguous(), col.contiguous()
-    launch(_gather, rows, weight, source, *graph, None, out, *sizes, WIDTH=width, **options)
+def _sums(
+    weight: Tensor, source: Tensor, ptr: Tensor, ends: Tensor, order: Tensor | None, out: Tensor, *sizes: int
+) -> Tensor:
+    """Sum over the edges of each segment, ``[H, N, C]`` in the type of ``out``, which is written."""
+    rows, width = out.size(0) * out.size(1), source.size(2)
+    options, work = tiles(wide(weight, source), width), Shared(ptr, ends.size(0), weight, source)
+    parts = work.parts(width)
+    launch(
+        _gather, rows + work.programs, weight, source, ptr, work.more, ends, order, out, parts, rows, *sizes,
+        WIDTH=width, LONG=work.long, **options,
+    )  # fmt: skip
+    work.unite(out, parts)
     return out
+
+
+def _by_row(weight: Tensor, source: Tensor, rowptr: Tensor, col: Tensor, out: Tensor) -> Tensor:
+    """Sum over the edges of each query, ``[H, N, C]``."""
+    return _sums(weight, source, rowptr.contiguous(), col.contiguous(), None, out, out.size(1), source.size(1))
 
 
 def _by_key(weight: Tensor, source: Tensor, rowptr: Tensor, col: Tensor, out: Tensor) -> Tensor:
-    """Sum over the edges of each key, ``[H, M, C]`` in the type of ``out``, which is written."""
+    """Sum over the edges of each key, ``[H, M, C]``."""
     order, ptr, row = reference.by_key(rowptr, col, *out.shape[:2])
-    options = tiles(wide(weight, source), source.size(2))
-    keys, width = out.size(0) * out.size(1), source.size(2)
-    launch(_gather, keys, weight, source, ptr, row, order, out, max(keys, 1), 0, WIDTH=width, **options)
-    return out
+    return _sums(weight, source, ptr, row, order, out, max(out.size(0) * out.size(1), 1), 0)
 
 
 def edge_dot(query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor) -> Tensor:
     if not takes(query):
         return reference.edge_dot(query, key, rowptr, col)
     (heads, queries, width), keys = query.shape, key.size(1)
-    out, options = query.new_empty(col.size(0)), tiles(wide(query, key), width)
-    given = (x.contiguous() for x in (query, key, rowptr, col))
-    launch(_dot, heads * queries, *given, out, queries, keys, WIDTH=width, **options)
+    out, rows = query.new_empty(col.size(0)), heads * queries
+    query, key, rowptr, col = (x.contiguous() for x in (query, key, rowptr, col))
+    work = Shared(rowptr, col.size(0), query, key)
+    launch(
+        _dot, rows + work.programs, query, key, rowptr, work.more, col, out, rows, queries, keys, WIDTH=width,
+        LONG=work.long, **tiles(wide(query, key), width),
+    )  # fmt: skip
     return out
 
 
@@ -196,13 +216,18 @@ def edge_attention(
     (heads, queries, width), (_, keys, value_width) = query.shape, value.shape
     dtype = wide(query, key, value, gate, bias)
     out, lse = value.new_empty(heads, queries, value_width), query.new_empty(heads, queries, dtype=dtype)
-    given = (x if x is None else x.contiguous() for x in (query, key, value, rowptr, col, gate, bias))
+    rows, rowptr = heads * queries, rowptr.contiguous()
+    work = Shared(rowptr, col.size(0), lse)
+    parts, tops, norms = work.parts(value_width), work.parts(), work.parts()
+    tokens, edges = (query, key, value), (col, gate, bias)
+    given, of_edge = ([x if x is None else x.contiguous() for x in side] for side in (tokens, edges))
     *words, least, grow = chances(query, key, dropout, seed)
     launch(
-        _attention, heads * queries, *given, *words, out, lse, queries, keys, least, grow, bits(scale),
-        WEIGHTED=gate is not None and gate_form == "weight", WIDTH=width, VALUE_WIDTH=value_width,
-        **tiles(dtype, width, value_width),
+        _attention, rows + work.programs, *given, rowptr, work.more, *of_edge, *words, out, lse, parts, tops, norms,
+        rows, queries, keys, least, grow, bits(scale), WEIGHTED=gate is not None and gate_form == "weight",
+        WIDTH=width, VALUE_WIDTH=value_width, LONG=work.long, **tiles(dtype, width, value_width),
     )  # fmt: skip
+    work.unite(out, parts, tops, norms, lse)
     return out, lse
 
 
@@ -224,14 +249,18 @@ def edge_attention_backward(
     grad_gate, grad_bias = (
         x.new_empty(x.shape) if x is not None and need else None for x, need in ((gate, need_gate), (bias, need_bias))
     )
-    edges = (x if x is None else x.contiguous() for x in (rowptr, col, gate, bias))
+    rows, rowptr = heads * queries, rowptr.contiguous()
+    work = Shared(rowptr, col.size(0), slopes)
+    parts = work.parts(width)
+    edges = (x if x is None else x.contiguous() for x in (col, gate, bias))
     *words, least, grow = chances(query, key, dropout, seed)
     launch(
-        _attention_backward, heads * queries, grad_out, query, key, value, *edges, *words, out.contiguous(),
-        lse.contiguous(), grad_query, slopes, shares, grad_gate, grad_bias, queries, keys, least, grow, bits(scale),
-        WEIGHTED=gate is not None and gate_form == "weight", WIDTH=width, VALUE_WIDTH=value_width,
-        **tiles(dtype, width, value_width, held=2),
+        _attention_backward, rows + work.programs, grad_out, query, key, value, rowptr, work.more, *edges, *words,
+        out.contiguous(), lse.contiguous(), grad_query, parts, slopes, shares, grad_gate, grad_bias, rows, queries,
+        keys, least, grow, bits(scale), WEIGHTED=gate is not None and gate_form == "weight", WIDTH=width,
+        VALUE_WIDTH=value_width, LONG=work.long, **tiles(dtype, width, value_width, held=2),
     )  # fmt: skip
+    work.unite(grad_query, parts)
     _by_key(slopes, query, rowptr, col, grad_key)
     _by_key(shares, grad_out, rowptr, col, grad_value)
     grad_gate, grad_bias = (lse.new_empty(0) if x is None else x for x in (grad_gate, grad_bias))

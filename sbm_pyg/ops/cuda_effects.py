@@ -16,6 +16,7 @@ from torch import Tensor
 
 from . import reference
 from .cuda_rows import (
+    Shared,
     bits,
     dots,
     finite,
@@ -23,6 +24,7 @@ from .cuda_rows import (
     launch,
     logits,
     narrow,
+    piece,
     real,
     span,
     takes,
@@ -50,12 +52,13 @@ def _weight(p, eta, PROBING: tl.constexpr):
 
 @kernel
 def _measure(
-    grad_out, query, key, value, rowptr, col, bias, rate, member, chance, out, count: tl.int64, queries: tl.int64,
-    keys: tl.int64, scale: tl.int64, exploration: tl.int64, PROBING: tl.constexpr, WIDTH: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr, BLOCKS: tl.constexpr, EDGES: tl.constexpr, WIDE: tl.constexpr,
+    grad_out, query, key, value, rowptr, more, col, bias, rate, member, chance, out, count: tl.int64, rows: tl.int64,
+    queries: tl.int64, keys: tl.int64, scale: tl.int64, exploration: tl.int64, PROBING: tl.constexpr,
+    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, BLOCKS: tl.constexpr, LONG: tl.constexpr, EDGES: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     """Logit and gain of each edge, and with a model what its effect counts for, ``[3, E]``."""
-    row, first, start, stop = span(rowptr, queries, keys)
+    row, first, start, stop, _ = piece(rowptr, more, rows, queries, keys, LONG)
     q, g = vector(query, row, WIDTH, WIDE) * real(scale, WIDE), vector(grad_out, row, VALUE_WIDTH, WIDE)
     if rate is not None:
         y, eta = vector(rate, row, BLOCKS, WIDE), tl.load(chance + row % queries).to(WIDE)
@@ -149,10 +152,10 @@ def _effect(
 
 @kernel
 def _weigh(
-    effect, prob, rowptr, chance, forced, out, queries: tl.int64, exploration: tl.int64, PROBING: tl.constexpr,
-    EDGES: tl.constexpr, WIDE: tl.constexpr,
+    effect, prob, rowptr, more, chance, forced, out, rows: tl.int64, queries: tl.int64, exploration: tl.int64,
+    PROBING: tl.constexpr, LONG: tl.constexpr, EDGES: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    row, _, start, stop = span(rowptr, queries, 0)
+    row, _, start, stop, _ = piece(rowptr, more, rows, queries, 0, LONG)
     eta = tl.load(chance + row % queries).to(WIDE)
     for begin in range(start, stop, EDGES):
         edge = begin + tl.arange(0, EDGES)
@@ -186,11 +189,13 @@ def edge_effect(
     outs: list[Tensor] = []
     for pointer, keys_of, extra in ((rowptr, col, bias), (probe_rowptr, probe_col, probe_bias)):
         graph, count = (pointer.contiguous(), keys_of.contiguous()), keys_of.size(0)
+        work, rows = Shared(graph[0], count, query), heads * queries
         numbers = query.new_empty(2 if rate is None else 3, count, dtype=dtype)
         launch(
-            _measure, heads * queries, *tokens, *graph, extra if extra is None else extra.contiguous(), *model,
-            numbers, count, queries, keys, bits(scale), bits(exploration), PROBING=bool(found), WIDTH=width,
-            VALUE_WIDTH=value_width, BLOCKS=blocks, **tiles(dtype, width, value_width, blocks),
+            _measure, rows + work.programs, *tokens, graph[0], work.more, graph[1],
+            extra if extra is None else extra.contiguous(), *model, numbers, count, rows, queries, keys, bits(scale),
+            bits(exploration), PROBING=bool(found), WIDTH=width, VALUE_WIDTH=value_width, BLOCKS=blocks,
+            LONG=work.long, **tiles(dtype, width, value_width, blocks),
         )  # fmt: skip
         sides += graph
         found.append(numbers)
@@ -204,10 +209,11 @@ def weigh_effect(
     effect: Tensor, prob: Tensor, rowptr: Tensor, chance: Tensor, forced: Tensor | None, exploration: float,
     probing: bool,
 ) -> Tensor:  # fmt: skip
-    out, edges = prob.new_empty(prob.shape), (effect.contiguous(), prob.contiguous(), rowptr.contiguous())
-    extra = chance.contiguous(), forced if forced is None else forced.contiguous()
+    out, rowptr, rows = prob.new_empty(prob.shape), rowptr.contiguous(), rowptr.numel() - 1
+    work, forced = Shared(rowptr, prob.size(0), prob), forced if forced is None else forced.contiguous()
     launch(
-        _weigh, rowptr.numel() - 1, *edges, *extra, out, chance.numel(), bits(exploration), PROBING=probing,
+        _weigh, rows + work.programs, effect.contiguous(), prob.contiguous(), rowptr, work.more, chance.contiguous(),
+        forced, out, rows, chance.numel(), bits(exploration), PROBING=probing, LONG=work.long,
         **tiles(wide(effect, prob, chance), 1),
     )  # fmt: skip
     return out

@@ -3,7 +3,8 @@
 In: pointers and tiles of edges, on a CUDA device or in Triton's interpreter. Out: tiles of numbers. Not here: any op.
 Importing this module imports Triton.
 
-A kernel runs one program per row, which takes the row's edges in tiles of ``EDGES``. A tile of vectors is ``[EDGES,
+A kernel runs one program per row, and several for one of very many edges (:class:`Shared`). A program takes its edges
+in tiles of ``EDGES``. A tile of vectors is ``[EDGES,
 width]``, its width padded to a power of two. Numbers come in any floating type and are ``WIDE`` (float32, or float64
 where an input is) from then on. Places are int64.
 """
@@ -17,11 +18,15 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from . import words
 
 WIDEST = 512
 """Channels of a vector above which a tile does not fit the registers of a block."""
+
+LONG = 2048
+"""Edges that one program takes at most; rows with more are shared by several."""
 
 _DROPOUT = tl.constexpr(words.DROPOUT << 24)
 _MIX_FIRST, _MIX_SECOND = (tl.constexpr(factor) for factor in words._MIX)
@@ -29,7 +34,7 @@ _MIX_FIRST, _MIX_SECOND = (tl.constexpr(factor) for factor in words._MIX)
 # Arguments that differ from call to call, which a kernel must not be compiled for.
 VARIABLE = (
     "count", "exploration", "gap_cost", "grain", "grow", "key_blocks", "keys", "least", "numbers", "probe_count",
-    "proposal_cost", "queries", "query_blocks", "scale", "seed", "segments", "sequences", "side", "writing",
+    "proposal_cost", "queries", "query_blocks", "rows", "scale", "seed", "segments", "sequences", "side", "writing",
 )  # fmt: skip
 kernel = triton.jit(do_not_specialize=VARIABLE)
 
@@ -67,6 +72,56 @@ def tiles(dtype: torch.dtype, *widths: int, held: int = 1) -> dict[str, Any]:
     return {"EDGES": edges, "WIDE": tl.float64 if dtype == torch.float64 else tl.float32, "num_warps": 1}
 
 
+_PIECES: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def _pieces(rowptr: Tensor) -> Tensor:
+    """The running number of pieces of long rows, ``[rows]`` int64. It is kept while ``rowptr`` lives."""
+    kept = _PIECES.get(rowptr)
+    if kept is None or kept[0] != (rowptr._version, LONG):
+        pieces = rowptr.new_empty(rowptr.numel() - 1)
+        count = pieces.numel()
+        launch(_count, triton.cdiv(count, 256), rowptr, pieces, count, LONG=LONG, TILE=256, num_warps=4)
+        kept = _PIECES[rowptr] = (rowptr._version, LONG), pieces.cumsum(0)
+    return kept[1]
+
+
+class Shared:
+    """How rows of more than ``LONG`` edges are shared, without waiting for how many there are.
+
+    Behind the programs of the rows, which leave long ones alone, each piece of a long row has a program; a few have
+    none. What several have made of a row is united by one more kernel.
+
+    Args:
+        rowptr: Offsets of the rows.
+        num_edges: How many edges there are.
+        given: What is summed; parts are on its device, and of the type that numbers are computed in.
+    """
+
+    def __init__(self, rowptr: Tensor, num_edges: int, *given: Tensor) -> None:
+        self.long = LONG
+        self.more = _pieces(rowptr) if num_edges > LONG else None
+        self.programs = 2 * num_edges // LONG if num_edges > LONG else 0
+        self._device, self._dtype = given[0].device, wide(*given)
+
+    def parts(self, *width: int) -> Tensor | None:
+        """Room for what each piece adds, ``[programs, *width]``."""
+        if self.more is None:
+            return None
+        return torch.empty(self.programs, *width, device=self._device, dtype=self._dtype)
+
+    def unite(
+        self, out: Tensor, parts: Tensor | None, tops: Tensor | None = None, norms: Tensor | None = None,
+        lse: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Write the long rows of ``out``: sums of their parts, or means by a softmax, and its logarithms ``lse``."""
+        if self.more is not None and parts is not None:
+            launch(
+                _unite, self.programs, parts, tops, norms, self.more, out, lse, self.more.numel(), WIDTH=parts.size(1),
+                WIDE=tiles(parts.dtype, 1)["WIDE"], num_warps=1,
+            )  # fmt: skip
+
+
 def bits(number: float) -> int:
     """A float64 as an integer. As a float, Triton would round it to float32."""
     return struct.unpack("q", struct.pack("d", number))[0]
@@ -101,6 +156,35 @@ def span(ptr, queries, keys):
 
 
 @triton.jit
+def holder(more, rows, slot):
+    """The row that a piece belongs to, and its first and last piece; behind the last piece the last row, and none."""
+    low, high = slot * 0, tl.where(slot < 0, 0, rows)
+    while low < high:
+        middle = (low + high) // 2
+        before = tl.load(more + middle) <= slot
+        low, high = tl.where(before, middle + 1, low), tl.where(before, high, middle)
+    row = tl.minimum(low, rows - 1)
+    stop = tl.load(more + row)
+    return row, tl.where(low == rows, stop, tl.load(more + row - 1, mask=row > 0, other=0)), stop
+
+
+@triton.jit
+def piece(ptr, more, rows, queries, keys, LONG: tl.constexpr):
+    """As :func:`span`, of rows that may be shared; and the piece that this program makes, negative for a whole row."""
+    row = tl.program_id(0).to(tl.int64)
+    slot = row - rows
+    if more is not None:
+        held, first, last = holder(more, rows, slot)
+        row = tl.where(slot < 0, row, held)
+    start, stop = tl.load(ptr + row), tl.load(ptr + row + 1)
+    if more is not None:
+        begin = tl.where(slot < 0, start, tl.minimum(start + (slot - first) * LONG, stop))
+        size = tl.where(slot < 0, tl.where(stop - start > LONG, 0, LONG), tl.where(slot < last, LONG, 0))
+        start, stop = begin, tl.minimum(begin + size, stop)
+    return row, row // queries * keys, start, stop, slot
+
+
+@triton.jit
 def tile(col, begin, stop, first, EDGES: tl.constexpr):
     """Edges from one on, which of them are there, and the places of their keys."""
     edge = begin + tl.arange(0, EDGES)
@@ -132,10 +216,21 @@ def narrow(x, target):
 
 
 @triton.jit
-def put(target, row, x, WIDTH: tl.constexpr):
-    """Write a row of a matrix."""
+def put(target, row, x, WIDTH: tl.constexpr, there=None):
+    """Write a row of a matrix; with ``there``, only if it is true."""
     channel = tl.arange(0, triton.next_power_of_2(WIDTH))
-    tl.store(target + row * WIDTH + channel, narrow(x, target), mask=channel < WIDTH)
+    inside = channel < WIDTH if there is None else channel < tl.where(there, WIDTH, 0)
+    tl.store(target + row * WIDTH + channel, narrow(x, target), mask=inside)
+
+
+@triton.jit
+def give(target, parts, row, slot, x, WIDTH: tl.constexpr):
+    """Write a row, or the part of it that :func:`piece` gave to this program."""
+    if parts is None:
+        put(target, row, x, WIDTH)
+    else:
+        put(target, row, x, WIDTH, slot < 0)
+        put(parts, slot, x, WIDTH, slot >= 0)
 
 
 @triton.jit
@@ -195,3 +290,37 @@ def _fill(table, numbers: tl.int64, side: tl.int32, seed: tl.int64, TILE: tl.con
     part = number // 16 % 4
     word = tl.where(part == 0, one, tl.where(part == 1, two, tl.where(part == 2, three, four)))
     tl.store(table + head * numbers + number, word, mask=number < numbers)
+
+
+@kernel
+def _count(ptr, out, count: tl.int64, LONG: tl.constexpr, TILE: tl.constexpr):
+    """Pieces of each row, none of one that its own program takes."""
+    row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    there = row < count
+    edges = tl.load(ptr + row + 1, mask=there, other=0) - tl.load(ptr + row, mask=there, other=0)
+    tl.store(out + row, tl.where(edges > LONG, (edges + LONG - 1) // LONG, 0), mask=there)
+
+
+@kernel
+def _unite(
+    parts, tops, norms, more, out, lse, rows: tl.int64, WIDTH: tl.constexpr, WIDE: tl.constexpr
+):  # fmt: skip
+    """A shared row of its pieces: by the program of its first piece, the others do nothing."""
+    slot = tl.program_id(0).to(tl.int64)
+    row, first, last = holder(more, rows, slot)
+    if (slot == first) & (slot < last):
+        sums, norm = tl.zeros([triton.next_power_of_2(WIDTH)], WIDE), tl.full([], 0, WIDE)
+        top = tl.full([], float("-inf"), WIDE)
+        if tops is not None:
+            for part in range(slot, last):
+                top = tl.maximum(top, tl.load(tops + part))
+        for part in range(slot, last):
+            factor = tl.full([], 1, WIDE)
+            if tops is not None:
+                factor = tl.exp(tl.load(tops + part) - finite(top))
+                norm += factor * tl.load(norms + part)
+            sums += factor * vector(parts, part, WIDTH, WIDE)
+        if tops is not None:
+            sums /= tl.where(norm == 0, 1, norm)
+            tl.store(lse + row, top + tl.log(norm))
+        put(out, row, sums, WIDTH)
