@@ -108,6 +108,17 @@ test_nan = contract(test_ops.test_nan_stays_where_it_is_touched, (0.0,), (0.3,))
 test_extremes = contract(test_ops.test_extreme_scores_do_not_overflow, ("score",), ("weight",))
 test_every_element = contract(test_ops.test_every_output_element_is_written, ("edge_dot",), ("edge_attention",))
 
+
+@pytest.mark.parametrize(("words", "edges"), [(256, 8), (4096, 128)])
+def test_tiles_may_have_any_size(words: int, edges: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the benchmark of a GPU tries them."""
+    rows = MODULES_BY_NAME["cuda_rows"]
+    monkeypatch.setattr(rows, "WORDS", words)
+    assert rows.tiles(torch.float32, 32)["EDGES"] == edges
+    test_ops.test_attention_equals_the_reference("bipartite", *ALL, (16, 48))
+    test_estimators.test_effect_equals_the_reference("bipartite", True, (16, 48))
+
+
 # ------------------------------------------------------------------ rows that several programs share
 
 test_long_rows = contract(

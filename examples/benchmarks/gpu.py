@@ -1,6 +1,6 @@
 """Everything that is to be known of a GPU, in slices of some minutes: run it again until it says that nothing is left.
 
-python -m examples.benchmarks.gpu                             tests, attention, layers and ListOps; nine minutes of them
+python -m examples.benchmarks.gpu                             tests, sizes of tiles, attention, layers and ListOps; nine minutes of them
 python -m examples.benchmarks.gpu --only attention --tokens 4096 --densities 1 5
 python -m examples.benchmarks.gpu --markdown                  tables of what is there
 
@@ -25,10 +25,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-KINDS = ("tests", "attention", "layers", "listops")
+KINDS = ("tests", "tuning", "attention", "layers", "listops")
 ATTENTION = ("sdpa", "varlen", "flex", "edges", "blocks", "sparse", "pyg", "pyg-compiled")
 LAYERS = ("dense", "tokens", "blocks", "sampling")
 DENSE = ("sdpa", "varlen", "dense")
+TILES = tuple(itertools.product((1024, 2048, 4096), (1, 2, 4)))
+"""Words of the tiles that a program of an edge kernel holds, and its warps."""
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = ("tests/test_triton.py", "tests/test_devices.py", "tests/test_launches.py")
 
@@ -92,6 +94,10 @@ def items(given: argparse.Namespace) -> Iterator[Item]:
     """What is to be measured, in the order in which it is worth most."""
     if "tests" in given.only:
         yield from (Item("tests", name) for name in TESTS if (ROOT / name).is_file())
+    if "tuning" in given.only and given.device.startswith("cuda"):  # the CPU's kernels have no tiles
+        tokens = min(given.tokens, key=lambda count: abs(count - 2**14))
+        for (words, warps), density in itertools.product(TILES, (0.01, 0.05)):
+            yield Item("tuning", f"{words} words, {warps} warps", tokens, density, given.dtype)
     for tokens in given.tokens:
         shares = sorted({x / 100 for x in given.densities} | {d / tokens for d in given.degrees if d < tokens})
         for kind, peers in (("attention", ATTENTION), ("layers", LAYERS)):
@@ -274,6 +280,20 @@ def measure_attention(item: Item, given: argparse.Namespace) -> dict[str, Any]:
     return {"error": error, "edges": inputs.graph.num_edges} | measure_calls(calls, given)
 
 
+def measure_tuning(item: Item, given: argparse.Namespace) -> dict[str, Any]:
+    """The same of our edge kernels with tiles of another size, given as "2048 words, 1 warps"."""
+    from sbm_pyg.ops import cuda_rows
+
+    words, _, warps, _ = item.peer.split()
+    default = cuda_rows.WORDS, cuda_rows.WARPS
+    cuda_rows.WORDS, cuda_rows.WARPS = int(words), int(warps)
+    _check.cache_clear()  # of each size
+    try:
+        return measure_attention(dataclasses.replace(item, peer="edges"), given)
+    finally:
+        cuda_rows.WORDS, cuda_rows.WARPS = default
+
+
 def measure_calls(calls: dict[str, Callable[[], Any]], given: argparse.Namespace) -> dict[str, Any]:
     """Median milliseconds of each call, and the memory that the last one needs beyond what was there, in MiB."""
     import torch
@@ -373,7 +393,8 @@ def measure_listops(item: Item, given: argparse.Namespace) -> dict[str, Any] | N
 
 
 MEASURE: dict[str, Callable[[Item, argparse.Namespace], dict[str, Any] | None]] = {
-    "tests": measure_tests, "attention": measure_attention, "layers": measure_layers, "listops": measure_listops,
+    "tests": measure_tests, "tuning": measure_tuning, "attention": measure_attention, "layers": measure_layers,
+    "listops": measure_listops,
 }  # fmt: skip
 
 
@@ -435,6 +456,18 @@ def even(ours: dict[float, float], dense: float) -> float | None:
     return None
 
 
+def tuning(rows: list[dict[str, Any]]) -> list[str]:
+    """A table of the sizes of tiles."""
+    from examples.benchmarks.tables import markdown as table
+
+    lines = []
+    for row in rows:
+        took = (f"{row[name]:.4g}" if name in row else "" for name in ("forward_ms", "step_ms"))
+        lines.append([row["item"]["peer"], f"{100 * row['item']['density']:g}", *took, row.get("remark", "")])
+    names = ["tiles", "density, %", "forward, ms", "step, ms", "remarks"]
+    return ["", f"## Sizes of tiles, N = {rows[0]['item']['tokens']:,}", "", table(names, lines)] if rows else []
+
+
 def markdown(rows: list[dict[str, Any]]) -> str:
     """Tables of times over those of dense attention, where both are even, and what tests and ListOps came to."""
     from examples.benchmarks.tables import markdown as table
@@ -443,6 +476,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     page += [
         f"* {row['item']['peer']}: {row['said']}" for row in rows if row["item"]["kind"] == "tests" and "said" in row
     ]
+    page += tuning([row for row in rows if row["item"]["kind"] == "tuning"])
     for kind, base in (("attention", "sdpa"), ("layers", "dense")):
         mine = [row for row in rows if row["item"]["kind"] == kind]
         for tokens in sorted({row["item"]["tokens"] for row in mine}):

@@ -25,6 +25,9 @@ from . import words
 WIDEST = 512
 """Channels of a vector above which a tile does not fit the registers of a block."""
 
+WORDS, WARPS = 2048, 1
+"""Words of the tiles that a program holds together, and its warps."""
+
 LONG = 2048
 """Edges that one program takes at most; rows with more are shared by several."""
 
@@ -68,8 +71,8 @@ def tiles(dtype: torch.dtype, *widths: int, held: int = 1) -> dict[str, Any]:
     sums over edges and channels stay within the warp (docs/kernels.md). Arithmetic in float64 asks for as much again.
     """
     words_of = triton.next_power_of_2(max(widths)) * (4 if dtype == torch.float64 else 1)
-    edges = max(1, min(64, 2048 // (held * words_of)))
-    return {"EDGES": edges, "WIDE": tl.float64 if dtype == torch.float64 else tl.float32, "num_warps": 1}
+    edges = max(1, min(WORDS // 32, WORDS // (held * words_of)))
+    return {"EDGES": edges, "WIDE": tl.float64 if dtype == torch.float64 else tl.float32, "num_warps": WARPS}
 
 
 _PIECES: WeakIdKeyDictionary = WeakIdKeyDictionary()

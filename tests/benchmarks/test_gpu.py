@@ -57,6 +57,24 @@ def test_a_peer_that_is_wrong_is_not_timed(tmp_path: Path, monkeypatch: pytest.M
     gpu._check.cache_clear()
 
 
+def test_sizes_of_tiles_are_tried_on_a_gpu_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = gpu.parse([*WORDS, "--output", str(tmp_path), "--only", "tuning"])
+    assert not [*gpu.items(given)]
+    given.device = "cuda:0"
+    items = [*gpu.items(given)]
+    assert {item.peer for item in items} == {f"{words} words, {warps} warps" for words, warps in gpu.TILES}
+    assert {(item.tokens, item.density) for item in items} == {(64, 0.01), (64, 0.05)}
+    times: list[dict[str, Any]] = [{"forward_ms": 1.5, "step_ms": 4.0}, {"remark": "OutOfResources: shared memory"}]
+    for item, found in zip(items, times, strict=False):
+        row = {"item": vars(item), "device": "a GPU", "torch": "2", **found}
+        with (tmp_path / "results.jsonl").open("a") as file:
+            file.write(json.dumps(row) + "\n")
+    gpu.main(["--markdown", "--output", str(tmp_path)])
+    page = capsys.readouterr().out
+    assert "## Sizes of tiles, N = 64" in page
+    assert "| 1024 words, 1 warps | 1 | 1.5 | 4 |" in page
+
+
 def test_a_slice_that_is_over_begins_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert measured(tmp_path, "--only", "layers", "--minutes", "1e-9") == []
     assert "7 items are left" in capsys.readouterr().out
