@@ -194,14 +194,14 @@ def compare(gold: AttentionGraph, graph: AttentionGraph) -> Match:
     same = (gold.heads, gold.num_queries, gold.num_keys) == (graph.heads, graph.num_queries, graph.num_keys)
     if not (same and gold.same_offsets(graph.query_ptr, graph.key_ptr)):
         raise ValueError(f"Expected 'graph' over the tokens and heads of 'gold' (got {graph} for {gold}).")
-    hit = graph.contains(gold.edge_index, gold.edge_head)
+    hit, wide = graph.contains(gold.edge_index, gold.edge_head), checks.widest(gold.device)
     edges, found, hits = (
-        torch.bincount(head, minlength=gold.heads).double()
+        torch.bincount(head, minlength=gold.heads).to(wide)
         for head in (gold.edge_head, graph.edge_head, gold.edge_head[hit])
     )
     missed = torch.zeros_like(gold.degree.flatten()).index_add_(0, gold.edge_row, (~hit).long()).view(gold.heads, -1)
     pairs = float(graph.pairs_per_sequence.sum())
-    exact = (missed == 0).double().mean(1)
+    exact = (missed == 0).to(wide).mean(1)
     recall, precision = (torch.where(all_ > 0, hits / all_.clamp(min=1), 1.0) for all_ in (edges, found))
     return Match(recall, precision, 1 - found / pairs, exact)
 
@@ -259,7 +259,7 @@ def group_entropy(group: Tensor, num_groups: int, graph: AttentionGraph | None =
     cell, times = (row * count + chosen).unique(return_counts=True)
     of = cell // count
     total = torch.bincount(row, minlength=rows)
-    share = times.double() / total[of]
+    share = times.to(checks.widest(times.device)) / total[of]
     each = share.new_zeros(rows).index_add_(0, of, -share * share.log()).view(heads, -1)
     has = (total > 0).view(heads, -1)
     return each.sum(1) / (has.sum(1).clamp(min=1) * (math.log(count) if count > 1 else 1.0))

@@ -90,8 +90,8 @@ class EncoderTrace:
 
     @property
     def density(self) -> Tensor:
-        """Density of each layer's graph, ``[L, B, H]`` float64; 1 for full attention."""
-        return self._stack([None if graph is None else graph.density for graph in self.graphs], torch.float64)
+        """Density of each layer's graph, ``[L, B, H]`` of the type that theirs have; 1 for full attention."""
+        return self._stack([None if graph is None else graph.density for graph in self.graphs], wide=True)
 
     @property
     def expected_density(self) -> Tensor:
@@ -130,8 +130,9 @@ class EncoderTrace:
     def __add__(self, other: EncoderTrace) -> EncoderTrace:
         return replace(self, choices=self.choices + other.choices)
 
-    def _stack(self, rows: list[Tensor | None], dtype: torch.dtype | None = None) -> Tensor:
+    def _stack(self, rows: list[Tensor | None], wide: bool = False) -> Tensor:
         device = next((row.device for row in rows if row is not None), self.device)
+        dtype = checks.widest(device or torch.get_default_device()) if wide else None
         return torch.stack([torch.ones(self.shape, device=device, dtype=dtype) if row is None else row for row in rows])
 
 

@@ -173,7 +173,7 @@ def block_means(x: Tensor, ptr: Tensor, size: int) -> tuple[Tensor, Tensor, Tens
 
 def like_lengths(query_ptr: Tensor, key_ptr: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Sequences of like length together: the tokens of both sides, padded by -1, and which sequences they are."""
-    size = torch.maximum(query_ptr.diff(), key_ptr.diff()).double().log2().ceil()
+    size = torch.maximum(query_ptr.diff(), key_ptr.diff()).to(checks.widest(query_ptr.device)).log2().ceil()
     for like in size.unique():
         (which,) = (size == like).nonzero(as_tuple=True)
         yield _padded(query_ptr, which), _padded(key_ptr, which), which

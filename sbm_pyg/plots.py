@@ -196,7 +196,7 @@ def density_extremes(density: Tensor | EncoderTrace, count: int = 3) -> tuple[li
         raise ValueError(
             f"Expected 'density' to be finite, [L, B, H] (got {list(density.shape)}). `EncoderTrace.density` is."
         )
-    mean = density.detach().double().mean((0, 2))
+    mean = density.detach().cpu().double().mean((0, 2))
     order = mean.argsort(stable=True).tolist()
     count = min(count, max(len(order) // 2, 1))
     return order[:count], order[-count:]
@@ -244,7 +244,7 @@ def plot_pixel_attention(
             maps = []
             for part in parts:
                 read = torch.bincount(part.head(head).col.long(), minlength=part.num_keys)
-                maps.append((100 * read.double() / part.num_queries).view(height, width).numpy())
+                maps.append((100 * read.cpu().double() / part.num_queries).view(height, width).numpy())
             columns.append((f"layer {number}, head {head}", maps))
     figure = _figure(1.9 * (1 + len(columns)), 1.95 * len(chosen) + 1.2)
     panels = figure.subplots(len(chosen), 1 + len(columns), squeeze=False)

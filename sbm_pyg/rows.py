@@ -173,8 +173,8 @@ class CompressedRows:
 
     @property
     def density(self) -> Tensor:
-        """Share of the pairs of each sequence that are edges, ``[B, H]`` float64."""
-        return self.edges_per_sequence.double() / self.pairs_per_sequence[:, None]
+        """Share of the pairs of each sequence that are edges, ``[B, H]`` float64, or float32 on devices without it."""
+        return self.edges_per_sequence.to(checks.widest(self.device)) / self.pairs_per_sequence[:, None]
 
     def __repr__(self) -> str:
         def count(number: int, noun: str, plural: str = "") -> str:

@@ -458,7 +458,7 @@ def _check_memory(sbm: SBM, method: str, exploration: float) -> None:
     if ops.checks.fits(pairs, bytes_each, device):
         return
     keys = sbm._reach().clamp(min=1)
-    degree = sbm.expected_degree().double() + exploration * keys
+    degree = sbm.expected_degree().to(ops.checks.widest(device)) + exploration * keys
     # The mean of 1 - exp(-p) over the keys of a row is at most that of the mean p.
     degree = -keys * torch.expm1(-degree / keys) if method == "fastrg" else torch.minimum(degree, keys)
     expected = float(degree.sum())

@@ -44,6 +44,7 @@ from sbm_pyg import (
     unpad,
 )  # fmt: skip
 from sbm_pyg.models import ATTENTION
+from sbm_pyg.ops import checks
 
 Device = torch.device
 Case = Callable[[Device], Any]
@@ -90,6 +91,7 @@ def compare(result: Any, expected: Any, device: Device) -> None:
         if isinstance(want, Tensor):
             assert got.device.type == device.type
             got, want = got.detach().cpu(), want.detach()
+            got = got.to(want.dtype) if got.dtype == torch.float32 == checks.widest(device) else got
         torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-5, equal_nan=True)
 
 

@@ -24,9 +24,12 @@ from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_a
 from torch.utils._pytree import tree_leaves, tree_map
 
 from sbm_pyg import patterns
+from sbm_pyg.ops import cpu, schemas
 
 DEVICE, CPU = torch.device("privateuseone", 0), torch.device("cpu")
 aten = torch.ops.aten
+DOUBLES = "--single" not in sys.argv
+"""Whether the device has numbers of 64 bits; Apple's have none."""
 INDEXED = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default)
 """Ops that take indices on the CPU whatever they index."""
 
@@ -101,6 +104,10 @@ def run(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     out = op(*tree_map(local, args), **tree_map(local, kwargs))
     if not remote:
         return out
+    if not DOUBLES and any(
+        x.dtype in (torch.float64, torch.complex128) for x in tree_leaves(out) if isinstance(x, Tensor)
+    ):
+        raise TypeError(f"Cannot make a float64 tensor on {DEVICE}, in {op}")
     out = tree_map(lambda x: Remote(x) if isinstance(x, Tensor) else x, out)
     return out if moves or device is not None else return_and_correct_aliasing(op, args, kwargs, out)
 
@@ -169,6 +176,10 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     with pretending() as device:
+        given = [torch.rand(1, 3, 4), torch.rand(1, 5, 4), torch.tensor([0, 2, 2, 5]), torch.tensor([0, 4, 1, 2, 3])]
+        dots = schemas._carried(cpu.edge_dot)(*(x.to(device) for x in given))
+        assert dots.device == device
+        assert torch.equal(dots.cpu(), cpu.edge_dot(*given))
         assert refuses(device) == ["two devices", "indices elsewhere", "writing elsewhere", "an op of ours", "numpy"]
     outcome = {}
     for name, case in CASES.items():

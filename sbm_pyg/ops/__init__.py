@@ -680,7 +680,7 @@ def _alphas(
     """Alpha in a shape, and in its range."""
     if not isinstance(alpha, Tensor):
         checks.number("alpha", alpha, "(1, 4]", "Use softmax for alpha = 1.")
-        return torch.full((), alpha, dtype=torch.float64, device=like[1].device).expand(shape)
+        return torch.full((), alpha, dtype=checks.widest(like[1].device), device=like[1].device).expand(shape)
     checks.tensors(alpha=alpha)
     checks.floating(alpha=alpha)
     checks.same_device(*like, alpha=alpha)

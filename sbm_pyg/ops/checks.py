@@ -234,6 +234,16 @@ def same_device(first: str, like: Tensor, **others: Tensor | None) -> None:
             )
 
 
+def widest(device: torch.device) -> torch.dtype:
+    """The widest floating type that a device has: float64, or float32 on Apple's."""
+    if device.type not in ("cpu", "cuda", "meta"):
+        try:
+            torch.empty(0, dtype=torch.float64, device=device)
+        except TypeError:
+            return torch.float32
+    return torch.float64
+
+
 def not_captured(where: torch.device) -> None:
     """Refuse to sample while a CUDA graph is captured, which takes no memory of a size that values decide."""
     if torch.compiler.is_compiling() or where.type != "cuda" or not torch.cuda.is_current_stream_capturing():

@@ -31,13 +31,26 @@ def _as_given(call: Callable[..., Any]) -> Callable[..., Any]:
     return computed
 
 
+def _carried(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Compute on the CPU what is on another device, and carry it back."""
+
+    @wraps(call)
+    def computed(*arguments: Any) -> Any:
+        device = next(x.device for x in arguments if isinstance(x, Tensor))
+        found = call(*(x.cpu() if isinstance(x, Tensor) else x for x in arguments))
+        return found.to(device) if isinstance(found, Tensor) else tuple(x.to(device) for x in found)
+
+    return computed
+
+
 def _declare(name: str, schema: str, fake: Callable[..., Any], meaning: Any = reference) -> CustomOpDef:
     """Declare ``sbm_pyg::name``: its meaning, the kernels of :mod:`~sbm_pyg.ops.cpu` and of :mod:`~sbm_pyg.ops.cuda`
-    if there are any, and its cost.
+    if there are any, and its cost. Apple's devices take those of the CPU.
     """
     op = torch.library.custom_op(f"sbm_pyg::{name}", _as_given(getattr(meaning, name)), mutates_args=(), schema=schema)
     if name in cpu.__all__:
         op.register_kernel("cpu")(_as_given(getattr(cpu, name)))
+        op.register_kernel("mps")(_as_given(_carried(getattr(cpu, name))))  # which has no float64
     if name in cuda.MODULES:
         op.register_kernel("cuda")(_as_given(cuda.kernel(name)))
     op.register_fake(fake)
