@@ -271,16 +271,28 @@ def largest(k: int | Tensor, own: Tensor | None = None) -> Keep:
     """
 
     def keep(scores: Tensor, possible: Tensor, part: Part) -> Tensor:
-        width = scores.size(-1)
         if own is not None:
-            here = part.possible & (torch.arange(width, device=scores.device) == own[part.query][..., None])
+            here = part.possible & (torch.arange(scores.size(-1), device=scores.device) == own[part.query][..., None])
             scores.clamp_(max=torch.finfo(scores.dtype).max).masked_fill_(here, torch.inf)
             possible = possible | here
-        count = torch.as_tensor(k if isinstance(k, int) else k[part.query], device=scores.device).clamp(max=width)
-        best = scores.topk(int(count.max()), dim=-1).values
-        least = best.gather(-1, (count - 1).expand(scores.shape[:-1])[..., None])
-        above, equal = scores > least, (scores == least) & possible
-        left = count[..., None] - above.sum(-1, keepdim=True, dtype=torch.int32)  # six times as fast as int64
-        return above | (equal & (equal.cumsum(-1, dtype=torch.int32) <= left))
+        return best_of(scores, possible, k if isinstance(k, int) else k[part.query])
 
     return keep
+
+
+def best_of(scores: Tensor, possible: Tensor, count: int | Tensor) -> Tensor:
+    """Which of the possible scores along the last axis are the largest, equal ones by the lower place.
+
+    Args:
+        scores: ``[..., m]``, none of them NaN.
+        possible: Which can be among them, ``[..., m]``; others score ``-inf``.
+        count: How many, at least 1 or of each row, ``[...]``; all that are possible where these are fewer.
+    """
+    if not scores.size(-1):
+        return torch.zeros_like(scores, dtype=torch.bool)
+    count = torch.as_tensor(count, device=scores.device).clamp(max=scores.size(-1))
+    best = scores.topk(int(count.max()), dim=-1).values
+    least = best.gather(-1, (count - 1).expand(scores.shape[:-1])[..., None])
+    above, equal = scores > least, (scores == least) & possible
+    left = count[..., None] - above.sum(-1, keepdim=True, dtype=torch.int32)  # six times as fast as int64
+    return above | (equal & (equal.cumsum(-1, dtype=torch.int32) <= left))

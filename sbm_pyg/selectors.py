@@ -24,7 +24,19 @@ from . import patterns
 from .choice import Choice, GraphSource
 from .graph import AttentionGraph
 from .ops import checks
-from .pairs import CHUNK, Part, Ptr, Sides, block_means, check_centroids, largest, like_lengths, ranges, streamed
+from .pairs import (
+    CHUNK,
+    Part,
+    Ptr,
+    Sides,
+    best_of,
+    block_means,
+    check_centroids,
+    largest,
+    like_lengths,
+    ranges,
+    streamed,
+)
 from .ragged import draw_seed
 
 __all__ = ["RoutingSource", "SelectorSource", "block_top_k", "lsh", "routing", "top_k"]
@@ -427,13 +439,13 @@ def _nearest(near: Tensor, ptr: Tensor, size: int | None) -> tuple[Tensor, Tenso
     width = torch.minimum(width, ptr.diff())  # [B]
     found = []
     for padded, _, which in like_lengths(ptr, ptr):
-        scores = near[:, padded.clamp(min=0)]  # [H, b, L, K]
-        nothing = scores.isnan() | (padded < 0)[..., None]  # padding is behind the tokens, and stays there
-        order = scores.masked_fill(nothing, -torch.inf).sort(dim=2, descending=True, stable=True).indices
-        taken = torch.arange(padded.size(1), device=near.device)[:, None] < width[which, None, None]  # [b, L, 1]
-        head, sequence, rank, cluster = taken.expand_as(order).nonzero(as_tuple=True)
-        token = padded[sequence, order[head, sequence, rank, cluster]]
-        found.append(((head * sequences + which[sequence]) * clusters + cluster, head * tokens + token))
+        there = (padded >= 0)[:, None]  # [b, 1, L]
+        for first in range(0, clusters, step := max(1, CHUNK // max(1, heads * padded.numel()))):
+            scores = near[:, padded.clamp(min=0), first : first + step].mT.contiguous()  # [H, b, k, L]
+            scores.masked_fill_(scores.isnan() | ~there, -torch.inf)
+            head, sequence, cluster, place = best_of(scores, there, width[which, None]).nonzero(as_tuple=True)
+            group = (head * sequences + which[sequence]) * clusters + first + cluster
+            found.append((group, head * tokens + padded[sequence, place]))
     group, token = (torch.cat(parts) for parts in zip(*found, strict=True))
     group, by_group = group.sort(stable=True)
     return torch.bincount(group, minlength=heads * sequences * clusters), token[by_group]
