@@ -160,15 +160,13 @@ def span(ptr, queries, keys):
 
 @triton.jit
 def holder(more, rows, slot):
-    """The row that a piece belongs to, and its first and last piece; behind the last piece the last row, and none."""
-    low, high = slot * 0, tl.where(slot < 0, 0, rows)
+    """The row that a piece belongs to, and its first and last piece; of no piece some row that has not got it."""
+    low, high = slot * 0, tl.where((slot < 0) | (slot >= tl.load(more + rows - 1)), 0, rows)
     while low < high:
         middle = (low + high) // 2
         before = tl.load(more + middle) <= slot
         low, high = tl.where(before, middle + 1, low), tl.where(before, high, middle)
-    row = tl.minimum(low, rows - 1)
-    stop = tl.load(more + row)
-    return row, tl.where(low == rows, stop, tl.load(more + row - 1, mask=row > 0, other=0)), stop
+    return low, tl.load(more + low - 1, mask=low > 0, other=0), tl.load(more + low)
 
 
 @triton.jit
@@ -176,14 +174,15 @@ def piece(ptr, more, rows, queries, keys, LONG: tl.constexpr):
     """As :func:`span`, of rows that may be shared; and the piece that this program makes, negative for a whole row."""
     row = tl.program_id(0).to(tl.int64)
     slot = row - rows
+    first, last = slot, slot  # none
     if more is not None:
-        held, first, last = holder(more, rows, slot)
-        row = tl.where(slot < 0, row, held)
+        if slot >= 0:
+            row, first, last = holder(more, rows, slot)
     start, stop = tl.load(ptr + row), tl.load(ptr + row + 1)
     if more is not None:
-        begin = tl.where(slot < 0, start, tl.minimum(start + (slot - first) * LONG, stop))
-        size = tl.where(slot < 0, tl.where(stop - start > LONG, 0, LONG), tl.where(slot < last, LONG, 0))
-        start, stop = begin, tl.minimum(begin + size, stop)
+        begin = tl.minimum(start + (slot - first) * LONG, stop)
+        mine = tl.where(slot < 0, stop - start <= LONG, slot < last)
+        start, stop = begin, tl.where(mine, tl.minimum(begin + LONG, stop), begin)
     return row, row // queries * keys, start, stop, slot
 
 
