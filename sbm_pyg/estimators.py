@@ -463,7 +463,7 @@ def local_expectation(
             f"Expected 'probes' over the tokens of 'graph' (got {probes} for {graph}). `draw_probes` makes them."
         )
     ops.checks.tensors(chance=chance)
-    if chance.device.type == "cpu" and readable(chance) and not bool(((chance >= 0) & (chance <= 1)).all()):
+    if ops.checks.at_hand(chance) and readable(chance) and not bool(((chance >= 0) & (chance <= 1)).all()):
         raise ValueError(
             "Expected 'chance' in [0, 1] (got a number outside). It is the second result of `draw_probes`."
         )

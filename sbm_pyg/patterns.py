@@ -373,7 +373,8 @@ class _Tokens:
         check_tensor(ptr, "ptr")
         if n is not None:
             n = checks.integer("n", n, 1, "It is the number of tokens.")
-            if ptr is not None and ptr.dim() == 1 and ptr.numel() > 1 and ptr.is_cpu and readable(ptr) and ptr[-1] != n:
+            known = ptr is not None and checks.at_hand(ptr) and readable(ptr) and ptr.dim() == 1 and ptr.numel() > 1
+            if known and ptr is not None and ptr[-1] != n:
                 raise ValueError(
                     f"Expected 'n' to be the last entry of 'ptr', {int(ptr[-1])} (got {n}). Leave it out, as None."
                 )

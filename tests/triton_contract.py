@@ -544,7 +544,7 @@ def test_attention_asks_for_nothing_but_kernels_and_memory(kernels: Kernels) -> 
     assert kernels.waits == waits
 
 
-@pytest.mark.parametrize(("is_causal", "most"), [(False, 163), (True, 167)])
+@pytest.mark.parametrize(("is_causal", "most"), [(False, 159), (True, 163)])
 def test_a_training_step_takes_few_launches(is_causal: bool, most: int, kernels: Kernels) -> None:
     """Of the default layer. Most are for projections and their gradients."""
     torch.manual_seed(0)
@@ -556,9 +556,8 @@ def test_a_training_step_takes_few_launches(is_causal: bool, most: int, kernels:
     sampled = ["_panels", "_join", "_plan", *["_gaps", "_proposals", "_coins"] * 2]
     assert kernels.started == [*sampled, "_attention", "_start", "_step", *effects, *BACKWARD]
     assert kernels.launches - launches <= most
-    # and on a GPU without a check of numbers that are at hand here, which takes four
-    assert kernels.launches - launches - (kernels.allocations - allocations) - 4 <= 138
-    assert kernels.waits - waits <= 5
+    assert kernels.launches - launches - (kernels.allocations - allocations) <= 138
+    assert kernels.waits - waits <= 4
 
 
 def test_long_rows_take_few_launches_more(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -570,11 +569,11 @@ def test_long_rows_take_few_launches_more(kernels: Kernels, monkeypatch: pytest.
     launches, allocations, waits = kernels.launches, kernels.allocations, kernels.waits
     conv(x, ptr=ptr, seed=1).backward(grad)
     assert (kernels.started.count("_unite"), kernels.started.count("_count")) == (8, 4)
-    assert kernels.launches - launches - (kernels.allocations - allocations) - 4 <= 150
-    assert kernels.waits - waits <= 5
+    assert kernels.launches - launches - (kernels.allocations - allocations) <= 150
+    assert kernels.waits - waits <= 4
 
 
-@pytest.mark.parametrize(("is_causal", "most", "waits"), [(False, 231, 6), (True, 319, 9)])
+@pytest.mark.parametrize(("is_causal", "most", "waits"), [(False, 227, 5), (True, 314, 7)])
 def test_a_training_step_over_blocks_takes_few_launches(
     is_causal: bool, most: int, waits: int, kernels: Kernels
 ) -> None:
@@ -590,7 +589,7 @@ def test_a_training_step_over_blocks_takes_few_launches(
     assert kernels.waits - waited <= waits
 
 
-@pytest.mark.parametrize(("option", "most", "waits"), [({"self_loops": True}, 218, 7), ({"window": 3}, 237, 8)])
+@pytest.mark.parametrize(("option", "most", "waits"), [({"self_loops": True}, 213, 5), ({"window": 3}, 232, 6)])
 def test_edges_that_are_always_there_take_few_launches(
     option: dict[str, Any], most: int, waits: int, kernels: Kernels
 ) -> None:

@@ -158,7 +158,7 @@ def _rows(
     no_tangent(*per_edge.values())
 
 
-def _at_hand(*given: Tensor) -> bool:
+def at_hand(*given: Tensor) -> bool:
     """Whether values can be looked at without waiting for a device."""
     return all(x.device.type == "cpu" for x in given) and not detect_fake_mode(given)
 
@@ -205,7 +205,7 @@ def blocks(
     grain = integer("grain", grain, 1, "It is a number of tokens.")
     flag("is_causal", is_causal, "It says whether no token meets a later one.")
     number("scale", scale, "(-inf, inf)", "It is a factor of the scores, usually C ** -0.5.")
-    known = _at_hand(*ptrs)
+    known = at_hand(*ptrs)
     for (name, ptr), tokens in zip(ends.items(), (query, key), strict=True):
         shape(name, ptr, (None,), "[B+1]", "It holds the offsets of the sequences.")
         if ptr.dtype != torch.int64 or ptr.shape != ptrs[0].shape or ptr.numel() < 2:

@@ -175,7 +175,7 @@ def piece(ptr, more, rows, queries, keys, LONG: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     slot = row - rows
     first, last = slot, slot  # none
-    if more is not None:
+    if more is not None:  # noqa: SIM102 - decided when it is compiled, the next when it runs
         if slot >= 0:
             row, first, last = holder(more, rows, slot)
     start, stop = tl.load(ptr + row), tl.load(ptr + row + 1)
