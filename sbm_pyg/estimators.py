@@ -664,7 +664,6 @@ def _check_memory(graph: AttentionGraph, per_query: float) -> None:
     if ops.checks.fits(pairs, width, graph.device) or not readable(graph.query_ptr):
         return
     reach = ops.reference.reach(graph.query_ptr, graph.key_ptr, graph.num_queries, graph.is_causal)
-    count = graph.heads * int(
-        reach.to(ops.checks.widest(reach.device)).clamp(max=per_query + 1).sum()
-    )  # a row takes up to one more
+    reach = reach.to(ops.checks.widest(reach.device))
+    count = graph.heads * int(reach.clamp(max=per_query + 1).sum())  # a row takes up to one more
     ops.checks.memory("per_query", count, width, graph.device, f"Take fewer probes. {_FEWER}", "probes")

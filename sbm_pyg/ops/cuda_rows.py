@@ -4,9 +4,8 @@ In: pointers and tiles of edges, on a CUDA device or in Triton's interpreter. Ou
 Importing this module imports Triton.
 
 A kernel runs one program per row, and several for one of very many edges (:class:`Shared`). A program takes its edges
-in tiles of ``EDGES``. A tile of vectors is ``[EDGES,
-width]``, its width padded to a power of two. Numbers come in any floating type and are ``WIDE`` (float32, or float64
-where an input is) from then on. Places are int64.
+in tiles of ``EDGES``. A tile of vectors is ``[EDGES, width]``, its width padded to a power of two. Numbers come in any
+floating type and are ``WIDE`` (float32, or float64 where an input is) from then on. Places are int64.
 """
 
 from __future__ import annotations
@@ -160,7 +159,7 @@ def span(ptr, queries, keys):
 
 @triton.jit
 def holder(more, rows, slot):
-    """The row that a piece belongs to, and its first and last piece; of no piece some row that has not got it."""
+    """The row that a piece belongs to, its first piece and the one behind its last; of no piece a row without it."""
     low, high = slot * 0, tl.where((slot < 0) | (slot >= tl.load(more + rows - 1)), 0, rows)
     while low < high:
         middle = (low + high) // 2
