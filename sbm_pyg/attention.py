@@ -17,9 +17,10 @@ from torch_geometric.nn import MessagePassing
 from torch_geometric.nn.dense.linear import Linear
 from torch_geometric.typing import SparseTensor
 
+from . import ops
 from .blocks import BlockPool
-from .choice import Choice, GraphSource, check_choice, limited
-from .estimators import Attended, Estimator, NoEstimator, resolve_estimator
+from .choice import Choice, GraphSource, TiledChoice, check_choice, limited
+from .estimators import Attended, Estimator, Local, NoEstimator, resolve_estimator
 from .graph import AttentionGraph
 from .normalizers import Entmax, check_normalizer
 from .ops import METHODS, checks
@@ -271,6 +272,12 @@ class AttentionConv(EdgeAttention):
         else:
             of = (edge_index, query.size(1), key.size(1), self.heads)
             choice = Choice(AttentionGraph.over(*of, edge_head=edge_head, ptr=ptr, batch=batch))
+        if isinstance(choice, TiledChoice):
+            self._check_tiled(drop)
+            if edge_filter is None and not returns.attention_weights and not self._edgewise:
+                out = self._by_tiles(query, key, value, choice, is_causal)
+                return self._made(out.transpose(0, 1), choice, None, returns)
+            choice = choice.stored()
         estimator = self.estimator if choice.probability is not None else NoEstimator()
         choice = limit(estimator.prepare(choice, self.training))
         gate, soft = estimator.gate(choice), estimator.bias(choice, self.training, seed)
@@ -282,12 +289,42 @@ class AttentionConv(EdgeAttention):
         attended = Attended(query, key, value, choice, bias, self.scale, limit, score_bias, seed, sequence_ids,
                             self.training)  # fmt: skip
         out = estimator.attach(out.transpose(0, 1), attended).transpose(0, 1)
+        return self._made(out, choice, weights, returns)
+
+    def _made(self, out: Tensor, choice: Choice, weights: Any, returns: Returns) -> Any:
+        """What a call returns, of the output ``[N, H, C']`` and all else there is."""
         out = out.flatten(1) if self.concat else out.mean(1)
         if self.heads == 1 and self.concat and out.requires_grad:
             out = out.clone()  # as the kernel keeps its own, which an activation in place would overwrite
-        made = ((choice.graph, returns.graph), (choice, returns.choice), (weights, returns.attention_weights))
-        found = [thing for thing, asked in made if asked]
+        found: list[Any] = [choice.graph] if returns.graph else []
+        found += [choice] if returns.choice else []
+        found += [weights] if returns.attention_weights else []
         return (out, *found) if found else out
+
+    def _check_tiled(self, dropout: float) -> None:
+        """Refuse what has to know edges one by one, with a source that stores none."""
+        wrong = {
+            "dropout": (dropout, dropout == 0),
+            "normalizer": (self.normalizer, self.normalizer == "softmax"),
+            "score_bias": (self.score_bias, self.score_bias is None),
+            "estimator": (self.estimator, type(self.estimator) in (Local, NoEstimator)),
+        }
+        for name, (got, fits) in wrong.items():
+            if not fits:
+                raise ValueError(
+                    f"Expected '{name}' that needs no stored edges with a source that is tiled (got {got}). Take no "
+                    "dropout, softmax, no bias and the estimator 'local' or 'none'; or set `source.tiled = False`."
+                )
+
+    def _by_tiles(self, query: Tensor, key: Tensor, value: Tensor, choice: TiledChoice, is_causal: bool) -> Tensor:
+        """Attend over a graph that is not stored; the output, ``[H, N, C']``."""
+        rate, member = choice.factors
+        if isinstance(self.estimator, NoEstimator):
+            rate, member = rate.detach(), member.detach()
+        return ops.sampled_attention(
+            query, key, value, rate, member, *choice.ptrs, choice.sequence_ids, choice.seed, scale=self.scale,
+            exploration=choice.exploration, is_causal=is_causal, window=choice.window,
+        )  # fmt: skip
 
     def _choose(self, query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, **options: Any) -> Choice:
         """What the source chooses, in as many heads as the layer has."""
@@ -339,6 +376,9 @@ class SBMAttentionConv(AttentionConv):
         detach: The block model sends no gradient to queries and keys, which then learn from attention alone. With
             ``"distill"`` they else learn to be foretold, too; where little else moves them, that is all they learn
             (docs/learning.md).
+        tiled: Store no graph: edges are drawn beside the scores, one coin for each pair, and ``"local"`` looks at all
+            pairs instead of probes. Time O(NM), memory O(N): for graphs that are dense, as those that begin full; see
+            docs/guides/tiled.md. ``conv.source.tiled`` may change between calls.
         **kwargs: Of :class:`AttentionConv`: ``concat``, ``bias``, ``is_causal``, ``normalizer``, ``score_bias``,
             ``dropout``.
 
@@ -376,6 +416,7 @@ class SBMAttentionConv(AttentionConv):
         grain: int = 1,
         pool: str = "mean",
         detach: bool = False,
+        tiled: bool = False,
         **kwargs: Any,
     ) -> None:
         checks.one_of("method", method, METHODS)
@@ -396,7 +437,7 @@ class SBMAttentionConv(AttentionConv):
             head = SBMHead(self.out_channels, self.heads, num_blocks, **(sbm_options or {}))
             self.source = SBMSource(
                 head, method=method, exploration=exploration, budget=budget, share=share, self_loops=self_loops,
-                window=window, grain=grain, pool=pooled, detach=detach,
+                window=window, grain=grain, pool=pooled, detach=detach, tiled=tiled,
             )  # fmt: skip
 
     @property

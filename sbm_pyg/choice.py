@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from .graph import AttentionGraph, check_graph
 from .ops import checks
 from .ragged import draw_seed, resolve_ptr, stored_ptr
 
-__all__ = ["Choice", "EdgeProbability", "GraphSource", "SourceGraph"]
+__all__ = ["Choice", "EdgeProbability", "GraphSource", "SourceGraph", "TiledChoice"]
 
 
 class EdgeProbability(ABC):
@@ -158,6 +159,78 @@ class Choice:
         if self.forced is not None:
             forced = graph.blocks.union(self.graph.blocks.select(self.forced))[1] | forced
         return replace(self, graph=graph, forced=forced)
+
+
+class TiledChoice(Choice):
+    """A graph that nobody has stored: a layer draws its edges beside its scores, by tiles of pairs.
+
+    It is known by its model alone. Whoever asks for :attr:`graph` or :attr:`forced` has the edges drawn once more, from
+    the same random words, and stored then. They are the same but where a probability is rounded otherwise, to one word
+    of 2^32, on a device whose kernels compute in float32.
+
+    Args:
+        probability: A model with :attr:`~EdgeProbability.factors`.
+        ptrs: Offsets of the sequences in the queries and in the keys, ``[B+1]`` each.
+        exploration: What is added to each probability, in [0, 1].
+        seed: Seed of the coins.
+        sequence_ids: Number of each sequence, ``[B]``.
+        window: Pairs at this distance or less are edges, whatever their probability is; None for no pair.
+        draw: Draws the edges: the graph, and which of them are forced.
+    """
+
+    ptrs: tuple[Tensor, Tensor]
+    seed: int
+    sequence_ids: Tensor
+    window: int | None
+
+    def __init__(
+        self, probability: EdgeProbability, ptrs: tuple[Tensor, Tensor], exploration: float, seed: int,
+        sequence_ids: Tensor, window: int | None, draw: Callable[[], tuple[AttentionGraph, Tensor | None]],
+    ) -> None:  # fmt: skip
+        known = {"probability": probability, "ptrs": ptrs, "exploration": exploration, "seed": seed}
+        self.__dict__.update(known, sequence_ids=sequence_ids, window=window, independent=True, _draw=draw)
+
+    @property
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """Rates of the queries ``[H, N, K]`` and memberships of the keys ``[H, M, K]``."""
+        factors = None if self.probability is None else self.probability.factors
+        assert factors is not None
+        return factors
+
+    @cached_property
+    def _drawn(self) -> tuple[AttentionGraph, Tensor | None]:
+        with torch.no_grad():
+            return self._draw()  # type: ignore[attr-defined]
+
+    @property
+    def graph(self) -> AttentionGraph:
+        """The graph, drawn when it is first asked for."""
+        return self._drawn[0]
+
+    @property
+    def forced(self) -> Tensor | None:
+        """Edges of the window, ``[E]`` bool, or None."""
+        return self._drawn[1]
+
+    def stored(self) -> Choice:
+        """The same as a choice whose graph is stored."""
+        return Choice(self.graph, self.probability, self.forced, self.exploration)
+
+    def expand(self, heads: int) -> Choice:
+        """As :meth:`Choice.expand`."""
+        return self if self.factors[0].size(0) == heads else self.stored().expand(heads)
+
+    def select(self, kept: Tensor) -> Choice:
+        """As :meth:`Choice.select`."""
+        return self.stored().select(kept)
+
+    def causal(self) -> Choice:
+        """As :meth:`Choice.causal`."""
+        return self if getattr(self.probability, "is_causal", False) else self.stored().causal()
+
+    def force(self, pattern: AttentionGraph) -> Choice:
+        """As :meth:`Choice.force`."""
+        return self.stored().force(pattern)
 
 
 class GraphSource(torch.nn.Module, ABC):

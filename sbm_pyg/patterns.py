@@ -586,15 +586,20 @@ def check_window(window: int | None) -> int | None:
     return None if window is None else checks.integer("window", window, 0, "It is a distance in tokens; None for none.")
 
 
-def with_window(choice: Choice, window_size: int | None, ptr: Tensor, bipartite: bool) -> Choice:
-    """The choice with a window beside it in each head, whatever its probabilities are."""
-    if window_size is None:
-        return choice
+def check_same_tokens(bipartite: bool) -> None:
+    """Raise ValueError where a window is asked for between different tokens."""
     if bipartite:
         raise ValueError(
             "Expected the same tokens as queries and keys with 'window' or 'self_loops' (got a pair). "
             "Leave it out, or add a pattern of your own and pass the graph."
         )
+
+
+def with_window(choice: Choice, window_size: int | None, ptr: Tensor, bipartite: bool) -> Choice:
+    """The choice with a window beside it in each head, whatever its probabilities are."""
+    if window_size is None:
+        return choice
+    check_same_tokens(bipartite)
     graph = choice.graph  # the number of its tokens is known where offsets may not be read, as in compiled code
     return choice.force(window(graph.num_queries, window_size, is_causal=graph.is_causal, ptr=ptr))
 

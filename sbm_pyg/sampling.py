@@ -18,9 +18,10 @@ from torch_geometric.transforms import BaseTransform
 
 from . import ops, patterns
 from .blocks import BlockGraph, block_mean, block_tokens
-from .choice import Choice, GraphSource
+from .choice import Choice, GraphSource, TiledChoice
 from .graph import AttentionGraph
 from .ops.blocks import sides
+from .ops.sampled import sampled_edges
 from .ragged import count_pairs, draw_seed, readable, resolve_ptr, resolve_sequence_ids, stored_ptr, trust_offsets
 from .sbm import FLOOR, SBM, SBMHead, check_model, check_sbm
 
@@ -165,6 +166,8 @@ class SBMSource(GraphSource):
         pool: What makes a vector of the tokens of a block: ``"mean"``, or a module such as
             :class:`~sbm_pyg.BlockPool`.
         detach: No gradient goes on from the model to queries and keys, which then learn from attention alone.
+        tiled: Store no graph: the layer draws edges beside its scores, see :func:`sbm_pyg.ops.sampled_attention`. For
+            ``"bernoulli"`` and ``grain=1``.
 
     Raises:
         TypeError, ValueError: An argument has the wrong type or range.
@@ -190,6 +193,7 @@ class SBMSource(GraphSource):
         grain: int = 1,
         pool: torch.nn.Module | str = "mean",
         detach: bool = False,
+        tiled: bool = False,
     ) -> None:
         super().__init__()
         if not isinstance(head, torch.nn.Module):
@@ -207,7 +211,12 @@ class SBMSource(GraphSource):
             raise TypeError(f"Expected 'pool' to be 'mean' or a module (got {pool!r}). `BlockPool` is one.")
         self.grain = ops.checks.integer("grain", grain, 1, "It is a number of tokens.")
         ops.checks.flag("detach", detach, "It says whether the model sends no gradient to queries and keys.")
-        self.detach = detach
+        ops.checks.flag("tiled", tiled, "It says whether edges are drawn beside the scores, and never stored.")
+        if tiled and (self.grain > 1 or method != "bernoulli"):
+            raise ValueError(
+                f"Expected 'tiled' with method='bernoulli' and grain=1 (got {method!r} and {grain}). Store the graph."
+            )
+        self.detach, self.tiled = detach, tiled
         self.pool = pool if isinstance(pool, torch.nn.Module) else None
         self.head, self.method, self.exploration, self.budget = head, method, exploration, budget
         self.self_loops, self.window = self_loops, window
@@ -270,12 +279,14 @@ class SBMSource(GraphSource):
         return replace(choice, graph=BlockGraph._over(choice.graph, self.grain, query_ptr, key_ptr, *sizes))
 
     def _choose(self, sbm: SBM, bipartite: bool, is_causal: bool, seed: int, sequence_ids: Tensor | None) -> Choice:
-        """Sample the graph of a model, and add what is always there."""
+        """Sample the graph of a model, and add what is always there; or leave that to the layer."""
         sbm = sbm.causal() if is_causal else sbm
         sbm = sbm if self.share is None else self._compete(sbm, self.share, seed)
         sbm = sbm if self.budget is None else sbm.limit(self.budget / self.grain)
         by_share = (self.share or 0.0) ** 2 if self.exploration is None else self.exploration
         exploration = by_share if self.training else 0.0
+        if self.tiled:
+            return self._tiles(sbm, exploration, seed, sequence_ids, bipartite)
         # No parameterisation exceeds 1, but shares do; and `clamp` takes what low precision rounds above it.
         graph = sample_edges(
             sbm, method=self.method, exploration=exploration, clamp=True, seed=seed, sequence_ids=sequence_ids
@@ -284,6 +295,24 @@ class SBMSource(GraphSource):
         size = 0 if (self.self_loops or sbm.is_strict) and self.window is None else self.window
         size = size if size is None else -(-size // self.grain)
         return patterns.with_window(choice, size, sbm.query_ptr, bipartite)
+
+    def _tiles(
+        self, sbm: SBM, exploration: float, seed: int, sequence_ids: Tensor | None, bipartite: bool
+    ) -> TiledChoice:
+        """What a layer needs to draw the edges beside its scores."""
+        window = 0 if self.self_loops and self.window is None else self.window
+        if window is not None:
+            patterns.check_same_tokens(bipartite)
+        numbers = resolve_sequence_ids(sequence_ids, sbm.num_sequences, sbm.query_ptr.device)
+        law = (sbm.query_ptr, sbm.key_ptr, numbers, seed, exploration, sbm.is_causal, -1 if window is None else window)
+
+        def draw() -> tuple[AttentionGraph, Tensor | None]:
+            _check_memory(sbm, "bernoulli", exploration)
+            rowptr, col, forced = sampled_edges(sbm.rate.detach(), sbm.key_membership.detach(), *law)
+            sides = (sbm.num_queries, sbm.num_keys, sbm.heads, sbm.query_ptr, sbm.key_ptr)
+            return AttentionGraph._trusted(rowptr, col, *sides, sbm.is_causal), None if window is None else forced
+
+        return TiledChoice(sbm, law[:2], exploration, seed, numbers, window, draw)
 
     def _compete(self, sbm: SBM, share: float, seed: int) -> SBM:
         """The model with a mean probability of ``share``, by the running mean of each head."""
@@ -323,6 +352,7 @@ class SBMSource(GraphSource):
         parts = {"method": self.method, "exploration": self.exploration, "budget": self.budget, "share": self.share}
         parts |= {"window": self.window} | ({"grain": self.grain} if self.grain > 1 else {})
         parts |= {"detach": True} if self.detach else {}
+        parts |= {"tiled": True} if self.tiled else {}
         return ", ".join(f"{name}={value!r}" for name, value in parts.items())
 
 

@@ -432,6 +432,16 @@ def edge_ops(device: Device) -> Any:
 
 
 @case
+def attention_beside_coins(device: Device) -> Any:
+    query, key, value = (normal(device, 2, 40, 8, seed=seed).requires_grad_() for seed in (1, 2, 3))
+    rate, member = ((normal(device, 2, 40, 4, seed=seed).sigmoid() / 3).requires_grad_() for seed in (4, 5))
+    ptr, numbers, law = PTR.to(device), torch.arange(3, device=device), {"exploration": 0.01, "scale": 0.3}
+    out = ops.sampled_attention(query, key, value, rate, member, ptr, ptr, numbers, 7, is_causal=True, window=1, **law)
+    out.sin().sum().backward()
+    return out, [x.grad for x in (query, key, value, rate, member)]
+
+
+@case
 def padding(device: Device) -> Any:
     padded, mask = pad(normal(device, 40, 3), PTR.to(device))
     return padded, mask, unpad(padded, mask)

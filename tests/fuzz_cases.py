@@ -430,6 +430,26 @@ def _sample_sbm(d: Draw) -> Case:
     return Case(ops.sample_sbm, arguments, check, unchecked=("query_ptr", "key_ptr"))
 
 
+@case("ops.sampled_attention")
+def _sampled_attention(d: Draw) -> Case:
+    sbm = d.sbm()
+    sizes, width, depth = (sbm.num_queries, sbm.num_keys), d.randint(1, 4), d.randint(1, 4)
+    arguments: dict[str, Any] = {
+        "query": d.real(sbm.heads, sizes[0], width), "key": d.real(sbm.heads, sizes[1], width),
+        "value": d.real(sbm.heads, sizes[1], depth), "rate": sbm.rate.detach(), "member": sbm.key_membership,
+        "query_ptr": sbm.query_ptr, "key_ptr": sbm.key_ptr, "sequence_ids": d.whole(9, sbm.num_sequences),
+        "seed": d.getrandbits(60), "exploration": d.choice((0.0, 0.2)), "scale": d.choice((1.0, 0.3)),
+        "is_causal": d.random() < 0.3, "window": d.maybe(d.randint(0, 3)),
+    }  # fmt: skip
+
+    def check(result: Any, query: Tensor, key: Tensor, value: Tensor, rate: Tensor, member: Tensor, **o: Any) -> None:
+        expect(result.shape == (*query.shape[:2], value.size(2)), "an output of another shape")
+        if tame(query, key, value, rate, member) and value.numel():
+            expect(bool((result.abs() <= value.abs().amax() * (1 + 1e-3) + 1e-6).all()), "more than any value")
+
+    return Case(ops.sampled_attention, arguments, check, unchecked=("query_ptr", "key_ptr"))
+
+
 @case("ops.sample_systematic")
 def _sample_systematic(d: Draw) -> Case:
     sbm = d.sbm()

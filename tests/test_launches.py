@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from sbm_pyg import AttentionConv, AttentionGraph, BlockGraph, SBMAttentionConv, patterns
 from sbm_pyg.ops import blocks, checks, reference, samplers
+from sbm_pyg.ops import sampled as beside
 
 WAITS = {"_local_scalar_dense", "equal", "is_nonzero", "item", "masked_select", "nonzero"}
 """Ops whose answer the host needs before it can go on."""
@@ -32,7 +33,7 @@ class PlainTorch(TorchDispatchMode):
 
     def module(self, name: str) -> Any:
         """Which has the function that computes this op."""
-        return next(each for each in (reference, samplers, blocks) if hasattr(each, name))
+        return next(each for each in (reference, samplers, beside, blocks) if hasattr(each, name))
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

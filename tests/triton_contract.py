@@ -24,7 +24,7 @@ from problems import GRAPHS, random_graph
 from test_launches import PlainTorch, model, plain_torch
 
 from sbm_pyg import SBMAttentionConv, ops
-from sbm_pyg.ops import cuda, reference, samplers
+from sbm_pyg.ops import cuda, reference, sampled, samplers
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1"
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy's, of infinities and NaN
@@ -571,6 +571,62 @@ def test_long_rows_take_few_launches_more(kernels: Kernels, monkeypatch: pytest.
     assert (kernels.started.count("_unite"), kernels.started.count("_count")) == (8, 4)
     assert kernels.launches - launches - (kernels.allocations - allocations) <= 150
     assert kernels.waits - waits <= 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    ("widths", "causal", "window"), [((5, 7, 4), False, -1), ((16, 32, 20), True, 1), ((64, 64, 80), False, 0)]
+)
+def test_edges_are_drawn_beside_scores(
+    widths: tuple[int, int, int], causal: bool, window: int, dtype: torch.dtype, kernels: Kernels
+) -> None:
+    """More than one tile of queries and of keys, empty sequences, and rows without edges."""
+    random = torch.Generator().manual_seed(0)
+    queries, keys = [70, 0, 1, 20], [70, 0, 1, 20] if causal else [9, 3, 1, 130]
+    ptrs = [torch.tensor([0, *lengths]).cumsum(0) for lengths in (queries, keys)]
+    (n, m), (channels, wide, blocks) = (int(ptr[-1]) for ptr in ptrs), widths
+    sizes = (n, channels), (m, channels), (m, wide), (n, blocks), (m, blocks)
+    tokens = [torch.randn(2, *size, generator=random).to(dtype) for size in sizes[:3]]
+    rate, member = (torch.rand(2, *size, generator=random) for size in sizes[3:])
+    rate = rate * 2 / blocks
+    rate[:, :3] = 0
+    given: Any
+    law: Any
+    given, law = (*tokens, rate, member, *ptrs, torch.arange(4)), (7, 0.0, 0.4, causal, window)
+    mine: Any
+    wanted: Any
+    mine, wanted = (call(*given, *law) for call in (torch.ops.sbm_pyg.sampled_attention, sampled.sampled_attention))
+    assert torch.equal(mine[3], wanted[3])
+    error = 2e-5 if dtype == torch.float32 else 1e-2
+    grad = torch.randn(mine[0].shape, generator=random).to(dtype)
+    backward: Any = sampled.sampled_attention_backward
+    mine += torch.ops.sbm_pyg.sampled_attention_backward(grad, *given, *mine, *law, True)
+    wanted += backward(grad, *given, *wanted, *law, True)
+    for found, meant in zip(mine, wanted, strict=True):
+        torch.testing.assert_close(found, meant, rtol=error, atol=error)
+    assert kernels.started == ["_sampled", "_sampled_queries", "_sampled_keys"]
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")
+def test_nan_of_a_model_stays_in_its_row_beside_scores() -> None:
+    x, ptr = torch.ones(1, 70, 16), torch.tensor([0, 70])
+    rate = torch.full((1, 70, 2), 0.2)
+    rate[0, 3, 1] = torch.nan
+    out = torch.ops.sbm_pyg.sampled_attention(
+        x, x, x, rate, rate.nan_to_num(0.2), ptr, ptr, ptr[:1], 1, 0.0, 1.0, False, -1
+    )
+    assert [*dict.fromkeys(out[0].isnan().nonzero()[:, 1].tolist())] == [3]
+
+
+def test_a_training_step_beside_scores_waits_for_nothing(kernels: Kernels) -> None:
+    """So a CUDA graph can capture it, coins and all."""
+    torch.manual_seed(0)
+    conv, x = SBMAttentionConv(8, 4, heads=2, num_blocks=4, tiled=True), torch.randn(14, 8, requires_grad=True)
+    launches, allocations, waits = kernels.launches, kernels.allocations, kernels.waits
+    conv(x, seed=1).square().sum().backward()
+    assert kernels.started == ["_sampled", "_sampled_queries", "_sampled_keys"]
+    assert kernels.launches - launches - (kernels.allocations - allocations) <= 100
+    assert kernels.waits == waits
 
 
 @pytest.mark.parametrize(("is_causal", "most", "waits"), [(False, 227, 5), (True, 314, 7)])

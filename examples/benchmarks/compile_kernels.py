@@ -26,7 +26,16 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from examples.benchmarks.tables import Rows, markdown
-from sbm_pyg.ops import cuda_blocks, cuda_edges, cuda_effects, cuda_entmax, cuda_probes, cuda_rows, cuda_sampling
+from sbm_pyg.ops import (
+    cuda_blocks,
+    cuda_edges,
+    cuda_effects,
+    cuda_entmax,
+    cuda_probes,
+    cuda_rows,
+    cuda_sampled,
+    cuda_sampling,
+)
 
 TARGETS = (80, 90, 100)
 WIDTHS = (16, 32, 64, 100, 128, 256)
@@ -63,6 +72,12 @@ def ops(width: int, dtype: torch.dtype, col: torch.dtype) -> dict[str, Callable[
         ptr = torch.tensor([0, 4])
         cuda_sampling.sample_sbm(x, x, ptr, ptr, ptr[:1], 1, method, 0.1, True, is_causal)
 
+    def beside_scores() -> None:
+        ptr, best = torch.tensor([0, 4]), torch.zeros(2, 4, dtype=torch.int32)
+        tokens, law = (x, x, x, x, x, ptr, ptr, ptr[:1]), (1, 0.1, 0.5, True, 1)
+        cuda_sampled.sampled_attention(*tokens, *law)
+        cuda_sampled.sampled_attention_backward(x, *tokens, x, x, lse, best, *law, True)
+
     def shared(call: Callable[[], Any]) -> None:
         """Some rows are so long that several programs share them, whose pieces nobody has counted yet."""
         long, cuda_rows.LONG = cuda_rows.LONG, 4
@@ -89,6 +104,7 @@ def ops(width: int, dtype: torch.dtype, col: torch.dtype) -> dict[str, Callable[
         **{f"{name}, long rows": partial(shared, call) for name, call in over_edges.items()},
         "block_attention": lambda: over_blocks(64, False, 0.0),
         "block_attention, biased": lambda: over_blocks(64, True, 0.1),
+        "sampled_attention": beside_scores,
         "sample_sbm": lambda: sampling("bernoulli", True),
         "sample_sbm, fastrg": lambda: sampling("fastrg", False),
     }

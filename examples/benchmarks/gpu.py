@@ -27,7 +27,7 @@ from typing import Any
 
 KINDS = ("tests", "tuning", "attention", "layers", "listops")
 ATTENTION = ("sdpa", "varlen", "flex", "edges", "blocks", "sparse", "pyg", "pyg-compiled")
-LAYERS = ("dense", "tokens", "blocks", "sampling")
+LAYERS = ("dense", "tokens", "tiles", "blocks", "sampling")
 DENSE = ("sdpa", "varlen", "dense")
 TILES = tuple(itertools.product((1024, 2048, 4096), (1, 2, 4)))
 """Words of the tiles that a program of an edge kernel holds, and its warps."""
@@ -338,8 +338,9 @@ def measure_layers(item: Item, given: argparse.Namespace) -> dict[str, Any]:
     else:
         grain = given.grain if item.peer == "blocks" else 1
         layer = SBMAttentionConv(
-            width, given.channels, given.heads, sbm_options={"density": item.density}, exploration=0.0, grain=grain
-        )
+            width, given.channels, given.heads, sbm_options={"density": item.density}, exploration=0.0, grain=grain,
+            tiled=item.peer == "tiles",
+        )  # fmt: skip
     layer.to(given.device)
     kind = torch.device(given.device).type
     x = torch.randn(item.tokens, width, device=given.device, requires_grad=True)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import blocks, reference, samplers
+from . import blocks, reference, sampled, samplers
 
 MODULES = {
     "block_attention": "cuda_blocks",
@@ -32,6 +32,8 @@ MODULES = {
     "entmax_support": "cuda_entmax",
     "sample_sbm": "cuda_sampling",
     "sample_systematic": "cuda_probes",
+    "sampled_attention": "cuda_sampled",
+    "sampled_attention_backward": "cuda_sampled",
     "segment_entmax": "cuda_entmax",
     "segment_entmax_backward": "cuda_entmax",
     "weigh_effect": "cuda_effects",
@@ -56,7 +58,7 @@ def kernel(name: str) -> Callable[..., Any]:
 
     def call(*arguments: Any) -> Any:
         device = next(x.device for x in arguments if isinstance(x, Tensor))
-        meaning = next(each for each in (reference, samplers, blocks) if hasattr(each, name))
+        meaning = next(each for each in (reference, samplers, sampled, blocks) if hasattr(each, name))
         found = importlib.import_module(f".{MODULES[name]}", __package__) if compiles(device) else meaning
         return getattr(found, name)(*arguments)
 

@@ -36,7 +36,8 @@ _MIX_FIRST, _MIX_SECOND = (tl.constexpr(factor) for factor in words._MIX)
 # Arguments that differ from call to call, which a kernel must not be compiled for.
 VARIABLE = (
     "count", "exploration", "gap_cost", "grain", "grow", "key_blocks", "keys", "least", "numbers", "probe_count",
-    "proposal_cost", "queries", "query_blocks", "rows", "scale", "seed", "segments", "sequences", "side", "writing",
+    "proposal_cost", "queries", "query_blocks", "rows", "scale", "seed", "segments", "sequences", "side", "window",
+    "writing",
 )  # fmt: skip
 kernel = triton.jit(do_not_specialize=VARIABLE)
 

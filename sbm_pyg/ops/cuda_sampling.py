@@ -377,6 +377,18 @@ def _proposals(
             tl.debug_barrier()
 
 
+@triton.jit
+def tossed(seed, begin, place, stream, head, ROWS: tl.constexpr):
+    """Random words of the pairs of some rows and 64 keys from ``begin`` on, ``[ROWS, 64]``; see :func:`.toss`."""
+    counter, part = tl.arange(0, 16)[None, :], begin // 64 % 4
+    one, two, three, four = _words(seed, begin // 256 * 16 + counter, place[:, None], stream, head | _COIN_BYTE)
+    word = tl.where(part == 0, one, tl.where(part == 1, two, tl.where(part == 2, three, four)))
+    byte = tl.reshape(word[:, :, None] >> (8 * tl.arange(0, 4))[None, None, :] & 255, [ROWS, 64])
+    one, two, three, four = _words(seed, begin // 4 + counter, place[:, None], stream, head | _COIN_REST)
+    rest = tl.reshape(tl.join(tl.join(one, three), tl.join(two, four)), [ROWS, 64]) >> 8
+    return byte << 24 | rest
+
+
 @kernel
 def _coins(
     rate, key, floats, tasks, query_ptr, key_ptr, sequence_ids, ptr, col, segments: tl.int64, queries: tl.int64,
@@ -409,14 +421,7 @@ def _coins(
         for begin in range(0, tl.max(reach, 0), 64):
             number = begin + tl.arange(0, 64)
             there, inside = number < tl.max(reach, 0), number[None, :] < reach[:, None]
-            counter, part = tl.arange(0, 16)[None, :], begin // 64 % 4
-            one, two, three, four = _words(seed, begin // 256 * 16 + counter, place[:, None], stream, head | _COIN_BYTE)
-            word = tl.where(part == 0, one, tl.where(part == 1, two, tl.where(part == 2, three, four)))
-            byte = tl.reshape(word[:, :, None] >> (8 * tl.arange(0, 4))[None, None, :] & 255, [ROWS, 64])
-            one, two, three, four = _words(seed, begin // 4 + counter, place[:, None], stream, head | _COIN_REST)
-            rest = tl.reshape(tl.join(tl.join(one, three), tl.join(two, four)), [ROWS, 64]) >> 8
-            coin = byte << 24 | rest
-
+            coin = tossed(seed, begin, place, stream, head, ROWS)
             low = tl.zeros([ROWS, 64], tl.float32)
             for block in range(blocks):
                 y = tl.load(rate + (head * blocks + block) * queries + query, mask=mine, other=0).to(tl.float32)

@@ -22,7 +22,7 @@ from . import reference, samplers
 __all__ = [
     "block_attention", "block_attention_backward", "block_effect", "block_weight", "edge_attention",
     "edge_attention_backward", "edge_dot", "edge_dot_backward", "edge_effect", "reach_dot",
-    "reach_dot_backward", "sample_sbm",
+    "reach_dot_backward", "sample_sbm", "sampled_attention", "sampled_attention_backward",
 ]  # fmt: skip
 
 
@@ -172,3 +172,31 @@ def sample_sbm(
         tried = torch.where(way == samplers.GAPS, bound * keys, proposals)
         pairs += float(torch.where(way == samplers.COINS, keys.double(), tried).sum())
     return 2 * blocks * (2 * heads * num_queries + round(pairs))
+
+
+def _pairs(query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, is_causal: bool) -> int:
+    """Pairs of all heads that may be edges; as in one sequence where offsets have no values."""
+    if is_fake(query) or query.is_meta:
+        query_ptr, key_ptr = (torch.tensor([0, int(x.size(1))]) for x in (query, key))
+    return query.size(0) * int(reference.reach(query_ptr, key_ptr, query.size(1), is_causal).sum())
+
+
+def sampled_attention(
+    query: Tensor, key: Tensor, value: Tensor, rate: Tensor, member: Tensor, query_ptr: Tensor, key_ptr: Tensor,
+    sequence_ids: Tensor, seed: int, exploration: float, scale: float, is_causal: bool, window: int, *,
+    out_val: Any = None,
+) -> int:  # fmt: skip
+    """2 (K + C + 2 C') for each pair: its probability, its score, and two sums of values."""
+    pairs = _pairs(query, key, query_ptr, key_ptr, is_causal)
+    return 2 * pairs * (rate.size(-1) + query.size(-1) + 2 * value.size(-1))
+
+
+def sampled_attention_backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, rate: Tensor, member: Tensor, query_ptr: Tensor,
+    key_ptr: Tensor, sequence_ids: Tensor, out: Tensor, rest: Tensor, lse: Tensor, best: Tensor, seed: int,
+    exploration: float, scale: float, is_causal: bool, window: int, need_model: bool, *, out_val: Any = None,
+) -> int:  # fmt: skip
+    """2 (K + 3 C + 2 C') for each pair, and 4 K more where the model learns."""
+    pairs = _pairs(query, key, query_ptr, key_ptr, is_causal)
+    model = (1 + 2 * need_model) * rate.size(-1)
+    return 2 * pairs * (model + 3 * query.size(-1) + 2 * value.size(-1))
