@@ -212,6 +212,9 @@ class TiledChoice(Choice):
         """Edges of the window, ``[E]`` bool, or None."""
         return self._drawn[1]
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.probability}, exploration={self.exploration}, window={self.window})"
+
     def stored(self) -> Choice:
         """The same as a choice whose graph is stored."""
         return Choice(self.graph, self.probability, self.forced, self.exploration)

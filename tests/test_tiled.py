@@ -207,6 +207,8 @@ def test_the_layer_learns_as_over_the_stored_graph_with_all_probes(options: dict
     x = torch.randn(24, 8, dtype=torch.float64)
     out, choice = conv(x, ptr=ptr, seed=3, return_choice=True)
     assert isinstance(choice, TiledChoice)
+    assert "TiledChoice(SBM(" in repr(choice)
+    assert "_drawn" not in vars(choice)  # nothing was drawn to be shown
     mine = torch.autograd.grad(out.square().sum(), [*conv.parameters()])
     conv.load_state_dict(layer(**options).state_dict())  # the running mean of shares, too
     stored = choice.stored()
