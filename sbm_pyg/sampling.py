@@ -211,20 +211,31 @@ class SBMSource(GraphSource):
             raise TypeError(f"Expected 'pool' to be 'mean' or a module (got {pool!r}). `BlockPool` is one.")
         self.grain = ops.checks.integer("grain", grain, 1, "It is a number of tokens.")
         ops.checks.flag("detach", detach, "It says whether the model sends no gradient to queries and keys.")
-        ops.checks.flag("tiled", tiled, "It says whether edges are drawn beside the scores, and never stored.")
-        if tiled and (self.grain > 1 or method != "bernoulli"):
-            raise ValueError(
-                f"Expected 'tiled' with method='bernoulli' and grain=1 (got {method!r} and {grain}). Store the graph."
-            )
-        self.detach, self.tiled = detach, tiled
+        self.detach = detach
         self.pool = pool if isinstance(pool, torch.nn.Module) else None
         self.head, self.method, self.exploration, self.budget = head, method, exploration, budget
+        self.tiled = tiled
         self.self_loops, self.window = self_loops, window
         self.running_mean: Tensor
         self.seen: Tensor
         self.last_seed: Tensor
         self._share_of_pairs: float | None = None
         self.share = share
+
+    @property
+    def tiled(self) -> bool:
+        """Whether the layer draws edges beside its scores, and stores none. It may change between calls."""
+        return self._stores_nothing
+
+    @tiled.setter
+    def tiled(self, tiled: bool) -> None:
+        ops.checks.flag("tiled", tiled, "It says whether edges are drawn beside the scores, and never stored.")
+        if tiled and (self.grain > 1 or self.method != "bernoulli"):
+            raise ValueError(
+                "Expected 'tiled' with method='bernoulli' and grain=1 "
+                f"(got {self.method!r} and {self.grain}). Store the graph."
+            )
+        self._stores_nothing = tiled
 
     @property
     def share(self) -> float | None:

@@ -22,8 +22,8 @@ from .reference import ROUNDED, reach, wide
 from .samplers import toss
 from .words import WORD
 
-ROOM = 2**26
-"""Bytes of the numbers of pairs that are held at a time, in float64."""
+ROOM = {"cpu": 2**22}
+"""Bytes of a number for each of the pairs that are looked at together, by kind of device; 2^26 on others."""
 
 
 class _Law(NamedTuple):
@@ -80,7 +80,8 @@ def _parts(law: _Law) -> Iterator[tuple[_Part, _Sides]]:
     exact = widest(rate.device)
     theirs = keys.of(member).to(exact).mT  # [H, B, K, m]
     head, stream = torch.arange(heads, device=rate.device)[:, None, None], (law.sequence_ids & WORD)[:, None]
-    some = max(1, ROOM // (8 * heads * sequences * longest))
+    room = ROOM.get(rate.device.type, 2**26)
+    some = max(1, room // (8 * heads * sequences * longest))
     for begin in range(0, most, some):
         mine = _Sides(*(x[:, begin : begin + some] for x in queries))
         place = torch.arange(begin, begin + mine.number.size(1), device=rate.device)
