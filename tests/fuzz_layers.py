@@ -1999,6 +1999,7 @@ EXEMPT: dict[str, str] = {  # public names that are not called, and why
     **{f"BlockGraph.{name}": "what an AttentionGraph has, compared with that of its tokens in test_blocks.py" for name in (
         "causal", "contains", "expand", "head", "over_tokens", "sequence", "spread", "tiles", "to", "to_block_mask", "union", "validate", "with_blocks")},
     **dict.fromkeys(("ops.block_effect", "ops.block_expectation", "ops.block_weight"), "for estimators, compared with tokens in test_blocks.py"),
+    "SBMSource.tiled": "a switch of a source, see test_tiled.py",
     "gold.Match": "a record that the library makes and users read",
     "gold.record": "it listens to a model, see test_gold.py",
     **dict.fromkeys(("sparsefinder.fit_projection", "sparsefinder.fit_centroids"), "they train, see test_sparsefinder.py"),

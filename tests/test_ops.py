@@ -123,9 +123,8 @@ def test_attention_gradcheck(gate_form: str, gated: bool, biased: bool, dropout:
     assert torch.autograd.gradcheck(function, [leaf for leaf in leaves if leaf is not None])
 
 
-@pytest.mark.parametrize("gate_form", ["score", "weight"])
-@pytest.mark.parametrize("name", ["bipartite", "rows of 0, 1, 63, 1000", "rows around a vector"])
-def test_attention_is_as_accurate_as_torch_in_float32(name: str, gate_form: str) -> None:
+def as_accurate(name: str, gate_form: str, units: float) -> None:
+    """In float32 as dense attention of torch, to twice its error and so many units of the largest number."""
     graph = GRAPHS[name]
     double = tensors(graph, 32, 32, True, True)
     exact_out = reference_attention(*double[:3], graph, *double[3:], 0.3, gate_form)
@@ -144,7 +143,13 @@ def test_attention_is_as_accurate_as_torch_in_float32(name: str, gate_form: str)
     for mine, peer, want in zip(
         error([ours, *gradients(ours, single)]), error([plain, *gradients(plain, single)]), exact, strict=True
     ):
-        assert mine <= 2 * peer + 2 * floor * float(want.detach().abs().max())
+        assert mine <= 2 * peer + units * floor * float(want.detach().abs().max())
+
+
+@pytest.mark.parametrize("gate_form", ["score", "weight"])
+@pytest.mark.parametrize("name", ["bipartite", "rows of 0, 1, 63, 1000", "rows around a vector"])
+def test_attention_is_as_accurate_as_torch_in_float32(name: str, gate_form: str) -> None:
+    as_accurate(name, gate_form, 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
