@@ -160,7 +160,9 @@ def _rows(
 
 def at_hand(*given: Tensor) -> bool:
     """Whether values can be looked at without waiting for a device."""
-    return all(x.device.type == "cpu" for x in given) and not detect_fake_mode(given)
+    return (
+        not torch.compiler.is_compiling() and all(x.device.type == "cpu" for x in given) and not detect_fake_mode(given)
+    )
 
 
 def edges(
