@@ -21,7 +21,7 @@ from torch import Tensor
 
 from . import reference, sampled
 from .cuda_rows import bits, finite, kernel, launch, narrow, real
-from .cuda_sampling import tossed
+from .cuda_sampling import panel_of, tossed
 
 _ROUNDED = tl.constexpr(reference.ROUNDED)
 _LIMIT = tl.constexpr(2.0**32)
@@ -33,17 +33,6 @@ WIDEST = 128
 """Channels of a token, or blocks, above which tiles do not fit registers."""
 
 # ------------------------------------------------------------------ what the kernels share
-
-
-@triton.jit
-def _part(ptr, slot, sequences, SIZE: tl.constexpr):
-    """Sequence that a slot belongs to, and which of its parts of so many tokens; see :func:`.cuda_sampling._panel`."""
-    low, high = slot * 0, slot * 0 + sequences
-    while high - low > 1:
-        middle = (low + high) // 2
-        below = tl.load(ptr + middle) // SIZE + middle <= slot
-        low, high = tl.where(below, middle, low), tl.where(below, high, middle)
-    return low, slot - (tl.load(ptr + low) // SIZE + low)
 
 
 @triton.jit
@@ -123,6 +112,20 @@ def _reach(place, queries, keys, CAUSAL: tl.constexpr):
 
 
 @triton.jit
+def _queries(
+    query_ptr, key_ptr, sequence_ids, sequences, queries, keys, CAUSAL: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    """The queries of this program: head, stream, keys of the sequence, places, which are there, reach, first rows."""
+    slot, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    sequence, part = panel_of(query_ptr, slot, sequences, ROWS)
+    stream, start = tl.load(sequence_ids + sequence), tl.load(query_ptr + sequence)
+    first, length = tl.load(key_ptr + sequence), tl.load(key_ptr + sequence + 1) - tl.load(key_ptr + sequence)
+    place, count = (part * ROWS + tl.arange(0, ROWS)).to(tl.int32), tl.load(query_ptr + sequence + 1) - start
+    there, reach = place < count, _reach(place, count, length, CAUSAL)
+    return head, stream, length, place, there, reach, head * queries + start + part * ROWS, head * keys + first
+
+
+@triton.jit
 def _pull(hit, score, gain, mean, lse, scale):
     """Weights of the edges, what each gain is beyond the mean, and the gradient of the products of queries and keys."""
     weight = tl.where(hit, tl.exp(score - finite(lse)[:, None]), 0)
@@ -151,13 +154,9 @@ def _sampled(
     KEYS: tl.constexpr,
 ):  # fmt: skip
     """Output of some queries, with and without the heaviest edge of each."""
-    slot, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    sequence, part = _part(query_ptr, slot, sequences, ROWS)
-    stream, start = tl.load(sequence_ids + sequence), tl.load(query_ptr + sequence)
-    first, length = tl.load(key_ptr + sequence), tl.load(key_ptr + sequence + 1) - tl.load(key_ptr + sequence)
-    place, count = (part * ROWS + tl.arange(0, ROWS)).to(tl.int32), tl.load(query_ptr + sequence + 1) - start
-    there, reach = place < count, _reach(place, count, length, CAUSAL)
-    mine, theirs = head * queries + start + part * ROWS, head * keys + first
+    head, stream, length, place, there, reach, mine, theirs = _queries(
+        query_ptr, key_ptr, sequence_ids, sequences, queries, keys, CAUSAL, ROWS
+    )
 
     top, second = tl.full([ROWS], float("-inf"), tl.float32), tl.full([ROWS], float("-inf"), tl.float32)
     norm, heaviest = tl.zeros([ROWS], tl.float32), tl.full([ROWS], -1, tl.int32)
@@ -203,13 +202,9 @@ def _sampled_queries(
     BLOCKS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Gradients of some queries and, where asked for, of their rates."""
-    slot, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    sequence, part = _part(query_ptr, slot, sequences, ROWS)
-    stream, start = tl.load(sequence_ids + sequence), tl.load(query_ptr + sequence)
-    first, length = tl.load(key_ptr + sequence), tl.load(key_ptr + sequence + 1) - tl.load(key_ptr + sequence)
-    place, count = (part * ROWS + tl.arange(0, ROWS)).to(tl.int32), tl.load(query_ptr + sequence + 1) - start
-    there, reach = place < count, _reach(place, count, length, CAUSAL)
-    mine, theirs = head * queries + start + part * ROWS, head * keys + first
+    head, stream, length, place, there, reach, mine, theirs = _queries(
+        query_ptr, key_ptr, sequence_ids, sequences, queries, keys, CAUSAL, ROWS
+    )
     at = mine + tl.arange(0, ROWS)
     average, level = tl.load(mean + at, mask=there, other=0), tl.load(lse + at, mask=there, other=0)
     rest_average, heaviest = tl.load(rest_mean + at, mask=there, other=0), tl.load(best + at, mask=there, other=-1)
@@ -243,7 +238,7 @@ def _sampled_keys(
 ):  # fmt: skip
     """Gradients of 64 keys, their values and, where asked for, their memberships."""
     slot, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    sequence, part = _part(key_ptr, slot, sequences, KEYS)
+    sequence, part = panel_of(key_ptr, slot, sequences, KEYS)
     stream, start = tl.load(sequence_ids + sequence), tl.load(query_ptr + sequence)
     first, length = tl.load(key_ptr + sequence), tl.load(key_ptr + sequence + 1) - tl.load(key_ptr + sequence)
     count, begin = tl.load(query_ptr + sequence + 1) - start, part * KEYS

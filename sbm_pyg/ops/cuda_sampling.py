@@ -69,17 +69,17 @@ def _fraction(high, low):
 
 
 @triton.jit
-def _panel(ptr, slot, sequences):
-    """Sequence that a slot belongs to, and which of its panels the slot is for.
+def panel_of(ptr, slot, sequences, SIZE: tl.constexpr):
+    """Sequence that a slot belongs to, and which of its panels of so many tokens the slot is for.
 
-    Sequence b has slots from ``ptr[b] // 64 + b`` on, as many as it has panels or one more.
+    Sequence b has slots from ``ptr[b] // SIZE + b`` on, as many as it has panels or one more.
     """
     low, high = slot * 0, slot * 0 + sequences
     while high - low > 1:
         middle = (low + high) // 2
-        below = tl.load(ptr + middle) // _PANEL + middle <= slot
+        below = tl.load(ptr + middle) // SIZE + middle <= slot
         low, high = tl.where(below, middle, low), tl.where(below, high, middle)
-    return low, slot - (tl.load(ptr + low) // _PANEL + low)
+    return low, slot - (tl.load(ptr + low) // SIZE + low)
 
 
 @triton.jit
@@ -136,7 +136,7 @@ def _panels(
 ):  # fmt: skip
     """Sum and largest of the memberships of each panel, ``[2, H, count, K]``."""
     slot, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    sequence, panel = _panel(key_ptr, slot, sequences)
+    sequence, panel = panel_of(key_ptr, slot, sequences, _PANEL)
     number = tl.load(key_ptr + sequence) + panel * _PANEL + tl.arange(0, _PANEL)
     there = number < tl.load(key_ptr + sequence + 1)
     for first in range(0, BLOCKS, TILE):
@@ -184,7 +184,7 @@ def _plan(
     See :func:`.samplers.plan_rows`. Whose expected number of edges is no number takes no way, and infinity is noted.
     """
     slot, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    sequence, panel = _panel(query_ptr, slot, sequences)
+    sequence, panel = panel_of(query_ptr, slot, sequences, _PANEL)
     place = panel * _PANEL + tl.arange(0, _PANEL)
     query, begin = tl.load(query_ptr + sequence) + place, tl.load(key_ptr + sequence)
     there, row = query < tl.load(query_ptr + sequence + 1), head * queries + query
