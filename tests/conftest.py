@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,10 +20,16 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         from sbm_pyg.info import self_test
 
         self_test()
+        session.config.option.loadscopereorder = False  # files begin in the order below
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks what tests the programs."""
+    """Marks what tests the programs; and begins with the longest files, after which no worker has to wait for another.
+
+    Triton's interpreter takes minutes for a single test, other files the longer the more tests they have.
+    """
+    sizes = Counter(item.path for item in items)
+    items.sort(key=lambda item: (item.path.name != "test_triton.py", -sizes[item.path]))
     here = Path(__file__).parent
     for item in items:
         if {here / "lra", here / "benchmarks"} & {*item.path.parents} or item.path.name in (
