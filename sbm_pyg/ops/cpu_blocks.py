@@ -26,7 +26,23 @@ from . import blocks
 from .blocks import Cut, Set
 from .cpu_edges import chances, summed, units_of
 from .cpu_strips import clear, cut, padded, wide
-from .simd import aligned, at, but_first, exp, keep16, load, maximum, peek, poke, scratch, splat, store, store16, total
+from .simd import (
+    aligned,
+    at,
+    but_first,
+    exp,
+    keep16,
+    load,
+    maximum,
+    peek,
+    poke,
+    scratch,
+    splat,
+    store,
+    store16,
+    total,
+    turn16,
+)
 from .threads import kernel, run, split, worth
 
 __all__ = ["block_attention", "block_attention_backward", "block_effect", "block_weight"]
@@ -80,7 +96,11 @@ def strip(out, zero, keys, start, count, width, columns, room, lanes):
 @njit(inline="always")
 def turn(out, room, zero, x, start, count, width):
     """Transposes ``count`` rows of ``x`` from ``start`` on, into ``[width, room]`` with zeros behind them."""
-    for i in range(count):
+    whole = count - count % 16
+    for i in range(0, whole, 16):
+        for c in range(0, width, 16):
+            turn16(out, c * room + i, room, x, (start + i) * width + c, width)
+    for i in range(whole, count):
         for c in range(width):
             poke(out, c * room + i, peek(x, (start + i) * width + c))
     for i in range(count, room):

@@ -196,6 +196,35 @@ def store16(typing, array, offset, count, vector):
     return types.void(array, types.int64, types.int64, vector), generate
 
 
+@intrinsic
+def turn16(typing, out, to, pitch, array, start, width):
+    """``out[to + pitch * c + i] = array[start + width * i + c]`` for sixteen rows i and sixteen columns c.
+
+    Four times, every two rows swap half of their numbers: first those 8 rows apart, then 4, 2 and 1.
+    """
+
+    def generate(context, builder, signature, args):
+        kind = ir.VectorType(context.get_value_type(array.dtype), 16)
+
+        def place(kind_of, data, begin, step, number):
+            offset = builder.add(begin, builder.mul(step, ir.Constant(_I64, number)))
+            return _pointer(context, builder, kind_of, data, offset, kind)
+
+        rows = [builder.load(place(array, *args[3:], i), align=_bytes(array)) for i in range(16)]
+        for bit in (8, 4, 2, 1):
+            low = _order([k - bit + 16 if k & bit else k for k in range(16)])
+            high = _order([k + 16 if k & bit else k + bit for k in range(16)])
+            for i in range(16):
+                if not i & bit:
+                    one, two = rows[i], rows[i | bit]
+                    rows[i], rows[i | bit] = (builder.shuffle_vector(one, two, order) for order in (low, high))
+        for c, row in enumerate(rows):
+            builder.store(row, place(out, *args[:3], c), align=_bytes(array))
+        return context.get_dummy_value()
+
+    return types.void(out, types.int64, types.int64, array, types.int64, types.int64), generate
+
+
 # ------------------------------------------------------------------ arithmetic
 
 
