@@ -42,6 +42,7 @@ class SBM(EdgeProbability):
         query_membership: Memberships of the queries Y, ``[H, N, K]``, non-negative.
         key_membership: Memberships of the keys Z, ``[H, M, K]``, non-negative.
         block_matrix: Block matrices S, ``[H, K, K]``, non-negative; ``S[u, v]`` links query block u to key block v.
+            None: the identity, which links each block to itself alone, and by which nothing is multiplied.
         query_ptr: Offsets of the sequences in the queries, ``[B+1]`` int64. One sequence if None.
         key_ptr: Offsets of the sequences in the keys, ``[B+1]`` int64. If None, those of the queries (when N = M) or
             one sequence.
@@ -69,8 +70,8 @@ class SBM(EdgeProbability):
 
     query_membership: Tensor
     key_membership: Tensor
-    block_matrix: Tensor
-    query_ptr: Tensor = field(default=cast(Tensor, None))  # a tensor after __post_init__
+    block_matrix: Tensor = field(default=cast(Tensor, None))  # this and offsets are tensors after __post_init__
+    query_ptr: Tensor = field(default=cast(Tensor, None))
     key_ptr: Tensor = field(default=cast(Tensor, None))
     is_causal: bool = field(default=False, kw_only=True)
     is_strict: bool = field(default=False, kw_only=True)
@@ -82,7 +83,8 @@ class SBM(EdgeProbability):
 
     def __post_init__(self) -> None:
         query, key, block = self.query_membership, self.key_membership, self.block_matrix
-        parts = {"query_membership": query, "key_membership": key, "block_matrix": block}
+        parts = {"query_membership": query, "key_membership": key}
+        parts |= {} if block is None else {"block_matrix": block}
         ops.checks.flag("is_causal", self.is_causal, "It says whether later keys are left out.")
         ops.checks.flag("is_strict", self.is_strict, "It says whether keys at the same place are left out, too.")
         ops.checks.tensors(**parts)
@@ -114,7 +116,7 @@ class SBM(EdgeProbability):
                 f"Expected 'key_membership' to be [{heads}, M, {blocks}] (got {list(key.shape)}). "
                 "Heads and blocks must be those of 'query_membership'."
             )
-        if block.shape != (heads, blocks, blocks):
+        if block is not None and block.shape != (heads, blocks, blocks):
             raise ValueError(
                 f"Expected 'block_matrix' to be [{heads}, {blocks}, {blocks}] (got {list(block.shape)}). "
                 "Heads and blocks must be those of 'query_membership'."
@@ -139,7 +141,10 @@ class SBM(EdgeProbability):
             )
         for name, ptr in (("query_ptr", query_ptr), ("key_ptr", key_ptr)):
             object.__setattr__(self, name, ptr)
-        object.__setattr__(self, "rate", query @ block)
+        if block is None:
+            identity = torch.eye(blocks, dtype=query.dtype, device=query.device)
+            object.__setattr__(self, "block_matrix", identity.expand(heads, -1, -1))
+        object.__setattr__(self, "rate", query if block is None else query @ block)
         if self.is_strict and not (self.is_causal and shared):
             raise ValueError(
                 "Expected 'is_strict' with 'is_causal' and the same places on both sides (got "
@@ -335,7 +340,11 @@ class SBM(EdgeProbability):
 
     def _scale(self, factor: Tensor) -> SBM:
         """The model with the rates of each query times a factor, ``[H, N]``."""
-        return replace(self, query_membership=self.query_membership * factor[..., None])
+        other, rate = copy(self), self.rate * factor[..., None]
+        alike = self.rate is self.query_membership
+        object.__setattr__(other, "query_membership", rate if alike else self.query_membership * factor[..., None])
+        object.__setattr__(other, "rate", rate)
+        return other
 
     def _reach(self) -> Tensor:
         """Number of keys that each query may attend to, ``[N]``."""
@@ -434,7 +443,8 @@ class SBMHead(torch.nn.Module):
     probabilities: a pair is an edge only where every group says so. The :class:`SBM` has one block for each of the
     :math:`k^G = K` ways to choose a block of each group, with the product of the memberships (docs/concepts.md).
 
-    Cost O(NC^2 + NKC + K^2 C) per head; with groups O(NC^2 + NGkC + NK). The SBM then multiplies Y with S, O(NK^2).
+    Cost O(NC^2 + NKC + K^2 C) per head; with groups O(NC^2 + NGkC + NK). The SBM then multiplies Y with S, O(NK^2), where
+    S is not the identity.
 
     Args:
         channels: Channels per head C.
@@ -587,11 +597,12 @@ class SBMHead(torch.nn.Module):
         elif self.parameterization == "mixed":
             block = self.block.sigmoid()
         else:
-            block = torch.eye(self.num_blocks, device=query.device).expand(self.heads, -1, -1)
+            block = None
         if self.degree_corrected:
             query_degree, key_degree = self._degrees(query, key)
             query_side, key_side = query_side * query_degree[..., None], key_side * key_degree[..., None]
-        return SBM(query_side, key_side, block.to(query_side.dtype), cast(Tensor, query_ptr), cast(Tensor, key_ptr))
+        block = block if block is None else block.to(query_side.dtype)
+        return SBM(query_side, key_side, *(cast(Tensor, each) for each in (block, query_ptr, key_ptr)))
 
     def degrees(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         r"""Factors of the memberships: degrees of the queries ``[H, N]`` and of the keys ``[H, M]``, in (0, 1).

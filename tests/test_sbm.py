@@ -38,6 +38,32 @@ def test_expectations_equal_the_dense_sums() -> None:
     torch.testing.assert_close(sbm.expected_degree(), torch.cat([p.sum(2) for p in dense], dim=1))
 
 
+def test_blocks_that_link_to_themselves_alone_multiply_nothing() -> None:
+    sbm = ragged()
+    y, z, identity = sbm.query_membership, sbm.key_membership, torch.eye(3).double().expand(2, -1, -1)
+    plain = SBM(y, z, query_ptr=sbm.query_ptr, key_ptr=sbm.key_ptr)
+    by_hand = SBM(y, z, identity, sbm.query_ptr, sbm.key_ptr)
+    assert torch.equal(plain.block_matrix, by_hand.block_matrix)
+    assert plain.rate is y
+    for one, other in (
+        (plain, by_hand),
+        (plain.limit(1.5), by_hand.limit(1.5)),
+        (plain.share(0.3), by_hand.share(0.3)),
+    ):
+        assert one.rate is one.query_membership
+        assert torch.equal(one.rate, other.rate)
+        leaves = (torch.autograd.grad(each.expected_edges().sum(), (y, z), retain_graph=True) for each in (one, other))
+        for mine, theirs in zip(*leaves, strict=True):
+            torch.testing.assert_close(mine, theirs)
+
+
+def test_rates_that_are_scaled_are_those_of_scaled_memberships() -> None:
+    sbm = ragged()
+    for scaled in (sbm.limit(1.5), sbm.share(0.3)):
+        torch.testing.assert_close(scaled.rate, scaled.query_membership @ scaled.block_matrix)
+        assert not torch.equal(scaled.rate, sbm.rate)
+
+
 def test_expected_density_is_differentiable() -> None:
     sbm = ragged()
     assert torch.autograd.gradcheck(
