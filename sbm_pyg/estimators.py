@@ -171,8 +171,8 @@ class Local(Estimator):
         ops.checks.number("probes", probes, "[0, inf]", "It is an expected number of pairs per query and head.")
         self.probes = probes
 
-    def attach(self, out: Tensor, attended: Attended) -> Tensor:
-        """As :meth:`Estimator.attach`."""
+    def attach(self, out: Tensor, attended: Attended, prob: Tensor | None = None) -> Tensor:
+        """As :meth:`Estimator.attach`; ``prob`` are the probabilities of the edges, if they are known already."""
         choice = attended.choice
         if choice.probability is None or not torch.is_grad_enabled():
             return out
@@ -188,7 +188,7 @@ class Local(Estimator):
         return local_expectation(
             out, attended.query, attended.key, attended.value, choice.probability, choice.graph, probes, chance,
             bias=attended.bias, probe_bias=probe_bias, forced=choice.forced, scale=attended.scale,
-            exploration=choice.exploration,
+            exploration=choice.exploration, prob=prob,
         )  # fmt: skip
 
 
@@ -209,14 +209,15 @@ class Imitate(Estimator):
         ops.checks.number("weight", weight, "[0, inf)", "It is a factor of what is added to the loss.")
         self.weight = weight
 
-    def attach(self, out: Tensor, attended: Attended) -> Tensor:
-        """As :meth:`Estimator.attach`."""
+    def attach(self, out: Tensor, attended: Attended, prob: Tensor | None = None) -> Tensor:
+        """As :meth:`Estimator.attach`; ``prob`` are the probabilities of the edges, if they are known already."""
         choice = attended.choice
         if choice.probability is None or not attended.training or not torch.is_grad_enabled():
             return out
         loss = distillation(
-            attended.query, attended.key, choice.probability, choice.graph, bias=attended.bias, scale=attended.scale
-        )
+            attended.query, attended.key, choice.probability, choice.graph, bias=attended.bias, scale=attended.scale,
+            prob=prob,
+        )  # fmt: skip
         return add_loss(out, self.weight * loss)
 
 
@@ -232,9 +233,12 @@ class Distill(Local):
         super().__init__(probes)
         self.weight = Imitate(weight).weight
 
-    def attach(self, out: Tensor, attended: Attended) -> Tensor:
+    def attach(self, out: Tensor, attended: Attended, prob: Tensor | None = None) -> Tensor:
         """As :meth:`Estimator.attach`."""
-        return Imitate(self.weight).attach(super().attach(out, attended), attended)
+        probability = attended.choice.probability
+        if prob is None and probability is not None and attended.training and torch.is_grad_enabled():
+            prob = probability.on(attended.choice.graph.blocks)  # once for both: their gradients meet in it
+        return Imitate(self.weight).attach(super().attach(out, attended, prob), attended, prob)
 
 
 def add_loss(x: Tensor, loss: Tensor) -> Tensor:
@@ -411,6 +415,7 @@ def local_expectation(
     forced: Tensor | None = None,
     scale: float = 1.0,
     exploration: float = 0.0,
+    prob: Tensor | None = None,
 ) -> Tensor:
     r"""The local expectation gradient: what each edge does to the loss, the others given.
 
@@ -443,6 +448,7 @@ def local_expectation(
         forced: Edges that are there whatever p is, ``[E]`` bool.
         scale: Factor of the scores.
         exploration: What was added to each probability when the graph was sampled.
+        prob: ``probability.on(graph.blocks)``, ``[E]``, if it is known already.
 
     Returns:
         ``out``, whose backward pass also reaches the probabilities.
@@ -479,13 +485,13 @@ def local_expectation(
             (mine.rowptr, mine.col, None if bias is None else graph.tiles(bias)),
             (theirs.rowptr, theirs.col, None if probe_bias is None else probes.tiles(probe_bias)),
             chance, (graph.query_ptr, graph.key_ptr), graph.grain, forced, graph.is_causal, scale, exploration,
-            prob=(probability.on(mine), probability.on(theirs)),
+            prob=(_known(prob, probability, mine), probability.on(theirs)),
         )  # fmt: skip
     pairs = (graph.rowptr, graph.col, bias), (probes.rowptr, probes.col, probe_bias)
-    factors = probability.factors
-    prob = None if factors is not None else (probability.on(graph), probability.on(probes))
+    factors = probability.factors if prob is None else None
+    both = None if factors is not None else (_known(prob, probability, graph), probability.on(probes))
     return ops.local_expectation(
-        out, query, key, value, *pairs, chance, forced, scale, exploration, factors=factors, prob=prob
+        out, query, key, value, *pairs, chance, forced, scale, exploration, factors=factors, prob=both
     )
 
 
@@ -512,6 +518,7 @@ def distillation(
     *,
     bias: Tensor | None = None,
     scale: float = 1.0,
+    prob: Tensor | None = None,
 ) -> Tensor:
     r"""How far the probabilities of a query's pairs are from the attention over its edges: a cross-entropy, a scalar.
 
@@ -531,6 +538,7 @@ def distillation(
         graph: The graph.
         bias: Score biases of the edges, ``[E]``.
         scale: Factor of the scores.
+        prob: ``probability.on(graph.blocks)``, ``[E]``, if it is known already.
 
     Raises:
         TypeError, ValueError: A shape or type does not fit, or the graph is not over the tokens of the model.
@@ -550,11 +558,15 @@ def distillation(
                 None if bias is None else graph.tiles(bias), scale,
             )  # fmt: skip
         else:
-            weight = edge_softmax(edge_logits(query, key, graph, bias, scale), ptr=graph.rowptr)
-    p, degree = probability.on(blocks), probability.expected_degree()
-    share, whole = (ops.reference.wide(x).clamp(min=_least(p)).log() for x in (p, degree))
-    share = share - whole.flatten()[blocks.edge_row]
-    return -(weight * share.masked_fill(p == 0, 0)).sum() / (graph.heads * graph.num_queries)
+            total = ops.edge_attention(query, key, key[..., :1], graph.rowptr, graph.col, None, bias, scale)[1]
+            total = total.clamp(min=torch.finfo(total.dtype).min).flatten()[graph.edge_row]  # no edge counts: 0 below
+            weight = (edge_logits(query, key, graph, bias, scale) - total).exp()
+    p, degree = _known(prob, probability, blocks), probability.expected_degree()
+    with torch.no_grad():
+        weight = weight.masked_fill(p == 0, 0)
+        whole = ops.reference.segments(weight, blocks.rowptr).view_as(degree)  # 1 where a query has an edge
+    log_p, log_degree = (ops.reference.wide(x).clamp(min=_least(p)).log() for x in (p, degree))
+    return ((whole * log_degree).sum() - (weight * log_p).sum()) / (graph.heads * graph.num_queries)
 
 
 def relaxed_bias(probability: EdgeProbability, graph: AttentionGraph, exploration: float = 0.0) -> Tensor:
@@ -640,6 +652,16 @@ def score_function(
     log_prob = p.new_zeros(batch).index_add(0, sequence[graph.edge_row], p.logit())
     total = advantage * log_prob.index_add(0, sequence[pairs.edge_row], absent)
     return total.sum() - total.sum().detach()
+
+
+def _known(prob: Tensor | None, probability: EdgeProbability, graph: AttentionGraph) -> Tensor:
+    """Probability of each edge, ``[E]``: as it is given, or computed."""
+    if prob is None:
+        return probability.on(graph)
+    ops.checks.tensors(prob=prob)
+    ops.checks.floating(prob=prob)
+    ops.checks.shape("prob", prob, (graph.num_edges,), "[E]", "It is `probability.on(graph.blocks)`, or left out.")
+    return prob
 
 
 def _explored(probability: EdgeProbability, graph: AttentionGraph, exploration: float, numbers: int) -> Tensor:

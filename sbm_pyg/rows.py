@@ -142,8 +142,7 @@ class CompressedRows:
     @property
     def edge_row(self) -> Tensor:
         """Row ``h * N + i`` of each edge, ``[E]`` int64."""
-        rows = torch.arange(self.rowptr.numel() - 1, device=self.device)
-        return torch.repeat_interleave(rows, self.rowptr.diff(), output_size=self.num_edges)
+        return ops.reference.edge_row(self.rowptr, self.num_edges)
 
     @property
     def edge_index(self) -> Tensor:
