@@ -8,7 +8,8 @@ Shapes: N queries, M keys, E edges, H heads, K blocks, B sequences; row ``r = h 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+import math
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -35,44 +36,36 @@ WIDE = 2**30
 """The same on other devices, where few large operations are fastest."""
 
 
-Scan = tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]
-SUMS: Scan = lambda x: x.cumsum(2), torch.add
-TOPS: Scan = lambda x: x.cummax(2).values, torch.maximum
-
-
-def _running(given: list[tuple[Tensor, Scan]], ptr: Tensor, longest: int) -> list[Tensor]:
-    """Running sums, or maxima, of the numbers of each sequence, ``[H, M, K]`` in float64.
+def _running(x: Tensor, ptr: Tensor, longest: int, panel: int = PANEL) -> Tensor:
+    """Running sums of the numbers of each sequence, ``x[0]``, and running maxima, ``x[1]`` if there is one.
 
     They are taken inside of panels of 64 numbers of a sequence, and joined with those over the panels before, which are
     taken likewise: in an order that depends on no other sequence, and with few additions one after the other.
 
     Args:
-        given: Numbers, not negative, ``[H, M, K]``, and what is taken of them.
+        x: Numbers, not negative, ``[1 or 2, H, M, K]`` in float64.
         ptr: Offsets of the sequences, ``[B+1]``.
         longest: No sequence has more numbers.
+        panel: Size of a panel; those of panels are twice as large, so two steps do for 8,192 numbers.
     """
-    total, ends = given[0][0].size(1), ((ptr.diff() + (PANEL - 1)) // PANEL).cumsum(0)
-    starts = torch.nn.functional.pad(ends, (1, 0))
-    panels = total // PANEL + ends.numel()
-    batch = torch.searchsorted(ends, torch.arange(panels, device=ptr.device), right=True).clamp_(max=ends.numel() - 1)
-    number = torch.arange(panels * PANEL, device=ptr.device).view(panels, PANEL)
-    number = number + (ptr - starts * PANEL)[batch][:, None]  # which numbers a panel holds
-    beyond = number >= ptr[1:][batch][:, None]
-    held = number.clamp(max=total - 1)
-    found = [inside(x[:, held].double().masked_fill_(beyond[..., None], 0)) for x, (inside, _) in given]
-    if longest > PANEL:
-        lone = number[:, :1] == ptr[batch][:, None]  # panels that none comes before
-        above = [(x[:, :, -1], scan) for x, (_, scan) in zip(found, given, strict=True)]
-        for place, upper in enumerate(_running(above, starts, -(-longest // PANEL))):
-            join = given[place][1][1]
-            found[place] = join(found[place], upper.roll(1, 1).masked_fill_(lone, 0)[:, :, None])
-    number.masked_fill_(beyond, total)
-    running = []
-    for x in found:
-        out = x.new_empty(x.size(0), total + 1, x.size(3))
-        out[:, number] = x
-        running.append(out[:, :total])
-    return running
+    total, length = x.size(2), ptr.diff()
+    panels = total // panel + length.numel()  # at least as many as there are
+    count = (length + (panel - 1)) // panel
+    begin = count.cumsum(0) - count
+    shift = torch.repeat_interleave(begin * panel - ptr[:-1], length, output_size=total)
+    place = torch.arange(total, device=ptr.device) + shift
+    flat = x.new_zeros(*x.shape[:2], panels * panel, x.size(3))
+    flat[:, :, place] = x
+    held = flat.unflatten(2, (panels, panel))
+    held[0].cumsum_(2)
+    held[1:] = held[1:].cummax(3).values
+    if longest > panel:
+        upper = torch.nn.functional.pad(begin, (0, 1), value=panels)
+        before = _running(held[:, :, :, -1], upper, -(-longest // panel), 2 * panel).roll(1, 2)
+        before[:, :, begin] = 0
+        held[0] += before[0, :, :, None]
+        held[1:] = torch.maximum(held[1:], before[1:, :, :, None])
+    return flat[:, :, place]
 
 
 class _Law(NamedTuple):
@@ -85,24 +78,32 @@ class _Law(NamedTuple):
 
 
 class _Model(NamedTuple):
-    """Rates ``[R, K]``, memberships ``[H*M, K]``, and what makes their running sums, all in float64."""
+    """Numbers in float64. Exploration is one block more, of which all keys are wholly members."""
 
     rate: Tensor
+    """``[n, K+1]`` of some rows."""
     key: Tensor
+    """``[H*M, K+1]``."""
+    mass: Tensor
+    """Expected edges of some rows by block, ``[n, K+1]``."""
     sums: Callable[[], Tensor]
-    tile: tuple[int, int]  # rows and keys whose probabilities are computed together
+    """Makes the running sums of ``key``."""
+    tile: tuple[int, int]
+    """Rows and keys whose probabilities are computed together."""
 
 
 class _Rows(NamedTuple):
-    """What is known of each of some rows."""
+    """What is known of each of some consecutive rows."""
 
-    number: Tensor
-    """``[6, n]``: its number; how many keys it may attend to; the number of the first of them among those of all heads,
-    and that of the pair among all pairs; the first row of its head and sequence; the keys of its sequence."""
     word: Tensor
-    """``[3, n]``: its place in its sequence, the stream of that, and its head."""
+    """``[3, n]``: its place in its sequence, the stream of that, and its head: counters of its random words."""
+    number: Tensor
+    """``[6, n]``: how many keys it may attend to; the first and the last of them among those of all heads; what makes
+    such a number of a key that of a pair among all pairs; the first of these rows that is of its head and sequence; and
+    the tiles that the keys of its sequence take."""
     value: Tensor
-    """``[3, n]``: a bound on its probabilities, the factor of its rates, and how many proposals are to be expected."""
+    """``[6, n]``: a bound on its probabilities, the factor of its rates, the expected edges, that many times the
+    factor, the factor of its gaps, and how many keys it may attend to."""
     way: Tensor
 
 
@@ -130,7 +131,7 @@ def sample_sbm(
     law = _Law(seed, method, exploration, clamp)
     plan = _plan(query.detach(), key.detach(), query_ptr, key_ptr, sequence_ids, law, is_causal)
     pair = torch.cat(_sample_rows(*plan, law))  # row * M + key, rising
-    starts = torch.arange(rows + 1, device=pair.device) * num_keys
+    starts = torch.arange(0, rows * num_keys + 1, num_keys, device=pair.device)
     return torch.searchsorted(pair, starts), (pair % num_keys).to(dtype)
 
 
@@ -138,37 +139,72 @@ def _plan(
     query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, sequence_ids: Tensor, law: _Law, is_causal: bool
 ) -> tuple[_Model, _Rows]:
     """What rows are drawn by, and which way each takes. All that decides on a row comes from keys that it may reach."""
-    (heads, num_queries, blocks), (num_keys, sequences) = query.shape, (key.size(1), key_ptr.numel() - 1)
+    (heads, num_queries, _), (num_keys, sequences) = query.shape, (key.size(1), key_ptr.numel() - 1)
+    tile = (64, 256) if num_keys >= 128 * sequences else (16, 64)
     table = torch.stack([query_ptr[:-1], key_ptr[:-1], key_ptr.diff(), sequence_ids & WORD])
     batch = torch.repeat_interleave(query_ptr.diff(), output_size=num_queries)
-    begin, shift, length, stream = table[:, batch].repeat(1, heads)
-    row = torch.arange(heads * num_queries, device=key.device)
-    head = row // num_queries
-    place = row - head * num_queries - begin
+    begin, shift, length, stream = table[:, batch]  # [N]
+    row = torch.arange(heads * num_queries, device=key.device).view(heads, num_queries)
+    head, place = torch.arange(heads, device=key.device)[:, None], row[0] - begin
     reach = torch.minimum(place + 1, length) if is_causal else length
     first = head * num_keys + shift
+    last = first + reach - 1
+    per_row = (
+        place,
+        stream,
+        head,
+        reach,
+        first,
+        last,
+        (row - head) * num_keys,
+        row - place,
+        (length + (tile[1] - 1)) // tile[1],
+    )
+    number = torch.stack(torch.broadcast_tensors(*per_row)).flatten(1)
+    reach, last = number[3], number[5]
 
-    keys = key.double()
+    rate = torch.nn.functional.pad(query.double(), (0, 1), value=law.exploration).flatten(0, 1)
+    keys = torch.nn.functional.pad(key.double(), (0, 1), value=1.0)
     if is_causal:
-        running = [x.flatten(0, 1) for x in _running([(keys, SUMS), (keys, TOPS)], key_ptr, num_keys)]
-        ends = [x[first + reach - 1] for x in running]
+        running = _running(keys.expand(2, -1, -1, -1), key_ptr, num_keys).flatten(1, 2)
+        ends = running[:, last]
         sums = cache(lambda: running[0])
     else:
-        sums = cache(lambda: _running([(keys, SUMS)], key_ptr, num_keys)[0].flatten(0, 1))
-        flat = keys.transpose(0, 1).flatten(1)  # [M, H*K]
-        parts = (segments(flat, key_ptr, kind).view(sequences, heads, blocks) for kind in ("sum", "max"))
-        ends = [x.transpose(0, 1)[:, batch].flatten(0, 1) for x in parts]
-    tile = (64, 256) if num_keys >= 128 * sequences else (16, 64)
-    model = _Model(query.double().flatten(0, 1), keys.flatten(0, 1), sums, tile)
-    expected, bound = ((model.rate * end).sum(1) for end in ends)
-    expected, bound = expected + law.exploration * reach, bound + law.exploration
+        sums = cache(lambda: _running(keys[None], key_ptr, num_keys)[0].flatten(0, 1))
+        flat = keys.transpose(0, 1).flatten(1)  # [M, H*(K+1)]
+        parts = torch.stack([segments(flat, key_ptr, kind) for kind in ("sum", "max")])
+        ends = parts.unflatten(2, (heads, -1)).transpose(1, 2)[:, :, batch].flatten(1, 2)
+    mass = rate * ends  # [2, H*N, K+1]
+    expected, bound = mass.sum(2)
     stretch, way = plan_rows(expected, bound, reach, law.method)
-    return model, _Rows(
-        torch.stack([row, reach, first, row * num_keys + shift, row - place, length]),
-        torch.stack([place, stream, head]),
-        torch.stack([bound, stretch, expected * stretch]),
-        way,
-    )
+    gap = torch.log1p(-bound).reciprocal()
+    value = torch.stack([bound, stretch, expected, expected * stretch, gap, reach])
+    return _Model(rate, keys.flatten(0, 1), mass[0], sums, tile), _Rows(number[:3], number[3:], value, way)
+
+
+class _Needs(NamedTuple):
+    """How much there is to do, as the host knows after the first wait."""
+
+    rows: list[int]
+    """How many go each way."""
+    words: list[int]
+    """Random words: for numbers of proposals, for proposals, and for gaps."""
+    room: list[int]
+    """For what comes of them: proposals, keys at gaps, and edges that the first byte of a coin decides."""
+    terms: int
+    """Room for the proposals that one word counts."""
+    longest: int
+    """No row with proposals may attend to more keys."""
+    tiles: list[int]
+    """Of rows by gaps, none where their probabilities are computed one by one, and of rows by coins."""
+
+
+class _Words(NamedTuple):
+    """What each random word is for."""
+
+    row: Tensor
+    begin: Tensor  # the first word of the row
+    number: Tensor  # how many words of the row come before
 
 
 class _Tiles(NamedTuple):
@@ -177,19 +213,10 @@ class _Tiles(NamedTuple):
     p: Tensor  # [T, rows, keys]; 0 for what is no pair
     row: Tensor  # [T, rows]
     begin: Tensor  # the first key, [T]
-    at: Tensor  # where those of each row begin in `p`, [n]
 
 
-class _Ask(NamedTuple):
-    """Random words: their numbers, of which rows, and what for."""
-
-    number: Tensor
-    row: Tensor
-    purpose: Tensor | int
-
-
-Way = Generator[_Ask, tuple[Tensor, ...], tuple[Tensor, Tensor, Tensor]]
-"""Draws some rows: asks for random words, and returns pairs, whether they are edges, and whether words were too few."""
+Drawn = tuple[Tensor, Tensor, Tensor]
+"""Pairs, whether they are edges, and whether there was too little room, in several places."""
 
 
 def _sample_rows(model: _Model, rows: _Rows, law: _Law, spare: int = 1) -> list[Tensor]:
@@ -198,64 +225,84 @@ def _sample_rows(model: _Model, rows: _Rows, law: _Law, spare: int = 1) -> list[
     Room for random words is made before it is known how many are needed: for ``spare`` times what is almost certainly
     enough. Where it was not, all is done again with more.
     """
-    row, reach, _, _, lead, length = rows.number
-    bound, _, proposals = rows.value
-    few, wide = model.tile
-    ways = rows.way == torch.arange(3, device=row.device)[:, None]
-    amounts = ways.double()
-    parts = (proposals / 256).ceil().clamp(min=1)
-    likely = bound * reach
-    slots, draws = _enough(torch.stack([proposals, likely]), spare).ceil()
-    draws = torch.minimum(draws, reach + 1)
-    proposed = torch.stack([parts, slots, proposals, proposals / parts]) * amounts[0]
-    skipped = torch.stack([draws, likely, reach]) * amounts[1]
-    # rows whose probabilities are computed for all keys
-    whole = ways[COINS] | (ways[GAPS] & (skipped[0].sum() * DENSE > skipped[2].sum()))
-    before = whole.cumsum(0) - whole.long()
-    rank = before - before[(lead - row[0]).clamp_(min=0)]
-    tiles = (length + (wide - 1)) // wide * (whole & (rank % few == 0))
-    sums = torch.cat([amounts, proposed, skipped, torch.stack([whole, tiles, ~proposals.isfinite()])]).sum(1)
-    *needs, wrong, most, longest = torch.cat([sums, torch.stack([proposed[3], reach]).amax(1)]).tolist()
-    if wrong:
+    n, (few, wide), device = rows.way.numel(), model.tile, rows.way.device
+    ways = rows.way == torch.arange(3, device=device)[:, None]
+    bound, _, expected, proposals, _, reach = rows.value
+    hoped = torch.stack([proposals, bound * reach, expected])
+    amounts = torch.stack([_enough(hoped, spare).ceil(), hoped, reach.expand(3, n)]) * ways
+    parts = (amounts[1, :1] / 256).ceil()  # of the proposals of a row
+    before = torch.nn.functional.pad(ways.flatten(), (1, 0))[:-1].cumsum(0).view(3, n)  # rows, one way after another
+    lane = (before[1:] - before[1:, rows.number[4]]) % few
+    tiles = rows.number[5] * (ways[1:] & (lane == 0))  # that begin with a row
+    table = torch.cat([parts, amounts.flatten(0, 1), ways, tiles])
+    known = torch.cat([table.sum(1), table[4:8].amax(1)]).tolist()
+    if not math.isfinite(sum(known)):
         check_expected(proposals)
-    proposing, skipping, tossing, *proposed_sums, _, draws_sum, landings, _, whole_rows, tiles_sum = map(int, needs)
-    n, room = row.numel(), ROOM.get(row.device.type, WIDE)
-    if 8 * max(tiles_sum * few * wide, 4 * (draws_sum + proposed_sums[1])) > room and n > few:
-        halves = (_Rows(*(x[..., part] for x in rows)) for part in (slice(n // 2), slice(n // 2, n)))
-        return [edge for half in halves for edge in _sample_rows(model, half, law, spare)]
+    needs = _needs(known, spare)
+    if 8 * max(sum(needs.tiles) * few * wide, 4 * sum(needs.words[1:])) > ROOM.get(device.type, WIDE) and n > few:
+        return [edge for half in _halves(model, rows) for edge in _sample_rows(*half, law, spare)]
 
-    order = rows.way.argsort(stable=True)
-    tiled = _tile(model, rows, law, whole, before, rank, tiles, whole_rows, tiles_sum) if tiles_sum else None
-    started: list[Way] = []
-    if proposing:
-        picked, sizes = order[:proposing], [*proposed_sums[:2], int(_enough(proposed_sums[2], spare))]
-        terms = 1 + int(_enough(most, spare))
-        started.append(_propose(model, rows, picked, law, slots[picked].long(), sizes, terms, int(longest)))
-    if skipping:
-        picked, at = order[proposing : proposing + skipping], tiled if whole_rows > tossing else None
-        landings = int(_enough(landings, spare))
-        started.append(_skip(model, rows, picked, law, draws[picked].long(), draws_sum, landings, at))
-    hit, top = row.new_empty(0, dtype=torch.bool), 0 * bound[0]
-    if tiled is not None and tossing:
-        if law.method == "fastrg":
-            tiled.p.neg_().expm1_().neg_()
-        top, hit = tiled.p.amax(), torch.empty(tiled.p.shape, dtype=torch.bool, device=row.device)
-        started.append(_flip(rows, tiled, ways[COINS] if whole_rows > tossing else None, hit, spare))
-    pair, keep, short = _together(started, rows, law.seed)
-    edges, hits, failed, highest = torch.stack([keep.sum(), hit.sum(), short, top]).tolist()
+    asked: list[tuple[Tensor, Callable[[Tensor], Drawn]]] = []  # counters, and what draws with their words
+    looked, top = None, bound.new_zeros(())
+    if any(needs.tiles):
+        tiled = _tile(model, rows, needs, ways, before, tiles)
+        if needs.tiles[0]:
+            looked = tiled.p, ((tiles[0].cumsum(0) - rows.number[5]) * few + lane[0]) * wide
+        if needs.tiles[1]:
+            tossed = _Tiles(*(x[needs.tiles[0] :] for x in tiled))
+            if law.method == "fastrg":
+                tossed.p.neg_().expm1_().neg_()
+            top = tossed.p.amax()
+            asked.append((_bytes(rows, tossed), partial(_toss, rows, law, needs.room[2], tossed, spare)))
+    if any(needs.words):
+        sizes = table[:3].flatten().long()
+        some = _spread(sizes, sum(needs.words))
+        some = some._replace(row=some.row % n)
+        counters = torch.cat([some.number[None], rows.word[:, some.row]])
+        for stream, purpose in zip(counters[3].split(needs.words), (COUNT, PROPOSAL, GAP), strict=True):
+            stream |= purpose << 24
+        last = sizes.cumsum(0)[n:] - (needs.words[0] + 1)
+        asked.append((counters, partial(_land, model, rows, law, needs, some, last, parts[0], before[0], looked)))
+    if not asked:
+        return [rows.way.new_empty(0)]
+    words = scramble(torch.cat([counters for counters, _ in asked], 1), law.seed)
+    words = words.split([counters.size(1) for counters, _ in asked], 1)
+    drawn = [draw(some) for (_, draw), some in zip(asked, words, strict=True)]
+    pair, keep, short = (torch.cat(each) for each in zip(*drawn, strict=True))
+    edges, failed, highest = torch.stack([keep.sum(), short.any(), top]).tolist()
     if law.method == "bernoulli" and not law.clamp and highest > 1 + 1e-5 + law.exploration:
         raise ValueError(over_one(highest - law.exploration))
     if failed:
         return _sample_rows(model, rows, law, 4 * spare)
-    pair = pair[_first(keep, int(edges))]
-    if tiled is not None and hits:
-        pair = torch.cat([pair, _named(rows, tiled, _first(hit.flatten(), int(hits)))])
-    return [pair.sort().values]
+    return [pair[_first(keep, int(edges))].sort().values]
+
+
+def _needs(known: list[float], spare: int) -> _Needs:
+    """What follows from the sums and maxima that :func:`_sample_rows` waits for."""
+    counts, slots, gaps, _, proposed, skipped, hits, _, reached, _, *rows, looked, tossed, most, _, _, longest = known
+    room = [int(_enough(x, spare)) for x in (proposed, skipped, hits)]
+    return _Needs(
+        rows=[int(x) for x in rows],
+        words=[int(counts), int(slots), int(gaps)],
+        room=[x if some else 0 for x, some in zip(room, (slots, gaps, tossed), strict=True)],
+        terms=1 + int(_enough(min(most, 256), spare)),
+        longest=int(longest),
+        tiles=[int(looked) if gaps * DENSE > reached else 0, int(tossed)],
+    )
+
+
+def _halves(model: _Model, rows: _Rows) -> Iterator[tuple[_Model, _Rows]]:
+    """The first rows, and the others."""
+    middle = rows.way.numel() // 2
+    for part, begin in ((slice(middle), 0), (slice(middle, None), middle)):
+        word, number, value, way = (x[..., part] for x in rows)
+        number = torch.cat([number[:4], (number[4:5] - begin).clamp_(min=0), number[5:]])
+        yield model._replace(rate=model.rate[part], mass=model.mass[part]), _Rows(word, number, value, way)
 
 
 def _enough(expected: Any, spare: int) -> Any:
     """More than a sum of many rare chances ever is: beyond it lies less than 1 in 10^11 of it."""
-    return expected + spare * MARGIN * (7 * expected**0.5 + 7)
+    return expected + 7 * spare * MARGIN * (expected**0.5 + 1)
 
 
 def _first(mask: Tensor, count: int) -> Tensor:
@@ -263,188 +310,191 @@ def _first(mask: Tensor, count: int) -> Tensor:
     return torch.nonzero_static(mask, size=count)[:, 0]
 
 
-def _tile(
-    model: _Model, rows: _Rows, law: _Law, whole: Tensor, before: Tensor, rank: Tensor, tiles: Tensor, whole_rows: int,
-    tiles_sum: int,
-) -> _Tiles:  # fmt: skip
+def _spread(sizes: Tensor, total: int) -> _Words:
+    """One after the other, so many of each."""
+    of = torch.repeat_interleave(sizes, output_size=total)
+    begin = (sizes.cumsum(0) - sizes)[of]
+    return _Words(of, begin, torch.arange(total, device=of.device) - begin)
+
+
+def _tile(model: _Model, rows: _Rows, needs: _Needs, ways: Tensor, before: Tensor, tiles: Tensor) -> _Tiles:
     """Probabilities of some rows with all keys of their sequence.
 
     Args:
-        model, rows, law: As :func:`_sample_rows` has them.
-        whole: Which rows, ``[n]`` bool.
-        before, rank: How many of them come before each row, at all and in its sequence.
-        tiles: How many tiles begin with each row.
-        whole_rows, tiles_sum: How many rows and tiles there are.
+        model, rows, needs: As :func:`_sample_rows` has them.
+        ways: Which rows go each way, ``[3, n]``.
+        before: How many rows come before each, where those of one way follow those of another.
+        tiles: How many tiles begin with each row, ``[2, n]``: of rows by gaps, and of rows by coins.
     """
     few, wide = model.tile
-    ends, picked = tiles.cumsum(0), _first(whole, whole_rows)
-    starts, tile = ends - tiles, torch.arange(tiles_sum, device=tiles.device)
-    lead = torch.searchsorted(ends, tile, right=True)  # the row that a tile begins with
-    begin = (tile - starts[lead]) * wide
-    slot = before[lead][:, None] + torch.arange(few, device=tiles.device)
-    row = picked[slot.clamp(max=whole_rows - 1)]  # [T, few]
-    number, reach, first, _, sequence, _ = rows.number[:, row]
-    there = (slot < whole_rows) & (sequence == rows.number[4, lead][:, None])
-    key = begin[:, None] + torch.arange(wide, device=tiles.device)  # [T, wide]
+    way = GAPS if needs.tiles[0] else COINS
+    skipped = sum(needs.rows[:way])
+    of, _, number = _spread(tiles[way - 1 :].flatten(), sum(needs.tiles))
+    picked = torch.nonzero_static(ways[way:], size=sum(needs.rows[way:]) + few)[:, 1]  # -1 behind them
+    slot = before[way:].flatten()[of][:, None] + torch.arange(-skipped, few - skipped, device=of.device)
+    row, begin = picked[slot], number * wide  # [T, few], [T]
+    reach, first, _, _, lead, _ = rows.number[:, row]
+    there = (row >= 0) & (lead == lead[:, :1])
+    key = begin[:, None] + torch.arange(wide, device=of.device)  # [T, wide]
     where = (first[:, :1] + key).clamp_(max=model.key.size(0) - 1)
-    p = torch.bmm(model.rate[number], model.key[where].mT).add_(law.exploration)
+    p = torch.bmm(model.rate[row], model.key[where].mT)
     p.masked_fill_(key[:, None] >= (reach * there)[..., None], 0)
-    # the row that the first tile of a row begins with
-    mine = picked[(before - rank % few).clamp_(min=0, max=whole_rows - 1)]
-    return _Tiles(p, row, begin, starts[mine] * (few * wide) + rank % few * wide)
+    return _Tiles(p, row, begin)
 
 
-def _together(ways: list[Way], rows: _Rows, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """What several ways return, joined. They run side by side, so that all words they ask for are made at once."""
-    asked, ends = [(way, next(way)) for way in ways], []
-    while asked:
-        number, row = (torch.cat(each) for each in ([ask.number for _, ask in asked], [ask.row for _, ask in asked]))
-        place, stream, head = rows.word[:, row]
-        sizes = [ask.row.numel() for _, ask in asked]
-        for part, (_, ask) in zip(head.split(sizes), asked, strict=True):
-            part |= ask.purpose << 24
-        words = scramble(torch.stack([number, stream]), torch.stack([place, head]), seed)
-        going = []
-        for (way, _), even, odd in zip(asked, *(each.split(sizes, 1) for each in words), strict=True):
-            try:
-                going.append((way, way.send((even[0], odd[0], even[1], odd[1]))))
-            except StopIteration as end:
-                ends.append(end.value)
-        asked = going
-    pairs, keep, short = zip(*ends, strict=True)
-    return torch.cat(pairs), torch.cat(keep), torch.stack(short).any()
+def _piecewise(work: Callable[..., Tensor], width: int, *given: Tensor) -> Tensor:
+    """Do something to numbers that each make so many, a part of them at a time."""
+    size = max(1, ROOM.get(given[0].device.type, WIDE // 4) // (8 * width))
+    return torch.cat([work(*some) for some in zip(*(x.split(size) for x in given), strict=True)])
 
 
-def _products(model: _Model, row: Tensor, key: Tensor) -> Tensor:
-    """Probabilities of some pairs, without exploration."""
-    size = max(1, ROOM.get(row.device.type, WIDE // 4) // (8 * model.rate.size(1)))
-    parts = zip(row.split(size), key.split(size), strict=True)
-    return torch.cat([(model.rate[i] * model.key[j]).sum(1) for i, j in parts])
+def _land(
+    model: _Model, rows: _Rows, law: _Law, needs: _Needs, some: _Words, last: Tensor, parts: Tensor, rank: Tensor,
+    looked: tuple[Tensor, Tensor] | None, words: Tensor,
+) -> Drawn:  # fmt: skip
+    """Proposals, and keys at gaps, each kept with the probability that makes that of its pair exact.
 
+    Args:
+        model, rows, law, needs: As :func:`_sample_rows` has them.
+        some: What the words are for: numbers of proposals, proposals, and gaps.
+        last: The last word of each row, among those for proposals and gaps.
+        parts: In how many parts the proposals of each row are counted.
+        rank: How many rows with proposals come before each.
+        looked: Probabilities of rows by gaps, and where those of each row begin, if they are computed for all keys.
+        words: The words, ``[4, .]``.
+    """
+    (counts, slots, _), (proposed, skipped, _) = needs.words, needs.room
+    u = (words[0] << 21 | words[1] >> 11).double() * 2.0**-53
+    row, begin, number = (x[counts:] for x in some)
+    inside, full = [], []
+    if proposed:
+        count, more = _counts(rows, some.row[:counts], parts, u[:counts], needs.terms)
+        inside.append(number[:slots] < count[row[:slots]])
+        full.append(more)
+    if skipped:
+        factor, reach = rows.value[4:, row[slots:]]
+        gap = torch.fmin((u[counts + slots :] + 2.0**-53).log() * factor, reach).long()
+        total = gap.cumsum(0)
+        place = number[slots:] + (total - (total - gap)[begin[slots:] - (counts + slots)])
+        inside.append(place < reach)
+    landed = torch.cat(inside)
+    at = torch.cat([_first(landed[:slots], proposed), _first(landed[slots:], skipped)])
+    there = at >= 0
+    short = torch.cat([*full, landed[last], there[proposed - 1 : proposed], there[-1:]])
+    at.clamp_(min=0)  # where nothing is, some word of such a row stands in
 
-def _propose(
-    model: _Model, rows: _Rows, picked: Tensor, law: _Law, slots: Tensor, sizes: list[int], terms: int, longest: int
-) -> Way:
-    """Poisson proposals in each of these rows, without repeats, thinned to the exact probability."""
-    (parts_sum, slots_sum, landings), blocks = sizes, model.rate.size(1)
-    arange = partial(torch.arange, device=picked.device)
-    table = rows.number[:4, picked]
-    row, reach, first, _ = table
-    _, stretch, proposals = rows.value[:, picked]
-    sums = model.sums()
-    total = sums[first + reach - 1]
-    mass = torch.cat([model.rate[row] * total, (law.exploration * reach)[:, None]], 1)
-    cumulative = mass.T.cumsum(0)  # [K+1, n]; along the first axis, every device adds one by one
-
-    # Poisson counts by inversion, in equal parts of at most 256, as many as the rate needs: exp(-256) is normal.
-    parts = (proposals / 256).ceil().clamp(min=1).long()
-    asks = []
-    for size, room, purpose in ((parts, parts_sum, COUNT), (slots, slots_sum, PROPOSAL)):
-        of = torch.repeat_interleave(size, output_size=room)
-        asks.append((arange(room) - (size.cumsum(0) - size)[of], of, torch.full_like(of, purpose)))
-    number, local, purposes = (torch.cat(each) for each in zip(*asks, strict=True))
-    words = yield _Ask(number, picked[local], purposes)
-    of, number, local = local[:parts_sum], number[parts_sum:], local[parts_sum:]
-    u = (words[0][:parts_sum] << 21 | words[1][:parts_sum] >> 11).double() * 2.0**-53
-    rate = (cumulative[-1] * stretch / parts)[of]
-    term = torch.cat([torch.exp(-rate)[None], rate * (1 / arange(1.0, terms, dtype=rate.dtype))[:, None]]).cumprod(0)
-    left = torch.cat([u[None], -term]).cumsum(0)[1:]  # [terms, .]
-    count = ((left >= 0) & (term > 0)).sum(0)
-    counts = torch.zeros_like(parts).index_add_(0, of, count)
-
-    taken = number < counts[local]
-    short = (counts > slots).any() | (counts.sum() > landings) | (count == terms).any()
-    at = _first(taken, landings)
-    there, at = at >= 0, at.clamp_(min=0)
-    local, words = local[at], tuple(word[parts_sum:][at] for word in words[:3])
-
-    # the block: inverse CDF in 32-bit fixed point
-    bounds = (cumulative * (2.0**32 / cumulative[-1])).nan_to_num(2.0**32).long()
-    bounds[-1] = 2**32
-    bounds = bounds.T + (arange(picked.numel()) << 32)[:, None]
-    block = torch.searchsorted(bounds.flatten(), words[0] + (local << 32), right=True) - local * (blocks + 1)
-
-    # the key: the first whose running sum lies above the word's share of all; no such sum holds a later key
-    row, reach, first, pair = table[:, local]
-    known, start, last = (x[:, None] for x in (block.clamp(max=blocks - 1), first, reach - 1))
-    target = (words[1].double() + 0.5)[:, None] * 2.0**-32 * total[local].gather(1, known)
-    key, step = torch.zeros_like(last), PANEL ** (max(0, (longest - 1).bit_length() - 1) // 6)
-    while step:
-        probe = key + arange(step - 1, (PANEL - 1) * step, step)
-        below = sums[start + torch.minimum(probe, last), known] <= target
-        key, step = key + step * below.sum(1, keepdim=True), step // PANEL
-    key = torch.where(block < blocks, torch.minimum(key, last)[:, 0], words[1] * reach >> 32)
-
-    pair, order = torch.where(there, pair + key, 2**63 - 1).sort(stable=True)
-    keep = there[order] & (pair.diff(prepend=pair.new_full((1,), -1)) != 0)
+    if skipped:
+        step = place[at[proposed:]] * there[proposed:]
+        at[proposed:] += slots
+    row, words = row[at], words[:3, counts:][:, at]
+    number, (bound, stretch) = rows.number[:4, row], rows.value[:2, row]
+    unit, keys, p = words.double() * 2.0**-32, [], []
+    if proposed:
+        share = model.mass[_first(rows.way == PROPOSALS, needs.rows[0])]
+        given = (x[..., :proposed] for x in (rank[row], number, unit, words))
+        keys.append(_propose(model, share, needs.longest, *given))
+    if skipped:
+        keys.append(number[1, proposed:] + step)
+    key = torch.cat(keys)
+    pair, keep = number[3] + key, there
     if law.method == "bernoulli":
-        p = _products(model, row[order], (first + key)[order]) + law.exploration
-        keep &= words[2][order].double() * -torch.expm1(-stretch[local[order]] * p) < p * 2.0**32
+        near = row.numel() if looked is None else proposed
+        p.append(
+            _piecewise(lambda i, j: (model.rate[i] * model.key[j]).sum(1), model.key.size(1), row[:near], key[:near])
+        )
+        if looked is not None:
+            few, wide = model.tile
+            known, first = looked
+            p.append(known.flatten()[first[row[proposed:]] + step + step // wide * (few - 1) * wide])
+        p = torch.cat(p)
+        most = torch.cat([-torch.expm1(-stretch[:proposed] * p[:proposed]), bound[proposed:]])
+        keep = keep & (unit[2] * most < p)
+    if proposed:  # the first proposal of a pair counts
+        rising, order = torch.where(there, pair, 2**63 - 1)[:proposed].sort(stable=True)
+        keep[:proposed] &= there[:proposed].scatter(0, order[1:], rising[1:] != rising[:-1])
     return pair, keep, short
 
 
-def _skip(
-    model: _Model, rows: _Rows, picked: Tensor, law: _Law, draws: Tensor, draws_sum: int, landings: int,
-    tiled: _Tiles | None,
-) -> Way:  # fmt: skip
-    """Keys at geometric distances, as if every p were the row's bound, each kept with probability p / bound."""
-    (few, wide), reach = model.tile, rows.number[1, picked]
-    bound = rows.value[0, picked]
-    of = torch.repeat_interleave(draws, output_size=draws_sum)
-    ends = draws.cumsum(0)
-    begins = ends - draws
-    words = yield _Ask(torch.arange(draws_sum, device=of.device) - begins[of], picked[of], GAP)
-    u = ((words[0] << 21 | words[1] >> 11) + 1).double() * 2.0**-53
-    step = torch.fmin(u.log() * (1 / torch.log1p(-bound))[of], reach[of]).long() + 1
-    place = step.cumsum(0)
-    place = place - (place - step + 1)[begins][of]
-    inside = place < reach[of]
-    short = (inside.sum() > landings) | inside[ends - 1].any()
+def _counts(rows: _Rows, row: Tensor, parts: Tensor, u: Tensor, terms: int) -> tuple[Tensor, Tensor]:
+    """Poisson numbers of proposals by inversion, ``[n]``, and whether more ``terms`` are needed.
 
-    at = _first(inside, landings)
-    there, at = at >= 0, at.clamp_(min=0)
-    of, place = of[at], place[at]
-    local = picked[of]
-    row, _, first, pair = rows.number[:4, local]
-    if tiled is None:
-        p = _products(model, row, first + place) + law.exploration
-    else:
-        p = tiled.p.flatten()[tiled.at[local] + place // wide * (few * wide) + place % wide]
-    return pair + place, there & (words[2][at] * bound[of] < p * 2.0**32), short
-
-
-def _flip(rows: _Rows, tiled: _Tiles, tossing: Tensor | None, hit: Tensor, spare: int) -> Way:
-    """One coin for each pair of the rows of tiles: edge iff its 32-bit word lies below p * 2**32, see :func:`toss`.
-
-    It fills ``hit``, which says of all pairs whether the first byte of their word makes them edges, and returns those
-    whose first byte does not decide. Where ``tossing`` does not say which rows of the tiles are meant, all are.
+    They are drawn in equal parts of at most 256, as many as the rate needs: exp(-256) is normal.
     """
-    p, wide, begin, row = tiled.p, tiled.p.size(2), tiled.begin, tiled.row
-    number = (begin // 256 * 16)[:, None, None] + torch.arange(16, device=p.device)
-    number, of = torch.broadcast_tensors(number, row[..., None])
-    words = yield _Ask(number.flatten(), of.flatten(), COIN_BYTE)
-    some = torch.stack(words).view(4, *number.shape).permute(1, 2, 0, 3)  # [T, rows, 4, 16]
+    rate = (rows.value[3] / parts)[row]
+    inverse = torch.arange(1, terms, dtype=rate.dtype, device=rate.device).reciprocal()
+    term = torch.cat([-torch.exp(-rate)[None], rate * inverse[:, None]]).cumprod(0)
+    left = torch.cat([u[None], term]).cumsum(0)[1:]  # [terms, .]; along the first axis, every device adds one by one
+    more = (left >= 0) & (term < 0)
+    return torch.zeros_like(rows.way).index_add_(0, row, more.sum(0)), more[-1]
+
+
+def _propose(
+    model: _Model, mass: Tensor, longest: int, rank: Tensor, number: Tensor, unit: Tensor, words: Tensor
+) -> Tensor:
+    """Keys of proposals: a block by its share of the expected edges of the row, and a key by its share of the block.
+
+    Args:
+        model: What rows are drawn by.
+        mass: Expected edges of the rows with proposals, by block.
+        longest: No row may attend to more keys.
+        rank: Which of these rows each proposal is of.
+        number: What is known of the rows of the proposals, as in :class:`_Rows`.
+        unit: Random words, ``[3, .]``, times 2**-32.
+        words: The words.
+    """
+    (reach, first, last, _), blocks, sums = number, mass.size(1) - 1, model.sums()
+    share = mass.T.cumsum(0)  # [K+1, .]; along the first axis, every device adds one by one
+    share = share * share[-1].reciprocal()
+    above = unit[0] + 2.0**-32
+    block = _piecewise(lambda of, word: (share[:, of] < word).sum(0), blocks, rank, above)
+
+    # the first key whose running sum lies above the word's share of all; no such sum holds a later key
+    known, end = block.clamp(max=blocks - 1)[:, None], last[:, None]
+    target = (unit[1, :, None] + 2.0**-33) * sums[end, known]
+    key, bits = first[:, None], (longest - 1).bit_length()
+    rounds = max(1, -(-bits // 7))  # of at most 127 probes each
+    fan = 2 ** -(-bits // rounds)
+    for step in (fan**level for level in reversed(range(rounds))):
+        probe = key + torch.arange(step - 1, (fan - 1) * step, step, device=key.device)
+        below = sums[torch.minimum(probe, end), known] <= target
+        key = key.add(below.sum(1, keepdim=True), alpha=step)
+    found = torch.minimum(key, end)[:, 0]
+    return torch.where(block < blocks, found, first + (words[1] * reach >> 32))
+
+
+def _bytes(rows: _Rows, tiled: _Tiles) -> Tensor:
+    """Counters of the first bytes of the coins of tiles, ``[4, T * rows * 16]``."""
+    number = (tiled.begin // 256 * 16)[:, None, None] + torch.arange(16, device=tiled.begin.device)
+    place, stream, head = rows.word[:, tiled.row][..., None]  # [T, rows, 1]
+    return torch.stack(torch.broadcast_tensors(number, place, stream, head | COIN_BYTE << 24)).flatten(1)
+
+
+def _toss(rows: _Rows, law: _Law, room: int, tiled: _Tiles, spare: int, words: Tensor) -> Drawn:
+    """One coin for each pair of tiles: edge iff its 32-bit word lies below p * 2**32, see :func:`toss`.
+
+    Only where the first byte of a word does not decide, the others are made.
+    """
+    p, row, begin = tiled
+    (tiles, few, wide), size = p.shape, p.numel()
+    some = words.view(4, tiles, few, 16).permute(1, 2, 0, 3)
     if wide < 256:
         some = some.take_along_dim((begin // 64 % 4)[:, None, None, None], 2)
-    byte = some.contiguous().view(torch.uint8).unflatten(-1, (16, 8))[..., :4].reshape(p.shape)
+    byte = some.view(torch.uint8).unflatten(-1, (16, 8))[..., :4].reshape(p.shape)
     first = (p * 256).clamp_(max=256).to(torch.int16)
-    first = first if tossing is None else first.masked_fill_(~tossing[row][..., None], -1)
-    close = (byte == first).flatten()
-    torch.lt(byte, first, out=hit)
+    open_room, hit_room = int(_enough(size / 256, spare)), min(room, size + 1)
+    close = torch.nonzero_static(byte == first, size=open_room)
+    tile, lane, column = torch.cat([close, torch.nonzero_static(byte < first, size=hit_room)]).unbind(1)
+    there = tile >= 0
+    local, key = row[tile, lane], begin[tile] + column
 
-    at = _first(close, int(_enough(p.numel() / 256, spare)))
-    there, at = at >= 0, at.clamp_(min=0)
-    local, key = row.flatten()[at // wide], begin[at // (p.size(1) * wide)] + at % wide
-    words = yield _Ask(key >> 2, local, COIN_REST)
-    rest = torch.stack(words).gather(0, (key & 3)[None])[0] >> 8
-    keep = there & (rest < ((p.flatten()[at].clamp_(max=1) * 2.0**32).long() & 0xFFFFFF))
-    return rows.number[3, local] + key, keep, close.sum() > at.numel()
-
-
-def _named(rows: _Rows, tiled: _Tiles, at: Tensor) -> Tensor:
-    """Numbers of pairs, given by their places in tiles, among all pairs."""
-    wide = tiled.p.size(2)
-    return rows.number[3, tiled.row.flatten()[at // wide]] + tiled.begin[at // tiled.p[0].numel()] + at % wide
+    undecided = slice(open_room)
+    counters = torch.cat([key[None, undecided] >> 2, rows.word[:, local[undecided]]])
+    counters[3] |= COIN_REST << 24
+    rest = scramble(counters, law.seed).gather(0, key[None, undecided] & 3)[0] >> 8
+    below = rest < ((p[tile[undecided], lane[undecided], column[undecided]] * 2.0**32).long() & 0xFFFFFF)
+    keep = torch.cat([there[undecided] & below, there[open_room:]])
+    _, start, _, offset, _, _ = rows.number[:, local]
+    return start + offset + key, keep, torch.cat([there[open_room - 1 : open_room], there[-1:]])
 
 
 def check_expected(expected: Tensor) -> None:
@@ -470,11 +520,11 @@ def plan_rows(expected: Tensor, bound: Tensor, num_keys: Tensor | int, method: s
     """
     if method == "fastrg":
         return torch.ones_like(bound), torch.where(expected * PROPOSAL_COST < num_keys, PROPOSALS, COINS)
-    stretch = (torch.log1p(-bound.clamp(max=1 - 1e-12)) / -bound).nan_to_num(1.0)  # 1 where the bound is 0
-    proposals, gaps = expected * stretch * PROPOSAL_COST, bound * num_keys * GAP_COST
-    way = (gaps <= proposals).long()  # PROPOSALS or GAPS
-    few = (bound <= 1 - 1e-12) & (torch.minimum(gaps, proposals) < num_keys)
-    return stretch, way.masked_fill_(~few, COINS)
+    minus = -bound
+    stretch = (torch.log1p(minus.clamp(min=1e-12 - 1)) / minus).nan_to_num(1.0)  # 1 where the bound is 0
+    coins = torch.where(bound <= 1 - 1e-12, num_keys, 0)
+    costs = torch.stack([coins, bound * num_keys * GAP_COST, expected * stretch * PROPOSAL_COST])
+    return stretch, COINS - costs.argmin(0)
 
 
 def toss(threshold: Tensor, place: Tensor, stream: Tensor | int, head: Tensor | int, seed: int) -> Tensor:

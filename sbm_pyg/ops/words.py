@@ -30,21 +30,28 @@ def philox(c0: Tensor | int, c1: Tensor | int, c2: Tensor | int, c3: Tensor | in
     """
     like = next(c for c in (c0, c1, c2, c3) if isinstance(c, Tensor))
     words = (c if isinstance(c, Tensor) else torch.full((), c, device=like.device) for c in (c0, c1, c2, c3))
-    first, second, third, fourth = torch.broadcast_tensors(*words)
-    even, odd = scramble(torch.stack([first, third]), torch.stack([second, fourth]), seed)
-    return even[0], odd[0], even[1], odd[1]
+    first, second, third, fourth = scramble(torch.stack(torch.broadcast_tensors(*words)), seed)
+    return first, second, third, fourth
 
 
-def scramble(even: Tensor, odd: Tensor, seed: int) -> tuple[Tensor, Tensor]:
-    """Philox of counters whose first and third words are ``even`` ``[2, ...]``, and their others ``odd``."""
-    shape, device = (2, *[1] * (even.dim() - 1)), even.device
-    keys = [[(seed >> 32 * part) + step * weyl & WORD for part, weyl in enumerate(_WEYL)] for step in range(10)]
-    multiplier = torch.tensor(_MULTIPLIER, device=device).view(shape)
-    odd = odd.to(torch.int32)
-    for key in torch.tensor(keys, device=device).to(torch.int32).view(10, *shape):
-        low, high = (even * multiplier).flip(0).view(torch.int32).unflatten(-1, (-1, 2)).unbind(-1)
-        even, odd = high.bitwise_xor(odd).bitwise_xor_(key).view(torch.uint32).long(), low
-    return even, odd.view(torch.uint32).long()
+def scramble(counters: Tensor, seed: int) -> Tensor:
+    """Philox of counters ``[4, ...]``, contiguous and int64: their random words, written over them."""
+    key = [[(seed >> 32 * part) + step * weyl & WORD for part, weyl in enumerate(_WEYL)] for step in range(10)]
+    twice = [[x << 32 | y for x, y in zip(*key[step : step + 2], strict=True)] for step in range(0, 10, 2)]
+    signed = [[(x ^ 2**63) - 2**63 for x in two] for two in [_MULTIPLIER, *twice]]
+    multiplier, *keys = torch.tensor(signed, device=counters.device)[..., None].unbind()
+    even = counters.view(2, 2, -1)[:, 0]
+    halves = counters.view(torch.int32).view(2, 2, -1, 2)[..., 0]  # the lower ones; all others are and stay 0
+    odd = halves[:, 1]
+    for step in range(10):
+        product = (even * multiplier).flip(0)
+        if step % 2 == 0:
+            product ^= keys[step // 2]  # upper halves enter this round, lower ones the next
+        low, high = product.view(torch.int32).view(2, -1, 2).unbind(-1)
+        torch.bitwise_xor(high, odd, out=halves[:, 0])
+        odd = low
+    halves[:, 1] = odd
+    return counters
 
 
 def _mixed(word: Tensor) -> Tensor:
