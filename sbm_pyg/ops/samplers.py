@@ -52,19 +52,21 @@ def _running(x: Tensor, ptr: Tensor, longest: int, panel: int = PANEL) -> Tensor
     panels = total // panel + length.numel()  # at least as many as there are
     count = (length + (panel - 1)) // panel
     begin = count.cumsum(0) - count
-    shift = torch.repeat_interleave(begin * panel - ptr[:-1], length, output_size=total)
-    place = torch.arange(total, device=ptr.device) + shift
+    shift = torch.repeat_interleave(ptr[:-1].sub(begin, alpha=panel), length, output_size=total)
+    place = torch.arange(total, device=ptr.device) - shift
     flat = x.new_zeros(*x.shape[:2], panels * panel, x.size(3))
     flat[:, :, place] = x
     held = flat.unflatten(2, (panels, panel))
     held[0].cumsum_(2)
-    held[1:] = held[1:].cummax(3).values
+    for tops in held[1:]:
+        tops.copy_(tops.cummax(2).values)
     if longest > panel:
         upper = torch.nn.functional.pad(begin, (0, 1), value=panels)
         before = _running(held[:, :, :, -1], upper, -(-longest // panel), 2 * panel).roll(1, 2)
         before[:, :, begin] = 0
-        held[0] += before[0, :, :, None]
-        held[1:] = torch.maximum(held[1:], before[1:, :, :, None])
+        held[0].add_(before[0, :, :, None])
+        for tops, upper in zip(held[1:], before[1:], strict=True):
+            torch.maximum(tops, upper[:, :, None], out=tops)
     return flat[:, :, place]
 
 
@@ -86,8 +88,8 @@ class _Model(NamedTuple):
     """``[H*M, K+1]``."""
     mass: Tensor
     """Expected edges of some rows by block, ``[n, K+1]``."""
-    sums: Callable[[], Tensor]
-    """Makes the running sums of ``key``."""
+    sums: Callable[[int], Tensor]
+    """Makes the running sums of ``key``, of sequences that are not longer."""
     tile: tuple[int, int]
     """Rows and keys whose probabilities are computed together."""
 
@@ -130,7 +132,7 @@ def sample_sbm(
         return query_ptr.new_zeros(rows + 1), query_ptr.new_empty(0, dtype=dtype)
     law = _Law(seed, method, exploration, clamp)
     plan = _plan(query.detach(), key.detach(), query_ptr, key_ptr, sequence_ids, law, is_causal)
-    pair = torch.cat(_sample_rows(*plan, law))  # row * M + key, rising
+    pair = _sample_rows(*plan, law)  # row * M + key, rising
     starts = torch.arange(0, rows * num_keys + 1, num_keys, device=pair.device)
     return torch.searchsorted(pair, starts), (pair % num_keys).to(dtype)
 
@@ -168,9 +170,9 @@ def _plan(
     if is_causal:
         running = _running(keys.expand(2, -1, -1, -1), key_ptr, num_keys).flatten(1, 2)
         ends = running[:, last]
-        sums = cache(lambda: running[0])
+        sums = cache(lambda longest: running[0])
     else:
-        sums = cache(lambda: _running(keys[None], key_ptr, num_keys)[0].flatten(0, 1))
+        sums = cache(lambda longest: _running(keys[None], key_ptr, longest)[0].flatten(0, 1))
         flat = keys.transpose(0, 1).flatten(1)  # [M, H*(K+1)]
         parts = torch.stack([segments(flat, key_ptr, kind) for kind in ("sum", "max")])
         ends = parts.unflatten(2, (heads, -1)).transpose(1, 2)[:, :, batch].flatten(1, 2)
@@ -205,6 +207,7 @@ class _Words(NamedTuple):
     row: Tensor
     begin: Tensor  # the first word of the row
     number: Tensor  # how many words of the row come before
+    end: Tensor  # behind the last word of each row
 
 
 class _Tiles(NamedTuple):
@@ -219,8 +222,8 @@ Drawn = tuple[Tensor, Tensor, Tensor]
 """Pairs, whether they are edges, and whether there was too little room, in several places."""
 
 
-def _sample_rows(model: _Model, rows: _Rows, law: _Law, spare: int = 1) -> list[Tensor]:
-    """Numbers of the edges of some consecutive rows, among all pairs, in rising order, in parts.
+def _sample_rows(model: _Model, rows: _Rows, law: _Law, spare: int = 1) -> Tensor:
+    """Numbers of the edges of some consecutive rows, among all pairs, in rising order.
 
     Room for random words is made before it is known how many are needed: for ``spare`` times what is almost certainly
     enough. Where it was not, all is done again with more.
@@ -240,10 +243,10 @@ def _sample_rows(model: _Model, rows: _Rows, law: _Law, spare: int = 1) -> list[
         check_expected(proposals)
     needs = _needs(known, spare)
     if 8 * max(sum(needs.tiles) * few * wide, 4 * sum(needs.words[1:])) > ROOM.get(device.type, WIDE) and n > few:
-        return [edge for half in _halves(model, rows) for edge in _sample_rows(*half, law, spare)]
+        return torch.cat([_sample_rows(*half, law, spare) for half in _halves(model, rows)])
 
     asked: list[tuple[Tensor, Callable[[Tensor], Drawn]]] = []  # counters, and what draws with their words
-    looked, top = None, bound.new_zeros(())
+    looked, tops = None, []
     if any(needs.tiles):
         tiled = _tile(model, rows, needs, ways, before, tiles)
         if needs.tiles[0]:
@@ -252,29 +255,28 @@ def _sample_rows(model: _Model, rows: _Rows, law: _Law, spare: int = 1) -> list[
             tossed = _Tiles(*(x[needs.tiles[0] :] for x in tiled))
             if law.method == "fastrg":
                 tossed.p.neg_().expm1_().neg_()
-            top = tossed.p.amax()
+            tops.append(tossed.p.amax())
             asked.append((_bytes(rows, tossed), partial(_toss, rows, law, needs.room[2], tossed, spare)))
     if any(needs.words):
-        sizes = table[:3].flatten().long()
-        some = _spread(sizes, sum(needs.words))
+        some = _spread(table[:3].flatten().long(), sum(needs.words))
         some = some._replace(row=some.row % n)
         counters = torch.cat([some.number[None], rows.word[:, some.row]])
-        for stream, purpose in zip(counters[3].split(needs.words), (COUNT, PROPOSAL, GAP), strict=True):
-            stream |= purpose << 24
-        last = sizes.cumsum(0)[n:] - (needs.words[0] + 1)
-        asked.append((counters, partial(_land, model, rows, law, needs, some, last, parts[0], before[0], looked)))
+        for head, purpose in zip(counters[3].split(needs.words), (COUNT, PROPOSAL, GAP), strict=True):
+            head |= purpose << 24
+        land = partial(_land, model, rows, law, needs, some, parts[0], ways[PROPOSALS], before[PROPOSALS], looked)
+        asked.append((counters, land))
     if not asked:
-        return [rows.way.new_empty(0)]
+        return rows.way.new_empty(0)
     words = scramble(torch.cat([counters for counters, _ in asked], 1), law.seed)
     words = words.split([counters.size(1) for counters, _ in asked], 1)
     drawn = [draw(some) for (_, draw), some in zip(asked, words, strict=True)]
     pair, keep, short = (torch.cat(each) for each in zip(*drawn, strict=True))
-    edges, failed, highest = torch.stack([keep.sum(), short.any(), top]).tolist()
-    if law.method == "bernoulli" and not law.clamp and highest > 1 + 1e-5 + law.exploration:
-        raise ValueError(over_one(highest - law.exploration))
+    edges, failed, *highest = torch.stack([keep.sum(), short.any(), *tops]).tolist()
+    if law.method == "bernoulli" and not law.clamp and highest and highest[0] > 1 + 1e-5 + law.exploration:
+        raise ValueError(over_one(highest[0] - law.exploration))
     if failed:
         return _sample_rows(model, rows, law, 4 * spare)
-    return [pair[_first(keep, int(edges))].sort().values]
+    return pair[_first(keep, int(edges))].sort().values
 
 
 def _needs(known: list[float], spare: int) -> _Needs:
@@ -313,8 +315,9 @@ def _first(mask: Tensor, count: int) -> Tensor:
 def _spread(sizes: Tensor, total: int) -> _Words:
     """One after the other, so many of each."""
     of = torch.repeat_interleave(sizes, output_size=total)
-    begin = (sizes.cumsum(0) - sizes)[of]
-    return _Words(of, begin, torch.arange(total, device=of.device) - begin)
+    end = sizes.cumsum(0)
+    begin = (end - sizes)[of]
+    return _Words(of, begin, torch.arange(total, device=of.device) - begin, end)
 
 
 def _tile(model: _Model, rows: _Rows, needs: _Needs, ways: Tensor, before: Tensor, tiles: Tensor) -> _Tiles:
@@ -329,7 +332,7 @@ def _tile(model: _Model, rows: _Rows, needs: _Needs, ways: Tensor, before: Tenso
     few, wide = model.tile
     way = GAPS if needs.tiles[0] else COINS
     skipped = sum(needs.rows[:way])
-    of, _, number = _spread(tiles[way - 1 :].flatten(), sum(needs.tiles))
+    of, _, number, _ = _spread(tiles[way - 1 :].flatten(), sum(needs.tiles))
     picked = torch.nonzero_static(ways[way:], size=sum(needs.rows[way:]) + few)[:, 1]  # -1 behind them
     slot = before[way:].flatten()[of][:, None] + torch.arange(-skipped, few - skipped, device=of.device)
     row, begin = picked[slot], number * wide  # [T, few], [T]
@@ -349,7 +352,7 @@ def _piecewise(work: Callable[..., Tensor], width: int, *given: Tensor) -> Tenso
 
 
 def _land(
-    model: _Model, rows: _Rows, law: _Law, needs: _Needs, some: _Words, last: Tensor, parts: Tensor, rank: Tensor,
+    model: _Model, rows: _Rows, law: _Law, needs: _Needs, some: _Words, parts: Tensor, proposing: Tensor, rank: Tensor,
     looked: tuple[Tensor, Tensor] | None, words: Tensor,
 ) -> Drawn:  # fmt: skip
     """Proposals, and keys at gaps, each kept with the probability that makes that of its pair exact.
@@ -357,15 +360,14 @@ def _land(
     Args:
         model, rows, law, needs: As :func:`_sample_rows` has them.
         some: What the words are for: numbers of proposals, proposals, and gaps.
-        last: The last word of each row, among those for proposals and gaps.
         parts: In how many parts the proposals of each row are counted.
-        rank: How many rows with proposals come before each.
+        proposing, rank: Which rows have proposals, and how many such rows come before each.
         looked: Probabilities of rows by gaps, and where those of each row begin, if they are computed for all keys.
         words: The words, ``[4, .]``.
     """
     (counts, slots, _), (proposed, skipped, _) = needs.words, needs.room
     u = (words[0] << 21 | words[1] >> 11).double() * 2.0**-53
-    row, begin, number = (x[counts:] for x in some)
+    row, begin, number = (x[counts:] for x in some[:3])
     inside, full = [], []
     if proposed:
         count, more = _counts(rows, some.row[:counts], parts, u[:counts], needs.terms)
@@ -377,41 +379,35 @@ def _land(
         total = gap.cumsum(0)
         place = number[slots:] + (total - (total - gap)[begin[slots:] - (counts + slots)])
         inside.append(place < reach)
-    landed = torch.cat(inside)
+    landed, last = torch.cat(inside), some.end[proposing.numel() :] - (counts + 1)
     at = torch.cat([_first(landed[:slots], proposed), _first(landed[slots:], skipped)])
     there = at >= 0
     short = torch.cat([*full, landed[last], there[proposed - 1 : proposed], there[-1:]])
-    at.clamp_(min=0)  # where nothing is, some word of such a row stands in
+    at.clamp_(min=0)  # where nothing is, the first word stands in
+    step = place[at[proposed:]] * there[proposed:] if skipped else at[proposed:]
+    at[proposed:].add_(slots)
 
-    if skipped:
-        step = place[at[proposed:]] * there[proposed:]
-        at[proposed:] += slots
     row, words = row[at], words[:3, counts:][:, at]
     number, (bound, stretch) = rows.number[:4, row], rows.value[:2, row]
-    unit, keys, p = words.double() * 2.0**-32, [], []
+    unit, first = words.double() * 2.0**-32, number[1]
+    key = first[proposed:] + step
     if proposed:
-        share = model.mass[_first(rows.way == PROPOSALS, needs.rows[0])]
-        given = (x[..., :proposed] for x in (rank[row], number, unit, words))
-        keys.append(_propose(model, share, needs.longest, *given))
-    if skipped:
-        keys.append(number[1, proposed:] + step)
-    key = torch.cat(keys)
+        mass = model.mass[_first(proposing, needs.rows[PROPOSALS])]
+        some_rows = (x[..., :proposed] for x in (rank[row], number, unit, words))
+        key = torch.cat([_propose(model, mass, needs.longest, *some_rows), key])
     pair, keep = number[3] + key, there
     if law.method == "bernoulli":
-        near = row.numel() if looked is None else proposed
-        p.append(
-            _piecewise(lambda i, j: (model.rate[i] * model.key[j]).sum(1), model.key.size(1), row[:near], key[:near])
-        )
+        near = slice(None if looked is None else proposed)  # whose probabilities are not at hand
+        p = _piecewise(lambda i, j: (model.rate[i] * model.key[j]).sum(1), model.key.size(1), row[near], key[near])
         if looked is not None:
-            few, wide = model.tile
-            known, first = looked
-            p.append(known.flatten()[first[row[proposed:]] + step + step // wide * (few - 1) * wide])
-        p = torch.cat(p)
+            (few, wide), (known, begin) = model.tile, looked
+            place = begin[row[proposed:]] + step + step // wide * ((few - 1) * wide)
+            p = torch.cat([p, known.flatten()[place]])
         most = torch.cat([-torch.expm1(-stretch[:proposed] * p[:proposed]), bound[proposed:]])
-        keep = keep & (unit[2] * most < p)
-    if proposed:  # the first proposal of a pair counts
+        keep = there & (unit[2] * most < p)
+    if proposed:  # of equal pairs the first counts
         rising, order = torch.where(there, pair, 2**63 - 1)[:proposed].sort(stable=True)
-        keep[:proposed] &= there[:proposed].scatter(0, order[1:], rising[1:] != rising[:-1])
+        keep[:proposed].logical_and_(there[:proposed].scatter(0, order[1:], rising[1:] != rising[:-1]))
     return pair, keep, short
 
 
@@ -442,7 +438,7 @@ def _propose(
         unit: Random words, ``[3, .]``, times 2**-32.
         words: The words.
     """
-    (reach, first, last, _), blocks, sums = number, mass.size(1) - 1, model.sums()
+    (reach, first, last, _), blocks, sums = number, mass.size(1) - 1, model.sums(1 << (longest - 1).bit_length())
     share = mass.T.cumsum(0)  # [K+1, .]; along the first axis, every device adds one by one
     share = share * share[-1].reciprocal()
     above = unit[0] + 2.0**-32
@@ -485,16 +481,17 @@ def _toss(rows: _Rows, law: _Law, room: int, tiled: _Tiles, spare: int, words: T
     close = torch.nonzero_static(byte == first, size=open_room)
     tile, lane, column = torch.cat([close, torch.nonzero_static(byte < first, size=hit_room)]).unbind(1)
     there = tile >= 0
+    short = torch.cat([there[open_room - 1 : open_room], there[-1:]])
     local, key = row[tile, lane], begin[tile] + column
 
     undecided = slice(open_room)
     counters = torch.cat([key[None, undecided] >> 2, rows.word[:, local[undecided]]])
-    counters[3] |= COIN_REST << 24
+    counters[3].bitwise_or_(COIN_REST << 24)
     rest = scramble(counters, law.seed).gather(0, key[None, undecided] & 3)[0] >> 8
     below = rest < ((p[tile[undecided], lane[undecided], column[undecided]] * 2.0**32).long() & 0xFFFFFF)
-    keep = torch.cat([there[undecided] & below, there[open_room:]])
     _, start, _, offset, _, _ = rows.number[:, local]
-    return start + offset + key, keep, torch.cat([there[open_room - 1 : open_room], there[-1:]])
+    there[undecided].logical_and_(below)
+    return start + offset + key, there, short
 
 
 def check_expected(expected: Tensor) -> None:
