@@ -101,7 +101,7 @@ def trained(sequences: int, tokens: int, **options: Any) -> tuple[int, int]:
     return counted.launches, counted.waits
 
 
-SIZES = (1, 128, 1), (4, 600, 2), (40, 100, 3)
+SIZES = (1, 128, 1), (4, 600, 2), (40, 100, 3), (90, 100, 1)
 WAYS = "gaps", "coins", "proposals", "all"
 
 
@@ -110,7 +110,8 @@ WAYS = "gaps", "coins", "proposals", "all"
 def test_sampling_takes_few_operations_and_two_waits(way: str, is_causal: bool) -> None:
     for size in SIZES:
         launches, waits = sampled(way, *size, is_causal=is_causal)
-        assert launches <= 400
+        far = is_causal and size[0] * size[1] > 8192  # the host does not know how long a sequence may be
+        assert launches <= (420 if far else 400)
         assert waits == 2
 
 

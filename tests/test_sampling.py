@@ -511,6 +511,17 @@ def test_numbers_that_bfloat16_rounds_the_most_are_drawn_like_all_others(scale: 
         assert torch.equal(ours, meant)
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("sample", [ops.sample_sbm, samplers.sample_sbm])
+def test_rows_without_keys_have_no_edges(sample: Any, is_causal: bool) -> None:
+    """All queries are in one sequence, all keys in the other."""
+    query, key = torch.full((2, 3, 1), 0.5), torch.ones(2, 5, 1)
+    ptrs = torch.tensor([0, 3, 3]), torch.tensor([0, 0, 5])
+    rowptr, col = sample(query, key, *ptrs, torch.arange(2), 0, "bernoulli", 0.0, False, is_causal)
+    assert rowptr.tolist() == [0] * 7
+    assert col.numel() == 0
+
+
 @pytest.mark.parametrize("sample", [ops.sample_sbm, samplers.sample_sbm])
 def test_queries_without_keys_beside_rows_that_toss_no_coin(sample: Any) -> None:
     rate, member = torch.full((1, 43, 1), 0.001), torch.ones(1, 900, 1)

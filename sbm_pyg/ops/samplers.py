@@ -30,7 +30,7 @@ MARGIN = 1.0
 """Factor of the room for random words beyond the expected number; smaller ones cost more attempts."""
 DENSE = 32
 """How many pairs one by one cost as much as one that is looked at alone."""
-ROOM = {"cpu": 2**21}
+ROOM = {"cpu": 2**23}
 """Bytes of the largest tensors that rows are drawn with at a time, by kind of device: what the caches of a CPU hold."""
 WIDE = 2**30
 """The same on other devices, where few large operations are fastest."""
@@ -237,7 +237,7 @@ def _sample_rows(model: _Model, rows: _Rows, law: _Law, spare: int = 1) -> Tenso
     before = torch.nn.functional.pad(ways.flatten(), (1, 0))[:-1].cumsum(0).view(3, n)  # rows, one way after another
     lane = (before[1:] - before[1:, rows.number[4]]) % few
     tiles = rows.number[5] * (ways[1:] & (lane == 0))  # that begin with a row
-    table = torch.cat([parts, amounts.flatten(0, 1), ways, tiles])
+    table = torch.cat([parts, amounts.flatten(0, 1), ways, tiles])  # [1 + 9 + 3 + 2, n]
     known = torch.cat([table.sum(1), table[4:8].amax(1)]).tolist()
     if not math.isfinite(sum(known)):
         check_expected(proposals)
@@ -280,7 +280,10 @@ def _sample_rows(model: _Model, rows: _Rows, law: _Law, spare: int = 1) -> Tenso
 
 
 def _needs(known: list[float], spare: int) -> _Needs:
-    """What follows from the sums and maxima that :func:`_sample_rows` waits for."""
+    """What follows from the sums of the table of :func:`_sample_rows`, and some maxima.
+
+    Its rows are parts; words, what is expected of them, and keys, each by way; rows by way; tiles.
+    """
     counts, slots, gaps, _, proposed, skipped, hits, _, reached, _, *rows, looked, tossed, most, _, _, longest = known
     room = [int(_enough(x, spare)) for x in (proposed, skipped, hits)]
     return _Needs(
