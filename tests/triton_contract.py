@@ -98,8 +98,11 @@ test_attention = contract(
     *(("rows around a vector", *ALL, widths) for widths in WIDTHS),
 )
 test_precision = contract(
-    test_ops.as_accurate, *product(["bipartite"], ["score", "weight"], [6])
-)  # numpy's exponential errs by up to 1.65 units, torch's by half a unit; the reference errs as much as the kernels
+    test_ops.test_attention_is_as_accurate_as_torch_in_float32, *product(["bipartite"], ["score", "weight"])
+)
+test_both_passes_weigh_alike = contract(
+    test_ops.test_the_backward_pass_weighs_as_the_forward_pass, *product([5, 32, 100], [False, True], [False, True])
+)
 test_half_precision = contract(
     test_ops.test_attention_takes_half_precision_through_float32, (torch.bfloat16,), (torch.float16,)
 )

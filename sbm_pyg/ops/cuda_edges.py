@@ -120,13 +120,13 @@ def _attention_backward(
 ):  # fmt: skip
     """Gradients of a query and of what its edges have; and for each edge what its key and its value get."""
     row, first, start, stop, slot = piece(rowptr, more, rows, queries, keys, LONG)
-    q, g = vector(query, row, WIDTH, WIDE), vector(grad_out, row, VALUE_WIDTH, WIDE)
+    q, g = vector(query, row, WIDTH, WIDE) * real(scale, WIDE), vector(grad_out, row, VALUE_WIDTH, WIDE)
     mean, shift = tl.sum(g * vector(out, row, VALUE_WIDTH, WIDE), 0), finite(tl.load(lse + row).to(WIDE))
     sums = tl.zeros([triton.next_power_of_2(WIDTH)], WIDE)
     for begin in range(start, stop, EDGES):
         edge, there, end = tile(col, begin, stop, first, EDGES)
         k = vectors(key, end, there, WIDTH, WIDE)
-        score = dots(k, q) * real(scale, WIDE)
+        score = dots(k, q)
         gain = dots(vectors(value, end, there, VALUE_WIDTH, WIDE), g)
         logit, factor = logits(score, gate, bias, edge, there, WEIGHTED, WIDE)
         weight = tl.exp(logit - shift)
