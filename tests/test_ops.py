@@ -130,7 +130,9 @@ def test_attention_is_as_accurate_as_torch_in_float32(name: str, gate_form: str)
     takes in an order of its own: so the largest error of four draws counts, not the luck of one.
     """
     graph = GRAPHS[name]
-    errors, peers, largest = [], [], []
+    errors: list[list[float]] = []
+    peers: list[list[float]] = []
+    largest: list[list[float]] = []
     for seed in range(4):
         double = tensors(graph, 32, 32, True, True, seed=seed)
         exact_out = reference_attention(*double[:3], graph, *double[3:], 0.3, gate_form)

@@ -160,6 +160,12 @@ test_dots_of_long_rows = contract(test_ops.test_dot_equals_the_reference, *produ
 test_effects_of_long_rows = contract(
     test_estimators.test_effects_count_by_the_chance_to_see_them, *product(SMALL, [3], [0.0], [ops]), long=2
 )
+test_heavy_edges_of_long_rows = contract(
+    test_estimators.test_effect_of_an_edge_that_dominates_its_row_is_accurate_in_float32, (), long=2
+)
+test_infinite_scores_of_long_rows = contract(
+    test_estimators.test_effect_knows_infinite_scores_and_ignores_tokens_that_nothing_touches, (), long=1
+)
 test_weights_of_long_rows = contract(
     test_estimators.test_weighing_effects_equals_the_reference, *product(SMALL, [torch.float64], [0.1], [True]), long=2
 )

@@ -35,9 +35,9 @@ _MIX_FIRST, _MIX_SECOND = (tl.constexpr(factor) for factor in words._MIX)
 
 # Arguments that differ from call to call, which a kernel must not be compiled for.
 VARIABLE = (
-    "count", "exploration", "gap_cost", "grain", "grow", "key_blocks", "keys", "least", "numbers", "probe_count",
-    "proposal_cost", "queries", "query_blocks", "rows", "scale", "seed", "segments", "sequences", "side", "window",
-    "writing",
+    "count", "exploration", "gap_cost", "grain", "grow", "key_blocks", "keys", "least", "numbers", "pieces",
+    "probe_count", "probe_pieces", "proposal_cost", "queries", "query_blocks", "rows", "scale", "seed", "segments",
+    "sequences", "side", "window", "writing",
 )  # fmt: skip
 kernel = triton.jit(do_not_specialize=VARIABLE)
 
@@ -184,6 +184,16 @@ def piece(ptr, more, rows, queries, keys, LONG: tl.constexpr):
         mine = tl.where(slot < 0, stop - start <= LONG, slot < last)
         start, stop = begin, tl.where(mine, tl.minimum(begin + LONG, stop), begin)
     return row, row // queries * keys, start, stop, slot
+
+
+@triton.jit
+def makers(more, row, rows):
+    """The programs that :func:`piece` gave a row to: from one to before another."""
+    first, last = row, row + 1
+    if more is not None:
+        low, high = tl.load(more + row - 1, mask=row > 0, other=0), tl.load(more + row)
+        first, last = tl.where(low < high, rows + low, first), tl.where(low < high, rows + high, last)
+    return first, last
 
 
 @triton.jit
