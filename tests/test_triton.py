@@ -41,8 +41,8 @@ print(*(row for row in rows if row["spilled"] > KEPT), sep="\\n")
 print(*(row for row in rows if row["kernel"] in ("_start", "_step", "_panels", "_join") and row["fused"]), sep="\\n")
 """
 KERNELS = (
-    "_attention _attention_backward _block_attention _block_effect _block_gains _block_keys _block_queries _coins _count _dot _effect _entmax _entmax_backward _fill _gaps _gather _join _measure "
-    "_panels _plan _proposals _sampled _sampled_keys _sampled_queries _start _step _unite _weigh"
+    "_attention _attention_backward _block_attention _block_effect _block_gains _block_keys _block_queries _coins _count _dot _effect _entmax _entmax_backward _fill _gaps _gather _join _measure _near "
+    "_panels _plan _proposals _sampled _sampled_keys _sampled_queries _start _step _tilt _unite _weigh"
 )
 
 

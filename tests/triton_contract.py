@@ -323,6 +323,30 @@ test_forbidden_values = contract(
 test_support = contract(test_ops.test_the_support_is_where_shares_are, ())
 
 
+test_entmax_of_long_rows = contract(
+    test_ops.test_entmax_and_its_gradient_are_those_of_the_dense_one,
+    *product(ALPHAS[:4], [(0, 1, 2, 15, 16, 17, 0, 40, 4)]),
+    long=15,
+)
+test_values_of_long_rows = contract(
+    test_ops.test_entmax_kernels_equal_the_reference, *((dtype,) for dtype in FLOATS), long=200
+)
+test_forbidden_values_of_long_rows = contract(
+    test_ops.test_entmax_of_forbidden_values_is_zero, *product([1.5, 2.0, 3.0], [torch.float32]), long=1
+)
+test_support_of_long_rows = contract(test_ops.test_the_support_is_where_shares_are, (), long=200)
+
+
+@pytest.mark.parametrize(("long", "more"), [(2048, []), (10, ["_count", "_near", "_tilt"])])
+def test_long_rows_of_entmax_take_a_kernel_more(
+    long: int, more: list[str], kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MODULES_BY_NAME["cuda_rows"], "LONG", long)
+    src, ptr = test_ops.ragged(5, 0, 30)
+    ops.segment_entmax(src.requires_grad_(), ptr=ptr, alpha=1.4).sum().backward()
+    assert sorted(kernels.started) == sorted(["_entmax", "_entmax_backward", *more])
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_entmax_in_half_precision(dtype: torch.dtype) -> None:
     src, ptr = test_ops.ragged(5, 0, 30)

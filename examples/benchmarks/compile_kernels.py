@@ -48,6 +48,16 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch
 # ------------------------------------------------------------------ what is compiled
 
 
+def shared(call: Callable[[], Any]) -> None:
+    """Some rows are so long that several programs share them, whose pieces nobody has counted yet."""
+    long, cuda_rows.LONG = cuda_rows.LONG, 4
+    cuda_rows._PIECES.clear()
+    try:
+        call()
+    finally:
+        cuda_rows.LONG = long
+
+
 def ops(width: int, dtype: torch.dtype, col: torch.dtype) -> dict[str, Callable[[], Any]]:
     """Calls that start every kernel, with everything that it can take."""
     x, edges, rows = torch.zeros(2, 4, width, dtype=dtype), torch.zeros(6, dtype=dtype), torch.arange(9) * 6 // 8
@@ -78,15 +88,6 @@ def ops(width: int, dtype: torch.dtype, col: torch.dtype) -> dict[str, Callable[
         cuda_sampled.sampled_attention(*tokens, *law)
         cuda_sampled.sampled_attention_backward(x, *tokens, x, x, lse, best, *law, True)
 
-    def shared(call: Callable[[], Any]) -> None:
-        """Some rows are so long that several programs share them, whose pieces nobody has counted yet."""
-        long, cuda_rows.LONG = cuda_rows.LONG, 4
-        cuda_rows._PIECES.clear()
-        try:
-            call()
-        finally:
-            cuda_rows.LONG = long
-
     over_edges = {
         "edge_dot": lambda: cuda_edges.edge_dot(x, x, *graph),
         "edge_dot, backward": lambda: cuda_edges.edge_dot_backward(edges, x, x, *graph, True, True),
@@ -114,10 +115,14 @@ def row_ops(length: int, dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
     """The same for kernels over rows of numbers of such a length, which have no channels."""
     x, rows = torch.zeros(1, length, dtype=dtype), torch.tensor([0, length])
     alpha, ptr = torch.ones(1, 1, dtype=torch.float64), torch.tensor([0, 0])  # no counts: none are computed
-    return {
-        "sample_systematic": lambda: cuda_probes.sample_systematic(x[0, :0], ptr, ptr, rows[:1], 2, 1, True),
+    over_rows = {
         "segment_entmax": lambda: cuda_entmax.segment_entmax(x, rows, alpha),
         "segment_entmax, backward": lambda: cuda_entmax.segment_entmax_backward(x, x, rows, alpha, True),
+    }
+    return {
+        **over_rows,
+        **{f"{name}, long rows": partial(shared, call) for name, call in over_rows.items()},
+        "sample_systematic": lambda: cuda_probes.sample_systematic(x[0, :0], ptr, ptr, rows[:1], 2, 1, True),
     }
 
 

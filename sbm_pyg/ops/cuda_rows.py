@@ -170,10 +170,12 @@ def holder(more, rows, slot):
 
 
 @triton.jit
-def piece(ptr, more, rows, queries, keys, LONG: tl.constexpr):
-    """As :func:`span`, of rows that may be shared; and the piece that this program makes, negative for a whole row."""
-    row = tl.program_id(0).to(tl.int64)
-    slot = row - rows
+def part(ptr, more, place, rows, LONG: tl.constexpr):
+    """Row of a program, which may be shared, where the program's edges start and stop, and the piece that it makes.
+
+    The programs of whole rows come first, the piece of one is negative.
+    """
+    row, slot = place, place - rows
     first, last = slot, slot  # none
     if more is not None:  # noqa: SIM102 - decided when it is compiled, the next when it runs
         if slot >= 0:
@@ -183,12 +185,19 @@ def piece(ptr, more, rows, queries, keys, LONG: tl.constexpr):
         begin = tl.minimum(start + (slot - first) * LONG, stop)
         mine = tl.where(slot < 0, stop - start <= LONG, slot < last)
         start, stop = begin, tl.where(mine, tl.minimum(begin + LONG, stop), begin)
+    return row, start, stop, slot
+
+
+@triton.jit
+def piece(ptr, more, rows, queries, keys, LONG: tl.constexpr):
+    """As :func:`span`, of rows that may be shared; and the piece that this program makes, negative for a whole row."""
+    row, start, stop, slot = part(ptr, more, tl.program_id(0).to(tl.int64), rows, LONG)
     return row, row // queries * keys, start, stop, slot
 
 
 @triton.jit
 def makers(more, row, rows):
-    """The programs that :func:`piece` gave a row to: from one to before another."""
+    """The programs that :func:`part` gives a row to: from one to before another."""
     first, last = row, row + 1
     if more is not None:
         low, high = tl.load(more + row - 1, mask=row > 0, other=0), tl.load(more + row)
