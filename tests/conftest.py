@@ -29,7 +29,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     Triton's interpreter takes minutes for a single test, other files the longer the more tests they have.
     """
     sizes = Counter(item.path for item in items)
-    items.sort(key=lambda item: (item.path.name != "test_triton.py", -sizes[item.path]))
+    items.sort(key=lambda item: (not item.path.name.startswith("test_triton"), -sizes[item.path]))
     here = Path(__file__).parent
     for item in items:
         if {here / "lra", here / "benchmarks"} & {*item.path.parents} or item.path.name in (

@@ -1,0 +1,430 @@
+"""Entmax, probes, graphs, tiles, and what all of them ask of a device, in Triton's interpreter; see ``triton_contract.py``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import pytest
+import test_estimators
+import test_ops
+import torch
+from problems import random_graph
+from test_launches import model
+from triton_contract import MODULES_BY_NAME, QUIET, Kernels, contract
+from triton_contract import kernels as kernels
+
+from sbm_pyg import SBMAttentionConv, ops
+from sbm_pyg.ops import reference, sampled, samplers
+
+pytestmark = QUIET
+
+
+# ------------------------------------------------------------------ entmax
+
+ALPHAS = 1.05, 1.3, 1.5, 2.0, 3.0, 4.0
+FLOATS = torch.float32, torch.float64
+
+test_entmax = contract(
+    test_ops.test_entmax_equals_the_dense_one_row_by_row, *product(ALPHAS, [0.1, 30.0]), (1.5, 0.0), (1.5, 1.0)
+)
+test_gradients_of_entmax = contract(
+    test_ops.test_entmax_and_its_gradient_are_those_of_the_dense_one,
+    *product(ALPHAS[:4], [(0, 1, 2, 15, 16, 17, 0, 300, 4)]),
+    (1.5, (1, 100_000)),
+)
+test_values_of_entmax = contract(test_ops.test_entmax_kernels_equal_the_reference, *((dtype,) for dtype in FLOATS))
+test_forbidden_values = contract(
+    test_ops.test_entmax_of_forbidden_values_is_zero, *product([1.5, 2.0, 3.0], [torch.float32])
+)
+test_support = contract(test_ops.test_the_support_is_where_shares_are, ())
+
+
+test_entmax_of_long_rows = contract(
+    test_ops.test_entmax_and_its_gradient_are_those_of_the_dense_one,
+    *product(ALPHAS[:4], [(0, 1, 2, 15, 16, 17, 0, 40, 4)]),
+    long=15,
+)
+test_values_of_long_rows = contract(
+    test_ops.test_entmax_kernels_equal_the_reference, *((dtype,) for dtype in FLOATS), long=200
+)
+test_forbidden_values_of_long_rows = contract(
+    test_ops.test_entmax_of_forbidden_values_is_zero, *product([1.5, 2.0, 3.0], [torch.float32]), long=1
+)
+test_support_of_long_rows = contract(test_ops.test_the_support_is_where_shares_are, (), long=200)
+
+
+@pytest.mark.parametrize(("long", "more"), [(2048, []), (10, ["_count", "_near", "_tilt"])])
+def test_long_rows_of_entmax_take_a_kernel_more(
+    long: int, more: list[str], kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MODULES_BY_NAME["cuda_rows"], "LONG", long)
+    src, ptr = test_ops.ragged(5, 0, 30)
+    ops.segment_entmax(src.requires_grad_(), ptr=ptr, alpha=1.4).sum().backward()
+    assert sorted(kernels.started) == sorted(["_entmax", "_entmax_backward", *more])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_entmax_in_half_precision(dtype: torch.dtype) -> None:
+    src, ptr = test_ops.ragged(5, 0, 30)
+    given = src.to(dtype).requires_grad_()
+    wide = given.detach().double().requires_grad_()
+    out, wanted = (ops.segment_entmax(x, ptr=ptr, alpha=1.4) for x in (given, wide))
+    torch.testing.assert_close(out, wanted.to(dtype))
+    grad = torch.linspace(-1, 1, 35, dtype=torch.float64)
+    found = torch.autograd.grad(out, given, grad.to(dtype))[0]
+    torch.testing.assert_close(found.double(), torch.autograd.grad(wanted, wide, grad)[0], rtol=0.02, atol=0.02)
+
+
+# ------------------------------------------------------------------ probes
+
+test_probes = contract(
+    test_estimators.test_systematic_samples_are_those_of_the_reference, (0.3, torch.float64), (7.0, torch.float32)
+)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("seed", [3, -1, 2**40 + 5])
+def test_probes_are_those_of_the_reference_to_the_bit(seed: int, is_causal: bool) -> None:
+    chance = torch.tensor([2.0, math.nan, -1.0, 0.0, 1.0, 1e-9, *torch.linspace(0.01, 0.99, 34).tolist()])
+    given = (chance, torch.tensor([0, 9, 9, 40]), torch.tensor([0, 300, 301, 500]), torch.tensor([7, 2**32 - 1, 0]))
+    found = ops.sample_systematic(*given, 2, seed, is_causal)
+    for mine, wanted in zip(found, samplers.sample_systematic(*given, 2, seed, is_causal), strict=True):
+        assert torch.equal(mine, wanted)
+
+
+# ------------------------------------------------------------------ graphs of a block model
+
+WAYS = {"proposals": (0.0, math.inf), "gaps": (math.inf, 0.0), "coins": (math.inf, math.inf), "any": (64.0, 11.0)}
+"""What a proposal and a gap are taken to cost, by the way that rows then take."""
+
+
+def agree(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same edges as those of plain torch, which are returned."""
+    found, wanted = ops.sample_sbm(*given), samplers.sample_sbm(*given)
+    for mine, meant in zip(found, wanted, strict=True):
+        assert mine.dtype == meant.dtype
+        assert torch.equal(mine, meant)
+    return wanted
+
+
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, kernels: Kernels) -> Iterator[str]:
+    proposal_cost, gap_cost = WAYS[request.param]
+    monkeypatch.setattr(samplers, "PROPOSAL_COST", proposal_cost)
+    monkeypatch.setattr(samplers, "GAP_COST", gap_cost)
+    yield request.param
+    assert {"_panels", "_join", "_plan", "_proposals", "_coins"} <= {*kernels.started}
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(
+    ("blocks", "keys", "method", "exploration", "seed"),
+    [(6, 100, "bernoulli", 0.0, 1), (18, 150, "bernoulli", 0.0625, 2**63 - 1), (6, 100, "fastrg", 0.03125, -3)],
+)
+def test_graphs_are_those_of_plain_torch(
+    blocks: int, keys: int, method: str, exploration: float, seed: int, is_causal: bool, way: str
+) -> None:
+    """Memberships in sixteenths, whose sums are exact in any order; a sequence has no query, another no key."""
+    random = torch.Generator().manual_seed(5)
+    y = torch.randint(0, 17, (2, 14, blocks), generator=random) / 16 / (8 if blocks < 10 else 32)
+    z = torch.randint(0, 17, (2, keys, blocks), generator=random) / 16
+    y[:, ::2] /= blocks
+    y[:, 3] = 0
+    ptrs = torch.tensor([0, 5, 5, 7, 14]), torch.tensor([0, 3, 20, 20, keys])
+    streams = torch.tensor([3, 0, 9, 2**32 - 1])
+    _, col = agree(y, z, *ptrs, streams, seed, method, exploration, True, is_causal)
+    assert len(col) > 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_graphs_of_any_type_and_strides(dtype: torch.dtype, way: str) -> None:
+    random = torch.Generator().manual_seed(6)
+    y, z = (torch.rand(17, n, 3, generator=random).div(4).to(dtype).permute(2, 1, 0) for n in (3, 75))
+    ptrs = (torch.stack([x, x], 1)[:, 0] for x in (torch.tensor([0, 1, 3]), torch.tensor([0, 66, 75])))
+    agree(y, z, *ptrs, torch.tensor([1, 0]), 7, "bernoulli", 0.01, True, False)
+
+
+@pytest.mark.parametrize(("scale", "part"), [(2**-1, 0.98), (2**-5, 1.02)])
+def test_numbers_that_half_precision_rounds_the_most(scale: float, part: float, way: str) -> None:
+    rate, member = (torch.full((1, count, 1), 1 + part * 2.0**-8) for count in (3, 200))
+    ptrs = (torch.tensor([0, count]) for count in (3, 200))
+    agree(scale * rate, member, *ptrs, torch.tensor([0]), 0, "bernoulli", 0.0, False, False)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_rows_of_all_ways_in_one_batch(is_causal: bool) -> None:
+    """At the costs that decide by default. A causal row has few keys here, and tosses for them."""
+    y, z, _, key_ptr, streams, *law = model("all", 2, 600, 2)
+    given = (y[:, :6], z, torch.tensor([0, 3, 6]), key_ptr, streams, *law[:-1], is_causal)
+    sizes = (given[0].double() @ part[:, :, None].double() for part in (z[:, :600].sum(1), z[:, :600].amax(1)))
+    expected, bound = (x.flatten() for x in sizes)
+    ways = samplers.plan_rows(expected, bound, 600, "bernoulli")[1]
+    assert {*ways.tolist()} == {samplers.PROPOSALS, samplers.GAPS, samplers.COINS}
+    agree(*given)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_rows_of_many_panels_and_many_proposals(is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More panels than are joined at once, and more proposals than one Poisson count draws; rows share one scratch."""
+    monkeypatch.setattr(samplers, "PROPOSAL_COST", 0.0)
+    monkeypatch.setattr(samplers, "GAP_COST", math.inf)
+    monkeypatch.setattr(MODULES_BY_NAME["cuda_sampling"], "ROOM", 1)
+    monkeypatch.setattr(MODULES_BY_NAME["cuda_sampling"], "JOINED", 2)
+    random = torch.Generator().manual_seed(8)
+    y, z = torch.zeros(1, 160, 2), torch.randint(12, 17, (1, 160, 2), generator=random) / 16
+    y[:, -1] = 0.48
+    ptrs = torch.tensor([0, 160]), torch.tensor([0, 160])
+    rowptr, _ = agree(y, z, *ptrs, torch.tensor([0]), 3, "bernoulli", 0.0, False, is_causal)
+    assert rowptr[-1] > 100  # of about 300 proposals
+
+
+def test_a_sequence_has_its_graph_in_any_batch(way: str) -> None:
+    random = torch.Generator().manual_seed(9)
+    y, z, ptr = (
+        torch.rand(1, 9, 3, generator=random) / 4,
+        torch.rand(1, 9, 3, generator=random),
+        torch.tensor([0, 4, 9]),
+    )
+    law = (11, "bernoulli", 0.0, False, True)
+    rowptr, col = ops.sample_sbm(y, z, ptr, ptr, torch.tensor([5, 2]), *law)
+    mine, keys = ops.sample_sbm(y[:, 4:], z[:, 4:], torch.tensor([0, 5]), torch.tensor([0, 5]), torch.tensor([2]), *law)
+    assert torch.equal(mine, rowptr[4:] - rowptr[4])
+    assert torch.equal(keys + 4, col[rowptr[4] :])
+
+
+def test_graphs_that_cannot_be() -> None:
+    ptr, stream, ones = torch.tensor([0, 3]), torch.tensor([0]), torch.ones(1, 3, 2)
+    for value in (math.nan, math.inf):
+        rate = ones.index_fill(1, torch.tensor([1]), value)
+        with pytest.raises(ValueError, match="Expected 'rate' and 'member' to be finite"):
+            ops.sample_sbm(rate, ones, ptr, ptr, stream, 0, "bernoulli", 0.0, True, False)
+    with pytest.raises(ValueError, match=r"Expected edge probabilities in \[0, 1\] \(got 2\)"):
+        ops.sample_sbm(ones, ones, ptr, ptr, stream, 0, "bernoulli", 0.25, False, False)
+    assert len(agree(ones, ones, ptr, ptr, stream, 0, "bernoulli", 0.25, True, False)[1]) == 9
+    agree(ones, ones, ptr, ptr, stream, 0, "fastrg", 0.25, False, False)
+
+
+def test_coins_that_only_float64_decides(monkeypatch: pytest.MonkeyPatch, kernels: Kernels) -> None:
+    """A word is a coin that falls if word + 1 <= 2^32 p. Of two keys one has just that, the next a little less."""
+    monkeypatch.setattr(samplers, "PROPOSAL_COST", math.inf)
+    monkeypatch.setattr(samplers, "GAP_COST", math.inf)
+    word, first = torch.zeros(130, dtype=torch.int64), torch.tensor(0)
+    for bit in reversed(range(32)):
+        above = word + 2**bit
+        word = torch.where(samplers.toss(above, first, 3, 0, 5), word, above)
+    least = (word + 1).double()
+    least[1::2] -= 2**-10
+    ptrs = torch.tensor([0, 1]), torch.tensor([0, 130])
+    rate, member = torch.ones(1, 1, 1).double(), (least / 2**32).view(1, 130, 1)
+    _, col = agree(rate, member, *ptrs, torch.tensor([3]), 5, "bernoulli", 0.0, False, False)
+    assert col.tolist() == [*range(0, 130, 2)]
+    assert "_coins" in kernels.started
+
+
+def test_models_without_blocks_keys_or_queries_take_the_reference(kernels: Kernels) -> None:
+    for queries, keys, blocks in ((2, 3, 0), (0, 3, 2), (2, 0, 2)):
+        y, z, ptrs = (
+            torch.ones(1, queries, blocks),
+            torch.ones(1, keys, blocks),
+            (torch.tensor([0, n]) for n in (queries, keys)),
+        )
+        agree(y, z, *ptrs, torch.tensor([0]), 0, "bernoulli", 0.5, False, False)
+    assert not kernels.started
+
+
+@pytest.mark.parametrize("method", ["bernoulli", "fastrg"])
+def test_sampling_takes_few_launches_and_one_wait(method: str, kernels: Kernels) -> None:
+    given = model("coins", 1, 3, 1, blocks=4)
+    before, waits = kernels.launches, kernels.waits
+    torch.ops.sbm_pyg.sample_sbm(*given[:6], method, *given[7:])
+    draws = ["_gaps", "_proposals", "_coins"] if method == "bernoulli" else ["_proposals", "_coins"]
+    assert kernels.started == ["_panels", "_join", "_plan", *draws, *draws]
+    assert kernels.launches - before == len(kernels.started) + 13
+    assert kernels.waits - waits <= 1
+
+
+# ------------------------------------------------------------------ what kernels do not take
+
+
+@pytest.mark.parametrize("width", [0, 513])
+def test_vectors_that_fit_no_tile_take_the_reference(width: int, kernels: Kernels) -> None:
+    graph = random_graph(1, 3, 4, 0.7)
+    query, key, value = (torch.randn(1, n, c, dtype=torch.float64) for n, c in ((3, width), (4, width), (4, 2)))
+    leaves, rows = [query.requires_grad_(), key.requires_grad_()], (graph.rowptr, graph.col)
+    out, _ = ops.edge_attention(query, key, value, *rows, None, None, 0.1)
+    meant, _ = reference.edge_attention(query, key, value, *rows, None, None, 0.1, "score", 0.0, 0)
+    torch.testing.assert_close(out, meant)
+    losses = (
+        out.sum() + ops.edge_dot(query, key, *rows).sum(),
+        meant.sum() + reference.edge_dot(query, key, *rows).sum(),
+    )
+    for mine, wanted in zip(*(torch.autograd.grad(loss, leaves) for loss in losses), strict=True):
+        torch.testing.assert_close(mine, wanted)
+    given: Any = (torch.ones_like(out), query.detach(), key.detach(), value, *rows, None, *rows, None, 0.1)
+    assert all(torch.equal(*pair) for pair in zip(ops.edge_effect(*given), reference.edge_effect(*given), strict=True))
+    assert not kernels.started
+
+
+# ------------------------------------------------------------------ what is asked of the device
+
+
+def attended(heads: int, tokens: int, dropout: float) -> None:
+    graph = random_graph(heads, tokens, tokens, 0.3)
+    leaves = test_ops.tensors(graph, 4, 4, True, True, torch.float32)
+    out, _ = test_ops.attend(leaves, graph, "score", dropout)
+    test_ops.gradients(out, leaves)
+
+
+BACKWARD = ["_attention_backward", "_gather", "_gather"]
+
+
+@pytest.mark.parametrize(("heads", "tokens"), [(1, 3), (2, 9)])
+def test_attention_takes_few_launches(heads: int, tokens: int, kernels: Kernels) -> None:
+    attended(heads, tokens, 0.0)
+    assert kernels.started == ["_attention", *BACKWARD]
+    kernels.started.clear()
+    attended(heads, tokens, 0.1)
+    fill = ["_fill", "_fill"]
+    assert kernels.started == [*fill, "_attention", *fill, *BACKWARD]
+
+
+def test_attention_asks_for_nothing_but_kernels_and_memory(kernels: Kernels) -> None:
+    """Forward and backward, over a graph whose keys are in order already: each kernel, and what holds its results."""
+    graph = random_graph(2, 5, 6, 0.5)
+    query, key, value = (torch.randn(2, n, 4) for n in (5, 6, 6))
+    given = (query, key, value, graph.rowptr, graph.col, None, None)
+    reference.by_key(graph.rowptr, graph.col, 2, 6)
+    before, waits = kernels.launches, kernels.waits
+    out, lse = torch.ops.sbm_pyg.edge_attention(*given, 0.5, "score", 0.0, 0)
+    torch.ops.sbm_pyg.edge_attention_backward(out, *given, out, lse, 0.5, "score", 0.0, 0, False, False)
+    assert len(kernels.started) == 4
+    assert kernels.launches - before == 4 + 8
+    assert kernels.waits == waits
+
+
+@pytest.mark.parametrize(("is_causal", "most"), [(False, 159), (True, 163)])
+def test_a_training_step_takes_few_launches(is_causal: bool, most: int, kernels: Kernels) -> None:
+    """Of the default layer. Most are for projections and their gradients."""
+    torch.manual_seed(0)
+    conv, x = SBMAttentionConv(8, 4, heads=2, num_blocks=4, is_causal=is_causal), torch.randn(14, 8, requires_grad=True)
+    ptr, grad = torch.tensor([0, 5, 14]), torch.randn(14, 8)
+    launches, allocations, waits = kernels.launches, kernels.allocations, kernels.waits
+    conv(x, ptr=ptr, seed=1).backward(grad)
+    effects = ["_measure", "_measure", "_effect", *["_gather"] * 4]  # gradients of memberships, for edges and probes
+    sampled = ["_panels", "_join", "_plan", *["_gaps", "_proposals", "_coins"] * 2]
+    assert kernels.started == [*sampled, "_attention", "_start", "_step", *effects, *BACKWARD]
+    assert kernels.launches - launches <= most
+    assert kernels.launches - launches - (kernels.allocations - allocations) <= 138
+    assert kernels.waits - waits <= 4
+
+
+def test_long_rows_take_few_launches_more(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the default layer: eight kernels unite rows, and pieces are counted for both sides of edges and of probes."""
+    monkeypatch.setattr(MODULES_BY_NAME["cuda_rows"], "LONG", 8)
+    torch.manual_seed(0)
+    conv, x = SBMAttentionConv(8, 4, heads=2, num_blocks=4), torch.randn(14, 8, requires_grad=True)
+    ptr, grad = torch.tensor([0, 5, 14]), torch.randn(14, 8)
+    launches, allocations, waits = kernels.launches, kernels.allocations, kernels.waits
+    conv(x, ptr=ptr, seed=1).backward(grad)
+    assert (kernels.started.count("_unite"), kernels.started.count("_count")) == (8, 4)
+    assert kernels.launches - launches - (kernels.allocations - allocations) <= 150
+    assert kernels.waits - waits <= 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("widths", "causal", "window", "exploration"),
+    [
+        ((5, 7, 4), False, -1, 0.0),
+        ((16, 32, 20), True, 1, 0.0),
+        ((64, 64, 80), False, 0, 0.0),
+        ((64, 64, 80), False, -1, 0.03),
+        ((16, 32, 20), True, 1, 0.6),  # where some pairs are certain
+    ],
+)
+def test_edges_are_drawn_beside_scores(
+    widths: tuple[int, int, int], causal: bool, window: int, exploration: float, dtype: torch.dtype, kernels: Kernels
+) -> None:
+    """More than one tile of queries and of keys, empty sequences, and rows without edges: the edges of plain torch, and
+    at most twice its error and two units of the largest number. The backward passes start from the same output.
+    """
+    random = torch.Generator().manual_seed(0)
+    queries, keys = [70, 0, 1, 20], [70, 0, 1, 20] if causal else [9, 3, 1, 130]
+    ptrs = [torch.tensor([0, *lengths]).cumsum(0) for lengths in (queries, keys)]
+    (n, m), (channels, wide, blocks) = (int(ptr[-1]) for ptr in ptrs), widths
+    sizes = (n, channels), (m, channels), (m, wide), (n, blocks), (m, blocks)
+    tokens = [torch.randn(2, *size, generator=random).to(dtype) for size in sizes[:3]]
+    rate, member = (torch.rand(2, *size, generator=random) for size in sizes[3:])
+    rate = rate * 2 / blocks
+    rate[:, :3] = 0
+    given: Any = (*tokens, rate, member, *ptrs, torch.arange(4))
+    law: Any = (7, exploration, 0.4, causal, window)
+    grad = torch.randn(*tokens[0].shape[:2], wide, generator=random).to(dtype)
+    mine: Any = torch.ops.sbm_pyg.sampled_attention(*given, *law)
+    results = [(*mine, *torch.ops.sbm_pyg.sampled_attention_backward(grad, *given, *mine, *law, True))]
+    plain: Any = sampled
+    for of in ((grad, *given, *mine), [x.double() if x.is_floating_point() else x for x in (grad, *given, *mine)]):
+        inputs = of[1 : len(given) + 1]
+        results.append((*plain.sampled_attention(*inputs, *law), *plain.sampled_attention_backward(*of, *law, True)))
+    for number, (found, peer, want) in enumerate(zip(*results, strict=True)):
+        assert found.dtype == peer.dtype
+        if number == 3:  # the heaviest edge of each query
+            assert torch.equal(found, peer)
+            continue
+        error, other = (torch.where(x == want, 0, x.double() - want).abs().max() for x in (found, peer))
+        assert error <= 2 * other + 2 * torch.finfo(found.dtype).eps * want[want.isfinite()].abs().max()
+    assert kernels.started == ["_sampled", "_sampled_queries", "_sampled_keys"]
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")
+def test_nan_of_a_model_stays_in_its_row_beside_scores() -> None:
+    x, ptr = torch.ones(1, 70, 16), torch.tensor([0, 70])
+    rate = torch.full((1, 70, 2), 0.2)
+    rate[0, 3, 1] = torch.nan
+    out = torch.ops.sbm_pyg.sampled_attention(
+        x, x, x, rate, rate.nan_to_num(0.2), ptr, ptr, ptr[:1], 1, 0.0, 1.0, False, -1
+    )
+    assert [*dict.fromkeys(out[0].isnan().nonzero()[:, 1].tolist())] == [3]
+
+
+def test_a_training_step_beside_scores_waits_for_nothing(kernels: Kernels) -> None:
+    """So a CUDA graph can capture it, coins and all."""
+    torch.manual_seed(0)
+    conv, x = SBMAttentionConv(8, 4, heads=2, num_blocks=4, tiled=True), torch.randn(14, 8, requires_grad=True)
+    launches, allocations, waits = kernels.launches, kernels.allocations, kernels.waits
+    conv(x, seed=1).square().sum().backward()
+    assert kernels.started == ["_sampled", "_sampled_queries", "_sampled_keys"]
+    assert kernels.launches - launches - (kernels.allocations - allocations) <= 100
+    assert kernels.waits == waits
+
+
+@pytest.mark.parametrize(("is_causal", "most", "waits"), [(False, 227, 5), (True, 314, 7)])
+def test_a_training_step_over_blocks_takes_few_launches(
+    is_causal: bool, most: int, waits: int, kernels: Kernels
+) -> None:
+    torch.manual_seed(0)
+    conv = SBMAttentionConv(8, 4, heads=2, num_blocks=4, is_causal=is_causal, grain=2)
+    x, ptr, grad = torch.randn(14, 8, requires_grad=True), torch.tensor([0, 5, 14]), torch.randn(14, 8)
+    launches, waited = kernels.launches, kernels.waits
+    conv(x, ptr=ptr, seed=1).backward(grad)
+    assert [name for name in kernels.started if name.startswith("_block")] == [
+        "_block_attention", *["_block_gains"] * 2, "_block_effect", "_block_queries", "_block_keys",
+    ]  # fmt: skip
+    assert kernels.launches - launches <= most
+    assert kernels.waits - waited <= waits
+
+
+@pytest.mark.parametrize(("option", "most", "waits"), [({"self_loops": True}, 213, 5), ({"window": 3}, 232, 6)])
+def test_edges_that_are_always_there_take_few_launches(
+    option: dict[str, Any], most: int, waits: int, kernels: Kernels
+) -> None:
+    torch.manual_seed(0)
+    conv, ptr = SBMAttentionConv(8, 4, heads=2, num_blocks=4, **option), torch.tensor([0, 5, 14])
+    x, grad = torch.randn(14, 8, requires_grad=True), torch.randn(14, 8)
+    launches, waited = kernels.launches, kernels.waits
+    conv(x, ptr=ptr, seed=1).backward(grad)
+    assert kernels.launches - launches <= most
+    assert kernels.waits - waited <= waits
