@@ -443,8 +443,8 @@ class SBMHead(torch.nn.Module):
     probabilities: a pair is an edge only where every group says so. The :class:`SBM` has one block for each of the
     :math:`k^G = K` ways to choose a block of each group, with the product of the memberships (docs/concepts.md).
 
-    Cost O(NC^2 + NKC + K^2 C) per head; with groups O(NC^2 + NGkC + NK). The SBM then multiplies Y with S, O(NK^2), where
-    S is not the identity.
+    Cost O(NC^2 + NKC + K^2 C) per head; with groups O(NC^2 + NGkC + NK). The SBM then multiplies Y with S, O(NK^2),
+    where S is not the identity.
 
     Args:
         channels: Channels per head C.

@@ -21,6 +21,8 @@ from torch import Tensor
 from torch._guards import detect_fake_mode
 from torch.autograd import forward_ad
 
+from .blocks import sides as cut_sides
+
 INTEGERS = (torch.int32, torch.int64)
 LARGE = 2**26  # bytes below which nobody asks how many there are
 
@@ -220,7 +222,8 @@ def blocks(
                 f"Expected '{name}' to end with the number of tokens, {tokens.size(1)} (got {int(ptr[-1])}). "
                 "It holds the offsets of the sequences."
             )
-    count = query.size(0) * int(((ptrs[0].diff() + grain - 1) // grain).sum()) + 1 if known else None
+    cut = cut_sides((query.size(1), key.size(1)), ptrs, grain)[0] if known else None  # which attention looks at, too
+    count = None if cut is None else query.size(0) * cut.count + 1
     rows = {f"{prefix}rowptr": rowptr, f"{prefix}col": col}
     _rows(rows, "[H*n+1]", count, ("query", query), "query block", per_edge, ("[E, grain, grain]", (grain, grain)))
     return *ptrs, grain

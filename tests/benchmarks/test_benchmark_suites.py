@@ -92,6 +92,10 @@ def test_a_wrong_gradient_alone_is_rejected() -> None:
         kernels.compare({"output": (good, good), "key gradient": (bad, good)})
     with pytest.raises(Rejected, match="nan"):
         kernels.compare({"output": (good * torch.nan, good)})
+    nothing = torch.zeros(3)  # as from a graph without edges
+    assert kernels.compare({"output": (nothing, nothing)}) == 0
+    with pytest.raises(Rejected, match="its output is off by 1"):
+        kernels.compare({"output": (good, nothing)})
 
 
 # ------------------------------------------------------------------ a run
