@@ -124,6 +124,24 @@ def test_a_training_step_takes_few_operations_and_waits(is_causal: bool) -> None
         assert waits == 5
 
 
+def test_offsets_are_waited_for_once() -> None:
+    """By the first layer of a model."""
+    torch.manual_seed(0)
+    layers, x, ptr = (
+        [SBMAttentionConv(32, 16, heads=2) for _ in range(2)],
+        torch.randn(96, 32),
+        torch.tensor([0, 40, 96]),
+    )
+    counts = []
+    with plain_torch() as counted:
+        for layer in layers:
+            x = layer(x, ptr=ptr, seed=1)
+            counts.append(counted.waits)
+        x.square().sum().backward()
+    assert counts == [5, 9]
+    assert counted.waits == 9
+
+
 def test_a_training_step_over_blocks_waits_once_more() -> None:
     """For the number of blocks."""
     launches, waits = trained(4, 250, grain=16)
