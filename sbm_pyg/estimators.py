@@ -33,7 +33,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch_geometric.utils import softmax
 
 from . import ops
 from .blocks import BlockGraph
@@ -493,15 +492,6 @@ def local_expectation(
     return ops.local_expectation(
         out, query, key, value, *pairs, chance, forced, scale, exploration, factors=factors, prob=both
     )
-
-
-def edge_softmax(
-    logit: Tensor, index: Tensor | None = None, ptr: Tensor | None = None, size: int | None = None
-) -> Tensor:
-    """PyG's softmax, except that a logit of minus infinity gives weight 0, even if no other edge is left in the row."""
-    forbidden = logit == -torch.inf
-    alpha = softmax(logit.masked_fill(forbidden, torch.finfo(logit.dtype).min), index, ptr, size)
-    return alpha.masked_fill(forbidden, 0)
 
 
 def edge_logits(query: Tensor, key: Tensor, graph: AttentionGraph, bias: Tensor | None, scale: float) -> Tensor:

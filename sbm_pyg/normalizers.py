@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch_geometric.utils import softmax
 
 from . import ops
-from .estimators import edge_softmax
 from .ops import checks
 
 __all__ = ["Entmax"]
@@ -140,6 +140,15 @@ def check_normalizer(normalizer: Any, heads: int | None = None) -> None:
 def alpha_of(normalizer: str | Entmax) -> float | Tensor:
     """Alpha of all heads, or of each, ``[H]``; 1 for softmax."""
     return ALPHAS[normalizer] if isinstance(normalizer, str) else normalizer.alpha
+
+
+def edge_softmax(
+    logit: Tensor, index: Tensor | None = None, ptr: Tensor | None = None, size: int | None = None
+) -> Tensor:
+    """PyG's softmax, except that a logit of minus infinity gives weight 0, even if no other edge is left in the row."""
+    forbidden = logit == -torch.inf
+    alpha = softmax(logit.masked_fill(forbidden, torch.finfo(logit.dtype).min), index, ptr, size)
+    return alpha.masked_fill(forbidden, 0)
 
 
 def normalize(

@@ -35,6 +35,7 @@ from sbm_pyg import (
 )  # fmt: skip
 from sbm_pyg.analysis import graph_statistics, to_networkx
 from sbm_pyg.blocks import block_mean, block_tokens
+from sbm_pyg.normalizers import normalize
 from sbm_pyg.ops import blocks as meaning
 from sbm_pyg.ops.blocks import Cut
 from sbm_pyg.ragged import offsets
@@ -356,7 +357,7 @@ def test_weights_of_blocks_are_sums_of_those_of_tokens(graph: BlockGraph) -> Non
     rowptr, col, ptrs, grain, is_causal = rows(graph)
     found = ops.block_weight(query, key, rowptr, col, ptrs, grain, is_causal, scale=0.7)
     logit = ops.edge_dot(query, key, graph.rowptr, graph.col) * 0.7
-    weight = estimators.edge_softmax(logit, ptr=graph.rowptr)
+    weight = normalize("softmax", logit, ptr=graph.rowptr)
     edge = graph.spread(torch.arange(graph.blocks.num_edges))
     wanted = torch.zeros(graph.blocks.num_edges, dtype=torch.float64).index_add(0, edge, weight)
     torch.testing.assert_close(found, wanted, atol=1e-12, rtol=1e-12)
