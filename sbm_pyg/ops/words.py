@@ -48,7 +48,10 @@ def scramble(counters: Tensor, seed: int) -> Tensor:
         if step % 2 == 0:
             product ^= keys[step // 2]  # upper halves enter this round, lower ones the next
         low, high = product.view(torch.int32).view(2, -1, 2).unbind(-1)
-        torch.bitwise_xor(high, odd, out=halves[:, 0])
+        if torch.compiler.is_compiling():  # which knows no results with gaps
+            halves[:, 0] = high ^ odd
+        else:
+            torch.bitwise_xor(high, odd, out=halves[:, 0])
         odd = low
     halves[:, 1] = odd
     return counters
