@@ -234,7 +234,7 @@ def test_the_rows_mix_all_ways() -> None:
     )  # a query that takes all blocks alike, and one that takes the first alone
     rate = torch.cat([0.001 * even, 0.9 * even, 0.6 * odd, 0.004 * even, 0.01 * odd]).repeat(80, 1)
     prob = rate[:, 0] * torch.tensor([1, 1, 1 / blocks, 1, 1 / blocks]).repeat(80)
-    way = samplers.plan_rows(prob.double() * keys, rate.amax(1).double(), keys, "bernoulli")[1]
+    way = samplers.plan_rows(prob.double() * keys, rate.amax(1).double(), keys, "bernoulli").way
     names = [samplers.GAPS, samplers.COINS, samplers.COINS, samplers.GAPS, samplers.PROPOSALS]
     assert way.tolist() == names * 80
     sbm = SBM(rate[None], member[None], torch.eye(blocks)[None])

@@ -316,9 +316,9 @@ def sample_sbm(
     bound += exploration
     samplers.check_expected(torch.from_numpy(expected))
     ways = samplers.plan_rows(torch.from_numpy(expected), torch.from_numpy(bound), torch.from_numpy(row_keys), method)
-    stretch, way = (x.numpy() for x in ways)
+    way = ways.way.numpy()
     way = np.where((way == _COINS) & (bound > 1), _LARGE_COINS, way).astype(np.uint8)
-    plan, used = _Plan(way, stretch, bound), np.bincount(way, minlength=4)
+    plan, used = _Plan(way, ways.stretch.numpy(), bound), np.bincount(way, minlength=4)
 
     panel_ptr = np.concatenate([[0], np.cumsum((np.diff(k_ptr) + PANEL - 1) // PANEL)])
     low_rate, columns, error = _low_precision(

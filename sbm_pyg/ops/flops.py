@@ -167,10 +167,10 @@ def sample_sbm(
         keys = reach[start:end]
         bound = (rate * member.cummax(1).values[:, keys - 1]).sum(-1) + exploration
         expected = (rate * member.cumsum(1)[:, keys - 1]).sum(-1) + exploration * keys
-        stretch, way = samplers.plan_rows(expected, bound, keys, method)
-        proposals = torch.zeros_like(expected) if method == "fastrg" else expected * stretch
-        tried = torch.where(way == samplers.GAPS, bound * keys, proposals)
-        pairs += float(torch.where(way == samplers.COINS, keys.double(), tried).sum())
+        plan = samplers.plan_rows(expected, bound, keys, method)
+        proposals = torch.zeros_like(expected) if method == "fastrg" else plan.proposals
+        tried = torch.where(plan.way == samplers.GAPS, plan.landings, proposals)
+        pairs += float(torch.where(plan.way == samplers.COINS, keys.double(), tried).sum())
     return 2 * blocks * (2 * heads * num_queries + round(pairs))
 
 

@@ -34,9 +34,11 @@ ROOM = {"cpu": 2**23}
 """Bytes of the largest tensors that rows are drawn with at a time, by kind of device: what the caches of a CPU hold."""
 WIDE = 2**30
 """The same on other devices, where few large operations are fastest."""
+UNIT = {bits: torch.tensor(2.0**-bits, dtype=torch.float64, device="cpu") for bits in (32, 53)}
+"""What words of so many bits are multiplied with; a tensor, so that the product is float64."""
 
 
-def _running(x: Tensor, ptr: Tensor, longest: int, panel: int = PANEL) -> Tensor:
+def _running(x: Tensor, ptr: Tensor, longest: int, panel: int = PANEL, before: int = 0) -> Tensor:
     """Running sums of the numbers of each sequence, ``x[0]``, and running maxima, ``x[1]`` if there is one.
 
     They are taken inside of panels of 64 numbers of a sequence, and joined with those over the panels before, which are
@@ -47,26 +49,26 @@ def _running(x: Tensor, ptr: Tensor, longest: int, panel: int = PANEL) -> Tensor
         ptr: Offsets of the sequences, ``[B+1]``.
         longest: No sequence has more numbers.
         panel: Size of a panel; those of panels are twice as large, so two steps do for 8,192 numbers.
+        before: 0: up to each number. 1: over the numbers before it.
     """
     total, length = x.size(2), ptr.diff()
     panels = total // panel + length.numel()  # at least as many as there are
-    count = (length + (panel - 1)) // panel
+    count = (length + (panel - 1 + before)) // panel
     begin = count.cumsum(0) - count
     shift = torch.repeat_interleave(ptr[:-1].sub(begin, alpha=panel), length, output_size=total)
     place = torch.arange(total, device=ptr.device) - shift
     flat = x.new_zeros(*x.shape[:2], panels * panel, x.size(3))
-    flat[:, :, place] = x
+    flat[:, :, before:][:, :, place] = x
     held = flat.unflatten(2, (panels, panel))
     held[0].cumsum_(2)
     for tops in held[1:]:
         tops.copy_(tops.cummax(2).values)
     if longest > panel:
-        upper = torch.nn.functional.pad(begin, (0, 1), value=panels)
-        before = _running(held[:, :, :, -1], upper, -(-longest // panel), 2 * panel).roll(1, 2)
-        before[:, :, begin] = 0
-        held[0].add_(before[0, :, :, None])
-        for tops, upper in zip(held[1:], before[1:], strict=True):
-            torch.maximum(tops, upper[:, :, None], out=tops)
+        ends = torch.nn.functional.pad(begin, (0, 1), value=panels)
+        carried = _running(held[:, :, :, -1], ends, -(-longest // panel), 2 * panel, 1)
+        held[0].add_(carried[0, :, :, None])
+        for tops, top in zip(held[1:], carried[1:], strict=True):
+            torch.maximum(tops, top[:, :, None], out=tops)
     return flat[:, :, place]
 
 
@@ -104,8 +106,8 @@ class _Rows(NamedTuple):
     such a number of a key that of a pair among all pairs; the first of these rows that is of its head and sequence; and
     the tiles that the keys of its sequence take."""
     value: Tensor
-    """``[6, n]``: a bound on its probabilities, the factor of its rates, the expected edges, that many times the
-    factor, the factor of its gaps, and how many keys it may attend to."""
+    """``[7, n]``: a bound on its probabilities, the factor of its rates, how many proposals, keys at gaps and edges to
+    expect, the factor of its gaps, and how many keys it may attend to."""
     way: Tensor
 
 
@@ -149,7 +151,7 @@ def _plan(
     row = torch.arange(heads * num_queries, device=key.device).view(heads, num_queries)
     head, place = torch.arange(heads, device=key.device)[:, None], row[0] - begin
     reach = torch.minimum(place + 1, length) if is_causal else length
-    first = head * num_keys + shift
+    first = torch.add(shift, head, alpha=num_keys)
     last = first + reach - 1
     per_row = (
         place,
@@ -178,10 +180,9 @@ def _plan(
         ends = parts.unflatten(2, (heads, -1)).transpose(1, 2)[:, :, batch].flatten(1, 2)
     mass = rate * ends  # [2, H*N, K+1]
     expected, bound = mass.sum(2)
-    stretch, way = plan_rows(expected, bound, reach, law.method)
-    gap = torch.log1p(-bound).reciprocal()
-    value = torch.stack([bound, stretch, expected, expected * stretch, gap, reach])
-    return _Model(rate, keys.flatten(0, 1), mass[0], sums, tile), _Rows(number[:3], number[3:], value, way)
+    plan = plan_rows(expected, bound, reach, law.method)
+    value = torch.stack([bound, plan.stretch, plan.proposals, plan.landings, expected, plan.slope.reciprocal(), reach])
+    return _Model(rate, keys.flatten(0, 1), mass[0], sums, tile), _Rows(number[:3], number[3:], value, plan.way)
 
 
 class _Needs(NamedTuple):
@@ -230,8 +231,7 @@ def _sample_rows(model: _Model, rows: _Rows, law: _Law, spare: int = 1) -> Tenso
     """
     n, (few, wide), device = rows.way.numel(), model.tile, rows.way.device
     ways = rows.way == torch.arange(3, device=device)[:, None]
-    bound, _, expected, proposals, _, reach = rows.value
-    hoped = torch.stack([proposals, bound * reach, expected])
+    hoped, reach = rows.value[2:5], rows.value[6]
     amounts = torch.stack([_enough(hoped, spare).ceil(), hoped, reach.expand(3, n)]) * ways
     parts = (amounts[1, :1] / 256).ceil()  # of the proposals of a row
     before = torch.nn.functional.pad(ways.flatten(), (1, 0))[:-1].cumsum(0).view(3, n)  # rows, one way after another
@@ -240,7 +240,7 @@ def _sample_rows(model: _Model, rows: _Rows, law: _Law, spare: int = 1) -> Tenso
     table = torch.cat([parts, amounts.flatten(0, 1), ways, tiles])  # [1 + 9 + 3 + 2, n]
     known = torch.cat([table.sum(1), table[4:8].amax(1)]).tolist()
     if not math.isfinite(sum(known)):
-        check_expected(proposals)
+        check_expected(hoped[0])
     needs = _needs(known, spare)
     if 8 * max(sum(needs.tiles) * few * wide, 4 * sum(needs.words[1:])) > ROOM.get(device.type, WIDE) and n > few:
         return torch.cat([_sample_rows(*half, law, spare) for half in _halves(model, rows)])
@@ -248,9 +248,9 @@ def _sample_rows(model: _Model, rows: _Rows, law: _Law, spare: int = 1) -> Tenso
     asked: list[tuple[Tensor, Callable[[Tensor], Drawn]]] = []  # counters, and what draws with their words
     looked, tops = None, []
     if any(needs.tiles):
-        tiled = _tile(model, rows, needs, ways, before, tiles)
+        tiled, end = _tile(model, rows, needs, ways, before, tiles)
         if needs.tiles[0]:
-            looked = tiled.p, ((tiles[0].cumsum(0) - rows.number[5]) * few + lane[0]) * wide
+            looked = tiled.p, torch.add(lane[0], end[:n] - rows.number[5], alpha=few) * wide
         if needs.tiles[1]:
             tossed = _Tiles(*(x[needs.tiles[0] :] for x in tiled))
             if law.method == "fastrg":
@@ -323,8 +323,10 @@ def _spread(sizes: Tensor, total: int) -> _Words:
     return _Words(of, begin, torch.arange(total, device=of.device) - begin, end)
 
 
-def _tile(model: _Model, rows: _Rows, needs: _Needs, ways: Tensor, before: Tensor, tiles: Tensor) -> _Tiles:
-    """Probabilities of some rows with all keys of their sequence.
+def _tile(
+    model: _Model, rows: _Rows, needs: _Needs, ways: Tensor, before: Tensor, tiles: Tensor
+) -> tuple[_Tiles, Tensor]:
+    """Probabilities of some rows with all keys of their sequence, and how many tiles begin with a row or before it.
 
     Args:
         model, rows, needs: As :func:`_sample_rows` has them.
@@ -335,7 +337,7 @@ def _tile(model: _Model, rows: _Rows, needs: _Needs, ways: Tensor, before: Tenso
     few, wide = model.tile
     way = GAPS if needs.tiles[0] else COINS
     skipped = sum(needs.rows[:way])
-    of, _, number, _ = _spread(tiles[way - 1 :].flatten(), sum(needs.tiles))
+    of, _, number, end = _spread(tiles[way - 1 :].flatten(), sum(needs.tiles))
     picked = torch.nonzero_static(ways[way:], size=sum(needs.rows[way:]) + few)[:, 1]  # -1 behind them
     slot = before[way:].flatten()[of][:, None] + torch.arange(-skipped, few - skipped, device=of.device)
     row, begin = picked[slot], number * wide  # [T, few], [T]
@@ -345,13 +347,14 @@ def _tile(model: _Model, rows: _Rows, needs: _Needs, ways: Tensor, before: Tenso
     where = (first[:, :1] + key).clamp_(max=model.key.size(0) - 1)
     p = torch.bmm(model.rate[row], model.key[where].mT)
     p.masked_fill_(key[:, None] >= (reach * there)[..., None], 0)
-    return _Tiles(p, row, begin)
+    return _Tiles(p, row, begin), end
 
 
 def _piecewise(work: Callable[..., Tensor], width: int, *given: Tensor) -> Tensor:
     """Do something to numbers that each make so many, a part of them at a time."""
     size = max(1, ROOM.get(given[0].device.type, WIDE // 4) // (8 * width))
-    return torch.cat([work(*some) for some in zip(*(x.split(size) for x in given), strict=True)])
+    done = [work(*some) for some in zip(*(x.split(size) for x in given), strict=True)]
+    return done[0] if len(done) == 1 else torch.cat(done)
 
 
 def _land(
@@ -369,7 +372,7 @@ def _land(
         words: The words, ``[4, .]``.
     """
     (counts, slots, _), (proposed, skipped, _) = needs.words, needs.room
-    u = (words[0] << 21 | words[1] >> 11).double() * 2.0**-53
+    u = torch.add(words[1] >> 11, words[0], alpha=2**21) * UNIT[53]
     row, begin, number = (x[counts:] for x in some[:3])
     inside, full = [], []
     if proposed:
@@ -377,7 +380,7 @@ def _land(
         inside.append(number[:slots] < count[row[:slots]])
         full.append(more)
     if skipped:
-        factor, reach = rows.value[4:, row[slots:]]
+        factor, reach = rows.value[5:, row[slots:]]
         gap = torch.fmin((u[counts + slots :] + 2.0**-53).log() * factor, reach).long()
         total = gap.cumsum(0)
         place = number[slots:] + (total - (total - gap)[begin[slots:] - (counts + slots)])
@@ -392,7 +395,7 @@ def _land(
 
     row, words = row[at], words[:3, counts:][:, at]
     number, (bound, stretch) = rows.number[:4, row], rows.value[:2, row]
-    unit, first = words.double() * 2.0**-32, number[1]
+    unit, first = words * UNIT[32], number[1]
     key = first[proposed:] + step
     if proposed:
         mass = model.mass[_first(proposing, needs.rows[PROPOSALS])]
@@ -404,7 +407,7 @@ def _land(
         p = _piecewise(lambda i, j: (model.rate[i] * model.key[j]).sum(1), model.key.size(1), row[near], key[near])
         if looked is not None:
             (few, wide), (known, begin) = model.tile, looked
-            place = begin[row[proposed:]] + step + step // wide * ((few - 1) * wide)
+            place = begin[row[proposed:]] + step.add(step // wide, alpha=(few - 1) * wide)
             p = torch.cat([p, known.flatten()[place]])
         most = torch.cat([-torch.expm1(-stretch[:proposed] * p[:proposed]), bound[proposed:]])
         keep = there & (unit[2] * most < p)
@@ -419,7 +422,7 @@ def _counts(rows: _Rows, row: Tensor, parts: Tensor, u: Tensor, terms: int) -> t
 
     They are drawn in equal parts of at most 256, as many as the rate needs: exp(-256) is normal.
     """
-    rate = (rows.value[3] / parts)[row]
+    rate = (rows.value[2] / parts)[row]
     inverse = torch.arange(1, terms, dtype=rate.dtype, device=rate.device).reciprocal()
     term = torch.cat([-torch.exp(-rate)[None], rate * inverse[:, None]]).cumprod(0)
     left = torch.cat([u[None], term]).cumsum(0)[1:]  # [terms, .]; along the first axis, every device adds one by one
@@ -463,7 +466,8 @@ def _propose(
 
 def _bytes(rows: _Rows, tiled: _Tiles) -> Tensor:
     """Counters of the first bytes of the coins of tiles, ``[4, T * rows * 16]``."""
-    number = (tiled.begin // 256 * 16)[:, None, None] + torch.arange(16, device=tiled.begin.device)
+    lane = torch.arange(16, device=tiled.begin.device)
+    number = lane.add((tiled.begin // 256)[:, None, None], alpha=16)
     place, stream, head = rows.word[:, tiled.row][..., None]  # [T, rows, 1]
     return torch.stack(torch.broadcast_tensors(number, place, stream, head | COIN_BYTE << 24)).flatten(1)
 
@@ -506,8 +510,23 @@ def check_expected(expected: Tensor) -> None:
         )
 
 
-def plan_rows(expected: Tensor, bound: Tensor, num_keys: Tensor | int, method: str) -> tuple[Tensor, Tensor]:
-    """How each row is sampled: the factor of its Poisson rates, and the cheapest of the three ways.
+class Plan(NamedTuple):
+    """How rows are sampled, and what there is to do by each way."""
+
+    way: Tensor
+    """The cheapest of the three."""
+    stretch: Tensor
+    """Factor of the Poisson rates."""
+    slope: Tensor
+    """Logarithm of the chance that a row whose probabilities all are the bound has no edge to a key."""
+    proposals: Tensor
+    """How many to expect."""
+    landings: Tensor
+    """How many keys to expect at gaps."""
+
+
+def plan_rows(expected: Tensor, bound: Tensor, num_keys: Tensor | int, method: str) -> Plan:
+    """How each row is sampled.
 
     With ``bound`` >= every probability of the row, rates ``c p`` with ``c = -log(1 - bound) / bound`` propose every
     pair often enough for thinning to reach p exactly. All in float64, so that every backend decides alike.
@@ -518,13 +537,16 @@ def plan_rows(expected: Tensor, bound: Tensor, num_keys: Tensor | int, method: s
         num_keys: Keys that the row may attend to.
         method: ``"bernoulli"`` or ``"fastrg"``.
     """
+    minus, landings = -bound, bound * num_keys
+    slope = torch.log1p(minus.clamp(min=1e-12 - 1))
     if method == "fastrg":
-        return torch.ones_like(bound), torch.where(expected * PROPOSAL_COST < num_keys, PROPOSALS, COINS)
-    minus = -bound
-    stretch = (torch.log1p(minus.clamp(min=1e-12 - 1)) / minus).nan_to_num(1.0)  # 1 where the bound is 0
+        way = torch.where(expected * PROPOSAL_COST < num_keys, PROPOSALS, COINS)
+        return Plan(way, torch.ones_like(bound), slope, expected, landings)
+    stretch = (slope / minus).nan_to_num(1.0)  # 1 where the bound is 0
+    proposals = expected * stretch
     coins = torch.where(bound <= 1 - 1e-12, num_keys, 0)
-    costs = torch.stack([coins, bound * num_keys * GAP_COST, expected * stretch * PROPOSAL_COST])
-    return stretch, COINS - costs.argmin(0)
+    costs = torch.stack([coins, landings * GAP_COST, proposals * PROPOSAL_COST])
+    return Plan(COINS - costs.argmin(0), stretch, slope, proposals, landings)
 
 
 def toss(threshold: Tensor, place: Tensor, stream: Tensor | int, head: Tensor | int, seed: int) -> Tensor:

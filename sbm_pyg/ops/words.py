@@ -44,7 +44,7 @@ def scramble(counters: Tensor, seed: int) -> Tensor:
     halves = counters.view(torch.int32).view(2, 2, -1, 2)[..., 0]  # the lower ones; all others are and stay 0
     odd = halves[:, 1]
     for step in range(10):
-        product = (even * multiplier).flip(0)
+        product = (even.expand(2, *even.shape) * multiplier).flatten(0, 1)[1:3]  # the second, and then the first
         if step % 2 == 0:
             product ^= keys[step // 2]  # upper halves enter this round, lower ones the next
         low, high = product.view(torch.int32).view(2, -1, 2).unbind(-1)
