@@ -23,7 +23,7 @@ from .graph import AttentionGraph
 from .ops.blocks import sides
 from .ops.sampled import sampled_edges
 from .ragged import count_pairs, draw_seed, readable, resolve_ptr, resolve_sequence_ids, stored_ptr, trust_offsets
-from .sbm import FLOOR, SBM, SBMHead, check_model, check_sbm
+from .sbm import FLOOR, SBM, SBMHead, check_model, reach_of_products
 
 __all__ = ["SBMGraph", "SBMSource", "ShareSchedule", "sample_edges"]
 
@@ -105,7 +105,7 @@ def sample_edges(
     sequence_ids = resolve_sequence_ids(sequence_ids, sbm.num_sequences, sbm.query_ptr.device)
     seed = draw_seed(seed, generator)
     with torch.no_grad():
-        reach = check_sbm(sbm)
+        reach = reach_of_products(sbm)
         limited = sbm if reach <= FAR else _widen(sbm, reach)
         limited = limited if budget is None else limited.limit(budget)
         _check_memory(limited, method, exploration)

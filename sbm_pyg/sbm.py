@@ -80,6 +80,9 @@ class SBM(EdgeProbability):
 
     ``p_ij`` is the dot product of ``rate_i`` and ``Z_j``.
     """
+    _most: float | None = field(init=False, default=None)
+    """No membership of a query is larger, by the way they are made, none is negative, and the other parts lie in
+    [0, 1], unless a value is NaN. None: values must be looked at."""
 
     def __post_init__(self) -> None:
         query, key, block = self.query_membership, self.key_membership, self.block_matrix
@@ -285,7 +288,11 @@ class SBM(EdgeProbability):
 
     def strict(self) -> SBM:
         """The same model, in which a query attends to earlier keys alone."""
-        return self if self.is_strict else replace(self, is_causal=True, is_strict=True)
+        if self.is_strict:
+            return self
+        other = replace(self, is_causal=True, is_strict=True)
+        object.__setattr__(other, "_most", self._most)
+        return other
 
     def limit(self, budget: float) -> SBM:
         """The model with each query's rates scaled down so that its expected number of keys is at most ``budget``.
@@ -344,6 +351,7 @@ class SBM(EdgeProbability):
         alike = self.rate is self.query_membership
         object.__setattr__(other, "query_membership", rate if alike else self.query_membership * factor[..., None])
         object.__setattr__(other, "rate", rate)
+        object.__setattr__(other, "_most", self._most and self._most / FLOOR)  # no factor is larger
         return other
 
     def _reach(self) -> Tensor:
@@ -410,6 +418,16 @@ def check_sbm(sbm: SBM) -> float:
             "Scale memberships to at most 1."
         )
     return sbm.num_blocks**2 * math.prod([max(1.0, size) for size in largest.values()])
+
+
+def reach_of_products(sbm: SBM) -> float:
+    """The bound of :func:`check_sbm`, without waiting for a device where values are bounded by the way they are made.
+
+    What draws a graph finds NaN by itself.
+    """
+    if sbm._most is None or ops.checks.at_hand(sbm.rate):
+        return check_sbm(sbm)
+    return sbm.num_blocks**2 * sbm._most
 
 
 def _batch(ptr: Tensor, total: int) -> Tensor:
@@ -602,7 +620,9 @@ class SBMHead(torch.nn.Module):
             query_degree, key_degree = self._degrees(query, key)
             query_side, key_side = query_side * query_degree[..., None], key_side * key_degree[..., None]
         block = block if block is None else block.to(query_side.dtype)
-        return SBM(query_side, key_side, *(cast(Tensor, each) for each in (block, query_ptr, key_ptr)))
+        sbm = SBM(query_side, key_side, *(cast(Tensor, each) for each in (block, query_ptr, key_ptr)))
+        object.__setattr__(sbm, "_most", 1.0)
+        return sbm
 
     def degrees(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         r"""Factors of the memberships: degrees of the queries ``[H, N]`` and of the keys ``[H, M]``, in (0, 1).

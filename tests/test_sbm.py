@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -134,6 +135,21 @@ def test_a_head_with_degrees_starts_as_one_without(parameterization: str) -> Non
     prob.sum().backward()
     assert head.degree_weight.grad is not None
     assert bool(head.degree_weight.grad.all())
+
+
+@pytest.mark.parametrize("degree_corrected", [False, True])
+@pytest.mark.parametrize("parameterization", ["paper", "mixed", "assortative", "overlapping"])
+def test_heads_know_how_large_memberships_can_be(parameterization: str, degree_corrected: bool) -> None:
+    """So nobody waits for a device to learn it."""
+    head = SBMHead(8, 2, 4, parameterization=parameterization, degree_corrected=degree_corrected)
+    query = 100 * torch.randn(2, 30, 8)
+    made = head(query, query, torch.tensor([0, 10, 30]))
+    for sbm in (made, made.share(0.9), made.strict().share(0.9).limit(1e9), made.causal().limit(0.1)):
+        assert sbm._most is not None
+        assert 0 <= sbm.query_membership.min() <= sbm.query_membership.max() <= sbm._most
+        for x in (sbm.key_membership, sbm.block_matrix):
+            assert 0 <= x.min() <= x.max() <= 1
+    assert replace(made, query_membership=-query[..., :4])._most is None
 
 
 @pytest.mark.parametrize("parameterization", ["assortative", "overlapping"])
