@@ -95,3 +95,22 @@ def test_devices_that_triton_does_not_serve_take_the_reference(
         assert cuda.kernel("edge_dot")(x, x, *rows).tolist() == [3, 3, 3]
     finally:
         cuda.compiles.cache_clear()
+
+
+@needs_triton
+@pytest.mark.parametrize(("setting", "precision"), [("tf32", "tf32"), ("ieee", "ieee"), ("none", "ieee")])
+def test_products_are_as_exact_as_torch_is_told(setting: str, precision: str) -> None:
+    """By its newer setting, beside which torch refuses to read the older one."""
+    from examples.benchmarks.compile_kernels import started
+    from sbm_pyg.ops import cuda_blocks
+
+    told = torch.backends.cuda.matmul
+    x, graph, ptr = torch.zeros(1, 16, 8), (torch.tensor([0, 1]), torch.tensor([0])), torch.tensor([0, 16])
+    before, told.fp32_precision = told.fp32_precision, setting
+    try:
+        ((_, _, options),) = started(
+            lambda: cuda_blocks.block_attention(x, x, x, *graph, ptr, ptr, 16, False, None, 1.0)
+        )
+    finally:
+        told.fp32_precision = before
+    assert options["PRECISION"] == precision

@@ -8,7 +8,8 @@ call gives the same bits. Not here: the effect of a pair from its sums (``blocks
 (:mod:`.cuda_rows`).
 
 Products of float32 are exact ones, unless torch lets matrices round to TensorFloat-32
-(``torch.backends.cuda.matmul.allow_tf32``). Vectors of no channels, or of more than ``WIDEST`` says, take plain torch.
+(``torch.backends.cuda.matmul.fp32_precision``). Vectors of no channels, or of more than ``WIDEST`` says, take plain
+torch.
 """
 
 from __future__ import annotations
@@ -330,7 +331,7 @@ class _Work:
         self.options = {
             "CAUSAL": is_causal, "WIDTH": query.size(2), "VALUE_WIDTH": value.size(2), "TOKENS": tokens,
             "TYPE": KINDS[kind], "WIDE": KINDS[self.wide], "maxnreg": 255,
-            "PRECISION": "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee",
+            "PRECISION": "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee",
             "num_warps": 4 if low and tokens < 64 and width <= 64 else 8, "num_stages": 2 if low else 1,
         }  # fmt: skip
 
