@@ -83,10 +83,13 @@ def test_every_kernel_is_registered(name: str) -> None:
     assert ours == (not name.startswith("sampled"))  # matrix products of torch serve all pairs on the CPU
 
 
-@pytest.mark.parametrize(("capability", "installed"), [((7, 5), True), ((9, 0), False)])
+@pytest.mark.parametrize(
+    ("capability", "installed", "hip"), [((7, 5), True, None), ((9, 0), False, None), ((9, 4), True, "7.1")]
+)
 def test_devices_that_triton_does_not_serve_take_the_reference(
-    capability: tuple[int, int], installed: bool, monkeypatch: pytest.MonkeyPatch
+    capability: tuple[int, int], installed: bool, hip: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if installed else None)
     cuda.compiles.cache_clear()

@@ -2,8 +2,8 @@
 
 In and out: the tensors of the op schemas in :mod:`sbm_pyg.ops`, on a CUDA device. Kernels are written in Triton, which
 comes with CUDA builds of torch. It is imported with the first call, never before. What it cannot compile for takes the
-reference: a device before NVIDIA's Ampere, and any where Triton is not installed. The modules of the kernels say which
-arguments they leave to the reference. No kernel here has run on a GPU yet (docs/kernels.md).
+reference: a device before NVIDIA's Ampere, AMD's, and any where Triton is not installed. The modules of the kernels say
+which arguments they leave to the reference. No kernel here has run on a GPU yet (docs/kernels.md).
 """
 
 from __future__ import annotations
@@ -42,15 +42,14 @@ MODULES = {
 
 
 def installed() -> bool:
-    """Whether Triton is there; it is not imported."""
-    return importlib.util.find_spec("triton") is not None
+    """Whether Triton is there, for NVIDIA's devices; it is not imported."""
+    return torch.version.hip is None and importlib.util.find_spec("triton") is not None
 
 
 @cache
 def compiles(device: torch.device) -> bool:
     """Whether Triton is there, and compiles for this device."""
-    known = torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
-    return known and installed()
+    return installed() and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def kernel(name: str) -> Callable[..., Any]:
