@@ -54,7 +54,7 @@ KERNELS = (
 @pytest.mark.slow
 def test_no_kernel_spills_registers(tmp_path: Path) -> None:
     """At the default sizes of blocks, on three kinds of GPU, in a loop. And probes round as often as on the CPU."""
-    done = run("-c", COMPILED, TRITON_CACHE_DIR=str(tmp_path))
+    done = run("-W", "error:TRITON", "-c", COMPILED, TRITON_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == KERNELS
 

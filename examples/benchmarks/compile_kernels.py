@@ -164,7 +164,7 @@ class Absent:
 def compiled(program: Any, arguments: tuple[Any, ...], options: dict[str, Any], target: int) -> Any:
     """A kernel as Triton compiles it for these arguments when it is first started on such a GPU."""
     triton.runtime.driver.set_active(Absent(target))
-    return program.warmup(*arguments, grid=(1,), **options)
+    return program.warmup(*arguments, grid=(1,), **cuda_rows.OPTIONS | options)
 
 
 # ------------------------------------------------------------------ what it asks of a GPU
