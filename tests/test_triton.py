@@ -117,3 +117,21 @@ def test_products_are_as_exact_as_torch_is_told(setting: str, precision: str) ->
     finally:
         told.fp32_precision = before
     assert options["PRECISION"] == precision
+
+
+@needs_triton
+@pytest.mark.parametrize("count", [5, 6, 8])
+def test_kernels_are_compiled_once_for_any_number_of_edges(count: int) -> None:
+    """Triton compiles anew for what does not begin at a multiple of 16 bytes."""
+    from examples.benchmarks.compile_kernels import started
+    from sbm_pyg.ops import cuda_edges, cuda_effects
+
+    x, lse, chance = torch.zeros(1, 4, 8), torch.zeros(1, 4), torch.zeros(4)
+    ptr, col = torch.tensor([0, 1, 1, 1, count]), torch.arange(count)
+
+    def call() -> None:
+        cuda_edges.edge_attention_backward(x, x, x, x, ptr, col, None, None, x, lse, 1.0, "score", 0.0, 0, False, False)
+        cuda_effects.edge_effect(x, x, x, x, ptr, col, None, ptr, col, None, 1.0, x, x, chance, 0.0)
+
+    for _, arguments, _ in started(call):
+        assert all(given.data_ptr() % 16 == 0 for given in arguments if isinstance(given, torch.Tensor))

@@ -22,6 +22,7 @@ from torch import Tensor
 from . import reference
 from .cuda_rows import (
     Shared,
+    aligned,
     bits,
     chances,
     dots,
@@ -245,7 +246,7 @@ def edge_attention_backward(
     dtype = wide(query, key, value, gate, bias)
     grad_out, query, key, value = (x.contiguous() for x in (grad_out, query, key, value))
     grad_query, grad_key, grad_value = (torch.empty_like(x) for x in (query, key, value))
-    slopes, shares = lse.new_empty(2, col.size(0), dtype=dtype)
+    slopes, shares = lse.new_empty(2, aligned(col.size(0)), dtype=dtype)
     grad_gate, grad_bias = (
         x.new_empty(x.shape) if x is not None and need else None for x, need in ((gate, need_gate), (bias, need_bias))
     )

@@ -19,6 +19,7 @@ from torch import Tensor
 from . import reference
 from .cuda_rows import (
     Shared,
+    aligned,
     bits,
     dots,
     finite,
@@ -254,7 +255,8 @@ def edge_effect(
     outs = [query.new_empty(tokens_of.size(0)) for _, tokens_of in graphs]
     counts, pieces = [out.size(0) for out in outs], [work.programs for work in works]
     parts, of_numbers = 2 if rate is None else 3, tiles(dtype, 1)
-    numbers = query.new_empty(parts * sum(counts), dtype=dtype).split([parts * count for count in counts])
+    sizes = [aligned(parts * count) for count in counts]
+    numbers = query.new_empty(sum(sizes), dtype=dtype).split(sizes)
     kept = query.new_empty(6 * (rows + pieces[0]), dtype=torch.float64)  # which holds the place of an edge, too
     sides: list[Tensor | None] = []
     for (pointer, tokens_of), extra, work, found, count in zip(graphs, biases, works, numbers, counts, strict=True):

@@ -49,15 +49,16 @@ OPTIONS = {"enable_fp_fusion": True}
 
 
 def launch(program: Any, count: int | tuple[int, int], *arguments: Any, **options: Any) -> None:
-    """Start a kernel on the device of its first argument; none where it would have no programs.
-
-    Triton compiles anew for tensors that do not begin at a multiple of 16 bytes, as a part of another may: scratch is
-    allocated apart.
-    """
+    """Start a kernel on the device of its first argument; none where it would have no programs."""
     grid = count if isinstance(count, tuple) else (count,)
     if min(grid) > 0:
         with torch.cuda.device_of(arguments[0]):
             program[grid](*arguments, **OPTIONS | options)
+
+
+def aligned(count: int) -> int:
+    """Numbers to allocate for so many, if others follow: Triton compiles anew for what begins at no 16 bytes."""
+    return 4 * triton.cdiv(count, 4)
 
 
 def takes(*given: Tensor | None) -> bool:
