@@ -1,10 +1,13 @@
-"""Modules that are not collected: those that need Triton where it is missing, and the contract that it interprets."""
+"""Modules that are not collected: what needs Triton where it is missing, and the contract with nothing to run on."""
 
 from __future__ import annotations
 
 import os
 from importlib.util import find_spec
 
+import torch
+
 collect_ignore_glob = [] if find_spec("triton") else ["sbm_pyg/ops/cuda_*.py"]
-if os.environ.get("TRITON_INTERPRET") != "1":  # `tests/test_triton*.py` run them apart
+runs = os.environ.get("TRITON_INTERPRET") == "1" or torch.cuda.is_available()
+if not (find_spec("triton") and runs):  # `tests/test_triton*.py` interpret them apart
     collect_ignore_glob += ["tests/triton_*.py"]

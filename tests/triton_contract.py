@@ -1,9 +1,11 @@
-"""What keeps the contract of ``test_ops.py`` by the Triton kernels: in Triton's interpreter, on tensors of the CPU.
+"""What keeps the contract of ``test_ops.py`` by the Triton kernels: in Triton's interpreter, or on a GPU.
 
 In: tests of the contract, and their smaller cases. Out: the same with our ops sent to the kernels, of which a program
-takes some milliseconds here. The tests themselves are in ``triton_edges.py`` and ``triton_graphs.py``. They are not
-collected by themselves: ``test_triton.py`` and ``test_triton_graphs.py`` run each in a process of its own, since Triton
-decides when it is imported whether it interprets. By hand: ``TRITON_INTERPRET=1 pytest tests/triton_edges.py``.
+takes some milliseconds when it is interpreted. The tests themselves are in ``triton_edges.py`` and
+``triton_graphs.py``. They are not collected by themselves: ``test_triton.py`` and ``test_triton_graphs.py`` run each in
+a process of its own, since Triton decides when it is imported whether it interprets. By hand:
+``TRITON_INTERPRET=1 pytest tests/triton_edges.py``. Where there is a GPU, the same without ``TRITON_INTERPRET`` runs
+on it: the tests have their tensors on the CPU, and each op carries them there and back.
 """
 
 from __future__ import annotations
@@ -18,17 +20,52 @@ import torch
 import triton.language as tl
 from problems import GRAPHS
 from test_launches import PlainTorch, plain_torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from sbm_pyg.ops import cuda
 
-assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1"
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+assert INTERPRETED or torch.cuda.is_available(), "set TRITON_INTERPRET=1"
+ON_ONE_SIDE = pytest.mark.skipif(not INTERPRETED, reason="what tests and kernels share is made once for each device")
 QUIET = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy's, of infinities and NaN
 MODULES_BY_NAME = {
     name: import_module(f"sbm_pyg.ops.{name}") for name in ("cuda_rows", *sorted({*cuda.MODULES.values()}))
 }
 MODULES = [*MODULES_BY_NAME.values()]
 SMALL = [name for name in GRAPHS if "1000" not in name]
+
+
+_CARRIED: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def carried(x: Tensor) -> Tensor:
+    """The tensor on the device: the same one whenever it is asked for, as what is known of a graph is kept with it."""
+    kept = _CARRIED.get(x)
+    if kept is None or kept[0] != x._version:
+        kept = _CARRIED[x] = x._version, x.detach().to(DEVICE)
+    return kept[1]
+
+
+class Carrier:
+    """The functions of a module, from and to tensors of the CPU, computed on the device; what is carried is not counted."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def computed(*given: Any) -> Any:
+            with _disable_current_modes():
+                there = tree_map_only(Tensor, carried, given)
+            found = getattr(self.module, name)(*there)
+            with _disable_current_modes():
+                return tree_map_only(Tensor, Tensor.cpu, found)
+
+        return computed
 
 
 class Kernels(PlainTorch):
@@ -41,7 +78,10 @@ class Kernels(PlainTorch):
 
     def module(self, name: str) -> Any:
         ours = name in cuda.MODULES and name.startswith(self.only)
-        return import_module(f"sbm_pyg.ops.{cuda.MODULES[name]}") if ours else super().module(name)
+        if not ours:
+            return super().module(name)
+        module = import_module(f"sbm_pyg.ops.{cuda.MODULES[name]}")
+        return module if INTERPRETED else Carrier(module)
 
 
 def rounded(cast: Callable[..., Any]) -> Callable[..., Any]:
@@ -78,9 +118,10 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
 
     for module in MODULES:
         monkeypatch.setattr(module, "launch", count)
-    monkeypatch.setattr(MODULES_BY_NAME["cuda_blocks"], "DOUBLES", True)  # in the interpreter with any version
-    for name, change in (("cast_impl", rounded), ("create_dot", multiplied)):
-        monkeypatch.setattr(InterpreterBuilder, name, change(getattr(InterpreterBuilder, name)))
+    if INTERPRETED:
+        monkeypatch.setattr(MODULES_BY_NAME["cuda_blocks"], "DOUBLES", True)  # with any version
+        for name, change in (("cast_impl", rounded), ("create_dot", multiplied)):
+            monkeypatch.setattr(InterpreterBuilder, name, change(getattr(InterpreterBuilder, name)))
     with plain_torch(counted):
         yield counted
 

@@ -1,4 +1,4 @@
-"""Attention, dot products and effects of edges and of blocks, in Triton's interpreter; see ``triton_contract.py``."""
+"""Attention, dot products and effects of edges and of blocks, in Triton's interpreter or on a GPU; see ``triton_contract.py``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import test_estimators
 import test_ops
 import torch
 from problems import GRAPHS, random_graph
-from triton_contract import MODULES_BY_NAME, QUIET, SMALL, Kernels, contract
+from triton_contract import DEVICE, MODULES_BY_NAME, QUIET, SMALL, Kernels, contract
 from triton_contract import kernels as kernels
 
 from sbm_pyg import ops
@@ -91,9 +91,9 @@ def test_no_piece_of_a_long_row_is_left_out(long: int, kernels: Kernels, monkeyp
     rows = MODULES_BY_NAME["cuda_rows"]
     monkeypatch.setattr(rows, "LONG", long)
     lengths = torch.tensor([0, long, long + 1, 0, 5 * long, 1, long - 1, 2 * long + 1])
-    ptr = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    ptr = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(DEVICE)
     work, pieces = rows.Shared(ptr, int(ptr[-1]), torch.empty(0)), -(-lengths // long)
-    assert work.more.diff(prepend=torch.zeros(1)).tolist() == torch.where(lengths > long, pieces, 0).tolist()
+    assert work.more.cpu().diff(prepend=torch.zeros(1)).tolist() == torch.where(lengths > long, pieces, 0).tolist()
     assert work.programs >= work.more[-1]
     assert rows.Shared(ptr, int(ptr[-1]), torch.empty(0)).more is work.more
     assert rows.Shared(ptr, long, torch.empty(0)).more is None

@@ -1,4 +1,4 @@
-"""Entmax, probes, graphs, tiles, and what all of them ask of a device, in Triton's interpreter; see ``triton_contract.py``."""
+"""Entmax, probes, graphs, tiles, and what all of them ask of a device, in Triton's interpreter or on a GPU; see ``triton_contract.py``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import test_ops
 import torch
 from problems import random_graph
 from test_launches import model
-from triton_contract import MODULES_BY_NAME, QUIET, Kernels, contract
+from triton_contract import MODULES_BY_NAME, ON_ONE_SIDE, QUIET, Kernels, contract
 from triton_contract import kernels as kernels
 
 from sbm_pyg import SBMAttentionConv, ops
@@ -291,6 +291,7 @@ def test_attention_takes_few_launches(heads: int, tokens: int, kernels: Kernels)
     assert kernels.started == [*fill, "_attention", *fill, *BACKWARD]
 
 
+@ON_ONE_SIDE
 def test_attention_asks_for_nothing_but_kernels_and_memory(kernels: Kernels) -> None:
     """Forward and backward, over a graph whose keys are in order already: each kernel, and what holds its results."""
     graph = random_graph(2, 5, 6, 0.5)
@@ -401,6 +402,7 @@ def test_a_training_step_beside_scores_waits_for_nothing(kernels: Kernels) -> No
     assert kernels.waits == waits
 
 
+@ON_ONE_SIDE
 @pytest.mark.parametrize(("is_causal", "most", "waits"), [(False, 223, 4), (True, 302, 6)])
 def test_a_training_step_over_blocks_takes_few_launches(
     is_causal: bool, most: int, waits: int, kernels: Kernels

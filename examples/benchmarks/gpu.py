@@ -32,7 +32,7 @@ DENSE = ("sdpa", "varlen", "dense")
 TILES = tuple(itertools.product((1024, 2048, 4096), (1, 2, 4)))
 """Words of the tiles that a program of an edge kernel holds, and its warps."""
 ROOT = Path(__file__).resolve().parents[2]
-TESTS = ("tests/test_triton.py", "tests/test_devices.py", "tests/test_launches.py")
+TESTS = ("tests/test_devices.py", "tests/triton_edges.py", "tests/triton_graphs.py")
 
 
 @dataclasses.dataclass(frozen=True)
