@@ -57,6 +57,35 @@ def test_a_peer_that_is_wrong_is_not_timed(tmp_path: Path, monkeypatch: pytest.M
     gpu._check.cache_clear()
 
 
+def test_a_peer_may_fail_in_any_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Triton does where a kernel asks for more than there is, with an error of its own."""
+
+    class OutOfResources(Exception):
+        pass
+
+    def fail(inputs: gpu.Inputs) -> gpu.Forward:
+        raise OutOfResources("shared memory")
+
+    gpu._check.cache_clear()
+    monkeypatch.setitem(gpu.BUILD, "edges", fail)
+    rows = measured(tmp_path, "--only", "attention", "--peers", "edges", "sdpa")
+    assert [row.get("remark") for row in rows] == [None, *["OutOfResources: shared memory"] * 3]
+
+
+def test_what_slices_are_killed_at_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(item: gpu.Item, given: argparse.Namespace) -> dict[str, Any]:
+        raise KeyboardInterrupt
+
+    words = ("--only", "layers", "--peers", "dense")
+    with monkeypatch.context() as patch:
+        patch.setitem(gpu.MEASURE, "layers", killed)
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                measured(tmp_path, *words)
+    (row,) = measured(tmp_path, *words)
+    assert row["remark"] == "two slices were killed at it"
+
+
 def test_sizes_of_tiles_are_tried_on_a_gpu_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = gpu.parse([*WORDS, "--output", str(tmp_path), "--only", "tuning"])
     assert not [*gpu.items(given)]
