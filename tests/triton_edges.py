@@ -97,6 +97,8 @@ def test_no_piece_of_a_long_row_is_left_out(long: int, kernels: Kernels, monkeyp
     assert work.programs >= work.more[-1]
     assert rows.Shared(ptr, int(ptr[-1]), torch.empty(0)).more is work.more
     assert rows.Shared(ptr, long, torch.empty(0)).more is None
+    with torch.inference_mode():
+        assert torch.equal(rows.Shared(ptr.clone(), int(ptr[-1]), torch.empty(0)).more, work.more)
 
 
 def test_a_long_row_is_united_from_its_parts(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -419,6 +419,30 @@ def test_a_training_step_over_blocks_takes_few_launches(
     assert kernels.waits - waited <= waits
 
 
+@QUIET
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"is_causal": True, "window": 2},
+        {"grain": 4},
+        {"tiled": True},
+        {"normalizer": "entmax15"},
+        {"normalizer": "entmax", "share": 0.2},
+    ],
+)
+def test_layers_in_inference_mode(options: dict[str, Any], kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With rows that several programs share, of which something is kept, and tensors that do not tell their version."""
+    monkeypatch.setattr(MODULES_BY_NAME["cuda_rows"], "LONG", 4)
+    torch.manual_seed(0)
+    conv = SBMAttentionConv(8, 4, heads=2, num_blocks=4, **options).eval()
+    x, ptr = torch.randn(22, 8), torch.tensor([0, 9, 22])
+    with torch.no_grad():
+        meant = conv(x, ptr=ptr, seed=1)
+    with torch.inference_mode():
+        torch.testing.assert_close(conv(x.clone(), ptr=ptr.clone(), seed=1), meant)
+
+
 @pytest.mark.parametrize(("option", "most", "waits"), [({"self_loops": True}, 205, 4), ({"window": 3}, 224, 5)])
 def test_edges_that_are_always_there_take_few_launches(
     option: dict[str, Any], most: int, waits: int, kernels: Kernels

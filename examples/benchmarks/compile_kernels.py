@@ -51,7 +51,6 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch
 def shared(call: Callable[[], Any]) -> None:
     """Some rows are so long that several programs share them, whose pieces nobody has counted yet."""
     long, cuda_rows.LONG = cuda_rows.LONG, 4
-    cuda_rows._PIECES.clear()
     try:
         call()
     finally:

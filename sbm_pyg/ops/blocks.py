@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
+from .kept import Kept
 from .reference import edge_row, find_edges, leave_one_out, segments, wide
 from .words import dropout_keeps, dropout_words
 
@@ -99,17 +99,14 @@ class Cut:
         return x if self.whole else x.index_select(1, self.slot)
 
 
-_CUTS: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_CUTS = Kept()
 
 
 def _cut(ptr: Tensor, total: int, grain: int, count: int | None) -> Cut:
     """A cut, which is kept for as long as ``ptr`` lives: pooling, attention, its backward pass and effects share it."""
-    if torch.compiler.is_compiling() or ptr.is_inference():
+    if torch.compiler.is_compiling():
         return Cut(ptr, total, grain, count)
-    known, kept = (ptr._version, total, grain), _CUTS.get(ptr)
-    if kept is None or kept[0] != known:
-        kept = _CUTS[ptr] = known, Cut(ptr, total, grain, count)
-    return kept[1]
+    return _CUTS.get(partial(Cut, count=count), ptr, total, grain)
 
 
 def sides(

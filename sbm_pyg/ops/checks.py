@@ -22,6 +22,7 @@ from torch._guards import detect_fake_mode
 from torch.autograd import forward_ad
 
 from .blocks import sides as cut_sides
+from .kept import captured
 
 INTEGERS = (torch.int32, torch.int64)
 LARGE = 2**26  # bytes below which nobody asks how many there are
@@ -251,7 +252,7 @@ def widest(device: torch.device) -> torch.dtype:
 
 def not_captured(where: torch.device) -> None:
     """Refuse to sample while a CUDA graph is captured, which takes no memory of a size that values decide."""
-    if torch.compiler.is_compiling() or where.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+    if not captured(where):
         return
     raise RuntimeError(
         "Expected no sampling while a CUDA graph is captured (got one: the number of edges is known only once they are "

@@ -17,9 +17,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from . import words
+from .kept import Kept
 
 WIDEST = 512
 """Channels of a vector above which a tile does not fit the registers of a block."""
@@ -83,18 +83,15 @@ def tiles(dtype: torch.dtype, *widths: int, held: int = 1) -> dict[str, Any]:
     return {"EDGES": edges, "WIDE": tl.float64 if dtype == torch.float64 else tl.float32, "num_warps": WARPS}
 
 
-_PIECES: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_PIECES = Kept()
 
 
-def _pieces(rowptr: Tensor) -> Tensor:
-    """The running number of pieces of long rows, ``[rows]`` int64. It is kept while ``rowptr`` lives."""
-    kept = _PIECES.get(rowptr)
-    if kept is None or kept[0] != (rowptr._version, LONG):
-        pieces = rowptr.new_empty(rowptr.numel() - 1)
-        count = pieces.numel()
-        launch(_count, triton.cdiv(count, 256), rowptr, pieces, count, LONG=LONG, TILE=256, num_warps=4)
-        kept = _PIECES[rowptr] = (rowptr._version, LONG), pieces.cumsum(0)
-    return kept[1]
+def _pieces(rowptr: Tensor, long: int) -> Tensor:
+    """The running number of pieces of rows of more than so many edges, ``[rows]`` int64."""
+    pieces = rowptr.new_empty(rowptr.numel() - 1)
+    count = pieces.numel()
+    launch(_count, triton.cdiv(count, 256), rowptr, pieces, count, LONG=long, TILE=256, num_warps=4)
+    return pieces.cumsum(0)
 
 
 class Shared:
@@ -111,7 +108,7 @@ class Shared:
 
     def __init__(self, rowptr: Tensor, num_edges: int, *given: Tensor) -> None:
         self.long = LONG
-        self.more = _pieces(rowptr) if num_edges > LONG else None
+        self.more = _PIECES.get(_pieces, rowptr, LONG) if num_edges > LONG else None
         self.programs = 2 * num_edges // LONG if num_edges > LONG else 0
         self._device, self._dtype = given[0].device, wide(*given)
 

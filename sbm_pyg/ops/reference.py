@@ -13,8 +13,8 @@ import math
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
+from .kept import Kept
 from .words import dropout_keeps, dropout_words
 
 # ------------------------------------------------------------------ edges of a graph
@@ -59,7 +59,7 @@ def segments(x: Tensor, ptr: Tensor, kind: str = "sum") -> Tensor:
     return out.scatter_reduce_(0, of.view(-1, *[1] * (x.dim() - 1)).expand_as(x), x, "amax")
 
 
-_ORDERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_ORDERS = Kept()
 
 
 def by_key(rowptr: Tensor, col: Tensor, heads: int, num_keys: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -69,17 +69,15 @@ def by_key(rowptr: Tensor, col: Tensor, heads: int, num_keys: int) -> tuple[Tens
         Their places, ``[E]``, the offsets of the keys among them, ``[H*M+1]``, and the row of each, ``[E]``. They are
         kept for as long as ``col`` lives, so that all backward passes over a graph share them.
     """
-    known = (rowptr, rowptr._version, col._version, heads, num_keys)
-    kept = _ORDERS.get(col)
-    if kept is not None and kept[0][0] is rowptr and kept[0][1:] == known[1:]:
-        return kept[1]
+    return _ORDERS.get(_by_key, col, rowptr, heads, num_keys)
+
+
+def _by_key(col: Tensor, rowptr: Tensor, heads: int, num_keys: int) -> tuple[Tensor, Tensor, Tensor]:
     row = edge_row(rowptr, col.numel())
     head = torch.div(row, max((rowptr.numel() - 1) // max(heads, 1), 1), rounding_mode="floor")
     end = torch.add(col, head, alpha=num_keys)
     rising, order = end.sort(stable=True)
-    found = order, torch.searchsorted(rising, torch.arange(heads * num_keys + 1, device=col.device)), row[order]
-    _ORDERS[col] = known, found
-    return found
+    return order, torch.searchsorted(rising, torch.arange(heads * num_keys + 1, device=col.device)), row[order]
 
 
 def edge_dot(query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor) -> Tensor:

@@ -1,0 +1,51 @@
+"""What is made of a tensor once and kept for as long as the tensor lives, such as the order of a graph's edges by key.
+
+In: the tensor, and how to make it. Out: what was made. Not here: what is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+T = TypeVar("T")
+
+
+def captured(where: torch.device) -> bool:
+    """Whether a CUDA graph is being captured, which computes nothing before it is replayed."""
+    return where.type == "cuda" and not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing()
+
+
+class Kept:
+    """Something of one kind, for each tensor that it was made of, until the tensor is written into.
+
+    Nothing is kept of tensors of ``torch.inference_mode``, which do not tell whether they were written into, nor while
+    a CUDA graph is captured.
+    """
+
+    def __init__(self) -> None:
+        self._found: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    def get(self, make: Callable[..., T], x: Tensor, *given: Any) -> T:
+        """``make(x, *given)``, or what it made before of this tensor and the same other arguments.
+
+        Args:
+            make: Makes it. What it makes must not hold ``x`` itself, which would live as long as it.
+            x: The tensor.
+            given: Tensors, which are the same where they are one object, unchanged, and numbers.
+        """
+        tensors = [each for each in given if isinstance(each, Tensor)]
+        if any(each.is_inference() for each in (x, *tensors)) or captured(x.device):
+            return make(x, *given)
+        known = x._version, [each._version if isinstance(each, Tensor) else each for each in given]
+        if (kept := self._found.get(x)) is not None:
+            others, then, found = kept
+            if then == known and [*map(id, others)] == [*map(id, tensors)]:
+                return found
+        found = make(x, *given)
+        self._found[x] = tensors, known, found
+        return found

@@ -1,0 +1,79 @@
+"""What is kept of a tensor, and when it is made anew."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sbm_pyg import ops
+from sbm_pyg.ops import kept
+from sbm_pyg.ops.kept import Kept
+
+
+class Made:
+    """Something that is made of tensors and numbers, and counted."""
+
+    count = 0
+
+    def __init__(self, x: Tensor, *given: Any) -> None:
+        Made.count += 1
+
+
+@pytest.fixture(autouse=True)
+def uncounted() -> None:
+    Made.count = 0
+
+
+def test_it_is_made_once_for_the_same_arguments() -> None:
+    memo, x, other = Kept(), torch.arange(3), torch.arange(2)
+    first = memo.get(Made, x, other, 4)
+    assert memo.get(Made, x, other, 4) is first
+    assert Made.count == 1
+    for given in ((other.clone(), 4), (other, 5), (other, other), (0, 4), (other,)):
+        assert memo.get(Made, x, *given) is not first
+    assert Made.count == 6
+
+
+@pytest.mark.parametrize("changed", [0, 1])
+def test_it_is_made_anew_of_tensors_that_were_written_into(changed: int) -> None:
+    memo, tensors = Kept(), (torch.arange(3), torch.arange(2))
+    first = memo.get(Made, *tensors)
+    tensors[changed].add_(1)
+    assert memo.get(Made, *tensors) is not first
+
+
+def test_it_goes_with_the_tensor() -> None:
+    memo, x = Kept(), torch.arange(3)
+    gone = weakref.ref(memo.get(Made, x))
+    assert gone() is not None
+    del x
+    gc.collect()
+    assert gone() is None
+
+
+def test_nothing_is_kept_in_inference_mode() -> None:
+    """There tensors do not tell whether they were written into."""
+    with torch.inference_mode():
+        x, memo = torch.arange(3), Kept()
+        assert memo.get(Made, x) is not memo.get(Made, x)
+
+
+def test_nothing_is_kept_while_a_cuda_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept, "captured", lambda where: True)
+    memo, x = Kept(), torch.arange(3)
+    captured = memo.get(Made, x)
+    monkeypatch.undo()
+    assert memo.get(Made, x) is not captured
+
+
+def test_gradients_in_inference_mode() -> None:
+    """By the reference, which orders edges by key."""
+    with torch.inference_mode():
+        x, rows = torch.ones(1, 2, 3), (torch.tensor([0, 1, 2]), torch.tensor([1, 0]))
+        grads = ops.reference.edge_dot_backward(torch.ones(2), x, 2 * x, *rows, True, True)
+    assert [grad.mean().item() for grad in grads] == [2, 1]
