@@ -235,8 +235,8 @@ class SBMMultiheadAttention(nn.Module):
 
         Args:
             query: ``[B, L, embed_dim]``, ``[L, B, embed_dim]`` or, for one sequence, ``[L, embed_dim]``.
-            key: Likewise, S tokens of ``kdim`` channels. Where it is the same tensor as the query, this is
-                self-attention, and padding is removed from the queries too.
+            key: Likewise, S tokens of ``kdim`` channels. Where it is the same tensor as the query, or lies in the same
+                memory, this is self-attention, and padding is removed from the queries too.
             value: Likewise, S tokens of ``vdim`` channels.
             key_padding_mask: ``[B, S]`` (or ``[S]``): True, or minus infinity, at padded keys; False, or 0, at real
                 ones.
@@ -279,7 +279,7 @@ class SBMMultiheadAttention(nn.Module):
                 "Expected no 'sequence_ids' where nothing is sampled "
                 "(got a 'graph', or num_blocks=None). Leave them out."
             )
-        self_attention, batched, nested = query is key, query.dim() == 3, query.is_nested
+        self_attention, batched, nested = _same(query, key), query.dim() == 3, query.is_nested
         query, key, value, real_query, real_key = self._padded(query, key, value, key_padding_mask)
         # Without padding of its own, the key side counts places as positions.
         causal = is_causal and attn_mask is None and (self_attention or real_key is None)
@@ -436,6 +436,16 @@ class SBMMultiheadAttention(nn.Module):
         return _as_bool(attn_mask, "attn_mask").view(
             *((1, 1) if attn_mask.dim() == 2 else (batch, self.num_heads)), length, keys
         )
+
+
+def _same(query: Tensor, key: Tensor) -> bool:
+    """Whether queries are the keys, or what activation checkpointing makes of them: each by itself, in one memory."""
+    if query is key:
+        return True
+    if query.is_nested or key.is_nested or torch.compiler.is_compiling() or not (readable(query) and readable(key)):
+        return False
+    layout = (query.shape, query.stride(), query.dtype, query.device)
+    return layout == (key.shape, key.stride(), key.dtype, key.device) and 0 != query.data_ptr() == key.data_ptr()
 
 
 def _check_flags(**flags: Any) -> None:

@@ -6,6 +6,7 @@ import copy
 import pickle
 import re
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from examples import transformer_encoder
 from sbm_pyg import AttentionGraph, SBMMultiheadAttention, pad, patterns, unpad
@@ -170,6 +172,28 @@ def test_a_padded_batch_is_the_ragged_batch_of_the_layer_inside() -> None:
         torch.zeros(14, dtype=torch.float64).index_add(0, edge_index[1], alpha) / 2
     )  # weights of the two heads, averaged
     torch.testing.assert_close(weights.to_dense().sum(2)[~PADDING], total)
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 1}])
+def test_checkpointing_computes_self_attention_again(options: dict[str, Any]) -> None:
+    """Though it hands each argument over by itself, detached."""
+    layer, found = sampling_layer(**options), []
+    for saved in (False, True):
+        x = draw(3, 7, 16).requires_grad_()
+        call, arguments = partial(layer, seed=0), (x, x, x, PADDING, False)
+        out, _ = checkpoint(call, *arguments, use_reentrant=True) if saved else call(*arguments)
+        out.square().sum().backward()
+        found.append([out.detach(), x.grad, *(each.grad for each in layer.parameters())])
+        layer.zero_grad()
+    for mine, meant in zip(*found, strict=True):
+        torch.testing.assert_close(mine, meant)
+
+
+def test_tokens_that_are_equal_are_not_the_same() -> None:
+    layer, x = sampling_layer(), draw(3, 7, 16)
+    same, other, part = (layer(x, key, key, PADDING, seed=0)[0] for key in (x, x.clone(), x.view(3, 7, 16)))
+    assert torch.equal(same, part)
+    assert not torch.equal(same, other)  # padded queries attend, too
 
 
 def test_weights_are_sparse_and_differentiable() -> None:
