@@ -3,7 +3,7 @@
 from . import analysis, estimators, gold, indexer, ops, patterns, plots, predictors, selectors, sparsefinder
 from .attention import AttentionConv, SBMAttentionConv
 from .blocks import BlockGraph, BlockPool
-from .choice import Choice, EdgeProbability, GraphSource, SourceGraph, TiledChoice
+from .choice import Choice, EdgeProbability, GraphSource, SharingSource, SourceGraph, TiledChoice
 from .dcmm import DCMM, DCMMBias
 from .dense import FullAttention
 from .graph import AttentionGraph
@@ -40,6 +40,7 @@ __all__ = [
     "SequenceClassifier",
     "SequenceEncoder",
     "ShareSchedule",
+    "SharingSource",
     "SourceGraph",
     "TiledChoice",
     "TokenClassifier",

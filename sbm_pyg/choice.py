@@ -24,7 +24,7 @@ from .graph import AttentionGraph, check_graph
 from .ops import checks
 from .ragged import draw_seed, resolve_ptr, stored_ptr
 
-__all__ = ["Choice", "EdgeProbability", "GraphSource", "SourceGraph", "TiledChoice"]
+__all__ = ["Choice", "EdgeProbability", "GraphSource", "SharingSource", "SourceGraph", "TiledChoice"]
 
 
 class EdgeProbability(ABC):
@@ -276,6 +276,42 @@ class GraphSource(torch.nn.Module, ABC):
             sequence_ids: Number of each sequence, ``[B]`` int64, as :func:`sbm_pyg.sample_edges` takes it; None counts
                 them.
         """
+
+
+class SharingSource(GraphSource):
+    """A source whose pairs can compete for a share of all pairs. :class:`~sbm_pyg.ShareSchedule` sets it.
+
+    The share is part of ``state_dict``, since it may have moved on from what the source was made with. Subclasses look
+    at :attr:`share` in :meth:`forward`.
+    """
+
+    _share_of_pairs: float | None = None
+
+    @property
+    def share(self) -> float | None:
+        """Share of the keys that a query may attend to, in (0, 1], or None. It may change between calls."""
+        return self._share_of_pairs
+
+    @share.setter
+    def share(self, share: float | None) -> None:
+        if share is not None:
+            checks.number("share", share, "(0, 1]", "It is a share of the keys that a query may attend to.")
+        self._share_of_pairs = share
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Make ready for the share that has been set."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.share is not None:
+            destination[f"{prefix}share"] = torch.tensor(self.share, dtype=torch.float64)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        share = state_dict.pop(f"{prefix}share", None)
+        if share is not None:
+            self.share = float(share)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
 @functional_transform("source_graph")

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from . import ops, patterns
-from .choice import Choice, EdgeProbability, GraphSource, check_over
+from .choice import Choice, EdgeProbability, SharingSource, check_over
 from .graph import AttentionGraph
 from .ops import checks
 from .pairs import Part, Ptr, Sides, largest, parts, streamed
@@ -449,7 +449,7 @@ class _Reduced(torch.autograd.Function):
         return grad_packed, grad_key, grad_bias, None, None, None, None
 
 
-class IndexerSource(GraphSource):
+class IndexerSource(SharingSource):
     """Chooses by small scores that learn: coins or ranks.
 
     Args:
@@ -499,8 +499,6 @@ class IndexerSource(GraphSource):
         checks.one_of("select", select, SELECT)
         if k is not None:
             k = checks.integer("k", k, 1, "It is the number of keys of each query.")
-        if share is not None:
-            checks.number("share", share, "(0, 1]", "It is a share of the keys that a query may attend to.")
         if (select == "top_k") != (k is not None) and not (select == "top_k" and share is not None):
             raise ValueError(
                 f"Expected 'k' with select='top_k' alone, or 'share' (got k={k}, share={share}, select={select!r}). "
@@ -515,6 +513,12 @@ class IndexerSource(GraphSource):
         apart = select == "coins" and share is None
         self.bias = nn.Parameter(torch.empty(getattr(scorer, "heads", 1))) if apart else None
         self._reset_bias()
+
+    def _prepare(self) -> None:
+        if self.share is not None and self.k is not None:
+            raise ValueError(
+                f"Expected no 'share' beside k={self.k} (got {self.share}). Each says how many keys a query takes."
+            )
 
     def _reset_bias(self) -> None:
         if self.bias is not None:

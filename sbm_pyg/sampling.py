@@ -18,7 +18,7 @@ from torch_geometric.transforms import BaseTransform
 
 from . import ops, patterns
 from .blocks import BlockGraph, block_mean, block_tokens
-from .choice import Choice, GraphSource, TiledChoice
+from .choice import Choice, SharingSource, TiledChoice
 from .graph import AttentionGraph
 from .ops.blocks import sides
 from .ops.sampled import sampled_edges
@@ -28,6 +28,7 @@ from .sbm import FLOOR, SBM, SBMHead, check_model, reach_of_products
 __all__ = ["SBMGraph", "SBMSource", "ShareSchedule", "sample_edges"]
 
 MOMENTUM = 0.1  # of the running mean of probabilities
+CALLS = 256  # after which nobody computes a call again
 FAR = 2.0**60
 """Products below this are safe in float32: what is lost below 2^-126 is nothing next to 2^-32, the resolution of p."""
 
@@ -142,7 +143,7 @@ def _pooled(
     return make(*block_tokens(query, mine, before=is_causal)), make(*block_tokens(key, theirs)), ptrs[0], ptrs[1]
 
 
-class SBMSource(GraphSource):
+class SBMSource(SharingSource):
     """Lets a module predict a block model from queries and keys, and samples the graph of each head from it.
 
     Args:
@@ -204,8 +205,6 @@ class SBMSource(GraphSource):
         if exploration is not None:
             ops.checks.number("exploration", exploration, "[0, 1]", "It is added to every probability in training.")
         _check_budget(budget)
-        if share is not None:
-            ops.checks.number("share", share, "(0, 1]", "It is a share of the keys that a query may attend to.")
         patterns.check_window(window)
         if pool != "mean" and not isinstance(pool, torch.nn.Module):
             raise TypeError(f"Expected 'pool' to be 'mean' or a module (got {pool!r}). `BlockPool` is one.")
@@ -219,7 +218,7 @@ class SBMSource(GraphSource):
         self.running_mean: Tensor
         self.seen: Tensor
         self.last_seed: Tensor
-        self._share_of_pairs: float | None = None
+        self._means: dict[int, Tensor] = {}  # that the last calls saw, by their seeds
         self.share = share
 
     @property
@@ -237,15 +236,9 @@ class SBMSource(GraphSource):
             )
         self._stores_nothing = tiled
 
-    @property
-    def share(self) -> float | None:
-        """Density that the pairs of each head compete for, or None. Setting it adds the buffers of the running mean."""
-        return self._share_of_pairs
-
-    @share.setter
-    def share(self, share: float | None) -> None:
-        self._share_of_pairs = share
-        if share is not None and "running_mean" not in self._buffers:
+    def _prepare(self) -> None:
+        """Add the buffers of the running mean, once there is a share."""
+        if self.share is not None and "running_mean" not in self._buffers:
             device = next((parameter.device for parameter in self.parameters()), None)
             heads = getattr(self.head, "heads", 1)
             self.register_buffer("running_mean", torch.zeros(heads, device=device))  # 0: none yet
@@ -271,7 +264,7 @@ class SBMSource(GraphSource):
         seed: int,
         sequence_ids: Tensor | None = None,
     ) -> Choice:
-        """As :meth:`GraphSource.forward`."""
+        """As :meth:`~sbm_pyg.GraphSource.forward`."""
         if self.detach:
             query, key = query.detach(), key.detach()
         if self.grain == 1:
@@ -346,17 +339,23 @@ class SBMSource(GraphSource):
     def _follow(self, edges: Tensor, pairs: Tensor, seed: int) -> Tensor:
         """Take note of a batch, and return the running mean without it.
 
-        What is seen counts from the next seed on, all calls with one seed together: parts of a batch see the same mean,
-        and so does the same call twice, as activation checkpointing makes it.
+        What is seen counts from the next seed on, all calls with one seed together: parts of a batch see the same mean.
+        A call in a backward pass is one of before, which activation checkpointing makes again: it sees the mean that it
+        saw, and counts no more.
         """
         seed %= 2**63 - 1  # an int64, whatever was drawn
+        if torch._C._current_graph_task_id() >= 0:
+            return self._means.get(seed, self.running_mean).clone()
         later, known = self.last_seed != seed, self.running_mean > 0
         step = torch.where(later & (self.seen[1] > 0), torch.where(known, MOMENTUM, 1.0), 0.0)
         mean = (self.seen[0] / self.seen[1].clamp(min=1)).clamp(min=FLOOR)
         self.running_mean.lerp_(mean, step.to(mean.dtype))
         self.seen.copy_(torch.where(later, 0.0, self.seen) + torch.stack([edges, pairs.expand_as(edges)]))
         self.last_seed.fill_(seed)
-        return self.running_mean.clone()
+        self._means[seed] = self.running_mean.clone()
+        if len(self._means) > CALLS:
+            del self._means[next(iter(self._means))]
+        return self._means[seed]
 
     def extra_repr(self) -> str:
         """Its options."""
@@ -376,7 +375,8 @@ class ShareSchedule:
     than it can.
 
     Args:
-        model: Model whose sources are set; they need ``share``, which becomes 1.
+        model: Model whose sources are set, those that are a :class:`SharingSource`: their shares become 1. Sources
+            with a fixed number of keys stay as they are.
         final: Share at which to stop, in (0, 1].
         threshold: Running loss below which shares fall; infinity lowers them at every step.
         rate: By how much they fall at a step, in (0, 1).
@@ -402,10 +402,13 @@ class ShareSchedule:
         ops.checks.number("rate", rate, "(0, 1)", "Shares are multiplied by 1 less it.")
         ops.checks.number("smoothing", smoothing, "[0, 1)", "It is the factor of a running mean.")
         self.sources: list[Any] = [
-            each for each in model.modules() if isinstance(each, GraphSource) and hasattr(each, "share")
+            each for each in model.modules() if isinstance(each, SharingSource) and getattr(each, "k", None) is None
         ]
         if not self.sources:
-            raise ValueError("Expected 'model' to have a source with a share (got none). Fixed graphs have none.")
+            raise ValueError(
+                "Expected 'model' to have a source with a share (got none). Fixed graphs have none, nor do ranks with "
+                "a number of keys 'k'."
+            )
         self.final, self.threshold, self.rate, self.smoothing = final, threshold, rate, smoothing
         self.running: float | None = None
         self._set(1.0)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import math
+from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from sbm_pyg import (
     SBM,
@@ -24,6 +27,7 @@ from sbm_pyg import (
     sample_edges,
 )
 from sbm_pyg.estimators import Distill, Local, distillation
+from sbm_pyg.indexer import Indexer, IndexerSource
 
 
 def draw(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -318,6 +322,26 @@ def test_a_graph_that_is_still_blind_stays_full_in_training() -> None:
     assert layer(x[0], seed=0, return_graph=True)[1].density == 1
 
 
+def test_a_call_that_is_computed_again_sees_the_mean_of_its_time() -> None:
+    """As activation checkpointing does in the backward pass, when other calls have moved the mean."""
+    found = []
+    for reentrant in (None, False, True):
+        torch.manual_seed(0)
+        layer: Any = SBMAttentionConv(4, 4, num_blocks=3, share=0.4)
+        for step in range(2):
+            x = draw(step, 60, 4, dtype=torch.float32).requires_grad_()
+            y = x
+            for number in range(2):  # twice the same layer
+                call = partial(layer, seed=2 * step + number)
+                y = call(y) if reentrant is None else checkpoint(call, y, use_reentrant=reentrant)
+            y.square().sum().backward()
+            found.append([y.detach(), cast(Tensor, x.grad), *(each.clone() for each in layer.buffers())])
+    for step in (0, 1):
+        for again in (found[2 + step], found[4 + step]):
+            for one, other in zip(again, found[step], strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
 def test_shares_fall_while_the_loss_is_low_and_go_on_from_a_state() -> None:
     encoder = SequenceEncoder(9, 8, num_layers=2)
     schedule = ShareSchedule(encoder, final=0.5, threshold=0.1, rate=0.25, smoothing=0.5)
@@ -341,6 +365,51 @@ def test_shares_fall_while_the_loss_is_low_and_go_on_from_a_state() -> None:
         ShareSchedule(SequenceEncoder(9, 8, attention="full"), final=0.5, threshold=0.1)
     with pytest.raises(TypeError, match="Expected 'model' to be a module"):
         ShareSchedule(cast(Any, None), final=0.5, threshold=0.1)
+
+
+@pytest.mark.parametrize(
+    ("attention", "options"),
+    [
+        ("sbm", {"num_blocks": 4}),
+        ("sbm", {"num_blocks": 4, "share": 1.0}),
+        ("indexer", {"share": 1.0}),
+        ("indexer", {"select": "top_k", "share": 1.0, "estimator": "imitate"}),
+        ("indexer", {}),
+    ],
+)
+def test_shares_are_saved_as_they_have_become(attention: str, options: dict[str, Any], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    encoder = SequenceEncoder(9, 8, num_layers=2, attention=attention, attention_options=options)
+    schedule = ShareSchedule(encoder, final=0.2, threshold=math.inf, rate=0.5)
+    tokens = torch.randint(9, (60,))
+    for step in range(5):
+        encoder(tokens, seed=step)
+        schedule.step(1.0)
+    encoder.eval().save_pretrained(tmp_path / "saved")
+    other = SequenceEncoder(9, 8, num_layers=2, attention=attention, attention_options=options).eval()
+    other.load_state_dict(encoder.state_dict())
+    out, trace = encoder(tokens, seed=7, return_trace=True)
+    assert float(trace.density.mean()) < 0.5
+    for again in (other, SequenceEncoder.from_pretrained(tmp_path / "saved"), copy.deepcopy(encoder)):
+        assert torch.equal(again(tokens, seed=7), out)
+
+
+@pytest.mark.parametrize("share", [0, 7.0, -1.0, math.nan, "a"])
+def test_a_share_that_is_none(share: Any) -> None:
+    for source in (SBMSource(SBMHead(4, num_blocks=3)), IndexerSource(Indexer(4))):
+        with pytest.raises((TypeError, ValueError), match="Expected 'share'"):
+            source.share = share
+        assert source.share is None
+
+
+def test_ranks_with_a_number_of_keys_have_no_share() -> None:
+    source = IndexerSource(Indexer(4), select="top_k", k=3)
+    with pytest.raises(ValueError, match="Expected no 'share' beside k=3"):
+        source.share = 0.5
+    with pytest.raises(ValueError, match="Expected 'model' to have a source with a share"):
+        ShareSchedule(source, final=0.5, threshold=0.1)
+    both = torch.nn.ModuleList([source, SBMSource(SBMHead(4, num_blocks=3))])
+    assert ShareSchedule(both, final=0.5, threshold=0.1).sources == [both[1]]
 
 
 @pytest.mark.parametrize("grain", [1, 4])
