@@ -112,6 +112,11 @@ class Choice:
         checks.forced(self.forced, self.graph.blocks.col)
         checks.number("exploration", self.exploration, "[0, 1]", "It was added to every probability.")
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Numbers of sequences and heads, (B, H)."""
+        return self.graph.num_sequences, self.graph.heads
+
     def expand(self, heads: int) -> Choice:
         """The choice for so many heads, as :meth:`AttentionGraph.expand`; all have the forced edges of the one."""
         graph = self.graph.expand(heads)
@@ -196,6 +201,11 @@ class TiledChoice(Choice):
         factors = None if self.probability is None else self.probability.factors
         assert factors is not None
         return factors
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """As :attr:`Choice.shape`; nothing is drawn for it."""
+        return self.ptrs[0].numel() - 1, self.factors[0].size(0)
 
     @cached_property
     def _drawn(self) -> tuple[AttentionGraph, Tensor | None]:

@@ -74,12 +74,9 @@ class EncoderTrace:
             )
         if not isinstance(self.shape, tuple) or len(self.shape) != 2:
             raise TypeError(f"Expected 'shape' to be the numbers of sequences and heads, (B, H) (got {self.shape!r}).")
-        for graph in self.graphs:
-            if graph is not None and (graph.num_sequences, graph.heads) != self.shape:
-                raise ValueError(
-                    f"Expected 'choices' of 'shape' {self.shape} "
-                    f"(got {(graph.num_sequences, graph.heads)}). It is (B, H)."
-                )
+        for choice in self.choices:
+            if choice is not None and choice.shape != self.shape:
+                raise ValueError(f"Expected 'choices' of 'shape' {self.shape} (got {choice.shape}). It is (B, H).")
         if self.device is not None:
             checks.device(self.device)
 

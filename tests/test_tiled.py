@@ -9,7 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from sbm_pyg import SBM, AttentionGraph, Choice, SBMAttentionConv, SequenceEncoder, ShareSchedule, ops
+from sbm_pyg import (
+    SBM,
+    AttentionGraph,
+    Choice,
+    PairClassifier,
+    SBMAttentionConv,
+    SequenceClassifier,
+    SequenceEncoder,
+    ShareSchedule,
+    TokenClassifier,
+    ops,
+)
 from sbm_pyg.choice import TiledChoice
 from sbm_pyg.estimators import draw_probes, local_expectation
 from sbm_pyg.ops import sampled, schemas
@@ -316,6 +327,24 @@ def test_an_encoder_trains_by_tiles_and_ends_with_stored_graphs() -> None:
     for source in schedule.sources:
         source.tiled = False
     assert all(type(choice) is Choice for choice in model(tokens, ptr=ptr, return_trace=True)[1].choices)
+
+
+@pytest.mark.parametrize("task", [SequenceClassifier, PairClassifier, TokenClassifier])
+def test_models_store_no_graph_that_nobody_asks_for(task: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does a price on the expected density."""
+
+    def drawn(*law: Any) -> Any:
+        raise AssertionError("the graph was stored")
+
+    monkeypatch.setattr("sbm_pyg.sampling.sampled_edges", drawn)
+    options = {"num_blocks": 4, "tiled": True}
+    model = task(SequenceEncoder(9, 8, num_layers=2, attention_options=options), 3)
+    batch = torch.randint(9, (12,)), torch.tensor([0, 5, 12])
+    given: Any = zip(batch, batch, strict=True) if task is PairClassifier else batch
+    out, trace = model(*given, seed=1, return_trace=True)
+    (out.square().sum() + trace.density_loss()).backward()
+    with pytest.raises(AssertionError, match="the graph was stored"):
+        trace.density.sum()
 
 
 def test_it_compiles() -> None:
