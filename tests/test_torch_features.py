@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from test_ops import _samples
 from torch import Tensor
 from torch._dynamo.backends.debugging import aot_eager
+from torch._dynamo.exc import Unsupported, UserError
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -82,10 +84,11 @@ def compile_whole() -> Iterator[Callable[..., Any]]:
     torch._dynamo.reset()
 
 
-def equal_with_gradients(compiled: Any, eager: Any, parameters: list[Tensor]) -> None:
+def equal_with_gradients(compiled: Any, eager: Any, parameters: list[Tensor], own: list[Tensor] | None = None) -> None:
+    """Of these parameters, or of a copy's own."""
     torch.testing.assert_close(compiled, eager)
     for got, want in zip(
-        torch.autograd.grad(compiled.sin().sum(), parameters, allow_unused=True, materialize_grads=True),
+        torch.autograd.grad(compiled.sin().sum(), own or parameters, allow_unused=True, materialize_grads=True),
         torch.autograd.grad(eager.sin().sum(), parameters, allow_unused=True, materialize_grads=True),
         strict=True,
     ):
@@ -139,6 +142,36 @@ def test_a_block_model_trains_where_sampling_breaks_the_graph(estimator: str) ->
     torch._dynamo.reset()
 
 
+@pytest.mark.filterwarnings("ignore")  # dynamo's own, of the breaks
+@pytest.mark.parametrize(
+    ("attention", "options"),
+    [
+        ("sbm", {"num_blocks": 4, "share": 0.3}),
+        ("sbm", {"num_blocks": 4, "grain": 4}),
+        ("full", {}),
+        ("window", {"size": 3}),
+        ("top_k", {"k": 4}),
+        ("lsh", {}),
+        ("indexer", {}),
+        ("dcmm", {"num_blocks": 4}),
+    ],
+)
+def test_sources_that_look_at_values_break_the_graph(attention: str, options: dict[str, Any]) -> None:
+    """And are no worse for it; asked for one graph, torch says where it breaks."""
+    torch.manual_seed(0)
+    encoder: Any = SequenceEncoder(15, 16, num_layers=1, dropout=0.0, attention=attention, attention_options=options)
+    again, given = copy.deepcopy(encoder), (words(30), PTR)
+    torch._dynamo.reset()
+    compiled: Any = torch.compile(encoder, backend="eager")
+    equal_with_gradients(
+        compiled(*given, seed=1), again(*given, seed=1), [*again.parameters()], [*encoder.parameters()]
+    )
+    torch._dynamo.reset()
+    with pytest.raises((Unsupported, UserError)):
+        torch.compile(encoder, backend="eager", fullgraph=True, dynamic=True)(*given, seed=1)
+    torch._dynamo.reset()
+
+
 def test_one_graph_for_ragged_batches_and_options(compile_whole: Callable[..., Any]) -> None:
     conv = layer(dropout=0.2, concat=False, score_bias=lambda query, key, graph: graph.edge_index.sum(0).float().sin())
     compiled = compile_whole(conv)
@@ -158,9 +191,10 @@ def test_one_graph_for_ragged_batches_and_options(compile_whole: Callable[..., A
 @pytest.mark.filterwarnings(
     "ignore:.*should not be instantiated:DeprecationWarning"
 )  # torch's own, of any autograd function it traces
-def test_one_graph_for_a_whole_model(compile_whole: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("tiled", [False, True])
+def test_one_graph_for_a_whole_model(tiled: bool, compile_whole: Callable[..., Any]) -> None:
     """Sampling is an op of the graph: its number of edges is not known before it runs."""
-    model = classifier()
+    model = classifier(tiled=tiled)
     compiled = compile_whole(model)
     for n in (30, 40, 25):
         arguments = (words(n), torch.tensor([0, 10, 17, n]))
