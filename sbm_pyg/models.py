@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,13 +29,13 @@ from .ragged import check_present, check_tensor, draw_seed, readable, resolve_pt
 
 __all__ = ["EncoderTrace", "PairClassifier", "SequenceClassifier", "SequenceEncoder", "TokenClassifier"]
 
-RULES: dict[str, tuple[Callable[..., AttentionGraph], dict[str, int]]] = {  # and the options that they have by default
-    "window": (patterns.window, {"size": 64}),
-    "bigbird": (patterns.bigbird, {"size": 3, "num_global": 2, "num_random": 3}),
-    "top_k": (selectors.top_k, {"k": 16}),
-    "block_top_k": (selectors.block_top_k, {"k": 4, "block_size": 16}),
-    "lsh": (selectors.lsh, {"num_buckets": 16, "chunk_size": 16, "rounds": 2}),
-    "routing": (selectors.routing, {"num_clusters": 8}),
+RULES: dict[str, tuple[Callable[..., GraphSource], dict[str, int]]] = {  # and the options that they have by default
+    "window": (partial(patterns.PatternSource, patterns.window), {"size": 64}),
+    "bigbird": (partial(patterns.PatternSource, patterns.bigbird), {"size": 3, "num_global": 2, "num_random": 3}),
+    "top_k": (partial(selectors.SelectorSource, selectors.top_k), {"k": 16}),
+    "block_top_k": (partial(selectors.SelectorSource, selectors.block_top_k), {"k": 4, "block_size": 16}),
+    "lsh": (partial(selectors.SelectorSource, selectors.lsh), {"num_buckets": 16, "chunk_size": 16, "rounds": 2}),
+    "routing": (selectors.RoutingSource, {"num_clusters": 8}),
 }
 LEARNED: dict[str, type[nn.Module]] = {"indexer": indexer.Indexer, "key_selection": indexer.KeyScorer}
 ATTENTION = ("sbm", "full", "dcmm", *RULES, *LEARNED)
@@ -143,9 +144,11 @@ def _named(
     name: str, channels: int, head_channels: int, heads: int, is_causal: bool, options: Mapping[str, Any]
 ) -> nn.Module:
     """The attention layer of that name."""
-    rule, sizes = RULES.get(name, (patterns.full, {}))
-    kinds: tuple[type, ...] = (AttentionConv, MessagePassing)
-    if name in LEARNED:
+    rule, sizes = RULES.get(name, (patterns.PatternSource, {}))
+    kinds: tuple[Callable[..., Any], ...] = (AttentionConv, MessagePassing)
+    if name in RULES:
+        kinds += (rule,)
+    elif name in LEARNED:
         kinds += (LEARNED[name], indexer.IndexerSource)
     elif name == "dcmm":
         kinds += (DCMMBias,)
@@ -154,7 +157,7 @@ def _named(
     known = {each for kind in kinds for each in inspect.signature(kind).parameters} | {*sizes}
     known -= {"channels", "head_channels", "in_channels", "out_channels", "heads", "source", "scorer", "is_causal"}
     known -= {"score_bias"} if name == "dcmm" else set()
-    known -= {"kwargs"}
+    known -= {"kwargs", "options", "concat"}  # the projection behind attention joins the heads
     unknown = [option for option in options if option not in known]
     if unknown:
         raise ValueError(
@@ -175,19 +178,16 @@ def _named(
         source = indexer.IndexerSource(LEARNED[name](head_channels, heads, **own), **chosen)
         return AttentionConv(channels, head_channels, heads, source, is_causal=is_causal, **rest)
     given = {key: checks.integer(key, options.get(key, size), 0, "It counts tokens.") for key, size in sizes.items()}
+    own, rest = _split({key: value for key, value in options.items() if key not in sizes}, rule)
     if name == "routing":
-        source = selectors.RoutingSource(head_channels, heads, **given)
-    elif name == "bigbird":  # each head draws its random keys
-        source = patterns.PatternSource(patterns.bigbird, heads=heads, **given)
-    else:
-        kind = patterns.PatternSource if name == "window" else selectors.SelectorSource
-        source = kind(rule, **given)
-    rest = {key: value for key, value in options.items() if key not in sizes}
-    return AttentionConv(channels, head_channels, heads, source, is_causal=is_causal, **rest)
+        own["channels"] = head_channels
+    if name in ("routing", "bigbird"):  # each head has its centroids, or draws its random keys
+        own["heads"] = heads
+    return AttentionConv(channels, head_channels, heads, rule(**given, **own), is_causal=is_causal, **rest)
 
 
-def _split(options: Mapping[str, Any], *kinds: type) -> tuple[dict[str, Any], ...]:
-    """The options that each class takes, and those that none does."""
+def _split(options: Mapping[str, Any], *kinds: Callable[..., Any]) -> tuple[dict[str, Any], ...]:
+    """The options that each class or function takes, and those that none does."""
     named = [inspect.signature(kind).parameters for kind in kinds]
     parts = [{key: value for key, value in options.items() if key in names} for names in named]
     return *parts, {key: value for key, value in options.items() if not any(key in names for names in named)}
@@ -213,8 +213,9 @@ class SequenceEncoder(Pretrained):
             head_channels, heads) -> module``. Its module is called as ``module(x, ptr=ptr, seed=seed,
             sequence_ids=sequence_ids, return_choice=True)``, with the graph as second argument where one is given, and
             returns ``[N, H*C]`` and a :class:`Choice` or None.
-        attention_options: Keyword arguments of the attention that is named and of its rule, e.g. ``{"num_blocks": 16,
-            "dropout": 0.1}`` or ``{"k": 8}``.
+        attention_options: Keyword arguments of the attention that is named, of its rule and of its source, e.g.
+            ``{"num_blocks": 16, "dropout": 0.1}`` or ``{"k": 8, "window": 2}``. Heads are joined, so ``concat`` is
+            none.
         in_channels: Channels of features that take the place of token numbers; None for token numbers.
         is_causal: No token attends to a later one, so that none depends on a later one. A factory makes its own layers
             causal.

@@ -306,6 +306,16 @@ def test_constructor_errors() -> None:
             r"Expected 'attention_options' of 'sbm' to be known \(got \['heads'\]\)",
         ),
         (
+            {"attention_options": {"concat": False}},
+            ValueError,
+            r"Expected 'attention_options' of 'sbm' to be known \(got \['concat'\]\)",
+        ),
+        (
+            {"attention": "window", "attention_options": {"window": 3}},
+            ValueError,
+            r"Expected 'attention_options' of 'window' to be known \(got \['window'\]\)",
+        ),
+        (
             {"attention": "full", "attention_options": {"num_blocks": 3}},
             ValueError,
             r"Expected 'attention_options' of 'full' to be known \(got \['num_blocks'\]\)",
@@ -360,6 +370,24 @@ def test_options_of_an_encoder(
     monkeypatch.setattr(ops.checks, "available", lambda device: 2**34)
     with pytest.raises(error, match=message):
         SequenceEncoder(**{"num_tokens": 15, **options})
+
+
+@pytest.mark.parametrize(
+    ("attention", "options"),
+    [
+        ("routing", {"num_clusters": 2, "size": 3, "decay": 0.5, "window": 1}),
+        ("top_k", {"k": 2, "window": 1}),
+        ("block_top_k", {"k": 1, "block_size": 2, "window": 1}),
+        ("lsh", {"num_buckets": 2, "rounds": 1, "window": 1}),
+    ],
+)
+def test_options_of_a_source(attention: str, options: dict[str, Any]) -> None:
+    model = SequenceEncoder(15, 16, attention=attention, attention_options={"bias": False, **options})
+    source = cast(Any, model.blocks[0]).attention.source
+    held = {"window", "size", "decay"} & {*options}  # the rest belongs to the rule
+    assert {name: getattr(source, name) for name in held} == {name: options[name] for name in held}
+    _, trace = model(TOKENS, PTR, seed=0, return_trace=True)
+    assert int(trace.graphs[0].degree.min()) >= 2  # the window is there
 
 
 @pytest.mark.parametrize(
