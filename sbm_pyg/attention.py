@@ -46,7 +46,7 @@ class CallOptions(TypedDict, total=False):
 
 
 CAUSAL = "It says whether queries attend to earlier keys alone."
-FIXED = {"aggr": ("add", "sum"), "flow": ("source_to_target",), "decomposed_layers": (1,)}
+FIXED = {"aggr": ("add", "sum"), "flow": ("source_to_target",), "decomposed_layers": (1,), "node_dim": (0, -2)}
 
 
 class AttentionConv(EdgeAttention):
@@ -80,7 +80,7 @@ class AttentionConv(EdgeAttention):
         score_bias: Callable ``(query [H, N, C], key [H, M, C], graph) -> [E]`` added to the scaled scores, or None.
         dropout: Probability that an attention weight is dropped in training.
         **kwargs: Of :class:`torch_geometric.nn.MessagePassing`. Weights sum to 1, so ``aggr`` is ``"add"``; keys are
-            sources.
+            sources; tokens are ``[N, C]``, so ``node_dim`` is 0 or -2, which is the same.
 
     Raises:
         TypeError: An argument has the wrong type, or an unknown name.
@@ -127,9 +127,10 @@ class AttentionConv(EdgeAttention):
         for name, fixed in FIXED.items():
             if kwargs.setdefault(name, fixed[0]) not in fixed:
                 raise ValueError(
-                    f"Expected '{name}' to be {fixed[0]!r} (got {kwargs[name]!r}). Attention sums from keys to queries."
+                    f"Expected '{name}' to be {fixed[0]!r} (got {kwargs[name]!r}). Attention sums from keys to "
+                    "queries, over tokens [N, C]."
                 )
-        super().__init__(node_dim=0, **kwargs)
+        super().__init__(**kwargs | {"node_dim": 0})  # of tokens [N, H, C]
         heads, out_channels = (
             checks.integer(name, size, 1, f"See the docstring of {type(self).__name__}.")
             for name, size in (("heads", heads), ("out_channels", out_channels))
@@ -151,7 +152,8 @@ class AttentionConv(EdgeAttention):
         width, wide = max(*pair, 1), heads * out_channels
         name, way_out = "in_channels" if width > wide else "heads", "Take fewer heads, or narrower ones."
         checks.memory(name, width * wide, 4, torch.device("cpu"), way_out, "parameters")
-        self.in_channels, self.out_channels, self.heads, self.concat = in_channels, out_channels, heads, concat
+        self.in_channels = pair if isinstance(in_channels, tuple | list) else pair[0]
+        self.out_channels, self.heads, self.concat = out_channels, heads, concat
         self.is_causal, self.dropout, self.scale = is_causal, dropout, out_channels**-0.5
         self.normalizer = Entmax(heads) if normalizer == "entmax" else normalizer
         self.source, self.score_bias = source, score_bias

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -314,15 +315,13 @@ class EdgeAttention(MessagePassing):
 def channel_pair(in_channels: Any) -> tuple[int, int]:
     """Channels of keys and of queries."""
     pair = in_channels if isinstance(in_channels, tuple | list) else (in_channels, in_channels)
-    wrong = [
-        width for width in pair if isinstance(width, bool) or not isinstance(width, int) or width < -1 or width == 0
-    ]
+    wrong = [each for each in pair if isinstance(each, bool) or not isinstance(each, Integral) or each < -1 or not each]
     if len(pair) != 2 or wrong:
         raise ValueError(
             "Expected 'in_channels' to be a number of channels, -1 to infer it, or a pair for keys and queries "
             f"(got {in_channels!r}). It is the width of the tokens."
         )
-    return pair[0], pair[1]
+    return int(pair[0]), int(pair[1])
 
 
 def check_tokens(tokens: Any, lin: torch.nn.Module) -> None:
@@ -345,12 +344,10 @@ def check_tokens(tokens: Any, lin: torch.nn.Module) -> None:
         )
     if not tokens.is_floating_point():
         raise TypeError(f"Expected 'x' to be floating point (got {tokens.dtype}). Embed token numbers first.")
-    if (
-        isinstance(weight, Tensor)
-        and tokens.dtype != weight.dtype
-        and not torch.is_autocast_enabled(tokens.device.type)
-    ):
+    if not isinstance(weight, Tensor) or tokens.dtype == weight.dtype:
+        return
+    if torch.float64 in (tokens.dtype, weight.dtype) or not torch.is_autocast_enabled(tokens.device.type):
         raise TypeError(
             f"Expected 'x' to be {weight.dtype}, as the layer's parameters are (got {tokens.dtype}). "
-            "Convert it with `.to`, or run under torch.autocast."
+            "Convert it with `.to`, or run under torch.autocast, which leaves float64 alone."
         )

@@ -10,12 +10,13 @@ from itertools import pairwise, product
 from typing import Any
 
 import networkx as nx
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sbm_pyg import AttentionGraph, Entmax, SBMAttentionConv, estimators, patterns, sample_edges
+from sbm_pyg import AttentionConv, AttentionGraph, Entmax, SBMAttentionConv, estimators, patterns, sample_edges
 
 PTR = torch.tensor([0, 10, 17, 30])
 
@@ -370,12 +371,35 @@ def test_what_nan_in_a_token_that_no_edge_touches_reaches(fuse: bool) -> None:
         ({"aggr": "mean"}, r"Expected 'aggr' to be 'add' \(got 'mean'\)"),
         ({"flow": "target_to_source"}, r"Expected 'flow' to be 'source_to_target' \(got 'target_to_source'\)"),
         ({"decomposed_layers": 2}, r"Expected 'decomposed_layers' to be 1 \(got 2\)"),
+        ({"node_dim": -1}, r"Expected 'node_dim' to be 0 \(got -1\)"),
         ({"method": "fastrg", "estimator": "local"}, r"Expected 'estimator' other than 'local' with method='fastrg'"),
     ],
 )
 def test_option_errors(options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         layer(**options)
+
+
+@pytest.mark.parametrize("node_dim", [0, -2])
+def test_the_axis_of_tokens_is_the_one_of_pyg(node_dim: int) -> None:
+    conv, same = layer(node_dim=node_dim), layer()
+    assert conv.node_dim == same.node_dim
+    torch.testing.assert_close(conv(tokens(), patterns.full(30)), same(tokens(), patterns.full(30)))
+
+
+@pytest.mark.parametrize("in_channels", [np.int64(16), (np.int32(16), 16)])
+def test_channels_are_integers_of_numpy_too(in_channels: Any) -> None:
+    conv = AttentionConv(in_channels, 8, 2)
+    widths = conv.in_channels if isinstance(conv.in_channels, tuple) else (conv.in_channels,)
+    assert [type(width) for width in widths] == [int] * len(widths)
+
+
+@pytest.mark.parametrize(("x", "weight"), [(torch.float64, torch.float32), (torch.float32, torch.float64)])
+def test_autocast_leaves_float64_alone(x: torch.dtype, weight: torch.dtype) -> None:
+    conv = layer().to(weight)
+    message = rf"Expected 'x' to be {weight}, .* \(got {x}\)\. .* which leaves float64 alone"
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match=message):
+        conv(tokens().to(x), patterns.full(30))
 
 
 def test_call_errors() -> None:
