@@ -494,6 +494,9 @@ def _size(name: str, value: int, least: int, way_out: str) -> int:
 # -------------------------------------------------------------------------------------------------------------- source
 
 
+CALL = ("ptr", "seed", "sequence_ids", "is_causal", "bipartite")  # what a source is called with
+
+
 class Rule:
     """A function that makes graphs, with the options that it is always called with.
 
@@ -501,12 +504,15 @@ class Rule:
         name: What it is called in errors.
         function: It takes ``ptr`` and the options.
         options: Its other arguments.
+        sides: How many of its first arguments a call gives.
 
     Raises:
-        TypeError: ``function`` cannot be called, or does not take an option.
+        TypeError: ``function`` cannot be called, does not take an option, or needs another one.
     """
 
-    def __init__(self, name: str, function: Callable[..., AttentionGraph], options: Mapping[str, Any]) -> None:
+    def __init__(
+        self, name: str, function: Callable[..., AttentionGraph], options: Mapping[str, Any], sides: int
+    ) -> None:
         if not callable(function):
             raise TypeError(f"Expected '{name}' to be callable (got {type(function).__name__}). It makes a graph.")
         known = inspect.signature(function).parameters
@@ -515,6 +521,12 @@ class Rule:
         if unknown:
             raise TypeError(f"Expected options of '{name}' (got {unknown}). It takes {[*known]}.")
         self.function, self.options, self.takes = function, dict(options), {*known} - {*options}
+        for each in [*known.values()][sides:]:
+            needed = each.default is each.empty and each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
+            if needed and each.name not in {*options, *CALL}:
+                raise TypeError(
+                    f"Expected '{each.name}' among the options of '{name}' (got {[*options]}). Give `{each.name}=...`."
+                )
 
     def __call__(self, *sides: Tensor | None, ptr: Any, **call: Any) -> AttentionGraph:
         """The graph; of what it is called with, the function is given what it takes."""
@@ -543,7 +555,7 @@ class PatternSource(GraphSource):
         **options: Its other arguments, e.g. ``size=64``.
 
     Raises:
-        TypeError: ``pattern`` cannot be called, or does not take an option.
+        TypeError: ``pattern`` cannot be called, does not take an option, or needs another one.
 
     Example:
         >>> source, ptr = PatternSource(window, size=1), torch.tensor([0, 4, 10])
@@ -554,7 +566,7 @@ class PatternSource(GraphSource):
 
     def __init__(self, pattern: Callable[..., AttentionGraph], **options: Any) -> None:
         super().__init__()
-        self.rule = Rule("pattern", pattern, options)
+        self.rule = Rule("pattern", pattern, options, sides=1)
 
     def forward(
         self,

@@ -248,7 +248,7 @@ class SelectorSource(GraphSource):
         **options: Arguments of the rule, e.g. ``k=16``. Tensors become buffers.
 
     Raises:
-        TypeError: ``selector`` cannot be called, or does not take an option.
+        TypeError: ``selector`` cannot be called, does not take an option, or needs another one.
         ValueError: The window is out of range.
 
     Example:
@@ -261,7 +261,7 @@ class SelectorSource(GraphSource):
     def __init__(self, selector: Callable[..., AttentionGraph], *, window: int | None = None, **options: Any) -> None:
         super().__init__()
         tensors = {name: value for name, value in options.items() if isinstance(value, Tensor)}
-        self.rule = patterns.Rule("selector", selector, options)
+        self.rule = patterns.Rule("selector", selector, options, sides=2)
         self.tensors = self.rule.release(tensors)
         for name, value in tensors.items():  # they go with the module
             self.register_buffer(name, value)

@@ -314,6 +314,11 @@ def test_errors() -> None:
             TypeError,
             r"Expected options of 'pattern' .*\['reach'\]",
         ),
+        (
+            lambda: patterns.PatternSource(patterns.window),
+            TypeError,
+            r"Expected 'size' among the options of 'pattern' \(got \[\]\)\. Give `size=\.\.\.`",
+        ),
         (lambda: SBMSource(cast(Any, 3)), TypeError, r"Expected 'head' to be a module such as SBMHead \(got int\)"),
         (lambda: cast(Any, GraphSource)(), TypeError, "abstract"),
     ]

@@ -319,6 +319,8 @@ X = torch.ones(2, 5, 3)
         (lambda: RoutingSource(4, num_clusters=0), ValueError, "Expected 'num_clusters' to be at least 1"),
         (lambda: SelectorSource(cast(Any, 3)), TypeError, "Expected 'selector' to be callable"),
         (lambda: SelectorSource(top_k, size=3), TypeError, r"Expected options of 'selector' \(got \['size'\]\)"),
+        (lambda: SelectorSource(top_k, window=1), TypeError, r"Expected 'k' among the options of 'selector' \(got \[\]\)"),
+        (lambda: SelectorSource(routing, size=2), TypeError, r"Expected 'centroids' among the options of 'selector'"),
         (lambda: SourceGraph(SelectorSource(top_k, k=2))(Data(num_nodes=3)), ValueError, "Expected 'data' to have features `x`"),
         (lambda: SourceGraph(SelectorSource(top_k, k=2))(cast(Any, 3)), TypeError, "Expected 'data' to be Data"),
     ],
