@@ -161,7 +161,7 @@ def fit_projection(
 
     Args:
         projection: What is fitted.
-        samples: Queries, keys and gold graph of each batch of sequences.
+        samples: A sequence of triples: queries, keys and gold graph of each batch of sequences.
         epochs: Passes over the samples, in an order drawn anew.
         learning_rate: Of Adam.
         margin, per: As :func:`projection_loss`.
@@ -178,6 +178,11 @@ def fit_projection(
 
     if not isinstance(projection, Projection):
         raise TypeError(f"Expected 'projection' to be a Projection (got {type(projection).__name__}). Make one.")
+    if not isinstance(samples, Sequence):
+        raise TypeError(
+            f"Expected 'samples' to be a sequence (got {type(samples).__name__}). Each pass goes over all of them: "
+            "make a list."
+        )
     if not samples:
         raise ValueError("Expected 'samples' to be at least one (got none). Each is a triple of query, key and graph.")
     checks.integer("epochs", epochs, 1, "It is the number of passes.")
@@ -190,7 +195,13 @@ def fit_projection(
         for epoch in range(epochs):
             losses = []
             for at in torch.randperm(len(samples), generator=random).tolist():
-                query, key, graph = samples[at]
+                sample = samples[at]
+                if not isinstance(sample, tuple | list) or len(sample) != 3:
+                    got = f"{len(sample)} parts" if isinstance(sample, tuple | list) else type(sample).__name__
+                    raise TypeError(
+                        f"Expected 'samples[{at}]' to be query, key and graph (got {got}). `gold_graph` makes one."
+                    )
+                query, key, graph = sample
                 drawn = seed + (epoch * len(samples) + at)
                 x, z = projection(query, key)
                 loss = projection_loss(x, z, graph, margin=margin, per=per, seed=drawn)

@@ -380,6 +380,8 @@ X = torch.ones(2, 5, 3)
         (lambda: projection_loss(X, X, patterns.full(4)), ValueError, r"Expected 'query' to be \[H, N, r\]"),
         (lambda: projection_loss(X, X, patterns.full(5), per="x"), ValueError, "Expected 'per' to be one of"),
         (lambda: fit_projection(Projection(3), []), ValueError, r"Expected 'samples' to be at least one"),
+        (lambda: fit_projection(Projection(3), cast(Any, iter([]))), TypeError, r"Expected 'samples' to be a sequence \(got list_iterator\)"),
+        (lambda: fit_projection(Projection(3, 2), cast(Any, [(X, X)])), TypeError, r"Expected 'samples\[0\]' to be query, key and graph \(got 2 parts\)"),
         (lambda: fit_projection(cast(Any, 3), [(X, X, patterns.full(5))]), TypeError, "Expected 'projection' to be a"),
         (lambda: fit_centroids(Projection(3, 2), [(X, X)], 11), ValueError, "Expected 'num_clusters' to be at most 10"),
         (lambda: SparsefinderSource(cast(Any, 3), distance), TypeError, "Expected 'projection' to be a module"),
