@@ -358,6 +358,26 @@ def test_export_with_dynamic_length() -> None:
             )
 
 
+def test_second_derivatives_edge_by_edge_are_those_of_dense_attention() -> None:
+    conv, graph = SBMAttentionConv(16, 8, 2, num_blocks=4).double(), patterns.window(30, 2)
+    x = tokens().double().requires_grad_()
+
+    def dense(x: Tensor) -> Tensor:
+        lins = (conv.lin_query, conv.lin_key, conv.lin_value)
+        query, key, value = (lin(x).unflatten(1, (2, 8)).transpose(0, 1) for lin in lins)
+        weights = (query @ key.mT * conv.scale).masked_fill(~graph.to_dense(0), -torch.inf).softmax(2)
+        return (weights @ value).transpose(0, 1).flatten(1)
+
+    def penalty(attend: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
+        (grad,) = torch.autograd.grad(attend(x).square().sum(), x, create_graph=True)
+        return torch.autograd.grad(grad.square().sum(), [x, conv.lin_query.weight, conv.lin_value.weight])
+
+    with pytest.raises(RuntimeError, match=r"Trying to backward through sbm_pyg\.edge_attention_backward"):
+        penalty(lambda x: conv(x, graph))  # as docs/guides/compile.md says
+    conv.fuse = False
+    torch.testing.assert_close(penalty(lambda x: conv(x, graph)), penalty(dense))
+
+
 # ------------------------------------------------------------------ low precision
 
 
