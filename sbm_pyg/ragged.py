@@ -297,14 +297,15 @@ def pad(x: Tensor, ptr: Tensor, fill_value: float = 0.0) -> tuple[Tensor, Tensor
     Args:
         x: Tokens, ``[N, ...]``.
         ptr: Offsets, ``[B+1]`` int64.
-        fill_value: What stands in the padding.
+        fill_value: What stands in the padding, a value of the type of ``x``.
 
     Returns:
         The tokens, ``[B, L, ...]`` with L the longest sequence, and the mask of real tokens, ``[B, L]`` bool.
 
     Raises:
         TypeError: An argument has another type.
-        ValueError: ``ptr`` does not describe N tokens.
+        ValueError: ``ptr`` does not describe N tokens, the type of ``x`` does not hold ``fill_value``, or memory does
+            not hold the result, whose size is that of B sequences as long as the longest.
 
     Example:
         >>> padded, mask = pad(torch.arange(3.0), torch.tensor([0, 1, 3]))
@@ -315,7 +316,18 @@ def pad(x: Tensor, ptr: Tensor, fill_value: float = 0.0) -> tuple[Tensor, Tensor
     check_present(x, "x")
     if not (isinstance(fill_value, Real) and math.isnan(fill_value)):
         checks.number("fill_value", fill_value, "[-inf, inf]", "It stands in the padding, NaN if you like.")
+    if not (x.is_floating_point() or x.is_complex()):
+        low, high = (0, 1) if x.dtype == torch.bool else (torch.iinfo(x.dtype).min, torch.iinfo(x.dtype).max)
+        if not low <= fill_value <= high or fill_value != int(fill_value):
+            raise ValueError(
+                f"Expected 'fill_value' to be a value of {x.dtype}, as 'x' is (got {fill_value}). Convert 'x', or name "
+                "an integer."
+            )
     lengths = resolve_ptr(x.size(0), ptr, device=x.device).diff()
+    if not torch.compiler.is_compiling():
+        numbers = lengths.numel() * int(lengths.max()) * math.prod(x.shape[1:])
+        way_out = "Pad sequences of like length together, or leave them ragged."
+        checks.memory("ptr", numbers, x.element_size(), x.device, way_out, "numbers")
     batch = torch.repeat_interleave(torch.arange(lengths.numel(), device=x.device), lengths, output_size=x.size(0))
     return to_dense_batch(x, batch, fill_value=fill_value, batch_size=lengths.numel())
 

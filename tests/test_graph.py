@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from itertools import pairwise
 from typing import Any
@@ -227,6 +228,25 @@ def test_pad_checks_the_offsets() -> None:
         pad(torch.zeros(3, 1), torch.tensor([0, 2]))
     with pytest.raises(ValueError, match="Expected 'x' to hold values"):
         pad(torch.zeros(3, 1, device="meta"), torch.tensor([0, 3]))
+
+
+@pytest.mark.parametrize("fill_value", [0.5, math.nan, math.inf, -1, 256])
+def test_pad_fills_with_values_of_the_type(fill_value: float) -> None:
+    x, ptr = torch.arange(3, dtype=torch.uint8), torch.tensor([0, 1, 3])
+    with pytest.raises(
+        ValueError, match=says(f"Expected 'fill_value' to be a value of torch.uint8, as 'x' is (got {fill_value})")
+    ):
+        pad(x, ptr, fill_value)
+    assert pad(x, ptr, 255.0)[0].tolist() == [[0, 255], [1, 2]]
+    assert pad(x > 0, ptr, 1)[0].tolist() == [[False, True], [True, True]]
+
+
+def test_pad_looks_at_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "available", lambda device: 2**30)
+    with pytest.raises(
+        ValueError, match=says("Expected 'ptr' to ask for no more than memory holds (got 1,920,480,000 numbers")
+    ):
+        pad(torch.zeros(50_000, 16), torch.tensor([*range(0, 20_001, 5), 50_000]))
 
 
 # ------------------------------------------------------------------------------------------------ the record
