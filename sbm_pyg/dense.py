@@ -10,10 +10,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .ops import checks
+from .pairs import like_lengths
 from .propagation import check_tokens
-from .ragged import pad
+from .ragged import offsets, pad, resolve_ptr
 
 __all__ = ["FullAttention"]
+
+MUCH = 2**20  # pairs of padding, which take longer than to group sequences by their length
 
 
 class FullAttention(nn.Module):
@@ -32,7 +35,8 @@ class FullAttention(nn.Module):
         TypeError, ValueError: A size or probability is out of range.
 
     Shapes:
-        - tokens ``[N, channels]``; output ``[N, H*C]``. Cost O(B L^2 H C) with L the longest sequence.
+        - tokens ``[N, channels]``; output ``[N, H*C]``. Cost O(B L^2 H C) for B sequences of like length L. Where
+          padding would be much, sequences of other lengths are computed apart, unless the code is compiled.
     """
 
     def __init__(
@@ -75,6 +79,21 @@ class FullAttention(nn.Module):
         checks.tensors(x=x, ptr=ptr)
         check_tokens(x, self.lin_query)
         checks.shape("x", x, (None, self.channels), "[N, channels]", "It has the channels of the layer.")
+        # compiled code knows no number of groups before it runs
+        together = torch.compiler.is_compiling() or _padding(ptr := resolve_ptr(x.size(0), ptr, device=x.device)) < MUCH
+        out = self._attend(x, ptr) if together else self._attend_by_length(x, ptr)
+        return (out, None) if return_choice else out
+
+    def _attend_by_length(self, x: Tensor, ptr: Tensor) -> Tensor:
+        """Attend within sequences of like length, one group of them after the other."""
+        groups = [*like_lengths(ptr, ptr)]
+        order = torch.cat([tokens[tokens >= 0] for tokens, _, _ in groups])
+        ptrs = [offsets(ptr.diff()[which]) for _, _, which in groups]
+        parts = x[order].split([int(each[-1]) for each in ptrs])
+        return torch.cat([self._attend(*part) for part in zip(parts, ptrs, strict=True)])[order.argsort()]
+
+    def _attend(self, x: Tensor, ptr: Tensor) -> Tensor:
+        """Attend within sequences that are padded to the longest of them."""
         padded, mask = pad(x, ptr)  # [B, L, channels], [B, L]
         query, key, value = (
             lin(padded).unflatten(2, (self.heads, -1)).transpose(1, 2)  # [B, H, L, C]
@@ -86,5 +105,10 @@ class FullAttention(nn.Module):
         out = F.scaled_dot_product_attention(
             query, key, value, attn_mask=ragged, dropout_p=drop, is_causal=self.is_causal
         )
-        out = out.transpose(1, 2).flatten(2)[mask]
-        return (out, None) if return_choice else out
+        return out.transpose(1, 2).flatten(2)[mask]
+
+
+def _padding(ptr: Tensor) -> int:
+    """Pairs of tokens that padding to the longest sequence adds."""
+    lengths = ptr.diff()
+    return int(lengths.numel() * lengths.max() ** 2 - lengths.square().sum())

@@ -117,6 +117,33 @@ def test_full_attention_equals_the_layer_on_a_full_graph() -> None:
     )
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_full_attention_takes_sequences_of_other_lengths_apart(
+    is_causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    dense = FullAttention(16, 8, 2, is_causal=is_causal).double()
+    lengths = torch.tensor([4] * 30 + [200] + [3] * 30)
+    ptr = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    x = torch.randn(int(ptr[-1]), 16, dtype=torch.float64, requires_grad=True)
+    sizes: list[int] = []
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def watched(query: Tensor, *rest: Any, **options: Any) -> Tensor:
+        sizes.append(query.size(0) * query.size(2))
+        return attention(query, *rest, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    out = dense(x, ptr=ptr)
+    assert sizes == [60 * 4, 200]
+    alone = torch.cat(
+        [dense(x[start:end], ptr=torch.tensor([0, end - start])) for start, end in itertools.pairwise(ptr)]
+    )
+    torch.testing.assert_close(out, alone, rtol=1e-12, atol=1e-12)
+    grads = [torch.autograd.grad(each.sin().sum(), [x, *dense.parameters()]) for each in (out, alone)]
+    torch.testing.assert_close(*grads, rtol=1e-10, atol=1e-12)
+
+
 def test_layers_sample_apart_and_seeds_fix_them() -> None:
     model = encoder().eval()
     _, trace = model(TOKENS, PTR, seed=1, return_trace=True)
