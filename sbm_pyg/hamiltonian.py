@@ -23,7 +23,7 @@ from numba.core.event import TimingListener, install_listener
 
 from .graph import AttentionGraph, check_graph
 from .ragged import check_present, draw_seed
-from .walks import breadth_first, merge_cycles, parts_without, rotate, topological_order
+from .walks import breadth_first, match, merge_cycles, parts_without, rotate, topological_order
 
 __all__ = ["Certificate", "HamiltonianPath", "hamiltonian_path", "is_hamiltonian_path"]
 
@@ -123,8 +123,9 @@ def hamiltonian_path(graph: AttentionGraph, *, time_limit: float = 10.0, seed: i
 
     Args:
         graph: One sequence with N = M; several heads count as the union of their edges.
-        time_limit: Seconds after which the answer is ``"UNKNOWN"``, positive. Certificates are always tried; the first
-            call's import of OR-tools and compilation of kernels do not count.
+        time_limit: Seconds after which the answer is ``"UNKNOWN"``, positive. Certificates are always tried, and no
+            assignment or rotation is cut short, the first of which can take seconds at N = 50,000. The first call's
+            import of OR-tools and compilation of kernels do not count.
         seed: Fixes the search (but not where a time limit cuts it).
 
     Returns:
@@ -354,13 +355,11 @@ def _matching(n: int, tokens: Array, into: Array) -> Certificate | None:
     Where no matching does, two unmatched tokens lead to a set that has too few.
     """
     rows = _matrix(n, into, tokens)
-    # predecessor of each token, or -1
-    mate = scipy_sparse().csgraph.maximum_bipartite_matching(rows, perm_type="column")
+    mate, follower = np.empty((2, n), np.int32)  # predecessor of each token, and whom each token precedes
+    match(rows.indptr, rows.indices, mate, follower)  # scipy's takes exponential time on shuffled grids
     alone = np.flatnonzero(mate < 0)
     if len(alone) < 2:
         return None
-    follower = np.full(n, -1, np.int32)
-    follower[mate[mate >= 0]] = np.flatnonzero(mate >= 0)
     depth = np.empty(n, np.int64)
     # from a token to whoever holds one of its predecessors
     breadth_first(rows.indptr, follower[rows.indices], alone[:2], depth)
@@ -401,6 +400,21 @@ def _open(n: int, follow: Array) -> Array:
     return path
 
 
+def _assignment(weights: Any) -> Array | None:
+    """The column of each row in the full matching of least weight, ``[n]`` int64, or None where there is none."""
+    first, n = weights.indptr[:-1], weights.shape[0]
+    mate, back = np.empty((2, n), np.int32)
+    match(weights.indptr, weights.indices, mate, back)
+    if (mate < 0).any():
+        return None
+    # scipy matches each row to its first free column to begin with, which can take it exponential time to mend
+    order, matched = np.arange(weights.nnz), weights.indices == np.repeat(mate, np.diff(weights.indptr))
+    order[first], order[matched] = order[matched], first
+    arcs = weights.data[order], weights.indices[order], weights.indptr
+    _, follow = scipy_sparse().csgraph.min_weight_full_bipartite_matching(scipy_sparse().csr_array(arcs, weights.shape))
+    return follow.astype(np.int64)
+
+
 def _construct(
     n: int, tokens: Array, into: Array, ranks: Array, seed: int, searched: Callable[[], float], limit: float
 ) -> Array | None:
@@ -420,13 +434,11 @@ def _construct(
         chosen = np.flatnonzero(random.random(len(tails)) < thin) if thin < 1 else slice(None)
         sample = _matrix(nodes, tails[chosen], heads[chosen])
         sample.data[:] = 1 + random.random(sample.nnz)
-        try:
-            _, follow = scipy_sparse().csgraph.min_weight_full_bipartite_matching(sample)
-        except ValueError:  # no cover by cycles among these arcs
+        follow = _assignment(sample)
+        if follow is None:  # no cover by cycles among these arcs
             if thin >= 1:
                 return None
             continue
-        follow = follow.astype(np.int64)
         if merge_cycles(*forward, follow) == 1:
             return _open(n, follow)
         for _ in range(4):

@@ -1,4 +1,4 @@
-"""Walks over compressed rows on the CPU: distances, components, cycles, and who hears of whom.
+"""Walks over compressed rows on the CPU: distances, components, matchings, cycles, and who hears of whom.
 
 In and out: numpy arrays; row ``i`` of a graph is ``index[ptr[i]:ptr[i + 1]]``. Not here: what the answers mean
 (``hamiltonian``, ``universality``).
@@ -127,6 +127,60 @@ def _has(ptr, index, row, column):
         else:
             high = middle
     return low < ptr[row + 1] and index[low] == column
+
+
+@kernel
+def match(ptr, index, mate, follower):
+    """Writes a largest matching: the column of each row to ``mate``, the row of each column to ``follower``, or -1.
+
+    Returns the number of phases, O(sqrt(n)) of O(E) each, for any graph (Hopcroft and Karp, 1973).
+    """
+    n = len(mate)
+    mate[:] = -1
+    follower[:] = -1
+    depth, edge, path = np.empty(n, np.int64), np.empty(n, np.int64), np.empty(n, np.int64)
+    phases = 0
+    while True:
+        phases += 1
+        last = n  # depth at which a first free column is found; the search ends there
+        head = count = 0
+        for row in range(n):
+            edge[row], depth[row] = ptr[row], -1
+            if mate[row] < 0:
+                depth[row], path[count] = 0, row
+                count += 1
+        while head < count and depth[path[head]] <= last:
+            row = path[head]
+            head += 1
+            for place in range(ptr[row], ptr[row + 1]):
+                other = follower[index[place]]
+                if other < 0:
+                    last = depth[row]
+                elif depth[other] < 0:
+                    depth[other], path[count] = depth[row] + 1, other
+                    count += 1
+        if last == n:
+            return phases
+        for root in range(n):  # shortest ways to free columns, no two of which share a row; each edge is tried once
+            length = 0
+            if mate[root] < 0:
+                path[0], length = root, 1
+            while length > 0:
+                row = path[length - 1]
+                if edge[row] == ptr[row + 1]:  # no way leads on from here
+                    length -= 1
+                    continue
+                other = follower[index[edge[row]]]
+                edge[row] += 1
+                if other < 0:
+                    for spot in range(length):
+                        row = path[spot]
+                        mate[row] = index[edge[row] - 1]
+                        follower[mate[row]] = row
+                    break
+                if depth[other] == depth[row] + 1 and depth[other] <= last:
+                    path[length] = other
+                    length += 1
 
 
 @kernel

@@ -21,6 +21,7 @@ import numba
 import numba.core.event
 import numpy as np
 import pytest
+import scipy.sparse.csgraph
 import scipy.stats
 import torch
 from problems import GRAPHS, random_graph
@@ -42,6 +43,7 @@ from sbm_pyg.analysis import (
     spread_steps,
     to_networkx,
 )
+from sbm_pyg.walks import match
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -233,6 +235,90 @@ def test_named_graphs(name: str) -> None:
         assert answer.certificate is not None
         assert_certified(answer.certificate, graph)
     assert str(answer).startswith(status)
+
+
+def lattice(rows: int, columns: int, without: tuple[tuple[int, int], ...] = ()) -> AttentionGraph:
+    """A grid, edges both ways, its tokens in random order."""
+    grid = nx.grid_2d_graph(rows, columns)
+    grid.remove_nodes_from(without)
+    order = np.random.default_rng(0).permutation(len(grid)).tolist()
+    return AttentionGraph.from_networkx(nx.relabel_nodes(grid, dict(zip(grid, order, strict=True))))
+
+
+def test_matchings_equal_enumeration() -> None:
+    """A matching is as large as Hall's theorem allows: all tokens, less those of a set that are more than its keys."""
+    certified = 0
+    for arcs in random_digraphs(200, seed=3):
+        n, graph = len(arcs), digraph(arcs)
+        keys = [sum(1 << int(i) for i in np.flatnonzero(row)) for row in arcs.T]
+        reach = [0] * (1 << n)  # all keys of a set of queries
+        for some in range(1, 1 << n):
+            reach[some] = reach[some & (some - 1)] | keys[(some & -some).bit_length() - 1]
+        largest = n - max(some.bit_count() - reach[some].bit_count() for some in range(1 << n))
+        mate, follower = np.empty((2, n), np.int32)
+        match(graph.rowptr.numpy(), graph.col.numpy(), mate, follower)
+        queries = np.flatnonzero(mate >= 0)
+        assert len(queries) == largest == (follower >= 0).sum()
+        assert arcs[mate[queries], queries].all()
+        assert (follower[mate[queries]] == queries).all()
+        certificate = hamiltonian._matching(n, graph.col.numpy(), graph.edge_index[1].numpy())
+        assert (certificate is None) == (largest >= n - 1)
+        if certificate is not None:
+            certified += 1
+            assert set(np.flatnonzero(arcs[:, certificate.tokens].any(1)).tolist()) <= {*certificate.others}
+            assert len(certificate.others) <= len(certificate.tokens) - 2
+    assert certified > 20
+
+
+@pytest.mark.parametrize("shape", [(100, 100), (101, 101), (2, 5000), (1, 10000)], ids=str)
+def test_matchings_of_shuffled_lattices_take_few_phases(shape: tuple[int, int]) -> None:
+    """scipy's algorithm takes minutes for 100 x 100 tokens. Hopcroft and Karp's bound is 2 sqrt(n) + 1 phases."""
+    graph = lattice(*shape)
+    n = graph.num_queries
+    mate, follower = np.empty((2, n), np.int32)
+    assert match(graph.rowptr.numpy(), graph.col.numpy(), mate, follower) <= 2 * math.isqrt(n) + 1
+    assert (mate < 0).sum() == n % 2
+
+
+def test_a_lattice_with_two_tokens_too_many_of_a_colour_is_absent() -> None:
+    graph = lattice(31, 31, without=((4, 3),))
+    answer = hamiltonian_path(graph)
+    assert answer.certificate is not None
+    assert (answer.certificate.kind, len(answer.certificate.tokens)) == ("predecessors", 481)
+    assert_certified(answer.certificate, graph)
+
+
+def test_a_shuffled_lattice_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What scipy's assignment begins with, the first arc of each row, is a matching; from others it takes minutes."""
+    assign, given = scipy.sparse.csgraph.min_weight_full_bipartite_matching, []
+
+    def watched(weights: Any) -> Any:
+        given.append(weights)
+        return assign(weights)
+
+    monkeypatch.setattr(scipy.sparse.csgraph, "min_weight_full_bipartite_matching", watched)
+    answer = hamiltonian_path(lattice(100, 100), time_limit=0.2)
+    assert answer.status == "UNKNOWN"
+    assert given
+    for one in given:
+        assert len(np.unique(one.indices[one.indptr[:-1]])) == one.shape[0] == 10001
+
+
+def test_assignments_are_those_of_scipy() -> None:
+    random = np.random.default_rng(0)
+    found = 0
+    for _ in range(200):
+        weights = scipy.sparse.random_array((8, 8), density=0.4, format="csr", rng=random)
+        try:
+            wanted = scipy.sparse.csgraph.min_weight_full_bipartite_matching(weights)[1].tolist()
+        except ValueError:
+            assert hamiltonian._assignment(weights) is None
+        else:
+            found += 1
+            follow = hamiltonian._assignment(weights)
+            assert follow is not None
+            assert follow.tolist() == wanted
+    assert 20 < found < 180
 
 
 def test_same_seed_gives_the_same_path() -> None:
