@@ -50,6 +50,8 @@ def plot_mask(
 ) -> Figure:
     """One sampled mask, beside its expectation where the model is given.
 
+    The mask costs O(E) time and memory, its expectation O(NM).
+
     Args:
         graph: Any graph.
         sbm: Model over the same tokens, or blocks of tokens, and heads; or None.
@@ -70,25 +72,25 @@ def plot_mask(
     if sbm is not None:
         check_model(sbm)
         sbm.check(graph.blocks)
-    mask = graph.head(head).to_dense(sequence)[0].cpu().double().numpy()
+    one = _one(graph, sequence, head)
+    shape = _shape(one)
     figure = _figure(9.2 if sbm is not None else 5.4, 5.2, title)
     panels = figure.subplots(1, 1 if sbm is None else 2, sharex=True, sharey=True, squeeze=False)[0]
-    shown, cell = _shrink(mask)
-    pictures = [shown]
-    titles = [f"sampled mask: {int(mask.sum()):,} edges, density {_percent(mask.mean())}"]
+    pictures = [_mask(one)]
+    titles = [f"sampled mask: {one.num_edges:,} edges, density {_density(one)}"]
     if sbm is not None:
         p = sbm.edge_prob_dense(sequence)[head].detach().cpu().double()
         rows, columns = graph.sequence(sequence).to("cpu").over_tokens(*(torch.arange(n)[None] for n in p.shape))
         p = p[rows[0]][:, columns[0]]
         chance = (p.tril() if sbm.is_causal else p).numpy()
-        pictures.append(_shrink(chance)[0])
+        pictures.append(_shrink(chance))
         titles.append(f"expectation: {chance.sum():,.0f} edges, density {_percent(chance.mean())}")
     top = max(float(picture.max()) for picture in pictures) or 1.0
     for axes, picture, title in zip(panels, pictures, titles, strict=True):
-        image = _picture(axes, picture, mask.shape, cmap=MASK, vmin=0, vmax=top)
+        image = _picture(axes, picture, shape, cmap=MASK, vmin=0, vmax=top)
         axes.set_title(title, fontsize=10)
     figure.colorbar(
-        image, ax=list(panels), label=f"probability of an edge; in a mask, 0 or 1{_cells(cell)}", shrink=0.85
+        image, ax=list(panels), label=f"probability of an edge; in a mask, 0 or 1{_cells(shape)}", shrink=0.85
     )
     beside = (
         ""
@@ -98,7 +100,7 @@ def plot_mask(
     return _caption(
         figure,
         f"Which query (row) attends to which key (column), head {head}, "
-        f"{mask.shape[0]:,} queries and {mask.shape[1]:,} keys.{beside}",
+        f"{shape[0]:,} queries and {shape[1]:,} keys.{beside}",
     )
 
 
@@ -306,11 +308,11 @@ def plot_inputs(
     panels = figure.subplots(len(chosen), len(columns), squeeze=False)
     for row, sequence in enumerate(chosen):
         for column, (number, head, graph) in enumerate(columns):
-            mask = graph.sequence(sequence).head(head).to_dense()[0].cpu().double().numpy()
+            one = _one(graph, sequence, head)
             axes = panels[row, column]
-            heat = _picture(axes, _shrink(mask)[0], mask.shape, cmap=MASK, vmin=0, vmax=1)
+            heat = _picture(axes, _mask(one), _shape(one), cmap=MASK, vmin=0, vmax=1)
             name = f"layer {number}, head {head}\n" if row == 0 else ""
-            axes.set_title(f"{name}density {_percent(mask.mean())}", fontsize=9)
+            axes.set_title(f"{name}density {_density(one)}", fontsize=9)
             axes.tick_params(labelsize=6, length=2)
             beside = titles[row] if titles is not None else f"input {sequence}"
             axes.set_xlabel("key (token)" if row == len(chosen) - 1 else "", fontsize=8)
@@ -355,6 +357,8 @@ def plot_extremes(
 def plot_blocks(graph: AttentionGraph, sbm: SBM, *, sequence: int = 0, head: int = 0, title: str = "") -> Figure:
     """The blocks of a model: the mask as it stands, the mask with tokens sorted by block, and the block matrix.
 
+    Costs O(E) time and memory.
+
     Args:
         graph: Any graph.
         sbm: Model over the same tokens, or blocks of tokens, and heads; a token belongs to the block of the model in
@@ -370,7 +374,8 @@ def plot_blocks(graph: AttentionGraph, sbm: SBM, *, sequence: int = 0, head: int
     check_graph(graph)
     check_model(sbm)
     sbm.check(graph.blocks)
-    mask = graph.head(head).to_dense(sequence)[0].cpu().double().numpy()
+    one = _one(graph, sequence, head)
+    shape = _shape(one)
     parts = [slice(*[*pairwise(ptr.tolist())][sequence]) for ptr in (graph.query_ptr, graph.key_ptr)]
     largest = sbm.query_membership.detach().amax(-1), sbm.key_membership.detach().amax(-1)
     sides, strength = (
@@ -381,18 +386,17 @@ def plot_blocks(graph: AttentionGraph, sbm: SBM, *, sequence: int = 0, head: int
     used = [np.unique(block) for block in sides]
     figure = _figure(13.2, 4.9, title)
     left, middle, right = figure.subplots(1, 3)
-    shown, cell = _shrink(mask)
-    ordered = _shrink(mask[orders[0]][:, orders[1]])[0]
+    shown, ordered = _mask(one), _mask(one, orders)
     top = max(float(shown.max()), float(ordered.max())) or 1.0
-    _picture(left, shown, mask.shape, cmap=MASK, vmin=0, vmax=top)
-    left.set_title(f"as the tokens stand: density {_percent(mask.mean())}", fontsize=10)
-    heat = _picture(middle, ordered, mask.shape, cmap=MASK, vmin=0, vmax=top)
+    _picture(left, shown, shape, cmap=MASK, vmin=0, vmax=top)
+    left.set_title(f"as the tokens stand: density {_density(one)}", fontsize=10)
+    heat = _picture(middle, ordered, shape, cmap=MASK, vmin=0, vmax=top)
     for draw, block in ((middle.axhline, sides[0]), (middle.axvline, sides[1])):
         for end in np.bincount(block).cumsum()[:-1]:
             draw(end - 0.5, color="#1b6ca8", lw=0.5, alpha=0.7)
     middle.set_title(f"sorted by block: {len(used[0])} of queries, {len(used[1])} of keys", fontsize=10)
     middle.set(xlabel="key (token, sorted by block)", ylabel="query (token, sorted by block)")
-    figure.colorbar(heat, ax=[left, middle], label=f"edge, 0 or 1{_cells(cell)}", shrink=0.8)
+    figure.colorbar(heat, ax=[left, middle], label=f"edge, 0 or 1{_cells(shape)}", shrink=0.8)
     block = sbm.block_matrix[head].detach().cpu().double().numpy()[np.ix_(*used)]
     low, high = float(block.min()), float(block.max())
     matrix = right.imshow(
@@ -612,18 +616,52 @@ def _picture(axes: Axes, picture: np.ndarray, shape: tuple[int, ...], **options:
     return image
 
 
-def _shrink(matrix: np.ndarray) -> tuple[np.ndarray, int]:
-    """Means over square cells such that at most ``PIXELS`` are left along each axis, and the side of a cell."""
-    cell = -(-max(matrix.shape) // PIXELS)
-    if cell == 1:
-        return matrix, 1
-    starts = [np.arange(0, size, cell) for size in matrix.shape]
-    sums = np.add.reduceat(np.add.reduceat(matrix, starts[0], axis=0), starts[1], axis=1)
-    sizes = [np.diff(np.append(start, size)) for start, size in zip(starts, matrix.shape, strict=True)]
-    return sums / np.outer(*sizes), cell
+def _one(graph: AttentionGraph, sequence: int, head: int) -> AttentionGraph:
+    """One sequence and head on the CPU."""
+    check_present(graph.col, "graph")
+    return graph.head(head).sequence(sequence).to("cpu")
 
 
-def _cells(cell: int) -> str:
+def _shape(graph: AttentionGraph) -> tuple[int, int]:
+    return graph.num_queries, graph.num_keys
+
+
+def _cell(shape: tuple[int, ...]) -> int:
+    """The side of a square cell with which at most ``PIXELS`` are left along each axis."""
+    return -(-max(shape) // PIXELS)
+
+
+def _mask(graph: AttentionGraph, orders: Sequence[np.ndarray] | None = None) -> np.ndarray:
+    """Share of the pairs in each cell that are edges, with queries and keys in those orders."""
+    key, query = graph.edge_index.numpy()
+    if orders is not None:
+        query, key = orders[0].argsort()[query], orders[1].argsort()[key]
+    shape = _shape(graph)
+    cell = _cell(shape)
+    rows, columns = (-(-size // cell) for size in shape)
+    edges = np.bincount(query // cell * columns + key // cell, minlength=rows * columns).reshape(rows, columns)
+    return _mean(edges, shape)
+
+
+def _shrink(matrix: np.ndarray) -> np.ndarray:
+    """Means over the same cells of a dense matrix."""
+    rows, columns = (np.arange(0, size, _cell(matrix.shape)) for size in matrix.shape)
+    return _mean(np.add.reduceat(np.add.reduceat(matrix, rows, axis=0), columns, axis=1), matrix.shape)
+
+
+def _mean(sums: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Sums over cells divided by the pairs in them; the last of a row or column may have fewer."""
+    cell = _cell(shape)
+    rows, columns = (np.minimum(size - np.arange(0, size, cell), cell) for size in shape)
+    return sums / np.outer(rows, columns)
+
+
+def _density(graph: AttentionGraph) -> str:
+    return _percent(graph.num_edges / (graph.num_queries * graph.num_keys))
+
+
+def _cells(shape: tuple[int, ...]) -> str:
+    cell = _cell(shape)
     return "" if cell == 1 else f"\n(mean over cells of {cell} x {cell} pairs)"
 
 

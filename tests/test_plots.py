@@ -123,6 +123,49 @@ def test_masks_of_many_tokens_keep_their_density() -> None:
     assert axes.images[0].get_extent() == [-0.5, 902.5, 1000.5, -0.5]
 
 
+def cell_means(mask: np.ndarray, cell: int) -> np.ndarray:
+    """Mean of each cell, one after the other."""
+    rows, columns = (range(0, size, cell) for size in mask.shape)
+    return np.array([[mask[i : i + cell, j : j + cell].mean() for j in columns] for i in rows])
+
+
+@pytest.mark.parametrize("pixels", [400, 40, 39, 13, 7, 1])
+def test_pictures_of_sparse_masks_are_those_of_dense_ones(monkeypatch: pytest.MonkeyPatch, pixels: int) -> None:
+    """Pictures, axes and words equal those from a dense mask, which is never made."""
+    monkeypatch.setattr(plots, "PIXELS", pixels)
+    member = torch.rand(2, 40, 3, generator=torch.Generator().manual_seed(0))
+    square = SBM(member, member, torch.full((2, 3, 3), 0.1))
+    wide = SBM(member, torch.rand(2, 31, 3, generator=torch.Generator().manual_seed(1)), torch.full((2, 3, 3), 0.1))
+    graphs = [sample_edges(sbm, seed=0) for sbm in (square, wide)]
+    masks = [graph.to_dense()[1].double().numpy() for graph in graphs]
+    monkeypatch.setattr(AttentionGraph, "to_dense", None)
+    cell = -(-40 // pixels)
+    for sbm, graph, mask in zip((square, wide), graphs, masks, strict=True):
+        blocks = [side[1].numpy() for side in analysis.blocks_of(sbm)]
+        surest = [side[1].amax(-1).numpy() for side in (sbm.query_membership, sbm.key_membership)]
+        order = [np.lexsort((-weight, block)) for weight, block in zip(surest, blocks, strict=True)]
+        alone, pair, sorted_ = (
+            plots.plot_mask(graph, head=1).axes,
+            plots.plot_mask(graph, sbm, head=1).axes,
+            plots.plot_blocks(graph, sbm, head=1).axes,
+        )
+        inputs = plots.plot_inputs([graph]).axes
+        for axes in (alone[0], pair[0], sorted_[0], inputs[1]):
+            np.testing.assert_array_equal(np.asarray(axes.images[0].get_array()), cell_means(mask, cell))
+        ordered = cell_means(mask[np.ix_(*order)], cell)
+        np.testing.assert_array_equal(np.asarray(sorted_[1].images[0].get_array()), ordered)
+        p = sbm.edge_prob_dense()[1].double().numpy()
+        np.testing.assert_allclose(np.asarray(pair[1].images[0].get_array()), cell_means(p, cell))
+        for axes in (alone[0], *pair[:2], *sorted_[:2], inputs[1]):
+            assert axes.images[0].get_extent() == [-0.5, mask.shape[1] - 0.5, mask.shape[0] - 0.5, -0.5]
+        assert alone[0].images[0].get_clim() == (0, cell_means(mask, cell).max())
+        share = f"density {100 * mask.mean():.3g} %"
+        assert alone[0].get_title() == f"sampled mask: {int(mask.sum()):,} edges, {share}"
+        assert sorted_[0].get_title() == f"as the tokens stand: {share}"
+        assert inputs[1].get_title() == f"layer 0, head 1\n{share}"
+        assert (f"{cell} x {cell} pairs" in alone[1].get_ylabel()) == (cell > 1)
+
+
 def test_density_bars_are_means_and_deviations_over_inputs() -> None:
     density = torch.tensor([[[0.1, 0.3], [0.2, 0.4]], [[0.0, 0.0], [0.0, 0.2]]])  # [L, B, H]
     axes: Any = plots.plot_density(density).axes[0]
