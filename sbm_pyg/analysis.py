@@ -126,7 +126,8 @@ def graph_statistics(
     """Degrees, components, distances and structure of every sequence and head.
 
     All are computed from the compressed rows, without a Python loop over edges. Cost O(HN + E), all sequences and heads
-    at once; the spectral gap costs some dozens of products with the matrix for each of them. Values are those of
+    at once. The spectral gap costs some dozens to hundreds of products with the matrix for each of them, or, where
+    breadth-first layers are narrow, a factorisation in O(N) times their squared width. Values are those of
     networkx (``tests/test_analysis.py``) in a fraction of its time (docs/analysis.md).
 
     Args:
@@ -430,23 +431,25 @@ def _gap(both: Any) -> float:
     both = scipy_sparse().csr_array((np.repeat(scale, degree) * scale[index], index, ptr), shape=both.shape)
     if count <= 256:
         return float(np.linalg.eigvalsh(np.eye(count) - both.toarray())[1])
-    first = np.sqrt(degree / degree.sum())  # the eigenvector of the largest eigenvalue, 1; it is moved to -2
-    operator = LinearOperator((count, count), matvec=lambda x: both @ x - first * (3 * (first @ x)), dtype=np.float64)
-    options = {
-        "k": 1,
-        "which": "LA",
-        "v0": np.random.default_rng(0).standard_normal(count),
-        "maxiter": 40,
-        "ncv": 40,
-        "return_eigenvectors": False,
-    }
-    try:
-        # an eigenvalue is about as exact as the square of its tolerance
-        gap = 1 - float(eigsh(operator, tol=1e-4, **options)[0])
-        return gap if gap > 0.05 else 1 - float(eigsh(operator, tol=1e-9, **options)[0])
-    except ArpackError:
-        # eigenvalues crowd at 1, as in long and narrow graphs: these are sparse, and a factorisation is cheap
-        return 1 - float(eigsh(both, k=2, sigma=1.0001, which="LM", v0=options["v0"], return_eigenvectors=False).min())
+    depth, start = np.empty(count, np.int64), np.random.default_rng(0).standard_normal(count)
+    breadth_first(ptr, index, np.zeros(1, np.int64), depth)
+    width = np.bincount(depth)  # nodes at each distance from the first
+    # A factorisation costs the cube of each layer. Iterations need about as many products, with the matrix and with 40
+    # vectors, as there are layers, in each of two tries.
+    if (width**3.0).sum() > 2 * len(width) * (both.nnz + 40 * count):
+        first = np.sqrt(degree / degree.sum())  # the eigenvector of the largest eigenvalue, 1; it is moved to -2
+        operator = LinearOperator(
+            (count, count), matvec=lambda x: both @ x - first * (3 * (first @ x)), dtype=np.float64
+        )
+        options = {"k": 1, "which": "LA", "v0": start, "maxiter": 40, "ncv": 40, "return_eigenvectors": False}
+        try:
+            # an eigenvalue is about as exact as the square of its tolerance
+            gap = 1 - float(eigsh(operator, tol=1e-4, **options)[0])
+            return gap if gap > 0.05 else 1 - float(eigsh(operator, tol=1e-9, **options)[0])
+        except ArpackError:
+            pass  # eigenvalues crowd at 1, and a factorisation costs less than to tell them apart by products
+    near = 1 + len(width) ** -2.0  # about as far from 1 as the gap of a path of that length
+    return 1 - float(eigsh(both, k=2, sigma=near, which="LM", v0=start, return_eigenvectors=False).min())
 
 
 def _by_chance(

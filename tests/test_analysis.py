@@ -21,7 +21,9 @@ import numba
 import numba.core.event
 import numpy as np
 import pytest
+import scipy.linalg
 import scipy.sparse.csgraph
+import scipy.sparse.linalg
 import scipy.stats
 import torch
 from problems import GRAPHS, random_graph
@@ -882,6 +884,55 @@ def test_statistics_equal_those_of_networkx(name: str) -> None:
                 assert least <= nx.diameter(peer) <= most <= 2 * nx.diameter(peer)
             else:
                 assert least == most == math.inf
+
+
+NARROW = {
+    "window": (patterns.window(1500, 8), True),
+    "causal window": (patterns.window(1500, 8, is_causal=True), True),
+    "path": (patterns.window(1500, 1), True),
+    "shuffled grid, long": (lattice(6, 250), True),
+    "random": (random_graph(1, 1500, 1500, 0.01, 1), False),
+    "window with few far edges": (patterns.window(1500, 4) | random_graph(1, 1500, 1500, 0.001, 2), False),
+    "random, with a long tail": (
+        AttentionGraph.from_edge_index(
+            torch.cat(
+                [
+                    random_graph(1, 1000, 1000, 0.01, 3).edge_index,
+                    torch.stack([torch.arange(999, 1199), torch.arange(1000, 1200)]),
+                ],
+                1,
+            )
+        ),
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_gaps_of_narrow_graphs_take_no_iterations_in_vain(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One factorisation in narrow graphs, products alone in others; their gap is that of dense arithmetic."""
+    solve, ways = scipy.sparse.linalg.eigsh, []
+
+    def watched(matrix: Any, **options: Any) -> Any:
+        ways.append("sigma" in options)
+        return solve(matrix, **options)
+
+    monkeypatch.setattr(scipy.sparse.linalg, "eigsh", watched)
+    graph, narrow = NARROW[name]
+    found = float(graph_statistics(graph).spectral_gap)
+    assert ways == [True] if narrow else not any(ways)
+    both = graph.to_scipy(0).toarray()
+    both = (both | both.T).astype(np.float64)
+    scale = both.sum(0) ** -0.5
+    spectrum = scipy.linalg.eigvalsh(scale[:, None] * both * scale, subset_by_index=[len(both) - 2, len(both) - 2])
+    assert found == pytest.approx(1 - float(spectrum[0]), abs=1e-9 if narrow else 1e-7)
+
+
+def test_the_gap_of_a_long_path_keeps_its_digits() -> None:
+    """That of a path of n tokens is 1 - cos(pi / (n - 1))."""
+    n = 20000
+    found = float(graph_statistics(lattice(1, n)).spectral_gap)
+    assert found == pytest.approx(2 * math.sin(math.pi / (n - 1) / 2) ** 2, rel=1e-6)
 
 
 def test_statistics_of_a_model_use_its_own_blocks() -> None:
