@@ -1921,11 +1921,13 @@ RECORDS: dict[str, tuple[Callable[[Draw], Any], dict[str, Meaning]]] = {  # clas
     "SBMAttentionConv": (lambda d: SBMAttentionConv(4, 2), {"sbm": lambda a: a.source.head}),
     "Entmax": (lambda d: Entmax(2), {"alpha": lambda e: torch.full((2,), 1.5), "extra_repr()": lambda e: "2, alpha=1.5, learnable=True", "reset_parameters()": lambda e: None}),
     "AttentionConv": (lambda d: AttentionConv(4, 2), {"reset_parameters()": lambda a: None}),
-    "SBMSource": (lambda d: SBMSource(SBMHead(4, 2)), {"share": lambda a: None, "extra_repr()": lambda a: None, "reset_parameters()": lambda a: None}),
+    "SBMSource": (lambda d: SBMSource(SBMHead(4, 2)), {"extra_repr()": lambda a: None, "reset_parameters()": lambda a: None}),
+    "SharingSource": (lambda d: SBMSource(SBMHead(4, 2), share=0.5), {"share": lambda a: 0.5}),
+    "Choice": (choice_of, {"shape": lambda c: (len(c.graph.query_ptr) - 1, c.graph.heads)}),
     "patterns.PatternSource": (lambda d: patterns.PatternSource(patterns.full), {"extra_repr()": lambda a: None}),
     "sparsefinder.Projection": (lambda d: sparsefinder.Projection(4), {"extra_repr()": lambda a: None, "reset_parameters()": lambda a: None}),
     "sparsefinder.SparsefinderSource": (
-        lambda d: sparsefinder.SparsefinderSource(sparsefinder.Projection(4), predictors.bucketing), {"extra_repr()": lambda a: None},
+        lambda d: sparsefinder.SparsefinderSource(sparsefinder.Projection(4), predictors.bucketing, num_buckets=2), {"extra_repr()": lambda a: None},
     ),
     "selectors.SelectorSource": (lambda d: selectors.SelectorSource(selectors.lsh), {"extra_repr()": lambda a: None}),
     "selectors.RoutingSource": (lambda d: selectors.RoutingSource(4), {"extra_repr()": lambda a: None, "reset_parameters()": lambda a: None}),
@@ -1992,7 +1994,7 @@ EXEMPT: dict[str, str] = {  # public names that are not called, and why
     "sparsefinder.Sample": "a type",
     **dict.fromkeys(("ShareSchedule", "ShareSchedule.step", "ShareSchedule.state_dict", "ShareSchedule.load_state_dict"),
                     "a schedule of a model, see test_share.py"),
-    **dict.fromkeys(("TiledChoice", *(f"TiledChoice.{name}" for name in ("causal", "expand", "factors", "force", "forced", "graph", "select", "stored"))),
+    **dict.fromkeys(("TiledChoice", *(f"TiledChoice.{name}" for name in ("causal", "expand", "factors", "force", "forced", "graph", "select", "shape", "stored"))),
                     "a record that a source makes, see test_tiled.py"),
     **dict.fromkeys(("DCMM", "DCMM.entropy"), "a record that the library makes and users read"),
     **dict.fromkeys(("AttentionGraph.with_blocks", "AttentionGraph.spread", "AttentionGraph.over_tokens", "SBM.strict"), "for sources and layers, see test_blocks.py"),
@@ -2008,7 +2010,7 @@ EXEMPT: dict[str, str] = {  # public names that are not called, and why
     "Pretrained.constructor_options": "what subclasses define",
     **dict.fromkeys(
         ("EdgeProbability", "EdgeProbability.check", "EdgeProbability.expected_degree", "EdgeProbability.expected_density", "EdgeProbability.factors", "EdgeProbability.gate",
-         "EdgeProbability.on", "GraphSource", "GraphSource.forward", "GraphSource.reset_parameters"), "an abstract class, called through SBM and SBMSource"),
+         "EdgeProbability.on", "GraphSource", "GraphSource.forward", "GraphSource.reset_parameters", "SharingSource"), "an abstract class, called through SBM and SBMSource"),
     **dict.fromkeys(("ragged.count_pairs", "ragged.draw_seed", "ragged.readable", "ragged.resolve_sequence_ids", "ragged.resolve_sides"), "called by layers and samplers"),
     **dict.fromkeys(ESTIMATOR_NAMES, "called by the layer, whose cases draw every estimator"),
     **{f"analysis.{name}": "a record that the library makes and users read" for name in

@@ -75,11 +75,11 @@ def models(path: Path) -> tuple[Run, Iterator[tuple[str, Recaller]]]:
     def each() -> Iterator[tuple[str, Recaller]]:
         for when in ("start", "end"):
             model, schedule = make_model(run)
+            if when == "end":
+                model.load_state_dict(state["model"])
             if schedule is not None:
                 begun = {"share": run.density, "running": None}
                 schedule.load_state_dict(begun if when == "start" else state["schedule"])
-            if when == "end":
-                model.load_state_dict(state["model"])
             yield when, model.train()
 
     return run, each()

@@ -154,8 +154,8 @@ def train(run: Run, data: Images, folder: Path) -> list[Row]:
         return [{**known, "validation": accuracy, "density": density, "test": math.nan, "idle": math.nan}]
 
     rows = fit(model, schedule, run, folder / run.file, losses, measure, cosine)
-    aim(schedule)
     load_best(run, model, folder)
+    aim(schedule)  # weights are kept with the share of their step
     best = max(rows, key=lambda row: row["validation"])  # the first of equals, as is kept
     best["test"], best["density"] = evaluate(model, data.test, data.test_labels)
     best["idle"] = idle(model, data.test)
