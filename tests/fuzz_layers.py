@@ -1929,7 +1929,7 @@ RECORDS: dict[str, tuple[Callable[[Draw], Any], dict[str, Meaning]]] = {  # clas
     "sparsefinder.SparsefinderSource": (
         lambda d: sparsefinder.SparsefinderSource(sparsefinder.Projection(4), predictors.bucketing, num_buckets=2), {"extra_repr()": lambda a: None},
     ),
-    "selectors.SelectorSource": (lambda d: selectors.SelectorSource(selectors.lsh), {"extra_repr()": lambda a: None}),
+    "selectors.SelectorSource": (lambda d: selectors.SelectorSource(selectors.top_k, k=2), {"extra_repr()": lambda a: None}),
     "selectors.RoutingSource": (lambda d: selectors.RoutingSource(4), {"extra_repr()": lambda a: None, "reset_parameters()": lambda a: None}),
     "indexer.Indexer": (lambda d: indexer.Indexer(4), {"extra_repr()": lambda a: None, "reset_parameters()": lambda a: None}),
     "indexer.KeyScorer": (lambda d: indexer.KeyScorer(4), {"extra_repr()": lambda a: None, "reset_parameters()": lambda a: None}),
