@@ -66,7 +66,7 @@ def _gather(
     WIDTH: tl.constexpr, LONG: tl.constexpr, EDGES: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Sum of the vectors at the ends of each segment's edges, by their weights."""
-    row, first, start, stop, slot = piece(ptr, more, rows, queries, keys, LONG)
+    _, first, start, stop, slot = piece(ptr, more, rows, queries, keys, LONG)
     sums = tl.zeros([triton.next_power_of_2(WIDTH)], WIDE)
     for begin in range(start, stop, EDGES):
         edge, there, end = tile(ends, begin, stop, first, EDGES)
@@ -74,7 +74,7 @@ def _gather(
             edge = tl.load(order + edge, mask=there, other=0)
         factor = tl.load(weight + edge, mask=there, other=0).to(WIDE)
         sums += total(factor, vectors(source, end, there, WIDTH, WIDE))
-    give(out, parts, row, slot, sums, WIDTH)
+    give(out, parts, slot, sums, WIDTH)
 
 
 @kernel
@@ -88,6 +88,8 @@ def _attention(
     q = vector(query, row, WIDTH, WIDE) * real(scale, WIDE)
     top, norm = tl.full([], float("-inf"), WIDE), tl.full([], 0, WIDE)
     sums = tl.zeros([triton.next_power_of_2(VALUE_WIDTH)], WIDE)
+    if query_words is not None:
+        word = tl.load(query_words + row)
     for begin in range(start, stop, EDGES):
         edge, there, end = tile(col, begin, stop, first, EDGES)
         score = dots(vectors(key, end, there, WIDTH, WIDE), q)
@@ -98,7 +100,7 @@ def _attention(
             weight *= factor
         norm, top = norm * shrink + tl.sum(weight, 0), new
         if query_words is not None:
-            weight = tl.where(kept(tl.load(query_words + row), key_words, end, there, least), weight, 0)
+            weight = tl.where(kept(word, key_words, end, there, least), weight, 0)
         sums = sums * shrink + total(weight, vectors(value, end, there, VALUE_WIDTH, WIDE))
     if query_words is not None:
         sums *= real(grow, WIDE)
@@ -109,7 +111,7 @@ def _attention(
         tl.store(tops + slot, top, mask=slot >= 0)
         tl.store(norms + slot, norm, mask=slot >= 0)
         norm = tl.where(slot < 0, norm, 1)  # which the whole row divides by
-    give(out, parts, row, slot, sums / tl.where(norm == 0, 1, norm), VALUE_WIDTH)
+    give(out, parts, slot, sums / tl.where(norm == 0, 1, norm), VALUE_WIDTH)
 
 
 @kernel
@@ -124,6 +126,8 @@ def _attention_backward(
     q, g = vector(query, row, WIDTH, WIDE) * real(scale, WIDE), vector(grad_out, row, VALUE_WIDTH, WIDE)
     mean, shift = tl.sum(g * vector(out, row, VALUE_WIDTH, WIDE), 0), finite(tl.load(lse + row).to(WIDE))
     sums = tl.zeros([triton.next_power_of_2(WIDTH)], WIDE)
+    if query_words is not None:
+        word = tl.load(query_words + row)
     for begin in range(start, stop, EDGES):
         edge, there, end = tile(col, begin, stop, first, EDGES)
         k = vectors(key, end, there, WIDTH, WIDE)
@@ -133,7 +137,7 @@ def _attention_backward(
         weight = tl.exp(logit - shift)
         share = weight
         if query_words is not None:
-            keep = kept(tl.load(query_words + row), key_words, end, there, least)
+            keep = kept(word, key_words, end, there, least)
             gain = tl.where(keep, gain * real(grow, WIDE), 0)
             share = tl.where(keep, weight * real(grow, WIDE), 0)
         slope = weight * (gain - mean)
@@ -150,7 +154,7 @@ def _attention_backward(
         tl.store(slopes + edge, slope, mask=there)
         tl.store(shares + edge, share, mask=there)
         sums += total(slope, k)
-    give(grad_query, parts, row, slot, sums, WIDTH)
+    give(grad_query, parts, slot, sums, WIDTH)
 
 
 # ------------------------------------------------------------------ the ops

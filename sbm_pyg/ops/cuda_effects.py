@@ -111,8 +111,8 @@ def _measure(
     if kept is not None:
         tl.debug_barrier()  # what others have written is read again, which takes fewer registers than to hold it
         top, best, best_gain, second, rest, rest_gain = _nothing(WIDE)
-        for begin in range(start, stop, TILE):
-            edge = begin + tl.arange(0, TILE)
+        for begin in range(0, stop - start, TILE):  # from 0: whether a row has edges is not held, either
+            edge = start + begin + tl.arange(0, TILE)
             logit, gain = _logit(out, edge, edge < stop), _number(out + count, edge, edge < stop)
             high = tl.max(logit, 0)
             found = tl.min(tl.where(logit == high, edge, stop), 0)

@@ -77,10 +77,16 @@ def tiles(dtype: torch.dtype, *widths: int, held: int = 1) -> dict[str, Any]:
 
     Tiles that are ``held`` together have 2,048 words, 64 in each thread of one warp: so they fit its registers, and
     sums over edges and channels stay within the warp (docs/kernels.md). Arithmetic in float64 asks for as much again.
+    The assembler gives two tiles as few as 96 registers, three in float64 as few as 128, and spills; so a limit of
+    their own says what they may take.
     """
-    words_of = triton.next_power_of_2(max(widths)) * (4 if dtype == torch.float64 else 1)
+    double = dtype == torch.float64
+    words_of = triton.next_power_of_2(max(widths)) * (4 if double else 1)
     edges = max(1, min(WORDS // 32, WORDS // (held * words_of)))
-    return {"EDGES": edges, "WIDE": tl.float64 if dtype == torch.float64 else tl.float32, "num_warps": WARPS}
+    options = {"EDGES": edges, "WIDE": tl.float64 if double else tl.float32, "num_warps": WARPS}
+    if held > 1 or (double and len(widths) > 2):
+        options["maxnreg"] = 168 if double else 136
+    return options
 
 
 _PIECES = Kept()
@@ -250,8 +256,9 @@ def put(target, row, x, WIDTH: tl.constexpr, there=None):
 
 
 @triton.jit
-def give(target, parts, row, slot, x, WIDTH: tl.constexpr):
-    """Write a row, or the part of it that :func:`piece` gave to this program."""
+def give(target, parts, slot, x, WIDTH: tl.constexpr):
+    """Write a row, or the part of it that :func:`piece` gave to this program, whose number is that of a whole row."""
+    row = tl.program_id(0).to(tl.int64)
     if parts is None:
         put(target, row, x, WIDTH)
     else:
