@@ -408,6 +408,8 @@ def _split_gains(
     work = _Work(cuts, query, value, (parts[2], *biases), is_causal, not any(bias is not None for bias in biases))
     if not work.possible:
         return blocks.split_gains(parts, sets, cuts, is_causal, scale)
+    if work.wide == torch.float32:
+        work.options["num_stages"] = 2  # keys and values wait in shared memory, not in registers
     tokens = [x.contiguous() for x in parts]
     for rowptr, col, bias in sets:
         logit, gain = (query.new_zeros(col.numel(), cuts[0].grain, dtype=work.wide) for _ in range(2))
