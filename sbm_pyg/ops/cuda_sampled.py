@@ -66,10 +66,14 @@ def _write(target, first, there, x, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _dots(x, y, first, second, there, known, WIDTH: tl.constexpr):
-    """Dot products of some rows of two matrices, ``[rows, rows]`` in float32, some columns at a time."""
+def _dots(x, y, first, second, there, known, length, WIDTH: tl.constexpr):
+    """Dot products of some rows of two matrices, ``[rows, rows]`` in float32, some columns at a time.
+
+    The compiler does not know ``length``, how many keys there are. So one turn stays a loop, or products that do not
+    belong together would be laid out alike.
+    """
     out = tl.zeros([there.shape[0], known.shape[0]], tl.float32)
-    for begin in range(0, WIDTH, _SOME):
+    for begin in range(0, tl.where(length > 0, WIDTH, 0), _SOME):
         a = _columns(x, first, there, begin, WIDTH, _SOME)
         b = _columns(y, second, known, begin, WIDTH, _SOME)
         out = tl.dot(a, tl.trans(b.to(a.dtype)), out, input_precision=_PRECISION)
@@ -83,12 +87,18 @@ def _product(x, y):
 
 
 @triton.jit
+def _turned(x, y):
+    """The same of ``x`` with rows and columns exchanged; its columns are what warps share out."""
+    return tl.dot(tl.trans(x), y.to(x.dtype), input_precision=_PRECISION)
+
+
+@triton.jit
 def _pairs(
-    query, key, rate, member, mine, theirs, place, number, there, known, reach, begin, window, seed, stream, head,
-    scale, exploration, WIDTH: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr,
+    query, key, rate, member, mine, theirs, place, number, there, known, reach, length, begin, window, seed, stream,
+    head, scale, exploration, WIDTH: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Some queries and 64 keys, ``[ROWS, 64]``: which are edges, which may be, their scores."""
-    p = _dots(rate, member, mine, theirs, there, known, BLOCKS)
+    p = _dots(rate, member, mine, theirs, there, known, length, BLOCKS)
     p += real(exploration, tl.float32)
     distance = number[None, :] - place[:, None]
     forced = (distance <= window) & (-distance <= window)
@@ -97,32 +107,38 @@ def _pairs(
     least = (tl.where(p < 1, p, 0) * _LIMIT).to(tl.uint32)
     wrong = p != p  # it becomes an edge, whose score is wrong, too
     hit = (coin < least) | (p >= 1) | forced | wrong
-    score = _dots(query, key, mine, theirs, there, known, WIDTH) * real(scale, tl.float32)
+    score = _dots(query, key, mine, theirs, there, known, length, WIDTH) * real(scale, tl.float32)
     score = tl.where(wrong, float("nan"), score)
     return hit & inside, inside & ~forced & (p <= _ROUNDED), score
 
 
 @triton.jit
-def _reach(place, queries, keys, CAUSAL: tl.constexpr):
-    """How many keys each query may attend to; none where there is no query."""
-    reach = tl.where(place < queries, keys, 0).to(tl.int32)
+def _places(start, queries, keys, CAUSAL: tl.constexpr, ROWS: tl.constexpr):
+    """Places of some queries, which are there, and how many keys each may attend to; none where there is no query."""
+    place = (start + tl.arange(0, ROWS)).to(tl.int32)
+    there = place < queries
+    reach = tl.where(there, keys, 0).to(tl.int32)
     if CAUSAL:
         reach = tl.minimum(reach, place + 1)
-    return reach
+    return place, there, reach
 
 
 @triton.jit
 def _queries(
     query_ptr, key_ptr, sequence_ids, sequences, queries, keys, CAUSAL: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
-    """The queries of this program: head, stream, keys of the sequence, places, which are there, reach, first rows."""
+    """The queries of this program: head, stream, keys and queries of the sequence, the place of the first one, how many
+    keys they see together, first rows.
+    """
     slot, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     sequence, part = panel_of(query_ptr, slot, sequences, ROWS)
     stream, start = tl.load(sequence_ids + sequence), tl.load(query_ptr + sequence)
     first, length = tl.load(key_ptr + sequence), tl.load(key_ptr + sequence + 1) - tl.load(key_ptr + sequence)
-    place, count = (part * ROWS + tl.arange(0, ROWS)).to(tl.int32), tl.load(query_ptr + sequence + 1) - start
-    there, reach = place < count, _reach(place, count, length, CAUSAL)
-    return head, stream, length, place, there, reach, head * queries + start + part * ROWS, head * keys + first
+    count, begin = tl.load(query_ptr + sequence + 1) - start, part * ROWS
+    seen = tl.where(begin < count, length, 0)
+    if CAUSAL:
+        seen = tl.minimum(seen, tl.minimum(begin + ROWS, count))
+    return head, stream, length, count, begin.to(tl.int32), seen, head * queries + start + begin, head * keys + first
 
 
 @triton.jit
@@ -154,19 +170,20 @@ def _sampled(
     KEYS: tl.constexpr,
 ):  # fmt: skip
     """Output of some queries, with and without the heaviest edge of each."""
-    head, stream, length, place, there, reach, mine, theirs = _queries(
+    head, stream, length, count, start, seen, mine, theirs = _queries(
         query_ptr, key_ptr, sequence_ids, sequences, queries, keys, CAUSAL, ROWS
     )
+    place, there, reach = _places(start, count, length, CAUSAL, ROWS)
 
     top, second = tl.full([ROWS], float("-inf"), tl.float32), tl.full([ROWS], float("-inf"), tl.float32)
     norm, heaviest = tl.zeros([ROWS], tl.float32), tl.full([ROWS], -1, tl.int32)
     sums = tl.zeros([ROWS, max(16, triton.next_power_of_2(VALUE_WIDTH))], tl.float32)  # of all but the heaviest
-    for begin in range(0, tl.max(reach, 0), KEYS):
+    for begin in tl.range(0, seen, KEYS, disable_licm=True):
         number = (begin + tl.arange(0, KEYS)).to(tl.int32)
         known = number < length
         hit, _learns, score = _pairs(
-            query, key, rate, member, mine, theirs + begin, place, number, there, known, reach, begin, window, seed,
-            stream, head, scale, exploration, WIDTH, BLOCKS, ROWS,
+            query, key, rate, member, mine, theirs + begin, place, number, there, known, reach, length, begin, window,
+            seed, stream, head, scale, exploration, WIDTH, BLOCKS, ROWS,
         )  # fmt: skip
         logit = tl.where(hit, score, float("-inf"))
         high = tl.max(logit, 1)
@@ -202,28 +219,29 @@ def _sampled_queries(
     BLOCKS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Gradients of some queries and, where asked for, of their rates."""
-    head, stream, length, place, there, reach, mine, theirs = _queries(
+    head, stream, length, count, start, seen, mine, theirs = _queries(
         query_ptr, key_ptr, sequence_ids, sequences, queries, keys, CAUSAL, ROWS
     )
-    at = mine + tl.arange(0, ROWS)
-    average, level = tl.load(mean + at, mask=there, other=0), tl.load(lse + at, mask=there, other=0)
-    rest_average, heaviest = tl.load(rest_mean + at, mask=there, other=0), tl.load(best + at, mask=there, other=-1)
-
     d_q = tl.zeros([ROWS, max(16, triton.next_power_of_2(WIDTH))], tl.float32)
     d_y = tl.zeros([ROWS, max(16, triton.next_power_of_2(BLOCKS))], tl.float32)
-    for begin in range(0, tl.max(reach, 0), KEYS):
+    for begin in tl.range(0, seen, KEYS, disable_licm=True):
+        place, there, reach = _places(start, count, length, CAUSAL, ROWS)
         number = (begin + tl.arange(0, KEYS)).to(tl.int32)
         known = number < length
         hit, learns, score = _pairs(
-            query, key, rate, member, mine, theirs + begin, place, number, there, known, reach, begin, window, seed,
-            stream, head, scale, exploration, WIDTH, BLOCKS, ROWS,
+            query, key, rate, member, mine, theirs + begin, place, number, there, known, reach, length, begin, window,
+            seed, stream, head, scale, exploration, WIDTH, BLOCKS, ROWS,
         )  # fmt: skip
-        gain = _dots(grad_out, value, mine, theirs + begin, there, known, VALUE_WIDTH)
+        at = mine + tl.arange(0, ROWS)
+        average, level = tl.load(mean + at, mask=there, other=0), tl.load(lse + at, mask=there, other=0)
+        rest_average, heaviest = tl.load(rest_mean + at, mask=there, other=0), tl.load(best + at, mask=there, other=-1)
+        gain = _dots(grad_out, value, mine, theirs + begin, there, known, length, VALUE_WIDTH)
         weight, beyond, slope = _pull(hit, score, gain, average, level, scale)
-        d_q += _product(slope, _rows(key, theirs + begin, known, WIDTH))
         if d_rate is not None:
             change = _change(hit, learns, score, gain, weight, beyond, number, heaviest, rest_average, level)
             d_y += _product(change, _rows(member, theirs + begin, known, BLOCKS))
+        d_q += _product(slope, _rows(key, theirs + begin, known, WIDTH))
+    there = start + tl.arange(0, ROWS) < count
     _write(d_query, mine, there, d_q, WIDTH)
     if d_rate is not None:
         _write(d_rate, mine, there, d_y, BLOCKS)
@@ -242,34 +260,36 @@ def _sampled_keys(
     stream, start = tl.load(sequence_ids + sequence), tl.load(query_ptr + sequence)
     first, length = tl.load(key_ptr + sequence), tl.load(key_ptr + sequence + 1) - tl.load(key_ptr + sequence)
     count, begin = tl.load(query_ptr + sequence + 1) - start, part * KEYS
-    number = (begin + tl.arange(0, KEYS)).to(tl.int32)
-    known, theirs = number < length, head * keys + first
+    theirs = head * keys + first
 
-    d_k = tl.zeros([KEYS, max(16, triton.next_power_of_2(WIDTH))], tl.float32)
-    d_v = tl.zeros([KEYS, max(16, triton.next_power_of_2(VALUE_WIDTH))], tl.float32)
-    d_z = tl.zeros([KEYS, max(16, triton.next_power_of_2(BLOCKS))], tl.float32)
+    d_k = tl.zeros([max(16, triton.next_power_of_2(WIDTH)), KEYS], tl.float32)
+    d_v = tl.zeros([max(16, triton.next_power_of_2(VALUE_WIDTH)), KEYS], tl.float32)
+    d_z = tl.zeros([max(16, triton.next_power_of_2(BLOCKS)), KEYS], tl.float32)
     least = begin // ROWS * ROWS if CAUSAL else begin * 0
-    for from_query in range(least, tl.where(begin < length, count, 0), ROWS):
-        place = (from_query + tl.arange(0, ROWS)).to(tl.int32)
-        there, reach, mine = place < count, _reach(place, count, length, CAUSAL), head * queries + start + from_query
+    for from_query in tl.range(least, tl.where(begin < length, count, 0), ROWS, disable_licm=True):
+        number = (begin + tl.arange(0, KEYS)).to(tl.int32)
+        known = number < length
+        place, there, reach = _places(from_query, count, length, CAUSAL, ROWS)
+        mine = head * queries + start + from_query
         at = mine + tl.arange(0, ROWS)
         average, level = tl.load(mean + at, mask=there, other=0), tl.load(lse + at, mask=there, other=0)
         rest_average, heaviest = tl.load(rest_mean + at, mask=there, other=0), tl.load(best + at, mask=there, other=-1)
         hit, learns, score = _pairs(
-            query, key, rate, member, mine, theirs + begin, place, number, there, known, reach, begin, window, seed,
-            stream, head, scale, exploration, WIDTH, BLOCKS, ROWS,
+            query, key, rate, member, mine, theirs + begin, place, number, there, known, reach, length, begin, window,
+            seed, stream, head, scale, exploration, WIDTH, BLOCKS, ROWS,
         )  # fmt: skip
-        gain = _dots(grad_out, value, mine, theirs + begin, there, known, VALUE_WIDTH)
+        gain = _dots(grad_out, value, mine, theirs + begin, there, known, length, VALUE_WIDTH)
         weight, beyond, slope = _pull(hit, score, gain, average, level, scale)
-        d_k += _product(tl.trans(slope), _rows(query, mine, there, WIDTH))
-        d_v += _product(tl.trans(weight), _rows(grad_out, mine, there, VALUE_WIDTH))
         if d_member is not None:
             change = _change(hit, learns, score, gain, weight, beyond, number, heaviest, rest_average, level)
-            d_z += _product(tl.trans(change), _rows(rate, mine, there, BLOCKS))
-    _write(d_key, theirs + begin, known, d_k, WIDTH)
-    _write(d_value, theirs + begin, known, d_v, VALUE_WIDTH)
+            d_z += _turned(_rows(rate, mine, there, BLOCKS), change)
+        d_v += _turned(_rows(grad_out, mine, there, VALUE_WIDTH), weight)
+        d_k += _turned(_rows(query, mine, there, WIDTH), slope)
+    known = begin + tl.arange(0, KEYS) < length
+    _write(d_key, theirs + begin, known, tl.trans(d_k), WIDTH)
+    _write(d_value, theirs + begin, known, tl.trans(d_v), VALUE_WIDTH)
     if d_member is not None:
-        _write(d_member, theirs + begin, known, d_z, BLOCKS)
+        _write(d_member, theirs + begin, known, tl.trans(d_z), BLOCKS)
 
 
 # ------------------------------------------------------------------ the ops
@@ -286,8 +306,10 @@ def _sizes(query: Tensor, value: Tensor, rate: Tensor) -> dict[str, Any]:
     """Widths, and how many queries a program takes: as many as leave its numbers in registers (docs/kernels.md)."""
     widths = {"WIDTH": query.size(2), "VALUE_WIDTH": value.size(2), "BLOCKS": rate.size(2)}
     padded = sum(triton.next_power_of_2(width) for width in widths.values())
-    rows = 32 if query.dtype != torch.float32 and padded <= 256 else 16
-    return {**widths, "ROWS": rows, "KEYS": KEYS, "num_warps": 8, "num_stages": 1}
+    low = max(x.itemsize for x in (query, value, rate)) == 2
+    rows = 32 if low and padded <= 256 else 16
+    options = {**widths, "ROWS": rows, "KEYS": KEYS, "num_warps": 8, "num_stages": 1}
+    return options if low else {**options, "maxnreg": 255}  # the assembler gives float32 as few as 128, and spills
 
 
 def sampled_attention(
@@ -332,6 +354,8 @@ def sampled_attention_backward(
     grid = (queries // sizes["ROWS"] + sequences, heads)
     launch(_sampled_queries, grid, *given, *known, d_query, d_rate, *law, **sizes)
     grid = (keys // KEYS + sequences, heads)
+    if sizes["ROWS"] == 32:
+        sizes["maxnreg"] = 255  # as in float32
     launch(_sampled_keys, grid, *given, *known, d_key, d_value, d_member, *law, **sizes)
     if d_rate is None or d_member is None:
         return d_query, d_key, d_value, rate.new_empty(0, 0, 0), member.new_empty(0, 0, 0)
