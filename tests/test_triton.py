@@ -121,6 +121,21 @@ def test_products_are_as_exact_as_torch_is_told(setting: str, precision: str) ->
 
 
 @needs_triton
+@pytest.mark.parametrize("grain", [64, 2048, 8192])
+def test_effects_of_large_blocks_fit_a_multiprocessor(grain: int) -> None:
+    """Which has 65,536 registers, and takes 32 warps of one program."""
+    from examples.benchmarks.compile_kernels import started
+    from sbm_pyg.ops import cuda_blocks
+
+    x, graph, ptr = torch.zeros(1, grain, 8), (torch.tensor([0, 1]), torch.tensor([0]), None), torch.tensor([0, grain])
+    *_, (_, _, options) = started(
+        lambda: cuda_blocks.block_effect(x, x, x, x, *graph, *graph, ptr, ptr, grain, False, 1.0)
+    )
+    assert options["num_warps"] <= 32
+    assert 32 * options["num_warps"] * options["maxnreg"] <= 65_536
+
+
+@needs_triton
 @pytest.mark.parametrize("count", [5, 6, 8])
 def test_kernels_are_compiled_once_for_any_number_of_edges(count: int) -> None:
     """Triton compiles anew for what does not begin at a multiple of 16 bytes."""

@@ -434,9 +434,10 @@ def block_effect(
     found = _split_gains((grad_out, query, key, value), sets, cuts, is_causal, scale)
     graphs = ((*(x.contiguous() for x in rows), *numbers) for (*rows, _), numbers in zip(sets, found, strict=True))
     effects, tokens = [logit.new_empty(logit.size(0)) for logit, _ in found], triton.next_power_of_2(grain)
+    warps = min(32, max(1, tokens // 128))
     launch(
         _block_effect, rowptr.numel() - 1, *chain(*graphs), *effects, grain, TOKENS=tokens,
-        WIDE=KINDS[effects[0].dtype], num_warps=max(1, tokens // 128), maxnreg=255,
+        WIDE=KINDS[effects[0].dtype], num_warps=warps, maxnreg=min(255, 2048 // warps),
     )  # fmt: skip
     return effects[0].to(query.dtype), effects[1].to(query.dtype)
 
