@@ -39,7 +39,7 @@ def test_edges_keep_their_contract_in_the_interpreter() -> None:
 
 COMPILED = """
 from examples.benchmarks.compile_kernels import compile_all
-rows = [*compile_all([32, 64, 100, 128, 256], ["bfloat16"]), *compile_all([16, 32, 64, 128], ["float32"])]
+rows = [*compile_all([32, 64, 128, 256], ["bfloat16"]), *compile_all([16, 128], ["float32"], [90])]
 rows += compile_all([64, 512], ["float32", "float64"], [90])
 print(*sorted({row["kernel"] for row in rows}))
 print(*(row for row in rows if row["spilled"]), sep="\\n")
