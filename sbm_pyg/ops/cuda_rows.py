@@ -77,15 +77,16 @@ def tiles(dtype: torch.dtype, *widths: int, held: int = 1) -> dict[str, Any]:
 
     Tiles that are ``held`` together have 2,048 words, 64 in each thread of one warp: so they fit its registers, and
     sums over edges and channels stay within the warp (docs/kernels.md). Arithmetic in float64 asks for as much again.
-    The assembler gives two tiles as few as 96 registers, three in float64 as few as 128, and spills; so a limit of
-    their own says what they may take.
+    The assembler gives two tiles as few as 96 registers, and three no more where numbers are large or vectors wide, and
+    spills; so a limit of their own says what they may take.
     """
     double = dtype == torch.float64
     words_of = triton.next_power_of_2(max(widths)) * (4 if double else 1)
     edges = max(1, min(WORDS // 32, WORDS // (held * words_of)))
     options = {"EDGES": edges, "WIDE": tl.float64 if double else tl.float32, "num_warps": WARPS}
-    if held > 1 or (double and len(widths) > 2):
-        options["maxnreg"] = 168 if double else 136
+    large = double or words_of >= 512
+    if held > 1 or (large and (len(widths) > 2 or edges == 1)):
+        options["maxnreg"] = 255 if large else 136
     return options
 
 
