@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import reduce
 from itertools import pairwise
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -148,11 +148,23 @@ class SBM(EdgeProbability):
             identity = torch.eye(blocks, dtype=query.dtype, device=query.device)
             object.__setattr__(self, "block_matrix", identity.expand(heads, -1, -1))
         object.__setattr__(self, "rate", query if block is None else query @ block)
+        self._check_strict()
+
+    def _check_strict(self) -> None:
+        """Refuse a strict model that is not causal, or whose queries and keys are in other places."""
+        shared = self.key_ptr is self.query_ptr and self.num_queries == self.num_keys
         if self.is_strict and not (self.is_causal and shared):
             raise ValueError(
                 "Expected 'is_strict' with 'is_causal' and the same places on both sides (got "
-                f"is_causal={self.is_causal}, N = {num_queries} and M = {key.size(1)}). Leave it out."
+                f"is_causal={self.is_causal}, N = {self.num_queries} and M = {self.num_keys}). Leave it out."
             )
+
+    def _with(self, **values: Any) -> SBM:
+        """The same model with other values, which fit by the way they were made."""
+        other = copy(self)
+        for name, value in values.items():
+            object.__setattr__(other, name, value)
+        return other
 
     @property
     def heads(self) -> int:
@@ -280,18 +292,14 @@ class SBM(EdgeProbability):
 
     def causal(self) -> SBM:
         """The same model, in which no query attends to a later key."""
-        if self.is_causal:
-            return self
-        other = copy(self)
-        object.__setattr__(other, "is_causal", True)
-        return other
+        return self if self.is_causal else self._with(is_causal=True)
 
     def strict(self) -> SBM:
         """The same model, in which a query attends to earlier keys alone."""
         if self.is_strict:
             return self
-        other = replace(self, is_causal=True, is_strict=True)
-        object.__setattr__(other, "_most", self._most)
+        other = self._with(is_causal=True, is_strict=True)
+        other._check_strict()
         return other
 
     def limit(self, budget: float) -> SBM:
@@ -347,12 +355,10 @@ class SBM(EdgeProbability):
 
     def _scale(self, factor: Tensor) -> SBM:
         """The model with the rates of each query times a factor, ``[H, N]``."""
-        other, rate = copy(self), self.rate * factor[..., None]
-        alike = self.rate is self.query_membership
-        object.__setattr__(other, "query_membership", rate if alike else self.query_membership * factor[..., None])
-        object.__setattr__(other, "rate", rate)
-        object.__setattr__(other, "_most", self._most and self._most / FLOOR)  # no factor is larger
-        return other
+        rate = self.rate * factor[..., None]
+        member = rate if self.rate is self.query_membership else self.query_membership * factor[..., None]
+        most = self._most and self._most / FLOOR  # no factor is larger
+        return self._with(query_membership=member, rate=rate, _most=most)
 
     def _reach(self) -> Tensor:
         """Number of keys that each query may attend to, ``[N]``."""
@@ -621,8 +627,7 @@ class SBMHead(torch.nn.Module):
             query_side, key_side = query_side * query_degree[..., None], key_side * key_degree[..., None]
         block = block if block is None else block.to(query_side.dtype)
         sbm = SBM(query_side, key_side, *(cast(Tensor, each) for each in (block, query_ptr, key_ptr)))
-        object.__setattr__(sbm, "_most", 1.0)
-        return sbm
+        return sbm._with(_most=1.0)
 
     def degrees(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         r"""Factors of the memberships: degrees of the queries ``[H, N]`` and of the keys ``[H, M]``, in (0, 1).
