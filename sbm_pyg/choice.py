@@ -309,6 +309,11 @@ class SharingSource(GraphSource):
         self._share_of_pairs = share
         self._prepare()
 
+    @property
+    def can_share(self) -> bool:
+        """Whether a share may be set; not where something else fixes the number of keys."""
+        return True
+
     def _prepare(self) -> None:
         """Make ready for the share that has been set."""
 

@@ -514,8 +514,13 @@ class IndexerSource(SharingSource):
         self.bias = nn.Parameter(torch.empty(getattr(scorer, "heads", 1))) if apart else None
         self._reset_bias()
 
+    @property
+    def can_share(self) -> bool:
+        """As :attr:`~sbm_pyg.SharingSource.can_share`: not with a number of keys ``k``."""
+        return self.k is None
+
     def _prepare(self) -> None:
-        if self.share is not None and self.k is not None:
+        if self.share is not None and not self.can_share:
             raise ValueError(
                 f"Expected no 'share' beside k={self.k} (got {self.share}). Each says how many keys a query takes."
             )

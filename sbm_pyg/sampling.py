@@ -375,8 +375,8 @@ class ShareSchedule:
     than it can.
 
     Args:
-        model: Model whose sources are set, those that are a :class:`SharingSource`: their shares become 1. Sources
-            with a fixed number of keys stay as they are.
+        model: Model whose sources are set, those that are a :class:`SharingSource` and can share: their shares
+            become 1.
         final: Share at which to stop, in (0, 1].
         threshold: Running loss below which shares fall; infinity lowers them at every step.
         rate: By how much they fall at a step, in (0, 1).
@@ -402,7 +402,7 @@ class ShareSchedule:
         ops.checks.number("rate", rate, "(0, 1)", "Shares are multiplied by 1 less it.")
         ops.checks.number("smoothing", smoothing, "[0, 1)", "It is the factor of a running mean.")
         self.sources: list[Any] = [
-            each for each in model.modules() if isinstance(each, SharingSource) and getattr(each, "k", None) is None
+            each for each in model.modules() if isinstance(each, SharingSource) and each.can_share
         ]
         if not self.sources:
             raise ValueError(

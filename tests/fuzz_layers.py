@@ -1080,6 +1080,7 @@ def _sparsefinder_source(d: Draw) -> Case:
     arguments = {
         "projection": sparsefinder.Projection(4, 2, 2),
         "predictor": predictors.bucketing,
+        "num_buckets": 2,
         "window": d.maybe(1),
         "num_global": 1,
     }
@@ -1922,7 +1923,7 @@ RECORDS: dict[str, tuple[Callable[[Draw], Any], dict[str, Meaning]]] = {  # clas
     "Entmax": (lambda d: Entmax(2), {"alpha": lambda e: torch.full((2,), 1.5), "extra_repr()": lambda e: "2, alpha=1.5, learnable=True", "reset_parameters()": lambda e: None}),
     "AttentionConv": (lambda d: AttentionConv(4, 2), {"reset_parameters()": lambda a: None}),
     "SBMSource": (lambda d: SBMSource(SBMHead(4, 2)), {"extra_repr()": lambda a: None, "reset_parameters()": lambda a: None}),
-    "SharingSource": (lambda d: SBMSource(SBMHead(4, 2), share=0.5), {"share": lambda a: 0.5}),
+    "SharingSource": (lambda d: SBMSource(SBMHead(4, 2), share=0.5), {"share": lambda a: 0.5, "can_share": lambda a: True}),
     "Choice": (choice_of, {"shape": lambda c: (len(c.graph.query_ptr) - 1, c.graph.heads)}),
     "patterns.PatternSource": (lambda d: patterns.PatternSource(patterns.full), {"extra_repr()": lambda a: None}),
     "sparsefinder.Projection": (lambda d: sparsefinder.Projection(4), {"extra_repr()": lambda a: None, "reset_parameters()": lambda a: None}),
@@ -1933,7 +1934,7 @@ RECORDS: dict[str, tuple[Callable[[Draw], Any], dict[str, Meaning]]] = {  # clas
     "selectors.RoutingSource": (lambda d: selectors.RoutingSource(4), {"extra_repr()": lambda a: None, "reset_parameters()": lambda a: None}),
     "indexer.Indexer": (lambda d: indexer.Indexer(4), {"extra_repr()": lambda a: None, "reset_parameters()": lambda a: None}),
     "indexer.KeyScorer": (lambda d: indexer.KeyScorer(4), {"extra_repr()": lambda a: None, "reset_parameters()": lambda a: None}),
-    "indexer.IndexerSource": (lambda d: indexer.IndexerSource(indexer.Indexer(4)), {"extra_repr()": lambda a: None, "reset_parameters()": lambda a: None}),
+    "indexer.IndexerSource": (lambda d: indexer.IndexerSource(indexer.Indexer(4)), {"can_share": lambda a: True, "extra_repr()": lambda a: None, "reset_parameters()": lambda a: None}),
     "indexer.IndexProbability": (_index_record, {
         "log_total": lambda r: None, "expected_degree()": lambda r: None, "expected_density()": lambda r: None,
     }),
