@@ -17,6 +17,7 @@ from torch_geometric.nn.dense.linear import Linear
 from .attention import Returns, SBMAttentionConv
 from .graph import AttentionGraph, check_graph
 from .ops import checks
+from .propagation import converts
 from .ragged import offsets, readable
 
 __all__ = ["SBMMultiheadAttention"]
@@ -347,9 +348,7 @@ class SBMMultiheadAttention(nn.Module):
                     f"(got {x.dim()}). See the docstring of SBMMultiheadAttention."
                 )
             same = x.dtype == like.dtype or not like.is_floating_point()  # quantized weights know better what they take
-            if not same and x.dtype in DTYPES and torch.is_autocast_enabled(x.device.type):
-                same = torch.float64 not in (x.dtype, like.dtype)
-            if not same:
+            if not (same or (x.dtype in DTYPES and converts(x, like))):
                 raise TypeError(
                     f"Expected '{name}' to be {like.dtype}, as the layer is (got {x.dtype}). "
                     "Convert one of them with `.to`."

@@ -324,6 +324,11 @@ def channel_pair(in_channels: Any) -> tuple[int, int]:
     return int(pair[0]), int(pair[1])
 
 
+def converts(tokens: Tensor, weight: Tensor) -> bool:
+    """Whether autocast makes one type of both; it leaves float64 alone."""
+    return torch.is_autocast_enabled(tokens.device.type) and torch.float64 not in (tokens.dtype, weight.dtype)
+
+
 def check_tokens(tokens: Any, lin: torch.nn.Module) -> None:
     """Refuse tokens that a projection does not take."""
     if not isinstance(tokens, Tensor):
@@ -346,7 +351,7 @@ def check_tokens(tokens: Any, lin: torch.nn.Module) -> None:
         raise TypeError(f"Expected 'x' to be floating point (got {tokens.dtype}). Embed token numbers first.")
     if not isinstance(weight, Tensor) or tokens.dtype == weight.dtype:
         return
-    if torch.float64 in (tokens.dtype, weight.dtype) or not torch.is_autocast_enabled(tokens.device.type):
+    if not converts(tokens, weight):
         raise TypeError(
             f"Expected 'x' to be {weight.dtype}, as the layer's parameters are (got {tokens.dtype}). "
             "Convert it with `.to`, or run under torch.autocast, which leaves float64 alone."
