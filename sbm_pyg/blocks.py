@@ -378,6 +378,7 @@ class BlockPool(torch.nn.Module):
 
     def forward(self, tokens: Tensor, there: Tensor) -> Tensor:
         """See the class."""
+        checks.tensors(tokens=tokens, there=there)
         score = torch.einsum("hngc,hc->hng", tokens, self.weight.to(tokens.dtype)).masked_fill(~there, -torch.inf)
         return torch.einsum("hng,hngc->hnc", score.softmax(-1), tokens)
 
