@@ -79,9 +79,11 @@ class FullAttention(nn.Module):
         checks.tensors(x=x, ptr=ptr)
         check_tokens(x, self.lin_query)
         checks.shape("x", x, (None, self.channels), "[N, channels]", "It has the channels of the layer.")
-        # compiled code knows no number of groups before it runs
-        together = torch.compiler.is_compiling() or _padding(ptr := resolve_ptr(x.size(0), ptr, device=x.device)) < MUCH
-        out = self._attend(x, ptr) if together else self._attend_by_length(x, ptr)
+        attend = self._attend
+        if not torch.compiler.is_compiling():  # which knows no number of groups before it runs
+            ptr = resolve_ptr(x.size(0), ptr, device=x.device)
+            attend = self._attend if _padding(ptr) < MUCH else self._attend_by_length
+        out = attend(x, ptr)
         return (out, None) if return_choice else out
 
     def _attend_by_length(self, x: Tensor, ptr: Tensor) -> Tensor:

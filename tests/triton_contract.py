@@ -31,7 +31,10 @@ from sbm_pyg.ops import cuda
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 assert INTERPRETED or torch.cuda.is_available(), "set TRITON_INTERPRET=1"
-ON_ONE_SIDE = pytest.mark.skipif(not INTERPRETED, reason="what tests and kernels share is made once for each device")
+ON_ONE_SIDE = pytest.mark.skipif(
+    not INTERPRETED,
+    reason="counts a sort of edges once; on a GPU the test and the kernel each make it, on their own device",
+)
 QUIET = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy's, of infinities and NaN
 MODULES_BY_NAME = {
     name: import_module(f"sbm_pyg.ops.{name}") for name in ("cuda_rows", *sorted({*cuda.MODULES.values()}))

@@ -518,7 +518,7 @@ class Plan(NamedTuple):
     stretch: Tensor
     """Factor of the Poisson rates."""
     slope: Tensor
-    """Logarithm of the chance that a row whose probabilities all are the bound has no edge to a key."""
+    """``log(1 - bound)``: gaps between keys are exponential numbers divided by it."""
     proposals: Tensor
     """How many to expect."""
     landings: Tensor
