@@ -24,7 +24,7 @@ if __name__ == "__main__":  # --help and mistakes do not wait for the imports be
 import torch
 from torch import Tensor, nn
 
-from sbm_pyg import SBMAttentionConv, ShareSchedule
+from sbm_pyg import SBMAttentionConv, ShareSchedule, auxiliary_loss
 
 KEYS, VALUES, TOKENS, CHANNELS = 64, 64, 160, 64  # what is neither key nor value is a filler
 
@@ -82,7 +82,7 @@ def main(arguments: list[str] | None = None) -> None:
         tokens, ptr, places, values = make_data(32, options.length, options.pairs, random)
         loss = nn.functional.cross_entropy(model.train()(tokens, ptr, step)[0][places], values)
         optimizer.zero_grad()
-        loss.backward()
+        (loss + auxiliary_loss(model)).backward()
         optimizer.step()
         schedule.step(loss)
         if step % 250 == 0 or step == options.steps:

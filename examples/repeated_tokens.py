@@ -71,7 +71,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from sbm_pyg import SBMAttentionConv, SequenceEncoder, TokenClassifier
+from sbm_pyg import SBMAttentionConv, SequenceEncoder, TokenClassifier, auxiliary_loss
 from sbm_pyg.estimators import Concrete, score_function
 
 
@@ -157,7 +157,7 @@ def train(checkpoint: Path, settings: Settings) -> list[dict[str, float]]:
             group["lr"] = rate * (1 - (step - 1) / settings.steps if settings.decay else 1)
         total, loss = step_loss(model, settings, step)
         optimizer.zero_grad()
-        total.backward()
+        (total + auxiliary_loss(model)).backward()
         optimizer.step()
         losses.append(loss.detach())
         if step % settings.evaluate_every == 0 or step == settings.steps:

@@ -2,10 +2,12 @@
 
 from . import analysis, estimators, gold, indexer, ops, patterns, plots, predictors, selectors, sparsefinder
 from .attention import AttentionConv, SBMAttentionConv
+from .auxiliary import auxiliary_loss
 from .blocks import BlockGraph, BlockPool
 from .choice import Choice, EdgeProbability, GraphSource, SharingSource, SourceGraph, TiledChoice
 from .dcmm import DCMM, DCMMBias
 from .dense import FullAttention
+from .following import sync_statistics
 from .graph import AttentionGraph
 from .models import EncoderTrace, PairClassifier, SequenceClassifier, SequenceEncoder, TokenClassifier
 from .multihead import SBMMultiheadAttention
@@ -45,6 +47,7 @@ __all__ = [
     "TiledChoice",
     "TokenClassifier",
     "analysis",
+    "auxiliary_loss",
     "estimators",
     "gold",
     "indexer",
@@ -56,5 +59,6 @@ __all__ = [
     "sample_edges",
     "selectors",
     "sparsefinder",
+    "sync_statistics",
     "unpad",
 ]

@@ -18,6 +18,7 @@ from torch_geometric.nn.dense.linear import Linear
 from torch_geometric.typing import SparseTensor
 
 from . import ops
+from .auxiliary import AuxiliaryLosses
 from .blocks import BlockPool
 from .choice import Choice, GraphSource, TiledChoice, check_choice, limited
 from .estimators import Attended, Estimator, Local, NoEstimator, resolve_estimator
@@ -157,6 +158,7 @@ class AttentionConv(EdgeAttention):
         self.is_causal, self.dropout, self.scale = is_causal, dropout, out_channels**-0.5
         self.normalizer = Entmax(heads) if normalizer == "entmax" else normalizer
         self.source, self.score_bias = source, score_bias
+        self.auxiliary_losses = AuxiliaryLosses()
         self.lin_key = Linear(pair[0], wide, bias=bias)
         self.lin_query = Linear(pair[1], wide, bias=bias)
         self.lin_value = Linear(pair[0], wide, bias=bias)
@@ -291,6 +293,7 @@ class AttentionConv(EdgeAttention):
         attended = Attended(query, key, value, choice, bias, self.scale, limit, score_bias, seed, sequence_ids,
                             self.training)  # fmt: skip
         out = estimator.attach(out.transpose(0, 1), attended).transpose(0, 1)
+        out = self.auxiliary_losses.add(out, estimator.auxiliary_loss(attended), type(estimator).__name__)
         return self._made(out, choice, weights, returns)
 
     def _made(self, out: Tensor, choice: Choice, weights: Any, returns: Returns) -> Any:

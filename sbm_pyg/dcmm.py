@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import relu, softplus
 
-from .estimators import add_loss
+from .auxiliary import AuxiliaryLosses
 from .graph import AttentionGraph, check_graph
 from .ops import checks, edge_dot
 
@@ -49,7 +49,20 @@ class DCMM(NamedTuple):
         member = self.query_membership
         if self.key_membership is not member:
             member = torch.cat([member, self.key_membership], 1)
-        return -(member * (member + 1e-8).log()).sum(-1).mean()
+        return _entropy(member).mean()
+
+
+def _entropy(member: Tensor) -> Tensor:
+    """Entropy of the memberships of each token, ``[H, N]``."""
+    return -(member * (member + 1e-8).log()).sum(-1)
+
+
+def _mean_entropy(member: Tensor, ptr: Tensor) -> Tensor:
+    """Mean over sequences of the mean over their tokens and heads, so that equal parts of a batch have its mean."""
+    counts = (ptr.numel() - 1) * ptr.diff()
+    mean = counts.clamp(min=1).to(member.dtype).reciprocal()
+    mean = mean.repeat_interleave(ptr.diff(), output_size=member.size(1))
+    return (_entropy(member) * mean).sum(-1).mean()
 
 
 class DCMMBias(nn.Module):
@@ -76,8 +89,8 @@ class DCMMBias(nn.Module):
         tied: Keys have the memberships and degrees that their own tokens have as queries, as published; needs the same
             tokens on both sides. Otherwise both are linear in the keys, with maps of their own.
         scale: Where :math:`\lambda` starts.
-        entropy_weight: In training, the backward pass adds this times the gradient of :attr:`DCMM.entropy`, as if it
-            were part of the loss, at least 0. The authors have 0.1.
+        entropy_weight: In training this times the mean entropy of the memberships of a sequence is an auxiliary loss,
+            which the training loop adds, see :func:`sbm_pyg.auxiliary_loss`; at least 0. The authors have 0.1.
 
     Raises:
         TypeError, ValueError: An option is unknown or out of range, or memory does not hold the parameters.
@@ -126,6 +139,7 @@ class DCMMBias(nn.Module):
         self.channels, self.heads, self.num_blocks = given.values()
         self.degree, self.squash, self.symmetric, self.tied = degree, squash, symmetric, tied
         self.start, self.entropy_weight = float(scale), entropy_weight
+        self.auxiliary_losses = AuxiliaryLosses()
         self.lin_group, self.lin_degree = nn.Linear(channels, num_blocks), nn.Linear(channels, 1)
         self.lin_key_group = None if tied else nn.Linear(channels, num_blocks)
         self.lin_key_degree = None if tied else nn.Linear(channels, 1)
@@ -196,7 +210,12 @@ class DCMMBias(nn.Module):
         degree = model.query_degree.flatten()[graph.edge_row] * model.key_degree.flatten()[key_node]
         bias = (self.scale * degree * strength).to(query.dtype)
         if self.entropy_weight and self.training and torch.is_grad_enabled():
-            bias = add_loss(bias, self.entropy_weight * model.entropy)
+            sides = [(model.query_membership, graph.query_ptr)]
+            sides += [] if self.tied else [(model.key_membership, graph.key_ptr)]
+            entropy = torch.stack([_mean_entropy(*side) for side in sides]).mean()
+            bias = self.auxiliary_losses.add(
+                bias, self.entropy_weight * entropy, "DCMMBias, whose entropy has a weight"
+            )
         return bias
 
     def extra_repr(self) -> str:

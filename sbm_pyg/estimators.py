@@ -10,7 +10,7 @@ mean gain :math:`\bar g_i = \sum_j P_{ij} g_{ij}` of a row:
 estimator           :math:`\partial L / \partial p_{ij}`                                          over
 ==================  ============================================================================  ==================
 ``"local"``         :math:`\Delta_{ij}`, the loss with the edge less that without, weighted       edges and probes
-``"distill"``       the same, and that of :func:`distillation`, which is added to the loss         edges and probes
+``"distill"``       the same, and that of :func:`distillation`, an auxiliary loss                  edges and probes
 ``"imitate"``       that of :func:`distillation` alone                                            edges
 ``"mask"``          :math:`P_{ij} (g_{ij} - \bar g_i)`                                            edges
 ``"paper"``         :math:`P_{ij} (g_{ij} - \bar g_i) \, s_{ij}` (eq. 9)                          edges
@@ -29,7 +29,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -81,13 +81,19 @@ class Attended:
     sequence_ids: Tensor | None
     training: bool
 
+    @cached_property
+    def prob(self) -> Tensor:
+        """Probability of each edge, ``[E]``: the same tensor for all who ask, in which their gradients meet."""
+        assert self.choice.probability is not None
+        return self.choice.probability.on(self.choice.graph.blocks)
+
 
 class Estimator:
     """How the loss reaches the probabilities of a choice.
 
     A subclass overrides the steps in which it differs. The layer calls :meth:`prepare`, :meth:`gate` and :meth:`bias`
-    before attention and :meth:`attach` after it, and only where the choice has probabilities. This class itself does
-    nothing.
+    before attention, :meth:`attach` and :meth:`auxiliary_loss` after it, and only where the choice has probabilities.
+    This class itself does nothing.
     """
 
     exploration: float | None = 0.01
@@ -131,6 +137,10 @@ class Estimator:
     def attach(self, out: Tensor, attended: Attended) -> Tensor:
         """The output ``[H, N, C']`` with a gradient to the probabilities."""
         return out
+
+    def auxiliary_loss(self, attended: Attended) -> Tensor | None:
+        """What :func:`sbm_pyg.auxiliary_loss` returns of this call, a scalar, or None."""
+        return None
 
 
 class NoEstimator(Estimator):
@@ -194,8 +204,8 @@ class Local(Estimator):
 class Imitate(Estimator):
     """``"imitate"``: the probabilities learn the attention over their graph, and nothing from the task.
 
-    The backward pass adds ``weight`` times the gradient of :func:`distillation`, as if it were part of the loss; a
-    factor that the loss is scaled by, as for float16, does not reach it. So the indexer of DeepSeek-V3.2 learns.
+    In training they have the auxiliary loss ``weight`` times :func:`distillation`, which the training loop adds; see
+    :func:`sbm_pyg.auxiliary_loss`. So the indexer of DeepSeek-V3.2 learns.
 
     Args:
         weight: Of the distillation, in [0, inf).
@@ -208,16 +218,15 @@ class Imitate(Estimator):
         ops.checks.number("weight", weight, "[0, inf)", "It is a factor of what is added to the loss.")
         self.weight = weight
 
-    def attach(self, out: Tensor, attended: Attended, prob: Tensor | None = None) -> Tensor:
-        """As :meth:`Estimator.attach`; ``prob`` are the probabilities of the edges, if they are known already."""
+    def auxiliary_loss(self, attended: Attended) -> Tensor | None:
+        """As :meth:`Estimator.auxiliary_loss`; None in evaluation, and where there is no gradient to carry."""
         choice = attended.choice
         if choice.probability is None or not attended.training or not torch.is_grad_enabled():
-            return out
-        loss = distillation(
+            return None
+        return self.weight * distillation(
             attended.query, attended.key, choice.probability, choice.graph, bias=attended.bias, scale=attended.scale,
-            prob=prob,
+            prob=attended.prob,
         )  # fmt: skip
-        return add_loss(out, self.weight * loss)
 
 
 class Distill(Local):
@@ -234,33 +243,13 @@ class Distill(Local):
 
     def attach(self, out: Tensor, attended: Attended, prob: Tensor | None = None) -> Tensor:
         """As :meth:`Estimator.attach`."""
-        probability = attended.choice.probability
-        if prob is None and probability is not None and attended.training and torch.is_grad_enabled():
-            prob = probability.on(attended.choice.graph.blocks)  # once for both: their gradients meet in it
-        return Imitate(self.weight).attach(super().attach(out, attended, prob), attended, prob)
+        if prob is None and attended.choice.probability is not None and attended.training and torch.is_grad_enabled():
+            prob = attended.prob
+        return super().attach(out, attended, prob)
 
-
-def add_loss(x: Tensor, loss: Tensor) -> Tensor:
-    """The same numbers, whose backward pass adds the gradient of a loss, a scalar."""
-    added: Tensor = _WithLoss.apply(x, loss)
-    return added
-
-
-class _WithLoss(torch.autograd.Function):
-    """The output, with the gradient of a loss of its own."""
-
-    @staticmethod
-    def forward(out: Tensor, loss: Tensor) -> Tensor:
-        # As in LocalExpectation: a compiled graph must not return a view of its input.
-        return out.clone() if torch.compiler.is_compiling() else out.view_as(out)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(inputs[1])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        return grad, torch.ones_like(ctx.saved_tensors[0])
+    def auxiliary_loss(self, attended: Attended) -> Tensor | None:
+        """As :meth:`Imitate.auxiliary_loss`."""
+        return Imitate(self.weight).auxiliary_loss(attended)
 
 
 class Relaxed(Estimator):
@@ -514,9 +503,10 @@ def distillation(
 
     With weights :math:`P_{ij}` of the attention, taken as constants, and probabilities as shares of their row,
 
-    .. math:: - \frac{1}{H N} \sum_{h, i} \sum_j P_{ij} \log \frac{p_{ij}}{\sum_{j'} p_{ij'}} .
+    .. math:: - \frac{1}{H B} \sum_b \frac{1}{N_b} \sum_{h, i} \sum_j P_{ij} \log \frac{p_{ij}}{\sum_{j'} p_{ij'}} ,
 
-    The sum below runs over all keys that a query may attend to, edges or not. A block model knows it from its
+    a mean over sequences b of the mean over their :math:`N_b` queries i. So it is the mean of those of equal parts of a
+    batch. The sum below runs over all keys that a query may attend to, edges or not. A block model knows it from its
     expectations: so this is a contrastive loss against every key, exact, at a cost of O(N K + E (C + K)). Its minimum
     has probabilities in proportion to the weights. A query without edges adds nothing, and neither does an edge that
     the model never draws, of probability 0. Over a :class:`~sbm_pyg.BlockGraph`, :math:`P` are the weights of blocks of
@@ -553,10 +543,13 @@ def distillation(
             weight = (edge_logits(query, key, graph, bias, scale) - total).exp()
     p, degree = _known(prob, probability, blocks), probability.expected_degree()
     with torch.no_grad():
-        weight = weight.masked_fill(p == 0, 0)
-        whole = ops.reference.segments(weight, blocks.rowptr).view_as(degree)  # 1 where a query has an edge
+        counts = graph.num_sequences * graph.query_ptr.diff()
+        mean = counts.clamp(min=1).to(weight.dtype).reciprocal()
+        mean = mean.repeat_interleave(blocks.query_ptr.diff(), output_size=blocks.num_queries).repeat(blocks.heads)
+        weight = weight.masked_fill(p == 0, 0) * mean[blocks.edge_row]
+        whole = ops.reference.segments(weight, blocks.rowptr).view_as(degree)  # 1 in all where a query has an edge
     log_p, log_degree = (ops.reference.wide(x).clamp(min=_least(p)).log() for x in (p, degree))
-    return ((whole * log_degree).sum() - (weight * log_p).sum()) / (graph.heads * graph.num_queries)
+    return ((whole * log_degree).sum() - (weight * log_p).sum()) / graph.heads
 
 
 def relaxed_bias(probability: EdgeProbability, graph: AttentionGraph, exploration: float = 0.0) -> Tensor:

@@ -60,6 +60,7 @@ from sbm_pyg import (
     SourceGraph,
     TokenClassifier,
     analysis,
+    auxiliary_loss,
     estimators,
     gold,
     indexer,
@@ -250,7 +251,7 @@ def _conv(d: Draw) -> Case:
         width = 4 if in_channels == -1 else in_channels
         x = torch.randn(sum(lengths), width, requires_grad=True)
         out = layer(x, ptr=pointer(lengths), seed=0)
-        out.sum().backward()
+        (out.sum() + auxiliary_loss(layer)).backward()
         return out, x.grad, layer
 
     def check(result: Any, heads: Any, out_channels: Any, concat: Any, **_: Any) -> None:
@@ -340,7 +341,7 @@ def _conv_forward(d: Draw) -> Case:
                 torch.equal(kept, mine) or not same_edges or o["edge_head"] is not head, "other edges than those given"
             )
         conv.zero_grad()
-        out.sum().backward()
+        (out.sum() + auxiliary_loss(conv)).backward()
         expect(
             all(p.grad is None or bool(p.grad.isfinite().all()) for p in conv.parameters()), "a gradient is not finite"
         )

@@ -27,6 +27,7 @@ from sbm_pyg import (
     SBMHead,
     SBMSource,
     SequenceEncoder,
+    auxiliary_loss,
     estimators,
     ops,
     patterns,
@@ -529,7 +530,7 @@ def test_blocks_of_one_token_are_the_layer_over_tokens(is_causal: bool, estimato
         conv.source.inner = source
         out, graph = conv(x, ptr=ptr, seed=3, return_graph=True)
         assert isinstance(graph, BlockGraph) is grain_one
-        (out.sin().sum()).backward()
+        (out.sin().sum() + auxiliary_loss(conv)).backward()
         found.append([out, *(p.grad.clone() for p in conv.parameters() if p.grad is not None)])
         conv.source = source
     assert len(found[0]) == len(found[1])

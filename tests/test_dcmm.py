@@ -12,7 +12,7 @@ import torch
 from problems import LargestStorage, dense_mask, random_graph
 from torch import Tensor
 
-from sbm_pyg import AttentionConv, AttentionGraph, DCMMBias, SBMAttentionConv, SequenceEncoder, patterns
+from sbm_pyg import AttentionConv, AttentionGraph, DCMMBias, SBMAttentionConv, SequenceEncoder, auxiliary_loss, patterns
 
 CHANNELS, HEADS, BLOCKS = 4, 3, 5
 OPTIONS: list[dict[str, Any]] = [
@@ -139,7 +139,7 @@ def test_the_regulariser_adds_the_gradient_of_the_mean_entropy(tied: bool) -> No
     by_hand = torch.stack([-(p * p.log()).sum(-1).mean() for p in (each.softmax(-1) for each in logits)]).mean()
     torch.testing.assert_close(entropy, by_hand, rtol=0, atol=1e-6)  # theirs has 1e-8 inside the logarithm
     (conv(x, graph).square().sum() + 0.3 * entropy).backward()
-    other(x, graph).square().sum().backward()
+    (other(x, graph).square().sum() + auxiliary_loss(other)).backward()
     for (name, one), two in zip(conv.named_parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(one.grad, two.grad, rtol=0, atol=1e-10, msg=name)
     torch.testing.assert_close(other(x, graph), conv(x, graph), rtol=0, atol=0)
@@ -159,6 +159,7 @@ def test_over_sampled_edges_both_models_learn(estimator: str) -> None:
     out, graph = conv(x, seed=1, return_graph=True)
     mask = dense_mask(graph)
     torch.testing.assert_close(out, attention(conv, x, mask), rtol=0, atol=1e-10)
+    auxiliary_loss(conv)  # is left out here
     found = torch.autograd.grad(out.sin().sum(), [*bias.parameters(), conv.source.head.clusters], retain_graph=True)
     assert all(bool(each.abs().max() > 0) for each in found)
     wanted = torch.autograd.grad(attention(conv, x, mask).sin().sum(), [*bias.parameters()])

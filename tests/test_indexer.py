@@ -15,7 +15,7 @@ from scipy.stats import chisquare
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sbm_pyg import AttentionConv, AttentionGraph, SequenceEncoder, ShareSchedule, ops, pairs, patterns
+from sbm_pyg import AttentionConv, AttentionGraph, SequenceEncoder, ShareSchedule, auxiliary_loss, ops, pairs, patterns
 from sbm_pyg.estimators import distillation, draw_probes
 from sbm_pyg.indexer import Indexer, IndexerSource, IndexProbability, KeyScorer
 
@@ -242,7 +242,7 @@ def test_it_finds_the_right_key_of_eight(options: dict[str, Any], estimator: str
         price = 0.0 if options else 0.003
         loss = nn.functional.cross_entropy(read(out), answer) + price * choice.probability.expected_degree().mean()
         optimizer.zero_grad()
-        loss.backward()
+        (loss + auxiliary_loss(layer)).backward()
         optimizer.step()
     with torch.no_grad():
         x, _, where = batch()
@@ -260,7 +260,7 @@ def test_imitation_is_the_divergence_from_attention_and_detached_scores_keep_it(
     layer = AttentionConv(6, 4, 2, source, estimator="imitate").double()
     x, ptr = draw(1, 14, 6), torch.tensor([0, 5, 14])
     out, choice = layer(x, ptr=ptr, seed=0, return_choice=True)
-    out.sum().backward()
+    (out.sum() + auxiliary_loss(layer)).backward()
     found = [p.grad.clone() for p in source.parameters() if p.grad is not None]
     assert len(found) == 4
     layer.zero_grad()
@@ -270,14 +270,15 @@ def test_imitation_is_the_divergence_from_attention_and_detached_scores_keep_it(
     share = scores.masked_fill(~mask, -torch.inf).log_softmax(2)
     kept = dense(choice.graph)
     teacher = (query @ key.mT / 2).masked_fill(~kept, -torch.inf).softmax(2).detach()
-    expected = torch.autograd.grad(-(teacher * share.masked_fill(~mask, 0)).sum() / 28, [*source.parameters()])
+    each = (teacher * share.masked_fill(~mask, 0)).sum((0, 2))  # [N]
+    expected = torch.autograd.grad(-(each[:5].mean() + each[5:].mean()) / 4, [*source.parameters()])
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
     frozen = copy.deepcopy(layer)
     frozen.estimator = type(frozen.estimator)(weight=0.0)
     layer.zero_grad()
     for model in (layer, frozen):
-        model(x, ptr=ptr, seed=0).square().sum().backward()
+        (model(x, ptr=ptr, seed=0).square().sum() + auxiliary_loss(model)).backward()
     for name in ("lin_query", "lin_key", "lin_value"):
         torch.testing.assert_close(getattr(layer, name).weight.grad, getattr(frozen, name).weight.grad)
     layer.eval()
@@ -319,7 +320,7 @@ def test_encoders_take_them_by_name() -> None:
         encoder = SequenceEncoder(9, 8, attention=name, attention_options=options, is_causal=True)
         out, trace = encoder(torch.randint(9, (30,)), torch.tensor([0, 12, 30]), seed=0, return_trace=True)
         assert trace.choices[0].graph.is_causal
-        (out.sum() + trace.density_loss()).backward()
+        (out.sum() + trace.density_loss() + auxiliary_loss(encoder)).backward()
         assert all(p.grad is not None for p in encoder.parameters())
     with pytest.raises(ValueError, match=r"Expected 'attention_options' of 'indexer' to be known \(got \['size'\]\)"):
         SequenceEncoder(9, 8, attention="indexer", attention_options={"size": 3})
@@ -340,7 +341,7 @@ def test_no_array_of_all_pairs_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     n = 2**11
     layer = AttentionConv(8, 8, 1, IndexerSource(Indexer(8), share=2**-8), estimator="distill", is_causal=True)
     with Largest():
-        layer(draw(0, n, 8).float(), seed=0).sum().backward()
+        (layer(draw(0, n, 8).float(), seed=0).sum() + auxiliary_loss(layer)).backward()
     assert Largest.size <= 2**18 < n * n / 8  # 2**16 scores at a time; queries of all small heads have 68 channels
 
 
@@ -350,7 +351,7 @@ def test_a_step_leaves_nothing_behind() -> None:
     gc.disable()
     try:
         out, choice = layer(draw(0, 20, 8).float(), seed=0, return_choice=True)
-        out.sum().backward()
+        (out.sum() + auxiliary_loss(layer)).backward()
         alive = weakref.ref(choice.probability)
         del out, choice
         assert alive() is None

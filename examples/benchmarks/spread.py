@@ -45,6 +45,7 @@ from tqdm import tqdm
 from examples.benchmarks.tables import Row, add, markdown
 from examples.recall.model import Recaller
 from examples.recall.train import Batches, Run, make_model
+from sbm_pyg import auxiliary_loss
 
 
 def gradients(model: Recaller, batches: Batches, draws: list[tuple[int, int]]) -> tuple[dict[str, Tensor], list[float]]:
@@ -55,7 +56,8 @@ def gradients(model: Recaller, batches: Batches, draws: list[tuple[int, int]]) -
         tokens, places, answers, _ = batches(step)
         model.zero_grad()
         start = time.perf_counter()
-        cross_entropy(model(tokens, places, seed=seed)[0].flatten(0, 1), answers.flatten()).backward()
+        loss = cross_entropy(model(tokens, places, seed=seed)[0].flatten(0, 1), answers.flatten())
+        (loss + auxiliary_loss(model)).backward()
         seconds.append(time.perf_counter() - start)
         parts: dict[str, list[Tensor]] = {"block model": [], "rest": []}
         for name, parameter in model.named_parameters():

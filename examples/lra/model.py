@@ -21,7 +21,7 @@ from examples.lra.checkpoints import Checkpoints, RunError
 from examples.lra.data.batches import Batch, random_word
 from examples.lra.data.tasks import Task
 from examples.lra.settings import Settings
-from sbm_pyg import PairClassifier, SBMSource, SequenceClassifier, SequenceEncoder
+from sbm_pyg import PairClassifier, SBMSource, SequenceClassifier, SequenceEncoder, auxiliary_loss, sync_statistics
 from sbm_pyg.indexer import IndexerSource
 
 
@@ -144,8 +144,9 @@ class Classifier(LightningModule):
         return self.objective(loss, trace)
 
     def objective(self, loss: Tensor, trace: Any) -> Tensor:
-        """Returns what is minimised: the loss of the task, and the price of the expected density if there is one."""
+        """Returns what is minimised: the loss of the task, those of layers, and the price of the expected density if there is one."""
         weight, floor = self.settings.density_weight, self.settings.density_floor
+        loss = loss + auxiliary_loss(self.model)
         return loss + weight * trace.density_loss(floor) if weight else loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
@@ -229,6 +230,8 @@ class Classifier(LightningModule):
         self.began = time.perf_counter() - saved["seconds"]
 
     def on_train_start(self) -> None:
+        if self.trainer.world_size > 1:
+            sync_statistics(self.model)
         self.start_clock()
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:

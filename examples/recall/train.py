@@ -21,7 +21,7 @@ from tqdm.auto import tqdm
 from examples.benchmarks.tables import Row, add, read
 from examples.recall.model import DENSE, METHODS, OPTIONS, Recaller, make_attention
 from examples.recall.tasks import TASKS, Examples
-from sbm_pyg import AttentionGraph, ShareSchedule
+from sbm_pyg import AttentionGraph, ShareSchedule, auxiliary_loss
 from sbm_pyg.ops.threads import flushed_subnormals
 
 CONTROLS = ("schedule", "share", "none")
@@ -241,7 +241,7 @@ def fit(
         while step < run.steps:
             loss = losses(step)
             optimizer.zero_grad()
-            loss.backward()
+            (loss + auxiliary_loss(model)).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             rate.step()

@@ -1,0 +1,130 @@
+"""Auxiliary losses: what some layers want to minimise beside the task's loss.
+
+In: a scalar from a layer in training. Out: the sum of those of a model, for the training loop to add to the loss. Not
+here: the losses themselves (``estimators``, ``dcmm``).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+__all__ = ["AuxiliaryLosses", "auxiliary_loss", "in_backward"]
+
+
+def auxiliary_loss(model: torch.nn.Module) -> Tensor:
+    """The sum of the auxiliary losses of a model's forward passes since it was last asked for, a scalar.
+
+    The estimators ``"distill"`` and ``"imitate"`` and the entropy of :class:`~sbm_pyg.DCMMBias` have one in training.
+    Add it to the loss of the task, before that is scaled, averaged or divided: ``loss = task_loss +
+    auxiliary_loss(model)``. It is a mean over sequences, as the losses of most tasks are, so equal parts of a batch,
+    processes and :class:`torch.amp.GradScaler` treat both alike. A model without one gives 0.
+
+    A backward pass through such a layer raises RuntimeError where its loss has not been asked for.
+
+    Args:
+        model: Module whose parts are searched.
+
+    Raises:
+        TypeError: ``model`` is no module.
+
+    Example:
+        >>> from sbm_pyg import SBMAttentionConv
+        >>> conv = SBMAttentionConv(16, 8, heads=2, num_blocks=4, estimator="distill")
+        >>> loss = conv(torch.randn(30, 16)).square().mean() + auxiliary_loss(conv)
+        >>> loss.backward()
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"Expected 'model' to be a module (got {type(model).__name__}). Its layers are searched.")
+    kept = (getattr(module, "auxiliary_losses", None) for module in model.modules())
+    found = [loss for each in kept if isinstance(each, AuxiliaryLosses) for loss in each.take()]
+    if found:
+        total = found[0]
+        for loss in found[1:]:
+            total = total + loss.to(total.device)
+        return total
+    some = next(model.parameters(), None)
+    return torch.zeros((), device=None if some is None else some.device)
+
+
+def in_backward() -> bool:
+    """Whether autograd is in a backward pass, where activation checkpointing makes calls once more."""
+    return torch._C._current_graph_task_id() >= 0
+
+
+class AuxiliaryLosses:
+    """The auxiliary losses of one module's calls, until :func:`auxiliary_loss` takes them.
+
+    A loss lives as long as the output of its call, whose backward pass asks whether it was taken. Copies and pickles of
+    the module begin without any.
+    """
+
+    def __init__(self) -> None:
+        self.calls: WeakValueDictionary[int, _Call] = WeakValueDictionary()
+        self.count = 0
+        self.compiled: Tensor | None = None
+
+    def __reduce__(self) -> tuple[type[AuxiliaryLosses], tuple[()]]:
+        return AuxiliaryLosses, ()
+
+    def add(self, out: Tensor, loss: Tensor | None, whose: str) -> Tensor:
+        """The output of a call, with the loss of that call kept. ``whose`` names it in errors."""
+        if loss is None:
+            return out
+        if torch.compiler.is_compiling():  # where no backward pass can ask
+            self.compiled = loss if self.compiled is None else self.compiled + loss
+            return out
+        call = _Call(loss, whose)
+        if (
+            not in_backward()
+        ):  # a call made once more has had its loss taken, unless its first one was without gradients
+            self.count += 1
+            self.calls[self.count] = call
+        reminded: Tensor = _Reminder.apply(out, call)
+        return reminded
+
+    def take(self) -> list[Tensor]:
+        """Losses of the calls, which are forgotten here."""
+        found = [call.take() for _, call in sorted(self.calls.items())]
+        found += [] if self.compiled is None else [self.compiled]
+        self.calls.clear()
+        self.compiled = None
+        return found
+
+
+class _Call:
+    """An auxiliary loss that has not been taken, or None."""
+
+    def __init__(self, loss: Tensor, whose: str) -> None:
+        self.loss: Tensor | None = loss
+        self.whose = whose
+
+    def take(self) -> Tensor:
+        loss, self.loss = self.loss, None
+        assert loss is not None
+        return loss
+
+
+class _Reminder(torch.autograd.Function):
+    """The output, whose backward pass fails where the auxiliary loss of the call was not taken."""
+
+    @staticmethod
+    def forward(out: Tensor, call: _Call) -> Tensor:
+        return out.view_as(out)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, _Call], output: Tensor) -> None:
+        ctx.call = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        if ctx.call.loss is not None:
+            raise RuntimeError(
+                f"Expected the loss to hold the auxiliary loss of {ctx.call.whose} (got a backward pass without it). "
+                "Add it, `loss = task_loss + sbm_pyg.auxiliary_loss(model)`; activation checkpointing needs "
+                "`use_reentrant=False`."
+            )
+        return grad, None
