@@ -19,6 +19,7 @@ from torch_geometric.transforms import BaseTransform
 from . import ops, patterns
 from .blocks import BlockGraph, block_mean, block_tokens
 from .choice import Choice, SharingSource, TiledChoice
+from .following import FollowingSource
 from .graph import AttentionGraph
 from .ops.blocks import sides
 from .ops.sampled import sampled_edges
@@ -28,7 +29,6 @@ from .sbm import FLOOR, SBM, SBMHead, check_model, reach_of_products
 __all__ = ["SBMGraph", "SBMSource", "ShareSchedule", "sample_edges"]
 
 MOMENTUM = 0.1  # of the running mean of probabilities
-CALLS = 256  # after which nobody computes a call again
 FAR = 2.0**60
 """Products below this are safe in float32: what is lost below 2^-126 is nothing next to 2^-32, the resolution of p."""
 
@@ -143,7 +143,7 @@ def _pooled(
     return make(*block_tokens(query, mine, before=is_causal)), make(*block_tokens(key, theirs)), ptrs[0], ptrs[1]
 
 
-class SBMSource(SharingSource):
+class SBMSource(SharingSource, FollowingSource):
     """Lets a module predict a block model from queries and keys, and samples the graph of each head from it.
 
     Args:
@@ -153,10 +153,11 @@ class SBMSource(SharingSource):
             without one. While the share is high, this keeps graphs full that do not know yet what to look for.
         budget: Largest expected number of sampled keys per query and head; None for no limit.
         share: Density that the pairs of each attention head compete for, in (0, 1]: probabilities are divided by
-            their mean and multiplied by the share. In training the mean is that of the batch, as far as gradients know,
-            and a running one in numbers, so that no row depends on another; evaluation has the running one. Until
-            there is one, each query is by itself, as in :meth:`SBM.share`. What exceeds 1 is cut, so graphs have fewer
-            edges. None: probabilities are as the head says.
+            their mean and multiplied by the share. The mean is a running one over batches, so that no row depends on
+            another, and gradients take it for that of their own sequence, whose pairs compete. So parts of a batch
+            have the graphs and gradients of the whole one; see :func:`~sbm_pyg.sync_statistics` for several
+            processes. Until there is a mean, each query is by itself, as in :meth:`SBM.share`. What exceeds 1 is cut,
+            so graphs have fewer edges. None: probabilities are as the head says.
         self_loops: Each token always attends to itself.
         window: Each token always attends to tokens at this distance or less, and so to itself. None: no window.
         grain: Tokens of a block, see :class:`~sbm_pyg.BlockGraph`. Above 1 the head sees one query and one key for each
@@ -180,6 +181,8 @@ class SBMSource(SharingSource):
         >>> choice.probability, int(choice.forced.sum())
         (SBM(1 sequence, 2 heads, 10 queries, 10 keys, 4 blocks), 56)
     """
+
+    state_name = "running_mean"
 
     def __init__(
         self,
@@ -216,9 +219,6 @@ class SBMSource(SharingSource):
         self.tiled = tiled
         self.self_loops, self.window = self_loops, window
         self.running_mean: Tensor
-        self.seen: Tensor
-        self.last_seed: Tensor
-        self._means: dict[int, Tensor] = {}  # that the last calls saw, by their seeds
         self.share = share
 
     @property
@@ -242,9 +242,7 @@ class SBMSource(SharingSource):
             device = next((parameter.device for parameter in self.parameters()), None)
             heads = getattr(self.head, "heads", 1)
             self.register_buffer("running_mean", torch.zeros(heads, device=device))  # 0: none yet
-            # expected edges and pairs of the calls with the last seed
-            self.register_buffer("seen", torch.zeros(2, heads, device=device))
-            self.register_buffer("last_seed", torch.zeros((), dtype=torch.int64, device=device))
+            self._follow_by(torch.zeros(2, heads, device=device))  # expected edges, and pairs
 
     def reset_parameters(self) -> None:
         """Draw the parameters of the head anew, and forget the running mean."""
@@ -285,7 +283,14 @@ class SBMSource(SharingSource):
     def _choose(self, sbm: SBM, bipartite: bool, is_causal: bool, seed: int, sequence_ids: Tensor | None) -> Choice:
         """Sample the graph of a model, and add what is always there; or leave that to the layer."""
         sbm = sbm.causal() if is_causal else sbm
-        sbm = sbm if self.share is None else self._compete(sbm, self.share, seed)
+        sbm, saw = (sbm, None) if self.share is None else self._compete(sbm, self.share, seed)
+        choice = self._draw(sbm, bipartite, seed, sequence_ids)
+        if saw is not None:  # last, so that a call that fails leaves the running mean as it was
+            self._note(saw)
+        return choice
+
+    def _draw(self, sbm: SBM, bipartite: bool, seed: int, sequence_ids: Tensor | None) -> Choice:
+        """As :meth:`_choose`, of the model whose pairs have competed."""
         sbm = sbm if self.budget is None else sbm.limit(self.budget / self.grain)
         by_share = (self.share or 0.0) ** 2 if self.exploration is None else self.exploration
         exploration = by_share if self.training else 0.0
@@ -318,44 +323,33 @@ class SBMSource(SharingSource):
 
         return TiledChoice(sbm, law[:2], exploration, seed, numbers, window, draw)
 
-    def _compete(self, sbm: SBM, share: float, seed: int) -> SBM:
-        """The model with a mean probability of ``share``, by the running mean of each head."""
+    def _compete(self, sbm: SBM, share: float, seed: int) -> tuple[SBM, Tensor]:
+        """The model with a mean probability of ``share``, by the running mean of each head.
+
+        Also returns expected edges and pairs of each head without it, ``[2, H]``. Sequences that are not finite, which
+        make themselves alone NaN, do not count there.
+        """
         if self.running_mean.numel() != sbm.heads:
             raise ValueError(
                 f"Expected 'head' with an attribute `heads` that counts those of its models, {sbm.heads} "
                 f"(got {self.running_mean.numel()}). Shares have a running mean for each."
             )
         reach, degree = sbm._reach(), sbm.expected_degree()
-        pairs, edges = reach.sum(), degree.sum(1)
+        edges, pairs = (sbm._sum(x[..., None], sbm.query_ptr)[..., 0] for x in (degree, reach[None]))  # [H, B], [1, B]
         mean = (edges / pairs.clamp(min=1)).clamp(min=FLOOR)
-        running = self.running_mean if not self.training else self._follow(edges.detach(), pairs, seed)
-        running = running.to(mean.dtype)
-        pooled = (share / running.clamp(min=FLOOR) * (mean.detach() / mean)).to(sbm.rate.dtype)
+        running = self._state_for(seed)[:, None].to(mean.dtype)
+        pooled = share / running.clamp(min=FLOOR) * (mean.detach() / mean)
+        pooled = pooled.repeat_interleave(sbm.query_ptr.diff(), dim=1, output_size=sbm.num_queries)
         alone = sbm._share_factor(share, degree, reach)
-        return sbm._scale(torch.where((running > 0)[:, None], pooled[:, None], alone))
+        shared = sbm._scale(torch.where(running > 0, pooled.to(alone.dtype), alone))
+        known = edges.detach().isfinite()
+        return shared, torch.stack([torch.where(known, edges.detach(), 0).sum(1), (known * pairs).sum(1)])
 
-    @torch.compiler.disable  # a compiled backward would compute the mean again, from buffers that have moved on
-    @torch.no_grad()
-    def _follow(self, edges: Tensor, pairs: Tensor, seed: int) -> Tensor:
-        """Take note of a batch, and return the running mean without it.
-
-        What is seen counts from the next seed on, all calls with one seed together: parts of a batch see the same mean.
-        A call in a backward pass is one of before, which activation checkpointing makes again: it sees the mean that it
-        saw, and counts no more.
-        """
-        seed %= 2**63 - 1  # an int64, whatever was drawn
-        if torch._C._current_graph_task_id() >= 0:
-            return self._means.get(seed, self.running_mean).clone()
-        later, known = self.last_seed != seed, self.running_mean > 0
-        step = torch.where(later & (self.seen[1] > 0), torch.where(known, MOMENTUM, 1.0), 0.0)
-        mean = (self.seen[0] / self.seen[1].clamp(min=1)).clamp(min=FLOOR)
-        self.running_mean.lerp_(mean, step.to(mean.dtype))
-        self.seen.copy_(torch.where(later, 0.0, self.seen) + torch.stack([edges, pairs.expand_as(edges)]))
-        self.last_seed.fill_(seed)
-        self._means[seed] = self.running_mean.clone()
-        if len(self._means) > CALLS:
-            del self._means[next(iter(self._means))]
-        return self._means[seed]
+    def _moved(self, state: Tensor, seen: Tensor) -> Tensor:
+        """The running mean, one step closer to the mean of a batch."""
+        step = torch.where(seen[1] > 0, torch.where(state > 0, MOMENTUM, 1.0), 0.0)
+        mean = (seen[0] / seen[1].clamp(min=1)).clamp(min=FLOOR)
+        return state.lerp(mean.to(state.dtype), step.to(state.dtype))
 
     def extra_repr(self) -> str:
         """Its options."""
@@ -415,6 +409,8 @@ class ShareSchedule:
 
     def step(self, loss: float | Tensor) -> float:
         """Take note of a loss, and return the share that the next step is made with.
+
+        Several processes pass the mean of their losses, or their shares part.
 
         Raises:
             ValueError: The loss is not finite.

@@ -22,6 +22,7 @@ from torch.nn.functional import normalize
 
 from . import patterns
 from .choice import Choice, GraphSource
+from .following import FollowingSource
 from .graph import AttentionGraph
 from .ops import checks
 from .pairs import (
@@ -293,11 +294,12 @@ class SelectorSource(GraphSource):
         return ", ".join([repr(self.rule), *window])
 
 
-class RoutingSource(GraphSource):
+class RoutingSource(GraphSource, FollowingSource):
     """Chooses by :func:`routing`, around centroids that follow the tokens.
 
-    In training each centroid moves, after the graph is chosen, towards the mean of the queries and keys that are
-    nearest to it: a moving average, as in k-means over a stream of batches. The loss does not reach it.
+    In training each centroid moves towards the mean of the queries and keys that are nearest to it: a moving average,
+    as in k-means over a stream of batches. It moves when the next seed comes, so that all parts of a batch have the
+    same centroids; see :func:`~sbm_pyg.sync_statistics` for several processes. The loss does not reach it.
 
     Args:
         channels: Channels of a head C.
@@ -316,6 +318,8 @@ class RoutingSource(GraphSource):
         >>> source(tokens, tokens, ptr, ptr, seed=0).graph.degree.max() <= 12
         tensor(True)
     """
+
+    state_name = "centroids"
 
     def __init__(
         self,
@@ -338,11 +342,14 @@ class RoutingSource(GraphSource):
         self.size, self.decay, self.window = size, decay, patterns.check_window(window)
         self.centroids: Tensor
         self.register_buffer("centroids", torch.empty(shape))
+        self._follow_by(torch.zeros(shape))  # sum of the unit vectors of the tokens that are nearest
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the centroids anew from torch's default generator."""
+        """Draw the centroids anew from torch's default generator, and forget what was seen."""
         self.centroids.copy_(normalize(torch.randn_like(self.centroids), dim=-1))
+        self.seen.zero_()
+        self.last_seed.zero_()
 
     def forward(
         self,
@@ -357,18 +364,24 @@ class RoutingSource(GraphSource):
         sequence_ids: Tensor | None = None,
     ) -> Choice:
         """As :meth:`GraphSource.forward`."""
-        graph = routing(query, key, self.centroids, self.size, ptr=(key_ptr, query_ptr), is_causal=is_causal)
+        centroids = self._state_for(seed)
+        graph = routing(query, key, centroids, self.size, ptr=(key_ptr, query_ptr), is_causal=is_causal)
         if self.training:
-            self._follow(query.detach(), key.detach())
+            self._note(self._nearest(query.detach(), key.detach(), centroids))
         return patterns.with_window(Choice(graph), self.window, query_ptr, bipartite)
 
     @torch.no_grad()
-    def _follow(self, query: Tensor, key: Tensor) -> None:
-        unit = normalize(torch.cat([query, key], 1).to(self.centroids.dtype), dim=-1)  # [H, N + M, C]
-        chosen = (unit @ self.centroids.mT).argmax(2)
-        total = torch.zeros_like(self.centroids).scatter_add_(1, chosen[..., None].expand_as(unit), unit)
-        moved = normalize(self.decay * self.centroids + (1 - self.decay) * normalize(total, dim=-1), dim=-1)
-        self.centroids.copy_(torch.where(total.abs().sum(2, keepdim=True) > 0, moved, self.centroids))
+    def _nearest(self, query: Tensor, key: Tensor, centroids: Tensor) -> Tensor:
+        """Sum of the unit vectors of the tokens that are nearest to each centroid, ``[H, K, C]``."""
+        unit = normalize(torch.cat([query, key], 1).to(centroids.dtype), dim=-1)  # [H, N + M, C]
+        unit = unit.where(unit.isfinite().all(-1, keepdim=True), 0)
+        chosen = (unit @ centroids.mT).argmax(2)
+        return torch.zeros_like(centroids).scatter_add_(1, chosen[..., None].expand_as(unit), unit)
+
+    def _moved(self, state: Tensor, seen: Tensor) -> Tensor:
+        """Centroids, one step closer to the means of their tokens."""
+        moved = normalize(self.decay * state + (1 - self.decay) * normalize(seen, dim=-1), dim=-1)
+        return torch.where(seen.abs().sum(2, keepdim=True) > 0, moved, state)
 
     def extra_repr(self) -> str:
         """Its options."""

@@ -1,0 +1,308 @@
+"""Auxiliary losses and states that follow batches: the same gradients however a batch is cut, scaled, or computed again."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import pickle
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from sbm_pyg import (
+    AttentionConv,
+    DCMMBias,
+    SBMAttentionConv,
+    SBMHead,
+    SBMSource,
+    SequenceEncoder,
+    auxiliary_loss,
+    patterns,
+    sync_statistics,
+)
+from sbm_pyg.indexer import Indexer, IndexerSource
+from sbm_pyg.selectors import RoutingSource
+
+PTR = torch.tensor([0, 9, 14, 30, 33])
+PARTS = (slice(0, 2), slice(2, 4))
+"""Sequences of each of two parts of a batch, of unlike lengths."""
+
+
+def draw(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def sbm(**options: Any) -> SBMAttentionConv:
+    return SBMAttentionConv(8, 4, 2, num_blocks=3, **options)
+
+
+LAYERS: dict[str, Any] = {
+    "local": partial(sbm, estimator="local"),
+    "distill": partial(sbm, estimator="distill"),
+    "imitate": partial(sbm, estimator="imitate"),
+    "distill over blocks": partial(sbm, estimator="distill", grain=3),
+    "share": partial(sbm, share=0.4),
+    "causal share, distill": partial(sbm, share=0.4, estimator="distill", is_causal=True),
+    "share of blocks": partial(sbm, share=0.4, grain=3),
+    "tiled share": partial(sbm, share=0.4, tiled=True),
+    "ranks that imitate": lambda: AttentionConv(
+        8, 4, 2, IndexerSource(Indexer(4, 2), select="top_k", k=3, detach=True), estimator="imitate"
+    ),
+    "routing": lambda: AttentionConv(8, 4, 2, RoutingSource(4, 2, 3, decay=0.3)),
+    "entropy": lambda: AttentionConv(
+        8, 4, 2, patterns.PatternSource(patterns.full), score_bias=DCMMBias(4, 2, 3, entropy_weight=0.5)
+    ),
+    "entropy of both sides": lambda: AttentionConv(
+        8, 4, 2, patterns.PatternSource(patterns.full), score_bias=DCMMBias(4, 2, 3, entropy_weight=0.5, tied=False)
+    ),
+}
+
+
+def make(name: str) -> Any:
+    torch.manual_seed(0)
+    layer = nn.Sequential(LAYERS[name]()).double()
+    layer[0].double()
+    for warm in range(2):  # a running mean is known, and centroids have moved
+        auxiliary_loss(layer)
+        layer[0](draw(warm + 7, 33, 8), ptr=PTR, seed=100 + warm)
+    auxiliary_loss(layer)
+    return layer
+
+
+def task_loss(layer: Any, x: Tensor, part: slice, seed: int) -> Tensor:
+    """The mean over sequences of what their outputs cost."""
+    ptr = PTR[part.start : part.stop + 1]
+    rows = x[int(ptr[0]) : int(ptr[-1])]
+    ids = torch.arange(part.start, part.stop)
+    out = layer[0](rows, ptr=ptr - ptr[0], seed=seed, sequence_ids=ids)
+    number = torch.repeat_interleave(ptr.diff())
+    each = out.new_zeros(ptr.numel() - 1).index_add(0, number, out.tanh().square().sum(1))
+    return each.mean()
+
+
+def step(layer: Any, parts: tuple[slice, ...], seed: int, scale: float = 1.0, wrap: Any = None) -> list[Tensor]:
+    """Gradients of a batch that goes through the layer in parts, with a scaled loss, as they are without the scale."""
+    layer.zero_grad()
+    for part in parts:
+        run = partial(task_loss, layer, draw(1, 33, 8), part)
+        loss = (run if wrap is None else partial(wrap, run))(seed)
+        ((loss + auxiliary_loss(layer)) / len(parts) * scale).backward()
+    return [parameter.grad / scale for parameter in layer.parameters() if parameter.grad is not None]
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> None:
+    assert len(one) == len(other) > 0
+    for first, second in zip(one, other, strict=True):
+        torch.testing.assert_close(first, second, rtol=1e-4, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_parts_of_a_batch_have_the_gradients_and_states_of_the_whole(name: str) -> None:
+    whole = make(name)
+    parts = copy.deepcopy(whole)
+    for seed in (1, 2):
+        same(step(parts, PARTS, seed), step(whole, (slice(0, 4),), seed))
+    step(parts, PARTS, 3)
+    step(whole, (slice(0, 4),), 3)
+    for (key, one), other in zip(parts.named_buffers(), whole.buffers(), strict=True):
+        torch.testing.assert_close(one, other, msg=key)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_scaled_loss_has_scaled_gradients(name: str) -> None:
+    """As under :class:`torch.amp.GradScaler`."""
+    layer = make(name)
+    scaled = copy.deepcopy(layer)
+    same(step(scaled, PARTS, 1, scale=65536.0), step(layer, PARTS, 1))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_activation_checkpointing_changes_nothing(name: str) -> None:
+    layer = make(name)
+    again = copy.deepcopy(layer)
+    for seed in (1, 2):
+        wanted = step(layer, PARTS, seed)
+        same(step(again, PARTS, seed, wrap=partial(checkpoint, use_reentrant=False)), wanted)
+    for one, other in zip(again.buffers(), layer.buffers(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_centroids_move_once_though_calls_are_made_again() -> None:
+    found = []
+    for reentrant in (None, False, True):
+        torch.manual_seed(0)
+        layer = AttentionConv(8, 4, 2, RoutingSource(4, 2, 3, decay=0.3))
+        for number in range(3):
+            x = draw(number, 33, 8).float().requires_grad_()
+            y = x
+            for call in (2 * number, 2 * number + 1):  # twice the same layer
+                run = partial(layer, ptr=PTR, seed=call)
+                y = run(y) if reentrant is None else checkpoint(run, y, use_reentrant=reentrant)
+            y.square().sum().backward()
+            found.append([y.detach(), cast(Tensor, x.grad), *(each.clone() for each in layer.buffers())])
+    for number in range(3):
+        for again in (found[3 + number], found[6 + number]):
+            for one, other in zip(again, found[number], strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
+# ------------------------------------------------------------------ what keeps an auxiliary loss
+
+
+@pytest.mark.parametrize("name", ["distill", "imitate", "entropy"])
+def test_a_backward_pass_without_the_auxiliary_loss_raises(name: str) -> None:
+    layer = make(name)
+    with pytest.raises(
+        RuntimeError, match=r"Expected the loss to hold the auxiliary loss of .*auxiliary_loss\(model\)"
+    ):
+        task_loss(layer, draw(1, 33, 8), PARTS[0], 1).backward()
+    auxiliary_loss(layer)
+    x = draw(1, 33, 8).requires_grad_()
+    loss = checkpoint(partial(layer[0], seed=1), x, use_reentrant=True).sum() + auxiliary_loss(layer)
+    with pytest.raises(RuntimeError, match="activation checkpointing needs `use_reentrant=False`"):
+        loss.backward()
+    layer.eval()
+    task_loss(layer, x, PARTS[0], 1).backward()
+    assert auxiliary_loss(layer).item() == 0
+
+
+def test_an_auxiliary_loss_is_the_sum_over_calls_and_lives_as_long_as_their_outputs() -> None:
+    layer = make("distill")
+    x = draw(1, 33, 8)
+    apart = []
+    for seed in (1, 2):
+        out = layer[0](x, ptr=PTR, seed=seed)
+        apart.append(auxiliary_loss(layer).detach())
+    outs = [layer[0](x, ptr=PTR, seed=seed) for seed in (1, 2)]
+    both = auxiliary_loss(layer)
+    torch.testing.assert_close(both.detach(), apart[0] + apart[1], rtol=1e-12, atol=0)
+    assert auxiliary_loss(layer).item() == 0
+    (both + outs[0].sum() + outs[1].sum()).backward()
+    for seed in range(3):
+        layer[0](x, ptr=PTR, seed=seed)  # whose outputs nobody keeps
+    gc.collect()
+    assert len(layer[0].auxiliary_losses.calls) == 0
+    out = layer[0](x, ptr=PTR, seed=1)
+    for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert auxiliary_loss(twin).item() == 0
+    assert auxiliary_loss(layer).item() > 0
+    assert out.requires_grad
+    with torch.no_grad():
+        layer[0](x, ptr=PTR, seed=1)
+    assert auxiliary_loss(layer).item() == 0
+    assert auxiliary_loss(nn.Linear(2, 2)).item() == 0
+    with pytest.raises(TypeError, match=r"Expected 'model' to be a module \(got Tensor\)"):
+        auxiliary_loss(cast(Any, x))
+
+
+@pytest.mark.slow
+def test_a_compiled_layer_keeps_its_auxiliary_loss() -> None:
+    torch._dynamo.reset()
+    layer = make("distill").float()
+    x, ptr = draw(1, 33, 8).float(), PTR
+    grads = []
+    for run in (layer, torch.compile(layer[0])):
+        layer.zero_grad()
+        for _ in range(2):
+            out = (run[0] if run is layer else run)(x, ptr=ptr, seed=5)
+            (out.square().mean() + auxiliary_loss(layer)).backward()
+        grads.append([parameter.grad.clone() for parameter in layer.parameters()])
+    for one, other in zip(*grads, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+    torch._dynamo.reset()
+
+
+# ------------------------------------------------------------------ NaN
+
+
+@pytest.mark.parametrize("tiled", [False, True])
+def test_a_sequence_of_nan_spoils_neither_the_others_nor_the_running_mean(tiled: bool) -> None:
+    torch.manual_seed(0)
+    source = SBMSource(SBMHead(4, 2, 3), share=0.3, tiled=tiled)
+    x, ptr = draw(1, 2, 20, 4).float(), torch.tensor([0, 8, 20])
+    sick = x.clone()
+    sick[:, 3] = torch.nan
+    for seed in (1, 2):
+        source(x, x, ptr, ptr, seed=seed)
+    clean = copy.deepcopy(source)
+    wanted = cast(Any, clean(x, x, ptr, ptr, seed=3).probability).rate
+    if tiled:
+        assert torch.equal(cast(Any, source(sick, sick, ptr, ptr, seed=3).probability).rate[:, 8:], wanted[:, 8:])
+        source.eval()
+        assert cast(Any, source(sick, sick, ptr, ptr, seed=3).probability).rate[:, 8:].isfinite().all()
+        source.train()
+    else:
+        with pytest.raises(ValueError, match="Expected 'query_membership' to be finite"):
+            source(sick, sick, ptr, ptr, seed=3)
+        assert torch.equal(cast(Any, source(x, x, ptr, ptr, seed=3).probability).rate, wanted)
+    for each in (source, clean):
+        each(x, x, ptr, ptr, seed=4)
+    assert source.running_mean.isfinite().all()
+    if not tiled:  # the call that raised has left nothing
+        assert torch.equal(source.running_mean, clean.running_mean)
+
+
+def test_tokens_of_nan_leave_centroids_as_they_are() -> None:
+    torch.manual_seed(0)
+    source, ptr = RoutingSource(4, 2, 3, decay=0.3), torch.tensor([0, 20])
+    x = draw(1, 2, 20, 4).float()
+    x[:, ::2] = torch.nan
+    for seed in (1, 2, 3):
+        source(x, x, ptr, ptr, seed=seed)
+    assert source.centroids.isfinite().all()
+    assert source.seen.isfinite().all()
+
+
+# ------------------------------------------------------------------ processes
+
+
+def _process(rank: int, folder: str, name: str) -> None:
+    """One of two processes, which takes one part of each batch."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", OMP_NUM_THREADS="1", USE_LIBUV="0")
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    layer = sync_statistics(make(name))  # the mean and centroids of its warm calls are added up: same for both
+
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, part: int, seed: int) -> Tensor:
+            return task_loss(self.layer, draw(1, 33, 8), PARTS[part], seed) + auxiliary_loss(self.layer)
+
+    parallel = DistributedDataParallel(Loss())
+    for seed in (1, 2, 3):
+        layer.zero_grad()
+        parallel(rank, seed).backward()
+    if rank == 0:
+        found = [parameter.grad for parameter in layer.parameters() if parameter.grad is not None]
+        torch.save((found, [*layer.buffers()]), f"{folder}/{name.replace(' ', '-')}.pt")
+    distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["imitate", "causal share, distill", "routing", "entropy"])
+def test_two_processes_have_the_gradients_and_states_of_one(name: str, tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(_process, (str(tmp_path), name), nprocs=2)
+    grads, buffers = torch.load(tmp_path / f"{name.replace(' ', '-')}.pt")
+    layer = make(name)
+    for seed in (1, 2, 3):
+        wanted = step(layer, (slice(0, 4),), seed)
+    same(grads, wanted)
+    for one, other in zip(buffers, layer.buffers(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_sources_of_a_model_are_set_to_add_up_over_processes() -> None:
+    model = SequenceEncoder(10, 8, attention_options={"num_blocks": 3, "share": 0.2})
+    assert sync_statistics(model) is model
+    assert all(each.synced for each in model.modules() if isinstance(each, SBMSource))
+    with pytest.raises(TypeError, match=r"Expected 'model' to be a module \(got int\)"):
+        sync_statistics(cast(Any, 3))
