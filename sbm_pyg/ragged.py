@@ -176,7 +176,13 @@ def trust_offsets(ptr: Tensor, total: int) -> Tensor:
 
 
 def resolve_sides(
-    num_queries: int, num_keys: int, ptr: Any, batch: Any, device: torch.device | None = None
+    num_queries: int,
+    num_keys: int,
+    ptr: Any,
+    batch: Any,
+    device: torch.device | None = None,
+    *,
+    names: tuple[str, str] = ("ptr", "ptr"),
 ) -> tuple[Tensor, Tensor]:
     """Offsets of the sequences in queries and in keys.
 
@@ -188,9 +194,10 @@ def resolve_sides(
         ptr: Offsets, ``[B+1]`` int64, or the pair (keys, queries), as PyG orders bipartite things; or None.
         batch: The same as sequence numbers; or None.
         device: As in :func:`resolve_ptr`.
+        names: What to call the offsets of queries and of keys in messages.
 
     Raises:
-        TypeError, ValueError: As :func:`resolve_ptr`.
+        TypeError, ValueError: As :func:`resolve_ptr`, or the sides hold different numbers of sequences.
     """
     for name, value in (("ptr", ptr), ("batch", batch)):
         if isinstance(value, tuple) and len(value) != 2:
@@ -198,10 +205,17 @@ def resolve_sides(
                 f"Expected '{name}' to be a tensor, or a pair for keys and queries (got {len(value)} of them)."
             )
     pairs = [value if isinstance(value, tuple) else (value, value) for value in (ptr, batch)]
-    query_ptr = resolve_ptr(num_queries, pairs[0][1], pairs[1][1], device=device)
+    query_ptr = resolve_ptr(num_queries, pairs[0][1], pairs[1][1], name=names[0], device=device)
     if all(one is two for one, two in pairs) and num_keys == num_queries:
         return query_ptr, query_ptr
-    return query_ptr, resolve_ptr(num_keys, pairs[0][0], pairs[1][0], device=device)
+    key_ptr = resolve_ptr(num_keys, pairs[0][0], pairs[1][0], name=names[1], device=device)
+    if key_ptr.shape != query_ptr.shape:
+        raise ValueError(
+            f"Expected '{names[1] if batch is None else 'batch'}' to hold as many sequences of keys as of queries "
+            f"(got {key_ptr.numel() - 1} and {query_ptr.numel() - 1}). Sequence b of the queries attends to sequence b "
+            "of the keys."
+        )
+    return query_ptr, key_ptr
 
 
 def stored_ptr(store: Any, *, device: torch.device | None = None) -> Tensor | None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from . import ops
 from .choice import EdgeProbability, check_over
 from .graph import AttentionGraph, the_one
-from .ragged import check_tensor, count_pairs, readable, resolve_ptr
+from .ragged import check_tensor, count_pairs, readable, resolve_sides
 
 __all__ = ["SBM", "SBMHead"]
 
@@ -134,15 +134,10 @@ class SBM(EdgeProbability):
                     "Pass the offsets of the keys."
                 )
             key_ptr = query_ptr if num_queries == key.size(1) else None
-        shared = key_ptr is query_ptr and num_queries == key.size(1)
-        query_ptr = resolve_ptr(num_queries, query_ptr, name="query_ptr", device=query.device)
-        key_ptr = query_ptr if shared else resolve_ptr(key.size(1), key_ptr, name="key_ptr", device=query.device)
-        if query_ptr.shape != key_ptr.shape:
-            raise ValueError(
-                f"Expected 'key_ptr' to hold as many sequences as 'query_ptr' (got {key_ptr.numel() - 1} "
-                f"and {query_ptr.numel() - 1}). Sequence b of the queries attends to sequence b of the keys."
-            )
-        for name, ptr in (("query_ptr", query_ptr), ("key_ptr", key_ptr)):
+        ptrs = resolve_sides(
+            num_queries, key.size(1), (key_ptr, query_ptr), None, query.device, names=("query_ptr", "key_ptr")
+        )
+        for name, ptr in zip(("query_ptr", "key_ptr"), ptrs, strict=True):
             object.__setattr__(self, name, ptr)
         if block is None:
             identity = torch.eye(blocks, dtype=query.dtype, device=query.device)

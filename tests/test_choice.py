@@ -21,6 +21,7 @@ from sbm_pyg import (
     SBMSource,
     SequenceEncoder,
     SourceGraph,
+    gold,
     indexer,
     ops,
     patterns,
@@ -339,6 +340,34 @@ def test_an_estimator_of_ones_own_is_called() -> None:
     conv(x)
     conv(x, patterns.full(9))  # no probabilities, nothing to estimate
     assert len(calls) == 1
+
+
+PAIRED: dict[str, Any] = {  # all that takes queries, keys and the offsets of both
+    "top_k": lambda q, k, ptr: selectors.top_k(q, k, 2, ptr=ptr),
+    "block_top_k": lambda q, k, ptr: selectors.block_top_k(q, k, 2, 2, ptr=ptr),
+    "lsh": lambda q, k, ptr: selectors.lsh(q, k, 2, 2, seed=0, ptr=ptr),
+    "routing": lambda q, k, ptr: selectors.routing(q, k, q[:, :3], ptr=ptr),
+    "bucketing": lambda q, k, ptr: predictors.bucketing(q, k, 2, ptr=ptr),
+    "clustering": lambda q, k, ptr: predictors.clustering(q, k, q[:, :3], ptr=ptr),
+    "distance": lambda q, k, ptr: predictors.distance(q, k, 1.0, ptr=ptr),
+    "gold_graph": lambda q, k, ptr: gold.gold_graph(q, k, ptr=ptr),
+    "IndexProbability": lambda q, k, ptr: indexer.IndexProbability(*indexer.Indexer(3, 2)(q, k), ptr=ptr).top_k(2),
+    "over": lambda q, k, ptr: AttentionGraph.over(torch.tensor([[0], [0]]), q.size(1), k.size(1), ptr=ptr),
+    "AttentionConv": lambda q, k, ptr: AttentionConv(
+        6, 3, 2, selectors.SelectorSource(selectors.lsh, num_buckets=2, chunk_size=2)
+    )((k.transpose(0, 1).flatten(1), q.transpose(0, 1).flatten(1)), ptr=ptr),
+}
+
+
+@pytest.mark.parametrize("name", PAIRED)
+def test_queries_and_keys_of_unlike_batches_are_refused(name: str) -> None:
+    """Sequence b of the queries attends to sequence b of the keys, so there are as many."""
+    query, key = draw(1, 2, 9, 3, dtype=torch.float32), draw(2, 2, 9, 3, dtype=torch.float32)
+    two, one = torch.tensor([0, 4, 9]), torch.tensor([0, 9])
+    PAIRED[name](query, key, (two, two.clone()))
+    for keys, queries, found in ((two, one, "2 and 1"), (one, two, "1 and 2"), (two, None, "2 and 1")):
+        with pytest.raises(ValueError, match=rf"'ptr' to hold as many sequences of keys as of queries \(got {found}\)"):
+            PAIRED[name](query, key, (keys, queries))
 
 
 TRANSFORMED: dict[str, Any] = {

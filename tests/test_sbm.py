@@ -292,7 +292,7 @@ def test_repr_and_sizes() -> None:
         (
             (Y, Z, S, torch.tensor([0, 3, 6]), torch.tensor([0, 8])),
             ValueError,
-            r"as many sequences as 'query_ptr' \(got 1 and 2\)",
+            r"Expected 'key_ptr' to hold as many sequences of keys as of queries \(got 1 and 2\)",
         ),
         ((Y, Z, S, torch.tensor([0.0, 6.0])), TypeError, r"Expected 'query_ptr' to be int64 \(got torch.float32\)"),
         ((Y[:, :0], Z, S), ValueError, r"at least one token \(got 0 tokens\)"),
