@@ -20,7 +20,7 @@ from torch_geometric.typing import SparseTensor
 from . import ops
 from .auxiliary import AuxiliaryLosses
 from .blocks import BlockPool
-from .choice import Choice, GraphSource, TiledChoice, check_choice, limited
+from .choice import Choice, GraphSource, TiledChoice, limited
 from .estimators import Attended, Estimator, Local, NoEstimator, resolve_estimator
 from .graph import AttentionGraph
 from .normalizers import Entmax, check_normalizer
@@ -338,7 +338,7 @@ class AttentionConv(EdgeAttention):
                 "Expected 'edge_index' (got None, and the layer has no source: 'source' or 'num_blocks' is None). "
                 "Pass a graph, or give the layer a source."
             )
-        return check_choice(self.source(query, key, query_ptr, key_ptr, **options)).expand(self.heads)
+        return self.source(query, key, query_ptr, key_ptr, **options).expand(self.heads)
 
     def __repr__(self) -> str:
         source = "" if self.source is None else f", source={type(self.source).__name__}"

@@ -22,7 +22,7 @@ from torch_geometric.transforms import BaseTransform
 from .blocks import BlockGraph
 from .graph import AttentionGraph, check_graph
 from .ops import checks
-from .ragged import draw_seed, resolve_ptr, stored_ptr
+from .ragged import check_sequence_ids, check_tensor, draw_seed, resolve_ptr, resolve_sides, stored_ptr
 
 __all__ = ["Choice", "EdgeProbability", "GraphSource", "SharingSource", "SourceGraph", "TiledChoice"]
 
@@ -250,7 +250,45 @@ class GraphSource(torch.nn.Module, ABC):
     """Chooses the graph that a layer of attention runs over. Subclasses write :meth:`forward`.
 
     A source is a module: it may hold parameters, which learn through the probabilities of its :class:`Choice`.
+
+    A call checks what :meth:`forward` is given, and that the graph it returns is over these tokens. So sources need not
+    look at shapes, offsets and seeds themselves, and kernels trust both.
     """
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        query_ptr: Tensor,
+        key_ptr: Tensor,
+        *,
+        bipartite: bool = False,
+        is_causal: bool = False,
+        seed: int,
+        sequence_ids: Tensor | None = None,
+    ) -> Choice:
+        """Choose, as :meth:`forward` does.
+
+        Raises:
+            TypeError: An argument has the wrong type, or :meth:`forward` returned no :class:`Choice`.
+            ValueError: Shapes or offsets do not fit each other, or the chosen graph does not fit them.
+        """
+        checks.tensors(query=query, key=key)
+        checks.shape("query", query, (None, None, None), "[H, N, C]", "Heads come first.")
+        checks.shape("key", key, (query.size(0), None, None), "[H, M, C]", "It has the heads of 'query'.")
+        checks.same_device("query", query, key=key)
+        check_tensor(query_ptr, "query_ptr", optional=False)
+        check_tensor(key_ptr, "key_ptr", optional=False)
+        ptrs = resolve_sides(
+            query.size(1), key.size(1), (key_ptr, query_ptr), None, query.device, names=("query_ptr", "key_ptr")
+        )
+        checks.flag("bipartite", bipartite, "It says whether queries and keys are different tokens.")
+        checks.flag("is_causal", is_causal, "It says whether no query attends to a later key.")
+        check_sequence_ids(sequence_ids, ptrs[0].numel() - 1)
+        options = {"bipartite": bipartite, "is_causal": is_causal, "seed": checks.seed(seed)}
+        choice = super().__call__(query, key, *ptrs, **options, sequence_ids=sequence_ids)
+        _check_choice(choice, (query.size(1), key.size(1)), ptrs)
+        return choice
 
     def reset_parameters(self) -> None:
         """Draw the parameters of all parts anew from torch's default generator."""
@@ -384,19 +422,26 @@ class SourceGraph(BaseTransform):
         query, ptr = x.unflatten(1, (self.heads, -1)).transpose(0, 1), stored_ptr(data, device=x.device)
         ptr = resolve_ptr(len(x), device=x.device) if ptr is None else ptr
         choice = self.source(query, query, ptr, ptr, is_causal=self.is_causal, seed=draw_seed(self.seed))
-        return check_choice(choice).expand(self.heads).graph.replace_edges(data)
+        return choice.expand(self.heads).graph.replace_edges(data)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.source})"
 
 
-def check_choice(choice: object) -> Choice:
-    """What a source returned, if it is a :class:`Choice`; else raise TypeError."""
+def _check_choice(choice: object, sizes: tuple[int, int], ptrs: tuple[Tensor, Tensor]) -> None:
+    """Refuse what is no :class:`Choice` over these tokens; one that is tiled is not drawn for it."""
     if not isinstance(choice, Choice):
         raise TypeError(
             f"Expected 'source' to return a Choice (got {type(choice).__name__}). Wrap a graph, `Choice(graph)`."
         )
-    return choice
+    if isinstance(choice, TiledChoice):
+        return
+    graph = choice.graph
+    if (graph.num_queries, graph.num_keys) != sizes or not graph.same_offsets(*ptrs):
+        raise ValueError(
+            f"Expected 'source' to return a graph over N = {sizes[0]} queries and M = {sizes[1]} keys, and over their "
+            f"sequences (got {graph}). Build it with the offsets that it is given."
+        )
 
 
 def check_probability(probability: object) -> None:

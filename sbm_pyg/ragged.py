@@ -277,6 +277,18 @@ def draw_seed(seed: int | None = None, generator: torch.Generator | None = None)
     return int(torch.randint(2**63 - 1, (), generator=generator, device=device))
 
 
+def check_sequence_ids(sequence_ids: Tensor | None, sequences: int) -> None:
+    """Raise TypeError or ValueError unless it is ``[B]`` integers, or None; values are not looked at."""
+    check_tensor(sequence_ids, "sequence_ids")
+    if sequence_ids is None:
+        return
+    if sequence_ids.shape != (sequences,) or sequence_ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"Expected 'sequence_ids' to be [{sequences}] int64 (got {list(sequence_ids.shape)} {sequence_ids.dtype}). "
+            "It holds one number per sequence."
+        )
+
+
 def resolve_sequence_ids(sequence_ids: Tensor | None, sequences: int, device: torch.device, bits: int = 32) -> Tensor:
     """Number of each sequence, ``[B]`` int64, on a device.
 
@@ -285,14 +297,9 @@ def resolve_sequence_ids(sequence_ids: Tensor | None, sequences: int, device: to
     Raises:
         ValueError: Shape or dtype do not fit, or a number is outside ``0 .. 2**bits-1``.
     """
-    check_tensor(sequence_ids, "sequence_ids")
+    check_sequence_ids(sequence_ids, sequences)
     if sequence_ids is None:
         return torch.arange(sequences, device=device)
-    if sequence_ids.shape != (sequences,) or sequence_ids.dtype not in (torch.int32, torch.int64):
-        raise ValueError(
-            f"Expected 'sequence_ids' to be [{sequences}] int64 (got {list(sequence_ids.shape)} {sequence_ids.dtype}). "
-            "It holds one number per sequence."
-        )
     if readable(sequence_ids):
         low, high = (int(bound) for bound in torch.aminmax(sequence_ids))
         if low < 0 or high >= 2**bits:

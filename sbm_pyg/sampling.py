@@ -267,7 +267,6 @@ class SBMSource(SharingSource, FollowingSource):
             query, key = query.detach(), key.detach()
         if self.grain == 1:
             return self._choose(self.head(query, key, query_ptr, key_ptr), bipartite, is_causal, seed, sequence_ids)
-        ops.checks.tensors(query_ptr=query_ptr, key_ptr=key_ptr)
         same = not bipartite and key_ptr.shape == query_ptr.shape
         if is_causal and (not same or getattr(self.head, "tied", False)):
             raise ValueError(

@@ -331,7 +331,6 @@ class SparsefinderSource(GraphSource):
         sequence_ids: Tensor | None = None,
     ) -> Choice:
         """As :meth:`GraphSource.forward`."""
-        checks.tensors(query_ptr=query_ptr, key_ptr=key_ptr)
         if bipartite and self.num_global:
             raise ValueError(
                 "Expected the same tokens as queries and keys with 'num_global' (got a pair). Leave it out."

@@ -886,9 +886,7 @@ def source_arguments(d: Draw, source: Any, check: Any) -> Case:
     arguments |= {"seed": d.getrandbits(60), "sequence_ids": d.maybe(d.whole(9, len(lengths)))}
     names = {"query": ("query_membership",), "key": ("key_membership",), "query_ptr": ("ptr",), "key_ptr": ("ptr",)}
     names |= {"bipartite": ("self_loops", "pattern")}  # type: ignore[dict-item]
-    return Case(
-        source, arguments, check, free=("query", "key", "key_ptr", "bipartite", "seed", "sequence_ids"), names=names
-    )
+    return Case(source, arguments, check, names=names)
 
 
 @case("SBMSource", 4)

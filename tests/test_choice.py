@@ -400,6 +400,58 @@ def test_any_source_is_a_transform(name: str, is_causal: bool) -> None:
         assert not (found.edge_index[0] > found.edge_index[1]).any()
 
 
+SOURCES: dict[str, Any] = TRANSFORMED | {
+    "blocks": lambda: SBMSource(SBMHead(3, heads=2, num_blocks=4), grain=2),
+    "tiles": lambda: SBMSource(SBMHead(3, heads=2, num_blocks=4), tiled=True),
+    "one's own": lambda: Doubtful(Choice(patterns.full(None, ptr=torch.tensor([0, 4, 9])))),
+}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_a_source_that_is_called_checks_what_it_is_given(name: str) -> None:
+    source, x, ptr = SOURCES[name](), draw(1, 2, 9, 3, dtype=torch.float32), torch.tensor([0, 4, 9])
+    given: dict[str, Any] = {"query": x, "key": x, "query_ptr": ptr, "key_ptr": ptr, "seed": -1}
+    source(**given)
+    source(**given | {"query_ptr": ptr.int(), "seed": 2**63 - 1, "sequence_ids": torch.tensor([7, 3])})
+    cases: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"query_ptr": torch.tensor([0, 2**31, 9])}, ValueError, r"'query_ptr' .* increasing \(got a decrease"),
+        ({"query_ptr": torch.tensor([0, -(2**31), 9])}, ValueError, r"'query_ptr' .* increasing \(got a decrease"),
+        (
+            {"key_ptr": torch.tensor([0, 4, 2**31])},
+            ValueError,
+            r"'key_ptr' to run from 0 to 9, .* \(got 0 to 2147483648",
+        ),
+        ({"query_ptr": torch.tensor([0, 4, 20])}, ValueError, r"'query_ptr' to run from 0 to 9, .* \(got 0 to 20\)"),
+        ({"key_ptr": torch.tensor([0, 9])}, ValueError, r"'key_ptr' to hold as many sequences .* \(got 1 and 2\)"),
+        ({"query_ptr": None}, TypeError, r"'query_ptr' to be a tensor \(got NoneType\)"),
+        ({"key_ptr": ptr.double()}, TypeError, r"'key_ptr' to be int64 \(got torch.float64\)"),
+        ({"query": x[0]}, ValueError, r"'query' to be \[H, N, C\] = .* \(got \[9, 3\]\)"),
+        ({"key": x[:1]}, ValueError, r"'key' to be \[H, M, C\] = \[2, any, any\] \(got \[1, 9, 3\]\)"),
+        ({"seed": 2**63}, ValueError, r"Expected 'seed' in -2\*\*63 .. 2\*\*63-1"),
+        ({"seed": "one"}, TypeError, r"Expected 'seed' to be an integer \(got 'one'\)"),
+        ({"is_causal": 1}, TypeError, r"Expected 'is_causal' to be a bool \(got int\)"),
+        ({"bipartite": None}, TypeError, r"Expected 'bipartite' to be a bool \(got NoneType\)"),
+        ({"sequence_ids": torch.arange(3)}, ValueError, r"Expected 'sequence_ids' to be \[2\] int64"),
+    ]
+    for changed, error, message in cases:
+        with pytest.raises(error, match=message):
+            source(**given | changed)
+
+
+def test_a_layer_refuses_a_graph_over_other_tokens() -> None:
+    """Kernels trust a graph: one over more keys than there are would read memory of others."""
+    x, y, ptr = torch.randn(9, 4), torch.randn(5, 4), torch.tensor([0, 4, 9])
+    conv = AttentionConv(4, 4, source=Doubtful(Choice(patterns.full(9))))
+    conv(x)
+    with pytest.raises(ValueError, match=r"'source' to return a graph over N = 9 queries and M = 5 keys"):
+        conv((y, x))
+    with pytest.raises(ValueError, match=r"and over their sequences \(got AttentionGraph\(1 sequence, 1 head, 9 q"):
+        conv(x, ptr=ptr)
+    conv.source = patterns.PatternSource(patterns.window, size=1)
+    with pytest.raises(ValueError, match=r"and over their sequences \(got AttentionGraph\(2 sequences, 1 head, 9 q"):
+        conv(x, ptr=(torch.tensor([0, 5, 9]), ptr))  # the rule would know the queries' offsets alone
+
+
 def test_a_transform_draws_anew_without_a_seed_and_refuses_what_does_not_fit() -> None:
     data = Data(x=torch.randn(30, 4))
     transform = SourceGraph(SBMSource(SBMHead(4, num_blocks=4)))
