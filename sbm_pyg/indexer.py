@@ -418,14 +418,14 @@ class _Reduced(torch.autograd.Function):
     def forward(
         ctx: Any, packed: Tensor, key: Tensor, bias: Tensor | None, value: Tensor, sides: Sides, small: int, rule: Rule
     ) -> Tensor:
-        ctx.save_for_backward(packed, key, bias, value)
+        ctx.save_for_backward(packed, key, bias, value, sides.query_ptr, sides.key_ptr)
         ctx.sides, ctx.small, ctx.rule = sides, small, rule
         return value.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        packed, key, bias, value = ctx.saved_tensors
+        packed, key, bias, value, *_ = ctx.saved_tensors  # which tell whether the sides were written into
         sides, grad_packed, grad_key = ctx.sides, torch.zeros_like(packed), torch.zeros_like(key)
         grad_bias = None if bias is None else torch.zeros_like(bias)
         for part in parts(sides, sides.key_ptr, sides.reach):

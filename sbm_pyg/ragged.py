@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from itertools import pairwise
 from numbers import Real
+from operator import lt
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ __all__ = [
 
 
 _VALID: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Offsets that were found to be right, for how many tokens, and in which version."""
+"""Offsets on a device that were found to be right, for how many tokens, and in which version."""
 
 
 def readable(x: Tensor) -> bool:
@@ -115,7 +116,7 @@ def resolve_ptr(
             the CPU unless their features are on CUDA.)
 
     Returns:
-        Offsets, ``[B+1]`` int64.
+        Offsets, ``[B+1]`` int64. On the CPU they are a copy, which writing into ``ptr`` does not change.
 
     Raises:
         TypeError: Offsets or sequence numbers are no integer tensor.
@@ -160,17 +161,18 @@ def resolve_ptr(
     if ptr.is_meta and device is not None and device.type != "meta":
         check_present(ptr, name)
     if readable(ptr):
-        if ptr.is_inference() or _VALID.get(ptr) != (total, ptr._version):
+        if checks.at_hand(ptr) or ptr.is_inference() or _VALID.get(ptr) != (total, ptr._version):
             _check_ptr_values(ptr, total, name)
     else:  # no branch on values; the kernels must still see none that is out of range
         fits = (ptr[0] == 0) & (ptr[-1] == total) & (ptr.diff() > 0).all()
         torch._assert_async(fits, f"Expected '{name}' to run from 0 to the number of tokens, strictly increasing.")
-    return trust_offsets(ptr.to(device=device, dtype=torch.int64), total)
+    # numpy writes into what lies on the CPU, and no version tells: whoever keeps offsets must have their own
+    return trust_offsets(ptr.to(device=device, dtype=torch.int64, copy=checks.at_hand(ptr)), total)
 
 
 def trust_offsets(ptr: Tensor, total: int) -> Tensor:
-    """The same offsets, at which nobody needs to look again: a device would be waited for."""
-    if readable(ptr) and not ptr.is_inference():
+    """The same offsets, at which nobody needs to look again where a device would be waited for."""
+    if readable(ptr) and not checks.at_hand(ptr) and not ptr.is_inference():
         _VALID[ptr] = total, ptr._version
     return ptr
 
@@ -246,13 +248,13 @@ def _check_ptr_values(ptr: Tensor, total: int, name: str) -> None:
             f"Expected '{name}' to run from 0 to {total}, the number of tokens (got {ends[0]} to {ends[-1]}). "
             "Use offsets, not lengths, of all sequences."
         )
-    for sequence, (start, end) in enumerate(pairwise(ends)):
-        if end <= start:
-            problem = "an empty sequence" if end == start else "a decrease"
-            raise ValueError(
-                f"Expected '{name}' to be strictly increasing (got {problem} at sequence {sequence}). "
-                "Leave empty sequences out of the batch."
-            )
+    if not all(map(lt, ends, ends[1:])):
+        sequence, (start, end) = next(each for each in enumerate(pairwise(ends)) if each[1][0] >= each[1][1])
+        problem = "an empty sequence" if end == start else "a decrease"
+        raise ValueError(
+            f"Expected '{name}' to be strictly increasing (got {problem} at sequence {sequence}). "
+            "Leave empty sequences out of the batch."
+        )
 
 
 def draw_seed(seed: int | None = None, generator: torch.Generator | None = None) -> int:
@@ -290,7 +292,7 @@ def check_sequence_ids(sequence_ids: Tensor | None, sequences: int) -> None:
 
 
 def resolve_sequence_ids(sequence_ids: Tensor | None, sequences: int, device: torch.device, bits: int = 32) -> Tensor:
-    """Number of each sequence, ``[B]`` int64, on a device.
+    """Number of each sequence, ``[B]`` int64, on a device; on the CPU a copy, as of offsets.
 
     It is the position in the batch if None is given. Random words depend on it.
 
@@ -309,7 +311,7 @@ def resolve_sequence_ids(sequence_ids: Tensor | None, sequences: int, device: to
             )
     if device.type != "meta":
         check_present(sequence_ids, "sequence_ids")
-    return sequence_ids.to(device=device, dtype=torch.int64)
+    return sequence_ids.to(device=device, dtype=torch.int64, copy=checks.at_hand(sequence_ids))
 
 
 def pad(x: Tensor, ptr: Tensor, fill_value: float = 0.0) -> tuple[Tensor, Tensor]:

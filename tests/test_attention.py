@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sbm_pyg import AttentionConv, AttentionGraph, Entmax, SBMAttentionConv, estimators, patterns, sample_edges
+from sbm_pyg.indexer import Indexer, IndexerSource
 
 PTR = torch.tensor([0, 10, 17, 30])
 
@@ -538,3 +539,73 @@ def test_the_sampled_graph_is_that_of_sample_edges() -> None:
     conv, x = layer(exploration=0.03), tokens()
     _, choice = conv(x, ptr=PTR, seed=4, return_choice=True)
     assert choice.graph == sample_edges(choice.probability, exploration=0.03, seed=4)
+
+
+# ------------------------------------------------------------------ what is written into meanwhile
+
+
+def _writes_by_torch(x: Tensor, values: list[int]) -> None:
+    x.copy_(torch.tensor(values))
+
+
+def _writes_by_numpy(x: Tensor, values: list[int]) -> None:
+    x.numpy()[:] = values  # which counts no version
+
+
+def over_indexer(estimator: str, **options: Any) -> AttentionConv:
+    torch.manual_seed(0)
+    return AttentionConv(16, 8, 2, IndexerSource(Indexer(8, 2), share=0.3, **options), estimator=estimator).double()
+
+
+SAMPLING: dict[str, Callable[[], AttentionConv]] = {
+    "tokens": layer,
+    "share": lambda: layer(share=0.3),
+    "causal": lambda: layer(is_causal=True, estimator="distill"),
+    "tiled": lambda: layer(tiled=True),
+    "blocks": lambda: layer(grain=4),
+    "blocks, causal": lambda: layer(grain=4, is_causal=True, pool="learned"),
+    "coins": lambda: over_indexer("local"),
+    "coins, distilled": lambda: over_indexer("distill"),
+    "ranks": lambda: over_indexer("imitate", select="top_k"),
+}
+
+
+@pytest.mark.parametrize("write", [_writes_by_torch, _writes_by_numpy])
+@pytest.mark.parametrize("kind", SAMPLING)
+def test_writing_into_offsets_after_a_call_changes_no_gradient(kind: str, write: Callable[..., None]) -> None:
+    def gradients(written: bool) -> list[Tensor]:
+        conv, x = SAMPLING[kind](), tokens().requires_grad_()
+        ptr, ids = PTR.clone(), torch.tensor([4, 5, 6])
+        loss = conv(x, ptr=ptr, seed=1, sequence_ids=ids).square().sum()
+        if written:
+            write(ptr, [0, 2, 28, 30])
+            write(ids, [7, 8, 9])
+        loss.backward()
+        return [x.grad, *(parameter.grad for parameter in conv.parameters() if parameter.grad is not None)]  # type: ignore[list-item]
+
+    kept, changed = gradients(False), gradients(True)
+    assert len(kept) == len(changed)
+    assert all(map(torch.equal, kept, changed))
+
+
+@pytest.mark.parametrize("write", [_writes_by_torch, _writes_by_numpy])
+@pytest.mark.parametrize("kind", SAMPLING)
+def test_offsets_that_were_written_into_are_looked_at_again(kind: str, write: Callable[..., None]) -> None:
+    conv, x, ptr = SAMPLING[kind]().eval(), tokens(), PTR.clone()
+    conv(x, ptr=ptr, seed=1)
+    write(ptr, [0, 2, 28, 30])
+    assert torch.equal(conv(x, ptr=ptr, seed=1), conv(x, ptr=torch.tensor([0, 2, 28, 30]), seed=1))
+    write(ptr, [0, -1, 17, 30])
+    with pytest.raises(ValueError, match="Expected 'ptr' to be strictly increasing"):
+        conv(x, ptr=ptr, seed=1)
+
+
+@pytest.mark.parametrize("write", [_writes_by_torch, _writes_by_numpy])
+def test_a_graph_of_blocks_keeps_its_offsets(write: Callable[..., None]) -> None:
+    """Of a source that is called by itself, too."""
+    source, q, ptr = layer(grain=4).source, torch.randn(2, 30, 8, dtype=torch.float64), PTR.clone()
+    assert source is not None
+    graph = source(q, q, ptr, ptr, seed=1).graph
+    write(ptr, [0, 2, 28, 30])
+    assert graph.query_ptr.tolist() == PTR.tolist()
+    assert graph == source(q, q, PTR, PTR, seed=1).graph

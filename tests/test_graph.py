@@ -179,6 +179,16 @@ def test_resolve_ptr_takes_tensors() -> None:
             resolve_ptr(2, **{name: [0, 2]})  # type: ignore[arg-type]
 
 
+def test_resolve_ptr_copies_and_looks_each_time() -> None:
+    """For numpy writes into tensors of the CPU, and no version tells."""
+    ptr = torch.tensor([0, 2, 5])
+    kept = resolve_ptr(5, ptr)
+    ptr.numpy()[1] = 7
+    assert kept.tolist() == [0, 2, 5]
+    with pytest.raises(ValueError, match=says("Expected 'ptr' to be strictly increasing")):
+        resolve_ptr(5, ptr)
+
+
 def test_resolve_ptr_names_the_argument() -> None:
     with pytest.raises(ValueError, match=says("Expected 'key_ptr' to run from 0 to 2")):
         resolve_ptr(2, torch.tensor([0, 3]), name="key_ptr")

@@ -446,3 +446,37 @@ def test_distillation_sees_the_sums_of_all_keys() -> None:
     weight, share = (query @ key.mT).softmax(2), scores.log_softmax(2)
     expected = -(weight * share).sum() / (9 * HEADS)
     torch.testing.assert_close(distillation(query, key, given, graph), expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("by_numpy", [False, True])
+def test_writing_into_offsets_changes_no_gradient(apart: bool, by_numpy: bool) -> None:
+    def gradients(written: bool) -> list[Tensor]:
+        scorer, ptr, x = make("indexer"), pointer([2, 7]), draw(1, HEADS, 9, CHANNELS)
+        degree = None if apart else torch.full((9,), 2.0, dtype=torch.float64)
+        probability = IndexProbability(*scorer(x, x), ptr=ptr, degree=degree)
+        loss = (
+            (probability.on(patterns.full(None, ptr=ptr).expand(HEADS)) + probability.expected_degree().mean())
+            .square()
+            .sum()
+        )
+        if written and by_numpy:
+            ptr.numpy()[1] = 6
+        elif written:
+            ptr[1] = 6
+        loss.backward()
+        return [parameter.grad for parameter in scorer.parameters() if parameter.grad is not None]
+
+    kept, changed = gradients(False), gradients(True)
+    assert len(kept) == 4
+    assert all(map(torch.equal, kept, changed))
+
+
+def test_writing_into_the_offsets_of_a_probability_is_refused() -> None:
+    """Also on a device, where they are no copy."""
+    scorer, x = make("indexer"), draw(1, HEADS, 9, CHANNELS)
+    probability = IndexProbability(*scorer(x, x), ptr=pointer([2, 7]))
+    loss = probability.expected_degree().square().sum()
+    probability.sides.query_ptr[1] = 6
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

@@ -47,6 +47,27 @@ def test_it_is_made_anew_of_tensors_that_were_written_into(changed: int) -> None
     assert memo.get(Made, *tensors) is not first
 
 
+@pytest.mark.parametrize("changed", [0, 1])
+def test_it_is_made_anew_where_numpy_wrote(changed: int) -> None:
+    """Of which no version tells."""
+    memo, tensors = Kept(), (torch.arange(3), torch.arange(2))
+    first = memo.get(Made, *tensors)
+    tensors[changed].numpy()[0] = 5
+    again = memo.get(Made, *tensors)
+    assert again is not first
+    assert memo.get(Made, *tensors) is again
+
+
+def test_on_a_device_its_version_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its values would have to be waited for."""
+    monkeypatch.setattr(kept, "at_hand", lambda x: False)
+    memo, x = Kept(), torch.arange(3)
+    first = memo.get(Made, x)
+    assert memo.get(Made, x) is first
+    x.add_(1)
+    assert memo.get(Made, x) is not first
+
+
 def test_it_goes_with_the_tensor() -> None:
     memo, x = Kept(), torch.arange(3)
     gone = weakref.ref(memo.get(Made, x))
@@ -77,3 +98,12 @@ def test_gradients_in_inference_mode() -> None:
         x, rows = torch.ones(1, 2, 3), (torch.tensor([0, 1, 2]), torch.tensor([1, 0]))
         grads = ops.reference.edge_dot_backward(torch.ones(2), x, 2 * x, *rows, True, True)
     assert [grad.mean().item() for grad in grads] == [2, 1]
+
+
+def test_edges_by_key_are_those_of_now() -> None:
+    """Also where numpy wrote into the keys of a graph."""
+    x, rowptr, col = torch.ones(1, 2, 3), torch.tensor([0, 1, 2]), torch.tensor([0, 1])
+    for _ in range(2):
+        grad = ops.reference.edge_dot_backward(torch.tensor([1.0, 2.0]), x, x, rowptr, col, False, True)[1]
+        assert grad[0, :, 0].tolist() == ([1.0, 2.0] if col[0] == 0 else [2.0, 1.0])
+        col.numpy()[:] = [1, 0]

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from sbm_pyg import AttentionConv, AttentionGraph, BlockGraph, SBMAttentionConv, patterns
-from sbm_pyg.ops import blocks, checks, reference, samplers
+from sbm_pyg.ops import blocks, checks, kept, reference, samplers
 from sbm_pyg.ops import sampled as beside
 
 WAITS = {"_local_scalar_dense", "equal", "is_nonzero", "item", "masked_select", "nonzero"}
@@ -63,6 +63,7 @@ def plain_torch(counted: PlainTorch | None = None) -> Iterator[PlainTorch]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(samplers, "ROOM", {})
         patch.setattr(checks, "at_hand", lambda *_: False)
+        patch.setattr(kept, "at_hand", lambda *_: False)
         patch.setattr(Tensor, "tolist", wait)
         with counted:
             yield counted

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 from torch.utils.weak import WeakIdKeyDictionary
 
 T = TypeVar("T")
@@ -18,6 +19,20 @@ T = TypeVar("T")
 def captured(where: torch.device) -> bool:
     """Whether a CUDA graph is being captured, which computes nothing before it is replayed."""
     return where.type == "cuda" and not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing()
+
+
+def at_hand(x: Tensor) -> bool:
+    """Whether a tensor lies on the CPU, where its values can be looked at, and where numpy may write into it."""
+    return x.device.type == "cpu" and not is_fake(x) and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+
+
+def _seen(x: Tensor) -> Any:
+    """What tells later whether a tensor was written into: its values, for numpy counts no version, or the version."""
+    return x.clone() if at_hand(x) else x._version
+
+
+def _unchanged(x: Tensor, seen: Any) -> bool:
+    return torch.equal(x, seen) if isinstance(seen, Tensor) else x._version == seen
 
 
 class Kept:
@@ -41,11 +56,13 @@ class Kept:
         tensors = [each for each in given if isinstance(each, Tensor)]
         if any(each.is_inference() for each in (x, *tensors)) or captured(x.device):
             return make(x, *given)
-        known = x._version, [each._version if isinstance(each, Tensor) else each for each in given]
+        numbers = [None if isinstance(each, Tensor) else each for each in given]
         if (kept := self._found.get(x)) is not None:
-            others, then, found = kept
-            if then == known and [*map(id, others)] == [*map(id, tensors)]:
+            others, then, seen, found = kept
+            same = then == numbers and [*map(id, others)] == [*map(id, tensors)]
+            if same and all(map(_unchanged, (x, *tensors), seen)):
                 return found
+        seen = [*map(_seen, (x, *tensors))]
         found = make(x, *given)
-        self._found[x] = tensors, known, found
+        self._found[x] = tensors, numbers, seen, found
         return found
