@@ -20,7 +20,7 @@ from .estimators import edge_logits
 from .graph import AttentionGraph, check_graph
 from .normalizers import normalize
 from .ops import checks, segment_entmax
-from .pairs import Part, Ptr, Sides, streamed
+from .pairs import Part, Ptr, Sides, product, streamed
 from .sparsefinder import Sample
 
 __all__ = ["Match", "compare", "gold_graph", "group_entropy", "record"]
@@ -63,9 +63,12 @@ def gold_graph(
     def used(scores: Tensor, possible: Tensor, part: Part) -> Tensor:
         width = scores.size(-1)
         ends = width * torch.arange(scores.numel() // width + 1, device=scores.device)
-        return segment_entmax((factor * scores).flatten(), ptr=ends, alpha=alpha).view_as(scores) > 0
+        return segment_entmax(scores.flatten(), ptr=ends, alpha=alpha).view_as(scores) > 0
 
-    return sides.graph(*streamed(sides, sides.key, sides.key_ptr, sides.reach, used))
+    def score(query: Tensor, key: Tensor) -> Tensor:  # before others are minus infinity, whatever the sign is
+        return factor * product(query, key)
+
+    return sides.graph(*streamed(sides, sides.key, sides.key_ptr, sides.reach, used, score))
 
 
 @contextmanager

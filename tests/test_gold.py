@@ -44,6 +44,18 @@ def make_model() -> TokenClassifier:
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("scale", [-2.0, 0.0, 2.0])
+def test_a_scale_of_any_sign_leaves_keys_out_that_are_not_there(scale: float, is_causal: bool) -> None:
+    query, key = draw(1, 2, 13, 4), draw(2, 2, 13, 4)
+    graph = gold_graph(query, key, scale=scale, ptr=torch.tensor([0, 5, 13]), is_causal=is_causal)
+    for sequence, (start, end) in enumerate(((0, 5), (5, 13))):  # the first is padded
+        scores = scale * query[:, start:end] @ key[:, start:end].mT
+        later = torch.ones(end - start, end - start, dtype=torch.bool).triu(1) & is_causal
+        wanted = entmax.entmax15(scores.masked_fill(later, -1e4), dim=-1) > 0
+        assert torch.equal(graph.to_dense(sequence), wanted)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("normalizer", ["entmax15", "sparsemax"])
 def test_a_record_is_what_dense_entmax_uses(normalizer: str, is_causal: bool) -> None:
     torch.manual_seed(0)
