@@ -30,7 +30,7 @@ from . import ops, patterns
 from .choice import Choice, EdgeProbability, SharingSource, check_over
 from .graph import AttentionGraph
 from .ops import checks
-from .pairs import Part, Ptr, Sides, largest, parts, streamed
+from .pairs import Part, Ptr, Sides, largest, parts, share_of, streamed
 from .ragged import check_present, count_pairs, draw_seed, resolve_sequence_ids, resolve_sides
 
 __all__ = ["IndexProbability", "Indexer", "IndexerSource", "KeyScorer"]
@@ -558,8 +558,10 @@ class IndexerSource(SharingSource):
             *small, ptr=(key_ptr, query_ptr), is_causal=is_causal, bias=self.bias,
             degree=None if count is None else count.to(torch.promote_types(query.dtype, torch.float32)),
         )  # fmt: skip
-        if count is not None and self.select == "top_k":
-            choice = Choice(probability.top_k(count.ceil().long()), probability, independent=False)
+        if self.select == "top_k":
+            wanted = count if self.share is None else share_of(self.share, reach)
+            assert wanted is not None
+            choice = Choice(probability.top_k(wanted), probability, independent=False)
         else:
             by_share = (self.share or 0.0) ** 2 if self.exploration is None else self.exploration
             exploration = by_share if self.training else 0.0

@@ -20,7 +20,7 @@ from .ragged import check_present, offsets, resolve_sides
 
 __all__ = [
     "Keep", "Part", "Ptr", "Score", "Sides", "block_means", "check_centroids", "largest", "like_lengths", "parts",
-    "product", "ranges", "streamed",
+    "product", "ranges", "share_of", "streamed",
 ]  # fmt: skip
 
 CHUNK = 2**23  # scores at a time
@@ -260,6 +260,15 @@ def streamed(
         found.append((head * sides.num_queries + part.query[sequence, at], part.key[sequence, to]))
     row, col = (torch.cat(each) for each in zip(*found, strict=True))
     return row, col
+
+
+def share_of(share: float, count: Tensor) -> Tensor:
+    """How many of each number of things a share is, rounded up, and one at least, int64.
+
+    What rounding alone puts above a whole number is not rounded up: 0.55 of 100 are 55.
+    """
+    wide = checks.widest(count.device)
+    return (share * count.to(wide) * (1 - 4 * torch.finfo(wide).eps)).ceil().clamp(min=1).long()
 
 
 def largest(k: int | Tensor, own: Tensor | None = None) -> Keep:

@@ -292,6 +292,22 @@ def define_any(scorer: nn.Module, q: Tensor, z: Tensor) -> Tensor:
     return (torch.einsum("hnsd,hmd->hnms", small, key).relu() * weight[:, :, None]).sum(3)
 
 
+def test_a_share_of_keys_is_rounded_up_exactly() -> None:
+    """Of shares as people write them; single precision has 15.000001 for 0.15 of 100."""
+    counts = torch.arange(1, 513)
+    for thousandths in (*range(1, 1001, 7), *range(50, 1001, 50)):
+        wanted = -(-thousandths * counts // 1000)
+        assert torch.equal(pairs.share_of(thousandths / 1000, counts), wanted)
+
+
+def test_ranks_take_a_share_of_the_keys() -> None:
+    source, x = IndexerSource(Indexer(4, 2), select="top_k", share=0.15), torch.randn(2, 100, 4)
+    for ptr, degree in ((pointer([100]), [15] * 100), (pointer([3, 97]), [1] * 3 + [15] * 97)):
+        assert source(x, x, ptr, ptr, seed=0).graph.degree.tolist() == [degree] * 2
+    causal = source(x, x, pointer([100]), pointer([100]), is_causal=True, seed=0).graph
+    assert causal.degree[0].tolist() == [max(1, -(-15 * reach // 100)) for reach in range(1, 101)]
+
+
 def test_a_share_falls_from_a_full_graph_for_coins_and_ranks() -> None:
     for select in ("coins", "top_k"):
         source = IndexerSource(Indexer(4, 2), select=select, share=0.5, window=0)
