@@ -11,7 +11,7 @@ estimator           :math:`\partial L / \partial p_{ij}`                        
 ==================  ============================================================================  ==================
 ``"local"``         :math:`\Delta_{ij}`, the loss with the edge less that without, weighted       edges and probes
 ``"distill"``       the same, and that of :func:`distillation`, an auxiliary loss                  edges and probes
-``"imitate"``       that of :func:`distillation` alone                                            edges
+``"imitate"``       that of :func:`distillation` alone, over the selected keys or over all        edges
 ``"mask"``          :math:`P_{ij} (g_{ij} - \bar g_i)`                                            edges
 ``"paper"``         :math:`P_{ij} (g_{ij} - \bar g_i) \, s_{ij}` (eq. 9)                          edges
 ``"relaxed"``       that of softmax(s + log p), no graph being sampled in training                all pairs
@@ -46,6 +46,7 @@ __all__ = [
     "score_function", "straight_through",
 ]  # fmt: skip
 
+OVER = ("selected", "all")
 _LEAST = 1e-9  # probability below which a logarithm is cut, at least
 _FEWER = "Take fewer heads or shorter sequences, or an estimator that does not look at all pairs."
 
@@ -205,18 +206,22 @@ class Imitate(Estimator):
     """``"imitate"``: the probabilities learn the attention over their graph, and nothing from the task.
 
     In training they have the auxiliary loss ``weight`` times :func:`distillation`, which the training loop adds; see
-    :func:`sbm_pyg.auxiliary_loss`. So the indexer of DeepSeek-V3.2 learns.
+    :func:`sbm_pyg.auxiliary_loss`.
 
     Args:
         weight: Of the distillation, in [0, inf).
+        over: Keys that share out a query's probability, as :func:`distillation`. ``"selected"``: those of the graph. So
+            the indexer of DeepSeek-V3.2 learns: its warm-up by a graph that is full, and then by its largest scores.
+            ``"all"``: keys that are not in the graph are pushed down, too.
     """
 
     exploration = None
     softmax_only = True
 
-    def __init__(self, weight: float = 1.0) -> None:
+    def __init__(self, weight: float = 1.0, over: str = "selected") -> None:
         ops.checks.number("weight", weight, "[0, inf)", "It is a factor of what is added to the loss.")
-        self.weight = weight
+        ops.checks.one_of("over", over, OVER)
+        self.weight, self.over = weight, over
 
     def auxiliary_loss(self, attended: Attended) -> Tensor | None:
         """As :meth:`Estimator.auxiliary_loss`; None in evaluation, and where there is no gradient to carry."""
@@ -225,12 +230,12 @@ class Imitate(Estimator):
             return None
         return self.weight * distillation(
             attended.query, attended.key, choice.probability, choice.graph, bias=attended.bias, scale=attended.scale,
-            prob=attended.prob,
+            prob=attended.prob, over=self.over,
         )  # fmt: skip
 
 
 class Distill(Local):
-    """``"distill"``: as :class:`Local`, and in training as :class:`Imitate`, too.
+    """``"distill"``: as :class:`Local`, and in training as :class:`Imitate` over all keys, too.
 
     Args:
         weight: Of the distillation, in [0, inf).
@@ -249,7 +254,7 @@ class Distill(Local):
 
     def auxiliary_loss(self, attended: Attended) -> Tensor | None:
         """As :meth:`Imitate.auxiliary_loss`."""
-        return Imitate(self.weight).auxiliary_loss(attended)
+        return Imitate(self.weight, "all").auxiliary_loss(attended)
 
 
 class Relaxed(Estimator):
@@ -498,6 +503,7 @@ def distillation(
     bias: Tensor | None = None,
     scale: float = 1.0,
     prob: Tensor | None = None,
+    over: str = "all",
 ) -> Tensor:
     r"""How far the probabilities of a query's pairs are from the attention over its edges: a cross-entropy, a scalar.
 
@@ -506,27 +512,32 @@ def distillation(
     .. math:: - \frac{1}{H B} \sum_b \frac{1}{N_b} \sum_{h, i} \sum_j P_{ij} \log \frac{p_{ij}}{\sum_{j'} p_{ij'}} ,
 
     a mean over sequences b of the mean over their :math:`N_b` queries i. So it is the mean of those of equal parts of a
-    batch. The sum below runs over all keys that a query may attend to, edges or not. A block model knows it from its
-    expectations: so this is a contrastive loss against every key, exact, at a cost of O(N K + E (C + K)). Its minimum
-    has probabilities in proportion to the weights. A query without edges adds nothing, and neither does an edge that
-    the model never draws, of probability 0. Over a :class:`~sbm_pyg.BlockGraph`, :math:`P` are the weights of blocks of
-    keys, and those of the queries of a block are summed.
+    batch. With ``over="all"`` the sum below runs over all keys that a query may attend to, edges or not. A block model
+    knows it from its expectations: so this is a contrastive loss against every key, exact, at a cost of O(N K + E (C +
+    K)). With ``over="selected"`` it runs over the edges of the query alone: other keys learn nothing.
+
+    The minimum has probabilities in proportion to the weights. A query without edges adds nothing, and neither does an
+    edge that the model never draws, of probability 0. Over a :class:`~sbm_pyg.BlockGraph`, :math:`P` are the weights of
+    blocks of keys, and those of the queries of a block are summed.
 
     Args:
         query, key: Of the attention, ``[H, N, C]`` and ``[H, M, C]``.
-        probability: Probabilities of the graph, which have an ``expected_degree``.
+        probability: Probabilities of the graph, which have an ``expected_degree`` if it is over all keys.
         graph: The graph.
         bias: Score biases of the edges, ``[E]``.
         scale: Factor of the scores.
         prob: ``probability.on(graph.blocks)``, ``[E]``, if it is known already.
+        over: Keys that the sum runs over, ``"all"`` or ``"selected"``.
 
     Raises:
         TypeError, ValueError: A shape or type does not fit, or the graph is not over the tokens of the model.
         NotImplementedError: The probabilities have no ``expected_degree``.
 
-    Reference: the indexer of DeepSeek-V3.2 is trained by such a divergence, over the keys that it looks at; the exact
-    sum over all keys is what a model of low rank adds.
+    Reference: DeepSeek-AI, "DeepSeek-V3.2-Exp", 2025, equations 3 and 4: its indexer is trained by the divergence over
+    all keys while attention is dense, then over the selected ones. There one indexer learns the mean attention of all
+    heads; here each head has its own. The exact sum over all keys of a sparse graph is what a model of low rank adds.
     """
+    ops.checks.one_of("over", over, OVER)
     check_probability(probability)
     check_graph(graph)
     blocks = graph.blocks
@@ -541,7 +552,11 @@ def distillation(
             total = ops.edge_attention(query, key, key[..., :1], graph.rowptr, graph.col, None, bias, scale)[1]
             total = total.clamp(min=torch.finfo(total.dtype).min).flatten()[graph.edge_row]  # no edge counts: 0 below
             weight = (edge_logits(query, key, graph, bias, scale) - total).exp()
-    p, degree = _known(prob, probability, blocks), probability.expected_degree()
+    p = _known(prob, probability, blocks)
+    if over == "all":
+        degree = probability.expected_degree()
+    else:
+        degree = ops.reference.segments(ops.reference.wide(p), blocks.rowptr).view(blocks.heads, -1)
     with torch.no_grad():
         counts = graph.num_sequences * graph.query_ptr.diff()
         mean = counts.clamp(min=1).to(weight.dtype).reciprocal()

@@ -17,6 +17,7 @@ from sbm_pyg import (
     SBM,
     AttentionConv,
     AttentionGraph,
+    BlockGraph,
     EdgeProbability,
     SBMAttentionConv,
     SBMHead,
@@ -27,7 +28,7 @@ from sbm_pyg import (
     patterns,
     sample_edges,
 )
-from sbm_pyg.estimators import Distill, Local, distillation
+from sbm_pyg.estimators import Distill, Imitate, Local, distillation
 from sbm_pyg.indexer import Indexer, IndexerSource
 
 
@@ -232,6 +233,42 @@ def test_distillation_is_the_cross_entropy_over_all_keys(is_causal: bool) -> Non
     weight = logit.softmax(2).nan_to_num(0)
     share = (p / p.sum(2, keepdim=True)).clamp(min=1e-300).log()
     torch.testing.assert_close(got, -(weight * share).sum() / 40)
+
+
+def test_distillation_over_selected_keys_asks_for_no_degrees_and_leaves_others_alone() -> None:
+    """Of blocks, too, whose keys are blocks."""
+    query, key = draw(1, 1, 8, 2), draw(2, 1, 8, 2)
+    tokens = AttentionGraph.from_dense(torch.tensor([[1, 1, 0, 0], [0, 1, 1, 1], [0, 0, 0, 0], [0, 0, 1, 0]]))
+    for graph in (tokens, BlockGraph(tokens, 2)):
+
+        class Table(EdgeProbability):
+            """A number for each pair, whatever they add up to."""
+
+            p = draw(3, 4, 4).exp().requires_grad_()
+
+            def on(self, graph: AttentionGraph) -> Tensor:
+                key, query = graph.edge_index
+                return self.p[query, key]
+
+            def expected_density(self) -> Tensor:
+                raise AssertionError
+
+        table, size = Table(), graph.num_queries
+        loss = distillation(query[:, :size], key[:, :size], table, graph, over="selected")
+        weight = (
+            (query[0, :size] @ key[0, :size].T).masked_fill(~graph.to_dense()[0], -torch.inf).softmax(1).nan_to_num()
+        )
+        weight = weight.view(4, size // 4, 4, size // 4).sum((1, 3))
+        kept = tokens.to_dense()[0]
+        share = (table.p / (table.p * kept).sum(1, keepdim=True).clamp(min=1e-9)).log()
+        torch.testing.assert_close(loss, -(weight * share)[kept].sum() / size)
+        (grad,) = torch.autograd.grad(loss, table.p)
+        assert bool(grad[0, :2].all())
+        assert not grad[~kept].any()
+    with pytest.raises(ValueError, match="Expected 'over' to be one of"):
+        distillation(query, key, table, graph, over="some")
+    with pytest.raises(ValueError, match="Expected 'over' to be one of"):
+        Imitate(over="some")
 
 
 def test_distillation_leaves_out_queries_whose_edges_are_forbidden() -> None:
