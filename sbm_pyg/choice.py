@@ -44,7 +44,7 @@ class EdgeProbability(ABC):
 
     @abstractmethod
     def expected_density(self) -> Tensor:
-        """Mean probability over the pairs of each sequence and head, ``[B, H]``, differentiable."""
+        """Mean probability over the pairs of each sequence and head, ``[B, H]``, differentiable; none is cut at 1."""
 
     def expected_degree(self) -> Tensor:
         """Sum of the probabilities of each query's pairs, ``[H, N]``, differentiable.

@@ -93,9 +93,10 @@ class EncoderTrace:
 
     @property
     def expected_density(self) -> Tensor:
-        """Mean edge probability of each layer, ``[L, B, H]``, differentiable.
+        """Mean edge probability of each layer, ``[L, B, H]``, differentiable, before any is cut at 1.
 
-        A graph without probabilities counts with its density, full attention with 1.
+        A graph without probabilities counts with its density, full attention with 1. Where sources have a share, it is
+        about the share, whatever the graphs are; :attr:`density` is theirs.
         """
         known = [
             None
@@ -110,9 +111,10 @@ class EncoderTrace:
     def density_loss(self, floor: float = 0.0) -> Tensor:
         """Mean expected density over layers, sequences and heads: a regulariser of the loss.
 
-        It is that of Cho et al., section 5.2, without its noise: a scalar in [0, 1], to be weighted and added to the
-        loss. The paper penalises sampled edges; this is their expectation, differentiable in O(NK + K^2) without the
-        straight-through estimator.
+        It is that of Cho et al., section 5.2, without its noise: a scalar, to be weighted and added to the loss. The
+        paper penalises sampled edges; this is their expectation, differentiable in O(NK + K^2) without the
+        straight-through estimator. That is for sources without a share. With one, pairs compete for a number of edges
+        that is given, and no gradient prices them all: lower the share instead.
 
         Args:
             floor: Density in [0, 1] up to which a head costs nothing; above it, the excess counts. 0, as in the paper,

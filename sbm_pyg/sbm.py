@@ -277,13 +277,34 @@ class SBM(EdgeProbability):
         return (self._sum(self.rate, self.query_ptr) * self._sum(self.key_membership, self.key_ptr)).sum(-1).T
 
     def expected_density(self) -> Tensor:
-        """Mean edge probability over the pairs of each sequence, ``[B, H]``, differentiable.
+        """Mean probability over the pairs of each sequence, ``[B, H]``, differentiable, before any is cut at 1.
 
-        The exact density regulariser. With ``is_causal``, pairs are those that it allows.
+        It is the expected density of a graph that is drawn where none exceeds 1, as of :class:`SBMHead`, and more where
+        some do, as with a :meth:`share`: see :meth:`cut_density`. With ``is_causal``, pairs are those that it allows.
         """
+        return self.expected_edges() / self._pairs()[:, None]
+
+    def cut_density(self) -> Tensor:
+        """The same with what exceeds 1 cut, ``[B, H]``, differentiable: the expected density of a graph that is drawn.
+
+        Cost O(n m K) for each sequence, whose pairs are all held: for looking, not for training.
+
+        Raises:
+            ValueError: Memory does not hold the pairs of a sequence.
+
+        Example:
+            >>> sbm = SBM(torch.tensor([[[2.0], [0.5]]]), torch.ones(1, 2, 1))
+            >>> sbm.expected_density(), sbm.cut_density()
+            (tensor([[1.2500]]), tensor([[0.7500]]))
+        """
+        dense = (ops.reference.wide(self.edge_prob_dense(each)) for each in range(self.num_sequences))
+        edges = [p.clamp(max=1).sum((1, 2)) for p in dense]
+        return torch.stack(edges) / self._pairs()[:, None]
+
+    def _pairs(self) -> Tensor:
+        """Pairs of each sequence that may be edges, ``[B]``; 1 where there is none."""
         pairs = count_pairs(self.query_ptr, self.key_ptr, self.is_causal)
-        pairs = (pairs - self.query_ptr.diff()).clamp(min=1) if self.is_strict else pairs
-        return self.expected_edges() / pairs[:, None]
+        return (pairs - self.query_ptr.diff()).clamp(min=1) if self.is_strict else pairs
 
     def causal(self) -> SBM:
         """The same model, in which no query attends to a later key."""

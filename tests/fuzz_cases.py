@@ -1039,6 +1039,7 @@ SUMS: dict[str, Callable[[SBM], Tensor]] = {
     "expected_degree": lambda s: chances(s).sum(2),
     "expected_edges": lambda s: of_sequence(s, chances(s)),
     "expected_density": lambda s: of_sequence(s, chances(s)) / (s.query_ptr.diff() * s.key_ptr.diff())[:, None],
+    "cut_density": lambda s: of_sequence(s, chances(s).clamp(max=1)) / (s.query_ptr.diff() * s.key_ptr.diff())[:, None],
 }
 for _name, _meaning in SUMS.items():
 

@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 from problems import random_graph
+from torch import Tensor
 from torch.nn.utils import prune
 
 from sbm_pyg import SBM, AttentionGraph, SBMHead, ops, patterns, sample_edges
@@ -71,6 +72,37 @@ def test_expected_density_is_differentiable() -> None:
         lambda y, z, s: SBM(y, z, s, sbm.query_ptr, sbm.key_ptr).expected_density(),
         (sbm.query_membership, sbm.key_membership, sbm.block_matrix),
     )
+
+
+@pytest.mark.parametrize("kind", ["full", "causal", "strict"])
+def test_cut_density_is_that_of_graphs_that_are_drawn(kind: str) -> None:
+    """And expected density is more where probabilities exceed 1, as under a share."""
+    random, ptr = torch.Generator().manual_seed(0), torch.tensor([0, 30, 70])
+    y, z = torch.rand(2, 2, 70, 3, generator=random, dtype=torch.float64).pow(6).requires_grad_().unbind()
+    sbm = SBM(y, z, query_ptr=ptr, key_ptr=ptr)
+    sbm = {"full": sbm, "causal": sbm.causal(), "strict": sbm.strict()}[kind].share(0.4)
+    cut, expected = sbm.cut_density().detach(), sbm.expected_density().detach()
+    assert bool((cut < 0.95 * expected).all())
+    edges = torch.stack([sample_edges(sbm, clamp=True, seed=seed).edges_per_sequence for seed in range(200)]).double()
+    lengths = ptr.diff()[:, None]
+    pairs = {"full": lengths**2, "causal": lengths * (lengths + 1) // 2, "strict": lengths * (lengths - 1) // 2}[kind]
+    error = edges.std(0) / pairs / 200**0.5
+    assert bool(((edges.mean(0) / pairs - cut).abs() < 5 * error).all())
+
+
+def test_cut_density_is_differentiable_and_the_same_below_one() -> None:
+    sbm = ragged()
+    parts = (sbm.query_membership, sbm.key_membership, sbm.block_matrix)
+
+    def cut(factor: float, *parts: Tensor) -> Tensor:
+        y, z, s = parts
+        return SBM(factor * y, z, s, sbm.query_ptr, sbm.key_ptr).cut_density()
+
+    dense = torch.cat([sbm.edge_prob_dense(each).detach().flatten() for each in range(2)])
+    low, high = 0.9 / float(dense.max()), 1.01 / float(dense.median())  # half of the pairs above 1
+    for factor in (low, high):
+        assert torch.autograd.gradcheck(lambda *parts: cut(factor, *parts), parts)  # noqa: B023
+    torch.testing.assert_close(cut(low, *parts), low * sbm.expected_density())
 
 
 def test_edge_prob_and_its_gradients() -> None:
