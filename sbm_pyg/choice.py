@@ -362,8 +362,10 @@ class SharingSource(GraphSource):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         share = state_dict.pop(f"{prefix}share", None)
-        if share is not None:
+        if share is not None and torch.as_tensor(share).numel() == 1:
             self.share = float(share)
+        elif share is not None:
+            rest[-1].append(f"Expected '{prefix}share' to be one number (got shape {[*share.shape]}).")
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 

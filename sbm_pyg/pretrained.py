@@ -17,7 +17,9 @@ import os
 import re
 import secrets
 import shutil
+import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from numbers import Integral, Real
 from pathlib import Path
 from reprlib import repr as short
@@ -25,6 +27,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
 
 from .ops import checks
@@ -34,6 +37,7 @@ __all__ = ["Pretrained"]
 
 LIBRARY = "sbm_pyg"
 CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
+SPARE = 1000  # parameters, and numbers in them, that a constructor may make beyond those that stay
 RESTORE = "Restore the file as it was saved."
 
 
@@ -85,8 +89,10 @@ class Pretrained(nn.Module):
             TypeError: A constructor option is not plain data, such as an attention factory, or a metric is not a
                 number.
             ValueError: The folder holds something else, a density is out of range, a metric is not finite, an option is
-                NaN, or weights are NaN, infinite or not there yet (lazy or on the device ``meta``).
+                NaN, weights are NaN, infinite, of less than 16 bits or not there yet (lazy or on the device ``meta``),
+                or a file cannot be written.
         """
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
 
         target = _path(folder).resolve()
@@ -98,10 +104,9 @@ class Pretrained(nn.Module):
         record = {"task": task, "metric": _check_metric(metric), "density": _check_density(density)}
         weights = _weights(self)
         config: dict[str, Any] = {"library": LIBRARY, "version": __version__, **_describe(self)}
-        target.parent.mkdir(parents=True, exist_ok=True)
         draft = _beside(target, "partial")
-        draft.mkdir()
         try:
+            draft.mkdir(parents=True)
             save_file(weights, draft / WEIGHTS)
             config |= {"sha256": {WEIGHTS: _sha256(draft / WEIGHTS)}, "trained": record}
             (draft / CONFIG).write_text(json.dumps(config, indent=2, allow_nan=False) + "\n", encoding="utf-8")
@@ -110,9 +115,13 @@ class Pretrained(nn.Module):
                 with path.open("rb+") as file:
                     os.fsync(file.fileno())
             _publish(draft, target)
-        except BaseException:
+        except (OSError, SafetensorError) as error:
+            raise ValueError(
+                f"Expected 'folder' to be a place that can be written (got '{target}': {error}). "
+                "Make room or get the right, or choose another one; what was there stays."
+            ) from error
+        finally:
             shutil.rmtree(draft, ignore_errors=True)
-            raise
 
     @classmethod
     def from_pretrained(cls, folder: str | os.PathLike[str], *, device: torch.device | str = "cpu") -> Self:
@@ -129,7 +138,8 @@ class Pretrained(nn.Module):
 
         Raises:
             ValueError: A file is missing or has changed, the library is too old for it, the class is unknown or another
-                one, options or weights do not fit the class, or weights are NaN or infinite.
+                one, options or weights do not fit the class, or weights are NaN, infinite or of less than 16 bits. A
+                config that asks for more than the weights is refused before more is made.
         """
 
         source, device = _path(folder), checks.device(device)
@@ -145,7 +155,7 @@ class Pretrained(nn.Module):
                 f"Expected '{weights}' to have the SHA-256 {short(wanted)} of {CONFIG} (got {short(found)}). "
                 "The file has changed: copy it again."
             )
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), _no_more_than(weights):
             try:
                 model = _build(config, cls, source / CONFIG)
             except RecursionError:
@@ -261,6 +271,7 @@ def _weights(model: nn.Module) -> dict[str, Tensor]:
                 else ("a meta tensor", "Load weights")
             )
             raise ValueError(f"Expected '{name}' to hold numbers (got {kind}). {way_out} before it is saved.")
+        _check_type(tensor, f"'{name}'")
         _check_numbers(
             tensor, f"'{name}'", "The training diverged: save an earlier state, or keep `model.state_dict()`."
         )
@@ -271,33 +282,66 @@ def _weights(model: nn.Module) -> dict[str, Tensor]:
     return weights
 
 
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """An open file of weights; a damaged one is named."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"Expected '{path}' to be a file of safetensors (got {error}). {RESTORE}") from error
+
+
+@contextmanager
+def _no_more_than(path: Path) -> Iterator[None]:
+    """Let this thread make no more parameters than a file of weights has; twice as many, for some are replaced."""
+    with _opened(path) as file:
+        sizes = [math.prod(file.get_slice(name).get_shape()) for name in file.keys()]  # noqa: SIM118, it is no dict
+    thread, made, numbers = threading.get_ident(), 0, 0
+
+    def count(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        nonlocal made, numbers
+        if threading.get_ident() != thread or parameter is None:
+            return
+        made, numbers = made + 1, numbers + (0 if is_lazy(parameter) else parameter.numel())
+        if made > 2 * len(sizes) + SPARE or numbers > 2 * sum(sizes) + SPARE:
+            raise ValueError(
+                f"it makes {made:,} parameters or more, of {numbers:,} numbers, "
+                f"and '{path}' has {len(sizes):,}, of {sum(sizes):,}"
+            )
+
+    handle = register_module_parameter_registration_hook(count)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
 def _load(model: nn.Module, path: Path, device: torch.device) -> None:
     """Put weights in the place of those that a model was made with, one after the other.
 
     What is one parameter stays one.
     """
-    from safetensors import SafetensorError, safe_open
-
     mine, state = model.state_dict(keep_vars=True), {}
-    try:
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118, it is no dict
-                saved = file.get_tensor(name)
-                tensor = torch.empty_like(saved, device=device, memory_format=torch.contiguous_format).copy_(saved)
-                own = mine.get(name)
-                if own is not None and not is_lazy(own) and not own.is_meta and own.shape == tensor.shape:
-                    if (own.is_floating_point(), own.is_complex()) != (tensor.is_floating_point(), tensor.is_complex()):
-                        raise ValueError(
-                            f"Expected '{name}' in '{path}' to be as {own.dtype} (got {tensor.dtype}). {RESTORE}"
-                        )
-                    own.data = tensor  # which frees what was there
-                    tensor = own
-                state[name] = tensor
-    except SafetensorError as error:
-        raise ValueError(f"Expected '{path}' to be a file of safetensors (got {error}). {RESTORE}") from error
+    with _opened(path) as file:
+        for name in file.keys():  # noqa: SIM118, it is no dict
+            saved = file.get_tensor(name)
+            _check_type(saved, f"'{name}' in '{path}'")
+            tensor = torch.empty_like(saved, device=device, memory_format=torch.contiguous_format).copy_(saved)
+            own = mine.get(name)
+            if own is not None and not is_lazy(own) and not own.is_meta and own.shape == tensor.shape:
+                if (own.is_floating_point(), own.is_complex()) != (tensor.is_floating_point(), tensor.is_complex()):
+                    raise ValueError(
+                        f"Expected '{name}' in '{path}' to be as {own.dtype} (got {tensor.dtype}). {RESTORE}"
+                    )
+                own.data = tensor  # which frees what was there
+                tensor = own
+            state[name] = tensor
     try:
         model.load_state_dict(state, assign=True)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError, ValueError) as error:  # the last two by a share that is none
         raise ValueError(
             f"Expected '{path.with_name(CONFIG)}' to fit the weights beside it (got {error}). "
             "Restore the options it was saved with."
@@ -308,12 +352,21 @@ def _load(model: nn.Module, path: Path, device: torch.device) -> None:
         )
 
 
+def _check_type(tensor: Tensor, name: str) -> None:
+    """Refuse floats of less than 16 bits, with which nothing of this library computes."""
+    if tensor.is_floating_point() and tensor.element_size() < 2:
+        raise ValueError(
+            f"Expected {name} to be of at least 16 bits (got {tensor.dtype}). "
+            "Save the model in bfloat16 or wider: `model.bfloat16()`."
+        )
+
+
 def _check_numbers(tensor: Tensor, name: str, way_out: str) -> None:
     """Refuse NaN, and infinite parameters; a buffer may hold infinity, as masks do."""
     if tensor.numel() == 0 or not (tensor.is_floating_point() or tensor.is_complex()):
         return
     real = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
-    low, high = (real.float() if real.element_size() == 1 else real).aminmax()  # of which one is NaN if any number is
+    low, high = real.aminmax()  # of which one is NaN if any number is
     if low.isnan() or (isinstance(tensor, nn.Parameter) and (low.isinf() or high.isinf())):
         raise ValueError(f"Expected {name} to be finite (got values from {low:g} to {high:g}). {way_out}")
 

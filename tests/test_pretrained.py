@@ -10,7 +10,11 @@ import math
 import os
 import pickle
 import re
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -422,7 +426,8 @@ def test_a_failing_write_leaves_what_was_there(
         monkeypatch.setattr(pretrained, "_card", fail)
     else:
         monkeypatch.setattr(os, "rename", fail_publishing)
-    with pytest.raises(OSError, match="disk full"):
+    message = f"Expected 'folder' to be a place that can be written (got '{folder}': disk full). Make room"
+    with pytest.raises(ValueError, match=re.escape(message)):
         SequenceClassifier(encoder("full"), 3).save_pretrained(folder)
     assert os.listdir(tmp_path) == (["model"] if existing else [])
     monkeypatch.undo()
@@ -541,7 +546,7 @@ def test_changed_weights_are_named(saved: Path) -> None:
         ),
         (
             {"options": {"encoder": {"class": "SequenceEncoder", "options": {"num_tokens": 15}}, "num_classes": 10}},
-            "to fit the weights beside it (got ",
+            "to fit SequenceEncoder (got ValueError: it makes ",
         ),
         ({"library": "transformers"}, "to be the config of a model of sbm_pyg (got another one)"),
         ({"sha256": None}, "to be the config of a model of sbm_pyg (got another one)"),
@@ -567,6 +572,7 @@ def test_older_versions_are_read(saved: Path) -> None:
     assert SequenceClassifier.from_pretrained(saved).num_classes == 10
 
 
+SHARE = "encoder.blocks.0.attention.source.share"
 FOREIGN: dict[str, Callable[[dict[str, Tensor]], bytes]] = {
     "no safetensors": lambda state: b"no header, and no tensors",
     "nothing": lambda state: b"",
@@ -575,6 +581,11 @@ FOREIGN: dict[str, Callable[[dict[str, Tensor]], bytes]] = {
     "one missing": lambda state: safetensors.torch.save(dict([*state.items()][1:])),
     "another shape": lambda state: safetensors.torch.save({name: value[:1].clone() for name, value in state.items()}),
     "integers": lambda state: safetensors.torch.save({name: value.long() for name, value in state.items()}),
+    "fp8": lambda state: safetensors.torch.save(
+        {**state, "encoder.norm.bias": torch.ones(16, dtype=torch.float8_e5m2)}
+    ),
+    "a share of three": lambda state: safetensors.torch.save({**state, SHARE: torch.full((3,), 0.5)}),
+    "a share of two": lambda state: safetensors.torch.save({**state, SHARE: torch.tensor(2.0)}),
     "complex": lambda state: safetensors.torch.save({name: value.to(torch.complex64) for name, value in state.items()}),
 }
 
@@ -584,8 +595,58 @@ def test_foreign_weights_are_told(saved: Path, kind: str) -> None:
     weights = saved / "model.safetensors"
     weights.write_bytes(FOREIGN[kind](safetensors.torch.load_file(weights)))
     edit(saved, sha256={"model.safetensors": hashlib.sha256(weights.read_bytes()).hexdigest()})
-    with pytest.raises(ValueError, match=f"(?s)^Expected .*'{re.escape(str(saved))}/.* Restore .* saved"):
+    with pytest.raises(
+        ValueError, match=f"(?s)^Expected .*'{re.escape(str(saved))}/.* (Restore .* saved|Save the model)"
+    ):
         SequenceClassifier.from_pretrained(saved)
+
+
+def test_weights_of_eight_bits_are_refused(tmp_path: Path) -> None:
+    model = encoder()
+    model.norm.weight.data = model.norm.weight.data.to(torch.float8_e4m3fn)
+    message = "Expected 'norm.weight' to be of at least 16 bits (got torch.float8_e4m3fn). Save the model in bfloat16"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        model.save_pretrained(tmp_path / "model")
+
+
+@pytest.mark.parametrize("sizes", [{"num_layers": 50_000}, {"max_length": 10**6}])
+def test_no_more_is_made_than_the_weights_have(sizes: dict[str, int], saved: Path) -> None:
+    config = json.loads((saved / "config.json").read_text())
+    config["options"]["encoder"]["options"].update(sizes)
+    edit(saved, **config)
+    with pytest.raises(
+        ValueError, match=r"to fit SequenceEncoder \(got ValueError: it makes (\d{1,3}|1,\d{3}) parameters"
+    ):
+        SequenceClassifier.from_pretrained(saved)
+    assert SequenceEncoder(15, 256).position.weight.numel() > 20_000  # not any more
+
+
+def test_what_another_thread_makes_is_not_counted(saved: Path) -> None:
+    weights = saved / "model.safetensors"
+    with pretrained._no_more_than(weights), ThreadPoolExecutor(1) as pool:
+        pool.submit(nn.Linear, 1000, 1000).result()
+        with pytest.raises(ValueError, match="it makes 1 parameters or more, of 1,000,000 numbers"):
+            nn.Linear(1000, 1000)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no limit on the size of files")
+def test_a_disk_that_is_full_is_named(tmp_path: Path) -> None:
+    """A limit on the size of files stands for it; the first file is written by safetensors, which has errors of its own."""
+    code = """
+        import resource, sys
+        from sbm_pyg import SequenceEncoder
+        model = SequenceEncoder(15, 16)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
+        try:
+            model.save_pretrained(sys.argv[1])
+        except ValueError as error:
+            print(error)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "model")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert f"Expected 'folder' to be a place that can be written (got '{tmp_path / 'model'}': " in done.stdout
+    assert "File too large" in done.stdout
+    assert not os.listdir(tmp_path)
 
 
 # ------------------------------------------------------------------------------------------------ damaged configs
