@@ -44,6 +44,7 @@ def test_mqar(fillers: int) -> None:
     assert int(keys.max()) == int(values.min()) - 1 == known // 2 - 1
     assert int(values.max()) == known - 1
     assert bool((keys.sort(1).values.diff(dim=1) > 0).all())
+    assert bool((values.sort(1).values.diff(dim=1) > 0).all())
     assert bool((examples.places.sort(1).values.diff(dim=1) > 0).all())
     assert bool((examples.places >= 12).all())
     rest = (
@@ -52,6 +53,17 @@ def test_mqar(fillers: int) -> None:
         .scatter_(1, examples.places, False)
     )
     assert set(examples.tokens[rest].tolist()) == set(range(known if fillers else 0, 50))
+
+
+def test_pairs_of_mqar_are_drawn_alike_and_without_replacement() -> None:
+    """As "Zoology" draws them: each order of different values is equally likely, whatever the keys are."""
+    examples = tasks.mqar(40, 2, 9, 60_000, generator())  # keys 1 to 3, values 4 to 8
+    keys, values = examples.tokens[:, :4:2] - 1, examples.tokens[:, 1:4:2] - 4
+    found = torch.zeros(3, 3, 5, 5).index_put_((*keys.T, *values.T), torch.ones(()), accumulate=True)
+    possible = (~torch.eye(3, dtype=torch.bool))[:, :, None, None] & ~torch.eye(5, dtype=torch.bool)
+    assert not bool(found[~possible].any())
+    expected = 60_000 / int(possible.sum())  # of 120 cells
+    assert float((found[possible] - expected).square().sum() / expected) < 217  # chi-square of 119 degrees: 1e-7
 
 
 def test_questions_of_mqar_come_soon_by_a_power_law() -> None:

@@ -3,8 +3,9 @@
 In: a name and a seed. Out: sequences of tokens, the places of the questions in them, the answers, and the tokens that tell
 them. Not here: models (``model.py``) and training (``train.py``).
 
-* **MQAR**, multi-query associative recall (Arora et al., "Zoology", 2023): pairs of key and value, all keys different; then
-  the same keys again, in places that a power law draws, among random tokens. The answer to a key is its value.
+* **MQAR**, multi-query associative recall (Arora et al., "Zoology", 2023): pairs of key and value, all keys different and
+  all values different; then the same keys again, in places that a power law draws, among random tokens. The answer to a key
+  is its value. The law is that of their code, ``zoology/data/multiquery_ar.py``; the random numbers are ours.
 * **Joint recall** (Zhan et al., "Overcoming Long-Context Limitations of State-Space Models", 2025): the same key has another
   value in each context. A sequence tells each context, a token of its own and then its pairs; then it goes through contexts and
   keys again in another order. The code is new, from the description: how their orders are drawn is ours.
@@ -80,7 +81,7 @@ def mqar(length: int, pairs: int, num_tokens: int, count: int, random: torch.Gen
     """
     known = num_tokens - fillers
     keys = 1 + _distinct(count, pairs, known // 2 - 1, random)
-    values = torch.randint(known // 2, known, (count, pairs), generator=random)
+    values = known // 2 + _distinct(count, pairs, known - known // 2, random)
     law = POWER * torch.arange(1, (length - 2 * pairs) // 2 + 1, dtype=torch.float64) ** (POWER - 1)
     places = 2 * pairs + 2 * torch.multinomial(law.expand(count, -1), pairs, generator=random)
     tokens = torch.randint(known if fillers else 0, num_tokens, (count, length), generator=random)
