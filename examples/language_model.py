@@ -73,6 +73,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from examples.benchmarks.tables import Row, add, markdown, read
+from examples.common.runs import claim, fingerprint, settings_of
 from examples.recall.model import DENSE, Recaller
 from examples.recall.train import beyond, ended, fit, make_recaller, options_of
 from sbm_pyg import ShareSchedule
@@ -207,7 +208,6 @@ def report(rows: list[Row]) -> str:
 def main(arguments: list[str] | None = None) -> None:
     given = parse(arguments)
     torch.set_num_threads(given.threads)
-    given.output.mkdir(parents=True, exist_ok=True)
     own = {field.name: getattr(given, field.name) for field in dataclasses.fields(Run) if hasattr(given, field.name)}
     kinds = [(m, d) for m in given.methods for d in ([1.0] if m.partition(":")[0] in DENSE else given.densities)]
     try:
@@ -219,12 +219,17 @@ def main(arguments: list[str] | None = None) -> None:
                 raise ValueError(
                     f"Expected '{name}' of more than {given.length} tokens (got {len(text)}). Give a longer text."
                 )
-        for run in (Run(*kind, seed, **own) for seed in given.seeds for kind in kinds):
-            if not ended(given.output, run.steps, run=run.name, seed=run.seed):
-                add(given.output / "rows.csv", train(run, texts, given.output))
+        runs = [Run(*kind, seed, **own) for seed in given.seeds for kind in kinds]
+        told = {
+            f"checksum of {name}": fingerprint(map(Path.read_bytes, getattr(given, name))) for name in ("train", "test")
+        }
+        with claim(given.output, "language_model", {**settings_of(runs[0]), **told}):
+            for run in runs:
+                if not ended(given.output, run=run.name, seed=run.seed):
+                    add(given.output / "rows.csv", train(run, texts, given.output))
+        print(report(read(given.output / "rows.csv")))
     except ValueError as error:
         given.fail(str(error))
-    print(report(read(given.output / "rows.csv")))
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
 Each of N tokens is drawn from N numbers; its label says whether its number occurs again. One layer with one head must
 compare all tokens. Out: curves.json, curves.png, checkpoints, with which the same command goes on after a kill, bit for bit.
 
-    python examples/repeated_tokens.py --quick                        # 64 tokens, 1.5 minutes: full attention 99.99 %, ours 99.88 % at a density of 99.8 %
-    python examples/repeated_tokens.py --quick --sparse --models sbm  # 1 minute: 99.66 % at a density of 12.3 %
-    python examples/repeated_tokens.py                                # the paper's size, 90 minutes: ours 99.2 % at 98 %
+    python examples/repeated_tokens.py --quick    # 64 tokens, 1.5 minutes: full attention 99.99 %, ours 99.88 % at a density of 99.8 %
+    python examples/repeated_tokens.py --quick --sparse --models sbm --output runs/sparse    # 1 minute: 99.66 % at a density of 12.3 %
+    python examples/repeated_tokens.py --output runs/literal    # the paper's size, 90 minutes: ours 99.2 % at 98 %
 """
 
 # ruff: noqa: E402
@@ -13,11 +13,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
+import sys
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+if __package__ in (None, ""):  # run as a file: the root of the clone holds the package `examples`
+    sys.path.insert(0, str(Path(__file__).parent.parent))
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
+from examples.common.runs import claim, read_state, save_figure, settings_of, write_checkpoint, write_text
 from sbm_pyg import SBMAttentionConv, SequenceEncoder, TokenClassifier, auxiliary_loss
 from sbm_pyg.estimators import Concrete, score_function
 
@@ -142,15 +146,10 @@ def train(checkpoint: Path, settings: Settings) -> list[dict[str, float]]:
     model, rates = make_model(settings), (settings.learning_rate, settings.learning_rate * settings.sbm_rate)
     parameters = [[p for name, p in model.named_parameters() if (".source." in name) == own] for own in (False, True)]
     optimizer = torch.optim.Adam([{"params": part} for part in parameters])
-    rows: list[dict[str, float]] = []
-    if checkpoint.exists():
-        state = torch.load(checkpoint, weights_only=True)
-        if different := [name for name, value in asdict(settings).items() if state["settings"].get(name) != value]:
-            got = ", ".join(different)
-            raise ValueError(f"Expected the settings of {checkpoint} (got other {got}). Use another --output.")
+    if state := read_state(checkpoint, asdict(settings)):
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
-        rows = state["rows"]
+    rows: list[dict[str, float]] = state.get("rows", [])
     start, losses = time.perf_counter() - (rows[-1]["seconds"] if rows else 0), []
     for step in range(int(rows[-1]["step"]) + 1 if rows else 1, settings.steps + 1):
         for rate, group in zip(rates, optimizer.param_groups, strict=True):
@@ -162,38 +161,39 @@ def train(checkpoint: Path, settings: Settings) -> list[dict[str, float]]:
         losses.append(loss.detach())
         if step % settings.evaluate_every == 0 or step == settings.steps:
             row = {"step": step, "train_loss": float(torch.stack(losses).mean()), **evaluate(model, settings)}
-            rows.append({**row, "seconds": time.perf_counter() - start})
-            losses = []
-            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "rows": rows}
-            torch.save(state | {"settings": asdict(settings)}, checkpoint.with_suffix(".partial"))
-            os.replace(checkpoint.with_suffix(".partial"), checkpoint)
-            names = ("loss", "accuracy", "density", "p_equal", "p_other")
-            shown = ", ".join(f"{name} {row[name]:.4f}" for name in names)
+            rows, losses = [*rows, {**row, "seconds": time.perf_counter() - start}], []
+            state = {"run": asdict(settings), "model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            write_checkpoint(checkpoint, state | {"rows": rows})
+            shown = ", ".join(f"{name} {row[name]:.4f}" for name in [*row][2:])
             print(f"{checkpoint.stem:<4} step {step:>5}: {shown}; {rows[-1]['seconds']:.0f} s", flush=True)
     return rows
 
 
 def main(arguments: list[str] | None = None) -> None:
-    from matplotlib.figure import Figure
-
     given = parse(arguments)
     chosen = {**(SPARSE if given.sparse else {}), "steps": given.steps, "seed": given.seed}
     settings = replace(QUICK if given.quick else Settings(), **chosen)
-    given.output.mkdir(parents=True, exist_ok=True)
     try:
-        models = {name: replace(settings, attention=name) for name in given.models}
-        curves = {name: train(given.output / f"{name}.ckpt", model) for name, model in models.items()}
+        with claim(given.output, "repeated_tokens", settings_of(settings)):
+            kinds = {name: (given.output / f"{name}.ckpt", replace(settings, attention=name)) for name in given.models}
+            curves = {name: train(*kind) for name, kind in kinds.items()}
+            write_text(given.output / "curves.json", json.dumps(curves, indent=1) + "\n")
+            save_figure(given.output / "curves.png", draw(curves), dpi=150)
     except ValueError as error:
         given.fail(str(error))
-    (given.output / "curves.json").write_text(json.dumps(curves, indent=1) + "\n")
-    figure = Figure(figsize=(9, 3.2), layout="constrained")  # figure 4 of the paper
+    print(f"curves, figure and checkpoints: {given.output}")
+
+
+def draw(curves: dict[str, list[dict[str, float]]]) -> Any:  # figure 4 of the paper
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.2), layout="constrained")
     for axes, column in zip(figure.subplots(1, 2), ("loss", "density"), strict=True):
         for name, rows in curves.items():
             axes.plot([row["step"] for row in rows], [row[column] for row in rows], label=name)
         axes.set(xlabel="step", ylabel=column, ylim=(0, None if column == "loss" else 1.02))
         axes.legend(frameon=False)
-    figure.savefig(given.output / "curves.png", dpi=150)
-    print(f"curves, figure and checkpoints: {given.output}")
+    return figure
 
 
 if __name__ == "__main__":

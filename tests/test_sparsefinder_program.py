@@ -130,7 +130,7 @@ def test_a_run_is_measured_once_and_reported(tmp_path: Path, capsys: pytest.Capt
     assert "| bigbird |" in said
     with pytest.raises(SystemExit):
         program.main([*words, "--dim", "2"])
-    assert "Expected the settings of" in capsys.readouterr().err
+    assert "Expected 'dim' to be 4 as in" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

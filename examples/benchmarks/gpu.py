@@ -394,10 +394,12 @@ def measure_listops(item: Item, given: argparse.Namespace) -> dict[str, Any] | N
         done = subprocess.run(command, cwd=ROOT, check=False, timeout=max(30.0, given.until - time.monotonic()))
     except subprocess.TimeoutExpired:
         return None  # what it has saved is where the next slice goes on
+    from examples.common.runs import read_record
+
     result = folder / "results.json"
     if done.returncode or not result.exists():
         return {"remark": f"the trainer ended with {done.returncode}: see {folder}"}
-    return dict(json.loads(result.read_text()))
+    return read_record(result)
 
 
 MEASURE: dict[str, Callable[[Item, argparse.Namespace], dict[str, Any] | None]] = {

@@ -43,6 +43,7 @@ from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
 from examples.benchmarks.tables import Row, add, markdown
+from examples.common.runs import RunError, read_checkpoint
 from examples.recall.model import Recaller
 from examples.recall.train import Batches, Run, make_model
 from sbm_pyg import auxiliary_loss
@@ -71,7 +72,10 @@ def gradients(model: Recaller, batches: Batches, draws: list[tuple[int, int]]) -
 
 def models(path: Path) -> tuple[Run, Iterator[tuple[str, Recaller]]]:
     """The run of a checkpoint; and its model at the "start", with the share that it was to reach, and at the "end"."""
-    state = torch.load(path, weights_only=True)
+    try:
+        state = read_checkpoint(path)
+    except RunError as error:
+        raise SystemExit(str(error)) from None
     run = Run(**state["run"])
 
     def each() -> Iterator[tuple[str, Recaller]]:

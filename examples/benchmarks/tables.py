@@ -6,10 +6,12 @@ In: rows, dictionaries with the same keys. Out: the same rows, or text. Not here
 from __future__ import annotations
 
 import csv
-import os
+import io
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+from examples.common.runs import AGAIN, RunError, read_table, write_table
 
 Row = dict[str, Any]
 Rows = list[Row]
@@ -17,7 +19,11 @@ WORDS = ("run", "estimator", "peer", "stage", "remarks", "method", "arm", "kerne
 
 
 def read(path: Path) -> Rows:
-    """The rows of a table, numbers as numbers and empty cells as NaN; none if there is no table."""
+    """The rows of a table, numbers as numbers and empty cells as NaN; none if there is no table.
+
+    Raises:
+        RunError: The table is damaged.
+    """
 
     def value(text: str) -> float | str:
         try:
@@ -27,20 +33,37 @@ def read(path: Path) -> Rows:
 
     if not path.exists():
         return []
-    with path.open(newline="") as file:
-        return [{key: value(text) for key, text in row.items()} for row in csv.DictReader(file)]
+    text = read_table(path)
+    names, *lines = csv.reader(io.StringIO(text)) if text.endswith("\n") else [[]]
+    for number, line in enumerate(lines, 2):
+        if len(line) != len(names):
+            raise RunError(f"Expected line {number} of '{path}' to have {len(names)} cells (got {len(line)}). {AGAIN}")
+    if not names:
+        raise RunError(f"Expected '{path}' to be a table whose last line is whole (got another end). {AGAIN}")
+    return [dict(zip(names, map(value, line), strict=True)) for line in lines]
 
 
 def add(path: Path, rows: Sequence[Row]) -> None:
-    """Adds rows to a table, all or none."""
-    draft = path.with_suffix(".partial")
-    old = path.read_text() if path.exists() else ",".join(rows[0]) + "\n"
-    with draft.open("w", newline="") as file:
-        file.write(old)
-        writer = csv.DictWriter(file, old.partition("\n")[0].split(","), lineterminator="\n")
-        for row in rows:
-            writer.writerow({key: f"{x:.6g}" if isinstance(x, float) else x for key, x in row.items()})
-    os.replace(draft, path)
+    """Adds rows to a table, all or none.
+
+    Raises:
+        RunError: The table is damaged, or has other columns, or there is no room.
+    """
+    read(path)  # is whole
+    old = read_table(path) if path.exists() else ""
+    names = old.partition("\n")[0].split(",") if old else [*rows[0]]
+    if {*names} != {*rows[0]}:
+        other = ", ".join(sorted({*names} ^ {*rows[0]}))
+        raise RunError(
+            f"Expected '{path}' to have the columns of what is added (got other {other}). Take another file."
+        )
+    text = io.StringIO()
+    writer = csv.DictWriter(text, names, lineterminator="\n")
+    if not old:
+        writer.writeheader()
+    for row in rows:
+        writer.writerow({key: f"{x:.6g}" if isinstance(x, float) else x for key, x in row.items()})
+    write_table(path, old, old + text.getvalue())
 
 
 def markdown(names: Sequence[str], lines: Iterable[Sequence[Any]]) -> str:

@@ -152,7 +152,9 @@ def read_weights(weights: str) -> dict[str, Tensor]:
             state = torch.load(path, map_location="cpu", weights_only=True)
             return dict(state.get("model", state.get("state_dict", state)))
     except Exception as error:  # a damaged file can fail in any way
-        raise ValueError(f"Expected 'weights' to be a file of weights (got {weights!r}: {error}).") from None
+        raise ValueError(
+            f"Expected 'weights' to be a file of weights (got {weights!r}: {error}). Copy it again."
+        ) from None
     try:
         import timm
     except ImportError:
@@ -163,7 +165,9 @@ def read_weights(weights: str) -> dict[str, Tensor]:
     try:
         return dict(timm.create_model(weights, pretrained=True).state_dict())
     except Exception as error:
-        raise ValueError(f"Expected 'weights' to be a file or a model of timm (got {weights!r}: {error}).") from None
+        raise ValueError(
+            f"Expected 'weights' to be a file or a model of timm (got {weights!r}: {error}). Copy it again."
+        ) from None
 
 
 def sizes_of(state: Mapping[str, Tensor]) -> dict[str, int]:

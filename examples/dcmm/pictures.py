@@ -15,10 +15,10 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from examples.benchmarks.page import page, picture, title, words
+from examples.common.runs import write_text
 from examples.dcmm.data import Images
 from examples.dcmm.model import Vision
 from examples.dcmm.train import Run, load_best, make_model
-from examples.lra.data.files import write_text
 from sbm_pyg import SBM, AttentionConv, AttentionGraph, DCMMBias
 
 BLOCKS = 3  # whose memberships are drawn

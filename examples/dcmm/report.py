@@ -15,6 +15,7 @@ from matplotlib import colormaps
 from matplotlib.figure import Figure
 
 from examples.benchmarks.tables import Row, markdown
+from examples.common.runs import save_figure
 
 HEADER = (
     "run", "seeds", "parameters", "test, %", "best of validation, %", "at step", "density, %", "degrees of 0, %",
@@ -80,5 +81,5 @@ def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
         right.set(ylabel="accuracy in the test (%), a point a seed", xticks=[])
         figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize="small")
         paths.append(folder / f"{Path(data).name}.png")
-        figure.savefig(paths[-1], dpi=110)
+        save_figure(paths[-1], figure, dpi=110)
     return paths

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from examples.benchmarks.tables import Row, add
+from examples.common.runs import RunError, claim, fingerprint, read_state, settings_of, write_checkpoint
 from examples.dcmm.data import Images, split
 from examples.dcmm.model import METHODS, OPTIONS, Vision, load_weights, read_weights
 from examples.recall.train import ended, fit, read_method
@@ -154,9 +154,12 @@ def train(run: Run, data: Images, folder: Path) -> list[Row]:
         return [{**known, "validation": accuracy, "density": density, "test": math.nan, "idle": math.nan}]
 
     rows = fit(model, schedule, run, folder / run.file, losses, measure, cosine)
-    load_best(run, model, folder)
-    aim(schedule)  # weights are kept with the share of their step
     best = max(rows, key=lambda row: row["validation"])  # the first of equals, as is kept
+    if load_best(run, model, folder) != best["validation"]:
+        raise RunError(
+            f"Expected '{folder / run.best}' to hold the best weights of the run (got others). Delete {run.file} and run the same command again."
+        )
+    aim(schedule)  # weights are kept with the share of their step
     best["test"], best["density"] = evaluate(model, data.test, data.test_labels)
     best["idle"] = idle(model, data.test)
     return rows
@@ -164,21 +167,20 @@ def train(run: Run, data: Images, folder: Path) -> list[Row]:
 
 def read_best(run: Run, folder: Path) -> dict[str, Any]:
     """The weights of a run that are best in validation so far, or nothing."""
-    path = folder / run.best
-    there: dict[str, Any] = torch.load(path, weights_only=True) if path.exists() else {}
-    return there if there.get("run") == dataclasses.asdict(run) else {}
+    both = f"{run.best} and {run.file}"  # the first holds what was best before the step of the second
+    way_out = f"It is damaged: take it from a backup, or delete {both} and run the same command again."
+    return read_state(folder / run.best, dataclasses.asdict(run), way_out)
 
 
 def keep_best(run: Run, model: Vision, accuracy: float, folder: Path) -> None:
     """Writes weights that are better than those of the same run that are there, or the first."""
     if accuracy > read_best(run, folder).get("accuracy", -1.0):
-        draft = (folder / run.best).with_suffix(".partial")
-        torch.save({"run": dataclasses.asdict(run), "accuracy": accuracy, "model": model.state_dict()}, draft)
-        os.replace(draft, folder / run.best)
+        state = {"run": dataclasses.asdict(run), "accuracy": accuracy, "model": model.state_dict()}
+        write_checkpoint(folder / run.best, state)
 
 
-def load_best(run: Run, model: Vision, folder: Path) -> None:
-    """Gives a model the weights that are best in validation, and sets it to evaluation.
+def load_best(run: Run, model: Vision, folder: Path) -> float:
+    """Gives a model the weights that are best in validation, and sets it to evaluation; returns their accuracy.
 
     Raises:
         ValueError: There are none of these settings.
@@ -187,18 +189,24 @@ def load_best(run: Run, model: Vision, folder: Path) -> None:
         raise ValueError(f"Expected a run of these settings in {folder / run.best} (got none). Train it.")
     model.load_state_dict(best["model"])
     model.eval()
+    return best["accuracy"]
 
 
 def train_all(runs: list[Run], data: Images, folder: Path) -> None:
     """Trains what ``rows.csv`` does not have yet.
 
     Raises:
-        ValueError: It has a run of that name with other steps, or the options of a method do not fit.
+        ValueError: The folder is that of other settings or images, a file in it is damaged, there is no room, or the options of a method
+            do not fit.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     for run in runs:
         model = make_model(run, data)  # mistakes before the first run
         print(f"{run.name}, seed {run.seed}: {model.count():,} parameters")
+    parts = (data.train, data.train_labels, data.test, data.test_labels)
+    settings = {f"checksum of {runs[0].data}": fingerprint(part.numpy().tobytes() for part in parts)}
     for run in runs:
-        if not ended(folder, run.steps, data=run.data, run=run.name, seed=run.seed):
-            add(folder / "rows.csv", train(run, data, folder))
+        settings |= settings_of(run, run.data)
+    with claim(folder, "dcmm", settings):
+        for run in runs:
+            if not ended(folder, data=run.data, run=run.name, seed=run.seed):
+                add(folder / "rows.csv", train(run, data, folder))

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from examples.lra.data.files import check_folder, path_argument
+from examples.common.runs import check_folder
+from examples.lra.data.files import path_argument
 from examples.lra.settings import METHODS, NAMES, PRESETS
 from examples.lra.settings import parse as parse_train
 

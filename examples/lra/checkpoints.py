@@ -1,7 +1,7 @@
-"""Checkpoints that survive kills and full disks, the lock of a run's folder, and the signals that ask a run to stop.
+"""When the trainer saves, and the signals that ask a run to stop.
 
-In: a trainer at the end of a step. Out: ``last.ckpt``, to go on from, and ``best.ckpt``, to test, each written whole or not at all and
-ending in its own checksum; the curves beside them. Not here: what model and data put into their state (``model.py``).
+In: a trainer at the end of a step. Out: ``last.ckpt``, to go on from, and ``best.ckpt``, to test; the curves beside them. Not here: how files
+survive kills and full disks (``examples/common/runs.py``), and what model and data put into their state (``model.py``).
 
 An *epoch* of the trainer is what lies between two checkpoints, never a pass over the data. So every checkpoint is one of a
 finished epoch, of which nothing has to be restored but the number of the step; all else follows from that number.
@@ -9,10 +9,8 @@ finished epoch, of which nothing has to be restored but the number of the step; 
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import hashlib
-import io
+import dataclasses
 import os
 import signal
 import sys
@@ -20,81 +18,34 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock, Timeout
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.plugins.io import CheckpointIO
 
+from examples.common.runs import RunError, read_checkpoint, write_checkpoint
 from examples.lra import report
 
-LAST, BEST, LOCK = "last.ckpt", "best.ckpt", ".lock"
-PREFIX = b"sha256:"
-SEAL = len(PREFIX) + 64  # bytes
+LAST, BEST = "last.ckpt", "best.ckpt"
+NEW = "It is damaged: take it from a backup, or start a new run."
+WAY_OUTS = {
+    LAST: f"It is damaged: take it from a backup, copy {BEST} to {LAST} and resume from there, or start a new run."
+}
 NEVER = 2**31  # validate after so many epochs
 
 
-class RunError(ValueError):
-    """What ends a run though it is no bug, in words for the user."""
-
-
-def write_checkpoint(path: Path, checkpoint: dict[str, Any]) -> None:
-    """Writes a checkpoint that is complete under its name at any moment, even if the power fails.
-
-    The file is what ``torch.save`` writes, and ``torch.load`` reads it. Its checksum is the comment that every zip archive
-    may end with; it covers every byte before it.
+def read_state(path: Path, settings: Any) -> dict[str, Any]:
+    """Reads a checkpoint of a run.
 
     Raises:
-        RunError: If it cannot be written, as on a full disk; the checkpoint of this name that was there still is.
+        RunError: If it is damaged, or that of a run with other settings.
     """
-    buffer = io.BytesIO()
-    torch.save(checkpoint, buffer)
-    content = buffer.getbuffer()
-    assert content[-22:-18] == b"PK\5\6"  # the last record of an archive without comment
-    content[-2:] = SEAL.to_bytes(2, "little")  # the length of the comment
-    draft = path.with_name(path.name + ".partial")
-    try:
-        with draft.open("wb") as file:
-            file.write(content)
-            file.write(PREFIX + hashlib.sha256(content).hexdigest().encode())
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, path)
-    except OSError as error:
-        draft.unlink(missing_ok=True)
+    way_out = WAY_OUTS.get(path.name, NEW)
+    state = read_checkpoint(path, way_out)
+    if state.get("run", {}).get("settings") != dataclasses.asdict(settings):
         raise RunError(
-            f"Expected 'output' to have room for {path.name}, {len(content) + SEAL:,} bytes (got {error.strerror!r} in {path.parent}). "
-            "The checkpoints before it are whole: make room and resume."
-        ) from error
-
-
-def read_checkpoint(path: Path) -> dict[str, Any]:
-    """Reads a checkpoint onto the CPU after comparing it with its checksum.
-
-    Raises:
-        RunError: If a single bit is not what was written, or if there is no checksum.
-    """
-    content = path.read_bytes()
-    if PREFIX + hashlib.sha256(memoryview(content)[:-SEAL]).hexdigest().encode() != content[-SEAL:]:
-        raise RunError(
-            f"Expected {path} to be as it was written (got other bytes than its checksum says). It is damaged: take it from a backup, "
-            f"copy {BEST} to {LAST} and resume from there, or start a new run."
+            f"Expected '{path}' to be of the settings of this run (got others). Take it from a backup, or start a new run."
         )
-    return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-
-
-def hold(folder: Path) -> contextlib.AbstractContextManager[Any]:
-    """Takes a folder of output for this process until it ends, however it ends, or until the context does.
-
-    Raises:
-        RunError: If another process that is still running has it.
-    """
-    try:
-        return FileLock(folder / LOCK).acquire(blocking=False)
-    except Timeout:
-        raise RunError(
-            f"Expected 'output' to be a folder in which no other process is at work (got {folder}). Wait for it or stop it, or choose "
-            "another one."
-        ) from None
+    return state
 
 
 class SafeIO(CheckpointIO):
@@ -104,7 +55,7 @@ class SafeIO(CheckpointIO):
         write_checkpoint(Path(path), checkpoint)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        return read_checkpoint(Path(path))
+        return read_checkpoint(Path(path), WAY_OUTS.get(Path(path).name, NEW))
 
     def remove_checkpoint(self, path: Any) -> None:
         Path(path).unlink(missing_ok=True)

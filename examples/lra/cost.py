@@ -27,7 +27,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-import json
 import math
 import multiprocessing
 import statistics
@@ -47,11 +46,11 @@ from tqdm.auto import tqdm
 
 from examples.benchmarks import kernels
 from examples.benchmarks.tables import markdown
+from examples.common.runs import read_record, write_record, write_text
 from examples.lra.data.batches import Batch, Split
-from examples.lra.data.files import write_text
 from examples.lra.data.tasks import TASKS, Task
 from examples.lra.model import Classifier
-from examples.lra.report import peak_memory, write_csv, write_json
+from examples.lra.report import peak_memory, write_csv
 from examples.lra.settings import BASELINES, Plan, Settings, method_words, parse, resolve
 from examples.lra.train import Data, open_run
 from sbm_pyg import patterns
@@ -390,11 +389,11 @@ def _measure(given: argparse.Namespace) -> str:
             if not path.exists():  # in a process of its own, whose memory nothing else has used
                 try:
                     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-                        write_json(path, pool.submit(measure, TASKS[task], method, *fixed).result())
+                        write_record(path, pool.submit(measure, TASKS[task], method, *fixed).result())
                 except kernels.Rejected as error:
                     rejected.append(f"{task}, {method}: {error}")
                     continue
-            rows.append(json.loads(path.read_text()))
+            rows.append(read_record(path))
             write_csv(given.output / "cost.csv", rows)
             write_text(given.output / "cost.md", report(rows))
     if rejected:

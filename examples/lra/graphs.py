@@ -25,8 +25,8 @@ from torch.nn.functional import cross_entropy
 from tqdm.auto import tqdm
 
 from examples.benchmarks.page import page, picture, table, title, words
+from examples.common.runs import write_text
 from examples.lra.data.batches import Batch, Split, by_length
-from examples.lra.data.files import write_text
 from examples.lra.data.tasks import TASKS, Task
 from examples.lra.model import Classifier
 from examples.lra.settings import BASELINES

@@ -5,6 +5,7 @@ In: a task, settings, and batches. Out: a loss for each part of a batch, and mea
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from functools import partial
@@ -15,9 +16,10 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, distributed
 from torch.nn.functional import cross_entropy
 
+from examples.common.runs import RunError
 from examples.lra import report
 from examples.lra.baselines import BASELINES
-from examples.lra.checkpoints import Checkpoints, RunError
+from examples.lra.checkpoints import Checkpoints
 from examples.lra.data.batches import Batch, random_word
 from examples.lra.data.tasks import Task
 from examples.lra.settings import Settings
@@ -223,6 +225,7 @@ class Classifier(LightningModule):
         if not self.finite():  # so that no checkpoint holds what cannot be mended
             raise self.diverged("weights")
         checkpoint["run"] = {"rows": self.rows, "sums": self.total(self.sums), "seconds": self.seconds()}
+        checkpoint["run"]["settings"] = dataclasses.asdict(self.settings)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         saved = checkpoint["run"]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
@@ -22,7 +21,7 @@ from lightning.pytorch.callbacks import Callback
 from matplotlib.figure import Figure
 from tqdm.auto import tqdm
 
-from examples.lra.data.files import write_text
+from examples.common.runs import save_figure, write_text
 
 RESULTS = "results.json"
 ADVICE = "Lower --density-weight, raise --exploration or the density at the start; see docs/learning.md."
@@ -65,11 +64,6 @@ class Progress(Callback):
         layers = np.mean(densities(row, module.settings.layers, module.settings.heads), axis=1)
         shares = " ".join(f"{share:.3f}" for share in layers)
         return f"loss {row['loss']:.3f}, accuracy {row['accuracy']:.3f}, density {shares}"
-
-
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Writes a JSON file, whole or not at all."""
-    write_text(path, json.dumps(content, indent=2) + "\n")
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -140,4 +134,4 @@ def plot_curves(
         axes.spines[["top", "right"]].set_visible(False)
         axes.set(xlabel="step", ylabel=name)
         axes.legend(frameon=False)
-    figure.savefig(path, dpi=150)
+    save_figure(path, figure, dpi=150)

@@ -9,15 +9,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from examples.common.runs import SETTINGS, RunError, check_folder, read_record, write_record
 from examples.lra.data import listops, pathfinder
-from examples.lra.data.files import check_folder, path_argument, write_text
+from examples.lra.data.files import path_argument
 
-SETTINGS = "settings.json"
 NAMES = ("laptop", "paper")
 SPLITS = ("release", "held-out", "lra", "80-10-10")
 # As ``baselines.py`` and the package have them, which would bring torch with them.
@@ -230,13 +229,21 @@ class Plan:
 
     def write(self, path: Path) -> None:
         """Writes ``settings.json``, whole or not at all."""
-        write_text(path, json.dumps(dataclasses.asdict(self), indent=2) + "\n")
+        write_record(path, dataclasses.asdict(self))
 
     @classmethod
     def read(cls, path: Path) -> Plan:
-        """Reads ``settings.json``."""
-        content = json.loads(path.read_text())
-        return cls(**content | {"settings": Settings(**content["settings"])})
+        """Reads ``settings.json``.
+
+        Raises:
+            RunError: If it is damaged, or of something else.
+        """
+        way_out = "Take it from a backup, or start a new run."
+        content = read_record(path, way_out)
+        try:
+            return cls(**content | {"settings": Settings(**content["settings"])})
+        except (KeyError, TypeError, ValueError) as error:
+            raise RunError(f"Expected '{path}' to be the settings of a run (got {error}). {way_out}") from None
 
 
 def flags(changes: Mapping[str, Any]) -> list[str]:
@@ -337,7 +344,7 @@ def resolve(given: argparse.Namespace) -> tuple[Path, Plan]:
 def _resumed(options: Mapping[str, Any]) -> tuple[Path, Plan]:
     """Folder and plan of a run to go on with; settings that are given again have to be the same."""
     folder = options.get("output")
-    if folder is None or not (folder / SETTINGS).is_file():
+    if folder is None or not (folder / SETTINGS).exists():
         raise ValueError(
             f"Expected 'output' to be the folder of a run to resume (got {folder}). Give --output the folder that holds its "
             f"{SETTINGS}, or start a new run without --resume."

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import signal
 import statistics
 import subprocess
@@ -28,8 +27,7 @@ import torch
 from matplotlib.figure import Figure
 
 from examples.benchmarks.tables import markdown
-from examples.lra.checkpoints import hold
-from examples.lra.data.files import write_text
+from examples.common.runs import hold, read_record, save_figure, write_text
 from examples.lra.data.tasks import TASKS
 from examples.lra.report import RESULTS, write_csv
 from examples.lra.settings import CHOOSERS, METHODS, PRESETS, SETTINGS, Plan, flags, method_words, parse, resolve
@@ -136,7 +134,7 @@ def finished(folder: Path) -> list[Row]:
         task, _, rest = path.parent.name.partition("-")
         method, _, seed = rest.rpartition("-")
         known = {"name": path.parent.name, "task": task, "method": method.replace("+", ":", 1), "seed": int(seed)}
-        found.append({**known, "plan": Plan.read(path.with_name(SETTINGS)), "results": json.loads(path.read_text())})
+        found.append({**known, "plan": Plan.read(path.with_name(SETTINGS)), "results": read_record(path)})
 
     def place(run: Row) -> tuple[Any, ...]:
         return [*TASKS].index(run["task"]), METHODS.index(_attention(run)), run["method"], run["seed"]
@@ -288,7 +286,7 @@ def write_report(folder: Path) -> None:
         figure = Figure(figsize=(2 + 2 * len(densities), 4.2), layout="constrained")
         figure.suptitle("Means over heads and seeds, deviations over seeds", fontsize="medium")
         plots.plot_density(densities, ax=figure.subplots())
-        figure.savefig(folder / "density.png", dpi=150)
+        save_figure(folder / "density.png", figure, dpi=150)
         text += "\n![Density of each layer](density.png)\n"
     write_text(folder / "report.md", text)
     print(text)

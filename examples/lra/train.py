@@ -20,7 +20,6 @@ import argparse
 import contextlib
 import dataclasses
 import itertools
-import json
 import logging
 import os
 import platform
@@ -41,8 +40,9 @@ from lightning.pytorch.strategies import DDPStrategy
 from scipy.stats import binomtest
 from torch.utils.data import DataLoader
 
+from examples.common.runs import RunError, hold, read_record, save_figure, write_record
 from examples.lra import report
-from examples.lra.checkpoints import BEST, LAST, Checkpoints, RunError, SafeIO, Signals, hold, read_checkpoint
+from examples.lra.checkpoints import BEST, LAST, Checkpoints, SafeIO, Signals, read_state
 from examples.lra.data.batches import LengthBuckets, Split, by_length, random_word
 from examples.lra.data.tasks import TASKS, open_data
 from examples.lra.model import Classifier
@@ -145,7 +145,7 @@ def train(folder: Path, plan: Plan, data: Data, accelerator: str, signals: Signa
     torch.manual_seed(random_word(settings.seed, 2))
     module, keeper = Classifier(task, settings), Checkpoints(folder, settings, signals)
     start = folder / LAST if (folder / LAST).exists() else None
-    state: dict[str, Any] = read_checkpoint(start) if start else {"global_step": -1}
+    state: dict[str, Any] = read_state(start, settings) if start else {"global_step": -1}
     first = state["global_step"] + 1 if start else None  # step of what is logged anew
     trainer = Trainer(
         max_epochs=-1,  # the checkpoints know when to stop
@@ -181,7 +181,7 @@ def train(folder: Path, plan: Plan, data: Data, accelerator: str, signals: Signa
             raise module.diverged("activations") from error  # the sampler has met them before a loss was looked at
     if keeper.asked(trainer):
         raise SystemExit(128 + signals.number)
-    module.load_state_dict(read_checkpoint(folder / BEST)["state_dict"])
+    module.load_state_dict(read_state(folder / BEST, settings)["state_dict"])
     trainer.test(module, data, verbose=False)
     if data.rank:
         return {}
@@ -209,9 +209,9 @@ def train(folder: Path, plan: Plan, data: Data, accelerator: str, signals: Signa
         "versions": {name: version(name) for name in ("torch", "lightning")} | {"python": platform.python_version()},
     }
     report.plot_curves(folder / "curves.png", rows["train"], rows["val"], splits["val"].majority(data.evaluated("val")))
-    plots.plot_training_density(rows["train"]).savefig(folder / "density.png", dpi=150)
+    save_figure(folder / "density.png", plots.plot_training_density(rows["train"]), dpi=150)
     draw_masks(folder, module, splits["test"])
-    report.write_json(folder / RESULTS, results)
+    write_record(folder / RESULTS, results)
     return results
 
 
@@ -233,14 +233,14 @@ def draw_masks(folder: Path, module: Classifier, split: Split, length: int = 256
     for layer, choice in enumerate(trace.choices[: module.settings.layers]):
         for head in range(module.settings.heads if choice else 0):  # full attention has no graph to draw
             figure = plots.plot_mask(choice.graph, block_model(choice), head=head, title=f"layer {layer}, head {head}")
-            figure.savefig(folder / f"mask-layer{layer}-head{head}.png", dpi=150)
+            save_figure(folder / f"mask-layer{layer}-head{head}.png", figure, dpi=150)
 
 
 def load_best(folder: Path, plan: Plan) -> Classifier:
     """Returns the model of a run with the weights of its best checkpoint."""
     with torch.random.fork_rng(devices=[]):  # its initial weights are thrown away
         module = Classifier(TASKS[plan.task], plan.settings)
-    module.load_state_dict(read_checkpoint(folder / BEST)["state_dict"])
+    module.load_state_dict(read_state(folder / BEST, plan.settings)["state_dict"])
     return module.eval()
 
 
@@ -347,7 +347,7 @@ def run(given: argparse.Namespace) -> None:
         fabric.print(f"{about}, {len(splits['train']):,} examples -> {folder}")
         try:
             if (folder / RESULTS).exists():
-                results = json.loads((folder / RESULTS).read_text())
+                results = read_record(folder / RESULTS)
             else:
                 with flushed_subnormals():
                     results = train(folder, plan, Data(splits, plan.settings, rank, count), given.accelerator, signals)

@@ -80,10 +80,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise ValueError(
                 f"Expected 'output' to hold finished runs (got none in {given.output}). Leave out --report."
             )
+        print(report.tables(rows))
+        paths = report.draw(rows, given.output)
     except ValueError as error:
         given.fail(str(error))
-    print(report.tables(rows))
-    for path in report.draw(rows, given.output):
+    for path in paths:
         print(f"wrote {path}", file=sys.stderr)
 
 

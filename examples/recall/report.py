@@ -14,6 +14,7 @@ from matplotlib import colormaps
 from matplotlib.figure import Figure
 
 from examples.benchmarks.tables import Row, markdown
+from examples.common.runs import save_figure
 
 TICKS = (0.5, 1, 3, 10, 30, 100)
 HEADER = ("run", "seeds", "steps", "accuracy, %", "of each size, %", "densities of layers, %", "edge to the answer, %",
@@ -102,5 +103,5 @@ def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
         axes.spines[["top", "right"]].set_visible(False)
         figure.legend(loc="outside right upper", frameon=False, fontsize="small")
         paths.append(folder / f"{task}.png")
-        figure.savefig(paths[-1], dpi=110)
+        save_figure(paths[-1], figure, dpi=110)
     return paths

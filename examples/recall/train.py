@@ -7,7 +7,6 @@ which the same command goes on. Not here: tables and figures (``report.py``).
 from __future__ import annotations
 
 import dataclasses
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from torch.nn.functional import cross_entropy
 from tqdm.auto import tqdm
 
 from examples.benchmarks.tables import Row, add, read
+from examples.common.runs import claim, read_state, settings_of, write_checkpoint
 from examples.recall.model import DENSE, METHODS, OPTIONS, Recaller, make_attention
 from examples.recall.tasks import TASKS, Examples
 from sbm_pyg import AttentionGraph, ShareSchedule, auxiliary_loss
@@ -217,7 +217,7 @@ def fit(
         Rows of all evaluations, with "step", "loss" and "seconds".
 
     Raises:
-        ValueError: The checkpoint is that of other settings.
+        RunError: The checkpoint is damaged or that of other settings, or there is no room for it.
     """
     groups: list[dict[str, Any]] = [{"params": [], "weight_decay": decay} for decay in (run.weight_decay, 0.0)]
     for name, parameter in model.named_parameters():
@@ -228,13 +228,11 @@ def fit(
     parts |= {"schedule": schedule} if schedule else {}
     rows: list[Row] = []
     step, seconds = 0, 0.0
-    if path.exists():
-        state = torch.load(path, weights_only=True)
-        if state["run"] != dataclasses.asdict(run):
-            raise ValueError(f"Expected the settings of {path} (got others). Take another --output, or delete it.")
+    if state := read_state(path, dataclasses.asdict(run)):
         for name, part in parts.items():
             part.load_state_dict(state[name])
         rows, step, seconds = state["rows"], state["step"], state["seconds"]
+        torch.set_rng_state(state["random"])  # of dropout
     began = time.perf_counter() - seconds
     every = max(1, run.steps // run.evaluations)
     with flushed_subnormals(), tqdm(total=run.steps, initial=step, desc=path.stem, unit="step") as bar:
@@ -260,8 +258,7 @@ def fit(
                 bar.set_postfix_str(f"loss {loss.item():.3f}{share}")
                 state = {name: part.state_dict() for name, part in parts.items()}
                 state |= {"run": dataclasses.asdict(run), "rows": rows, "step": step, "seconds": seconds}
-                torch.save(state, path.with_suffix(".partial"))
-                os.replace(path.with_suffix(".partial"), path)
+                write_checkpoint(path, state | {"random": torch.get_rng_state()})
     return rows
 
 
@@ -289,24 +286,15 @@ def train_all(runs: list[Run], folder: Path) -> None:
     """Trains what ``rows.csv`` does not have yet.
 
     Raises:
-        ValueError: It has a run of that name with other steps.
+        RunError: The folder is that of other settings, a file in it is damaged, or there is no room.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    for run in runs:
-        if not ended(folder, run.steps, task=run.task, run=run.name, seed=run.seed):
-            add(folder / "rows.csv", train(run, folder))
+    settings = {name: value for run in runs for name, value in settings_of(run, run.task, ["layers"]).items()}
+    with claim(folder, "recall", settings):
+        for run in runs:
+            if not ended(folder, task=run.task, run=run.name, seed=run.seed):
+                add(folder / "rows.csv", train(run, folder))
 
 
-def ended(folder: Path, steps: int, **name: Any) -> bool:
-    """Says whether ``rows.csv`` has a run of that name, which has taken so many steps.
-
-    Raises:
-        ValueError: It has taken others.
-    """
-    rows = [row for row in read(folder / "rows.csv") if all(row[key] == value for key, value in name.items())]
-    if rows and rows[-1]["step"] != steps:
-        raise ValueError(
-            f"Expected 'steps' to be {rows[-1]['step']:g} as of {name['run']}, seed {name['seed']} in {folder} (got {steps}). "
-            "Take another --output."
-        )
-    return bool(rows)
+def ended(folder: Path, **name: Any) -> bool:
+    """Says whether ``rows.csv`` has a run of that name."""
+    return any(all(row[key] == value for key, value in name.items()) for row in read(folder / "rows.csv"))

@@ -84,10 +84,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     import torch
 
     from examples.benchmarks.tables import read
+    from examples.common.runs import claim, fingerprint, settings_of
     from examples.sparsefinder import model, report, sweep
 
     torch.set_num_threads(given.threads)
-    given.output.mkdir(parents=True, exist_ok=True)
     paths = []
     try:
         if not given.report:
@@ -95,21 +95,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
             own = {name: getattr(given, name) for name in names}
             texts = model.read_texts(given.train, given.test, given.words, given.length)
             wanted = [*sweep.settings(given.choosers, given.windows, given.every)]
-            for seed in given.seeds:
-                run = model.Run(seed, **own)
-                trained = model.train(run, texts, given.output / f"model-{seed}.pt")
-                plan = sweep.Sweep(
-                    seed, given.hidden, given.fit_sequences, given.test_sequences, given.dim, given.epochs
-                )
-                learnt = sweep.run(trained, texts, plan, wanted, given.output)
-                paths += report.draw_heads(trained, learnt, texts, plan, given.output)
+            runs = [model.Run(seed, **own) for seed in given.seeds]
+            measured = (given.hidden, given.fit_sequences, given.test_sequences, given.dim, given.epochs)
+            plans = [sweep.Sweep(seed, *measured) for seed in given.seeds]
+            told = {
+                f"checksum of {name}": fingerprint(map(Path.read_bytes, getattr(given, name)))
+                for name in ("train", "test")
+            }
+            with claim(given.output, "sparsefinder", {**settings_of(runs[0]), **settings_of(plans[0]), **told}):
+                for run, plan in zip(runs, plans, strict=True):
+                    trained = model.train(run, texts, given.output / f"model-{run.seed}.pt")
+                    learnt = sweep.run(trained, texts, plan, wanted, given.output)
+                    paths += report.draw_heads(trained, learnt, texts, plan, given.output)
         rows = read(given.output / "rows.csv")
         if not rows:
             raise ValueError(f"Expected 'output' to hold rows (got none in {given.output}). Leave out --report.")
+        print(report.tables(rows))
+        paths += report.draw(rows, given.output)
     except ValueError as error:
         given.fail(str(error))
-    print(report.tables(rows))
-    for path in [*paths, *report.draw(rows, given.output)]:
+    for path in paths:
         print(f"wrote {path}", file=sys.stderr)
 
 

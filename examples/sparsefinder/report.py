@@ -19,6 +19,7 @@ from matplotlib import colormaps
 from matplotlib.figure import Figure
 
 from examples.benchmarks.tables import Row, add, markdown
+from examples.common.runs import save_figure
 from examples.sparsefinder.choosers import COUNTS, GRIDS, LEARNT, ORACLES, Learnt, make
 from examples.sparsefinder.model import Texts, hide
 from examples.sparsefinder.sweep import TESTED, Sweep, extract
@@ -121,7 +122,7 @@ def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
         axes.set_title(words.partition(",")[0], fontsize="small")
         axes.yaxis.set_major_formatter(lambda value, _: f"{abs(value):.2g}" if abs(value) < 1 else f"{abs(value):.1f}")
     figure.legend(*axes.get_legend_handles_labels(), loc="outside right center", frameon=False)
-    figure.savefig(folder / "pareto.png", dpi=110)
+    save_figure(folder / "pareto.png", figure, dpi=110)
     first = [row for row in rows if row["seed"] == rows[0]["seed"]]
     places = sorted({(row["layer"], row["head"]) for row in first})
     across = max(1, int(max(head for _, head in places)) + 1)
@@ -138,7 +139,7 @@ def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
         axes.set_title(f"layer {layer:g}, head {head:g}", fontsize="small")
     figure.supxlabel("sparsity (line: that of entmax itself)")
     figure.supylabel("recall")
-    figure.savefig(folder / "heads.png", dpi=90)
+    save_figure(folder / "heads.png", figure, dpi=90)
     return [folder / "pareto.png", folder / "heads.png"]
 
 
@@ -166,7 +167,7 @@ def draw_heads(model: TokenClassifier, learnt: Sequence[Learnt], texts: Texts, p
             axes.set_title(f"layer {number}, head {head}: {title}", fontsize="small")
             axes.set_xticks(range(len(names)), names, rotation=90, fontsize=6)
             axes.set_yticks(range(len(names)), names, fontsize=6)
-    figure.savefig(folder / f"maps-{plan.seed}.png", dpi=80)
+    save_figure(folder / f"maps-{plan.seed}.png", figure, dpi=80)
     rows = list_words(model, learnt, texts, plan, count)
     path = folder / f"words-{plan.seed}.csv"
     path.unlink(missing_ok=True)

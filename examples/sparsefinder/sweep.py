@@ -7,8 +7,6 @@ choosers (``choosers.py``), tables and figures (``report.py``).
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -19,6 +17,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from examples.benchmarks.tables import Row, add, read
+from examples.common.runs import read_state, write_checkpoint
 from examples.sparsefinder.choosers import ALONE, GRIDS, Learnt, learn, make, make_learnt
 from examples.sparsefinder.model import Texts, cut, hide, layers, predict, set_sources, test_model
 from sbm_pyg import GraphSource, TokenClassifier
@@ -67,13 +66,10 @@ def load_or_learn(model: TokenClassifier, tokens: Tensor, sweep: Sweep, path: Pa
     """What was learnt of each layer, from its file if there is one.
 
     Raises:
-        ValueError: The file is of other settings.
+        RunError: The file is damaged, or of other settings.
     """
-    about = json.dumps(dataclasses.asdict(sweep))
-    if path.exists():
-        state = torch.load(path, weights_only=True)
-        if state["about"] != about:
-            raise ValueError(f"Expected the settings of {path} (got others). Take another --output, or delete it.")
+    about = dataclasses.asdict(sweep)
+    if state := read_state(path, about):
         found = []
         for layer, part in zip(layers(model), state["layers"], strict=True):
             projection, sbm = make_learnt(layer.out_channels, layer.heads, sweep.dim)
@@ -83,8 +79,7 @@ def load_or_learn(model: TokenClassifier, tokens: Tensor, sweep: Sweep, path: Pa
         return found
     samples = extract(model, tokens[: sweep.fit_sequences], sweep.hidden, BATCH, 10**6 * (1 + sweep.seed), "extract")
     found = [learn(each, sweep.dim, sweep.epochs, sweep.seed, f"layer {number}") for number, each in enumerate(samples)]
-    torch.save({"about": about, "layers": [each.state() for each in found]}, path.with_suffix(".partial"))
-    os.replace(path.with_suffix(".partial"), path)
+    write_checkpoint(path, {"run": about, "layers": [each.state() for each in found]})
     return found
 
 

@@ -12,6 +12,7 @@ import torch
 
 from examples.benchmarks import biases, spread
 from examples.benchmarks.tables import read
+from examples.common.runs import write_checkpoint
 from examples.recall import tasks, train
 
 pytestmark = [pytest.mark.examples, pytest.mark.usefixtures("one_thread")]
@@ -27,7 +28,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         model, schedule = train.make_model(run)
         state = {"run": dataclasses.asdict(run), "model": model.state_dict()}
         state |= {"schedule": {**schedule.state_dict(), "share": 0.2}} if schedule else {}
-        torch.save(state, tmp_path / run.file)
+        write_checkpoint(tmp_path / run.file, state)
     return tmp_path
 
 

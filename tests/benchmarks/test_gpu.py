@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from examples.benchmarks import gpu
+from examples.common.runs import write_record
 
 WORDS = ["--device", "cpu", "--dtype", "float32", "--tokens", "64", "--densities", "12.5", "50", "--degrees", "16"]
 WORDS += ["--grain", "8", "--seconds", "0.02", "--peers", "sdpa", "edges", "blocks", "sparse", "dense", "sampling"]
@@ -130,7 +131,7 @@ def test_listops_goes_on_in_the_next_slice(tmp_path: Path, monkeypatch: pytest.M
         (folder / "settings.json").write_text("{}")
         if len(commands) == 1:
             raise subprocess.TimeoutExpired(command, timeout)
-        (folder / "results.json").write_text(json.dumps({"test": 0.37}))
+        write_record(folder / "results.json", {"test": 0.37})
         return subprocess.CompletedProcess(command, 0)
 
     monkeypatch.setattr(gpu.subprocess, "run", trainer)

@@ -70,7 +70,7 @@ def test_a_resumed_run_ends_with_the_bits_of_one_that_never_stopped(
     assert [{**row, "seconds": 0} for row in resumed] == [{**row, "seconds": 0} for row in whole]
     states = [torch.load(tmp_path / f"{name}.ckpt", weights_only=True)["model"] for name in ("whole", "cut")]
     assert all(torch.equal(one, two) for one, two in zip(states[0].values(), states[1].values(), strict=True))
-    with pytest.raises(ValueError, match=r"Expected the settings of .*\(got other seed\)"):
+    with pytest.raises(ValueError, match=r"to be of the settings of this run \(got other seed\)"):
         task.train(tmp_path / "cut.ckpt", replace(settings, seed=1))
 
 
@@ -87,7 +87,7 @@ def test_the_recipe_writes_curves_and_goes_on(tmp_path: Path, capsys: pytest.Cap
     assert json.loads((tmp_path / "run" / "curves.json").read_text()) == curves
     with pytest.raises(SystemExit):
         task.main([*words, "--seed", "1"])
-    assert "(got other seed). Use another --output." in " ".join(capsys.readouterr().err.split())
+    assert "(got other seed). Take another --output" in " ".join(capsys.readouterr().err.split())
 
 
 def test_the_sparse_settings_are_those_of_the_study() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from examples.benchmarks import probes as study
 from examples.benchmarks.tables import read
+from examples.common.runs import write_checkpoint
 from examples.recall import tasks, train
 from sbm_pyg.ops.reference import effect_weight
 
@@ -149,7 +150,7 @@ def test_models_have_less_noise_with_more_probes(
     assert schedule is not None
     state = {"run": dataclasses.asdict(run), "model": model.state_dict()}
     state["schedule"] = {**schedule.state_dict(), "share": 0.2}
-    torch.save(state, tmp_path / run.file)
+    write_checkpoint(tmp_path / run.file, state)
     words = ["--models", str(tmp_path), "--csv", str(tmp_path / "trained.csv")]
     study.main(words)
     rows = read(tmp_path / "trained.csv")

@@ -25,7 +25,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def untrained() -> Callable[..., Path]:
     """Makes what the trainer leaves of a model of ListOps that has learned nothing: a folder, its data, settings of the model."""
-    from examples.lra.checkpoints import write_checkpoint
+    from examples.common.runs import write_checkpoint
     from examples.lra.data.tasks import TASKS
     from examples.lra.model import Classifier
     from examples.lra.settings import PRESETS, Plan
@@ -35,7 +35,9 @@ def untrained() -> Callable[..., Path]:
         small: dict[str, Any] = {"channels": 16, "head_channels": 8, "ffn_channels": 16, "num_blocks": 8}
         settings = dataclasses.replace(PRESETS["listops"]["laptop"].settings, **small | changes)
         torch.manual_seed(0)
-        write_checkpoint(folder / "best.ckpt", {"state_dict": Classifier(TASKS["listops"], settings).state_dict()})
+        weights = Classifier(TASKS["listops"], settings).state_dict()
+        state = {"state_dict": weights, "run": {"settings": dataclasses.asdict(settings)}}
+        write_checkpoint(folder / "best.ckpt", state)
         Plan(task="listops", preset="laptop", data=str(data), settings=settings, directory="").write(
             folder / "settings.json"
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import dataclasses
 import io
-import json
 import re
 import shutil
 from collections.abc import Callable
@@ -17,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from examples.common.runs import read_checkpoint, write_checkpoint
 from examples.lra import graphs, train
 from examples.lra.__main__ import main
 from examples.lra.data import listops
@@ -125,6 +125,9 @@ def test_generated_data_are_those_of_the_directory_where_the_run_was_started(
     shutil.copytree(str(plan.data), began / "data" / "listops-laptop")
     settings = dataclasses.replace(plan.settings, batch_size=8)
     dataclasses.replace(plan, data=None, directory=str(began), settings=settings).write(moved / "settings.json")
+    state = read_checkpoint(moved / "best.ckpt")
+    state["run"]["settings"] = dataclasses.asdict(settings)
+    write_checkpoint(moved / "best.ckpt", state)
     asked: list[Path] = []
 
     def generate(folder: Path, *rest: object, **options: object) -> bool:
@@ -183,9 +186,9 @@ def test_errors(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], m
     monkeypatch.setattr(graphs, "evaluate", None)  # all are told before
     full = tmp_path / "full"
     full.mkdir()
-    plan = json.loads((run / "settings.json").read_text())
-    plan["settings"]["attention"] = "full"
-    (full / "settings.json").write_text(json.dumps(plan))
+    plan = Plan.read(run / "settings.json")
+    settings = dataclasses.replace(plan.settings, attention="full")
+    dataclasses.replace(plan, settings=settings).write(full / "settings.json")
     (full / "best.ckpt").write_bytes((run / "best.ckpt").read_bytes())
     monkeypatch.setattr(train, "load_best", lambda *arguments: None)
     for options, words in (
@@ -221,4 +224,4 @@ def test_damaged_weights_and_other_data_are_refused(
     for words in commands:
         with pytest.raises(SystemExit):
             main(words)
-        assert "best.ckpt to be as it was written (got other bytes than" in capsys.readouterr().err
+        assert "best.ckpt' to be as it was written (got other bytes than" in capsys.readouterr().err

@@ -20,7 +20,8 @@ from pathlib import Path
 import pytest
 from problems import same
 
-from examples.lra import checkpoints, report
+from examples.common import runs
+from examples.lra import report
 
 ROOT = Path(report.__file__).parents[2]
 STEPS, KILLS = 40, 3
@@ -106,14 +107,14 @@ def test_kills_at_random_moments_change_no_bit(data: Path, tmp_path: Path) -> No
         assert code == -signal.SIGKILL, killed.with_suffix(".txt").read_text()
         done += 1
         path = killed / "last.ckpt"
-        saved = checkpoints.read_checkpoint(path)["global_step"] if path.exists() else 0
+        saved = runs.read_checkpoint(path)["global_step"] if path.exists() else 0
         assert (
             not noted(killed) or consumed(killed)[-1][0] + 1 - saved <= 3
         )  # it saves every second step; the one begun counts
     assert done == KILLS
 
     for name in ("last.ckpt", "best.ckpt"):
-        one, other = (checkpoints.read_checkpoint(run / name) for run in (whole, killed))
+        one, other = (runs.read_checkpoint(run / name) for run in (whole, killed))
         for part in ("state_dict", "optimizer_states", "lr_schedulers", "callbacks", "global_step"):
             assert same(one[part], other[part]), (name, part)
     for name in ("train.csv", "val.csv"):

@@ -24,6 +24,7 @@ from lightning.pytorch import Trainer
 from problems import same
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from examples.common import runs
 from examples.lra import checkpoints, report
 from examples.lra import train as trainer
 from examples.lra.__main__ import main
@@ -86,7 +87,7 @@ def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def curve(folder: Path, phase: str) -> list[dict[str, float]]:
     """The rows of a curve, without what depends on the machine."""
-    rows = checkpoints.read_checkpoint(folder / "last.ckpt")["run"]["rows"][phase]
+    rows = runs.read_checkpoint(folder / "last.ckpt")["run"]["rows"][phase]
     lines = (folder / f"{phase}.csv").read_text().splitlines()
     assert lines == [",".join(rows[0]), *(",".join(map(str, row.values())) for row in rows)]
     return [{name: value for name, value in row.items() if name != "tokens_per_second"} for row in rows]
@@ -94,7 +95,7 @@ def curve(folder: Path, phase: str) -> list[dict[str, float]]:
 
 def state(folder: Path, name: str = "last.ckpt") -> dict[str, Any]:
     parts = ("state_dict", "optimizer_states", "lr_schedulers", "callbacks", "global_step")
-    saved = checkpoints.read_checkpoint(folder / name)
+    saved = runs.read_checkpoint(folder / name)
     return {part: saved[part] for part in parts}
 
 
@@ -332,17 +333,17 @@ def test_a_signal_outside_of_training_exits() -> None:
 
 def test_a_checkpoint_is_an_archive_that_ends_in_its_checksum(tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
-    checkpoints.write_checkpoint(path, {"weights": torch.arange(300.0)})
+    runs.write_checkpoint(path, {"weights": torch.arange(300.0)})
     with zipfile.ZipFile(path) as archive:
         assert archive.comment.startswith(b"sha256:")
-    for saved in (torch.load(path, weights_only=True), checkpoints.read_checkpoint(path)):
+    for saved in (torch.load(path, weights_only=True), runs.read_checkpoint(path)):
         assert torch.equal(saved["weights"], torch.arange(300.0))
     content = path.read_bytes()
-    for place in [*range(0, len(content), 97), *range(len(content) - checkpoints.SEAL - 24, len(content))]:
+    for place in [*range(0, len(content), 97), *range(len(content) - runs.SEAL - 24, len(content))]:
         for damaged in (content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :], content[:place]):
             path.write_bytes(damaged)
-            with pytest.raises(checkpoints.RunError, match=r"last.ckpt to be as it was written"):
-                checkpoints.read_checkpoint(path)
+            with pytest.raises(runs.RunError, match=r"last.ckpt' to be as it was written"):
+                runs.read_checkpoint(path)
 
 
 @quick
@@ -358,7 +359,7 @@ def test_a_damaged_checkpoint_is_named_and_the_best_one_goes_on(
     (folder / "last.ckpt").write_bytes(content)
     with pytest.raises(SystemExit) as stop:
         resume(folder)
-    assert f"Expected {folder / 'last.ckpt'} to be as it was written" in str(stop.value.code)
+    assert f"Expected '{folder / 'last.ckpt'}' to be as it was written" in str(stop.value.code)
     assert "copy best.ckpt to last.ckpt and resume" in str(stop.value.code)
     shutil.copy(folder / "best.ckpt", folder / "last.ckpt")
     resume(folder)
@@ -377,7 +378,7 @@ def test_a_full_disk_keeps_the_old_checkpoint_and_says_so(
         train(data, folder)
     words = str(stop.value.code)
     assert "Expected 'output' to have room for last.ckpt, " in words
-    assert f" bytes (got 'No space left on device' in {folder}). The checkpoints before it are whole" in words
+    assert f" bytes (got 'No space left on device' in {folder}). What was written before is whole" in words
     assert not draft.is_symlink()
     assert state(folder)["global_step"] == 5
     resume(folder)
@@ -385,11 +386,11 @@ def test_a_full_disk_keeps_the_old_checkpoint_and_says_so(
 
 
 def test_a_folder_has_one_process_at_a_time(whole: Path, capsys: pytest.CaptureFixture) -> None:
-    with checkpoints.hold(whole):
+    with runs.hold(whole):
         with pytest.raises(SystemExit):
             resume(whole)
         assert "Expected 'output' to be a folder in which no other process is at work" in capsys.readouterr().err
-    with checkpoints.hold(whole):
+    with runs.hold(whole):
         pass
 
 

@@ -101,6 +101,7 @@ def test_two_methods_to_the_tables_and_no_run_twice(
 
 TRAINER = """
 import json, os, pathlib, signal, sys, time
+from examples.common.runs import write_record
 from examples.lra.settings import parse, resolve
 folder, plan = resolve(parse(sys.argv[1:]))
 if "--resume" not in sys.argv:
@@ -113,7 +114,7 @@ if "--resume" not in sys.argv:
     if plan.settings.seed == 2:
         sys.exit(1)
 (folder / "arguments.json").write_text(json.dumps(sys.argv))
-(folder / "results.json").write_text(json.dumps(RESULTS))
+write_record(folder / "results.json", RESULTS)
 """
 
 

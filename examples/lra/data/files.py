@@ -9,7 +9,6 @@ import argparse
 import contextlib
 import dataclasses
 import hashlib
-import json
 import os
 import shutil
 import tempfile
@@ -18,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
+
+from examples.common.runs import read_record, record_text
 
 MANIFEST = "manifest.json"
 
@@ -33,33 +34,6 @@ def path_argument(text: str) -> Path:
             f"Expected a path that the file system can have (got {error.strerror!r} for {text}). Choose another one."
         ) from None
     return Path(text)
-
-
-def check_folder(option: str, folder: Path) -> None:
-    """Raises a ``ValueError`` for a folder that cannot be made or written: that is tried in the first one above it, and leaves nothing."""
-    place = next(path for path in (folder, *folder.parents) if path.exists())
-    if not place.is_dir():
-        raise ValueError(
-            f"Expected '{option}' to be a folder that can be made (got {folder}, but {place} is a file). Choose another one."
-        )
-    try:
-        tempfile.TemporaryFile(dir=place).close()
-    except OSError as error:
-        raise ValueError(
-            f"Expected '{option}' to be a folder that can be written (got {error.strerror!r} for {place}). Make room or get the right, or "
-            "choose another one."
-        ) from None
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes a file, whole or not at all."""
-    draft = path.with_name(path.name + ".partial")
-    try:
-        draft.write_text(text)
-    except OSError:
-        draft.unlink(missing_ok=True)
-        raise
-    os.replace(draft, path)
 
 
 def malformed(path: Path, line: int | None, expected: str, got: object) -> ValueError:
@@ -125,14 +99,8 @@ def read_manifest(folder: Path, kind: str) -> dict[str, Any]:
     """
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return {}
-    try:
-        return json.loads((folder / MANIFEST).read_text())
-    except (OSError, ValueError) as error:
-        got = "no such file" if isinstance(error, (FileNotFoundError, NotADirectoryError)) else error
-        raise ValueError(
-            f"Expected '{folder / MANIFEST}' to be the manifest of {kind} (got {got}). Remove {folder}, if it is damaged, and it is made "
-            "again, or choose another place."
-        ) from None
+    way_out = f"Remove {folder}, if it is damaged, and it is made again, or choose another place."
+    return read_record(folder / MANIFEST, way_out, f"the manifest of {kind}")
 
 
 def make_folder(
@@ -184,7 +152,7 @@ def make_folder(
                     shutil.rmtree(left, ignore_errors=True)
                 draft.mkdir()
                 content = wanted | write(draft)
-                (draft / MANIFEST).write_text(json.dumps(content, indent=2) + "\n")
+                (draft / MANIFEST).write_text(record_text(content))
                 if folder.exists():
                     os.replace(folder, old)
                 os.replace(draft, folder)

@@ -1,0 +1,285 @@
+"""How every program saves and resumes: files that are whole or not there, that know when they are damaged, and that answer for their own settings.
+
+In: what a program puts into its folder. Out: files, or an error that names one and says the way out. A checkpoint ends in its checksum, and
+``settings.json`` has its own, and those of the tables beside it. Not here: what a checkpoint holds, and when it is written. Torch comes with the
+first checkpoint, so that ``--help`` does not wait for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import io
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+SETTINGS, LOCK = "settings.json", ".lock"
+PREFIX = b"sha256:"
+SEAL = len(PREFIX) + 64  # bytes
+WRITTEN = "as it was written"
+AGAIN = "It is damaged: take it from a backup, or delete it and run the same command again."
+
+
+class RunError(ValueError):
+    """What ends a run though it is no bug, in words for the user."""
+
+
+# ------------------------------------------------------------------ files
+
+
+def check_folder(option: str, folder: Path) -> None:
+    """Raises a ``ValueError`` for a folder that cannot be made or written: that is tried in the first one above it, and leaves nothing."""
+    place = next(path for path in (folder, *folder.parents) if path.exists())
+    if not place.is_dir():
+        raise ValueError(
+            f"Expected '{option}' to be a folder that can be made (got {folder}, but {place} is a file). Choose another one."
+        )
+    try:
+        tempfile.TemporaryFile(dir=place).close()
+    except OSError as error:
+        raise ValueError(
+            f"Expected '{option}' to be a folder that can be written (got {error.strerror!r} for {place}). Make room or get the right, or "
+            "choose another one."
+        ) from None
+
+
+def hold(folder: Path) -> contextlib.AbstractContextManager[Any]:
+    """Takes a folder of output for this process until it ends, however it ends, or until the context does.
+
+    Raises:
+        RunError: If another process that is still running has it.
+    """
+    try:
+        return FileLock(folder / LOCK).acquire(blocking=False)
+    except Timeout:
+        raise RunError(
+            f"Expected 'output' to be a folder in which no other process is at work (got {folder}). Wait for it or stop it, or choose "
+            "another one."
+        ) from None
+    except OSError as error:
+        raise _no_room(folder / LOCK, 0, error) from error
+
+
+def write(path: Path, content: bytes, seal: bytes = b"") -> None:
+    """Writes a file that is complete under its name at any moment, even if the power fails.
+
+    Raises:
+        RunError: If it cannot be written, as on a full disk; the file of this name that was there still is.
+    """
+    draft = path.with_name(path.name + ".partial")
+    try:
+        with draft.open("wb") as file:
+            file.write(content)
+            file.write(seal)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
+        raise _no_room(path, len(content) + len(seal), error) from error
+
+
+def _no_room(path: Path, size: int, error: OSError) -> RunError:
+    return RunError(
+        f"Expected 'output' to have room for {path.name}, {size:,} bytes (got {error.strerror!r} in {path.parent}). "
+        "What was written before is whole: make room and resume."
+    )
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a text, whole or not at all."""
+    write(path, text.encode())
+
+
+def save_figure(path: Path, figure: Any, **options: Any) -> None:
+    """Writes a figure of matplotlib as PNG, whole or not at all."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", **options)
+    write(path, buffer.getbuffer())
+
+
+def read_text(path: Path, way_out: str = AGAIN, what: str = "a file of text") -> str:
+    """Reads a text.
+
+    Raises:
+        RunError: If there is none.
+    """
+    try:
+        return path.read_bytes().decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise _wrong(path, what, error, way_out) from None
+
+
+def _wrong(path: Path, what: str, got: object, way_out: str) -> RunError:
+    if isinstance(got, OSError):
+        got = "no such file" if isinstance(got, FileNotFoundError | NotADirectoryError) else got.strerror
+    return RunError(f"Expected '{path}' to be {what} (got {got}). {way_out}")
+
+
+# ------------------------------------------------------------------ checkpoints
+
+
+def write_checkpoint(path: Path, checkpoint: dict[str, Any]) -> None:
+    """Writes what ``torch.save`` writes, and ``torch.load`` reads.
+
+    Its checksum is the comment that every zip archive may end with; it covers every byte before it.
+
+    Raises:
+        RunError: If it cannot be written, as on a full disk; the checkpoint of this name that was there still is.
+    """
+    import torch
+
+    buffer = io.BytesIO()
+    torch.save(checkpoint, buffer)
+    content = buffer.getbuffer()
+    assert content[-22:-18] == b"PK\5\6"  # the last record of an archive without comment
+    content[-2:] = SEAL.to_bytes(2, "little")  # the length of the comment
+    write(path, content, PREFIX + hashlib.sha256(content).hexdigest().encode())
+
+
+def read_checkpoint(path: Path, way_out: str = AGAIN) -> dict[str, Any]:
+    """Reads a checkpoint onto the CPU after comparing it with its checksum.
+
+    Raises:
+        RunError: If a single bit is not what was written, or if there is no checksum.
+    """
+    import torch
+
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise _wrong(path, "a checkpoint", error, way_out) from None
+    if PREFIX + hashlib.sha256(memoryview(content)[:-SEAL]).hexdigest().encode() != content[-SEAL:]:
+        raise _wrong(path, WRITTEN, "other bytes than its checksum says", way_out)
+    return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+
+
+def read_state(path: Path, run: Mapping[str, Any], way_out: str = AGAIN) -> dict[str, Any]:
+    """Reads the checkpoint of a run, which holds the run's settings as "run"; empty if there is none.
+
+    Raises:
+        RunError: If it is damaged, or of other settings.
+    """
+    if not path.exists():
+        return {}
+    state = read_checkpoint(path, way_out)
+    known = state.get("run") if isinstance(state, dict) else None
+    if known != run:
+        other = [name for name, value in run.items() if not isinstance(known, dict) or known.get(name) != value]
+        raise RunError(
+            f"Expected '{path}' to be of the settings of this run (got other {', '.join(other)}). Take another --output, or delete it."
+        )
+    return state
+
+
+# ------------------------------------------------------------------ settings, and the tables of a folder
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(content if isinstance(content, bytes) else json.dumps(content).encode()).hexdigest()
+
+
+def record_text(content: Mapping[str, Any]) -> str:
+    """Plain data as JSON, with its checksum."""
+    return json.dumps({**content, "sha256": _digest(content)}, indent=2) + "\n"
+
+
+def write_record(path: Path, content: Mapping[str, Any]) -> None:
+    """Writes plain data as JSON with its checksum, whole or not at all."""
+    write_text(path, record_text(content))
+
+
+def read_record(path: Path, way_out: str = AGAIN, what: str = WRITTEN) -> dict[str, Any]:
+    """Reads what :func:`write_record` wrote.
+
+    Raises:
+        RunError: If it is missing, damaged, or something else.
+    """
+    text = read_text(path, way_out, what)
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _wrong(path, what, f"no JSON: {error}", way_out) from None
+    if not isinstance(content, dict) or content.pop("sha256", None) != _digest(content):
+        raise _wrong(path, what, "other content than its checksum says", way_out)
+    return content
+
+
+def settings_of(run: Any, group: str = "", shared: Sequence[str] = ()) -> dict[str, Any]:
+    """What decides a run, a dataclass, and is not in the name that its rows have: of all runs of a folder, or of a group such as a task."""
+    named = {"task", "data", "method", "attention", "density", "seed", "bias"}
+    found = {name: value for name, value in dataclasses.asdict(run).items() if name not in named}
+    of = {name: f" of {group}" if group and name not in shared else "" for name in found}
+    return {name.replace("_", "-") + of[name]: value for name, value in found.items()}
+
+
+def fingerprint(parts: Iterable[bytes]) -> str:
+    """A short checksum of data that decide a run."""
+    found = hashlib.sha256()
+    for part in parts:
+        found.update(hashlib.sha256(part).digest())
+    return found.hexdigest()[:16]
+
+
+@contextlib.contextmanager
+def claim(folder: Path, program: str, settings: Mapping[str, Any]) -> Iterator[None]:
+    """Takes a folder of output whose ``settings.json`` says what decides all runs in it, and refuses runs whose settings are others.
+
+    Settings that the file does not have yet are added: those of another task, for example.
+
+    Raises:
+        RunError: If the folder has other settings, or tables and no settings, or another process, or cannot be written.
+    """
+    check_folder("output", folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with hold(folder):
+        path, record = folder / SETTINGS, _folder(folder)
+        if not record and (folder / "rows.csv").exists():
+            raise _wrong(path, "what rows.csv was made with", "no such file", "Restore it, or take another --output.")
+        known = record.get("settings", {})
+        settings = {"program": program, **settings}
+        for name, value in settings.items():
+            if known.get(name, value) != value:
+                raise RunError(
+                    f"Expected '{name}' to be {known[name]!r} as in {path} (got {value!r}). Take another --output for other settings."
+                )
+        if settings.keys() - known.keys():
+            write_record(path, {"settings": {**known, **settings}, "tables": record.get("tables", {})})
+        yield
+
+
+def _folder(folder: Path) -> dict[str, Any]:
+    """What the ``settings.json`` of a folder says, or nothing."""
+    way_out = "Restore it, or take another --output."
+    record = read_record(folder / SETTINGS, way_out) if (folder / SETTINGS).exists() else {}
+    if record and not isinstance(record.get("tables"), dict):
+        raise _wrong(folder / SETTINGS, "of this program", ", ".join(record), way_out)
+    return record
+
+
+def read_table(path: Path) -> str:
+    """The text of a table, which is the one that was written if its folder has settings.
+
+    Raises:
+        RunError: If it is another one.
+    """
+    text, known = read_text(path), _folder(path.parent).get("tables", {}).get(path.name)
+    if known is not None and _digest(text.encode()) not in known:
+        raise _wrong(path, WRITTEN, f"other bytes than {SETTINGS} says", AGAIN)
+    return text
+
+
+def write_table(path: Path, old: str, new: str) -> None:
+    """Replaces the text of a table; in a folder with settings these know both, so that a kill between the two files does no harm."""
+    if record := _folder(path.parent):
+        record["tables"][path.name] = [_digest(text.encode()) for text in (old, new) if text]
+        write_record(path.parent / SETTINGS, record)
+    write_text(path, new)

@@ -1,0 +1,468 @@
+"""Every program of the examples is killed and resumed, meets damaged files and a full disk, and answers for its own settings.
+
+A *moment* is a step of an optimiser, or the time right before or after a file is brought to the disk or takes its name. The fast tests end a
+run at a moment by an exception; the long ones kill processes.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from problems import same
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from examples.benchmarks import tables
+from examples.common import runs
+
+ROOT = Path(runs.__file__).parents[2]
+KILLS = 10
+WORDS = "the cat saw a dog ; it seems the dog , who saw a cat , heard no cat at all . "
+
+pytestmark = [pytest.mark.examples, pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
+
+PROGRAMS: dict[str, tuple[str, str]] = {  # module, and words of its command line
+    "recall": (
+        "examples.recall.__main__",
+        "--methods full sbm:estimator=local --densities 0.2 --steps 30 --channels 8 --batch-size 4",
+    ),
+    "language": (
+        "examples.language_model",
+        "--train TEXT --test TEXT --vocabulary 256 --length 32 --steps 24 --batch-size 2 --channels 16 --window 1 "
+        "--methods full sbm --densities 0.2 --seeds 0 1",
+    ),
+    "sparsefinder": (
+        "examples.sparsefinder.__main__",
+        "--train TEXT --test TEXT --words 30 --length 16 --steps 24 --batch-size 2 --channels 16 --heads 2 --fit-sequences 8 "
+        "--test-sequences 4 --epochs 1 --every 9 --windows 3 --choosers window clusters sbm",
+    ),
+    "dcmm": (
+        "examples.dcmm.__main__",
+        "--methods full dcmm:num_blocks=3 sbm:num_blocks=3 --steps 20 --channels 8 --layers 2 --heads 2 --batch-size 8 --patch 4",
+    ),
+    "repeated": ("examples.repeated_tokens", "--quick --sparse --steps 30"),
+    "lra": (
+        "examples.lra.__main__",
+        "--steps 30 --validate-every 10 --log-every 5 --save-every 3 --layers 1 --batch-size 8 --accumulate 2 --num-blocks 8 --channels 16 "
+        "--head-channels 8 --ffn-channels 16 --dropout 0.1 --attention-dropout 0.1 --clip-norm 1 --accelerator cpu --data DATA",
+    ),
+}
+QUICK = ("recall", "language", "sparsefinder", "dcmm")  # to the end within seconds
+
+
+def make_inputs(folder: Path) -> dict[str, str]:
+    """A text, and short ListOps; by the words that stand for them."""
+    from examples.lra.data import listops
+
+    (folder / "text").write_text(WORDS * 30)
+    law: dict[str, Any] = {"max_depth": 2, "max_args": 30, "min_length": 8, "max_length": 24}
+    parameters = listops.Parameters(train=50, val=20, test=30, operator_probability=1.0, **law)
+    listops.generate(folder / "listops", parameters, progress=False)
+    return {"TEXT": str(folder / "text"), "DATA": str(folder / "listops")}
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return make_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+def command(name: str, folder: Path, inputs: dict[str, str]) -> list[str]:
+    """Words of the command that begins a run in its folder, and that goes on with it."""
+    words = [inputs.get(word, word) for word in PROGRAMS[name][1].split()]
+    if name != "lra":
+        return [*words, "--output", str(folder)]
+    if (folder / "settings.json").exists():
+        return ["train", "--output", str(folder), "--accelerator", "cpu", "--resume"]
+    return ["train", *words, "--output", str(folder)]
+
+
+def make_small() -> dict[tuple[Any, str], Any]:
+    """Makes tasks and images so small that they are there in no time; returns what was there before."""
+    from examples import repeated_tokens
+    from examples.dcmm import data
+    from examples.recall import tasks, train
+
+    whole, few = data.load("digits"), torch.arange(0, 400, 2)
+    images = data.Images(
+        whole.train[few], whole.train_labels[few], whole.test[:60], whole.test_labels[:60], whole.classes
+    )
+    task = tasks.Task(tasks.mqar, 40, {(16, 2): 40}, {(16, 2): 6}, 4, 30, 1e-3)
+    small: dict[tuple[Any, str], Any] = {
+        (tasks, "TASKS"): {**tasks.TASKS, "mqar-small": task},
+        (train, "TASKS"): {**tasks.TASKS, "mqar-small": task},
+        (data, "load"): lambda *given: images,
+        (repeated_tokens, "QUICK"): repeated_tokens.Settings(tokens=12, batch_size=4, num_blocks=4, evaluate_every=5),
+    }
+    before = {(place, name): getattr(place, name) for place, name in small}
+    for (place, name), value in small.items():
+        setattr(place, name, value)
+    return before
+
+
+@pytest.fixture
+def small() -> Iterator[None]:
+    before = make_small()
+    yield
+    for (place, name), value in before.items():
+        setattr(place, name, value)
+
+
+def run(name: str, folder: Path, inputs: dict[str, str], *more: str) -> None:
+    import_module(PROGRAMS[name][0]).main([*command(name, folder, inputs), *more])
+
+
+@contextmanager
+def counting(act: Callable[[], None]) -> Iterator[None]:
+    """Calls a function at every moment."""
+
+    def around(function: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*given: Any) -> Any:
+            act()
+            found = function(*given)
+            act()
+            return found
+
+        return counted
+
+    before = os.replace, os.fsync
+    handle = register_optimizer_step_post_hook(lambda *given: act())
+    os.replace, os.fsync = map(around, before)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        os.replace, os.fsync = before
+        handle.remove()
+
+
+# ------------------------------------------------------------------ what a run ends with
+
+MEASURED = ("seconds", "tokens_per_second", "peak_memory_bytes")  # differ from run to run
+
+
+def without(content: Any) -> Any:
+    """Nests without what was measured by a clock."""
+    if isinstance(content, dict):
+        return {key: without(value) for key, value in content.items() if key not in MEASURED}
+    return [without(value) for value in content] if isinstance(content, list | tuple) else content
+
+
+def ends(folder: Path) -> dict[str, Any]:
+    """What lies in a folder: rows, states, and results; figures by their names."""
+    found: dict[str, Any] = {}
+    for path in sorted(folder.iterdir()):
+        if path.suffix == ".csv":
+            with path.open(newline="") as file:
+                found[path.name] = without(list(csv.DictReader(file)))
+        elif path.suffix in (".pt", ".ckpt"):
+            state = runs.read_checkpoint(path)
+            parts = ("state_dict", "optimizer_states", "lr_schedulers", "callbacks", "global_step")
+            found[path.name] = {part: state[part] for part in parts} if "state_dict" in state else without(state)
+        elif path.suffix == ".json":
+            content = json.loads(path.read_text())
+            found[path.name] = without(content if isinstance(content, list) or path.name == "curves.json" else {
+                key: value for key, value in content.items() if key not in ("tables", "sha256")
+            })  # fmt: skip
+        else:
+            found[path.name] = None
+    return found
+
+
+def check_same_ends(one: Path, other: Path) -> None:
+    first, second = ends(one), ends(other)
+    assert first.keys() == second.keys()
+    for name in first:
+        assert same(first[name], second[name]) or str(first[name]) == str(second[name]), name  # NaN too
+    assert not list(other.glob("*.partial"))
+
+
+# ------------------------------------------------------------------ kills
+
+
+class Killed(BaseException):
+    """Ends a run as abruptly as can be done within a process."""
+
+
+def kill_at(moment: int) -> Callable[[], None]:
+    left = [moment]
+
+    def act() -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            raise Killed
+
+    return act
+
+
+@pytest.fixture(scope="module")
+def wholes() -> dict[str, Path]:
+    return {}
+
+
+@pytest.fixture
+def whole(
+    request: pytest.FixtureRequest, wholes: dict[str, Path], inputs: dict[str, str], small: None,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[str], Path]:  # fmt: skip
+    """Runs that went through, each made once."""
+
+    def get(name: str) -> Path:
+        if name not in wholes:
+            wholes[name] = tmp_path_factory.mktemp("runs") / name
+            run(name, wholes[name], inputs)
+        return wholes[name]
+
+    return get
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", QUICK)
+def test_a_run_that_was_stopped_ends_with_the_same_bits(
+    name: str, whole: Callable[[str], Path], inputs: dict[str, str], tmp_path: Path
+) -> None:
+    there = whole(name)
+    for moment in (9, 23, 2):  # of a run each; the last while something is written
+        with counting(kill_at(moment)), pytest.raises(Killed):
+            run(name, tmp_path / "broken", inputs)
+        torch.rand(moment)  # other random numbers than those that the run would have gone on with
+    run(name, tmp_path / "broken", inputs)
+    check_same_ends(there, tmp_path / "broken")
+
+
+DRIVER = """
+import os, signal, sys
+sys.path[:0] = [{tests!r}, {root!r}]
+from test_runs import counting, make_small, import_module, PROGRAMS
+make_small()
+left, seen = int(sys.argv[2]), 0
+def act():
+    global seen
+    seen += 1
+    if seen == left:
+        os.kill(os.getpid(), signal.SIGKILL)
+with counting(act):
+    import_module(PROGRAMS[sys.argv[1]][0]).main(sys.argv[3:])
+print("moments", seen)
+"""
+
+
+def drive(name: str, moment: int, folder: Path, inputs: dict[str, str]) -> int | None:
+    """Runs a program in a process that is killed at a moment; or to the end, and returns how many moments there were."""
+    code = DRIVER.format(tests=str(ROOT / "tests"), root=str(ROOT))
+    line = [sys.executable, "-c", code, name, str(moment), *command(name, folder, inputs)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(line, env=environment, capture_output=True, text=True, check=False, timeout=1200)
+    if done.returncode == -signal.SIGKILL:
+        return None
+    assert done.returncode == 0, done.stderr[-3000:]
+    return int(done.stdout.split()[-1])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_ten_kills_change_no_bit(name: str, inputs: dict[str, str], tmp_path: Path) -> None:
+    whole, killed, kills, number = tmp_path / "whole", tmp_path / "killed", 0, random.Random(name)
+    moments = drive(name, 0, whole, inputs)
+    assert moments is not None
+    while kills < KILLS or not (killed / "settings.json").exists():
+        if drive(name, number.randint(1, moments // 3), killed, inputs) is None:
+            kills += 1
+        elif kills < KILLS:  # it came to its end before; the next one begins anew
+            check_same_ends(whole, killed)
+            shutil.rmtree(killed)
+    drive(name, 0, killed, inputs)
+    check_same_ends(whole, killed)
+
+
+# ------------------------------------------------------------------ damage
+
+READ = {  # a file that a program reads, and what stands in its way
+    ("recall", "mqar-small-full-1.0-0.pt"): ["rows.csv"],
+    ("recall", "rows.csv"): [],
+    ("recall", "settings.json"): [],
+    ("language", "sbm-0.2-1.pt"): ["rows.csv"],
+    ("sparsefinder", "model-0.pt"): [],
+    ("sparsefinder", "learnt-0.pt"): [],
+    ("sparsefinder", "rows.csv"): [],
+    ("dcmm", "digits-full-0.pt"): ["rows.csv"],
+    ("dcmm", "best-digits-full-0.pt"): ["rows.csv"],
+    ("dcmm", "settings.json"): [],
+    ("repeated", "sbm.ckpt"): [],
+    ("lra", "last.ckpt"): ["results.json"],
+    ("lra", "best.ckpt"): ["results.json"],
+    ("lra", "results.json"): [],
+    ("lra", "settings.json"): [],
+}
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "cut": lambda content: content[: 2 * len(content) // 3],
+    "cut by a line": lambda content: content.rstrip(b"\n").rpartition(b"\n")[0] + b"\n",
+    "a bit": lambda content: (
+        content[: len(content) // 2] + bytes([content[len(content) // 2] ^ 4]) + content[len(content) // 2 + 1 :]
+    ),
+    "emptied": lambda content: b"",
+    "something else": lambda content: b"\x80\x02 neither text nor an archive",
+}
+WAYS_OUT = r"(?i)(take it from a backup|take another --output|delete|restore|start a new run)"
+
+
+def refusal(name: str, folder: Path, inputs: dict[str, str], capsys: pytest.CaptureFixture[str]) -> str:
+    """What a program says when it ends by a mistake."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        run(name, folder, inputs)
+    return f"{stop.value.code} {capsys.readouterr().err}"
+
+
+def check_told(said: str, path: Path) -> None:
+    assert str(path) in said
+    assert re.search(r"Expected '.*' to .*\(got .*\)\.", said)
+    assert re.search(WAYS_OUT, said.partition("(got ")[2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "file"), READ)
+def test_damaged_files_are_named(
+    name: str, file: str, whole: Callable[[str], Path], inputs: dict[str, str], tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    folder = tmp_path / "run"
+    shutil.copytree(whole(name), folder)
+    for other in READ[name, file]:
+        (folder / other).unlink()
+    path = folder / file
+    content = path.read_bytes()
+    for kind, damage in DAMAGES.items():
+        if kind == "cut by a line" and path.suffix != ".csv":
+            continue
+        path.write_bytes(damage(content))
+        check_told(refusal(name, folder, inputs, capsys), path)
+    path.unlink()
+    path.mkdir()
+    check_told(refusal(name, folder, inputs, capsys), path)
+    path.rmdir()
+    if path.suffix in (".pt", ".ckpt"):  # a whole one, of a run with other settings
+        path.write_bytes(content)
+        state = runs.read_checkpoint(path)
+        known = state["run"]["settings"] if name == "lra" else state["run"]
+        known["seed"] += 1
+        runs.write_checkpoint(path, state)
+        check_told(refusal(name, folder, inputs, capsys), path)
+    path.write_bytes(content)
+    run(name, folder, inputs)
+
+
+@pytest.mark.parametrize("kind", ["cut", "cut by a line", "a bit", "emptied"])
+def test_a_damaged_table_is_named(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    with runs.claim(tmp_path, "recall", {"channels": 8}):
+        tables.add(path, [{"run": "full", "seed": 0, "loss": 0.123456}, {"run": "full", "seed": 1, "loss": 0.7}])
+    content = path.read_bytes()
+    path.write_bytes(DAMAGES[kind](content))
+    message = re.escape(
+        f"Expected '{path}' to be as it was written (got other bytes than settings.json says). It is damaged"
+    )
+    for act in (lambda: tables.read(path), lambda: tables.add(path, [{"run": "full", "seed": 2, "loss": 0.5}])):
+        with pytest.raises(runs.RunError, match=message):
+            act()
+    (tmp_path / "settings.json").unlink()  # without it, as in docs/: what has lost its form is told
+    if kind in ("cut", "emptied"):
+        with pytest.raises(runs.RunError, match=re.escape(f"{path}' to ")):
+            tables.read(path)
+
+
+def test_a_kill_between_a_table_and_its_checksum_does_no_harm(tmp_path: Path) -> None:
+    row: dict[str, Any] = {"run": "full", "loss": 1.0}
+    with runs.claim(tmp_path, "recall", {"channels": 8}):
+        tables.add(tmp_path / "rows.csv", [row])
+        for moment in range(1, 9):
+            with counting(kill_at(moment)), pytest.raises(Killed):
+                tables.add(tmp_path / "rows.csv", [{**row, "loss": moment}])
+            found = [each["loss"] for each in tables.read(tmp_path / "rows.csv")]
+            assert found == [1.0] + [8.0] * (moment == 8)
+
+
+# ------------------------------------------------------------------ other settings, and a full disk
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "message"),
+    [
+        ("recall", ["--channels", "16"], "Expected 'channels of mqar-small' to be 8"),
+        ("recall", ["--layers", "3", "--methods", "window"], "Expected 'layers' to be 2"),
+        ("language", ["--channels", "8"], "Expected 'channels' to be 16"),
+        ("language", ["--test", "OTHER"], "Expected 'checksum of test' to be '"),
+        ("sparsefinder", ["--epochs", "2"], "Expected 'epochs' to be 1"),
+        ("sparsefinder", ["--train", "OTHER"], "Expected 'checksum of train' to be '"),
+        ("dcmm", ["--channels", "16"], "Expected 'channels of digits' to be 8"),
+        ("repeated", ["--steps", "40"], "Expected 'steps' to be 30"),
+    ],
+)
+def test_a_finished_run_does_not_answer_for_other_settings(
+    name: str, more: list[str], message: str, inputs: dict[str, str], small: None, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """The folder holds what a run says of itself first, and nothing is computed."""
+    folder, module = tmp_path / "run", import_module(PROGRAMS[name][0])
+    with counting(kill_at(9)), pytest.raises(Killed):
+        run(name, folder, inputs)
+    (tmp_path / "other").write_text(WORDS * 31)
+    more = [str(tmp_path / "other") if word == "OTHER" else word for word in more]
+    with pytest.raises(SystemExit), counting(lambda: pytest.fail("something was computed or written")):
+        module.main([*command(name, folder, inputs), *more])
+    said = " ".join(capsys.readouterr().err.split())
+    assert message in said
+    assert f"as in {folder / 'settings.json'} (got " in said
+    assert "Take another --output for other settings." in said
+
+
+def test_a_table_without_settings_is_not_added_to(
+    inputs: dict[str, str], small: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tables.add(tmp_path / "rows.csv", [{"task": "mqar-small", "run": "full", "seed": 0}])
+    said = refusal("recall", tmp_path, inputs, capsys)
+    assert (
+        f"Expected '{tmp_path / 'settings.json'}' to be what rows.csv was made with (got no such file). Restore it"
+        in said
+    )
+
+
+def test_a_folder_has_one_process_at_a_time(
+    inputs: dict[str, str], small: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with runs.hold(tmp_path):
+        assert "no other process is at work" in refusal("recall", tmp_path, inputs, capsys)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+@pytest.mark.parametrize("name", [*QUICK, "repeated"])
+def test_a_full_disk_is_named_at_each_file(
+    name: str, whole: Callable[[str], Path], inputs: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = [path.name for path in whole(name).iterdir() if path.is_file() and path.name != ".lock"]
+    assert len(files) > 3
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for file in sorted(
+        files, key=lambda file: (whole(name) / file).stat().st_mtime_ns
+    ):  # in the order in which they are written
+        (folder / f"{file}.partial").symlink_to("/dev/full")
+        said = refusal(name, folder, inputs, capsys)
+        assert f"Expected 'output' to have room for {file}, " in said
+        assert f"bytes (got 'No space left on device' in {folder}). What was written before is whole: make room" in said
+        assert not list(folder.glob("*.partial"))
+    run(name, folder, inputs)
+    check_same_ends(whole(name), folder)
