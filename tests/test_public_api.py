@@ -17,6 +17,8 @@ ROOT = Path(sbm_pyg.__file__).parent
 ORDER = [
     "version",
     "ops",
+    "auxiliary",
+    "following",
     "ragged",
     "rows",
     "graph",

@@ -43,7 +43,11 @@ def test_a_recipe_is_short_and_imports_the_package_and_torch(name: str) -> None:
         alias.name.split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names
     }
     found |= {str(node.module).split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    others = {"hugging_face": {"transformers"}, "graph_analysis": {"networkx"}, "repeated_tokens": {"examples", "numpy"}}
+    others = {
+        "hugging_face": {"transformers"},
+        "graph_analysis": {"networkx"},
+        "repeated_tokens": {"examples", "numpy"},
+    }
     others["sequence_classifier"] = {"torch_geometric"}
     assert found - set(sys.stdlib_module_names) - {"matplotlib"} <= {"sbm_pyg", "torch"} | others.get(name, set())
     top = {alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names}
