@@ -45,7 +45,7 @@ def check(calls: int, folder: Path) -> None:
     assert len(verdicts) == calls
     without, refusals = share(verdicts)
     assert not faults(verdicts), said
-    assert 100 * without < refusals, said
+    assert 200 * without < refusals, said
 
 
 @pytest.mark.slow
@@ -65,7 +65,8 @@ def test_twenty_thousand_calls(tmp_path: Path, request: pytest.FixtureRequest) -
 def test_every_public_name_is_called() -> None:
     SBMAttentionConv(4, 2)  # an instance makes MessagePassing write methods into the class, which are not ours
     names = {*public_names()}
-    assert names == TABLE.keys() | EXEMPT.keys()
+    called = {name for name in TABLE if not name.startswith("scenario: ")}
+    assert names == called | EXEMPT.keys()
     assert not TABLE.keys() & EXEMPT.keys()
 
 
