@@ -48,7 +48,7 @@ def any_layer(d: Draw, pairs: bool = False) -> Any:
             "full": lambda: patterns.PatternSource(patterns.full),
         }[kind]()  # fmt: skip
         learns = kind == "coins" or (kind == "ranks" and estimator not in ("local", "distill"))
-        layer = AttentionConv(WIDTH, CHANNELS, HEADS, source, estimator=estimator if learns else None, **options)
+        layer = AttentionConv(WIDTH, CHANNELS, HEADS, source, estimator=estimator if learns else "none", **options)
     layer = layer.double()
     lengths = d.lengths()
     for seed in (1, 2):
