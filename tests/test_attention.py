@@ -581,7 +581,7 @@ def test_writing_into_offsets_after_a_call_changes_no_gradient(kind: str, write:
             write(ptr, [0, 2, 28, 30])
             write(ids, [7, 8, 9])
         loss.backward()
-        return [x.grad, *(parameter.grad for parameter in conv.parameters() if parameter.grad is not None)]  # type: ignore[list-item]
+        return [x.grad, *(parameter.grad for parameter in conv.parameters() if parameter.grad is not None)]
 
     kept, changed = gradients(False), gradients(True)
     assert len(kept) == len(changed)
