@@ -263,12 +263,12 @@ def streamed(
 
 
 def share_of(share: float, count: Tensor) -> Tensor:
-    """How many of each number of things a share is, rounded up, and one at least, int64.
+    """How many of each number of things, at least 1, a share in (0, 1] is, rounded up, int64.
 
     What rounding alone puts above a whole number is not rounded up: 0.55 of 100 are 55.
     """
     wide = checks.widest(count.device)
-    return (share * count.to(wide) * (1 - 4 * torch.finfo(wide).eps)).ceil().clamp(min=1).long()
+    return (share * count.to(wide) * (1 - 4 * torch.finfo(wide).eps)).ceil().long()
 
 
 def largest(k: int | Tensor, own: Tensor | None = None) -> Keep:
