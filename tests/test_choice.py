@@ -14,6 +14,7 @@ from sbm_pyg import (
     SBM,
     AttentionConv,
     AttentionGraph,
+    BlockGraph,
     Choice,
     EdgeProbability,
     GraphSource,
@@ -468,3 +469,33 @@ def test_a_transform_draws_anew_without_a_seed_and_refuses_what_does_not_fit() -
         SourceGraph(transform.source, heads=3)(data)
     with pytest.raises(TypeError, match="'data' to be Data"):
         transform(cast(Any, 3))
+
+
+def test_what_is_forced_of_blocks_is_causal_with_them() -> None:
+    """A mask of the edges of blocks, not of tokens."""
+    blocks = patterns.full(3)
+    forced = torch.zeros(9, dtype=torch.bool).index_fill_(0, torch.tensor([1, 3, 8]), True)  # one of them is later
+    choice = Choice(BlockGraph(blocks, 4, query_ptr=torch.tensor([0, 10])), forced=forced).causal()
+    assert choice.graph.is_causal
+    assert choice.graph.blocks == blocks.causal()
+    assert choice.forced is not None
+    assert choice.forced.tolist() == [False, True, False, False, False, True]
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_probabilities_refuse_graphs_over_other_sequences_or_that_are_not_causal(is_causal: bool) -> None:
+    x, ptr = draw(1, 2, 9, 4), torch.tensor([0, 4, 9])
+    sbm = SBM(x.sigmoid() / 4, x.sigmoid(), query_ptr=ptr, is_causal=is_causal)
+    index = indexer.IndexProbability(*indexer.Indexer(4, 2).double()(x, x), ptr=ptr, is_causal=is_causal)
+    for probability in (sbm, index):
+        right = patterns.full(None, ptr=ptr, is_causal=is_causal).expand(2)
+        assert probability.on(right).shape == (right.num_edges,)
+        for other in (torch.tensor([0, 5, 9]), torch.tensor([0, 9]), torch.tensor([0, 2, 4, 9])):
+            with pytest.raises(ValueError, match="Expected 'graph' over the sequences of this"):
+                probability.on(patterns.full(None, ptr=other, is_causal=is_causal).expand(2))
+        both = patterns.full(None, ptr=ptr).expand(2)
+        if is_causal:
+            with pytest.raises(ValueError, match="Expected 'graph' to be causal, as this"):
+                probability.on(both)
+        else:
+            probability.on(both.causal())

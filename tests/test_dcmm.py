@@ -233,3 +233,11 @@ def test_an_encoder_takes_it_by_name() -> None:
     assert bool((trace.density == 1).all())
     assert encoder.blocks[0].attention.score_bias.num_blocks == 6
     assert encoder.blocks[0].attention.score_bias.degree == "softplus"
+
+
+def test_the_entropy_is_the_mean_over_the_tokens_of_both_sides() -> None:
+    """Also where there are more keys than queries."""
+    bias = DCMMBias(CHANNELS, HEADS, BLOCKS, tied=False).double()
+    model = bias.predict(draw(1, HEADS, 3, CHANNELS), draw(2, HEADS, 7, CHANNELS))
+    each = [-(side * side.log()).sum(2).mean(0) for side in (model.query_membership, model.key_membership)]
+    torch.testing.assert_close(model.entropy, torch.cat(each).mean(), rtol=1e-6, atol=0)

@@ -237,3 +237,10 @@ def test_metrics_by_hand() -> None:
     with pytest.raises(ValueError, match="Expected 'graph' over the tokens and heads of 'gold'"):
         compare(gold, patterns.full(4))
     assert cast(Any, match).recall.dtype == torch.float64
+
+
+def test_a_graph_without_edges_misses_nothing_precisely() -> None:
+    gold, none = patterns.self_loops(4), AttentionGraph.from_edge_index(torch.empty(2, 0, dtype=torch.int64), 4, 4)
+    found, other = compare(gold, none), compare(none, gold)
+    assert (float(found.precision), float(found.recall), float(found.exact)) == (1, 0, 0)
+    assert (float(other.precision), float(other.recall), float(other.exact)) == (0, 1, 1)

@@ -19,9 +19,10 @@ from torch import Tensor
 from torch_geometric import EdgeIndex
 from torch_geometric.data import Batch, Data, HeteroData
 
-from sbm_pyg import AttentionGraph, pad, unpad
+from sbm_pyg import AttentionGraph, pad, patterns, unpad
 from sbm_pyg.ops import checks
 from sbm_pyg.ragged import readable, resolve_ptr
+from sbm_pyg.rows import check_sizes
 
 needs_torch_sparse = pytest.mark.skipif(
     not torch_geometric.typing.WITH_TORCH_SPARSE, reason="torch-sparse is not installed"
@@ -1191,3 +1192,20 @@ def test_from_networkx_of_other_graphs() -> None:
 def test_from_networkx_errors(graph: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=says(message)):
         AttentionGraph.from_networkx(graph, heads=1)
+
+
+def test_a_batch_or_a_union_is_causal_where_both_are() -> None:
+    causal, other = patterns.full(3, is_causal=True), patterns.full(3)
+    for both in ([causal, causal], [causal, other], [other, causal], [other, other]):
+        wanted = all(graph is causal for graph in both)
+        joined, united = AttentionGraph.concatenate(both), both[0] | both[1]
+        assert joined.is_causal is united.is_causal is wanted
+        for graph in (joined, united):
+            graph.validate()
+            assert bool(graph.later.any()) is not wanted
+
+
+def test_pairs_are_numbered_below_two_to_63() -> None:
+    assert check_sizes(2**31, 2**31, 1) == (2**31, 2**31, 1)
+    with pytest.raises(ValueError, match=says("of a product below 2**63")):
+        check_sizes(2**31, 2**31, 2)

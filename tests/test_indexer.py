@@ -530,3 +530,23 @@ def test_writing_into_the_offsets_of_a_probability_is_refused() -> None:
     probability.sides.query_ptr[1] = 6
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def test_a_bias_beside_degrees_has_no_effect_and_no_gradient() -> None:
+    scorer, x, bias = (
+        make("indexer"),
+        draw(1, HEADS, 9, CHANNELS),
+        torch.ones(HEADS, dtype=torch.float64).requires_grad_(),
+    )
+    degree, graph = torch.full((9,), 2.0, dtype=torch.float64), patterns.full(9).expand(HEADS)
+    with_bias, without = (IndexProbability(*scorer(x, x), degree=degree, bias=each).on(graph) for each in (bias, None))
+    assert torch.equal(with_bias, without)
+    with_bias.square().sum().backward()
+    assert bias.grad is None or not bias.grad.any()
+
+
+def test_coins_expect_a_key_of_each_query_at_least() -> None:
+    """However few keys there are to share out."""
+    source, x, ptr = IndexerSource(Indexer(4, 2), share=0.1), torch.randn(2, 33, 4), pointer([3, 30])
+    degree = source(x, x, ptr, ptr, seed=0).probability.expected_degree()
+    torch.testing.assert_close(degree, torch.tensor([1.0] * 3 + [3.0] * 30).expand(2, -1))

@@ -531,3 +531,21 @@ def test_places_are_checked() -> None:
     torch.testing.assert_close(encoder.eval()(tokens, seed=0), encoder(tokens, positions=torch.tensor([0, 1]), seed=0))
     with pytest.raises(ValueError, match=r"Expected 'pool_length' to be at least 1 \(got 0\)"):
         SequenceClassifier(encoder, 2, pool_length=0)
+
+
+def test_dcmm_is_the_score_bias_of_its_layers() -> None:
+    """So there is no room for another."""
+    with pytest.raises(
+        ValueError, match=r"Expected 'attention_options' of 'dcmm' to be known \(got \['score_bias'\]\)"
+    ):
+        SequenceEncoder(9, 8, attention="dcmm", attention_options={"score_bias": lambda query, key, graph: None})
+
+
+def test_each_head_of_bigbird_draws_keys_of_its_own() -> None:
+    options = {"size": 0, "num_global": 0, "num_random": 3}
+    encoder = SequenceEncoder(9, 8, num_layers=1, heads=2, attention="bigbird", attention_options=options)
+    _, trace = encoder(torch.arange(40) % 9, seed=0, return_trace=True)
+    graph = trace.graphs[0]
+    assert graph is not None
+    assert graph.heads == 2
+    assert graph.head(0) != graph.head(1)

@@ -626,3 +626,19 @@ def test_nested_errors() -> None:
     ):
         arguments = {"query": x, "key": nested(x), "value": nested(x), name: tokens}
         refused(layer, arguments, TypeError if got == "got a nested tensor" else ValueError, name, got)
+
+
+def test_causality_among_other_tokens_counts_places_with_padding() -> None:
+    theirs, query, memory = torch_layer(batch_first=True), draw(2, 7, 16), draw(2, 7, 16, seed=2)
+    ours = SBMMultiheadAttention.from_torch(theirs, num_blocks=None)
+    padding, later = torch.zeros(2, 7, dtype=torch.bool), torch.ones(7, 7, dtype=torch.bool).triu(1)
+    padding[:, 2], padding[1, 4] = True, True  # not at the end, or places would be the same
+    expected, _ = theirs(query, memory, memory, padding, attn_mask=later)
+    found, _ = ours(query, memory, memory, padding, is_causal=True)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_layer_made_of_torchs_is_in_its_mode(training: bool) -> None:
+    made = SBMMultiheadAttention.from_torch(torch_layer().train(training), num_blocks=4)
+    assert all(module.training is training for module in made.modules())

@@ -378,3 +378,27 @@ def test_a_language_model_is_trained_and_reported(tmp_path: Path, capsys: pytest
     with pytest.raises(SystemExit):
         language_model.main([*words[:-4], "--densities", "0.02", "--output", str(tmp_path / "other")])
     assert "Expected 'densities' beyond those of the window of 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", tasks.TASKS)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_no_example_of_the_test_is_one_of_training(name: str, seed: int) -> None:
+    """Of any task and size, and the test is the same for every seed."""
+    task = tasks.TASKS[name]
+    sizes = {*task.train, *task.test}
+    task = dataclasses.replace(task, train=dict.fromkeys(task.train, 20), test=dict.fromkeys(task.test, 20))
+    trained, tested = (task.examples(split, seed) for split in ("train", "test"))
+    assert {*trained, *tested} == sizes
+    seen = {tuple(row) for examples in trained.values() for row in examples.tokens.tolist()}
+    assert len(seen) == 20 * len(trained)
+    for size, examples in tested.items():
+        assert not seen & {tuple(row) for row in examples.tokens.tolist()}
+        assert torch.equal(examples.tokens, task.examples("test", 7)[size].tokens)
+
+
+@pytest.mark.parametrize("count", [1, 999, 1000, 1001, 1999, 2000])
+def test_examples_are_made_a_thousand_at_a_time(count: int) -> None:
+    parts = tasks._parts(count, 1000)
+    assert sum(parts) == count
+    assert max(parts) <= 1000
+    assert min(parts) > 0

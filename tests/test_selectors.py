@@ -329,3 +329,31 @@ X = torch.ones(2, 5, 3)
 def test_errors_name_the_argument(call: Callable[[], Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call()
+
+
+def test_a_causal_query_has_a_block_of_its_own_among_other_tokens_too() -> None:
+    """The block at its place, and with k=1 no other; else it has none where queries and keys are different tokens."""
+    query, key = draw(1, HEADS, 8, CHANNELS), draw(2, HEADS, 8, CHANNELS)
+    graph = block_top_k(query, key, 1, 2, bipartite=True, is_causal=True)
+    place = torch.arange(8)
+    wanted = (place[:, None] // 2 == place // 2) & (place <= place[:, None])
+    assert torch.equal(graph.to_dense(), wanted.expand(HEADS, -1, -1))
+    assert not torch.equal(block_top_k(query, key, 1, 2, bipartite=True).causal().to_dense(), graph.to_dense())
+
+
+def test_a_centroid_without_tokens_stays_where_it_is() -> None:
+    """Even where batches leave nothing of what it was."""
+    source, x, ptr = RoutingSource(2, num_clusters=2, decay=0.0), torch.tensor([[[2.0, 0.1], [1.0, 0.0]]]), pointer([2])
+    start = torch.tensor([[[1.0, 0.0], [-1.0, 0.0]]])
+    source.centroids.copy_(start)
+    source(x, x, ptr, ptr, seed=0)
+    assert torch.equal(source.centroids[0, 1], start[0, 1])
+    assert not torch.equal(source.centroids[0, 0], start[0, 0])
+
+
+@pytest.mark.parametrize("size", [1, 20])
+def test_equal_keys_of_a_long_causal_sequence_are_taken_in_their_order(size: int) -> None:
+    x = torch.ones(1, 3000, 2)
+    graph = routing(x, x, torch.ones(1, 1, 2), size, is_causal=True)
+    assert torch.equal(graph.degree[0], torch.arange(1, 3001).clamp(max=size))
+    assert torch.equal(graph.col.long(), torch.cat([torch.arange(min(each, size)) for each in range(1, 3001)]))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sbm_pyg import AttentionConv, AttentionGraph, pairs, patterns
+from sbm_pyg import AttentionConv, AttentionGraph, pairs, patterns, sparsefinder
 from sbm_pyg.gold import compare, gold_graph
 from sbm_pyg.predictors import blocks, bucketing, buckets, clustering, clusters, distance
 from sbm_pyg.sparsefinder import Projection, SparsefinderSource, fit_centroids, fit_projection, projection_loss
@@ -398,3 +398,82 @@ def test_a_pair_has_no_window() -> None:
     ptr = torch.tensor([0, 5])
     with pytest.raises(ValueError, match="Expected the same tokens as queries and keys with 'window'"):
         SparsefinderSource(Projection(3, 2), bucketing, window=1, num_buckets=2)(X, X, ptr, ptr, bipartite=True, seed=0)
+
+
+def test_a_projection_starts_as_torchs_linear_layers() -> None:
+    """With bounds by the width that a layer reads."""
+    torch.manual_seed(0)
+    projection = Projection(400, HEADS, dim=2, hidden=100)
+    for weight, bias, bound in zip(projection.weights, projection.biases, (400**-0.5, 100**-0.5), strict=True):
+        for drawn in (weight, bias):
+            assert float(drawn.detach().abs().max()) < 1.0001 * bound
+        assert float(weight.detach().abs().max()) > 0.9 * bound
+
+
+def test_the_relu_stands_behind_the_hidden_layer() -> None:
+    projection, x = Projection(5, HEADS, dim=2, hidden=7), draw(1, HEADS, 6, 5)
+    for side, found in enumerate(projection(x, x)):
+        hidden = (x @ projection.weights[0][side] + projection.biases[0][side]).relu()
+        torch.testing.assert_close(found, hidden @ projection.weights[1][side] + projection.biases[1][side])
+
+
+def test_each_step_draws_other_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: list[int] = []
+    inner = sparsefinder.projection_loss
+
+    def noted(*arguments: Any, seed: int, **options: Any) -> Tensor:
+        seeds.append(seed)
+        return inner(*arguments, seed=seed, **options)
+
+    monkeypatch.setattr(sparsefinder, "projection_loss", noted)
+    x = draw(1, HEADS, 6, 5)
+    samples = [(x, x, patterns.self_loops(6).expand(HEADS))] * 3
+    fit_projection(Projection(5, HEADS, dim=2), samples, epochs=4, seed=9, progress=False)
+    assert sorted(seeds) == list(range(9, 21))
+
+
+def test_k_means_takes_seeds_of_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster, found = pytest.importorskip("sklearn.cluster"), []
+    inner = cluster.KMeans
+
+    def noted(*arguments: Any, random_state: int, **options: Any) -> Any:
+        found.append(random_state)
+        return inner(*arguments, random_state=random_state, **options)
+
+    monkeypatch.setattr(cluster, "KMeans", noted)
+    x = draw(1, HEADS, 6, 5)
+    for seed in (3, 2**31 + 3, 2**32 + 4):
+        fit_centroids(Projection(5, HEADS, dim=2), [(x, x)], 2, seed=seed)
+    assert sorted({*found}) == [3, 4, 2**31 + 3]
+
+
+def test_blocks_of_queries_and_keys_are_cut_by_offsets_of_their_own() -> None:
+    """As many centroids as points are the points."""
+    pytest.importorskip("sklearn")
+    projection, q, z = Projection(5, HEADS, dim=2), draw(1, HEADS, 6, 5), draw(2, HEADS, 6, 5)
+    query_ptr, key_ptr, none = torch.tensor([0, 1, 6]), torch.tensor([0, 4, 6]), torch.zeros(7, dtype=torch.int64)
+    graph = AttentionGraph(none, none[:0], 6, 6, query_ptr=query_ptr, key_ptr=key_ptr)
+    found = fit_centroids(projection, [(q, z, graph)], 7, block_size=2)
+    x, y = projection(q, z)
+    cuts = [(x, [(0, 1), (1, 3), (3, 5), (5, 6)]), (y, [(0, 2), (2, 4), (4, 6)])]
+    means = torch.stack([side[:, start:end].mean(1) for side, parts in cuts for start, end in parts], 1).detach()
+    for head in range(HEADS):
+        order = [each[head][each[head][:, 0].argsort()] for each in (found, means)]
+        torch.testing.assert_close(*order)
+
+
+def test_global_tokens_of_a_causal_source_are_causal() -> None:
+    source, x, ptr = (
+        SparsefinderSource(Projection(5, HEADS), distance, num_global=2, threshold=0.1),
+        draw(1, HEADS, 9, 5),
+        pointer([4, 5]),
+    )
+    graph = source(x, x, ptr, ptr, is_causal=True, seed=0).graph
+    assert graph.is_causal
+    assert not graph.later.any()
+    assert bool(graph.contains(torch.tensor([[0, 1], [3, 3]])).all())
+
+
+def test_a_distance_of_zero_is_near() -> None:
+    x = torch.tensor([[[1.0, 2.0], [3.0, 4.0], [1.0, 2.0]]])
+    assert distance(x, x, 0.0).to_dense()[0].int().tolist() == [[1, 0, 1], [0, 1, 0], [1, 0, 1]]

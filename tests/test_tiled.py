@@ -351,3 +351,13 @@ def test_it_compiles() -> None:
     conv, x = layer(), torch.randn(12, 8, dtype=torch.float64)
     compiled = torch.compile(conv, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x, seed=1), conv(x, seed=1))
+
+
+def test_what_is_stored_of_a_tiled_choice_knows_its_exploration() -> None:
+    """By which estimators weigh edges."""
+    source, q = layer(exploration=0.25).source, torch.randn(2, 12, 4, dtype=torch.float64)
+    assert source is not None
+    choice = source(q, q, ptr_of([12]), ptr_of([12]), seed=0)
+    assert isinstance(choice, TiledChoice)
+    assert choice.stored().exploration == choice.exploration == 0.25
+    assert choice.causal().exploration == 0.25
