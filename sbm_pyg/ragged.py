@@ -45,15 +45,7 @@ def readable(x: Tensor) -> bool:
     They may not in compiled code, nor where there are no values: in meta and fake tensors, in all tensors where new
     ones are fake, and in those that stand for many, as in ``vmap``.
     """
-    return not (torch.compiler.is_compiling() or x.is_meta or is_fake(x) or detect_fake_mode() or _batched(x))
-
-
-def _batched(x: Tensor) -> bool:
-    while torch._C._functorch.is_functorch_wrapped_tensor(x):  # as by `grad` inside of `vmap`
-        if torch._C._functorch.is_batchedtensor(x):
-            return True
-        x = torch._C._functorch.get_unwrapped(x)
-    return False
+    return not (torch.compiler.is_compiling() or x.is_meta or is_fake(x) or detect_fake_mode() or checks.batched(x))
 
 
 def check_tensor(x: object, name: str, optional: bool = True) -> None:

@@ -436,7 +436,7 @@ def test_bad_arguments_of_block_ops_are_refused_by_name() -> None:
         block_attention(query, key, value, rowptr[:-1], col, ptrs, grain)
     with pytest.raises(ValueError, match="'grain'"):
         block_attention(query, key, value, rowptr, col, ptrs, 0)
-    with pytest.raises(ValueError, match=r"'ptrs\[1\]' to end with the number of tokens, 9"):
+    with pytest.raises(ValueError, match=r"'ptrs\[1\]' to run from 0 to 9, the number of tokens"):
         block_attention(query, key, value, rowptr, col, (ptrs[0], ptrs[1].clamp(max=8)), grain)
     with pytest.raises(ValueError, match="'bias' to be"):
         block_attention(query, key, value, rowptr, col, ptrs, grain, bias=query.new_zeros(col.numel()))

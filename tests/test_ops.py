@@ -605,6 +605,87 @@ def test_what_does_not_fit_is_refused(name: str, change: Callable[[Any], Any], m
                 op(*((given | {name: change(given[name])})[wanted] for wanted in ("query", "key", "rowptr", "col")))
 
 
+X, ONES, PTR, IDS = torch.rand(2, 5, 4) / 4, torch.ones(5), torch.tensor([0, 5]), torch.tensor([0])
+ROWS, COL = GRAPHS["full"].rowptr, GRAPHS["full"].col
+BLOCKS = torch.tensor([0, 3, 6, 9, 12, 15, 18])  # three blocks of at most two tokens, in two heads
+BLOCK = torch.arange(3).repeat(6)
+
+
+def block_expectation(probes: Tensor = BLOCK, chance: Tensor = ONES[:3]) -> Tensor:
+    graph, pair = (BLOCKS, BLOCK, None), (BLOCKS, probes, None)
+    prob = (torch.ones(18), torch.ones(len(probes)))
+    return ops.block_expectation(X, X, X, X, graph, pair, chance, (PTR, PTR), 2, prob=prob)
+
+
+@pytest.mark.parametrize(
+    ("op", "name", "full"),
+    [
+        (lambda col: ops.edge_dot(X, X, ROWS, col), "rowptr", COL),
+        (lambda col: ops.edge_gate(X, X, ROWS, col), "rowptr", COL),
+        (lambda col: ops.edge_attention(X, X, X, ROWS, col), "rowptr", COL),
+        (lambda col: ops.edge_entmax(X, X, X, ROWS, col), "rowptr", COL),
+        (lambda col: ops.edge_effect(X, X, X, X, ROWS, col, None, ROWS, COL), "rowptr", COL),
+        (lambda col: ops.edge_effect(X, X, X, X, ROWS, COL, None, ROWS, col), "probe_rowptr", COL),
+        (
+            lambda col: ops.local_expectation(X, X, X, X, (ROWS, col, None), (ROWS, COL, None), ONES, factors=(X, X)),
+            "rowptr",
+            COL,
+        ),
+        (
+            lambda col: ops.local_expectation(X, X, X, X, (ROWS, COL, None), (ROWS, col, None), ONES, factors=(X, X)),
+            "probe_rowptr",
+            COL,
+        ),
+        (lambda col: ops.block_attention(X, X, X, BLOCKS, col, (PTR, PTR), 2), "rowptr", BLOCK),
+        (lambda col: ops.block_weight(X, X, BLOCKS, col, (PTR, PTR), 2), "rowptr", BLOCK),
+        (
+            lambda col: ops.block_effect(X, X, X, X, (BLOCKS, BLOCK, None), (BLOCKS, col, None), (PTR, PTR), 2),
+            "probe_rowptr",
+            BLOCK,
+        ),
+        (block_expectation, "probe_rowptr", BLOCK),
+    ],
+)
+def test_rows_run_over_the_edges_that_there_are(op: Callable[[Tensor], Any], name: str, full: Tensor) -> None:
+    """Else kernels read beyond the last one."""
+    op(full)
+    for col in (full[:0], full[:-1], torch.cat([full, full[:1]])):
+        end = rf"Expected '{name}' to run from 0 to {len(col)}, the number of edges in '.*col' \(got 0 to {len(full)}\)"
+        with pytest.raises(ValueError, match=end):
+            op(col)
+
+
+@pytest.mark.parametrize(
+    ("op", "sides"),
+    [
+        (lambda mine, theirs: ops.reach_dot(X, X, mine, theirs), ("query_ptr", "key_ptr")),
+        (lambda mine, theirs: ops.sample_sbm(X, X, mine, theirs, IDS, 0), ("query_ptr", "key_ptr")),
+        (lambda mine, theirs: ops.sampled_attention(X, X, X, X, X, mine, theirs, IDS, 0), ("query_ptr", "key_ptr")),
+        (lambda mine, _: ops.sample_systematic(ONES, mine, PTR, IDS, 2, 0), ("query_ptr",)),
+        (lambda mine, _: ops.invalid_row(ROWS, COL, mine, PTR, 2), ("query_ptr",)),
+        (
+            lambda mine, theirs: ops.block_attention(X, X, X, BLOCKS, BLOCK, (mine, theirs), 2),
+            (r"ptrs\[0\]", r"ptrs\[1\]"),
+        ),
+    ],
+)
+def test_offsets_run_over_the_tokens_that_there_are(op: Callable[..., Any], sides: tuple[str, ...]) -> None:
+    op(PTR, PTR)
+    for side, name in enumerate(sides):
+        for wrong, found in ((torch.tensor([0, 9]), "0 to 9"), (torch.tensor([-1, 5]), "-1 to 5")):
+            given = [wrong if at == side else PTR for at in range(2)]
+            with pytest.raises(ValueError, match=rf"Expected '{name}' to run from 0 to 5, .* \(got {found}\)"):
+                op(*given)
+
+
+def test_other_sizes_that_kernels_trust() -> None:
+    for rowptr in (ROWS[:0], ROWS[:-1]):
+        with pytest.raises(ValueError, match=r"Expected 'rowptr' to be \[H\*N\+1\] with H = 2"):
+            ops.invalid_row(rowptr, COL, PTR, PTR, 2)
+    with pytest.raises(ValueError, match=r"Expected 'chance' to be \[n\] = \[3\] \(got \[5\]\)"):
+        block_expectation(chance=ONES)
+
+
 def test_effects_and_samplers_refuse_what_does_not_fit() -> None:
     given = arguments()
     x, rowptr, col = given["query"], given["rowptr"], given["col"]

@@ -123,7 +123,7 @@ def reach_dot(
         "key", key, (query.size(0), None, query.size(2)), "[H, M, K]", "It has the heads and blocks of 'query'."
     )
     checks.floating(query=query, key=key)
-    _check_ptr(query_ptr, key_ptr)
+    _check_ptr(query_ptr, key_ptr, query.size(1), key.size(1))
     checks.same_device("query", query, key=key, query_ptr=query_ptr, key_ptr=key_ptr)
     checks.flag("is_causal", is_causal, _CAUSAL)
     checks.flag("is_strict", is_strict, "It says whether the key at the place of the query is left out.")
@@ -590,6 +590,9 @@ def block_expectation(
     checks.shape("out", out, (*query.shape[:2], value.size(2)), "[H, N, C']", "It is the output of the attention.")
     checks.shape("prob", prob[0], graph[1].shape, "[E]", "It has the probability of each edge.")
     checks.shape("probe_prob", prob[1], probes[1].shape, "[E']", "It has the probability of each probe.")
+    rows = (graph[0].size(0) - 1) // query.size(0)
+    checks.shape("chance", chance, (rows,), "[n]", "It holds one probability per query block.")
+    checks.same_device("query", query, out=out, chance=chance, prob=prob[0], probe_prob=prob[1])
     checks.no_tangent(out, *prob)
     constants = (x if x is None else x.detach() for x in (query, key, value, *graph, *probes))
     return schemas.BlockExpectation.apply(
@@ -708,7 +711,8 @@ def _entmax_columns(src: Tensor, ptr: Tensor, alpha: float | Tensor) -> Tensor:
     return out.T.reshape(src.shape) if src.dim() > 1 else out[0]
 
 
-def _check_ptr(query_ptr: Tensor, key_ptr: Tensor) -> None:
+def _check_ptr(query_ptr: Tensor, key_ptr: Tensor, queries: int, keys: int | None) -> None:
+    """Refuse offsets that are not those of so many tokens; None: nobody knows how many."""
     checks.tensors(query_ptr=query_ptr, key_ptr=key_ptr)
     checks.shape("query_ptr", query_ptr, (None,), "[B+1]", "It holds the offsets of the sequences.")
     for name, ptr in (("query_ptr", query_ptr), ("key_ptr", key_ptr)):
@@ -720,10 +724,15 @@ def _check_ptr(query_ptr: Tensor, key_ptr: Tensor) -> None:
             "It holds the offsets of the sequences."
         )
     checks.shape("key_ptr", key_ptr, query_ptr.shape, "[B+1]", "It has the sequences of 'query_ptr'.")
+    checks.spans("query_ptr", query_ptr, queries, "queries")
+    if keys is not None:
+        checks.spans("key_ptr", key_ptr, keys, "keys")
 
 
-def _check_sequences(like: tuple[str, Tensor], query_ptr: Tensor, key_ptr: Tensor, sequence_ids: Tensor) -> None:
-    _check_ptr(query_ptr, key_ptr)
+def _check_sequences(
+    like: tuple[str, Tensor], sizes: tuple[int, int | None], query_ptr: Tensor, key_ptr: Tensor, sequence_ids: Tensor
+) -> None:
+    _check_ptr(query_ptr, key_ptr, *sizes)
     checks.tensors(sequence_ids=sequence_ids)
     checks.shape("sequence_ids", sequence_ids, (query_ptr.size(0) - 1,), "[B]", "It holds one number per sequence.")
     if sequence_ids.dtype != torch.int64:
@@ -780,7 +789,7 @@ def sample_sbm(
         "member", member, (rate.size(0), None, rate.size(2)), "[H, M, K]", "It has the heads and blocks of 'rate'."
     )
     checks.floating(rate=rate, member=member)
-    _check_sequences(("rate", rate), query_ptr, key_ptr, sequence_ids)
+    _check_sequences(("rate", rate), (rate.size(1), member.size(1)), query_ptr, key_ptr, sequence_ids)
     checks.same_device("rate", rate, member=member)
     checks.one_of("method", method, METHODS)
     checks.number("exploration", exploration, "[0, 1]", "It is added to every probability.")
@@ -828,7 +837,7 @@ def sample_systematic(
     checks.tensors(chance=chance)
     checks.shape("chance", chance, (None,), "[N]", "It holds one probability per query.")
     checks.floating(chance=chance)
-    _check_sequences(("chance", chance), query_ptr, key_ptr, sequence_ids)
+    _check_sequences(("chance", chance), (chance.size(0), None), query_ptr, key_ptr, sequence_ids)
     heads = checks.integer("heads", heads, 1, "It is the number of heads.")
     checks.memory("heads", heads * chance.size(0), 32, chance.device, "Take fewer heads, or shorter sequences.", "rows")
     checks.flag("is_causal", is_causal, _CAUSAL)
@@ -890,7 +899,7 @@ def sampled_attention(
     checks.floating(query=query, key=key, value=value)
     checks.same_device("query", query, key=key, value=value)
     _check_model(rate, member, None, query, key)
-    _check_sequences(("query", query), query_ptr, key_ptr, sequence_ids)
+    _check_sequences(("query", query), (query.size(1), key.size(1)), query_ptr, key_ptr, sequence_ids)
     _check_scores(scale, exploration)
     checks.flag("is_causal", is_causal, _CAUSAL)
     reach = -1 if window is None else checks.integer("window", window, 0, "It is a distance between tokens.")
@@ -920,13 +929,17 @@ def invalid_row(rowptr: Tensor, col: Tensor, query_ptr: Tensor, key_ptr: Tensor,
     checks.tensors(rowptr=rowptr, col=col)
     checks.shape("rowptr", rowptr, (None,), "[H*N+1]", "It holds one row per head and query, heads outermost.")
     checks.shape("col", col, (None,), "[E]", "It holds the key of each edge.")
-    _check_ptr(query_ptr, key_ptr)
+    heads = checks.integer("heads", heads, 1, "It is the number of heads.")
+    if not torch.compiler.is_compiling() and rowptr.size(0) % heads != 1 % heads:
+        raise ValueError(
+            f"Expected 'rowptr' to be [H*N+1] with H = {heads} (got {[*rowptr.shape]}). It holds one row per head and "
+            "query, heads outermost."
+        )
+    _check_ptr(query_ptr, key_ptr, (rowptr.size(0) - 1) // heads, None)
     if rowptr.dtype != torch.int64 or col.dtype not in checks.INTEGERS:
         raise TypeError(
             "Expected 'rowptr' to be int64 and 'col' int32 or int64 "
             f"(got {rowptr.dtype} and {col.dtype}). Convert them."
         )
     checks.same_device("col", col, rowptr=rowptr, query_ptr=query_ptr, key_ptr=key_ptr)
-    return schemas.invalid_row(
-        rowptr, col, query_ptr, key_ptr, checks.integer("heads", heads, 1, "It is the number of heads.")
-    )
+    return schemas.invalid_row(rowptr, col, query_ptr, key_ptr, heads)

@@ -1,8 +1,9 @@
 """Checks of what kernels are given: shapes, types, numbers, names, and sizes that memory can hold.
 
 In: the arguments of an op, or of what calls it. Out: nothing, or an error. Forward-mode derivatives are refused too. No
-check looks at the values of a tensor, so each costs microseconds; whether keys lie in range is for
-:class:`sbm_pyg.AttentionGraph` to say. Nothing is checked in compiled code, where numbers of edges are unknown.
+check looks at the values of a tensor but the ends of offsets, which say how long others are, so each costs
+microseconds; whether keys lie in range is for :class:`sbm_pyg.AttentionGraph` to say. Nothing is checked in compiled
+code, where numbers of edges are unknown.
 """
 
 from __future__ import annotations
@@ -158,14 +159,35 @@ def _rows(
         shape(name, x, (col.size(0), *numbers[1]), numbers[0], "It holds the numbers of each edge.")
     floating(**per_edge)
     same_device(like[0], like[1], **{**rows, **per_edge})
+    spans(row_name, rowptr, col.size(0), f"edges in '{col_name}'")
     no_tangent(*per_edge.values())
+
+
+def batched(x: Tensor) -> bool:
+    """Whether a tensor stands for many, as in ``vmap``."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(x):  # as by `grad` inside of `vmap`
+        if torch._C._functorch.is_batchedtensor(x):
+            return True
+        x = torch._C._functorch.get_unwrapped(x)
+    return False
 
 
 def at_hand(*given: Tensor) -> bool:
     """Whether values can be looked at without waiting for a device."""
     return (
-        not torch.compiler.is_compiling() and all(x.device.type == "cpu" for x in given) and not detect_fake_mode(given)
+        not torch.compiler.is_compiling()
+        and all(x.device.type == "cpu" and not batched(x) for x in given)
+        and not detect_fake_mode(given)
     )
+
+
+def spans(name: str, ptr: Tensor, total: int, things: str) -> None:
+    """Refuse offsets that do not run from 0 to a number of things, where they are at hand."""
+    if at_hand(ptr) and (ptr.numel() < 1 or int(ptr[0]) != 0 or int(ptr[-1]) != total):
+        found = f"{int(ptr[0])} to {int(ptr[-1])}" if ptr.numel() else "[0]"
+        raise ValueError(
+            f"Expected '{name}' to run from 0 to {total}, the number of {things} (got {found}). It holds their offsets."
+        )
 
 
 def edges(
@@ -218,11 +240,7 @@ def blocks(
                 f"Expected '{name}' to be [B+1] int64, as long on both sides (got {list(ptr.shape)} {ptr.dtype}). "
                 "It holds the offsets of the sequences."
             )
-        if known and int(ptr[-1]) != tokens.size(1):
-            raise ValueError(
-                f"Expected '{name}' to end with the number of tokens, {tokens.size(1)} (got {int(ptr[-1])}). "
-                "It holds the offsets of the sequences."
-            )
+        spans(name, ptr, tokens.size(1), "tokens")
     cut = cut_sides((query.size(1), key.size(1)), ptrs, grain)[0] if known else None  # which attention looks at, too
     count = None if cut is None else query.size(0) * cut.count + 1
     rows = {f"{prefix}rowptr": rowptr, f"{prefix}col": col}
