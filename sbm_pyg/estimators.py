@@ -261,12 +261,15 @@ class Relaxed(Estimator):
     """``"relaxed"``: trains on all pairs with a soft mask, O(NM), and samples in evaluation only."""
 
     softmax_only = True
+    numbers = 4
+    """Numbers of a pair that memory has to hold in training, beside its key."""
 
     def prepare(self, choice: Choice, training: bool) -> Choice:
         """All pairs, in training."""
         if not training:
             return choice
         blocks = choice.graph.blocks
+        _check_pairs(blocks, self.numbers, 4)
         pairs, _ = draw_probes(blocks, math.inf, seed=0)
         forced = None if choice.forced is None else pairs.union(blocks.select(choice.forced))[1]
         return replace(choice, graph=choice.graph.with_blocks(pairs), forced=forced)
@@ -288,6 +291,8 @@ class Concrete(Relaxed):
     Args:
         temperature: Of the coins, positive. A trainer may lower it as it goes.
     """
+
+    numbers = 8
 
     def __init__(self, temperature: float = 1.0) -> None:
         ops.checks.number("temperature", temperature, "(0, inf)", "The coin hardens as it goes to 0.")
@@ -637,8 +642,7 @@ def score_function(
     ops.checks.tensors(loss=loss)
     ops.checks.floating(loss=loss)
     ops.checks.shape("loss", loss, (graph.num_sequences,), "[B]", "It holds one number per sequence, not their mean.")
-    count = graph.heads * int(graph.pairs_per_sequence.sum())
-    ops.checks.memory("graph", count, 4 * torch.get_default_dtype().itemsize, graph.device, _FEWER, "pairs")
+    _check_pairs(graph, 5, 12)
     pairs, _ = draw_probes(graph, math.inf, seed=0)
     batch = loss.numel()
     others = (loss.sum() - loss) / (batch - 1) if batch > 1 else torch.zeros_like(loss)
@@ -670,6 +674,12 @@ def _explored(probability: EdgeProbability, graph: AttentionGraph, exploration: 
     width = torch.get_default_dtype().itemsize
     ops.checks.memory("graph", graph.num_edges, numbers * width, graph.device, _FEWER)
     return probability.on(graph) + exploration
+
+
+def _check_pairs(graph: AttentionGraph, numbers: int, more: int) -> None:
+    """Refuse all pairs where memory does not hold so many numbers and bytes more for each, backward included."""
+    count, each = graph.heads * int(graph.pairs_per_sequence.sum()), numbers * torch.get_default_dtype().itemsize + more
+    ops.checks.memory("graph", count, each, graph.device, _FEWER, "pairs")
 
 
 def _least(p: Tensor) -> float:

@@ -68,7 +68,7 @@ def gold_graph(
     def score(query: Tensor, key: Tensor) -> Tensor:  # before others are minus infinity, whatever the sign is
         return factor * product(query, key)
 
-    return sides.graph(*streamed(sides, sides.key, sides.key_ptr, sides.reach, used, score))
+    return sides.rows(*streamed(sides, sides.key, sides.key_ptr, sides.reach, used, score))
 
 
 @contextmanager

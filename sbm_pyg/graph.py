@@ -20,8 +20,8 @@ from torch_geometric.typing import EdgeType, SparseTensor
 from torch_geometric.utils import is_sparse, to_edge_index
 
 from .ops import checks
-from .ragged import check_present, check_tensor, offsets, readable, resolve_sides, stored_ptr
-from .rows import CompressedRows, check_edges, check_graph, check_sizes, the_one
+from .ragged import check_present, check_tensor, readable, resolve_sides, stored_ptr
+from .rows import CompressedRows, check_edges, check_graph, check_sizes, index_type, masked_rows, the_one
 
 if TYPE_CHECKING:
     import scipy.sparse
@@ -371,22 +371,23 @@ class AttentionGraph(CompressedRows):
                 f"Expected 'mask' to be [N, M], [H, N, M] or [B, H, N, M] (got {list(mask.shape)}). "
                 "Queries are rows, and there is at least one of each."
             )
-        mask = (
-            mask.reshape(-1 if mask.dim() == 4 else 1, mask.shape[-3] if mask.dim() > 2 else 1, *mask.shape[-2:]) != 0
-        )
-        batch, heads, num_queries, num_keys = mask.shape
-        _, sequence, _, key = mask.transpose(0, 1).nonzero(as_tuple=True)
-        degree = mask.sum(-1).transpose(0, 1).flatten()
+        *before, num_queries, num_keys = mask.shape
+        batch, heads = before[0] if len(before) == 2 else 1, before[-1] if before else 1
+        flat = mask.reshape(batch, heads, num_queries, num_keys)
+
+        place = torch.arange(num_keys, device=mask.device)
+
+        def rows(number: Tensor) -> tuple[Tensor, Tensor]:
+            row, query = number // num_queries, number % num_queries
+            head, sequence = row // batch, row % batch
+            return flat[sequence, head, query] != 0, sequence[:, None] * num_keys + place
+
+        count, numbers = batch * heads * num_queries, place.new_empty(0, dtype=index_type(batch * num_keys))
+        way_out = "Make graphs of some sequences or heads."
+        rowptr, col = masked_rows(rows, count, mask.numel(), "mask", way_out, numbers)
         steps = torch.arange(batch + 1, device=mask.device)
-        return cls._trusted(
-            offsets(degree),
-            sequence * num_keys + key,
-            batch * num_queries,
-            batch * num_keys,
-            heads,
-            steps * num_queries,
-            steps * num_keys,
-        )
+        sides = (batch * num_queries, batch * num_keys, heads, steps * num_queries, steps * num_keys)
+        return cls._trusted(rowptr, col, *sides)
 
     # ---------------------------------------------------------------- to other forms
 

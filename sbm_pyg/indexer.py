@@ -298,7 +298,7 @@ class IndexProbability(EdgeProbability):
         else:
             k = min(checks.integer("k", k, 1, "It is the number of keys of each query."), self.sides.num_keys)
         sides = self.sides
-        return sides.graph(*streamed(sides, sides.key, sides.key_ptr, sides.reach, largest(k), self._scores))
+        return sides.rows(*streamed(sides, sides.key, sides.key_ptr, sides.reach, largest(k), self._scores, most=k))
 
     @torch.no_grad()
     def sample(
@@ -336,7 +336,7 @@ class IndexProbability(EdgeProbability):
             threshold = p.add_(exploration).clamp_(max=1).mul_(possible).mul_(2.0**32)
             return ops.samplers.toss(threshold.long(), sides.query_place[token], stream[token], head, seed)
 
-        graph = sides.graph(*streamed(sides, sides.key, sides.key_ptr, sides.reach, toss, self._scores))
+        graph = sides.rows(*streamed(sides, sides.key, sides.key_ptr, sides.reach, toss, self._scores))
         if totals:
             self._known[_LOG_TOTAL] = _in_order(totals)
         return graph

@@ -19,6 +19,7 @@ from .graph import AttentionGraph, check_graph
 from .ops import checks
 from .propagation import converts
 from .ragged import offsets, readable
+from .rows import index_type, masked_rows
 
 __all__ = ["SBMMultiheadAttention"]
 
@@ -291,7 +292,7 @@ class SBMMultiheadAttention(nn.Module):
         if graph is not None:
             self._check_graph(graph, frame)
         if graph is None and self.conv.source is None:
-            graph = frame.dense_graph(forbidden)
+            graph = frame.dense_graph(forbidden, causal)
         elif forbidden is not None:
             edge_filter = partial(frame.allowed, forbidden)
         flat_query, flat_key, flat_value = (
@@ -553,7 +554,7 @@ class _Frame:
         sequence, head, query, key = self.coordinates(graph)
         return ~forbidden[sequence % forbidden.size(0), head % forbidden.size(1), query, key]
 
-    def dense_graph(self, forbidden: Tensor | None) -> AttentionGraph:
+    def dense_graph(self, forbidden: Tensor | None, is_causal: bool) -> AttentionGraph:
         """All pairs of real tokens that are not forbidden."""
         batch, length, keys = *self.query.shape, self.key.length
         real = (
@@ -561,26 +562,38 @@ class _Frame:
             if self.key.real is None
             else self.key.real
         )
-        pairs = real[:, None, None].expand(batch, 1, length, keys)
-        pairs = pairs if forbidden is None else pairs & ~forbidden  # [B, H or 1, L, S]
-        rows = self.query.take(pairs.transpose(1, 2))  # [N, H or 1, S]
-        heads = rows.size(1)
-        rows = rows.transpose(0, 1)  # [H or 1, N, S]
-        _, query, key = rows.nonzero(as_tuple=True)
         number = real.flatten().cumsum(0).view(batch, keys) - 1  # of each real key among all
-        col = number[self.query.where(query) // length, key]
-        sizes = (self.query.total, self.key.total, heads, self.query.ptr, self.key.ptr)
-        return AttentionGraph._trusted(offsets(rows.sum(-1).flatten()), col, *sizes)
+        place = self.query.where(torch.arange(self.query.total, device=real.device))
+        sequence, place = place // length, place % length  # [N]
+        heads = 1 if forbidden is None else forbidden.size(1)
+
+        def rows(row: Tensor) -> tuple[Tensor, Tensor]:
+            query = row % self.query.total
+            mine = sequence[query]
+            pairs = real[mine]
+            if is_causal:
+                pairs = pairs & (torch.arange(keys, device=real.device) <= place[query, None])
+            if forbidden is not None:
+                pairs = pairs & ~forbidden[mine % forbidden.size(0), row // self.query.total, place[query]]
+            return pairs, number[mine]
+
+        count, way_out = heads * self.query.total, "Give the layer a source, or pass a graph."
+        numbers = number.new_empty(0, dtype=index_type(self.key.total))
+        rowptr, col = masked_rows(rows, count, count * keys, "query", way_out, numbers)
+        sides = (self.query.total, self.key.total, heads, self.query.ptr, self.key.ptr)
+        return AttentionGraph._trusted(rowptr, col, *sides, is_causal)
 
     def weights(self, graph: AttentionGraph, alpha: Tensor, average: bool) -> Tensor:
         """Weights of the edges as a sparse tensor, ``[B, L, S]``, the mean over heads, or ``[B, H, L, S]``."""
-        sequence, head, query, key = self.coordinates(graph)
+        way_out = "Pass need_weights=False, or a sparser graph."
         batch, length, keys = *self.query.shape, self.key.length
+        apart = graph.heads == 1 or (not average and batch == 1)  # edges are in order, and no two of a pair
+        checks.memory("need_weights", graph.num_edges, 110 if apart else 160, graph.device, way_out)
+        sequence, head, query, key = self.coordinates(graph)
         if average:
-            return torch.sparse_coo_tensor(
-                torch.stack([sequence, query, key]), alpha / graph.heads, (batch, length, keys), check_invariants=False
-            ).coalesce()
-        size = (batch, graph.heads, length, keys)
-        return torch.sparse_coo_tensor(
-            torch.stack([sequence, head, query, key]), alpha, size, check_invariants=False
-        ).coalesce()
+            alpha = alpha / graph.heads
+            index, size = torch.stack([sequence, query, key]), (batch, length, keys)
+        else:
+            index, size = torch.stack([sequence, head, query, key]), (batch, graph.heads, length, keys)
+        known = {"is_coalesced": True} if apart else {}
+        return torch.sparse_coo_tensor(index, alpha, size, check_invariants=False, **known).coalesce()

@@ -15,12 +15,13 @@ from torch import Tensor
 
 from .graph import AttentionGraph
 from .ops import checks
-from .ops.reference import reach
-from .ragged import check_present, offsets, resolve_sides
+from .ops.reference import ROWS, compress, cuts, like_lengths, reach, runs
+from .ragged import check_present, count_pairs, offsets, resolve_sides
+from .rows import index_type
 
 __all__ = [
-    "Keep", "Part", "Ptr", "Score", "Sides", "block_means", "check_centroids", "largest", "like_lengths", "parts",
-    "product", "ranges", "share_of", "streamed",
+    "Keep", "Part", "Ptr", "Score", "Sides", "block_means", "check_centroids", "largest", "parts", "product", "ranges",
+    "share_of", "streamed",
 ]  # fmt: skip
 
 CHUNK = 2**23  # scores at a time
@@ -127,14 +128,46 @@ class Sides:
         bounds = (torch.searchsorted(keys, bound.flatten()) for bound in (low, here, here + 1, low + span))
         return order // theirs.size(2) % self.num_keys, *bounds
 
+    def rows(self, rowptr: Tensor, col: Tensor) -> AttentionGraph:
+        """The graph of compressed rows, whose keys ascend."""
+        sides = (self.num_queries, self.num_keys, self.heads, self.query_ptr, self.key_ptr)
+        return AttentionGraph._trusted(rowptr, col.to(index_type(self.num_keys)), *sides, self.is_causal)
+
     def graph(self, row: Tensor, col: Tensor) -> AttentionGraph:
         """The graph of these pairs, in any order, repeats counted once; row h N + i is query i of head h."""
-        number = torch.unique(row * self.num_keys + col)
+        return self.rows(*_distinct(row, col, self.heads * self.num_queries, self.num_keys))
+
+    def united(self, row: Tensor, first: Tensor, end: Tensor, keys: Tensor | None = None) -> AttentionGraph:
+        """The graph of rows with all keys of their ranges, repeats counted once. Some rows are made at a time.
+
+        Args:
+            row: ``[r]``, in any order; a row may have several ranges, or none.
+            first, end: Keys ``first .. end-1``, or those that stand there among others, ``[r]``.
+            keys: The others.
+        """
+        order = row.argsort(stable=True)
+        row, first, count = row[order], first[order], (end - first).clamp(min=0)[order]
         rows = self.heads * self.num_queries
-        rowptr = offsets(torch.bincount(number // self.num_keys, minlength=rows))
-        width = torch.int32 if self.num_keys < 2**31 else torch.int64
-        sides = (self.num_queries, self.num_keys, self.heads, self.query_ptr, self.key_ptr)
-        return AttentionGraph._trusted(rowptr, (number % self.num_keys).to(width), *sides, self.is_causal)
+        pairs = self.heads * int(count_pairs(self.query_ptr, self.key_ptr, False).sum())
+        most, width = min(int(count.sum()), pairs), 3 * index_type(self.num_keys).itemsize  # as parts come and go
+        checks.memory("query", most, width, row.device, "Choose fewer keys, or fewer sequences at once.")
+        before = offsets(torch.zeros(rows, dtype=torch.int64, device=row.device).index_add_(0, row, count))
+        range_ptr = offsets(torch.bincount(row, minlength=rows))
+        parts = []
+        for low, high, begin, stop in cuts(before, ROWS):
+            mine = slice(*range_ptr[[low, high]].tolist())
+            at = runs(first[mine], count[mine], stop - begin)
+            of = torch.repeat_interleave(row[mine] - low, count[mine], output_size=stop - begin)
+            rowptr, col = _distinct(of, at if keys is None else keys[at], high - low, self.num_keys)
+            parts.append((torch.arange(low, high, device=row.device), rowptr.diff(), col))
+        return self.rows(*compress(parts, rows))
+
+
+def _distinct(row: Tensor, col: Tensor, rows: int, num_keys: int) -> tuple[Tensor, Tensor]:
+    """Compressed rows of pairs in any order, repeats counted once."""
+    number = torch.unique(row * num_keys + col)
+    degree = torch.bincount(torch.div(number, num_keys, rounding_mode="floor"), minlength=rows)
+    return offsets(degree), (number % num_keys).to(index_type(num_keys))
 
 
 def _sequence(ptr: Tensor, count: int) -> Tensor:
@@ -147,8 +180,7 @@ def ranges(row: Tensor, first: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
     count = (end - first).clamp(min=0)
     total = int(count.sum())
     checks.memory("query", total, 40, row.device, "Choose fewer keys, or fewer sequences at once.")
-    before = torch.repeat_interleave(count.cumsum(0) - count - first, count, output_size=total)
-    return torch.repeat_interleave(row, count, output_size=total), torch.arange(total, device=row.device) - before
+    return torch.repeat_interleave(row, count, output_size=total), runs(first, count, total)
 
 
 def block_means(x: Tensor, ptr: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -169,21 +201,6 @@ def block_means(x: Tensor, ptr: Tensor, size: int) -> tuple[Tensor, Tensor, Tens
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     total = x.new_zeros(x.size(0), int(block_ptr[-1]), x.size(2)).index_add_(1, block, x)
     return total / torch.bincount(block, minlength=total.size(1))[:, None], block_ptr, block
-
-
-def like_lengths(query_ptr: Tensor, key_ptr: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Sequences of like length together: the tokens of both sides, padded by -1, and which sequences they are."""
-    size = torch.maximum(query_ptr.diff(), key_ptr.diff()).to(checks.widest(query_ptr.device)).log2().ceil()
-    for like in size.unique():
-        (which,) = (size == like).nonzero(as_tuple=True)
-        yield _padded(query_ptr, which), _padded(key_ptr, which), which
-
-
-def _padded(ptr: Tensor, which: Tensor) -> Tensor:
-    """The tokens of these sequences, ``[b, L]``; -1 is none."""
-    start, length = ptr[which, None], ptr.diff()[which, None]
-    place = torch.arange(int(length.max()), device=ptr.device)
-    return torch.where(place < length, start + place, -1)
 
 
 def check_centroids(centroids: Tensor, x: Tensor, name: str = "query", width: str = "C") -> Tensor:
@@ -218,6 +235,16 @@ class Part:
     there: Tensor  # [b, r], whether there is such a query
     possible: Tensor  # [b, r, L] pairs
 
+    def rows(self, kept: Tensor, key: Tensor, row: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What :func:`.reference.compress` takes.
+
+        Args:
+            kept: Which pairs are edges, ``[H, b, r, L]``.
+            key: The keys of these, ``[e]``.
+            row: Numbers of all rows, ``[H, N]``.
+        """
+        return row[:, self.query[self.there]].flatten(), kept.sum(-1)[:, self.there].flatten(), key
+
 
 Keep = Callable[[Tensor, Tensor, Part], Tensor]
 """From scores ``[H, b, r, L]``, the possible ones among them and where they are to a mask of those to keep."""
@@ -238,28 +265,44 @@ def parts(sides: Sides, key_ptr: Tensor, limit: Tensor) -> Iterator[Part]:
 
 
 def streamed(
-    sides: Sides, key: Tensor, key_ptr: Tensor, limit: Tensor, keep: Keep, score: Score = product
+    sides: Sides,
+    key: Tensor,
+    key_ptr: Tensor,
+    limit: Tensor,
+    keep: Keep,
+    score: Score = product,
+    most: int | Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Pairs that a rule keeps by their scores, a part at a time.
+
+    Memory is asked for all of them where the rule says how many there are, else for those that are found so far.
 
     Args:
         key: ``[H, M', C]``, the keys or what stands for them.
         key_ptr, limit: As :func:`parts`.
         keep: The rule; scores that are NaN or not possible are minus infinity.
         score: Of the pairs.
+        most: How many keys of a query the rule keeps at most, or of each, ``[N]``; None where nobody knows.
 
     Returns:
-        Rows h N + i and keys, in any order.
+        Compressed rows, ``[H*N+1]`` and ``[E]``: the keys of each query, ascending.
     """
-    query, found = sides.query.to(key.dtype), []
+    width, way_out = index_type(key.size(1)), "Choose fewer keys, or fewer sequences at once."
+    if most is not None:
+        count = sides.heads * int(limit.clamp(max=most).sum())
+        checks.memory("k", count, 2 * width.itemsize, key.device, way_out)  # in parts, and joined
+    query, edges = sides.query.to(key.dtype), 0
+    row = torch.arange(sides.heads * sides.num_queries, device=key.device).view(sides.heads, -1)
+    found = [(row[:0, 0], row[:0, 0], row[:0, 0].to(width))]
     for part in parts(sides, key_ptr, limit):
         scores = score(query[:, part.query], key[:, part.key.clamp(min=0)])
         possible = part.possible & ~scores.isnan()
         kept = keep(scores.masked_fill_(~possible, -torch.inf), possible, part)
-        head, sequence, at, to = kept.nonzero(as_tuple=True)
-        found.append((head * sides.num_queries + part.query[sequence, at], part.key[sequence, to]))
-    row, col = (torch.cat(each) for each in zip(*found, strict=True))
-    return row, col
+        found.append(part.rows(kept, part.key.to(width)[:, None].expand_as(kept)[kept], row))
+        edges += found[-1][2].numel()
+        checks.memory("query", edges, 2 * width.itemsize, key.device, way_out)
+    rowptr, col = compress(found, row.numel())
+    return rowptr, col
 
 
 def share_of(share: float, count: Tensor) -> Tensor:

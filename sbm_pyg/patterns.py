@@ -30,8 +30,10 @@ from torch_geometric.transforms import BaseTransform
 from .choice import Choice, GraphSource
 from .graph import AttentionGraph, check_graph
 from .ops import checks
+from .ops.reference import runs
 from .ops.words import RANDOM_KEY, philox
 from .ragged import check_present, check_tensor, draw_seed, readable, resolve_ptr, resolve_sequence_ids, stored_ptr
+from .rows import index_type
 
 __all__ = [
     "BigBirdGraph", "BlockDiagonalGraph", "FullGraph", "GlobalGraph", "PatternSource", "RandomGraph", "RelayKeysGraph",
@@ -180,7 +182,7 @@ def random(
     size = (tokens.place + 1 if is_causal else tokens.length).repeat(heads)  # [H*N]
     degree = size.clamp(max=num_keys_per_query)
     listed = torch.where(2 * degree > size, size, degree)  # as numbers are, of which some are left out
-    tokens.count(listed, 1, bytes_each=64)
+    tokens.count(listed, 1, bytes_each=72)
     place = _distinct(degree, size, _Draws(tokens, sequence_ids, draw_seed(seed, generator)))
     first = torch.repeat_interleave(tokens.start.repeat(heads), degree, output_size=place.numel())
     return tokens.graph(degree, first + place, heads)
@@ -416,23 +418,16 @@ class _Tokens:
     def graph(self, degree: Tensor, col: Tensor, heads: int) -> AttentionGraph:
         rowptr = torch.cat([degree.new_zeros(1), degree.cumsum(0)])
         n = self.place.numel()
-        return AttentionGraph._trusted(rowptr, col, n, n, heads, self.ptr, self.ptr, self.is_causal)
+        return AttentionGraph._trusted(rowptr, col.to(index_type(n)), n, n, heads, self.ptr, self.ptr, self.is_causal)
 
     def consecutive(self, first: Tensor, end: Tensor) -> AttentionGraph:
         """The graph in which token i attends to tokens ``first[i]..end[i]-1``, in every head."""
         if self.is_causal:
             end = torch.minimum(end, self.start + self.place + 1)
         degree = (end - first).clamp(min=0)
-        total = self.count(degree, self.heads, bytes_each=16)
-        return self.graph(degree, _ranges(first, degree, total), 1).expand(self.heads)
-
-
-def _ranges(first: Tensor, count: Tensor, total: int | None = None) -> Tensor:
-    """``first[i], first[i] + 1, ..., first[i] + count[i] - 1`` for each i, one after the other, ``[sum(count)]``."""
-    ends = count.cumsum(0)
-    total = int(ends[-1]) if total is None else total
-    shift = torch.repeat_interleave(first - (ends - count), count, output_size=total)
-    return shift.add_(torch.arange(total, device=first.device))
+        each = index_type(self.place.numel()).itemsize
+        total = self.count(degree, self.heads, bytes_each=each if self.heads == 1 else 2 * each)
+        return self.graph(degree, runs(first, degree, total, index_type(self.place.numel())), 1).expand(self.heads)
 
 
 class _Draws:
@@ -457,7 +452,7 @@ class _Draws:
         """The next ``count[row]`` words of 32 bits for each row, ``[sum(count)]``, with their rows."""
         blocks = (count + 3) // 4  # of four words
         row = torch.repeat_interleave(self.row, blocks)
-        block = _ranges(self.used, blocks)
+        block = runs(self.used, blocks)
         words = torch.stack(philox(block, self.place[row], self.stream[row], self.head[row], self.seed), dim=1)
         wanted = 4 * (block - self.used[row])[:, None] + torch.arange(4, device=row.device) < count[row][:, None]
         self.used = self.used + blocks
@@ -481,7 +476,7 @@ def _distinct(count: Tensor, size: Tensor, draws: _Draws) -> Tensor:
             missing = missing - torch.bincount(cells // stride, minlength=rows.numel())
     cells = torch.cat(drawn).sort().values
     if bool(leave.any()):  # add all numbers of those rows; what then appears twice was drawn to be left out
-        cells, times = torch.cat([cells, _ranges(rows[leave] * stride, size[leave])]).unique(return_counts=True)
+        cells, times = torch.cat([cells, runs(rows[leave] * stride, size[leave])]).unique(return_counts=True)
         cells = cells[times == 1]
     return cells % stride
 

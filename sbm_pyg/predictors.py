@@ -55,8 +55,8 @@ def distance(
         inside = possible & (scores >= -threshold)
         return inside if cap is None else largest(cap)(scores.masked_fill_(~inside, -torch.inf), inside, part)
 
-    return sides.graph(
-        *streamed(sides, sides.key, sides.key_ptr, sides.reach, near, lambda query, key: -_distance(query, key))
+    return sides.rows(
+        *streamed(sides, sides.key, sides.key_ptr, sides.reach, near, lambda query, key: -_distance(query, key), cap)
     )
 
 
@@ -170,10 +170,9 @@ def bucketing(
         mine = _bucket(sides.query[..., dim], sides.query_ptr, sides.query_sequence, count)
         theirs = _bucket(sides.key[..., dim], sides.key_ptr, sides.key_sequence, count)
         order, low, _, _, high = sides.grouped(mine, theirs, count)
-        row, at = ranges(every, low, high)
-        found.append((row, order[at]))
-    row, col = (torch.cat(parts) for parts in zip(*found, strict=True))
-    return sides.graph(row, col)
+        shift = dim * order.numel()  # to where keys of this dimension stand among those of all
+        found.append((every, low + shift, high + shift, order))
+    return sides.united(*(torch.cat(each) for each in zip(*found, strict=True)))
 
 
 def _bucket(x: Tensor, ptr: Tensor, sequence: Tensor, buckets: int) -> Tensor:
@@ -225,8 +224,7 @@ def clustering(
     group = theirs[0] if cap is None else _capped(*theirs, sides, count, cap)
     order, low, _, after, high = sides.grouped(mine[0], group, count + 1)
     every = torch.arange(sides.heads * sides.num_queries, device=query.device).repeat_interleave(top)
-    row, at = ranges(every, low, after if is_causal else high)
-    return sides.graph(row, order[at])
+    return sides.united(every, low, after if is_causal else high, order)
 
 
 def _check_top(top: int, count: int) -> int:
@@ -335,7 +333,7 @@ def blocks(
     block = chosen.col[edge].long()
     sequence = over.key_sequence[block]
     first = sides.key_ptr[sequence] + over.key_place[block] * size
-    return sides.graph(*ranges(row, first, torch.minimum(first + size, sides.key_ptr[sequence + 1])))
+    return sides.united(row, first, torch.minimum(first + size, sides.key_ptr[sequence + 1]))
 
 
 def _by_nearest(sides: Sides, centroids: Tensor, k: int, num_global: int, reach: int) -> tuple[Tensor, Tensor]:

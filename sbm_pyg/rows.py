@@ -6,7 +6,7 @@ form of a graph (``graph``).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -15,9 +15,10 @@ from torch import Tensor
 
 from . import ops
 from .ops import checks
+from .ops.reference import ROWS
 from .ragged import check_present, check_tensor, count_pairs, offsets, readable, resolve_ptr
 
-__all__ = ["CompressedRows", "check_edges", "check_graph", "check_sizes", "the_one"]
+__all__ = ["CompressedRows", "check_edges", "check_graph", "check_sizes", "index_type", "masked_rows", "the_one"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -417,7 +418,7 @@ class CompressedRows:
             The union, and a mask ``[E'']`` bool that is True on the edges of ``other``.
 
         Raises:
-            ValueError: The graphs are not over the same tokens, heads and sequences.
+            ValueError: The graphs are not over the same tokens, heads and sequences, or memory does not hold the union.
         """
         check_graph(other, "other")
         check_present(self.col, "graph")
@@ -432,6 +433,8 @@ class CompressedRows:
                 f"Expected 'other' over the same tokens, heads and sequences (got {other} for {self}). "
                 "Build both with the same 'ptr'."
             )
+        way_out = "Unite graphs of fewer heads or shorter sequences."
+        checks.memory("other", self.num_edges + other.num_edges, 36, self.device, way_out)  # numbers, masks, the result
         mine, theirs = self._numbered(), other._numbered()
         place = torch.searchsorted(mine, theirs)
         added = torch.cat([mine, mine.new_full((1,), -1)])[place] != theirs
@@ -531,10 +534,42 @@ class CompressedRows:
 
     def _numbered(self) -> Tensor:
         """Number of each edge among all pairs, ``[E]``, ascending."""
-        return self.edge_row * self.num_keys + self.col
+        return self.edge_row.mul_(self.num_keys).add_(self.col)
 
     def __or__(self, other: Self) -> Self:
         return self.union(other)[0] if isinstance(other, CompressedRows) else NotImplemented
+
+
+def index_type(num_keys: int) -> torch.dtype:
+    """The smaller integer that numbers so many keys."""
+    return torch.int32 if num_keys < 2**31 else torch.int64
+
+
+def masked_rows(
+    rows: Callable[[Tensor], tuple[Tensor, Tensor]], count: int, pairs: int, name: str, way_out: str, numbers: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Compressed rows of a mask, made some rows at a time; counted first where memory might not hold the edges.
+
+    Args:
+        rows: From numbers of rows ``[r]`` to their mask ``[r, m]`` bool, and to the keys of all its pairs, ``[r, m]``.
+        count: How many rows there are.
+        pairs: Of how many pairs the mask is.
+        name, way_out: Of what asks for the edges; see :func:`.checks.memory`.
+        numbers: Empty, of the type of the keys, where the graph is.
+
+    Returns:
+        Offsets ``[count+1]``, and keys ``[E]``.
+    """
+    every, each = torch.arange(count, device=numbers.device), 3 * numbers.element_size()  # as parts come and go
+    some = (every,) if torch.compiler.is_compiling() else every.split(max(ROWS * count // max(pairs, 1), 1))
+    if not checks.fits(pairs, each, numbers.device):
+        checks.memory(name, sum(int(rows(part)[0].sum()) for part in some), each, numbers.device, way_out)
+    degree, col = [], [numbers]
+    for part in some:
+        mask, keys = rows(part)
+        degree.append(mask.sum(1))
+        col.append(keys.to(numbers.dtype).expand_as(mask)[mask])
+    return offsets(torch.cat(degree)), torch.cat(col)
 
 
 def check_graph(graph: object, name: str = "graph") -> None:

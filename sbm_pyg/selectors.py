@@ -25,20 +25,10 @@ from .choice import Choice, GraphSource
 from .following import FollowingSource
 from .graph import AttentionGraph
 from .ops import checks
-from .pairs import (
-    CHUNK,
-    Part,
-    Ptr,
-    Sides,
-    best_of,
-    block_means,
-    check_centroids,
-    largest,
-    like_lengths,
-    ranges,
-    streamed,
-)
+from .ops.reference import compress, edge_row, like_lengths
+from .pairs import CHUNK, Part, Ptr, Sides, best_of, block_means, check_centroids, largest, streamed
 from .ragged import draw_seed
+from .rows import index_type
 
 __all__ = ["RoutingSource", "SelectorSource", "block_top_k", "lsh", "routing", "top_k"]
 
@@ -72,7 +62,7 @@ def top_k(query: Tensor, key: Tensor, k: int, *, ptr: Ptr = None, is_causal: boo
     """
     sides = Sides.of(query, key, ptr, is_causal)
     k = min(checks.integer("k", k, 1, "It is the number of keys of each query."), sides.num_keys)
-    return sides.graph(*streamed(sides, sides.key, sides.key_ptr, sides.reach, largest(k)))
+    return sides.rows(*streamed(sides, sides.key, sides.key_ptr, sides.reach, largest(k), most=k))
 
 
 @torch.no_grad()
@@ -118,12 +108,13 @@ def block_top_k(
     own = None if bipartite and not is_causal else sides.query_place // size
     limit = block_ptr.diff()[sides.query_sequence]
     limit = torch.minimum(limit, sides.query_place // size + 1) if is_causal else limit
-    row, chosen = streamed(sides, mean, block_ptr, limit, largest(k, own))
+    rowptr, chosen = streamed(sides, mean, block_ptr, limit, largest(k, own), most=k)
+    row = edge_row(rowptr, chosen.numel())
     query_of = row % sides.num_queries
     sequence = sides.query_sequence[query_of]
     start = sides.key_ptr[sequence]
     first = start + (chosen - block_ptr[sequence]) * size
-    return sides.graph(*ranges(row, first, torch.minimum(first + size, start + sides.reach[query_of])))
+    return sides.united(row, first, torch.minimum(first + size, start + sides.reach[query_of]))
 
 
 @torch.no_grad()
@@ -171,8 +162,8 @@ def lsh(
     size = min(checks.integer("chunk_size", chunk_size, 1, "It is the number of keys of a chunk."), sides.num_keys)
     rounds = checks.integer("rounds", rounds, 1, "It is the number of hashes.")
     random = torch.Generator().manual_seed(draw_seed(seed) % 2**63)
-    found = []
-    for _ in range(rounds):
+    found, every = [], torch.arange(sides.heads * sides.num_queries, device=query.device)
+    for number in range(rounds):
         matrix = torch.randn(sides.heads, query.size(2), buckets // 2, generator=random).to(query)
         turned = [x @ matrix for x in (sides.query, sides.key)]
         mine, theirs = (torch.cat([x, -x], 2).argmax(2) for x in turned)
@@ -185,10 +176,9 @@ def lsh(
             rank = torch.minimum(here - start, sides.reach.repeat(sides.heads) - 1)
             first = torch.maximum(low, start + (rank // size - 1) * size)
             end = torch.minimum(high, start + (rank // size + 1) * size)
-        row, at = ranges(torch.arange(low.numel(), device=low.device), first, end)
-        found.append((row, order[at]))
-    row, col = (torch.cat(parts) for parts in zip(*found, strict=True))
-    return sides.graph(row, col)
+        shift = number * order.numel()  # to where keys of this round stand among those of all
+        found.append((every, first + shift, end + shift, order))
+    return sides.united(*(torch.cat(each) for each in zip(*found, strict=True)))
 
 
 @torch.no_grad()
@@ -227,15 +217,14 @@ def routing(
     if is_causal:
         count = sides.reach.clamp(min=1)
         count = (count + centroids.size(1) - 1) // centroids.size(1) if size is None else count.clamp(max=size)
-        return sides.graph(*_best_so_far(sides, near[0].argmax(2), near[1], count))
+        return sides.rows(*_best_so_far(sides, near[0].argmax(2), near[1], count))
     pointers = (sides.query_ptr, sides.key_ptr)
     taken = [_nearest(x, pointer, size) for x, pointer in zip(near, pointers, strict=True)]
     # tokens of group g, which is a head, a sequence and a centroid: `taken[side][1][ptr[g] : ptr[g + 1]]`
     (query_count, queries), (key_count, keys) = taken
     group = torch.repeat_interleave(torch.arange(query_count.numel(), device=queries.device), query_count)
     key_end = key_count.cumsum(0)
-    row, at = ranges(queries, (key_end - key_count)[group], key_end[group])
-    return sides.graph(row, keys[at] % sides.num_keys)
+    return sides.united(queries, (key_end - key_count)[group], key_end[group], keys % sides.num_keys)
 
 
 class SelectorSource(GraphSource):
@@ -398,7 +387,7 @@ def _cosines(x: Tensor, centroids: Tensor) -> Tensor:
 
 
 def _best_so_far(sides: Sides, chosen: Tensor, near: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-    """Pairs of each query and the keys before it that its centroid likes best, equal ones by the lower key.
+    """Compressed rows of each query and the keys before it that its centroid likes best, equal ones by the lower key.
 
     Keys come in blocks. Of all blocks before, each centroid remembers its best keys alone. A query looks at these and
     at its own block.
@@ -408,12 +397,17 @@ def _best_so_far(sides: Sides, chosen: Tensor, near: Tensor, count: Tensor) -> t
         near: How much each centroid likes each key, ``[H, M, K]``.
         count: Keys of each query, ``[N]``, at least 1.
     """
-    keep, found = largest(count), []
+    width = index_type(sides.num_keys)
+    way_out = "Choose fewer keys, or fewer sequences at once."
+    edges = sides.heads * int(torch.minimum(sides.reach, count).sum())
+    checks.memory("size", edges, 2 * width.itemsize, near.device, way_out)  # in parts, and joined
+    keep, row = largest(count), torch.arange(sides.heads * sides.num_queries, device=near.device).view(sides.heads, -1)
+    found = [(row[:0, 0], row[:0, 0], row[:0, 0].to(width))]
     for queries, keys, _ in like_lengths(sides.query_ptr, sides.key_ptr):
         scores = near[:, keys.clamp(min=0)]
         scores = scores.masked_fill(scores.isnan() | (keys < 0)[..., None], -torch.inf).mT  # [H, b, K, L]
-        width = int(count[queries.clamp(min=0)].max())
-        block = max(width, LEAST_BLOCK)
+        most = int(count[queries.clamp(min=0)].max())
+        block = max(most, LEAST_BLOCK)
         places = torch.arange(keys.size(1), device=keys.device).expand(*scores.shape[:3], -1)
         best, place = scores[..., :0], places[..., :0]
         for begin in range(0, queries.size(1), block):
@@ -426,14 +420,14 @@ def _best_so_far(sides: Sides, chosen: Tensor, near: Tensor, count: Tensor) -> t
                 mine = chosen[:, token][..., None].expand(-1, -1, -1, best.size(-1))
                 score, at = best.gather(2, mine), place.gather(2, mine)  # [H, b, r, w + block]
                 possible = there[..., None] & (at < sides.reach[token][..., None]) & (score > -torch.inf)
-                kept = keep(score.masked_fill_(~possible, -torch.inf), possible, Part(token, keys, there, possible))
-                head, sequence, query, number = kept.nonzero(as_tuple=True)
-                key = keys[sequence, at[head, sequence, query, number]]
-                found.append((head * sides.num_queries + part[sequence, query], key))
-            first = best.sort(dim=-1, descending=True, stable=True).indices[..., :width].sort(-1).values
+                where = Part(token, keys, there, possible)
+                kept = keep(score.masked_fill_(~possible, -torch.inf), possible, where)
+                key = keys.to(width)[:, None].expand(*kept.shape[:3], -1).gather(3, at)
+                found.append(where.rows(kept, key[kept], row))
+            first = best.sort(dim=-1, descending=True, stable=True).indices[..., :most].sort(-1).values
             best, place = best.gather(-1, first), place.gather(-1, first)
-    row, col = (torch.cat(each) for each in zip(*found, strict=True))
-    return row, col
+    rowptr, col = compress(found, row.numel())
+    return rowptr, col
 
 
 def _nearest(near: Tensor, ptr: Tensor, size: int | None) -> tuple[Tensor, Tensor]:

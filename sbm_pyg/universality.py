@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import pairwise
@@ -29,7 +29,9 @@ from . import patterns as fixed
 from .graph import AttentionGraph
 from .hamiltonian import HamiltonianPath, hamiltonian_path, one_sequence, scipy_sparse, seconds, some, stopwatch
 from .ops import checks, threads
-from .ragged import draw_seed, offsets
+from .ops.reference import ROWS
+from .ragged import count_pairs, draw_seed, offsets
+from .rows import index_type
 from .sbm import SBM, check_model
 from .walks import spread
 
@@ -243,7 +245,7 @@ def expected_graph(sbm: SBM, threshold: float = 0.5) -> AttentionGraph:
 
     Raises:
         TypeError: It is no model.
-        ValueError: The threshold is out of range.
+        ValueError: The threshold is out of range, or memory does not hold the edges.
 
     Example:
         >>> expected_graph(lemma2(16, 4).sbms[0])
@@ -254,20 +256,30 @@ def expected_graph(sbm: SBM, threshold: float = 0.5) -> AttentionGraph:
         raise ValueError(
             f"Expected 'threshold' in [0, 1) (got {threshold}). An edge counts where its probability is above it."
         )
-    degree, col = [], []
-    with torch.no_grad():
+    width, device = index_type(sbm.num_keys), sbm.query_ptr.device
+
+    def likely() -> Iterator[tuple[torch.Tensor, int]]:
+        """Masks of some queries each, and the first key of their sequence."""
         for head in range(sbm.heads):
             ends = zip(pairwise(sbm.query_ptr.tolist()), pairwise(sbm.key_ptr.tolist()), strict=True)
             for (first, end), (first_key, end_key) in ends:
-                keys = sbm.key_membership[head, first_key:end_key]
-                for rows in sbm.rate[head, first:end].split(max(2**24 // len(keys), 1)):
-                    likely = rows @ keys.T > threshold
-                    degree.append(likely.sum(1))
-                    col.append(likely.nonzero()[:, 1] + first_key)
-    graph = AttentionGraph._trusted(
-        offsets(torch.cat(degree)), torch.cat(col), sbm.num_queries, sbm.num_keys, sbm.heads, sbm.query_ptr, sbm.key_ptr
-    )
-    return graph.causal() if sbm.is_causal else graph
+                keys, place = sbm.key_membership[head, first_key:end_key], 0
+                for rows in sbm.rate[head, first:end].split(max(ROWS // max(len(keys), 1), 1)):
+                    mask = rows @ keys.T > threshold
+                    yield mask.tril_(place) if sbm.is_causal else mask, first_key
+                    place += len(rows)
+
+    degree, col = [], []
+    with torch.no_grad():
+        pairs, each = sbm.heads * int(count_pairs(sbm.query_ptr, sbm.key_ptr).sum()), 3 * width.itemsize
+        if not checks.fits(pairs, each, device):
+            way_out = "Raise 'threshold', or take shorter sequences."
+            checks.memory("sbm", sum(int(mask.sum()) for mask, _ in likely()), each, device, way_out)
+        for mask, first_key in likely():
+            degree.append(mask.sum(1))
+            col.append(mask.nonzero()[:, 1].to(width) + first_key)
+    sides = (sbm.num_queries, sbm.num_keys, sbm.heads, sbm.query_ptr, sbm.key_ptr)
+    return AttentionGraph._trusted(offsets(torch.cat(degree)), torch.cat(col), *sides, sbm.is_causal)
 
 
 def _listed(patterns: Any) -> list[Any]:
@@ -609,7 +621,6 @@ def lemma1(
     n = checks.integer("n", n, 3, "The default is 64.")
     samples = checks.integer("samples", samples, 1, "The default is 200.")
     time_limit, seed = seconds(time_limit), draw_seed(seed)
-    checks.memory("n", n * n, 10, torch.device("cpu"), "Take fewer tokens.", "pairs")
     low, high = 0.5 * math.e * n ** (1 / n) / n, min((math.log(n) + 4) / n, 1.0)
     try:
         chosen = np.linspace(low, high, 12) if probabilities is None else np.asarray(probabilities, dtype=np.float64)
@@ -620,6 +631,8 @@ def lemma1(
             f"Expected 'probabilities' to be a list of numbers in (0, 1] (got {short(probabilities)}). "
             "Leave it out for a range."
         )
+    edges = int(min(float(chosen.max()) * n, n)) * n  # of a graph and the search in it
+    checks.memory("n", edges, 40, torch.device("cpu"), "Take fewer tokens, or lower probabilities.")
     each = 3e-4 + 2.5e-8 * n * n  # seconds for a graph, at least
     if samples * len(chosen) * each > PATIENCE:
         raise ValueError(
@@ -635,6 +648,18 @@ def lemma1(
     }
     for place, p in enumerate(chosen):
         for _ in range(samples):
-            graph = AttentionGraph.from_dense(torch.from_numpy(random.random((n, n)) < p))
+            graph = _random_graph(n, p, random)
             answers[hamiltonian_path(graph, time_limit=time_limit, seed=seed).status][place] += 1
     return Lemma1(n, samples, chosen, answers["FOUND"], answers["ABSENT"])
+
+
+def _random_graph(n: int, p: float, random: np.random.Generator) -> AttentionGraph:
+    """G(n, p) with self-loops, some rows at a time."""
+    step = max(ROWS // n, 1)
+    degree, col = [], []
+    for begin in range(0, n, step):
+        mask = random.random((min(step, n - begin), n)) < p
+        degree.append(mask.sum(1))
+        col.append(mask.nonzero()[1].astype(np.int32))
+    rowptr, keys = (torch.from_numpy(np.concatenate(each)) for each in (degree, col))
+    return AttentionGraph._trusted(offsets(rowptr), keys, n, n)

@@ -895,6 +895,16 @@ def test_what_is_available_is_less_than_what_there_is() -> None:
     assert checks.available(torch.device("meta")) == math.inf
 
 
+def test_a_user_may_say_what_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SBM_PYG_MEMORY", str(2**27))
+    assert checks.available(CPU) == 2**27
+    with pytest.raises(ValueError, match=r"Expected 'n' to ask .* 50,000,000 edges, 0.4 GiB of 0.1 GiB"):
+        patterns.full(5000, heads=2)
+    monkeypatch.setenv("SBM_PYG_MEMORY", "much")
+    with pytest.raises(ValueError, match=r"Expected 'SBM_PYG_MEMORY' to be a number of bytes \(got 'much'\)"):
+        checks.available(CPU)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="limits of the address space are read from /proc")
 def test_a_limit_of_the_address_space_counts() -> None:
@@ -903,12 +913,12 @@ def test_a_limit_of_the_address_space_counts() -> None:
         "used = int(open('/proc/self/statm').read().split()[0]) * 4096\n"
         "resource.setrlimit(resource.RLIMIT_AS, (used + 2**28,) * 2)\n"
         "assert checks.available(torch.device('cpu')) <= 2**28\n"
-        "try: patterns.full(5000)\n"
+        "try: patterns.full(12000)\n"
         "except ValueError as error: print(error)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
     assert done.stdout.startswith(
-        "Expected 'n' to ask for no more than memory holds (got 25,000,000 edges, 0.4 GiB of 0."
+        "Expected 'n' to ask for no more than memory holds (got 144,000,000 edges, 0.5 GiB of 0."
     )
 
 

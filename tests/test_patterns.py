@@ -362,7 +362,7 @@ def test_sizes_beyond_int64_are_those_of_the_whole_sequence(size: Any) -> None:
     [
         (
             lambda: patterns.full(200_000),
-            "Expected 'n' to ask for no more than memory holds (got 40,000,000,000 edges, 596.0 GiB of 1.0 GiB).",
+            "Expected 'n' to ask for no more than memory holds (got 40,000,000,000 edges, 149.0 GiB of 1.0 GiB).",
         ),
         (
             lambda: patterns.full(None, ptr=torch.tensor([0, 10, 200_010])),
