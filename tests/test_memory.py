@@ -158,3 +158,24 @@ def test_it_is_refused_before_it_is_taken(name: str, monkeypatch: pytest.MonkeyP
     with Live() as live, pytest.raises(ValueError, match="to ask for no more than memory holds"):
         BUILDERS[name]()
     assert live.peak < LITTLE
+
+
+ATTEND: Any = sampled.sampled_attention
+ATTEND_BACK: Any = sampled.sampled_attention_backward
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_tiles_take_memory_for_tokens_not_for_padding(backward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One long sequence among many of one token: as many tokens as in two long ones."""
+    monkeypatch.setitem(sampled.ROOM, "cpu", 2**14)
+    peaks = []
+    for lengths in ([500, 500], [500] + [1] * 500):
+        ptr = torch.tensor([0, *lengths]).cumsum(0)
+        tokens = [torch.rand(1, 1000, 4, generator=RANDOM) for _ in range(5)]
+        law = (ptr, ptr, torch.arange(len(lengths)), 0, 0.0, 0.5, False, -1)
+        found = ATTEND(*tokens, *law)
+        forward = partial(ATTEND, *tokens, *law)
+        back = partial(ATTEND_BACK, found[0], *tokens, *law[:3], *found, *law[3:], True)
+        peaks.append(taken(back if backward else forward))
+    assert peaks[1] < 1.5 * peaks[0]
+    assert peaks[0] < 2**20

@@ -868,7 +868,7 @@ def sampled_attention(
     :func:`edge_attention` over that graph. The backward pass also gives rates and memberships the local expectation
     gradient of **all** pairs, :func:`local_expectation` with each pair a probe, so without the noise of probes. Cost
     O(NM (C + K)) in time, O((N + M)(C + K)) in memory: for dense graphs. In plain torch, some pairs at a time are held,
-    4 MiB of each number on the CPU and 64 elsewhere; the longest sequence sets the cost of all.
+    4 MiB of each number on the CPU and 64 elsewhere; sequences of like length are looked at together.
 
     There are no tensors whose sizes depend on values, so on CUDA devices nothing waits.
 

@@ -1,11 +1,12 @@
 """Attention over a graph that nobody stores, in plain torch: the meaning, and what other devices than CUDA's run.
 
 In and out: the tensors of :func:`sbm_pyg.ops.sampled_attention` and of its backward pass; any device, any floating
-dtype. All pairs of some queries are looked at together: their probabilities, their coins and their scores. The coins
-are those of :func:`.samplers.toss`, so the backward pass finds the same edges. Not here: checks of what comes in, and
-graphs that are stored (``reference``, ``samplers``).
+dtype. All pairs of some queries are looked at together: their probabilities, their coins and their scores. Sequences
+of like length come together, so padding at most doubles what is held. The coins are those of :func:`.samplers.toss`, so
+the backward pass finds the same edges. Not here: checks of what comes in, and graphs that are stored (``reference``,
+``samplers``).
 
-Shapes: N queries, M keys, H heads, C channels, K blocks, B sequences; n and m tokens of the longest sequence.
+Shapes: N queries, M keys, H heads, C channels, K blocks; b sequences of like length, of at most n and m tokens.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ import torch
 from torch import Tensor
 
 from .checks import widest
-from .reference import ROUNDED, reach, wide
+from .reference import ROUNDED, compress, like_lengths, reach, wide
 from .samplers import toss
 from .words import WORD
 
+COINS = 256  # of a query, at least: their random words come together
 ROOM = {"cpu": 2**22}
 """Bytes of a number for each of the pairs that are looked at together, by kind of device; 2^26 on others."""
 
@@ -40,69 +42,71 @@ class _Law(NamedTuple):
     window: int
 
 
-class _Sides(NamedTuple):
-    """The tokens of all sequences, ``[B, longest]``, and which are there; of no token, the number of another."""
+class _Side(NamedTuple):
+    """The tokens of some sequences, ``[b, n]``, and which are there; of no token, the number of another."""
 
     number: Tensor
     there: Tensor
 
+    @classmethod
+    def padded(cls, tokens: Tensor) -> _Side:
+        """Of tokens ``[b, n]``, where -1 is none."""
+        return cls(tokens.clamp(min=0), tokens >= 0)
+
     def of(self, x: Tensor) -> Tensor:
-        """Vectors of tokens ``[H, N, C]``, those of each sequence, ``[H, B, longest, C]``; zeros where none is."""
+        """Vectors of tokens ``[H, N, C]``, those of each sequence, ``[H, b, n, C]``; zeros where none is."""
         return wide(x)[:, self.number].masked_fill(~self.there[..., None], 0)
+
+    def put(self, values: Tensor, into: Tensor) -> None:
+        """Write numbers ``[H, b, n, ...]`` of these tokens where those of all are, ``[H, N, ...]``."""
+        into[:, self.number[self.there]] = values[:, self.there].to(into.dtype)
 
 
 class _Part(NamedTuple):
-    """Some queries of all sequences, with all keys of theirs; numbers of pairs are ``[H, B, some, m]``."""
+    """Some queries of some sequences, with all keys of theirs; numbers of pairs are ``[H, b, some, m]``."""
 
-    queries: _Sides
+    queries: _Side
     p: Tensor  # float64, where the device has it
     edge: Tensor
+    forced: Tensor  # [some, m], pairs in the window
     learns: Tensor  # which pairs are edges with probability p, and may become some
 
 
-def _inside(ptr: Tensor, tokens: int) -> _Sides:
-    """The tokens of each sequence."""
-    lengths = ptr.diff()
-    place = torch.arange(int(lengths.max()), device=ptr.device)
-    return _Sides((ptr[:-1, None] + place).clamp(max=max(tokens - 1, 0)), place < lengths[:, None])
+def _groups(law: _Law) -> Iterator[tuple[_Side, Iterator[_Part]]]:
+    """Some sequences of like length: their keys, and their queries, some at a time."""
+    heads = max(law.rate.size(0), 1)
+    room = ROOM.get(law.rate.device.type, 2**26) // (8 * heads)
+    allowed = reach(law.query_ptr, law.key_ptr, law.rate.size(1), law.is_causal)
+    for queries, keys, which in like_lengths(law.query_ptr, law.key_ptr):
+        width = max(keys.size(1), COINS)
+        for mine, theirs, some in zip(*(x.split(max(room // width, 1)) for x in (queries, keys, which)), strict=True):
+            if mine.numel() and theirs.numel() and law.rate.size(0):
+                there = _Side.padded(theirs)
+                each = max(room // (len(some) * width), 1)
+                yield there, _parts(law, allowed, _Side.padded(mine), there, some, each)
 
 
-def _parts(law: _Law) -> Iterator[tuple[_Part, _Sides]]:
-    """All queries, some at a time, and the keys of their sequences."""
-    rate, member = law.rate, law.member
-    heads, num_queries, _ = rate.shape
-    queries, keys = _inside(law.query_ptr, num_queries), _inside(law.key_ptr, member.size(1))
-    (sequences, most), longest = queries.number.shape, keys.number.size(1)
-    if not rate.numel() or not member.numel():
-        return
-    allowed = reach(law.query_ptr, law.key_ptr, num_queries, law.is_causal)
-    later = torch.arange(longest, device=rate.device)
+def _parts(law: _Law, allowed: Tensor, queries: _Side, keys: _Side, which: Tensor, some: int) -> Iterator[_Part]:
+    rate, heads = law.rate, law.rate.size(0)
+    later = torch.arange(keys.number.size(1), device=rate.device)
     exact = widest(rate.device)
-    theirs = keys.of(member).to(exact).mT  # [H, B, K, m]
-    head, stream = torch.arange(heads, device=rate.device)[:, None, None], (law.sequence_ids & WORD)[:, None]
-    room = ROOM.get(rate.device.type, 2**26)
-    some = max(1, room // (8 * heads * sequences * longest))
-    for begin in range(0, most, some):
-        mine = _Sides(*(x[:, begin : begin + some] for x in queries))
+    theirs = keys.of(law.member).to(exact).mT  # [H, b, K, m]
+    head, stream = torch.arange(heads, device=rate.device)[:, None, None], (law.sequence_ids[which] & WORD)[:, None]
+    for begin in range(0, queries.number.size(1), some):
+        mine = _Side(*(x[:, begin : begin + some] for x in queries))
         place = torch.arange(begin, begin + mine.number.size(1), device=rate.device)
         p = mine.of(rate).to(exact) @ theirs + law.exploration
-        pair = (later < allowed[mine.number][..., None]) & mine.there[..., None]  # [B, some, m]
+        pair = (later < allowed[mine.number][..., None]) & mine.there[..., None]  # [b, some, m]
         forced = (later - place[:, None]).abs() <= law.window
         threshold = (p.nan_to_num(1.0).clamp(0, 1) * 2.0**32).long()  # NaN becomes an edge, and its score NaN
         edge = (toss(threshold, place, stream, head, law.seed) | forced) & pair
-        yield _Part(mine, p, edge, pair & ~forced & (p <= ROUNDED)), keys
+        yield _Part(mine, p, edge, forced, pair & ~forced & (p <= ROUNDED))
 
 
 def _logits(query: Tensor, key: Tensor, part: _Part, scale: float) -> Tensor:
     """Scores of the edges, -inf for other pairs."""
     score = query @ key.mT * scale
     return torch.where(part.p.isnan(), torch.nan, score).masked_fill(~part.edge, -math.inf)
-
-
-def _unpadded(x: Tensor, ptr: Tensor, tokens: int) -> Tensor:
-    """Numbers of tokens, ``[H, N, ...]``, of those of each sequence, ``[H, B, longest, ...]``."""
-    batch = torch.repeat_interleave(ptr.diff(), output_size=tokens)
-    return x[:, batch, torch.arange(tokens, device=ptr.device) - ptr[batch]]
 
 
 def sampled_attention(
@@ -115,23 +119,22 @@ def sampled_attention(
     """
     law = _Law(rate, member, query_ptr, key_ptr, sequence_ids, seed, exploration, is_causal, window)
     (heads, num_queries), channels = query.shape[:2], value.size(2)
-    found: list[tuple[Tensor, ...]] = []
-    for part, keys in _parts(law):
-        logit, values = _logits(part.queries.of(query), keys.of(key), part, scale), keys.of(value)
-        top, heaviest = logit.max(-1)
-        without = logit.scatter(-1, heaviest[..., None], -math.inf)
-        sums = [torch.logsumexp(each, -1) for each in (logit, without)]
-        weights = (
-            torch.where(each == -math.inf, 0, (each - lse[..., None]).exp())
-            for each, lse in zip((logit, without), sums, strict=True)
-        )
-        found.append((*(weight @ values for weight in weights), sums[0], torch.where(top == -math.inf, -1, heaviest)))
-    if not found:
-        out = value.new_zeros(heads, num_queries, channels)
-        lse = wide(query).new_full((heads, num_queries), -math.inf)
-        return out, out.clone(), lse, torch.full_like(lse, -1, dtype=torch.int32)
-    out, rest, lse, best = (_unpadded(torch.cat(each, 2), query_ptr, num_queries) for each in zip(*found, strict=True))
-    return out.to(value.dtype), rest.to(value.dtype), lse, best.int()
+    out, rest = (value.new_zeros(heads, num_queries, channels) for _ in range(2))
+    lse = wide(query).new_full((heads, num_queries), -math.inf)
+    best = torch.full_like(lse, -1, dtype=torch.int32)
+    for keys, parts in _groups(law):
+        their_keys, values = keys.of(key), keys.of(value)
+        for part in parts:
+            logit = _logits(part.queries.of(query), their_keys, part, scale)
+            top, heaviest = logit.max(-1)
+            without = logit.scatter(-1, heaviest[..., None], -math.inf)
+            sums = [torch.logsumexp(each, -1) for each in (logit, without)]
+            for each, total, into in zip((logit, without), sums, (out, rest), strict=True):
+                weight = torch.where(each == -math.inf, 0, (each - total[..., None]).exp())
+                part.queries.put(weight @ values, into)
+            part.queries.put(sums[0], lse)
+            part.queries.put(torch.where(top == -math.inf, -1, heaviest), best)
+    return out, rest, lse, best
 
 
 def sampled_attention_backward(
@@ -144,41 +147,35 @@ def sampled_attention_backward(
     """
     law = _Law(rate, member, query_ptr, key_ptr, sequence_ids, seed, exploration, is_causal, window)
     mean_gain, rest_gain = ((wide(grad_out) * wide(x)).sum(-1) for x in (out, rest))
-    mine: list[tuple[Tensor, ...]] = []
-    theirs: tuple[Tensor, ...] = ()
-    for part, keys in _parts(law):
-        at, pairs = part.queries.number, part.edge
-        q, g, y = (part.queries.of(x) for x in (query, grad_out, rate))
+    d_query, d_key, d_value, d_rate, d_member = (torch.zeros_like(x) for x in (query, key, value, rate, member))
+    to_queries, to_keys = (d_query, d_rate)[: 1 + need_model], (d_key, d_value, d_member)[: 2 + need_model]
+    for keys, parts in _groups(law):
         k, v, z = (keys.of(x) for x in (key, value, member))
-        logit, level = _logits(q, k, part, scale), lse[:, at][..., None]
-        weight = torch.where(pairs, (logit - level).exp(), 0)
-        gain = g @ v.mT
-        centred = gain - mean_gain[:, at][..., None]
-        slope = weight * centred * scale
-        rows, columns = [slope @ k], [slope.mT @ q, weight.mT @ g]
-        if need_model:
-            heaviest = torch.arange(k.size(2), device=k.device) == best[:, at][..., None]
-            alone = weight * (gain - rest_gain[:, at][..., None])
-            present = torch.where(heaviest, alone, weight / (1 - weight.masked_fill(heaviest, 0)) * centred)
-            absent = torch.sigmoid(q @ k.mT * scale - level) * centred
-            effect = torch.where(part.learns, torch.where(pairs, present, absent), 0).to(y.dtype)
-            rows.append(effect @ z)
-            columns.append(effect.mT @ y)
-        mine.append(tuple(rows))
-        theirs = tuple(map(torch.add, theirs, columns)) if theirs else tuple(columns)
-    if not mine:
-        grads = [torch.zeros_like(x) for x in (query, key, value, rate, member)]
-    else:
-        d_query, *of_rate = (
-            _unpadded(torch.cat(each, 2), query_ptr, query.size(1)) for each in zip(*mine, strict=True)
-        )
-        d_key, d_value, *of_member = (_unpadded(each, key_ptr, key.size(1)) for each in theirs)
-        grads = [d_query, d_key, d_value, *of_rate, *of_member]
+        theirs: tuple[Tensor, ...] = ()
+        for part in parts:
+            at, pairs = part.queries.number, part.edge
+            q, g, y = (part.queries.of(x) for x in (query, grad_out, rate))
+            logit, level = _logits(q, k, part, scale), lse[:, at][..., None]
+            weight = torch.where(pairs, (logit - level).exp(), 0)
+            gain = g @ v.mT
+            centred = gain - mean_gain[:, at][..., None]
+            slope = weight * centred * scale
+            rows, columns = [slope @ k], [slope.mT @ q, weight.mT @ g]
+            if need_model:
+                heaviest = torch.arange(k.size(2), device=k.device) == best[:, at][..., None]
+                alone = weight * (gain - rest_gain[:, at][..., None])
+                present = torch.where(heaviest, alone, weight / (1 - weight.masked_fill(heaviest, 0)) * centred)
+                absent = torch.sigmoid(q @ k.mT * scale - level) * centred
+                effect = torch.where(part.learns, torch.where(pairs, present, absent), 0).to(y.dtype)
+                rows.append(effect @ z)
+                columns.append(effect.mT @ y)
+            for found, into in zip(rows, to_queries, strict=True):
+                part.queries.put(found, into)
+            theirs = tuple(map(torch.add, theirs, columns)) if theirs else tuple(columns)
+        for found, into in zip(theirs, to_keys, strict=True):
+            keys.put(found, into)
     if not need_model:
-        grads = [*grads[:3], rate.new_empty(0, 0, 0), member.new_empty(0, 0, 0)]
-    d_query, d_key, d_value, d_rate, d_member = (
-        grad.to(x.dtype) for grad, x in zip(grads, (query, key, value, rate, member), strict=True)
-    )
+        d_rate, d_member = rate.new_empty(0, 0, 0), member.new_empty(0, 0, 0)
     return d_query, d_key, d_value, d_rate, d_member
 
 
@@ -188,14 +185,16 @@ def sampled_edges(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The graph that was attended to: its offsets ``[H*N+1]``, its keys ``[E]`` int32, and which edges are forced."""
     law = _Law(rate, member, query_ptr, key_ptr, sequence_ids, seed, exploration, is_causal, window)
-    (heads, num_queries, _), num_keys = rate.shape, member.size(1)
-    found, forced = [query_ptr.new_empty(0)], [query_ptr.new_empty(0, dtype=torch.bool)]
-    for part, keys in _parts(law):
-        head, sequence, query, key = part.edge.nonzero(as_tuple=True)
-        number = part.queries.number[sequence, query]
-        row, place = head * num_queries + number, number - query_ptr[sequence]
-        found.append(row * num_keys + keys.number[sequence, key])
-        forced.append((place - key).abs() <= window)
-    pair, order = torch.cat(found).sort()
-    starts = torch.arange(heads * num_queries + 1, device=pair.device) * num_keys
-    return torch.searchsorted(pair, starts), (pair % max(num_keys, 1)).int(), torch.cat(forced)[order]
+    heads, num_queries, _ = rate.shape
+    row = torch.arange(heads * num_queries, device=rate.device).view(heads, num_queries)
+    none = query_ptr.new_empty(0)
+    found: list[tuple[Tensor, ...]] = [(none, none, none.int(), none.bool())]
+    for keys, parts in _groups(law):
+        number = keys.number.int()[:, None]
+        for part in parts:
+            mine, edge = part.queries, part.edge
+            rows = row[:, mine.number[mine.there]].flatten()
+            values = (x.expand_as(edge)[edge] for x in (number, part.forced))
+            found.append((rows, edge.sum(-1)[:, mine.there].flatten(), *values))
+    rowptr, col, forced = compress(found, row.numel())
+    return rowptr, col, forced
