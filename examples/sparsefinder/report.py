@@ -33,6 +33,12 @@ MEASURES = (  # over which sparsity, what, its factor in tables, and digits
     ("sparsity_used", "accuracy", "Accuracy on hidden words, %", 100, 1),
     ("sparsity_used", "saved", "Bits of a hidden word", -1, 3),
 )
+AXES = {
+    "recall": "share of the gold edges that are foretold",
+    "exact": "share of the queries",
+    "accuracy": "share of the hidden words that are the first guess",
+    "saved": "bits of a hidden word (fewer is better: above)",
+}
 TAB20 = colormaps["tab20"]
 MAPS = 3  # heads that are drawn
 SHOWN = 40  # words of a map
@@ -118,15 +124,20 @@ def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
         for row in (row for seed in found.get("all", {}).values() for row in seed):
             axes.plot(row["sparsity"], row[y], "k*", ms=12)
             axes.axhline(row[y], color="k", lw=0.5)
-        axes.set(xlabel="sparsity: share of the pairs left out")
-        axes.set_title(words.partition(",")[0], fontsize="small")
+        of = {"sparsity": "layers and heads, on gold graphs", "sparsity_used": "the model while it reads"}[x]
+        axes.set(xlabel=f"sparsity: share of the pairs left out ({of})", ylabel=AXES[y])
+        axes.set_title(words.partition(",")[0], fontsize="medium")
         axes.yaxis.set_major_formatter(lambda value, _: f"{abs(value):.2g}" if abs(value) < 1 else f"{abs(value):.1f}")
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside right center", frameon=False)
+    figure.suptitle(
+        "Who foretells attention best: lines join the best settings, dots are all; the star and its line are entmax over all pairs"
+    )
+    title = "chooser of pairs\n(full: learnt, broken: fixed,\ndotted: sees all scores)"
+    figure.legend(*axes.get_legend_handles_labels(), title=title, loc="outside right center", frameon=False)
     save_figure(folder / "pareto.png", figure, dpi=110)
     first = [row for row in rows if row["seed"] == rows[0]["seed"]]
     places = sorted({(row["layer"], row["head"]) for row in first})
     across = max(1, int(max(head for _, head in places)) + 1)
-    figure = Figure(figsize=(3.2 * across, 2.8 * math.ceil(len(places) / across)), layout="constrained")
+    figure = Figure(figsize=(1.6 + 3.2 * across, 2.8 * math.ceil(len(places) / across)), layout="constrained")
     grid = figure.subplots(math.ceil(len(places) / across), across, squeeze=False, sharex=True, sharey=True)
     for axes, (layer, head) in zip(grid.flat, places, strict=False):
         mine = [row for row in first if (row["layer"], row["head"]) == (layer, head)]
@@ -138,7 +149,9 @@ def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
         axes.axvline(next((row["sparsity"] for row in mine if row["chooser"] == "all"), 1.0), color="k", lw=0.5)
         axes.set_title(f"layer {layer:g}, head {head:g}", fontsize="small")
     figure.supxlabel("sparsity (line: that of entmax itself)")
-    figure.supylabel("recall")
+    figure.supylabel("recall: share of the gold edges that are foretold")
+    figure.suptitle("Recall of each head")
+    figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside right center", frameon=False)
     save_figure(folder / "heads.png", figure, dpi=90)
     return [folder / "pareto.png", folder / "heads.png"]
 
@@ -167,6 +180,10 @@ def draw_heads(model: TokenClassifier, learnt: Sequence[Learnt], texts: Texts, p
             axes.set_title(f"layer {number}, head {head}: {title}", fontsize="small")
             axes.set_xticks(range(len(names)), names, rotation=90, fontsize=6)
             axes.set_yticks(range(len(names)), names, fontsize=6)
+            axes.set(xlabel="key: word that is attended to", ylabel="query: word that attends")
+    figure.suptitle(
+        f"Edges among the first {len(names)} words of a test sequence, of {MAPS} heads that are neither full nor empty"
+    )
     save_figure(folder / f"maps-{plan.seed}.png", figure, dpi=80)
     rows = list_words(model, learnt, texts, plan, count)
     path = folder / f"words-{plan.seed}.csv"
