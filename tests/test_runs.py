@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -138,13 +139,11 @@ def counting(act: Callable[[], None]) -> Iterator[None]:
 
         return counted
 
-    before = os.replace, os.fsync
     handle = register_optimizer_step_post_hook(lambda *given: act())
-    os.replace, os.fsync = map(around, before)  # type: ignore[assignment]
     try:
-        yield
+        with patch.object(os, "replace", around(os.replace)), patch.object(os, "fsync", around(os.fsync)):
+            yield
     finally:
-        os.replace, os.fsync = before
         handle.remove()
 
 
@@ -243,47 +242,65 @@ def test_a_run_that_was_stopped_ends_with_the_same_bits(
 
 
 DRIVER = """
-import os, signal, sys
+import json, os, signal, sys, traceback
 sys.path[:0] = [{tests!r}, {root!r}]
-from test_runs import counting, make_small, import_module, PROGRAMS
+from test_runs import PROGRAMS, counting, import_module, make_small
 make_small()
-left, seen = int(sys.argv[2]), 0
-def act():
-    global seen
-    seen += 1
-    if seen == left:
-        os.kill(os.getpid(), signal.SIGKILL)
-with counting(act):
-    import_module(PROGRAMS[sys.argv[1]][0]).main(sys.argv[3:])
-print("moments", seen)
+program = import_module(PROGRAMS[{name!r}][0])
+for line in sys.stdin:  # each in a process of its own, which has all modules already
+    moment, words = json.loads(line)
+    child = os.fork()
+    if child == 0:
+        os.dup2(2, 1)  # what programs print
+        seen = 0
+        def act():
+            global seen
+            seen += 1
+            if seen == moment:
+                os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            with counting(act):
+                program.main(words)
+            with open({seen!r}, "w") as file:
+                file.write(str(seen))
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    print(os.waitpid(child, 0)[1], flush=True)
 """
 
 
-def drive(name: str, moment: int, folder: Path, inputs: dict[str, str]) -> int | None:
-    """Runs a program in a process that is killed at a moment; or to the end, and returns how many moments there were."""
-    code = DRIVER.format(tests=str(ROOT / "tests"), root=str(ROOT))
-    line = [sys.executable, "-c", code, name, str(moment), *command(name, folder, inputs)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(line, env=environment, capture_output=True, text=True, check=False, timeout=1200)
-    if done.returncode == -signal.SIGKILL:
-        return None
-    assert done.returncode == 0, done.stderr[-3000:]
-    return int(done.stdout.split()[-1])
-
-
 @pytest.mark.long
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes cannot be forked")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_ten_kills_change_no_bit(name: str, inputs: dict[str, str], tmp_path: Path) -> None:
-    whole, killed, kills, number = tmp_path / "whole", tmp_path / "killed", 0, random.Random(name)
-    moments = drive(name, 0, whole, inputs)
-    assert moments is not None
-    while kills < KILLS or not (killed / "settings.json").exists():
-        if drive(name, number.randint(1, moments // 3), killed, inputs) is None:
-            kills += 1
-        elif kills < KILLS:  # it came to its end before; the next one begins anew
-            check_same_ends(whole, killed)
-            shutil.rmtree(killed)
-    drive(name, 0, killed, inputs)
+    whole, killed, seen, log = (tmp_path / part for part in ("whole", "killed", "seen", "log"))
+    code = DRIVER.format(tests=str(ROOT / "tests"), root=str(ROOT), name=name, seen=str(seen))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environment}
+    with log.open("w") as errors, subprocess.Popen([sys.executable, "-c", code], stderr=errors, **pipes) as driver:
+        assert driver.stdin is not None
+        assert driver.stdout is not None
+
+        def ends_by_itself(folder: Path, moment: int = 0) -> bool:
+            driver.stdin.write(json.dumps([moment, command(name, folder, inputs)]) + "\n")  # type: ignore[union-attr]
+            driver.stdin.flush()  # type: ignore[union-attr]
+            status = int(driver.stdout.readline())  # type: ignore[union-attr]
+            assert status in (0, signal.SIGKILL), log.read_text()[-3000:]
+            return status == 0
+
+        assert ends_by_itself(whole)
+        most, kills, number = int(seen.read_text()) // 5, 0, random.Random(name)
+        assert most > 4
+        while kills < KILLS:
+            if not ends_by_itself(killed, number.randint(1, most)):
+                kills += 1
+            else:  # it came to its end before; the next one begins anew
+                check_same_ends(whole, killed)
+                shutil.rmtree(killed)
+        assert ends_by_itself(killed)
+        driver.stdin.close()
     check_same_ends(whole, killed)
 
 
@@ -362,6 +379,40 @@ def test_damaged_files_are_named(
         check_told(refusal(name, folder, inputs, capsys), path)
     path.write_bytes(content)
     run(name, folder, inputs)
+
+
+def test_damaged_models_and_prepared_data_are_named(inputs: dict[str, str], tmp_path: Path) -> None:
+    from examples.lra.data.prepare import load
+    from examples.lra.data.tasks import TASKS
+    from sbm_pyg import Pretrained, SequenceEncoder
+
+    def read_data() -> Any:
+        return load(TASKS["listops"], Path(inputs["DATA"]), max_length=100, prepared=tmp_path / "prepared")
+
+    read_data()
+    SequenceEncoder(5, 4, num_layers=1, heads=1, max_length=3).save_pretrained(tmp_path / "model")
+    (manifest,) = (tmp_path / "prepared").glob("*/manifest.json")
+    readers: dict[Path, Callable[[], Any]] = {
+        manifest: read_data,
+        tmp_path / "model" / "config.json": lambda: Pretrained.from_pretrained(tmp_path / "model"),
+        tmp_path / "model" / "model.safetensors": lambda: Pretrained.from_pretrained(tmp_path / "model"),
+    }
+    for path, reader in readers.items():
+        content = path.read_bytes()
+        for kind in ("cut", "a bit", "emptied", "something else"):
+            if (path.name, kind) == ("config.json", "a bit"):  # it has no checksum: people may edit it
+                continue
+            path.write_bytes(DAMAGES[kind](content))
+            with pytest.raises(ValueError, match=re.escape(f"'{path}'")) as told:
+                reader()
+            assert re.search(r"(Remove|Restore|copy it again)", str(told.value)), (path, kind)
+        path.unlink()
+        path.mkdir()
+        with pytest.raises(ValueError, match=re.escape(f"'{path}'")):
+            reader()
+        path.rmdir()
+        path.write_bytes(content)
+        reader()
 
 
 @pytest.mark.parametrize("kind", ["cut", "cut by a line", "a bit", "emptied"])

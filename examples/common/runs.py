@@ -67,7 +67,7 @@ def hold(folder: Path) -> contextlib.AbstractContextManager[Any]:
         raise _no_room(folder / LOCK, 0, error) from error
 
 
-def write(path: Path, content: bytes, seal: bytes = b"") -> None:
+def write(path: Path, content: bytes | memoryview, seal: bytes = b"") -> None:
     """Writes a file that is complete under its name at any moment, even if the power fails.
 
     Raises:
