@@ -20,7 +20,7 @@ from torch_geometric.typing import EdgeType, SparseTensor
 from torch_geometric.utils import is_sparse, to_edge_index
 
 from .ops import checks
-from .ragged import check_present, check_tensor, readable, resolve_sides, stored_ptr
+from .ragged import check_present, check_tensor, readable, resolve_sides, stored_ptr, unmerged
 from .rows import CompressedRows, check_edges, check_graph, check_sizes, index_type, masked_rows, the_one
 
 if TYPE_CHECKING:
@@ -182,7 +182,7 @@ class AttentionGraph(CompressedRows):
         way_out = "Rows cost memory even without edges: leave out the tokens that have none."
         name = "heads" if heads > num_queries else "num_queries"
         checks.memory(name, heads * num_queries, 16, key.device, way_out, "rows")
-        unique = torch.unique((head * num_queries + query) * num_keys + key)
+        unique = torch.unique(unmerged((head * num_queries + query) * num_keys + key))
         rowptr = torch.searchsorted(unique, num_keys * torch.arange(heads * num_queries + 1, device=key.device))
         rows = (rowptr, unique % num_keys, num_queries, num_keys, heads, query_ptr, key_ptr)
         if readable(key) and (query_ptr is not None or key_ptr is not None):

@@ -18,7 +18,7 @@ from .attention import Returns, SBMAttentionConv
 from .graph import AttentionGraph, check_graph
 from .ops import checks
 from .propagation import converts
-from .ragged import offsets, readable
+from .ragged import offsets, readable, unmerged
 from .rows import index_type, masked_rows
 
 __all__ = ["SBMMultiheadAttention"]
@@ -515,7 +515,7 @@ class _Side:
                 "Expected 'key_padding_mask' to leave a real key in each sequence (got one that is all padding). "
                 "Leave empty sequences out of the batch."
             )
-        self.place, self.ptr = real.flatten().nonzero()[:, 0], offsets(lengths)  # [N], [B+1]
+        self.place, self.ptr = unmerged(real.flatten()).nonzero()[:, 0], offsets(lengths)  # [N], [B+1]
         self.total = self.place.numel()
         if torch.compiler.is_compiling():
             torch._check(self.total >= 2)  # inductor wants to know, as of other sizes, that it is not 1

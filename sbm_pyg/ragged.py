@@ -60,6 +60,17 @@ def check_present(x: Tensor, name: str) -> None:
         raise ValueError(f"Expected '{name}' to hold values (got a meta tensor). Move it to a device that has memory.")
 
 
+def unmerged(x: Tensor) -> Tensor:
+    """The tensor; in compiled code a copy for ops whose size depends on values, as ``nonzero`` and ``unique``.
+
+    Torch merges equal calls of one program, those of two layers over one mask say, and forgets the size of the second,
+    which later code names (``InductorError: u3 not in ...``). It merges no empty memory, and so nothing made of it.
+    """
+    if not torch.compiler.is_compiling():
+        return x
+    return torch.cat([x.flatten(), torch.empty(1, dtype=x.dtype, device=x.device)])[:-1].view(x.shape)
+
+
 def offsets(counts: Tensor) -> Tensor:
     """Offsets ``[n+1]`` int64 of counts ``[n]``."""
     if (

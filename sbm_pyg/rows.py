@@ -16,7 +16,7 @@ from torch import Tensor
 from . import ops
 from .ops import checks
 from .ops.reference import ROWS
-from .ragged import check_present, check_tensor, count_pairs, offsets, readable, resolve_ptr
+from .ragged import check_present, check_tensor, count_pairs, offsets, readable, resolve_ptr, unmerged
 
 __all__ = ["CompressedRows", "check_edges", "check_graph", "check_sizes", "index_type", "masked_rows", "the_one"]
 
@@ -440,7 +440,7 @@ class CompressedRows:
         added = torch.cat([mine, mine.new_full((1,), -1)])[place] != theirs
         before = offsets(added)
         slot = place + before[:-1]  # where each edge of the other graph lands
-        (new,) = added.nonzero(as_tuple=True)
+        (new,) = unmerged(added).nonzero(as_tuple=True)
         size, landed = mine.numel() + new.numel(), slot[new]
         from_other, is_new = (
             torch.zeros(size, dtype=torch.bool, device=self.device).index_fill_(0, x, True) for x in (slot, landed)
@@ -465,7 +465,7 @@ class CompressedRows:
                 f"Expected 'mask' to be [E] = [{self.num_edges}] (got {list(mask.shape)}). "
                 "It says of each edge whether it stays."
             )
-        return self._with(offsets(mask)[self.rowptr], self.col[mask], self.heads)
+        return self._with(offsets(mask)[self.rowptr], self.col[unmerged(mask)], self.heads)
 
     def causal(self) -> Self:
         """The graph without the edges from later keys; its densities count the pairs that are left. Cost O(HN + E)."""
@@ -568,7 +568,7 @@ def masked_rows(
     for part in some:
         mask, keys = rows(part)
         degree.append(mask.sum(1))
-        col.append(keys.to(numbers.dtype).expand_as(mask)[mask])
+        col.append(keys.to(numbers.dtype).expand_as(mask)[unmerged(mask)])
     return offsets(torch.cat(degree)), torch.cat(col)
 
 

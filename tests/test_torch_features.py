@@ -327,6 +327,66 @@ def test_inductor_of_padded_batches(compile_whole: Callable[..., Any]) -> None:
     equal_over_padded_batches(compile_whole(attention, "inductor"), attention, "floating masks")
 
 
+class Twice(torch.nn.Module):
+    """Two layers in sequence, called alike."""
+
+    def __init__(self, make: Callable[[], torch.nn.Module]) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([make(), make()])
+
+    def forward(self, x: Tensor, *arguments: Any, **options: Any) -> Tensor:
+        for layer in self.layers:
+            padded = isinstance(layer, SBMMultiheadAttention)
+            x = layer(x, x, x, **options)[0] if padded else layer(x, *arguments, **options)
+        return x
+
+
+def encoder(num_blocks: int) -> torch.nn.TransformerEncoder:
+    layer = torch.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    made = torch.nn.TransformerEncoder(layer, 2)
+    for each in made.layers:
+        each.self_attn = SBMMultiheadAttention.from_torch(each.self_attn, num_blocks=num_blocks)
+    return made
+
+
+STACKS: dict[str, Callable[[], torch.nn.Module]] = {
+    "key padding": lambda: Twice(padded),
+    "boolean masks": lambda: Twice(lambda: padded(num_blocks=None)),
+    "no padding": lambda: Twice(lambda: padded(num_blocks=None)),
+    "a graph": lambda: Twice(lambda: padded(num_blocks=None)),
+    "edge_index": lambda: Twice(lambda: layer(num_blocks=None)),
+    "encoder": lambda: encoder(4),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("kind", "training", "dynamic"),
+    [*((kind, True, True) for kind in STACKS), ("key padding", False, None), ("encoder", False, None)],
+)
+def test_inductor_of_layers_over_one_mask(kind: str, training: bool, dynamic: bool | None) -> None:
+    """Each layer knows the sizes that depend on its values, though torch merges what two of them compute alike."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = STACKS[kind]().train(training)
+    compiled = torch.compile(model, fullgraph=True, dynamic=dynamic)
+    for n in (10, 13):
+        x, arguments, options = tokens(3 * n).view(3, n, 16), [], padded_call(kind, n)
+        if kind == "edge_index":
+            x, arguments, options = tokens(n), [patterns.window(n, 2).edge_index], {}
+        elif kind == "encoder":
+            options = {"src_key_padding_mask": options["key_padding_mask"]}
+        elif kind in ("a graph", "no padding"):
+            options["attn_mask"] = torch.ones(n, n, dtype=torch.bool).triu(1)
+        x.requires_grad_()
+        outs = []
+        for call in (compiled, model):
+            torch.manual_seed(n)  # of the seeds that an encoder lets its layers draw
+            outs.append(call(x, *arguments, **options))
+        equal_with_gradients(*outs, [x, *model.parameters()])
+    torch._dynamo.reset()
+
+
 # ------------------------------------------------------------------ exported
 
 
