@@ -1,6 +1,7 @@
 """Sparse, data-adaptive attention as message passing on PyTorch Geometric."""
 
 from . import analysis, estimators, gold, indexer, ops, patterns, plots, predictors, selectors, sparsefinder
+from . import exchange as exchange
 from .attention import AttentionConv, SBMAttentionConv
 from .auxiliary import auxiliary_loss
 from .blocks import BlockGraph, BlockPool

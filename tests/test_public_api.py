@@ -23,6 +23,7 @@ ORDER = [
     "rows",
     "graph",
     "blocks",
+    "exchange",
     "choice",
     "patterns",
     "pairs",
