@@ -10,7 +10,7 @@ import math
 from itertools import pairwise
 from numbers import Real
 from operator import lt
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -279,7 +279,8 @@ def draw_seed(seed: int | None = None, generator: torch.Generator | None = None)
             f"Expected 'generator' to be a torch.Generator (got {type(generator).__name__}). Pass a number as `seed`."
         )
     device = "cpu" if generator is None else generator.device
-    return int(torch.randint(2**63 - 1, (), generator=generator, device=device))
+    drawn = torch.randint(2**63 - 1, (), generator=generator, device=device).item()
+    return cast(int, drawn)  # `int(...)` would ask for the number where `torch.export` has none yet
 
 
 def check_sequence_ids(sequence_ids: Tensor | None, sequences: int) -> None:

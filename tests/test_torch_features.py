@@ -418,6 +418,18 @@ def test_export_with_dynamic_length() -> None:
             )
 
 
+def test_export_without_a_seed_draws_one_in_each_call() -> None:
+    model = classifier().eval()
+    with torch.no_grad():
+        program = torch.export.export(model, (words(30),)).module()
+        found = []
+        for seed in (1, 1, 2):
+            torch.manual_seed(seed)
+            found.append(program(words(30)))
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])
+
+
 def test_second_derivatives_edge_by_edge_are_those_of_dense_attention() -> None:
     conv, graph = SBMAttentionConv(16, 8, 2, num_blocks=4).double(), patterns.window(30, 2)
     x = tokens().double().requires_grad_()
