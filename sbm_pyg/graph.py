@@ -156,6 +156,7 @@ class AttentionGraph(CompressedRows):
         elif isinstance(edge_index, EdgeIndex):
             num_keys, num_queries = num_keys or edge_index.sparse_size(0), num_queries or edge_index.sparse_size(1)
         key, query, head = check_edges(edge_list(edge_index), edge_head)
+        checks.single(edge_index=key, edge_head=head)
         if query_ptr is not None or key_ptr is not None or num_queries is None or num_keys is None:
             check_present(key, "edge_index")
         num_edges = key.numel()

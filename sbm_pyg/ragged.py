@@ -55,7 +55,8 @@ def check_tensor(x: object, name: str, optional: bool = True) -> None:
 
 
 def check_present(x: Tensor, name: str) -> None:
-    """Raise ValueError for a tensor without values, where the size of the answer depends on them."""
+    """Raise ValueError for a tensor without values, or of ``vmap``, where the size of the answer depends on values."""
+    checks.single(**{name: x})
     if x.is_meta:
         raise ValueError(f"Expected '{name}' to hold values (got a meta tensor). Move it to a device that has memory.")
 

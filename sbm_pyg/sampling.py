@@ -272,6 +272,8 @@ class SBMSource(SharingSource, FollowingSource):
         sequence_ids: Tensor | None = None,
     ) -> Choice:
         """As :meth:`~sbm_pyg.GraphSource.forward`."""
+        if self.share is not None or not self.tiled:
+            ops.checks.single(query=query, key=key)
         if self.detach:
             query, key = query.detach(), key.detach()
         if self.grain == 1:

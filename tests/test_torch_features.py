@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from sbm_pyg import (
     ops,
     patterns,
     ragged,
+    selectors,
 )
 from sbm_pyg.ops import reference
 
@@ -523,6 +525,33 @@ def test_functional_call() -> None:
     assert torch.equal(grad, torch.autograd.grad(other(x, graph).sin().sum(), other.lin_value.weight)[0])
     sampled = torch.func.functional_call(conv, doubled, (x,), {"seed": 1})
     assert torch.equal(sampled, other(x, seed=1))
+
+
+def test_vmap_over_what_decides_the_number_of_edges_is_refused() -> None:
+    """Each of the many would have a size of its own."""
+    graph, x = patterns.window(30, 2), torch.stack([tokens(seed=seed) for seed in range(3)])
+    mask = torch.ones(3, 30, 30)
+    choosers: list[tuple[Callable[..., Any], Tensor, str]] = [
+        (lambda x: selectors.top_k(x[None], x[None], 3).col, x, "query"),
+        (lambda rate: ops.sample_sbm(rate, rate, PTR, PTR, torch.arange(3), 1)[1], x.sigmoid()[:, None], "rate"),
+        (lambda mask: AttentionGraph.from_dense(mask).col, mask, "mask"),
+        (lambda kept: graph.select(kept).col, torch.ones(3, graph.num_edges, dtype=torch.bool), "mask"),
+        (lambda ends: AttentionGraph.from_edge_index(ends, 30).col, torch.stack([graph.edge_index] * 3), "edge_index"),
+    ]
+    sampling: list[dict[str, Any]] = [{}, {"grain": 4}, {"share": 0.2}, {"share": 0.2, "tiled": True}]
+    choosers += [(partial(layer(**options), seed=1), x, "query") for options in sampling]
+    for choose, many, name in choosers:
+        with pytest.raises(ValueError, match=rf"Expected '{name}' outside of `torch.vmap`.*as `ptr`"):
+            torch.func.vmap(choose)(many)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_vmap_over_tokens() -> None:
+    """Over a graph, or over coins that lie beside the scores."""
+    graph, x = patterns.window(30, 2), torch.stack([tokens(seed=seed) for seed in range(3)])
+    for conv, arguments in ((layer(), (graph,)), (layer(tiled=True), ())):
+        found = torch.func.vmap(partial(conv, seed=1), in_dims=(0, *(None for _ in arguments)))(x, *arguments)
+        torch.testing.assert_close(found, torch.stack([conv(each, *arguments, seed=1) for each in x]))
 
 
 def test_every_op_is_checked_against_the_dispatcher() -> None:
