@@ -389,7 +389,7 @@ class SequenceEncoder(Pretrained):
         for number, block in enumerate(self.blocks):
             # Layers draw independently.
             layer_seed = None if seed is None else (seed + number * 0x9E3779B97F4A7C15) % 2**63
-            x, choice = block(x, given, ptr, layer_seed, sequence_ids)
+            x, choice = block(x, given, ptr, layer_seed, sequence_ids, return_trace)
             choices.append(choice)
         x = self.norm(x)
         return (x, EncoderTrace(tuple(choices), (ptr.numel() - 1, self.heads), tokens.device)) if return_trace else x
@@ -479,13 +479,20 @@ class _Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(
-        self, x: Tensor, edge_index: tuple[Any, ...], ptr: Tensor, seed: int | None, sequence_ids: Tensor | None
+        self,
+        x: Tensor,
+        edge_index: tuple[Any, ...],
+        ptr: Tensor,
+        seed: int | None,
+        sequence_ids: Tensor | None,
+        return_choice: bool,
     ) -> tuple[Tensor, Choice | None]:
         attended, choice = self.attention(
             self.norm1(x), *edge_index, ptr=ptr, seed=seed, sequence_ids=sequence_ids, return_choice=True
         )
         x = x + self.dropout(self.lin_out(attended))
-        return x + self.ffn(self.norm2(x)), choice
+        # FSDP looks through all that a block returns, and warns of the views that a model of a graph is made of.
+        return x + self.ffn(self.norm2(x)), choice if return_choice else None
 
 
 def _mean_pool(x: Tensor, ptr: Tensor, length: int | None) -> Tensor:
@@ -562,17 +569,18 @@ class SequenceClassifier(_Classifier):
         """Logits, or logits and :class:`EncoderTrace`; arguments as :meth:`SequenceEncoder.forward`."""
         tokens = self.encoder.check_tokens(tokens)
         ptr = resolve_ptr(tokens.size(0), ptr, batch, device=tokens.device)
-        x, trace = self.encoder(
+        found = self.encoder(
             tokens,
             ptr,
             edge_index=edge_index,
             positions=positions,
             seed=seed,
             sequence_ids=sequence_ids,
-            return_trace=True,
+            return_trace=return_trace,
         )
+        x, *trace = found if return_trace else (found,)
         logits = self.classifier(_mean_pool(x, ptr, self.pool_length))
-        return (logits, trace) if return_trace else logits
+        return (logits, *trace) if return_trace else logits
 
 
 class PairClassifier(_Classifier):
@@ -629,16 +637,17 @@ class PairClassifier(_Classifier):
         sequence_ids = 2 * resolve_sequence_ids(sequence_ids, offsets[0].numel() - 1, offsets[0].device, bits=31)
         pooled, traces = [], []
         for side in range(2):  # whose sequence_ids are apart
-            x, trace = self.encoder(
+            found = self.encoder(
                 tokens[side],
                 offsets[side],
                 positions=sides[side],
                 seed=seed,
                 sequence_ids=sequence_ids + side,
-                return_trace=True,
+                return_trace=return_trace,
             )
+            x, *trace = found if return_trace else (found,)
             pooled.append(_mean_pool(x, offsets[side], self.pool_length))
-            traces.append(trace)
+            traces += trace
         first, second = pooled
         logits = self.classifier(torch.cat([first, second, first * second, first - second], dim=-1))
         return (logits, traces[0] + traces[1]) if return_trace else logits
@@ -679,9 +688,10 @@ class TokenClassifier(Pretrained):
         return_trace: bool = False,
     ) -> Any:
         """Logits, or logits and :class:`EncoderTrace`; arguments as :meth:`SequenceEncoder.forward`."""
-        x, trace = self.encoder(
+        found = self.encoder(
             tokens, ptr, batch=batch, edge_index=edge_index, positions=positions, seed=seed, sequence_ids=sequence_ids,
-            return_trace=True,
+            return_trace=return_trace,
         )  # fmt: skip
+        x, *trace = found if return_trace else (found,)
         logits = self.classifier(x)
-        return (logits, trace) if return_trace else logits
+        return (logits, *trace) if return_trace else logits

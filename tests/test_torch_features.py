@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch._dynamo.backends.debugging import aot_eager
 from torch._dynamo.exc import Unsupported, UserError
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp import fully_shard
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn import functional as F
 
@@ -552,6 +554,28 @@ def test_vmap_over_tokens() -> None:
     for conv, arguments in ((layer(), (graph,)), (layer(tiled=True), ())):
         found = torch.func.vmap(partial(conv, seed=1), in_dims=(0, *(None for _ in arguments)))(x, *arguments)
         torch.testing.assert_close(found, torch.stack([conv(each, *arguments, seed=1) for each in x]))
+
+
+@pytest.mark.parametrize("options", [{}, {"tiled": True}, {"share": 0.3}, {"grain": 4}])
+def test_blocks_under_fully_sharded_data_parallel(options: dict[str, Any], tmp_path: Path) -> None:
+    """Each returns tokens alone, of which FSDP has nothing to warn."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model, plain = classifier(**options), classifier(**options)
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        for block in model.encoder.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        outs = [each(words(30), PTR, seed=1) for each in (model, plain)]
+        torch.testing.assert_close(*outs)
+        for out in outs:
+            out.sin().sum().backward()
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert (mine.grad is None) == (theirs.grad is None)
+            if mine.grad is not None:
+                torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_every_op_is_checked_against_the_dispatcher() -> None:
