@@ -279,15 +279,6 @@ def not_captured(where: torch.device) -> None:
     )
 
 
-def batched(x: Tensor) -> bool:
-    """Whether a tensor stands for many, as in ``vmap``."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(x):  # as by `grad` inside of `vmap`
-        if torch._C._functorch.is_batchedtensor(x):
-            return True
-        x = torch._C._functorch.get_unwrapped(x)
-    return False
-
-
 def single(**given: Tensor | None) -> None:
     """Refuse tensors of ``vmap`` where the size of a graph depends on their values; None passes."""
     if torch.compiler.is_compiling():
