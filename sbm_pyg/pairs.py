@@ -149,18 +149,21 @@ class Sides:
         row, first, count = row[order], first[order], (end - first).clamp(min=0)[order]
         rows = self.heads * self.num_queries
         pairs = self.heads * int(count_pairs(self.query_ptr, self.key_ptr, False).sum())
-        most, width = min(int(count.sum()), pairs), 3 * index_type(self.num_keys).itemsize  # as parts come and go
-        checks.memory("query", most, width, row.device, "Choose fewer keys, or fewer sequences at once.")
+        most, width = min(int(count.sum()), pairs), index_type(self.num_keys)
+        way_out = "Choose fewer keys, or fewer sequences at once."
+        checks.memory("query", most, 2 * width.itemsize, row.device, way_out)  # once more if there are repeats
         before = offsets(torch.zeros(rows, dtype=torch.int64, device=row.device).index_add_(0, row, count))
         range_ptr = offsets(torch.bincount(row, minlength=rows))
-        parts = []
+        kept, degree, total = torch.empty(most, dtype=width, device=row.device), [], 0
         for low, high, begin, stop in cuts(before, ROWS):
             mine = slice(*range_ptr[[low, high]].tolist())
             at = runs(first[mine], count[mine], stop - begin)
             of = torch.repeat_interleave(row[mine] - low, count[mine], output_size=stop - begin)
             rowptr, col = _distinct(of, at if keys is None else keys[at], high - low, self.num_keys)
-            parts.append((torch.arange(low, high, device=row.device), rowptr.diff(), col))
-        return self.rows(*compress(parts, rows))
+            kept[total : total + col.numel()] = col
+            degree.append(rowptr.diff())
+            total += col.numel()
+        return self.rows(offsets(torch.cat(degree)), kept if total == most else kept[:total].clone())
 
 
 def _distinct(row: Tensor, col: Tensor, rows: int, num_keys: int) -> tuple[Tensor, Tensor]:

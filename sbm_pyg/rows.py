@@ -548,7 +548,7 @@ def index_type(num_keys: int) -> torch.dtype:
 def masked_rows(
     rows: Callable[[Tensor], tuple[Tensor, Tensor]], count: int, pairs: int, name: str, way_out: str, numbers: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compressed rows of a mask, made some rows at a time; counted first where memory might not hold the edges.
+    """Compressed rows of a mask. Where it is large, some rows are made at a time, once to count and once to keep them.
 
     Args:
         rows: From numbers of rows ``[r]`` to their mask ``[r, m]`` bool, and to the keys of all its pairs, ``[r, m]``.
@@ -560,16 +560,21 @@ def masked_rows(
     Returns:
         Offsets ``[count+1]``, and keys ``[E]``.
     """
-    every, each = torch.arange(count, device=numbers.device), 3 * numbers.element_size()  # as parts come and go
-    some = (every,) if torch.compiler.is_compiling() else every.split(max(ROWS * count // max(pairs, 1), 1))
-    if not checks.fits(pairs, each, numbers.device):
-        checks.memory(name, sum(int(rows(part)[0].sum()) for part in some), each, numbers.device, way_out)
-    degree, col = [], [numbers]
+    every = torch.arange(count, device=numbers.device)
+    if torch.compiler.is_compiling() or pairs <= ROWS:
+        mask, keys = rows(every)
+        return offsets(mask.sum(1)), keys.to(numbers.dtype).expand_as(mask)[unmerged(mask)]
+    some = every.split(max(ROWS * count // pairs, 1))
+    rowptr = offsets(torch.cat([rows(part)[0].sum(1) for part in some]))
+    total = int(rowptr[-1])
+    checks.memory(name, total, numbers.element_size(), numbers.device, way_out)
+    col, begin = numbers.new_empty(total), 0
     for part in some:
         mask, keys = rows(part)
-        degree.append(mask.sum(1))
-        col.append(keys.to(numbers.dtype).expand_as(mask)[unmerged(mask)])
-    return offsets(torch.cat(degree)), torch.cat(col)
+        found = keys.to(col.dtype).expand_as(mask)[mask]
+        col[begin : begin + found.numel()] = found
+        begin += found.numel()
+    return rowptr, col
 
 
 def check_graph(graph: object, name: str = "graph") -> None:

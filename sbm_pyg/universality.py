@@ -30,7 +30,7 @@ from .graph import AttentionGraph
 from .hamiltonian import HamiltonianPath, hamiltonian_path, one_sequence, scipy_sparse, seconds, some, stopwatch
 from .ops import checks, threads
 from .ops.reference import ROWS
-from .ragged import count_pairs, draw_seed, offsets
+from .ragged import draw_seed, offsets
 from .rows import index_type
 from .sbm import SBM, check_model
 from .walks import spread
@@ -269,17 +269,17 @@ def expected_graph(sbm: SBM, threshold: float = 0.5) -> AttentionGraph:
                     yield mask.tril_(place) if sbm.is_causal else mask, first_key
                     place += len(rows)
 
-    degree, col = [], []
     with torch.no_grad():
-        pairs, each = sbm.heads * int(count_pairs(sbm.query_ptr, sbm.key_ptr).sum()), 3 * width.itemsize
-        if not checks.fits(pairs, each, device):
-            way_out = "Raise 'threshold', or take shorter sequences."
-            checks.memory("sbm", sum(int(mask.sum()) for mask, _ in likely()), each, device, way_out)
+        rowptr, begin = offsets(torch.cat([mask.sum(1) for mask, _ in likely()])), 0
+        total, way_out = int(rowptr[-1]), "Raise 'threshold', or take shorter sequences."
+        checks.memory("sbm", total, width.itemsize, device, way_out)
+        col = torch.empty(total, dtype=width, device=device)
         for mask, first_key in likely():
-            degree.append(mask.sum(1))
-            col.append(mask.nonzero()[:, 1].to(width) + first_key)
+            found = mask.nonzero()[:, 1].add_(first_key)
+            col[begin : begin + found.numel()] = found
+            begin += found.numel()
     sides = (sbm.num_queries, sbm.num_keys, sbm.heads, sbm.query_ptr, sbm.key_ptr)
-    return AttentionGraph._trusted(offsets(torch.cat(degree)), torch.cat(col), *sides, sbm.is_causal)
+    return AttentionGraph._trusted(rowptr, col, *sides, sbm.is_causal)
 
 
 def _listed(patterns: Any) -> list[Any]:
