@@ -174,7 +174,7 @@ def fit_projection(
     Raises:
         TypeError, ValueError: An argument has the wrong type or range, or there are no samples.
     """
-    from tqdm.auto import tqdm
+    from .progress import tqdm
 
     if not isinstance(projection, Projection):
         raise TypeError(f"Expected 'projection' to be a Projection (got {type(projection).__name__}). Make one.")

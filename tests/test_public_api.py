@@ -19,6 +19,7 @@ ORDER = [
     "ops",
     "auxiliary",
     "following",
+    "progress",
     "ragged",
     "rows",
     "graph",

@@ -42,11 +42,11 @@ import time
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from examples.benchmarks.choosers import memory
 from examples.benchmarks.tables import add, markdown
 from sbm_pyg import AttentionGraph, DCMMBias, SBMAttentionConv
+from sbm_pyg.progress import tqdm
 
 CHANNELS, TOLERANCE = 32, 1e-4
 

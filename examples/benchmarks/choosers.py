@@ -50,10 +50,10 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from sbm_pyg import AttentionGraph, GraphSource, SBMHead, SBMSource, pairs, predictors, selectors, sparsefinder
 from sbm_pyg.indexer import Indexer, IndexerSource
+from sbm_pyg.progress import tqdm
 
 Graph = Callable[[Tensor, Tensor], AttentionGraph]
 EDGES, CHANNELS, DIM = 32, 64, 4

@@ -425,7 +425,8 @@ def read(path: Path) -> list[dict[str, Any]]:
 def run(given: argparse.Namespace) -> int:
     """Measures until the slice is over; returns how many items are left."""
     import torch
-    from tqdm.auto import tqdm
+
+    from sbm_pyg.progress import tqdm
 
     path, begun = given.output / "results.jsonl", given.output / "begun.txt"
     given.output.mkdir(parents=True, exist_ok=True)

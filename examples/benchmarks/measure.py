@@ -19,11 +19,11 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from tqdm.auto import tqdm
 
 from examples.benchmarks.kernels import BLOCKS, KERNELS, NORMALIZERS, SHARES, Case, Rejected
 from examples.benchmarks.samplers import GROWTH, LAYERS, SAMPLERS
 from examples.benchmarks.tables import Row, Rows, add, read
+from sbm_pyg.progress import tqdm
 
 SUITES = {
     "kernels": KERNELS,

@@ -57,9 +57,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from examples.benchmarks.tables import Row, Rows, add, markdown, read
+from sbm_pyg.progress import tqdm
 
 Errors = dict[tuple[Any, ...], tuple[Tensor, Tensor, Tensor]]
 """Squares of bias, of deviation and of the true gradient: by keys, probes, kind, what the gradient is to, and way."""

@@ -40,13 +40,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from tqdm import tqdm
 
 from examples.benchmarks.tables import Row, add, markdown
 from examples.common.runs import RunError, read_checkpoint
 from examples.recall.model import Recaller
 from examples.recall.train import Batches, Run, make_model
 from sbm_pyg import auxiliary_loss
+from sbm_pyg.progress import tqdm
 
 
 def gradients(model: Recaller, batches: Batches, draws: list[tuple[int, int]]) -> tuple[dict[str, Tensor], list[float]]:

@@ -16,9 +16,9 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import Tensor
 from torch.nn.functional import interpolate
-from tqdm.auto import tqdm
 
 from examples.lra.data.readers import IMAGE, read_batch
+from sbm_pyg.progress import tqdm
 
 CIFAR = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 ENDINGS = (".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")

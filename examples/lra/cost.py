@@ -42,7 +42,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
-from tqdm.auto import tqdm
 
 from examples.benchmarks import kernels
 from examples.benchmarks.tables import markdown
@@ -55,6 +54,7 @@ from examples.lra.settings import BASELINES, Plan, Settings, method_words, parse
 from examples.lra.train import Data, open_run
 from sbm_pyg import patterns
 from sbm_pyg.ops.threads import flushed_subnormals
+from sbm_pyg.progress import tqdm
 
 SHORT = 64  # tokens
 PARTS = ("forward", "backward", "update")

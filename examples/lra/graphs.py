@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from tqdm.auto import tqdm
 
 from examples.benchmarks.page import page, picture, table, title, words
 from examples.common.runs import write_text
@@ -32,6 +31,7 @@ from examples.lra.model import Classifier
 from examples.lra.settings import BASELINES
 from examples.lra.train import block_model, open_run
 from sbm_pyg import SBM, AttentionGraph, Choice, analysis, patterns, plots
+from sbm_pyg.progress import tqdm
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,9 +19,9 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback
 from matplotlib.figure import Figure
-from tqdm.auto import tqdm
 
 from examples.common.runs import save_figure, write_text
+from sbm_pyg.progress import tqdm
 
 RESULTS = "results.json"
 ADVICE = "Lower --density-weight, raise --exploration or the density at the start; see docs/learning.md."

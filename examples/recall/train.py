@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from tqdm.auto import tqdm
 
 from examples.benchmarks.tables import Row, add, read
 from examples.common.runs import claim, read_state, settings_of, write_checkpoint
@@ -23,6 +22,7 @@ from examples.recall.model import DENSE, METHODS, OPTIONS, Recaller, make_attent
 from examples.recall.tasks import TASKS, Examples
 from sbm_pyg import AttentionGraph, ShareSchedule, auxiliary_loss
 from sbm_pyg.ops.threads import flushed_subnormals
+from sbm_pyg.progress import tqdm
 
 CONTROLS = ("schedule", "share", "none")
 WARMUP, DECAY = 0.05, 0.3  # shares of the steps in which the learning rate rises, and falls to nothing

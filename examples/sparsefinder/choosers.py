@@ -14,11 +14,11 @@ import torch
 from sklearn.cluster import KMeans
 from torch import Tensor, nn
 from torch.nn.functional import normalize
-from tqdm.auto import tqdm
 
 from sbm_pyg import AttentionGraph, Choice, GraphSource, SBMHead, SBMSource, patterns, selectors
 from sbm_pyg.patterns import PatternSource
 from sbm_pyg.predictors import blocks, bucketing, clustering, distance
+from sbm_pyg.progress import tqdm
 from sbm_pyg.selectors import SelectorSource
 from sbm_pyg.sparsefinder import Projection, Sample, SparsefinderSource, fit_centroids, fit_projection
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from examples.benchmarks.tables import Row, add, read
 from examples.common.runs import read_state, write_checkpoint
@@ -24,6 +23,7 @@ from sbm_pyg import GraphSource, TokenClassifier
 from sbm_pyg.gold import compare, group_entropy, record
 from sbm_pyg.patterns import PatternSource, full
 from sbm_pyg.predictors import buckets, clusters
+from sbm_pyg.progress import tqdm
 from sbm_pyg.sparsefinder import Sample
 
 BATCH = 2  # sequences that are extracted at once, a sample each

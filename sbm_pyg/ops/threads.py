@@ -224,23 +224,24 @@ if hasattr(os, "register_at_fork"):
 
 
 class _Announcer(event.Listener):
-    """Tells the log about compilations of our kernels that take longer than a second."""
+    """Tells the log when a kernel is compiled: once in a process as a warning, and each by its name."""
 
-    def __init__(self):
-        self.timers = {}
+    told = False
 
     def on_start(self, event):
-        name = event.data["dispatcher"]
-        if name in _kernels:
-            text = "compiling %s for the first time; the result is cached on disk"
-            self.timers[name] = threading.Timer(1.0, log.info, (text, name.__name__))
-            self.timers[name].daemon = True
-            self.timers[name].start()
+        kernel = event.data["dispatcher"]
+        if kernel not in _kernels:
+            return
+        if not self.told:
+            self.told = True
+            folder = getattr(kernel._cache, "cache_path", None)
+            kept = "in every process anew, as no folder can be written to" if folder is None else f"once, into {folder}"
+            log.warning("sbm_pyg compiles the CPU kernels that a call needs, some seconds each; %s", kept)
+        log.info("compiling %s", kernel.__name__)
 
     def on_end(self, event):
-        timer = self.timers.pop(event.data["dispatcher"], None)
-        if timer is not None:
-            timer.cancel()
+        pass
 
 
-event.register("numba:compile", _Announcer())
+_announcer = _Announcer()
+event.register("numba:compile", _announcer)

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from PIL import Image
-from tqdm.auto import tqdm
 
 from examples.lra.data.files import make_folder
+from sbm_pyg.progress import tqdm
 
 SIDE = 32
 #: Paddles of the long snakes.

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from tqdm.auto import tqdm
 
 from examples.lra.data.batches import Rows, Split
 from examples.lra.data.files import checksum, make_folder, read_manifest
+from sbm_pyg.progress import tqdm
 
 if TYPE_CHECKING:
     from examples.lra.data.tasks import Task
