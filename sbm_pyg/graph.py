@@ -439,7 +439,7 @@ class AttentionGraph(CompressedRows):
             import scipy.sparse
         except ImportError:
             raise ImportError(
-                "Expected 'scipy' to be installed (it is not). Install it with `pip install sbm_pyg[analysis]`."
+                f"Expected 'scipy' to be installed (it is not). Run {checks.install('analysis')}."
             ) from None
         head = the_one(head, self.heads, "head")
         graph = self.head(head) if sequence is None else self.sequence(sequence).head(head)
@@ -465,7 +465,7 @@ class AttentionGraph(CompressedRows):
         if not torch_geometric.typing.WITH_TORCH_SPARSE:
             raise ImportError(
                 "Expected 'torch-sparse' to be installed. "
-                "Install it with `pip install --no-build-isolation sbm_pyg[sparse]`, or use `to_edge_index()`."
+                f"Run {checks.install('sparse', '--no-build-isolation ')}, or use `to_edge_index()`."
             )
         head = the_one(head, self.heads, "head")
         graph = self.head(head)

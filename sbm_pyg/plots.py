@@ -566,7 +566,7 @@ def _figure(width: float, height: float, title: str = "") -> Figure:
         from matplotlib.figure import Figure
     except ImportError:
         raise ImportError(
-            "Expected 'matplotlib' to be installed (it is not). Install it with `pip install sbm_pyg[analysis]`."
+            f"Expected 'matplotlib' to be installed (it is not). Run {checks.install('analysis')}."
         ) from None
     figure = Figure(figsize=(width, height), layout="constrained")
     if title:

@@ -410,8 +410,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
         )
     if _release(version) > _release(__version__):
         raise ValueError(
-            f"Expected 'version' in '{path}' to be at most {__version__} (got {version}). "
-            f"Upgrade with `pip install -U {LIBRARY}`."
+            f"Expected 'version' in '{path}' to be at most {__version__} (got {version}). Update your clone."
         )
     return config
 

@@ -45,6 +45,7 @@ from sbm_pyg.analysis import (
     spread_steps,
     to_networkx,
 )
+from sbm_pyg.ops import checks
 from sbm_pyg.walks import match
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -344,7 +345,7 @@ def test_unknown_says_what_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
     answer = hamiltonian_path(graph)
     assert answer.status == "UNKNOWN"
-    assert str(answer).endswith("an exact search needs OR-tools: `pip install sbm_pyg[analysis]`")
+    assert str(answer).endswith("an exact search needs OR-tools: " + checks.install("analysis"))
 
 
 EIGHT = [
@@ -383,7 +384,7 @@ def test_a_compilation_does_not_take_the_time_of_the_search(monkeypatch: pytest.
         patched.setattr(numba.core.event, "timer", lambda: now[0])
         answer = hamiltonian_path(AttentionGraph.from_edge_index(torch.tensor(EIGHT)), time_limit=1.0)
     assert (answer.status, answer.method) == ("ABSENT", "OR-tools")
-    assert answer.seconds >= 100
+    assert answer.seconds < 1
 
     spread: Any = universality.spread
     monkeypatch.setattr(universality, "spread", numba.njit(spread.py_func))
@@ -437,7 +438,7 @@ for call in (
 analysis.to_networkx(graph, sbm=sbm), analysis.expected_graph(sbm), analysis.is_hamiltonian_path(graph, [0, 1, 2, 3]), analysis.lemma2(6, 2)
 """
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=500)
-    line = "Expected 'scipy' to be installed (it is not). Install it with `pip install sbm_pyg[analysis]`."
+    line = f"Expected 'scipy' to be installed (it is not). Run {checks.install('analysis')}."
     assert found.stdout.splitlines() == [line] * 8
 
 
@@ -483,8 +484,7 @@ def test_hamiltonian_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "scipy.sparse", None)
     monkeypatch.setitem(sys.modules, "scipy.sparse.csgraph", None)
     with pytest.raises(
-        ImportError,
-        match=r"Expected 'scipy' to be installed \(it is not\). Install it with `pip install sbm_pyg\[analysis\]`.",
+        ImportError, match=re.escape('(it is not). Run `pip install -e ".[analysis]"` in the root of a clone.')
     ):
         hamiltonian_path(star(2, 3))
     with pytest.raises(ImportError, match="Expected 'scipy' to be installed"):

@@ -376,6 +376,11 @@ def one_of(name: str, choice: str, options: Sequence[str]) -> None:
         raise ValueError(f"Expected '{name}' to be one of {[*options]} (got {choice!r}).")
 
 
+def install(extra: str, options: str = "") -> str:
+    """The command that installs an extra, which no index has."""
+    return f'`pip install {options}-e ".[{extra}]"` in the root of a clone'
+
+
 # ------------------------------------------------------------------ memory
 
 
