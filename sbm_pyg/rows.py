@@ -542,7 +542,8 @@ class CompressedRows:
 
 def index_type(num_keys: int) -> torch.dtype:
     """The smaller integer that numbers so many keys."""
-    return torch.int32 if num_keys < 2**31 else torch.int64
+    small = not torch.compiler.is_compiling() and num_keys < 2**31  # compiled code may not know the number
+    return torch.int32 if small else torch.int64
 
 
 def masked_rows(
