@@ -215,7 +215,10 @@ def _text(info: dict[str, Any]) -> str:
     section(
         "compiled kernels",
         folders
-        or {"no cache": "no folder can be written to, so every process compiles its kernels; set NUMBA_CACHE_DIR"},
+        or {
+            "no cache": "no folder can be written to, so every process compiles its kernels; set NUMBA_CACHE_DIR to a "
+            "folder that is yours alone (whoever writes there runs code here: the cache holds pickles)"
+        },
     )
     if tested is not None:
         rows = {
