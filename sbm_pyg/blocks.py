@@ -75,7 +75,8 @@ class BlockGraph(AttentionGraph):
         for name, ptr, theirs in (("query_ptr", query_ptr, blocks.query_ptr), ("key_ptr", key_ptr, blocks.key_ptr)):
             ptr = theirs * grain if ptr is None else ptr
             check_present(ptr, name)
-            ptr = resolve_ptr(int(ptr[-1]) if ptr.numel() else 0, ptr, name=name, device=blocks.device)
+            end = int(ptr[-1]) if ptr.dim() == 1 and ptr.numel() else 0
+            ptr = resolve_ptr(end, ptr, name=name, device=blocks.device)
             counts = Cut(ptr, int(ptr[-1]), grain).ptr.diff()
             if counts.shape != theirs.diff().shape or not torch.equal(counts, theirs.diff()):
                 raise ValueError(
@@ -342,6 +343,8 @@ def block_tokens(x: Tensor, cut: Cut, *, before: bool = False) -> tuple[Tensor, 
         bool.
     """
     grain, start = cut.grain, cut.tokens[cut.sequence]
+    numbers = x.size(0) * cut.count * grain * x.size(2)
+    checks.memory("grain", numbers, x.element_size(), x.device, "Take smaller blocks.", "numbers")
     token = (cut.first - (grain - 1 if before else 0))[:, None] + torch.arange(grain, device=x.device)
     there = (token >= start[:, None]) & (token < (cut.first + cut.length)[:, None])
     if not before and cut.whole:
@@ -370,6 +373,8 @@ class BlockPool(torch.nn.Module):
         super().__init__()
         self.channels = checks.integer("channels", channels, 1, "They are channels of one head.")
         self.heads = checks.integer("heads", heads, 1, "Each head has weights of its own.")
+        size, device = self.heads * self.channels, torch.get_default_device()
+        checks.memory("channels", size, 4, device, "Take fewer of them.", "parameters")
         self.weight = torch.nn.Parameter(torch.zeros(self.heads, self.channels))
 
     def reset_parameters(self) -> None:
@@ -379,6 +384,13 @@ class BlockPool(torch.nn.Module):
     def forward(self, tokens: Tensor, there: Tensor) -> Tensor:
         """See the class."""
         checks.tensors(tokens=tokens, there=there)
+        wanted = (self.heads, None, None, self.channels)
+        checks.shape("tokens", tokens, wanted, "[H, n, grain, C]", "They are those of the heads it was made for.")
+        checks.floating(tokens=tokens)
+        checks.shape("there", there, tokens.shape[1:3], "[n, grain]", "It says which tokens there are.")
+        if there.dtype != torch.bool:
+            raise TypeError(f"Expected 'there' to be bool (got {there.dtype}). It says which tokens there are.")
+        checks.same_device("tokens", tokens, there=there, weight=self.weight)
         score = torch.einsum("hngc,hc->hng", tokens, self.weight.to(tokens.dtype)).masked_fill(~there, -torch.inf)
         return torch.einsum("hng,hngc->hnc", score.softmax(-1), tokens)
 

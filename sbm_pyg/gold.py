@@ -21,6 +21,7 @@ from .graph import AttentionGraph, check_graph
 from .normalizers import normalize
 from .ops import checks, segment_entmax
 from .pairs import Part, Ptr, Sides, product, streamed
+from .ragged import check_present
 from .sparsefinder import Sample
 
 __all__ = ["Match", "compare", "gold_graph", "group_entropy", "record"]
@@ -197,6 +198,8 @@ def compare(gold: AttentionGraph, graph: AttentionGraph) -> Match:
     same = (gold.heads, gold.num_queries, gold.num_keys) == (graph.heads, graph.num_queries, graph.num_keys)
     if not (same and gold.same_offsets(graph.query_ptr, graph.key_ptr)):
         raise ValueError(f"Expected 'graph' over the tokens and heads of 'gold' (got {graph} for {gold}).")
+    check_present(gold.col, "gold")
+    checks.same_device("gold", gold.col, graph=graph.col)
     hit, wide = graph.contains(gold.edge_index, gold.edge_head), checks.widest(gold.device)
     edges, found, hits = (
         torch.bincount(head, minlength=gold.heads).to(wide)
@@ -259,6 +262,8 @@ def group_entropy(group: Tensor, num_groups: int, graph: AttentionGraph | None =
             raise ValueError(f"Expected 'graph' of {heads} heads and {keys} keys, as 'group' (got {graph}).")
         checks.same_device("group", group, graph=graph.rowptr)
         row, chosen, rows = graph.edge_row, group[graph.edge_head, graph.col.long()], heads * graph.num_queries
+    if rows * count >= 2**63:
+        raise ValueError(f"Expected 'num_groups' so that int64 numbers all rows and groups (got {count}). Take fewer.")
     cell, times = (row * count + chosen).unique(return_counts=True)
     of = cell // count
     total = torch.bincount(row, minlength=rows)

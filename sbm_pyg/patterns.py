@@ -98,7 +98,7 @@ def window(
         >>> window(4, 1).to_dense()[0].int().tolist()
         [[1, 1, 0, 0], [1, 1, 1, 0], [0, 1, 1, 1], [0, 0, 1, 1]]
     """
-    size = _size("size", size, 0, "Its unit is tokens to each side; 0 gives self-loops.")
+    size = checks.integer("size", size, 0, "Its unit is tokens to each side; 0 gives self-loops.")
     tokens = _Tokens.of(n, is_causal, heads, ptr, device)
     token = tokens.start + tokens.place
     if size == 0:  # as many edges as tokens, so no device is waited for
@@ -132,7 +132,7 @@ def global_tokens(
         >>> global_tokens(4, 1).to_dense()[0].int().tolist()
         [[1, 1, 1, 1], [1, 0, 0, 0], [1, 0, 0, 0], [1, 0, 0, 0]]
     """
-    num_global = _size("num_global", num_global, 0, "It is the number of global tokens of each sequence.")
+    num_global = checks.integer("num_global", num_global, 0, "It is the number of global tokens of each sequence.")
     tokens = _Tokens.of(n, is_causal, heads, ptr, device)
     keys = tokens.length.where(tokens.place < num_global, tokens.length.clamp(max=num_global))
     return tokens.consecutive(tokens.start, tokens.start + keys)
@@ -175,7 +175,7 @@ def random(
         >>> random(6, 2, seed=0).degree
         tensor([[2, 2, 2, 2, 2, 2]])
     """
-    num_keys_per_query = _size(
+    num_keys_per_query = checks.integer(
         "num_keys_per_query", num_keys_per_query, 0, "It is the number of keys that each query draws."
     )
     tokens = _Tokens.of(n, is_causal, heads, ptr, device)
@@ -224,7 +224,7 @@ def bigbird(
         >>> bigbird(512, size=3, num_global=2, num_random=3, seed=0, heads=2).degree[:, :2].tolist()  # global tokens
         [[512, 512], [512, 512]]
     """
-    _size("num_random", num_random, 0, "It is the number of random keys that each query draws.")
+    checks.integer("num_random", num_random, 0, "It is the number of random keys that each query draws.")
     near = window(n, size, is_causal=is_causal, ptr=ptr, device=device)
     wide = global_tokens(n, num_global, is_causal=is_causal, ptr=ptr, device=device)
     heads = checks.integer("heads", heads, 1, "A graph without heads has no rows.")
@@ -264,7 +264,7 @@ def block_diagonal(
         >>> block_diagonal(5, 2).to_dense()[0].int().tolist()
         [[1, 1, 1, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 0, 0], [0, 0, 0, 1, 1], [0, 0, 0, 1, 1]]
     """
-    num_blocks = _size("num_blocks", num_blocks, 1, "One block is the full graph.")
+    num_blocks = checks.integer("num_blocks", num_blocks, 1, "One block is the full graph.")
     tokens = _Tokens.of(n, is_causal, heads, ptr, device)
     length = tokens.length
     # From n blocks on every token is alone; the least such K keeps r * K and the ceilings below within int64.
@@ -300,7 +300,7 @@ def relay_keys(
         >>> relay_keys(3, 1).to_dense()[0].int().tolist()
         [[0, 0, 1], [0, 0, 1], [0, 0, 1]]
     """
-    num_relays = _size("num_relays", num_relays, 1, "It is the number of relays of each sequence.")
+    num_relays = checks.integer("num_relays", num_relays, 1, "It is the number of relays of each sequence.")
     tokens = _Tokens.of(n, is_causal, heads, ptr, device)
     return tokens.consecutive(tokens.end - tokens.length.clamp(max=num_relays), tokens.end)
 
@@ -330,7 +330,7 @@ def relay_queries(
         >>> relay_queries(3, 1).to_dense()[0].int().tolist()
         [[0, 0, 0], [0, 0, 0], [1, 1, 1]]
     """
-    num_relays = _size("num_relays", num_relays, 1, "It is the number of relays of each sequence.")
+    num_relays = checks.integer("num_relays", num_relays, 1, "It is the number of relays of each sequence.")
     tokens = _Tokens.of(n, is_causal, heads, ptr, device)
     is_relay = tokens.length - tokens.place <= num_relays
     return tokens.consecutive(tokens.start, torch.where(is_relay, tokens.end, tokens.start))
@@ -479,11 +479,6 @@ def _distinct(count: Tensor, size: Tensor, draws: _Draws) -> Tensor:
         cells, times = torch.cat([cells, runs(rows[leave] * stride, size[leave])]).unique(return_counts=True)
         cells = cells[times == 1]
     return cells % stride
-
-
-def _size(name: str, value: int, least: int, way_out: str) -> int:
-    """A number of tokens, cut at what int64 holds, which no sequence reaches."""
-    return min(checks.integer(name, value, least, way_out), 2**63 - 1)
 
 
 # -------------------------------------------------------------------------------------------------------------- source

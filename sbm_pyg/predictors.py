@@ -180,7 +180,8 @@ def _bucket(x: Tensor, ptr: Tensor, sequence: Tensor, buckets: int) -> Tensor:
     order = x.argsort(dim=1, stable=True)
     order = order.gather(1, sequence[order].argsort(dim=1, stable=True))
     rank = torch.empty_like(order).scatter_(1, order, torch.arange(x.size(1), device=x.device).expand_as(order))
-    return (rank - ptr[sequence]) * buckets // ptr.diff()[sequence]
+    rank, length = rank - ptr[sequence], ptr.diff()[sequence]
+    return rank * (buckets // length) + rank * (buckets % length) // length  # of rank * buckets, which may overflow
 
 
 @torch.no_grad()

@@ -349,7 +349,13 @@ def check_tokens(tokens: Any, lin: torch.nn.Module) -> None:
         )
     if not tokens.is_floating_point():
         raise TypeError(f"Expected 'x' to be floating point (got {tokens.dtype}). Embed token numbers first.")
-    if not isinstance(weight, Tensor) or tokens.dtype == weight.dtype:
+    if not isinstance(weight, Tensor):
+        return
+    if tokens.device != weight.device:
+        raise ValueError(
+            f"Expected 'x' on {weight.device}, as the layer is (got {tokens.device}). Move one of them with `.to`."
+        )
+    if tokens.dtype == weight.dtype:
         return
     if not converts(tokens, weight):
         raise TypeError(

@@ -130,7 +130,7 @@ def resolve_ptr(
         raise ValueError(f"Expected '{name}' or 'batch' (got both). Leave one out: they say the same.")
     check_tensor(ptr, name)
     check_tensor(batch, "batch")
-    checks.integer("total", total, 0, "It is the number of tokens.")
+    total = checks.integer("total", total, 0, "It is the number of tokens.")
     if device is not None and not isinstance(device, torch.device):
         device = checks.device(device)
     if batch is not None:
@@ -342,7 +342,7 @@ def pad(x: Tensor, ptr: Tensor, fill_value: float = 0.0) -> tuple[Tensor, Tensor
     """
     _check_tokens(x, 1, "[N, ...]")
     check_present(x, "x")
-    if not (isinstance(fill_value, Real) and math.isnan(fill_value)):
+    if not (isinstance(fill_value, Real) and fill_value != fill_value):  # NaN
         checks.number("fill_value", fill_value, "[-inf, inf]", "It stands in the padding, NaN if you like.")
     if not (x.is_floating_point() or x.is_complex()):
         low, high = (0, 1) if x.dtype == torch.bool else (torch.iinfo(x.dtype).min, torch.iinfo(x.dtype).max)

@@ -180,7 +180,6 @@ class CompressedRows:
         def count(number: int, noun: str, plural: str = "") -> str:
             return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
-        pairs = self.heads * int(self.pairs_per_sequence.sum())
         parts = [
             count(self.num_sequences, "sequence"),
             count(self.heads, "head"),
@@ -188,11 +187,12 @@ class CompressedRows:
             count(self.num_keys, "key"),
             count(self.num_edges, "edge"),
         ]
+        if not self.query_ptr.is_meta:
+            pairs = self.heads * int(self.pairs_per_sequence.sum())
+            parts.append(f"density {100 * self.num_edges / max(pairs, 1):.1f}%")
         causal = ", causal" if self.is_causal else ""
         device = "" if self.device.type == "cpu" else f", device='{self.device}'"
-        return (
-            f"AttentionGraph({', '.join(parts)}, density {100 * self.num_edges / max(pairs, 1):.1f}%{causal}{device})"
-        )
+        return f"AttentionGraph({', '.join(parts)}{causal}{device})"
 
     def __eq__(self, other: object) -> bool:
         """True where the other graph has the same edges, heads and sequences (index dtypes and devices may differ)."""
@@ -523,6 +523,7 @@ class CompressedRows:
 
     def _search(self, key: Tensor, query: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
         """Where each pair is stored, or would be; and whether it is, ``[E']`` each."""
+        checks.same_device("graph", self.col, edge_index=key, edge_head=head)
         mine = self._numbered()
         wanted = (head * self.num_queries + query) * self.num_keys + key
         place = torch.searchsorted(mine, wanted)

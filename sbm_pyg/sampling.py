@@ -424,9 +424,9 @@ class ShareSchedule:
         Several processes pass the mean of their losses, or their shares part.
 
         Raises:
-            ValueError: The loss is not finite.
+            TypeError, ValueError: The loss is not one number, or not finite.
         """
-        loss = float(loss.detach() if isinstance(loss, Tensor) else loss)
+        loss = ops.checks.scalar("loss", loss, "Take the mean of several losses.")
         if not math.isfinite(loss):
             raise ValueError(f"Expected 'loss' to be finite (got {loss}). Look for a step that diverged.")
         self.running = loss if self.running is None else self.smoothing * self.running + (1 - self.smoothing) * loss

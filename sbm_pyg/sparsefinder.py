@@ -124,10 +124,15 @@ def projection_loss(
     """
     check_graph(graph)
     checks.tensors(query=query, key=key)
+    checks.floating(query=query, key=key)
+    checks.shape("query", query, (None, None, None), "[H, N, r]", "Heads come first.")
     graph = graph.expand(query.size(0))
     checks.shape("query", query, (graph.heads, graph.num_queries, None), "[H, N, r]", "It is over the graph's tokens.")
     wanted = (graph.heads, graph.num_keys, query.size(2))
     checks.shape("key", key, wanted, "[H, M, r]", "It is over the graph's tokens.")
+    checks.same_device("query", query, key=key, graph=graph.col)
+    if key.dtype != query.dtype:
+        raise TypeError(f"Expected 'key' to be {query.dtype}, as 'query' is (got {key.dtype}). Convert it.")
     checks.number("margin", margin, "[0, inf)", "It is how much farther other keys should be.")
     checks.one_of("per", per, ("query", "pair"))
     random = torch.Generator().manual_seed(draw_seed(seed) % 2**63)
@@ -187,6 +192,11 @@ def fit_projection(
         raise ValueError("Expected 'samples' to be at least one (got none). Each is a triple of query, key and graph.")
     checks.integer("epochs", epochs, 1, "It is the number of passes.")
     checks.number("learning_rate", learning_rate, "(0, inf)", "It is the rate of Adam.")
+    if not (torch.is_grad_enabled() and any(each.requires_grad for each in projection.parameters())):
+        raise ValueError(
+            "Expected 'projection' to have gradients (got none: its parameters are frozen, or gradients are off). Fit "
+            "it outside of `torch.no_grad()` and `torch.inference_mode()`."
+        )
     seed = checks.seed(seed)
     random = torch.Generator().manual_seed(seed % 2**63)
     optimizer = torch.optim.Adam(projection.parameters(), learning_rate)

@@ -49,7 +49,7 @@ class Cut:
     """
 
     def __init__(self, ptr: Tensor, total: int, grain: int, count: int | None = None) -> None:
-        counts = (ptr.diff() + grain - 1) // grain
+        counts = -(-ptr.diff() // grain)  # rounded up, for any grain
         self.ptr = torch.cat([counts.new_zeros(1), counts.cumsum(0)])  # [B+1], of the blocks
         self.tokens, self.total, self.grain = ptr.clone(), total, grain  # as they are now; later parts look at them
         self.count = int(self.ptr[-1]) if count is None else count

@@ -26,6 +26,7 @@ from .blocks import sides as cut_sides
 from .kept import captured
 
 INTEGERS = (torch.int32, torch.int64)
+INT64 = 2**63 - 1
 LARGE = 2**26  # bytes below which nobody asks how many there are
 
 
@@ -230,6 +231,7 @@ def blocks(
     tensors(**ends)
     same_device("query", query, **ends)
     grain = integer("grain", grain, 1, "It is a number of tokens.")
+    memory("grain", grain, 8 * (query.size(2) + 64), query.device, "Take smaller blocks.", "rows")
     flag("is_causal", is_causal, "It says whether no token meets a later one.")
     number("scale", scale, "(-inf, inf)", "It is a factor of the scores, usually C ** -0.5.")
     known = at_hand(*ptrs)
@@ -297,7 +299,7 @@ def single(**given: Tensor | None) -> None:
 def integer(name: str, value: Any, least: int, way_out: str) -> int:
     """Return an int of Python or numpy; refuse anything else, bools too, and what is too small.
 
-    In compiled code a symbol is returned as it is.
+    It is cut at what int64 holds, which no number of things reaches. In compiled code a symbol is returned as it is.
     """
     if torch.compiler.is_compiling():
         return value
@@ -305,11 +307,7 @@ def integer(name: str, value: Any, least: int, way_out: str) -> int:
         raise TypeError(f"Expected '{name}' to be an int (got {type(value).__name__}). {way_out}")
     if value < least:
         raise ValueError(f"Expected '{name}' to be at least {least} (got {value}). {way_out}")
-    if int(value) >= 2**1000:  # which no count is, and no float holds if it is larger still
-        raise ValueError(
-            f"Expected '{name}' to be a number of things that there can be (got more than 2**1000). {way_out}"
-        )
-    return int(value)
+    return min(int(value), INT64)
 
 
 def number(name: str, value: Any, span: str, way_out: str) -> None:
@@ -324,6 +322,24 @@ def number(name: str, value: Any, span: str, way_out: str) -> None:
     x: Any = value  # mypy knows no order of numbers.Real
     if not low <= x <= high or (x == low and span[0] == "(") or (x == high and span[-1] == ")"):
         raise ValueError(f"Expected '{name}' in {span} (got {value}). {way_out}")
+
+
+def scalar(name: str, value: Any, way_out: str) -> float:
+    """The number that is given, or that a tensor holds; refuse anything else, several numbers too."""
+    if isinstance(value, Tensor):
+        dense(name, value)
+        if value.numel() != 1 or value.is_complex() or value.is_meta:
+            where = " on meta" if value.is_meta else ""
+            raise ValueError(
+                f"Expected '{name}' to be one real number (got {list(value.shape)} {value.dtype}{where}). {way_out}"
+            )
+        return float(value.detach())
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"Expected '{name}' to be a number, or a tensor of one (got {type(value).__name__}). {way_out}")
+    try:
+        return float(value)
+    except OverflowError:  # an integer that no float holds
+        return math.inf if value > 0 else -math.inf  # type: ignore[operator]
 
 
 def flag(name: str, value: Any, way_out: str, optional: bool = False) -> None:
@@ -401,7 +417,7 @@ def memory(name: str, count: int, bytes_each: int, device: torch.device, way_out
     if fits(count, bytes_each, device):
         return
     asked, there = (f"{min(size, 2**100) / 2**30:,.1f} GiB" for size in (count * bytes_each, available(device)))
-    many = f"{count:,}" if count < 2**63 else "more than 2**63"
+    many = f"{count:,}" if count < INT64 else "more than 2**63"
     raise ValueError(
         f"Expected '{name}' to ask for no more than memory holds (got {many} {what}, {asked} of {there}). {way_out}"
     )

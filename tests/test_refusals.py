@@ -1,0 +1,147 @@
+"""What is wrong is refused by its name and with a way out, not by whatever of torch or numba fails first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sbm_pyg import (
+    AttentionConv,
+    AttentionGraph,
+    BlockGraph,
+    BlockPool,
+    SBMAttentionConv,
+    SBMHead,
+    SBMSource,
+    ShareSchedule,
+    gold,
+    ops,
+    pad,
+    patterns,
+    predictors,
+    ragged,
+)
+from sbm_pyg.sparsefinder import Projection, fit_projection, projection_loss
+
+X, PTR = torch.rand(2, 9, 4) / 4, torch.tensor([0, 4, 9])
+TOKENS, THERE = torch.rand(2, 3, 2, 4), torch.ones(3, 2, dtype=torch.bool)
+GRAPH = patterns.full(9, heads=2)
+MANY = (2**63 - 1, 2**63, 2**64, 10**400)
+
+
+def check(call: Callable[..., Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"^Expected {message}"):
+        call()
+
+
+def layers() -> list[AttentionConv]:
+    return [
+        AttentionConv(8, 4, 2, source=patterns.PatternSource(patterns.window, size=1)),
+        *(SBMAttentionConv(8, 4, 2, num_blocks=3, **options) for options in ({}, {"grain": 2}, {"tiled": True})),
+    ]
+
+
+def test_tokens_on_another_device_than_the_layer() -> None:
+    x = torch.randn(9, 8)
+    for conv in layers():
+        check(lambda: conv(x.to("meta")), r"'x' on cpu, as the layer is \(got meta\)")  # noqa: B023
+        check(lambda: conv((x, x.to("meta"))), r"'x' on cpu, as the layer is \(got meta\)")  # noqa: B023
+        check(lambda: conv.to("meta")(x), r"'x' on meta, as the layer is \(got cpu\)")  # noqa: B023
+
+
+@pytest.mark.parametrize("many", MANY)
+def test_sizes_that_int64_does_not_hold(many: int) -> None:
+    x, ptrs, ids = torch.randn(9, 8), (torch.tensor([0, 9]),) * 2, torch.tensor([0])
+    rows, col = torch.tensor([0, 1, 2]), torch.tensor([0, 0])
+    memory = "to ask for no more than memory holds"
+    check(lambda: SBMAttentionConv(8, 4, 2, num_blocks=3, grain=many)(x), rf"'grain' {memory}")
+    check(lambda: ops.block_attention(X, X, X, rows, col, ptrs, many), rf"'grain' {memory}")
+    check(lambda: BlockPool(many), rf"'channels' {memory}")
+    check(lambda: BlockPool(2, many), rf"'channels' {memory}")
+    check(lambda: BlockGraph(patterns.full(3), many), "'query_ptr' ")
+    check(lambda: patterns.window(many, 1, ptr=PTR), "'n' to be the last entry of 'ptr', 9")
+    check(lambda: ragged.resolve_ptr(many, PTR), "'ptr' to run from 0 to ")
+    check(lambda: gold.group_entropy(torch.zeros(2, 9, dtype=torch.int64), many, GRAPH), "'num_groups' so that int64")
+    check(lambda: pad(torch.zeros(9), PTR, 10**400), "'fill_value' in ")
+    # where all there are is a sensible answer, it is given
+    ranks = X.argsort(1).argsort(1)
+    largest = min(many, 2**63 - 1)
+    assert predictors.buckets(X, many).tolist() == [
+        [[rank * largest // 9 for rank in row] for row in head] for head in ranks.tolist()
+    ]
+    full = ops.sampled_attention(X, X, X, X, X, *ptrs, ids, 0, window=many)
+    torch.testing.assert_close(full, torch.nn.functional.scaled_dot_product_attention(X, X, X, scale=1.0))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "there", "message"),
+    [
+        (TOKENS[0], THERE, r"'tokens' to be \[H, n, grain, C\] = \[2, any, any, 4\] \(got \[3, 2, 4\]\)"),
+        (TOKENS[..., :3], THERE, r"'tokens' to be \[H, n, grain, C\] = \[2, any, any, 4\] \(got \[2, 3, 2, 3\]\)"),
+        (TOKENS[:1], THERE, r"'tokens' to be \[H, n, grain, C\] = \[2, any, any, 4\] \(got \[1, 3, 2, 4\]\)"),
+        (TOKENS > 0, THERE, r"'tokens' to be a floating tensor \(got torch.bool\)"),
+        (TOKENS, THERE[:2], r"'there' to be \[n, grain\] = \[3, 2\] \(got \[2, 2\]\)"),
+        (TOKENS, THERE.float(), r"'there' to be bool \(got torch.float32\)"),
+        (TOKENS, THERE.to("meta"), r"'there' on cpu, as 'tokens' is \(got meta\)"),
+    ],
+)
+def test_blocks_that_a_pool_does_not_take(tokens: Tensor, there: Tensor, message: str) -> None:
+    check(lambda: BlockPool(4, 2)(tokens, there), message)
+
+
+def test_fitting_without_gradients() -> None:
+    def fit(projection: Projection) -> list[float]:
+        return fit_projection(projection, [(X, X, GRAPH)], epochs=1, progress=False)
+
+    assert len(fit(Projection(4, 2))) == 1
+    for off in (torch.no_grad, torch.inference_mode):
+        with off():
+            check(lambda: fit(Projection(4, 2)), "'projection' to have gradients")
+    check(lambda: fit(Projection(4, 2).requires_grad_(False)), "'projection' to have gradients")
+
+
+def test_a_loss_of_a_projection_of_other_tensors() -> None:
+    check(lambda: projection_loss(X, X.double(), GRAPH), r"'key' to be torch.float32, as 'query' is")
+    check(lambda: projection_loss(X.long(), X.long(), GRAPH), r"'query' to be a floating tensor \(got torch.int64\)")
+    check(lambda: projection_loss(X.to("meta"), X, GRAPH), r"'key' on meta, as 'query' is \(got cpu\)")
+    check(lambda: projection_loss(X, X, GRAPH.to("meta")), r"'graph' on cpu, as 'query' is \(got meta\)")
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (torch.ones(2), r"'loss' to be one real number \(got \[2\] torch.float32\)"),
+        (torch.ones(0), r"'loss' to be one real number \(got \[0\] torch.float32\)"),
+        (torch.tensor(1j), r"'loss' to be one real number \(got \[\] torch.complex64\)"),
+        (torch.tensor(1.0, device="meta"), r"'loss' to be one real number \(got \[\] torch.float32 on meta\)"),
+        ("1", r"'loss' to be a number, or a tensor of one \(got str\)"),
+        (None, r"'loss' to be a number, or a tensor of one \(got NoneType\)"),
+        (10**400, r"'loss' to be finite \(got inf\)"),
+        (float("nan"), r"'loss' to be finite \(got nan\)"),
+    ],
+)
+def test_what_is_not_one_loss(loss: Any, message: str) -> None:
+    schedule = ShareSchedule(SBMSource(SBMHead(8, num_blocks=4)), final=0.1, threshold=1.0)
+    for one in (2, 0.5, torch.tensor([0.5], requires_grad=True)):
+        schedule.step(one)
+    check(lambda: schedule.step(loss), message)
+
+
+def test_graphs_on_meta() -> None:
+    meta = GRAPH.to("meta")
+    assert repr(meta) == "AttentionGraph(1 sequence, 2 heads, 9 queries, 9 keys, 162 edges, device='meta')"
+    check(lambda: gold.compare(GRAPH, meta), r"'graph' on cpu, as 'gold' is \(got meta\)")
+    check(lambda: gold.compare(meta, GRAPH), "'gold' to hold values")
+    check(
+        lambda: GRAPH.contains(torch.zeros(2, 3, dtype=torch.int64, device="meta")), r"'edge_index' on cpu, as 'graph'"
+    )
+
+
+@pytest.mark.parametrize("ptr", [torch.tensor([[0, 9]]), torch.tensor(9), torch.tensor([9, 4, 0])])
+def test_offsets_of_blocks(ptr: Tensor) -> None:
+    blocks = AttentionGraph.from_dense(torch.ones(3, 3))
+    check(lambda: BlockGraph(blocks, 3, query_ptr=ptr), "'query_ptr' to ")
