@@ -149,11 +149,15 @@ class Checkpoints(Checkpoint):
                 trainer.save_checkpoint(self.folder / BEST)
         trainer.save_checkpoint(self.folder / LAST)
         if trainer.is_global_zero:
-            for phase, rows in pl_module.rows.items():
-                report.write_csv(self.folder / f"{phase}.csv", rows)
+            self.write_curves(pl_module.rows)
         if step == self.settings.steps:
             trainer.should_stop = True
         give_memory_back()
+
+    def write_curves(self, rows: dict[str, Any]) -> None:
+        """Writes the rows of both curves, which are in the checkpoint too."""
+        for phase, own in rows.items():
+            report.write_csv(self.folder / f"{phase}.csv", own)
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
         self.signals.patient = False

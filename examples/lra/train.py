@@ -172,6 +172,8 @@ def train(folder: Path, plan: Plan, data: Data, accelerator: str, signals: Signa
     if state["global_step"] == settings.steps:  # killed between training and test
         module.on_load_checkpoint(state)
         keeper.load_state_dict(state["callbacks"]["Checkpoints"])
+        if not data.rank:
+            keeper.write_curves(module.rows)  # the kill may have come before them
     else:
         try:
             trainer.fit(module, data, ckpt_path=start, weights_only=True)

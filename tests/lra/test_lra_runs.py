@@ -275,6 +275,25 @@ def test_a_crash_between_training_and_test_costs_the_test(
 
 
 @quick
+def test_a_crash_between_the_last_checkpoint_and_its_curves_costs_no_row(
+    data: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = report.write_csv
+
+    def doomed(path: Path, rows: Any) -> None:
+        if rows and rows[-1]["step"] == 9:
+            raise Crash
+        original(path, rows)
+
+    monkeypatch.setattr(report, "write_csv", doomed)
+    with pytest.raises(Crash):
+        train(data, tmp_path / "run")
+    monkeypatch.setattr(report, "write_csv", original)
+    resume(tmp_path / "run")
+    assert_same_end(tmp_path / "run", whole)
+
+
+@quick
 @pytest.mark.parametrize("function", ["fsync", "replace"])
 def test_a_crash_while_saving_leaves_the_checkpoint_before_it(
     data: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: Callable[..., None], function: str
