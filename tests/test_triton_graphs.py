@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from test_triton import interpret, needs_triton
+import pytest
+from test_triton import PARTS, interpret, needs_triton
 
 
 @needs_triton
-def test_graphs_keep_their_contract_in_the_interpreter() -> None:
-    interpret("triton_graphs.py")
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(PARTS))
+def test_graphs_keep_their_contract_in_the_interpreter(part: int) -> None:
+    interpret("triton_graphs.py", part)
