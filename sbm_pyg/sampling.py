@@ -23,16 +23,7 @@ from .following import FollowingSource
 from .graph import AttentionGraph
 from .ops.blocks import sides
 from .ops.sampled import sampled_edges
-from .ragged import (
-    count_pairs,
-    draw_seed,
-    readable,
-    resolve_ptr,
-    resolve_sequence_ids,
-    resolve_sides,
-    stored_ptr,
-    trust_offsets,
-)
+from .ragged import count_pairs, draw_seed, readable, resolve_ptr, resolve_sequence_ids, stored_ptr, trust_offsets
 from .sbm import FLOOR, SBM, SBMHead, check_model, reach_of_products
 
 __all__ = ["SBMGraph", "SBMSource", "ShareSchedule", "sample_edges"]
@@ -284,7 +275,6 @@ class SBMSource(SharingSource, FollowingSource):
                 "Expected the same tokens on both sides, and a head that is not tied, with 'is_causal' and 'grain' "
                 f"above 1 (got grain={self.grain}). A query block is seen by its first token alone; take grain=1."
             )
-        query_ptr, key_ptr = resolve_sides(query.size(1), key.size(1), (key_ptr, query_ptr), None, query.device)
         sbm = self.head(*_pooled(query, key, query_ptr, key_ptr, self.grain, is_causal, self.pool))
         sbm = sbm.strict() if is_causal else sbm
         choice = self._choose(sbm, bipartite, is_causal, seed, sequence_ids)

@@ -161,6 +161,8 @@ def lsh(
                   query.device, "Take fewer buckets.", "numbers")  # fmt: skip
     size = min(checks.integer("chunk_size", chunk_size, 1, "It is the number of keys of a chunk."), sides.num_keys)
     rounds = checks.integer("rounds", rounds, 1, "It is the number of hashes.")
+    kept = rounds * sides.heads * (2 * sides.num_queries + sides.num_keys)  # where each round puts each token
+    checks.memory("rounds", kept, 8, query.device, "Take fewer hashes.", "numbers")
     random = torch.Generator().manual_seed(draw_seed(seed) % 2**63)
     found, every = [], torch.arange(sides.heads * sides.num_queries, device=query.device)
     for number in range(rounds):

@@ -314,6 +314,7 @@ X = torch.ones(2, 5, 3)
         (lambda: block_top_k(X, X, 1, 0), ValueError, "Expected 'block_size' to be at least 1"),
         (lambda: lsh(X, X, 3, 2), ValueError, r"Expected 'num_buckets' to be even \(got 3\)"),
         (lambda: lsh(X, X, 4, 2, rounds=0), ValueError, "Expected 'rounds' to be at least 1"),
+        (lambda: lsh(X, X, 4, 2, rounds=2**40), ValueError, "Expected 'rounds'"),
         (lambda: routing(X, X, torch.ones(3, 2, 3)), ValueError, r"Expected 'centroids' to be \[2, K, C\] or"),
         (lambda: routing(X, X, torch.ones(2, 2, 4)), ValueError, r"Expected 'centroids' to be \[H, K, C\]"),
         (lambda: RoutingSource(4, decay=2), ValueError, r"Expected 'decay' in \[0, 1\] \(got 2\)"),
@@ -346,7 +347,8 @@ def test_a_centroid_without_tokens_stays_where_it_is() -> None:
     source, x, ptr = RoutingSource(2, num_clusters=2, decay=0.0), torch.tensor([[[2.0, 0.1], [1.0, 0.0]]]), pointer([2])
     start = torch.tensor([[[1.0, 0.0], [-1.0, 0.0]]])
     source.centroids.copy_(start)
-    source(x, x, ptr, ptr, seed=0)
+    for seed in range(2):
+        source(x, x, ptr, ptr, seed=seed)
     assert torch.equal(source.centroids[0, 1], start[0, 1])
     assert not torch.equal(source.centroids[0, 0], start[0, 0])
 
