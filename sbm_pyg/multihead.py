@@ -592,8 +592,9 @@ class _Frame:
         sequence, head, query, key = self.coordinates(graph)
         if average:
             alpha = alpha / graph.heads
-            index, size = torch.stack([sequence, query, key]), (batch, length, keys)
+            index, size = torch.stack([sequence, query, key]), [batch, length, keys]
         else:
-            index, size = torch.stack([sequence, head, query, key]), (batch, graph.heads, length, keys)
-        known = {"is_coalesced": True} if apart else {}
-        return torch.sparse_coo_tensor(index, alpha, size, check_invariants=False, **known).coalesce()
+            index, size = torch.stack([sequence, head, query, key]), [batch, graph.heads, length, keys]
+        return torch.sparse_coo_tensor(
+            index, alpha, size, check_invariants=False, is_coalesced=apart or None
+        ).coalesce()

@@ -296,7 +296,7 @@ def streamed(
         checks.memory("k", count, 2 * width.itemsize, key.device, way_out)  # in parts, and joined
     query, edges = sides.query.to(key.dtype), 0
     row = torch.arange(sides.heads * sides.num_queries, device=key.device).view(sides.heads, -1)
-    found = [(row[:0, 0], row[:0, 0], row[:0, 0].to(width))]
+    found: list[tuple[Tensor, ...]] = [(row[:0, 0], row[:0, 0], row[:0, 0].to(width))]
     for part in parts(sides, key_ptr, limit):
         scores = score(query[:, part.query], key[:, part.key.clamp(min=0)])
         possible = part.possible & ~scores.isnan()

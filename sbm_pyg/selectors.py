@@ -404,7 +404,7 @@ def _best_so_far(sides: Sides, chosen: Tensor, near: Tensor, count: Tensor) -> t
     edges = sides.heads * int(torch.minimum(sides.reach, count).sum())
     checks.memory("size", edges, 2 * width.itemsize, near.device, way_out)  # in parts, and joined
     keep, row = largest(count), torch.arange(sides.heads * sides.num_queries, device=near.device).view(sides.heads, -1)
-    found = [(row[:0, 0], row[:0, 0], row[:0, 0].to(width))]
+    found: list[tuple[Tensor, ...]] = [(row[:0, 0], row[:0, 0], row[:0, 0].to(width))]
     for queries, keys, _ in like_lengths(sides.query_ptr, sides.key_ptr):
         scores = near[:, keys.clamp(min=0)]
         scores = scores.masked_fill(scores.isnan() | (keys < 0)[..., None], -torch.inf).mT  # [H, b, K, L]

@@ -280,7 +280,11 @@ def expected_graph(sbm: SBM, threshold: float = 0.5) -> AttentionGraph:
                     place += len(rows)
 
     with torch.no_grad():
-        rowptr, begin = offsets(torch.cat([mask.sum(1) for mask, _ in likely()])), 0
+        degree, begin = torch.empty(sbm.heads * sbm.num_queries, dtype=torch.int64, device=device), 0
+        for mask, _ in likely():
+            degree[begin : begin + len(mask)] = mask.sum(1)
+            begin += len(mask)
+        rowptr, begin = offsets(degree), 0
         total, way_out = int(rowptr[-1]), "Raise 'threshold', or take shorter sequences."
         checks.memory("sbm", total, width.itemsize, device, way_out)
         col = torch.empty(total, dtype=width, device=device)
@@ -631,6 +635,7 @@ def lemma1(
     n = checks.integer("n", n, 3, "The default is 64.")
     samples = checks.integer("samples", samples, 1, "The default is 200.")
     time_limit, seed = seconds(time_limit), draw_seed(seed)
+    checks.memory("n", n, 100, torch.device("cpu"), "Take fewer tokens.", "tokens")
     low, high = 0.5 * math.e * n ** (1 / n) / n, min((math.log(n) + 4) / n, 1.0)
     try:
         chosen = np.linspace(low, high, 12) if probabilities is None else np.asarray(probabilities, dtype=np.float64)

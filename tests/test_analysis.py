@@ -767,7 +767,13 @@ def test_lemma1_errors() -> None:
     for arguments, error, message in (
         ({"n": 2}, ValueError, "Expected 'n' to be at least 3 (got 2). The default is 64."),
         ({"n": 2.5}, TypeError, "Expected 'n' to be an int (got float)."),
-        ({"n": 2**40}, ValueError, "Expected 'n' to ask for no more than memory holds (got more than 2**63 pairs"),
+        ({"n": 2**40}, ValueError, "Expected 'n' to ask for no more than memory holds (got 1,099,511,627,776 tokens"),
+        ({"n": 2**70}, ValueError, "Expected 'n' to ask for no more than memory holds (got more than 2**63 tokens"),
+        (
+            {"n": 10**6, "probabilities": [0.9]},
+            ValueError,
+            "Expected 'n' to ask for no more than memory holds (got 900,000,000,000 edges",
+        ),
         ({"samples": 0}, ValueError, "Expected 'samples' to be at least 1 (got 0)."),
         (
             {"samples": 2**31},
