@@ -28,6 +28,8 @@ class tqdm(auto.tqdm):
 
     def refresh(self, *given: Any, **options: Any) -> Any:
         """Draw the bar, unless it was drawn a moment ago and nobody watches."""
+        if self.disable:  # such a bar has no clock
+            return None
         now = self._time()
         if self._drawn is not None and now - self._drawn < self._every:
             return None

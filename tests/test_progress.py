@@ -41,6 +41,14 @@ def test_a_bar_is_drawn_rarely_in_a_file(monkeypatch: pytest.MonkeyPatch) -> Non
     assert 8 <= drawn(io.StringIO(), monkeypatch, seconds=RARE / 100) <= 14
 
 
+def test_a_bar_that_is_switched_off_draws_nothing() -> None:
+    file = io.StringIO()
+    with tqdm(total=3, file=file, disable=True) as bar:
+        bar.update()
+        bar.set_postfix_str("loss 1")
+    assert file.getvalue() == ""
+
+
 def test_compilation_is_told_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     kernels = sorted(threads._kernels, key=lambda kernel: kernel.__name__)[:2]
     monkeypatch.setattr(threads._announcer, "told", False)
