@@ -27,7 +27,7 @@ def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[s
     return subprocess.run(command, env=given, cwd=ROOT, capture_output=True, text=True, timeout=1800, check=False)
 
 
-PARTS = 8  # of each file, every eighth test: under a minute, so that a busy machine shows that it gets on
+PARTS = 16  # of each file, every sixteenth test: half a minute, so that a busy machine shows that it gets on
 
 
 def interpret(file: str, part: int) -> None:
