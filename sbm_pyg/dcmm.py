@@ -210,9 +210,9 @@ class DCMMBias(nn.Module):
         degree = model.query_degree.flatten()[graph.edge_row] * model.key_degree.flatten()[key_node]
         bias = (self.scale * degree * strength).to(query.dtype)
         if self.entropy_weight and self.training and torch.is_grad_enabled():
-            sides = [(model.query_membership, graph.query_ptr)]
-            sides += [] if self.tied else [(model.key_membership, graph.key_ptr)]
-            entropy = torch.stack([_mean_entropy(*side) for side in sides]).mean()
+            found = [_mean_entropy(model.query_membership, graph.query_ptr)]
+            found += [] if self.tied else [_mean_entropy(model.key_membership, graph.key_ptr)]
+            entropy = torch.stack(found).mean()
             bias = self.auxiliary_losses.add(
                 bias, self.entropy_weight * entropy, "DCMMBias, whose entropy has a weight"
             )

@@ -66,7 +66,7 @@ def _block_parts(graph: BlockGraph) -> tuple[Any, ...]:
 
 
 copyreg.pickle(AttentionGraph, _graph_parts)
-copyreg.pickle(BlockGraph, _block_parts)  # type: ignore[arg-type]
+copyreg.pickle(BlockGraph, _block_parts)
 # The two functions, not the classes: `torch.load(weights_only=True)` may make graphs only where they are checked.
 torch.serialization.add_safe_globals([restore_graph, restore_blocks])
 

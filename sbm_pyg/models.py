@@ -635,7 +635,8 @@ class PairClassifier(_Classifier):
                 f"(got {offsets[0].numel() - 1} and {offsets[1].numel() - 1}). Sequences pair up by position."
             )
         sequence_ids = 2 * resolve_sequence_ids(sequence_ids, offsets[0].numel() - 1, offsets[0].device, bits=31)
-        pooled, traces = [], []
+        pooled: list[Tensor] = []
+        traces: list[EncoderTrace] = []
         for side in range(2):  # whose sequence_ids are apart
             found = self.encoder(
                 tokens[side],

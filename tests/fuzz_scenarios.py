@@ -71,7 +71,8 @@ def gradients(layer: Any) -> list[Tensor]:
     return [parameter.grad for parameter in layer.parameters() if parameter.grad is not None]
 
 
-def equal(one: list[Tensor], other: list[Tensor], what: str, rtol: float = 1e-4) -> None:
+def equal(pair: list[list[Tensor]], what: str, rtol: float = 1e-4) -> None:
+    one, other = pair
     expect(len(one) == len(other), f"{what}: not of the same parameters")
     for first, second in zip(one, other, strict=True):
         close = torch.allclose(first.double(), second.double(), rtol=rtol, atol=1e-7, equal_nan=True)
@@ -107,8 +108,8 @@ def _accumulation(d: Draw) -> None:
         found.append([grad / scale for grad in gradients(twin)])
         twin(x, ptr=ptr, seed=6)
         states.append([*twin.buffers()])
-    equal(*found, "parts of a batch have other gradients")
-    equal(*states, "parts of a batch have other states")
+    equal(found, "parts of a batch have other gradients")
+    equal(states, "parts of a batch have other states")
 
 
 @scenario("checkpointing", 8)
@@ -124,7 +125,7 @@ def _checkpointing(d: Draw) -> None:
             total = total + mean_loss(out, ptr) + auxiliary_loss(twin)
         total.backward()
         found.append([*gradients(twin), *twin.buffers()])
-    equal(*found, "activation checkpointing changes something", rtol=1e-6)
+    equal(found, "activation checkpointing changes something", rtol=1e-6)
 
 
 @scenario("edited buffers", 12)
@@ -158,8 +159,8 @@ def _edited(d: Draw) -> None:
             with torch.no_grad():
                 mine = twin(x, ptr=ptr, seed=4, sequence_ids=numbers)
                 wanted = copy.deepcopy(twin)(x, ptr=pointer(moved), seed=4, sequence_ids=ids + 7)
-            equal([mine], [wanted], "a call after an edit sees old offsets", rtol=1e-9)
-    equal(*found, "an edit after a call changes its gradients", rtol=1e-9)
+            equal([[mine], [wanted]], "a call after an edit sees old offsets", rtol=1e-9)
+    equal(found, "an edit after a call changes its gradients", rtol=1e-9)
 
 
 @scenario("shared buffers", 6)
@@ -180,7 +181,7 @@ def _shared(d: Draw) -> None:
         out = twin(given, ptr=ptr, seed=3)
         (mean_loss(out, ptr) + auxiliary_loss(twin)).backward()
         found.append([out.detach(), *gradients(twin)])
-    equal(*found, "a view is not its copy", rtol=1e-9)
+    equal(found, "a view is not its copy", rtol=1e-9)
 
 
 @scenario("NaN", 8)
@@ -201,7 +202,7 @@ def _nan(d: Draw) -> None:
         expect("finite" in str(error) or "NaN" in str(error), f"an unclear refusal: {error}")
     else:
         if training:
-            equal([out[others]], [wanted[others]], "a sequence of NaN changes others", rtol=1e-6)
+            equal([[out[others]], [wanted[others]]], "a sequence of NaN changes others", rtol=1e-6)
         expect(bool(out[others].isfinite().all()), "a sequence of NaN makes others NaN")
     auxiliary_loss(layer)
     layer.train()

@@ -138,7 +138,7 @@ def test_centroids_move_once_though_calls_are_made_again() -> None:
     found = []
     for reentrant in (None, False, True):
         torch.manual_seed(0)
-        layer = AttentionConv(8, 4, 2, RoutingSource(4, 2, 3, decay=0.3))
+        layer: Any = AttentionConv(8, 4, 2, RoutingSource(4, 2, 3, decay=0.3))
         for number in range(3):
             x = draw(number, 33, 8).float().requires_grad_()
             y = x

@@ -548,5 +548,5 @@ def test_a_bias_beside_degrees_has_no_effect_and_no_gradient() -> None:
 def test_coins_expect_a_key_of_each_query_at_least() -> None:
     """However few keys there are to share out."""
     source, x, ptr = IndexerSource(Indexer(4, 2), share=0.1), torch.randn(2, 33, 4), pointer([3, 30])
-    degree = source(x, x, ptr, ptr, seed=0).probability.expected_degree()
+    degree = cast(Any, source(x, x, ptr, ptr, seed=0)).probability.expected_degree()
     torch.testing.assert_close(degree, torch.tensor([1.0] * 3 + [3.0] * 30).expand(2, -1))

@@ -159,7 +159,7 @@ def test_a_compiled_source_has_the_mean_and_the_gradients_of_an_eager_one() -> N
     for seed in (1, 2, 2, 3):
         rates = []
         for source in (eager, compiled):
-            rates.append(source(query, query, ptr, ptr, seed=seed).probability.query_membership)
+            rates.append(cast(SBM, source(query, query, ptr, ptr, seed=seed).probability).query_membership)
             (rates[-1] * weight).sum().backward()
         torch.testing.assert_close(*rates)
         torch.testing.assert_close(eager.running_mean, other.running_mean)

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -387,7 +387,7 @@ def test_inductor_of_layers_over_one_mask(kind: str, training: bool, dynamic: bo
         for call in (compiled, model):
             torch.manual_seed(n)  # of the seeds that an encoder lets its layers draw
             outs.append(call(x, *arguments, **options))
-        equal_with_gradients(*outs, [x, *model.parameters()])
+        equal_with_gradients(outs[0], outs[1], [x, *model.parameters()])
     torch._dynamo.reset()
 
 
@@ -541,7 +541,8 @@ def test_vmap_over_what_decides_the_number_of_edges_is_refused() -> None:
         (lambda ends: AttentionGraph.from_edge_index(ends, 30).col, torch.stack([graph.edge_index] * 3), "edge_index"),
     ]
     sampling: list[dict[str, Any]] = [{}, {"grain": 4}, {"share": 0.2}, {"share": 0.2, "tiled": True}]
-    choosers += [(partial(layer(**options), seed=1), x, "query") for options in sampling]
+    made: list[Any] = [layer(**options) for options in sampling]
+    choosers += [(partial(each, seed=1), x, "query") for each in made]
     for choose, many, name in choosers:
         with pytest.raises(ValueError, match=rf"Expected '{name}' outside of `torch.vmap`.*as `ptr`"):
             torch.func.vmap(choose)(many)
@@ -551,7 +552,8 @@ def test_vmap_over_what_decides_the_number_of_edges_is_refused() -> None:
 def test_vmap_over_tokens() -> None:
     """Over a graph, or over coins that lie beside the scores."""
     graph, x = patterns.window(30, 2), torch.stack([tokens(seed=seed) for seed in range(3)])
-    for conv, arguments in ((layer(), (graph,)), (layer(tiled=True), ())):
+    cases: list[tuple[Any, tuple[Any, ...]]] = [(layer(), (graph,)), (layer(tiled=True), ())]
+    for conv, arguments in cases:
         found = torch.func.vmap(partial(conv, seed=1), in_dims=(0, *(None for _ in arguments)))(x, *arguments)
         torch.testing.assert_close(found, torch.stack([conv(each, *arguments, seed=1) for each in x]))
 
@@ -573,7 +575,7 @@ def test_blocks_under_fully_sharded_data_parallel(options: dict[str, Any], tmp_p
         for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
             assert (mine.grad is None) == (theirs.grad is None)
             if mine.grad is not None:
-                torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad)
+                torch.testing.assert_close(cast(Any, mine.grad).full_tensor(), theirs.grad)
     finally:
         torch.distributed.destroy_process_group()
 
