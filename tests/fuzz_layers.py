@@ -2006,6 +2006,8 @@ EXEMPT: dict[str, str] = {  # public names that are not called, and why
     "gold.record": "it listens to a model, see test_gold.py",
     **dict.fromkeys(("sparsefinder.fit_projection", "sparsefinder.fit_centroids"), "they train, see test_sparsefinder.py"),
     "estimators.distillation": "a loss over what a layer computes, compared with its definition in test_share.py",
+    "auxiliary_loss": "it takes what layers keep, whose cases and scenarios call it",
+    "sync_statistics": "it needs processes, see test_auxiliary.py",
     "Pretrained": "a base class, called through its models",
     "Pretrained.constructor_options": "what subclasses define",
     **dict.fromkeys(

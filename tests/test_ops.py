@@ -780,7 +780,7 @@ def test_effects_and_samplers_refuse_what_does_not_fit() -> None:
         (lambda: effect(model=(x, x, chance.long())), r"Expected 'chance' to be a floating tensor \(got torch.int64\)"),
         (lambda: effect(model=(x.bool(), x, chance)), r"Expected 'rate' to be a floating tensor \(got torch.bool\)"),
         (lambda: expectation(out=None), r"Expected 'out' to be a tensor \(got NoneType\)"),
-        (lambda: expectation(forced=col), r"Expected 'forced' to be bool \(got torch.int64\)"),
+        (lambda: expectation(forced=col.long()), r"Expected 'forced' to be bool \(got torch.int64\)"),
         (lambda: expectation(model=(x, None)), r"Expected 'member' to be a tensor \(got NoneType\)"),
         (lambda: expectation(exploration=-0.1), r"Expected 'exploration' in \[0, 1\] \(got -0.1\)"),
         (lambda: expectation(scale=math.nan), r"Expected 'scale' in \(-inf, inf\) \(got nan\)"),

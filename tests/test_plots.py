@@ -308,6 +308,6 @@ def test_errors(monkeypatch: pytest.MonkeyPatch, trace: EncoderTrace) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(
         ImportError,
-        match=r"Expected 'matplotlib' to be installed \(it is not\). Run `pip install -e ...analysis...` in the root of a",
+        match=r"Expected 'matplotlib' to be installed \(it is not\). Run `pip install -e ...analysis..` in the root of a",
     ):
         plots.plot_mask(patterns.full(3))

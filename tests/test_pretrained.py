@@ -523,7 +523,7 @@ def test_changed_weights_are_named(saved: Path) -> None:
     ("changes", "message"),
     [
         ({"version": "999.0.0"}, f"to be at most {pretrained.__version__} (got 999.0.0). Update your clone."),
-        ({"version": f"{pretrained.__version__}.1"}, "Upgrade with"),
+        ({"version": f"{pretrained.__version__}.1"}, "Update your clone"),
         ({"class": "PairedClassifier"}, "(got 'PairedClassifier'). Import the module that defines it first."),
         (
             {"class": "TokenClassifier"},
