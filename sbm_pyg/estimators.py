@@ -38,7 +38,7 @@ from . import ops
 from .blocks import BlockGraph
 from .choice import Choice, EdgeProbability, check_probability
 from .graph import AttentionGraph, check_graph
-from .ragged import draw_seed, readable, resolve_sequence_ids
+from .ragged import check_present, draw_seed, readable, resolve_sequence_ids
 
 __all__ = [
     "ESTIMATORS", "Attended", "Concrete", "Distill", "Estimator", "Imitate", "Local", "Mask", "NoEstimator", "Paper",
@@ -384,6 +384,7 @@ def draw_probes(
             the probes and a number for each.
     """
     check_graph(graph)
+    check_present(graph.query_ptr, "graph")
     ops.checks.number("per_query", per_query, "[0, inf]", "It is an average number of probes.")
     if isinstance(graph, BlockGraph):
         blocks, chance = draw_probes(graph.blocks, per_query / graph.grain, seed=seed, sequence_ids=sequence_ids)

@@ -194,6 +194,7 @@ def density_extremes(density: Tensor | EncoderTrace, count: int = 3) -> tuple[li
     count = checks.integer("count", count, 1, "It is the number of inputs at each end.")
     density = density.density if isinstance(density, EncoderTrace) else density
     checks.tensors(density=density)
+    check_present(density, "density")
     if density.dim() != 3 or density.numel() == 0 or not bool(density.isfinite().all()):
         raise ValueError(
             f"Expected 'density' to be finite, [L, B, H] (got {list(density.shape)}). `EncoderTrace.density` is."

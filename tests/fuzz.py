@@ -159,7 +159,7 @@ def tensors(x: Tensor, trusted: bool, draw: Draw) -> list[Hostile]:
         ("3", "value", lambda: 3),
         ("[]", "value", list),
         ("nested list", "value", x.tolist),
-        ("numpy array", "view", x.numpy),
+        ("numpy array", "view", x.detach().numpy),
     ]
     dtypes = (
         torch.bool,

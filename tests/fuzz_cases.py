@@ -279,11 +279,11 @@ def _edge_entmax(d: Draw) -> Case:
         if wide[3] is not None:
             logit = logit * wide[3] if o["gate_form"] == "score" else logit + wide[3].log()
         logit = logit if wide[4] is None else logit + wide[4]
-        alpha = torch.as_tensor(o["alpha"]).double().expand(query.size(0)).repeat_interleave(query.size(1))
+        alpha = torch.as_tensor(o["alpha"], dtype=torch.float64).expand(query.size(0)).repeat_interleave(query.size(1))
         weight = ops.segment_entmax(logit, ptr=rowptr, alpha=alpha)
-        head, i, j = ends(rowptr, col, query.size(1))
+        head, i, j = (torch.tensor(x, dtype=torch.int64) for x in ends(rowptr, col, query.size(1)))
         wanted = torch.zeros(result.shape, dtype=torch.float64)
-        wanted.index_put_((torch.tensor(head), torch.tensor(i)), weight[:, None] * wide[2][head, j], accumulate=True)
+        wanted.index_put_((head, i), weight[:, None] * wide[2][head, j], accumulate=True)
         close(result, wanted, "attention", query.dtype)
 
     return Case(

@@ -1101,9 +1101,11 @@ def _sparsefinder_source_forward(d: Draw) -> Case:
 @case("selectors.SelectorSource", 4)
 def _selector_source(d: Draw) -> Case:
     arguments = {"selector": selectors.top_k, "k": 2}
-    return Case(
-        selectors.SelectorSource, arguments, lambda result, **_: expect(result.rule.options, "none"), free=("k",)
-    )
+
+    def check(result: Any, k: Any, **_: Any) -> None:
+        expect(k is result.k if isinstance(k, Tensor) else result.rule.options == {"k": k}, "another option")
+
+    return Case(selectors.SelectorSource, arguments, check, free=("k",))
 
 
 @case("selectors.SelectorSource.forward", 4)
@@ -1214,7 +1216,7 @@ def _index_on(name: str) -> Callable[[Draw], Case]:
         record = _index_record(d)
         graph = record.top_k(2)
 
-        def check(result: Any, **_: Any) -> None:
+        def check(result: Any, graph: AttentionGraph) -> None:
             expect(result is None if name == "check" else result.shape == (graph.num_edges,), "no number for each edge")
 
         return Case(getattr(record, name), {"graph": graph}, check)
