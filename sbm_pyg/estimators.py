@@ -640,6 +640,7 @@ def score_function(
     """
     check_probability(probability)
     probability.check(graph)
+    check_present(graph.query_ptr, "graph")
     ops.checks.tensors(loss=loss)
     ops.checks.floating(loss=loss)
     ops.checks.shape("loss", loss, (graph.num_sequences,), "[B]", "It holds one number per sequence, not their mean.")

@@ -497,7 +497,7 @@ class SBMHead(torch.nn.Module):
         density: Probability of an edge at the start, in (0, 1): 0.25 in the paper. Sets :math:`\beta`, or the free
             entries of S, or the bias of the keys' memberships where they overlap. ``"assortative"`` starts at 1/K where
             memberships are equal, and above it the sharper they are.
-        temperature: :math:`\tau > 0`, of softmax memberships; sharper as it goes to 0.
+        temperature: :math:`\tau` of softmax memberships, at least 1e-6; sharper as it goes to 0.
         tied: Keys take their memberships from queries too, so that like tokens start in like blocks; needs the same
             tokens on both sides.
         degree_corrected: Each query and each key has a degree, too. All start equal, at the fourth root of ``density``.
@@ -546,7 +546,7 @@ class SBMHead(torch.nn.Module):
                 "See the docstring of SBMHead."
             )
         ops.checks.number("density", density, "(0, 1)", "It is the probability of an edge at the start.")
-        ops.checks.number("temperature", temperature, "(0, inf]", "Memberships harden as it goes to 0.")
+        ops.checks.number("temperature", temperature, "[1e-06, inf]", "Memberships harden as it goes to 0.")
         ops.checks.flag("tied", tied, "It says whether keys take the queries' memberships.")
         ops.checks.flag("degree_corrected", degree_corrected, "It says whether tokens have degrees.")
         few = "It is a number of small models whose product is taken."

@@ -900,6 +900,9 @@ def sampled_attention(
     checks.shape("value", value, (*key.shape[:2], None), "[H, M, C']", "It has the heads and tokens of 'key'.")
     checks.floating(query=query, key=key, value=value)
     checks.same_device("query", query, key=key, value=value)
+    for name, x in (("key", key), ("value", value)):
+        if x.dtype != query.dtype:
+            raise TypeError(f"Expected '{name}' to be {query.dtype}, as 'query' is (got {x.dtype}). Convert it.")
     _check_model(rate, member, None, query, key)
     _check_sequences(("query", query), (query.size(1), key.size(1)), query_ptr, key_ptr, sequence_ids)
     _check_scores(scale, exploration)
