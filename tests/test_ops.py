@@ -895,16 +895,6 @@ def test_what_is_available_is_less_than_what_there_is() -> None:
     assert checks.available(torch.device("meta")) == math.inf
 
 
-def test_a_user_may_say_what_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SBM_PYG_MEMORY", str(2**27))
-    assert checks.available(CPU) == 2**27
-    with pytest.raises(ValueError, match=r"Expected 'n' to ask .* 50,000,000 edges, 0.4 GiB of 0.1 GiB"):
-        patterns.full(5000, heads=2)
-    monkeypatch.setenv("SBM_PYG_MEMORY", "much")
-    with pytest.raises(ValueError, match=r"Expected 'SBM_PYG_MEMORY' to be a number of bytes \(got 'much'\)"):
-        checks.available(CPU)
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="limits of the address space are read from /proc")
 def test_a_limit_of_the_address_space_counts() -> None:

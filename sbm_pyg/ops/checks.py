@@ -436,14 +436,8 @@ def fits(count: int, bytes_each: int, device: torch.device) -> bool:
 def available(device: torch.device) -> float:
     """Bytes that are available on a device now; inf where nobody knows.
 
-    Those of the CPU are without swap, and within the limits of this process. The environment variable
-    ``SBM_PYG_MEMORY`` says another number of bytes for every device.
+    Those of the CPU are without swap, and within the limits of this process.
     """
-    told = os.environ.get("SBM_PYG_MEMORY")
-    if told is not None:
-        if not told.isdecimal():
-            raise ValueError(f"Expected 'SBM_PYG_MEMORY' to be a number of bytes (got {told!r}). Unset or correct it.")
-        return int(told)
     if device.type == "cuda":
         return (
             torch.cuda.mem_get_info(device)[0]
