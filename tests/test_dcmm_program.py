@@ -23,7 +23,7 @@ from torch.nn.functional import gelu, layer_norm, linear
 from examples.benchmarks.tables import read
 from examples.dcmm import __main__ as program
 from examples.dcmm import data, model, pictures, train
-from sbm_pyg import AttentionConv, AttentionGraph, DCMMBias, patterns
+from sbm_pyg import AttentionConv, AttentionGraph, DCMMBias, auxiliary_loss, patterns
 
 pytestmark = [pytest.mark.examples, pytest.mark.usefixtures("one_thread")]
 
@@ -121,7 +121,7 @@ def test_every_method_has_as_many_parameters_and_gradients(method: str, bias: st
     assert abs(made.count() / full - 1) < 0.01
     assert [number for number, _ in made.attention] == ([] if method == "full" else [1] if bias == "last" else [0, 1])
     logits, density = made(small.train[:8], seed=0)
-    logits.square().sum().backward()
+    (logits.square().sum() + auxiliary_loss(made)).backward()
     missing = [name for name, x in made.named_parameters() if x.grad is None or not bool(x.grad.isfinite().all())]
     assert not missing
     assert float(density.detach()) == 1 if method in ("full", METHODS[1]) else 0 < float(density.detach()) < 0.9

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from examples.lra.data.files import make_folder
-from sbm_pyg.progress import tqdm
 
 SPLITS = ("train", "val", "test")
 OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
@@ -126,6 +125,8 @@ def generate(folder: Path, parameters: Parameters, *, seed: int = 0, progress: b
     wanted = {"task": "listops", "seed": seed, "parameters": dataclasses.asdict(parameters)}
 
     def write(draft: Path) -> dict[str, Any]:
+        from sbm_pyg.progress import tqdm  # comes with torch, for which --help does not wait
+
         rows = _distinct_rows(parameters, np.random.default_rng(seed))
         for split in SPLITS:
             with (draft / f"basic_{split}.tsv").open("w", newline="\r\n") as file:  # as LRA's files have it
