@@ -97,7 +97,6 @@ def test_graphs_are_trees(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The given buffer is not writable")  # by `torch.export.load` of torch 2.10
 def test_a_graph_may_be_an_input_of_a_program() -> None:
     torch.manual_seed(0)
     conv = SBMAttentionConv(16, 8, heads=2, num_blocks=None).eval()
