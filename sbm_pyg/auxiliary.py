@@ -78,9 +78,7 @@ class AuxiliaryLosses:
             self.compiled = loss if self.compiled is None else self.compiled + loss
             return out
         call = _Call(loss, whose)
-        if (
-            not in_backward()
-        ):  # a call made once more has had its loss taken, unless its first one was without gradients
+        if not in_backward():  # where checkpointing makes a call once more, the loss of its first time was taken
             self.count += 1
             self.calls[self.count] = call
         reminded: Tensor = _Reminder.apply(out, call)

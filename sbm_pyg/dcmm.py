@@ -19,6 +19,7 @@ from torch.nn.functional import relu, softplus
 from .auxiliary import AuxiliaryLosses
 from .graph import AttentionGraph, check_graph
 from .ops import checks, edge_dot
+from .ragged import mean_weights
 
 __all__ = ["DCMM", "DCMMBias"]
 
@@ -58,11 +59,8 @@ def _entropy(member: Tensor) -> Tensor:
 
 
 def _mean_entropy(member: Tensor, ptr: Tensor) -> Tensor:
-    """Mean over sequences of the mean over their tokens and heads, so that equal parts of a batch have its mean."""
-    counts = (ptr.numel() - 1) * ptr.diff()
-    mean = counts.clamp(min=1).to(member.dtype).reciprocal()
-    mean = mean.repeat_interleave(ptr.diff(), output_size=member.size(1))
-    return (_entropy(member) * mean).sum(-1).mean()
+    """Mean over sequences of the mean entropy of their tokens, over heads, a scalar."""
+    return (_entropy(member) * mean_weights(ptr, member.size(1), member.dtype)).sum(-1).mean()
 
 
 class DCMMBias(nn.Module):

@@ -38,7 +38,7 @@ from . import ops
 from .blocks import BlockGraph
 from .choice import Choice, EdgeProbability, check_probability
 from .graph import AttentionGraph, check_graph
-from .ragged import check_present, draw_seed, readable, resolve_sequence_ids
+from .ragged import check_present, draw_seed, mean_weights, readable, resolve_sequence_ids
 
 __all__ = [
     "ESTIMATORS", "Attended", "Concrete", "Distill", "Estimator", "Imitate", "Local", "Mask", "NoEstimator", "Paper",
@@ -564,10 +564,8 @@ def distillation(
     else:
         degree = ops.reference.segments(ops.reference.wide(p), blocks.rowptr).view(blocks.heads, -1)
     with torch.no_grad():
-        counts = graph.num_sequences * graph.query_ptr.diff()
-        mean = counts.clamp(min=1).to(weight.dtype).reciprocal()
-        mean = mean.repeat_interleave(blocks.query_ptr.diff(), output_size=blocks.num_queries).repeat(blocks.heads)
-        weight = weight.masked_fill(p == 0, 0) * mean[blocks.edge_row]
+        mean = mean_weights(graph.query_ptr, blocks.num_queries, weight.dtype, blocks.query_ptr)
+        weight = weight.masked_fill(p == 0, 0) * mean.repeat(blocks.heads)[blocks.edge_row]
         whole = ops.reference.segments(weight, blocks.rowptr).view_as(degree)  # 1 in all where a query has an edge
     log_p, log_degree = (ops.reference.wide(x).clamp(min=_least(p)).log() for x in (p, degree))
     return ((whole * log_degree).sum() - (weight * log_p).sum()) / graph.heads

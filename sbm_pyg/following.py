@@ -97,12 +97,15 @@ class FollowingSource(torch.nn.Module):
         self._states[seed] = state.clone()
         return self._states[seed]
 
+    @property
+    def _counts(self) -> bool:
+        """Whether what a call sees moves the state."""
+        return self.training and not in_backward()
+
     @torch.compiler.disable
     @torch.no_grad()
     def _note(self, saw: Tensor) -> None:
-        """Add what a call saw, which is finite, to what those with its seed did."""
-        if not self.training or in_backward():
-            return
+        """Add what a call that counts saw, which is finite, to what those with its seed did."""
         if self.synced and distributed.is_available() and distributed.is_initialized():
             distributed.all_reduce(saw, group=self.process_group)
         self.seen.add_(saw)

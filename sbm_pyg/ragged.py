@@ -25,6 +25,7 @@ __all__ = [
     "check_tensor",
     "count_pairs",
     "draw_seed",
+    "mean_weights",
     "offsets",
     "pad",
     "readable",
@@ -84,6 +85,21 @@ def offsets(counts: Tensor) -> Tensor:
         what = f"{counts.dtype} {list(counts.shape)}" if isinstance(counts, Tensor) else type(counts).__name__
         raise TypeError(f"Expected 'counts' to be [n] integers (got {what}). It holds how many there are of each.")
     return torch.cat([counts.new_zeros(1, dtype=torch.int64), counts.cumsum(0, dtype=torch.int64)])
+
+
+def mean_weights(ptr: Tensor, count: int, dtype: torch.dtype, rows: Tensor | None = None) -> Tensor:
+    """Weight of each token in a mean over sequences of the means over their tokens, ``[N]``.
+
+    It is :math:`1 / (B N_b)` in sequence b. The mean over a batch is then that of the means over equal parts of it.
+
+    Args:
+        ptr: Offsets of the sequences in the tokens, ``[B+1]``.
+        count: Number of tokens N, or of rows.
+        dtype: Type of the weights.
+        rows: Offsets of the sequences in rows that stand for several tokens each, such as blocks. None: one for each.
+    """
+    each = ((ptr.numel() - 1) * ptr.diff()).clamp(min=1).to(dtype).reciprocal()
+    return each.repeat_interleave((ptr if rows is None else rows).diff(), output_size=count)
 
 
 def count_pairs(query_ptr: Tensor, key_ptr: Tensor, is_causal: bool = False) -> Tensor:

@@ -286,7 +286,7 @@ class SBMSource(SharingSource, FollowingSource):
         sbm = sbm.causal() if is_causal else sbm
         sbm, saw = (sbm, None) if self.share is None else self._compete(sbm, self.share, seed)
         choice = self._draw(sbm, bipartite, seed, sequence_ids)
-        if saw is not None:  # last, so that a call that fails leaves the running mean as it was
+        if saw is not None and self._counts:  # last, so that a call that fails leaves the running mean as it was
             self._note(saw)
         return choice
 
@@ -411,7 +411,7 @@ class ShareSchedule:
     def step(self, loss: float | Tensor) -> float:
         """Take note of a loss, and return the share that the next step is made with.
 
-        Several processes pass the mean of their losses, or their shares part.
+        In several processes, pass the mean of their losses, so that all of them get the same share.
 
         Raises:
             TypeError, ValueError: The loss is not one number, or not finite.

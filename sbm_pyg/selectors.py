@@ -357,7 +357,7 @@ class RoutingSource(GraphSource, FollowingSource):
         """As :meth:`GraphSource.forward`."""
         centroids = self._state_for(seed)
         graph = routing(query, key, centroids, self.size, ptr=(key_ptr, query_ptr), is_causal=is_causal)
-        if self.training:
+        if self._counts:
             self._note(self._nearest(query.detach(), key.detach(), centroids))
         return patterns.with_window(Choice(graph), self.window, query_ptr, bipartite)
 

@@ -60,7 +60,7 @@ def test_it_is_made_anew_where_numpy_wrote(changed: int) -> None:
 
 def test_on_a_device_its_version_tells(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its values would have to be waited for."""
-    monkeypatch.setattr(kept, "at_hand", lambda x: False)
+    monkeypatch.setattr(kept, "_writable", lambda x: False)
     memo, x = Kept(), torch.arange(3)
     first = memo.get(Made, x)
     assert memo.get(Made, x) is first

@@ -21,14 +21,14 @@ def captured(where: torch.device) -> bool:
     return where.type == "cuda" and not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing()
 
 
-def at_hand(x: Tensor) -> bool:
-    """Whether a tensor lies on the CPU, where its values can be looked at, and where numpy may write into it."""
+def _writable(x: Tensor) -> bool:
+    """Whether numpy may write into a tensor: it lies on the CPU and has values of its own."""
     return x.device.type == "cpu" and not is_fake(x) and not torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
 def _seen(x: Tensor) -> Any:
     """What tells later whether a tensor was written into: its values, for numpy counts no version, or the version."""
-    return x.clone() if at_hand(x) else x._version
+    return x.clone() if _writable(x) else x._version
 
 
 def _unchanged(x: Tensor, seen: Any) -> bool:
