@@ -204,6 +204,7 @@ def test_an_auxiliary_loss_is_the_sum_over_calls_and_lives_as_long_as_their_outp
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # which dynamo reads of every tensor
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_a_compiled_layer_keeps_its_auxiliary_loss() -> None:
     torch._dynamo.reset()
     layer = make("distill").float()
