@@ -417,15 +417,21 @@ def test_the_relu_stands_behind_the_hidden_layer() -> None:
         torch.testing.assert_close(found, hidden @ projection.weights[1][side] + projection.biases[1][side])
 
 
+def noted(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, keyword: str) -> list[int]:
+    """What a function of a module is given as a keyword from now on."""
+    found: list[int] = []
+    inner = getattr(module, name)
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        found.append(options[keyword])
+        return inner(*arguments, **options)
+
+    monkeypatch.setattr(module, name, call)
+    return found
+
+
 def test_each_step_draws_other_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    seeds: list[int] = []
-    inner = sparsefinder.projection_loss
-
-    def noted(*arguments: Any, seed: int, **options: Any) -> Tensor:
-        seeds.append(seed)
-        return inner(*arguments, seed=seed, **options)
-
-    monkeypatch.setattr(sparsefinder, "projection_loss", noted)
+    seeds = noted(monkeypatch, sparsefinder, "projection_loss", "seed")
     x = draw(1, HEADS, 6, 5)
     samples = [(x, x, patterns.self_loops(6).expand(HEADS))] * 3
     fit_projection(Projection(5, HEADS, dim=2), samples, epochs=4, seed=9, progress=False)
@@ -433,14 +439,7 @@ def test_each_step_draws_other_keys(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_k_means_takes_seeds_of_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster, found = pytest.importorskip("sklearn.cluster"), []
-    inner = cluster.KMeans
-
-    def noted(*arguments: Any, random_state: int, **options: Any) -> Any:
-        found.append(random_state)
-        return inner(*arguments, random_state=random_state, **options)
-
-    monkeypatch.setattr(cluster, "KMeans", noted)
+    found = noted(monkeypatch, pytest.importorskip("sklearn.cluster"), "KMeans", "random_state")
     x = draw(1, HEADS, 6, 5)
     for seed in (3, 2**31 + 3, 2**32 + 4):
         fit_centroids(Projection(5, HEADS, dim=2), [(x, x)], 2, seed=seed)
