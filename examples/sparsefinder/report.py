@@ -34,7 +34,7 @@ MEASURES = (  # over which sparsity, what, its factor in tables, and digits
     ("sparsity_used", "saved", "Bits of a hidden word", -1, 3),
 )
 AXES = {
-    "recall": "share of the gold edges that are foretold",
+    "recall": "share of the gold edges that are predicted",
     "exact": "share of the queries",
     "accuracy": "share of the hidden words that are the first guess",
     "saved": "bits of a hidden word (fewer is better: above)",
@@ -129,7 +129,7 @@ def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
         axes.set_title(words.partition(",")[0], fontsize="medium")
         axes.yaxis.set_major_formatter(lambda value, _: f"{abs(value):.2g}" if abs(value) < 1 else f"{abs(value):.1f}")
     figure.suptitle(
-        "Who foretells attention best: lines join the best settings, dots are all; the star and its line are entmax over all pairs"
+        "Predicted edges of entmax heads: lines join the best settings, dots show all; the star and its line are entmax over all pairs"
     )
     title = "chooser of pairs\n(full: learnt, broken: fixed,\ndotted: sees all scores)"
     figure.legend(*axes.get_legend_handles_labels(), title=title, loc="outside right center", frameon=False)
@@ -149,7 +149,7 @@ def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
         axes.axvline(next((row["sparsity"] for row in mine if row["chooser"] == "all"), 1.0), color="k", lw=0.5)
         axes.set_title(f"layer {layer:g}, head {head:g}", fontsize="small")
     figure.supxlabel("sparsity (line: that of entmax itself)")
-    figure.supylabel("recall: share of the gold edges that are foretold")
+    figure.supylabel("recall: share of the gold edges that are predicted")
     figure.suptitle("Recall of each head")
     figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside right center", frameon=False)
     save_figure(folder / "heads.png", figure, dpi=90)
@@ -157,7 +157,7 @@ def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
 
 
 def draw_heads(model: TokenClassifier, learnt: Sequence[Learnt], texts: Texts, plan: Sweep, folder: Path) -> list[Path]:
-    """Maps of heads over the start of a test sequence, beside what clusters foretell; and the words of each cluster."""
+    """Maps of heads over the start of a test sequence, beside the graphs that clusters predict; and the words of each cluster."""
     count, tokens = COUNTS[3], texts.test[:1]
     samples = extract(model, tokens, plan.hidden, 1, 0, "maps")
     names = [texts.vocabulary[word] for word in hide(tokens, plan.hidden, 0)[0][0, :SHOWN].tolist()]
@@ -171,11 +171,11 @@ def draw_heads(model: TokenClassifier, learnt: Sequence[Learnt], texts: Texts, p
     for line, (_, number, head) in zip(figure.subplots(MAPS, 3, squeeze=False), sorted(heads), strict=False):
         ((query, key, gold),) = samples[number]
         source = make("clusters", count, 3, learnt[number])
-        foretold = source(query, key, gold.query_ptr, gold.key_ptr, seed=0).graph.to_dense()[head]
+        predicted = source(query, key, gold.query_ptr, gold.key_ptr, seed=0).graph.to_dense()[head]
         scores = query[head] @ key[head].T * query.size(2) ** -0.5
-        left = entmax15(scores.masked_fill(~foretold, -1e9), dim=1) > 0
-        titles = "gold", f"foretold by {count} clusters and a window of 3", "1.5-entmax over what is foretold"
-        for axes, mask, title in zip(line, (gold.to_dense()[head], foretold, left), titles, strict=True):
+        left = entmax15(scores.masked_fill(~predicted, -1e9), dim=1) > 0
+        titles = "gold", f"predicted by {count} clusters and a window of 3", "1.5-entmax over the predicted edges"
+        for axes, mask, title in zip(line, (gold.to_dense()[head], predicted, left), titles, strict=True):
             axes.imshow(mask[:SHOWN, :SHOWN].numpy(), cmap="Greys", interpolation="nearest")
             axes.set_title(f"layer {number}, head {head}: {title}", fontsize="small")
             axes.set_xticks(range(len(names)), names, rotation=90, fontsize=6)
