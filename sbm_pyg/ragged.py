@@ -25,7 +25,6 @@ __all__ = [
     "check_tensor",
     "count_pairs",
     "draw_seed",
-    "mean_weights",
     "offsets",
     "pad",
     "readable",

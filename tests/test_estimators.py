@@ -656,7 +656,7 @@ def test_local_expectation_runs_under_a_score_bias() -> None:
         ({"estimator": "local", "normalizer": "entmax15"}, "The others are derived for softmax"),
         ({"sbm_options": {"parameterization": "odd"}}, "Expected 'parameterization' to be one of"),
         ({"sbm_options": {"density": 1.0}}, r"Expected 'density' in \(0, 1\)"),
-        ({"sbm_options": {"temperature": 0.0}}, r"Expected 'temperature' in \(0, inf\]"),
+        ({"sbm_options": {"temperature": 0.0}}, r"Expected 'temperature' in \[1e-06, inf\]"),
     ],
 )
 def test_errors(options: dict[str, Any], message: str) -> None:

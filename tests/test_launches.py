@@ -63,7 +63,7 @@ def plain_torch(counted: PlainTorch | None = None) -> Iterator[PlainTorch]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(samplers, "ROOM", {})
         patch.setattr(checks, "at_hand", lambda *_: False)
-        patch.setattr(kept, "at_hand", lambda *_: False)
+        patch.setattr(kept, "_writable", lambda *_: False)
         patch.setattr(Tensor, "tolist", wait)
         with counted:
             yield counted

@@ -364,8 +364,13 @@ def test_other_errors() -> None:
         ({"density": math.nan}, ValueError, r"Expected 'density' in \(0, 1\) \(got nan\)"),
         ({"density": 1.0}, ValueError, r"Expected 'density' in \(0, 1\) \(got 1.0\)"),
         ({"density": "0.5"}, TypeError, r"Expected 'density' to be a number in \(0, 1\) \(got str\)"),
-        ({"temperature": 0}, ValueError, r"Expected 'temperature' in \(0, inf\] \(got 0\)"),
-        ({"temperature": math.nan}, ValueError, r"Expected 'temperature' in \(0, inf\] \(got nan\)"),
+        ({"temperature": 0}, ValueError, r"Expected 'temperature' in \[1e-06, inf\] \(got 0\)"),
+        (
+            {"temperature": 1e-45},
+            ValueError,
+            r"Expected 'temperature' in \[1e-06, inf\] \(got 1e-45\)",
+        ),  # memberships would be NaN
+        ({"temperature": math.nan}, ValueError, r"Expected 'temperature' in \[1e-06, inf\] \(got nan\)"),
         ({"tied": 1}, TypeError, r"Expected 'tied' to be a bool \(got int\)"),
         ({"degree_corrected": None}, TypeError, r"Expected 'degree_corrected' to be a bool \(got NoneType\)"),
         ({"cluster_init": ["kaiming"]}, ValueError, "Expected 'cluster_init' to be 'kaiming' or 'orthogonal'"),
