@@ -393,8 +393,10 @@ def one_of(name: str, choice: str, options: Sequence[str]) -> None:
 
 
 def install(extra: str, options: str = "") -> str:
-    """The command that installs an extra, which no index has."""
-    return f'`pip install {options}-e ".[{extra}]"` in the root of a clone'
+    """The command that installs an extra: from the clone, or for the distribution that is installed already."""
+    if (Path(__file__).parents[2] / "pyproject.toml").exists():
+        return f'`pip install {options}-e ".[{extra}]"` in the root of a clone'
+    return f"`pip install {options}sbm_pyg[{extra}]`"
 
 
 # ------------------------------------------------------------------ memory
