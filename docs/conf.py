@@ -14,7 +14,7 @@ from sphinx.util import logging
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 warnings.filterwarnings("ignore", category=DeprecationWarning)  # of packages that are imported for the API pages
 
-from sbm_pyg.version import __version__  # noqa: E402
+from sbm_pyg import __version__  # noqa: E402
 
 project, author, copyright = "sbm_pyg", "the sbm_pyg authors", "the sbm_pyg authors, MIT licence"
 version = release = __version__

@@ -1,23 +1,31 @@
 """Sparse, data-adaptive attention as message passing on PyTorch Geometric."""
 
-from . import analysis, estimators, gold, indexer, ops, patterns, plots, predictors, selectors, sparsefinder
+__version__ = "0.1.0"
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from . import estimators, ops
 from . import exchange as exchange
 from .attention import AttentionConv, SBMAttentionConv
 from .auxiliary import auxiliary_loss
 from .blocks import BlockGraph, BlockPool
-from .choice import Choice, EdgeProbability, GraphSource, SharingSource, SourceGraph, TiledChoice
 from .dcmm import DCMM, DCMMBias
 from .dense import FullAttention
-from .following import sync_statistics
 from .graph import AttentionGraph
 from .models import EncoderTrace, PairClassifier, SequenceClassifier, SequenceEncoder, TokenClassifier
 from .multihead import SBMMultiheadAttention
 from .normalizers import Entmax
 from .pretrained import Pretrained
 from .ragged import pad, unpad
-from .sampling import SBMGraph, SBMSource, ShareSchedule, sample_edges
-from .sbm import SBM, SBMHead
-from .version import __version__ as __version__
+from .sources import indexer, patterns, selectors
+from .sources.following import sync_statistics
+from .sources.interface import Choice, EdgeProbability, GraphSource, SharingSource, SourceGraph, TiledChoice
+from .sources.sampling import SBMGraph, SBMSource, ShareSchedule, sample_edges
+from .sources.sbm import SBM, SBMHead
+
+if TYPE_CHECKING:
+    from . import analysis, sparsefinder
 
 __all__ = [
     "DCMM",
@@ -50,16 +58,19 @@ __all__ = [
     "analysis",
     "auxiliary_loss",
     "estimators",
-    "gold",
     "indexer",
     "ops",
     "pad",
     "patterns",
-    "plots",
-    "predictors",
     "sample_edges",
     "selectors",
     "sparsefinder",
     "sync_statistics",
     "unpad",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("analysis", "sparsefinder"):  # imported when they are first used
+        return import_module(f".{name}", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

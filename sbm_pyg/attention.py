@@ -20,15 +20,15 @@ from torch_geometric.typing import SparseTensor
 from . import ops
 from .auxiliary import AuxiliaryLosses
 from .blocks import BlockPool
-from .choice import Choice, GraphSource, TiledChoice, limited
 from .estimators import Attended, Estimator, Local, NoEstimator, resolve_estimator
 from .graph import AttentionGraph
 from .normalizers import Entmax, check_normalizer
 from .ops import METHODS, checks
 from .propagation import NOTHING, EdgeAttention, Returns, channel_pair, check_tokens
 from .ragged import draw_seed, resolve_sides
-from .sampling import SBMSource
-from .sbm import SBMHead
+from .sources.interface import Choice, GraphSource, TiledChoice, limited
+from .sources.sampling import SBMSource
+from .sources.sbm import SBMHead
 
 __all__ = ["AttentionConv", "Returns", "SBMAttentionConv"]
 
@@ -349,7 +349,7 @@ class AttentionConv(EdgeAttention):
 class SBMAttentionConv(AttentionConv):
     r"""Attention whose heads each sample their graph from a stochastic block model of their own queries and keys.
 
-    It is an :class:`AttentionConv` whose source is an :class:`~sbm_pyg.sampling.SBMSource` with an
+    It is an :class:`AttentionConv` whose source is an :class:`~sbm_pyg.sources.sampling.SBMSource` with an
     :class:`~sbm_pyg.SBMHead`. The parameters of the head learn from the loss through an estimator. Cost O(N C_in H C +
     NKC + E (C + K)).
 

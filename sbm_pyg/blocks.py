@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from .graph import AttentionGraph
 from .ops import checks
-from .ops.blocks import Cut, sides
+from .ops.reference.blocks import Cut, sides
 from .ragged import check_present, check_tensor, offsets, resolve_ptr
 from .rows import check_edges, check_graph
 

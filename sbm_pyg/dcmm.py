@@ -72,7 +72,8 @@ class DCMMBias(nn.Module):
     \operatorname{ReLU}(\langle v, q_i \rangle + c)`, block matrices B that are the sigmoid of free entries, and one
     learnable scale :math:`\lambda`. All heads share W and v; each has its own B. Everything has a derivative, and no
     graph is chosen: pass an instance as ``score_bias`` of :class:`~sbm_pyg.AttentionConv`. Over
-    :func:`~sbm_pyg.patterns.full` that is the published layer; over any other graph, its restriction to the edges.
+    :func:`~sbm_pyg.sources.patterns.full` that is the published layer; over any other graph, its restriction to the
+    edges.
 
     Cost O(N K (C + K) + E K) per head. Memory O(E); no array of N x M unless the graph has so many edges.
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .ops import checks
-from .ops.reference import like_lengths
+from .ops.reference.segments import like_lengths
 from .propagation import check_tokens
 from .ragged import offsets, pad, resolve_ptr
 

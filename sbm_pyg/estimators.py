@@ -36,9 +36,10 @@ from torch import Tensor
 
 from . import ops
 from .blocks import BlockGraph
-from .choice import Choice, EdgeProbability, check_probability
 from .graph import AttentionGraph, check_graph
+from .ops.reference.segments import allowed_keys, segments, wide
 from .ragged import check_present, draw_seed, mean_weights, readable, resolve_sequence_ids
+from .sources.interface import Choice, EdgeProbability, check_probability
 
 __all__ = [
     "ESTIMATORS", "Attended", "Concrete", "Distill", "Estimator", "Imitate", "Local", "Mask", "NoEstimator", "Paper",
@@ -390,7 +391,7 @@ def draw_probes(
         blocks, chance = draw_probes(graph.blocks, per_query / graph.grain, seed=seed, sequence_ids=sequence_ids)
         return graph.with_blocks(blocks), chance
     _check_memory(graph, per_query)
-    reach = ops.reference.reach(graph.query_ptr, graph.key_ptr, graph.num_queries, graph.is_causal)
+    reach = allowed_keys(graph.query_ptr, graph.key_ptr, graph.num_queries, graph.is_causal)
     chance = (float(per_query) / reach.clamp(min=1)).clamp(max=1).float()
     sequence_ids = resolve_sequence_ids(sequence_ids, graph.num_sequences, graph.query_ptr.device)
     rowptr, col = ops.sample_systematic(
@@ -559,15 +560,12 @@ def distillation(
             total = total.clamp(min=torch.finfo(total.dtype).min).flatten()[graph.edge_row]  # no edge counts: 0 below
             weight = (edge_logits(query, key, graph, bias, scale) - total).exp()
     p = _known(prob, probability, blocks)
-    if over == "all":
-        degree = probability.expected_degree()
-    else:
-        degree = ops.reference.segments(ops.reference.wide(p), blocks.rowptr).view(blocks.heads, -1)
+    degree = probability.expected_degree() if over == "all" else segments(wide(p), blocks.rowptr).view(blocks.heads, -1)
     with torch.no_grad():
         mean = mean_weights(graph.query_ptr, blocks.num_queries, weight.dtype, blocks.query_ptr)
         weight = weight.masked_fill(p == 0, 0) * mean.repeat(blocks.heads)[blocks.edge_row]
-        whole = ops.reference.segments(weight, blocks.rowptr).view_as(degree)  # 1 in all where a query has an edge
-    log_p, log_degree = (ops.reference.wide(x).clamp(min=_least(p)).log() for x in (p, degree))
+        whole = segments(weight, blocks.rowptr).view_as(degree)  # 1 in all where a query has an edge
+    log_p, log_degree = (wide(x).clamp(min=_least(p)).log() for x in (p, degree))
     return ((whole * log_degree).sum() - (weight * log_p).sum()) / graph.heads
 
 
@@ -611,7 +609,7 @@ def concrete_bias(
     """
     ops.checks.number("temperature", temperature, "(0, inf)", "The coin hardens as it goes to 0.")
     given = _explored(probability, graph, exploration, numbers=8)
-    p = ops.reference.wide(given).clamp(_least(given), 1 - 1e-6)
+    p = wide(given).clamp(_least(given), 1 - 1e-6)
     generator = torch.Generator(p.device).manual_seed(draw_seed(seed))
     noise = torch.rand(p.shape, generator=generator, device=p.device, dtype=p.dtype).clamp(1e-6, 1 - 1e-6)
     return torch.nn.functional.logsigmoid((p.logit() + noise.logit()) / temperature).to(given.dtype)
@@ -649,8 +647,8 @@ def score_function(
     advantage = (loss - others).detach()
     sequence = torch.repeat_interleave(graph.query_ptr.diff(), output_size=graph.num_queries).repeat(graph.heads)
     there = _explored(probability, graph, exploration, numbers=4)
-    p = ops.reference.wide(there).clamp(max(1e-6, _least(there)), 1 - 1e-6)
-    absent = (-ops.reference.wide(_explored(probability, pairs, exploration, numbers=3)).clamp(0, 1 - 1e-6)).log1p()
+    p = wide(there).clamp(max(1e-6, _least(there)), 1 - 1e-6)
+    absent = (-wide(_explored(probability, pairs, exploration, numbers=3)).clamp(0, 1 - 1e-6)).log1p()
     log_prob = p.new_zeros(batch).index_add(0, sequence[graph.edge_row], p.logit())
     total = advantage * log_prob.index_add(0, sequence[pairs.edge_row], absent)
     return total.sum() - total.sum().detach()
@@ -693,7 +691,7 @@ def _check_memory(graph: AttentionGraph, per_query: float) -> None:
     pairs = graph.heads * graph.num_queries * graph.num_keys
     if ops.checks.fits(pairs, width, graph.device) or not readable(graph.query_ptr):
         return
-    reach = ops.reference.reach(graph.query_ptr, graph.key_ptr, graph.num_queries, graph.is_causal)
+    reach = allowed_keys(graph.query_ptr, graph.key_ptr, graph.num_queries, graph.is_causal)
     reach = reach.to(ops.checks.widest(reach.device))
     count = graph.heads * int(reach.clamp(max=per_query + 1).sum())  # a row takes up to one more
     ops.checks.memory("per_query", count, width, graph.device, f"Take fewer probes. {_FEWER}", "probes")

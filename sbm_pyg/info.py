@@ -21,9 +21,11 @@ import torch
 import torch_geometric.typing
 from numba.core import config as numba_config
 
-from . import ops
-from .ops import cuda, threads, tiles
-from .version import __version__
+from . import __version__, ops
+from .ops import cuda
+from .ops.cpu import amx, threads
+from .ops.reference import edges as reference_edges
+from .ops.reference import sampling as reference_sampling
 
 __all__ = ["collect", "main", "self_test"]
 
@@ -62,7 +64,7 @@ def collect(test: bool = True) -> dict[str, Any]:
             "cuda": "triton" if cuda.installed() else "plain torch",
             "processor": getattr(numba_config, "CPU_NAME", None) or llvmlite.binding.get_host_cpu_name(),
             "instructions": _instructions(),
-            "tiles": tiles.AVAILABLE,
+            "tiles": amx.AVAILABLE,
         },
         "threads": {
             "torch": torch.get_num_threads(),
@@ -106,13 +108,13 @@ def self_test() -> dict[str, Any]:
 def _test_device(device: torch.device) -> dict[str, Any]:
     sample: Any = ops.sample_sbm
     attend: Any = ops.edge_attention
-    meaning: Any = ops.reference
+    reference: Any = reference_edges
     random = torch.Generator().manual_seed(0)
     heads, tokens, blocks, channels = 2, 200, 8, 16
     rate, member = (torch.rand(heads, tokens, blocks, generator=random) / 4 for _ in range(2))
     ptr, sequence_ids = torch.tensor([0, 80, tokens]), torch.arange(2)
     law = (rate, member, ptr, ptr, sequence_ids)
-    expected = ops.samplers.sample_sbm(*law, 7, "bernoulli", 0.0, False, False)
+    expected = reference_sampling.sample_sbm(*law, 7, "bernoulli", 0.0, False, False)
     rowptr, col = sample(*(tensor.to(device) for tensor in law), 7)
     same = torch.equal(rowptr.cpu(), expected[0]) and torch.equal(col.cpu().long(), expected[1].long())
 
@@ -122,8 +124,8 @@ def _test_device(device: torch.device) -> dict[str, Any]:
     grad = torch.randn(heads, tokens, channels, generator=random)
     options = (None, channels**-0.5, "score", 0.0, 0)
     wide = [tensor.double() for tensor in (*inputs, gate)]
-    out, lse = meaning.edge_attention(*wide[:3], *graph, wide[3], *options)
-    grads = meaning.edge_attention_backward(
+    out, lse = reference.edge_attention(*wide[:3], *graph, wide[3], *options)
+    grads = reference.edge_attention_backward(
         grad.double(), *wide[:3], *graph, wide[3], None, out, lse, *options[1:], True, False
     )[:4]
     leaves = [tensor.to(device).requires_grad_() for tensor in (*inputs, gate)]

@@ -17,15 +17,15 @@ from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing
 from torch_geometric.typing import SparseTensor
 
-from . import indexer, patterns, selectors
 from .attention import AttentionConv, SBMAttentionConv
-from .choice import Choice, GraphSource
 from .dcmm import DCMMBias
 from .dense import FullAttention
 from .graph import AttentionGraph
 from .ops import checks
 from .pretrained import Pretrained
 from .ragged import check_present, check_tensor, draw_seed, readable, resolve_ptr, resolve_sequence_ids
+from .sources import indexer, patterns, selectors
+from .sources.interface import Choice, GraphSource
 
 __all__ = ["EncoderTrace", "PairClassifier", "SequenceClassifier", "SequenceEncoder", "TokenClassifier"]
 
@@ -208,13 +208,12 @@ class SequenceEncoder(Pretrained):
         max_length: Longest sequence, the number of position embeddings.
         dropout: Dropout on embeddings and on what each block adds, in [0, 1).
         attention: ``"sbm"`` (:class:`SBMAttentionConv`), ``"full"`` (:class:`~sbm_pyg.dense.FullAttention`),
-            ``"window"`` or ``"bigbird"`` (:class:`AttentionConv` over one of :mod:`~sbm_pyg.patterns`), ``"top_k"``,
-            ``"block_top_k"``, ``"lsh"`` or ``"routing"`` (over one of :mod:`~sbm_pyg.selectors`), ``"indexer"`` or
-            ``"key_selection"`` (over an :class:`~sbm_pyg.indexer.IndexerSource`), ``"dcmm"`` (over all pairs, with a
-            :class:`DCMMBias`), or a factory ``(channels,
-            head_channels, heads) -> module``. Its module is called as ``module(x, ptr=ptr, seed=seed,
-            sequence_ids=sequence_ids, return_choice=True)``, with the graph as second argument where one is given, and
-            returns ``[N, H*C]`` and a :class:`Choice` or None.
+            ``"window"`` or ``"bigbird"`` (:class:`AttentionConv` over one of :mod:`~sbm_pyg.sources.patterns`),
+            ``"top_k"``, ``"block_top_k"``, ``"lsh"`` or ``"routing"`` (over one of :mod:`~sbm_pyg.sources.selectors`),
+            ``"indexer"`` or ``"key_selection"`` (over an :class:`~sbm_pyg.sources.indexer.IndexerSource`), ``"dcmm"``
+            (over all pairs, with a :class:`DCMMBias`), or a factory ``(channels, head_channels, heads) -> module``. Its
+            module is called as ``module(x, ptr=ptr, seed=seed, sequence_ids=sequence_ids, return_choice=True)``, with
+            the graph as second argument where one is given, and returns ``[N, H*C]`` and a :class:`Choice` or None.
         attention_options: Keyword arguments of the attention that is named, of its rule and of its source, e.g.
             ``{"num_blocks": 16, "dropout": 0.1}`` or ``{"k": 8, "window": 2}``. Heads are joined, so ``concat`` is
             none.

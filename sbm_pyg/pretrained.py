@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
 
+from . import __version__
 from .ops import checks
-from .version import __version__
 
 __all__ = ["Pretrained"]
 

@@ -25,6 +25,7 @@ from .estimators import Estimator, edge_logits
 from .graph import AttentionGraph, edge_list
 from .normalizers import Entmax, alpha_of, normalize
 from .ops import checks
+from .ops.reference.edges import dropout_mask
 
 __all__ = ["NOTHING", "EdgeAttention", "Returns", "channel_pair", "check_tokens"]
 
@@ -212,7 +213,7 @@ class EdgeAttention(MessagePassing):
         query, key, value, gate, bias = parts
         keep = None  # factor of each edge under dropout, the same as the fused path's
         if dropout > 0:
-            kept = ops.reference.dropout_mask(graph.rowptr, graph.col, self.heads, graph.num_keys, dropout, seed)
+            kept = dropout_mask(graph.rowptr, graph.col, self.heads, graph.num_keys, dropout, seed)
             keep = kept.to(value.dtype) / (1 - dropout)
         heads, sizes = self.heads, (graph.num_keys, graph.num_queries)
         if edge_index is not None:

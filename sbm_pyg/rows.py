@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import ops
 from .ops import checks
-from .ops.reference import ROWS
+from .ops.reference.segments import ROWS, edge_row
 from .ragged import check_present, check_tensor, count_pairs, offsets, readable, resolve_ptr, unmerged
 
 __all__ = ["CompressedRows", "check_edges", "check_graph", "check_sizes", "index_type", "masked_rows", "the_one"]
@@ -143,7 +143,7 @@ class CompressedRows:
     @property
     def edge_row(self) -> Tensor:
         """Row ``h * N + i`` of each edge, ``[E]`` int64."""
-        return ops.reference.edge_row(self.rowptr, self.num_edges)
+        return edge_row(self.rowptr, self.num_edges)
 
     @property
     def edge_index(self) -> Tensor:

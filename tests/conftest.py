@@ -48,7 +48,7 @@ SAMPLES = Path(os.environ.get("SBM_PYG_DATA", Path(__file__).parents[2] / "share
 @pytest.fixture(scope="session", autouse=True)
 def _small_work_is_shared_out() -> None:
     """Test cases are small, and threads are tested by them."""
-    from sbm_pyg.ops import threads
+    from sbm_pyg.ops.cpu import threads
 
     threads.LEAST = 1
 

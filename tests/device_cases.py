@@ -32,20 +32,17 @@ from sbm_pyg import (
     analysis,
     auxiliary_loss,
     estimators,
-    gold,
-    indexer,
     ops,
     pad,
-    patterns,
-    plots,
-    predictors,
     sample_edges,
-    selectors,
     sparsefinder,
     unpad,
-)  # fmt: skip
+)
+from sbm_pyg.analysis import plots
 from sbm_pyg.models import ATTENTION
 from sbm_pyg.ops import checks
+from sbm_pyg.sources import indexer, patterns, selectors
+from sbm_pyg.sparsefinder import ground_truth, predictors
 
 Device = torch.device
 Case = Callable[[Device], Any]
@@ -169,7 +166,7 @@ def chooser(device: Device, variant: tuple[str, Callable[[], GraphSource]]) -> A
     conv = on(device, lambda: AttentionConv(16, 8, 2, source(), estimator=estimator))
     x = normal(device, 40, 16).requires_grad_()
     out, graph = conv(x, ptr=PTR.to(device), seed=3, return_graph=True)
-    return with_gradients(out, conv, x), graph, gold.compare(graph, graph).sparsity
+    return with_gradients(out, conv, x), graph, ground_truth.compare(graph, graph).sparsity
 
 
 def projection() -> sparsefinder.Projection:

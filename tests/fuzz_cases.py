@@ -23,7 +23,8 @@ from problems import reference_attention, small_sbms
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
-from sbm_pyg import SBM, AttentionGraph, SBMGraph, SBMHead, ops, patterns, sample_edges
+from sbm_pyg import SBM, AttentionGraph, SBMGraph, SBMHead, ops, sample_edges
+from sbm_pyg.sources import patterns
 
 
 class Wrong(Exception):

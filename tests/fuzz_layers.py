@@ -62,19 +62,16 @@ from sbm_pyg import (
     analysis,
     auxiliary_loss,
     estimators,
-    gold,
-    indexer,
     info,
     models,
-    patterns,
-    plots,
-    predictors,
     ragged,
-    selectors,
     sparsefinder,
-)  # fmt: skip
+)
+from sbm_pyg.analysis import plots
 from sbm_pyg.attention import Returns
 from sbm_pyg.rows import CompressedRows
+from sbm_pyg.sources import indexer, patterns, selectors
+from sbm_pyg.sparsefinder import ground_truth, predictors
 
 # ------------------------------------------------------------------ estimators
 
@@ -989,7 +986,7 @@ FORETOLD: dict[str, Callable[[Draw, int], dict[str, Any]]] = {
     },
 }
 for _name, _options in FORETOLD.items():
-    _module = gold if _name == "gold_graph" else predictors
+    _module = ground_truth if _name == "gold_graph" else predictors
     TABLE[f"{_module.__name__.rpartition('.')[2]}.{_name}"] = 4, _predictor(_module, _name, _options)
 
 
@@ -1021,7 +1018,7 @@ def _clusters(d: Draw) -> Case:
     return Case(predictors.clusters, arguments, check, names={"x": ("centroids",), "centroids": ("x",)})
 
 
-@case("gold.group_entropy", 4)
+@case("ground_truth.group_entropy", 4)
 def _group_entropy(d: Draw) -> Case:
     graph, count = d.graph(), d.randint(1, 3)
     group = d.whole(count, graph.heads * graph.num_keys).view(graph.heads, -1)
@@ -1030,10 +1027,12 @@ def _group_entropy(d: Draw) -> Case:
         expect(bool(((result >= 0) & (result <= 1 + 1e-9)).all()), "no share of the largest entropy")
 
     names = {"group": ("graph",), "graph": ("group",)}
-    return Case(gold.group_entropy, {"group": group, "num_groups": count, "graph": d.maybe(graph)}, check, names=names)
+    return Case(
+        ground_truth.group_entropy, {"group": group, "num_groups": count, "graph": d.maybe(graph)}, check, names=names
+    )
 
 
-@case("gold.compare", 4)
+@case("ground_truth.compare", 4)
 def _compare(d: Draw) -> Case:
     used = d.graph()
     graph = d.choice((used, used.select(used.col % 2 == 0)))
@@ -1043,7 +1042,7 @@ def _compare(d: Draw) -> Case:
         wanted = torch.where(a.sum((1, 2)) > 0, (a & b).sum((1, 2)) / a.sum((1, 2)).clamp(min=1), 1.0)
         close(result.recall, wanted.double(), "recall", torch.float32)
 
-    return Case(gold.compare, {"gold": used, "graph": graph}, check)
+    return Case(ground_truth.compare, {"gold": used, "graph": graph}, check)
 
 
 @case("sparsefinder.Projection", 3)
@@ -1980,7 +1979,7 @@ MODULES = {
     "patterns": patterns,
     "indexer": indexer,
     "selectors": selectors,
-    "gold": gold,
+    "ground_truth": ground_truth,
     "predictors": predictors,
     "sparsefinder": sparsefinder,
     "analysis": analysis,
@@ -2005,8 +2004,8 @@ EXEMPT: dict[str, str] = {  # public names that are not called, and why
         "causal", "contains", "expand", "head", "over_tokens", "sequence", "spread", "tiles", "to", "to_block_mask", "union", "validate", "with_blocks")},
     **dict.fromkeys(("ops.block_effect", "ops.block_expectation", "ops.block_weight"), "for estimators, compared with tokens in test_blocks.py"),
     "SBMSource.tiled": "a switch of a source, see test_tiled.py",
-    "gold.Match": "a record that the library makes and users read",
-    "gold.record": "it listens to a model, see test_gold.py",
+    "ground_truth.Match": "a record that the library makes and users read",
+    "ground_truth.record": "it listens to a model, see test_gold.py",
     **dict.fromkeys(("sparsefinder.fit_projection", "sparsefinder.fit_centroids"), "they train, see test_sparsefinder.py"),
     "estimators.distillation": "a loss over what a layer computes, compared with its definition in test_share.py",
     "auxiliary_loss": "it takes what layers keep, whose cases and scenarios call it",

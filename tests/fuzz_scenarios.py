@@ -15,8 +15,10 @@ from fuzz_cases import Case, Draw, case, expect, pointer
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from sbm_pyg import AttentionConv, DCMMBias, SBMAttentionConv, auxiliary_loss, gold, patterns, predictors, selectors
-from sbm_pyg.indexer import Indexer, IndexerSource, KeyScorer
+from sbm_pyg import AttentionConv, DCMMBias, SBMAttentionConv, auxiliary_loss
+from sbm_pyg.sources import patterns, selectors
+from sbm_pyg.sources.indexer import Indexer, IndexerSource, KeyScorer
+from sbm_pyg.sparsefinder import ground_truth, predictors
 
 WIDTH, CHANNELS, HEADS = 4, 3, 2
 
@@ -217,7 +219,7 @@ PAIRED: dict[str, Callable[..., Any]] = {
     "block_top_k": lambda q, k, ptr: selectors.block_top_k(q, k, 1, 2, ptr=ptr),
     "lsh": lambda q, k, ptr: selectors.lsh(q, k, 4, 2, ptr=ptr, seed=0),
     "routing": lambda q, k, ptr: selectors.routing(q, k, torch.ones(HEADS, 2, q.size(2), dtype=q.dtype), ptr=ptr),
-    "gold": lambda q, k, ptr: gold.gold_graph(q, k, ptr=ptr),
+    "gold": lambda q, k, ptr: ground_truth.gold_graph(q, k, ptr=ptr),
     "distance": lambda q, k, ptr: predictors.distance(q, k, 1.0, ptr=ptr),
     "bucketing": lambda q, k, ptr: predictors.bucketing(q, k, 3, ptr=ptr),
     "clustering": lambda q, k, ptr: predictors.clustering(q, k, torch.ones(HEADS, 2, CHANNELS, dtype=q.dtype), ptr=ptr),

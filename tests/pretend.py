@@ -23,8 +23,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
 
-from sbm_pyg import patterns
-from sbm_pyg.ops import cpu, schemas
+from sbm_pyg.ops import schemas
+from sbm_pyg.ops.cpu import edges as cpu_edges
+from sbm_pyg.sources import patterns
 
 DEVICE, CPU = torch.device("privateuseone", 0), torch.device("cpu")
 aten = torch.ops.aten
@@ -177,9 +178,9 @@ def main() -> None:
     torch.set_num_threads(1)
     with pretending() as device:
         given = [torch.rand(1, 3, 4), torch.rand(1, 5, 4), torch.tensor([0, 2, 2, 5]), torch.tensor([0, 4, 1, 2, 3])]
-        dots = schemas._carried(cpu.edge_dot)(*(x.to(device) for x in given))
+        dots = schemas._carried(cpu_edges.edge_dot)(*(x.to(device) for x in given))
         assert dots.device == device
-        assert torch.equal(dots.cpu(), cpu.edge_dot(*given))
+        assert torch.equal(dots.cpu(), cpu_edges.edge_dot(*given))
         assert refuses(device) == ["two devices", "indices elsewhere", "writing elsewhere", "an op of ours", "numpy"]
     outcome = {}
     for name, case in CASES.items():

@@ -28,14 +28,16 @@ import scipy.stats
 import torch
 from problems import GRAPHS, random_graph
 
-from sbm_pyg import SBM, AttentionGraph, analysis, hamiltonian, patterns, sample_edges, universality
+from sbm_pyg import SBM, AttentionGraph, analysis, sample_edges
 from sbm_pyg.analysis import (
     Certificate,
     HamiltonianPath,
     Lemma1,
     blocks_of,
+    conditions,
     expected_graph,
     graph_statistics,
+    hamiltonian,
     hamiltonian_path,
     is_hamiltonian_path,
     lemma1,
@@ -45,8 +47,9 @@ from sbm_pyg.analysis import (
     spread_steps,
     to_networkx,
 )
+from sbm_pyg.analysis.walks import match
 from sbm_pyg.ops import checks
-from sbm_pyg.walks import match
+from sbm_pyg.sources import patterns
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -386,8 +389,8 @@ def test_a_compilation_does_not_take_the_time_of_the_search(monkeypatch: pytest.
     assert (answer.status, answer.method) == ("ABSENT", "OR-tools")
     assert answer.seconds < 1
 
-    spread: Any = universality.spread
-    monkeypatch.setattr(universality, "spread", numba.njit(spread.py_func))
+    spread: Any = conditions.spread
+    monkeypatch.setattr(conditions, "spread", numba.njit(spread.py_func))
     start = time.perf_counter()
     assert spread_steps([patterns.window(40, 1)], time_limit=0.1) == 39
     assert time.perf_counter() - start > 0.1  # or this shows nothing
@@ -1046,7 +1049,7 @@ def test_networkx_errors() -> None:
 
 
 def test_what_analysis_lists_from_other_modules_is_theirs() -> None:
-    for module in (hamiltonian, universality):
+    for module in (hamiltonian, conditions):
         for name in module.__all__:
             assert getattr(analysis, name) is getattr(module, name)
             assert name in analysis.__all__

@@ -16,17 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sbm_pyg import (
-    AttentionConv,
-    AttentionGraph,
-    Entmax,
-    SBMAttentionConv,
-    auxiliary_loss,
-    estimators,
-    patterns,
-    sample_edges,
-)
-from sbm_pyg.indexer import Indexer, IndexerSource
+from sbm_pyg import AttentionConv, AttentionGraph, Entmax, SBMAttentionConv, auxiliary_loss, estimators, sample_edges
+from sbm_pyg.sources import patterns
+from sbm_pyg.sources.indexer import Indexer, IndexerSource
 
 PTR = torch.tensor([0, 10, 17, 30])
 

@@ -24,11 +24,11 @@ from sbm_pyg import (
     SBMSource,
     SequenceEncoder,
     auxiliary_loss,
-    patterns,
     sync_statistics,
 )
-from sbm_pyg.indexer import Indexer, IndexerSource
-from sbm_pyg.selectors import RoutingSource
+from sbm_pyg.sources import patterns
+from sbm_pyg.sources.indexer import Indexer, IndexerSource
+from sbm_pyg.sources.selectors import RoutingSource
 
 PTR = torch.tensor([0, 9, 14, 30, 33])
 PARTS = (slice(0, 2), slice(2, 4))

@@ -30,16 +30,15 @@ from sbm_pyg import (
     auxiliary_loss,
     estimators,
     ops,
-    patterns,
-    plots,
     sample_edges,
-)  # fmt: skip
-from sbm_pyg.analysis import graph_statistics, to_networkx
+)
+from sbm_pyg.analysis import graph_statistics, plots, to_networkx
 from sbm_pyg.blocks import block_mean, block_tokens
 from sbm_pyg.normalizers import normalize
-from sbm_pyg.ops import blocks as meaning
-from sbm_pyg.ops.blocks import Cut
+from sbm_pyg.ops.reference import blocks as meaning
+from sbm_pyg.ops.reference.blocks import Cut
 from sbm_pyg.ragged import offsets
+from sbm_pyg.sources import patterns
 
 block_attention: Any = ops.block_attention  # called with `rows`
 edge_attention: Any = ops.edge_attention

@@ -26,16 +26,16 @@ from sbm_pyg import (
     SequenceEncoder,
     auxiliary_loss,
     ops,
-    patterns,
     sample_edges,
-    selectors,
 )
 from sbm_pyg.estimators import ESTIMATORS, draw_probes, local_expectation, score_function
-from sbm_pyg.indexer import Indexer, IndexerSource, KeyScorer
 from sbm_pyg.models import ATTENTION
-from sbm_pyg.ops import samplers
-from sbm_pyg.predictors import distance
+from sbm_pyg.ops.reference import sampling as reference_sampling
+from sbm_pyg.ops.reference import systematic as reference_systematic
+from sbm_pyg.sources import patterns, selectors
+from sbm_pyg.sources.indexer import Indexer, IndexerSource, KeyScorer
 from sbm_pyg.sparsefinder import Projection, SparsefinderSource
+from sbm_pyg.sparsefinder.predictors import distance
 
 FALSE_ALARM = 1e-6
 PTR = torch.tensor([0, 5, 24, 25])
@@ -44,8 +44,8 @@ PTR = torch.tensor([0, 5, 24, 25])
 @pytest.fixture(params=["proposals", "gaps", "coins"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Every way to sample a row, whatever it costs."""
-    monkeypatch.setattr(samplers, "PROPOSAL_COST", 0.0 if request.param == "proposals" else math.inf)
-    monkeypatch.setattr(samplers, "GAP_COST", 0.0 if request.param == "gaps" else math.inf)
+    monkeypatch.setattr(reference_sampling, "PROPOSAL_COST", 0.0 if request.param == "proposals" else math.inf)
+    monkeypatch.setattr(reference_sampling, "GAP_COST", 0.0 if request.param == "gaps" else math.inf)
     return request.param
 
 
@@ -134,11 +134,13 @@ def test_reference_and_numba_choose_the_same_edges(way: str) -> None:
         ptr = torch.tensor([0, 20, 350]), torch.tensor([0, 40, keys])
         for method, exploration, seed in (("bernoulli", 0.0, 1), ("bernoulli", 0.0625, 2**63 - 1), ("fastrg", 0.0, 3)):
             arguments = (y, z, *ptr, torch.tensor([3, 2**32 - 1]), seed, method, exploration, True, True)
-            for ours, meant in zip(ops.sample_sbm(*arguments), samplers.sample_sbm(*arguments), strict=True):
+            for ours, meant in zip(ops.sample_sbm(*arguments), reference_sampling.sample_sbm(*arguments), strict=True):
                 assert torch.equal(ours, meant)
     chance = torch.rand(350, generator=random)
     probes = (chance, *ptr, torch.tensor([3, 9]), 2, 5, True)
-    for ours, meant in zip(ops.sample_systematic(*probes), samplers.sample_systematic(*probes), strict=True):
+    for ours, meant in zip(
+        ops.sample_systematic(*probes), reference_systematic.sample_systematic(*probes), strict=True
+    ):
         assert torch.equal(ours, meant)
 
 

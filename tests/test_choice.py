@@ -23,15 +23,12 @@ from sbm_pyg import (
     SequenceEncoder,
     SourceGraph,
     auxiliary_loss,
-    gold,
-    indexer,
     ops,
-    patterns,
-    predictors,
-    selectors,
     sparsefinder,
 )
 from sbm_pyg.estimators import ESTIMATORS, Estimator, Local, draw_probes, local_expectation, score_function
+from sbm_pyg.sources import indexer, patterns, selectors
+from sbm_pyg.sparsefinder import ground_truth, predictors
 
 
 class FreeProbability(EdgeProbability):
@@ -352,7 +349,7 @@ PAIRED: dict[str, Any] = {  # all that takes queries, keys and the offsets of bo
     "bucketing": lambda q, k, ptr: predictors.bucketing(q, k, 2, ptr=ptr),
     "clustering": lambda q, k, ptr: predictors.clustering(q, k, q[:, :3], ptr=ptr),
     "distance": lambda q, k, ptr: predictors.distance(q, k, 1.0, ptr=ptr),
-    "gold_graph": lambda q, k, ptr: gold.gold_graph(q, k, ptr=ptr),
+    "gold_graph": lambda q, k, ptr: ground_truth.gold_graph(q, k, ptr=ptr),
     "IndexProbability": lambda q, k, ptr: indexer.IndexProbability(*indexer.Indexer(3, 2)(q, k), ptr=ptr).top_k(2),
     "over": lambda q, k, ptr: AttentionGraph.over(torch.tensor([[0], [0]]), q.size(1), k.size(1), ptr=ptr),
     "AttentionConv": lambda q, k, ptr: AttentionConv(

@@ -18,7 +18,8 @@ from torch_geometric.nn.models.basic_gnn import BasicGNN
 from torch_geometric.testing import assert_module
 from torch_geometric.utils import to_torch_coo_tensor, to_torch_csc_tensor, to_torch_csr_tensor
 
-from sbm_pyg import AttentionGraph, SBMAttentionConv, SBMGraph, SBMHead, SequenceEncoder, patterns, sample_edges
+from sbm_pyg import AttentionGraph, SBMAttentionConv, SBMGraph, SBMHead, SequenceEncoder, sample_edges
+from sbm_pyg.sources import patterns
 
 PTR = torch.tensor([0, 10, 17, 30])
 

@@ -12,7 +12,8 @@ import torch
 from problems import LargestStorage, dense_mask, random_graph
 from torch import Tensor
 
-from sbm_pyg import AttentionConv, AttentionGraph, DCMMBias, SBMAttentionConv, SequenceEncoder, auxiliary_loss, patterns
+from sbm_pyg import AttentionConv, AttentionGraph, DCMMBias, SBMAttentionConv, SequenceEncoder, auxiliary_loss
+from sbm_pyg.sources import patterns
 
 CHANNELS, HEADS, BLOCKS = 4, 3, 5
 OPTIONS: list[dict[str, Any]] = [

@@ -23,7 +23,8 @@ from torch.nn.functional import gelu, layer_norm, linear
 from examples.benchmarks.tables import read
 from examples.dcmm import __main__ as program
 from examples.dcmm import data, model, pictures, train
-from sbm_pyg import AttentionConv, AttentionGraph, DCMMBias, auxiliary_loss, patterns
+from sbm_pyg import AttentionConv, AttentionGraph, DCMMBias, auxiliary_loss
+from sbm_pyg.sources import patterns
 
 pytestmark = [pytest.mark.examples, pytest.mark.usefixtures("one_thread")]
 

@@ -12,7 +12,7 @@ import torch
 from problems import GRAPHS, random_graph, reference_attention
 from torch import Tensor
 
-from sbm_pyg import SBM, AttentionGraph, SBMAttentionConv, SBMHead, ops, patterns, sample_edges
+from sbm_pyg import SBM, AttentionGraph, SBMAttentionConv, SBMHead, ops, sample_edges
 from sbm_pyg.estimators import (
     Local,
     Mask,
@@ -24,7 +24,10 @@ from sbm_pyg.estimators import (
     score_function,
     straight_through,
 )
-from sbm_pyg.ops import reference, samplers, schemas
+from sbm_pyg.ops import schemas
+from sbm_pyg.ops.reference import effects as reference_effects
+from sbm_pyg.ops.reference import systematic as reference_systematic
+from sbm_pyg.sources import patterns
 
 
 def draw(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -54,12 +57,12 @@ def effect_arguments(
 @pytest.mark.parametrize("channels", [(1, 3), (32, 32), (16, 48)])
 def test_effect_equals_the_reference(name: str, biased: bool, channels: tuple[int, int]) -> None:
     arguments = effect_arguments(GRAPHS[name], *channels, biased)
-    for got, want in zip(ops.edge_effect(*arguments), reference.edge_effect(*arguments), strict=True):
+    for got, want in zip(ops.edge_effect(*arguments), reference_effects.edge_effect(*arguments), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("name", ["one edge", "no edges", "bipartite", "one row has all edges"])
-@pytest.mark.parametrize("op", [ops.edge_effect, reference.edge_effect])
+@pytest.mark.parametrize("op", [ops.edge_effect, reference_effects.edge_effect])
 def test_effect_is_the_difference_of_two_losses(name: str, op: Any) -> None:
     """For a loss that is linear in the output: attention with the edge less attention without it, by recomputing both."""
     graph = GRAPHS[name]
@@ -93,8 +96,8 @@ def test_effect_of_an_edge_that_dominates_its_row_is_accurate_in_float32() -> No
     nothing = AttentionGraph.from_dense(torch.zeros(1, 5))
     plain: Any = (grad_out, query, key, value)
     rest: Any = (graph.rowptr, graph.col, None, nothing.rowptr, nothing.col, None, 1.0)
-    exact = reference.edge_effect(*plain, *rest)[0]
-    both: list[Any] = [ops.edge_effect, reference.edge_effect]
+    exact = reference_effects.edge_effect(*plain, *rest)[0]
+    both: list[Any] = [ops.edge_effect, reference_effects.edge_effect]
     for op in both:
         got = op(*(x.float() for x in plain), *rest)[0]
         torch.testing.assert_close(got.double(), exact, rtol=2e-5, atol=0)
@@ -120,7 +123,7 @@ def test_effect_knows_infinite_scores_and_ignores_tokens_that_nothing_touches() 
         probe_bias,
         1.0,
     )
-    for got, want in zip(ops.edge_effect(*arguments), reference.edge_effect(*arguments), strict=True):
+    for got, want in zip(ops.edge_effect(*arguments), reference_effects.edge_effect(*arguments), strict=True):
         assert got.isfinite().all()
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
     assert ops.edge_effect(*arguments)[0][1] == 0
@@ -146,7 +149,9 @@ def test_effect_does_not_depend_on_threads_or_offsets_dtype() -> None:
 
 
 @pytest.mark.parametrize("name", GRAPHS)
-@pytest.mark.parametrize(("blocks", "exploration", "op"), [(3, 0.0, ops), (48, 0.05, ops), (3, 0.05, reference)])
+@pytest.mark.parametrize(
+    ("blocks", "exploration", "op"), [(3, 0.0, ops), (48, 0.05, ops), (3, 0.05, reference_effects)]
+)
 def test_effects_count_by_the_chance_to_see_them(name: str, blocks: int, exploration: float, op: Any) -> None:
     """One half of the estimate from the side with the edge and one from that without, within the bounds of the docstring."""
     graph, eta = GRAPHS[name], 0.2
@@ -181,14 +186,14 @@ def test_weighing_effects_equals_the_reference(
     chance = torch.tensor([0.2, 0, 1, 0.01], dtype=effect.dtype).repeat(graph.num_queries)[: graph.num_queries]
     for forced in (None, draw(3, graph.num_edges) > 0.5):
         given = effect, prob, graph.rowptr, chance, forced, exploration, probing
-        got, want = schemas.weigh_effect(*given), reference.weigh_effect(*given)
+        got, want = schemas.weigh_effect(*given), reference_effects.weigh_effect(*given)
         assert got.dtype == want.dtype == dtype
         torch.testing.assert_close(got, want, equal_nan=True)
         assert forced is None or not bool(got[forced].any())
         assert forced is not None or graph.num_edges < 2 or bool(got.any())
 
 
-@pytest.mark.parametrize("op", [ops, reference])
+@pytest.mark.parametrize("op", [ops, reference_effects])
 def test_a_probe_that_cannot_be_counts_nothing(op: Any) -> None:
     """Every other query has a chance of 0, and probes all the same: its edges then stand for both sides."""
     graph = GRAPHS["bipartite"]
@@ -394,7 +399,9 @@ def test_systematic_samples_are_those_of_the_reference(per_query: float, dtype: 
     query_ptr, key_ptr = torch.tensor([0, 3, 40, 240]), torch.tensor([0, 1, 5, 96])
     chance = torch.repeat_interleave((per_query / key_ptr.diff()).clamp(max=1).to(dtype), query_ptr.diff())
     arguments = (chance, query_ptr, key_ptr, torch.tensor([7, 2**32 - 1, 0]), 3, 2**63 - 5, False)
-    for ours, meant in zip(ops.sample_systematic(*arguments), samplers.sample_systematic(*arguments), strict=True):
+    for ours, meant in zip(
+        ops.sample_systematic(*arguments), reference_systematic.sample_systematic(*arguments), strict=True
+    ):
         assert ours.dtype == meant.dtype
         assert torch.equal(ours, meant)
     graph = AttentionGraph(
@@ -591,7 +598,7 @@ def test_the_layer_looks_at_all_pairs_with_enough_probes() -> None:
         lin(x).view(-1, 2, 4).transpose(0, 1) for lin in (conv.lin_query, conv.lin_key, conv.lin_value)
     )
     everything = AttentionGraph.from_dense(torch.ones(2, 7, 7))
-    effects = reference.edge_effect(
+    effects = reference_effects.edge_effect(
         weight.view(7, 2, 4).transpose(0, 1),
         query,
         key,

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from sbm_pyg import AttentionGraph, BlockGraph, SBMAttentionConv, exchange, patterns
+from sbm_pyg import AttentionGraph, BlockGraph, SBMAttentionConv, exchange
+from sbm_pyg.sources import patterns
 
 PTR = torch.tensor([0, 4, 9])
 BLOCKS = AttentionGraph.from_dense(torch.tensor([[1, 0, 0], [0, 1, 0], [1, 0, 1]]))

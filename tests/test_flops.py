@@ -13,8 +13,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_backward_flop_count
 
-from sbm_pyg import SBM, SBMAttentionConv, SequenceEncoder, ops, patterns
+from sbm_pyg import SBM, SBMAttentionConv, SequenceEncoder, ops
 from sbm_pyg.ops import flops
+from sbm_pyg.sources import patterns
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

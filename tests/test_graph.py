@@ -19,10 +19,11 @@ from torch import Tensor
 from torch_geometric import EdgeIndex
 from torch_geometric.data import Batch, Data, HeteroData
 
-from sbm_pyg import AttentionGraph, pad, patterns, unpad
+from sbm_pyg import AttentionGraph, pad, unpad
 from sbm_pyg.ops import checks
 from sbm_pyg.ragged import readable, resolve_ptr
 from sbm_pyg.rows import check_sizes
+from sbm_pyg.sources import patterns
 
 needs_torch_sparse = pytest.mark.skipif(
     not torch_geometric.typing.WITH_TORCH_SPARSE, reason="torch-sparse is not installed"

@@ -15,9 +15,11 @@ from scipy.stats import chisquare
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sbm_pyg import AttentionConv, AttentionGraph, SequenceEncoder, ShareSchedule, auxiliary_loss, ops, pairs, patterns
+from sbm_pyg import AttentionConv, AttentionGraph, SequenceEncoder, ShareSchedule, auxiliary_loss
 from sbm_pyg.estimators import Imitate, distillation, draw_probes
-from sbm_pyg.indexer import Indexer, IndexerSource, IndexProbability, KeyScorer
+from sbm_pyg.ops.reference.sampling import toss
+from sbm_pyg.sources import pairs, patterns
+from sbm_pyg.sources.indexer import Indexer, IndexerSource, IndexProbability, KeyScorer
 
 HEADS, CHANNELS = 2, 5
 SIZES = [([9], [9]), ([1, 7, 12, 3], [1, 7, 12, 3]), ([5, 2, 9], [8, 11, 4])]
@@ -413,12 +415,12 @@ def test_words_are_those_of_block_models() -> None:
     """A coin is the same whoever tosses it, in whatever shape."""
     threshold = (torch.rand(3, 4, 70, generator=torch.Generator().manual_seed(0)) * 2.0**32).long()
     place, stream, head = torch.arange(4).expand(3, 4), torch.tensor([5, 0, 2])[:, None], torch.tensor(1)
-    whole = ops.samplers.toss(threshold, place, stream, head, 9)
+    whole = toss(threshold, place, stream, head, 9)
     for b, i in itertools.product(range(3), range(4)):
-        one = ops.samplers.toss(threshold[b, i : i + 1], place[b, i : i + 1], int(stream[b]), 1, 9)
+        one = toss(threshold[b, i : i + 1], place[b, i : i + 1], int(stream[b]), 1, 9)
         assert torch.equal(one[0], whole[b, i])
-    assert not ops.samplers.toss(torch.zeros_like(threshold), place, stream, head, 9).any()
-    assert ops.samplers.toss(torch.full_like(threshold, 2**32), place, stream, head, 9).all()
+    assert not toss(torch.zeros_like(threshold), place, stream, head, 9).any()
+    assert toss(torch.full_like(threshold, 2**32), place, stream, head, 9).all()
 
 
 X = torch.ones(2, 5, 3)

@@ -16,6 +16,7 @@ import torch_geometric
 
 import sbm_pyg
 from sbm_pyg import info, ops
+from sbm_pyg.ops.cpu import amx
 
 pytestmark = pytest.mark.slow  # they start Python anew, and compile
 
@@ -47,7 +48,7 @@ def test_threads_and_devices(told: dict[str, Any]) -> None:
     assert told["machine"]["cores"] == os.cpu_count()
     assert told["cuda"]["available"] == torch.cuda.is_available()
     assert len(told["cuda"]["devices"]) == torch.cuda.device_count()
-    assert told["kernels"]["tiles"] == ops.tiles.AVAILABLE
+    assert told["kernels"]["tiles"] == amx.AVAILABLE
 
 
 def test_optional_packages(told: dict[str, Any]) -> None:

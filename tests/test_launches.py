@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -16,9 +17,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from sbm_pyg import AttentionConv, AttentionGraph, BlockGraph, SBMAttentionConv, patterns
-from sbm_pyg.ops import blocks, checks, kept, reference, samplers
-from sbm_pyg.ops import sampled as beside
+from sbm_pyg import AttentionConv, AttentionGraph, BlockGraph, SBMAttentionConv
+from sbm_pyg.ops import checks, memo, schemas
+from sbm_pyg.ops.reference import sampling as reference_sampling
+from sbm_pyg.ops.reference import segments as reference_segments
+from sbm_pyg.sources import patterns
 
 WAITS = {"_local_scalar_dense", "equal", "is_nonzero", "item", "masked_select", "nonzero"}
 """Ops whose answer the host needs before it can go on."""
@@ -33,7 +36,7 @@ class PlainTorch(TorchDispatchMode):
 
     def module(self, name: str) -> Any:
         """Which has the function that computes this op."""
-        return next(each for each in (reference, samplers, beside, blocks) if hasattr(each, name))
+        return import_module(f"sbm_pyg.ops.reference.{schemas.KERNELS[name][0]}")
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -61,9 +64,9 @@ def plain_torch(counted: PlainTorch | None = None) -> Iterator[PlainTorch]:
         return tolist(x)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(samplers, "ROOM", {})
+        patch.setattr(reference_sampling, "ROOM", {})
         patch.setattr(checks, "at_hand", lambda *_: False)
-        patch.setattr(kept, "_writable", lambda *_: False)
+        patch.setattr(memo, "_writable", lambda *_: False)
         patch.setattr(Tensor, "tolist", wait)
         with counted:
             yield counted
@@ -210,21 +213,21 @@ def test_edges_do_not_depend_on_room(
 ) -> None:
     """Rows in parts, and random words in several attempts."""
     given = model("all", 3, 200, 2, is_causal=is_causal)
-    expected = samplers.sample_sbm(*given)
-    monkeypatch.setattr(samplers, "ROOM", {"cpu": room})
-    monkeypatch.setattr(samplers, "MARGIN", margin)
-    for found, wanted in zip(samplers.sample_sbm(*given), expected, strict=True):
+    expected = reference_sampling.sample_sbm(*given)
+    monkeypatch.setattr(reference_sampling, "ROOM", {"cpu": room})
+    monkeypatch.setattr(reference_sampling, "MARGIN", margin)
+    for found, wanted in zip(reference_sampling.sample_sbm(*given), expected, strict=True):
         assert torch.equal(found, wanted)
 
 
 def test_backward_passes_share_the_order_of_keys() -> None:
     rowptr, col = torch.tensor([0, 2, 3]), torch.tensor([0, 1, 1])
-    first = reference.by_key(rowptr, col, 1, 2)
+    first = reference_segments.by_key(rowptr, col, 1, 2)
     assert [x.tolist() for x in first] == [[0, 1, 2], [0, 1, 3], [0, 0, 1]]
-    assert reference.by_key(rowptr, col, 1, 2) is first
+    assert reference_segments.by_key(rowptr, col, 1, 2) is first
     col[0] = 1
     col[1] = 0
-    assert [x.tolist() for x in reference.by_key(rowptr, col, 1, 2)] == [[1, 0, 2], [0, 1, 3], [0, 0, 1]]
+    assert [x.tolist() for x in reference_segments.by_key(rowptr, col, 1, 2)] == [[1, 0, 2], [0, 1, 3], [0, 0, 1]]
 
 
 def main() -> None:

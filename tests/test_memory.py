@@ -13,22 +13,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from sbm_pyg import (
-    SBM,
-    AttentionGraph,
-    SBMAttentionConv,
-    SBMMultiheadAttention,
-    estimators,
-    gold,
-    indexer,
-    pairs,
-    patterns,
-    predictors,
-    rows,
-    selectors,
-    universality,
-)
-from sbm_pyg.ops import checks, reference, sampled
+from sbm_pyg import SBM, AttentionGraph, SBMAttentionConv, SBMMultiheadAttention, estimators, rows
+from sbm_pyg.analysis import conditions
+from sbm_pyg.ops import checks
+from sbm_pyg.ops.reference import segments as reference_segments
+from sbm_pyg.ops.reference import tiled as reference_tiled
+from sbm_pyg.sources import indexer, pairs, patterns, selectors
+from sbm_pyg.sparsefinder import ground_truth, predictors
 
 N = 1500
 LITTLE = 3 * 2**20  # bytes of what grows with tokens alone, and of parts
@@ -76,7 +67,7 @@ def taken(call: Callable[[], Any]) -> int:
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (reference, rows, pairs, universality):
+    for module in (reference_segments, rows, pairs, conditions):
         monkeypatch.setattr(module, "ROWS", 2**14, raising=False)
     for module in (pairs, selectors):
         monkeypatch.setattr(module, "CHUNK", 2**14)
@@ -133,11 +124,11 @@ BUILDERS: dict[str, Callable[[], Any]] = {
     "lsh": lambda: selectors.lsh(TOKENS, TOKENS, 2, N // 4, seed=0),
     "routing": lambda: selectors.routing(TOKENS, TOKENS, EIGHT),
     "routing, causal": lambda: selectors.routing(TOKENS, TOKENS, EIGHT, is_causal=True),
-    "gold": lambda: gold.gold_graph(TOKENS, TOKENS, scale=1e-3),
+    "gold": lambda: ground_truth.gold_graph(TOKENS, TOKENS, scale=1e-3),
     "indexer": lambda: indexer.IndexProbability(*indexer.Indexer(4, 1)(TOKENS, TOKENS)).sample(seed=0),
-    "expected_graph": lambda: universality.expected_graph(LIKELY),
-    "expected_graph, causal": lambda: universality.expected_graph(LIKELY.causal()),
-    "lemma2": lambda: universality.lemma2(N, 1),
+    "expected_graph": lambda: conditions.expected_graph(LIKELY),
+    "expected_graph, causal": lambda: conditions.expected_graph(LIKELY.causal()),
+    "lemma2": lambda: conditions.lemma2(N, 1),
     "relaxed": lambda: soft("relaxed"),
     "concrete": lambda: soft("concrete"),
     "score_function": lambda: estimators.score_function(LIKELY, patterns.window(N, 1), torch.ones(1)),
@@ -160,14 +151,14 @@ def test_it_is_refused_before_it_is_taken(name: str, monkeypatch: pytest.MonkeyP
     assert live.peak < LITTLE
 
 
-ATTEND: Any = sampled.sampled_attention
-ATTEND_BACK: Any = sampled.sampled_attention_backward
+ATTEND: Any = reference_tiled.sampled_attention
+ATTEND_BACK: Any = reference_tiled.sampled_attention_backward
 
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_tiles_take_memory_for_tokens_not_for_padding(backward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """One long sequence among many of one token: as many tokens as in two long ones."""
-    monkeypatch.setitem(sampled.ROOM, "cpu", 2**14)
+    monkeypatch.setitem(reference_tiled.ROOM, "cpu", 2**14)
     peaks = []
     for lengths in ([500, 500], [500] + [1] * 500):
         ptr = torch.tensor([0, *lengths]).cumsum(0)

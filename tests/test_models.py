@@ -26,9 +26,9 @@ from sbm_pyg import (
     SequenceEncoder,
     TokenClassifier,
     ops,
-    patterns,
 )
 from sbm_pyg.models import ATTENTION
+from sbm_pyg.sources import patterns
 
 PTR = torch.tensor([0, 10, 17, 30])
 TOKENS = torch.randint(0, 15, (30,), generator=torch.Generator().manual_seed(0))

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from examples import transformer_encoder
-from sbm_pyg import AttentionGraph, SBMMultiheadAttention, pad, patterns, unpad
+from sbm_pyg import AttentionGraph, SBMMultiheadAttention, pad, unpad
+from sbm_pyg.sources import patterns
 
 PADDING = torch.arange(7) >= torch.tensor([[7], [5], [2]])
 MASKS = [None, "shared", "per head", "floating"]

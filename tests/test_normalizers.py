@@ -14,15 +14,8 @@ from problems import dense_mask, random_graph
 from torch import Tensor
 from torch_geometric.explain import AttentionExplainer, Explainer
 
-from sbm_pyg import (
-    AttentionConv,
-    Entmax,
-    SBMAttentionConv,
-    SBMMultiheadAttention,
-    SequenceClassifier,
-    SequenceEncoder,
-    patterns,
-)
+from sbm_pyg import AttentionConv, Entmax, SBMAttentionConv, SBMMultiheadAttention, SequenceClassifier, SequenceEncoder
+from sbm_pyg.sources import patterns
 
 
 def tokens(count: int = 30) -> Tensor:

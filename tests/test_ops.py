@@ -22,10 +22,17 @@ from problems import GRAPHS, random_graph, reference_attention
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from sbm_pyg import SBM, AttentionGraph, ops, patterns, sample_edges
-from sbm_pyg.ops import blocks as blocks_reference
-from sbm_pyg.ops import checks, reference, samplers, words
-from sbm_pyg.ops import threads as workers
+from sbm_pyg import SBM, AttentionGraph, ops, sample_edges
+from sbm_pyg.ops import checks
+from sbm_pyg.ops.cpu import threads as workers
+from sbm_pyg.ops.reference import blocks as blocks_reference
+from sbm_pyg.ops.reference import edges as reference_edges
+from sbm_pyg.ops.reference import entmax as reference_entmax
+from sbm_pyg.ops.reference import random_words
+from sbm_pyg.ops.reference import reach as reference_reach
+from sbm_pyg.ops.reference import systematic as reference_systematic
+from sbm_pyg.ops.reference import validate as reference_validate
+from sbm_pyg.sources import patterns
 
 OPTIONS = [*product(["score", "weight"], [False, True], [False, True], [0.0, 0.4])]
 
@@ -89,11 +96,13 @@ def test_attention_equals_the_reference(
     arguments = (*leaves[:3], graph.rowptr, graph.col, *leaves[3:], 0.3, gate_form, dropout, 7)
     out, lse = ops.edge_attention(*arguments)
     with torch.no_grad():
-        expected, expected_lse = reference.edge_attention(*arguments)
+        expected, expected_lse = reference_edges.edge_attention(*arguments)
         torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
         torch.testing.assert_close(lse, expected_lse, rtol=1e-10, atol=1e-10)
         grad_out = torch.randn_like(out)
-        wanted = reference.edge_attention_backward(grad_out, *arguments[:7], out, lse, *arguments[7:], gated, biased)
+        wanted = reference_edges.edge_attention_backward(
+            grad_out, *arguments[:7], out, lse, *arguments[7:], gated, biased
+        )
     grads = torch.autograd.grad(out, [leaf for leaf in leaves if leaf is not None], grad_out)
     for grad, want in zip(grads, [w for w, leaf in zip(wanted, leaves, strict=True) if leaf is not None], strict=True):
         torch.testing.assert_close(grad, want, rtol=1e-10, atol=1e-10)
@@ -246,14 +255,14 @@ def test_dropout_is_deterministic_and_has_the_right_mean() -> None:
 @pytest.mark.parametrize("dropout", [0.1, 0.5])
 def test_dropout_of_an_edge_depends_on_no_other_edge(dropout: float) -> None:
     graph = random_graph(2, 60, 130, 0.5)
-    keep = reference.dropout_mask(graph.rowptr, graph.col, 2, 130, dropout, 5)
+    keep = reference_edges.dropout_mask(graph.rowptr, graph.col, 2, 130, dropout, 5)
     some = torch.rand(graph.num_edges, generator=torch.Generator().manual_seed(1)) < 0.3
     few = graph.select(some)
-    assert torch.equal(reference.dropout_mask(few.rowptr, few.col, 2, 130, dropout, 5), keep[some])
+    assert torch.equal(reference_edges.dropout_mask(few.rowptr, few.col, 2, 130, dropout, 5), keep[some])
     first = AttentionGraph.concatenate([graph, random_graph(2, 9, 7, 0.5)])
-    more = reference.dropout_mask(first.rowptr, first.col, 2, 137, dropout, 5)
+    more = reference_edges.dropout_mask(first.rowptr, first.col, 2, 137, dropout, 5)
     assert torch.equal(more[first.edge_index[1] < 60], keep)  # the same tokens in a larger batch
-    seeds = [reference.dropout_mask(graph.rowptr, graph.col, 2, 130, dropout, seed) for seed in (-1, 2**40 + 5)]
+    seeds = [reference_edges.dropout_mask(graph.rowptr, graph.col, 2, 130, dropout, seed) for seed in (-1, 2**40 + 5)]
     assert not any(torch.equal(keep, other) for other in seeds)
 
 
@@ -262,7 +271,7 @@ def test_edges_are_dropped_independently() -> None:
     n = 512
     every = torch.arange(n + 1) * n, torch.arange(n).repeat(n)
     for dropout in (0.5, 0.1):
-        drop = ~reference.dropout_mask(*every, 1, n, dropout, 3).view(n, n)
+        drop = ~reference_edges.dropout_mask(*every, 1, n, dropout, 3).view(n, n)
         x = (drop.double() - dropout) / math.sqrt(dropout * (1 - dropout))  # mean 0, variance 1
         for axis in (0, 1):
             assert float(x.sum(axis).square().mean() / n) == pytest.approx(1, abs=5 * math.sqrt(2 / n))
@@ -408,10 +417,10 @@ def test_entmax_kernels_equal_the_reference(dtype: torch.dtype) -> None:
     src[1] *= 0.3
     alpha = torch.tensor([1.05, 1.2, 1.5, 1.8, 2.0, 2.5, 4.0]).double().repeat(2, 1)
     narrow = {torch.float32: 2e-6, torch.float64: 1e-11}[dtype]
-    out, wanted = torch.ops.sbm_pyg.segment_entmax(src, ptr, alpha), reference.segment_entmax(src, ptr, alpha)
+    out, wanted = torch.ops.sbm_pyg.segment_entmax(src, ptr, alpha), reference_entmax.segment_entmax(src, ptr, alpha)
     torch.testing.assert_close(out, wanted, rtol=0, atol=narrow)
     found = torch.ops.sbm_pyg.segment_entmax_backward(grad, out, ptr, alpha, True)
-    for mine, theirs in zip(found, reference.segment_entmax_backward(grad, out, ptr, alpha, True), strict=True):
+    for mine, theirs in zip(found, reference_entmax.segment_entmax_backward(grad, out, ptr, alpha, True), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=20 * narrow, atol=20 * narrow)
 
 
@@ -508,7 +517,7 @@ def test_entmax_attention_is_its_definition(
     logit = logit + bias if biased else logit
     weight = ops.segment_entmax(logit, ptr=graph.rowptr, alpha=alpha.repeat_interleave(graph.num_queries))
     if dropout:
-        kept = reference.dropout_mask(*rows, graph.heads, graph.num_keys, dropout, 7)
+        kept = reference_edges.dropout_mask(*rows, graph.heads, graph.num_keys, dropout, 7)
         weight = weight * kept / (1 - dropout)
     end = graph.col + graph.edge_head * graph.num_keys
     wanted = (
@@ -538,7 +547,7 @@ def test_the_support_is_where_shares_are() -> None:
     src[50], src[70:72] = math.nan, -math.inf
     alpha = torch.tensor([1.05, 1.2, 1.5, 1.8, 2.0, 2.5, 4.0]).double()
     rows, place = torch.ops.sbm_pyg.entmax_support(src, ptr, alpha)
-    for found, wanted in zip((rows, place), reference.entmax_support(src, ptr, alpha), strict=True):
+    for found, wanted in zip((rows, place), reference_entmax.entmax_support(src, ptr, alpha), strict=True):
         assert torch.equal(found, wanted)
     assert torch.equal(place, ops.segment_entmax(src, ptr=ptr, alpha=alpha).nonzero()[:, 0])
 
@@ -845,7 +854,7 @@ def test_a_chance_outside_0_and_1_is_cut() -> None:
         torch.tensor([2.0, math.nan, -1.0, math.inf, -math.inf, 0.5]),
         torch.tensor([1.0, 0.0, 0.0, 1.0, 0.0, 0.5]),
     )
-    for sample in (ops.sample_systematic, samplers.sample_systematic):
+    for sample in (ops.sample_systematic, reference_systematic.sample_systematic):
         for got, want in zip(
             sample(wild, ptr, ptr, sequence_ids, 2, 3, False),
             sample(cut, ptr, ptr, sequence_ids, 2, 3, False),
@@ -980,7 +989,7 @@ def test_philox_known_answers() -> None:
         ),
     ]
     for counter, key, expected in cases:
-        found = words.philox(*(torch.tensor(c) for c in counter), key)
+        found = random_words.philox(*(torch.tensor(c) for c in counter), key)
         assert tuple(int(word) for word in found) == expected
 
 
@@ -993,7 +1002,7 @@ def _samples() -> dict[str, tuple]:
     assert gate is not None
     rows = (graph.rowptr, graph.col)
     plain = [tensor.detach() for tensor in (query, key, value, gate, bias)]
-    out, lse = reference.edge_attention(*plain[:3], *rows, *plain[3:], 0.5, "score", 0.0, 0)
+    out, lse = reference_edges.edge_attention(*plain[:3], *rows, *plain[3:], 0.5, "score", 0.0, 0)
     p, alpha = torch.softmax(plain[3], 0), torch.tensor([[1.4]], requires_grad=True)
     src = gate.detach()[None].requires_grad_()
     ptr = torch.tensor([0, 3])
@@ -1131,9 +1140,9 @@ def test_invalid_row_finds_the_first_of_many_faults(dtype: torch.dtype, threads:
                 else:
                     col[start] -= 1200
             arguments = (graph.rowptr, col, graph.query_ptr, graph.key_ptr, 2)
-            assert ops.invalid_row(*arguments) == reference.invalid_row(*arguments) == rows.min()
+            assert ops.invalid_row(*arguments) == reference_validate.invalid_row(*arguments) == rows.min()
         good = (graph.rowptr, graph.col.to(dtype), graph.query_ptr, graph.key_ptr, 2)
-        assert ops.invalid_row(*good) == reference.invalid_row(*good) == -1
+        assert ops.invalid_row(*good) == reference_validate.invalid_row(*good) == -1
     finally:
         torch.set_num_threads(before)
 
@@ -1209,9 +1218,9 @@ def test_attention_on_random_cases(
     out, lse = attend(leaves, graph, gate_form, dropout)
     arguments = (*leaves[:3], graph.rowptr, graph.col, *leaves[3:])
     with torch.no_grad():
-        expected, _ = reference.edge_attention(*arguments, 0.3, gate_form, dropout, 7)
+        expected, _ = reference_edges.edge_attention(*arguments, 0.3, gate_form, dropout, 7)
         grad_out = torch.ones_like(out)
-        wanted = reference.edge_attention_backward(
+        wanted = reference_edges.edge_attention_backward(
             grad_out, *arguments, out, lse, 0.3, gate_form, dropout, 7, gated, biased
         )
     torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
@@ -1259,9 +1268,12 @@ def test_reach_dots_are_sums_over_allowed_pairs(
     plain = query.detach(), key.detach(), query_ptr, key_ptr, is_causal, is_strict
     out = ops.reach_dot(query, key, *plain[2:])
     assert out.dtype == grad.dtype
-    for found in (out, reference.reach_dot(*plain)):
+    for found in (out, reference_reach.reach_dot(*plain)):
         torch.testing.assert_close(found.double(), wanted, rtol=1e-10 if dtype == torch.float64 else 1e-5, atol=1e-10)
-    for both in (torch.autograd.grad(out, (query, key), grad), reference.reach_dot_backward(grad, *plain, True, True)):
+    for both in (
+        torch.autograd.grad(out, (query, key), grad),
+        reference_reach.reach_dot_backward(grad, *plain, True, True),
+    ):
         for mine, want in zip(both, grads, strict=True):
             torch.testing.assert_close(mine, want)
 
@@ -1289,7 +1301,8 @@ def test_kernels_take_subnormal_numbers_as_zero_and_leave_the_setting(flushed: b
 
 def test_kernels_enclose_constants_alone() -> None:
     """A kernel in the closure of another is pickled anew by each process, and numba then finds no compiled one on disk."""
-    from sbm_pyg.ops import cpu_edges, cpu_effects
+    from sbm_pyg.ops.cpu import edges as cpu_edges
+    from sbm_pyg.ops.cpu import effects as cpu_effects
 
     for make, widths in (
         (cpu_effects._effect, (32, 32, 16)), (cpu_edges._attention, (32, 32)), (cpu_edges._attention_backward, (32, 32)),

@@ -23,10 +23,10 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 from torch_geometric.data import Batch, Data, HeteroData
 from torch_geometric.transforms import Compose
 
-from sbm_pyg import patterns
 from sbm_pyg.graph import AttentionGraph
 from sbm_pyg.ops import checks
-from sbm_pyg.ops.words import philox
+from sbm_pyg.ops.reference.random_words import philox
+from sbm_pyg.sources import patterns
 
 FALSE_ALARM = 1e-6
 

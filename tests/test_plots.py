@@ -14,7 +14,9 @@ import torch
 from matplotlib.figure import Figure
 from problems import GRAPHS, random_graph
 
-from sbm_pyg import SBM, AttentionGraph, EncoderTrace, SequenceEncoder, analysis, patterns, plots, sample_edges
+from sbm_pyg import SBM, AttentionGraph, EncoderTrace, SequenceEncoder, analysis, sample_edges
+from sbm_pyg.analysis import plots
+from sbm_pyg.sources import patterns
 
 LENGTHS = (16, 9, 16, 25)
 

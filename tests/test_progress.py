@@ -9,7 +9,8 @@ import sys
 import pytest
 from numba.core import event
 
-from sbm_pyg.ops import cpu_edges, threads
+from sbm_pyg.ops.cpu import edges as cpu_edges
+from sbm_pyg.ops.cpu import threads
 from sbm_pyg.progress import RARE, tqdm
 
 assert cpu_edges

@@ -12,37 +12,46 @@ from pathlib import Path
 import pytest
 
 import sbm_pyg
+from sbm_pyg.ops import schemas
 
 ROOT = Path(sbm_pyg.__file__).parent
 ORDER = [
-    "version",
     "ops",
     "auxiliary",
-    "following",
-    "progress",
     "ragged",
     "rows",
     "graph",
     "blocks",
     "exchange",
-    "choice",
-    "patterns",
-    "pairs",
-    "selectors",
-    "predictors",
-    "sparsefinder",
-    "sbm",
-    "sampling",
-    "indexer",
+    "sources.following",
+    "sources.interface",
+    "sources.patterns",
+    "sources.pairs",
+    "sources.selectors",
+    "sources.sbm",
+    "sources.sampling",
+    "sources.indexer",
     "estimators",
     "dcmm",
     "normalizers",
     "propagation",
     "attention",
-    "gold",
     "dense",
+    "multihead",
+    "pretrained",
+    "models",
+    "progress",
+    "sparsefinder.projection",
+    "sparsefinder.predictors",
+    "sparsefinder.ground_truth",
+    "analysis.walks",
+    "analysis.hamiltonian",
+    "analysis.conditions",
+    "analysis.statistics",
+    "analysis.plots",
+    "info",
 ]
-ORDER += ["multihead", "pretrained", "models", "walks", "hamiltonian", "universality", "analysis", "plots", "info"]
+WINGS = "analysis", "sparsefinder"  # imported when asked, by nothing else in the library
 OPTIONAL = [
     "lightning",
     "matplotlib",
@@ -74,22 +83,56 @@ def test_public_names_are_listed_and_documented() -> None:
                     assert inspect.getdoc(member), f"{name}.{method}"
 
 
-@pytest.mark.parametrize("module", [path.stem for path in ROOT.glob("*.py") if path.stem != "__init__"])
-def test_modules_import_upwards_only(module: str) -> None:
-    tree = ast.parse((ROOT / f"{module}.py").read_text())
+def imported(path: Path) -> set[str]:
+    """The modules of the library that a file imports, as dotted names below ``sbm_pyg``; names count as their module."""
+    package, found = [*path.relative_to(ROOT).parent.parts], set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = [*package[: len(package) - node.level + 1], *(node.module or "").split(".")]
+            for name in [alias.name for alias in node.names]:
+                parts = [part for part in (*base, name) if part]
+                while parts and not any(ROOT.joinpath(*parts).with_suffix(end).exists() for end in (".py", "")):
+                    parts.pop()
+                found.add(".".join(parts))
+    return found - {""}
+
+
+def files(*folders: str) -> list[str]:
+    return [
+        path.relative_to(ROOT).with_suffix("").as_posix()
+        for folder in folders
+        for path in sorted(ROOT.glob(f"{folder}/*.py"))
+        if path.stem != "__init__"
+    ]
+
+
+@pytest.mark.parametrize("name", files(".", "sources", *WINGS))
+def test_modules_import_upwards_only(name: str) -> None:
+    module = name.replace("/", ".")
     allowed = ORDER[: ORDER.index(module)]
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.level == 1:
-            names = [node.module.split(".")[0]] if node.module else [alias.name for alias in node.names]
-            assert all(name in allowed for name in names), f"{module} imports {names}"
+    for each in imported(ROOT / f"{name}.py"):
+        assert each.startswith("ops") or each in allowed or each == "sources", f"{module} imports {each}"
+        assert each.split(".")[0] not in WINGS or each.split(".")[0] == module.split(".")[0], f"{module} imports {each}"
 
 
-def test_ops_import_none_of_ours() -> None:
-    for path in (ROOT / "ops").glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom):
-                assert node.level < 2, path
-                assert not (node.module or "").startswith("sbm_pyg"), path
+@pytest.mark.parametrize("name", files("ops", "ops/*"))
+def test_ops_import_none_of_ours_and_shelves_only_the_reference(name: str) -> None:
+    """Kernels of one device know nothing of another's."""
+    shelf = name.split("/")[1] if name.count("/") == 2 else None
+    for each in imported(ROOT / f"{name}.py"):
+        assert each.startswith("ops"), f"{name} imports {each}"
+        other = each.split(".")[1] if each.count(".") == 2 else None
+        assert shelf is None or other in (None, "reference", shelf), f"{name} imports {each}"
+
+
+def test_shelves_have_equal_titles() -> None:
+    """What computes an op is in the file of the same name on each shelf."""
+    for op, (file, kernels) in schemas.KERNELS.items():
+        for shelf in ("reference", *kernels):
+            assert f"def {op}(" in (text := (ROOT / "ops" / shelf / f"{file}.py").read_text()) or f"\n{op} = " in text
+        for shelf in {"cpu", "cuda"} - {*kernels}:
+            path = ROOT / "ops" / shelf / f"{file}.py"
+            assert not path.exists() or f"def {op}(" not in path.read_text(), f"{op} has a kernel that nothing calls"
 
 
 @pytest.mark.slow

@@ -16,8 +16,9 @@ from torch.testing import assert_close
 from examples import language_model
 from examples.recall import __main__ as program
 from examples.recall import model, tasks, train
-from sbm_pyg import AttentionGraph, Choice, patterns
+from sbm_pyg import AttentionGraph, Choice
 from sbm_pyg.dense import FullAttention
+from sbm_pyg.sources import patterns
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

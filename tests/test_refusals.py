@@ -18,14 +18,12 @@ from sbm_pyg import (
     SBMHead,
     SBMSource,
     ShareSchedule,
-    gold,
     ops,
     pad,
-    patterns,
-    predictors,
     ragged,
 )
-from sbm_pyg.sparsefinder import Projection, fit_projection, projection_loss
+from sbm_pyg.sources import patterns
+from sbm_pyg.sparsefinder import Projection, fit_projection, ground_truth, predictors, projection_loss
 
 X, PTR = torch.rand(2, 9, 4) / 4, torch.tensor([0, 4, 9])
 TOKENS, THERE = torch.rand(2, 3, 2, 4), torch.ones(3, 2, dtype=torch.bool)
@@ -65,7 +63,10 @@ def test_sizes_that_int64_does_not_hold(many: int) -> None:
     check(lambda: BlockGraph(patterns.full(3), many), "'query_ptr' ")
     check(lambda: patterns.window(many, 1, ptr=PTR), "'n' to be the last entry of 'ptr', 9")
     check(lambda: ragged.resolve_ptr(many, PTR), "'ptr' to run from 0 to ")
-    check(lambda: gold.group_entropy(torch.zeros(2, 9, dtype=torch.int64), many, GRAPH), "'num_groups' so that int64")
+    check(
+        lambda: ground_truth.group_entropy(torch.zeros(2, 9, dtype=torch.int64), many, GRAPH),
+        "'num_groups' so that int64",
+    )
     check(lambda: pad(torch.zeros(9), PTR, 10**400), "'fill_value' in ")
     # where all there are is a sensible answer, it is given
     ranks = X.argsort(1).argsort(1)
@@ -134,8 +135,8 @@ def test_what_is_not_one_loss(loss: Any, message: str) -> None:
 def test_graphs_on_meta() -> None:
     meta = GRAPH.to("meta")
     assert repr(meta) == "AttentionGraph(1 sequence, 2 heads, 9 queries, 9 keys, 162 edges, device='meta')"
-    check(lambda: gold.compare(GRAPH, meta), r"'graph' on cpu, as 'gold' is \(got meta\)")
-    check(lambda: gold.compare(meta, GRAPH), "'gold' to hold values")
+    check(lambda: ground_truth.compare(GRAPH, meta), r"'graph' on cpu, as 'gold' is \(got meta\)")
+    check(lambda: ground_truth.compare(meta, GRAPH), "'gold' to hold values")
     check(
         lambda: GRAPH.contains(torch.zeros(2, 3, dtype=torch.int64, device="meta")), r"'edge_index' on cpu, as 'graph'"
     )

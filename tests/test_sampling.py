@@ -15,7 +15,8 @@ from torch import Tensor
 from torch_geometric.data import Batch, Data, HeteroData
 
 from sbm_pyg import SBM, AttentionGraph, SBMGraph, SBMHead, ops, sample_edges
-from sbm_pyg.ops import samplers
+from sbm_pyg.ops.reference import sampling as reference_sampling
+from sbm_pyg.ops.reference import systematic as reference_systematic
 from sbm_pyg.ragged import draw_seed
 
 FALSE_ALARM = 1e-6
@@ -24,8 +25,8 @@ FALSE_ALARM = 1e-6
 @pytest.fixture(params=["proposals", "gaps", "coins"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """All ways to sample a row: small cases would always take the coins. Fastrg has no gaps, and takes the coins for them."""
-    monkeypatch.setattr(samplers, "PROPOSAL_COST", 0.0 if request.param == "proposals" else math.inf)
-    monkeypatch.setattr(samplers, "GAP_COST", 0.0 if request.param == "gaps" else math.inf)
+    monkeypatch.setattr(reference_sampling, "PROPOSAL_COST", 0.0 if request.param == "proposals" else math.inf)
+    monkeypatch.setattr(reference_sampling, "GAP_COST", 0.0 if request.param == "gaps" else math.inf)
     return request.param
 
 
@@ -220,7 +221,7 @@ def test_reference_and_numba_choose_the_same_edges(way: str) -> None:
         ptr = torch.tensor([0, 20, 50]), torch.tensor([0, 40, keys])
         for method, exploration, seed in (("bernoulli", 0.0, 1), ("bernoulli", 0.0625, 2**63 - 1), ("fastrg", 0.0, 3)):
             arguments = (y, z, *ptr, torch.tensor([3, 2**32 - 1]), seed, method, exploration, True, False)
-            for ours, meant in zip(ops.sample_sbm(*arguments), samplers.sample_sbm(*arguments), strict=True):
+            for ours, meant in zip(ops.sample_sbm(*arguments), reference_sampling.sample_sbm(*arguments), strict=True):
                 assert torch.equal(ours, meant)
 
 
@@ -234,8 +235,14 @@ def test_the_rows_mix_all_ways() -> None:
     )  # a query that takes all blocks alike, and one that takes the first alone
     rate = torch.cat([0.001 * even, 0.9 * even, 0.6 * odd, 0.004 * even, 0.01 * odd]).repeat(80, 1)
     prob = rate[:, 0] * torch.tensor([1, 1, 1 / blocks, 1, 1 / blocks]).repeat(80)
-    way = samplers.plan_rows(prob.double() * keys, rate.amax(1).double(), keys, "bernoulli").way
-    names = [samplers.GAPS, samplers.COINS, samplers.COINS, samplers.GAPS, samplers.PROPOSALS]
+    way = reference_sampling.plan_rows(prob.double() * keys, rate.amax(1).double(), keys, "bernoulli").way
+    names = [
+        reference_sampling.GAPS,
+        reference_sampling.COINS,
+        reference_sampling.COINS,
+        reference_sampling.GAPS,
+        reference_sampling.PROPOSALS,
+    ]
     assert way.tolist() == names * 80
     sbm = SBM(rate[None], member[None], torch.eye(blocks)[None])
     degree = sample_edges(sbm, seed=3).validate().degree[0].double()
@@ -507,12 +514,12 @@ def test_numbers_that_bfloat16_rounds_the_most_are_drawn_like_all_others(scale: 
     rate, member = (torch.full((1, count, 1), 1 + part * 2.0**-8) for count in (300, 3000))
     ptrs = (torch.tensor([0, count]) for count in (300, 3000))
     arguments: Any = (scale * rate, member, *ptrs, torch.tensor([0]), 0, "bernoulli", 0.0, False, False)
-    for ours, meant in zip(ops.sample_sbm(*arguments), samplers.sample_sbm(*arguments), strict=True):
+    for ours, meant in zip(ops.sample_sbm(*arguments), reference_sampling.sample_sbm(*arguments), strict=True):
         assert torch.equal(ours, meant)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("sample", [ops.sample_sbm, samplers.sample_sbm])
+@pytest.mark.parametrize("sample", [ops.sample_sbm, reference_sampling.sample_sbm])
 def test_rows_without_keys_have_no_edges(sample: Any, is_causal: bool) -> None:
     """All queries are in one sequence, all keys in the other."""
     query, key = torch.full((2, 3, 1), 0.5), torch.ones(2, 5, 1)
@@ -522,7 +529,7 @@ def test_rows_without_keys_have_no_edges(sample: Any, is_causal: bool) -> None:
     assert col.numel() == 0
 
 
-@pytest.mark.parametrize("sample", [ops.sample_sbm, samplers.sample_sbm])
+@pytest.mark.parametrize("sample", [ops.sample_sbm, reference_sampling.sample_sbm])
 def test_queries_without_keys_beside_rows_that_toss_no_coin(sample: Any) -> None:
     rate, member = torch.full((1, 43, 1), 0.001), torch.ones(1, 900, 1)
     ptrs, streams = (torch.tensor([0, 3, 43]), torch.tensor([0, 0, 900])), torch.tensor([0, 1])
@@ -531,7 +538,7 @@ def test_queries_without_keys_beside_rows_that_toss_no_coin(sample: Any) -> None
     assert rowptr[43] > 0
 
 
-@pytest.mark.parametrize("sample", [ops.sample_sbm, samplers.sample_sbm])
+@pytest.mark.parametrize("sample", [ops.sample_sbm, reference_sampling.sample_sbm])
 def test_rates_that_are_no_numbers(sample: Any) -> None:
     ptr, stream = torch.tensor([0, 3]), torch.tensor([0])
     for value in (math.nan, math.inf):
@@ -563,7 +570,7 @@ def test_bad_memberships(name: str, value: float, message: str) -> None:
 def test_keys_that_int32_cannot_number() -> None:
     query_ptr, key_ptr, stream = torch.tensor([0, 1]), torch.tensor([0, 2**33]), torch.tensor([0])
     few, key = torch.full((1,), 2.0**-32), torch.ones(1, 1, 1).expand(1, 2**33, 1)
-    for sample in (ops.sample_systematic, samplers.sample_systematic):
+    for sample in (ops.sample_systematic, reference_systematic.sample_systematic):
         with pytest.raises(
             ValueError,
             match=r"Expected at most 2\^31 keys in a batch, .* \(got 8,589,934,592\). Sample fewer sequences at once.",

@@ -12,7 +12,8 @@ from problems import random_graph
 from torch import Tensor
 from torch.nn.utils import prune
 
-from sbm_pyg import SBM, AttentionGraph, SBMHead, ops, patterns, sample_edges
+from sbm_pyg import SBM, AttentionGraph, SBMHead, ops, sample_edges
+from sbm_pyg.sources import patterns
 
 Y = torch.rand(2, 6, 3)
 Z = torch.rand(2, 8, 3)

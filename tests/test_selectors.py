@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.nn.functional import normalize
 from torch_geometric.data import Batch, Data
 
-from sbm_pyg import AttentionConv, AttentionGraph, SequenceEncoder, SourceGraph, pairs, patterns, selectors
-from sbm_pyg.selectors import RoutingSource, SelectorSource, block_top_k, lsh, routing, top_k
+from sbm_pyg import AttentionConv, AttentionGraph, SequenceEncoder, SourceGraph
+from sbm_pyg.sources import pairs, patterns, selectors
+from sbm_pyg.sources.selectors import RoutingSource, SelectorSource, block_top_k, lsh, routing, top_k
 
 HEADS, CHANNELS = 2, 6
 LENGTHS = [([9], [9]), ([1, 7, 12, 3], [1, 7, 12, 3]), ([5, 2, 9], [8, 11, 4]), ([40, 3], [2, 6])]

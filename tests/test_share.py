@@ -25,11 +25,11 @@ from sbm_pyg import (
     SequenceEncoder,
     ShareSchedule,
     auxiliary_loss,
-    patterns,
     sample_edges,
 )
 from sbm_pyg.estimators import Distill, Imitate, Local, distillation
-from sbm_pyg.indexer import Indexer, IndexerSource
+from sbm_pyg.sources import patterns
+from sbm_pyg.sources.indexer import Indexer, IndexerSource
 
 
 def draw(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:

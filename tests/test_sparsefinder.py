@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from sbm_pyg import AttentionConv, AttentionGraph, pairs, patterns, sparsefinder
-from sbm_pyg.gold import compare, gold_graph
-from sbm_pyg.predictors import blocks, bucketing, buckets, clustering, clusters, distance
+from sbm_pyg import AttentionConv, AttentionGraph, sparsefinder
+from sbm_pyg.sources import pairs, patterns
 from sbm_pyg.sparsefinder import Projection, SparsefinderSource, fit_centroids, fit_projection, projection_loss
+from sbm_pyg.sparsefinder.ground_truth import compare, gold_graph
+from sbm_pyg.sparsefinder.predictors import blocks, bucketing, buckets, clustering, clusters, distance
 
 HEADS = 2
 CENTROIDS = torch.randn(HEADS, 4, 3, generator=torch.Generator().manual_seed(5))
@@ -431,7 +432,7 @@ def noted(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, keyword: str)
 
 
 def test_each_step_draws_other_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    seeds = noted(monkeypatch, sparsefinder, "projection_loss", "seed")
+    seeds = noted(monkeypatch, sparsefinder.projection, "projection_loss", "seed")
     x = draw(1, HEADS, 6, 5)
     samples = [(x, x, patterns.self_loops(6).expand(HEADS))] * 3
     fit_projection(Projection(5, HEADS, dim=2), samples, epochs=4, seed=9, progress=False)

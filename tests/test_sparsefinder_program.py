@@ -12,8 +12,8 @@ from examples.benchmarks.tables import read
 from examples.sparsefinder import __main__ as program
 from examples.sparsefinder import choosers, model, report, sweep
 from sbm_pyg import Choice
-from sbm_pyg.gold import record
-from sbm_pyg.patterns import PatternSource, full
+from sbm_pyg.sources.patterns import PatternSource, full
+from sbm_pyg.sparsefinder.ground_truth import record
 
 pytestmark = [pytest.mark.examples, pytest.mark.usefixtures("one_thread")]
 

@@ -21,12 +21,13 @@ from sbm_pyg import (
     TokenClassifier,
     ops,
 )
-from sbm_pyg.choice import TiledChoice
 from sbm_pyg.estimators import draw_probes, local_expectation
-from sbm_pyg.ops import sampled, schemas
+from sbm_pyg.ops import schemas
+from sbm_pyg.ops.reference import tiled as reference_tiled
+from sbm_pyg.sources.interface import TiledChoice
 
 SCALE, EXPLORATION, SEED = 0.4, 0.02, 7
-EDGES: Any = sampled.sampled_edges
+EDGES: Any = reference_tiled.sampled_edges
 CASES = {
     "one sequence": ([9], [9]),
     "ragged": ([7, 1, 20], [7, 1, 20]),
@@ -82,7 +83,7 @@ def test_it_is_attention_over_the_graph_with_every_pair_a_probe(
     weight = torch.randn(over.shape, generator=torch.Generator().manual_seed(1), dtype=over.dtype)
     wanted = torch.autograd.grad((over * weight).sum(), tokens)
     for room in (2**26, 2**10):  # all queries together, or a few at a time
-        monkeypatch.setitem(sampled.ROOM, "cpu", room)
+        monkeypatch.setitem(reference_tiled.ROOM, "cpu", room)
         out = attend(tokens, law, is_causal=is_causal, window=window)
         torch.testing.assert_close(out, over, rtol=1e-10, atol=1e-10)
         found = torch.autograd.grad((out * weight).sum(), tokens)
@@ -336,7 +337,7 @@ def test_models_store_no_graph_that_nobody_asks_for(task: Any, monkeypatch: pyte
     def drawn(*law: Any) -> Any:
         raise AssertionError("the graph was stored")
 
-    monkeypatch.setattr("sbm_pyg.sampling.sampled_edges", drawn)
+    monkeypatch.setattr("sbm_pyg.sources.sampling.sampled_edges", drawn)
     options = {"num_blocks": 4, "tiled": True}
     model = task(SequenceEncoder(9, 8, num_layers=2, attention_options=options), 3)
     batch = torch.randint(9, (12,)), torch.tensor([0, 5, 12])

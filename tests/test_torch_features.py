@@ -27,11 +27,10 @@ from sbm_pyg import (
     SequenceClassifier,
     SequenceEncoder,
     ops,
-    patterns,
     ragged,
-    selectors,
 )
-from sbm_pyg.ops import reference
+from sbm_pyg.ops.reference import edges as reference_edges
+from sbm_pyg.sources import patterns, selectors
 
 pytestmark = pytest.mark.slow
 
@@ -601,8 +600,10 @@ def test_forbidden_edges_are_no_edges() -> None:
     torch.testing.assert_close((out, log_sum), (expected, lse))
     torch.testing.assert_close(torch.autograd.grad(out.sin().sum(), [query, key, value]), wanted)
     with torch.no_grad():
-        torch.testing.assert_close(reference.edge_attention(*arguments, *options), (expected, lse))
-        grads = reference.edge_attention_backward(expected.cos(), *arguments, expected, lse, *options, False, False)
+        torch.testing.assert_close(reference_edges.edge_attention(*arguments, *options), (expected, lse))
+        grads = reference_edges.edge_attention_backward(
+            expected.cos(), *arguments, expected, lse, *options, False, False
+        )
     torch.testing.assert_close(grads[:3], wanted)
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import sbm_pyg
-from sbm_pyg.ops import cuda
+from sbm_pyg.ops import cuda, schemas
 
 HERE = Path(__file__).parent
 ROOT = Path(sbm_pyg.__file__).parent.parent
@@ -74,7 +74,7 @@ import sbm_pyg
 from sbm_pyg import ops, patterns
 graph, x = patterns.full(3), torch.ones(1, 3, 2, requires_grad=True)
 ops.edge_attention(x, x, x, graph.rowptr, graph.col)[0].sum().backward()
-print(sum(name.startswith("sbm_pyg.ops.cuda_") for name in sys.modules))
+print(sum(name.startswith("sbm_pyg.ops.cuda.") for name in sys.modules))
 """
 
 
@@ -83,7 +83,7 @@ def test_users_of_the_cpu_need_no_triton() -> None:
     assert done.stdout.strip() == "0", done.stderr
 
 
-@pytest.mark.parametrize("name", cuda.MODULES)
+@pytest.mark.parametrize("name", [name for name, (_, kernels) in schemas.KERNELS.items() if "cuda" in kernels])
 def test_every_kernel_is_registered(name: str) -> None:
     assert torch._C._dispatch_has_kernel_for_dispatch_key(f"sbm_pyg::{name}", "CUDA")
     ours = torch._C._dispatch_has_kernel_for_dispatch_key(f"sbm_pyg::{name}", "CPU")
@@ -102,7 +102,7 @@ def test_devices_that_triton_does_not_serve_take_the_reference(
     cuda.compiles.cache_clear()
     x, rows = torch.ones(1, 2, 3), (torch.tensor([0, 2, 3]), torch.tensor([0, 1, 1]))
     try:
-        assert cuda.kernel("edge_dot")(x, x, *rows).tolist() == [3, 3, 3]
+        assert schemas._on_cuda("edge_dot", "edges")(x, x, *rows).tolist() == [3, 3, 3]
     finally:
         cuda.compiles.cache_clear()
 
@@ -112,7 +112,7 @@ def test_devices_that_triton_does_not_serve_take_the_reference(
 def test_products_are_as_exact_as_torch_is_told(setting: str, precision: str) -> None:
     """By its newer setting, beside which torch refuses to read the older one."""
     from examples.benchmarks.compile_kernels import started
-    from sbm_pyg.ops import cuda_blocks
+    from sbm_pyg.ops.cuda import blocks as cuda_blocks
 
     told = torch.backends.cuda.matmul
     x, graph, ptr = torch.zeros(1, 16, 8), (torch.tensor([0, 1]), torch.tensor([0])), torch.tensor([0, 16])
@@ -131,7 +131,7 @@ def test_products_are_as_exact_as_torch_is_told(setting: str, precision: str) ->
 def test_effects_of_large_blocks_fit_a_multiprocessor(grain: int) -> None:
     """Which has 65,536 registers, and takes 32 warps of one program."""
     from examples.benchmarks.compile_kernels import started
-    from sbm_pyg.ops import cuda_blocks
+    from sbm_pyg.ops.cuda import blocks as cuda_blocks
 
     x, graph, ptr = torch.zeros(1, grain, 8), (torch.tensor([0, 1]), torch.tensor([0]), None), torch.tensor([0, grain])
     *_, (_, _, options) = started(
@@ -146,7 +146,8 @@ def test_effects_of_large_blocks_fit_a_multiprocessor(grain: int) -> None:
 def test_kernels_are_compiled_once_for_any_number_of_edges(count: int) -> None:
     """Triton compiles anew for what does not begin at a multiple of 16 bytes."""
     from examples.benchmarks.compile_kernels import started
-    from sbm_pyg.ops import cuda_edges, cuda_effects
+    from sbm_pyg.ops.cuda import edges as cuda_edges
+    from sbm_pyg.ops.cuda import effects as cuda_effects
 
     x, lse, chance = torch.zeros(1, 4, 8), torch.zeros(1, 4), torch.zeros(4)
     ptr, col = torch.tensor([0, 1, 1, 1, count]), torch.arange(count)

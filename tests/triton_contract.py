@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-from sbm_pyg.ops import cuda
+from sbm_pyg.ops import schemas
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -36,9 +36,8 @@ ON_ONE_SIDE = pytest.mark.skipif(
     reason="counts a sort of edges once; on a GPU the test and the kernel each make it, on their own device",
 )
 QUIET = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy's, of infinities and NaN
-MODULES_BY_NAME = {
-    name: import_module(f"sbm_pyg.ops.{name}") for name in ("cuda_rows", *sorted({*cuda.MODULES.values()}))
-}
+ON_CUDA = {op: file for op, (file, kernels) in schemas.KERNELS.items() if "cuda" in kernels}
+MODULES_BY_NAME = {name: import_module(f"sbm_pyg.ops.cuda.{name}") for name in ("rows", *sorted({*ON_CUDA.values()}))}
 MODULES = [*MODULES_BY_NAME.values()]
 SMALL = [name for name in GRAPHS if "1000" not in name]
 
@@ -80,10 +79,10 @@ class Kernels(PlainTorch):
         self.only = ""  # what the names of ops that go to kernels begin with
 
     def module(self, name: str) -> Any:
-        ours = name in cuda.MODULES and name.startswith(self.only)
+        ours = name in ON_CUDA and name.startswith(self.only)
         if not ours:
             return super().module(name)
-        module = import_module(f"sbm_pyg.ops.{cuda.MODULES[name]}")
+        module = import_module(f"sbm_pyg.ops.cuda.{ON_CUDA[name]}")
         return module if INTERPRETED else Carrier(module)
 
 
@@ -122,7 +121,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
     for module in MODULES:
         monkeypatch.setattr(module, "launch", count)
     if INTERPRETED:
-        monkeypatch.setattr(MODULES_BY_NAME["cuda_blocks"], "DOUBLES", True)  # with any version
+        monkeypatch.setattr(MODULES_BY_NAME["blocks"], "DOUBLES", True)  # with any version
         for name, change in (("cast_impl", rounded), ("create_dot", multiplied)):
             monkeypatch.setattr(InterpreterBuilder, name, change(getattr(InterpreterBuilder, name)))
     with plain_torch(counted):
@@ -139,7 +138,7 @@ def contract(test: Callable[..., None], *cases: tuple[Any, ...], only: str = "",
     def run(case: tuple[Any, ...], kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
         kernels.only = only
         if long:
-            monkeypatch.setattr(MODULES_BY_NAME["cuda_rows"], "LONG", long)
+            monkeypatch.setattr(MODULES_BY_NAME["rows"], "LONG", long)
         test(*case)
         assert kernels.started
 

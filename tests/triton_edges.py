@@ -17,7 +17,7 @@ from triton_contract import DEVICE, MODULES_BY_NAME, QUIET, SMALL, Kernels, cont
 from triton_contract import kernels as kernels
 
 from sbm_pyg import ops
-from sbm_pyg.ops import reference
+from sbm_pyg.ops.reference import edges as reference_edges
 
 pytestmark = QUIET
 
@@ -52,7 +52,7 @@ test_every_element = contract(test_ops.test_every_output_element_is_written, ("e
 @pytest.mark.parametrize(("words", "edges"), [(256, 8), (4096, 128)])
 def test_tiles_may_have_any_size(words: int, edges: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the benchmark of a GPU tries them."""
-    rows = MODULES_BY_NAME["cuda_rows"]
+    rows = MODULES_BY_NAME["rows"]
     monkeypatch.setattr(rows, "WORDS", words)
     assert rows.tiles(torch.float32, 32)["EDGES"] == edges
     test_ops.test_attention_equals_the_reference("bipartite", *ALL, (16, 48))
@@ -88,7 +88,7 @@ test_weights_of_long_rows = contract(
 @pytest.mark.parametrize("long", [1, 3, 2048])
 def test_no_piece_of_a_long_row_is_left_out(long: int, kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows at the bound and around it; and as many programs as any rows of so many edges may need."""
-    rows = MODULES_BY_NAME["cuda_rows"]
+    rows = MODULES_BY_NAME["rows"]
     monkeypatch.setattr(rows, "LONG", long)
     lengths = torch.tensor([0, long, long + 1, 0, 5 * long, 1, long - 1, 2 * long + 1])
     ptr = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(DEVICE)
@@ -103,7 +103,7 @@ def test_no_piece_of_a_long_row_is_left_out(long: int, kernels: Kernels, monkeyp
 
 def test_a_long_row_is_united_from_its_parts(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     """Queries and keys: three kernels more, and no wait; the pieces are counted once for each side."""
-    monkeypatch.setattr(MODULES_BY_NAME["cuda_rows"], "LONG", 16)
+    monkeypatch.setattr(MODULES_BY_NAME["rows"], "LONG", 16)
     graph = random_graph(2, 20, 20, 0.9)
     query, key, value = torch.randn(3, 2, 20, 4, requires_grad=True).unbind()
     waits = kernels.waits
@@ -173,7 +173,7 @@ def test_dropout_takes_the_words_of_the_reference(seed: int, dropout: float) -> 
     query, value = torch.zeros(2, 6, 1), torch.eye(70).expand(2, -1, -1)
     out, _ = ops.edge_attention(query, value[..., :1], value, graph.rowptr, graph.col, dropout=dropout, seed=seed)
     found = out.flatten(0, 1)[graph.edge_row, graph.col.long()] != 0
-    assert torch.equal(found, reference.dropout_mask(graph.rowptr, graph.col, 2, 70, dropout, seed))
+    assert torch.equal(found, reference_edges.dropout_mask(graph.rowptr, graph.col, 2, 70, dropout, seed))
 
 
 # ------------------------------------------------------------------ dot products of edges

@@ -17,7 +17,12 @@ from triton_contract import MODULES_BY_NAME, ON_ONE_SIDE, QUIET, Kernels, contra
 from triton_contract import kernels as kernels
 
 from sbm_pyg import SBMAttentionConv, ops
-from sbm_pyg.ops import reference, sampled, samplers
+from sbm_pyg.ops.reference import edges as reference_edges
+from sbm_pyg.ops.reference import effects as reference_effects
+from sbm_pyg.ops.reference import sampling as reference_sampling
+from sbm_pyg.ops.reference import segments as reference_segments
+from sbm_pyg.ops.reference import systematic as reference_systematic
+from sbm_pyg.ops.reference import tiled as reference_tiled
 
 pytestmark = QUIET
 
@@ -60,7 +65,7 @@ test_support_of_long_rows = contract(test_ops.test_the_support_is_where_shares_a
 def test_long_rows_of_entmax_take_a_kernel_more(
     long: int, more: list[str], kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(MODULES_BY_NAME["cuda_rows"], "LONG", long)
+    monkeypatch.setattr(MODULES_BY_NAME["rows"], "LONG", long)
     src, ptr = test_ops.ragged(5, 0, 30)
     ops.segment_entmax(src.requires_grad_(), ptr=ptr, alpha=1.4).sum().backward()
     assert sorted(kernels.started) == sorted(["_entmax", "_entmax_backward", *more])
@@ -91,7 +96,7 @@ def test_probes_are_those_of_the_reference_to_the_bit(seed: int, is_causal: bool
     chance = torch.tensor([2.0, math.nan, -1.0, 0.0, 1.0, 1e-9, *torch.linspace(0.01, 0.99, 34).tolist()])
     given = (chance, torch.tensor([0, 9, 9, 40]), torch.tensor([0, 300, 301, 500]), torch.tensor([7, 2**32 - 1, 0]))
     found = ops.sample_systematic(*given, 2, seed, is_causal)
-    for mine, wanted in zip(found, samplers.sample_systematic(*given, 2, seed, is_causal), strict=True):
+    for mine, wanted in zip(found, reference_systematic.sample_systematic(*given, 2, seed, is_causal), strict=True):
         assert torch.equal(mine, wanted)
 
 
@@ -103,7 +108,7 @@ WAYS = {"proposals": (0.0, math.inf), "gaps": (math.inf, 0.0), "coins": (math.in
 
 def agree(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """The same edges as those of plain torch, which are returned."""
-    found, wanted = ops.sample_sbm(*given), samplers.sample_sbm(*given)
+    found, wanted = ops.sample_sbm(*given), reference_sampling.sample_sbm(*given)
     for mine, meant in zip(found, wanted, strict=True):
         assert mine.dtype == meant.dtype
         assert torch.equal(mine, meant)
@@ -113,8 +118,8 @@ def agree(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, kernels: Kernels) -> Iterator[str]:
     proposal_cost, gap_cost = WAYS[request.param]
-    monkeypatch.setattr(samplers, "PROPOSAL_COST", proposal_cost)
-    monkeypatch.setattr(samplers, "GAP_COST", gap_cost)
+    monkeypatch.setattr(reference_sampling, "PROPOSAL_COST", proposal_cost)
+    monkeypatch.setattr(reference_sampling, "GAP_COST", gap_cost)
     yield request.param
     assert {"_panels", "_join", "_plan", "_proposals", "_coins"} <= {*kernels.started}
 
@@ -161,18 +166,18 @@ def test_rows_of_all_ways_in_one_batch(is_causal: bool) -> None:
     given = (y[:, :6], z, torch.tensor([0, 3, 6]), key_ptr, streams, *law[:-1], is_causal)
     sizes = (given[0].double() @ part[:, :, None].double() for part in (z[:, :600].sum(1), z[:, :600].amax(1)))
     expected, bound = (x.flatten() for x in sizes)
-    way = samplers.plan_rows(expected, bound, 600, "bernoulli").way
-    assert {*way.tolist()} == {samplers.PROPOSALS, samplers.GAPS, samplers.COINS}
+    way = reference_sampling.plan_rows(expected, bound, 600, "bernoulli").way
+    assert {*way.tolist()} == {reference_sampling.PROPOSALS, reference_sampling.GAPS, reference_sampling.COINS}
     agree(*given)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_rows_of_many_panels_and_many_proposals(is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """More panels than are joined at once, and more proposals than one Poisson count draws; rows share one scratch."""
-    monkeypatch.setattr(samplers, "PROPOSAL_COST", 0.0)
-    monkeypatch.setattr(samplers, "GAP_COST", math.inf)
-    monkeypatch.setattr(MODULES_BY_NAME["cuda_sampling"], "ROOM", 1)
-    monkeypatch.setattr(MODULES_BY_NAME["cuda_sampling"], "JOINED", 2)
+    monkeypatch.setattr(reference_sampling, "PROPOSAL_COST", 0.0)
+    monkeypatch.setattr(reference_sampling, "GAP_COST", math.inf)
+    monkeypatch.setattr(MODULES_BY_NAME["sampling"], "ROOM", 1)
+    monkeypatch.setattr(MODULES_BY_NAME["sampling"], "JOINED", 2)
     random = torch.Generator().manual_seed(8)
     y, z = torch.zeros(1, 160, 2), torch.randint(12, 17, (1, 160, 2), generator=random) / 16
     y[:, -1] = 0.48
@@ -209,12 +214,12 @@ def test_graphs_that_cannot_be() -> None:
 
 def test_coins_that_only_float64_decides(monkeypatch: pytest.MonkeyPatch, kernels: Kernels) -> None:
     """A word is a coin that falls if word + 1 <= 2^32 p. Of two keys one has just that, the next a little less."""
-    monkeypatch.setattr(samplers, "PROPOSAL_COST", math.inf)
-    monkeypatch.setattr(samplers, "GAP_COST", math.inf)
+    monkeypatch.setattr(reference_sampling, "PROPOSAL_COST", math.inf)
+    monkeypatch.setattr(reference_sampling, "GAP_COST", math.inf)
     word, first = torch.zeros(130, dtype=torch.int64), torch.tensor(0)
     for bit in reversed(range(32)):
         above = word + 2**bit
-        word = torch.where(samplers.toss(above, first, 3, 0, 5), word, above)
+        word = torch.where(reference_sampling.toss(above, first, 3, 0, 5), word, above)
     least = (word + 1).double()
     least[1::2] -= 2**-10
     ptrs = torch.tensor([0, 1]), torch.tensor([0, 130])
@@ -255,16 +260,18 @@ def test_vectors_that_fit_no_tile_take_the_reference(width: int, kernels: Kernel
     query, key, value = (torch.randn(1, n, c, dtype=torch.float64) for n, c in ((3, width), (4, width), (4, 2)))
     leaves, rows = [query.requires_grad_(), key.requires_grad_()], (graph.rowptr, graph.col)
     out, _ = ops.edge_attention(query, key, value, *rows, None, None, 0.1)
-    meant, _ = reference.edge_attention(query, key, value, *rows, None, None, 0.1, "score", 0.0, 0)
+    meant, _ = reference_edges.edge_attention(query, key, value, *rows, None, None, 0.1, "score", 0.0, 0)
     torch.testing.assert_close(out, meant)
     losses = (
         out.sum() + ops.edge_dot(query, key, *rows).sum(),
-        meant.sum() + reference.edge_dot(query, key, *rows).sum(),
+        meant.sum() + reference_edges.edge_dot(query, key, *rows).sum(),
     )
     for mine, wanted in zip(*(torch.autograd.grad(loss, leaves) for loss in losses), strict=True):
         torch.testing.assert_close(mine, wanted)
     given: Any = (torch.ones_like(out), query.detach(), key.detach(), value, *rows, None, *rows, None, 0.1)
-    assert all(torch.equal(*pair) for pair in zip(ops.edge_effect(*given), reference.edge_effect(*given), strict=True))
+    assert all(
+        torch.equal(*pair) for pair in zip(ops.edge_effect(*given), reference_effects.edge_effect(*given), strict=True)
+    )
     assert not kernels.started
 
 
@@ -297,7 +304,7 @@ def test_attention_asks_for_nothing_but_kernels_and_memory(kernels: Kernels) -> 
     graph = random_graph(2, 5, 6, 0.5)
     query, key, value = (torch.randn(2, n, 4) for n in (5, 6, 6))
     given = (query, key, value, graph.rowptr, graph.col, None, None)
-    reference.by_key(graph.rowptr, graph.col, 2, 6)
+    reference_segments.by_key(graph.rowptr, graph.col, 2, 6)
     before, waits = kernels.launches, kernels.waits
     out, lse = torch.ops.sbm_pyg.edge_attention(*given, 0.5, "score", 0.0, 0)
     torch.ops.sbm_pyg.edge_attention_backward(out, *given, out, lse, 0.5, "score", 0.0, 0, False, False)
@@ -315,8 +322,8 @@ def test_a_training_step_takes_few_launches(is_causal: bool, most: int, kernels:
     launches, allocations, waits = kernels.launches, kernels.allocations, kernels.waits
     conv(x, ptr=ptr, seed=1).backward(grad)
     effects = ["_measure", "_measure", "_effect", *["_gather"] * 4]  # gradients of memberships, for edges and probes
-    sampled = ["_panels", "_join", "_plan", *["_gaps", "_proposals", "_coins"] * 2]
-    assert kernels.started == [*sampled, "_attention", "_start", "_step", *effects, *BACKWARD]
+    reference_tiled = ["_panels", "_join", "_plan", *["_gaps", "_proposals", "_coins"] * 2]
+    assert kernels.started == [*reference_tiled, "_attention", "_start", "_step", *effects, *BACKWARD]
     assert kernels.launches - launches <= most
     assert kernels.launches - launches - (kernels.allocations - allocations) <= 134
     assert kernels.waits - waits <= 3
@@ -324,7 +331,7 @@ def test_a_training_step_takes_few_launches(is_causal: bool, most: int, kernels:
 
 def test_long_rows_take_few_launches_more(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the default layer: eight kernels unite rows, and pieces are counted for both sides of edges and of probes."""
-    monkeypatch.setattr(MODULES_BY_NAME["cuda_rows"], "LONG", 8)
+    monkeypatch.setattr(MODULES_BY_NAME["rows"], "LONG", 8)
     torch.manual_seed(0)
     conv, x = SBMAttentionConv(8, 4, heads=2, num_blocks=4), torch.randn(14, 8, requires_grad=True)
     ptr, grad = torch.tensor([0, 5, 14]), torch.randn(14, 8)
@@ -366,7 +373,7 @@ def test_edges_are_drawn_beside_scores(
     grad = torch.randn(*tokens[0].shape[:2], wide, generator=random).to(dtype)
     mine: Any = torch.ops.sbm_pyg.sampled_attention(*given, *law)
     results = [(*mine, *torch.ops.sbm_pyg.sampled_attention_backward(grad, *given, *mine, *law, True))]
-    plain: Any = sampled
+    plain: Any = reference_tiled
     for of in ((grad, *given, *mine), [x.double() if x.is_floating_point() else x for x in (grad, *given, *mine)]):
         inputs = of[1 : len(given) + 1]
         results.append((*plain.sampled_attention(*inputs, *law), *plain.sampled_attention_backward(*of, *law, True)))
@@ -433,7 +440,7 @@ def test_a_training_step_over_blocks_takes_few_launches(
 )
 def test_layers_in_inference_mode(options: dict[str, Any], kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     """With rows that several programs share, of which something is kept, and tensors that do not tell their version."""
-    monkeypatch.setattr(MODULES_BY_NAME["cuda_rows"], "LONG", 4)
+    monkeypatch.setattr(MODULES_BY_NAME["rows"], "LONG", 4)
     torch.manual_seed(0)
     conv = SBMAttentionConv(8, 4, heads=2, num_blocks=4, **options).eval()
     x, ptr = torch.randn(22, 8), torch.tensor([0, 9, 22])

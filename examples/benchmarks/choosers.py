@@ -51,9 +51,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from sbm_pyg import AttentionGraph, GraphSource, SBMHead, SBMSource, pairs, predictors, selectors, sparsefinder
-from sbm_pyg.indexer import Indexer, IndexerSource
+from sbm_pyg import AttentionGraph, GraphSource, SBMHead, SBMSource, selectors, sparsefinder
 from sbm_pyg.progress import tqdm
+from sbm_pyg.sources import pairs
+from sbm_pyg.sources.indexer import Indexer, IndexerSource
+from sbm_pyg.sparsefinder import predictors
 
 Graph = Callable[[Tensor, Tensor], AttentionGraph]
 EDGES, CHANNELS, DIM = 32, 64, 4

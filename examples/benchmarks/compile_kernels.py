@@ -26,16 +26,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from examples.benchmarks.tables import Rows, markdown
-from sbm_pyg.ops import (
-    cuda_blocks,
-    cuda_edges,
-    cuda_effects,
-    cuda_entmax,
-    cuda_probes,
-    cuda_rows,
-    cuda_sampled,
-    cuda_sampling,
-)
+from sbm_pyg.ops.cuda import blocks as cuda_blocks
+from sbm_pyg.ops.cuda import edges as cuda_edges
+from sbm_pyg.ops.cuda import effects as cuda_effects
+from sbm_pyg.ops.cuda import entmax as cuda_entmax
+from sbm_pyg.ops.cuda import rows as cuda_rows
+from sbm_pyg.ops.cuda import sampling as cuda_sampling
+from sbm_pyg.ops.cuda import systematic as cuda_systematic
+from sbm_pyg.ops.cuda import tiled as cuda_tiled
 
 TARGETS = (80, 90, 100)
 WIDTHS = (16, 32, 64, 100, 128, 256)
@@ -82,8 +80,8 @@ def ops(width: int, dtype: torch.dtype, col: torch.dtype) -> dict[str, Callable[
     def beside_scores(is_causal: bool) -> None:
         ptr, best = torch.tensor([0, 4]), torch.zeros(2, 4, dtype=torch.int32)
         tokens, law = (x, x, x, x, x, ptr, ptr, ptr[:1]), (1, 0.1, 0.5, is_causal, 1)
-        cuda_sampled.sampled_attention(*tokens, *law)
-        cuda_sampled.sampled_attention_backward(x, *tokens, x, x, lse, best, *law, True)
+        cuda_tiled.sampled_attention(*tokens, *law)
+        cuda_tiled.sampled_attention_backward(x, *tokens, x, x, lse, best, *law, True)
 
     over_edges = {
         "edge_dot": lambda: cuda_edges.edge_dot(x, x, *graph),
@@ -120,7 +118,7 @@ def row_ops(length: int, dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
     return {
         **over_rows,
         **{f"{name}, long rows": partial(shared, call) for name, call in over_rows.items()},
-        "sample_systematic": lambda: cuda_probes.sample_systematic(x[0, :0], ptr, ptr, rows[:1], 2, 1, True),
+        "sample_systematic": lambda: cuda_systematic.sample_systematic(x[0, :0], ptr, ptr, rows[:1], 2, 1, True),
     }
 
 

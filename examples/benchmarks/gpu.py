@@ -287,7 +287,7 @@ def measure_attention(item: Item, given: argparse.Namespace) -> dict[str, Any]:
 
 def measure_tuning(item: Item, given: argparse.Namespace) -> dict[str, Any]:
     """The same of our edge kernels with tiles of another size, given as "2048 words, 1 warps"."""
-    from sbm_pyg.ops import cuda_rows
+    from sbm_pyg.ops.cuda import rows as cuda_rows
 
     words, _, warps, _ = item.peer.split()
     default = cuda_rows.WORDS, cuda_rows.WARPS

@@ -1,7 +1,7 @@
 """Looks at the graphs that a trained model samples, and writes a report with figures and tables.
 
 In: the folder of a run and a split of its data. Out: ``graphs.html`` in that folder, which needs no other file. Not here: training
-(``train.py``), figures (``sbm_pyg.plots``) and statistics (``sbm_pyg.analysis``)::
+(``train.py``), figures (``sbm_pyg.analysis.plots``) and statistics (``sbm_pyg.analysis``)::
 
     python -m examples.lra graphs --run runs/listops-laptop-1 --split test --examples 500 --structure 50
 
@@ -30,7 +30,8 @@ from examples.lra.data.tasks import TASKS, Task
 from examples.lra.model import Classifier
 from examples.lra.settings import BASELINES
 from examples.lra.train import block_model, open_run
-from sbm_pyg import SBM, AttentionGraph, Choice, analysis, patterns, plots
+from sbm_pyg import SBM, AttentionGraph, Choice, analysis, patterns
+from sbm_pyg.analysis import plots
 from sbm_pyg.progress import tqdm
 
 

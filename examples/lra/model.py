@@ -24,7 +24,7 @@ from examples.lra.data.batches import Batch, random_word
 from examples.lra.data.tasks import Task
 from examples.lra.settings import Settings
 from sbm_pyg import PairClassifier, SBMSource, SequenceClassifier, SequenceEncoder, auxiliary_loss, sync_statistics
-from sbm_pyg.indexer import IndexerSource
+from sbm_pyg.sources.indexer import IndexerSource
 
 
 def grid_positions(side: int, channels: int, base: float = 20.0) -> Tensor:

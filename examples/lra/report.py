@@ -1,7 +1,7 @@
 """What a training run says and leaves behind: a progress bar, warnings, files of rows, one table, plots.
 
 In: rows of numbers while a run lasts, and its test result in the end. Out: lines on the screen, and files in the run's folder.
-Not here: training (``train.py``), and pictures of graphs (``sbm_pyg.plots``).
+Not here: training (``train.py``), and pictures of graphs (``sbm_pyg.analysis.plots``).
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from examples.common.runs import hold, read_record, save_figure, write_text
 from examples.lra.data.tasks import TASKS
 from examples.lra.report import RESULTS, write_csv
 from examples.lra.settings import CHOOSERS, METHODS, PRESETS, SETTINGS, Plan, flags, method_words, parse, resolve
-from sbm_pyg import plots
+from sbm_pyg.analysis import plots
 
 RUNS = "runs"
 DOOR = Path(__file__).resolve().parents[1] / "lra.py"  # of the trainer, which is called from anywhere

@@ -48,8 +48,9 @@ from examples.lra.data.tasks import TASKS, open_data
 from examples.lra.model import Classifier
 from examples.lra.report import RESULTS
 from examples.lra.settings import BASELINES, PRESETS, SETTINGS, Plan, Settings, resolve
-from sbm_pyg import SBM, Choice, plots
-from sbm_pyg.ops.threads import flushed_subnormals
+from sbm_pyg import SBM, Choice
+from sbm_pyg.analysis import plots
+from sbm_pyg.ops.cpu.threads import flushed_subnormals
 
 T = TypeVar("T")
 

@@ -27,7 +27,7 @@ from sbm_pyg import (
     patterns,
     sample_edges,
     selectors,
-)  # fmt: skip
+)
 from sbm_pyg.dense import FullAttention
 
 METHODS = (

@@ -1,6 +1,6 @@
 """Who chooses the graphs of a trained model: fixed patterns, rules that look at tokens, and what is learnt from its attention.
 
-In: samples of each layer, as ``sbm_pyg.gold.record`` has them. Out: sources of graphs, one for each layer, over the grids of
+In: samples of each layer, as ``sbm_pyg.sparsefinder.record`` has them. Out: sources of graphs, one for each layer, over the grids of
 Sparsefinder's slides. Not here: how good they are (``sweep.py``).
 """
 
@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from sbm_pyg import AttentionGraph, Choice, GraphSource, SBMHead, SBMSource, patterns, selectors
-from sbm_pyg.patterns import PatternSource
-from sbm_pyg.predictors import blocks, bucketing, clustering, distance
 from sbm_pyg.progress import tqdm
-from sbm_pyg.selectors import SelectorSource
+from sbm_pyg.sources.patterns import PatternSource
+from sbm_pyg.sources.selectors import SelectorSource
 from sbm_pyg.sparsefinder import Projection, Sample, SparsefinderSource, fit_centroids, fit_projection
+from sbm_pyg.sparsefinder.predictors import blocks, bucketing, clustering, distance
 
 BLOCK, CENTROIDS = 4, 4  # tokens of a block, and centroids that bring blocks together
 SBM_BLOCKS = 16

@@ -24,7 +24,7 @@ from examples.sparsefinder.choosers import COUNTS, GRIDS, LEARNT, ORACLES, Learn
 from examples.sparsefinder.model import Texts, hide
 from examples.sparsefinder.sweep import TESTED, Sweep, extract
 from sbm_pyg import TokenClassifier
-from sbm_pyg.predictors import clusters
+from sbm_pyg.sparsefinder.predictors import clusters
 
 LEVELS = (0.5, 0.7, 0.8, 0.9, 0.95)
 MEASURES = (  # over which sparsity, what, its factor in tables, and digits

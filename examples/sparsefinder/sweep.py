@@ -20,11 +20,11 @@ from examples.common.runs import read_state, write_checkpoint
 from examples.sparsefinder.choosers import ALONE, GRIDS, Learnt, learn, make, make_learnt
 from examples.sparsefinder.model import Texts, cut, hide, layers, predict, set_sources, test_model
 from sbm_pyg import GraphSource, TokenClassifier
-from sbm_pyg.gold import compare, group_entropy, record
-from sbm_pyg.patterns import PatternSource, full
-from sbm_pyg.predictors import buckets, clusters
 from sbm_pyg.progress import tqdm
+from sbm_pyg.sources.patterns import PatternSource, full
 from sbm_pyg.sparsefinder import Sample
+from sbm_pyg.sparsefinder.ground_truth import compare, group_entropy, record
+from sbm_pyg.sparsefinder.predictors import buckets, clusters
 
 BATCH = 2  # sequences that are extracted at once, a sample each
 TESTED = 16  # sequences that are tested at once

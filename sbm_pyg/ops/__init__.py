@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import checks, reference, schemas
+from . import checks, schemas
+from .reference import edges as reference_edges
 
 __all__ = [
     "block_attention",
@@ -250,14 +251,16 @@ def edge_entmax(
 
     with torch.no_grad():
         score = schemas.edge_dot(query, key, rowptr, col)
-        rows, place = schemas.entmax_support(reference.logits(scale * score, gate, bias, gate_form), rowptr, alphas)
+        rows, place = schemas.entmax_support(
+            reference_edges.logits(scale * score, gate, bias, gate_form), rowptr, alphas
+        )
         score, col = score[place], col[place]
     gate, bias = (x if x is None else x[place] for x in (gate, bias))
     score = score + (schemas.EdgeGate.apply(query, key, rows, col) - 1)  # the same numbers with their gradient
-    logit = reference.logits(scale * score, gate, bias, gate_form)
+    logit = reference_edges.logits(scale * score, gate, bias, gate_form)
     weight = schemas.segment_entmax(logit[None], rows, alphas[None])[0]
     if dropout > 0:
-        kept = reference.dropout_mask(rows, col, heads, key.size(1), dropout, seed)
+        kept = reference_edges.dropout_mask(rows, col, heads, key.size(1), dropout, seed)
         weight = weight * kept.to(weight.dtype) / (1 - dropout)
     return schemas.EdgeSum.apply(weight, value, rows, col)
 

@@ -22,8 +22,8 @@ from torch import Tensor
 from torch._guards import detect_fake_mode
 from torch.autograd import forward_ad
 
-from .blocks import sides as cut_sides
-from .kept import captured
+from .reference.blocks import sides as cut_sides
+from .values import captured
 
 INTEGERS = (torch.int32, torch.int64)
 INT64 = 2**63 - 1

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from . import reference, samplers
+from .reference import sampling as reference_sampling
+from .reference import segments as reference_segments
 
 __all__ = [
     "block_attention", "block_attention_backward", "block_effect", "block_weight", "edge_attention",
@@ -160,17 +161,17 @@ def sample_sbm(
     if is_fake(query) or query.is_meta:
         return 2 * blocks * (2 * heads * num_queries + out_val[1].numel())
     pairs = 0.0
-    reach = reference.reach(query_ptr, key_ptr, num_queries, is_causal)
+    reach = reference_segments.allowed_keys(query_ptr, key_ptr, num_queries, is_causal)
     offsets = zip(query_ptr.tolist(), query_ptr.tolist()[1:], key_ptr.tolist(), key_ptr.tolist()[1:], strict=False)
     for start, end, first, last in offsets:
         rate, member = query[:, start:end].detach().double(), key[:, first:last].detach().double()
         keys = reach[start:end]
         bound = (rate * member.cummax(1).values[:, keys - 1]).sum(-1) + exploration
         expected = (rate * member.cumsum(1)[:, keys - 1]).sum(-1) + exploration * keys
-        plan = samplers.plan_rows(expected, bound, keys, method)
+        plan = reference_sampling.plan_rows(expected, bound, keys, method)
         proposals = torch.zeros_like(expected) if method == "fastrg" else plan.proposals
-        tried = torch.where(plan.way == samplers.GAPS, plan.landings, proposals)
-        pairs += float(torch.where(plan.way == samplers.COINS, keys.double(), tried).sum())
+        tried = torch.where(plan.way == reference_sampling.GAPS, plan.landings, proposals)
+        pairs += float(torch.where(plan.way == reference_sampling.COINS, keys.double(), tried).sum())
     return 2 * blocks * (2 * heads * num_queries + round(pairs))
 
 
@@ -178,7 +179,7 @@ def _pairs(query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, is_ca
     """Pairs of all heads that may be edges; as in one sequence where offsets have no values."""
     if is_fake(query) or query.is_meta:
         query_ptr, key_ptr = (torch.tensor([0, int(x.size(1))]) for x in (query, key))
-    return query.size(0) * int(reference.reach(query_ptr, key_ptr, query.size(1), is_causal).sum())
+    return query.size(0) * int(reference_segments.allowed_keys(query_ptr, key_ptr, query.size(1), is_causal).sum())
 
 
 def sampled_attention(

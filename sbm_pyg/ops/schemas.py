@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.library import CustomOpDef
 from torch.utils.flop_counter import register_flop_formula
 
-from . import blocks, cpu, cuda, flops, reference, sampled, samplers
+from . import cuda, flops
 
 
 def _as_given(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -43,16 +44,38 @@ def _carried(call: Callable[..., Any]) -> Callable[..., Any]:
     return computed
 
 
-def _declare(name: str, schema: str, fake: Callable[..., Any], meaning: Any = reference) -> CustomOpDef:
-    """Declare ``sbm_pyg::name``: its meaning, the kernels of :mod:`~sbm_pyg.ops.cpu` and of :mod:`~sbm_pyg.ops.cuda`
-    if there are any, and its cost. Apple's devices take those of the CPU.
+KERNELS: dict[str, tuple[str, tuple[str, ...]]] = {}
+"""Of each op, the file that computes it, which has the same name on each shelf, and the shelves that have a kernel."""
+
+
+def _on_cuda(name: str, file: str) -> Callable[..., Any]:
+    """The Triton kernel of an op, imported by the first call; plain torch where Triton does not compile."""
+
+    def call(*arguments: Any) -> Any:
+        device = next(x.device for x in arguments if isinstance(x, Tensor))
+        shelf = "cuda" if cuda.compiles(device) else "reference"
+        return getattr(import_module(f".{shelf}.{file}", __package__), name)(*arguments)
+
+    return call
+
+
+def _declare(
+    name: str, schema: str, fake: Callable[..., Any], file: str, kernels: tuple[str, ...] = ("cpu", "cuda")
+) -> CustomOpDef:
+    """Declare ``sbm_pyg::name``: its reference, its kernels in ``cpu/`` and ``cuda/``, all in files of one
+    name, and its cost. Apple's devices run the CPU kernel.
     """
-    op = torch.library.custom_op(f"sbm_pyg::{name}", _as_given(getattr(meaning, name)), mutates_args=(), schema=schema)
-    if name in cpu.__all__:
-        op.register_kernel("cpu")(_as_given(getattr(cpu, name)))
-        op.register_kernel("mps")(_as_given(_carried(getattr(cpu, name))))  # which has no float64
-    if name in cuda.MODULES:
-        op.register_kernel("cuda")(_as_given(cuda.kernel(name)))
+    KERNELS[name] = file, kernels
+    reference = import_module(f".reference.{file}", __package__)
+    op = torch.library.custom_op(
+        f"sbm_pyg::{name}", _as_given(getattr(reference, name)), mutates_args=(), schema=schema
+    )
+    if "cpu" in kernels:
+        kernel = getattr(import_module(f".cpu.{file}", __package__), name)
+        op.register_kernel("cpu")(_as_given(kernel))
+        op.register_kernel("mps")(_as_given(_carried(kernel)))  # which has no float64
+    if "cuda" in kernels:
+        op.register_kernel("cuda")(_as_given(_on_cuda(name, file)))
     op.register_fake(fake)
     if name in flops.__all__:
         register_flop_formula(getattr(torch.ops.sbm_pyg, name), get_raw=True)(getattr(flops, name))
@@ -138,18 +161,20 @@ def _fake_systematic(
     return query_ptr.new_empty(heads * chance.size(0) + 1), query_ptr.new_empty(num_edges, dtype=torch.int32)
 
 
-edge_dot = _declare("edge_dot", "(Tensor query, Tensor key, Tensor rowptr, Tensor col) -> Tensor", _fake_dot)
+edge_dot = _declare("edge_dot", "(Tensor query, Tensor key, Tensor rowptr, Tensor col) -> Tensor", _fake_dot, "edges")
 edge_dot_backward = _declare(
     "edge_dot_backward",
     "(Tensor grad, Tensor query, Tensor key, Tensor rowptr, Tensor col, bool need_query, bool need_key) "
     "-> (Tensor, Tensor)",
     _fake_pair,
+    "edges",
 )
 edge_attention = _declare(
     "edge_attention",
     "(Tensor query, Tensor key, Tensor value, Tensor rowptr, Tensor col, Tensor? gate, Tensor? bias, float scale, "
     "str gate_form, float dropout, SymInt seed) -> (Tensor, Tensor)",
     _fake_attention,
+    "edges",
 )
 edge_attention_backward = _declare(
     "edge_attention_backward",
@@ -157,6 +182,7 @@ edge_attention_backward = _declare(
     "Tensor out, Tensor lse, float scale, str gate_form, float dropout, SymInt seed, bool need_gate, bool need_bias) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _fake_attention_backward,
+    "edges",
 )
 edge_effect = _declare(
     "edge_effect",
@@ -164,17 +190,20 @@ edge_effect = _declare(
     "Tensor probe_rowptr, Tensor probe_col, Tensor? probe_bias, float scale, Tensor? rate, Tensor? member, "
     "Tensor? chance, float exploration) -> (Tensor, Tensor)",
     _fake_effect,
+    "effects",
 )
 weigh_effect = _declare(
     "weigh_effect",
     "(Tensor effect, Tensor prob, Tensor rowptr, Tensor chance, Tensor? forced, float exploration, bool probing) "
     "-> Tensor",
     lambda effect, prob, *_: prob.new_empty(prob.shape),
+    "effects",
 )
 segment_entmax = _declare(
     "segment_entmax",
     "(Tensor src, Tensor rowptr, Tensor alpha) -> Tensor",
     lambda src, rowptr, alpha: torch.empty_like(src),
+    "entmax",
 )
 segment_entmax_backward = _declare(
     "segment_entmax_backward",
@@ -183,28 +212,31 @@ segment_entmax_backward = _declare(
         torch.empty_like(out),
         torch.empty_like(alpha) if need_alpha else alpha.new_empty(0),
     ),
+    "entmax",
 )
 entmax_support = _declare(
-    "entmax_support", "(Tensor src, Tensor rowptr, Tensor alpha) -> (Tensor, Tensor)", _fake_support
+    "entmax_support", "(Tensor src, Tensor rowptr, Tensor alpha) -> (Tensor, Tensor)", _fake_support, "entmax"
 )
 sample_sbm = _declare(
     "sample_sbm",
     "(Tensor rate, Tensor member, Tensor query_ptr, Tensor key_ptr, Tensor sequence_ids, SymInt seed, str method, "
     "float exploration, bool clamp, bool is_causal) -> (Tensor, Tensor)",
     _fake_sample,
-    samplers,
+    "sampling",
 )
 sample_systematic = _declare(
     "sample_systematic",
     "(Tensor chance, Tensor query_ptr, Tensor key_ptr, Tensor sequence_ids, SymInt heads, SymInt seed, bool is_causal) "
     "-> (Tensor, Tensor)",
     _fake_systematic,
-    samplers,
+    "systematic",
 )
 reach_dot = _declare(
     "reach_dot",
     "(Tensor query, Tensor key, Tensor query_ptr, Tensor key_ptr, bool is_causal, bool is_strict) -> Tensor",
     lambda query, *_: query.new_empty(query.shape[:2], dtype=torch.promote_types(query.dtype, torch.float32)),
+    "reach",
+    ("cpu",),
 )
 reach_dot_backward = _declare(
     "reach_dot_backward",
@@ -214,11 +246,15 @@ reach_dot_backward = _declare(
         query.new_empty(query.shape if need_query else (0, 0, 0)),
         key.new_empty(key.shape if need_key else (0, 0, 0)),
     ),
+    "reach",
+    ("cpu",),
 )
 invalid_row = _declare(
     "invalid_row",
     "(Tensor rowptr, Tensor col, Tensor query_ptr, Tensor key_ptr, SymInt heads) -> Tensor",
     lambda rowptr, col, query_ptr, key_ptr, heads: rowptr.new_empty(()),
+    "validate",
+    ("cpu",),
 )
 _BLOCKS = "Tensor query_ptr, Tensor key_ptr"
 block_attention = _declare(
@@ -226,7 +262,7 @@ block_attention = _declare(
     f"(Tensor query, Tensor key, Tensor value, Tensor rowptr, Tensor col, {_BLOCKS}, SymInt grain, bool is_causal, "
     "Tensor? bias, float scale, float dropout=0.0, SymInt seed=0) -> (Tensor, Tensor)",
     _fake_attention,
-    blocks,
+    "blocks",
 )
 block_attention_backward = _declare(
     "block_attention_backward",
@@ -234,7 +270,7 @@ block_attention_backward = _declare(
     "Tensor out, Tensor lse, SymInt grain, bool is_causal, float scale, float dropout, SymInt seed, bool need_bias) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
     _fake_block_backward,
-    blocks,
+    "blocks",
 )
 block_effect = _declare(
     "block_effect",
@@ -242,14 +278,14 @@ block_effect = _declare(
     f"Tensor probe_rowptr, Tensor probe_col, Tensor? probe_bias, {_BLOCKS}, SymInt grain, bool is_causal, "
     "float scale) -> (Tensor, Tensor)",
     _fake_effect,
-    blocks,
+    "blocks",
 )
 block_weight = _declare(
     "block_weight",
     f"(Tensor query, Tensor key, Tensor rowptr, Tensor col, Tensor? bias, {_BLOCKS}, SymInt grain, bool is_causal, "
     "float scale) -> Tensor",
     lambda query, key, rowptr, col, *_: query.new_empty(col.size(0)),
-    blocks,
+    "blocks",
 )
 _SAMPLED = "Tensor query_ptr, Tensor key_ptr, Tensor sequence_ids"
 sampled_attention = _declare(
@@ -257,7 +293,8 @@ sampled_attention = _declare(
     f"(Tensor query, Tensor key, Tensor value, Tensor rate, Tensor member, {_SAMPLED}, SymInt seed, "
     "float exploration, float scale, bool is_causal, SymInt window) -> (Tensor, Tensor, Tensor, Tensor)",
     _fake_sampled,
-    sampled,
+    "tiled",
+    ("cuda",),
 )
 sampled_attention_backward = _declare(
     "sampled_attention_backward",
@@ -265,7 +302,8 @@ sampled_attention_backward = _declare(
     "Tensor rest, Tensor lse, Tensor best, SymInt seed, float exploration, float scale, bool is_causal, "
     "SymInt window, bool need_model) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _fake_sampled_backward,
-    sampled,
+    "tiled",
+    ("cuda",),
 )
 
 

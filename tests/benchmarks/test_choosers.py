@@ -10,7 +10,8 @@ from torch import Tensor
 
 from examples.benchmarks import choosers
 from examples.benchmarks.tables import read
-from sbm_pyg import AttentionGraph, pairs, patterns
+from sbm_pyg import AttentionGraph
+from sbm_pyg.sources import pairs, patterns
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

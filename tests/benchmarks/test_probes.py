@@ -14,7 +14,7 @@ from examples.benchmarks import probes as study
 from examples.benchmarks.tables import read
 from examples.common.runs import write_checkpoint
 from examples.recall import tasks, train
-from sbm_pyg.ops.reference import effect_weight
+from sbm_pyg.ops.reference.effects import effect_weight
 
 KEYS = 4
 DOCS = Path(study.__file__).parents[2] / "docs"

@@ -50,13 +50,13 @@ def test_the_check_finds_private_names() -> None:
     source = """
 import sbm_pyg._secret
 from sbm_pyg import SBM, _secret, analysis, nonsense
-from sbm_pyg.sbm import SBM, CLUSTER_INITS
-from sbm_pyg.ops import threads, edge_dot
+from sbm_pyg.sources.sbm import SBM, CLUSTER_INITS
+from sbm_pyg.ops import cpu, edge_dot
 """
     assert [*private_names(source)] == [
         "sbm_pyg._secret",
         "sbm_pyg._secret",
         "sbm_pyg.nonsense",
-        "sbm_pyg.sbm.CLUSTER_INITS",
+        "sbm_pyg.sources.sbm.CLUSTER_INITS",
     ]
     assert len(FILES) > 20

@@ -10,7 +10,8 @@ import pytest
 
 from examples.lra import baselines, settings
 from examples.lra.__main__ import COMMANDS, main
-from sbm_pyg import estimators, sbm
+from sbm_pyg import estimators
+from sbm_pyg.sources import sbm
 
 ROOT = Path(settings.__file__).parents[2]
 FORBID = """

@@ -25,7 +25,8 @@ from examples.lra.data.prepare import splits_digest
 from examples.lra.data.tasks import TASKS
 from examples.lra.model import Classifier
 from examples.lra.settings import PRESETS, Plan, parse
-from sbm_pyg import analysis, plots
+from sbm_pyg import analysis
+from sbm_pyg.analysis import plots
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]  # Lightning's own
 

@@ -33,7 +33,8 @@ from examples.lra.data.tasks import TASKS
 from examples.lra.model import Classifier
 from examples.lra.settings import CHOOSERS, PRESETS, SETTINGS, Settings
 from examples.lra.train import Data
-from sbm_pyg import SequenceClassifier, plots
+from sbm_pyg import SequenceClassifier
+from sbm_pyg.analysis import plots
 
 ROOT = Path(report.__file__).parents[2]
 FILES = [

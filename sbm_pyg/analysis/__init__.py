@@ -1,0 +1,44 @@
+"""Analysis of attention graphs: statistics, Hamiltonian paths, the conditions of universality, networkx, plots.
+
+In: an :class:`~sbm_pyg.AttentionGraph`, sampled or given. Out: numbers per sequence and head, a networkx graph, or a
+figure. The rest of the library does not import this package; scipy, from the ``[analysis]`` extra, is imported when a
+function needs it.
+"""
+
+from . import plots
+from .conditions import (
+    Lemma1,
+    Lemma2,
+    Universality,
+    expected_graph,
+    lemma1,
+    lemma2,
+    log10_cycles,
+    path_probability,
+    spread_steps,
+    universality,
+)
+from .hamiltonian import Certificate, HamiltonianPath, hamiltonian_path, is_hamiltonian_path
+from .statistics import GraphStatistics, blocks_of, graph_statistics, to_networkx
+
+__all__ = [
+    "Certificate",
+    "GraphStatistics",
+    "HamiltonianPath",
+    "Lemma1",
+    "Lemma2",
+    "Universality",
+    "blocks_of",
+    "expected_graph",
+    "graph_statistics",
+    "hamiltonian_path",
+    "is_hamiltonian_path",
+    "lemma1",
+    "lemma2",
+    "log10_cycles",
+    "path_probability",
+    "plots",
+    "spread_steps",
+    "to_networkx",
+    "universality",
+]

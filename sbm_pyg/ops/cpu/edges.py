@@ -1,0 +1,458 @@
+"""Edge kernels for the CPU: scores of edges, attention over edges, and their gradients, in one pass over compressed
+rows.
+
+In and out: the tensors of the op schemas in :mod:`sbm_pyg.ops`, on the CPU. Here are the kernels and the functions that
+lay out memory for them. Not here: checks of what comes in, the vectors that kernels are written in (:mod:`.simd`),
+threads (:mod:`.threads`).
+
+Sixteen edges of a row at a time get their dot products with the row's query; a row's own sums stay in registers. What
+bounds the backward pass is the second-level cache: each edge rewrites the gradients of its key. So keys are taken in
+tiles that fit that cache, a key and its value side by side, and so their gradients. docs/kernels.md has the
+measurements.
+
+Names: a unit or piece of work is rows ``begin .. end - 1``; widths are channels padded to a multiple of 16, lanes those
+taken at once.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..reference import random_words
+from .channels import add_dots, clear, copy, count_below, cut, lanes_of, padded, sixteen, weigh, wide
+from .random_simd import philox16
+from .simd import (
+    aligned,
+    at,
+    exp,
+    first,
+    highest,
+    keep16,
+    load,
+    load16,
+    maximum,
+    peek,
+    poke,
+    scratch,
+    splat,
+    store,
+    store16,
+    total,
+)
+from .threads import kernel, run, split, worth
+
+STRIP = 512  # edges of a row between two looks at its maximum
+DROPOUT = random_words.DROPOUT << 24
+CACHE = 2**20  # bytes of the second-level cache that a tile of keys may fill
+LEAST = 4  # edges of a row for which a tile of keys is worthwhile
+
+
+# ------------------------------------------------------------------ attention
+
+
+@kernel
+def _fill(side, padded, seed, words):
+    """Random words of one side of dropout, of all heads; see :func:`.reference.edges.dropout_mask`."""
+    for place in range(0, words.size, 64):
+        head, number = place // padded, place % padded
+        philox16(number >> 2, side, 0, head | DROPOUT, seed, words, place)
+
+
+@cache
+def _attention(width, value_width):
+    lanes, value_lanes = lanes_of(width), lanes_of(value_width)
+
+    @kernel
+    def attention(
+        begin,
+        end,
+        queries,
+        keys,
+        query,
+        key,
+        value,
+        rowptr,
+        col,
+        gate,
+        bias,
+        scale,
+        weighted,
+        least,
+        kept,
+        query_words,
+        key_words,
+        out,
+        tops,
+        norms,
+    ):
+        weight, factor, tail = scratch(query, STRIP), scratch(query, STRIP), scratch(col, 16)
+        zero, one, low = query.dtype.type(0), query.dtype.type(1), query.dtype.type(-np.inf)
+        for row in range(begin, end):
+            keys_here, values_here = (
+                at(key, row // queries * keys * width),
+                at(value, row // queries * keys * value_width),
+            )
+            words_here = at(key_words, row // queries * keys if key_words.size else 0)
+            output = at(out, row * value_width)
+            clear(output, 0, value_width, zero, value_lanes)
+            top, sums, stop = low, splat(zero, 16), peek(rowptr, row + 1)
+            for start in range(peek(rowptr, row), stop, STRIP):
+                strip, count, high = at(col, start), min(STRIP, stop - start), splat(low, 16)
+                for t in range(0, count, 16):
+                    tokens = sixteen(at(strip, t), count - t, tail)
+                    logit = (
+                        add_dots(splat(zero, 16), query, row * width, keys_here, width, tokens, width, lanes) * scale
+                    )
+                    if gate.size and not weighted:
+                        logit = logit * load16(gate, start + t, count - t)
+                    if bias.size:
+                        logit = logit + load16(bias, start + t, count - t)
+                    logit = first(count - t, logit, low)
+                    high = maximum(logit, high)
+                    store(weight, t, logit)
+                    if key_words.size:
+                        store(factor, t, keep16(words_here, tokens, peek(query_words, row), least, kept))
+                new = highest(high)
+                if new > top:
+                    if top > low:
+                        sums = sums * np.exp(top - new)
+                        for c in range(0, value_width, value_lanes):
+                            store(output, c, load(output, c, value_lanes) * np.exp(top - new))
+                    top = new
+                for t in range(0, count, 16):
+                    p = exp(load(weight, t, 16) - (top if top > low else zero))
+                    if weighted:
+                        p = p * load16(gate, start + t, count - t)
+                    sums = sums + p
+                    store(weight, t, p * load(factor, t, 16) if key_words.size else p)
+                    last = min(t + 16, count)
+                    for c in range(0, value_width, value_lanes):
+                        even, odd = load(output, c, value_lanes), splat(zero, value_lanes)
+                        for u in range(t, last - 1, 2):
+                            even = even + weigh(weight, u, values_here, strip, value_width, c, value_lanes)
+                            odd = odd + weigh(weight, u + 1, values_here, strip, value_width, c, value_lanes)
+                        if last & 1:
+                            even = even + weigh(weight, last - 1, values_here, strip, value_width, c, value_lanes)
+                        store(output, c, even + odd)
+            norm = total(sums)
+            poke(tops, row, top)
+            poke(norms, row, norm)
+            for c in range(0, value_width, value_lanes):
+                store(output, c, load(output, c, value_lanes) * (one / norm if norm != zero else zero))
+
+    return attention
+
+
+@cache
+def _attention_backward(width, value_width):
+    both, wider = width + value_width, max(width, value_width)
+    lanes, value_lanes, common_lanes = lanes_of(width), lanes_of(value_width), lanes_of(width, value_width)
+
+    @kernel
+    def attention_backward(
+        memory, begin, end, unit, tiles, queries, keys, grad_out, query, key, value, rowptr, col, gate, bias, out, lse,
+        scale, weighted,
+        least, kept, query_words, key_words, dquery, dkey, dvalue, dgate, dbias,
+    ):  # fmt: skip
+        slopes, weights, factor, tail = scratch(query, 16), scratch(query, 16), scratch(query, 16), scratch(col, 16)
+        position = rowptr[begin:end].copy()
+        zero, one = query.dtype.type(0), query.dtype.type(1)
+        first_key, limit, room = begin // queries * keys, 0, (keys // tiles + 1) * both
+        words_here = at(key_words, first_key if key_words.size else 0)
+        for tile in range(tiles):
+            start, limit = limit, keys * (tile + 1) // tiles
+            keys_here, dkeys_here = at(aligned(memory), -start * both), at(aligned(memory), room - start * both)
+            values_here, dvalues_here = at(keys_here, width), at(dkeys_here, width)
+            for token in range(start, limit):
+                clear(dkeys_here, token * both, both, zero, common_lanes)
+                copy(keys_here, token * both, key, (first_key + token) * width, width, lanes)
+                copy(values_here, token * both, value, (first_key + token) * value_width, value_width, value_lanes)
+            for row in range(begin, end):
+                mean, shift = zero, peek(lse, row) if peek(lse, row) != -np.inf else zero
+                for c in range(0, value_width, value_lanes):
+                    mean += total(
+                        load(grad_out, row * value_width + c, value_lanes)
+                        * load(out, row * value_width + c, value_lanes)
+                    )
+                if tile == 0:
+                    clear(dquery, row * width, width, zero, lanes)
+                start, stop = peek(position, row - begin), peek(rowptr, row + 1)
+                while start < stop and peek(col, start) < limit:
+                    count, none = count_below(at(col, start), min(16, stop - start), limit), splat(zero, 16)
+                    tokens = sixteen(at(col, start), count, tail)
+                    if count < 16:  # the tile need not hold key 0
+                        store(tail, 0, first(count, load(tail, 0, 16), peek(col, start)))
+                    score = add_dots(none, query, row * width, keys_here, both, tokens, width, lanes) * scale
+                    gain = add_dots(
+                        none, grad_out, row * value_width, values_here, both, tokens, value_width, value_lanes
+                    )
+                    some_gate = load16(gate, start, count) if gate.size else splat(one, 16)
+                    logit = score if weighted else score * some_gate
+                    if bias.size:
+                        logit = logit + load16(bias, start, count)
+                    p = exp(logit - shift)
+                    if key_words.size:
+                        store(factor, 0, keep16(words_here, tokens, peek(query_words, row), least, kept))
+                        gain = gain * load(factor, 0, 16)
+                    slope = p * (gain - mean)
+                    if dgate.size:
+                        store16(dgate, start, count, slope if weighted else slope * score)
+                    if weighted:
+                        p, slope = p * some_gate, slope * some_gate
+                    if dbias.size:
+                        store16(dbias, start, count, slope)
+                    store(weights, 0, p * load(factor, 0, 16) if key_words.size else p)
+                    store(slopes, 0, (slope if weighted else slope * some_gate) * scale)
+                    for c in range(0, wider, common_lanes):
+                        nothing = splat(zero, common_lanes)
+                        q = load(query, row * width + c, common_lanes) if c < width else nothing
+                        dq = load(dquery, row * width + c, common_lanes) if c < width else nothing
+                        g = load(grad_out, row * value_width + c, common_lanes) if c < value_width else nothing
+                        for t in range(count):
+                            place = peek(tokens, t) * both + c
+                            if c < width:
+                                dq = dq + peek(slopes, t) * load(keys_here, place, common_lanes)
+                                store(dkeys_here, place, load(dkeys_here, place, common_lanes) + peek(slopes, t) * q)
+                            if c < value_width:
+                                store(
+                                    dvalues_here, place, load(dvalues_here, place, common_lanes) + peek(weights, t) * g
+                                )
+                        if c < width:
+                            store(dquery, row * width + c, dq)
+                    start += count
+                poke(position, row - begin, start)
+            for token in range(keys * tile // tiles, limit):
+                place = unit * keys + token
+                copy(dkey, place * width, dkeys_here, token * both, width, lanes)
+                copy(dvalue, place * value_width, dvalues_here, token * both, value_width, value_lanes)
+
+    return attention_backward
+
+
+# ------------------------------------------------------------------ scores alone
+
+
+@cache
+def _dot(width):
+    lanes = lanes_of(width)
+
+    @kernel
+    def dot(begin, end, tiles, queries, keys, query, key, rowptr, col, out):
+        tail, zero, position = scratch(col, 16), query.dtype.type(0), rowptr[begin:end].copy()
+        for tile in range(tiles):
+            limit = keys * (tile + 1) // tiles
+            for row in range(begin, end):
+                keys_here = at(key, row // queries * keys * width)
+                start, stop = peek(position, row - begin), peek(rowptr, row + 1)
+                while start < stop and peek(col, start) < limit:
+                    count = count_below(at(col, start), min(16, stop - start), limit)
+                    tokens = sixteen(at(col, start), count, tail)
+                    score = add_dots(splat(zero, 16), query, row * width, keys_here, width, tokens, width, lanes)
+                    store16(out, start, count, score)
+                    start += count
+                poke(position, row - begin, start)
+
+    return dot
+
+
+@cache
+def _dot_backward(width):
+    lanes = width if width == 128 else lanes_of(width)
+
+    @kernel
+    def dot_backward(
+        begin, end, unit, tiles, queries, keys, grad, query, key, rowptr, col, need_query, need_key, dquery, dkey
+    ):
+        position, zero = rowptr[begin:end].copy(), query.dtype.type(0)
+        keys_here, dkeys_here = at(key, begin // queries * keys * width), at(dkey, unit * keys * width)
+        for tile in range(tiles):
+            limit = keys * (tile + 1) // tiles
+            start = keys * tile // tiles
+            clear(dkeys_here, start * width, (limit - start) * width, zero, lanes)
+            for row in range(begin, end):
+                start, stop = peek(position, row - begin), peek(rowptr, row + 1)
+                if tile + 1 < tiles:  # up to the first edge beyond the tile, by bisection
+                    low = start
+                    while low < stop:
+                        middle = (low + stop) >> 1
+                        if peek(col, middle) < limit:
+                            low = middle + 1
+                        else:
+                            stop = middle
+                    poke(position, row - begin, stop)
+                for c in range(0, width, lanes):
+                    q, dq = load(query, row * width + c, lanes), splat(zero, lanes)
+                    if tile:
+                        dq = load(dquery, row * width + c, lanes)
+                    for edge in range(start, stop):
+                        place, slope = peek(col, edge) * width + c, peek(grad, edge)
+                        if need_query:
+                            dq = dq + slope * load(keys_here, place, lanes)
+                        if need_key:
+                            store(dkeys_here, place, load(dkeys_here, place, lanes) + slope * q)
+                    store(dquery, row * width + c, dq)
+
+    return dot_backward
+
+
+# ------------------------------------------------------------------ memory and work
+
+
+def units_of(rowptr: np.ndarray, heads: int, keys: int, threads: int) -> list[tuple[int, int, int]]:
+    """Rows for backward work: ``(begin, end, unit)``, largest first; unit h is of head h, and so are those that
+    :func:`summed` adds to it.
+
+    Each unit has sums for keys of its own, which cost time and memory. So a head is one unit if that keeps all threads
+    busy, and as many as needed otherwise, as long as there are many more edges than keys.
+    """
+    rows = (len(rowptr) - 1) // max(heads, 1)
+    sizes = [int(rowptr[(head + 1) * rows] - rowptr[head * rows]) for head in range(heads)]
+    for refine in (1, 2, 4):
+        goal = max(sum(sizes) / (refine * threads), 16 * keys, 1)
+        parts = [max(1, round(size / goal)) for size in sizes]
+        busy = [0.0] * threads
+        for work in sorted((size / n for size, n in zip(sizes, parts, strict=True) for _ in range(n)), reverse=True):
+            busy[busy.index(min(busy))] += work
+        if max(busy) * threads <= 1.15 * sum(sizes):
+            break
+    units, extra = [], heads
+    for head in range(heads):
+        for part, (begin, end) in enumerate(
+            split(rowptr[head * rows : (head + 1) * rows + 1], parts[head]) or [(0, 0)]
+        ):
+            units.append((head * rows + begin, head * rows + end, extra if part else head))
+            extra += part > 0
+    return sorted(units, key=lambda unit: rowptr[unit[0]] - rowptr[unit[1]])
+
+
+def summed(sums: Tensor, units: list[tuple[int, int, int]], heads: int, queries: int) -> Tensor:
+    """Gradients of keys ``[H, M, width]`` from those of units."""
+    for begin, _, unit in units:
+        if unit >= heads:
+            sums[begin // queries] += sums[unit]
+    return sums[:heads]
+
+
+def _tiles(rowptr: np.ndarray, keys: int, bytes_per_key: int) -> int:
+    """How many tiles of keys fit the cache each; one if rows have too few edges for so many."""
+    tiles = -(-keys * bytes_per_key // CACHE)
+    return tiles if 0 < tiles * LEAST * (len(rowptr) - 1) <= rowptr[-1] else 1
+
+
+def chances(query: Tensor, key: Tensor, dropout: float, seed: int, dtype: np.dtype) -> tuple[Any, ...]:
+    """Mixed words above the first number keep an edge; the second multiplies it; the others are those of queries and of
+    keys, none without dropout.
+    """
+    threshold, tables = round(dropout * 2**32), []
+    for side, tokens in enumerate((query, key)):
+        heads, count = tokens.shape[:2]
+        padded = -(-count // 64) * 64
+        words = np.empty(heads * padded if threshold else 0, np.uint32)
+        if threshold:
+            _fill(side, padded, np.uint64(seed % 2**64), words)
+            words = words.reshape(heads, padded)[:, :count].ravel()
+        tables.append(words)
+    return np.uint32(max(threshold - 1, 0)), dtype.type(1 / (1 - dropout)), *tables
+
+
+# ------------------------------------------------------------------ the ops
+
+
+def edge_dot(query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor) -> Tensor:
+    q, k = (padded(x, query) for x in (query, key))
+    offsets, tokens = (x.contiguous().numpy() for x in (rowptr, col))
+    out = np.empty(len(tokens), q.dtype)
+    arguments = (
+        _tiles(offsets, key.shape[1], k.itemsize * k.shape[1]),
+        query.shape[1],
+        key.shape[1],
+        q,
+        k,
+        offsets,
+        tokens,
+        out,
+    )
+    pieces = split(offsets, worth(tokens.size * q.shape[1], 3))
+    run(_dot(q.shape[1]), [(*piece, *arguments) for piece in pieces])
+    return torch.from_numpy(out).to(query.dtype)
+
+
+def edge_dot_backward(
+    grad: Tensor, query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor, need_query: bool, need_key: bool
+) -> tuple[Tensor, Tensor]:
+    q, k = (padded(x, query) for x in (query, key))
+    offsets, tokens = (x.contiguous().numpy() for x in (rowptr, col))
+    threads = worth(2 * tokens.size * q.shape[1])
+    units = units_of(offsets, query.shape[0], key.shape[1], threads)
+    dquery = torch.from_numpy(q).new_empty((*query.shape[:2], q.shape[1]))
+    dkey = dquery.new_empty((len(units), key.shape[1], k.shape[1]))
+    arguments = (
+        _tiles(offsets, key.shape[1], 2 * k.itemsize * k.shape[1]), query.shape[1], key.shape[1], wide(grad, query),
+        q, k, offsets, tokens,
+        need_query, need_key, dquery.view(-1).numpy(), dkey.view(-1).numpy(),
+    )  # fmt: skip
+    run(_dot_backward(q.shape[1]), [(*unit, *arguments) for unit in units], threads)
+    return cut(dquery, query), cut(summed(dkey, units, *query.shape[:2]), key)
+
+
+def edge_attention(
+    query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor, col: Tensor, gate: Tensor | None, bias: Tensor | None,
+    scale: float,
+    gate_form: str, dropout: float, seed: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q, k, v = (padded(x, query) for x in (query, key, value))
+    offsets, tokens = (x.contiguous().numpy() for x in (rowptr, col))
+    out = torch.from_numpy(q).new_empty((*query.shape[:2], v.shape[1]))
+    tops, norms = out.new_empty(query.shape[:2]), out.new_empty(query.shape[:2])
+    arguments = (
+        query.shape[1], key.shape[1], q, k, v, offsets, tokens, wide(gate, query), wide(bias, query),
+        q.dtype.type(scale),
+        gate is not None and gate_form == "weight", *chances(query, key, dropout, seed, q.dtype),
+        out.view(-1).numpy(), tops.view(-1).numpy(), norms.view(-1).numpy(),
+    )  # fmt: skip
+    pieces = split(offsets, worth(tokens.size * (q.shape[1] + v.shape[1]), 3))
+    run(_attention(q.shape[1], v.shape[1]), [(*piece, *arguments) for piece in pieces])
+    return cut(out, value), norms.log_().add_(tops)
+
+
+def edge_attention_backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor, col: Tensor, gate: Tensor | None,
+    bias: Tensor | None,
+    out: Tensor, lse: Tensor, scale: float, gate_form: str, dropout: float, seed: int, need_gate: bool, need_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    q, k, v = (padded(x, query) for x in (query, key, value))
+    offsets, tokens = (x.contiguous().numpy() for x in (rowptr, col))
+    threads = worth(3 * tokens.size * (q.shape[1] + v.shape[1]))
+    units = units_of(offsets, query.shape[0], key.shape[1], threads)
+    tiles = _tiles(offsets, key.shape[1], 2 * k.itemsize * (k.shape[1] + v.shape[1]))
+    dquery = torch.from_numpy(q).new_empty((*query.shape[:2], q.shape[1]))
+    dkey, dvalue = (dquery.new_empty((len(units), key.shape[1], x.shape[1])) for x in (k, v))
+    dgate, dbias = (
+        np.empty(len(tokens) if need and x is not None else 0, q.dtype)
+        for x, need in ((gate, need_gate), (bias, need_bias))
+    )
+    arguments = (
+        tiles, query.shape[1], key.shape[1], padded(grad_out, query), q, k, v, offsets, tokens, wide(gate, query),
+        wide(bias, query), padded(out, query),
+        wide(lse, query).reshape(-1), q.dtype.type(scale), gate is not None and gate_form == "weight",
+        *chances(query, key, dropout, seed, q.dtype),
+        dquery.view(-1).numpy(), dkey.view(-1).numpy(), dvalue.view(-1).numpy(), dgate, dbias,
+    )  # fmt: skip
+    room = 2 * (key.shape[1] // tiles + 1) * (k.shape[1] + v.shape[1]) + 64
+
+    def work(*arguments):  # numpy backs large arrays with huge pages, malloc does not
+        _attention_backward(k.shape[1], v.shape[1])(np.empty(room, q.dtype), *arguments)
+
+    run(work, [(*unit, *arguments) for unit in units], threads)
+    return (
+        cut(dquery, query),
+        cut(summed(dkey, units, *query.shape[:2]), key),
+        cut(summed(dvalue, units, *query.shape[:2]), value),
+        torch.from_numpy(dgate).to(query.dtype if gate is None else gate.dtype),
+        torch.from_numpy(dbias).to(query.dtype if bias is None else bias.dtype),
+    )

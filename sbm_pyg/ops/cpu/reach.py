@@ -1,0 +1,100 @@
+"""Sums over the keys that each query may attend to, on the CPU: one pass over a sequence, with a running sum.
+
+In and out: the tensors of ``reach_dot`` in :mod:`sbm_pyg.ops`, and of its backward pass. Not here: the meaning
+(:mod:`.reference`).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .channels import wide
+from .sampling import _cuts
+from .threads import kernel, run, worth
+
+
+@partial(kernel, reorder=True)
+def _dots(first, last, query, key, query_ptr, key_ptr, lag, out):
+    """Head by head, and sequence by sequence, from piece ``first`` on."""
+    total = np.empty(query.shape[2], np.float64)
+    for piece in range(first, last):
+        head, b = piece // (query_ptr.size - 1), piece % (query_ptr.size - 1)
+        total[:] = 0
+        j, shift = key_ptr[b], key_ptr[b] + 1 - lag - query_ptr[b]
+        for i in range(query_ptr[b], query_ptr[b + 1]):
+            while j < min(shift + i, key_ptr[b + 1]):
+                for k in range(total.size):
+                    total[k] += key[head, j, k]
+                j += 1
+            dot = 0.0
+            for k in range(total.size):
+                dot += query[head, i, k] * total[k]
+            out[head, i] = dot
+
+
+@kernel
+def _gradients(first, last, grad, query, key, query_ptr, key_ptr, lag, dquery, dkey):
+    """The same; gradients of keys are summed from the last query on."""
+    total = np.empty(query.shape[2], np.float64)
+    for piece in range(first, last):
+        head, b = piece // (query_ptr.size - 1), piece % (query_ptr.size - 1)
+        j, shift = key_ptr[b], key_ptr[b] + 1 - lag - query_ptr[b]
+        if dquery.size:
+            total[:] = 0
+            for i in range(query_ptr[b], query_ptr[b + 1]):
+                while j < min(shift + i, key_ptr[b + 1]):
+                    for k in range(total.size):
+                        total[k] += key[head, j, k]
+                    j += 1
+                for k in range(total.size):
+                    dquery[head, i, k] = grad[head, i] * total[k]
+        if dkey.size:
+            total[:] = 0
+            i = query_ptr[b + 1] - 1
+            for j in range(key_ptr[b + 1] - 1, key_ptr[b] - 1, -1):
+                while i >= query_ptr[b] and shift + i > j:
+                    for k in range(total.size):
+                        total[k] += grad[head, i] * query[head, i, k]
+                    i -= 1
+                for k in range(total.size):
+                    dkey[head, j, k] = total[k]
+
+
+def _pieces(query: np.ndarray, key: np.ndarray, ptr: np.ndarray) -> list[tuple[int, int]]:
+    return _cuts(query.shape[0] * (ptr.size - 1), worth(2 * (query.size + key.size), 3))
+
+
+def _given(
+    query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, is_causal: bool, is_strict: bool
+) -> tuple[Any, ...]:
+    """What kernels take: a query sees keys whose place plus ``lag`` is at most its own."""
+    ptrs = (x.contiguous().numpy() for x in (query_ptr, key_ptr))
+    return wide(query, query), wide(key, query), *ptrs, int(is_strict) if is_causal else -key.size(1)
+
+
+def reach_dot(
+    query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, is_causal: bool, is_strict: bool
+) -> Tensor:
+    given = _given(query, key, query_ptr, key_ptr, is_causal, is_strict)
+    out = np.empty(query.shape[:2], given[0].dtype)
+    run(_dots, [(*piece, *given, out) for piece in _pieces(*given[:3])])
+    return torch.from_numpy(out)
+
+
+def reach_dot_backward(
+    grad: Tensor, query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, is_causal: bool, is_strict: bool,
+    need_query: bool, need_key: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    given = _given(query, key, query_ptr, key_ptr, is_causal, is_strict)
+    grads = [
+        np.empty(x.shape if need else (0, 0, 0), x.dtype)
+        for x, need in zip(given[:2], (need_query, need_key), strict=True)
+    ]
+    run(_gradients, [(*piece, wide(grad, query), *given, *grads) for piece in _pieces(*given[:3])])
+    dquery, dkey = (torch.from_numpy(x).to(like.dtype) for x, like in zip(grads, (query, key), strict=True))
+    return dquery, dkey

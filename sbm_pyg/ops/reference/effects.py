@@ -1,0 +1,130 @@
+"""The effect of each edge on the loss in plain torch: the reference of ``edge_effect`` and ``weigh_effect``.
+
+In and out: the tensors of the op schemas in :mod:`sbm_pyg.ops`. Not here: which pairs are probed (``systematic``).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .edges import _ends, _logits, edge_dot
+from .segments import _segment_max, edge_row, segments, wide
+
+# ------------------------------------------------------------------ what an edge does to the loss
+
+ROUNDED = 1 + 1e-5
+"""Larger probabilities are not 1 by rounding: their edges are there whatever the model does."""
+
+
+def effect_weight(p: Tensor, eta: Tensor, probing: bool = False) -> Tensor:
+    """What the effect of an edge, or of a probe, counts for, given its probability and the chance of a probe there."""
+    part = torch.where(eta > 0, 0.5, 1.0).to(p.dtype)  # without probes edges stand for both sides
+    few = torch.minimum(p, part)
+    seen = torch.maximum(eta + few - eta * few, few / part)
+    weight = (seen - few) / (seen * (1 - few) * eta) if probing else 1 / seen
+    nothing = (p > ROUNDED) | (eta == 0) if probing else p > ROUNDED  # a probe that cannot be counts nothing
+    return torch.where(nothing, 0, weight)
+
+
+def weigh_effect(
+    effect: Tensor, prob: Tensor, rowptr: Tensor, chance: Tensor, forced: Tensor | None, exploration: float,
+    probing: bool,
+) -> Tensor:  # fmt: skip
+    """Gradients of the probabilities of edges ``[E]``, or of probes, from their effects ``[E]``.
+
+    ``chance`` is that of a probe ``[N]``, the same in every head. Edges that are ``forced`` ``[E]`` send none.
+    """
+    eta = wide(chance)[edge_row(rowptr, prob.numel()) % chance.numel()]
+    grad = (wide(effect) * effect_weight(wide(prob) + exploration, eta, probing)).to(prob.dtype)
+    return grad if forced is None else grad.masked_fill_(forced, 0)
+
+
+def find_edges(edges: Tensor, probes: Tensor) -> Tensor:
+    """Which probes are edges, ``[E']`` bool, from ascending numbers of both among all pairs."""
+    if not edges.numel():
+        return torch.zeros_like(probes, dtype=torch.bool)
+    return edges[torch.searchsorted(edges, probes).clamp(max=edges.numel() - 1)] == probes
+
+
+def leave_one_out(
+    rowptr: Tensor, edges: tuple[Tensor, Tensor, Tensor], probes: tuple[Tensor, Tensor, Tensor], known: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The effect of each edge and of each probe, from the logarithms of their weights, and their gains.
+
+    Args:
+        rowptr: Offsets of the rows among the edges.
+        edges: Row of each edge ``[E]``, logit and gain ``[E, ...]``; numbers behind the first are rows of their own.
+        probes: The same of the probes.
+        known: Which probes are edges, ``[E']`` bool; their effect is 0.
+    """
+    (row, logit, gain), (probe_row, probe_logit, probe_gain) = edges, probes
+    rows, shape = rowptr.numel() - 1, logit.shape[1:]
+    # Weights and gains of each row without its heaviest edge, so that no other edge is ever subtracted from a sum that
+    # it dominates.
+    index = row.view(-1, *[1] * len(shape)).expand_as(logit)
+    place = torch.arange(row.numel(), device=row.device).view(-1, *[1] * len(shape)).expand_as(logit)
+    top = _segment_max(logit, index, rows)
+    heaviest = torch.where(logit == top[row], place, row.numel())
+    heaviest = place.new_full((rows, *shape), row.numel()).scatter_reduce(0, index, heaviest, "amin")
+    best = heaviest[row] == place
+    second = _segment_max(torch.where(best, -math.inf, logit), index, rows)
+    weight = torch.where(best | (second[row] == -math.inf), 0, (logit - second[row]).exp())
+    rest, rest_gain = segments(weight, rowptr), segments(weight * gain, rowptr)
+    ratio = torch.where(second == -math.inf, 0, (second - top).exp())
+    best_gain = segments(torch.where(best, gain, 0), rowptr)
+    some = top > -math.inf
+    total = torch.where(top == -math.inf, 0, 1 + rest * ratio)
+    total_gain = torch.where(top == -math.inf, 0, best_gain + rest_gain * ratio)
+
+    share = weight * ratio[row]  # exp(logit - top), of all but the heaviest
+    others = torch.where(
+        best, (rest_gain / rest.where(rest != 0, 1))[row], (total_gain[row] - share * gain) / (total[row] - share)
+    )
+    effect = torch.where(best, 1, share) / total[row] * (gain - others)
+    effect = torch.where(logit == -math.inf, 0, effect)
+    # odds of being without the probe
+    odds = torch.where(some[probe_row], total[probe_row] * (top[probe_row] - probe_logit).exp(), 0)
+    mean = (total_gain / total.where(total != 0, 1))[probe_row]
+    probe_effect = torch.where(probe_logit == -math.inf, 0, (probe_gain - mean) / (1 + odds))
+    return effect, torch.where(known.view(-1, *[1] * len(shape)), 0, probe_effect)
+
+
+def edge_effect(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rowptr: Tensor,
+    col: Tensor,
+    bias: Tensor | None,
+    probe_rowptr: Tensor,
+    probe_col: Tensor,
+    probe_bias: Tensor | None,
+    scale: float,
+    rate: Tensor | None = None,
+    member: Tensor | None = None,
+    chance: Tensor | None = None,
+    exploration: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    sides = []
+    for pointer, tokens, extra in ((rowptr, col, bias), (probe_rowptr, probe_col, probe_bias)):
+        row, end = _ends(query, key, pointer, tokens)
+        _, logit = _logits(query, key, row, end, None, extra, scale, "score")
+        gain = (wide(grad_out).flatten(0, 1)[row] * wide(value).flatten(0, 1)[end]).sum(-1)
+        sides.append((row, end, logit, gain))
+    (row, end, logit, gain), (probe_row, _, probe_logit, probe_gain) = sides
+
+    found = find_edges(row * key.size(1) + col, probe_row * key.size(1) + probe_col)
+    effect, probe_effect = leave_one_out(rowptr, (row, logit, gain), (probe_row, probe_logit, probe_gain), found)
+    if rate is not None and member is not None and chance is not None:
+        eta = wide(chance).repeat(query.size(0))
+        p, probe_p = (
+            edge_dot(wide(rate), wide(member), pointer, tokens) + exploration
+            for pointer, tokens in ((rowptr, col), (probe_rowptr, probe_col))
+        )
+        effect = effect * effect_weight(p, eta[row])
+        probe_effect = probe_effect * effect_weight(probe_p, eta[probe_row], probing=True)
+    return effect.to(query.dtype), probe_effect.to(query.dtype)

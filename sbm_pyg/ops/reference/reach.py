@@ -1,0 +1,49 @@
+"""Products of queries with sums over the keys that they may attend to, in plain torch.
+
+In and out: the tensors of :func:`sbm_pyg.ops.reach_dot` and of its backward pass.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .segments import segments, wide
+
+
+def _reach_sums(x: Tensor, ptr: Tensor, other_ptr: Tensor, lag: int | None, end: int) -> Tensor:
+    """For each token of the other side the sum of the tokens of its sequence, ``[H, end, K]`` in float32 or better.
+
+    With a ``lag``, of those at places before its own plus ``lag`` alone, in float64.
+    """
+    batch = torch.repeat_interleave(other_ptr.diff(), output_size=end)
+    if lag is None:
+        return segments(wide(x).transpose(0, 1), ptr).transpose(0, 1)[:, batch]
+    place = torch.arange(end, device=ptr.device) - other_ptr[batch] + lag
+    before = torch.nn.functional.pad(x.double().cumsum(1), (0, 0, 1, 0))
+    first = ptr[batch]
+    return before[:, first + torch.minimum(place, ptr.diff()[batch])] - before[:, first]
+
+
+def reach_dot(
+    query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, is_causal: bool, is_strict: bool
+) -> Tensor:
+    total = _reach_sums(key, key_ptr, query_ptr, 1 - is_strict if is_causal else None, query.size(1))
+    return (wide(query) * total.to(wide(query).dtype)).sum(-1)
+
+
+def reach_dot_backward(
+    grad: Tensor, query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, is_causal: bool, is_strict: bool,
+    need_query: bool, need_key: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    d_query, d_key, weight = query.new_empty(0, 0, 0), key.new_empty(0, 0, 0), wide(grad)[..., None]
+    if need_query:
+        lag = 1 - is_strict if is_causal else None
+        d_query = (weight * _reach_sums(key, key_ptr, query_ptr, lag, query.size(1))).to(query.dtype)
+    if need_key:  # all queries of the sequence, less those before
+        terms = weight.double() * query if is_causal else weight * query
+        d_key = _reach_sums(terms, query_ptr, key_ptr, None, key.size(1))
+        if is_causal:
+            d_key = d_key - _reach_sums(terms, query_ptr, key_ptr, int(is_strict), key.size(1))
+        d_key = d_key.to(key.dtype)
+    return d_query, d_key

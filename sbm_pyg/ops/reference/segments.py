@@ -1,0 +1,154 @@
+"""Helpers over compressed rows: which row an edge is in, sums over rows, the order of edges by key, ranges.
+
+In: offsets, and numbers of edges. Out: tensors on the same device. The other modules of this folder, graphs and rules
+are built on these.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from ..memo import Kept
+
+ROWS = 2**20
+"""Edges that are made at a time, where many are made in rows."""
+
+# ------------------------------------------------------------------ edges of a graph
+
+
+def edge_row(rowptr: Tensor, num_edges: int) -> Tensor:
+    """Row of each edge, ``[E]`` int64."""
+    return torch.repeat_interleave(rowptr.diff(), output_size=num_edges)
+
+
+def cuts(before: Tensor, room: int) -> list[tuple[int, int, int, int]]:
+    """Cuts rows where ``room`` things or more are together.
+
+    Args:
+        before: How many things come before each row, and before the end, ``[n+1]`` int64.
+
+    Returns:
+        Of each piece its rows, from and to, and its things.
+    """
+    steps = torch.arange(0, max(int(before[-1]), 1), room, device=before.device)[1:]
+    inner = (torch.searchsorted(before, steps, right=True) - 1).unique()
+    rows = torch.cat([inner.new_zeros(1), inner[inner > 0], inner.new_tensor([before.numel() - 1])])
+    return [(*row, *thing) for row, thing in zip(*(pairwise(x.tolist()) for x in (rows, before[rows])), strict=True)]
+
+
+def runs(first: Tensor, count: Tensor, total: int | None = None, dtype: torch.dtype = torch.int64) -> Tensor:
+    """``first[i], first[i] + 1, ..., first[i] + count[i] - 1`` for each i, one after the other, ``[sum(count)]``.
+
+    Where they are many, some at a time, so that memory beyond the result is little.
+    """
+    ends = count.cumsum(0)
+    total = int(ends[-1]) if total is None else total
+    shift = first - (ends - count)
+    if torch.compiler.is_compiling() or total <= ROWS:
+        many = torch.repeat_interleave(shift, count, output_size=total)
+        return many.add_(torch.arange(total, device=first.device)).to(dtype)
+    out, before = torch.empty(total, dtype=dtype, device=first.device), torch.cat([ends.new_zeros(1), ends])
+    for low, high, begin, end in cuts(before, ROWS):
+        many = torch.repeat_interleave(shift[low:high], count[low:high], output_size=end - begin)
+        out[begin:end] = many.add_(torch.arange(begin, end, device=first.device))
+    return out
+
+
+def compress(parts: list[tuple[Tensor, ...]], rows: int) -> tuple[Tensor, ...]:
+    """Compressed rows, from parts that hold some of them each.
+
+    Args:
+        parts: At least one. Which rows it holds, ``[r]``; how many values they have, ``[r]``; and their values, row by
+            row, ``[e]``, of one kind or several. The list is emptied, for memory's sake.
+        rows: How many rows there are. Those that no part holds are empty.
+
+    Returns:
+        The offsets, ``[rows+1]``, and the values of each kind, ``[E]``.
+    """
+    degree = parts[0][1].new_zeros(rows)
+    for row, count, *_ in parts:
+        degree[row] = count
+    rowptr = torch.cat([degree.new_zeros(1), degree.cumsum(0)])
+    out = [value.new_empty(int(rowptr[-1])) for value in parts[0][2:]]
+    while parts:
+        row, count, *values = parts.pop()
+        at = runs(rowptr[row], count, values[0].numel())
+        for into, value in zip(out, values, strict=True):
+            into[at] = value
+    return rowptr, *out
+
+
+def like_lengths(query_ptr: Tensor, key_ptr: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Sequences of like length together: the tokens of both sides, padded by -1, and which sequences they are."""
+    size = torch.maximum(query_ptr.diff(), key_ptr.diff()).float().log2().ceil()
+    for like in size.unique():
+        (which,) = (size == like).nonzero(as_tuple=True)
+        yield _padded(query_ptr, which), _padded(key_ptr, which), which
+
+
+def _padded(ptr: Tensor, which: Tensor) -> Tensor:
+    """The tokens of these sequences, ``[b, L]``; -1 is none."""
+    start, length = ptr[which, None], ptr.diff()[which, None]
+    place = torch.arange(int(length.max()), device=ptr.device)
+    return torch.where(place < length, start + place, -1)
+
+
+def wide(x: Tensor) -> Tensor:
+    """Statistics accumulate in float32 or better."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def segments(x: Tensor, ptr: Tensor, kind: str = "sum") -> Tensor:
+    """Sum, or maximum, of each segment of ``[E, ...]``, one value after the other: the same bits in every call.
+
+    Sums by index are not, on a GPU. Devices that know no segments take them nevertheless. A maximum is of numbers that
+    are not negative.
+    """
+    if x.device.type in ("cpu", "cuda"):
+        return torch.segment_reduce(x, kind, offsets=ptr, axis=0, unsafe=True, initial=0)
+    out, of = x.new_zeros(ptr.numel() - 1, *x.shape[1:]), edge_row(ptr, x.size(0))
+    if kind == "sum":
+        return out.index_add_(0, of, x)
+    return out.scatter_reduce_(0, of.view(-1, *[1] * (x.dim() - 1)).expand_as(x), x, "amax")
+
+
+_ORDERS = Kept()
+
+
+def by_key(rowptr: Tensor, col: Tensor, heads: int, num_keys: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The edges of a graph ordered by head and key.
+
+    Returns:
+        Their places, ``[E]``, the offsets of the keys among them, ``[H*M+1]``, and the row of each, ``[E]``. They are
+        kept for as long as ``col`` lives, so that all backward passes over a graph share them.
+    """
+    return _ORDERS.get(_by_key, col, rowptr, heads, num_keys)
+
+
+def _by_key(col: Tensor, rowptr: Tensor, heads: int, num_keys: int) -> tuple[Tensor, Tensor, Tensor]:
+    row = edge_row(rowptr, col.numel())
+    head = torch.div(row, max((rowptr.numel() - 1) // max(heads, 1), 1), rounding_mode="floor")
+    end = torch.add(col, head, alpha=num_keys)
+    rising, order = end.sort(stable=True)
+    return order, torch.searchsorted(rising, torch.arange(heads * num_keys + 1, device=col.device)), row[order]
+
+
+def allowed_keys(query_ptr: Tensor, key_ptr: Tensor, num_queries: int, is_causal: bool) -> Tensor:
+    """Number of keys that each query may attend to, ``[N]`` int64: the first so many of its sequence.
+
+    All of them, or with ``is_causal`` those whose place is not later than the query's.
+    """
+    batch = torch.repeat_interleave(query_ptr.diff(), output_size=num_queries)
+    keys = key_ptr.diff()[batch]
+    if not is_causal:
+        return keys
+    return torch.minimum(torch.arange(1, num_queries + 1, device=keys.device) - query_ptr[batch], keys)
+
+
+def _segment_max(src: Tensor, row: Tensor, num_rows: int) -> Tensor:
+    return src.new_full((num_rows, *src.shape[1:]), -math.inf).scatter_reduce(0, row, src, "amax")

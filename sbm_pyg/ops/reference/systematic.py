@@ -1,0 +1,39 @@
+"""Probes at equal distances in plain torch: the reference of ``sample_systematic``.
+
+In and out: the tensors of :func:`sbm_pyg.ops.sample_systematic`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .random_words import SYSTEMATIC, WORD, philox
+from .sampling import check_keys
+from .segments import allowed_keys, edge_row
+
+
+def cut_chance(chance: Tensor) -> Tensor:
+    """Probabilities in float64, cut to [0, 1]; NaN counts as 0."""
+    return chance.detach().double().nan_to_num(0.0).clamp(0, 1)
+
+
+def sample_systematic(
+    chance: Tensor, query_ptr: Tensor, key_ptr: Tensor, sequence_ids: Tensor, heads: int, seed: int, is_causal: bool
+) -> tuple[Tensor, Tensor]:
+    chance = cut_chance(chance)
+    queries = query_ptr.diff()
+    batch = torch.repeat_interleave(queries, output_size=chance.numel())
+    place = torch.arange(chance.numel(), device=chance.device) - query_ptr[batch]
+    head = torch.arange(heads, device=chance.device)[:, None] | SYSTEMATIC << 24
+    start = (philox(0, place, sequence_ids[batch] & WORD, head, seed)[0].double() / 2**32).flatten()  # [H*N]
+    allowed = allowed_keys(query_ptr, key_ptr, chance.numel(), is_causal)
+    spacing, shift, keys = (x.repeat(heads) for x in (1 / chance, key_ptr[batch], allowed))
+    counts = (keys * chance.repeat(heads) - start).ceil().clamp(min=0).long()
+    rowptr = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+    num_keys, num_edges = torch.stack([key_ptr[-1], rowptr[-1]]).tolist()
+    check_keys(num_keys)
+    row = edge_row(rowptr, num_edges)
+    number = torch.arange(num_edges, device=row.device) - rowptr[row]
+    key = ((number + start[row]) * spacing[row]).long()
+    return rowptr, (shift[row] + torch.minimum(key, keys[row] - 1)).int()

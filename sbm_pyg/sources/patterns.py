@@ -1,0 +1,736 @@
+"""Fixed graphs of tokens: full, window, global, random, BigBird, and the three patterns of the universality proof.
+
+In: a number of tokens ``n``, or the offsets ``ptr`` of a ragged batch; then every sequence gets the pattern of its own
+length. Out: an :class:`~sbm_pyg.graph.AttentionGraph` whose queries and keys are the same tokens; the same as a source
+of a layer, and as transforms that give PyG ``Data`` its edges. Not here: graphs that depend on the tokens
+(``sampling``, ``sparsefinder``).
+
+Patterns combine by union: ``window(n, 3) | global_tokens(n, 1)``. In all but :func:`random` and :func:`bigbird` a query
+attends to consecutive keys: they cost O(N + E) time and memory, E the edges of all heads, and sort nothing. None makes
+an ``n x n`` array, unless its graph is that dense. In every formula r is the position of a token in its sequence,
+counted from 0, and n the length of that sequence.
+
+References: Beltagy, Peters, Cohan: Longformer, 2020. Zaheer et al.: Big Bird, 2020. Cho et al.: Transformers meet
+Stochastic Block Models, 2022.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch_geometric.data import Data
+from torch_geometric.data.datapipes import functional_transform
+from torch_geometric.transforms import BaseTransform
+
+from ..graph import AttentionGraph, check_graph
+from ..ops import checks
+from ..ops.reference.random_words import RANDOM_KEY, philox
+from ..ops.reference.segments import runs
+from ..ragged import check_present, check_tensor, draw_seed, readable, resolve_ptr, resolve_sequence_ids, stored_ptr
+from ..rows import index_type
+from .interface import Choice, GraphSource
+
+__all__ = [
+    "BigBirdGraph", "BlockDiagonalGraph", "FullGraph", "GlobalGraph", "PatternSource", "RandomGraph", "RelayKeysGraph",
+    "RelayQueriesGraph", "SelfLoopsGraph",
+    "WindowGraph", "bigbird", "block_diagonal", "full", "global_tokens", "random", "relay_keys", "relay_queries",
+    "self_loops", "window",
+]  # fmt: skip
+
+Device = torch.device | str | None
+
+
+def full(
+    n: int | None, *, is_causal: bool = False, heads: int = 1, ptr: Tensor | None = None, device: Device = None
+) -> AttentionGraph:
+    """Every token attends to every token of its sequence.
+
+    Args:
+        n: Number of tokens N, at least 1. May be None where ``ptr`` is given, else it must be its last entry.
+        is_causal: No token attends to a later one. Edges to later tokens are not made, and cost nothing.
+        heads: Number of heads H; all get the same edges.
+        ptr: Offsets of the sequences, ``[B+1]`` int64. One sequence of n tokens if None.
+        device: Where the graph is made: that of ``ptr`` if None, else the default device.
+
+    Returns:
+        A graph with :math:`H \\sum_b n_b^2` edges, or :math:`H \\sum_b n_b (n_b + 1) / 2` where ``is_causal``.
+
+    Raises:
+        TypeError, ValueError: An argument has the wrong type or range, ``ptr`` does not describe n tokens, or memory
+            does not hold the edges. They are counted before they are made. The same holds for all functions here.
+
+    Example:
+        >>> full(3)
+        AttentionGraph(1 sequence, 1 head, 3 queries, 3 keys, 9 edges, density 100.0%)
+    """
+    tokens = _Tokens.of(n, is_causal, heads, ptr, device)
+    return tokens.consecutive(tokens.start, tokens.end)
+
+
+def window(
+    n: int | None,
+    size: int,
+    *,
+    is_causal: bool = False,
+    heads: int = 1,
+    ptr: Tensor | None = None,
+    device: Device = None,
+) -> AttentionGraph:
+    """Each token attends to itself and to the tokens at most ``size`` positions away.
+
+    An edge where :math:`|r_i - r_j| \\le size`. Tokens near an end have fewer keys. Longformer (section 3.1) and
+    BigBird give the window as w = ``2 * size``. ``window(n, n, is_causal=True)`` is the usual causal mask.
+
+    Args:
+        size: Reach to each side, at least 0; ``2 * size + 1`` keys. A sequence of ``size + 1`` tokens or fewer gets its
+            full graph.
+        n, is_causal, heads, ptr, device: As in :func:`full`.
+
+    Returns:
+        A graph with at most ``H * N * (2 * size + 1)`` edges.
+
+    Example:
+        >>> window(4, 1).to_dense()[0].int().tolist()
+        [[1, 1, 0, 0], [1, 1, 1, 0], [0, 1, 1, 1], [0, 0, 1, 1]]
+    """
+    size = checks.integer("size", size, 0, "Its unit is tokens to each side; 0 gives self-loops.")
+    tokens = _Tokens.of(n, is_causal, heads, ptr, device)
+    token = tokens.start + tokens.place
+    if size == 0:  # as many edges as tokens, so no device is waited for
+        return tokens.graph(torch.ones_like(token), token, 1).expand(heads)
+    reach = tokens.length.clamp(max=size)
+    return tokens.consecutive(torch.maximum(token - reach, tokens.start), torch.minimum(token + reach + 1, tokens.end))
+
+
+def global_tokens(
+    n: int | None,
+    num_global: int,
+    *,
+    is_causal: bool = False,
+    heads: int = 1,
+    ptr: Tensor | None = None,
+    device: Device = None,
+) -> AttentionGraph:
+    """The first ``num_global`` tokens of a sequence attend to all of it, and all of it attends to them.
+
+    An edge where :math:`r_i < num\\_global` or :math:`r_j < num\\_global`. Other tokens do not attend to themselves.
+    As in Longformer (section 3.1), without its second projection for these edges, and BigBird (section 2).
+
+    Args:
+        num_global: Number of global tokens, at least 0. A sequence with no more tokens gets its full graph.
+        n, is_causal, heads, ptr, device: As in :func:`full`.
+
+    Returns:
+        A graph with at most ``2 * H * N * num_global`` edges.
+
+    Example:
+        >>> global_tokens(4, 1).to_dense()[0].int().tolist()
+        [[1, 1, 1, 1], [1, 0, 0, 0], [1, 0, 0, 0], [1, 0, 0, 0]]
+    """
+    num_global = checks.integer("num_global", num_global, 0, "It is the number of global tokens of each sequence.")
+    tokens = _Tokens.of(n, is_causal, heads, ptr, device)
+    keys = tokens.length.where(tokens.place < num_global, tokens.length.clamp(max=num_global))
+    return tokens.consecutive(tokens.start, tokens.start + keys)
+
+
+def random(
+    n: int | None,
+    num_keys_per_query: int,
+    *,
+    seed: int | None = None,
+    generator: torch.Generator | None = None,
+    sequence_ids: Tensor | None = None,
+    is_causal: bool = False,
+    heads: int = 1,
+    ptr: Tensor | None = None,
+    device: Device = None,
+) -> AttentionGraph:
+    """Each token attends to ``num_keys_per_query`` distinct tokens of its sequence, uniformly at random.
+
+    As in BigBird (section 2). All :math:`\\binom{n}{k}` sets of a query are equally likely; a query may draw itself.
+    Queries and heads draw independently. Keys are drawn with replacement, and drawn again only where they repeat one
+    that the query has. That treats all keys alike, so the final set is uniform. Where k > n/2 the keys left out are
+    drawn instead, so each draw is new with probability 1/2 at least. Cost O(E log E) time, O(E) memory, expected.
+    Probabilities of a draw are resolved to :math:`2^{-32}`. Random words are those of :func:`~sbm_pyg.sample_edges`:
+    the keys of a sequence do not depend on the other sequences of the batch.
+
+    Args:
+        num_keys_per_query: Number of keys k of each query, at least 0. A sequence with fewer tokens gets its full
+            graph.
+        seed: Integer of 64 bits that fixes the keys.
+        generator: Where a seed is drawn from if ``seed`` is None; torch's default generator if both are None.
+        sequence_ids: Number of the random stream of each sequence, ``[B]``; see :func:`~sbm_pyg.sample_edges`.
+        heads: Number of heads H; each draws its own keys.
+        n, ptr, device: As in :func:`full`.
+
+    Returns:
+        A graph with exactly :math:`H \\sum_b n_b \\min(k, n_b)` edges.
+
+    Example:
+        >>> random(6, 2, seed=0).degree
+        tensor([[2, 2, 2, 2, 2, 2]])
+    """
+    num_keys_per_query = checks.integer(
+        "num_keys_per_query", num_keys_per_query, 0, "It is the number of keys that each query draws."
+    )
+    tokens = _Tokens.of(n, is_causal, heads, ptr, device)
+    size = (tokens.place + 1 if is_causal else tokens.length).repeat(heads)  # [H*N]
+    degree = size.clamp(max=num_keys_per_query)
+    listed = torch.where(2 * degree > size, size, degree)  # as numbers are, of which some are left out
+    tokens.count(listed, 1, bytes_each=72)
+    place = _distinct(degree, size, _Draws(tokens, sequence_ids, draw_seed(seed, generator)))
+    first = torch.repeat_interleave(tokens.start.repeat(heads), degree, output_size=place.numel())
+    return tokens.graph(degree, first + place, heads)
+
+
+def bigbird(
+    n: int | None,
+    size: int,
+    num_global: int,
+    num_random: int,
+    *,
+    seed: int | None = None,
+    generator: torch.Generator | None = None,
+    sequence_ids: Tensor | None = None,
+    is_causal: bool = False,
+    heads: int = 1,
+    ptr: Tensor | None = None,
+    device: Device = None,
+) -> AttentionGraph:
+    """The union of a window, global tokens and random keys, token by token.
+
+    ``window(n, size) | global_tokens(n, num_global) | random(n, num_random)``: a random key may be one that the window
+    or the global tokens hold already. This is the definition of BigBird's section 2 (internal transformer
+    construction); its code works on blocks of tokens and draws random blocks outside window and global ones. Cost: that
+    of :func:`random`, plus O(E log E).
+
+    Args:
+        size: Reach of the window to each side, at least 0.
+        num_global: Number of global tokens, the first of each sequence, at least 0.
+        num_random: Number of random keys of each query, at least 0.
+        seed, generator, sequence_ids: As in :func:`random`.
+        heads: Number of heads H; they share window and global tokens, each draws its own random keys.
+        n, ptr, device: As in :func:`full`.
+
+    Returns:
+        A graph with at most ``H * N * (2 * size + 1 + 2 * num_global + num_random)`` edges.
+
+    Example:
+        >>> bigbird(512, size=3, num_global=2, num_random=3, seed=0, heads=2).degree[:, :2].tolist()  # global tokens
+        [[512, 512], [512, 512]]
+    """
+    checks.integer("num_random", num_random, 0, "It is the number of random keys that each query draws.")
+    near = window(n, size, is_causal=is_causal, ptr=ptr, device=device)
+    wide = global_tokens(n, num_global, is_causal=is_causal, ptr=ptr, device=device)
+    heads = checks.integer("heads", heads, 1, "A graph without heads has no rows.")
+    edges = heads * (near.num_edges + wide.num_edges)
+    checks.memory("heads", edges, 64, near.device, "Take fewer global tokens, fewer heads or shorter sequences.")
+    fixed = near | wide
+    drawn = random(
+        n, num_random, seed=seed, generator=generator, sequence_ids=sequence_ids, is_causal=is_causal, heads=heads,
+        ptr=ptr, device=device,
+    )  # fmt: skip
+    return fixed.expand(heads) | drawn
+
+
+def block_diagonal(
+    n: int | None,
+    num_blocks: int,
+    *,
+    is_causal: bool = False,
+    heads: int = 1,
+    ptr: Tensor | None = None,
+    device: Device = None,
+) -> AttentionGraph:
+    """Each token attends to the tokens of its block, itself among them: pattern 1 of Lemma 2 (Cho et al.).
+
+    An edge where :math:`\\lfloor r_i K/n \\rfloor = \\lfloor r_j K/n \\rfloor`: K blocks of consecutive tokens whose
+    sizes differ by 1 at most. As an SBM: Y = Z = onehot of the block, S = I. (Lemma 2 of Cho et al. counts tokens from
+    1, which makes K + 1 blocks.)
+
+    Args:
+        num_blocks: Number of blocks K, at least 1. In a sequence with no more tokens each is a block of its own.
+        n, is_causal, heads, ptr, device: As in :func:`full`.
+
+    Returns:
+        A graph with about :math:`H \\sum_b n_b^2 / K` edges.
+
+    Example:
+        >>> block_diagonal(5, 2).to_dense()[0].int().tolist()
+        [[1, 1, 1, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 0, 0], [0, 0, 0, 1, 1], [0, 0, 0, 1, 1]]
+    """
+    num_blocks = checks.integer("num_blocks", num_blocks, 1, "One block is the full graph.")
+    tokens = _Tokens.of(n, is_causal, heads, ptr, device)
+    length = tokens.length
+    # From n blocks on every token is alone; the least such K keeps r * K and the ceilings below within int64.
+    blocks = length.clamp(max=num_blocks)
+    block = tokens.place * blocks // length
+    first = (block * length + blocks - 1) // blocks  # the least r of the block: ceil(block * n / K)
+    end = ((block + 1) * length + blocks - 1) // blocks
+    return tokens.consecutive(tokens.start + first, tokens.start + end)
+
+
+def relay_keys(
+    n: int | None,
+    num_relays: int,
+    *,
+    is_causal: bool = False,
+    heads: int = 1,
+    ptr: Tensor | None = None,
+    device: Device = None,
+) -> AttentionGraph:
+    """Every token attends to the last ``num_relays`` tokens of its sequence: pattern 2 of Lemma 2 (Cho et al.).
+
+    An edge where :math:`r_j \\ge n - K`. As an SBM: Y = 1, Z = the relays, S = 1. The proof adds self-loops, this
+    function does not: ``relay_keys(n, num_relays) | self_loops(n)``.
+
+    Args:
+        num_relays: Number of relays K, at least 1. A sequence with no more tokens gets its full graph.
+        n, is_causal, heads, ptr, device: As in :func:`full`.
+
+    Returns:
+        A graph with at most ``H * N * num_relays`` edges.
+
+    Example:
+        >>> relay_keys(3, 1).to_dense()[0].int().tolist()
+        [[0, 0, 1], [0, 0, 1], [0, 0, 1]]
+    """
+    num_relays = checks.integer("num_relays", num_relays, 1, "It is the number of relays of each sequence.")
+    tokens = _Tokens.of(n, is_causal, heads, ptr, device)
+    return tokens.consecutive(tokens.end - tokens.length.clamp(max=num_relays), tokens.end)
+
+
+def relay_queries(
+    n: int | None,
+    num_relays: int,
+    *,
+    is_causal: bool = False,
+    heads: int = 1,
+    ptr: Tensor | None = None,
+    device: Device = None,
+) -> AttentionGraph:
+    """The last ``num_relays`` tokens of a sequence attend to all of it: pattern 3 of Lemma 2 (Cho et al.).
+
+    Other tokens attend to none. An edge where :math:`r_i \\ge n - K`, the transpose of :func:`relay_keys`. The proof
+    adds self-loops, this function does not: ``relay_queries(n, num_relays) | self_loops(n)``.
+
+    Args:
+        num_relays: Number of relays K, at least 1. A sequence with no more tokens gets its full graph.
+        n, is_causal, heads, ptr, device: As in :func:`full`.
+
+    Returns:
+        A graph with at most ``H * N * num_relays`` edges.
+
+    Example:
+        >>> relay_queries(3, 1).to_dense()[0].int().tolist()
+        [[0, 0, 0], [0, 0, 0], [1, 1, 1]]
+    """
+    num_relays = checks.integer("num_relays", num_relays, 1, "It is the number of relays of each sequence.")
+    tokens = _Tokens.of(n, is_causal, heads, ptr, device)
+    is_relay = tokens.length - tokens.place <= num_relays
+    return tokens.consecutive(tokens.start, torch.where(is_relay, tokens.end, tokens.start))
+
+
+def self_loops(
+    n: int | None, *, is_causal: bool = False, heads: int = 1, ptr: Tensor | None = None, device: Device = None
+) -> AttentionGraph:
+    """Each token attends to itself alone.
+
+    Args:
+        n, is_causal, heads, ptr, device: As in :func:`full`.
+
+    Returns:
+        A graph with ``H * N`` edges.
+
+    Example:
+        >>> self_loops(3).edge_index.tolist()
+        [[0, 1, 2], [0, 1, 2]]
+    """
+    return window(n, 0, is_causal=is_causal, heads=heads, ptr=ptr, device=device)
+
+
+# --------------------------------------------------------------------------------------------------------------- parts
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """Where each token lies in its sequence, and whether it attends to earlier ones alone."""
+
+    is_causal: bool
+    heads: int
+    ptr: Tensor  # [B+1]
+    start: Tensor  # [N], the first token of its sequence
+    end: Tensor  # [N], one past the last
+    place: Tensor  # [N], the r of the formulas
+
+    @classmethod
+    def of(cls, n: int | None, is_causal: bool, heads: int, ptr: Tensor | None, device: Device) -> _Tokens:
+        checks.flag("is_causal", is_causal, "It says whether edges to later tokens are left out.")
+        heads = checks.integer("heads", heads, 1, "A graph without heads has no rows.")
+        check_tensor(ptr, "ptr")
+        if n is not None:
+            n = checks.integer("n", n, 1, "It is the number of tokens.")
+            known = ptr is not None and checks.at_hand(ptr) and readable(ptr) and ptr.dim() == 1 and ptr.numel() > 1
+            if known and ptr is not None and ptr[-1] != n:
+                raise ValueError(
+                    f"Expected 'n' to be the last entry of 'ptr', {int(ptr[-1])} (got {n}). Leave it out, as None."
+                )
+        elif ptr is None:
+            raise ValueError("Expected 'n' or 'ptr' (got neither). Pass the number of tokens or their offsets.")
+        else:
+            n = int(ptr.flatten()[-1]) if ptr.numel() and ptr.dtype in checks.INTEGERS and not ptr.is_meta else 0
+            if n < 1 and ptr.dim() == 1 and ptr.numel() > 1 and ptr.dtype in checks.INTEGERS:
+                raise ValueError(
+                    f"Expected 'ptr' to run from 0 to the number of tokens (got an end of {n}). "
+                    "Pass offsets of all sequences."
+                )
+        device = None if device is None else checks.device(device)
+        place = (torch.get_default_device() if ptr is None else ptr.device) if device is None else device
+        checks.memory("n" if ptr is None else "ptr", n, 80, place, "Take shorter sequences.", "tokens")
+        checks.memory("heads", heads * n, 24, place, "Take fewer heads.", "rows")
+        ptr = resolve_ptr(n, ptr, device=device)
+        start, end = (torch.repeat_interleave(side, ptr.diff(), output_size=n) for side in (ptr[:-1], ptr[1:]))
+        return cls(is_causal, heads, ptr, start, end, torch.arange(n, device=ptr.device) - start)
+
+    @property
+    def length(self) -> Tensor:
+        return self.end - self.start  # [N]
+
+    def count(self, degree: Tensor, copies: int, bytes_each: int) -> int | None:
+        """The sum of the keys of rows, None in compiled code; refuse so many copies where memory does not hold them."""
+        if torch.compiler.is_compiling():
+            return None
+        check_present(self.ptr, "ptr")
+        high, low = torch.stack([degree >> 16, degree & 0xFFFF]).sum(1).tolist()  # int64 may not hold their sum
+        total = (high << 16) + low
+        alone = checks.fits(copies * total // self.heads, bytes_each, self.ptr.device)
+        checks.memory(
+            "heads" if self.heads > 1 and alone else "n", copies * total, bytes_each, self.ptr.device,
+            "Take a sparser pattern, fewer heads or shorter sequences.",
+        )  # fmt: skip
+        return total
+
+    def graph(self, degree: Tensor, col: Tensor, heads: int) -> AttentionGraph:
+        rowptr = torch.cat([degree.new_zeros(1), degree.cumsum(0)])
+        n = self.place.numel()
+        return AttentionGraph._trusted(rowptr, col.to(index_type(n)), n, n, heads, self.ptr, self.ptr, self.is_causal)
+
+    def consecutive(self, first: Tensor, end: Tensor) -> AttentionGraph:
+        """The graph in which token i attends to tokens ``first[i]..end[i]-1``, in every head."""
+        if self.is_causal:
+            end = torch.minimum(end, self.start + self.place + 1)
+        degree = (end - first).clamp(min=0)
+        each = index_type(self.place.numel()).itemsize
+        total = self.count(degree, self.heads, bytes_each=each if self.heads == 1 else 2 * each)
+        return self.graph(degree, runs(first, degree, total, index_type(self.place.numel())), 1).expand(self.heads)
+
+
+class _Draws:
+    """Random words for rows ``h * N + i``.
+
+    Functions of the seed, the stream of the sequence, the head and the token's place in its sequence.
+    """
+
+    def __init__(self, tokens: _Tokens, sequence_ids: Tensor | None, seed: int) -> None:
+        stream = resolve_sequence_ids(sequence_ids, tokens.ptr.numel() - 1, tokens.ptr.device)
+        stream = stream.repeat_interleave(tokens.ptr.diff(), output_size=tokens.place.numel())
+        head = torch.arange(tokens.heads, device=stream.device).repeat_interleave(stream.numel())
+        self.row = torch.arange(head.numel(), device=stream.device)
+        self.place, self.stream, self.head = (
+            tokens.place.repeat(tokens.heads),
+            stream.repeat(tokens.heads),
+            head | RANDOM_KEY << 24,
+        )
+        self.used, self.seed = torch.zeros_like(self.row), seed
+
+    def __call__(self, count: Tensor) -> tuple[Tensor, Tensor]:
+        """The next ``count[row]`` words of 32 bits for each row, ``[sum(count)]``, with their rows."""
+        blocks = (count + 3) // 4  # of four words
+        row = torch.repeat_interleave(self.row, blocks)
+        block = runs(self.used, blocks)
+        words = torch.stack(philox(block, self.place[row], self.stream[row], self.head[row], self.seed), dim=1)
+        wanted = 4 * (block - self.used[row])[:, None] + torch.arange(4, device=row.device) < count[row][:, None]
+        self.used = self.used + blocks
+        return row[:, None].expand(-1, 4)[wanted], words[wanted]
+
+
+def _distinct(count: Tensor, size: Tensor, draws: _Draws) -> Tensor:
+    """For each i a uniform set of ``count[i]`` numbers in ``0..size[i]-1``, ascending; joined, ``[sum(count)]``."""
+    stride, rows = int(size.max()), draws.row
+    leave = 2 * count > size  # there the numbers left out are drawn
+    wanted = torch.where(leave, size - count, count)
+    # `drawn`: the cells of each round, ascending; a cell is a row and a number: row * stride + number
+    missing, drawn = wanted, [wanted[:0]]
+    while bool(missing.any()):
+        row, word = draws(missing)
+        cells = (row * stride + (word * size[row] >> 32)).unique()
+        for before in drawn[1:]:
+            cells = cells[before[torch.searchsorted(before, cells).clamp(max=before.numel() - 1)] != cells]
+        if cells.numel():
+            drawn.append(cells)
+            missing = missing - torch.bincount(cells // stride, minlength=rows.numel())
+    cells = torch.cat(drawn).sort().values
+    if bool(leave.any()):  # add all numbers of those rows; what then appears twice was drawn to be left out
+        cells, times = torch.cat([cells, runs(rows[leave] * stride, size[leave])]).unique(return_counts=True)
+        cells = cells[times == 1]
+    return cells % stride
+
+
+# -------------------------------------------------------------------------------------------------------------- source
+
+
+CALL = ("ptr", "seed", "sequence_ids", "is_causal", "bipartite")  # what a source is called with
+
+
+class Rule:
+    """A function that makes graphs, with the options that it is always called with.
+
+    Args:
+        name: What it is called in errors.
+        function: It takes ``ptr`` and the options.
+        options: Its other arguments.
+        sides: How many of its first arguments a call gives.
+
+    Raises:
+        TypeError: ``function`` cannot be called, does not take an option, or needs another one.
+    """
+
+    def __init__(
+        self, name: str, function: Callable[..., AttentionGraph], options: Mapping[str, Any], sides: int
+    ) -> None:
+        if not callable(function):
+            raise TypeError(f"Expected '{name}' to be callable (got {type(function).__name__}). It makes a graph.")
+        known = inspect.signature(function).parameters
+        general = any(each.kind is each.VAR_KEYWORD for each in known.values())
+        unknown = [option for option in options if option not in known and not general]
+        if unknown:
+            raise TypeError(f"Expected options of '{name}' (got {unknown}). It takes {[*known]}.")
+        self.function, self.options, self.takes = function, dict(options), {*known} - {*options}
+        for each in [*known.values()][sides:]:
+            needed = each.default is each.empty and each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
+            if needed and each.name not in {*options, *CALL}:
+                raise TypeError(
+                    f"Expected '{each.name}' among the options of '{name}' (got {[*options]}). Give `{each.name}=...`."
+                )
+
+    def __call__(self, *sides: Tensor | None, ptr: Any, **call: Any) -> AttentionGraph:
+        """The graph; of what it is called with, the function is given what it takes."""
+        given = {name: value for name, value in call.items() if name in self.takes}
+        graph = self.function(*sides, ptr=ptr, **self.options, **given)
+        check_graph(graph)
+        return graph
+
+    def release(self, options: Collection[str]) -> list[str]:
+        """Leave these options to the calls, and name them."""
+        self.options = {name: value for name, value in self.options.items() if name not in options}
+        self.takes |= {*options}
+        return [*options]
+
+    def __repr__(self) -> str:
+        name = getattr(self.function, "__name__", type(self.function).__name__)
+        return ", ".join([name, *(f"{key}={value!r}" for key, value in self.options.items())])
+
+
+class PatternSource(GraphSource):
+    """Chooses the same pattern whatever the tokens hold, made anew for the offsets of each batch.
+
+    Args:
+        pattern: A function of this module, or one that takes ``(None, ptr=ptr, **options)`` likewise. It is given
+            ``seed``, ``sequence_ids`` and ``is_causal`` where it has arguments of these names.
+        **options: Its other arguments, e.g. ``size=64``.
+
+    Raises:
+        TypeError: ``pattern`` cannot be called, does not take an option, or needs another one.
+
+    Example:
+        >>> source, ptr = PatternSource(window, size=1), torch.tensor([0, 4, 10])
+        >>> tokens = torch.randn(2, 10, 8)
+        >>> source(tokens, tokens, ptr, ptr, seed=0).graph
+        AttentionGraph(2 sequences, 1 head, 10 queries, 10 keys, 26 edges, density 50.0%)
+    """
+
+    def __init__(self, pattern: Callable[..., AttentionGraph], **options: Any) -> None:
+        super().__init__()
+        self.rule = Rule("pattern", pattern, options, sides=1)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        query_ptr: Tensor,
+        key_ptr: Tensor,
+        *,
+        bipartite: bool = False,
+        is_causal: bool = False,
+        seed: int,
+        sequence_ids: Tensor | None = None,
+    ) -> Choice:
+        """As :meth:`GraphSource.forward`; queries and keys must be the same tokens."""
+        if bipartite:
+            raise ValueError(
+                "Expected 'pattern' over tokens that are queries and keys (got a pair). Pass a graph to the layer."
+            )
+        graph = self.rule(None, ptr=query_ptr, seed=seed, sequence_ids=sequence_ids, is_causal=is_causal)
+        return Choice(graph.causal() if is_causal else graph)
+
+    def extra_repr(self) -> str:
+        """The pattern and its options."""
+        return repr(self.rule)
+
+
+def check_window(window: int | None) -> int | None:
+    """The reach of a window beside a choice, if it is one."""
+    return None if window is None else checks.integer("window", window, 0, "It is a distance in tokens; None for none.")
+
+
+def check_same_tokens(bipartite: bool) -> None:
+    """Raise ValueError where a window is asked for between different tokens."""
+    if bipartite:
+        raise ValueError(
+            "Expected the same tokens as queries and keys with 'window' or 'self_loops' (got a pair). "
+            "Leave it out, or add a pattern of your own and pass the graph."
+        )
+
+
+def with_window(choice: Choice, window_size: int | None, ptr: Tensor, bipartite: bool) -> Choice:
+    """The choice with a window beside it in each head, whatever its probabilities are."""
+    if window_size is None:
+        return choice
+    check_same_tokens(bipartite)
+    graph = choice.graph  # the number of its tokens is known where offsets may not be read, as in compiled code
+    return choice.force(window(graph.num_queries, window_size, is_causal=graph.is_causal, ptr=ptr))
+
+
+# ---------------------------------------------------------------------------------------------------------- transforms
+
+
+@dataclass(eq=False, kw_only=True)
+class _PatternTransform(BaseTransform):
+    """Gives ``Data`` the edges of a pattern over its nodes; its fields are the arguments of ``pattern``.
+
+    The sequences are those of ``ptr``, else of ``batch``, else all nodes are one sequence. Sets ``edge_index`` and,
+    with several heads, ``edge_type`` (the head), in place of the former edges with their ``edge_attr``,
+    ``edge_weight``, ``edge_type``, ``adj`` and ``adj_t``. Edges come sequence by sequence, so a ``Batch`` still
+    separates by ``to_data_list()``.
+    """
+
+    pattern: ClassVar[Callable[..., AttentionGraph]]
+    is_causal: bool = False
+    heads: int = 1
+
+    def forward(self, data: Data) -> Data:
+        if not isinstance(data, Data):
+            raise TypeError(
+                f"Expected 'data' to be Data (got {type(data).__name__}). Convert it with `to_homogeneous()`."
+            )
+        if data.num_nodes is None or data.num_nodes < 1:
+            raise ValueError(f"Expected 'data' to have nodes (got {data.num_nodes}). Set `x` or `num_nodes`.")
+        device = next((value.device for value in data.to_dict().values() if isinstance(value, Tensor)), None)
+        ptr = stored_ptr(data, device=device)
+        ptr = resolve_ptr(data.num_nodes, device=device) if ptr is None else ptr
+        graph = self.pattern(None, ptr=ptr, **{each.name: getattr(self, each.name) for each in fields(self)})
+        return graph.replace_edges(data)
+
+
+@functional_transform("full_graph")
+@dataclass(eq=False)
+class FullGraph(_PatternTransform):
+    """Edges between all tokens of each sequence, see :func:`full` (functional name: ``full_graph``).
+
+    Example:
+        >>> FullGraph()(Data(num_nodes=3))
+        Data(num_nodes=3, edge_index=[2, 9])
+    """
+
+    pattern = staticmethod(full)
+
+
+@functional_transform("window_graph")
+@dataclass(eq=False)
+class WindowGraph(_PatternTransform):
+    """Edges to near tokens, see :func:`window` (functional name: ``window_graph``).
+
+    Example:
+        >>> WindowGraph(size=1, heads=2)(Data(num_nodes=3))
+        Data(num_nodes=3, edge_index=[2, 14], edge_type=[14])
+    """
+
+    pattern = staticmethod(window)
+    size: int
+
+
+@functional_transform("global_graph")
+@dataclass(eq=False)
+class GlobalGraph(_PatternTransform):
+    """Edges from and to the first tokens, see :func:`global_tokens` (functional name: ``global_graph``)."""
+
+    pattern = staticmethod(global_tokens)
+    num_global: int
+
+
+@dataclass(eq=False, kw_only=True)
+class _RandomTransform(_PatternTransform):
+    """With a seed, every call gives the same graph; with a generator, the next one."""
+
+    seed: int | None = None
+    generator: torch.Generator | None = None
+
+
+@functional_transform("random_graph")
+@dataclass(eq=False)
+class RandomGraph(_RandomTransform):
+    """Edges to random tokens, see :func:`random` (functional name: ``random_graph``)."""
+
+    pattern = staticmethod(random)
+    num_keys_per_query: int
+
+
+@functional_transform("bigbird_graph")
+@dataclass(eq=False)
+class BigBirdGraph(_RandomTransform):
+    """Window, global tokens and random keys, see :func:`bigbird` (functional name: ``bigbird_graph``)."""
+
+    pattern = staticmethod(bigbird)
+    size: int
+    num_global: int
+    num_random: int
+
+
+@functional_transform("block_diagonal_graph")
+@dataclass(eq=False)
+class BlockDiagonalGraph(_PatternTransform):
+    """Edges within blocks, see :func:`block_diagonal` (functional name: ``block_diagonal_graph``)."""
+
+    pattern = staticmethod(block_diagonal)
+    num_blocks: int
+
+
+@functional_transform("relay_keys_graph")
+@dataclass(eq=False)
+class RelayKeysGraph(_PatternTransform):
+    """Edges from the last tokens to all, see :func:`relay_keys` (functional name: ``relay_keys_graph``)."""
+
+    pattern = staticmethod(relay_keys)
+    num_relays: int
+
+
+@functional_transform("relay_queries_graph")
+@dataclass(eq=False)
+class RelayQueriesGraph(_PatternTransform):
+    """Edges from all tokens to the last, see :func:`relay_queries` (functional name: ``relay_queries_graph``)."""
+
+    pattern = staticmethod(relay_queries)
+    num_relays: int
+
+
+@functional_transform("self_loops_graph")
+@dataclass(eq=False)
+class SelfLoopsGraph(_PatternTransform):
+    """An edge from each token to itself, see :func:`self_loops` (functional name: ``self_loops_graph``)."""
+
+    pattern = staticmethod(self_loops)

@@ -1,0 +1,668 @@
+"""From a stochastic block model to a graph: :func:`sample_edges`, and the same as a PyG transform and as a source.
+
+In: an :class:`~sbm_pyg.SBM`, PyG data that carry one, or queries and keys. Out: an :class:`~sbm_pyg.AttentionGraph`.
+Not here: the sampling algorithms themselves (``ops``) and gradients (``estimators``).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch_geometric.data import Batch, Data, HeteroData
+from torch_geometric.data.datapipes import functional_transform
+from torch_geometric.transforms import BaseTransform
+
+from .. import ops
+from ..blocks import BlockGraph, block_mean, block_tokens
+from ..graph import AttentionGraph
+from ..ops.reference.blocks import sides
+from ..ops.reference.tiled import sampled_edges
+from ..ragged import count_pairs, draw_seed, readable, resolve_ptr, resolve_sequence_ids, stored_ptr, trust_offsets
+from . import patterns
+from .following import FollowingSource
+from .interface import Choice, SharingSource, TiledChoice
+from .sbm import FLOOR, SBM, SBMHead, check_model, reach_of_products
+
+__all__ = ["SBMGraph", "SBMSource", "ShareSchedule", "sample_edges"]
+
+MOMENTUM = 0.1  # of the running mean of probabilities
+FAR = 2.0**60
+"""Products below this are safe in float32: what is lost below 2^-126 is nothing next to 2^-32, the resolution of p."""
+
+
+def sample_edges(
+    sbm: SBM,
+    *,
+    method: str = "bernoulli",
+    exploration: float = 0.0,
+    budget: float | None = None,
+    clamp: bool = False,
+    seed: int | None = None,
+    generator: torch.Generator | None = None,
+    sequence_ids: Tensor | None = None,
+) -> AttentionGraph:
+    r"""Sample a graph from a stochastic block model, exactly, in time linear in tokens and edges.
+
+    With :math:`p_{ij} = Y_i S Z_j^\top`, all pairs are independent and an edge has probability
+
+    * ``"bernoulli"``: :math:`\min(1, p_{ij} + \delta)`, the expectation that the model promises;
+    * ``"fastrg"``: :math:`1 - e^{-(p_{ij} + \delta)}`, the law of the paper's Algorithm 1 with repeats counted once. It
+      never exceeds 0.632 for :math:`p \le 1`, so it cannot reach full attention.
+
+    Each query takes the cheapest of three ways: keys at geometric gaps, as if all its probabilities were their bound,
+    thinned to the exact ones; Poisson proposals by block and key, where that bound is loose; or one coin per key where
+    the row is dense anyway. Cost O((N + M) K + E (K + log M)) for rows of small probabilities; a row whose bound
+    :math:`\max_j p_{ij}` comes near 1 costs O(M K). Memory O((N + M) K + E). Probabilities are resolved to
+    :math:`2^{-32}`.
+
+    Random words come from a counter-based generator (Philox4x32-10) keyed by seed, sequence, head and query: the edges
+    of a sequence do not depend on the number of threads nor on the other sequences of the batch.
+
+    Memberships may have any size, as long as probabilities stay below :math:`2^{60}`: numbers beyond float32's normal
+    range, and those near its ends, are rescaled by powers of two in float64, which leaves :math:`p_{ij}` as it is.
+    Where the expected edges do not fit into the memory that is available, nothing is sampled.
+
+    Args:
+        sbm: The model.
+        method: ``"bernoulli"`` or ``"fastrg"``.
+        exploration: :math:`\delta` in [0, 1], added to every probability; training aid of the paper (0.01 there), for
+            it puts a floor under the density.
+        budget: Largest expected number of keys per query and head, without exploration; see :meth:`SBM.limit`. None: no
+            limit.
+        clamp: Cut probabilities above 1 at 1. By default they are an error (``"bernoulli"`` only).
+        seed: Integer of 64 bits that fixes the edges.
+        generator: Where a seed is drawn from if ``seed`` is None; torch's default generator if both are None.
+        sequence_ids: Number of each sequence, ``[B]`` int64 in ``0 .. 2**32-1``; its position in the batch if None.
+            Random words depend on it: give each sequence the number it has in its data set, and it keeps its edges
+            wherever it stands.
+
+    Returns:
+        A graph over the tokens of the model, on its device; ``col`` is int32.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: An argument is out of range, a membership is negative or not finite, a probability exceeds 1, or
+            memory does not hold the edges that are to be expected.
+
+    Example:
+        >>> sbm = SBM(torch.full((1, 1000, 1), 0.1), torch.ones(1, 1000, 1), torch.ones(1, 1, 1))
+        >>> sample_edges(sbm, seed=0)
+        AttentionGraph(1 sequence, 1 head, 1,000 queries, 1,000 keys, 1...,... edges, density 10.0%)
+
+    Reference: Rohe et al., "A note on quickly sampling a sparse matrix with low rank expectation", JMLR 2018 (fastRG);
+    the thinning that makes it exact is derived in docs/concepts.md.
+    """
+    if method not in ops.METHODS:
+        raise ValueError(
+            f"Expected 'method' to be one of {ops.METHODS} (got {method!r}). "
+            "Use 'bernoulli' unless you compare with Algorithm 1."
+        )
+    check_model(sbm)
+    ops.checks.number("exploration", exploration, "[0, 1]", "The paper has 0.01 in training and 0 in evaluation.")
+    ops.checks.flag("clamp", clamp, "It says whether to cut probabilities at 1.")
+    sequence_ids = resolve_sequence_ids(sequence_ids, sbm.num_sequences, sbm.query_ptr.device)
+    seed = draw_seed(seed, generator)
+    with torch.no_grad():
+        reach = reach_of_products(sbm)
+        limited = sbm if reach <= FAR else _widen(sbm, reach)
+        limited = limited if budget is None else limited.limit(budget)
+        _check_memory(limited, method, exploration)
+        rate, key = (limited.rate, limited.key_membership) if reach <= FAR else _rescale(limited)
+        key = _next_place(key, sbm.key_ptr) if sbm.is_strict else key
+        rowptr, col = ops.sample_sbm(
+            rate, key, sbm.query_ptr, sbm.key_ptr, sequence_ids, seed, method, exploration, clamp, sbm.is_causal
+        )
+    sides = (sbm.num_queries, sbm.num_keys, sbm.heads, sbm.query_ptr, sbm.key_ptr)
+    graph = AttentionGraph._trusted(rowptr, col, *sides, sbm.is_causal)
+    if not sbm.is_strict:
+        return graph
+    first = torch.zeros(sbm.num_keys, dtype=torch.bool, device=col.device).index_fill(0, sbm.key_ptr[:-1], True)
+    graph = graph.select(~first[graph.col.long()])  # which exploration alone reaches
+    return graph._with(graph.rowptr, graph.col - 1, graph.heads)
+
+
+def _next_place(key: Tensor, ptr: Tensor) -> Tensor:
+    """Each key one place later in its sequence, where those who may attend to it, and not its own query, see it.
+
+    The first place of a sequence holds zeros.
+    """
+    return key.roll(1, 1).index_fill(1, ptr[:-1], 0)
+
+
+def _pooled(
+    query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, grain: int, is_causal: bool,
+    pool: torch.nn.Module | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """What stands for the blocks of queries and of keys, ``[H, n, C]`` each, and their offsets."""
+    make = block_mean if pool is None else pool
+    mine, theirs = sides((query.size(1), key.size(1)), (query_ptr, key_ptr), grain)
+    ptrs = [trust_offsets(cut.ptr, cut.count) for cut in (mine, theirs)]
+    return make(*block_tokens(query, mine, before=is_causal)), make(*block_tokens(key, theirs)), ptrs[0], ptrs[1]
+
+
+class SBMSource(SharingSource, FollowingSource):
+    """Lets a module predict a block model from queries and keys, and samples the graph of each head from it.
+
+    Args:
+        head: Module from queries, keys and their offsets to an SBM, such as :class:`~sbm_pyg.SBMHead`.
+        method: Law of the graph, ``"bernoulli"`` or ``"fastrg"``; see :func:`sample_edges`.
+        exploration: Added to every probability in training only, in [0, 1]. None: the square of the share, or 0
+            without one. While the share is high, this keeps graphs full that do not know yet what to look for.
+        budget: Largest expected number of sampled keys per query and head; None for no limit.
+        share: Density that the pairs of each attention head compete for, in (0, 1]: probabilities are divided by
+            their mean and multiplied by the share. The mean is a running one over batches, so that no row depends on
+            another, and gradients take it for that of their own sequence, whose pairs compete. So parts of a batch
+            have the graphs and gradients of the whole one; see :func:`~sbm_pyg.sync_statistics` for several
+            processes. Until there is a mean, each query is by itself, as in :meth:`SBM.share`. What exceeds 1 is cut,
+            so graphs have fewer edges. None: probabilities are as the head says.
+        self_loops: Each token always attends to itself.
+        window: Each token always attends to tokens at this distance or less, and so to itself. None: no window.
+        grain: Tokens of a block, see :class:`~sbm_pyg.BlockGraph`. Above 1 the head sees one query and one key for each
+            block, and edges of the model join blocks: all tokens of a block attend to the same keys. Probabilities,
+            exploration and share are those of pairs of blocks; ``budget`` and ``window`` count tokens, and a window
+            is widened to whole blocks. In a causal model a query block is chosen for by tokens up to its first, and
+            each block always attends to itself.
+        pool: What makes a vector of the tokens of a block: ``"mean"``, or a module such as
+            :class:`~sbm_pyg.BlockPool`.
+        detach: No gradient goes on from the model to queries and keys, which then learn from attention alone.
+        tiled: Store no graph: the layer draws edges beside its scores, see :func:`sbm_pyg.ops.sampled_attention`. For
+            ``"bernoulli"`` and ``grain=1``.
+
+    Raises:
+        TypeError, ValueError: An argument has the wrong type or range.
+
+    Example:
+        >>> source = SBMSource(SBMHead(8, heads=2, num_blocks=4), window=1)
+        >>> query, ptr = torch.randn(2, 10, 8), torch.tensor([0, 10])
+        >>> choice = source(query, query, ptr, ptr, seed=0)
+        >>> choice.probability, int(choice.forced.sum())
+        (SBM(1 sequence, 2 heads, 10 queries, 10 keys, 4 blocks), 56)
+    """
+
+    state_name = "running_mean"
+
+    def __init__(
+        self,
+        head: torch.nn.Module,
+        *,
+        method: str = "bernoulli",
+        exploration: float | None = None,
+        budget: float | None = None,
+        share: float | None = None,
+        self_loops: bool = False,
+        window: int | None = None,
+        grain: int = 1,
+        pool: torch.nn.Module | str = "mean",
+        detach: bool = False,
+        tiled: bool = False,
+    ) -> None:
+        super().__init__()
+        if not isinstance(head, torch.nn.Module):
+            raise TypeError(
+                f"Expected 'head' to be a module such as SBMHead (got {type(head).__name__}). It makes an SBM."
+            )
+        ops.checks.one_of("method", method, ops.METHODS)
+        if exploration is not None:
+            ops.checks.number("exploration", exploration, "[0, 1]", "It is added to every probability in training.")
+        _check_budget(budget)
+        patterns.check_window(window)
+        if pool != "mean" and not isinstance(pool, torch.nn.Module):
+            raise TypeError(f"Expected 'pool' to be 'mean' or a module (got {pool!r}). `BlockPool` is one.")
+        self.grain = ops.checks.integer("grain", grain, 1, "It is a number of tokens.")
+        ops.checks.flag("detach", detach, "It says whether the model sends no gradient to queries and keys.")
+        self.detach = detach
+        self.pool = pool if isinstance(pool, torch.nn.Module) else None
+        self.head, self.method, self.exploration, self.budget = head, method, exploration, budget
+        self.tiled = tiled
+        self.self_loops, self.window = self_loops, window
+        self.running_mean: Tensor
+        self.share = share
+
+    @property
+    def tiled(self) -> bool:
+        """Whether the layer draws edges beside its scores, and stores none. It may change between calls."""
+        return self._stores_nothing
+
+    @tiled.setter
+    def tiled(self, tiled: bool) -> None:
+        ops.checks.flag("tiled", tiled, "It says whether edges are drawn beside the scores, and never stored.")
+        if tiled and (self.grain > 1 or self.method != "bernoulli"):
+            raise ValueError(
+                "Expected 'tiled' with method='bernoulli' and grain=1 "
+                f"(got {self.method!r} and {self.grain}). Store the graph."
+            )
+        self._stores_nothing = tiled
+
+    def _prepare(self) -> None:
+        """Add the buffers of the running mean, once there is a share."""
+        if self.share is not None and "running_mean" not in self._buffers:
+            device = next((parameter.device for parameter in self.parameters()), None)
+            heads = getattr(self.head, "heads", 1)
+            self.register_buffer("running_mean", torch.zeros(heads, device=device))  # 0: none yet
+            self._follow_by(torch.zeros(2, heads, device=device))  # expected edges, and pairs
+
+    def reset_parameters(self) -> None:
+        """Draw the parameters of the head anew, and forget the running mean."""
+        super().reset_parameters()
+        for buffer in self.buffers(recurse=False):
+            buffer.zero_()
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        query_ptr: Tensor,
+        key_ptr: Tensor,
+        *,
+        bipartite: bool = False,
+        is_causal: bool = False,
+        seed: int,
+        sequence_ids: Tensor | None = None,
+    ) -> Choice:
+        """As :meth:`~sbm_pyg.GraphSource.forward`."""
+        if self.share is not None or not self.tiled:
+            ops.checks.single(query=query, key=key)
+        if self.detach:
+            query, key = query.detach(), key.detach()
+        if self.grain == 1:
+            return self._choose(self.head(query, key, query_ptr, key_ptr), bipartite, is_causal, seed, sequence_ids)
+        same = not bipartite and key_ptr.shape == query_ptr.shape
+        if is_causal and (not same or getattr(self.head, "tied", False)):
+            raise ValueError(
+                "Expected the same tokens on both sides, and a head that is not tied, with 'is_causal' and 'grain' "
+                f"above 1 (got grain={self.grain}). A query block is seen by its first token alone; take grain=1."
+            )
+        sbm = self.head(*_pooled(query, key, query_ptr, key_ptr, self.grain, is_causal, self.pool))
+        sbm = sbm.strict() if is_causal else sbm
+        choice = self._choose(sbm, bipartite, is_causal, seed, sequence_ids)
+        sizes = (query.size(1), key.size(1))
+        return replace(choice, graph=BlockGraph._over(choice.graph, self.grain, query_ptr, key_ptr, *sizes))
+
+    def _choose(self, sbm: SBM, bipartite: bool, is_causal: bool, seed: int, sequence_ids: Tensor | None) -> Choice:
+        """Sample the graph of a model, and add what is always there; or leave that to the layer."""
+        sbm = sbm.causal() if is_causal else sbm
+        sbm, saw = (sbm, None) if self.share is None else self._compete(sbm, self.share, seed)
+        choice = self._draw(sbm, bipartite, seed, sequence_ids)
+        if saw is not None and self._counts:  # last, so that a call that fails leaves the running mean as it was
+            self._note(saw)
+        return choice
+
+    def _draw(self, sbm: SBM, bipartite: bool, seed: int, sequence_ids: Tensor | None) -> Choice:
+        """As :meth:`_choose`, of the model whose pairs have competed."""
+        sbm = sbm if self.budget is None else sbm.limit(self.budget / self.grain)
+        by_share = (self.share or 0.0) ** 2 if self.exploration is None else self.exploration
+        exploration = by_share if self.training else 0.0
+        if self.tiled:
+            return self._tiles(sbm, exploration, seed, sequence_ids, bipartite)
+        # No parameterisation exceeds 1, but shares do; and `clamp` takes what low precision rounds above it.
+        graph = sample_edges(
+            sbm, method=self.method, exploration=exploration, clamp=True, seed=seed, sequence_ids=sequence_ids
+        )
+        choice = Choice(graph, sbm, exploration=exploration)
+        size = 0 if (self.self_loops or sbm.is_strict) and self.window is None else self.window
+        size = size if size is None else -(-size // self.grain)
+        return patterns.with_window(choice, size, sbm.query_ptr, bipartite)
+
+    def _tiles(
+        self, sbm: SBM, exploration: float, seed: int, sequence_ids: Tensor | None, bipartite: bool
+    ) -> TiledChoice:
+        """What a layer needs to draw the edges beside its scores."""
+        window = 0 if self.self_loops and self.window is None else self.window
+        if window is not None:
+            patterns.check_same_tokens(bipartite)
+        numbers = resolve_sequence_ids(sequence_ids, sbm.num_sequences, sbm.query_ptr.device)
+        law = (sbm.query_ptr, sbm.key_ptr, numbers, seed, exploration, sbm.is_causal, -1 if window is None else window)
+
+        def draw() -> tuple[AttentionGraph, Tensor | None]:
+            _check_memory(sbm, "bernoulli", exploration)
+            rowptr, col, forced = sampled_edges(sbm.rate.detach(), sbm.key_membership.detach(), *law)
+            sides = (sbm.num_queries, sbm.num_keys, sbm.heads, sbm.query_ptr, sbm.key_ptr)
+            return AttentionGraph._trusted(rowptr, col, *sides, sbm.is_causal), None if window is None else forced
+
+        return TiledChoice(sbm, law[:2], exploration, seed, numbers, window, draw)
+
+    def _compete(self, sbm: SBM, share: float, seed: int) -> tuple[SBM, Tensor]:
+        """The model with a mean probability of ``share``, by the running mean of each head.
+
+        Also returns expected edges and pairs of each head without it, ``[2, H]``. Sequences that are not finite, which
+        make themselves alone NaN, do not count there.
+        """
+        if self.running_mean.numel() != sbm.heads:
+            raise ValueError(
+                f"Expected 'head' with an attribute `heads` that counts those of its models, {sbm.heads} "
+                f"(got {self.running_mean.numel()}). Shares have a running mean for each."
+            )
+        reach, degree = sbm._reach(), sbm.expected_degree()
+        edges, pairs = (sbm._sum(x[..., None], sbm.query_ptr)[..., 0] for x in (degree, reach[None]))  # [H, B], [1, B]
+        mean = (edges / pairs.clamp(min=1)).clamp(min=FLOOR)
+        running = self._state_for(seed)[:, None].to(mean.dtype)
+        pooled = share / running.clamp(min=FLOOR) * (mean.detach() / mean)
+        pooled = pooled.repeat_interleave(sbm.query_ptr.diff(), dim=1, output_size=sbm.num_queries)
+        alone = sbm._share_factor(share, degree, reach)
+        shared = sbm._scale(torch.where(running > 0, pooled.to(alone.dtype), alone))
+        known = edges.detach().isfinite()
+        return shared, torch.stack([torch.where(known, edges.detach(), 0).sum(1), (known * pairs).sum(1)])
+
+    def _moved(self, state: Tensor, seen: Tensor) -> Tensor:
+        """The running mean, one step closer to the mean of a batch."""
+        step = torch.where(seen[1] > 0, torch.where(state > 0, MOMENTUM, 1.0), 0.0)
+        mean = (seen[0] / seen[1].clamp(min=1)).clamp(min=FLOOR)
+        return state.lerp(mean.to(state.dtype), step.to(state.dtype))
+
+    def extra_repr(self) -> str:
+        """Its options."""
+        parts = {"method": self.method, "exploration": self.exploration, "budget": self.budget, "share": self.share}
+        parts |= {"window": self.window} | ({"grain": self.grain} if self.grain > 1 else {})
+        parts |= {"detach": True} if self.detach else {}
+        parts |= {"tiled": True} if self.tiled else {}
+        return ", ".join(f"{name}={value!r}" for name, value in parts.items())
+
+
+class ShareSchedule:
+    """Lowers the share of every source of a model that has one, step by step, for as long as the loss is low.
+
+    Graphs begin full in training, whatever the heads predict, since sources explore with the square of the share. Each
+    step at which the running mean of the loss is below a threshold multiplies all shares by ``1 - rate``; at others
+    they stay as they are. So a model first finds out what it must attend to, and then lets go of the rest, no faster
+    than it can.
+
+    Args:
+        model: Model whose sources are set, those that are a :class:`SharingSource` and can share: their shares
+            become 1.
+        final: Share at which to stop, in (0, 1].
+        threshold: Running loss below which shares fall; infinity lowers them at every step.
+        rate: By how much they fall at a step, in (0, 1).
+        smoothing: Factor of the running mean, in [0, 1): 0.98 remembers about 50 steps.
+
+    Raises:
+        TypeError, ValueError: An argument has the wrong type or range, or the model has no source.
+
+    Example:
+        >>> source = SBMSource(SBMHead(8, num_blocks=4, parameterization="overlapping"))
+        >>> schedule = ShareSchedule(source, final=0.05, threshold=0.1, rate=0.5)
+        >>> [schedule.step(loss) for loss in (3.0, 0.01)], source.share  # the running mean is still high
+        ([1.0, 1.0], 1.0)
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, final: float, *, threshold: float, rate: float = 0.003, smoothing: float = 0.98
+    ) -> None:
+        if not isinstance(model, torch.nn.Module):
+            raise TypeError(f"Expected 'model' to be a module (got {type(model).__name__}). Its sources are set.")
+        ops.checks.number("final", final, "(0, 1]", "It is a share of the keys that a query may attend to.")
+        ops.checks.number("threshold", threshold, "(-inf, inf]", "It is a loss; inf lowers shares at every step.")
+        ops.checks.number("rate", rate, "(0, 1)", "Shares are multiplied by 1 less it.")
+        ops.checks.number("smoothing", smoothing, "[0, 1)", "It is the factor of a running mean.")
+        self.sources: list[Any] = [
+            each for each in model.modules() if isinstance(each, SharingSource) and each.can_share
+        ]
+        if not self.sources:
+            raise ValueError(
+                "Expected 'model' to have a source with a share (got none). Fixed graphs have none, nor do ranks with "
+                "a number of keys 'k'."
+            )
+        self.final, self.threshold, self.rate, self.smoothing = final, threshold, rate, smoothing
+        self.running: float | None = None
+        self._set(1.0)
+
+    def step(self, loss: float | Tensor) -> float:
+        """Take note of a loss, and return the share that the next step is made with.
+
+        In several processes, pass the mean of their losses, so that all of them get the same share.
+
+        Raises:
+            TypeError, ValueError: The loss is not one number, or not finite.
+        """
+        loss = ops.checks.scalar("loss", loss, "Take the mean of several losses.")
+        if not math.isfinite(loss):
+            raise ValueError(f"Expected 'loss' to be finite (got {loss}). Look for a step that diverged.")
+        self.running = loss if self.running is None else self.smoothing * self.running + (1 - self.smoothing) * loss
+        if self.running < self.threshold:
+            self._set(max(self.final, self.share * (1 - self.rate)))
+        return self.share
+
+    def state_dict(self) -> dict[str, float | None]:
+        """What :meth:`load_state_dict` needs to go on."""
+        return {"share": self.share, "running": self.running}
+
+    def load_state_dict(self, state: dict[str, float | None]) -> None:
+        """Go on from a state."""
+        self.running = state["running"]
+        self._set(cast(float, state["share"]))
+
+    def _set(self, share: float) -> None:
+        self.share = share
+        for source in self.sources:
+            source.share = share
+
+
+def _widen(sbm: SBM, reach: float) -> SBM:
+    """The model in float64."""
+    if reach > 2.0**900:
+        sizes = {
+            name: float(getattr(sbm, name).max()) for name in ("query_membership", "key_membership", "block_matrix")
+        }
+        name = max(sizes, key=lambda name: sizes[name])
+        raise ValueError(
+            f"Expected '{name}' of a size whose products float64 holds (got {sizes[name]:.4g}). "
+            "Scale memberships and block matrix towards 1."
+        )
+    return SBM(
+        sbm.query_membership.double(),
+        sbm.key_membership.double(),
+        sbm.block_matrix.double(),
+        sbm.query_ptr,
+        sbm.key_ptr,
+        is_causal=sbm.is_causal,
+        is_strict=sbm.is_strict,
+    )
+
+
+def _rescale(sbm: SBM) -> tuple[Tensor, Tensor]:
+    """Scale rates and memberships of a float64 model into a range that kernels take; their products stay.
+
+    For each head, sequence and block the largest membership of a key comes to lie in [1/2, 1), by a power of two that
+    the rate gives back.
+    """
+    keys, queries = (
+        torch.repeat_interleave(ptr.diff(), output_size=count)
+        for ptr, count in ((sbm.key_ptr, sbm.num_keys), (sbm.query_ptr, sbm.num_queries))
+    )
+    top = sbm.key_membership.new_zeros(sbm.heads, sbm.num_sequences, sbm.num_blocks)
+    top = top.scatter_reduce(1, keys[None, :, None].expand_as(sbm.key_membership), sbm.key_membership, "amax")
+    power = torch.where(top > 0, top / top.frexp().mantissa, 1)
+    rate = sbm.rate * power[:, queries]
+    most = float(rate.max())
+    if most > FAR:
+        raise ValueError(
+            f"Expected 'sbm' with probabilities below 2**60, even where they are cut at 1 (got up to {most:.4g}). "
+            "Scale its block matrix."
+        )
+    return rate, sbm.key_membership / power[:, keys]
+
+
+def _check_memory(sbm: SBM, method: str, exploration: float) -> None:
+    """Refuse a model whose expected edges do not fit into memory.
+
+    Looks at the model only where all pairs of all tokens would not.
+    """
+    device = sbm.query_membership.device
+    bytes_each = 9 if device.type == "cpu" else 20  # numbers of 4 bytes, in parts and joined; of 8 bytes in plain torch
+    if ops.checks.fits(sbm.heads * sbm.num_queries * sbm.num_keys, bytes_each, device) or not readable(
+        sbm.query_membership
+    ):
+        return
+    pairs = sbm.heads * int(count_pairs(sbm.query_ptr, sbm.key_ptr, sbm.is_causal).sum())
+    if ops.checks.fits(pairs, bytes_each, device):
+        return
+    keys = sbm._reach().clamp(min=1)
+    degree = sbm.expected_degree().to(ops.checks.widest(device)) + exploration * keys
+    # The mean of 1 - exp(-p) over the keys of a row is at most that of the mean p.
+    degree = -keys * torch.expm1(-degree / keys) if method == "fastrg" else torch.minimum(degree, keys)
+    expected = float(degree.sum())
+    way_out = "Pass `budget=`, or take fewer heads or shorter sequences."
+    ops.checks.memory("sbm", min(int(expected + 6 * math.sqrt(expected)), pairs), bytes_each, device, way_out)
+
+
+def _check_budget(budget: float | None) -> None:
+    if budget is not None:
+        ops.checks.number("budget", budget, "(0, inf]", "It is an expected number of keys per query and head.")
+
+
+def _offsets(target: Any, source: Any, queries: int, keys: int) -> tuple[Tensor, Tensor]:
+    """Offsets of the sequences of two stores, one tensor where they are the same."""
+    mine, stored = resolve_ptr(queries, stored_ptr(target)), stored_ptr(source)
+    same = keys == queries and (stored is None or torch.equal(mine, stored))
+    return mine, mine if same else resolve_ptr(keys, stored)
+
+
+@functional_transform("sbm_graph")
+class SBMGraph(BaseTransform):
+    """Samples ``edge_index`` from the stochastic block model that a PyG data object carries.
+
+    Its functional name is ``sbm_graph``.
+
+    Nodes carry ``query_membership`` and ``key_membership``, ``[N, H, K]`` or ``[N, K]``, and the data object
+    ``block_matrix``, ``[H, K, K]`` or ``[K, K]``; or, with ``head``, nodes carry features ``x`` ``[N, H*C]`` that serve
+    as queries and as keys. In ``HeteroData`` the targets of ``edge_type`` are the queries and its sources the keys. On
+    a ``Batch``, each graph is a sequence. Edges are written by :meth:`AttentionGraph.replace_edges`.
+
+    Args:
+        head: Module from queries and keys to an SBM; None to read memberships.
+        edge_type: ``(source, relation, target)`` to fill in ``HeteroData``.
+        is_causal: No query attends to a later key.
+        grain: Tokens of a block, see :class:`~sbm_pyg.BlockGraph`. Above 1, features or memberships are averaged over
+            blocks, edges join all tokens of two blocks, and each block of a causal graph attends to itself.
+        method, exploration, budget, clamp, seed: As :func:`sample_edges`. With a seed, equal data get equal edges;
+            without, torch's default generator decides.
+
+    Raises:
+        TypeError: An argument, or an attribute of the data object, has the wrong type.
+        ValueError: The data object lacks an attribute or a kind of nodes that is needed, or shapes do not fit each
+            other, the nodes or the head.
+
+    Example:
+        >>> ones = torch.ones(5, 1)
+        >>> data = Data(query_membership=ones, key_membership=ones, block_matrix=ones[:1])
+        >>> SBMGraph(seed=0)(data).num_edges
+        25
+    """
+
+    def __init__(
+        self,
+        head: SBMHead | None = None,
+        *,
+        edge_type: tuple[str, str, str] = ("key", "to", "query"),
+        method: str = "bernoulli",
+        exploration: float = 0.0,
+        budget: float | None = None,
+        clamp: bool = False,
+        is_causal: bool = False,
+        grain: int = 1,
+        seed: int | None = None,
+    ) -> None:
+        if head is not None and not isinstance(head, torch.nn.Module):
+            raise TypeError(
+                f"Expected 'head' to be a module such as SBMHead (got {type(head).__name__}). "
+                "Memberships are read from the data."
+            )
+        if (
+            not isinstance(edge_type, tuple | list)
+            or len(edge_type) != 3
+            or not all(isinstance(name, str) for name in edge_type)
+        ):
+            raise TypeError(
+                f"Expected 'edge_type' to be (source, relation, target), three names (got {edge_type!r}). "
+                "Leave it out for Data."
+            )
+        ops.checks.flag("is_causal", is_causal, "It says whether later keys are left out.")
+        _check_budget(budget)
+        self.is_causal, self.grain = is_causal, ops.checks.integer("grain", grain, 1, "It is a number of tokens.")
+        self.head, self.edge_type = head, cast(tuple[str, str, str], tuple(edge_type))
+        self.method, self.exploration, self.budget, self.clamp, self.seed = method, exploration, budget, clamp, seed
+
+    def forward(self, data: Data | HeteroData) -> Data | HeteroData:
+        if not isinstance(data, Data | HeteroData):
+            raise TypeError(
+                f"Expected 'data' to be Data or HeteroData (got {type(data).__name__}). Edges of an SBM come from "
+                "`sample_edges`."
+            )
+        hetero = isinstance(data, HeteroData)
+        if hetero and not {self.edge_type[0], self.edge_type[2]} <= {*data.node_types}:
+            raise ValueError(
+                f"Expected 'edge_type' to begin and end with a kind of nodes of the data, of {data.node_types} (got "
+                f"{self.edge_type}). Pass `edge_type=(source, relation, target)`."
+            )
+        target, source = (data[self.edge_type[2]], data[self.edge_type[0]]) if hetero else (data, data)
+        if self.head is not None:
+            heads, width = self.head.heads, self.head.heads * self.head.channels
+            features = [self._read(store, "x", "features", (2,), "[N, H*C]") for store in (target, source)]
+            for x in features:
+                if x.size(1) != width:
+                    raise ValueError(
+                        f"Expected 'x' to be [N, H*C] = [N, {width}], as the head has {heads} heads of "
+                        f"{self.head.channels} channels (got {list(x.shape)}). Project the features, or build another "
+                        "head."
+                    )
+            query, key = (x.unflatten(1, (heads, -1)).transpose(0, 1) for x in features)
+            block: Tensor | None = None
+        else:
+            if isinstance(data, Batch):
+                raise ValueError(
+                    "Expected 'data' to be single graphs where memberships are read (got a Batch, whose block matrices "
+                    "are stacked). Apply SBMGraph before batching, as a `pre_transform` or `transform` of the dataset."
+                )
+            query = self._read(target, "query_membership", "memberships", (2, 3), "[N, K] or [N, H, K]")
+            key = self._read(source, "key_membership", "memberships", (2, 3), "[N, K] or [N, H, K]")
+            block = self._read(data, "block_matrix", "block matrices", (2, 3), "[K, K] or [H, K, K]", rows=False)
+            query, key = (x[None] if x.dim() == 2 else x.transpose(0, 1) for x in (query, key))
+            block = block[None] if block.dim() == 2 else block
+        ptrs = _offsets(target, source, query.size(1), key.size(1))
+        given = (query, key, *ptrs) if self.grain == 1 else _pooled(query, key, *ptrs, self.grain, self.is_causal)
+        if block is not None:
+            sbm = SBM(given[0], given[1], block, given[2], given[3])
+        else:
+            with torch.no_grad():
+                sbm = cast(SBMHead, self.head)(*given)
+        sbm = (sbm.strict() if self.grain > 1 else sbm.causal()) if self.is_causal else sbm
+        budget = None if self.budget is None else self.budget / self.grain
+        graph = sample_edges(
+            sbm, method=self.method, exploration=self.exploration, budget=budget, clamp=self.clamp, seed=self.seed
+        )
+        if self.grain > 1:
+            if sbm.is_strict:
+                graph |= patterns.window(None, 0, is_causal=True, ptr=sbm.query_ptr)
+            graph = BlockGraph._over(graph, self.grain, *ptrs, query.size(1), key.size(1))
+        return graph.replace_edges(data, self.edge_type if hetero else None)
+
+    def _read(self, store: Any, name: str, what: str, dims: tuple[int, ...], shape: str, rows: bool = True) -> Tensor:
+        """Read an attribute of a store.
+
+        It must have a row for each node, if the store knows its nodes, unless ``rows`` is False.
+        """
+        value = getattr(store, name, None)
+        if value is None:
+            raise ValueError(
+                f"Expected 'data' to carry '{name}' (got none). "
+                f"Add the {what} of the SBM, or pass 'head' and node features `x`."
+            )
+        ops.checks.tensors(**{name: value})
+        ops.checks.floating(**{name: value})
+        if value.dim() not in dims:
+            raise ValueError(f"Expected '{name}' to be {shape} (got {list(value.shape)}). Nodes come first.")
+        known = rows and any(
+            each in store for each in ("num_nodes", "x", "pos", "batch")
+        )  # else PyG guesses, from edges
+        if known and value.size(0) != store.num_nodes:
+            raise ValueError(
+                f"Expected '{name}' to have a row for each of the {store.num_nodes} nodes (got {list(value.shape)}). "
+                "Its edges join nodes by number."
+            )
+        return value
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(method={self.method!r}, exploration={self.exploration}, budget={self.budget})"

@@ -1,0 +1,748 @@
+"""The stochastic block model of attention: the record of its parameters, and the module that predicts them.
+
+In: queries and keys, or memberships and block matrices made by hand. Out: edge probabilities and expected numbers of
+edges, all differentiable. Not here: sampling (``sampling``) and what is done with the graph (``attention``).
+"""
+
+from __future__ import annotations
+
+import math
+from copy import copy
+from dataclasses import dataclass, field
+from functools import reduce
+from itertools import pairwise
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..graph import AttentionGraph, the_one
+from ..ops.reference.sampling import over_one
+from ..ops.reference.segments import allowed_keys, wide
+from ..ragged import check_tensor, count_pairs, readable, resolve_sides
+from .interface import EdgeProbability, check_over
+
+__all__ = ["SBM", "SBMHead"]
+
+CLUSTER_INITS = ("kaiming", "orthogonal")
+FLOOR = 1e-3  # of the mean probability that a share divides by
+PARAMETERIZATIONS = ("paper", "mixed", "assortative", "overlapping")
+GATED = {"paper": (True, True), "overlapping": (False, True)}
+"""Whether memberships of queries and of keys are those of each block apart, by a sigmoid; else by a softmax."""
+PRODUCTS = ("assortative", "overlapping")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class SBM(EdgeProbability):
+    r"""A mixed-membership stochastic block model between queries and keys, for each head of each sequence.
+
+    The probability that query i attends to key j in head h is :math:`p_{ij} = Y_i S Z_j^\top`, inside a sequence;
+    across sequences it is 0. Nothing here costs more than O(NK + K^2) per head unless it says so.
+
+    Args:
+        query_membership: Memberships of the queries Y, ``[H, N, K]``, non-negative.
+        key_membership: Memberships of the keys Z, ``[H, M, K]``, non-negative.
+        block_matrix: Block matrices S, ``[H, K, K]``, non-negative; ``S[u, v]`` links query block u to key block v.
+            None: the identity, which links each block to itself alone, and by which nothing is multiplied.
+        query_ptr: Offsets of the sequences in the queries, ``[B+1]`` int64. One sequence if None.
+        key_ptr: Offsets of the sequences in the keys, ``[B+1]`` int64. If None, those of the queries (when N = M) or
+            one sequence.
+        is_causal: A query attends to no key whose place in its sequence is later: there p is 0, and such pairs count
+            in no density.
+        is_strict: Nor to the key at its own place; with ``is_causal``, and the same places on both sides.
+
+    Raises:
+        TypeError, ValueError: A shape, dtype, device or offset does not fit. Values are checked by :meth:`validate` and
+            when sampling.
+
+    Example:
+        >>> onehot = torch.eye(2).repeat_interleave(2, 0)[None]  # four tokens in two blocks
+        >>> sbm = SBM(onehot, onehot, torch.tensor([[[0.9, 0.0], [0.5, 0.9]]]))
+        >>> sbm
+        SBM(1 sequence, 1 head, 4 queries, 4 keys, 2 blocks)
+        >>> sbm.edge_prob_dense()[0, 2]  # a token of the second block attends to all
+        tensor([0.5000, 0.5000, 0.9000, 0.9000])
+        >>> sbm.expected_edges()
+        tensor([[9.2000]])
+
+    Reference: Airoldi et al., JMLR 2008, in the bipartite form of Cho et al., NeurIPS 2022, section 4.1 (there B is our
+    S).
+    """
+
+    query_membership: Tensor
+    key_membership: Tensor
+    block_matrix: Tensor = field(default=cast(Tensor, None))  # this and offsets are tensors after __post_init__
+    query_ptr: Tensor = field(default=cast(Tensor, None))
+    key_ptr: Tensor = field(default=cast(Tensor, None))
+    is_causal: bool = field(default=False, kw_only=True)
+    is_strict: bool = field(default=False, kw_only=True)
+    rate: Tensor = field(init=False)
+    """Memberships of the queries seen from the keys' blocks, ``Y S``, ``[H, N, K]``.
+
+    ``p_ij`` is the dot product of ``rate_i`` and ``Z_j``.
+    """
+    _most: float | None = field(init=False, default=None)
+    """No membership of a query is larger, by the way they are made, none is negative, and the other parts lie in
+    [0, 1], unless a value is NaN. None: values must be looked at."""
+
+    def __post_init__(self) -> None:
+        query, key, block = self.query_membership, self.key_membership, self.block_matrix
+        parts = {"query_membership": query, "key_membership": key}
+        parts |= {} if block is None else {"block_matrix": block}
+        ops.checks.flag("is_causal", self.is_causal, "It says whether later keys are left out.")
+        ops.checks.flag("is_strict", self.is_strict, "It says whether keys at the same place are left out, too.")
+        ops.checks.tensors(**parts)
+        ops.checks.floating(**parts)
+        for name, tensor in parts.items():
+            if tensor.dtype != query.dtype:
+                raise TypeError(
+                    f"Expected '{name}' to be {query.dtype}, as 'query_membership' is "
+                    f"(got {tensor.dtype}). Convert one of them."
+                )
+            if tensor.device != query.device:
+                raise ValueError(
+                    f"Expected '{name}' on {query.device}, as 'query_membership' is (got {tensor.device}). "
+                    "Move all to one device."
+                )
+            if tensor.dim() != 3:
+                raise ValueError(
+                    f"Expected '{name}' to have three dimensions (got {list(tensor.shape)}). "
+                    "Shapes are [H, N, K], [H, M, K] and [H, K, K]."
+                )
+        heads, num_queries, blocks = query.shape
+        if blocks < 1 or heads < 1:
+            raise ValueError(
+                f"Expected 'query_membership' to have at least one head and one block (got H = {heads}, K = {blocks}). "
+                "Shapes are [H, N, K]."
+            )
+        if (key.size(0), key.size(2)) != (heads, blocks):
+            raise ValueError(
+                f"Expected 'key_membership' to be [{heads}, M, {blocks}] (got {list(key.shape)}). "
+                "Heads and blocks must be those of 'query_membership'."
+            )
+        if block is not None and block.shape != (heads, blocks, blocks):
+            raise ValueError(
+                f"Expected 'block_matrix' to be [{heads}, {blocks}, {blocks}] (got {list(block.shape)}). "
+                "Heads and blocks must be those of 'query_membership'."
+            )
+        query_ptr, key_ptr = self.query_ptr, self.key_ptr
+        for name, ptr in (("query_ptr", query_ptr), ("key_ptr", key_ptr)):
+            check_tensor(ptr, name)
+        if key_ptr is None and query_ptr is not None:
+            if num_queries != key.size(1) and query_ptr.numel() > 2:
+                raise ValueError(
+                    f"Expected 'key_ptr' where N != M (got N = {num_queries}, M = {key.size(1)} and no 'key_ptr'). "
+                    "Pass the offsets of the keys."
+                )
+            key_ptr = query_ptr if num_queries == key.size(1) else None
+        ptrs = resolve_sides(
+            num_queries, key.size(1), (key_ptr, query_ptr), None, query.device, names=("query_ptr", "key_ptr")
+        )
+        for name, ptr in zip(("query_ptr", "key_ptr"), ptrs, strict=True):
+            object.__setattr__(self, name, ptr)
+        if block is None:
+            identity = torch.eye(blocks, dtype=query.dtype, device=query.device)
+            object.__setattr__(self, "block_matrix", identity.expand(heads, -1, -1))
+        object.__setattr__(self, "rate", query if block is None else query @ block)
+        self._check_strict()
+
+    def _check_strict(self) -> None:
+        """Refuse a strict model that is not causal, or whose queries and keys are in other places."""
+        shared = self.key_ptr is self.query_ptr and self.num_queries == self.num_keys
+        if self.is_strict and not (self.is_causal and shared):
+            raise ValueError(
+                "Expected 'is_strict' with 'is_causal' and the same places on both sides (got "
+                f"is_causal={self.is_causal}, N = {self.num_queries} and M = {self.num_keys}). Leave it out."
+            )
+
+    def _with(self, **values: Any) -> SBM:
+        """The same model with other values, which fit by the way they were made."""
+        other = copy(self)
+        for name, value in values.items():
+            object.__setattr__(other, name, value)
+        return other
+
+    @property
+    def heads(self) -> int:
+        """Number of heads H."""
+        return self.query_membership.size(0)
+
+    @property
+    def num_queries(self) -> int:
+        """Number of query tokens N."""
+        return self.query_membership.size(1)
+
+    @property
+    def num_keys(self) -> int:
+        """Number of key tokens M."""
+        return self.key_membership.size(1)
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks K."""
+        return self.query_membership.size(2)
+
+    @property
+    def num_sequences(self) -> int:
+        """Number of sequences B."""
+        return self.query_ptr.numel() - 1
+
+    def __repr__(self) -> str:
+        named = (
+            (self.num_sequences, "sequence"),
+            (self.heads, "head"),
+            (self.num_queries, "querie"),
+            (self.num_keys, "key"),
+            (self.num_blocks, "block"),
+        )
+        parts = ", ".join(f"{count:,} {noun}{'s' * (count != 1)}" for count, noun in named)
+        return f"SBM({parts.replace('1 querie,', '1 query,')})"
+
+    def validate(self) -> SBM:
+        """Check every value and return the record.
+
+        Memberships and blocks must be finite and non-negative, and no probability may exceed 1. Cost O(NK), and O(n m
+        K) for the sequences whose cheap bound on the probabilities exceeds 1.
+
+        Raises:
+            ValueError: A value is out of range.
+        """
+        check_sbm(self)
+        for sequence, (queries, keys) in enumerate(self._slices()):
+            bound = torch.einsum("hnk,hk->hn", self.rate[:, queries], self.key_membership[:, keys].amax(1)).max()
+            top = float(bound) if float(bound) <= 1 else float(self.edge_prob_dense(sequence).max())
+            if top > 1 + 1e-5:
+                raise ValueError(over_one(top))
+        return self
+
+    def on(self, graph: AttentionGraph) -> Tensor:
+        """Probability of each edge of a graph, ``[E]``, differentiable. Cost O(E K).
+
+        Args:
+            graph: Any graph over the same tokens and heads; it need not be sampled from this model.
+
+        Raises:
+            ValueError: The graph is not over these tokens and heads.
+        """
+        self.check(graph)
+        p = ops.edge_dot(self.rate, self.key_membership, graph.rowptr, graph.col)
+        return p.masked_fill(graph.edge_row % graph.num_queries == graph.col, 0) if self.is_strict else p
+
+    def gate(self, graph: AttentionGraph) -> Tensor:
+        """Straight-through gate of each edge, ``[E]``: exactly 1, with the gradient of :meth:`on`.
+
+        Forward O(E), backward O(E K).
+        """
+        self.check(graph)
+        factors = self.factors
+        return super().gate(graph) if factors is None else ops.edge_gate(*factors, graph.rowptr, graph.col)
+
+    @property
+    def factors(self) -> tuple[Tensor, Tensor] | None:
+        """``Y S`` and ``Z``, ``[H, N, K]`` and ``[H, M, K]``, whose dot products are the probabilities.
+
+        None where the model is strict: those of pairs at the same place are not.
+        """
+        return None if self.is_strict else (self.rate, self.key_membership)
+
+    def edge_prob_dense(self, sequence: int | None = None) -> Tensor:
+        """Probabilities of all pairs of one sequence, ``[H, n, m]``, differentiable.
+
+        Cost O(n m K): for looking, not for training.
+
+        Args:
+            sequence: Which sequence, counted from 0; may be left out where there is one.
+
+        Raises:
+            TypeError, ValueError: There is no such sequence, several and none told, or memory does not hold its pairs.
+        """
+        queries, keys = self._slices()[the_one(sequence, self.num_sequences, "sequence")]
+        pairs = self.heads * (queries.stop - queries.start) * (keys.stop - keys.start)
+        way_out = "Ask for those of the edges of a graph, by `on`."
+        ops.checks.memory("sequence", pairs, self.rate.element_size(), self.rate.device, way_out, "pairs")
+        p = self.rate[:, queries] @ self.key_membership[:, keys].mT
+        return p.tril(-1 if self.is_strict else 0) if self.is_causal else p
+
+    def expected_degree(self) -> Tensor:
+        """Expected number of keys of each query, ``[H, N]``, differentiable."""
+        ptrs = self.query_ptr, self.key_ptr
+        return ops.reach_dot(self.rate, self.key_membership, *ptrs, self.is_causal, self.is_strict)
+
+    def expected_edges(self) -> Tensor:
+        """Expected number of edges, ``[B, H]``, differentiable.
+
+        ``(1 Y) S (Z 1)`` per sequence, known before anything is sampled.
+        """
+        if self.is_causal:
+            return self._sum(self.expected_degree()[..., None], self.query_ptr)[..., 0].T
+        return (self._sum(self.rate, self.query_ptr) * self._sum(self.key_membership, self.key_ptr)).sum(-1).T
+
+    def expected_density(self) -> Tensor:
+        """Mean probability over the pairs of each sequence, ``[B, H]``, differentiable, before any is cut at 1.
+
+        It is the expected density of a graph that is drawn where none exceeds 1, as of :class:`SBMHead`, and more where
+        some do, as with a :meth:`share`: see :meth:`cut_density`. With ``is_causal``, pairs are those that it allows.
+        """
+        return self.expected_edges() / self._pairs()[:, None]
+
+    def cut_density(self) -> Tensor:
+        """The same with what exceeds 1 cut, ``[B, H]``, differentiable: the expected density of a graph that is drawn.
+
+        Cost O(n m K) for each sequence, whose pairs are all held: for looking, not for training.
+
+        Raises:
+            ValueError: Memory does not hold the pairs of a sequence.
+
+        Example:
+            >>> sbm = SBM(torch.tensor([[[2.0], [0.5]]]), torch.ones(1, 2, 1))
+            >>> sbm.expected_density(), sbm.cut_density()
+            (tensor([[1.2500]]), tensor([[0.7500]]))
+        """
+        dense = (wide(self.edge_prob_dense(each)) for each in range(self.num_sequences))
+        edges = [p.clamp(max=1).sum((1, 2)) for p in dense]
+        return torch.stack(edges) / self._pairs()[:, None]
+
+    def _pairs(self) -> Tensor:
+        """Pairs of each sequence that may be edges, ``[B]``; 1 where there is none."""
+        pairs = count_pairs(self.query_ptr, self.key_ptr, self.is_causal)
+        return (pairs - self.query_ptr.diff()).clamp(min=1) if self.is_strict else pairs
+
+    def causal(self) -> SBM:
+        """The same model, in which no query attends to a later key."""
+        return self if self.is_causal else self._with(is_causal=True)
+
+    def strict(self) -> SBM:
+        """The same model, in which a query attends to earlier keys alone."""
+        if self.is_strict:
+            return self
+        other = self._with(is_causal=True, is_strict=True)
+        other._check_strict()
+        return other
+
+    def limit(self, budget: float) -> SBM:
+        """The model with each query's rates scaled down so that its expected number of keys is at most ``budget``.
+
+        Gradients treat the factor as a constant.
+
+        Args:
+            budget: Positive number of keys per query and head.
+
+        Raises:
+            TypeError, ValueError: ``budget`` is not a positive number.
+        """
+        ops.checks.number("budget", budget, "(0, inf]", "It is a number of edges per query; leave it out for no limit.")
+        # degrees are counted in float32 at least
+        factor = (min(budget, 2.0**62) / self.expected_degree().detach()).clamp(max=1).to(self.rate.dtype)
+        return self._scale(factor)
+
+    def share(self, density: float) -> SBM:
+        r"""The model in which each query shares out a fixed density among its keys.
+
+        Rates of a query are scaled so that its expected number of keys is this share of the keys that it may attend to,
+        and one key at least:
+
+        .. math:: p_{ij}' = p_{ij} \frac{\max(\rho \, m_i, 1)}{\sum_{j'} p_{ij'}} .
+
+        Gradients flow through the sum. So keys compete: one gains what others lose, and no graph empties or fills
+        up. Products above 1 are certain edges; sample with ``clamp=True``. There are fewer edges than the share where
+        keys saturate, and where the mean probability of a query is below 0.001, by which no sum is divided. Cost O(NK).
+
+        Args:
+            density: The share :math:`\rho`, in (0, 1].
+
+        Raises:
+            TypeError, ValueError: ``density`` is no number in (0, 1].
+        """
+        ops.checks.number("density", density, "(0, 1]", "It is a share of the keys that a query may attend to.")
+        return self._scale(self._share_factor(density, self.expected_degree(), self._reach()))
+
+    def check(self, graph: AttentionGraph, name: str = "graph") -> None:
+        """Refuse a graph that is not over the tokens, heads and sequences of this model.
+
+        Raises:
+            TypeError, ValueError: It is not.
+        """
+        sides = (self.heads, self.num_queries, self.num_keys)
+        check_over(graph, name, self, sides, self.query_ptr, self.key_ptr, self.is_causal)
+
+    def _share_factor(self, density: float, degree: Tensor, reach: Tensor) -> Tensor:
+        """What :meth:`share` multiplies the rates of each query with, ``[H, N]``."""
+        least = FLOOR * reach.clamp(min=1)
+        return ((density * reach).clamp(min=1) / torch.maximum(degree, least)).to(self.rate.dtype)
+
+    def _scale(self, factor: Tensor) -> SBM:
+        """The model with the rates of each query times a factor, ``[H, N]``."""
+        rate = self.rate * factor[..., None]
+        member = rate if self.rate is self.query_membership else self.query_membership * factor[..., None]
+        most = self._most and self._most / FLOOR  # no factor is larger
+        return self._with(query_membership=member, rate=rate, _most=most)
+
+    def _reach(self) -> Tensor:
+        """Number of keys that each query may attend to, ``[N]``."""
+        reach = allowed_keys(self.query_ptr, self.key_ptr, self.num_queries, self.is_causal)
+        return reach - 1 if self.is_strict else reach
+
+    def _slices(self) -> list[tuple[slice, slice]]:
+        query, key = self.query_ptr.tolist(), self.key_ptr.tolist()
+        return [(slice(*q), slice(*k)) for q, k in zip(pairwise(query), pairwise(key), strict=True)]
+
+    def _sum(self, x: Tensor, ptr: Tensor) -> Tensor:
+        """Sums ``[H, B, K]`` over the tokens of each sequence, in float32 or better."""
+        heads, count, blocks = x.shape
+        wide = x if x.dtype == torch.float64 else x.float()
+        sequences = ptr.numel() - 1
+        # one sum for all heads: torch is fast along the first dimension
+        place = _batch(ptr, count) + sequences * torch.arange(heads, device=x.device)[:, None]
+        return (
+            wide.new_zeros(heads * sequences, blocks)
+            .index_add(0, place.flatten(), wide.flatten(0, 1))
+            .view(heads, sequences, blocks)
+        )
+
+
+def check_model(sbm: object) -> None:
+    """Raise TypeError unless it is an :class:`SBM`."""
+    if not isinstance(sbm, SBM):
+        raise TypeError(
+            f"Expected 'sbm' to be an SBM (got {type(sbm).__name__}). "
+            "`SBMHead` makes one, and so does `SBM(query, key, block)`."
+        )
+
+
+def check_sbm(sbm: SBM) -> float:
+    """Raise ValueError unless memberships and blocks are finite and non-negative, and rates are finite.
+
+    Where values may not be looked at, nothing is checked.
+
+    Returns:
+        A bound on what products of memberships and blocks can reach: :math:`K^2` times the largest membership of a
+        query, the largest entry of a block matrix and the largest membership of a key, each taken as at least 1.
+        Numbers below the least normal number t of a precision are negligible beside sums as large as t times this
+        bound.
+    """
+    largest = dict.fromkeys(("query_membership", "key_membership", "block_matrix"), 0.0)
+    seen = {name: x.detach() for name in largest if readable(x := getattr(sbm, name)) and x.numel()}
+    bounds = torch.stack([bound for x in seen.values() for bound in torch.aminmax(x)]).tolist() if seen else []
+    for name, low, high in zip(seen, bounds[::2], bounds[1::2], strict=True):
+        if math.isnan(low) or math.isinf(high):
+            raise ValueError(
+                f"Expected '{name}' to be finite (got NaN or inf). "
+                "Look for a diverged loss or a division by zero before the SBM."
+            )
+        if low < 0:
+            raise ValueError(
+                f"Expected '{name}' to be non-negative (got {low:.4g}). Use a sigmoid or softmax, as SBMHead does."
+            )
+        largest[name] = high
+    bound = sbm.num_blocks * largest["query_membership"] * largest["block_matrix"]
+    if bound > torch.finfo(sbm.rate.dtype).max and not bool(sbm.rate.isfinite().all()):
+        raise ValueError(
+            f"Expected 'query_membership @ block_matrix' to be finite (got a bound of {bound:.4g}). "
+            "Scale memberships to at most 1."
+        )
+    return sbm.num_blocks**2 * math.prod([max(1.0, size) for size in largest.values()])
+
+
+def reach_of_products(sbm: SBM) -> float:
+    """The bound of :func:`check_sbm`, without waiting for a device where values are bounded by the way they are made.
+
+    What draws a graph finds NaN by itself.
+    """
+    if sbm._most is None or ops.checks.at_hand(sbm.rate):
+        return check_sbm(sbm)
+    return sbm.num_blocks**2 * sbm._most
+
+
+def _batch(ptr: Tensor, total: int) -> Tensor:
+    return torch.repeat_interleave(ptr.diff(), output_size=total)
+
+
+class SBMHead(torch.nn.Module):
+    r"""Predicts the stochastic block model of each head from its queries and keys.
+
+    Learned cluster embeddings :math:`C` and one two-layer perceptron for queries, keys and all heads give affinities
+    :math:`a = \operatorname{MLP}(q) C^\top`, likewise for keys. From these,
+
+    * ``"paper"`` (Cho et al. 2022, eq. 5-7): :math:`Y = \sigma(a + \beta)`, and S is the softmax of :math:`C C^\top`
+      over all :math:`K^2` entries. Every probability lies below 1; one inside a block cannot exceed 1/K if S is
+      diagonal, so that reliable edges need full density.
+    * ``"mixed"``: :math:`Y = \operatorname{softmax}_K(a / \tau)`, and S the sigmoid of free entries that start larger
+      on the diagonal: the mixed-membership block model of Airoldi et al. 2008.
+    * ``"assortative"``: :math:`Y` as there and :math:`S = I`, so that :math:`p_{ij}` is the probability that query and
+      key choose the same block.
+    * ``"overlapping"``: :math:`Y = \operatorname{softmax}_K(a / \tau)` for queries, :math:`Z = \sigma(a / \tau)` for
+      keys, and :math:`S = I`. A query chooses one block, a key is in any number of blocks, or in
+      none: :math:`p_{ij}` is the probability that the key is in the block of the query. So a key can say no to every
+      query, which no other form but the paper's can.
+
+    With ``degree_corrected`` a pair also depends on how busy its two tokens are:
+    :math:`p_{ij} = \theta_i \theta'_j Y_i S Z_j^\top`. Degrees :math:`\theta_i = \sigma(\langle v, q_i \rangle + c)`
+    lie in (0, 1), so that p stays below 1; those of keys have another v and c. In the :class:`SBM` they are factors of
+    the memberships: what samples, counts or prices edges knows nothing of them.
+
+    With ``groups`` G, a head has G models of :math:`k = K^{1/G}` blocks each, and p is the product of their
+    probabilities: a pair is an edge only where every group says so. The :class:`SBM` has one block for each of the
+    :math:`k^G = K` ways to choose a block of each group, with the product of the memberships (docs/concepts.md).
+
+    Cost O(NC^2 + NKC + K^2 C) per head; with groups O(NC^2 + NGkC + NK). The SBM then multiplies Y with S, O(NK^2),
+    where S is not the identity.
+
+    Args:
+        channels: Channels per head C.
+        heads: Number of heads H.
+        num_blocks: Number of blocks K, those of all groups together: a whole number to the power of ``groups``.
+        cluster_init: How :math:`C` starts. ``"kaiming"``: normal with variance 2 / (K C), or 2 / (G k C) with groups,
+            as the authors' code has it; then S is flat and every probability at the start the same. ``"orthogonal"``:
+            unit rows, each C of them orthogonal; then diagonal entries of S start e times the others.
+        parameterization: ``"paper"``, ``"mixed"``, ``"assortative"`` or ``"overlapping"``.
+        density: Probability of an edge at the start, in (0, 1): 0.25 in the paper. Sets :math:`\beta`, or the free
+            entries of S, or the bias of the keys' memberships where they overlap. ``"assortative"`` starts at 1/K where
+            memberships are equal, and above it the sharper they are.
+        temperature: :math:`\tau` of softmax memberships, at least 1e-6; sharper as it goes to 0.
+        tied: Keys take their memberships from queries too, so that like tokens start in like blocks; needs the same
+            tokens on both sides.
+        degree_corrected: Each query and each key has a degree, too. All start equal, at the fourth root of ``density``.
+        groups: Number of groups G, from 1 to 16, of ``"assortative"`` or ``"overlapping"`` memberships. Each starts at
+            the G-th root of the density.
+
+    Raises:
+        TypeError, ValueError: An option is unknown or out of range, or its parameters would not fit into memory.
+
+    Shapes:
+        - query ``[H, N, C]``, key ``[H, M, C]``; returns an :class:`SBM` with K blocks.
+
+    We differ from the authors' code in the roles: their Y comes from keys and Z from queries.
+
+    Reference: Cho et al., NeurIPS 2022; for degrees, Karrer and Newman, "Stochastic blockmodels and community structure
+    in networks", 2011.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        heads: int = 1,
+        num_blocks: int = 128,
+        cluster_init: str = "kaiming",
+        *,
+        parameterization: str = "paper",
+        density: float = 0.25,
+        temperature: float = 1.0,
+        tied: bool = False,
+        degree_corrected: bool = False,
+        groups: int = 1,
+    ) -> None:
+        super().__init__()
+        sizes = (("channels", channels), ("heads", heads), ("num_blocks", num_blocks))
+        channels, heads, num_blocks = (
+            ops.checks.integer(name, size, 1, "The paper has 32 channels and 128 blocks.") for name, size in sizes
+        )
+        if cluster_init not in CLUSTER_INITS:
+            raise ValueError(
+                f"Expected 'cluster_init' to be 'kaiming' or 'orthogonal' (got {cluster_init!r}). "
+                "The paper has 'kaiming'."
+            )
+        if parameterization not in PARAMETERIZATIONS:
+            raise ValueError(
+                f"Expected 'parameterization' to be one of {[*PARAMETERIZATIONS]} (got {parameterization!r}). "
+                "See the docstring of SBMHead."
+            )
+        ops.checks.number("density", density, "(0, 1)", "It is the probability of an edge at the start.")
+        ops.checks.number("temperature", temperature, "[1e-06, inf]", "Memberships harden as it goes to 0.")
+        ops.checks.flag("tied", tied, "It says whether keys take the queries' memberships.")
+        ops.checks.flag("degree_corrected", degree_corrected, "It says whether tokens have degrees.")
+        few = "It is a number of small models whose product is taken."
+        groups = ops.checks.integer("groups", groups, 1, few)
+        ops.checks.number("groups", groups, "[1, 16]", few)
+        if groups > 1 and parameterization not in PRODUCTS:
+            raise ValueError(
+                f"Expected 'parameterization' to be 'assortative' or 'overlapping' with groups={groups} "
+                f"(got {parameterization!r}). Others are no products; leave out 'groups'."
+            )
+        clusters = groups * _root(num_blocks, groups)
+        width = torch.get_default_dtype().itemsize
+        device = torch.get_default_device()
+        ops.checks.memory("channels", 2 * channels**2, width, device, "They are channels of one head.", "parameters")
+        each = clusters * (channels + (num_blocks if parameterization == "mixed" else 0))
+        ops.checks.memory("num_blocks", each, width, device, "Take fewer blocks.", "parameters")
+        ops.checks.memory("heads", heads * each, width, device, "Take fewer heads or blocks.", "parameters")
+        self.channels, self.heads, self.num_blocks, self.cluster_init = channels, heads, num_blocks, cluster_init
+        self.parameterization, self.density, self.temperature, self.tied = parameterization, density, temperature, tied
+        self.degree_corrected, self.groups = degree_corrected, groups
+        self.start = density**0.5 if degree_corrected else density  # of Y S Z; two degrees make the rest
+        self.shift = _logit(self.start ** (1 / groups if parameterization == "overlapping" else 0.5))
+        self.mlp = torch.nn.Sequential(
+            torch.nn.Linear(channels, channels), torch.nn.ReLU(), torch.nn.Linear(channels, channels)
+        )
+        self.clusters = torch.nn.Parameter(torch.empty(heads, clusters, channels))
+        if parameterization == "mixed":
+            self.block = torch.nn.Parameter(torch.empty(heads, num_blocks, num_blocks))
+        if degree_corrected:  # of queries, and of keys
+            self.degree_weight = torch.nn.Parameter(torch.empty(heads, 2, channels))
+            self.degree_bias = torch.nn.Parameter(torch.empty(heads, 2))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw all parameters anew from torch's default generator."""
+        for layer in self.mlp:
+            if isinstance(layer, torch.nn.Linear):
+                layer.reset_parameters()
+        blocks = self.num_blocks
+        with torch.no_grad():
+            if self.cluster_init == "kaiming":
+                torch.nn.init.kaiming_normal_(self.clusters)  # fan-in of [H, K, C] is K * C
+            else:
+                for head in range(self.heads):
+                    for group in self.clusters[head].split(self.channels):
+                        group.copy_(torch.nn.init.orthogonal_(torch.empty(self.channels, self.channels))[: len(group)])
+            if self.parameterization == "mixed":
+                # Equal memberships give the density: inside + (K - 1) outside = K density, with edges outside blocks
+                # too.
+                least = self.start / (2 * blocks)
+                inside = min(max(0.82, (1 + self.start) / 2), blocks * self.start - (blocks - 1) * least)
+                outside = max((blocks * self.start - inside) / max(blocks - 1, 1), least)
+                self.block.fill_(_logit(outside)).diagonal(dim1=1, dim2=2).fill_(_logit(inside))
+            if self.degree_corrected:
+                self.degree_weight.zero_()
+                self.degree_bias.fill_(_logit(self.density**0.25))
+
+    def forward(
+        self, query: Tensor, key: Tensor, query_ptr: Tensor | None = None, key_ptr: Tensor | None = None
+    ) -> SBM:
+        """See the class; the offsets are passed on to :class:`SBM`.
+
+        Raises:
+            TypeError, ValueError: A shape or type does not fit.
+        """
+        ops.checks.sides(self, query, key, self.heads, self.channels)
+        if self.tied:
+            if key.shape != query.shape:
+                raise ValueError(
+                    f"Expected 'key' to be {list(query.shape)}, as 'query' is, with tied memberships "
+                    f"(got {list(key.shape)}). Use tied=False."
+                )
+            key = query
+        query_gated, key_gated = GATED.get(self.parameterization, (False, False))
+        mapped = self._mapped(query_gated)
+        query_side = self._memberships(query, query_gated, mapped)
+        if key_gated != query_gated:
+            mapped = self._mapped(key_gated)
+        alike = key is query and key_gated == query_gated
+        key_side = query_side if alike else self._memberships(key, key_gated, mapped)
+        if self.parameterization == "paper":
+            block = (
+                (self.clusters @ self.clusters.mT)
+                .flatten(1)
+                .softmax(-1)
+                .view(self.heads, self.num_blocks, self.num_blocks)
+            )
+        elif self.parameterization == "mixed":
+            block = self.block.sigmoid()
+        else:
+            block = None
+        if self.degree_corrected:
+            query_degree, key_degree = self._degrees(query, key)
+            query_side, key_side = query_side * query_degree[..., None], key_side * key_degree[..., None]
+        block = block if block is None else block.to(query_side.dtype)
+        sbm = SBM(query_side, key_side, *(cast(Tensor, each) for each in (block, query_ptr, key_ptr)))
+        return sbm._with(_most=1.0)
+
+    def degrees(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        r"""Factors of the memberships: degrees of the queries ``[H, N]`` and of the keys ``[H, M]``, in (0, 1).
+
+        Args:
+            query, key: ``[H, N, C]`` and ``[H, M, C]``; where keys are tied, both are the queries.
+
+        Raises:
+            TypeError, ValueError: A shape or type does not fit, or the head is not ``degree_corrected``.
+        """
+        ops.checks.sides(self, query, key, self.heads, self.channels)
+        if not self.degree_corrected:
+            raise ValueError("Expected an SBMHead with degrees (got one without). Build it with degree_corrected=True.")
+        return self._degrees(query, key)
+
+    def _degrees(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        weight, bias = self.degree_weight[..., None], self.degree_bias[..., None]  # [H, 2, C, 1], [H, 2, 1]
+        both = ((x @ weight[:, side])[..., 0] + bias[:, side] for side, x in enumerate((query, key)))
+        query_degree, key_degree = (each.sigmoid() for each in both)
+        return query_degree, key_degree
+
+    def _mapped(self, gated: bool) -> tuple[Tensor, Tensor] | None:
+        """The second layer, the product with the clusters and the shift as one map, ``[H, G k, C]``, ``[H, 1, G k]``.
+
+        Few clusters make it cheaply. None where someone watches or has replaced a layer, which must then be called.
+        """
+        if not _two_plain_layers(self.mlp):
+            return None
+        second = cast(torch.nn.Linear, self.mlp[2])
+        weight, bias = self.clusters @ second.weight, self.clusters @ second.bias
+        if self._divisor != 1:
+            weight, bias = weight / self._divisor, bias / self._divisor
+        return weight, (bias + self.shift if gated else bias)[:, None]
+
+    @property
+    def _divisor(self) -> float:
+        """What affinities are divided by; the paper has no temperature."""
+        return 1.0 if self.parameterization == "paper" else self.temperature
+
+    def _memberships(self, x: Tensor, gated: bool, mapped: tuple[Tensor, Tensor] | None) -> Tensor:
+        """Memberships ``[H, N, K]``: each block of a group apart, by a sigmoid, or one among them, by a softmax."""
+        if mapped is None:
+            affinity = self.mlp(x) @ self.clusters.mT / self._divisor + (self.shift if gated else 0.0)
+        else:
+            weight, bias = mapped
+            hidden = torch.relu_(self.mlp[0](x.flatten(0, 1))).view_as(x)  # in place on what is no view
+            affinity = torch.baddbmm(bias, hidden, weight.mT)
+        if self.groups == 1:
+            return affinity.sigmoid_() if gated else affinity.softmax(-1)
+        groups = affinity.unflatten(-1, (self.groups, -1))
+        return reduce(_products, (groups.sigmoid() if gated else groups.softmax(-1)).unbind(-2))
+
+    def extra_repr(self) -> str:
+        return (
+            f"channels={self.channels}, heads={self.heads}, num_blocks={self.num_blocks}, "
+            f"cluster_init={self.cluster_init!r}, parameterization={self.parameterization!r}"
+            f"{', degree_corrected=True' * self.degree_corrected}"
+            f"{f', groups={self.groups}' * (self.groups > 1)}"
+        )
+
+
+def _two_plain_layers(mlp: torch.nn.Module) -> bool:
+    """Whether a perceptron is torch's own, without hooks, so that its parameters may be used in its stead.
+
+    Hooks of all modules, as torch's counter of FLOPs sets them, do not count: they see what is computed without them.
+    """
+    if type(mlp) is not torch.nn.Sequential or [type(layer) for layer in mlp] != [
+        torch.nn.Linear,
+        torch.nn.ReLU,
+        torch.nn.Linear,
+    ]:
+        return False
+    watched = any(
+        x._forward_hooks or x._forward_pre_hooks or x._backward_hooks or x._backward_pre_hooks for x in (mlp, *mlp)
+    )
+    replaced = any("forward" in vars(x) for x in (mlp, *mlp))
+    return not (watched or replaced or mlp[2].bias is None)
+
+
+def _products(left: Tensor, right: Tensor) -> Tensor:
+    """Products of each entry with each, row by row (Khatri and Rao): ``[..., A]``, ``[..., B]`` to ``[..., A B]``."""
+    return (left[..., None] * right[..., None, :]).flatten(-2)
+
+
+def _root(num_blocks: int, groups: int) -> int:
+    """Blocks of each group."""
+    if groups == 1:
+        return num_blocks
+    root = round(num_blocks ** (1 / groups))
+    if root**groups != num_blocks:
+        low = root - (root**groups > num_blocks)
+        raise ValueError(
+            f"Expected 'num_blocks' to be a whole number to the power of groups={groups} (got {num_blocks}). "
+            f"Take {low**groups} = {low}**{groups} or {(low + 1) ** groups} = {low + 1}**{groups}."
+        )
+    return root
+
+
+def _logit(p: float) -> float:
+    return math.log(p / (1 - p))

@@ -1,0 +1,394 @@
+"""Graphs of what is near: how Sparsefinder foretells the edges of a head from projected queries and keys.
+
+In: queries and keys of each head, projected to few dimensions. Out: an :class:`~sbm_pyg.graph.AttentionGraph`. Not
+here: the projections and the source of a layer (``sparsefinder``), and what the head really uses (``gold``).
+
+Reference: Treviso, Gois, Fernandes, Fonseca, Martins: "Predicting Attention Sparsity in Transformers", 2022.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..graph import AttentionGraph
+from ..ops import checks
+from ..ragged import resolve_ptr
+from ..sources import patterns
+from ..sources.pairs import Part, Ptr, Sides, block_means, check_centroids, largest, ranges, streamed
+
+__all__ = ["blocks", "bucketing", "buckets", "clustering", "clusters", "distance"]
+
+EXACT = "donot_use_mm_for_euclid_dist"
+
+
+@torch.no_grad()
+def distance(
+    query: Tensor, key: Tensor, threshold: float, cap: int | None = None, *, ptr: Ptr = None, is_causal: bool = False
+) -> AttentionGraph:
+    r"""Each query attends to the keys at a distance of at most a threshold.
+
+    An edge where :math:`\|q'_i - k'_j\| \le t`. Cost O(H N M r) time, rows a part at a time.
+
+    Args:
+        query: Projected queries, ``[H, N, r]``.
+        key: Projected keys, ``[H, M, r]``.
+        threshold: The t above, at least 0.
+        cap: Most keys of a query, the nearest, equal ones by the lower key. None: no limit.
+        ptr: Offsets of the sequences, ``[B+1]`` int64, or the pair (keys, queries). None: one sequence.
+        is_causal: No query attends to a later key.
+
+    Raises:
+        TypeError, ValueError: An argument has the wrong type, shape or range, or memory does not hold the edges.
+
+    Example:
+        >>> x = torch.tensor([[[0.0], [1.0], [3.0]]])
+        >>> distance(x, x, 1.5).to_dense()[0].int().tolist()
+        [[1, 1, 0], [1, 1, 0], [0, 0, 1]]
+    """
+    sides = Sides.of(query, key, ptr, is_causal)
+    checks.number("threshold", threshold, "[0, inf]", "It is a distance.")
+    if cap is not None:
+        cap = min(checks.integer("cap", cap, 1, "It is the largest number of keys of a query."), sides.num_keys)
+
+    def near(scores: Tensor, possible: Tensor, part: Part) -> Tensor:
+        inside = possible & (scores >= -threshold)
+        return inside if cap is None else largest(cap)(scores.masked_fill_(~inside, -torch.inf), inside, part)
+
+    return sides.rows(
+        *streamed(
+            sides, sides.key, sides.key_ptr, sides.allowed_keys, near, lambda query, key: -_distance(query, key), cap
+        )
+    )
+
+
+def _distance(x: Tensor, y: Tensor) -> Tensor:
+    """Distances of all pairs, in float32 at least: torch has none in half precision."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return torch.cdist(x.to(wide), y.to(wide), compute_mode=EXACT)
+
+
+@torch.no_grad()
+def buckets(x: Tensor, num_buckets: int, *, ptr: Tensor | None = None) -> Tensor:
+    r"""The bucket of each token in each dimension, by its rank in its sequence.
+
+    Rank :math:`\rho` of n is in bucket :math:`\lfloor \rho \beta / n \rfloor`, equal numbers ranked by the lower
+    token. Cost O(H r N log N).
+
+    Args:
+        x: Projected queries or keys, ``[H, N, r]``.
+        num_buckets: Buckets :math:`\beta` of a dimension, at least 1.
+        ptr: Offsets of the sequences, ``[B+1]`` int64. None: one sequence.
+
+    Returns:
+        ``[H, N, r]`` int64 in ``0 .. num_buckets-1``.
+
+    Raises:
+        TypeError, ValueError: An argument has the wrong type, shape or range.
+
+    Example:
+        >>> buckets(torch.tensor([[[0.1], [5.0], [0.3], [7.0]]]), 2).flatten().tolist()
+        [0, 1, 0, 1]
+    """
+    _check_points(x)
+    count = checks.integer("num_buckets", num_buckets, 1, "It is the number of buckets of a dimension.")
+    ptr = resolve_ptr(x.size(1), ptr, device=x.device)
+    sequence = torch.repeat_interleave(ptr.diff(), output_size=x.size(1))
+    return torch.stack([_bucket(x[..., dim], ptr, sequence, count) for dim in range(x.size(2))], 2)
+
+
+@torch.no_grad()
+def clusters(x: Tensor, centroids: Tensor, top: int = 1) -> Tensor:
+    """The clusters of each token: its nearest centroids, the nearest first, equal ones by the lower centroid.
+
+    Cost O(H N K (r + log K)).
+
+    Args:
+        x: Projected queries or keys, ``[H, N, r]``.
+        centroids: ``[H, K, r]``, or ``[1, K, r]`` for all heads.
+        top: Clusters m of a token, at most K.
+
+    Returns:
+        ``[H, N, m]`` int64 in ``0 .. K-1``.
+
+    Raises:
+        TypeError, ValueError: An argument has the wrong type, shape or range.
+
+    Example:
+        >>> clusters(torch.tensor([[[0.1], [0.8]]]), torch.tensor([[[1.0], [0.0]]])).flatten().tolist()
+        [1, 0]
+    """
+    _check_points(x)
+    centroids = check_centroids(centroids, x, "x", "r")
+    return _nearest(x, centroids, _check_top(top, centroids.size(1)))[0]
+
+
+def _check_points(x: Tensor) -> None:
+    checks.tensors(x=x)
+    checks.floating(x=x)
+    checks.shape("x", x, (None, None, None), "[H, N, r]", "Heads come first.")
+    if x.numel() == 0:
+        raise ValueError(
+            f"Expected 'x' of at least one head, token and dimension (got {list(x.shape)}). Project tokens."
+        )
+
+
+@torch.no_grad()
+def bucketing(
+    query: Tensor, key: Tensor, num_buckets: int, *, ptr: Ptr = None, is_causal: bool = False
+) -> AttentionGraph:
+    r"""Each query attends to the keys that share a bucket with it in any dimension.
+
+    In each dimension the queries of a sequence are ranked, and so are its keys; rank :math:`\rho` of n is in bucket
+    :math:`\lfloor \rho \beta / n \rfloor`. Buckets have equal sizes, so there are at most :math:`r \lceil n/\beta
+    \rceil \lceil m / \beta \rceil \beta` edges of a head and sequence, whatever the tokens hold. Cost O(H r (N + M) log
+    (N + M) + E), E before repeats are taken out.
+
+    Args:
+        query: Projected queries, ``[H, N, r]``.
+        key: Projected keys, ``[H, M, r]``.
+        num_buckets: Buckets :math:`\beta` of a dimension; the square root of n gives O(n^1.5) edges.
+        ptr: As :func:`distance`.
+        is_causal: Refused: ranks depend on later tokens.
+
+    Raises:
+        TypeError, ValueError: As :func:`distance`; or ``is_causal``.
+
+    Example:
+        >>> x = torch.tensor([[[0.1], [5.0], [0.3], [7.0]]])
+        >>> bucketing(x, x, 2).to_dense()[0].int().tolist()
+        [[1, 0, 1, 0], [0, 1, 0, 1], [1, 0, 1, 0], [0, 1, 0, 1]]
+    """
+    sides = Sides.of(query, key, ptr, is_causal)
+    count = checks.integer("num_buckets", num_buckets, 1, "It is the number of buckets of a dimension.")
+    if is_causal:
+        raise ValueError(
+            "Expected no 'is_causal' with buckets (got True). Ranks depend on later tokens; take 'distance' or "
+            "'clustering'."
+        )
+    found = []
+    every = torch.arange(sides.heads * sides.num_queries, device=query.device)
+    for dim in range(query.size(2)):
+        mine = _bucket(sides.query[..., dim], sides.query_ptr, sides.query_sequence, count)
+        theirs = _bucket(sides.key[..., dim], sides.key_ptr, sides.key_sequence, count)
+        order, low, _, _, high = sides.grouped(mine, theirs, count)
+        shift = dim * order.numel()  # to where keys of this dimension stand among those of all
+        found.append((every, low + shift, high + shift, order))
+    return sides.united(*(torch.cat(each) for each in zip(*found, strict=True)))
+
+
+def _bucket(x: Tensor, ptr: Tensor, sequence: Tensor, buckets: int) -> Tensor:
+    """The bucket of each token, ``[H, N]``, by its rank in its sequence."""
+    order = x.argsort(dim=1, stable=True)
+    order = order.gather(1, sequence[order].argsort(dim=1, stable=True))
+    rank = torch.empty_like(order).scatter_(1, order, torch.arange(x.size(1), device=x.device).expand_as(order))
+    rank, length = rank - ptr[sequence], ptr.diff()[sequence]
+    return rank * (buckets // length) + rank * (buckets % length) // length  # of rank * buckets, which may overflow
+
+
+@torch.no_grad()
+def clustering(
+    query: Tensor,
+    key: Tensor,
+    centroids: Tensor,
+    top: int = 1,
+    cap: int | None = None,
+    *,
+    ptr: Ptr = None,
+    is_causal: bool = False,
+) -> AttentionGraph:
+    """Each query attends to the keys that share a cluster with it.
+
+    A token is in the m clusters of its nearest centroids. Cost O(H (N + M)(K r + m log (N + M)) + E), E before repeats
+    are taken out; without a cap nothing bounds it.
+
+    Args:
+        query: Projected queries, ``[H, N, r]``.
+        key: Projected keys, ``[H, M, r]``.
+        centroids: Of :func:`~sbm_pyg.sparsefinder.fit_centroids`, ``[H, K, r]``, or ``[1, K, r]`` for all heads.
+        top: Clusters m of a token, at most K.
+        cap: Most keys of a sequence in a cluster, the nearest to its centroid, equal ones by the lower key. None: no
+            limit.
+        ptr: As :func:`distance`.
+        is_causal: As :func:`distance`; refused with a cap, whose ranks depend on later tokens.
+
+    Raises:
+        TypeError, ValueError: As :func:`distance`; or ``is_causal`` with a cap.
+    """
+    sides = Sides.of(query, key, ptr, is_causal)
+    centroids = check_centroids(centroids, query, width="r")
+    count = centroids.size(1)
+    top = _check_top(top, count)
+    if cap is not None:
+        cap = min(checks.integer("cap", cap, 1, "It is the largest number of keys of a cluster."), sides.num_keys)
+        if is_causal:
+            raise ValueError("Expected no 'cap' with 'is_causal' (got both). Its ranks depend on later tokens.")
+    mine, theirs = (_nearest(x, centroids, top) for x in (sides.query, sides.key))
+    group = theirs[0] if cap is None else _capped(*theirs, sides, count, cap)
+    order, low, _, after, high = sides.grouped(mine[0], group, count + 1)
+    every = torch.arange(sides.heads * sides.num_queries, device=query.device).repeat_interleave(top)
+    return sides.united(every, low, after if is_causal else high, order)
+
+
+def _check_top(top: int, count: int) -> int:
+    top = checks.integer("top", top, 1, "It is the number of clusters of a token.")
+    if top > count:
+        raise ValueError(f"Expected 'top' to be at most {count}, the number of centroids (got {top}). Lower it.")
+    return top
+
+
+def _nearest(x: Tensor, centroids: Tensor, top: int) -> tuple[Tensor, Tensor]:
+    """The clusters of each token, ``[H, N, m]``, and its distances to their centroids."""
+    far, cluster = _distance(x, centroids).sort(dim=2, stable=True)
+    return cluster[..., :top], far[..., :top]
+
+
+def _capped(cluster: Tensor, far: Tensor, sides: Sides, clusters: int, cap: int) -> Tensor:
+    """The clusters of each key, ``[H, M, m]``; ``clusters``, which no query is in, beyond the nearest ``cap``."""
+    _, order, rank = _ranked(sides, cluster, far, clusters, sides.key_sequence)
+    return torch.where(torch.empty_like(rank).scatter_(0, order, rank).view_as(cluster) < cap, cluster, clusters)
+
+
+@torch.no_grad()
+def blocks(
+    query: Tensor,
+    key: Tensor,
+    centroids: Tensor,
+    k: int,
+    block_size: int,
+    *,
+    by: str = "shared",
+    block_window: int | None = None,
+    global_blocks: int = 0,
+    ptr: Ptr = None,
+    bipartite: bool = False,
+    is_causal: bool = False,
+) -> AttentionGraph:
+    r"""Blocks of queries attend to blocks of keys that a centroid brings together: BigBird, its random part foretold.
+
+    Both sides of a sequence are cut into blocks of :math:`\ell` tokens, and a block stands where the mean of its
+    projections is. All queries of a block attend to all keys of the blocks that are chosen for it:
+
+    * ``by="nearest"``: each centroid takes the k blocks of queries and the k blocks of keys that are nearest to it,
+      and each of the former attends to each of the latter. A block may have several centroids, or none.
+    * ``by="shared"``: each block goes to its nearest centroid, and attends to k blocks of keys of its own centroid,
+      those nearest to the centroid.
+
+    Equal distances go by the lower block, or centroid. The window and global blocks are there besides. Global blocks
+    are never chosen, and with ``"shared"`` neither are blocks that the window has, so that k more are found. Both
+    readings are of the authors' slides, which have a line on each. Cost O(H (N + M) r + H n (K r + log n) + E) for n
+    blocks and K centroids.
+
+    Args:
+        query: Projected queries, ``[H, N, r]``.
+        key: Projected keys, ``[H, M, r]``.
+        centroids: ``[H, K, r]``, or ``[1, K, r]`` for all heads; of :func:`~sbm_pyg.sparsefinder.fit_centroids` with
+            this ``block_size``.
+        k: Blocks that a centroid takes, or that a block attends to, at least 1.
+        block_size: Tokens of a block, at least 1; the last block of a sequence may have fewer.
+        by: ``"nearest"`` or ``"shared"``, the slides' v1 and v2.
+        block_window: Each block also attends to blocks at this distance or less, and so to itself; 1 is the slides'
+            window of three blocks. None: no window.
+        global_blocks: The first blocks of a sequence also attend to all of it, and all of it to them.
+        ptr: As :func:`distance`.
+        bipartite: Queries and keys are different tokens; then there is neither a window nor a global block.
+        is_causal: Refused: means of blocks hold later tokens.
+
+    Raises:
+        TypeError, ValueError: As :func:`distance`; or ``is_causal``; or ``bipartite`` with a window or global blocks.
+
+    Example:
+        >>> x = torch.tensor([[[0.0], [0.2], [5.0], [5.0], [0.1], [0.1]]])
+        >>> blocks(x, x, torch.tensor([[[0.0], [5.0]]]), k=2, block_size=2).to_dense()[0, ::2].int().tolist()
+        [[1, 1, 0, 0, 1, 1], [0, 0, 1, 1, 0, 0], [1, 1, 0, 0, 1, 1]]
+    """
+    sides = Sides.of(query, key, ptr, is_causal)
+    if is_causal:
+        raise ValueError(
+            "Expected no 'is_causal' with blocks (got True). Their means hold later tokens; take 'distance' or "
+            "'clustering'."
+        )
+    centroids = check_centroids(centroids, query, width="r")
+    k = min(checks.integer("k", k, 1, "It is a number of blocks."), max(sides.num_keys, sides.num_queries))
+    size = checks.integer("block_size", block_size, 1, "It is the number of tokens of a block.")
+    size = min(size, max(sides.num_keys, sides.num_queries))
+    checks.one_of("by", by, ("nearest", "shared"))
+    if block_window is not None:
+        block_window = checks.integer("block_window", block_window, 0, "It is a distance in blocks.")
+    count = checks.integer("global_blocks", global_blocks, 0, "It is a number of blocks.")
+    checks.flag("bipartite", bipartite, "It says whether queries and keys are different tokens.")
+    if (bipartite or not torch.equal(sides.query_ptr, sides.key_ptr)) and (block_window is not None or count):
+        name = "block_window" if block_window is not None else "global_blocks"
+        raise ValueError(f"Expected the same tokens as queries and keys with '{name}' (got a pair). Leave it out.")
+    query_mean, query_ptr, query_block = block_means(sides.query, sides.query_ptr, size)
+    key_mean, key_ptr, _ = block_means(sides.key, sides.key_ptr, size)
+    over = Sides(query_mean, key_mean, query_ptr, key_ptr, False)
+    reach = -1 if block_window is None else block_window
+    choose = _by_nearest if by == "nearest" else _by_shared
+    chosen = over.graph(*choose(over, centroids.to(query_mean.dtype), k, count, reach))
+    if block_window is not None:
+        chosen = chosen | patterns.window(None, block_window, ptr=query_ptr)
+    if count:
+        chosen = chosen | patterns.global_tokens(None, count, ptr=query_ptr)
+    head = chosen.num_queries * torch.arange(sides.heads, device=query.device)
+    of = (head[:, None] + query_block).flatten()  # [H*N], the row of blocks of each query
+    row, edge = ranges(torch.arange(of.numel(), device=query.device), chosen.rowptr[of], chosen.rowptr[of + 1])
+    block = chosen.col[edge].long()
+    sequence = over.key_sequence[block]
+    first = sides.key_ptr[sequence] + over.key_place[block] * size
+    return sides.united(row, first, torch.minimum(first + size, sides.key_ptr[sequence + 1]))
+
+
+def _by_nearest(sides: Sides, centroids: Tensor, k: int, num_global: int, reach: int) -> tuple[Tensor, Tensor]:
+    """Each centroid brings together k blocks of each side."""
+    clusters, taken = centroids.size(1), []
+    for x, sequence, place in (
+        (sides.query, sides.query_sequence, sides.query_place),
+        (sides.key, sides.key_sequence, sides.key_place),
+    ):
+        far = _distance(x, centroids)  # [H, n, K]
+        every = torch.arange(clusters, device=x.device).expand_as(far)
+        group, item, rank = _ranked(sides, every, far, clusters, sequence, place >= num_global)
+        taken.append((group[rank < k], item[rank < k] // clusters))
+    (mine, query), (theirs, key) = taken
+    row, at = ranges(query, torch.searchsorted(theirs, mine), torch.searchsorted(theirs, mine, right=True))
+    return row, key[at] % sides.num_keys
+
+
+def _by_shared(sides: Sides, centroids: Tensor, k: int, num_global: int, reach: int) -> tuple[Tensor, Tensor]:
+    """Each block of queries takes k blocks of keys of its own centroid, none of which the window has."""
+    mine, theirs = (_nearest(x, centroids, 1) for x in (sides.query, sides.key))
+    group, key, _ = _ranked(sides, *theirs, centroids.size(1), sides.key_sequence, sides.key_place >= num_global)
+    key = key % sides.num_keys
+    wanted = _group(sides, mine[0], sides.query_sequence, centroids.size(1))
+    (query,) = (sides.query_place >= num_global).repeat(sides.heads).nonzero(as_tuple=True)
+    low, high = (torch.searchsorted(group, wanted.flatten()[query], right=right) for right in (False, True))
+    row, at = ranges(query, low, torch.minimum(high, low + k + 2 * reach + 1 if reach >= 0 else low + k))
+    col = key[at]
+    other = (sides.query_place[row % sides.num_queries] - sides.key_place[col]).abs() > reach
+    row, col = row[other], col[other]
+    rank = torch.arange(row.numel(), device=row.device) - torch.searchsorted(row, row)
+    return row[rank < k], col[rank < k]
+
+
+def _group(sides: Sides, cluster: Tensor, sequence: Tensor, clusters: int) -> Tensor:
+    """One number for each head, sequence and cluster; ``cluster`` is ``[H, n, m]``."""
+    head = torch.arange(sides.heads, device=cluster.device)[:, None, None]
+    return (head * (sides.key_ptr.numel() - 1) + sequence[:, None]) * clusters + cluster
+
+
+def _ranked(
+    sides: Sides, cluster: Tensor, far: Tensor, clusters: int, sequence: Tensor, there: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Members of clusters ``[H, n, m]``, or those of tokens that are there ``[n]``, the nearest of each group first.
+
+    Returns:
+        The group of each, ascending; which member it is; and its rank in its group.
+    """
+    group = _group(sides, cluster, sequence, clusters).flatten()
+    order = far.flatten().argsort(stable=True)
+    if there is not None:
+        order = order[there[:, None].expand_as(far).flatten()[order]]
+    order = order[group[order].argsort(stable=True)]
+    of = group[order]
+    return of, order, torch.arange(of.numel(), device=of.device) - torch.searchsorted(of, of)

@@ -1,0 +1,357 @@
+"""Sparsefinder: projections in which the keys that an alpha-entmax head uses are near, and a source that goes by them.
+
+In: queries, keys and gold graphs of a model that is trained (``gold``). Out: a projection to few dimensions, centroids,
+and a :class:`SparsefinderSource`. Not here: the graphs of what is near (``predictors``), rules that need no training
+(``selectors``), and attention.
+
+Reference: Treviso, Gois, Fernandes, Fonseca, Martins: "Predicting Attention Sparsity in Transformers", 2022.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import relu
+
+from ..graph import AttentionGraph, check_graph
+from ..ops import checks
+from ..ops.reference.segments import allowed_keys
+from ..ragged import draw_seed
+from ..sources import patterns
+from ..sources.interface import Choice, GraphSource
+from ..sources.pairs import block_means
+from ..sources.selectors import SelectorSource
+
+__all__ = ["Projection", "Sample", "SparsefinderSource", "fit_centroids", "fit_projection", "projection_loss"]
+
+Sample = tuple[Tensor, Tensor, AttentionGraph]
+"""Queries ``[H, N, C]``, keys ``[H, M, C]``, and the graph that attention over them has."""
+
+
+class Projection(nn.Module):
+    """Takes queries and keys of each head to few dimensions.
+
+    Args:
+        channels: Channels of a head C.
+        heads: Number of heads H.
+        dim: Dimensions r.
+        hidden: Width of a hidden layer with a ReLU; None: the projection is linear.
+        shared: Queries and keys have the same projection.
+
+    Raises:
+        TypeError, ValueError: A size is no int or below 1.
+
+    Shapes:
+        - queries ``[H, N, C]`` and keys ``[H, M, C]``; output ``[H, N, r]`` and ``[H, M, r]``.
+    """
+
+    def __init__(
+        self, channels: int, heads: int = 1, dim: int = 4, *, hidden: int | None = None, shared: bool = False
+    ) -> None:
+        super().__init__()
+        for name, size in (("channels", channels), ("heads", heads), ("dim", dim), ("hidden", hidden)):
+            if not (name == "hidden" and size is None):
+                checks.integer(name, size, 1, "It is a size of the projection.")
+        checks.flag("shared", shared, "It says whether queries and keys have the same projection.")
+        width = channels + dim if hidden is None else hidden
+        count = 2 * heads * max(channels, dim) * width
+        checks.memory("heads", count, 4, torch.get_default_device(), "Build a smaller projection.", "parameters")
+        widths = [channels, dim] if hidden is None else [channels, hidden, dim]
+        self.heads, self.shared = heads, shared
+        sides = 1 if shared else 2
+        shapes = [(sides, heads, *pair) for pair in itertools.pairwise(widths)]
+        self.weights = nn.ParameterList(nn.Parameter(torch.empty(shape)) for shape in shapes)
+        self.biases = nn.ParameterList(nn.Parameter(torch.empty(*shape[:2], 1, shape[3])) for shape in shapes)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the parameters anew, as those of :class:`torch.nn.Linear`."""
+        for weight, bias in zip(self.weights, self.biases, strict=True):
+            bound = weight.size(2) ** -0.5
+            nn.init.uniform_(weight, -bound, bound)
+            nn.init.uniform_(bias, -bound, bound)
+
+    def forward(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Project both sides."""
+        checks.tensors(query=query, key=key)
+        checks.floating(query=query, key=key)
+        wanted = (self.heads, None, self.weights[0].size(2))
+        for name, x in (("query", query), ("key", key)):
+            checks.shape(name, x, wanted, "[H, N, C]", "They are those of the heads that it was made for.")
+        return self._side(query, 0), self._side(key, 0 if self.shared else 1)
+
+    def _side(self, x: Tensor, side: int) -> Tensor:
+        for layer, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
+            x = torch.baddbmm(bias[side].to(x.dtype), relu(x) if layer else x, weight[side].to(x.dtype))
+        return x
+
+    def extra_repr(self) -> str:
+        """Its sizes."""
+        widths = [self.weights[0].size(2), *(weight.size(3) for weight in self.weights)]
+        return f"{' -> '.join(map(str, widths))}, heads={self.heads}, shared={self.shared}"
+
+
+def projection_loss(
+    query: Tensor,
+    key: Tensor,
+    graph: AttentionGraph,
+    *,
+    margin: float = 1.0,
+    per: str = "query",
+    seed: int | None = None,
+) -> Tensor:
+    r"""How far keys that are used are, next to keys drawn at random: a hinge, a scalar.
+
+    For each query with edges as many keys of its sequence are drawn as it has edges, uniformly and with repeats. With
+    squared distances :math:`d^+` to the former and :math:`d^-` to the latter, ``per="query"`` has the mean over queries
+    of :math:`[m + \sum d^+ - \sum d^-]_+`, and ``per="pair"`` the mean over edges of :math:`[m + d^+ - d^-]_+`, each
+    edge beside one of the keys that were drawn. Both readings are of the paper; the first is its formula.
+
+    Args:
+        query: Projected queries, ``[H, N, r]``.
+        key: Projected keys, ``[H, M, r]``.
+        graph: The edges that attention uses, in H heads or in one.
+        margin: The m above.
+        per: ``"query"`` or ``"pair"``.
+        seed: Of what is drawn; from torch's default generator if None.
+
+    Raises:
+        TypeError, ValueError: An argument has the wrong type, shape or range, or the graph is over other tokens.
+    """
+    check_graph(graph)
+    checks.tensors(query=query, key=key)
+    checks.floating(query=query, key=key)
+    checks.shape("query", query, (None, None, None), "[H, N, r]", "Heads come first.")
+    graph = graph.expand(query.size(0))
+    checks.shape("query", query, (graph.heads, graph.num_queries, None), "[H, N, r]", "It is over the graph's tokens.")
+    wanted = (graph.heads, graph.num_keys, query.size(2))
+    checks.shape("key", key, wanted, "[H, M, r]", "It is over the graph's tokens.")
+    checks.same_device("query", query, key=key, graph=graph.col)
+    if key.dtype != query.dtype:
+        raise TypeError(f"Expected 'key' to be {query.dtype}, as 'query' is (got {key.dtype}). Convert it.")
+    checks.number("margin", margin, "[0, inf)", "It is how much farther other keys should be.")
+    checks.one_of("per", per, ("query", "pair"))
+    random = torch.Generator().manual_seed(draw_seed(seed) % 2**63)
+    row, target = graph.edge_row, graph.edge_index[1]
+    sequence = torch.searchsorted(graph.query_ptr, target, right=True) - 1
+    share = torch.rand(graph.num_edges, generator=random).to(query.device)
+    count = allowed_keys(graph.query_ptr, graph.key_ptr, graph.num_queries, graph.is_causal)[target]
+    drawn = graph.key_ptr[sequence] + torch.minimum((share * count).long(), count - 1)
+    first = key.size(1) * graph.edge_head
+    x, z = query.flatten(0, 1), key.flatten(0, 1)
+    near, far = ((x[row] - z[first + col]).square().sum(1) for col in (graph.col.long(), drawn))
+    if per == "pair":
+        return relu(margin + near - far).sum() / max(1, graph.num_edges)
+    total = x.new_zeros(x.size(0)).index_add(0, row, near - far)
+    has = torch.zeros(x.size(0), dtype=torch.bool, device=row.device).index_fill_(0, row, True)
+    return relu(margin + total[has]).sum() / has.sum().clamp(min=1)
+
+
+def fit_projection(
+    projection: Projection,
+    samples: Sequence[Sample],
+    *,
+    epochs: int = 5,
+    learning_rate: float = 1e-3,
+    margin: float = 1.0,
+    per: str = "query",
+    seed: int = 0,
+    progress: bool = True,
+) -> list[float]:
+    """Fit a projection to samples of a model that is trained: Adam, a step per sample, gradients clipped at 1.
+
+    Args:
+        projection: What is fitted.
+        samples: A sequence of triples: queries, keys and gold graph of each batch of sequences.
+        epochs: Passes over the samples, in an order drawn anew.
+        learning_rate: Of Adam.
+        margin, per: As :func:`projection_loss`.
+        seed: Of the order and of the keys that are drawn.
+        progress: Show a progress bar.
+
+    Returns:
+        The mean loss of each pass.
+
+    Raises:
+        TypeError, ValueError: An argument has the wrong type or range, or there are no samples.
+    """
+    from ..progress import tqdm
+
+    if not isinstance(projection, Projection):
+        raise TypeError(f"Expected 'projection' to be a Projection (got {type(projection).__name__}). Make one.")
+    if not isinstance(samples, Sequence):
+        raise TypeError(
+            f"Expected 'samples' to be a sequence (got {type(samples).__name__}). Each pass goes over all of them: "
+            "make a list."
+        )
+    if not samples:
+        raise ValueError("Expected 'samples' to be at least one (got none). Each is a triple of query, key and graph.")
+    checks.integer("epochs", epochs, 1, "It is the number of passes.")
+    checks.number("learning_rate", learning_rate, "(0, inf)", "It is the rate of Adam.")
+    if not (torch.is_grad_enabled() and any(each.requires_grad for each in projection.parameters())):
+        raise ValueError(
+            "Expected 'projection' to have gradients (got none: its parameters are frozen, or gradients are off). Fit "
+            "it outside of `torch.no_grad()` and `torch.inference_mode()`."
+        )
+    seed = checks.seed(seed)
+    random = torch.Generator().manual_seed(seed % 2**63)
+    optimizer = torch.optim.Adam(projection.parameters(), learning_rate)
+    means = []
+    with tqdm(total=epochs * len(samples), desc="projection", unit="step", disable=not progress) as bar:
+        for epoch in range(epochs):
+            losses = []
+            for at in torch.randperm(len(samples), generator=random).tolist():
+                sample = samples[at]
+                if not isinstance(sample, tuple | list) or len(sample) != 3:
+                    got = f"{len(sample)} parts" if isinstance(sample, tuple | list) else type(sample).__name__
+                    raise TypeError(
+                        f"Expected 'samples[{at}]' to be query, key and graph (got {got}). `gold_graph` makes one."
+                    )
+                query, key, graph = sample
+                drawn = seed + (epoch * len(samples) + at)
+                x, z = projection(query, key)
+                loss = projection_loss(x, z, graph, margin=margin, per=per, seed=drawn)
+                optimizer.zero_grad()
+                loss.backward()
+                nn.utils.clip_grad_norm_(projection.parameters(), 1.0)
+                optimizer.step()
+                losses.append(float(loss.detach()))
+                bar.update()
+            means.append(sum(losses) / len(losses))
+            bar.set_postfix_str(f"loss {means[-1]:.3f}")
+    return means
+
+
+@torch.no_grad()
+def fit_centroids(
+    projection: Projection,
+    samples: Iterable[tuple[Any, ...]],
+    num_clusters: int,
+    *,
+    block_size: int | None = None,
+    seed: int = 0,
+) -> Tensor:
+    """Centroids of the projected queries and keys of each head, by k-means of scikit-learn.
+
+    Args:
+        projection: A projection that is fitted.
+        samples: As :func:`fit_projection`; graphs are not needed, unless blocks are.
+        num_clusters: Centroids K.
+        block_size: Centroids of the means of so many tokens, for :func:`~sbm_pyg.sparsefinder.predictors.blocks`. None:
+            of tokens.
+        seed: Of k-means, which starts once from k-means++.
+
+    Returns:
+        Centroids, ``[H, K, r]``.
+
+    Raises:
+        ImportError: scikit-learn is not installed.
+        TypeError, ValueError: An argument has the wrong type or range, or there are fewer tokens than centroids.
+    """
+    try:
+        from sklearn.cluster import KMeans
+    except ImportError as error:
+        raise ImportError("Expected scikit-learn to be installed. `pip install scikit-learn`.") from error
+    num_clusters = checks.integer("num_clusters", num_clusters, 1, "It is the number of centroids of a head.")
+    if block_size is not None:
+        block_size = checks.integer("block_size", block_size, 1, "It is the number of tokens of a block.")
+    parts = [torch.cat(_points(projection, sample, block_size), 1) for sample in samples]
+    if not parts:
+        raise ValueError("Expected 'samples' to be at least one (got none). Each is a pair of query and key.")
+    points = torch.cat(parts, 1)
+    if points.size(1) < num_clusters:
+        raise ValueError(
+            f"Expected 'num_clusters' to be at most {points.size(1)}, the points of all samples (got {num_clusters}). "
+            "Give more samples."
+        )
+    start = checks.seed(seed) % 2**32
+    fitted = [KMeans(num_clusters, n_init=1, random_state=start).fit(head.cpu().numpy()) for head in points]
+    return torch.stack([torch.from_numpy(each.cluster_centers_) for each in fitted]).to(points)
+
+
+def _points(projection: Projection, sample: tuple[Any, ...], block_size: int | None) -> list[Tensor]:
+    """Projected queries and keys, or the means of their blocks."""
+    query, key, *rest = sample
+    sides = projection(query, key)
+    if block_size is None:
+        return [*sides]
+    if not rest:
+        raise ValueError(
+            "Expected 'samples' with graphs for 'block_size' (got pairs). A graph says where sequences end."
+        )
+    ptrs = (rest[0].query_ptr, rest[0].key_ptr)
+    return [block_means(x, ptr, block_size)[0] for x, ptr in zip(sides, ptrs, strict=True)]
+
+
+class SparsefinderSource(GraphSource):
+    """Chooses what a projection and a rule foretell, with a window and global tokens beside it.
+
+    Neither learns from the loss of the task: fit the projection first (:func:`fit_projection`).
+
+    Args:
+        projection: Of the heads of the layer.
+        predictor: A function of :mod:`~sbm_pyg.sparsefinder.predictors`, or a rule like them.
+        window: Each token also attends to tokens at this distance or less. None: no window.
+        num_global: The first tokens of a sequence also attend to all of it, and all of it to them.
+        **options: Of the predictor, e.g. ``threshold=1.0``. Tensors, such as centroids, become buffers.
+
+    Raises:
+        TypeError, ValueError: An argument has the wrong type or range, or the predictor does not take an option.
+
+    Example:
+        >>> from sbm_pyg.sparsefinder.predictors import bucketing
+        >>> source = SparsefinderSource(Projection(8, heads=2), bucketing, window=1, num_buckets=4)
+        >>> tokens, ptr = torch.randn(2, 10, 8), torch.tensor([0, 4, 10])
+        >>> source(tokens, tokens, ptr, ptr, seed=0).graph.heads
+        2
+    """
+
+    def __init__(
+        self,
+        projection: Projection,
+        predictor: Callable[..., AttentionGraph],
+        *,
+        window: int | None = None,
+        num_global: int = 0,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        if not isinstance(projection, nn.Module):
+            raise TypeError(
+                f"Expected 'projection' to be a module such as Projection (got {type(projection).__name__}). "
+                "It takes queries and keys to few dimensions."
+            )
+        self.num_global = checks.integer("num_global", num_global, 0, "It is a number of tokens.")
+        self.projection = projection
+        self.rule = SelectorSource(predictor, window=window, **options)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        query_ptr: Tensor,
+        key_ptr: Tensor,
+        *,
+        bipartite: bool = False,
+        is_causal: bool = False,
+        seed: int,
+        sequence_ids: Tensor | None = None,
+    ) -> Choice:
+        """As :meth:`GraphSource.forward`."""
+        if bipartite and self.num_global:
+            raise ValueError(
+                "Expected the same tokens as queries and keys with 'num_global' (got a pair). Leave it out."
+            )
+        sides = (*self.projection(query, key), query_ptr, key_ptr)
+        graph = self.rule(*sides, bipartite=bipartite, is_causal=is_causal, seed=seed, sequence_ids=sequence_ids).graph
+        if self.num_global:
+            graph = graph | patterns.global_tokens(None, self.num_global, is_causal=is_causal, ptr=query_ptr)
+        return Choice(graph)
+
+    def extra_repr(self) -> str:
+        """The rule and its options."""
+        return f"{self.rule.extra_repr()}, num_global={self.num_global}"
