@@ -35,7 +35,6 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .blocks import BlockGraph
 from .graph import AttentionGraph, check_graph
 from .ops.reference.segments import allowed_keys, segments, wide
 from .ragged import check_present, draw_seed, mean_weights, readable, resolve_sequence_ids
@@ -387,17 +386,15 @@ def draw_probes(
     check_graph(graph)
     check_present(graph.query_ptr, "graph")
     ops.checks.number("per_query", per_query, "[0, inf]", "It is an average number of probes.")
-    if isinstance(graph, BlockGraph):
-        blocks, chance = draw_probes(graph.blocks, per_query / graph.grain, seed=seed, sequence_ids=sequence_ids)
-        return graph.with_blocks(blocks), chance
-    _check_memory(graph, per_query)
-    reach = allowed_keys(graph.query_ptr, graph.key_ptr, graph.num_queries, graph.is_causal)
-    chance = (float(per_query) / reach.clamp(min=1)).clamp(max=1).float()
-    sequence_ids = resolve_sequence_ids(sequence_ids, graph.num_sequences, graph.query_ptr.device)
+    blocks, per_query = graph.blocks, float(per_query) / graph.grain
+    _check_memory(blocks, per_query)
+    reach = allowed_keys(blocks.query_ptr, blocks.key_ptr, blocks.num_queries, blocks.is_causal)
+    chance = (per_query / reach.clamp(min=1)).clamp(max=1).float()
+    sequence_ids = resolve_sequence_ids(sequence_ids, blocks.num_sequences, blocks.query_ptr.device)
     rowptr, col = ops.sample_systematic(
-        chance, graph.query_ptr, graph.key_ptr, sequence_ids, graph.heads, draw_seed(seed), graph.is_causal
+        chance, blocks.query_ptr, blocks.key_ptr, sequence_ids, blocks.heads, draw_seed(seed), blocks.is_causal
     )
-    return graph._with(rowptr, col, graph.heads), chance
+    return graph.with_blocks(blocks._with(rowptr, col, blocks.heads)), chance
 
 
 def local_expectation(
@@ -473,26 +470,16 @@ def local_expectation(
         raise ValueError(
             "Expected 'chance' in [0, 1] (got a number outside). It is the second result of `draw_probes`."
         )
-    if isinstance(graph, BlockGraph):
-        if not isinstance(probes, BlockGraph) or probes.grain != graph.grain:
-            raise ValueError(
-                f"Expected 'probes' to be pairs of blocks of {graph.grain} tokens, as 'graph' is (got {probes}). "
-                "`draw_probes` makes them."
-            )
-        mine, theirs = graph.blocks, probes.blocks
-        return ops.block_expectation(
-            out, query, key, value,
-            (mine.rowptr, mine.col, None if bias is None else graph.tiles(bias)),
-            (theirs.rowptr, theirs.col, None if probe_bias is None else probes.tiles(probe_bias)),
-            chance, (graph.query_ptr, graph.key_ptr), graph.grain, forced, graph.is_causal, scale, exploration,
-            prob=(_known(prob, probability, mine), probability.on(theirs)),
-        )  # fmt: skip
-    pairs = (graph.rowptr, graph.col, bias), (probes.rowptr, probes.col, probe_bias)
-    factors = probability.factors if prob is None else None
-    both = None if factors is not None else (_known(prob, probability, graph), probability.on(probes))
-    return ops.local_expectation(
-        out, query, key, value, *pairs, chance, forced, scale, exploration, factors=factors, prob=both
-    )
+    if type(probes) is not type(graph) or probes.grain != graph.grain:
+        raise ValueError(
+            f"Expected 'probes' to be pairs of blocks of {graph.grain} tokens, as 'graph' is (got {probes}). "
+            "`draw_probes` makes them."
+        )
+    return graph._local_expectation(
+        out, query, key, value, probes, (bias, probe_bias), chance, forced, scale, exploration,
+        factors=probability.factors if prob is None else None,
+        prob=lambda: (_known(prob, probability, graph.blocks), probability.on(probes.blocks)),
+    )  # fmt: skip
 
 
 def edge_logits(query: Tensor, key: Tensor, graph: AttentionGraph, bias: Tensor | None, scale: float) -> Tensor:
@@ -550,15 +537,7 @@ def distillation(
     blocks = graph.blocks
     probability.check(blocks)
     with torch.no_grad():
-        if isinstance(graph, BlockGraph):
-            weight = ops.block_weight(
-                query, key, blocks.rowptr, blocks.col, (graph.query_ptr, graph.key_ptr), graph.grain, graph.is_causal,
-                None if bias is None else graph.tiles(bias), scale,
-            )  # fmt: skip
-        else:
-            total = ops.edge_attention(query, key, key[..., :1], graph.rowptr, graph.col, None, bias, scale)[1]
-            total = total.clamp(min=torch.finfo(total.dtype).min).flatten()[graph.edge_row]  # no edge counts: 0 below
-            weight = (edge_logits(query, key, graph, bias, scale) - total).exp()
+        weight = graph._attention_weight(query, key, bias, scale)
     p = _known(prob, probability, blocks)
     degree = probability.expected_degree() if over == "all" else segments(wide(p), blocks.rowptr).view(blocks.heads, -1)
     with torch.no_grad():

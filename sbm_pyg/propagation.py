@@ -20,7 +20,6 @@ from torch_geometric.utils import is_sparse
 from torch_geometric.utils.sparse import set_sparse_value
 
 from . import ops
-from .blocks import BlockGraph
 from .estimators import Estimator, edge_logits
 from .graph import AttentionGraph, edge_list
 from .normalizers import Entmax, alpha_of, normalize
@@ -263,23 +262,11 @@ class EdgeAttention(MessagePassing):
         Softmax over a graph of blocks has an op of its own; gates and entmax attend over the tokens of the graph.
         Returns ``[N, H, C]``.
         """
-        if isinstance(graph, BlockGraph) and self.normalizer == "softmax" and gate is None:
-            blocks, ptrs = graph.blocks, (graph.query_ptr, graph.key_ptr)
-            tiles = None if score_bias is None else graph.tiles(score_bias)
-            out, _ = ops.block_attention(
-                query, key, value, blocks.rowptr, blocks.col, ptrs, graph.grain, graph.is_causal, tiles, self.scale,
-                dropout, seed,
-            )  # fmt: skip
-            return out.transpose(0, 1)
-        arguments = (
-            query, key, value, graph.rowptr, graph.col, gate, score_bias, self.scale, self.estimator.gate_form, dropout,
-            seed,
-        )  # fmt: skip
+        options: Any = (gate, score_bias, self.scale, self.estimator.gate_form, dropout, seed)
         if self.normalizer == "softmax":
-            out, _ = ops.edge_attention(*arguments)
-        else:
-            out = ops.edge_entmax(*arguments, alpha_of(self.normalizer))
-        return out.transpose(0, 1)
+            return graph._attend(query, key, value, *options).transpose(0, 1)
+        options = (*options, alpha_of(self.normalizer))
+        return ops.edge_entmax(query, key, value, graph.rowptr, graph.col, *options).transpose(0, 1)
 
     def message(
         self,
