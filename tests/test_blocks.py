@@ -647,7 +647,7 @@ def test_what_blocks_cannot_do_is_refused() -> None:
     conv = SBMAttentionConv(6, 4, grain=4, is_causal=True, sbm_options={"tied": True})
     with pytest.raises(ValueError, match="a head that is not tied"):
         conv(torch.randn(8, 6))
-    with pytest.raises(TypeError, match="'pool' to be 'mean' or a module"):
+    with pytest.raises(ValueError, match="'pool' to be 'mean', 'learned' or a module"):
         SBMSource(SBMHead(4), grain=4, pool=3)  # type: ignore[arg-type]
 
 

@@ -17,7 +17,7 @@ from torch_geometric.data.datapipes import functional_transform
 from torch_geometric.transforms import BaseTransform
 
 from .. import ops
-from ..blocks import BlockGraph, block_mean, block_tokens
+from ..blocks import BlockGraph, BlockPool, block_mean, block_tokens
 from ..graph import AttentionGraph
 from ..ops.reference.blocks import sides
 from ..ops.reference.tiled import sampled_edges
@@ -166,8 +166,8 @@ class SBMSource(SharingSource, FollowingSource):
             exploration and share are those of pairs of blocks; ``budget`` and ``window`` count tokens, and a window
             is widened to whole blocks. In a causal model a query block is chosen for by tokens up to its first, and
             each block always attends to itself.
-        pool: What makes a vector of the tokens of a block: ``"mean"``, or a module such as
-            :class:`~sbm_pyg.BlockPool`.
+        pool: How the tokens of a block become one vector: ``"mean"``; ``"learned"``, a weighted mean whose weights
+            learn; or a module such as :class:`~sbm_pyg.BlockPool`.
         detach: No gradient goes on from the model to queries and keys, which then learn from attention alone.
         tiled: Store no graph: the layer draws edges beside its scores, see :func:`sbm_pyg.ops.sampled_attention`. For
             ``"bernoulli"`` and ``grain=1``.
@@ -210,8 +210,10 @@ class SBMSource(SharingSource, FollowingSource):
             ops.checks.number("exploration", exploration, "[0, 1]", "It is added to every probability in training.")
         _check_budget(budget)
         patterns.check_window(window)
+        if pool == "learned":
+            pool = BlockPool(head.channels, head.heads)  # type: ignore[arg-type]
         if pool != "mean" and not isinstance(pool, torch.nn.Module):
-            raise TypeError(f"Expected 'pool' to be 'mean' or a module (got {pool!r}). `BlockPool` is one.")
+            raise ValueError(f"Expected 'pool' to be 'mean', 'learned' or a module (got {pool!r}). See `BlockPool`.")
         self.grain = ops.checks.integer("grain", grain, 1, "It is a number of tokens.")
         ops.checks.flag("detach", detach, "It says whether the model sends no gradient to queries and keys.")
         self.detach = detach
