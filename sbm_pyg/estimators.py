@@ -35,10 +35,11 @@ import torch
 from torch import Tensor
 
 from . import ops
+from .auxiliary import mean_weights
 from .blocks import BlockGraph
 from .graph import AttentionGraph, check_graph
 from .ops.reference.segments import allowed_keys, segments, wide
-from .ragged import check_present, draw_seed, mean_weights, readable, resolve_sequence_ids
+from .ragged import check_present, draw_seed, readable, resolve_sequence_ids
 from .sources.interface import Choice, EdgeProbability, check_probability
 
 __all__ = [

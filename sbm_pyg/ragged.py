@@ -129,12 +129,12 @@ class Tokens:
     @cached_property
     def query_sequence(self) -> Tensor:
         """The sequence of each query, ``[N]``."""
-        return sequence_of(self.query_ptr, self.num_queries)
+        return torch.repeat_interleave(self.query_ptr.diff(), output_size=self.num_queries)
 
     @cached_property
     def key_sequence(self) -> Tensor:
         """The sequence of each key, ``[M]``."""
-        return sequence_of(self.key_ptr, self.num_keys)
+        return torch.repeat_interleave(self.key_ptr.diff(), output_size=self.num_keys)
 
     @cached_property
     def query_position(self) -> Tensor:
@@ -165,11 +165,6 @@ def check_record(tokens: object) -> None:
             f"Expected 'tokens' to be Tokens (got {type(tokens).__name__}). Make them of queries and keys: "
             "`Tokens(query, key)`."
         )
-
-
-def sequence_of(ptr: Tensor, count: int) -> Tensor:
-    """The sequence of each of ``count`` tokens, ``[count]``."""
-    return torch.repeat_interleave(torch.arange(ptr.numel() - 1, device=ptr.device), ptr.diff(), output_size=count)
 
 
 def readable(x: Tensor) -> bool:
@@ -217,21 +212,6 @@ def offsets(counts: Tensor) -> Tensor:
         what = f"{counts.dtype} {list(counts.shape)}" if isinstance(counts, Tensor) else type(counts).__name__
         raise TypeError(f"Expected 'counts' to be [n] integers (got {what}). It holds how many there are of each.")
     return torch.cat([counts.new_zeros(1, dtype=torch.int64), counts.cumsum(0, dtype=torch.int64)])
-
-
-def mean_weights(ptr: Tensor, count: int, dtype: torch.dtype, rows: Tensor | None = None) -> Tensor:
-    """Weight of each token in a mean over sequences of the means over their tokens, ``[N]``.
-
-    It is :math:`1 / (B N_b)` in sequence b. The mean over a batch is then that of the means over equal parts of it.
-
-    Args:
-        ptr: Offsets of the sequences in the tokens, ``[B+1]``.
-        count: Number of tokens N, or of rows.
-        dtype: Type of the weights.
-        rows: Offsets of the sequences in rows that stand for several tokens each, such as blocks. None: one for each.
-    """
-    each = ((ptr.numel() - 1) * ptr.diff()).clamp(min=1).to(dtype).reciprocal()
-    return each.repeat_interleave((ptr if rows is None else rows).diff(), output_size=count)
 
 
 def count_pairs(query_ptr: Tensor, key_ptr: Tensor, is_causal: bool = False) -> Tensor:

@@ -940,7 +940,7 @@ def source_arguments(d: Draw, source: Any, check: Any) -> Case:
         "query_ptr": ("ptr", "key_ptr"),
         "key_ptr": ("ptr",),
     }
-    names |= {"bipartite": ("self_loops", "rule")}  # type: ignore[dict-item]
+    names |= {"bipartite": ("self_loops", "rule")}
     return Case(of_tokens(source), arguments, check, names=names)
 
 
@@ -1006,7 +1006,7 @@ def _rule(module: Any, name: str, options: Callable[[Draw, int], dict[str, Any]]
             "key_ptr": ("query_ptr", "key"),
             "query": ("query_ptr", "key", "centroids"),
         }
-        names |= {"key": ("key_ptr", "query"), "bipartite": ("block_window", "global_blocks")}  # type: ignore[dict-item]
+        names |= {"key": ("key_ptr", "query"), "bipartite": ("block_window", "global_blocks")}
         return Case(of_tokens(getattr(module, name)), arguments, check, free=("seed", "bipartite"), names=names)
 
     return make

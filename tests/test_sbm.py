@@ -205,7 +205,7 @@ def test_a_head_with_groups_is_the_product_of_small_heads(
         small.mlp = head.mlp
         del small.clusters
         small.clusters = cast(Any, head.clusters[:, number * side : (number + 1) * side])
-        prob = prob * small(query, key).edge_prob_dense()
+        prob = prob * small(Tokens(query, key)).edge_prob_dense()
     learnt = [query, head.clusters, head.degree_weight, *head.mlp.parameters()]
     weight = torch.randn(2, 7, 7, dtype=torch.float64)
     want = torch.autograd.grad((weight * prob).sum(), learnt, retain_graph=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..graph import AttentionGraph
 from ..ops import checks
 from ..ops.reference.segments import ROWS, compress, cuts, like_lengths, runs
-from ..ragged import Tokens, check_present, check_record, count_pairs, offsets, sequence_of
+from ..ragged import Tokens, check_present, check_record, count_pairs, offsets
 from ..rows import index_type
 
 __all__ = [
@@ -135,7 +135,7 @@ def block_means(x: Tensor, ptr: Tensor, size: int) -> tuple[Tensor, Tensor, Tens
         The means ``[H, n, C]``, in float32 at least; offsets of the blocks ``[B+1]``; and the block of each token
         ``[N]``.
     """
-    sequence = sequence_of(ptr, x.size(1))
+    sequence = torch.repeat_interleave(ptr.diff(), output_size=x.size(1))
     block_ptr = offsets((ptr.diff() + size - 1) // size)
     block = block_ptr[sequence] + (torch.arange(x.size(1), device=x.device) - ptr[sequence]) // size
     x = x.to(torch.promote_types(x.dtype, torch.float32))
