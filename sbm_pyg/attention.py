@@ -25,7 +25,7 @@ from .graph import AttentionGraph
 from .normalizers import Entmax, check_normalizer
 from .ops import METHODS, checks
 from .propagation import OUTPUT_ONLY, EdgeAttention, Returns, channel_pair, check_tokens
-from .ragged import draw_seed, resolve_sides
+from .ragged import Tokens, draw_seed, resolve_sides
 from .sources.interface import Choice, GraphSource, TiledChoice, limited
 from .sources.sampling import SBMSource
 from .sources.sbm import SBMHead
@@ -271,10 +271,8 @@ class AttentionConv(EdgeAttention):
         limit = partial(limited, is_causal=is_causal, edge_filter=edge_filter)
         score_bias = partial(self._score_bias, query, key)
         if edge_index is None:
-            sides = resolve_sides(query.size(1), key.size(1), ptr, batch, query.device)
-            choice = self._choose(
-                query, key, *sides, bipartite=bipartite, is_causal=is_causal, seed=seed, sequence_ids=sequence_ids
-            )
+            ptrs = resolve_sides(query.size(1), key.size(1), ptr, batch, query.device)
+            choice = self._choose(Tokens(query, key, *ptrs, bipartite, is_causal, seed, sequence_ids))
         else:
             of = (edge_index, query.size(1), key.size(1), self.heads)
             choice = Choice(AttentionGraph.over(*of, edge_head=edge_head, ptr=ptr, batch=batch))
@@ -335,14 +333,14 @@ class AttentionConv(EdgeAttention):
             exploration=choice.exploration, is_causal=is_causal, window=choice.window,
         )  # fmt: skip
 
-    def _choose(self, query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, **options: Any) -> Choice:
+    def _choose(self, tokens: Tokens) -> Choice:
         """The choice of the source, expanded to the heads of the layer."""
         if self.source is None:
             raise ValueError(
                 "Expected 'edge_index' (got None, and the layer has no source: 'source' or 'num_blocks' is None). "
                 "Pass a graph, or give the layer a source."
             )
-        return self.source(query, key, query_ptr, key_ptr, **options).expand(self.heads)
+        return self.source(tokens).expand(self.heads)
 
     def __repr__(self) -> str:
         source = "" if self.source is None else f", source={type(self.source).__name__}"

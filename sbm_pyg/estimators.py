@@ -35,9 +35,10 @@ import torch
 from torch import Tensor
 
 from . import ops
+from .auxiliary import mean_weights
 from .graph import AttentionGraph, check_graph
 from .ops.reference.segments import allowed_keys, segments, wide
-from .ragged import check_present, draw_seed, mean_weights, readable, resolve_sequence_ids
+from .ragged import check_present, draw_seed, readable, resolve_sequence_ids
 from .sources.interface import Choice, EdgeProbability, check_probability
 
 __all__ = [
@@ -84,7 +85,7 @@ class AttentionCall:
 
     @cached_property
     def prob(self) -> Tensor:
-        """Probability of each edge, ``[E]``, computed once; the losses that use it backpropagate through it together."""
+        """Probability of each edge, ``[E]``, computed once: all losses share its gradient."""
         assert self.choice.probability is not None
         return self.choice.probability.on(self.choice.graph.blocks)
 
