@@ -40,7 +40,7 @@ from ..ragged import (
     resolve_ptr,
     resolve_sequence_ids,
     stored_ptr,
-)  # fmt: skip
+)
 from ..rows import index_type
 from .interface import Choice, GraphSource
 

@@ -30,7 +30,7 @@ from ..ragged import (
     resolve_sequence_ids,
     stored_ptr,
     trust_offsets,
-)  # fmt: skip
+)
 from . import patterns
 from .following import FollowingSource
 from .interface import Choice, SharingSource, TiledChoice
