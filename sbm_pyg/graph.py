@@ -22,12 +22,12 @@ from torch_geometric.utils import is_sparse, to_edge_index
 from . import ops
 from .ops import checks
 from .ragged import check_present, check_tensor, readable, resolve_sides, stored_ptr, unmerged
-from .rows import CompressedRows, check_edges, check_graph, check_sizes, index_type, masked_rows, the_one
+from .rows import CompressedRows, check_edges, check_graph, check_sizes, index_type, masked_rows, resolve_index
 
 if TYPE_CHECKING:
     import scipy.sparse
 
-__all__ = ["AttentionGraph", "check_graph", "edge_list", "the_one"]
+__all__ = ["AttentionGraph", "check_graph", "edge_list", "resolve_index"]
 
 DataType = TypeVar("DataType", Data, HeteroData)
 
@@ -320,7 +320,7 @@ class AttentionGraph(CompressedRows):
         if split and not {*side.values()} <= {0, 1}:
             raise ValueError(
                 "Expected the attribute 'bipartite' of each node of 'graph' to be 0 or 1 "
-                f"(got {_few({*side.values()})}). Keys have 0."
+                f"(got {_first_three({*side.values()})}). Keys have 0."
             )
         keys = [node for node in graph if not split or side[node] == 0]
         queries = [node for node in graph if side[node] == 1] if split else keys
@@ -338,7 +338,7 @@ class AttentionGraph(CompressedRows):
         wrong = [(s, t) for s, t, _ in edges if s not in source or t not in target]
         if wrong:
             raise ValueError(
-                f"Expected each edge of 'graph' to run from a key to a query (got {_few(wrong)}). "
+                f"Expected each edge of 'graph' to run from a key to a query (got {_first_three(wrong)}). "
                 "Reverse it, as `graph.reverse()` does."
             )
         if any(not isinstance(head, int) for _, _, head in edges):
@@ -453,7 +453,7 @@ class AttentionGraph(CompressedRows):
                 graph is on the meta device and has no values.
         """
         check_present(self.col, "graph")
-        sequence = the_one(sequence, self.num_sequences, "sequence")
+        sequence = resolve_index(sequence, self.num_sequences, "sequence")
         pairs = int(self.query_ptr.diff()[sequence] * self.key_ptr.diff()[sequence])
         checks.memory(
             "sequence",
@@ -491,7 +491,7 @@ class AttentionGraph(CompressedRows):
             raise ImportError(
                 f"Expected 'scipy' to be installed (it is not). Run {checks.install('analysis')}."
             ) from None
-        head = the_one(head, self.heads, "head")
+        head = resolve_index(head, self.heads, "head")
         graph = self.head(head) if sequence is None else self.sequence(sequence).head(head)
         data = torch.ones(graph.num_edges, dtype=torch.bool).numpy()
         return scipy.sparse.csr_array(
@@ -517,7 +517,7 @@ class AttentionGraph(CompressedRows):
                 "Expected 'torch-sparse' to be installed. "
                 f"Run {checks.install('sparse', '--no-build-isolation ')}, or use `to_edge_index()`."
             )
-        head = the_one(head, self.heads, "head")
+        head = resolve_index(head, self.heads, "head")
         graph = self.head(head)
         if value is not None:
             if value.dim() < 1 or value.size(0) != self.num_edges:
@@ -645,11 +645,11 @@ class AttentionGraph(CompressedRows):
         """
         check_present(self.col, "graph")
         checks.flag("bipartite", bipartite, "It says whether queries and keys are apart.", optional=True)
-        graph = self.sequence(the_one(sequence, self.num_sequences, "sequence"))
+        graph = self.sequence(resolve_index(sequence, self.num_sequences, "sequence"))
         chosen = (
             graph
             if head == "all"
-            else graph.head(the_one(head, self.heads, "head", ", or head='all' for a MultiDiGraph"))
+            else graph.head(resolve_index(head, self.heads, "head", ", or head='all' for a MultiDiGraph"))
         )
         square = graph.num_queries == graph.num_keys
         if bipartite is False and not square:
@@ -708,5 +708,5 @@ def _stores(data: Data | HeteroData, edge_type: EdgeType | None) -> tuple[Any, A
     return data[edge_type], data[edge_type[0]], data[edge_type[2]], "edge_head"
 
 
-def _few(things: Any) -> str:
+def _first_three(things: Any) -> str:
     return ", ".join(map(repr, [*things][:3]))

@@ -18,7 +18,7 @@ from .ops import checks
 from .ops.reference.segments import ROWS, edge_row
 from .ragged import check_present, check_tensor, count_pairs, offsets, readable, resolve_ptr, unmerged
 
-__all__ = ["CompressedRows", "check_edges", "check_graph", "check_sizes", "index_type", "masked_rows", "the_one"]
+__all__ = ["CompressedRows", "check_edges", "check_graph", "check_sizes", "index_type", "masked_rows", "resolve_index"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -625,7 +625,7 @@ def check_edges(edge_index: Tensor, edge_head: Tensor | None) -> tuple[Tensor, T
     return key, query, edge_head.long()
 
 
-def the_one(value: int | None, end: int, name: str, other: str = "") -> int:
+def resolve_index(value: int | None, end: int, name: str, other: str = "") -> int:
     """Return the number that is meant: ``value``, or 0 for None where there is only one thing.
 
     Numbers count from 0, and negative ones from the end.

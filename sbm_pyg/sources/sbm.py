@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..graph import AttentionGraph, the_one
+from ..graph import AttentionGraph, resolve_index
 from ..ops.reference.sampling import over_one
 from ..ops.reference.segments import allowed_keys, wide
 from ..ragged import check_tensor, count_pairs, readable, resolve_sides
@@ -257,7 +257,7 @@ class SBM(EdgeProbability):
         Raises:
             TypeError, ValueError: There is no such sequence, several and none told, or memory does not hold its pairs.
         """
-        queries, keys = self._slices()[the_one(sequence, self.num_sequences, "sequence")]
+        queries, keys = self._slices()[resolve_index(sequence, self.num_sequences, "sequence")]
         pairs = self.heads * (queries.stop - queries.start) * (keys.stop - keys.start)
         way_out = "Ask for those of the edges of a graph, by `on`."
         ops.checks.memory("sequence", pairs, self.rate.element_size(), self.rate.device, way_out, "pairs")
