@@ -41,9 +41,24 @@ from .ragged import check_present, draw_seed, mean_weights, readable, resolve_se
 from .sources.interface import Choice, EdgeProbability, check_probability
 
 __all__ = [
-    "ESTIMATORS", "AttentionCall", "Concrete", "Distill", "Estimator", "Imitate", "Local", "Mask", "NoEstimator",
-    "Paper", "Relaxed", "concrete_bias", "distillation", "draw_probes", "local_expectation", "relaxed_bias",
-    "score_function", "straight_through",
+    "ESTIMATORS",
+    "AttentionCall",
+    "Concrete",
+    "Distill",
+    "Estimator",
+    "Imitate",
+    "Local",
+    "Mask",
+    "NoEstimator",
+    "Paper",
+    "Relaxed",
+    "attach_local_expectation",
+    "concrete_bias",
+    "distillation",
+    "draw_probes",
+    "relaxed_bias",
+    "score_function",
+    "straight_through",
 ]  # fmt: skip
 
 OVER = ("selected", "all")
@@ -84,7 +99,7 @@ class AttentionCall:
 
     @cached_property
     def prob(self) -> Tensor:
-        """Probability of each edge, ``[E]``, computed once; the losses that use it backpropagate through it together."""
+        """Probability of each edge, ``[E]``, computed once; all losses that use it backpropagate through it."""
         assert self.choice.probability is not None
         return self.choice.probability.on(self.choice.graph.blocks)
 
@@ -166,7 +181,7 @@ class Paper(Mask):
 
 
 class Local(Estimator):
-    """``"local"``: the local expectation gradient, over edges and probes; see :func:`local_expectation`.
+    """``"local"``: the local expectation gradient, over edges and probes; see :func:`attach_local_expectation`.
 
     Args:
         probes: Expected number of non-edges per query and head whose effect is computed, in [0, inf].
@@ -194,7 +209,7 @@ class Local(Estimator):
         probes = call.limit(probes)
         with torch.no_grad():  # the effects treat it as a constant
             probe_bias = call.score_bias(probes)
-        return local_expectation(
+        return attach_local_expectation(
             out, call.query, call.key, call.value, choice.probability, choice.graph, probes, chance,
             bias=call.bias, probe_bias=probe_bias, forced=choice.forced, scale=call.scale,
             exploration=choice.exploration, prob=prob,
@@ -362,7 +377,7 @@ def straight_through(probability: EdgeProbability, graph: AttentionGraph, forced
 def draw_probes(
     graph: AttentionGraph, per_query: float, *, seed: int, sequence_ids: Tensor | None = None
 ) -> tuple[AttentionGraph, Tensor]:
-    """Pairs drawn independently of the edges, where :func:`local_expectation` looks beside them. O(N per_query).
+    """Pairs drawn independently of the edges, where :func:`attach_local_expectation` looks beside them. O(N per_query).
 
     Each query takes keys at equal distances from a random start (:func:`sbm_pyg.ops.sample_systematic`), so each key
     with the same probability.
@@ -397,7 +412,7 @@ def draw_probes(
     return graph.with_blocks(blocks._with(rowptr, col, blocks.heads)), chance
 
 
-def local_expectation(
+def attach_local_expectation(
     out: Tensor,
     query: Tensor,
     key: Tensor,

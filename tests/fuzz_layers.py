@@ -104,7 +104,7 @@ def _draw_probes(d: Draw) -> Case:
     return Case(estimators.draw_probes, arguments, check)
 
 
-@case("estimators.local_expectation", 6)
+@case("estimators.attach_local_expectation", 6)
 def _local(d: Draw) -> Case:
     graph, x = attention_inputs(d, d.randint(1, 2))
     sbm, probes = d.model(graph), d.graph(graph.heads, graph.query_ptr.diff().tolist(), graph.key_ptr.diff().tolist())
@@ -141,7 +141,7 @@ def _local(d: Draw) -> Case:
             (grad,) = torch.autograd.grad(result.square().sum(), sbm.query_membership)
             expect(grad.isfinite().all(), "a gradient is not finite")
 
-    return Case(estimators.local_expectation, arguments, check)
+    return Case(estimators.attach_local_expectation, arguments, check)
 
 
 @case("estimators.relaxed_bias", 3)

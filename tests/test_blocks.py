@@ -480,7 +480,7 @@ def test_the_local_gradient_of_blocks_is_unbiased_by_enumeration(length: int, is
         out, _ = block_attention(query, key, value, *rows(graph), scale=0.7)
         expected = expected + law * (out * weight).sum()
         # probes are pairs drawn with their chance: each alone has its effect, so their mean is exact
-        local = estimators.local_expectation(out, query, key, value, probability, graph, every, chance, scale=0.7)
+        local = estimators.attach_local_expectation(out, query, key, value, probability, graph, every, chance, scale=0.7)
         edge_part, probe_part = _split(local, weight, probability, pairs, mask, chance)
         found = found + law.detach() * (edge_part + probe_part)
     (wanted,) = grad_of(expected, free)
