@@ -17,7 +17,7 @@ from torch_geometric.data.datapipes import functional_transform
 from torch_geometric.transforms import BaseTransform
 
 from .. import ops
-from ..blocks import BlockGraph, BlockPool, block_mean, block_tokens
+from ..blocks import BlockGraph, BlockPool, pool_blocks
 from ..graph import AttentionGraph
 from ..ops.reference.blocks import sides
 from ..ops.reference.tiled import sampled_edges
@@ -138,10 +138,9 @@ def _pooled(
     pool: torch.nn.Module | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """What stands for the blocks of queries and of keys, ``[H, n, C]`` each, and their offsets."""
-    make = block_mean if pool is None else pool
     mine, theirs = sides((query.size(1), key.size(1)), (query_ptr, key_ptr), grain)
     ptrs = [trust_offsets(cut.ptr, cut.count) for cut in (mine, theirs)]
-    return make(*block_tokens(query, mine, before=is_causal)), make(*block_tokens(key, theirs)), ptrs[0], ptrs[1]
+    return pool_blocks(query, mine, pool, before=is_causal), pool_blocks(key, theirs, pool), ptrs[0], ptrs[1]
 
 
 class SBMSource(SharingSource, FollowingSource):
@@ -282,7 +281,7 @@ class SBMSource(SharingSource, FollowingSource):
         sbm = sbm.strict() if is_causal else sbm
         choice = self._choose(sbm, bipartite, is_causal, seed, sequence_ids)
         sizes = (query.size(1), key.size(1))
-        return replace(choice, graph=BlockGraph._over(choice.graph, self.grain, query_ptr, key_ptr, *sizes))
+        return replace(choice, graph=BlockGraph._trusted_blocks(choice.graph, self.grain, query_ptr, key_ptr, *sizes))
 
     def _choose(self, sbm: SBM, bipartite: bool, is_causal: bool, seed: int, sequence_ids: Tensor | None) -> Choice:
         """Sample the graph of a model, and add what is always there; or leave that to the layer."""
@@ -638,7 +637,7 @@ class SBMGraph(BaseTransform):
         if self.grain > 1:
             if sbm.is_strict:
                 graph |= patterns.window(None, 0, is_causal=True, ptr=sbm.query_ptr)
-            graph = BlockGraph._over(graph, self.grain, *ptrs, query.size(1), key.size(1))
+            graph = BlockGraph._trusted_blocks(graph, self.grain, *ptrs, query.size(1), key.size(1))
         return graph.replace_edges(data, self.edge_type if hetero else None)
 
     def _read(self, store: Any, name: str, what: str, dims: tuple[int, ...], shape: str, rows: bool = True) -> Tensor:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from ..blocks import block_means
 from ..graph import AttentionGraph
 from ..ops import checks
 from ..ops.reference.segments import compress, edge_row, like_lengths
@@ -28,7 +29,7 @@ from ..rows import index_type
 from . import patterns
 from .following import FollowingSource
 from .interface import Choice, GraphSource
-from .pairs import CHUNK, Part, Ptr, Sides, best_of, block_means, check_centroids, largest, streamed
+from .pairs import CHUNK, Part, Ptr, Sides, best_of, check_centroids, largest, streamed
 
 __all__ = ["RoutingSource", "SelectorSource", "block_top_k", "lsh", "routing", "top_k"]
 

@@ -11,11 +11,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..blocks import block_means
 from ..graph import AttentionGraph
 from ..ops import checks
 from ..ragged import resolve_ptr
 from ..sources import patterns
-from ..sources.pairs import Part, Ptr, Sides, block_means, check_centroids, largest, ranges, streamed
+from ..sources.pairs import Part, Ptr, Sides, check_centroids, largest, ranges, streamed
 
 __all__ = ["blocks", "bucketing", "buckets", "clustering", "clusters", "distance"]
 

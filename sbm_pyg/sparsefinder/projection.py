@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import relu
 
+from ..blocks import block_means
 from ..graph import AttentionGraph, check_graph
 from ..ops import checks
 from ..ops.reference.segments import allowed_keys
 from ..ragged import draw_seed
 from ..sources import patterns
 from ..sources.interface import Choice, GraphSource
-from ..sources.pairs import block_means
 from ..sources.selectors import SelectorSource
 
 __all__ = ["Projection", "Sample", "SparsefinderSource", "fit_centroids", "fit_projection", "projection_loss"]
