@@ -395,17 +395,6 @@ def test_other_errors() -> None:
             ValueError,
             r"Take 36 = 6\*\*2 or 49 = 7\*\*2",
         ),
-        (
-            {"heads": 2**31},
-            ValueError,
-            "Expected 'heads' to ask for no more than memory holds .got 1,099,511,627,776 parameters",
-        ),
-        ({"channels": 2**40}, ValueError, "Expected 'channels' to ask for no more than memory holds"),
-        (
-            {"num_blocks": 2**64, "channels": 2},
-            ValueError,
-            "Expected 'num_blocks' to ask for no more than memory holds",
-        ),
     ],
 )
 def test_options_of_the_head(

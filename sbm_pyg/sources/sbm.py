@@ -507,7 +507,7 @@ class SBMHead(torch.nn.Module):
             the G-th root of the density.
 
     Raises:
-        TypeError, ValueError: An option is unknown or out of range, or its parameters would not fit into memory.
+        TypeError, ValueError: An option is unknown or out of range.
 
     Shapes:
         - query ``[H, N, C]``, key ``[H, M, C]``; returns an :class:`SBM` with K blocks.
@@ -560,12 +560,6 @@ class SBMHead(torch.nn.Module):
                 f"(got {parameterization!r}). Others are no products; leave out 'groups'."
             )
         clusters = groups * _root(num_blocks, groups)
-        width = torch.get_default_dtype().itemsize
-        device = torch.get_default_device()
-        ops.checks.memory("channels", 2 * channels**2, width, device, "They are channels of one head.", "parameters")
-        each = clusters * (channels + (num_blocks if parameterization == "mixed" else 0))
-        ops.checks.memory("num_blocks", each, width, device, "Take fewer blocks.", "parameters")
-        ops.checks.memory("heads", heads * each, width, device, "Take fewer heads or blocks.", "parameters")
         self.channels, self.heads, self.num_blocks, self.cluster_init = channels, heads, num_blocks, cluster_init
         self.parameterization, self.density, self.temperature, self.tied = parameterization, density, temperature, tied
         self.degree_corrected, self.groups = degree_corrected, groups

@@ -57,9 +57,6 @@ class Projection(nn.Module):
             if not (name == "hidden" and size is None):
                 checks.integer(name, size, 1, "It is a size of the projection.")
         checks.flag("shared", shared, "It says whether queries and keys have the same projection.")
-        width = channels + dim if hidden is None else hidden
-        count = 2 * heads * max(channels, dim) * width
-        checks.memory("heads", count, 4, torch.get_default_device(), "Build a smaller projection.", "parameters")
         widths = [channels, dim] if hidden is None else [channels, hidden, dim]
         self.heads, self.shared = heads, shared
         sides = 1 if shared else 2
