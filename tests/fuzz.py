@@ -48,6 +48,7 @@ from numba.core import event
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
+import sbm_pyg
 from sbm_pyg import SBM, AttentionGraph
 
 LIMIT, COMPILING = 20.0, 300.0  # seconds of CPU that a call, and one compilation of a kernel, may take
@@ -408,8 +409,7 @@ def judge(seed: int, number: int) -> dict[str, Any]:
     except (Exception, SystemExit) as error:
         message = f"{type(error).__name__}: {error}"
         forward = isinstance(error, NotImplementedError) and "reverse-mode" in message
-        is_module = isinstance(case.call, type) and issubclass(case.call, torch.nn.Module)
-        too_large = is_module and bool(TOO_LARGE.search(message))
+        too_large = is_module(name) and bool(TOO_LARGE.search(message))
         refused = (isinstance(error, REFUSALS) and not isinstance(error, UnicodeError)) or forward or too_large
         if not chosen and not (isinstance(error, ImportError) and "to be installed" in message):
             kind = "wrong"
@@ -434,6 +434,14 @@ def judge(seed: int, number: int) -> dict[str, Any]:
         for folder in draw.folders:
             shutil.rmtree(folder, ignore_errors=True)
     return verdict | {"seconds": round(time.perf_counter() - start, 3)}
+
+
+def is_module(name: str) -> bool:
+    """Whether a public name is that of a module."""
+    found: Any = sbm_pyg
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return isinstance(found, type) and issubclass(found, torch.nn.Module)
 
 
 def records(value: Any) -> tuple[str, ...]:
