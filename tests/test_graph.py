@@ -1019,7 +1019,7 @@ def test_networkx_chooses_the_view() -> None:
     assert set(graph.to_networkx(1, "all").edges(keys=True)) == {(j, i, h) for h, i, j in RAGGED[1].nonzero().tolist()}
     with pytest.raises(
         ValueError,
-        match=says("Expected 'bipartite' to be True where there are not as many queries as keys (got False, 2 and 3)"),
+        match=says("Expected 'bipartite' to be True or None if queries and keys differ in number (got False, 2 and 3)"),
     ):
         graph.to_networkx(0, 0, bipartite=False)
     with pytest.raises(ValueError, match=says("Expected 'sequence' in 0..2 (got 3)")):
