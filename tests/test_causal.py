@@ -407,7 +407,7 @@ def test_a_causal_graph_stays_one() -> None:
     assert not AttentionGraph.concatenate([graph, patterns.full(3)]).is_causal
     assert AttentionGraph(graph.rowptr, graph.col, 25, 25, 1, PTR, PTR, is_causal=True) == graph
     full = patterns.full(4)
-    with pytest.raises(ValueError, match=r"no key later than its query, as 'is_causal' says \(got key 1 of query 0\)"):
+    with pytest.raises(ValueError, match=r"no key later than its query with is_causal=True \(got key 1 of query 0\)"):
         AttentionGraph(full.rowptr, full.col, 4, 4, is_causal=True)
     with pytest.raises(TypeError, match=r"Expected 'is_causal' to be a bool \(got int\)"):
         AttentionGraph(full.rowptr, full.col, 4, 4, is_causal=cast(Any, 1))

@@ -447,7 +447,7 @@ def test_inputs_of_the_head(query: Any, key: Any, error: type[Exception], messag
         (2, ValueError, r"Expected 'sequence' in 0..1 \(got 2\)"),
         (-3, ValueError, r"Expected 'sequence' in 0..1 \(got -3\)"),
         (0.0, TypeError, r"Expected 'sequence' to be an int \(got float\)"),
-        (None, ValueError, r"Expected 'sequence' where there are 2 of them \(got None\)"),
+        (None, ValueError, r"Expected 'sequence' in 0..1 \(got None\)"),
     ],
 )
 def test_a_sequence_that_is_not_there(sequence: Any, error: type[Exception], message: str) -> None:
