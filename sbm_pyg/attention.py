@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, Unpack, cast, overload
 
-import torch
 from torch import Tensor
 from torch_geometric.nn import MessagePassing
 from torch_geometric.nn.dense.linear import Linear
@@ -151,9 +150,7 @@ class AttentionConv(EdgeAttention):
         checks.flag("is_causal", is_causal, CAUSAL)
         checks.number("dropout", dropout, "[0, 1)", "It is the probability that an attention weight is dropped.")
         self.estimator = resolve_estimator(estimator, normalizer)
-        width, wide = max(*pair, 1), heads * out_channels
-        name, way_out = "in_channels" if width > wide else "heads", "Take fewer heads, or narrower ones."
-        checks.memory(name, width * wide, 4, torch.device("cpu"), way_out, "parameters")
+        wide = heads * out_channels
         self.in_channels = pair if isinstance(in_channels, tuple | list) else pair[0]
         self.out_channels, self.heads, self.concat = out_channels, heads, concat
         self.is_causal, self.dropout, self.scale = is_causal, dropout, out_channels**-0.5

@@ -131,9 +131,6 @@ class DCMMBias(nn.Module):
             checks.flag(name, flag, "See the docstring of DCMMBias.")
         checks.number("scale", scale, "(-inf, inf)", "It is where the factor of the bias starts.")
         checks.number("entropy_weight", entropy_weight, "[0, inf)", "It is a factor of what is added to the loss.")
-        device, width = torch.get_default_device(), torch.get_default_dtype().itemsize
-        checks.memory("num_blocks", num_blocks * (channels + num_blocks), width, device, "Take fewer.", "parameters")
-        checks.memory("heads", heads * num_blocks**2, width, device, "Take fewer heads or blocks.", "parameters")
         self.channels, self.heads, self.num_blocks = given.values()
         self.degree, self.squash, self.symmetric, self.tied = degree, squash, symmetric, tied
         self.start, self.entropy_weight = float(scale), entropy_weight

@@ -48,10 +48,6 @@ class FullAttention(nn.Module):
             checks.integer(name, size, 1, "Channels count per head.") for name, size in sizes.items()
         )
         checks.number("dropout", dropout, "[0, 1)", "It is the probability that an attention weight is dropped.")
-        width, device = torch.get_default_dtype().itemsize, torch.get_default_device()
-        checks.memory(
-            "heads", 3 * channels * heads * head_channels, width, device, "Build a smaller model.", "parameters"
-        )
         checks.flag("is_causal", is_causal, "It says whether tokens attend to earlier ones alone.")
         self.channels, self.heads, self.dropout, self.is_causal = channels, heads, dropout, is_causal
         self.lin_query = nn.Linear(channels, heads * head_channels)

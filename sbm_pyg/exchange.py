@@ -45,7 +45,7 @@ def restore_blocks(
     check_graph(blocks, "blocks")
     query_ptr, key_ptr = _copies(query_ptr, key_ptr)
     if blocks.device.type == "meta":
-        return BlockGraph._over(blocks, grain, query_ptr, key_ptr, num_queries, num_keys)
+        return BlockGraph._trusted_blocks(blocks, grain, query_ptr, key_ptr, num_queries, num_keys)
     return BlockGraph(blocks, grain, query_ptr=query_ptr, key_ptr=key_ptr)
 
 
@@ -109,7 +109,7 @@ def _blocks_of(parts: Iterable[Any], context: tuple[Any, ...]) -> BlockGraph:
     (query_ptr, num_queries), (key_ptr, num_keys) = sides[:2], sides[-2:]
     if _are_values([query_ptr, key_ptr], [num_queries, num_keys]):
         return BlockGraph(blocks, grain, query_ptr=query_ptr, key_ptr=key_ptr)
-    return BlockGraph._over(blocks, grain, query_ptr, key_ptr, num_queries, num_keys)
+    return BlockGraph._trusted_blocks(blocks, grain, query_ptr, key_ptr, num_queries, num_keys)
 
 
 def _are_values(tensors: Iterable[Any], sizes: Iterable[Any]) -> bool:

@@ -136,12 +136,6 @@ class EncoderTrace:
         return torch.stack([torch.ones(self.shape, device=device, dtype=dtype) if row is None else row for row in rows])
 
 
-def _check_parameters(name: str, count: int) -> None:
-    """Refuse so many parameters where memory does not hold them."""
-    width, device = torch.get_default_dtype().itemsize, torch.get_default_device()
-    checks.memory(name, count, width, device, "Build a smaller model.", "parameters")
-
-
 def _named(
     name: str, channels: int, head_channels: int, heads: int, is_causal: bool, options: Mapping[str, Any]
 ) -> nn.Module:
@@ -300,13 +294,11 @@ class SequenceEncoder(Pretrained):
         )
         checks.number("dropout", dropout, "[0, 1)", "It is the probability that a number is dropped in training.")
         checks.flag("is_causal", is_causal, "It says whether tokens attend to earlier ones alone.")
-        attended, network = 4 * channels * heads * head_channels, 2 * channels * ffn_channels
-        _check_parameters(source, width * channels)
-        _check_parameters("max_length", max_length * channels)
-        _check_parameters("heads", attended)
-        _check_parameters("ffn_channels", network)
-        _check_parameters("num_layers", num_layers * (attended + network))
-        checks.memory("num_layers", num_layers, BLOCK_BYTES, torch.device("cpu"), "Build a smaller model.", "blocks")
+        # many small layers would fill memory one by one, until the system kills the process
+        count = num_layers * channels * (4 * heads * head_channels + 2 * ffn_channels)
+        bytes_each, way_out = torch.get_default_dtype().itemsize, "Build a smaller model."
+        checks.memory("num_layers", count, bytes_each, torch.get_default_device(), way_out, "parameters")
+        checks.memory("num_layers", num_layers, BLOCK_BYTES, torch.device("cpu"), way_out, "blocks")
         if not (isinstance(attention, str) or callable(attention)):
             raise TypeError(
                 f"Expected 'attention' to be a name or a factory (got {type(attention).__name__}). "
@@ -503,15 +495,13 @@ def _mean_pool(x: Tensor, ptr: Tensor, length: int | None) -> Tensor:
     )
 
 
-def _check_head(encoder: SequenceEncoder, num_classes: int, encoder_width: str) -> int:
-    """The number of classes, whose last layer fits into memory."""
+def _check_head(encoder: SequenceEncoder, num_classes: int) -> int:
+    """The number of classes, if both arguments are valid."""
     if not isinstance(encoder, SequenceEncoder):
         raise TypeError(
             f"Expected 'encoder' to be a SequenceEncoder (got {type(encoder).__name__}). It turns tokens into vectors."
         )
-    num_classes = checks.integer("num_classes", num_classes, 1, "It is the number of logits.")
-    _check_parameters("num_classes", num_classes * getattr(encoder, encoder_width))
-    return num_classes
+    return checks.integer("num_classes", num_classes, 1, "It is the number of logits.")
 
 
 class _Classifier(Pretrained):
@@ -519,7 +509,7 @@ class _Classifier(Pretrained):
 
     def __init__(self, encoder: SequenceEncoder, num_classes: int, inputs: int, pool_length: int | None) -> None:
         super().__init__()
-        num_classes = _check_head(encoder, num_classes, encoder_width="ffn_channels")
+        num_classes = _check_head(encoder, num_classes)
         if pool_length is not None:
             pool_length = checks.integer(
                 "pool_length", pool_length, 1, "Leave it out to average over the tokens there are."
@@ -666,7 +656,7 @@ class TokenClassifier(Pretrained):
 
     def __init__(self, encoder: SequenceEncoder, num_classes: int) -> None:
         super().__init__()
-        num_classes = _check_head(encoder, num_classes, encoder_width="channels")
+        num_classes = _check_head(encoder, num_classes)
         self.encoder = encoder
         self.classifier = nn.Linear(encoder.channels, num_classes)
         self.num_classes = num_classes

@@ -138,8 +138,6 @@ class SBMMultiheadAttention(nn.Module):
             (self.kdim, embed_dim), head_channels, num_heads, num_blocks, bias=bias, dropout=dropout, **options
         )
         if self.vdim != self.kdim:
-            way_out = "Take values of fewer channels."
-            checks.memory("vdim", self.vdim * embed_dim, 4, torch.device("cpu"), way_out, "parameters")
             self.conv.lin_value = Linear(self.vdim, embed_dim, bias=bias)
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
         self.to(device=device, dtype=dtype)

@@ -62,7 +62,6 @@ class Entmax(nn.Module):
         super().__init__()
         self.heads = checks.integer("heads", heads, 1, "It is the number of heads.")
         checks.flag("learnable", learnable, "It says whether alpha is a parameter.")
-        checks.memory("heads", self.heads, 4, torch.device("cpu"), "Take fewer heads.", "parameters")
         alphas = [*alpha] if isinstance(alpha, list | tuple) else [alpha]
         if len(alphas) not in (1, self.heads):
             raise ValueError(

@@ -106,7 +106,7 @@ def _draw_probes(d: Draw) -> Case:
     return Case(estimators.draw_probes, arguments, check)
 
 
-@case("estimators.local_expectation", 6)
+@case("estimators.attach_local_expectation", 6)
 def _local(d: Draw) -> Case:
     graph, x = attention_inputs(d, d.randint(1, 2))
     sbm, probes = d.model(graph), d.graph(graph.heads, graph.query_ptr.diff().tolist(), graph.key_ptr.diff().tolist())
@@ -143,7 +143,7 @@ def _local(d: Draw) -> Case:
             (grad,) = torch.autograd.grad(result.square().sum(), sbm.query_membership)
             expect(grad.isfinite().all(), "a gradient is not finite")
 
-    return Case(estimators.local_expectation, arguments, check)
+    return Case(estimators.attach_local_expectation, arguments, check)
 
 
 @case("estimators.relaxed_bias", 3)
@@ -2052,7 +2052,7 @@ EXEMPT: dict[str, str] = {  # public names that are not called, and why
     **dict.fromkeys(("DCMM", "DCMM.entropy"), "a record that the library makes and users read"),
     **dict.fromkeys(("AttentionGraph.with_blocks", "AttentionGraph.spread", "AttentionGraph.over_tokens", "SBM.strict"), "for sources and layers, see test_blocks.py"),
     **{f"BlockGraph.{name}": "what an AttentionGraph has, compared with that of its tokens in test_blocks.py" for name in (
-        "causal", "contains", "expand", "head", "over_tokens", "sequence", "spread", "tiles", "to", "to_block_mask", "union", "validate", "with_blocks")},
+        "causal", "contains", "expand", "head", "over_tokens", "sequence", "spread", "edge_bias_to_blocks", "to", "to_block_mask", "union", "validate", "with_blocks")},
     **dict.fromkeys(("ops.block_effect", "ops.block_expectation", "ops.block_weight"), "for estimators, compared with tokens in test_blocks.py"),
     "SBMSource.tiled": "a switch of a source, see test_tiled.py",
     "ground_truth.Match": "a record that the library makes and users read",

@@ -1039,7 +1039,7 @@ def test_networkx_errors() -> None:
         to_networkx(patterns.full(3), view="multigraph")
     with pytest.raises(
         ValueError,
-        match=r"Expected 'bipartite' to be True where there are not as many queries as keys \(got False, 7 and 11\).",
+        match=r"Expected 'bipartite' to be True or None if queries and keys differ in number \(got False, 7 and 11\).",
     ):
         to_networkx(GRAPHS["bipartite"], 0, 0)
     with pytest.raises(

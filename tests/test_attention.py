@@ -459,14 +459,6 @@ def test_option_types(option: dict[str, Any], message: str) -> None:
         SBMAttentionConv(**({"in_channels": 16, "out_channels": 8} | option))
 
 
-def test_heads_that_memory_cannot_hold_are_refused() -> None:
-    with pytest.raises(
-        ValueError,
-        match=re.escape("Expected 'heads' to ask for no more than memory holds (got 274,877,906,944 parameters"),
-    ):
-        SBMAttentionConv(16, 8, heads=2**31)
-
-
 def test_tokens_of_another_width_or_type_are_named() -> None:
     conv, pair, x, narrow = layer(), SBMAttentionConv((12, 16), 8).double(), tokens(), torch.zeros(30, 12).double()
     with pytest.raises(ValueError, match=re.escape("Expected 'x' to be [N, 16], as 'in_channels' says (got [30, 12])")):

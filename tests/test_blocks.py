@@ -34,7 +34,7 @@ from sbm_pyg import (
     sample_edges,
 )
 from sbm_pyg.analysis import graph_statistics, plots, to_networkx
-from sbm_pyg.blocks import block_mean, block_tokens
+from sbm_pyg.blocks import block_means, pool_blocks
 from sbm_pyg.normalizers import normalize
 from sbm_pyg.ops.reference import blocks as meaning
 from sbm_pyg.ops.reference.blocks import Cut
@@ -204,7 +204,7 @@ def test_what_is_forced_is_over_blocks_of_the_same_size() -> None:
 
 def test_numbers_of_tokens_become_tiles(graph: BlockGraph) -> None:
     number = torch.arange(1.0, graph.num_edges + 1)
-    tiles = graph.tiles(number)
+    tiles = graph.edge_bias_to_blocks(number)
     assert tiles.shape == (graph.blocks.num_edges, graph.grain, graph.grain)
     assert int((tiles > 0).sum()) == graph.num_edges
     expanded = graph.expand_tokens()
@@ -264,7 +264,7 @@ def over_tokens(graph: BlockGraph, parts: Any, bias: Tensor | None, scale: float
 def test_block_attention_is_attention_over_the_tokens(graph: BlockGraph, path: str, biased: bool, value: int) -> None:
     parts = [x.requires_grad_() for x in tokens(graph, value=value)]
     bias = torch.randn(graph.num_edges, dtype=torch.float64).requires_grad_() if biased else None
-    tiles = None if bias is None else graph.tiles(bias)
+    tiles = None if bias is None else graph.edge_bias_to_blocks(bias)
     rowptr, col, ptrs, grain, is_causal = rows(graph)
     given: Any = [*parts, *([] if bias is None else [bias])]
     wanted, lse = over_tokens(graph, parts, bias, 0.7)
@@ -292,7 +292,7 @@ def test_a_bias_may_leave_a_query_without_a_key(path: str) -> None:
     alone = graph.edge_row % 3 == 0
     bias[alone] = -torch.inf
     rowptr, col, ptrs, grain, is_causal = rows(graph)
-    layout, options = (*ptrs, graph.tiles(bias)), (grain, is_causal, 0.7, 0.0, 0, True)
+    layout, options = (*ptrs, graph.edge_bias_to_blocks(bias)), (grain, is_causal, 0.7, 0.0, 0, True)
     out, total = PATHS[path].block_attention(query, key, value, rowptr, col, *ptrs, grain, is_causal, layout[2], 0.7)
     empty = torch.arange(out.size(0) * out.size(1)) % 3 == 0
     assert not out.flatten(0, 1)[empty].any()
@@ -311,7 +311,12 @@ def test_dropout_drops_the_pairs_that_it_drops_of_tokens(graph: BlockGraph, bias
     given: Any = [*parts, *([] if bias is None else [bias])]
     wanted, _ = edge_attention(*parts, graph.rowptr, graph.col, bias=bias, scale=0.7, dropout=0.4, seed=5)
     out, _ = block_attention(
-        *parts, *rows(graph), bias=None if bias is None else graph.tiles(bias), scale=0.7, dropout=0.4, seed=5
+        *parts,
+        *rows(graph),
+        bias=None if bias is None else graph.edge_bias_to_blocks(bias),
+        scale=0.7,
+        dropout=0.4,
+        seed=5,
     )
     torch.testing.assert_close(out, wanted, atol=1e-10, rtol=1e-10)
     weight = torch.randn(wanted.shape, dtype=torch.float64)
@@ -329,7 +334,7 @@ def test_block_effects_are_those_of_having_a_block_and_not(graph: BlockGraph, pa
     at = every.find(graph.edge_index, graph.edge_head)
 
     def tiles(of: BlockGraph, bias: Tensor) -> Tensor | None:
-        return of.tiles(bias) if biased else None
+        return of.edge_bias_to_blocks(bias) if biased else None
 
     def loss(of: BlockGraph) -> Tensor:
         bias = everywhere[every.find(of.edge_index, of.edge_head)]
@@ -481,7 +486,9 @@ def test_the_local_gradient_of_blocks_is_unbiased_by_enumeration(length: int, is
         out, _ = block_attention(query, key, value, *rows(graph), scale=0.7)
         expected = expected + law * (out * weight).sum()
         # probes are pairs drawn with their chance: each alone has its effect, so their mean is exact
-        local = estimators.local_expectation(out, query, key, value, probability, graph, every, chance, scale=0.7)
+        local = estimators.attach_local_expectation(
+            out, query, key, value, probability, graph, every, chance, scale=0.7
+        )
         edge_part, probe_part = _split(local, weight, probability, pairs, mask, chance)
         found = found + law.detach() * (edge_part + probe_part)
     (wanted,) = grad_of(expected, free)
@@ -632,12 +639,13 @@ def test_estimators_that_gate_and_normalisers_attend_over_the_tokens() -> None:
 
 def test_a_pool_is_the_mean_of_the_tokens_that_may_be_seen() -> None:
     x, cut = torch.arange(9.0)[None, :, None], Cut(torch.tensor([0, 6, 9]), 9, 4)
-    assert block_mean(*block_tokens(x, cut)).flatten().tolist() == [1.5, 4.5, 7.0]
-    assert block_mean(*block_tokens(x, cut, before=True)).flatten().tolist() == [0.0, 2.5, 6.0]
-    learned = BlockPool(1)
+    assert pool_blocks(x, cut).flatten().tolist() == [1.5, 4.5, 7.0]
+    assert pool_blocks(x, cut, before=True).flatten().tolist() == [0.0, 2.5, 6.0]
     for before in (False, True):
-        tokens_of, there = block_tokens(x, cut, before=before)
-        torch.testing.assert_close(learned(tokens_of, there), block_mean(tokens_of, there))
+        torch.testing.assert_close(pool_blocks(x, cut, BlockPool(1), before=before), pool_blocks(x, cut, before=before))
+    means, ptr, block = block_means(x, cut.tokens, 4)
+    torch.testing.assert_close(means, pool_blocks(x, cut))
+    assert (ptr.tolist(), block.tolist()) == ([0, 2, 3], [0, 0, 0, 0, 1, 1, 2, 2, 2])
 
 
 def test_what_blocks_cannot_do_is_refused() -> None:

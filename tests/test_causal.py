@@ -28,7 +28,7 @@ from sbm_pyg import (
     ops,
     sample_edges,
 )
-from sbm_pyg.estimators import ESTIMATORS, draw_probes, local_expectation, score_function
+from sbm_pyg.estimators import ESTIMATORS, attach_local_expectation, draw_probes, score_function
 from sbm_pyg.models import ATTENTION
 from sbm_pyg.ops.reference import sampling as reference_sampling
 from sbm_pyg.ops.reference import systematic as reference_systematic
@@ -368,7 +368,7 @@ def test_the_local_expectation_gradient_is_unbiased_over_earlier_pairs() -> None
         exact = exact + share * (out * weight).sum()
         probes, chance = draw_probes(graph, math.inf, seed=0)
         assert probes.num_edges == 6
-        got = local_expectation(out, query, key, value, sbm, graph, probes, chance)
+        got = attach_local_expectation(out, query, key, value, sbm, graph, probes, chance)
         for total, grad in zip(mean, torch.autograd.grad((got * weight).sum(), parts, retain_graph=True), strict=True):
             total += share.detach() * grad
     for got, meant in zip(mean, torch.autograd.grad(exact, parts), strict=True):
@@ -407,7 +407,7 @@ def test_a_causal_graph_stays_one() -> None:
     assert not AttentionGraph.concatenate([graph, patterns.full(3)]).is_causal
     assert AttentionGraph(graph.rowptr, graph.col, 25, 25, 1, PTR, PTR, is_causal=True) == graph
     full = patterns.full(4)
-    with pytest.raises(ValueError, match=r"no key later than its query, as 'is_causal' says \(got key 1 of query 0\)"):
+    with pytest.raises(ValueError, match=r"no key later than its query with is_causal=True \(got key 1 of query 0\)"):
         AttentionGraph(full.rowptr, full.col, 4, 4, is_causal=True)
     with pytest.raises(TypeError, match=r"Expected 'is_causal' to be a bool \(got int\)"):
         AttentionGraph(full.rowptr, full.col, 4, 4, is_causal=cast(Any, 1))

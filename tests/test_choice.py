@@ -28,7 +28,7 @@ from sbm_pyg import (
     ops,
     sparsefinder,
 )
-from sbm_pyg.estimators import ESTIMATORS, Estimator, Local, draw_probes, local_expectation, score_function
+from sbm_pyg.estimators import ESTIMATORS, Estimator, Local, attach_local_expectation, draw_probes, score_function
 from sbm_pyg.sources import indexer, patterns, selectors
 from sbm_pyg.sparsefinder import ground_truth, predictors
 
@@ -98,7 +98,7 @@ def test_local_expectation_is_unbiased_for_a_free_matrix(eta: float, exploration
                 continue
             p = start.clone().requires_grad_()
             always = first[graph.edge_head, graph.edge_index[1], graph.edge_index[0]]
-            got = local_expectation(out(graph), query, key, value, FreeProbability(p), graph, probes, chance,
+            got = attach_local_expectation(out(graph), query, key, value, FreeProbability(p), graph, probes, chance,
                                     forced=always, scale=0.5, exploration=exploration)  # fmt: skip
             assert torch.equal(got, out(graph))
             mean += share * probe_share * torch.autograd.grad((got * weight).sum(), p)[0]
@@ -126,7 +126,7 @@ def test_free_probabilities_and_factors_of_the_same_numbers_agree(exploration: f
     forced = torch.arange(graph.num_edges) % 3 == 0
     grads = []
     for probability in (sbm, free):
-        got = local_expectation(out, query, key, value, probability, graph, probes, chance, forced=forced,
+        got = attach_local_expectation(out, query, key, value, probability, graph, probes, chance, forced=forced,
                                 exploration=exploration)  # fmt: skip
         grads.append(torch.autograd.grad((got * draw(6, *got.shape)).sum(), p, retain_graph=True)[0])
     torch.testing.assert_close(grads[0], grads[1], rtol=1e-10, atol=1e-12)

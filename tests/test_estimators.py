@@ -16,10 +16,10 @@ from sbm_pyg import SBM, AttentionGraph, SBMAttentionConv, SBMHead, Tokens, ops,
 from sbm_pyg.estimators import (
     Local,
     Mask,
+    attach_local_expectation,
     concrete_bias,
     distillation,
     draw_probes,
-    local_expectation,
     relaxed_bias,
     score_function,
     straight_through,
@@ -261,7 +261,7 @@ def test_local_expectation_is_unbiased_for_a_linear_loss(eta: float, exploration
     for graph, weight in zip(case.graphs, drawn, strict=True):
         for probes, probe_weight in zip(case.graphs, probed, strict=True):
             p = case.p.clone().requires_grad_()
-            out = local_expectation(
+            out = attach_local_expectation(
                 case.out(graph), case.query, case.key, case.value, probabilities(p), graph, probes, chance, scale=0.5, exploration=exploration
             )  # fmt: skip
             assert torch.equal(out, case.out(graph))
@@ -434,7 +434,7 @@ def test_refused_arguments_of_estimators() -> None:
     loss = torch.ones(2)
 
     def expect(model: Any = sbm, edges: Any = graph, tried: Any = probes, eta: Any = chance, **options: Any) -> Any:
-        return local_expectation(x, x, x, x, model, edges, tried, eta, **options)
+        return attach_local_expectation(x, x, x, x, model, edges, tried, eta, **options)
 
     (
         expect(),

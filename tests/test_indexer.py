@@ -465,7 +465,7 @@ X = torch.ones(2, 5, 3)
         (
             lambda: AttentionConv(3, 3, 2, IndexerSource(Indexer(3, 2), select="top_k", k=2))(X[0]),
             ValueError,
-            "Expected 'estimator' other than Local with a source that ranks",
+            "Expected 'estimator' other than Local with a source that selects edges by rank",
         ),
         (
             lambda: AttentionConv(3, 3, 2, IndexerSource(Indexer(3, 2)), estimator="imitate", normalizer="entmax15"),

@@ -22,7 +22,7 @@ from sbm_pyg import (
     Tokens,
     ops,
 )
-from sbm_pyg.estimators import draw_probes, local_expectation
+from sbm_pyg.estimators import attach_local_expectation, draw_probes
 from sbm_pyg.ops import schemas
 from sbm_pyg.ops.reference import tiled as reference_tiled
 from sbm_pyg.sources.interface import TiledChoice
@@ -78,7 +78,7 @@ def test_it_is_attention_over_the_graph_with_every_pair_a_probe(
     sbm = SBM(rate, member, identity, *law[:2], is_causal=is_causal)
     over, _ = ops.edge_attention(query, key, value, graph.rowptr, graph.col, scale=SCALE)
     probes, chance = draw_probes(graph, math.inf, seed=0)
-    over = local_expectation(
+    over = attach_local_expectation(
         over, query, key, value, sbm, graph, probes, chance, forced=forced, scale=SCALE, exploration=EXPLORATION
     )
     weight = torch.randn(over.shape, generator=torch.Generator().manual_seed(1), dtype=over.dtype)

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..graph import AttentionGraph, check_graph, the_one
+from ..graph import AttentionGraph, check_graph, resolve_index
 from ..models import EncoderTrace
 from ..ops import checks
 from ..ragged import check_present, check_tensor
@@ -554,7 +554,9 @@ def _chosen(
             f"Expected 'sequences' to be a list of numbers, not empty (got {sequences!r}). None draws the first four."
         )
     chosen = (
-        [*range(min(4, there))] if sequences is None else [the_one(number, there, "sequences") for number in sequences]
+        [*range(min(4, there))]
+        if sequences is None
+        else [resolve_index(number, there, "sequences") for number in sequences]
     )
     if titles is not None and (not isinstance(titles, Sequence) or len(titles) < len(chosen)):
         raise TypeError(

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..graph import AttentionGraph, check_graph, the_one
+from ..graph import AttentionGraph, check_graph, resolve_index
 from ..ops import checks
 from ..sources.sbm import SBM, check_model
 from .hamiltonian import scipy_sparse
@@ -267,9 +267,9 @@ def to_networkx(
     result = graph.to_networkx(sequence, head, bipartite=view == "bipartite")
     if sbm is None:
         return result
-    sequence = the_one(sequence, graph.num_sequences, "sequence")
+    sequence = resolve_index(sequence, graph.num_sequences, "sequence")
     every = head == "all"
-    head = None if every else the_one(head, graph.heads, "head")  # type: ignore[arg-type]
+    head = None if every else resolve_index(head, graph.heads, "head")  # type: ignore[arg-type]
     one, query = graph.sequence(sequence), graph.edge_index[1]
     probabilities = graph.spread(sbm.on(graph.blocks).detach())
     first, first_key = int(graph.query_ptr[sequence]), int(graph.key_ptr[sequence])

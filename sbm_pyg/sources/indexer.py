@@ -76,8 +76,6 @@ class Indexer(nn.Module):
         given = {"channels": channels, "heads": heads, "index_heads": index_heads, "index_channels": index_channels}
         for name, size in given.items():
             checks.integer(name, size, 1, "It is a size of the indexer.")
-        width = heads * channels * (index_heads * index_channels + index_heads + index_channels)
-        checks.memory("heads", width, 4, torch.get_default_device(), "Build a smaller indexer.", "parameters")
         self.channels, self.heads, self.index_heads, self.index_channels = given.values()
         self.query_weight = nn.Parameter(torch.empty(heads, channels, index_heads * index_channels))
         self.key_weight = nn.Parameter(torch.empty(heads, channels, index_channels))
@@ -127,8 +125,6 @@ class KeyScorer(nn.Module):
         super().__init__()
         for name, size in (("channels", channels), ("heads", heads), ("hidden", hidden)):
             checks.integer(name, size, 1, "It is a size of the perceptron.")
-        width = heads * (channels + 2) * hidden
-        checks.memory("heads", width, 4, torch.get_default_device(), "Build a smaller perceptron.", "parameters")
         self.channels, self.heads, self.hidden = channels, heads, hidden
         self.weight = nn.Parameter(torch.empty(heads, channels, hidden))
         self.bias = nn.Parameter(torch.empty(heads, 1, hidden))

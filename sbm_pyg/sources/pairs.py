@@ -18,8 +18,8 @@ from ..ragged import Tokens, check_present, check_record, count_pairs, offsets
 from ..rows import index_type
 
 __all__ = [
-    "Keep", "Part", "Score", "block_means", "check_centroids", "detached", "graph_of_pairs", "graph_of_ranges",
-    "graph_of_rows", "grouped", "largest", "parts", "product", "ranges", "share_of", "streamed",
+    "Keep", "Part", "Score", "check_centroids", "detached", "graph_of_pairs", "graph_of_ranges", "graph_of_rows",
+    "grouped", "largest", "parts", "product", "ranges", "share_of", "streamed",
 ]  # fmt: skip
 
 CHUNK = 2**23  # scores at a time
@@ -121,26 +121,6 @@ def ranges(row: Tensor, first: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
     total = int(count.sum())
     checks.memory("query", total, 40, row.device, "Choose fewer keys, or fewer sequences at once.")
     return torch.repeat_interleave(row, count, output_size=total), runs(first, count, total)
-
-
-def block_means(x: Tensor, ptr: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Means of the blocks into which each sequence is cut; the last one may be smaller.
-
-    Args:
-        x: ``[H, N, C]``.
-        ptr: ``[B+1]``.
-        size: Tokens of a block.
-
-    Returns:
-        The means ``[H, n, C]``, in float32 at least; offsets of the blocks ``[B+1]``; and the block of each token
-        ``[N]``.
-    """
-    sequence = torch.repeat_interleave(ptr.diff(), output_size=x.size(1))
-    block_ptr = offsets((ptr.diff() + size - 1) // size)
-    block = block_ptr[sequence] + (torch.arange(x.size(1), device=x.device) - ptr[sequence]) // size
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
-    total = x.new_zeros(x.size(0), int(block_ptr[-1]), x.size(2)).index_add_(1, block, x)
-    return total / torch.bincount(block, minlength=total.size(1))[:, None], block_ptr, block
 
 
 def check_centroids(centroids: Tensor, x: Tensor, name: str = "query", width: str = "C") -> Tensor:

@@ -17,7 +17,7 @@ from torch_geometric.data.datapipes import functional_transform
 from torch_geometric.transforms import BaseTransform
 
 from .. import ops
-from ..blocks import BlockGraph, BlockPool, block_mean, block_tokens
+from ..blocks import BlockGraph, BlockPool, pool_blocks
 from ..graph import AttentionGraph
 from ..ops.reference.blocks import sides
 from ..ops.reference.tiled import sampled_edges
@@ -144,11 +144,10 @@ def _next_place(key: Tensor, ptr: Tensor) -> Tensor:
 
 def _pooled(tokens: Tokens, grain: int, pool: torch.nn.Module | None = None) -> Tokens:
     """The blocks of queries and of keys as tokens, with one vector for each."""
-    make = block_mean if pool is None else pool
     mine, theirs = sides((tokens.num_queries, tokens.num_keys), (tokens.query_ptr, tokens.key_ptr), grain)
-    query, key = block_tokens(tokens.query, mine, before=tokens.is_causal), block_tokens(tokens.key, theirs)
+    query, key = pool_blocks(tokens.query, mine, pool, before=tokens.is_causal), pool_blocks(tokens.key, theirs, pool)
     query_ptr, key_ptr = (trust_offsets(cut.ptr, cut.count) for cut in (mine, theirs))
-    return Tokens(make(*query), make(*key), query_ptr, key_ptr, tokens.bipartite, tokens.is_causal)
+    return Tokens(query, key, query_ptr, key_ptr, tokens.bipartite, tokens.is_causal)
 
 
 class SBMSource(SharingSource, FollowingSource):
@@ -276,7 +275,7 @@ class SBMSource(SharingSource, FollowingSource):
         sbm = self.head(_pooled(tokens, self.grain, self.pool))
         choice = self._choose(sbm.strict() if tokens.is_causal else sbm, tokens)
         ptrs, sizes = (tokens.query_ptr, tokens.key_ptr), (tokens.num_queries, tokens.num_keys)
-        return replace(choice, graph=BlockGraph._over(choice.graph, self.grain, *ptrs, *sizes))
+        return replace(choice, graph=BlockGraph._trusted_blocks(choice.graph, self.grain, *ptrs, *sizes))
 
     def _choose(self, sbm: SBM, tokens: Tokens) -> Choice:
         """Sample the graph of a model, and add what is always there; or leave that to the layer."""
@@ -635,7 +634,7 @@ class SBMGraph(BaseTransform):
         if self.grain > 1:
             if sbm.is_strict:
                 graph |= patterns.window(None, 0, is_causal=True, ptr=sbm.query_ptr)
-            graph = BlockGraph._over(graph, self.grain, *ptrs, query.size(1), key.size(1))
+            graph = BlockGraph._trusted_blocks(graph, self.grain, *ptrs, query.size(1), key.size(1))
         return graph.replace_edges(data, self.edge_type if hetero else None)
 
     def _read(self, store: Any, name: str, what: str, dims: tuple[int, ...], shape: str, rows: bool = True) -> Tensor:

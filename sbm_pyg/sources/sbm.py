@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..graph import AttentionGraph, the_one
+from ..graph import AttentionGraph, resolve_index
 from ..ops.reference.sampling import over_one
 from ..ops.reference.segments import allowed_keys, wide
 from ..ragged import Tokens, check_record, check_tensor, count_pairs, readable, resolve_sides
@@ -257,7 +257,7 @@ class SBM(EdgeProbability):
         Raises:
             TypeError, ValueError: There is no such sequence, several and none told, or memory does not hold its pairs.
         """
-        queries, keys = self._slices()[the_one(sequence, self.num_sequences, "sequence")]
+        queries, keys = self._slices()[resolve_index(sequence, self.num_sequences, "sequence")]
         pairs = self.heads * (queries.stop - queries.start) * (keys.stop - keys.start)
         way_out = "Ask for those of the edges of a graph, by `on`."
         ops.checks.memory("sequence", pairs, self.rate.element_size(), self.rate.device, way_out, "pairs")
@@ -507,7 +507,7 @@ class SBMHead(torch.nn.Module):
             the G-th root of the density.
 
     Raises:
-        TypeError, ValueError: An option is unknown or out of range, or its parameters would not fit into memory.
+        TypeError, ValueError: An option is unknown or out of range.
 
     Shapes:
         - :class:`~sbm_pyg.Tokens` of N queries and M keys; returns an :class:`SBM` with K blocks.
@@ -560,12 +560,6 @@ class SBMHead(torch.nn.Module):
                 f"(got {parameterization!r}). Others are no products; leave out 'groups'."
             )
         clusters = groups * _root(num_blocks, groups)
-        width = torch.get_default_dtype().itemsize
-        device = torch.get_default_device()
-        ops.checks.memory("channels", 2 * channels**2, width, device, "They are channels of one head.", "parameters")
-        each = clusters * (channels + (num_blocks if parameterization == "mixed" else 0))
-        ops.checks.memory("num_blocks", each, width, device, "Take fewer blocks.", "parameters")
-        ops.checks.memory("heads", heads * each, width, device, "Take fewer heads or blocks.", "parameters")
         self.channels, self.heads, self.num_blocks, self.cluster_init = channels, heads, num_blocks, cluster_init
         self.parameterization, self.density, self.temperature, self.tied = parameterization, density, temperature, tied
         self.degree_corrected, self.groups = degree_corrected, groups

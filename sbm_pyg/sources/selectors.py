@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from ..blocks import block_means
 from ..graph import AttentionGraph
 from ..ops import checks
 from ..ops.reference.segments import compress, edge_row, like_lengths
@@ -31,7 +32,6 @@ from .pairs import (
     CHUNK,
     Part,
     best_of,
-    block_means,
     check_centroids,
     detached,
     graph_of_ranges,

@@ -12,13 +12,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..blocks import block_means
 from ..graph import AttentionGraph
 from ..ops import checks
 from ..ragged import Tokens, resolve_ptr
 from ..sources import patterns
 from ..sources.pairs import (
     Part,
-    block_means,
     check_centroids,
     detached,
     graph_of_pairs,

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import relu
 
+from ..blocks import block_means
 from ..graph import AttentionGraph, check_graph
 from ..ops import checks
 from ..ops.reference.segments import allowed_keys
 from ..ragged import Tokens, draw_seed
 from ..sources import patterns
 from ..sources.interface import Choice, GraphSource
-from ..sources.pairs import block_means
 from ..sources.selectors import SelectorSource
 
 __all__ = ["Projection", "Sample", "SparsefinderSource", "fit_centroids", "fit_projection", "projection_loss"]
@@ -57,9 +57,6 @@ class Projection(nn.Module):
             if not (name == "hidden" and size is None):
                 checks.integer(name, size, 1, "It is a size of the projection.")
         checks.flag("shared", shared, "It says whether queries and keys have the same projection.")
-        width = channels + dim if hidden is None else hidden
-        count = 2 * heads * max(channels, dim) * width
-        checks.memory("heads", count, 4, torch.get_default_device(), "Build a smaller projection.", "parameters")
         widths = [channels, dim] if hidden is None else [channels, hidden, dim]
         self.heads, self.shared = heads, shared
         sides = 1 if shared else 2
