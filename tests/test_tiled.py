@@ -83,7 +83,7 @@ def test_it_is_attention_over_the_graph_with_every_pair_a_probe(
     weight = torch.randn(over.shape, generator=torch.Generator().manual_seed(1), dtype=over.dtype)
     wanted = torch.autograd.grad((over * weight).sum(), tokens)
     for room in (2**26, 2**10):  # all queries together, or a few at a time
-        monkeypatch.setitem(reference_tiled.ROOM, "cpu", room)
+        monkeypatch.setitem(reference_tiled.MAX_PAIR_BYTES, "cpu", room)
         out = attend(tokens, law, is_causal=is_causal, window=window)
         torch.testing.assert_close(out, over, rtol=1e-10, atol=1e-10)
         found = torch.autograd.grad((out * weight).sum(), tokens)

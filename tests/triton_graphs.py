@@ -167,7 +167,7 @@ def test_rows_of_all_ways_in_one_batch(is_causal: bool) -> None:
     sizes = (given[0].double() @ part[:, :, None].double() for part in (z[:, :600].sum(1), z[:, :600].amax(1)))
     expected, bound = (x.flatten() for x in sizes)
     way = reference_sampling.plan_rows(expected, bound, 600, "bernoulli").way
-    assert {*way.tolist()} == {reference_sampling.PROPOSALS, reference_sampling.GAPS, reference_sampling.COINS}
+    assert {*way.tolist()} == {reference_sampling.PROPOSALS, reference_sampling.GAPS, reference_sampling.PAIRS}
     agree(*given)
 
 
@@ -219,7 +219,7 @@ def test_coins_that_only_float64_decides(monkeypatch: pytest.MonkeyPatch, kernel
     word, first = torch.zeros(130, dtype=torch.int64), torch.tensor(0)
     for bit in reversed(range(32)):
         above = word + 2**bit
-        word = torch.where(reference_sampling.toss(above, first, 3, 0, 5), word, above)
+        word = torch.where(reference_sampling.bernoulli_draws(above, first, 3, 0, 5), word, above)
     least = (word + 1).double()
     least[1::2] -= 2**-10
     ptrs = torch.tensor([0, 1]), torch.tensor([0, 130])
@@ -322,8 +322,8 @@ def test_a_training_step_takes_few_launches(is_causal: bool, most: int, kernels:
     launches, allocations, waits = kernels.launches, kernels.allocations, kernels.waits
     conv(x, ptr=ptr, seed=1).backward(grad)
     effects = ["_measure", "_measure", "_effect", *["_gather"] * 4]  # gradients of memberships, for edges and probes
-    reference_tiled = ["_panels", "_join", "_plan", *["_gaps", "_proposals", "_coins"] * 2]
-    assert kernels.started == [*reference_tiled, "_attention", "_start", "_step", *effects, *BACKWARD]
+    sampling = ["_panels", "_join", "_plan", *["_gaps", "_proposals", "_coins"] * 2]
+    assert kernels.started == [*sampling, "_attention", "_start", "_step", *effects, *BACKWARD]
     assert kernels.launches - launches <= most
     assert kernels.launches - launches - (kernels.allocations - allocations) <= 134
     assert kernels.waits - waits <= 3

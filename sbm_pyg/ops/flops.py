@@ -171,7 +171,7 @@ def sample_sbm(
         plan = reference_sampling.plan_rows(expected, bound, keys, method)
         proposals = torch.zeros_like(expected) if method == "fastrg" else plan.proposals
         tried = torch.where(plan.way == reference_sampling.GAPS, plan.landings, proposals)
-        pairs += float(torch.where(plan.way == reference_sampling.COINS, keys.double(), tried).sum())
+        pairs += float(torch.where(plan.way == reference_sampling.PAIRS, keys.double(), tried).sum())
     return 2 * blocks * (2 * heads * num_queries + round(pairs))
 
 

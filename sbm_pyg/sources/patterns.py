@@ -444,7 +444,7 @@ class _Draws:
         self.place, self.stream, self.head = (
             tokens.place.repeat(tokens.heads),
             stream.repeat(tokens.heads),
-            head | RANDOM_KEY << 24,
+            head | RANDOM_KEY,
         )
         self.used, self.seed = torch.zeros_like(self.row), seed
 

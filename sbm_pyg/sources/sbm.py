@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .. import ops
 from ..graph import AttentionGraph, the_one
-from ..ops.reference.sampling import over_one
+from ..ops.reference.sampling import probability_error
 from ..ops.reference.segments import allowed_keys, wide
 from ..ragged import check_tensor, count_pairs, readable, resolve_sides
 from .interface import EdgeProbability, check_over
@@ -213,7 +213,7 @@ class SBM(EdgeProbability):
             bound = torch.einsum("hnk,hk->hn", self.rate[:, queries], self.key_membership[:, keys].amax(1)).max()
             top = float(bound) if float(bound) <= 1 else float(self.edge_prob_dense(sequence).max())
             if top > 1 + 1e-5:
-                raise ValueError(over_one(top))
+                raise ValueError(probability_error(top))
         return self
 
     def on(self, graph: AttentionGraph) -> Tensor:

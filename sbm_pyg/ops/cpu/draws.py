@@ -13,24 +13,14 @@ from functools import partial
 
 import numpy as np
 
-from ..reference import random_words
+from ..reference.random_words import BERNOULLI_BYTE, BERNOULLI_REST, GAP, PROPOSAL, PROPOSAL_COUNT
+from ..reference.sampling import KEYS_PER_PANEL
 from . import amx
 from .amx import close_tiles, multiply_tiles, open_tiles
 from .random_simd import append16, below16, fetch, gaps16, lowest_bit, philox16, pick16, toss16, weigh16
 from .simd import at, dots, load, peek, scratch, splat, store
 from .threads import kernel
 
-_COIN_BYTE, _COIN_REST, _COUNT, _PROPOSAL, _GAP = (
-    purpose << 24
-    for purpose in (
-        random_words.COIN_BYTE,
-        random_words.COIN_REST,
-        random_words.COUNT,
-        random_words.PROPOSAL,
-        random_words.GAP,
-    )
-)
-PANEL = 64  # keys that lie together, block by block
 GROUP = 16 if amx.AVAILABLE else 4  # rows whose probabilities are computed together
 
 _INVERSE = 1 / np.arange(1, 2**14 + 1).astype(np.float64)  # placed at count - 1
@@ -55,7 +45,7 @@ def philox(c0, c1, c2, c3, seed):
 def _coin_bytes(num_keys, row, stream, head, seed, words):
     """Random bytes of a row of coins, as 32-bit words in the order of the keys."""
     for first in range(0, num_keys, 256):
-        philox16(first >> 4, row, stream, head | _COIN_BYTE, seed, words, first >> 2)
+        philox16(first >> 4, row, stream, head | BERNOULLI_BYTE, seed, words, first >> 2)
 
 
 @kernel
@@ -64,7 +54,7 @@ def _poisson(rate, row, stream, head, seed):
     lam = rate / parts
     total = 0
     for part in range(parts):
-        w0, w1, _, _ = philox(part, row, stream, head | _COUNT, seed)
+        w0, w1, _, _ = philox(part, row, stream, head | PROPOSAL_COUNT, seed)
         left = np.float64((w0 << np.uint64(21)) | (w1 >> np.uint64(11))) * 2.0**-53
         count = 0
         term = np.exp(-lam)
@@ -94,7 +84,7 @@ def _prob(rate, key, blocks, exploration):
 @kernel
 def _coin(byte, j, row, stream, head, seed):
     """All 32 bits of the coin of a pair, from its first byte on."""
-    rest = philox(j >> 2, row, stream, head | _COIN_REST, seed)[j & 3] >> np.uint64(8)
+    rest = philox(j >> 2, row, stream, head | BERNOULLI_REST, seed)[j & 3] >> np.uint64(8)
     return np.float64(np.uint64(byte) << np.uint64(24) | rest)
 
 
@@ -107,18 +97,18 @@ def _product_of_lanes(rate, rows, some, columns, first, count, some_rows, approx
     blocks, width, flat = rate.shape[1], approx.shape[1], approx.ravel()
     a, b, c, d = rows[0], rows[min(1, some - 1)], rows[min(2, some - 1)], rows[min(3, some - 1)]
     for panel in range(count):
-        w = x = y = z = splat(rate.dtype.type(0), PANEL)
-        offset = (first + panel) * blocks * PANEL
+        w = x = y = z = splat(rate.dtype.type(0), KEYS_PER_PANEL)
+        offset = (first + panel) * blocks * KEYS_PER_PANEL
         for v in range(blocks):
-            keys = load(columns, offset + v * PANEL, PANEL)
+            keys = load(columns, offset + v * KEYS_PER_PANEL, KEYS_PER_PANEL)
             w = w + rate[a, v] * keys
             x = x + rate[b, v] * keys
             y = y + rate[c, v] * keys
             z = z + rate[d, v] * keys
-        store(flat, PANEL * panel, w)
-        store(flat, PANEL * panel + width, x)
-        store(flat, PANEL * panel + 2 * width, y)
-        store(flat, PANEL * panel + 3 * width, z)
+        store(flat, KEYS_PER_PANEL * panel, w)
+        store(flat, KEYS_PER_PANEL * panel + width, x)
+        store(flat, KEYS_PER_PANEL * panel + 2 * width, y)
+        store(flat, KEYS_PER_PANEL * panel + 3 * width, z)
 
 
 @kernel
@@ -129,7 +119,9 @@ def _product_of_tiles(rate, rows, some, columns, first, count, some_rows, approx
         some_rows[k] = rate[rows[k]]
     open_tiles()
     for panel in range(count):
-        multiply_tiles(some_rows, columns, (first + panel) * depth * PANEL, depth, flat, PANEL * panel, width)
+        multiply_tiles(
+            some_rows, columns, (first + panel) * depth * KEYS_PER_PANEL, depth, flat, KEYS_PER_PANEL * panel, width
+        )
     close_tiles()
 
 
@@ -137,7 +129,7 @@ product = _product_of_tiles if amx.AVAILABLE else _product_of_lanes
 
 
 @kernel
-def by_coins(approx, error, rate, key, row, stream, head, seed, fastrg, exploration, words, shift, out, used):
+def by_pairs(approx, error, rate, key, row, stream, head, seed, fastrg, exploration, words, shift, out, used):
     """Edges of a row whose probabilities are known up to a relative error; returns the new end of ``out``.
 
     ``approx`` is padded to a whole number of panels.
@@ -207,7 +199,7 @@ def by_gaps(
         new, old = number & 16, 16 - (number & 16)
         end = drawn
         if drawn < num_keys:
-            philox16(number, row, stream, head | _GAP, seed, words, 4 * new)
+            philox16(number, row, stream, head | GAP, seed, words, 4 * new)
             drawn = gaps16(words, 4 * new, spread, drawn, num_keys, at(places, new))
             for t in range(16):
                 for c in range(0, width, 16):
@@ -280,7 +272,7 @@ def by_proposals(
     """Edges of a row by Poisson proposals; returns the new end of ``out``, or -1 where it is too short."""
     num_keys, blocks = key.shape
     for v in range(blocks):
-        mass[v] = np.float64(rate[v]) * fine[PANEL * (start + v * skip) + num_keys - 1]
+        mass[v] = np.float64(rate[v]) * fine[KEYS_PER_PANEL * (start + v * skip) + num_keys - 1]
     mass[blocks] = exploration * num_keys
     _inverse_cdf(mass, block_bounds[: blocks + 1])
     count = _poisson(mass[blocks] * stretch, row, stream, head, seed)
@@ -289,7 +281,7 @@ def by_proposals(
     begin, rejected = used, 0
     squeeze = np.uint32(min(2.0**32 / stretch, 4294967295.0))  # below 1/c every probability accepts
     for first in range(0, count, 16):
-        philox16(first, row, stream, head | _PROPOSAL, seed, drawn, 0)
+        philox16(first, row, stream, head | PROPOSAL, seed, drawn, 0)
         some = min(16, count - first)
         for t in range(some):
             drawn[t] = _count_below(block_bounds, 0, block_bounds.size, drawn[t])
@@ -297,16 +289,16 @@ def by_proposals(
             block = np.int64(drawn[t])
             if block < blocks:
                 panel = start + block * skip
-                target[t] = (drawn[16 + t] + 0.5) * 2.0**-32 * fine[PANEL * panel + num_keys - 1]
+                target[t] = (drawn[16 + t] + 0.5) * 2.0**-32 * fine[KEYS_PER_PANEL * panel + num_keys - 1]
                 group[t] = _find(coarse, panel, groups, target[t])
-                for line in range(0, PANEL, 8):
-                    fetch(fine, PANEL * group[t] + line)
+                for line in range(0, KEYS_PER_PANEL, 8):
+                    fetch(fine, KEYS_PER_PANEL * group[t] + line)
         for t in range(some):
             block, word = np.int64(drawn[t]), drawn[16 + t]
             if block < blocks:
-                sums = PANEL * (start + block * skip)
-                length = min(PANEL, sums + num_keys - PANEL * group[t])
-                drawn[16 + t] = _find(fine, PANEL * group[t], length, target[t]) - sums
+                sums = KEYS_PER_PANEL * (start + block * skip)
+                length = min(KEYS_PER_PANEL, sums + num_keys - KEYS_PER_PANEL * group[t])
+                drawn[16 + t] = _find(fine, KEYS_PER_PANEL * group[t], length, target[t]) - sums
             else:
                 drawn[16 + t] = (np.uint64(word) * np.uint64(num_keys)) >> np.uint64(32)
         for t in range(some):

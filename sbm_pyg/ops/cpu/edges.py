@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..reference import random_words
+from ..reference.random_words import DROPOUT
 from .channels import add_dots, clear, copy, count_below, cut, lanes_of, padded, sixteen, weigh, wide
 from .random_simd import philox16
 from .simd import (
@@ -47,7 +47,6 @@ from .simd import (
 from .threads import kernel, run, split, worth
 
 STRIP = 512  # edges of a row between two looks at its maximum
-DROPOUT = random_words.DROPOUT << 24
 CACHE = 2**20  # bytes of the second-level cache that a tile of keys may fill
 LEAST = 4  # edges of a row for which a tile of keys is worthwhile
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..reference.effects import ROUNDED
+from ..reference.sampling import MAX_PROB
 from .channels import add_dots, lanes_of, padded, sixteen, wide
 from .simd import (
     NOTHING,
@@ -49,7 +49,7 @@ def _effect(width, value_width, blocks):
         room = (longest + 15) // 16 * 16
         logits, gains, factors = np.empty(room, query.dtype), np.empty(room, query.dtype), np.empty(room, query.dtype)
         zero, half, one = query.dtype.type(0), query.dtype.type(0.5), query.dtype.type(1)
-        low, most, certain = query.dtype.type(-np.inf), query.dtype.type(-88), query.dtype.type(ROUNDED)
+        low, most, certain = query.dtype.type(-np.inf), query.dtype.type(-88), query.dtype.type(MAX_PROB)
         tail, top, sums, sums_gain = scratch(col, 16), low, zero, zero
         for row in range(begin, end):
             keys = at(key, row // queries * num_keys * width)
@@ -175,7 +175,7 @@ def edge_effect(
 @kernel
 def _weigh(begin, end, effect, prob, rowptr, chance, forced, exploration, probing, out):
     zero, half = out.dtype.type(0), out.dtype.type(0.5)
-    one, certain = out.dtype.type(1), out.dtype.type(ROUNDED)
+    one, certain = out.dtype.type(1), out.dtype.type(MAX_PROB)
     for row in range(begin, end):
         eta = chance[row % chance.size]
         part = half if eta > zero else one  # without probes edges stand for both sides

@@ -17,27 +17,19 @@ from torch import Tensor
 
 from ..reference import sampling as reference_sampling
 from ..reference import segments as reference_segments
+from ..reference.random_words import WORD_MASK
+from ..reference.sampling import GAPS, KEYS_PER_PANEL, MAX_PROB, PAIRS, PROPOSALS, Law
 from . import amx
-from .draws import GROUP, PANEL, by_coins, by_gaps, by_proposals, largest, product
+from .draws import GROUP, by_gaps, by_pairs, by_proposals, largest, product
 from .simd import at
 from .threads import kernel, run, worth
 
-_PROPOSALS, _GAPS, _COINS = reference_sampling.PROPOSALS, reference_sampling.GAPS, reference_sampling.COINS
 ROUNDING = 2.0**-8  # relative error of a number in bfloat16, at most: it has eight significant bits
 EDGE = 16  # products of two numbers that take as long as an edge of a sparse row
-_LARGE_COINS = 3  # coins whose probabilities may exceed 1
+LARGE_PAIRS = 3  # coins whose probabilities may exceed 1
 
 
 # ------------------------------------------------------------------ many rows
-
-
-class _Law(NamedTuple):
-    """What the graph is drawn by."""
-
-    seed: np.uint64
-    fastrg: bool
-    exploration: float
-    clamp: bool
 
 
 class _Sequences(NamedTuple):
@@ -130,8 +122,8 @@ def _expect_causal(head, b, queries, rate, key, query_ptr, key_ptr, expected, bo
 def _pack_lanes(head, b, key, key_ptr, panel_ptr, columns):
     """Keys of a sequence of one head in panels of 64, block by block; the last panel is filled up with zeros."""
     for panel in range(panel_ptr[b], panel_ptr[b + 1]):
-        first = key_ptr[b] + PANEL * (panel - panel_ptr[b])
-        some = min(PANEL, key_ptr[b + 1] - first)
+        first = key_ptr[b] + KEYS_PER_PANEL * (panel - panel_ptr[b])
+        some = min(KEYS_PER_PANEL, key_ptr[b + 1] - first)
         for v in range(key.shape[2]):
             for j in range(some):
                 columns[head, panel, v, j] = key[head, first + j, v]
@@ -142,9 +134,9 @@ def _pack_lanes(head, b, key, key_ptr, panel_ptr, columns):
 def _pack_tiles(head, b, key, key_ptr, panel_ptr, columns):
     """The same for pairs of bfloat16 bits: for each 16 pairs, four tiles of 16 keys."""
     for panel in range(panel_ptr[b], panel_ptr[b + 1]):
-        first = key_ptr[b] + PANEL * (panel - panel_ptr[b])
+        first = key_ptr[b] + KEYS_PER_PANEL * (panel - panel_ptr[b])
         for part in range(key.shape[2] >> 4):
-            for j in range(PANEL):
+            for j in range(KEYS_PER_PANEL):
                 inside = first + j < key_ptr[b + 1]
                 for pair in range(16):
                     number = key[head, first + j, 16 * part + pair] if inside else np.uint32(0)
@@ -156,15 +148,15 @@ def _cumulate(head, first, last, key, key_ptr, panel_ptr, coarse, fine):
     """Sums of memberships over the keys up to each, for blocks first..last-1 of a head, and those at panels' ends."""
     sums = np.empty(last - first)
     for b in range(key_ptr.size - 1):
-        num_keys, begin = key_ptr[b + 1] - key_ptr[b], PANEL * panel_ptr[b]
+        num_keys, begin = key_ptr[b + 1] - key_ptr[b], KEYS_PER_PANEL * panel_ptr[b]
         sums[:] = 0
-        for j in range(PANEL * (panel_ptr[b + 1] - panel_ptr[b])):
+        for j in range(KEYS_PER_PANEL * (panel_ptr[b + 1] - panel_ptr[b])):
             for v in range(first, last):
                 if j < num_keys:
                     sums[v - first] += key[head, key_ptr[b] + j, v]
                 fine[head, v, begin + j] = sums[v - first]
-                if j % PANEL == PANEL - 1:
-                    coarse[head, v, (begin + j) // PANEL] = sums[v - first]
+                if j % KEYS_PER_PANEL == KEYS_PER_PANEL - 1:
+                    coarse[head, v, (begin + j) // KEYS_PER_PANEL] = sums[v - first]
 
 
 @kernel
@@ -188,7 +180,7 @@ def _rows(first, last, law, sequences, plan, model, out, counts, state, top):
     drop = np.empty(longest, np.int32)
     half = wide_rate.shape[1] >> 1
     rough = 1.1 * ROUNDING + (blocks + 8) * 2.0**-22
-    approx = np.empty((GROUP, (longest + PANEL - 1) // PANEL * PANEL), np.float32)
+    approx = np.empty((GROUP, (longest + KEYS_PER_PANEL - 1) // KEYS_PER_PANEL * KEYS_PER_PANEL), np.float32)
     some_rows = np.zeros((GROUP, low_rate.shape[1]), low_rate.dtype)
     group = np.empty(GROUP, np.int64)
     known, ready = 0, 0  # rows of the group that are used, and that it holds
@@ -197,9 +189,9 @@ def _rows(first, last, law, sequences, plan, model, out, counts, state, top):
         head, i = r // queries, r % queries
         b = batch[i]
         shift, num_keys, row, stream = key_ptr[b], reach[i], i - query_ptr[b], sequence_ids[b]
-        start, end, groups = panel_ptr[b], shift + num_keys, (num_keys + PANEL - 1) // PANEL
+        start, end, groups = panel_ptr[b], shift + num_keys, (num_keys + KEYS_PER_PANEL - 1) // KEYS_PER_PANEL
         before = used
-        if way[r] == _GAPS:
+        if way[r] == GAPS:
             if used + num_keys + 16 > out.size:
                 break
             first_key = head * key.shape[1] + shift
@@ -208,7 +200,7 @@ def _rows(first, last, law, sequences, plan, model, out, counts, state, top):
                 at(key, first_key * blocks), shift, num_keys, blocks, bound[r], row, stream, head, seed, exploration,
                 at(out, 0), used,
             )  # fmt: skip
-        elif way[r] == _PROPOSALS:
+        elif way[r] == PROPOSALS:
             used = by_proposals(
                 rate[r], key[head, shift:end], coarse, fine, head * blocks * skip + start, skip, groups, stretch[r],
                 row, stream, head, seed, not fastrg, exploration, mass, block_bounds, seen[:groups], drawn, target,
@@ -224,20 +216,22 @@ def _rows(first, last, law, sequences, plan, model, out, counts, state, top):
             if known == ready:
                 known, ready, next_row, stop = 0, 0, r, min(last, head * queries + query_ptr[b + 1])
                 while ready < GROUP and next_row < stop:
-                    if way[next_row] >= _COINS:
+                    if way[next_row] >= PAIRS:
                         group[ready] = next_row
                         ready += 1
                     next_row += 1
-                most = (reach[group[ready - 1] % queries] + PANEL - 1) // PANEL  # panels of the last row
+                most = (
+                    reach[group[ready - 1] % queries] + KEYS_PER_PANEL - 1
+                ) // KEYS_PER_PANEL  # panels of the last row
                 product(low_rate, group, ready, columns, head * skip + start, most, some_rows, approx)
-            if way[r] == _LARGE_COINS and not fastrg:
+            if way[r] == LARGE_PAIRS and not fastrg:
                 top[0] = 0.0 if clamp else largest(approx[known], error, rate[r], keys, exploration)
-                if top[0] > 1 + 1e-5 + exploration:
+                if top[0] > MAX_PROB + exploration:
                     state[2] = 1
                     break
                 for j in range(num_keys):
                     approx[known, j] = min(approx[known, j], np.float32(2))
-            used = by_coins(
+            used = by_pairs(
                 approx[known], error, rate[r], keys, row, stream, head, seed, fastrg, exploration, words, shift,
                 out, used,
             )  # fmt: skip
@@ -264,14 +258,14 @@ def _low_precision(
     panels = int(panel_ptr[-1]) if needed else 0
     if not amx.AVAILABLE:
         keys = key.detach().float().contiguous().numpy()
-        columns = _empty((heads, panels, blocks, PANEL), np.float32)
+        columns = _empty((heads, panels, blocks, KEYS_PER_PANEL), np.float32)
         run(_pack_lanes, [(head, b, keys, key_ptr, panel_ptr, columns) for head, b in spans], worth(keys.size))
         return query.detach().float().reshape(heads * queries, blocks).numpy(), columns.ravel(), rounding
     low_rate = torch.nn.functional.pad(
         query.detach()[:, : queries * needed].bfloat16(), (0, -blocks % amx.DEPTH)
     ).contiguous()
     pairs = low_key[:-1].view(np.uint32).reshape(heads, key.shape[1], -1)
-    columns = _empty((heads, panels, pairs.shape[2] // 16, PANEL // 16, 16, 16), np.uint32)
+    columns = _empty((heads, panels, pairs.shape[2] // 16, KEYS_PER_PANEL // 16, 16, 16), np.uint32)
     run(_pack_tiles, [(head, b, pairs, key_ptr, panel_ptr, columns) for head, b in spans], worth(pairs.size))
     return low_rate.flatten(0, 1).view(torch.uint16).numpy(), columns.view(np.uint16).ravel(), 2.1 * ROUNDING + rounding
 
@@ -321,20 +315,20 @@ def sample_sbm(
         torch.from_numpy(expected), torch.from_numpy(bound), torch.from_numpy(row_keys), method
     )
     way = ways.way.numpy()
-    way = np.where((way == _COINS) & (bound > 1), _LARGE_COINS, way).astype(np.uint8)
+    way = np.where((way == PAIRS) & (bound > 1), LARGE_PAIRS, way).astype(np.uint8)
     plan, used = _Plan(way, ways.stretch.numpy(), bound), np.bincount(way, minlength=4)
 
-    panel_ptr = np.concatenate([[0], np.cumsum((np.diff(k_ptr) + PANEL - 1) // PANEL)])
+    panel_ptr = np.concatenate([[0], np.cumsum((np.diff(k_ptr) + KEYS_PER_PANEL - 1) // KEYS_PER_PANEL)])
     low_rate, columns, error = _low_precision(
-        query, key, low_key, k_ptr, panel_ptr, bool(used[_COINS] + used[_LARGE_COINS])
+        query, key, low_key, k_ptr, panel_ptr, bool(used[PAIRS] + used[LARGE_PAIRS])
     )
     wide_rate = rate
     if width > blocks or dtype == torch.float64:
-        wide_rate = np.zeros((heads * queries if used[_GAPS] else 0, width), np.float32)
+        wide_rate = np.zeros((heads * queries if used[GAPS] else 0, width), np.float32)
         wide_rate[:, :blocks] = rate[: len(wide_rate)]
-    coarse = np.empty((heads, blocks, panel_ptr[-1] if used[_PROPOSALS] else 0))
-    fine = _empty((heads, blocks, coarse.shape[2] * PANEL), np.float64)
-    if used[_PROPOSALS]:
+    coarse = np.empty((heads, blocks, panel_ptr[-1] if used[PROPOSALS] else 0))
+    fine = _empty((heads, blocks, coarse.shape[2] * KEYS_PER_PANEL), np.float64)
+    if used[PROPOSALS]:
         run(
             _cumulate,
             [
@@ -345,15 +339,15 @@ def sample_sbm(
             worth(2 * keys.size),
         )
 
-    law = _Law(np.uint64(seed & 0xFFFFFFFFFFFFFFFF), method == "fastrg", exploration, clamp)
-    batches = _Sequences(batch, reach, q_ptr, k_ptr, panel_ptr, sequence_ids.numpy() & 0xFFFFFFFF)
+    law = Law(np.uint64(seed & 0xFFFFFFFFFFFFFFFF), method == "fastrg", exploration, clamp)
+    batches = _Sequences(batch, reach, q_ptr, k_ptr, panel_ptr, sequence_ids.numpy() & WORD_MASK)
     model = _Model(
         rate, keys, low_rate, columns, error, wide_rate, low_key.view(np.uint32).ravel(), coarse.ravel(),
         fine.ravel(),
     )  # fmt: skip
     counts = np.zeros(heads * queries, np.int64)
     likely = np.minimum(expected, row_keys)
-    steps = EDGE * int(likely.sum()) + blocks // 4 * int(row_keys[way >= _COINS].sum())
+    steps = EDGE * int(likely.sum()) + blocks // 4 * int(row_keys[way >= PAIRS].sum())
     pieces = _cuts(heads * queries, worth(steps, 8))
     found: list[list[np.ndarray]] = [[] for _ in pieces]
 
@@ -365,7 +359,7 @@ def sample_sbm(
             state[1] = 0
             _rows(first, last, law, batches, plan, model, out, counts, state, top)
             if state[2]:
-                raise ValueError(reference_sampling.over_one(float(top[0]) - exploration))
+                raise ValueError(reference_sampling.probability_error(float(top[0]) - exploration))
             buffers.append(out[: state[1]])
             room *= 2
 

@@ -10,16 +10,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..reference import random_words
 from ..reference import sampling as reference_sampling
 from ..reference import segments as reference_segments
 from ..reference import systematic as reference_systematic
+from ..reference.random_words import SYSTEMATIC, WORD_MASK
 from .draws import philox
 from .sampling import _cuts
 from .threads import kernel, run, worth
 
-WORD = 128  # products of two numbers that take as long as a random word
-_SYSTEMATIC = random_words.SYSTEMATIC << 24
+STEPS_PER_WORD = 128  # products of two numbers that take as long as a random word
 
 
 @kernel
@@ -29,7 +28,7 @@ def _starts(first, last, chance, batch, reach, query_ptr, sequence_ids, seed, st
     for r in range(first, last):
         head, i = r // queries, r % queries
         b = batch[i]
-        start[r] = np.float64(philox(0, i - query_ptr[b], sequence_ids[b], head | _SYSTEMATIC, seed)[0]) / 2.0**32
+        start[r] = np.float64(philox(0, i - query_ptr[b], sequence_ids[b], head | SYSTEMATIC, seed)[0]) / 2.0**32
         counts[r] = max(0, np.int64(np.ceil(reach[i] * chance[i] - start[r])))
 
 
@@ -52,8 +51,8 @@ def sample_systematic(
     reach = reference_segments.allowed_keys(query_ptr, key_ptr, chances.size, is_causal).numpy()
     rows = heads * chances.size
     start, counts, rowptr = np.empty(rows), np.empty(rows, np.int64), np.zeros(rows + 1, np.int64)
-    pieces = _cuts(rows, worth(WORD * rows, 3))
-    stream, word = sequence_ids.numpy() & 0xFFFFFFFF, np.uint64(seed & 0xFFFFFFFFFFFFFFFF)
+    pieces = _cuts(rows, worth(STEPS_PER_WORD * rows, 3))
+    stream, word = sequence_ids.numpy() & WORD_MASK, np.uint64(seed & 0xFFFFFFFFFFFFFFFF)
     run(_starts, [(*piece, chances, batch, reach, q_ptr, stream, word, start, counts) for piece in pieces])
     np.cumsum(counts, out=rowptr[1:])
     col = np.empty(rowptr[-1], np.int32)

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..reference import effects as reference_effects
+from ..reference.sampling import MAX_PROB
 from .rows import (
     Shared,
     aligned,
@@ -38,7 +39,7 @@ from .rows import (
     wide,
 )
 
-_ROUNDED = tl.constexpr(reference_effects.ROUNDED)
+_MAX_PROB = tl.constexpr(MAX_PROB)
 
 # ------------------------------------------------------------------ kernels
 
@@ -50,7 +51,7 @@ def _weight(p, eta, PROBING: tl.constexpr):
     few = tl.minimum(p, part)
     seen = tl.maximum(eta + few - eta * few, few / part)
     weight = tl.where(eta > 0, (seen - few) / (seen * (1 - few) * eta), 0) if PROBING else 1 / seen
-    return tl.where(p > _ROUNDED, 0, weight)
+    return tl.where(p > _MAX_PROB, 0, weight)
 
 
 @triton.jit

@@ -30,8 +30,8 @@ WORDS, WARPS = 2048, 1
 LONG = 2048
 """Edges that one program takes at most; rows with more are shared by several."""
 
-_DROPOUT = tl.constexpr(random_words.DROPOUT << 24)
-_MIX_FIRST, _MIX_SECOND = (tl.constexpr(factor) for factor in random_words._MIX)
+_PURPOSE_DROPOUT = tl.constexpr(random_words.DROPOUT)
+_MIX_FIRST, _MIX_SECOND = (tl.constexpr(factor) for factor in random_words.MIX)
 
 # Arguments that differ from call to call, which a kernel must not be compiled for.
 VARIABLE = (
@@ -320,7 +320,7 @@ def _fill(table, numbers: tl.int64, side: tl.int32, seed: tl.int64, TILE: tl.con
     """Random words of the tokens of one side; see :func:`.words.dropout_words`."""
     number, head = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.program_id(1)
     block = 16 * (number // 64) + number % 16
-    one, two, three, four = tl.philox(seed, block, side, 0, head | _DROPOUT)
+    one, two, three, four = tl.philox(seed, block, side, 0, head | _PURPOSE_DROPOUT)
     part = number // 16 % 4
     word = tl.where(part == 0, one, tl.where(part == 1, two, tl.where(part == 2, three, four)))
     tl.store(table + head * numbers + number, word, mask=number < numbers)

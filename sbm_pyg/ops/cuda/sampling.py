@@ -24,20 +24,20 @@ from ..reference import random_words
 from ..reference import sampling as reference_sampling
 from .rows import bits, kernel, launch, real
 
-_COIN_BYTE, _COIN_REST, _COUNT, _PROPOSAL, _GAP = (
-    tl.constexpr(purpose << 24)
+_PURPOSE_BERNOULLI_BYTE, _PURPOSE_BERNOULLI_REST, _PURPOSE_PROPOSAL_COUNT, _PURPOSE_PROPOSAL, _PURPOSE_GAP = (
+    tl.constexpr(purpose)
     for purpose in (
-        random_words.COIN_BYTE,
-        random_words.COIN_REST,
-        random_words.COUNT,
+        random_words.BERNOULLI_BYTE,
+        random_words.BERNOULLI_REST,
+        random_words.PROPOSAL_COUNT,
         random_words.PROPOSAL,
         random_words.GAP,
     )
 )
-_PROPOSALS, _GAPS, _COINS = (
-    tl.constexpr(way) for way in (reference_sampling.PROPOSALS, reference_sampling.GAPS, reference_sampling.COINS)
+_BY_PROPOSALS, _BY_GAPS, _BY_PAIRS = (
+    tl.constexpr(way) for way in (reference_sampling.PROPOSALS, reference_sampling.GAPS, reference_sampling.PAIRS)
 )
-_PANEL = tl.constexpr(reference_sampling.PANEL)
+_PANEL = tl.constexpr(reference_sampling.KEYS_PER_PANEL)
 _SURE = tl.constexpr(1 - 1e-12)
 _LIMIT = tl.constexpr(2.0**32)
 JOINED, TOSSED = 16, 8  # panels, and rows of coins, that a program takes at once
@@ -221,7 +221,7 @@ def _plan(
     expected, bound = expected + eta * room, bound + eta
     if FASTRG:
         factor = tl.full(bound.shape, 1, tl.float64)
-        way = tl.where(expected * real(proposal_cost, tl.float64) < room, _PROPOSALS, _COINS)
+        way = tl.where(expected * real(proposal_cost, tl.float64) < room, _BY_PROPOSALS, _BY_PAIRS)
     else:
         sure = tl.full([], _SURE, tl.float64)
         steps = _log1p(-tl.where(bound < sure, bound, sure))
@@ -229,8 +229,8 @@ def _plan(
         proposals = expected * stretch * real(proposal_cost, tl.float64)
         gaps = bound * room * real(gap_cost, tl.float64)
         few = (bound <= sure) & (proposals == proposals) & (gaps == gaps) & ((gaps < room) | (proposals < room))
-        way = tl.where(few, tl.where(gaps <= proposals, _GAPS, _PROPOSALS), _COINS)
-        factor = tl.where(way == _GAPS, 1 / steps, stretch)
+        way = tl.where(few, tl.where(gaps <= proposals, _BY_GAPS, _BY_PROPOSALS), _BY_PAIRS)
+        factor = tl.where(way == _BY_GAPS, 1 / steps, stretch)
     sound = expected < float("inf")
     segments = tl.num_programs(1) * queries
     tl.store(tasks + row, 4 * sequence + tl.where(sound, way, 3), mask=there)
@@ -250,14 +250,14 @@ def _gaps(
 ):  # fmt: skip
     """Keys at geometric distances, as if every p were the row's bound, each kept with probability p / bound."""
     row = tl.program_id(0).to(tl.int64)
-    if tl.load(tasks + row) % 4 == _GAPS:
+    if tl.load(tasks + row) % 4 == _BY_GAPS:
         _none, place, reach, shift, stream, head = _row(row, tasks, query_ptr, key_ptr, sequence_ids, queries, CAUSAL)
         bound, spread = tl.load(floats + row), tl.load(floats + segments + row)
         used = tl.load(ptr + row, mask=writing != 0, other=0)
         last, number = reach * 0 - 1, reach * 0
         while last < reach:
             drawn = number + tl.arange(0, WORDS)
-            one, two, three, _four = _words(seed, drawn, place, stream, head | _GAP)
+            one, two, three, _four = _words(seed, drawn, place, stream, head | _PURPOSE_GAP)
             step = tl.log((_fraction(one, two) + 1) * 2.0**-53) * spread
             step = tl.where(step < reach, step, reach).to(tl.int64) + 1
             landing = last + tl.cumsum(step, 0)
@@ -276,7 +276,7 @@ def _poisson(rate, seed, place, stream, head):
     parts = tl.maximum(tl.ceil(rate / 256), 1).to(tl.int64)
     part_rate, count = rate / parts.to(tl.float64), parts * 0
     for part in range(parts):
-        one, two, _three, _four = _words(seed, place * 0 + part, place, stream, head | _COUNT)
+        one, two, _three, _four = _words(seed, place * 0 + part, place, stream, head | _PURPOSE_PROPOSAL_COUNT)
         term, number = tl.exp(-part_rate), parts.to(tl.float64) * 0
         left = _fraction(one, two) * 2.0**-53 - term
         while (left >= 0) & (term > 0):
@@ -315,7 +315,7 @@ def _proposals(
     width = (keys + 31) // 32
     seen, taken = marks + 2 * program * width, marks + (2 * program + 1) * width
     for row in range(program, segments, tl.num_programs(0)):
-        if tl.load(tasks + row) % 4 == _PROPOSALS:
+        if tl.load(tasks + row) % 4 == _BY_PROPOSALS:
             sequence, place, reach, shift, stream, head = _row(
                 row, tasks, query_ptr, key_ptr, sequence_ids, queries, CAUSAL
             )
@@ -347,7 +347,7 @@ def _proposals(
             for begin in range(0, drawn, WORDS):
                 step = tl.arange(0, WORDS)
                 there = begin + step < drawn
-                one, two, three, _four = _words(seed, begin + step, place, stream, head | _PROPOSAL)
+                one, two, three, _four = _words(seed, begin + step, place, stream, head | _PURPOSE_PROPOSAL)
                 share = two.to(tl.int64)
                 block = _first_above(mass, 1, reach * 0 + BLOCKS, one.to(tl.int64).to(tl.float64), scale)
                 known = tl.minimum(block, BLOCKS - 1)
@@ -391,10 +391,12 @@ def _proposals(
 def tossed(seed, begin, place, stream, head, ROWS: tl.constexpr):
     """Random words of the pairs of some rows and 64 keys from ``begin`` on, ``[ROWS, 64]``; see :func:`.toss`."""
     counter, part = tl.arange(0, 16)[None, :], begin // 64 % 4
-    one, two, three, four = _words(seed, begin // 256 * 16 + counter, place[:, None], stream, head | _COIN_BYTE)
+    one, two, three, four = _words(
+        seed, begin // 256 * 16 + counter, place[:, None], stream, head | _PURPOSE_BERNOULLI_BYTE
+    )
     word = tl.where(part == 0, one, tl.where(part == 1, two, tl.where(part == 2, three, four)))
     byte = tl.reshape(word[:, :, None] >> (8 * tl.arange(0, 4))[None, None, :] & 255, [ROWS, 64])
-    one, two, three, four = _words(seed, begin // 4 + counter, place[:, None], stream, head | _COIN_REST)
+    one, two, three, four = _words(seed, begin // 4 + counter, place[:, None], stream, head | _PURPOSE_BERNOULLI_REST)
     rest = tl.reshape(tl.join(tl.join(one, three), tl.join(two, four)), [ROWS, 64]) >> 8
     return byte << 24 | rest
 
@@ -417,7 +419,7 @@ def _coins(
     head, query = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row = head * queries + query
     task = tl.load(tasks + row, mask=query < queries, other=3)
-    tossing, sequences = task % 4 == _COINS, task // 4
+    tossing, sequences = task % 4 == _BY_PAIRS, task // 4
     used = tl.load(ptr + row, mask=tossing.to(tl.int64) * writing != 0, other=0)
     highest = tl.zeros([ROWS], tl.float64)
     least, most = tl.min(tl.where(tossing, sequences, 2**62), 0), tl.max(tl.where(tossing, sequences, -1), 0)
@@ -480,7 +482,7 @@ def sample_sbm(
         )
     query_ptr, key_ptr, sequence_ids = (x.contiguous() for x in (query_ptr, key_ptr, sequence_ids))
     rate, member, eta = query.detach().contiguous(), key.detach().contiguous(), bits(exploration)
-    slots, query_slots = (tokens // reference_sampling.PANEL + sequences for tokens in (keys, queries))
+    slots, query_slots = (tokens // reference_sampling.KEYS_PER_PANEL + sequences for tokens in (keys, queries))
     sums = torch.empty(2, heads, slots, blocks, dtype=torch.float64, device=device)
     floats = torch.empty(3, rows, dtype=torch.float64, device=device)  # bounds, factors, largest probabilities
     tasks, counts = query_ptr.new_empty(rows), query_ptr.new_zeros(rows + 1)
@@ -501,7 +503,7 @@ def sample_sbm(
     marks = torch.empty(programs, 2, marked, dtype=torch.int32, device=device)
     given = (rate, member, floats, tasks, query_ptr, key_ptr, sequence_ids)
     turned = rate.mT.contiguous(), member.mT.contiguous()  # neighbours in memory are tokens
-    sizes, most = (rows, queries, keys), 1 + 1e-5 + exploration
+    sizes, most = (rows, queries, keys), reference_sampling.MAX_PROB + exploration
     limit = bits(1e38 if clamp or method == "fastrg" else most)  # 1e38: what is no number is decided on in float64
 
     def draw(ptr: Tensor, col: Tensor, writing: int) -> None:
@@ -524,7 +526,7 @@ def sample_sbm(
     if highest == float("inf"):
         reference_sampling.check_expected(floats[2])
     if method == "bernoulli" and not clamp and highest > most:
-        raise ValueError(reference_sampling.over_one(highest - exploration))
+        raise ValueError(reference_sampling.probability_error(highest - exploration))
     col = torch.empty(int(edges), dtype=dtype, device=device)
     draw(rowptr, col, 1)
     return rowptr, col

@@ -19,7 +19,7 @@ from ..reference import random_words
 from ..reference import sampling as reference_sampling
 from .rows import kernel, launch, span
 
-_SYSTEMATIC = tl.constexpr(random_words.SYSTEMATIC << 24)
+_PURPOSE_SYSTEMATIC = tl.constexpr(random_words.SYSTEMATIC)
 ROWS, KEYS = 128, 64  # that a program takes at once
 
 # ------------------------------------------------------------------ kernels
@@ -52,7 +52,7 @@ def _start(
     there, query = row < segments, row % queries
     sequence, place, reach, share = _tokens(chance, query_ptr, key_ptr, query, there, sequences, CAUSAL)
     stream = tl.load(sequence_ids + sequence)
-    head = (row // queries).to(tl.uint32) | _SYSTEMATIC
+    head = (row // queries).to(tl.uint32) | _PURPOSE_SYSTEMATIC
     word = tl.philox(seed, place.to(tl.uint32) * 0, place.to(tl.uint32), stream.to(tl.uint32), head)[0]
     part = word.to(tl.float64) / 4294967296.0
     tl.store(start + row, part, mask=there)

@@ -19,13 +19,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..reference import effects as reference_effects
 from ..reference import segments as reference_segments
 from ..reference import tiled as reference_tiled
+from .effects import _MAX_PROB
 from .rows import bits, finite, kernel, launch, narrow, real
 from .sampling import panel_of, tossed
 
-_ROUNDED = tl.constexpr(reference_effects.ROUNDED)
 _LIMIT = tl.constexpr(2.0**32)
 _SOME = tl.constexpr(16)  # columns that are multiplied at a time
 _PRECISION = tl.constexpr("tf32x3")  # of matrix products in float32, nearly as exact
@@ -111,7 +110,7 @@ def _pairs(
     hit = (coin < least) | (p >= 1) | forced | wrong
     score = _dots(query, key, mine, theirs, there, known, length, WIDTH) * real(scale, tl.float32)
     score = tl.where(wrong, float("nan"), score)
-    return hit & inside, inside & ~forced & (p <= _ROUNDED), score
+    return hit & inside, inside & ~forced & (p <= _MAX_PROB), score
 
 
 @triton.jit

@@ -11,12 +11,10 @@ import torch
 from torch import Tensor
 
 from .edges import _ends, _logits, edge_dot
+from .sampling import MAX_PROB
 from .segments import _segment_max, edge_row, segments, wide
 
 # ------------------------------------------------------------------ what an edge does to the loss
-
-ROUNDED = 1 + 1e-5
-"""Larger probabilities are not 1 by rounding: their edges are there whatever the model does."""
 
 
 def effect_weight(p: Tensor, eta: Tensor, probing: bool = False) -> Tensor:
@@ -25,7 +23,7 @@ def effect_weight(p: Tensor, eta: Tensor, probing: bool = False) -> Tensor:
     few = torch.minimum(p, part)
     seen = torch.maximum(eta + few - eta * few, few / part)
     weight = (seen - few) / (seen * (1 - few) * eta) if probing else 1 / seen
-    nothing = (p > ROUNDED) | (eta == 0) if probing else p > ROUNDED  # a probe that cannot be counts nothing
+    nothing = (p > MAX_PROB) | (eta == 0) if probing else p > MAX_PROB  # a probe that cannot be counts nothing
     return torch.where(nothing, 0, weight)
 
 
