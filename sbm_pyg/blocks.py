@@ -17,7 +17,8 @@ from torch.nn.attention.flex_attention import BlockMask
 from .graph import AttentionGraph
 from .ops import checks
 from .ops.reference.blocks import Cut, sides
-from .ragged import check_present, check_tensor, offsets, resolve_ptr
+from .ops.values import require_values
+from .ragged import check_tensor, offsets, resolve_ptr
 from .rows import check_edges, check_graph
 
 __all__ = ["BlockGraph", "BlockPool", "block_mean", "block_tokens"]
@@ -74,7 +75,7 @@ class BlockGraph(AttentionGraph):
         found = []
         for name, ptr, theirs in (("query_ptr", query_ptr, blocks.query_ptr), ("key_ptr", key_ptr, blocks.key_ptr)):
             ptr = theirs * grain if ptr is None else ptr
-            check_present(ptr, name)
+            require_values(ptr, name)
             end = int(ptr[-1]) if ptr.dim() == 1 and ptr.numel() else 0
             ptr = resolve_ptr(end, ptr, name=name, device=blocks.device)
             counts = Cut(ptr, int(ptr[-1]), grain).ptr.diff()
@@ -153,7 +154,7 @@ class BlockGraph(AttentionGraph):
     @cached_property
     def _rows(self) -> tuple[Tensor, Tensor]:
         """Key token of each edge of tokens, and the edge of blocks that it belongs to."""
-        check_present(self.blocks.col, "graph")
+        require_values(self.blocks.col, "graph")
         query, key = self.cuts
         total, device = self.num_edges, self.device
         checks.memory(

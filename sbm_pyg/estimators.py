@@ -38,7 +38,8 @@ from . import ops
 from .blocks import BlockGraph
 from .graph import AttentionGraph, check_graph
 from .ops.reference.segments import allowed_keys, segments, wide
-from .ragged import check_present, draw_seed, mean_weights, readable, resolve_sequence_ids
+from .ops.values import can_read, require_values
+from .ragged import draw_seed, mean_weights, resolve_sequence_ids
 from .sources.interface import Choice, EdgeProbability, check_probability
 
 __all__ = [
@@ -385,7 +386,7 @@ def draw_probes(
             the probes and a number for each.
     """
     check_graph(graph)
-    check_present(graph.query_ptr, "graph")
+    require_values(graph.query_ptr, "graph")
     ops.checks.number("per_query", per_query, "[0, inf]", "It is an average number of probes.")
     if isinstance(graph, BlockGraph):
         blocks, chance = draw_probes(graph.blocks, per_query / graph.grain, seed=seed, sequence_ids=sequence_ids)
@@ -469,7 +470,7 @@ def local_expectation(
             f"Expected 'probes' over the tokens of 'graph' (got {probes} for {graph}). `draw_probes` makes them."
         )
     ops.checks.tensors(chance=chance)
-    if ops.checks.at_hand(chance) and readable(chance) and not bool(((chance >= 0) & (chance <= 1)).all()):
+    if ops.values.can_read_without_sync(chance) and can_read(chance) and not bool(((chance >= 0) & (chance <= 1)).all()):
         raise ValueError(
             "Expected 'chance' in [0, 1] (got a number outside). It is the second result of `draw_probes`."
         )
@@ -636,7 +637,7 @@ def score_function(
     """
     check_probability(probability)
     probability.check(graph)
-    check_present(graph.query_ptr, "graph")
+    require_values(graph.query_ptr, "graph")
     ops.checks.tensors(loss=loss)
     ops.checks.floating(loss=loss)
     ops.checks.shape("loss", loss, (graph.num_sequences,), "[B]", "It holds one number per sequence, not their mean.")
@@ -689,7 +690,7 @@ def _check_memory(graph: AttentionGraph, per_query: float) -> None:
     """Refuse more probes than fit into memory with one number each."""
     width = (4 if graph.device.type == "cpu" else 20) + torch.get_default_dtype().itemsize
     pairs = graph.heads * graph.num_queries * graph.num_keys
-    if ops.checks.fits(pairs, width, graph.device) or not readable(graph.query_ptr):
+    if ops.checks.fits(pairs, width, graph.device) or not can_read(graph.query_ptr):
         return
     reach = allowed_keys(graph.query_ptr, graph.key_ptr, graph.num_queries, graph.is_causal)
     reach = reach.to(ops.checks.widest(reach.device))

@@ -19,8 +19,9 @@ from torch_geometric.data import Batch, Data, HeteroData
 from torch_geometric.typing import EdgeType, SparseTensor
 from torch_geometric.utils import is_sparse, to_edge_index
 
-from .ops import checks
-from .ragged import check_present, check_tensor, readable, resolve_sides, stored_ptr, unmerged
+from .ops import checks, values
+from .ops.values import can_read, require_values
+from .ragged import check_tensor, resolve_sides, stored_ptr, unmerged
 from .rows import CompressedRows, check_edges, check_graph, check_sizes, index_type, masked_rows, the_one
 
 if TYPE_CHECKING:
@@ -156,9 +157,9 @@ class AttentionGraph(CompressedRows):
         elif isinstance(edge_index, EdgeIndex):
             num_keys, num_queries = num_keys or edge_index.sparse_size(0), num_queries or edge_index.sparse_size(1)
         key, query, head = check_edges(edge_list(edge_index), edge_head)
-        checks.single(edge_index=key, edge_head=head)
+        values.require_unbatched(edge_index=key, edge_head=head)
         if query_ptr is not None or key_ptr is not None or num_queries is None or num_keys is None:
-            check_present(key, "edge_index")
+            require_values(key, "edge_index")
         num_edges = key.numel()
         if num_queries is None:
             num_queries = int(query.max()) + 1 if num_edges else 0
@@ -170,7 +171,7 @@ class AttentionGraph(CompressedRows):
             ("edge_index[1]", query, num_queries),
             ("edge_head", head, heads),
         ):
-            if not readable(index):  # no branch on values; the kernels must still see none that is out of range
+            if not can_read(index):  # no branch on values; the kernels must still see none that is out of range
                 torch._assert_async(
                     ((index >= 0) & (index < end)).all(),
                     f"Expected '{name}' to count from 0 to the tokens or heads there are.",
@@ -186,7 +187,7 @@ class AttentionGraph(CompressedRows):
         unique = torch.unique(unmerged((head * num_queries + query) * num_keys + key))
         rowptr = torch.searchsorted(unique, num_keys * torch.arange(heads * num_queries + 1, device=key.device))
         rows = (rowptr, unique % num_keys, num_queries, num_keys, heads, query_ptr, key_ptr)
-        if readable(key) and (query_ptr is not None or key_ptr is not None):
+        if can_read(key) and (query_ptr is not None or key_ptr is not None):
             return cls(*rows)  # type: ignore[arg-type]
         return cls._trusted(*rows)
 
@@ -366,7 +367,7 @@ class AttentionGraph(CompressedRows):
             ValueError: The mask has another number of dimensions, or none of something.
         """
         check_tensor(mask, "mask", optional=False)
-        check_present(mask, "mask")
+        require_values(mask, "mask")
         if mask.dim() not in (2, 3, 4) or mask.numel() == 0:
             raise ValueError(
                 f"Expected 'mask' to be [N, M], [H, N, M] or [B, H, N, M] (got {list(mask.shape)}). "
@@ -402,7 +403,7 @@ class AttentionGraph(CompressedRows):
             ValueError: The sequence does not exist or is not told, the mask takes more memory than there is, or the
                 graph is on the meta device and has no values.
         """
-        check_present(self.col, "graph")
+        require_values(self.col, "graph")
         sequence = the_one(sequence, self.num_sequences, "sequence")
         pairs = int(self.query_ptr.diff()[sequence] * self.key_ptr.diff()[sequence])
         checks.memory(
@@ -593,7 +594,7 @@ class AttentionGraph(CompressedRows):
         Raises:
             ValueError: The sequence or head does not exist or is not told, or tokens were asked for where N != M.
         """
-        check_present(self.col, "graph")
+        require_values(self.col, "graph")
         checks.flag("bipartite", bipartite, "It says whether queries and keys are apart.", optional=True)
         graph = self.sequence(the_one(sequence, self.num_sequences, "sequence"))
         chosen = (

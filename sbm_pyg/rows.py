@@ -16,7 +16,8 @@ from torch import Tensor
 from . import ops
 from .ops import checks
 from .ops.reference.segments import ROWS, edge_row
-from .ragged import check_present, check_tensor, count_pairs, offsets, readable, resolve_ptr, unmerged
+from .ops.values import can_read, require_values
+from .ragged import check_tensor, count_pairs, offsets, resolve_ptr, unmerged
 
 __all__ = ["CompressedRows", "check_edges", "check_graph", "check_sizes", "index_type", "masked_rows", "the_one"]
 
@@ -227,7 +228,7 @@ class CompressedRows:
         if self.key_ptr is not self.query_ptr or self.num_keys != self.num_queries:
             resolve_ptr(self.num_keys, self.key_ptr, name="key_ptr")
         compiling = torch.compiler.is_compiling()
-        if not (compiling or readable(self.col)):
+        if not (compiling or can_read(self.col)):
             return self
         row = ops.invalid_row(self.rowptr, self.col, self.query_ptr, self.key_ptr, self.heads)
         rises = (self.rowptr[0] == 0) & (self.rowptr[-1] == self.num_edges)
@@ -290,7 +291,7 @@ class CompressedRows:
         check_tensor(key_ptr, "key_ptr", optional=False)
         return all(
             mine is ptr
-            or (mine.shape == ptr.shape and (not (readable(mine) and readable(ptr)) or torch.equal(mine, ptr.to(mine))))
+            or (mine.shape == ptr.shape and (not (can_read(mine) and can_read(ptr)) or torch.equal(mine, ptr.to(mine))))
             for mine, ptr in ((self.query_ptr, query_ptr), (self.key_ptr, key_ptr))
         )
 
@@ -315,7 +316,7 @@ class CompressedRows:
         device = checks.device(device)
         checks.flag("non_blocking", non_blocking, "It is that of `torch.Tensor.to`.")
         if device.type != "meta":
-            check_present(self.col, "graph")
+            require_values(self.col, "graph")
         rowptr, col, query_ptr, key_ptr = (
             x.to(device, non_blocking=non_blocking) for x in (self.rowptr, self.col, self.query_ptr, self.key_ptr)
         )
@@ -325,7 +326,7 @@ class CompressedRows:
 
     def sequence(self, sequence: int) -> Self:
         """The graph of one sequence, tokens counted from 0, all heads."""
-        check_present(self.col, "graph")
+        require_values(self.col, "graph")
         sequence = _counted(sequence, self.num_sequences, "sequence")
         start, end = (int(x) for x in self.query_ptr[sequence : sequence + 2])
         first_key, end_key = (int(x) for x in self.key_ptr[sequence : sequence + 2])
@@ -343,7 +344,7 @@ class CompressedRows:
 
     def head(self, head: int) -> Self:
         """The graph of one head, all sequences."""
-        check_present(self.col, "graph")
+        require_values(self.col, "graph")
         head = _counted(head, self.heads, "head")
         rowptr = self.rowptr[head * self.num_queries : (head + 1) * self.num_queries + 1]
         col = self.col[int(rowptr[0]) : int(rowptr[-1])]
@@ -381,7 +382,7 @@ class CompressedRows:
             )
         for graph in graphs:
             check_graph(graph, "graphs")
-            check_present(graph.col, "graphs")
+            require_values(graph.col, "graphs")
         if not graphs or len({graph.heads for graph in graphs}) != 1:
             raise ValueError(
                 "Expected 'graphs' to be one or more graphs with the same heads "
@@ -421,8 +422,8 @@ class CompressedRows:
             ValueError: The graphs are not over the same tokens, heads and sequences, or memory does not hold the union.
         """
         check_graph(other, "other")
-        check_present(self.col, "graph")
-        check_present(other.col, "other")
+        require_values(self.col, "graph")
+        require_values(other.col, "other")
         if self.heads == 1:
             self = self.expand(other.heads)
         elif other.heads == 1:
@@ -457,7 +458,7 @@ class CompressedRows:
             TypeError, ValueError: The mask is no tensor, not boolean, or not ``[E]``.
         """
         check_tensor(mask, "mask", optional=False)
-        check_present(mask, "mask")
+        require_values(mask, "mask")
         if mask.dtype != torch.bool:
             raise TypeError(f"Expected 'mask' to be bool (got {mask.dtype}). Compare, as in `select(weight > 0)`.")
         if not torch.compiler.is_compiling() and mask.shape != self.col.shape:
@@ -507,7 +508,7 @@ class CompressedRows:
         """
         key, query, head = check_edges(edge_index, edge_head)
         place, found = self._search(key, query, head)
-        if readable(place) and not bool(found.all()):
+        if can_read(place) and not bool(found.all()):
             if edge_head is not None and not bool(((head >= 0) & (head < self.heads)).all()):
                 raise ValueError(
                     f"Expected 'edge_head' in 0..{self.heads - 1} "

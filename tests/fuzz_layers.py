@@ -2015,7 +2015,7 @@ EXEMPT: dict[str, str] = {  # public names that are not called, and why
     **dict.fromkeys(
         ("EdgeProbability", "EdgeProbability.check", "EdgeProbability.expected_degree", "EdgeProbability.expected_density", "EdgeProbability.factors", "EdgeProbability.gate",
          "EdgeProbability.on", "GraphSource", "GraphSource.forward", "GraphSource.reset_parameters", "SharingSource"), "an abstract class, called through SBM and SBMSource"),
-    **dict.fromkeys(("ragged.count_pairs", "ragged.draw_seed", "ragged.readable", "ragged.resolve_sequence_ids", "ragged.resolve_sides"), "called by layers and samplers"),
+    **dict.fromkeys(("ragged.count_pairs", "ragged.draw_seed", "ragged.resolve_sequence_ids", "ragged.resolve_sides"), "called by layers and samplers"),
     **dict.fromkeys(ESTIMATOR_NAMES, "called by the layer, whose cases draw every estimator"),
     **{f"analysis.{name}": "a record that the library makes and users read" for name in
        ("Certificate", "GraphStatistics", "HamiltonianPath", "Lemma1", "Lemma2", "Universality")},

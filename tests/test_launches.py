@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from sbm_pyg import AttentionConv, AttentionGraph, BlockGraph, SBMAttentionConv
-from sbm_pyg.ops import checks, memo, schemas
+from sbm_pyg.ops import checks, memo, schemas, values
 from sbm_pyg.ops.reference import sampling as reference_sampling
 from sbm_pyg.ops.reference import segments as reference_segments
 from sbm_pyg.sources import patterns
@@ -65,7 +65,7 @@ def plain_torch(counted: PlainTorch | None = None) -> Iterator[PlainTorch]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reference_sampling, "MAX_TENSOR_BYTES", {})
-        patch.setattr(checks, "at_hand", lambda *_: False)
+        patch.setattr(values, "can_read_without_sync", lambda *_: False)
         patch.setattr(memo, "_writable", lambda *_: False)
         patch.setattr(Tensor, "tolist", wait)
         with counted:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import checks, schemas
+from . import checks, schemas, values
 from .reference import edges as reference_edges
 
 __all__ = [
@@ -798,7 +798,7 @@ def sample_sbm(
     checks.number("exploration", exploration, "[0, 1]", "It is added to every probability.")
     checks.flag("clamp", clamp, "It says whether probabilities above 1 are cut.")
     checks.flag("is_causal", is_causal, _CAUSAL)
-    checks.single(rate=rate, member=member)
+    values.require_unbatched(rate=rate, member=member)
     checks.not_captured(rate.device)
     return schemas.sample_sbm(
         rate, member, query_ptr, key_ptr, sequence_ids, checks.seed(seed), method, exploration, clamp, is_causal
@@ -845,7 +845,7 @@ def sample_systematic(
     heads = checks.integer("heads", heads, 1, "It is the number of heads.")
     checks.memory("heads", heads * chance.size(0), 32, chance.device, "Take fewer heads, or shorter sequences.", "rows")
     checks.flag("is_causal", is_causal, _CAUSAL)
-    checks.single(chance=chance)
+    values.require_unbatched(chance=chance)
     checks.not_captured(chance.device)
     return schemas.sample_systematic(chance, query_ptr, key_ptr, sequence_ids, heads, checks.seed(seed), is_causal)
 

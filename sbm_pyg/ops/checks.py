@@ -22,8 +22,8 @@ from torch import Tensor
 from torch._guards import detect_fake_mode
 from torch.autograd import forward_ad
 
+from . import values
 from .reference.blocks import sides as cut_sides
-from .values import captured
 
 INTEGERS = (torch.int32, torch.int64)
 INT64 = 2**63 - 1
@@ -164,27 +164,9 @@ def _rows(
     no_tangent(*per_edge.values())
 
 
-def batched(x: Tensor) -> bool:
-    """Whether a tensor stands for many, as in ``vmap``."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(x):  # as by `grad` inside of `vmap`
-        if torch._C._functorch.is_batchedtensor(x):
-            return True
-        x = torch._C._functorch.get_unwrapped(x)
-    return False
-
-
-def at_hand(*given: Tensor) -> bool:
-    """Whether values can be looked at without waiting for a device."""
-    return (
-        not torch.compiler.is_compiling()
-        and all(x.device.type == "cpu" and not batched(x) for x in given)
-        and not detect_fake_mode(given)
-    )
-
-
 def spans(name: str, ptr: Tensor, total: int, things: str) -> None:
     """Refuse offsets that do not run from 0 to a number of things, where they are at hand."""
-    if at_hand(ptr) and (ptr.numel() < 1 or int(ptr[0]) != 0 or int(ptr[-1]) != total):
+    if values.can_read_without_sync(ptr) and (ptr.numel() < 1 or int(ptr[0]) != 0 or int(ptr[-1]) != total):
         found = f"{int(ptr[0])} to {int(ptr[-1])}" if ptr.numel() else "[0]"
         raise ValueError(
             f"Expected '{name}' to run from 0 to {total}, the number of {things} (got {found}). It holds their offsets."
@@ -234,7 +216,7 @@ def blocks(
     memory("grain", grain, 8 * (query.size(2) + 64), query.device, "Take smaller blocks.", "rows")
     flag("is_causal", is_causal, "It says whether no token meets a later one.")
     number("scale", scale, "(-inf, inf)", "It is a factor of the scores, usually C ** -0.5.")
-    known = at_hand(*ptrs)
+    known = values.can_read_without_sync(*ptrs)
     for (name, ptr), tokens in zip(ends.items(), (query, key), strict=True):
         shape(name, ptr, (None,), "[B+1]", "It holds the offsets of the sequences.")
         if ptr.dtype != torch.int64 or ptr.shape != ptrs[0].shape or ptr.numel() < 2:
@@ -272,25 +254,13 @@ def widest(device: torch.device) -> torch.dtype:
 
 def not_captured(where: torch.device) -> None:
     """Refuse to sample while a CUDA graph is captured, which takes no memory of a size that values decide."""
-    if not captured(where):
+    if not values.is_capturing(where):
         return
     raise RuntimeError(
         "Expected no sampling while a CUDA graph is captured (got one: the number of edges is known only once they are "
         "drawn). Attend with `tiled=True`, which stores no edges, or sample before, with `return_choice=True`, and "
         "capture the step over the graph that is given."
     )
-
-
-def single(**given: Tensor | None) -> None:
-    """Refuse tensors of ``vmap`` where the size of a graph depends on their values; None passes."""
-    if torch.compiler.is_compiling():
-        return
-    for name, x in given.items():
-        if isinstance(x, Tensor) and batched(x):
-            raise ValueError(
-                f"Expected '{name}' outside of `torch.vmap` where it decides how many edges there are (got one tensor "
-                "that stands for many). Join the batch to one of many sequences, with their offsets as `ptr`."
-            )
 
 
 # ------------------------------------------------------------------ numbers and names

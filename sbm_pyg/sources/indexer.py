@@ -31,7 +31,8 @@ from ..graph import AttentionGraph
 from ..ops import checks
 from ..ops.reference import sampling as reference_sampling
 from ..ops.reference.segments import allowed_keys
-from ..ragged import check_present, count_pairs, draw_seed, resolve_sequence_ids, resolve_sides
+from ..ops.values import require_values
+from ..ragged import count_pairs, draw_seed, resolve_sequence_ids, resolve_sides
 from . import patterns
 from .interface import Choice, EdgeProbability, SharingSource, check_over
 from .pairs import Part, Ptr, Sides, largest, parts, share_of, streamed
@@ -207,7 +208,7 @@ class IndexProbability(EdgeProbability):
         checks.shape("weight", weight, (heads, count, small), "[H, N, S]", "It weighs the small heads.")
         checks.shape("key", key, (heads, None, channels), "[H, M, D]", "It has the channels of a small head.")
         checks.flag("is_causal", is_causal, "It says whether edges to later tokens are left out.")
-        check_present(query, "query")
+        require_values(query, "query")
         if min(heads, count, small, channels, key.size(1)) < 1:
             raise ValueError(
                 f"Expected 'query' and 'key' of at least one head, token and channel (got {list(query.shape)} and "

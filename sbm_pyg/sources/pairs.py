@@ -16,7 +16,8 @@ from torch import Tensor
 from ..graph import AttentionGraph
 from ..ops import checks
 from ..ops.reference.segments import ROWS, allowed_keys, compress, cuts, like_lengths, runs
-from ..ragged import check_present, count_pairs, offsets, resolve_sides
+from ..ops.values import require_values
+from ..ragged import count_pairs, offsets, resolve_sides
 from ..rows import index_type
 
 __all__ = [
@@ -50,7 +51,7 @@ class Sides:
         if key.dtype != query.dtype:
             raise TypeError(f"Expected 'key' to be {query.dtype}, as 'query' is (got {key.dtype}). Convert it.")
         checks.flag("is_causal", is_causal, "It says whether edges to later tokens are left out.")
-        check_present(query, "query")
+        require_values(query, "query")
         if min(query.shape[:2]) < 1 or key.size(1) < 1:
             raise ValueError(
                 f"Expected 'query' and 'key' of at least one head and token (got {list(query.shape)} and "

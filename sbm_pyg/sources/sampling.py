@@ -21,7 +21,8 @@ from ..blocks import BlockGraph, block_mean, block_tokens
 from ..graph import AttentionGraph
 from ..ops.reference.blocks import sides
 from ..ops.reference.tiled import sampled_edges
-from ..ragged import count_pairs, draw_seed, readable, resolve_ptr, resolve_sequence_ids, stored_ptr, trust_offsets
+from ..ops.values import can_read
+from ..ragged import count_pairs, draw_seed, resolve_ptr, resolve_sequence_ids, stored_ptr, trust_offsets
 from . import patterns
 from .following import FollowingSource
 from .interface import Choice, SharingSource, TiledChoice
@@ -265,7 +266,7 @@ class SBMSource(SharingSource, FollowingSource):
     ) -> Choice:
         """As :meth:`~sbm_pyg.GraphSource.forward`."""
         if self.share is not None or not self.tiled:
-            ops.checks.single(query=query, key=key)
+            ops.values.require_unbatched(query=query, key=key)
         if self.detach:
             query, key = query.detach(), key.detach()
         if self.grain == 1:
@@ -492,7 +493,7 @@ def _check_memory(sbm: SBM, method: str, exploration: float) -> None:
     """
     device = sbm.query_membership.device
     bytes_each = 9 if device.type == "cpu" else 20  # numbers of 4 bytes, in parts and joined; of 8 bytes in plain torch
-    if ops.checks.fits(sbm.heads * sbm.num_queries * sbm.num_keys, bytes_each, device) or not readable(
+    if ops.checks.fits(sbm.heads * sbm.num_queries * sbm.num_keys, bytes_each, device) or not can_read(
         sbm.query_membership
     ):
         return

@@ -20,7 +20,8 @@ from .. import ops
 from ..graph import AttentionGraph, the_one
 from ..ops.reference.sampling import probability_error
 from ..ops.reference.segments import allowed_keys, wide
-from ..ragged import check_tensor, count_pairs, readable, resolve_sides
+from ..ops.values import can_read
+from ..ragged import check_tensor, count_pairs, resolve_sides
 from .interface import EdgeProbability, check_over
 
 __all__ = ["SBM", "SBMHead"]
@@ -422,7 +423,7 @@ def check_sbm(sbm: SBM) -> float:
         bound.
     """
     largest = dict.fromkeys(("query_membership", "key_membership", "block_matrix"), 0.0)
-    seen = {name: x.detach() for name in largest if readable(x := getattr(sbm, name)) and x.numel()}
+    seen = {name: x.detach() for name in largest if can_read(x := getattr(sbm, name)) and x.numel()}
     bounds = torch.stack([bound for x in seen.values() for bound in torch.aminmax(x)]).tolist() if seen else []
     for name, low, high in zip(seen, bounds[::2], bounds[1::2], strict=True):
         if math.isnan(low) or math.isinf(high):
@@ -449,7 +450,7 @@ def reach_of_products(sbm: SBM) -> float:
 
     What draws a graph finds NaN by itself.
     """
-    if sbm._most is None or ops.checks.at_hand(sbm.rate):
+    if sbm._most is None or ops.values.can_read_without_sync(sbm.rate):
         return check_sbm(sbm)
     return sbm.num_blocks**2 * sbm._most
 
