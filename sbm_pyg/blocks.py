@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from .graph import AttentionGraph
 from .ops import checks
-from .ops.reference.blocks import Cut, sides
+from .ops.reference.blocks import Cut, cut_blocks
 from .ops.values import require_values
 from .ragged import check_tensor, offsets, resolve_ptr
 from .rows import check_edges, check_graph
@@ -125,7 +125,7 @@ class BlockGraph(AttentionGraph):
     def cuts(self) -> tuple[Cut, Cut]:
         """How queries and keys are cut into blocks."""
         counts = (self.blocks.num_queries, self.blocks.num_keys)
-        return sides((self.num_queries, self.num_keys), (self.query_ptr, self.key_ptr), self.grain, counts)
+        return cut_blocks((self.num_queries, self.num_keys), (self.query_ptr, self.key_ptr), self.grain, counts)
 
     @property
     def _own(self) -> Tensor:
@@ -133,7 +133,7 @@ class BlockGraph(AttentionGraph):
         query, key = self.cuts
         if not self.is_causal:
             return torch.zeros_like(self.blocks.col, dtype=torch.bool)
-        return query.place[self.blocks.edge_row % query.count] == key.place[self.blocks.col.long()]
+        return query.position[self.blocks.edge_row % query.count] == key.position[self.blocks.col.long()]
 
     @cached_property
     def degree(self) -> Tensor:
@@ -171,7 +171,7 @@ class BlockGraph(AttentionGraph):
         size = key.length[col]
         if self.is_causal:
             place = slot - self.query_ptr[query.sequence[row % query.count]]
-            size = torch.minimum(size, place[token] - self.grain * key.place[col] + 1)
+            size = torch.minimum(size, place[token] - self.grain * key.position[col] + 1)
         each = torch.repeat_interleave(size, output_size=total)
         first = (key.first[col] - size.cumsum(0) + size)[each]
         return (first + torch.arange(total, device=device)).to(self.blocks.col.dtype), edge[each]
@@ -281,7 +281,7 @@ class BlockGraph(AttentionGraph):
         found = inside & self.blocks.contains(pair, head)
         if self.is_causal:
             place, other = (
-                cut.place[slot // self.grain] * self.grain + slot % self.grain
+                cut.position[slot // self.grain] * self.grain + slot % self.grain
                 for cut, slot in ((mine, mine.slot[i]), (theirs, theirs.slot[j]))
             )
             found &= other <= place
@@ -343,7 +343,7 @@ def block_tokens(x: Tensor, cut: Cut, *, before: bool = False) -> tuple[Tensor, 
         The tokens of each block ``[H, n, grain, C]``, zeros where there is none; and which there are, ``[n, grain]``
         bool.
     """
-    grain, start = cut.grain, cut.tokens[cut.sequence]
+    grain, start = cut.block_size, cut.tokens[cut.sequence]
     numbers = x.size(0) * cut.count * grain * x.size(2)
     checks.memory("grain", numbers, x.element_size(), x.device, "Take smaller blocks.", "numbers")
     token = (cut.first - (grain - 1 if before else 0))[:, None] + torch.arange(grain, device=x.device)

@@ -167,7 +167,7 @@ class DCMMBias(nn.Module):
         Raises:
             TypeError, ValueError: A shape or type does not fit, or there are other tokens on both sides of a tied one.
         """
-        checks.sides(self, query, key, self.heads, self.channels)
+        checks.check_query_key(self, query, key, self.heads, self.channels)
         if self.tied and key.size(1) != query.size(1):
             raise ValueError(
                 f"Expected 'key' of {query.size(1)} tokens, as 'query' has (got {key.size(1)}). Memberships of keys "

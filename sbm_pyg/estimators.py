@@ -37,7 +37,7 @@ from torch import Tensor
 from . import ops
 from .blocks import BlockGraph
 from .graph import AttentionGraph, check_graph
-from .ops.reference.segments import allowed_keys, segments, wide
+from .ops.reference.segments import allowed_keys, segments, upcast
 from .ops.values import can_read, require_values
 from .ragged import draw_seed, mean_weights, resolve_sequence_ids
 from .sources.interface import Choice, EdgeProbability, check_probability
@@ -470,7 +470,8 @@ def local_expectation(
             f"Expected 'probes' over the tokens of 'graph' (got {probes} for {graph}). `draw_probes` makes them."
         )
     ops.checks.tensors(chance=chance)
-    if ops.values.can_read_without_sync(chance) and can_read(chance) and not bool(((chance >= 0) & (chance <= 1)).all()):
+    readable = ops.values.can_read_without_sync(chance) and can_read(chance)
+    if readable and not bool(((chance >= 0) & (chance <= 1)).all()):
         raise ValueError(
             "Expected 'chance' in [0, 1] (got a number outside). It is the second result of `draw_probes`."
         )
@@ -561,12 +562,15 @@ def distillation(
             total = total.clamp(min=torch.finfo(total.dtype).min).flatten()[graph.edge_row]  # no edge counts: 0 below
             weight = (edge_logits(query, key, graph, bias, scale) - total).exp()
     p = _known(prob, probability, blocks)
-    degree = probability.expected_degree() if over == "all" else segments(wide(p), blocks.rowptr).view(blocks.heads, -1)
+    if over == "all":
+        degree = probability.expected_degree()
+    else:
+        degree = segments(upcast(p), blocks.rowptr).view(blocks.heads, -1)
     with torch.no_grad():
         mean = mean_weights(graph.query_ptr, blocks.num_queries, weight.dtype, blocks.query_ptr)
         weight = weight.masked_fill(p == 0, 0) * mean.repeat(blocks.heads)[blocks.edge_row]
         whole = segments(weight, blocks.rowptr).view_as(degree)  # 1 in all where a query has an edge
-    log_p, log_degree = (wide(x).clamp(min=_least(p)).log() for x in (p, degree))
+    log_p, log_degree = (upcast(x).clamp(min=_least(p)).log() for x in (p, degree))
     return ((whole * log_degree).sum() - (weight * log_p).sum()) / graph.heads
 
 
@@ -610,7 +614,7 @@ def concrete_bias(
     """
     ops.checks.number("temperature", temperature, "(0, inf)", "The coin hardens as it goes to 0.")
     given = _explored(probability, graph, exploration, numbers=8)
-    p = wide(given).clamp(_least(given), 1 - 1e-6)
+    p = upcast(given).clamp(_least(given), 1 - 1e-6)
     generator = torch.Generator(p.device).manual_seed(draw_seed(seed))
     noise = torch.rand(p.shape, generator=generator, device=p.device, dtype=p.dtype).clamp(1e-6, 1 - 1e-6)
     return torch.nn.functional.logsigmoid((p.logit() + noise.logit()) / temperature).to(given.dtype)
@@ -648,8 +652,8 @@ def score_function(
     advantage = (loss - others).detach()
     sequence = torch.repeat_interleave(graph.query_ptr.diff(), output_size=graph.num_queries).repeat(graph.heads)
     there = _explored(probability, graph, exploration, numbers=4)
-    p = wide(there).clamp(max(1e-6, _least(there)), 1 - 1e-6)
-    absent = (-wide(_explored(probability, pairs, exploration, numbers=3)).clamp(0, 1 - 1e-6)).log1p()
+    p = upcast(there).clamp(max(1e-6, _least(there)), 1 - 1e-6)
+    absent = (-upcast(_explored(probability, pairs, exploration, numbers=3)).clamp(0, 1 - 1e-6)).log1p()
     log_prob = p.new_zeros(batch).index_add(0, sequence[graph.edge_row], p.logit())
     total = advantage * log_prob.index_add(0, sequence[pairs.edge_row], absent)
     return total.sum() - total.sum().detach()

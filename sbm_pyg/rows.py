@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import ops
 from .ops import checks
-from .ops.reference.segments import ROWS, edge_row
+from .ops.reference.segments import EDGES_PER_CHUNK, edge_row
 from .ops.values import can_read, require_values
 from .ragged import check_tensor, count_pairs, offsets, resolve_ptr, unmerged
 
@@ -564,10 +564,10 @@ def masked_rows(
         Offsets ``[count+1]``, and keys ``[E]``.
     """
     every = torch.arange(count, device=numbers.device)
-    if torch.compiler.is_compiling() or pairs <= ROWS:
+    if torch.compiler.is_compiling() or pairs <= EDGES_PER_CHUNK:
         mask, keys = rows(every)
         return offsets(mask.sum(1)), keys.to(numbers.dtype).expand_as(mask)[unmerged(mask)]
-    some = every.split(max(ROWS * count // pairs, 1))
+    some = every.split(max(EDGES_PER_CHUNK * count // pairs, 1))
     rowptr = offsets(torch.cat([rows(part)[0].sum(1) for part in some]))
     total = int(rowptr[-1])
     checks.memory(name, total, numbers.element_size(), numbers.device, way_out)

@@ -886,7 +886,7 @@ def test_memory_is_not_looked_at_for_little_nor_for_fake_tensors(monkeypatch: py
         raise AssertionError("memory was read")
 
     monkeypatch.setattr(checks, "available", never)
-    checks.memory("n", checks.LARGE, 1, CPU, "")
+    checks.memory("n", checks.MIN_CHECKED_BYTES, 1, CPU, "")
     with FakeTensorMode():
         checks.memory("n", 2**60, 1, CPU, "")
 
@@ -896,7 +896,7 @@ def test_memory_is_not_looked_at_for_little_nor_for_fake_tensors(monkeypatch: py
 
     torch.compile(compiled, backend="eager", fullgraph=True)(torch.ones(2))
     with pytest.raises(AssertionError, match="memory was read"):
-        checks.memory("n", checks.LARGE + 1, 1, CPU, "")
+        checks.memory("n", checks.MIN_CHECKED_BYTES + 1, 1, CPU, "")
 
 
 def test_what_is_available_is_less_than_what_there_is() -> None:
@@ -1168,7 +1168,7 @@ def test_small_work_is_left_to_the_caller(monkeypatch: pytest.MonkeyPatch) -> No
     """It is done before another thread has woken up."""
     monkeypatch.setattr(workers, "LEAST", 2**18)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    assert [workers.worth(2**18 * pieces, 3) for pieces in (0, 1, 2, 100)] == [1, 1, 2, 12]
+    assert [workers.task_count(2**18 * pieces, 3) for pieces in (0, 1, 2, 100)] == [1, 1, 2, 12]
     seen: list[int] = []
     monkeypatch.setattr(workers, "_on_team", lambda work, threads: seen.append(threads))
 
@@ -1305,8 +1305,8 @@ def test_kernels_enclose_constants_alone() -> None:
     from sbm_pyg.ops.cpu import effects as cpu_effects
 
     for make, widths in (
-        (cpu_effects._effect, (32, 32, 16)), (cpu_edges._attention, (32, 32)), (cpu_edges._attention_backward, (32, 32)),
-        (cpu_edges._dot, (32,)), (cpu_edges._dot_backward, (32,)),
+        (cpu_effects._compile_edge_effect, (32, 32, 16)), (cpu_edges._compile_edge_attention, (32, 32)), (cpu_edges._compile_edge_attention_backward, (32, 32)),
+        (cpu_edges._compile_edge_dot, (32,)), (cpu_edges._compile_edge_dot_backward, (32,)),
     ):  # fmt: skip
         make(*widths)
     enclosed = {
@@ -1324,7 +1324,7 @@ def test_kernels_of_other_sources_are_compiled_again(tmp_path: Path, monkeypatch
         monkeypatch.setattr(workers, "_sources", lambda sources=sources: sources)
         space: dict[str, Any] = {"__name__": "kernels", "__file__": str(file)}
         exec(compile(file.read_text(), str(file), "exec"), space)
-        double: Any = workers.kernel(space["double"])
+        double: Any = workers.numba_kernel(space["double"])
         assert double(3) == 6
         hits.append(sum(double.stats.cache_hits.values()))
     assert hits == [0, 1, 0, 1]

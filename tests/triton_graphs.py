@@ -61,14 +61,14 @@ test_forbidden_values_of_long_rows = contract(
 test_support_of_long_rows = contract(test_ops.test_the_support_is_where_shares_are, (), long=200)
 
 
-@pytest.mark.parametrize(("long", "more"), [(2048, []), (10, ["_count", "_near", "_tilt"])])
+@pytest.mark.parametrize(("long", "more"), [(2048, []), (10, ["_count_pieces_kernel", "_near_kernel", "_entmax_sums_kernel"])])
 def test_long_rows_of_entmax_take_a_kernel_more(
     long: int, more: list[str], kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(MODULES_BY_NAME["rows"], "LONG", long)
+    monkeypatch.setattr(MODULES_BY_NAME["rows"], "MAX_EDGES_PER_PROGRAM", long)
     src, ptr = test_ops.ragged(5, 0, 30)
     ops.segment_entmax(src.requires_grad_(), ptr=ptr, alpha=1.4).sum().backward()
-    assert sorted(kernels.started) == sorted(["_entmax", "_entmax_backward", *more])
+    assert sorted(kernels.started) == sorted(["_entmax_kernel", "_entmax_backward_kernel", *more])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -121,7 +121,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, kernels
     monkeypatch.setattr(reference_sampling, "PROPOSAL_COST", proposal_cost)
     monkeypatch.setattr(reference_sampling, "GAP_COST", gap_cost)
     yield request.param
-    assert {"_panels", "_join", "_plan", "_proposals", "_coins"} <= {*kernels.started}
+    assert {"_panel_sums_kernel", "_join_panels_kernel", "_plan_kernel", "_proposals_kernel", "_pairs_kernel"} <= {*kernels.started}
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -226,7 +226,7 @@ def test_coins_that_only_float64_decides(monkeypatch: pytest.MonkeyPatch, kernel
     rate, member = torch.ones(1, 1, 1).double(), (least / 2**32).view(1, 130, 1)
     _, col = agree(rate, member, *ptrs, torch.tensor([3]), 5, "bernoulli", 0.0, False, False)
     assert col.tolist() == [*range(0, 130, 2)]
-    assert "_coins" in kernels.started
+    assert "_pairs_kernel" in kernels.started
 
 
 def test_models_without_blocks_keys_or_queries_take_the_reference(kernels: Kernels) -> None:
@@ -245,8 +245,8 @@ def test_sampling_takes_few_launches_and_one_wait(method: str, kernels: Kernels)
     given = model("coins", 1, 3, 1, blocks=4)
     before, waits = kernels.launches, kernels.waits
     torch.ops.sbm_pyg.sample_sbm(*given[:6], method, *given[7:])
-    draws = ["_gaps", "_proposals", "_coins"] if method == "bernoulli" else ["_proposals", "_coins"]
-    assert kernels.started == ["_panels", "_join", "_plan", *draws, *draws]
+    draws = ["_gaps_kernel", "_proposals_kernel", "_pairs_kernel"] if method == "bernoulli" else ["_proposals_kernel", "_pairs_kernel"]
+    assert kernels.started == ["_panel_sums_kernel", "_join_panels_kernel", "_plan_kernel", *draws, *draws]
     assert kernels.launches - before == len(kernels.started) + 13
     assert kernels.waits - waits <= 1
 
@@ -285,17 +285,17 @@ def attended(heads: int, tokens: int, dropout: float) -> None:
     test_ops.gradients(out, leaves)
 
 
-BACKWARD = ["_attention_backward", "_gather", "_gather"]
+BACKWARD = ["_edge_attention_backward_kernel", "_gather_kernel", "_gather_kernel"]
 
 
 @pytest.mark.parametrize(("heads", "tokens"), [(1, 3), (2, 9)])
 def test_attention_takes_few_launches(heads: int, tokens: int, kernels: Kernels) -> None:
     attended(heads, tokens, 0.0)
-    assert kernels.started == ["_attention", *BACKWARD]
+    assert kernels.started == ["_edge_attention_kernel", *BACKWARD]
     kernels.started.clear()
     attended(heads, tokens, 0.1)
-    fill = ["_fill", "_fill"]
-    assert kernels.started == [*fill, "_attention", *fill, *BACKWARD]
+    fill = ["_dropout_words_kernel", "_dropout_words_kernel"]
+    assert kernels.started == [*fill, "_edge_attention_kernel", *fill, *BACKWARD]
 
 
 @ON_ONE_SIDE
@@ -321,9 +321,9 @@ def test_a_training_step_takes_few_launches(is_causal: bool, most: int, kernels:
     ptr, grad = torch.tensor([0, 5, 14]), torch.randn(14, 8)
     launches, allocations, waits = kernels.launches, kernels.allocations, kernels.waits
     conv(x, ptr=ptr, seed=1).backward(grad)
-    effects = ["_measure", "_measure", "_effect", *["_gather"] * 4]  # gradients of memberships, for edges and probes
-    sampling = ["_panels", "_join", "_plan", *["_gaps", "_proposals", "_coins"] * 2]
-    assert kernels.started == [*sampling, "_attention", "_start", "_step", *effects, *BACKWARD]
+    effects = ["_measure_kernel", "_measure_kernel", "_edge_effect_kernel", *["_gather_kernel"] * 4]  # gradients of memberships, for edges and probes
+    sampling = ["_panel_sums_kernel", "_join_panels_kernel", "_plan_kernel", *["_gaps_kernel", "_proposals_kernel", "_pairs_kernel"] * 2]
+    assert kernels.started == [*sampling, "_edge_attention_kernel", "_start_kernel", "_step_kernel", *effects, *BACKWARD]
     assert kernels.launches - launches <= most
     assert kernels.launches - launches - (kernels.allocations - allocations) <= 134
     assert kernels.waits - waits <= 3
@@ -331,13 +331,13 @@ def test_a_training_step_takes_few_launches(is_causal: bool, most: int, kernels:
 
 def test_long_rows_take_few_launches_more(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the default layer: eight kernels unite rows, and pieces are counted for both sides of edges and of probes."""
-    monkeypatch.setattr(MODULES_BY_NAME["rows"], "LONG", 8)
+    monkeypatch.setattr(MODULES_BY_NAME["rows"], "MAX_EDGES_PER_PROGRAM", 8)
     torch.manual_seed(0)
     conv, x = SBMAttentionConv(8, 4, heads=2, num_blocks=4), torch.randn(14, 8, requires_grad=True)
     ptr, grad = torch.tensor([0, 5, 14]), torch.randn(14, 8)
     launches, allocations, waits = kernels.launches, kernels.allocations, kernels.waits
     conv(x, ptr=ptr, seed=1).backward(grad)
-    assert (kernels.started.count("_unite"), kernels.started.count("_count")) == (8, 4)
+    assert (kernels.started.count("_merge_kernel"), kernels.started.count("_count_pieces_kernel")) == (8, 4)
     assert kernels.launches - launches - (kernels.allocations - allocations) <= 146
     assert kernels.waits - waits <= 3
 
@@ -384,7 +384,7 @@ def test_edges_are_drawn_beside_scores(
             continue
         error, other = (torch.where(x == want, 0, x.double() - want).abs().max() for x in (found, peer))
         assert error <= 2 * other + 2 * torch.finfo(found.dtype).eps * want[want.isfinite()].abs().max()
-    assert kernels.started == ["_sampled", "_sampled_queries", "_sampled_keys"]
+    assert kernels.started == ["_sampled_kernel", "_sampled_queries_kernel", "_sampled_keys_kernel"]
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")
@@ -404,7 +404,7 @@ def test_a_training_step_beside_scores_waits_for_nothing(kernels: Kernels) -> No
     conv, x = SBMAttentionConv(8, 4, heads=2, num_blocks=4, tiled=True), torch.randn(14, 8, requires_grad=True)
     launches, allocations, waits = kernels.launches, kernels.allocations, kernels.waits
     conv(x, seed=1).square().sum().backward()
-    assert kernels.started == ["_sampled", "_sampled_queries", "_sampled_keys"]
+    assert kernels.started == ["_sampled_kernel", "_sampled_queries_kernel", "_sampled_keys_kernel"]
     assert kernels.launches - launches - (kernels.allocations - allocations) <= 100
     assert kernels.waits == waits
 
@@ -420,7 +420,7 @@ def test_a_training_step_over_blocks_takes_few_launches(
     launches, waited = kernels.launches, kernels.waits
     conv(x, ptr=ptr, seed=1).backward(grad)
     assert [name for name in kernels.started if name.startswith("_block")] == [
-        "_block_attention", *["_block_gains"] * 2, "_block_effect", "_block_queries", "_block_keys",
+        "_block_attention_kernel", *["_block_gains_kernel"] * 2, "_block_effect_kernel", "_block_queries_kernel", "_block_keys_kernel",
     ]  # fmt: skip
     assert kernels.launches - launches <= most
     assert kernels.waits - waited <= waits
@@ -440,7 +440,7 @@ def test_a_training_step_over_blocks_takes_few_launches(
 )
 def test_layers_in_inference_mode(options: dict[str, Any], kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     """With rows that several programs share, of which something is kept, and tensors that do not tell their version."""
-    monkeypatch.setattr(MODULES_BY_NAME["rows"], "LONG", 4)
+    monkeypatch.setattr(MODULES_BY_NAME["rows"], "MAX_EDGES_PER_PROGRAM", 4)
     torch.manual_seed(0)
     conv = SBMAttentionConv(8, 4, heads=2, num_blocks=4, **options).eval()
     x, ptr = torch.randn(22, 8), torch.tensor([0, 9, 22])

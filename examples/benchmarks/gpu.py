@@ -290,13 +290,13 @@ def measure_tuning(item: Item, given: argparse.Namespace) -> dict[str, Any]:
     from sbm_pyg.ops.cuda import rows as cuda_rows
 
     words, _, warps, _ = item.peer.split()
-    default = cuda_rows.WORDS, cuda_rows.WARPS
-    cuda_rows.WORDS, cuda_rows.WARPS = int(words), int(warps)
+    default = cuda_rows.TILE_WORDS, cuda_rows.TILE_WARPS
+    cuda_rows.TILE_WORDS, cuda_rows.TILE_WARPS = int(words), int(warps)
     _check.cache_clear()  # of each size
     try:
         return measure_attention(dataclasses.replace(item, peer="edges"), given)
     finally:
-        cuda_rows.WORDS, cuda_rows.WARPS = default
+        cuda_rows.TILE_WORDS, cuda_rows.TILE_WARPS = default
 
 
 def measure_calls(calls: dict[str, Callable[[], Any]], given: argparse.Namespace) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Whether the values of a tensor can be read, and whether reading them waits for a device.
 
-In: tensors or a device. Out: a flag, or an error if values are needed and cannot be read. Not here: checks of the values
+In: tensors or a device. Out: a flag, or an error if values are needed and cannot be read. Not here: checks of values
 (:mod:`.checks`).
 """
 

@@ -340,7 +340,8 @@ class IndexProbability(EdgeProbability):
                 totals.append((part, total[..., 0]))
                 p = scores.sub_(total).exp_().mul_(self.degree.to(scores.dtype)[token][..., None]).nan_to_num_(0.0)
             threshold = p.add_(exploration).clamp_(max=1).mul_(possible).mul_(2.0**32)
-            return reference_sampling.bernoulli_draws(threshold.long(), sides.query_place[token], stream[token], head, seed)
+            place = sides.query_place[token]
+            return reference_sampling.bernoulli_draws(threshold.long(), place, stream[token], head, seed)
 
         graph = sides.rows(*streamed(sides, sides.key, sides.key_ptr, sides.allowed_keys, toss, self._scores))
         if totals:

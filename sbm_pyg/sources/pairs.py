@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..graph import AttentionGraph
 from ..ops import checks
-from ..ops.reference.segments import ROWS, allowed_keys, compress, cuts, like_lengths, runs
+from ..ops.reference.segments import EDGES_PER_CHUNK, allowed_keys, compress, cuts, like_lengths, runs
 from ..ops.values import require_values
 from ..ragged import count_pairs, offsets, resolve_sides
 from ..rows import index_type
@@ -156,7 +156,7 @@ class Sides:
         before = offsets(torch.zeros(rows, dtype=torch.int64, device=row.device).index_add_(0, row, count))
         range_ptr = offsets(torch.bincount(row, minlength=rows))
         kept, degree, total = torch.empty(most, dtype=width, device=row.device), [], 0
-        for low, high, begin, stop in cuts(before, ROWS):
+        for low, high, begin, stop in cuts(before, EDGES_PER_CHUNK):
             mine = slice(*range_ptr[[low, high]].tolist())
             at = runs(first[mine], count[mine], stop - begin)
             of = torch.repeat_interleave(row[mine] - low, count[mine], output_size=stop - begin)

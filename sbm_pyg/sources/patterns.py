@@ -376,7 +376,13 @@ class _Tokens:
         check_tensor(ptr, "ptr")
         if n is not None:
             n = checks.integer("n", n, 1, "It is the number of tokens.")
-            known = ptr is not None and values.can_read_without_sync(ptr) and can_read(ptr) and ptr.dim() == 1 and ptr.numel() > 1
+            known = (
+                ptr is not None
+                and values.can_read_without_sync(ptr)
+                and can_read(ptr)
+                and ptr.dim() == 1
+                and ptr.numel() > 1
+            )
             if known and ptr is not None and ptr[-1] != n:
                 raise ValueError(
                     f"Expected 'n' to be the last entry of 'ptr', {int(ptr[-1])} (got {n}). Leave it out, as None."

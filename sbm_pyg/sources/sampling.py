@@ -19,7 +19,7 @@ from torch_geometric.transforms import BaseTransform
 from .. import ops
 from ..blocks import BlockGraph, block_mean, block_tokens
 from ..graph import AttentionGraph
-from ..ops.reference.blocks import sides
+from ..ops.reference.blocks import cut_blocks
 from ..ops.reference.tiled import sampled_edges
 from ..ops.values import can_read
 from ..ragged import count_pairs, draw_seed, resolve_ptr, resolve_sequence_ids, stored_ptr, trust_offsets
@@ -117,8 +117,8 @@ def sample_edges(
         rowptr, col = ops.sample_sbm(
             rate, key, sbm.query_ptr, sbm.key_ptr, sequence_ids, seed, method, exploration, clamp, sbm.is_causal
         )
-    sides = (sbm.num_queries, sbm.num_keys, sbm.heads, sbm.query_ptr, sbm.key_ptr)
-    graph = AttentionGraph._trusted(rowptr, col, *sides, sbm.is_causal)
+    cut_blocks = (sbm.num_queries, sbm.num_keys, sbm.heads, sbm.query_ptr, sbm.key_ptr)
+    graph = AttentionGraph._trusted(rowptr, col, *cut_blocks, sbm.is_causal)
     if not sbm.is_strict:
         return graph
     first = torch.zeros(sbm.num_keys, dtype=torch.bool, device=col.device).index_fill(0, sbm.key_ptr[:-1], True)
@@ -140,7 +140,7 @@ def _pooled(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """What stands for the blocks of queries and of keys, ``[H, n, C]`` each, and their offsets."""
     make = block_mean if pool is None else pool
-    mine, theirs = sides((query.size(1), key.size(1)), (query_ptr, key_ptr), grain)
+    mine, theirs = cut_blocks((query.size(1), key.size(1)), (query_ptr, key_ptr), grain)
     ptrs = [trust_offsets(cut.ptr, cut.count) for cut in (mine, theirs)]
     return make(*block_tokens(query, mine, before=is_causal)), make(*block_tokens(key, theirs)), ptrs[0], ptrs[1]
 
@@ -321,8 +321,8 @@ class SBMSource(SharingSource, FollowingSource):
         def draw() -> tuple[AttentionGraph, Tensor | None]:
             _check_memory(sbm, "bernoulli", exploration)
             rowptr, col, forced = sampled_edges(sbm.rate.detach(), sbm.key_membership.detach(), *law)
-            sides = (sbm.num_queries, sbm.num_keys, sbm.heads, sbm.query_ptr, sbm.key_ptr)
-            return AttentionGraph._trusted(rowptr, col, *sides, sbm.is_causal), None if window is None else forced
+            cut_blocks = (sbm.num_queries, sbm.num_keys, sbm.heads, sbm.query_ptr, sbm.key_ptr)
+            return AttentionGraph._trusted(rowptr, col, *cut_blocks, sbm.is_causal), None if window is None else forced
 
         return TiledChoice(sbm, law[:2], exploration, seed, numbers, window, draw)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from .. import ops
 from ..graph import AttentionGraph, the_one
 from ..ops.reference.sampling import probability_error
-from ..ops.reference.segments import allowed_keys, wide
+from ..ops.reference.segments import allowed_keys, upcast
 from ..ops.values import can_read
 from ..ragged import check_tensor, count_pairs, resolve_sides
 from .interface import EdgeProbability, check_over
@@ -300,7 +300,7 @@ class SBM(EdgeProbability):
             >>> sbm.expected_density(), sbm.cut_density()
             (tensor([[1.2500]]), tensor([[0.7500]]))
         """
-        dense = (wide(self.edge_prob_dense(each)) for each in range(self.num_sequences))
+        dense = (upcast(self.edge_prob_dense(each)) for each in range(self.num_sequences))
         edges = [p.clamp(max=1).sum((1, 2)) for p in dense]
         return torch.stack(edges) / self._pairs()[:, None]
 
@@ -391,13 +391,13 @@ class SBM(EdgeProbability):
     def _sum(self, x: Tensor, ptr: Tensor) -> Tensor:
         """Sums ``[H, B, K]`` over the tokens of each sequence, in float32 or better."""
         heads, count, blocks = x.shape
-        wide = x if x.dtype == torch.float64 else x.float()
+        upcast = x if x.dtype == torch.float64 else x.float()
         sequences = ptr.numel() - 1
         # one sum for all heads: torch is fast along the first dimension
         place = _batch(ptr, count) + sequences * torch.arange(heads, device=x.device)[:, None]
         return (
-            wide.new_zeros(heads * sequences, blocks)
-            .index_add(0, place.flatten(), wide.flatten(0, 1))
+            upcast.new_zeros(heads * sequences, blocks)
+            .index_add(0, place.flatten(), upcast.flatten(0, 1))
             .view(heads, sequences, blocks)
         )
 
@@ -615,7 +615,7 @@ class SBMHead(torch.nn.Module):
         Raises:
             TypeError, ValueError: A shape or type does not fit.
         """
-        ops.checks.sides(self, query, key, self.heads, self.channels)
+        ops.checks.check_query_key(self, query, key, self.heads, self.channels)
         if self.tied:
             if key.shape != query.shape:
                 raise ValueError(
@@ -657,7 +657,7 @@ class SBMHead(torch.nn.Module):
         Raises:
             TypeError, ValueError: A shape or type does not fit, or the head is not ``degree_corrected``.
         """
-        ops.checks.sides(self, query, key, self.heads, self.channels)
+        ops.checks.check_query_key(self, query, key, self.heads, self.channels)
         if not self.degree_corrected:
             raise ValueError("Expected an SBMHead with degrees (got one without). Build it with degree_corrected=True.")
         return self._degrees(query, key)

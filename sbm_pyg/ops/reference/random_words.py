@@ -1,7 +1,7 @@
 """Counter-based random words: the same for every backend, any number of threads, and any batch.
 
-In: counters and a seed. Out: words of 32 bits, and the pairs that dropout keeps by them. Not here: how kernels of the CPU
-make the same words (:mod:`sbm_pyg.ops.cpu.random_simd`).
+In: counters and a seed. Out: words of 32 bits, and the pairs that dropout keeps by them. Not here: the same words in
+kernels of the CPU (:mod:`sbm_pyg.ops.cpu.random_simd`).
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ A row holds the keys of one query in one head. Its edges are drawn in one of thr
 * ``PAIRS`` makes one Bernoulli draw for each key.
 
 :func:`plan_rows` chooses the cheapest way for each row. All rows of all heads and sequences are then drawn together, in
-few operations (docs/kernels.md). The host waits for the device twice: for the number of random words, and for the number
-of edges.
+few operations (docs/kernels.md). The host waits for the device twice: for the number of random words, and for that of
+edges.
 
 Shapes: N queries, M keys, E edges, H heads, K blocks, B sequences; row ``r = h * N + i``, and n rows at a time.
 """

@@ -22,7 +22,7 @@ from torch import Tensor
 from ..checks import widest
 from .random_words import WORD_MASK
 from .sampling import MAX_PROB, Law, bernoulli_draws
-from .segments import allowed_keys, compress, like_lengths, wide
+from .segments import allowed_keys, compress, like_lengths, upcast
 
 MIN_TILE_KEYS = 256
 """Keys of a query that a tile counts at least: their random words come together."""
@@ -57,7 +57,7 @@ class _PaddedTokens(NamedTuple):
 
     def gather(self, x: Tensor) -> Tensor:
         """Vectors of the tokens, ``[H, b, n, C]``, from those of all, ``[H, N, C]``; zeros for padding."""
-        return wide(x)[:, self.number].masked_fill(~self.exists[..., None], 0)
+        return upcast(x)[:, self.number].masked_fill(~self.exists[..., None], 0)
 
     def scatter(self, values: Tensor, target: Tensor) -> None:
         """Write numbers of the tokens, ``[H, b, n, ...]``, to those of all, ``[H, N, ...]``."""
@@ -133,7 +133,7 @@ def sampled_attention(
     graph = _Graph(rate, member, query_ptr, key_ptr, sequence_ids, law, is_causal, window)
     (heads, num_queries), channels = query.shape[:2], value.size(2)
     out, rest = (value.new_zeros(heads, num_queries, channels) for _ in range(2))
-    lse = wide(query).new_full((heads, num_queries), -math.inf)
+    lse = upcast(query).new_full((heads, num_queries), -math.inf)
     best = torch.full_like(lse, -1, dtype=torch.int32)
     for padded_keys, tiles in _tiles(graph):
         keys, values = padded_keys.gather(key), padded_keys.gather(value)
@@ -162,7 +162,7 @@ def sampled_attention_backward(
     """
     law = Law(seed, False, exploration, True)
     graph = _Graph(rate, member, query_ptr, key_ptr, sequence_ids, law, is_causal, window)
-    mean_gain, rest_gain = ((wide(grad_out) * wide(x)).sum(-1) for x in (out, rest))
+    mean_gain, rest_gain = ((upcast(grad_out) * upcast(x)).sum(-1) for x in (out, rest))
     d_query, d_key, d_value, d_rate, d_member = (torch.zeros_like(x) for x in (query, key, value, rate, member))
     to_queries, to_keys = (d_query, d_rate)[: 1 + need_model], (d_key, d_value, d_member)[: 2 + need_model]
     for padded_keys, tiles in _tiles(graph):
