@@ -1166,7 +1166,7 @@ def test_results_do_not_depend_on_the_number_of_threads() -> None:
 
 def test_small_work_is_left_to_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is done before another thread has woken up."""
-    monkeypatch.setattr(workers, "LEAST", 2**18)
+    monkeypatch.setattr(workers, "MIN_STEPS_PER_TASK", 2**18)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     assert [workers.task_count(2**18 * pieces, 3) for pieces in (0, 1, 2, 100)] == [1, 1, 2, 12]
     seen: list[int] = []
