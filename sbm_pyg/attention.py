@@ -1,15 +1,16 @@
-"""The attention layer: message passing from keys to queries over a graph that a source chooses, or that it is given.
+"""The attention layer: message passing from keys to queries over a given graph, or one chosen by a graph source.
 
-In: tokens, and any graph or none. Out: tokens. Not here: who chooses the graph (sources), how a loss reaches its
-probabilities (``estimators``), and how edges are computed (``ops``); the layer joins the three.
+In: tokens, and a graph or none. Out: tokens. Not here: graph sources (``sources``), gradients of their probabilities
+(``estimators``), and kernels (``ops``).
 """
 
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Literal, TypeAlias, TypedDict, Unpack, cast, overload
+from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, Unpack, cast, overload
 
 import torch
 from torch import Tensor
@@ -19,13 +20,12 @@ from torch_geometric.typing import SparseTensor
 
 from . import ops
 from .auxiliary import AuxiliaryLosses
-from .blocks import BlockPool
-from .estimators import Attended, Estimator, Local, NoEstimator, resolve_estimator
+from .estimators import AttentionCall, Estimator, Local, NoEstimator, resolve_estimator
 from .graph import AttentionGraph
 from .normalizers import Entmax, check_normalizer
 from .ops import METHODS, checks
-from .propagation import NOTHING, EdgeAttention, Returns, channel_pair, check_tokens
-from .ragged import draw_seed, resolve_sides
+from .propagation import OUTPUT_ONLY, EdgeAttention, Returns, channel_pair, check_tokens
+from .ragged import Tokens, draw_seed, resolve_sides
 from .sources.interface import Choice, GraphSource, TiledChoice, limited
 from .sources.sampling import SBMSource
 from .sources.sbm import SBMHead
@@ -33,51 +33,53 @@ from .sources.sbm import SBMHead
 __all__ = ["AttentionConv", "Returns", "SBMAttentionConv"]
 
 Adjacency: TypeAlias = "AttentionGraph | Tensor | SparseTensor"
-Sides: TypeAlias = "Tensor | tuple[Tensor, Tensor]"
+OneOrTwo: TypeAlias = "Tensor | tuple[Tensor, Tensor]"
 
 
 class CallOptions(TypedDict, total=False):
-    """Keyword arguments of :meth:`AttentionConv.forward` that do not change what it returns."""
+    """Keyword arguments of :meth:`AttentionConv.forward` that do not change the type of its result."""
 
     edge_head: Tensor | None
-    ptr: Sides | None
-    batch: Sides | None
+    ptr: OneOrTwo | None
+    batch: OneOrTwo | None
     seed: int | None
     sequence_ids: Tensor | None
 
 
+T = TypeVar("T")
+SOURCE_OPTIONS = frozenset(inspect.signature(SBMSource).parameters) - {"head"}
 CAUSAL = "It says whether queries attend to earlier keys alone."
 FIXED = {"aggr": ("add", "sum"), "flow": ("source_to_target",), "decomposed_layers": (1,), "node_dim": (0, -2)}
 
 
 class AttentionConv(EdgeAttention):
-    r"""Multi-head attention over the edges of a graph, whoever chose it.
+    r"""Multi-head attention over the edges of a graph, given by the caller or chosen by a graph source.
 
-    Each head projects tokens to queries :math:`q`, keys :math:`k` and values :math:`v`. The graph is given in the call,
-    or the source of the layer chooses it from queries and keys. Then, over the edges of each query alone,
+    Each head projects tokens to queries :math:`q`, keys :math:`k` and values :math:`v`. The call passes a graph, or the
+    source of the layer chooses one from queries and keys. The layer then attends over the edges of each query:
 
     .. math::
         x_i' = \Big\Vert_{h} \sum_{j \in \mathcal{N}_h(i)} \operatorname{softmax}_j(q_i^\top k_j / \sqrt{C}) \, v_j .
 
-    A query without edges gives zeros. A token that no edge touches reaches no other token, whatever it holds. The
-    projections still see every token: NaN in one makes the gradients of their parameters NaN, as in every layer of
-    torch. There is no padding: batches are ragged, as PyG's are. Cost O(N C_in H C + E C), and that of the source.
+    A query without edges gives zeros. A token without edges does not affect other tokens, even if it is NaN; it still
+    makes the gradients of the projections NaN, as in every layer of torch. Batches are ragged, as in PyG, without
+    padding. Cost O(N C_in H C + E C), plus that of the source.
 
     Args:
         in_channels: Channels of the tokens, or of the pair (keys, queries), as PyG orders bipartite features; -1 to
             infer.
         out_channels: Channels per head C.
         heads: Number of heads H.
-        source: Who chooses the graph where a call brings none. None: every call needs a graph.
+        source: Graph source to use when the call does not pass a graph. None: every call needs a graph.
         concat: Concatenate the heads (H*C output channels), or average them (C).
         bias: Biases in the three projections.
         estimator: How the loss reaches the probabilities of the source: an :class:`~sbm_pyg.estimators.Estimator`, or
             its name. None: ``"local"``, or ``"mask"`` where the normaliser is not softmax.
-        is_causal: No query attends to a later key. The source chooses among the other pairs alone, densities count
-            those, and later keys of a given graph are left out. As in torch, places count from the start of both sides.
-        normalizer: How scores become weights: ``"softmax"``, ``"entmax15"``, ``"sparsemax"``, ``"entmax"``, which is
-            alpha-entmax with an alpha for each head that learns, or an :class:`Entmax` that says where alpha starts.
-            Entmax weights are mostly 0.
+        is_causal: No query attends to a later key. The source chooses among the remaining pairs, densities count
+            these, and edges of a given graph from later keys are dropped. As in torch, positions count from the start
+            of both sequences.
+        normalizer: Maps scores to weights: ``"softmax"``, ``"entmax15"``, ``"sparsemax"``, ``"entmax"`` (alpha-entmax
+            with a learned alpha per head), or an :class:`Entmax` with its own initial alpha. Most entmax weights are 0.
         score_bias: Callable ``(query [H, N, C], key [H, M, C], graph) -> [E]`` added to the scaled scores, or None.
         dropout: Probability that an attention weight is dropped in training.
         **kwargs: Of :class:`torch_geometric.nn.MessagePassing`. Weights sum to 1, so ``aggr`` is ``"add"``; keys are
@@ -172,29 +174,29 @@ class AttentionConv(EdgeAttention):
                 reset()
 
     @overload
-    def forward(self, x: Sides, edge_index: Adjacency | None = None, *, return_graph: Literal[True],
+    def forward(self, x: OneOrTwo, edge_index: Adjacency | None = None, *, return_graph: Literal[True],
                 return_choice: Literal[False] = False, return_attention_weights: Literal[False] = False,
                 **options: Unpack[CallOptions]) -> tuple[Tensor, AttentionGraph]: ...  # fmt: skip
     @overload
-    def forward(self, x: Sides, edge_index: Adjacency | None = None, *, return_graph: Literal[False] = False,
+    def forward(self, x: OneOrTwo, edge_index: Adjacency | None = None, *, return_graph: Literal[False] = False,
                 return_choice: Literal[True], return_attention_weights: Literal[False] = False,
                 **options: Unpack[CallOptions]) -> tuple[Tensor, Choice]: ...  # fmt: skip
     @overload
-    def forward(self, x: Sides, edge_index: Adjacency | None = None, *, return_graph: Literal[False] = False,
+    def forward(self, x: OneOrTwo, edge_index: Adjacency | None = None, *, return_graph: Literal[False] = False,
                 return_choice: Literal[False] = False, return_attention_weights: Literal[False] = False,
                 **options: Unpack[CallOptions]) -> Tensor: ...  # fmt: skip
     @overload
-    def forward(self, x: Sides, edge_index: Adjacency | None = None, *, return_graph: bool = False,
+    def forward(self, x: OneOrTwo, edge_index: Adjacency | None = None, *, return_graph: bool = False,
                 return_choice: bool = False, return_attention_weights: bool = False,
                 **options: Unpack[CallOptions]) -> Any: ...  # fmt: skip
     def forward(
         self,
-        x: Sides,
+        x: OneOrTwo,
         edge_index: Adjacency | None = None,
         *,
         edge_head: Tensor | None = None,
-        ptr: Sides | None = None,
-        batch: Sides | None = None,
+        ptr: OneOrTwo | None = None,
+        batch: OneOrTwo | None = None,
         seed: int | None = None,
         sequence_ids: Tensor | None = None,
         return_graph: bool = False,
@@ -207,7 +209,7 @@ class AttentionConv(EdgeAttention):
             x: Tokens ``[N, C_in]``, or the pair (keys, queries).
             edge_index: The graph: an :class:`AttentionGraph` with H heads or one, any PyG adjacency (all heads share
                 it; repeated edges count once), or None to let the source choose.
-            edge_head: Head of each edge of ``edge_index``, ``[E]`` int64, if heads do not share the edges.
+            edge_head: Head of each edge of ``edge_index``, ``[E]`` int64. None: all heads share the edges.
             ptr: Offsets of the sequences, ``[B+1]`` int64, or the pair (keys, queries). None: those of the graph, or
                 one sequence.
             batch: The same as a sequence number per token, ``[N]``.
@@ -247,19 +249,19 @@ class AttentionConv(EdgeAttention):
         self, query: Tensor, key: Tensor, value: Tensor, edge_index: Adjacency | None = None, *,
         bipartite: bool = False, is_causal: bool = False,
         edge_filter: Callable[[AttentionGraph], Tensor] | None = None, edge_head: Tensor | None = None,
-        ptr: Sides | None = None, batch: Sides | None = None, seed: int | None = None,
-        sequence_ids: Tensor | None = None, returns: Returns = NOTHING,
+        ptr: OneOrTwo | None = None, batch: OneOrTwo | None = None, seed: int | None = None,
+        sequence_ids: Tensor | None = None, returns: Returns = OUTPUT_ONLY,
     ) -> Any:  # fmt: skip
-        """Attend with given projections, for models that have their own.
+        """Attend with given queries, keys and values, for models with their own projections.
 
-        It is what :meth:`forward` does after its projections; other arguments are as there.
+        Other arguments are those of :meth:`forward`.
 
         Args:
             query, key, value: ``[H, N, C]``, ``[H, M, C]`` and ``[H, M, C']``.
-            bipartite: Queries and keys are different tokens, even where N = M.
-            is_causal: No query attends to a later key in this call, whatever the layer says.
-            edge_filter: From a graph to the mask ``[E]`` bool of the edges to keep.
-            returns: What to return beside the output.
+            bipartite: Queries and keys are different tokens, even if N = M.
+            is_causal: Makes this call causal, even if the layer is not.
+            edge_filter: Function from the graph to a mask ``[E]`` bool of the edges to keep.
+            returns: Extra outputs.
         """
         checks.flag("is_causal", is_causal, CAUSAL)
         self._check_call(query, key, value, edge_index, edge_filter, edge_head, sequence_ids, returns)
@@ -269,10 +271,8 @@ class AttentionConv(EdgeAttention):
         limit = partial(limited, is_causal=is_causal, edge_filter=edge_filter)
         score_bias = partial(self._score_bias, query, key)
         if edge_index is None:
-            sides = resolve_sides(query.size(1), key.size(1), ptr, batch, query.device)
-            choice = self._choose(
-                query, key, *sides, bipartite=bipartite, is_causal=is_causal, seed=seed, sequence_ids=sequence_ids
-            )
+            ptrs = resolve_sides(query.size(1), key.size(1), ptr, batch, query.device)
+            choice = self._choose(Tokens(query, key, *ptrs, bipartite, is_causal, seed, sequence_ids))
         else:
             of = (edge_index, query.size(1), key.size(1), self.heads)
             choice = Choice(AttentionGraph.over(*of, edge_head=edge_head, ptr=ptr, batch=batch))
@@ -280,7 +280,7 @@ class AttentionConv(EdgeAttention):
             self._check_tiled(drop)
             if edge_filter is None and not returns.attention_weights and not self._edgewise:
                 out = self._by_tiles(query, key, value, choice, is_causal)
-                return self._made(out.transpose(0, 1), choice, None, returns)
+                return self._pack_outputs(out.transpose(0, 1), choice, None, returns)
             choice = choice.stored()
         estimator = self.estimator if choice.probability is not None else NoEstimator()
         choice = limit(estimator.prepare(choice, self.training))
@@ -288,26 +288,28 @@ class AttentionConv(EdgeAttention):
         gate, soft = (x if x is None else choice.graph.spread(x) for x in (gate, soft))
         bias = score_bias(choice.graph)
         bias = soft if bias is None else bias if soft is None else bias + soft
-        parts = (query, key, value, gate, bias)
-        out, weights = self._over(choice.graph, edge_index, edge_head, parts, drop, seed, returns.attention_weights)
-        attended = Attended(query, key, value, choice, bias, self.scale, limit, score_bias, seed, sequence_ids,
+        inputs = (query, key, value, gate, bias)
+        out, weights = self._attend_over_graph(
+            choice.graph, edge_index, edge_head, inputs, drop, seed, returns.attention_weights
+        )
+        call = AttentionCall(query, key, value, choice, bias, self.scale, limit, score_bias, seed, sequence_ids,
                             self.training)  # fmt: skip
-        out = estimator.attach(out.transpose(0, 1), attended).transpose(0, 1)
-        out = self.auxiliary_losses.add(out, estimator.auxiliary_loss(attended), type(estimator).__name__)
-        return self._made(out, choice, weights, returns)
+        out = estimator.attach(out.transpose(0, 1), call).transpose(0, 1)
+        out = self.auxiliary_losses.add(out, estimator.auxiliary_loss(call), type(estimator).__name__)
+        return self._pack_outputs(out, choice, weights, returns)
 
-    def _made(self, out: Tensor, choice: Choice, weights: Any, returns: Returns) -> Any:
-        """What a call returns, of the output ``[N, H, C']`` and all else there is."""
+    def _pack_outputs(self, out: Tensor, choice: Choice, weights: Any, returns: Returns) -> Any:
+        """Pack the output ``[N, H, C']`` and the requested extras in the documented order."""
         out = out.flatten(1) if self.concat else out.mean(1)
         if self.heads == 1 and self.concat and out.requires_grad:
-            out = out.clone()  # as the kernel keeps its own, which an activation in place would overwrite
+            out = out.clone()  # the kernel saved its output, which an activation in place would overwrite
         found: list[Any] = [choice.graph] if returns.graph else []
         found += [choice] if returns.choice else []
         found += [weights] if returns.attention_weights else []
         return (out, *found) if found else out
 
     def _check_tiled(self, dropout: float) -> None:
-        """Refuse what has to know edges one by one, with a source that stores none."""
+        """Check that no option needs stored edges, for a source that does not store them."""
         wrong = {
             "dropout": (dropout, dropout == 0),
             "normalizer": (self.normalizer, self.normalizer == "softmax"),
@@ -331,14 +333,14 @@ class AttentionConv(EdgeAttention):
             exploration=choice.exploration, is_causal=is_causal, window=choice.window,
         )  # fmt: skip
 
-    def _choose(self, query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, **options: Any) -> Choice:
-        """What the source chooses, in as many heads as the layer has."""
+    def _choose(self, tokens: Tokens) -> Choice:
+        """The choice of the source, expanded to the heads of the layer."""
         if self.source is None:
             raise ValueError(
                 "Expected 'edge_index' (got None, and the layer has no source: 'source' or 'num_blocks' is None). "
                 "Pass a graph, or give the layer a source."
             )
-        return self.source(query, key, query_ptr, key_ptr, **options).expand(self.heads)
+        return self.source(tokens).expand(self.heads)
 
     def __repr__(self) -> str:
         source = "" if self.source is None else f", source={type(self.source).__name__}"
@@ -346,49 +348,69 @@ class AttentionConv(EdgeAttention):
         return f"{type(self).__name__}({self.in_channels}, {self.out_channels}, heads={self.heads}{source})"
 
 
+def takes_options_of(*owners: Callable[..., Any], but: tuple[str, ...] = ()) -> Callable[[type[T]], type[T]]:
+    """Class decorator for a constructor that passes its ``**options`` on to other constructors.
+
+    ``inspect.signature``, editors and ``help`` then show every option with its default, and the docstring gets the
+    description of each. Options that the class lists itself are its own.
+
+    Args:
+        owners: The other constructors; options of earlier ones come first.
+        but: Options that the class sets itself.
+    """
+
+    def decorate(cls: type[T]) -> type[T]:
+        own = inspect.signature(cls.__init__)
+        *listed, options = own.parameters.values()
+        found = {name: each for owner in owners for name, each in inspect.signature(owner).parameters.items()}
+        passed = [
+            each.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+            for name, each in found.items()
+            if name not in (*own.parameters, *but)
+            and each.kind is not each.VAR_KEYWORD
+            and each.default is not each.empty
+        ]
+        cls.__init__.__signature__ = own.replace(parameters=[*listed, *passed, options])  # type: ignore[attr-defined]
+        described: dict[str, str] = {}
+        for owner in owners:
+            for names, text in re.findall(
+                r"^ {8}(\w+(?:, \w+)*): (.*\n(?: {12}.*\n)*)", owner.__doc__ or "", re.MULTILINE
+            ):
+                for name in names.split(", "):
+                    described.setdefault(name, text)
+        added = "".join(f"        {each.name}: {described[each.name]}" for each in passed if each.name in described)
+        cls.__doc__ = re.sub(
+            rf"(^ {{8}}\*\*{options.name}: )", lambda m: added + m[1], cls.__doc__ or "", flags=re.MULTILINE
+        )
+        return cls
+
+    return decorate
+
+
+@takes_options_of(SBMSource, AttentionConv, but=("source",))
 class SBMAttentionConv(AttentionConv):
     r"""Attention whose heads each sample their graph from a stochastic block model of their own queries and keys.
 
-    It is an :class:`AttentionConv` whose source is an :class:`~sbm_pyg.sources.sampling.SBMSource` with an
-    :class:`~sbm_pyg.SBMHead`. The parameters of the head learn from the loss through an estimator. Cost O(N C_in H C +
-    NKC + E (C + K)).
+    It is an :class:`AttentionConv` with an :class:`~sbm_pyg.SBMSource` around an :class:`~sbm_pyg.SBMHead`. The
+    parameters of the head learn from the loss through an estimator. Cost O(N C_in H C + NKC + E (C + K)).
 
     Args:
         in_channels, out_channels, heads: As :class:`AttentionConv`.
-        num_blocks: Number of blocks K of each head's SBM. None: no source; every call needs a graph.
+        num_blocks: Number of communities K of each head's block model. None: no source; every call needs a graph.
         sbm_options: Further keyword arguments of :class:`~sbm_pyg.SBMHead`, e.g. ``{"parameterization":
             "assortative"}``.
-        estimator: As :class:`AttentionConv`: ``"local"``, the effect of an edge on the loss, over edges and probes;
-            ``"distill"``, the same and what the attention over the graph teaches; ``"mask"``, as the authors' code has
-            it; ``"paper"``, eq. 9; ``"relaxed"`` or ``"concrete"``, which train on all pairs with a soft mask, O(NM),
-            and sample in evaluation only; ``"none"``. None: ``"local"``, or ``"mask"`` where the normaliser is not
-            softmax or the law not Bernoulli's. See :mod:`sbm_pyg.estimators` and docs/learning.md.
-        probes: With ``"local"`` or ``"distill"`` by name, expected number of pairs per query and head that are looked
-            at beside the edges.
-        exploration: Added to every edge probability in training only, in [0, 1]. None: 0.01, as in the paper. With
-            ``"local"`` and ``"distill"``, whose probes explore without adding edges, the square of the share, or 0
-            without one.
-        method: Law of the sampled graph, ``"bernoulli"`` or ``"fastrg"``; see :func:`~sbm_pyg.sample_edges`.
-        budget: Largest expected number of sampled keys per query and head; None for no limit.
-        share: Density that the pairs of each head compete for, in (0, 1]; see :class:`~sbm_pyg.SBMSource`, and
-            :class:`~sbm_pyg.ShareSchedule`, which lowers it in training. None: probabilities are as they are.
-        self_loops: Each token always attends to itself.
-        window: Each token always attends to tokens at this distance or less, and so to itself.
-        grain: Tokens of a block. Above 1, blocks of queries attend to blocks of keys, and graphs are
-            :class:`~sbm_pyg.BlockGraph`; see :class:`~sbm_pyg.SBMSource`. ``probes`` and ``budget`` count tokens.
-        pool: What makes a vector of the tokens of a block: ``"mean"`` or ``"learned"``, a mean whose weights learn
-            (:class:`~sbm_pyg.BlockPool`).
-        detach: The block model sends no gradient to queries and keys, which then learn from attention alone. With
-            ``"distill"`` they else learn to be foretold, too; where little else moves them, that is all they learn
-            (docs/learning.md).
-        tiled: Store no graph: edges are drawn beside the scores, one coin for each pair, and ``"local"`` looks at all
-            pairs instead of probes. Time O(NM), memory O(N): for graphs that are dense, as those that begin full; see
-            docs/guides/tiled.md. ``conv.source.tiled`` may change between calls.
-        **kwargs: Of :class:`AttentionConv`: ``concat``, ``bias``, ``is_causal``, ``normalizer``, ``score_bias``,
-            ``dropout``.
+        estimator: As :class:`AttentionConv`: ``"local"``, the effect of each edge on the loss; ``"distill"``, also the
+            attention over the graph; ``"mask"``, as in the authors' code; ``"paper"``, eq. 9; ``"relaxed"`` or
+            ``"concrete"``, a soft mask over all pairs in training, O(NM); ``"none"``. None: ``"local"``, or ``"mask"``
+            if the normalizer is not softmax or the law is not Bernoulli's. See :mod:`sbm_pyg.estimators` and
+            docs/learning.md.
+        probes: For ``"local"`` and ``"distill"`` by name: expected number of non-edges per query and head whose effect
+            is computed.
+        **options: Of :class:`~sbm_pyg.SBMSource` and :class:`AttentionConv`. If ``exploration`` is None, it is that of
+            the estimator: 0.01 as in the paper, or the default of the source for ``"local"`` and ``"distill"``.
 
     Raises:
-        TypeError, ValueError: As :class:`AttentionConv`.
+        TypeError, ValueError: As :class:`AttentionConv` and :class:`~sbm_pyg.SBMSource`.
 
     Example:
         >>> conv = SBMAttentionConv(16, 8, heads=2, num_blocks=4)
@@ -397,9 +419,9 @@ class SBMAttentionConv(AttentionConv):
         >>> out.shape, choice.graph.density.shape, choice.probability
         (torch.Size([30, 16]), torch.Size([2, 2]), SBM(2 sequences, 2 heads, 30 queries, 30 keys, 4 blocks))
 
-    Reference: Cho et al., "Transformers meet Stochastic Block Models", NeurIPS 2022. As there, no output projection
-    belongs to the layer. Unlike their code: scores are scaled, the softmax sees sampled edges only, evaluation explores
-    nothing.
+    Reference: Cho et al., "Transformers meet Stochastic Block Models", NeurIPS 2022. As there, the layer has no output
+    projection. Unlike in their code, scores are scaled, the softmax sees sampled edges only, and evaluation adds no
+    exploration.
     """
 
     def __init__(
@@ -412,24 +434,14 @@ class SBMAttentionConv(AttentionConv):
         sbm_options: Mapping[str, Any] | None = None,
         estimator: Estimator | str | None = None,
         probes: float = 16.0,
-        exploration: float | None = None,
-        method: str = "bernoulli",
-        budget: float | None = None,
-        share: float | None = None,
-        self_loops: bool = False,
-        window: int | None = None,
-        grain: int = 1,
-        pool: str = "mean",
-        detach: bool = False,
-        tiled: bool = False,
-        **kwargs: Any,
+        **options: Any,
     ) -> None:
-        checks.one_of("method", method, METHODS)
-        checks.one_of("pool", pool, ("mean", "learned"))
-        normalizer = kwargs.get("normalizer", "softmax")
+        of_source = {name: options.pop(name) for name in [*options] if name in SOURCE_OPTIONS}
+        normalizer, method = options.get("normalizer", "softmax"), of_source.get("method", "bernoulli")
         check_normalizer(normalizer)
+        checks.one_of("method", method, METHODS)
         estimator = resolve_estimator(estimator, normalizer, method, probes)
-        super().__init__(in_channels, out_channels, heads, estimator=estimator, **kwargs)
+        super().__init__(in_channels, out_channels, heads, estimator=estimator, **options)
         self.num_blocks = num_blocks
         if sbm_options is not None and not isinstance(sbm_options, Mapping):
             raise TypeError(
@@ -437,13 +449,10 @@ class SBMAttentionConv(AttentionConv):
                 f"(got {type(sbm_options).__name__}). Name each option."
             )
         if num_blocks is not None:
-            pooled = BlockPool(self.out_channels, self.heads) if pool == "learned" else pool
-            exploration = self.estimator.exploration if exploration is None else exploration
+            if of_source.get("exploration") is None:
+                of_source["exploration"] = self.estimator.exploration
             head = SBMHead(self.out_channels, self.heads, num_blocks, **(sbm_options or {}))
-            self.source = SBMSource(
-                head, method=method, exploration=exploration, budget=budget, share=share, self_loops=self_loops,
-                window=window, grain=grain, pool=pooled, detach=detach, tiled=tiled,
-            )  # fmt: skip
+            self.source = SBMSource(head, **of_source)
 
     @property
     def sbm(self) -> SBMHead | None:

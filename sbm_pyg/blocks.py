@@ -6,7 +6,7 @@ here: attention over blocks (``ops``), and who chooses them (``sampling``).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from . import ops
 from .graph import AttentionGraph
 from .ops import checks
 from .ops.reference.blocks import Cut, cut_blocks
@@ -201,6 +202,60 @@ class BlockGraph(AttentionGraph):
             for x, cut in zip((query, key), self.cuts, strict=True)
         )
         return query, key
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        gate: Tensor | None = None,
+        bias: Tensor | None = None,
+        scale: float = 1.0,
+        gate_form: str = "score",
+        dropout: float = 0.0,
+        seed: int = 0,
+    ) -> Tensor:
+        if gate is not None:  # of each edge of tokens, which no kernel over blocks takes
+            return super()._attend(query, key, value, gate, bias, scale, gate_form, dropout, seed)
+        return ops.block_attention(query, key, value, *self._layout, self._tiled(bias), scale, dropout, seed)[0]
+
+    def _attention_weight(self, query: Tensor, key: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+        return ops.block_weight(query, key, *self._layout, self._tiled(bias), scale)
+
+    def _local_expectation(
+        self,
+        out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        probes: AttentionGraph,
+        biases: tuple[Tensor | None, Tensor | None],
+        chance: Tensor,
+        forced: Tensor | None,
+        scale: float,
+        exploration: float,
+        *,
+        factors: tuple[Tensor, Tensor] | None,
+        prob: Callable[[], tuple[Tensor, Tensor]],
+    ) -> Tensor:
+        assert isinstance(probes, BlockGraph)
+        edges, probed = (
+            (graph.blocks.rowptr, graph.blocks.col, graph._tiled(bias))
+            for graph, bias in zip((self, probes), biases, strict=True)
+        )
+        ptrs = (self.query_ptr, self.key_ptr)
+        return ops.block_expectation(
+            out, query, key, value, edges, probed, chance, ptrs, self.grain, forced, self.is_causal, scale,
+            exploration, prob=prob(),
+        )  # fmt: skip
+
+    @property
+    def _layout(self) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor], int, bool]:
+        """What ops over blocks take of a graph."""
+        return self.blocks.rowptr, self.blocks.col, (self.query_ptr, self.key_ptr), self.grain, self.is_causal
+
+    def _tiled(self, bias: Tensor | None) -> Tensor | None:
+        return None if bias is None else self.tiles(bias)
 
     def tiles(self, x: Tensor) -> Tensor:
         """Numbers of the edges of tokens ``[E]``, as the ops over blocks take them.

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import relu, softplus
 
-from .auxiliary import AuxiliaryLosses
+from .auxiliary import AuxiliaryLosses, mean_weights
 from .graph import AttentionGraph, check_graph
 from .ops import checks, edge_dot
-from .ragged import mean_weights
 
 __all__ = ["DCMM", "DCMMBias"]
 

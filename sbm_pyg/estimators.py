@@ -1,7 +1,7 @@
-r"""How a loss reaches the probabilities of a graph that was chosen: every estimator in one place.
+r"""Gradient estimators: how the loss reaches the edge probabilities of a chosen graph.
 
-In: a :class:`~sbm_pyg.Choice` and the attention over its graph. Out: gates, biases or an output whose backward pass
-reaches :math:`p`. Not here: choosing, and attention.
+In: a :class:`~sbm_pyg.Choice` and the attention over its graph. Out: gates, biases, or an output whose backward pass
+sends a gradient to the probabilities :math:`p`. Not here: graph sources, and attention.
 
 With weights :math:`P_{ij}`, gains :math:`g_{ij} = (\partial L / \partial o_i) \cdot v_j`, scores :math:`s_{ij}` and the
 mean gain :math:`\bar g_i = \sum_j P_{ij} g_{ij}` of a row:
@@ -20,8 +20,8 @@ estimator           :math:`\partial L / \partial p_{ij}`                        
 score function      :math:`(L - b) \, \partial \log \Pr(A) / \partial p_{ij}`, added to the loss  all pairs
 ==================  ============================================================================  ==================
 
-``"local"`` knows the law of method ``"bernoulli"`` alone. docs/learning.md derives them and compares them by
-experiment.
+``"local"`` supports method ``"bernoulli"`` only. docs/concepts.md derives the estimators, and docs/learning.md compares
+them by experiment.
 """
 
 from __future__ import annotations
@@ -35,41 +35,41 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .blocks import BlockGraph
+from .auxiliary import mean_weights
 from .graph import AttentionGraph, check_graph
 from .ops.reference.segments import allowed_keys, segments, upcast
 from .ops.values import can_read, require_values
-from .ragged import draw_seed, mean_weights, resolve_sequence_ids
+from .ragged import draw_seed, resolve_sequence_ids
 from .sources.interface import Choice, EdgeProbability, check_probability
 
 __all__ = [
-    "ESTIMATORS", "Attended", "Concrete", "Distill", "Estimator", "Imitate", "Local", "Mask", "NoEstimator", "Paper",
-    "Relaxed", "concrete_bias", "distillation", "draw_probes", "local_expectation", "relaxed_bias",
+    "ESTIMATORS", "AttentionCall", "Concrete", "Distill", "Estimator", "Imitate", "Local", "Mask", "NoEstimator",
+    "Paper", "Relaxed", "concrete_bias", "distillation", "draw_probes", "local_expectation", "relaxed_bias",
     "score_function", "straight_through",
 ]  # fmt: skip
 
 OVER = ("selected", "all")
-_LEAST = 1e-9  # probability below which a logarithm is cut, at least
-_FEWER = "Take fewer heads or shorter sequences, or an estimator that does not look at all pairs."
+MIN_PROBABILITY = 1e-9  # probability below which a logarithm is cut, at least
+_TAKE_FEWER = "Take fewer heads or shorter sequences, or an estimator that does not look at all pairs."
 
 
 # ------------------------------------------------------------------ the objects
 
 
 @dataclass(frozen=True, eq=False)
-class Attended:
-    """What an estimator sees of one call of attention.
+class AttentionCall:
+    """One call of the attention layer, as an estimator sees it.
 
     Args:
         query, key, value: ``[H, N, C]``, ``[H, M, C]``, ``[H, M, C']``.
-        choice: The graph that was attended to, and its probabilities.
-        bias: What was added to the scores of its edges, ``[E]``, or None.
+        choice: The graph of the call, and its probabilities.
+        bias: Score bias of its edges, ``[E]``, or None.
         scale: Factor of the scores.
-        limit: Leaves out of another graph what the layer leaves out, e.g. later keys.
-        score_bias: What the layer adds to the scores of the edges of another graph, ``[E]``, or None.
+        limit: Drops from another graph the edges that the layer does not allow, such as later keys.
+        score_bias: Computes the score bias of the edges of another graph, ``[E]`` or None.
         seed: Seed of the choice.
         sequence_ids: Number of each sequence, or None.
-        training: Whether the layer is in training.
+        training: Whether the layer is in training mode.
     """
 
     query: Tensor
@@ -86,33 +86,32 @@ class Attended:
 
     @cached_property
     def prob(self) -> Tensor:
-        """Probability of each edge, ``[E]``: the same tensor for all who ask, in which their gradients meet."""
+        """Probability of each edge, ``[E]``, computed once: all losses share its gradient."""
         assert self.choice.probability is not None
         return self.choice.probability.on(self.choice.graph.blocks)
 
 
 class Estimator:
-    """How the loss reaches the probabilities of a choice.
+    """Base class of gradient estimators; it does nothing by itself.
 
-    A subclass overrides the steps in which it differs. The layer calls :meth:`prepare`, :meth:`gate` and :meth:`bias`
-    before attention, :meth:`attach` and :meth:`auxiliary_loss` after it, and only where the choice has probabilities.
-    This class itself does nothing.
+    Subclasses override the steps that they need. The layer calls :meth:`prepare`, :meth:`gate` and :meth:`bias` before
+    attention, and :meth:`attach` and :meth:`auxiliary_loss` after it, if the choice has probabilities.
     """
 
     exploration: float | None = 0.01
-    """What a source adds to its probabilities in training, unless it is told otherwise. None: that is up to it."""
+    """Default exploration of the source in training. None: the source's own default."""
     gate_form = "score"
-    """How :func:`sbm_pyg.ops.edge_attention` takes the gate, ``"score"`` or ``"weight"``."""
+    """How :func:`sbm_pyg.ops.edge_attention` applies the gate: to the ``"score"`` or to the ``"weight"``."""
     softmax_only = False
-    """Derived for softmax, not for sparser normalisers."""
+    """True if the estimator is derived for softmax only."""
     methods: tuple[str, ...] = ops.METHODS
-    """Laws of a sampled graph for which it is derived."""
+    """Sampling methods for which the estimator is derived."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in vars(self).items())})"
 
     def check(self, normalizer: object, method: str = "bernoulli") -> None:
-        """Raise ValueError where it is not derived for a normaliser, or for the law of a graph."""
+        """Raise ValueError if the estimator does not support a normalizer or a sampling method."""
         name = type(self).__name__
         if self.softmax_only and normalizer != "softmax":
             raise ValueError(
@@ -126,37 +125,37 @@ class Estimator:
             )
 
     def prepare(self, choice: Choice, training: bool) -> Choice:
-        """The choice to attend over, in place of what the source chose."""
+        """The choice to attend over; by default that of the source."""
         return choice
 
     def gate(self, choice: Choice) -> Tensor | None:
-        """Gate of each edge, ``[E]``, or None. Of a graph of blocks, of the edges of blocks; so is :meth:`bias`."""
+        """Gate of each edge of ``choice.graph.blocks``, ``[E]``, or None."""
         return None
 
     def bias(self, choice: Choice, training: bool, seed: int) -> Tensor | None:
-        """What is added to the score of each edge, ``[E]``, or None."""
+        """Score bias of each edge of ``choice.graph.blocks``, ``[E]``, or None."""
         return None
 
-    def attach(self, out: Tensor, attended: Attended) -> Tensor:
-        """The output ``[H, N, C']`` with a gradient to the probabilities."""
+    def attach(self, out: Tensor, call: AttentionCall) -> Tensor:
+        """The output ``[H, N, C']``, whose backward pass also sends a gradient to the probabilities."""
         return out
 
-    def auxiliary_loss(self, attended: Attended) -> Tensor | None:
-        """What :func:`sbm_pyg.auxiliary_loss` returns of this call, a scalar, or None."""
+    def auxiliary_loss(self, call: AttentionCall) -> Tensor | None:
+        """The part of this call in :func:`sbm_pyg.auxiliary_loss`, a scalar, or None."""
         return None
 
 
 class NoEstimator(Estimator):
-    """``"none"``: probabilities learn nothing from the task."""
+    """``"none"``: the task loss sends no gradient to the probabilities."""
 
 
 class Mask(Estimator):
-    """``"mask"``: a straight-through gate that multiplies weights, as the authors' code has it."""
+    """``"mask"``: a straight-through gate that multiplies weights, as in the authors' code."""
 
     gate_form = "weight"
 
     def gate(self, choice: Choice) -> Tensor | None:
-        """Ones, ``[E]``, with the gradient of the probabilities; None without a gradient to carry."""
+        """Ones, ``[E]``, with the gradient of the probabilities; None if no gradient is needed."""
         if choice.probability is None or not torch.is_grad_enabled():
             return None
         return straight_through(choice.probability, choice.graph.blocks, choice.forced)
@@ -172,10 +171,10 @@ class Local(Estimator):
     """``"local"``: the local expectation gradient, over edges and probes; see :func:`local_expectation`.
 
     Args:
-        probes: Average number of pairs per query and head that are looked at beside the edges, in [0, inf].
+        probes: Expected number of non-edges per query and head whose effect is computed, in [0, inf].
     """
 
-    exploration = None  # probes explore without adding edges
+    exploration = None  # probes explore, so no edges need to be added
     softmax_only = True
     methods = ("bernoulli",)
 
@@ -183,9 +182,9 @@ class Local(Estimator):
         ops.checks.number("probes", probes, "[0, inf]", "It is an expected number of pairs per query and head.")
         self.probes = probes
 
-    def attach(self, out: Tensor, attended: Attended, prob: Tensor | None = None) -> Tensor:
-        """As :meth:`Estimator.attach`; ``prob`` are the probabilities of the edges, if they are known already."""
-        choice = attended.choice
+    def attach(self, out: Tensor, call: AttentionCall, prob: Tensor | None = None) -> Tensor:
+        """As :meth:`Estimator.attach`; ``prob`` are the probabilities of the edges, if already computed."""
+        choice = call.choice
         if choice.probability is None or not torch.is_grad_enabled():
             return out
         if not choice.independent:
@@ -193,28 +192,28 @@ class Local(Estimator):
                 f"Expected 'estimator' other than {type(self).__name__} with a source that ranks (got a graph whose "
                 "edges were not drawn one by one). Take 'imitate', or a source that samples."
             )
-        probes, chance = draw_probes(choice.graph, self.probes, seed=attended.seed, sequence_ids=attended.sequence_ids)
-        probes = attended.limit(probes)
-        with torch.no_grad():  # a constant of the effects
-            probe_bias = attended.score_bias(probes)
+        probes, chance = draw_probes(choice.graph, self.probes, seed=call.seed, sequence_ids=call.sequence_ids)
+        probes = call.limit(probes)
+        with torch.no_grad():  # the effects treat it as a constant
+            probe_bias = call.score_bias(probes)
         return local_expectation(
-            out, attended.query, attended.key, attended.value, choice.probability, choice.graph, probes, chance,
-            bias=attended.bias, probe_bias=probe_bias, forced=choice.forced, scale=attended.scale,
+            out, call.query, call.key, call.value, choice.probability, choice.graph, probes, chance,
+            bias=call.bias, probe_bias=probe_bias, forced=choice.forced, scale=call.scale,
             exploration=choice.exploration, prob=prob,
         )  # fmt: skip
 
 
 class Imitate(Estimator):
-    """``"imitate"``: the probabilities learn the attention over their graph, and nothing from the task.
+    """``"imitate"``: the probabilities learn to match the attention over their graph, and get no gradient of the task.
 
-    In training they have the auxiliary loss ``weight`` times :func:`distillation`, which the training loop adds; see
+    The auxiliary loss is ``weight`` times :func:`distillation`, in training mode; the training loop adds it, see
     :func:`sbm_pyg.auxiliary_loss`.
 
     Args:
         weight: Of the distillation, in [0, inf).
-        over: Keys that share out a query's probability, as :func:`distillation`. ``"selected"``: those of the graph. So
-            the indexer of DeepSeek-V3.2 learns: its warm-up by a graph that is full, and then by its largest scores.
-            ``"all"``: keys that are not in the graph are pushed down, too.
+        over: Keys over which the probabilities of a query are normalized, as in :func:`distillation`. ``"selected"``:
+            those of the graph, as the indexer of DeepSeek-V3.2 is trained (on a full graph first, then on the keys of
+            its largest scores). ``"all"``: all keys, so the probability of keys outside the graph is pushed down.
     """
 
     exploration = None
@@ -225,19 +224,19 @@ class Imitate(Estimator):
         ops.checks.one_of("over", over, OVER)
         self.weight, self.over = weight, over
 
-    def auxiliary_loss(self, attended: Attended) -> Tensor | None:
-        """As :meth:`Estimator.auxiliary_loss`; None in evaluation, and where there is no gradient to carry."""
-        choice = attended.choice
-        if choice.probability is None or not attended.training or not torch.is_grad_enabled():
+    def auxiliary_loss(self, call: AttentionCall) -> Tensor | None:
+        """As :meth:`Estimator.auxiliary_loss`; None in evaluation mode and if no gradient is needed."""
+        choice = call.choice
+        if choice.probability is None or not call.training or not torch.is_grad_enabled():
             return None
         return self.weight * distillation(
-            attended.query, attended.key, choice.probability, choice.graph, bias=attended.bias, scale=attended.scale,
-            prob=attended.prob, over=self.over,
+            call.query, call.key, choice.probability, choice.graph, bias=call.bias, scale=call.scale,
+            prob=call.prob, over=self.over,
         )  # fmt: skip
 
 
 class Distill(Local):
-    """``"distill"``: as :class:`Local`, and in training as :class:`Imitate` over all keys, too.
+    """``"distill"``: :class:`Local`, plus the loss of :class:`Imitate` over all keys.
 
     Args:
         weight: Of the distillation, in [0, inf).
@@ -248,15 +247,15 @@ class Distill(Local):
         super().__init__(probes)
         self.weight = Imitate(weight).weight
 
-    def attach(self, out: Tensor, attended: Attended, prob: Tensor | None = None) -> Tensor:
+    def attach(self, out: Tensor, call: AttentionCall, prob: Tensor | None = None) -> Tensor:
         """As :meth:`Estimator.attach`."""
-        if prob is None and attended.choice.probability is not None and attended.training and torch.is_grad_enabled():
-            prob = attended.prob
-        return super().attach(out, attended, prob)
+        if prob is None and call.choice.probability is not None and call.training and torch.is_grad_enabled():
+            prob = call.prob
+        return super().attach(out, call, prob)
 
-    def auxiliary_loss(self, attended: Attended) -> Tensor | None:
+    def auxiliary_loss(self, call: AttentionCall) -> Tensor | None:
         """As :meth:`Imitate.auxiliary_loss`."""
-        return Imitate(self.weight, "all").auxiliary_loss(attended)
+        return Imitate(self.weight, "all").auxiliary_loss(call)
 
 
 class Relaxed(Estimator):
@@ -264,7 +263,7 @@ class Relaxed(Estimator):
 
     softmax_only = True
     numbers = 4
-    """Numbers of a pair that memory has to hold in training, beside its key."""
+    """Numbers per pair held in memory during training, in addition to its key."""
 
     def prepare(self, choice: Choice, training: bool) -> Choice:
         """All pairs, in training."""
@@ -288,16 +287,16 @@ class Relaxed(Estimator):
 
 
 class Concrete(Relaxed):
-    """``"concrete"``: as :class:`Relaxed`, with a relaxed coin in place of the probability.
+    """``"concrete"``: as :class:`Relaxed`, with a relaxed Bernoulli variable in place of the probability.
 
     Args:
-        temperature: Of the coins, positive. A trainer may lower it as it goes.
+        temperature: Temperature of the relaxed variables, positive. A trainer may lower it during training.
     """
 
     numbers = 8
 
     def __init__(self, temperature: float = 1.0) -> None:
-        ops.checks.number("temperature", temperature, "(0, inf)", "The coin hardens as it goes to 0.")
+        ops.checks.number("temperature", temperature, "(0, inf)", "Lower temperatures are closer to 0 or 1.")
         self.temperature = temperature
 
     def _soft(self, probability: EdgeProbability, choice: Choice, seed: int) -> Tensor:
@@ -315,13 +314,14 @@ ESTIMATORS: dict[str, type[Estimator]] = {
 def resolve_estimator(
     estimator: Estimator | str | None, normalizer: object, method: str = "bernoulli", probes: float = 16.0
 ) -> Estimator:
-    """The estimator of that name, or the one itself.
+    """The estimator for a name; an estimator is returned as it is.
 
     Args:
-        estimator: An estimator, its name, or None: ``"local"`` where it is derived for the other two, else ``"mask"``.
-        normalizer: Of the attention; ``"softmax"``, or another.
-        method: Law of the sampled graph.
-        probes: Of ``"local"`` and ``"distill"`` by name or by default.
+        estimator: An estimator, its name, or None: ``"local"`` if it supports the normalizer and the method, else
+            ``"mask"``.
+        normalizer: Normalizer of the attention, ``"softmax"`` or another.
+        method: Sampling method of the graph.
+        probes: Probes of ``"local"`` and ``"distill"``.
     """
     local = Local(probes)
     if estimator is None:
@@ -388,17 +388,15 @@ def draw_probes(
     check_graph(graph)
     require_values(graph.query_ptr, "graph")
     ops.checks.number("per_query", per_query, "[0, inf]", "It is an average number of probes.")
-    if isinstance(graph, BlockGraph):
-        blocks, chance = draw_probes(graph.blocks, per_query / graph.grain, seed=seed, sequence_ids=sequence_ids)
-        return graph.with_blocks(blocks), chance
-    _check_memory(graph, per_query)
-    reach = allowed_keys(graph.query_ptr, graph.key_ptr, graph.num_queries, graph.is_causal)
-    chance = (float(per_query) / reach.clamp(min=1)).clamp(max=1).float()
-    sequence_ids = resolve_sequence_ids(sequence_ids, graph.num_sequences, graph.query_ptr.device)
+    blocks, per_query = graph.blocks, float(per_query) / graph.grain
+    _check_probe_memory(blocks, per_query)
+    allowed = allowed_keys(blocks.query_ptr, blocks.key_ptr, blocks.num_queries, blocks.is_causal)
+    chance = (per_query / allowed.clamp(min=1)).clamp(max=1).float()
+    sequence_ids = resolve_sequence_ids(sequence_ids, blocks.num_sequences, blocks.query_ptr.device)
     rowptr, col = ops.sample_systematic(
-        chance, graph.query_ptr, graph.key_ptr, sequence_ids, graph.heads, draw_seed(seed), graph.is_causal
+        chance, blocks.query_ptr, blocks.key_ptr, sequence_ids, blocks.heads, draw_seed(seed), blocks.is_causal
     )
-    return graph._with(rowptr, col, graph.heads), chance
+    return graph.with_blocks(blocks._with(rowptr, col, blocks.heads)), chance
 
 
 def local_expectation(
@@ -475,26 +473,16 @@ def local_expectation(
         raise ValueError(
             "Expected 'chance' in [0, 1] (got a number outside). It is the second result of `draw_probes`."
         )
-    if isinstance(graph, BlockGraph):
-        if not isinstance(probes, BlockGraph) or probes.grain != graph.grain:
-            raise ValueError(
-                f"Expected 'probes' to be pairs of blocks of {graph.grain} tokens, as 'graph' is (got {probes}). "
-                "`draw_probes` makes them."
-            )
-        mine, theirs = graph.blocks, probes.blocks
-        return ops.block_expectation(
-            out, query, key, value,
-            (mine.rowptr, mine.col, None if bias is None else graph.tiles(bias)),
-            (theirs.rowptr, theirs.col, None if probe_bias is None else probes.tiles(probe_bias)),
-            chance, (graph.query_ptr, graph.key_ptr), graph.grain, forced, graph.is_causal, scale, exploration,
-            prob=(_known(prob, probability, mine), probability.on(theirs)),
-        )  # fmt: skip
-    pairs = (graph.rowptr, graph.col, bias), (probes.rowptr, probes.col, probe_bias)
-    factors = probability.factors if prob is None else None
-    both = None if factors is not None else (_known(prob, probability, graph), probability.on(probes))
-    return ops.local_expectation(
-        out, query, key, value, *pairs, chance, forced, scale, exploration, factors=factors, prob=both
-    )
+    if type(probes) is not type(graph) or probes.grain != graph.grain:
+        raise ValueError(
+            f"Expected 'probes' to be pairs of blocks of {graph.grain} tokens, as 'graph' is (got {probes}). "
+            "`draw_probes` makes them."
+        )
+    return graph._local_expectation(
+        out, query, key, value, probes, (bias, probe_bias), chance, forced, scale, exploration,
+        factors=probability.factors if prob is None else None,
+        prob=lambda: (_edge_probability(prob, probability, graph.blocks), probability.on(probes.blocks)),
+    )  # fmt: skip
 
 
 def edge_logits(query: Tensor, key: Tensor, graph: AttentionGraph, bias: Tensor | None, scale: float) -> Tensor:
@@ -552,16 +540,8 @@ def distillation(
     blocks = graph.blocks
     probability.check(blocks)
     with torch.no_grad():
-        if isinstance(graph, BlockGraph):
-            weight = ops.block_weight(
-                query, key, blocks.rowptr, blocks.col, (graph.query_ptr, graph.key_ptr), graph.grain, graph.is_causal,
-                None if bias is None else graph.tiles(bias), scale,
-            )  # fmt: skip
-        else:
-            total = ops.edge_attention(query, key, key[..., :1], graph.rowptr, graph.col, None, bias, scale)[1]
-            total = total.clamp(min=torch.finfo(total.dtype).min).flatten()[graph.edge_row]  # no edge counts: 0 below
-            weight = (edge_logits(query, key, graph, bias, scale) - total).exp()
-    p = _known(prob, probability, blocks)
+        weight = graph._attention_weight(query, key, bias, scale)
+    p = _edge_probability(prob, probability, blocks)
     if over == "all":
         degree = probability.expected_degree()
     else:
@@ -570,7 +550,7 @@ def distillation(
         mean = mean_weights(graph.query_ptr, blocks.num_queries, weight.dtype, blocks.query_ptr)
         weight = weight.masked_fill(p == 0, 0) * mean.repeat(blocks.heads)[blocks.edge_row]
         whole = segments(weight, blocks.rowptr).view_as(degree)  # 1 in all where a query has an edge
-    log_p, log_degree = (upcast(x).clamp(min=_least(p)).log() for x in (p, degree))
+    log_p, log_degree = (upcast(x).clamp(min=_min_probability(p)).log() for x in (p, degree))
     return ((whole * log_degree).sum() - (weight * log_p).sum()) / graph.heads
 
 
@@ -588,8 +568,8 @@ def relaxed_bias(probability: EdgeProbability, graph: AttentionGraph, exploratio
         TypeError, ValueError: The graph is not over the tokens of the model, or memory does not hold a few numbers for
             each pair.
     """
-    p = _explored(probability, graph, exploration, numbers=4)
-    return p.clamp(_least(p), 1).log()
+    p = _probability_with_exploration(probability, graph, exploration, numbers=4)
+    return p.clamp(_min_probability(p), 1).log()
 
 
 def concrete_bias(
@@ -613,8 +593,8 @@ def concrete_bias(
     Reference: Maddison et al. and Jang et al., ICLR 2017.
     """
     ops.checks.number("temperature", temperature, "(0, inf)", "The coin hardens as it goes to 0.")
-    given = _explored(probability, graph, exploration, numbers=8)
-    p = upcast(given).clamp(_least(given), 1 - 1e-6)
+    given = _probability_with_exploration(probability, graph, exploration, numbers=8)
+    p = upcast(given).clamp(_min_probability(given), 1 - 1e-6)
     generator = torch.Generator(p.device).manual_seed(draw_seed(seed))
     noise = torch.rand(p.shape, generator=generator, device=p.device, dtype=p.dtype).clamp(1e-6, 1 - 1e-6)
     return torch.nn.functional.logsigmoid((p.logit() + noise.logit()) / temperature).to(given.dtype)
@@ -651,15 +631,17 @@ def score_function(
     others = (loss.sum() - loss) / (batch - 1) if batch > 1 else torch.zeros_like(loss)
     advantage = (loss - others).detach()
     sequence = torch.repeat_interleave(graph.query_ptr.diff(), output_size=graph.num_queries).repeat(graph.heads)
-    there = _explored(probability, graph, exploration, numbers=4)
-    p = upcast(there).clamp(max(1e-6, _least(there)), 1 - 1e-6)
-    absent = (-upcast(_explored(probability, pairs, exploration, numbers=3)).clamp(0, 1 - 1e-6)).log1p()
+    there = _probability_with_exploration(probability, graph, exploration, numbers=4)
+    p = upcast(there).clamp(max(1e-6, _min_probability(there)), 1 - 1e-6)
+    absent = (
+        -upcast(_probability_with_exploration(probability, pairs, exploration, numbers=3)).clamp(0, 1 - 1e-6)
+    ).log1p()
     log_prob = p.new_zeros(batch).index_add(0, sequence[graph.edge_row], p.logit())
     total = advantage * log_prob.index_add(0, sequence[pairs.edge_row], absent)
     return total.sum() - total.sum().detach()
 
 
-def _known(prob: Tensor | None, probability: EdgeProbability, graph: AttentionGraph) -> Tensor:
+def _edge_probability(prob: Tensor | None, probability: EdgeProbability, graph: AttentionGraph) -> Tensor:
     """Probability of each edge, ``[E]``: as it is given, or computed."""
     if prob is None:
         return probability.on(graph)
@@ -669,34 +651,36 @@ def _known(prob: Tensor | None, probability: EdgeProbability, graph: AttentionGr
     return prob
 
 
-def _explored(probability: EdgeProbability, graph: AttentionGraph, exploration: float, numbers: int) -> Tensor:
+def _probability_with_exploration(
+    probability: EdgeProbability, graph: AttentionGraph, exploration: float, numbers: int
+) -> Tensor:
     """Probability of each edge with what was added to it, ``[E]``, where memory holds so many numbers for each."""
     check_probability(probability)
     ops.checks.number("exploration", exploration, "[0, 1]", "It is what was added to each probability.")
     probability.check(graph)
     width = torch.get_default_dtype().itemsize
-    ops.checks.memory("graph", graph.num_edges, numbers * width, graph.device, _FEWER)
+    ops.checks.memory("graph", graph.num_edges, numbers * width, graph.device, _TAKE_FEWER)
     return probability.on(graph) + exploration
 
 
 def _check_pairs(graph: AttentionGraph, numbers: int, more: int) -> None:
     """Refuse all pairs where memory does not hold so many numbers and bytes more for each, backward included."""
     count, each = graph.heads * int(graph.pairs_per_sequence.sum()), numbers * torch.get_default_dtype().itemsize + more
-    ops.checks.memory("graph", count, each, graph.device, _FEWER, "pairs")
+    ops.checks.memory("graph", count, each, graph.device, _TAKE_FEWER, "pairs")
 
 
-def _least(p: Tensor) -> float:
+def _min_probability(p: Tensor) -> float:
     """Probability below which a logarithm is cut, so that its type holds the slope."""
-    return max(_LEAST, torch.finfo(p.dtype).tiny)
+    return max(MIN_PROBABILITY, torch.finfo(p.dtype).tiny)
 
 
-def _check_memory(graph: AttentionGraph, per_query: float) -> None:
+def _check_probe_memory(graph: AttentionGraph, per_query: float) -> None:
     """Refuse more probes than fit into memory with one number each."""
     width = (4 if graph.device.type == "cpu" else 20) + torch.get_default_dtype().itemsize
     pairs = graph.heads * graph.num_queries * graph.num_keys
     if ops.checks.fits(pairs, width, graph.device) or not can_read(graph.query_ptr):
         return
-    reach = allowed_keys(graph.query_ptr, graph.key_ptr, graph.num_queries, graph.is_causal)
-    reach = reach.to(ops.checks.widest(reach.device))
-    count = graph.heads * int(reach.clamp(max=per_query + 1).sum())  # a row takes up to one more
-    ops.checks.memory("per_query", count, width, graph.device, f"Take fewer probes. {_FEWER}", "probes")
+    allowed = allowed_keys(graph.query_ptr, graph.key_ptr, graph.num_queries, graph.is_causal)
+    allowed = allowed.to(ops.checks.widest(allowed.device))
+    count = graph.heads * int(allowed.clamp(max=per_query + 1).sum())  # a row takes up to one more
+    ops.checks.memory("per_query", count, width, graph.device, f"Take fewer probes. {_TAKE_FEWER}", "probes")

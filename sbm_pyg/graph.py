@@ -8,7 +8,7 @@ computed over it (``ops``, ``attention``).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import networkx as nx
@@ -19,6 +19,7 @@ from torch_geometric.data import Batch, Data, HeteroData
 from torch_geometric.typing import EdgeType, SparseTensor
 from torch_geometric.utils import is_sparse, to_edge_index
 
+from . import ops
 from .ops import checks, values
 from .ops.values import can_read, require_values
 from .ragged import check_tensor, resolve_sides, stored_ptr, unmerged
@@ -92,6 +93,55 @@ class AttentionGraph(CompressedRows):
     def over_tokens(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Numbers of the blocks of queries ``[H, n, ...]`` and of keys ``[H, m, ...]``, repeated for their tokens."""
         return query, key
+
+    # ---------------------------------------------------------------- its kernels, for layers and estimators
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        gate: Tensor | None = None,
+        bias: Tensor | None = None,
+        scale: float = 1.0,
+        gate_form: str = "score",
+        dropout: float = 0.0,
+        seed: int = 0,
+    ) -> Tensor:
+        """Softmax attention over the edges, ``[H, N, C']``; ``gate`` and ``bias`` are those of tokens, ``[E]``."""
+        rows = (self.rowptr, self.col)
+        return ops.edge_attention(query, key, value, *rows, gate, bias, scale, gate_form, dropout, seed)[0]
+
+    def _attention_weight(self, query: Tensor, key: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+        """Weight of each edge of ``blocks``, ``[E']``, summed over the queries of a block."""
+        rows = (self.rowptr, self.col)
+        total = ops.edge_attention(query, key, key[..., :1], *rows, None, bias, scale)[1]
+        total = total.clamp(min=torch.finfo(total.dtype).min).flatten()[self.edge_row]  # a row without weight gives 0
+        logit = ops.edge_dot(query, key, *rows) * scale
+        return ((logit if bias is None else logit + bias) - total).exp()
+
+    def _local_expectation(
+        self,
+        out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        probes: AttentionGraph,
+        biases: tuple[Tensor | None, Tensor | None],
+        chance: Tensor,
+        forced: Tensor | None,
+        scale: float,
+        exploration: float,
+        *,
+        factors: tuple[Tensor, Tensor] | None,
+        prob: Callable[[], tuple[Tensor, Tensor]],
+    ) -> Tensor:
+        """``out``, whose backward pass reaches the probabilities: factors, or those of edges and probes."""
+        edges, probed = (self.rowptr, self.col, biases[0]), (probes.rowptr, probes.col, biases[1])
+        both = None if factors is not None else prob()
+        return ops.local_expectation(
+            out, query, key, value, edges, probed, chance, forced, scale, exploration, factors=factors, prob=both
+        )
 
     # ---------------------------------------------------------------- from other forms
 

@@ -1,8 +1,8 @@
-"""Attention over the edges of a graph as message passing: one fused op, and its meaning edge by edge.
+"""Attention over the edges of a graph as message passing: one fused op, and PyG's edge-by-edge path.
 
-In: queries, keys and values of all heads, and a graph. Out: tokens and, edge by edge, the weights. The edge by edge
-path runs where somebody looks at it: hooks and explainers of PyG. Not here: projections, and where the graph comes from
-(``attention``).
+In: queries, keys and values of all heads, and a graph. Out: tokens and, on request, the weight of each edge. The
+edge-by-edge path runs when hooks or explainers of PyG need it; it defines what the fused op computes. Not here:
+projections, and graph sources (``attention``).
 """
 
 from __future__ import annotations
@@ -20,35 +20,34 @@ from torch_geometric.utils import is_sparse
 from torch_geometric.utils.sparse import set_sparse_value
 
 from . import ops
-from .blocks import BlockGraph
 from .estimators import Estimator, edge_logits
 from .graph import AttentionGraph, edge_list
 from .normalizers import Entmax, alpha_of, normalize
 from .ops import checks
 from .ops.reference.edges import dropout_mask
 
-__all__ = ["NOTHING", "EdgeAttention", "Returns", "channel_pair", "check_tokens"]
+__all__ = ["OUTPUT_ONLY", "EdgeAttention", "Returns", "channel_pair", "check_tokens"]
 
 _PROPAGATE = MessagePassing.propagate
 
-Parts = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 """Query, key, value; gate and score bias of each edge, or None."""
 
 
 @dataclass(frozen=True)
 class Returns:
-    """What a call of the layer returns beside the tokens, in this order; arguments of :meth:`AttentionConv.forward`."""
+    """Extra outputs of a call, in this order; see the arguments of :meth:`AttentionConv.forward`."""
 
     graph: bool = False
     choice: bool = False
     attention_weights: bool = False
 
 
-NOTHING = Returns()
+OUTPUT_ONLY = Returns()
 
 
 class EdgeAttention(MessagePassing):
-    """What :class:`~sbm_pyg.AttentionConv` does once it has projections and a graph."""
+    """Base of :class:`~sbm_pyg.AttentionConv`: attention over a graph, given queries, keys and values."""
 
     heads: int
     out_channels: int
@@ -56,12 +55,13 @@ class EdgeAttention(MessagePassing):
     normalizer: str | Entmax
     estimator: Estimator
     score_bias: Callable[[Tensor, Tensor, AttentionGraph], Tensor] | None
-    _alpha: Tensor | None = None  # where PyG's AttentionExplainer looks for the weights, from a hook of `message`
+    _alpha: Tensor | None = None  # read by PyG's AttentionExplainer in a hook of `message`
 
     def _set_jittable_templates(self, raise_on_error: bool = False) -> None:
-        """PyG writes a faster `propagate` into the class, and keeps the one before it for explainers.
+        """Keep PyG's own `propagate` for explainers.
 
-        In a subclass the one before it may be the fast one of its base, which knows no explainer.
+        PyG replaces `propagate` of the class by a faster one and keeps the previous one for explainers. In a subclass
+        the previous one may be the fast one of its base, which does not support explainers.
         """
         super()._set_jittable_templates(raise_on_error)
         type(self)._orig_propagate = _PROPAGATE
@@ -72,12 +72,12 @@ class EdgeAttention(MessagePassing):
 
     @property
     def _explained(self) -> bool:
-        """Whether an explainer is at work: it masks messages, or hooks into them."""
+        """True if an explainer masks messages or hooks into them."""
         return self.explain is True or (self.explain is None and self._message_hooks)
 
     @property
     def _edgewise(self) -> bool:
-        """Whether to go edge by edge, because somebody looks at PyG's propagation."""
+        """True if hooks or an explainer need PyG's edge-by-edge path."""
         steps = (
             self._propagate_forward_pre_hooks,
             self._propagate_forward_hooks,
@@ -97,7 +97,7 @@ class EdgeAttention(MessagePassing):
         sequence_ids: Any,
         returns: Any,
     ) -> None:
-        """Refuse other shapes, arguments that do not go together, and edges that an explainer does not know."""
+        """Check shapes and combinations of arguments; an explainer needs an explicit ``edge_index``."""
         checks.tensors(query=query, key=key, value=value)
         checks.shape("query", query, (self.heads, None, self.out_channels), "[H, N, C]", "Heads come first.")
         checks.shape("key", key, (self.heads, None, self.out_channels), "[H, M, C]", "Heads come first.")
@@ -136,7 +136,7 @@ class EdgeAttention(MessagePassing):
             )
 
     def _score_bias(self, query: Tensor, key: Tensor, graph: AttentionGraph) -> Tensor | None:
-        """What ``score_bias`` adds to the score of each edge, ``[E]``."""
+        """The score bias of each edge, ``[E]``, or None."""
         if self.score_bias is None:
             return None
         bias = self.score_bias(query, key, graph)
@@ -145,43 +145,43 @@ class EdgeAttention(MessagePassing):
         )
         return bias
 
-    def _over(
+    def _attend_over_graph(
         self,
         graph: AttentionGraph,
         edge_index: Any,
         edge_head: Tensor | None,
-        parts: Parts,
+        inputs: Inputs,
         dropout: float,
         seed: int,
-        weigh: bool,
+        return_weights: bool,
     ) -> tuple[Tensor, Any]:
-        """Attend over a graph that came from ``edge_index``, or from a source.
+        """Attend over a graph, built from ``edge_index`` or chosen by the source.
 
         Returns:
             The output, ``[N, H, C']``, and the attention weights as PyG's layers return them, if asked for.
         """
-        place, alpha, ordered = None, None, False
-        if isinstance(edge_index, Tensor | SparseTensor) and (self._explained or weigh):
-            place = graph.find(edge_list(edge_index), edge_head)  # where the graph has the edges of the caller
+        position, alpha, ordered = None, None, False
+        if isinstance(edge_index, Tensor | SparseTensor) and (self._explained or return_weights):
+            position = graph.find(edge_list(edge_index), edge_head)  # in the graph, of each edge of the caller
         if self._explained:
             shown = None if edge_head is not None else edge_index
-            out, alpha = self._propagate_edges(graph, shown, place, parts, dropout, seed)
+            out, alpha = self._propagate_edges(graph, shown, position, inputs, dropout, seed)
             ordered = True
         elif self._edgewise:
-            out, alpha = self._propagate_edges(graph, None, None, parts, dropout, seed)
+            out, alpha = self._propagate_edges(graph, None, None, inputs, dropout, seed)
         else:
-            out = self._fused(graph, *parts, dropout, seed)
+            out = self._fused(graph, *inputs, dropout, seed)
         self._alpha = None
-        if not weigh:
+        if not return_weights:
             return out, None
         if alpha is None:
-            query, key, _, _, bias = parts
+            query, key, _, _, bias = inputs
             logit = edge_logits(query, key, graph, bias, self.scale)
             alpha = normalize(self.normalizer, logit[:, None], ptr=graph.rowptr)
-        if place is None:
+        if position is None:
             return out, (graph.edge_index, alpha[:, 0])
         if not ordered:
-            alpha = (alpha if edge_head is not None else alpha.view(self.heads, -1).T)[place]
+            alpha = (alpha if edge_head is not None else alpha.view(self.heads, -1).T)[position]
         alpha = alpha if edge_head is None else alpha[:, 0]
         if not isinstance(edge_index, Tensor):
             return out, edge_index.set_value(alpha, layout="coo")
@@ -193,8 +193,8 @@ class EdgeAttention(MessagePassing):
         self,
         graph: AttentionGraph,
         edge_index: Tensor | None,
-        place: Tensor | None,
-        parts: Parts,
+        position: Tensor | None,
+        inputs: Inputs,
         dropout: float,
         seed: int,
     ) -> tuple[Tensor, Tensor]:
@@ -205,12 +205,12 @@ class EdgeAttention(MessagePassing):
         edges, and so its own nodes.
         """
         distinct = graph.num_edges if edge_index is None else graph.num_edges // self.heads
-        if place is not None and place.numel() != distinct:
+        if position is not None and position.numel() != distinct:
             raise ValueError(
-                f"Expected 'edge_index' without repeated edges to be explained (got {place.numel()} edges, {distinct} "
-                "distinct). Call `torch_geometric.utils.coalesce` first."
+                f"Expected 'edge_index' without repeated edges to be explained (got {position.numel()} edges, "
+                f"{distinct} distinct). Call `torch_geometric.utils.coalesce` first."
             )
-        query, key, value, gate, bias = parts
+        query, key, value, gate, bias = inputs
         keep = None  # factor of each edge under dropout, the same as the fused path's
         if dropout > 0:
             kept = dropout_mask(graph.rowptr, graph.col, self.heads, graph.num_keys, dropout, seed)
@@ -218,13 +218,13 @@ class EdgeAttention(MessagePassing):
         heads, sizes = self.heads, (graph.num_keys, graph.num_queries)
         if edge_index is not None:
             tokens = [x.transpose(0, 1) for x in (query, key, value)]  # [N, H, C]
-            edge = [None if x is None else x.view(heads, -1).T[place] for x in (gate, bias, keep)]  # [E, H]
+            edge = [None if x is None else x.view(heads, -1).T[position] for x in (gate, bias, keep)]  # [E, H]
         else:
             tokens = [x.flatten(0, 1)[:, None] for x in (query, key, value)]  # [H*N, 1, C]
             edge = [None if x is None else x[:, None] for x in (gate, bias, keep)]  # [E, 1]
             edges = torch.stack([graph.edge_head * graph.num_keys + graph.col, graph.edge_row])
-            if place is not None:
-                edges, edge = edges[:, place], [None if x is None else x[place] for x in edge]
+            if position is not None:
+                edges, edge = edges[:, position], [None if x is None else x[position] for x in edge]
             sizes = (heads * graph.num_keys, heads * graph.num_queries)
         query, key, value = tokens
         weights: list[Tensor] = []  # what `message` finds them to be
@@ -258,28 +258,12 @@ class EdgeAttention(MessagePassing):
         dropout: float,
         seed: int,
     ) -> Tensor:
-        """The fused path: one op over compressed rows; the same contract as :meth:`message` and a sum.
-
-        Softmax over a graph of blocks has an op of its own; gates and entmax attend over the tokens of the graph.
-        Returns ``[N, H, C]``.
-        """
-        if isinstance(graph, BlockGraph) and self.normalizer == "softmax" and gate is None:
-            blocks, ptrs = graph.blocks, (graph.query_ptr, graph.key_ptr)
-            tiles = None if score_bias is None else graph.tiles(score_bias)
-            out, _ = ops.block_attention(
-                query, key, value, blocks.rowptr, blocks.col, ptrs, graph.grain, graph.is_causal, tiles, self.scale,
-                dropout, seed,
-            )  # fmt: skip
-            return out.transpose(0, 1)
-        arguments = (
-            query, key, value, graph.rowptr, graph.col, gate, score_bias, self.scale, self.estimator.gate_form, dropout,
-            seed,
-        )  # fmt: skip
+        """The fused path: one op that computes :meth:`message` and the sum over edges. Returns ``[N, H, C]``."""
+        options: Any = (gate, score_bias, self.scale, self.estimator.gate_form, dropout, seed)
         if self.normalizer == "softmax":
-            out, _ = ops.edge_attention(*arguments)
-        else:
-            out = ops.edge_entmax(*arguments, alpha_of(self.normalizer))
-        return out.transpose(0, 1)
+            return graph._attend(query, key, value, *options).transpose(0, 1)
+        options = (*options, alpha_of(self.normalizer))
+        return ops.edge_entmax(query, key, value, graph.rowptr, graph.col, *options).transpose(0, 1)
 
     def message(
         self,
@@ -294,7 +278,7 @@ class EdgeAttention(MessagePassing):
         ptr: Tensor | None,
         size_i: int | None,
     ) -> Tensor:
-        """The meaning: weighted values of the edges, ``[E, H or 1, C]``.
+        """Weighted values of the edges, ``[E, H or 1, C]``: the reference for the fused path.
 
         Numbers per edge, ``gate``, ``score_bias`` and ``keep``, are ``[E, H or 1]`` or None. Weights before dropout,
         ``[E, H or 1]``, are added to the list ``weights``.
@@ -326,12 +310,12 @@ def channel_pair(in_channels: Any) -> tuple[int, int]:
 
 
 def converts(tokens: Tensor, weight: Tensor) -> bool:
-    """Whether autocast makes one type of both; it leaves float64 alone."""
+    """True if autocast converts both to one type; it does not convert float64."""
     return torch.is_autocast_enabled(tokens.device.type) and torch.float64 not in (tokens.dtype, weight.dtype)
 
 
 def check_tokens(tokens: Any, lin: torch.nn.Module) -> None:
-    """Refuse tokens that a projection does not take."""
+    """Check that a projection accepts the tokens."""
     if not isinstance(tokens, Tensor):
         raise TypeError(
             f"Expected 'x' to be a tensor, or a pair of keys and queries (got {type(tokens).__name__}). Convert it."

@@ -1,12 +1,14 @@
-"""What a batch is: where each sequence begins, which seed it draws from, and translation to and from padded tensors.
+"""Batches of ragged sequences: :class:`Tokens`, offsets, sequence numbers, seeds, and conversion to padded tensors.
 
 In and out: tokens of all sequences one after the other, ``[N, ...]``, with offsets ``ptr`` [B+1]; or ``[B, L, ...]``
-with a mask. Not here: anything that knows what a token is.
+with a mask. Not here: graphs over these tokens (``graph``), and rules that choose them (``sources``).
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from numbers import Real
 from operator import lt
@@ -18,9 +20,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 from torch_geometric.utils import to_dense_batch
 
 from .ops import checks, values
+from .ops.reference.segments import allowed_keys
 from .ops.values import can_read, require_values
 
 __all__ = [
+    "Tokens",
     "check_tensor",
     "count_pairs",
     "draw_seed",
@@ -32,9 +36,133 @@ __all__ = [
     "unpad",
 ]
 
-
 _VALID: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Offsets on a device that were found to be right, for how many tokens, and in which version."""
+
+
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """Queries and keys of a batch of ragged sequences, as a graph source sees them.
+
+    Everything is checked once, when the record is made. After that every field is set, ``sequence_ids`` excepted, and
+    sources, rules and kernels trust it. ``dataclasses.replace`` makes a record with other fields.
+
+    Args:
+        query: Queries of each head, ``[H, N, C]``.
+        key: Keys of each head, ``[H, M, C]``. None: self-attention, the queries are the keys.
+        query_ptr: Offsets of the sequences in the queries, ``[B+1]`` int64. None: one sequence.
+        key_ptr: Offsets of the sequences in the keys, ``[B+1]`` int64. None: those of the queries.
+        bipartite: Queries and keys are different tokens, even where N = M. None: True if another key tensor was passed.
+        is_causal: No query may attend to a later key, nor may its row depend on one. The graph says so
+            (:attr:`AttentionGraph.is_causal`), and densities count the pairs that are left.
+        seed: Integer of 64 bits from which all random choices follow.
+        sequence_ids: Number of each sequence, ``[B]`` int64, as :func:`sbm_pyg.sample_edges` takes it. None: sequences
+            are numbered by their position in the batch.
+
+    Raises:
+        TypeError: An argument has the wrong type, or queries and keys have different dtypes.
+        ValueError: Shapes, devices or offsets do not fit each other, or the seed does not fit into 64 bits.
+
+    Example:
+        >>> tokens = Tokens(torch.randn(2, 10, 8), query_ptr=torch.tensor([0, 4, 10]), is_causal=True)
+        >>> tokens.key is tokens.query, tokens.bipartite, tokens.allowed_keys.tolist()
+        (True, False, [1, 2, 3, 4, 1, 2, 3, 4, 5, 6])
+    """
+
+    query: Tensor
+    key: Tensor = None  # type: ignore[assignment]  # these are set after __post_init__
+    query_ptr: Tensor = None  # type: ignore[assignment]
+    key_ptr: Tensor = None  # type: ignore[assignment]
+    bipartite: bool = None  # type: ignore[assignment]
+    is_causal: bool = False
+    seed: int = 0
+    sequence_ids: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        query, key = self.query, self.query if self.key is None else self.key
+        checks.tensors(query=query, key=key)
+        checks.floating(query=query, key=key)
+        checks.shape("query", query, (None, None, None), "[H, N, C]", "Heads come first.")
+        wanted = (query.size(0), None, query.size(2))
+        checks.shape("key", key, wanted, "[H, M, C]", "It has the heads and channels of 'query'.")
+        checks.same_device("query", query, key=key)
+        if key.dtype != query.dtype:
+            raise TypeError(f"Expected 'key' to be {query.dtype}, as 'query' is (got {key.dtype}). Convert it.")
+        if not torch.compiler.is_compiling() and (min(query.shape[:2]) < 1 or key.size(1) < 1):
+            raise ValueError(
+                f"Expected 'query' and 'key' of at least one head and token (got {list(query.shape)} and "
+                f"{list(key.shape)}). A graph has tokens on both sides."
+            )
+        ptr = (self.query_ptr if self.key_ptr is None else self.key_ptr, self.query_ptr)
+        names = ("query_ptr", "key_ptr")
+        ptrs = resolve_sides(query.size(1), key.size(1), ptr, None, query.device, names=names)
+        bipartite = key is not query if self.bipartite is None else self.bipartite
+        checks.flag("bipartite", bipartite, "It says whether queries and keys are different tokens.")
+        checks.flag("is_causal", self.is_causal, "It says whether edges to later tokens are left out.")
+        check_sequence_ids(self.sequence_ids, ptrs[0].numel() - 1)
+        known = {"key": key, "query_ptr": ptrs[0], "key_ptr": ptrs[1], "bipartite": bipartite}
+        self.__dict__.update(known, seed=checks.seed(self.seed))
+
+    def with_vectors(self, query: Tensor, key: Tensor) -> Tokens:
+        """The same tokens with other vectors, such as projections ``[H, N, r]`` and ``[H, M, r]``, without checks."""
+        tokens = object.__new__(Tokens)
+        tokens.__dict__.update(self.__dict__, query=query, key=key)
+        return tokens
+
+    @property
+    def heads(self) -> int:
+        """Number of heads H."""
+        return self.query.size(0)
+
+    @property
+    def num_queries(self) -> int:
+        """Number of queries N."""
+        return self.query.size(1)
+
+    @property
+    def num_keys(self) -> int:
+        """Number of keys M."""
+        return self.key.size(1)
+
+    @cached_property
+    def query_sequence(self) -> Tensor:
+        """The sequence of each query, ``[N]``."""
+        return torch.repeat_interleave(self.query_ptr.diff(), output_size=self.num_queries)
+
+    @cached_property
+    def key_sequence(self) -> Tensor:
+        """The sequence of each key, ``[M]``."""
+        return torch.repeat_interleave(self.key_ptr.diff(), output_size=self.num_keys)
+
+    @cached_property
+    def query_position(self) -> Tensor:
+        """The position of each query in its sequence, from 0, ``[N]``."""
+        return torch.arange(self.num_queries, device=self.query.device) - self.query_ptr[self.query_sequence]
+
+    @cached_property
+    def key_position(self) -> Tensor:
+        """The position of each key in its sequence, from 0, ``[M]``."""
+        return torch.arange(self.num_keys, device=self.key.device) - self.key_ptr[self.key_sequence]
+
+    @cached_property
+    def allowed_keys(self) -> Tensor:
+        """Number of keys that each query may attend to, which are the first ones of its sequence, ``[N]``."""
+        return allowed_keys(self.query_ptr, self.key_ptr, self.num_queries, self.is_causal)
+
+    @property
+    def first_key(self) -> Tensor:
+        """Where the sequence of each query begins among the keys of all heads, ``[H*N]``."""
+        head = self.num_keys * torch.arange(self.heads, device=self.key.device)
+        return (head[:, None] + self.key_ptr[self.query_sequence]).flatten()
+
+
+def check_record(tokens: object) -> None:
+    """Raise TypeError unless it is :class:`Tokens`."""
+    if not isinstance(tokens, Tokens):
+        raise TypeError(
+            f"Expected 'tokens' to be Tokens (got {type(tokens).__name__}). Make them of queries and keys: "
+            "`Tokens(query, key)`."
+        )
 
 
 def check_tensor(x: object, name: str, optional: bool = True) -> None:
@@ -66,21 +194,6 @@ def offsets(counts: Tensor) -> Tensor:
         what = f"{counts.dtype} {list(counts.shape)}" if isinstance(counts, Tensor) else type(counts).__name__
         raise TypeError(f"Expected 'counts' to be [n] integers (got {what}). It holds how many there are of each.")
     return torch.cat([counts.new_zeros(1, dtype=torch.int64), counts.cumsum(0, dtype=torch.int64)])
-
-
-def mean_weights(ptr: Tensor, count: int, dtype: torch.dtype, rows: Tensor | None = None) -> Tensor:
-    """Weight of each token in a mean over sequences of the means over their tokens, ``[N]``.
-
-    It is :math:`1 / (B N_b)` in sequence b. The mean over a batch is then that of the means over equal parts of it.
-
-    Args:
-        ptr: Offsets of the sequences in the tokens, ``[B+1]``.
-        count: Number of tokens N, or of rows.
-        dtype: Type of the weights.
-        rows: Offsets of the sequences in rows that stand for several tokens each, such as blocks. None: one for each.
-    """
-    each = ((ptr.numel() - 1) * ptr.diff()).clamp(min=1).to(dtype).reciprocal()
-    return each.repeat_interleave((ptr if rows is None else rows).diff(), output_size=count)
 
 
 def count_pairs(query_ptr: Tensor, key_ptr: Tensor, is_causal: bool = False) -> Tensor:

@@ -29,6 +29,7 @@ from sbm_pyg import (
     SequenceClassifier,
     SequenceEncoder,
     TokenClassifier,
+    Tokens,
     analysis,
     auxiliary_loss,
     estimators,
@@ -108,7 +109,9 @@ def on(device: Device, make: Callable[[], nn.Module]) -> Any:
 
 def block_model(device: Device) -> SBM:
     head, ptr = on(device, lambda: SBMHead(8, heads=2, num_blocks=4)), PTR.to(device)
-    return head(normal(device, 2, 40, 8, seed=1), normal(device, 2, 40, 8, seed=2), ptr, ptr)
+    return head(
+        Tokens(normal(device, 2, 40, 8, seed=1), normal(device, 2, 40, 8, seed=2), query_ptr=ptr, bipartite=False)
+    )
 
 
 def with_gradients(out: Tensor, module: nn.Module, *inputs: Tensor) -> list[Tensor]:

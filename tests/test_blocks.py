@@ -27,6 +27,7 @@ from sbm_pyg import (
     SBMHead,
     SBMSource,
     SequenceEncoder,
+    Tokens,
     auxiliary_loss,
     estimators,
     ops,
@@ -518,8 +519,8 @@ def test_blocks_of_one_token_are_the_layer_over_tokens(is_causal: bool, estimato
         source = conv.source
 
         class One(GraphSource):
-            def forward(self, *arguments: Any, **options: Any) -> Choice:
-                choice = source(*arguments, **options)  # noqa: B023
+            def forward(self, tokens: Tokens) -> Choice:
+                choice = source(tokens)  # noqa: B023
                 if grain_one:  # noqa: B023
                     graph = choice.graph
                     blocks = BlockGraph(graph, 1, query_ptr=graph.query_ptr, key_ptr=graph.key_ptr)
@@ -647,7 +648,7 @@ def test_what_blocks_cannot_do_is_refused() -> None:
     conv = SBMAttentionConv(6, 4, grain=4, is_causal=True, sbm_options={"tied": True})
     with pytest.raises(ValueError, match="a head that is not tied"):
         conv(torch.randn(8, 6))
-    with pytest.raises(TypeError, match="'pool' to be 'mean' or a module"):
+    with pytest.raises(ValueError, match="'pool' to be 'mean', 'learned' or a module"):
         SBMSource(SBMHead(4), grain=4, pool=3)  # type: ignore[arg-type]
 
 

@@ -12,7 +12,7 @@ import torch
 from problems import GRAPHS, random_graph, reference_attention
 from torch import Tensor
 
-from sbm_pyg import SBM, AttentionGraph, SBMAttentionConv, SBMHead, ops, sample_edges
+from sbm_pyg import SBM, AttentionGraph, SBMAttentionConv, SBMHead, Tokens, ops, sample_edges
 from sbm_pyg.estimators import (
     Local,
     Mask,
@@ -701,7 +701,7 @@ def test_initial_density_is_what_was_asked_for(parameterization: str, density: f
     torch.manual_seed(0)
     head = SBMHead(32, 2, blocks, parameterization=parameterization, density=density)
     found = (
-        head(draw(1, 2, 64, 32, dtype=torch.float32), draw(2, 2, 64, 32, dtype=torch.float32))
+        head(Tokens(draw(1, 2, 64, 32, dtype=torch.float32), draw(2, 2, 64, 32, dtype=torch.float32)))
         .expected_density()
         .detach()
     )
@@ -716,7 +716,7 @@ def test_assortative_probability_is_that_of_the_same_block() -> None:
     torch.manual_seed(0)
     head = SBMHead(8, 1, 4, parameterization="assortative", temperature=0.2, cluster_init="orthogonal")
     query, key = draw(1, 1, 5, 8, dtype=torch.float32), draw(2, 1, 5, 8, dtype=torch.float32)
-    sbm = head(query, key)
+    sbm = head(Tokens(query, key))
     torch.testing.assert_close(sbm.query_membership.sum(-1), torch.ones(1, 5))
     torch.testing.assert_close(sbm.edge_prob_dense()[0], sbm.query_membership[0] @ sbm.key_membership[0].T)
     assert float(sbm.edge_prob_dense().detach().max()) <= 1
@@ -725,7 +725,7 @@ def test_assortative_probability_is_that_of_the_same_block() -> None:
 def test_tied_memberships_are_those_of_the_queries() -> None:
     head = SBMHead(8, 1, 4, parameterization="assortative", tied=True)
     query = draw(1, 1, 5, 8, dtype=torch.float32)
-    sbm = head(query, draw(2, 1, 5, 8, dtype=torch.float32))
+    sbm = head(Tokens(query, draw(2, 1, 5, 8, dtype=torch.float32)))
     assert torch.equal(sbm.query_membership, sbm.key_membership)
     with pytest.raises(ValueError, match="with tied memberships"):
-        head(query, draw(2, 1, 6, 8, dtype=torch.float32))
+        head(Tokens(query, draw(2, 1, 6, 8, dtype=torch.float32)))

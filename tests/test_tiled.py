@@ -19,6 +19,7 @@ from sbm_pyg import (
     SequenceEncoder,
     ShareSchedule,
     TokenClassifier,
+    Tokens,
     ops,
 )
 from sbm_pyg.estimators import draw_probes, local_expectation
@@ -358,7 +359,7 @@ def test_what_is_stored_of_a_tiled_choice_knows_its_exploration() -> None:
     """By which estimators weigh edges."""
     source, q = layer(exploration=0.25).source, torch.randn(2, 12, 4, dtype=torch.float64)
     assert source is not None
-    choice = source(q, q, ptr_of([12]), ptr_of([12]), seed=0)
+    choice = source(Tokens(q, query_ptr=ptr_of([12])))
     assert isinstance(choice, TiledChoice)
     assert choice.stored().exploration == choice.exploration == 0.25
     assert choice.causal().exploration == 0.25

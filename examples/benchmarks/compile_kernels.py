@@ -1,6 +1,6 @@
 """Compiles every Triton kernel for NVIDIA GPUs, none of which need be there, and says what each asks of one.
 
-python -m examples.benchmarks.compile_kernels                 a table in Markdown, as in docs/kernels.md
+python -m examples.benchmarks.compile_kernels                 a table in Markdown, as in docs/kernels/registers.csv
 python -m examples.benchmarks.compile_kernels --json          the same as JSON, one row per kernel, width and GPU
 
 Kernels are compiled as the ops start them: each op is called on tensors of the CPU, and what it would have started is

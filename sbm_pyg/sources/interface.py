@@ -1,7 +1,7 @@
-"""What passes between whoever chooses a graph and the attention over it, and the same as a PyG transform.
+"""The interface between graph sources and attention, and a source as a PyG transform.
 
-In: queries and keys of a batch. Out: a :class:`Choice`, which is a graph and what its source knows of its pairs. Not
-here: the sources themselves (``patterns``, ``sampling``), attention, and how a loss reaches the probabilities
+In: :class:`~sbm_pyg.Tokens`. Out: a :class:`Choice`, which is a graph and what its source knows of its pairs. Not here:
+the sources themselves (``patterns``, ``sampling``), attention, and how a loss reaches the probabilities
 (``estimators``).
 """
 
@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from torch_geometric.transforms import BaseTransform
 from ..blocks import BlockGraph
 from ..graph import AttentionGraph, check_graph
 from ..ops import checks
-from ..ragged import check_sequence_ids, check_tensor, draw_seed, resolve_ptr, resolve_sides, stored_ptr
+from ..ragged import Tokens, check_record, draw_seed, stored_ptr
 
 __all__ = ["Choice", "EdgeProbability", "GraphSource", "SharingSource", "SourceGraph", "TiledChoice"]
 
@@ -251,43 +251,28 @@ class GraphSource(torch.nn.Module, ABC):
 
     A source is a module: it may hold parameters, which learn through the probabilities of its :class:`Choice`.
 
-    A call checks what :meth:`forward` is given, and that the graph it returns is over these tokens. So sources need not
-    look at shapes, offsets and seeds themselves, and kernels trust both.
+    Tokens are checked when they are made, and a call checks that the graph it returns is over these tokens. So sources
+    need not look at shapes, offsets and seeds themselves, and kernels trust both.
+
+    Example:
+        >>> from sbm_pyg import selectors
+        >>> class Nearest(GraphSource):
+        ...     def forward(self, tokens):
+        ...         return Choice(selectors.top_k(tokens, 1))
+        >>> Nearest()(Tokens(torch.randn(2, 10, 8))).graph.num_edges
+        20
     """
 
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        query_ptr: Tensor,
-        key_ptr: Tensor,
-        *,
-        bipartite: bool = False,
-        is_causal: bool = False,
-        seed: int,
-        sequence_ids: Tensor | None = None,
-    ) -> Choice:
+    def __call__(self, tokens: Tokens) -> Choice:
         """Choose, as :meth:`forward` does.
 
         Raises:
-            TypeError: An argument has the wrong type, or :meth:`forward` returned no :class:`Choice`.
-            ValueError: Shapes or offsets do not fit each other, or the chosen graph does not fit them.
+            TypeError: ``tokens`` are no :class:`~sbm_pyg.Tokens`, or :meth:`forward` returned no :class:`Choice`.
+            ValueError: The chosen graph is over other tokens.
         """
-        checks.tensors(query=query, key=key)
-        checks.shape("query", query, (None, None, None), "[H, N, C]", "Heads come first.")
-        checks.shape("key", key, (query.size(0), None, None), "[H, M, C]", "It has the heads of 'query'.")
-        checks.same_device("query", query, key=key)
-        check_tensor(query_ptr, "query_ptr", optional=False)
-        check_tensor(key_ptr, "key_ptr", optional=False)
-        ptrs = resolve_sides(
-            query.size(1), key.size(1), (key_ptr, query_ptr), None, query.device, names=("query_ptr", "key_ptr")
-        )
-        checks.flag("bipartite", bipartite, "It says whether queries and keys are different tokens.")
-        checks.flag("is_causal", is_causal, "It says whether no query attends to a later key.")
-        check_sequence_ids(sequence_ids, ptrs[0].numel() - 1)
-        options = {"bipartite": bipartite, "is_causal": is_causal, "seed": checks.seed(seed)}
-        choice = super().__call__(query, key, *ptrs, **options, sequence_ids=sequence_ids)
-        _check_choice(choice, (query.size(1), key.size(1)), ptrs)
+        check_record(tokens)
+        choice = super().__call__(tokens)
+        _check_choice(choice, tokens)
         return choice
 
     def reset_parameters(self) -> None:
@@ -298,32 +283,8 @@ class GraphSource(torch.nn.Module, ABC):
                 reset()
 
     @abstractmethod
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        query_ptr: Tensor,
-        key_ptr: Tensor,
-        *,
-        bipartite: bool = False,
-        is_causal: bool = False,
-        seed: int,
-        sequence_ids: Tensor | None = None,
-    ) -> Choice:
-        """Choose.
-
-        Args:
-            query: Queries, ``[H, N, C]``.
-            key: Keys, ``[H, M, C]``.
-            query_ptr: Offsets of the sequences in the queries, ``[B+1]`` int64.
-            key_ptr: Offsets of the sequences in the keys, ``[B+1]`` int64.
-            bipartite: Queries and keys are different tokens, even where N = M.
-            is_causal: No query may attend to a later key, nor may its row depend on one. The graph says so
-                (:attr:`AttentionGraph.is_causal`), and densities count the pairs that are left.
-            seed: Integer of 64 bits; whatever is drawn follows from it.
-            sequence_ids: Number of each sequence, ``[B]`` int64, as :func:`sbm_pyg.sample_edges` takes it; None counts
-                them.
-        """
+    def forward(self, tokens: Tokens) -> Choice:
+        """Choose a graph over the tokens."""
 
 
 class SharingSource(GraphSource):
@@ -422,15 +383,15 @@ class SourceGraph(BaseTransform):
                 "The source chooses by them."
             )
         query, ptr = x.unflatten(1, (self.heads, -1)).transpose(0, 1), stored_ptr(data, device=x.device)
-        ptr = resolve_ptr(len(x), device=x.device) if ptr is None else ptr
-        choice = self.source(query, query, ptr, ptr, is_causal=self.is_causal, seed=draw_seed(self.seed))
+        tokens = Tokens(query, query_ptr=cast(Tensor, ptr), is_causal=self.is_causal, seed=draw_seed(self.seed))
+        choice = self.source(tokens)
         return choice.expand(self.heads).graph.replace_edges(data)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.source})"
 
 
-def _check_choice(choice: object, sizes: tuple[int, int], ptrs: tuple[Tensor, Tensor]) -> None:
+def _check_choice(choice: object, tokens: Tokens) -> None:
     """Refuse what is no :class:`Choice` over these tokens; one that is tiled is not drawn for it."""
     if not isinstance(choice, Choice):
         raise TypeError(
@@ -438,11 +399,11 @@ def _check_choice(choice: object, sizes: tuple[int, int], ptrs: tuple[Tensor, Te
         )
     if isinstance(choice, TiledChoice):
         return
-    graph = choice.graph
-    if (graph.num_queries, graph.num_keys) != sizes or not graph.same_offsets(*ptrs):
+    graph, sizes = choice.graph, (tokens.num_queries, tokens.num_keys)
+    if (graph.num_queries, graph.num_keys) != sizes or not graph.same_offsets(tokens.query_ptr, tokens.key_ptr):
         raise ValueError(
             f"Expected 'source' to return a graph over N = {sizes[0]} queries and M = {sizes[1]} keys, and over their "
-            f"sequences (got {graph}). Build it with the offsets that it is given."
+            f"sequences (got {graph}). Build it with the offsets of its tokens."
         )
 
 

@@ -21,7 +21,7 @@ from ..graph import AttentionGraph, the_one
 from ..ops.reference.sampling import probability_error
 from ..ops.reference.segments import allowed_keys, upcast
 from ..ops.values import can_read
-from ..ragged import check_tensor, count_pairs, resolve_sides
+from ..ragged import Tokens, check_record, check_tensor, count_pairs, resolve_sides
 from .interface import EdgeProbability, check_over
 
 __all__ = ["SBM", "SBMHead"]
@@ -511,7 +511,7 @@ class SBMHead(torch.nn.Module):
         TypeError, ValueError: An option is unknown or out of range, or its parameters would not fit into memory.
 
     Shapes:
-        - query ``[H, N, C]``, key ``[H, M, C]``; returns an :class:`SBM` with K blocks.
+        - :class:`~sbm_pyg.Tokens` of N queries and M keys; returns an :class:`SBM` with K blocks.
 
     We differ from the authors' code in the roles: their Y comes from keys and Z from queries.
 
@@ -607,14 +607,14 @@ class SBMHead(torch.nn.Module):
                 self.degree_weight.zero_()
                 self.degree_bias.fill_(_logit(self.density**0.25))
 
-    def forward(
-        self, query: Tensor, key: Tensor, query_ptr: Tensor | None = None, key_ptr: Tensor | None = None
-    ) -> SBM:
-        """See the class; the offsets are passed on to :class:`SBM`.
+    def forward(self, tokens: Tokens) -> SBM:
+        """Predict the model of the tokens; see the class.
 
         Raises:
             TypeError, ValueError: A shape or type does not fit.
         """
+        check_record(tokens)
+        query, key = tokens.query, tokens.key
         ops.checks.check_query_key(self, query, key, self.heads, self.channels)
         if self.tied:
             if key.shape != query.shape:
@@ -645,7 +645,7 @@ class SBMHead(torch.nn.Module):
             query_degree, key_degree = self._degrees(query, key)
             query_side, key_side = query_side * query_degree[..., None], key_side * key_degree[..., None]
         block = block if block is None else block.to(query_side.dtype)
-        sbm = SBM(query_side, key_side, *(cast(Tensor, each) for each in (block, query_ptr, key_ptr)))
+        sbm = SBM(query_side, key_side, cast(Tensor, block), tokens.query_ptr, tokens.key_ptr)
         return sbm._with(_most=1.0)
 
     def degrees(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
