@@ -217,10 +217,12 @@ class BlockGraph(AttentionGraph):
     ) -> Tensor:
         if gate is not None:  # of each edge of tokens, which no kernel over blocks takes
             return super()._attend(query, key, value, gate, bias, scale, gate_form, dropout, seed)
-        return ops.block_attention(query, key, value, *self._layout, self._tiled(bias), scale, dropout, seed)[0]
+        rows = self.blocks.rows._replace(bias=self._tiled(bias))
+        return ops.block_attention(query, key, value, rows, *self._layout, scale, dropout, seed)[0]
 
     def _attention_weight(self, query: Tensor, key: Tensor, bias: Tensor | None, scale: float) -> Tensor:
-        return ops.block_weight(query, key, *self._layout, self._tiled(bias), scale)
+        rows = self.blocks.rows._replace(bias=self._tiled(bias))
+        return ops.block_weight(query, key, rows, *self._layout, scale)
 
     def _local_expectation(
         self,
@@ -240,7 +242,7 @@ class BlockGraph(AttentionGraph):
     ) -> Tensor:
         assert isinstance(probes, BlockGraph)
         edges, probed = (
-            (graph.blocks.rowptr, graph.blocks.col, graph._tiled(bias))
+            graph.blocks.rows._replace(bias=graph._tiled(bias))
             for graph, bias in zip((self, probes), biases, strict=True)
         )
         ptrs = (self.query_ptr, self.key_ptr)
@@ -250,9 +252,9 @@ class BlockGraph(AttentionGraph):
         )  # fmt: skip
 
     @property
-    def _layout(self) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor], int, bool]:
-        """What ops over blocks take of a graph."""
-        return self.blocks.rowptr, self.blocks.col, (self.query_ptr, self.key_ptr), self.grain, self.is_causal
+    def _layout(self) -> tuple[tuple[Tensor, Tensor], int, bool]:
+        """Arguments of ops over blocks after the rows."""
+        return (self.query_ptr, self.key_ptr), self.grain, self.is_causal
 
     def _tiled(self, bias: Tensor | None) -> Tensor | None:
         return None if bias is None else self.tiles(bias)

@@ -202,7 +202,7 @@ class DCMMBias(nn.Module):
                 "Build it over these tokens."
             )
         rate = model.query_membership @ model.block_matrix
-        strength = edge_dot(rate, model.key_membership, graph.rowptr, graph.col)
+        strength = edge_dot(rate, model.key_membership, graph.rows)
         strength = strength.tanh() if self.squash else strength
         key_node = graph.num_keys * graph.edge_head + graph.col
         degree = model.query_degree.flatten()[graph.edge_row] * model.key_degree.flatten()[key_node]

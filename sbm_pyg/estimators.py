@@ -487,7 +487,7 @@ def local_expectation(
 
 def edge_logits(query: Tensor, key: Tensor, graph: AttentionGraph, bias: Tensor | None, scale: float) -> Tensor:
     """Scores of the edges, with their biases, ``[E]``."""
-    logit = ops.edge_dot(query, key, graph.rowptr, graph.col) * scale
+    logit = ops.edge_dot(query, key, graph.rows) * scale
     return logit if bias is None else logit + bias
 
 

@@ -109,15 +109,14 @@ class AttentionGraph(CompressedRows):
         seed: int = 0,
     ) -> Tensor:
         """Softmax attention over the edges, ``[H, N, C']``; ``gate`` and ``bias`` are those of tokens, ``[E]``."""
-        rows = (self.rowptr, self.col)
-        return ops.edge_attention(query, key, value, *rows, gate, bias, scale, gate_form, dropout, seed)[0]
+        rows = self.rows._replace(bias=bias)
+        return ops.edge_attention(query, key, value, rows, gate, scale, gate_form, dropout, seed)[0]
 
     def _attention_weight(self, query: Tensor, key: Tensor, bias: Tensor | None, scale: float) -> Tensor:
         """Weight of each edge of ``blocks``, ``[E']``, summed over the queries of a block."""
-        rows = (self.rowptr, self.col)
-        total = ops.edge_attention(query, key, key[..., :1], *rows, None, bias, scale)[1]
+        total = ops.edge_attention(query, key, key[..., :1], self.rows._replace(bias=bias), scale=scale)[1]
         total = total.clamp(min=torch.finfo(total.dtype).min).flatten()[self.edge_row]  # a row without weight gives 0
-        logit = ops.edge_dot(query, key, *rows) * scale
+        logit = ops.edge_dot(query, key, self.rows) * scale
         return ((logit if bias is None else logit + bias) - total).exp()
 
     def _local_expectation(
@@ -137,7 +136,7 @@ class AttentionGraph(CompressedRows):
         prob: Callable[[], tuple[Tensor, Tensor]],
     ) -> Tensor:
         """``out``, whose backward pass reaches the probabilities: factors, or those of edges and probes."""
-        edges, probed = (self.rowptr, self.col, biases[0]), (probes.rowptr, probes.col, biases[1])
+        edges, probed = (graph.rows._replace(bias=bias) for graph, bias in zip((self, probes), biases, strict=True))
         both = None if factors is not None else prob()
         return ops.local_expectation(
             out, query, key, value, edges, probed, chance, forced, scale, exploration, factors=factors, prob=both

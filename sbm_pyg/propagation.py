@@ -259,11 +259,11 @@ class EdgeAttention(MessagePassing):
         seed: int,
     ) -> Tensor:
         """The fused path: one op that computes :meth:`message` and the sum over edges. Returns ``[N, H, C]``."""
-        options: Any = (gate, score_bias, self.scale, self.estimator.gate_form, dropout, seed)
+        options: Any = (self.scale, self.estimator.gate_form, dropout, seed)
         if self.normalizer == "softmax":
-            return graph._attend(query, key, value, *options).transpose(0, 1)
-        options = (*options, alpha_of(self.normalizer))
-        return ops.edge_entmax(query, key, value, graph.rowptr, graph.col, *options).transpose(0, 1)
+            return graph._attend(query, key, value, gate, score_bias, *options).transpose(0, 1)
+        rows = graph.rows._replace(bias=score_bias)
+        return ops.edge_entmax(query, key, value, rows, gate, *options, alpha=alpha_of(self.normalizer)).transpose(0, 1)
 
     def message(
         self,

@@ -142,6 +142,11 @@ class CompressedRows:
         return self.col.device
 
     @property
+    def rows(self) -> ops.Rows:
+        """The edges as the ops take them, without a bias; ``rows._replace(bias=...)`` adds one."""
+        return ops.Rows(self.rowptr, self.col)
+
+    @property
     def edge_row(self) -> Tensor:
         """Row ``h * N + i`` of each edge, ``[E]`` int64."""
         return edge_row(self.rowptr, self.num_edges)

@@ -522,15 +522,15 @@ def _block_attention(d: Draw) -> Case:
     graph = block_graph(d)
     sizes = {"query": graph.num_queries, "key": graph.num_keys, "value": graph.num_keys}
     arguments: dict[str, Any] = {name: d.real(graph.heads, count, 3) for name, count in sizes.items()}
-    arguments |= {"rowptr": graph.blocks.rowptr, "col": graph.blocks.col, "ptrs": (graph.query_ptr, graph.key_ptr)}
-    arguments |= {"grain": graph.grain, "is_causal": False, "bias": None, "scale": d.uniform(0.1, 1.5)}
+    arguments |= {"rows": graph.blocks.rows, "ptrs": (graph.query_ptr, graph.key_ptr), "block_size": graph.grain}
+    arguments |= {"is_causal": False, "scale": d.uniform(0.1, 1.5)}
 
     def check(result: Any, query: Tensor, key: Tensor, value: Tensor, scale: Any, **_: Any) -> None:
         if tame(query, key, value, scale):
-            wanted = sbm_pyg.ops.edge_attention(query, key, value, graph.rowptr, graph.col, scale=float(scale))
+            wanted = sbm_pyg.ops.edge_attention(query, key, value, graph.rows, scale=float(scale))
             close(result[0], wanted[0], "attention over the tokens")
 
-    return Case(sbm_pyg.ops.block_attention, arguments, check, unchecked=("rowptr", "col"))
+    return Case(sbm_pyg.ops.block_attention, arguments, check, unchecked=("rows",), names={"rows": ("rowptr", "col")})
 
 
 @case("SBMMultiheadAttention", 8)

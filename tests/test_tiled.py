@@ -76,7 +76,7 @@ def test_it_is_attention_over_the_graph_with_every_pair_a_probe(
     query, key, value, rate, member = tokens
     identity = torch.eye(rate.size(2), dtype=torch.float64).expand(rate.size(0), -1, -1)
     sbm = SBM(rate, member, identity, *law[:2], is_causal=is_causal)
-    over, _ = ops.edge_attention(query, key, value, graph.rowptr, graph.col, scale=SCALE)
+    over, _ = ops.edge_attention(query, key, value, graph.rows, scale=SCALE)
     probes, chance = draw_probes(graph, math.inf, seed=0)
     over = local_expectation(
         over, query, key, value, sbm, graph, probes, chance, forced=forced, scale=SCALE, exploration=EXPLORATION

@@ -73,7 +73,7 @@ import torch
 import sbm_pyg
 from sbm_pyg import ops, patterns
 graph, x = patterns.full(3), torch.ones(1, 3, 2, requires_grad=True)
-ops.edge_attention(x, x, x, graph.rowptr, graph.col)[0].sum().backward()
+ops.edge_attention(x, x, x, graph.rows)[0].sum().backward()
 print(sum(name.startswith("sbm_pyg.ops.cuda.") for name in sys.modules))
 """
 

@@ -107,7 +107,7 @@ def test_a_long_row_is_united_from_its_parts(kernels: Kernels, monkeypatch: pyte
     graph = random_graph(2, 20, 20, 0.9)
     query, key, value = torch.randn(3, 2, 20, 4, requires_grad=True).unbind()
     waits = kernels.waits
-    out, _ = ops.edge_attention(query, key, value, graph.rowptr, graph.col)
+    out, _ = ops.edge_attention(query, key, value, graph.rows)
     out.sum().backward()
     forward = ["_count_pieces_kernel", "_edge_attention_kernel", "_merge_kernel"]
     assert kernels.started == [*forward, "_edge_attention_backward_kernel", "_merge_kernel", "_count_pieces_kernel", *["_gather_kernel", "_merge_kernel"] * 2]
@@ -171,7 +171,7 @@ def test_dropout_takes_the_words_of_the_reference(seed: int, dropout: float) -> 
     """Bit by bit: each column of the output is one edge."""
     graph = random_graph(2, 6, 70, 0.9)
     query, value = torch.zeros(2, 6, 1), torch.eye(70).expand(2, -1, -1)
-    out, _ = ops.edge_attention(query, value[..., :1], value, graph.rowptr, graph.col, dropout=dropout, seed=seed)
+    out, _ = ops.edge_attention(query, value[..., :1], value, graph.rows, dropout=dropout, seed=seed)
     found = out.flatten(0, 1)[graph.edge_row, graph.col.long()] != 0
     assert torch.equal(found, reference_edges.dropout_mask(graph.rowptr, graph.col, 2, 70, dropout, seed))
 
@@ -188,7 +188,7 @@ def test_indices_of_any_strides() -> None:
     query, key = (x.requires_grad_() for x in test_ops.tensors(graph, 4, 1, False, False)[:2])
     rows = [torch.stack([x, x - 1], 1)[:, 0] for x in (graph.rowptr, graph.col)]
     assert not rows[0].is_contiguous()
-    found, wanted = (ops.edge_dot(query, key, *given) for given in (rows, (graph.rowptr, graph.col)))
+    found, wanted = (ops.edge_dot(query, key, given) for given in (ops.Rows(*rows), graph.rows))
     assert torch.equal(found, wanted)
     grads = [torch.autograd.grad(out.sin().sum(), [query, key]) for out in (found, wanted)]
     assert all(torch.equal(*pair) for pair in zip(*grads, strict=True))

@@ -259,19 +259,20 @@ def test_vectors_that_fit_no_tile_take_the_reference(width: int, kernels: Kernel
     graph = random_graph(1, 3, 4, 0.7)
     query, key, value = (torch.randn(1, n, c, dtype=torch.float64) for n, c in ((3, width), (4, width), (4, 2)))
     leaves, rows = [query.requires_grad_(), key.requires_grad_()], (graph.rowptr, graph.col)
-    out, _ = ops.edge_attention(query, key, value, *rows, None, None, 0.1)
+    out, _ = ops.edge_attention(query, key, value, graph.rows, scale=0.1)
     meant, _ = reference_edges.edge_attention(query, key, value, *rows, None, None, 0.1, "score", 0.0, 0)
     torch.testing.assert_close(out, meant)
     losses = (
-        out.sum() + ops.edge_dot(query, key, *rows).sum(),
+        out.sum() + ops.edge_dot(query, key, graph.rows).sum(),
         meant.sum() + reference_edges.edge_dot(query, key, *rows).sum(),
     )
     for mine, wanted in zip(*(torch.autograd.grad(loss, leaves) for loss in losses), strict=True):
         torch.testing.assert_close(mine, wanted)
-    given: Any = (torch.ones_like(out), query.detach(), key.detach(), value, *rows, None, *rows, None, 0.1)
-    assert all(
-        torch.equal(*pair) for pair in zip(ops.edge_effect(*given), reference_effects.edge_effect(*given), strict=True)
-    )
+    given: Any = (torch.ones_like(out), query.detach(), key.detach(), value)
+    both: Any = (graph.rows, graph.rows)
+    found = ops.edge_effect(*given, *both, scale=0.1)
+    wanted = reference_effects.edge_effect(*given, *both[0], *both[1], scale=0.1)
+    assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
     assert not kernels.started
 
 

@@ -184,7 +184,7 @@ def _edges(inputs: Inputs) -> Forward:
     from sbm_pyg import ops
 
     graph = inputs.graph
-    return lambda query, key, value: ops.edge_attention(query, key, value, graph.rowptr, graph.col, scale=inputs.scale)[
+    return lambda query, key, value: ops.edge_attention(query, key, value, graph.rows, scale=inputs.scale)[
         0
     ]
 
@@ -195,8 +195,7 @@ def _blocks(inputs: Inputs) -> Forward:
     graph = inputs.graph
     blocks, ptrs = graph.blocks, (graph.query_ptr, graph.key_ptr)
     return lambda query, key, value: ops.block_attention(
-        query, key, value, blocks.rowptr, blocks.col, ptrs, inputs.grain, scale=inputs.scale
-    )[0]
+        query, key, value, blocks.rows, ptrs, inputs.grain, scale=inputs.scale)[0]
 
 
 def _sparse(inputs: Inputs) -> Forward:

@@ -4,10 +4,9 @@
 The PyTorch dispatcher chooses the kernel: numba on the CPU, Triton on CUDA devices (:mod:`sbm_pyg.ops.cuda`), and plain
 torch (:mod:`sbm_pyg.ops.reference`) on other devices and for ops without a kernel.
 
-Graphs come as compressed rows over heads: row ``h * N + i`` of ``rowptr`` [H*N+1] int64 holds the keys ``col`` [E] of
-query ``i``. Symbols: N queries, M keys, E edges, H heads, C channels per head, K blocks, B sequences. Ops are
-deterministic: random words come from a counter and the integer ``seed``. Outputs are freshly allocated. Kernels may
-take subnormal numbers as zero.
+Graphs come as compressed rows over heads, :class:`Rows`. Symbols: N queries, M keys, E edges, H heads, C channels per
+head, K blocks, B sequences. Ops are deterministic: random words come from a counter and the integer ``seed``. Outputs
+are freshly allocated. Kernels may take subnormal numbers as zero.
 """
 
 from __future__ import annotations
@@ -19,8 +18,10 @@ from torch import Tensor
 
 from . import checks, schemas, values
 from .reference import edges as reference_edges
+from .reference.segments import Rows
 
 __all__ = [
+    "Rows",
     "block_attention",
     "block_effect",
     "block_expectation",
@@ -68,12 +69,11 @@ def _check_scores(scale: float, exploration: float = 0.0) -> None:
     checks.number("exploration", exploration, "[0, 1]", "It is what was added to each probability.")
 
 
-def _check_graphs(graph: Any, probes: Any) -> None:
-    for name, given in (("graph", graph), ("probes", probes)):
-        checks.check_tuple(name, given, "rowptr, col and a bias or None", 3)
+def _check_rows(rows: Any, name: str = "rows") -> None:
+    checks.check_tuple(name, rows, "rowptr, col and a bias or None, as `ops.Rows`", 3)
 
 
-def edge_dot(query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor) -> Tensor:
+def edge_dot(query: Tensor, key: Tensor, rows: Rows) -> Tensor:
     """Dot product of the two ends of each edge: ``out[e] = <query[h, i], key[h, j]>``.
 
     Cost O(E K) in time, O(E) in memory. Differentiable in ``query`` and ``key``.
@@ -81,9 +81,8 @@ def edge_dot(query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor) -> Tensor:
     Args:
         query: One vector per head and query, ``[H, N, K]``.
         key: One vector per head and key, ``[H, M, K]``.
-        rowptr: Row offsets, ``[H*N+1]`` int64.
-        col: Key of each edge, ``[E]`` in 0 .. M-1. As in all ops, only shapes are checked; values are for
-            :class:`sbm_pyg.AttentionGraph`.
+        rows: The edges; a bias is not used. As in all ops, only shapes are checked: :class:`sbm_pyg.AttentionGraph`
+            checks values.
 
     Returns:
         ``[E]`` in the dtype of ``query``.
@@ -93,6 +92,8 @@ def edge_dot(query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor) -> Tensor:
             ops.
         TypeError, ValueError: Shapes or types do not fit.
     """
+    _check_rows(rows)
+    rowptr, col, _ = rows
     checks.edge_rows(rowptr, col, query, key=key)
     return schemas.edge_dot(query, key, rowptr, col)
 
@@ -135,7 +136,7 @@ def reach_dot(
     return schemas.reach_dot(query, key, query_ptr, key_ptr, is_causal, is_strict)
 
 
-def edge_gate(rate: Tensor, member: Tensor, rowptr: Tensor, col: Tensor) -> Tensor:
+def edge_gate(rate: Tensor, member: Tensor, rows: Rows) -> Tensor:
     """Straight-through gate of each edge: ones, with the gradient of the edge probabilities.
 
     It is ``1 + (p - p.detach())`` with ``p = edge_dot(rate, member, ...)``. Cost O(E) forward, O(E K) backward.
@@ -143,12 +144,13 @@ def edge_gate(rate: Tensor, member: Tensor, rowptr: Tensor, col: Tensor) -> Tens
     Args:
         rate: ``Y S``, ``[H, N, K]``.
         member: ``Z``, ``[H, M, K]``.
-        rowptr: Row offsets, ``[H*N+1]`` int64.
-        col: Key of each edge, ``[E]``.
+        rows: The edges; a bias is not used.
 
     Returns:
         Ones, ``[E]``.
     """
+    _check_rows(rows)
+    rowptr, col, _ = rows
     checks.edge_rows(rowptr, col, rate, key=member, ends=("rate", "member"))
     return schemas.EdgeGate.apply(rate, member, rowptr, col)
 
@@ -157,10 +159,8 @@ def edge_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    rowptr: Tensor,
-    col: Tensor,
+    rows: Rows,
     gate: Tensor | None = None,
-    bias: Tensor | None = None,
     scale: float = 1.0,
     gate_form: str = "score",
     dropout: float = 0.0,
@@ -177,10 +177,8 @@ def edge_attention(
         query: ``[H, N, C]``.
         key: ``[H, M, C]``.
         value: ``[H, M, C']``.
-        rowptr: Row offsets, ``[H*N+1]`` int64.
-        col: Key of each edge, ``[E]``.
-        gate: ``[E]``, positive for ``"weight"``; the seam of the straight-through estimators.
-        bias: ``[E]``, added to the logits.
+        rows: The edges and their bias.
+        gate: ``[E]``, positive for ``"weight"``. Straight-through estimators pass their gradient through it.
         scale: Factor of the scores, usually ``C ** -0.5``.
         gate_form: ``"score"`` or ``"weight"``: which of the two forms the gate takes.
         dropout: Probability in [0, 1) that a normalised weight is dropped; the others grow by ``1 / (1 - dropout)``.
@@ -191,31 +189,32 @@ def edge_attention(
         The output ``[H, N, C']`` (zeros for a query without edge_rows) and the log of each row's sum of weights, ``[H,
         N]``, float32 or better, ``-inf`` for a query without edges, without gradient.
     """
-    _check_attention(query, key, value, rowptr, col, gate, bias, scale, gate_form, dropout)
+    rowptr, col, bias = _check_attention(query, key, value, rows, gate, scale, gate_form, dropout)
     return schemas.edge_attention(
         query, key, value, rowptr, col, gate, bias, scale, gate_form, dropout, checks.seed(seed)
     )
 
 
 def _check_attention(
-    query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor, col: Tensor, gate: Tensor | None, bias: Tensor | None,
-    scale: float, gate_form: str, dropout: float,
-) -> None:  # fmt: skip
+    query: Tensor, key: Tensor, value: Tensor, rows: Rows, gate: Tensor | None, scale: float, gate_form: str,
+    dropout: float,
+) -> Rows:  # fmt: skip
+    _check_rows(rows)
+    rowptr, col, bias = rows
     checks.tensors(value=value)
     checks.edge_rows(rowptr, col, query, key=key, value=value, gate=gate, bias=bias)
     checks.one_of("gate_form", gate_form, ("score", "weight"))
     checks.number("dropout", dropout, "[0, 1)", "It is the probability that a weight is dropped.")
     _check_scores(scale)
+    return rows
 
 
 def edge_entmax(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    rowptr: Tensor,
-    col: Tensor,
+    rows: Rows,
     gate: Tensor | None = None,
-    bias: Tensor | None = None,
     scale: float = 1.0,
     gate_form: str = "score",
     dropout: float = 0.0,
@@ -230,7 +229,7 @@ def edge_entmax(
     edges of the support.
 
     Args:
-        query, key, value, rowptr, col, gate, bias, scale, gate_form, dropout, seed: As :func:`edge_attention`.
+        query, key, value, rows, gate, scale, gate_form, dropout, seed: As :func:`edge_attention`.
         alpha: In (1, 4]: a number, or a tensor ``[]`` or ``[H]``, which gets its gradient.
 
     Returns:
@@ -241,30 +240,30 @@ def edge_entmax(
 
     Example:
         >>> query = key = value = torch.eye(2)[None]  # one head, two tokens
-        >>> rowptr, col = torch.tensor([0, 2, 4]), torch.tensor([0, 1, 0, 1])
-        >>> edge_entmax(query, key, value, rowptr, col, scale=0.5, alpha=2.0)
+        >>> rows = Rows(torch.tensor([0, 2, 4]), torch.tensor([0, 1, 0, 1]))
+        >>> edge_entmax(query, key, value, rows, scale=0.5, alpha=2.0)
         tensor([[[0.7500, 0.2500],
                  [0.2500, 0.7500]]])
     """
-    _check_attention(query, key, value, rowptr, col, gate, bias, scale, gate_form, dropout)
+    rowptr, col, bias = _check_attention(query, key, value, rows, gate, scale, gate_form, dropout)
     seed, (heads, num_queries) = checks.seed(seed), query.shape[:2]
     alphas = _alphas(("query", query), alpha, (heads,), "[H]", "It is a scalar, or has one for each head.")
     alphas = alphas.repeat_interleave(num_queries)
 
     with torch.no_grad():
         score = schemas.edge_dot(query, key, rowptr, col)
-        rows, index = schemas.entmax_support(
+        rowptr, index = schemas.entmax_support(
             reference_edges.apply_gate_and_bias(scale * score, gate, bias, gate_form), rowptr, alphas
         )
         score, col = score[index], col[index]
     gate, bias = (x if x is None else x[index] for x in (gate, bias))
-    score = score + (schemas.EdgeGate.apply(query, key, rows, col) - 1)  # the same values, with their gradient
+    score = score + (schemas.EdgeGate.apply(query, key, rowptr, col) - 1)  # the same values, with their gradient
     logit = reference_edges.apply_gate_and_bias(scale * score, gate, bias, gate_form)
-    weight = schemas.segment_entmax(logit[None], rows, alphas[None])[0]
+    weight = schemas.segment_entmax(logit[None], rowptr, alphas[None])[0]
     if dropout > 0:
-        kept = reference_edges.dropout_mask(rows, col, heads, key.size(1), dropout, seed)
+        kept = reference_edges.dropout_mask(rowptr, col, heads, key.size(1), dropout, seed)
         weight = weight * kept.to(weight.dtype) / (1 - dropout)
-    return schemas.EdgeSum.apply(weight, value, rows, col)
+    return schemas.EdgeSum.apply(weight, value, rowptr, col)
 
 
 def edge_effect(
@@ -272,12 +271,8 @@ def edge_effect(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    rowptr: Tensor,
-    col: Tensor,
-    bias: Tensor | None,
-    probe_rowptr: Tensor,
-    probe_col: Tensor,
-    probe_bias: Tensor | None = None,
+    rows: Rows,
+    probes: Rows,
     scale: float = 1.0,
     rate: Tensor | None = None,
     member: Tensor | None = None,
@@ -309,12 +304,8 @@ def edge_effect(
         query: ``[H, N, C]``.
         key: ``[H, M, C]``.
         value: ``[H, M, C']``.
-        rowptr: Row offsets of the graph, ``[H*N+1]`` int64.
-        col: Key of each edge, ``[E]``.
-        bias: ``[E]``, added to the logits, or None.
-        probe_rowptr: Row offsets of pairs to try, ``[H*N+1]`` int64.
-        probe_col: Key of each probe, ``[E']``, sorted within rows, no repeats.
-        probe_bias: ``[E']``, added to the logits, or None.
+        rows: The edges of the graph and their bias.
+        probes: Pairs to try, E' of them, ascending within rows and without repeats, and their bias.
         scale: Factor of the scores.
         rate: ``Y S``, ``[H, N, K]``, or None.
         member: ``Z``, ``[H, M, K]``, or None.
@@ -324,9 +315,11 @@ def edge_effect(
     Returns:
         ``[E]`` and ``[E']`` in the dtype of ``query``; 0 for a probe that is an edge already.
     """
+    _check_rows(rows)
+    _check_rows(probes, "probes")
     checks.tensors(value=value, grad_out=grad_out)
-    checks.edge_rows(rowptr, col, query, key=key, value=value, bias=bias)
-    checks.edge_rows(probe_rowptr, probe_col, query, key=key, prefix="probe_", probe_bias=probe_bias)
+    checks.edge_rows(*rows[:2], query, key=key, value=value, bias=rows[2])
+    checks.edge_rows(*probes[:2], query, key=key, prefix="probe_", probe_bias=probes[2])
     checks.floating(grad_out=grad_out)
     _check_scores(scale, exploration)
     checks.shape(
@@ -335,23 +328,7 @@ def edge_effect(
     if len({x is None for x in (rate, member, chance)}) > 1:
         raise ValueError("Expected 'rate', 'member' and 'chance' together (got some of them). Give all three, or none.")
     _check_model(rate, member, chance, query, key)
-    return schemas.edge_effect(
-        grad_out,
-        query,
-        key,
-        value,
-        rowptr,
-        col,
-        bias,
-        probe_rowptr,
-        probe_col,
-        probe_bias,
-        scale,
-        rate,
-        member,
-        chance,
-        exploration,
-    )
+    return schemas.edge_effect(grad_out, query, key, value, *rows, *probes, scale, rate, member, chance, exploration)
 
 
 def local_expectation(
@@ -359,8 +336,8 @@ def local_expectation(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    graph: tuple[Tensor, Tensor, Tensor | None],
-    probes: tuple[Tensor, Tensor, Tensor | None],
+    rows: Rows,
+    probes: Rows,
     chance: Tensor,
     forced: Tensor | None = None,
     scale: float = 1.0,
@@ -377,8 +354,8 @@ def local_expectation(
     Args:
         out: Output of :func:`edge_attention` over the graph, ``[H, N, C']``.
         query, key, value: Those of the attention; they get no gradient from here.
-        graph: ``rowptr``, ``col``, bias ``[E]`` or None.
-        probes: The same of the pairs that are tried; those that are edges count once, as edges.
+        rows: The edges of the graph and their bias.
+        probes: The pairs that are tried and their bias. A probe that is an edge counts once, as an edge.
         chance: Probability with which each key of a query is a probe, ``[N]``.
         forced: Edges that do not depend on p, ``[E]`` bool, or None; they send no gradient.
         scale: Factor of the scores.
@@ -392,7 +369,8 @@ def local_expectation(
     Raises:
         TypeError, ValueError: Shapes or types do not fit, or neither or both of ``factors`` and ``prob`` came.
     """
-    _check_graphs(graph, probes)
+    _check_rows(rows)
+    _check_rows(probes, "probes")
     if (factors is None) == (prob is None):
         raise ValueError(
             f"Expected one of 'factors' and 'prob' (got {'neither' if prob is None else 'both'}). They say the same."
@@ -407,9 +385,9 @@ def local_expectation(
         checks.tensors(rate=rate, member=member)
     if prob is not None:
         checks.tensors(prob=edge_prob, probe_prob=probe_prob)
-    checks.edge_rows(*graph[:2], query, key=key, value=value, bias=graph[2], prob=edge_prob)
+    checks.edge_rows(*rows[:2], query, key=key, value=value, bias=rows[2], prob=edge_prob)
     checks.edge_rows(*probes[:2], query, key=key, prefix="probe_", probe_bias=probes[2], probe_prob=probe_prob)
-    checks.forced(forced, graph[1])
+    checks.forced(forced, rows[1])
     checks.floating(out=out)
     _check_scores(scale, exploration)
     checks.shape("out", out, (*query.shape[:2], value.size(2)), "[H, N, C']", "It is the output of the attention.")
@@ -418,7 +396,7 @@ def local_expectation(
     checks.no_tangent(out, *probabilities)
     constants = (
         x if x is None or not x.is_floating_point() else x.detach()
-        for x in (query, key, value, *graph, *probes, chance, forced)
+        for x in (query, key, value, *rows, *probes, chance, forced)
     )
     return schemas.LocalExpectation.apply(out, *probabilities, *constants, scale, exploration)
 
@@ -430,12 +408,10 @@ def block_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    rowptr: Tensor,
-    col: Tensor,
+    rows: Rows,
     ptrs: tuple[Tensor, Tensor],
     block_size: int,
     is_causal: bool = False,
-    bias: Tensor | None = None,
     scale: float = 1.0,
     dropout: float = 0.0,
     seed: int = 0,
@@ -447,13 +423,12 @@ def block_attention(
 
     Args:
         query, key, value: ``[H, N, C]``, ``[H, M, C]``, ``[H, M, C']``, as in :func:`edge_attention`.
-        rowptr: Offsets of the rows, one for each head and query block, ``[H*n+1]`` int64.
-        col: Key block of each edge, ``[E]``, ascending in each row; blocks count through all sequences, and an edge
-            stays in its sequence. As in all ops, values are not checked: :class:`sbm_pyg.BlockGraph` is valid.
+        rows: Offsets of the rows, one for each head and query block, ``[H*n+1]``; the key block of each edge,
+            ascending in each row; and a bias ``[E, block_size, block_size]``. Blocks count through all sequences, and
+            an edge stays in its sequence. As in all ops, values are not checked: :class:`sbm_pyg.BlockGraph` is valid.
         ptrs: Offsets of the sequences in the queries and in the keys, ``[B+1]`` int64 each.
         block_size: Tokens of a block, at least 1.
         is_causal: No token attends to a later one. No edge may lead to a later block; a block meets itself in part.
-        bias: ``[E, block_size, block_size]``, added to the logits of the tokens of each edge, queries first.
         scale: Factor of the scores.
         dropout, seed: As :func:`edge_attention`, which drops the same pairs.
 
@@ -464,6 +439,8 @@ def block_attention(
     Raises:
         TypeError, ValueError: Shapes or types do not fit, or an argument is out of range.
     """
+    _check_rows(rows)
+    rowptr, col, bias = rows
     checks.tensors(value=value)
     query_ptr, key_ptr, block_size = checks.block_rows(
         rowptr, col, query, key, ptrs, block_size, is_causal, scale, value=value, bias=bias
@@ -491,8 +468,8 @@ def block_effect(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    graph: tuple[Tensor, Tensor, Tensor | None],
-    probes: tuple[Tensor, Tensor, Tensor | None],
+    rows: Rows,
+    probes: Rows,
     ptrs: tuple[Tensor, Tensor],
     block_size: int,
     is_causal: bool = False,
@@ -512,8 +489,8 @@ def block_effect(
     Args:
         grad_out: Gradient of the loss to the attention's output, ``[H, N, C']``.
         query, key, value: Of the attention.
-        graph: ``rowptr``, ``col`` and bias ``[E, block_size, block_size]``, or None for it.
-        probes: The same of pairs of blocks to try.
+        rows: The edges of blocks and their bias.
+        probes: Pairs of blocks to try and their bias.
         ptrs, block_size, is_causal, scale: As :func:`block_attention`.
 
     Returns:
@@ -522,10 +499,11 @@ def block_effect(
     Raises:
         TypeError, ValueError: Shapes or types do not fit, or an argument is out of range.
     """
-    _check_graphs(graph, probes)
+    _check_rows(rows)
+    _check_rows(probes, "probes")
     checks.tensors(value=value, grad_out=grad_out)
     query_ptr, key_ptr, block_size = checks.block_rows(
-        *graph[:2], query, key, ptrs, block_size, is_causal, scale, value=value, bias=graph[2]
+        *rows[:2], query, key, ptrs, block_size, is_causal, scale, value=value, bias=rows[2]
     )
     checks.block_rows(
         *probes[:2], query, key, ptrs, block_size, is_causal, scale, prefix="probe_", probe_bias=probes[2]
@@ -535,19 +513,17 @@ def block_effect(
         "grad_out", grad_out, (*query.shape[:2], value.size(2)), "[H, N, C']", "It has the shape of the output."
     )
     return schemas.block_effect(
-        grad_out, query, key, value, *graph, *probes, query_ptr, key_ptr, block_size, is_causal, scale
+        grad_out, query, key, value, *rows, *probes, query_ptr, key_ptr, block_size, is_causal, scale
     )
 
 
 def block_weight(
     query: Tensor,
     key: Tensor,
-    rowptr: Tensor,
-    col: Tensor,
+    rows: Rows,
     ptrs: tuple[Tensor, Tensor],
     block_size: int,
     is_causal: bool = False,
-    bias: Tensor | None = None,
     scale: float = 1.0,
 ) -> Tensor:
     """Weights of :func:`block_attention`, summed over the tokens of each edge of blocks, ``[E]``, without gradient.
@@ -557,6 +533,8 @@ def block_weight(
     Raises:
         TypeError, ValueError: Shapes or types do not fit, or an argument is out of range.
     """
+    _check_rows(rows)
+    rowptr, col, bias = rows
     query_ptr, key_ptr, block_size = checks.block_rows(
         rowptr, col, query, key, ptrs, block_size, is_causal, scale, bias=bias
     )
@@ -568,8 +546,8 @@ def block_expectation(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    graph: tuple[Tensor, Tensor, Tensor | None],
-    probes: tuple[Tensor, Tensor, Tensor | None],
+    rows: Rows,
+    probes: Rows,
     chance: Tensor,
     ptrs: tuple[Tensor, Tensor],
     block_size: int,
@@ -585,7 +563,7 @@ def block_expectation(
     Args:
         out: Output of :func:`block_attention` over the graph, ``[H, N, C']``.
         query, key, value: Those of the attention; they get no gradient from here.
-        graph, probes: As :func:`block_effect`.
+        rows, probes: As :func:`block_effect`.
         chance: Probability with which each key block of a query block is a probe, ``[n]``.
         ptrs, block_size, is_causal, scale: As :func:`block_attention`.
         forced: Edges that do not depend on p, ``[E]`` bool, or None; they send no gradient.
@@ -598,26 +576,27 @@ def block_expectation(
     Raises:
         TypeError, ValueError: Shapes or types do not fit, or an argument is out of range.
     """
-    _check_graphs(graph, probes)
+    _check_rows(rows)
+    _check_rows(probes, "probes")
     checks.check_tuple("prob", prob, "two tensors", 2)
     checks.tensors(out=out, value=value, chance=chance, prob=prob[0], probe_prob=prob[1])
     query_ptr, key_ptr, block_size = checks.block_rows(
-        *graph[:2], query, key, ptrs, block_size, is_causal, scale, value=value, bias=graph[2]
+        *rows[:2], query, key, ptrs, block_size, is_causal, scale, value=value, bias=rows[2]
     )
     checks.block_rows(
         *probes[:2], query, key, ptrs, block_size, is_causal, scale, prefix="probe_", probe_bias=probes[2]
     )
-    checks.forced(forced, graph[1])
+    checks.forced(forced, rows[1])
     _check_scores(scale, exploration)
     checks.floating(out=out, chance=chance, prob=prob[0], probe_prob=prob[1])
     checks.shape("out", out, (*query.shape[:2], value.size(2)), "[H, N, C']", "It is the output of the attention.")
-    checks.shape("prob", prob[0], graph[1].shape, "[E]", "It has the probability of each edge.")
+    checks.shape("prob", prob[0], rows[1].shape, "[E]", "It has the probability of each edge.")
     checks.shape("probe_prob", prob[1], probes[1].shape, "[E']", "It has the probability of each probe.")
-    rows = (graph[0].size(0) - 1) // query.size(0)
-    checks.shape("chance", chance, (rows,), "[n]", "It holds one probability per query block.")
+    num_blocks = (rows[0].size(0) - 1) // query.size(0)
+    checks.shape("chance", chance, (num_blocks,), "[n]", "It holds one probability per query block.")
     checks.same_device("query", query, out=out, chance=chance, prob=prob[0], probe_prob=prob[1])
     checks.no_tangent(out, *prob)
-    constants = (x if x is None else x.detach() for x in (query, key, value, *graph, *probes))
+    constants = (x if x is None else x.detach() for x in (query, key, value, *rows, *probes))
     return schemas.BlockExpectation.apply(
         out, *prob, *constants, query_ptr, key_ptr, chance, forced, block_size, is_causal, scale, exploration
     )

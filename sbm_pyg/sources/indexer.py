@@ -242,7 +242,7 @@ class IndexProbability(EdgeProbability):
         self.check(graph)
         total = self.query.new_zeros(graph.num_edges)
         for query, weight in zip(self.query.unbind(2), self.weight.unbind(2), strict=True):
-            dot = ops.edge_dot(query.contiguous(), self.key, graph.rowptr, graph.col)
+            dot = ops.edge_dot(query.contiguous(), self.key, graph.rows)
             total = total + torch.relu(dot) * weight.flatten()[graph.edge_row]
         return total
 

@@ -227,7 +227,7 @@ class SBM(EdgeProbability):
             ValueError: The graph is not over these tokens and heads.
         """
         self.check(graph)
-        p = ops.edge_dot(self.rate, self.key_membership, graph.rowptr, graph.col)
+        p = ops.edge_dot(self.rate, self.key_membership, graph.rows)
         return p.masked_fill(graph.edge_row % graph.num_queries == graph.col, 0) if self.is_strict else p
 
     def gate(self, graph: AttentionGraph) -> Tensor:
@@ -237,7 +237,7 @@ class SBM(EdgeProbability):
         """
         self.check(graph)
         factors = self.factors
-        return super().gate(graph) if factors is None else ops.edge_gate(*factors, graph.rowptr, graph.col)
+        return super().gate(graph) if factors is None else ops.edge_gate(*factors, graph.rows)
 
     @property
     def factors(self) -> tuple[Tensor, Tensor] | None:

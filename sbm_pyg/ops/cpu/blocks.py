@@ -23,7 +23,8 @@ from numba import njit
 from torch import Tensor
 
 from ..reference import blocks as reference_blocks
-from ..reference.blocks import Cut, Set
+from ..reference.blocks import Cut
+from ..reference.segments import Rows
 from .channels import clear, to_array, to_padded_array, unpad_channels
 from .edges import dropout_tables, summed, units_of
 from .simd import (
@@ -472,7 +473,7 @@ def block_attention_backward(
 
 
 def _compute_pair_gains(
-    tokens: tuple[Tensor, ...], sets: Sequence[Set], cuts: tuple[Cut, Cut], is_causal: bool, scale: float
+    tokens: tuple[Tensor, ...], sets: Sequence[Rows], cuts: tuple[Cut, Cut], is_causal: bool, scale: float
 ) -> list[tuple[Tensor, Tensor]]:
     """As :func:`.reference.blocks.pair_gains`."""
     like, block_size, found = tokens[1], cuts[0].block_size, []
@@ -496,7 +497,7 @@ def block_effect(
     block_size: int, is_causal: bool, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     cuts = reference_blocks.cut_rows(rowptr, query, key, (query_ptr, key_ptr), block_size)
-    sets = (rowptr, col, bias), (probe_rowptr, probe_col.to(col.dtype), probe_bias)
+    sets = Rows(rowptr, col, bias), Rows(probe_rowptr, probe_col.to(col.dtype), probe_bias)
     found = _compute_pair_gains((grad_out, query, key, value), sets, cuts, is_causal, scale)
     arrays, out = [], []
     for (offsets, key_blocks, _), numbers in zip(sets, found, strict=True):

@@ -25,7 +25,8 @@ from torch import Tensor
 
 from ..reference import blocks as reference_blocks
 from ..reference import segments as reference_segments
-from ..reference.blocks import Cut, Set
+from ..reference.blocks import Cut
+from ..reference.segments import Rows
 from .rows import (
     accumulate_dtype,
     cast_like,
@@ -439,7 +440,7 @@ def block_attention_backward(
 
 
 def _launch_pair_gains(
-    parts: tuple[Tensor, ...], sets: Sequence[Set], cuts: tuple[Cut, Cut], is_causal: bool, scale: float
+    parts: tuple[Tensor, ...], sets: Sequence[Rows], cuts: tuple[Cut, Cut], is_causal: bool, scale: float
 ) -> list[tuple[Tensor, Tensor]]:
     """As :func:`.reference.blocks.pair_gains`."""
     query, value, found = parts[1], parts[3], []
@@ -471,7 +472,7 @@ def block_effect(
     block_size: int, is_causal: bool, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     cuts = reference_blocks.cut_rows(rowptr, query, key, (query_ptr, key_ptr), block_size)
-    sets = (rowptr, col, bias), (probe_rowptr, probe_col, probe_bias)
+    sets = Rows(rowptr, col, bias), Rows(probe_rowptr, probe_col, probe_bias)
     found = _launch_pair_gains((grad_out, query, key, value), sets, cuts, is_causal, scale)
     graphs = ((*(x.contiguous() for x in rows), *numbers) for (*rows, _), numbers in zip(sets, found, strict=True))
     effects, tokens = [logit.new_empty(logit.size(0)) for logit, _ in found], triton.next_power_of_2(block_size)

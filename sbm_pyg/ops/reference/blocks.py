@@ -21,7 +21,7 @@ from torch import Tensor
 from ..memo import TensorMemo
 from .effects import find_edges, leave_one_out
 from .random_words import dropout_keeps, dropout_words
-from .segments import edge_row, segments, upcast
+from .segments import Rows, edge_row, segments, upcast
 
 __all__ = [
     "Cut",
@@ -54,11 +54,8 @@ class Cut:
     def __init__(self, ptr: Tensor, total: int, block_size: int, count: int | None = None) -> None:
         counts = -(-ptr.diff() // block_size)  # rounded up, for any block_size
         self.ptr = torch.cat([counts.new_zeros(1), counts.cumsum(0)])  # [B+1], of the blocks
-        self.tokens, self.total, self.block_size = (
-            ptr.clone(),
-            total,
-            block_size,
-        )  # a copy, which no later change of `ptr` reaches
+        self.tokens = ptr.clone()  # offsets of the tokens, which no later change of `ptr` reaches
+        self.total, self.block_size = total, block_size
         self.count = int(self.ptr[-1]) if count is None else count
         self.whole = self.count * block_size == total  # no block is short
 
@@ -291,12 +288,8 @@ def block_attention_backward(
     return d_query, d_key, d_value, torch.cat(grad_bias).view(-1, block_size, block_size).to(bias.dtype)
 
 
-Set = tuple[Tensor, Tensor, Tensor | None]
-"""Pairs of blocks in compressed rows, and what is added to their scores."""
-
-
 def pair_gains(
-    tokens: tuple[Tensor, ...], sets: Sequence[Set], cuts: tuple[Cut, Cut], is_causal: bool, scale: float
+    tokens: tuple[Tensor, ...], sets: Sequence[Rows], cuts: tuple[Cut, Cut], is_causal: bool, scale: float
 ) -> list[tuple[Tensor, Tensor]]:
     """Attention over each key block alone: the logarithm of the summed weights and the mean gain, ``[E, block_size]``.
 
@@ -321,7 +314,7 @@ def block_effect(
     compute_gains: Callable[..., list[tuple[Tensor, Tensor]]] = pair_gains,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     cuts = cut_rows(rowptr, query, key, (query_ptr, key_ptr), block_size)
-    sets = (rowptr, col, bias), (probe_rowptr, probe_col, probe_bias)
+    sets = Rows(rowptr, col, bias), Rows(probe_rowptr, probe_col, probe_bias)
     found = compute_gains((grad_out, query, key, value), sets, cuts, is_causal, scale)
     edges, probes = (
         (edge_row(pointer, keys.numel()), *each) for (pointer, keys, _), each in zip(sets, found, strict=True)
@@ -338,7 +331,7 @@ def block_weight(
 ) -> Tensor:  # fmt: skip
     cuts, row = cut_rows(rowptr, query, key, (query_ptr, key_ptr), block_size), edge_row(rowptr, col.numel())
     nothing = query[..., :0], query, key, key[..., :0]  # no values, so no gains
-    ((logit, _),) = compute_gains(nothing, [(rowptr, col, bias)], cuts, is_causal, scale)
+    ((logit, _),) = compute_gains(nothing, [Rows(rowptr, col, bias)], cuts, is_causal, scale)
     weight, _ = _normalise(logit, row, rowptr)
     real = torch.arange(block_size, device=col.device) < cuts[0].length[row % cuts[0].count][:, None]
     return weight.masked_fill(~real, 0).sum(-1).to(query.dtype)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +20,21 @@ EDGES_PER_CHUNK = 2**20
 """Edges that are made at a time, which bounds the memory beyond the result."""
 
 # ------------------------------------------------------------------ edges of a graph
+
+
+class Rows(NamedTuple):
+    """Edges of a graph in compressed rows: row ``h * N + i`` holds the keys of query i in head h.
+
+    A :class:`sbm_pyg.AttentionGraph` has them as ``graph.rows``. In ops over blocks, a row belongs to a query block and
+    ``col`` holds key blocks.
+    """
+
+    rowptr: Tensor
+    """Row offsets, ``[H*N+1]`` int64."""
+    col: Tensor
+    """Key of each edge, ``[E]`` int32 or int64 in 0 .. M-1."""
+    bias: Tensor | None = None
+    """Number that is added to the logit of each edge, ``[E]``; over blocks ``[E, block_size, block_size]``."""
 
 
 def edge_row(rowptr: Tensor, num_edges: int) -> Tensor:
