@@ -56,7 +56,7 @@ def test_sizes_that_int64_does_not_hold(many: int) -> None:
     x, ptrs, ids = torch.randn(9, 8), (torch.tensor([0, 9]),) * 2, torch.tensor([0])
     rows, col = torch.tensor([0, 1, 2]), torch.tensor([0, 0])
     memory = "to ask for no more than memory holds"
-    check(lambda: SBMAttentionConv(8, 4, 2, num_blocks=3, grain=many)(x), rf"'block_size' {memory}")
+    check(lambda: SBMAttentionConv(8, 4, 2, num_blocks=3, grain=many)(x), rf"'grain' {memory}")
     check(lambda: ops.block_attention(X, X, X, ops.Rows(rows, col), ptrs, many), rf"'block_size' {memory}")
     check(lambda: BlockPool(many), rf"'channels' {memory}")
     check(lambda: BlockPool(2, many), rf"'channels' {memory}")

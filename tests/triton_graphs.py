@@ -268,10 +268,9 @@ def test_vectors_that_fit_no_tile_take_the_reference(width: int, kernels: Kernel
     )
     for mine, wanted in zip(*(torch.autograd.grad(loss, leaves) for loss in losses), strict=True):
         torch.testing.assert_close(mine, wanted)
-    given: Any = (torch.ones_like(out), query.detach(), key.detach(), value)
-    both: Any = (graph.rows, graph.rows)
-    found = ops.edge_effect(*given, *both, scale=0.1)
-    wanted = reference_effects.edge_effect(*given, *both[0], *both[1], scale=0.1)
+    given = torch.ones_like(out), query.detach(), key.detach(), value
+    found = ops.edge_effect(*given, graph.rows, graph.rows, 0.1)
+    wanted = reference_effects.edge_effect(*given, *rows, None, *rows, None, 0.1)
     assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
     assert not kernels.started
 

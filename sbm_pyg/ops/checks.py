@@ -228,10 +228,10 @@ def block_rows(
                 "It holds the offsets of the sequences."
             )
         spans(name, ptr, tokens.size(1), "tokens")
-    cut = (
-        cut_blocks((query.size(1), key.size(1)), ptrs, block_size)[0] if known else None
-    )  # which attention looks at, too
-    count = None if cut is None else query.size(0) * cut.count + 1
+    count = None
+    if known:  # the cut is cached for attention
+        cut, _ = cut_blocks((query.size(1), key.size(1)), ptrs, block_size)
+        count = query.size(0) * cut.count + 1
     rows = {f"{prefix}rowptr": rowptr, f"{prefix}col": col}
     _check_rows(
         rows,

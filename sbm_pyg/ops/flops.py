@@ -6,7 +6,7 @@ in its schema. Out: floating point operations, for each op of the same name. Not
 The conventions are torch's: a multiplication and its addition are 2; exponentials, comparisons, random words, and what
 is done once per token or once per edge without a sum over channels, are 0 (so ``segment_entmax`` is 0, as softmax is).
 Attention over a full graph therefore counts as much as the matrix products of dense attention do, forward and backward.
-E is that of the graph at hand.
+E counts the edges of the given graph.
 """
 
 from __future__ import annotations

@@ -221,14 +221,14 @@ if hasattr(os, "register_at_fork"):
 class _Announcer(event.Listener):
     """Logs compilations: one warning in a process, and the name of each kernel."""
 
-    told = False
+    announced = False
 
     def on_start(self, event):
         numba_kernel = event.data["dispatcher"]
         if numba_kernel not in _kernels:
             return
-        if not self.told:
-            self.told = True
+        if not self.announced:
+            self.announced = True
             folder = getattr(numba_kernel._cache, "cache_path", None)
             kept = "in every process anew, as no folder can be written to" if folder is None else f"once, into {folder}"
             log.warning("sbm_pyg compiles the CPU kernels that a call needs, some seconds each; %s", kept)

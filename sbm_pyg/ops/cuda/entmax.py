@@ -161,9 +161,8 @@ def _entmax_kernel(
                 steep += tl.sum(tl.sum(term, 1), 0)
                 mass += tl.sum(tl.sum(term * slack, 1), 0)
         step = tau + (mass - _positive_power(mass, 1 - less)) / steep  # Newton's, for the norm
-        ended = (tl.abs(step - tau) <= -tau * _ROOT_TOLERANCE) | (
-            (mass <= 1) & (less <= 1)
-        )  # or past the root by rounding
+        passed = (mass <= 1) & (less <= 1)  # past the root by rounding
+        ended = (tl.abs(step - tau) <= -tau * _ROOT_TOLERANCE) | passed
         low, high = tl.where(mass > 1, tau, low), tl.where(mass > 1, high, tau)
         step = tl.where((step > low) & (step < high), step, (low + high) / 2)
         ended = ended | (step == low) | (step == high)

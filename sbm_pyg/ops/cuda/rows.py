@@ -297,7 +297,7 @@ def dot_rows(rows, x):
 
 @triton.jit
 def gated_logits(score, gate, bias, edge, there, WEIGHTED: tl.constexpr, ACC_TYPE: tl.constexpr):
-    """Logits, -inf where there is no edge; and the gate, 1 where there is none.
+    """Logits, -inf where there is no edge; and the gate, 1 without one.
 
     A gate of the form "weight" multiplies the weight, and is left out of the logit.
     """

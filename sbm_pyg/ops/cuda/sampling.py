@@ -94,7 +94,7 @@ def panel_of(ptr, slot, sequences, SIZE: tl.constexpr):
 
 @triton.jit
 def _load_matrix(source, rows, there, first, BLOCKS: tl.constexpr, TILE: tl.constexpr):
-    """Some columns of some rows of a matrix, ``[rows, TILE]`` in float64; zeros where there is none."""
+    """Some columns of some rows of a matrix, ``[rows, TILE]`` in float64; zeros where the mask is false."""
     block = first + tl.arange(0, TILE)
     inside = there[:, None] & (block < BLOCKS)[None, :]
     return tl.load(source + rows[:, None] * BLOCKS + block[None, :], mask=inside, other=0).to(tl.float64)
@@ -201,10 +201,8 @@ def _plan_kernel(
     query, begin = tl.load(query_ptr + sequence) + position, tl.load(key_ptr + sequence)
     there, row = query < tl.load(query_ptr + sequence + 1), head * queries + query
     length = tl.load(key_ptr + sequence + 1) - begin
-    allowed, before = (
-        position * 0 + length,
-        (length + _PANEL - 1) // _PANEL,
-    )  # panels before the keys that are seen in part
+    # `before`: panels whose keys are all allowed
+    allowed, before = position * 0 + length, (length + _PANEL - 1) // _PANEL
     if CAUSAL:
         allowed, before = tl.minimum(position + 1, length), tl.minimum(panel, before)
     last, seen = head * count + begin // _PANEL + sequence + before - 1, tl.where(before > 0, BLOCKS, 0)
@@ -425,8 +423,8 @@ def _pairs_kernel(
 
     Bounds in float32 decide almost all of them. Where one is not sure, or a probability may exceed ``limit``, float64
     decides on all of these rows and keys. All terms of a probability are positive, so relative errors do not grow in
-    sums; beside products and sums, factors, exploration, bounds and words are rounded. Rates and memberships have
-    tokens last, ``[H, K, N]`` and ``[H, K, M]``.
+    sums; in addition to products and sums, factors, exploration, bounds and words are rounded. Rates and memberships
+    have tokens last, ``[H, K, N]`` and ``[H, K, M]``.
     """
     error = (blocks + 16).to(tl.float32) * 2.0**-24
     slack: tl.constexpr = 2.0**-20 if FASTRG else 0.0  # of the exponential
@@ -528,9 +526,7 @@ def sample_sbm(
     given = (rate, member, floats, tasks, query_ptr, key_ptr, sequence_ids)
     turned = rate.mT.contiguous(), member.mT.contiguous()  # neighbours in memory are tokens
     sizes, most = (rows, queries, keys), reference_sampling.MAX_PROB + exploration
-    limit = float_bits(
-        1e38 if clamp or method == "fastrg" else most
-    )  # 1e38: what is no number is decided on in float64
+    limit = float_bits(1e38 if clamp or method == "fastrg" else most)  # beyond 1e38, and for NaN, float64 decides
 
     def draw(ptr: Tensor, col: Tensor, writing: int) -> None:
         ends = (seed, eta, writing)

@@ -99,7 +99,7 @@ class _RowKeys(NamedTuple):
     pair_offset: Tensor
     """Added to such a key it gives the number of the pair, ``row * M + key``."""
     first_row: Tensor
-    """First row of the same head and sequence, among the rows at hand."""
+    """First row of the same head and sequence, among the given rows."""
     num_tiles: Tensor
     """Tiles that all keys of the sequence take."""
 

@@ -108,7 +108,7 @@ def like_lengths(query_ptr: Tensor, key_ptr: Tensor) -> Iterator[tuple[Tensor, T
 
 
 def _padded(ptr: Tensor, which: Tensor) -> Tensor:
-    """The tokens of these sequences, ``[b, L]``; -1 is none."""
+    """The tokens of these sequences, ``[b, L]``, padded with -1."""
     start, length = ptr[which, None], ptr.diff()[which, None]
     position = torch.arange(int(length.max()), device=ptr.device)
     return torch.where(position < length, start + position, -1)

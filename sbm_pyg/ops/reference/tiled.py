@@ -127,7 +127,7 @@ def sampled_attention(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The output ``[H, N, C']``, the same without the heaviest edge of each query, lse ``[H, N]``, and that edge.
 
-    The heaviest edge is given by the position of its key in its sequence, ``[H, N]`` int32; -1 if there is none.
+    The heaviest edge is given by the position of its key in its sequence, ``[H, N]`` int32, or -1 without an edge.
     """
     law = Law(seed, False, exploration, True)
     graph = _Graph(rate, member, query_ptr, key_ptr, sequence_ids, law, is_causal, window)
