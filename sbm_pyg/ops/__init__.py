@@ -69,7 +69,7 @@ def _check_scores(scale: float, exploration: float = 0.0) -> None:
     checks.number("exploration", exploration, "[0, 1]", "It is what was added to each probability.")
 
 
-def _check_rows(rows: Any, name: str = "rows") -> None:
+def _check_rows_tuple(rows: Any, name: str = "rows") -> None:
     checks.check_tuple(name, rows, "rowptr, col and a bias or None, as `ops.Rows`", 3)
 
 
@@ -92,7 +92,7 @@ def edge_dot(query: Tensor, key: Tensor, rows: Rows) -> Tensor:
             ops.
         TypeError, ValueError: Shapes or types do not fit.
     """
-    _check_rows(rows)
+    _check_rows_tuple(rows)
     rowptr, col, _ = rows
     checks.edge_rows(rowptr, col, query, key=key)
     return schemas.edge_dot(query, key, rowptr, col)
@@ -149,7 +149,7 @@ def edge_gate(rate: Tensor, member: Tensor, rows: Rows) -> Tensor:
     Returns:
         Ones, ``[E]``.
     """
-    _check_rows(rows)
+    _check_rows_tuple(rows)
     rowptr, col, _ = rows
     checks.edge_rows(rowptr, col, rate, key=member, ends=("rate", "member"))
     return schemas.EdgeGate.apply(rate, member, rowptr, col)
@@ -199,7 +199,7 @@ def _check_attention(
     query: Tensor, key: Tensor, value: Tensor, rows: Rows, gate: Tensor | None, scale: float, gate_form: str,
     dropout: float,
 ) -> Rows:  # fmt: skip
-    _check_rows(rows)
+    _check_rows_tuple(rows)
     rowptr, col, bias = rows
     checks.tensors(value=value)
     checks.edge_rows(rowptr, col, query, key=key, value=value, gate=gate, bias=bias)
@@ -315,8 +315,8 @@ def edge_effect(
     Returns:
         ``[E]`` and ``[E']`` in the dtype of ``query``; 0 for a probe that is an edge already.
     """
-    _check_rows(rows)
-    _check_rows(probes, "probes")
+    _check_rows_tuple(rows)
+    _check_rows_tuple(probes, "probes")
     checks.tensors(value=value, grad_out=grad_out)
     checks.edge_rows(*rows[:2], query, key=key, value=value, bias=rows[2])
     checks.edge_rows(*probes[:2], query, key=key, prefix="probe_", probe_bias=probes[2])
@@ -369,8 +369,8 @@ def local_expectation(
     Raises:
         TypeError, ValueError: Shapes or types do not fit, or neither or both of ``factors`` and ``prob`` came.
     """
-    _check_rows(rows)
-    _check_rows(probes, "probes")
+    _check_rows_tuple(rows)
+    _check_rows_tuple(probes, "probes")
     if (factors is None) == (prob is None):
         raise ValueError(
             f"Expected one of 'factors' and 'prob' (got {'neither' if prob is None else 'both'}). They say the same."
@@ -439,7 +439,7 @@ def block_attention(
     Raises:
         TypeError, ValueError: Shapes or types do not fit, or an argument is out of range.
     """
-    _check_rows(rows)
+    _check_rows_tuple(rows)
     rowptr, col, bias = rows
     checks.tensors(value=value)
     query_ptr, key_ptr, block_size = checks.block_rows(
@@ -499,8 +499,8 @@ def block_effect(
     Raises:
         TypeError, ValueError: Shapes or types do not fit, or an argument is out of range.
     """
-    _check_rows(rows)
-    _check_rows(probes, "probes")
+    _check_rows_tuple(rows)
+    _check_rows_tuple(probes, "probes")
     checks.tensors(value=value, grad_out=grad_out)
     query_ptr, key_ptr, block_size = checks.block_rows(
         *rows[:2], query, key, ptrs, block_size, is_causal, scale, value=value, bias=rows[2]
@@ -533,7 +533,7 @@ def block_weight(
     Raises:
         TypeError, ValueError: Shapes or types do not fit, or an argument is out of range.
     """
-    _check_rows(rows)
+    _check_rows_tuple(rows)
     rowptr, col, bias = rows
     query_ptr, key_ptr, block_size = checks.block_rows(
         rowptr, col, query, key, ptrs, block_size, is_causal, scale, bias=bias
@@ -576,8 +576,8 @@ def block_expectation(
     Raises:
         TypeError, ValueError: Shapes or types do not fit, or an argument is out of range.
     """
-    _check_rows(rows)
-    _check_rows(probes, "probes")
+    _check_rows_tuple(rows)
+    _check_rows_tuple(probes, "probes")
     checks.check_tuple("prob", prob, "two tensors", 2)
     checks.tensors(out=out, value=value, chance=chance, prob=prob[0], probe_prob=prob[1])
     query_ptr, key_ptr, block_size = checks.block_rows(

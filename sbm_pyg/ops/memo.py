@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .values import is_capturing
 
-T = TypeVar("T")
+Value = TypeVar("Value")
 
 
 def _writable(x: Tensor) -> bool:
@@ -42,7 +42,7 @@ class TensorMemo:
     def __init__(self) -> None:
         self._found: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
-    def get(self, compute: Callable[..., T], x: Tensor, *given: Any) -> T:
+    def get(self, compute: Callable[..., Value], x: Tensor, *given: Any) -> Value:
         """Return ``compute(x, *given)``, or the kept value for the same tensor and the same other arguments.
 
         Args:

@@ -36,7 +36,7 @@ MAX_TILE_CHANNELS = 128
 
 @triton.jit
 def _load_columns(source, first, there, begin, WIDTH: tl.constexpr, SIZE: tl.constexpr):
-    """Some columns of rows of a matrix from one row on, ``[rows, SIZE]``, in their type; zeros where the mask is false."""
+    """Some columns of rows of a matrix from one row on, ``[rows, SIZE]``; zeros where the mask is false."""
     row, channel = tl.arange(0, there.shape[0]), begin + tl.arange(0, SIZE)
     inside = there[:, None] & (channel < WIDTH)[None, :]
     return tl.load(source + first * WIDTH + (row[:, None] * WIDTH + channel[None, :]), mask=inside, other=0)
