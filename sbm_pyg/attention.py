@@ -18,7 +18,6 @@ from torch_geometric.nn import MessagePassing
 from torch_geometric.nn.dense.linear import Linear
 from torch_geometric.typing import SparseTensor
 
-from . import ops
 from .auxiliary import AuxiliaryLosses
 from .estimators import AttentionCall, Estimator, Local, NoEstimator, resolve_estimator
 from .graph import AttentionGraph
@@ -26,7 +25,7 @@ from .normalizers import Entmax, check_normalizer
 from .ops import METHODS, checks
 from .propagation import OUTPUT_ONLY, EdgeAttention, Returns, channel_pair, check_tokens
 from .ragged import Tokens, draw_seed, resolve_sides
-from .sources.interface import Choice, GraphSource, TiledChoice, limited
+from .sources.interface import Choice, GraphSource, limited
 from .sources.sampling import SBMSource
 from .sources.sbm import SBMHead
 
@@ -276,10 +275,10 @@ class AttentionConv(EdgeAttention):
         else:
             of = (edge_index, query.size(1), key.size(1), self.heads)
             choice = Choice(AttentionGraph.over(*of, edge_head=edge_head, ptr=ptr, batch=batch))
-        if isinstance(choice, TiledChoice):
-            self._check_tiled(drop)
+        if not choice.is_stored:
+            self._check_unstored(drop)
             if edge_filter is None and not returns.attention_weights and not self._edgewise:
-                out = self._by_tiles(query, key, value, choice, is_causal)
+                out = choice.attend(query, key, value, self.scale, not isinstance(self.estimator, NoEstimator))
                 return self._pack_outputs(out.transpose(0, 1), choice, None, returns)
             choice = choice.stored()
         estimator = self.estimator if choice.probability is not None else NoEstimator()
@@ -308,7 +307,7 @@ class AttentionConv(EdgeAttention):
         found += [weights] if returns.attention_weights else []
         return (out, *found) if found else out
 
-    def _check_tiled(self, dropout: float) -> None:
+    def _check_unstored(self, dropout: float) -> None:
         """Check that no option needs stored edges, for a source that does not store them."""
         wrong = {
             "dropout": (dropout, dropout == 0),
@@ -322,16 +321,6 @@ class AttentionConv(EdgeAttention):
                     f"Expected '{name}' that needs no stored edges with a source that is tiled (got {got}). Take no "
                     "dropout, softmax, no bias and the estimator 'local' or 'none'; or set `source.tiled = False`."
                 )
-
-    def _by_tiles(self, query: Tensor, key: Tensor, value: Tensor, choice: TiledChoice, is_causal: bool) -> Tensor:
-        """Attend over a graph that is not stored; the output, ``[H, N, C']``."""
-        rate, member = choice.factors
-        if isinstance(self.estimator, NoEstimator):
-            rate, member = rate.detach(), member.detach()
-        return ops.sampled_attention(
-            query, key, value, rate, member, *choice.ptrs, choice.sequence_ids, choice.seed, scale=self.scale,
-            exploration=choice.exploration, is_causal=is_causal, window=choice.window,
-        )  # fmt: skip
 
     def _choose(self, tokens: Tokens) -> Choice:
         """The choice of the source, expanded to the heads of the layer."""

@@ -40,7 +40,7 @@ _VALID: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Offsets on a device that were found to be right, for how many tokens, and in which version."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Tokens:
     """Queries and keys of a batch of ragged sequences, as a graph source sees them.
 
@@ -108,6 +108,10 @@ class Tokens:
         tokens = object.__new__(Tokens)
         tokens.__dict__.update(self.__dict__, query=query, key=key)
         return tokens
+
+    def __repr__(self) -> str:
+        sizes = f"{self.query_ptr.numel() - 1} sequences, {self.heads} heads, {self.num_queries} queries"
+        return f"{type(self).__name__}({sizes}, {self.num_keys} keys)"
 
     @property
     def heads(self) -> int:

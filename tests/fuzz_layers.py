@@ -2046,8 +2046,9 @@ EXEMPT: dict[str, str] = {  # public names that are not called, and why
     "sparsefinder.Sample": "a type",
     **dict.fromkeys(("ShareSchedule", "ShareSchedule.step", "ShareSchedule.state_dict", "ShareSchedule.load_state_dict"),
                     "a schedule of a model, see test_share.py"),
-    **dict.fromkeys(("TiledChoice", *(f"TiledChoice.{name}" for name in ("causal", "expand", "factors", "force", "forced", "graph", "select", "shape", "stored"))),
+    **dict.fromkeys(("TiledChoice", *(f"TiledChoice.{name}" for name in ("attend", "causal", "check_tokens", "expand", "factors", "force", "forced", "graph", "is_stored", "select", "shape", "stored"))),
                     "a record that a source makes, see test_tiled.py"),
+    **dict.fromkeys(("Choice.attend", "Choice.check_tokens", "Choice.is_stored", "Choice.stored"), "for layers, see test_choice.py and test_tiled.py"),
     **dict.fromkeys(("DCMM", "DCMM.entropy"), "a record that the library makes and users read"),
     **dict.fromkeys(("AttentionGraph.with_blocks", "AttentionGraph.spread", "AttentionGraph.over_tokens", "SBM.strict"), "for sources and layers, see test_blocks.py"),
     **{f"BlockGraph.{name}": "what an AttentionGraph has, compared with that of its tokens in test_blocks.py" for name in (

@@ -19,7 +19,7 @@ from torch_geometric.data import Data
 from torch_geometric.data.datapipes import functional_transform
 from torch_geometric.transforms import BaseTransform
 
-from ..blocks import BlockGraph
+from .. import ops
 from ..graph import AttentionGraph, check_graph
 from ..ops import checks
 from ..ragged import Tokens, check_record, draw_seed, stored_ptr
@@ -117,6 +117,28 @@ class Choice:
         """Numbers of sequences and heads, (B, H)."""
         return self.graph.num_sequences, self.graph.heads
 
+    def check_tokens(self, tokens: Tokens) -> None:
+        """Raise ValueError if the graph is over other tokens."""
+        graph, sizes = self.graph, (tokens.num_queries, tokens.num_keys)
+        if (graph.num_queries, graph.num_keys) != sizes or not graph.same_offsets(tokens.query_ptr, tokens.key_ptr):
+            raise ValueError(
+                f"Expected 'source' to return a graph over N = {sizes[0]} queries and M = {sizes[1]} keys, and over "
+                f"their sequences (got {graph}). Build it with the offsets of its tokens."
+            )
+
+    @property
+    def is_stored(self) -> bool:
+        """False if edges are drawn when their scores are computed, and :attr:`graph` only on request."""
+        return True
+
+    def stored(self) -> Choice:
+        """The same choice with a stored graph."""
+        return self
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, learn: bool) -> Tensor:
+        """Softmax attention over the edges, ``[H, N, C']``; ``learn`` trains a model whose edges are not stored."""
+        return self.graph._attend(query, key, value, scale=scale)
+
     def expand(self, heads: int) -> Choice:
         """The choice for so many heads, as :meth:`AttentionGraph.expand`; all have the forced edges of the one."""
         graph = self.graph.expand(heads)
@@ -130,7 +152,7 @@ class Choice:
         Raises:
             ValueError: The graph is one of blocks, whose tokens are not chosen one by one.
         """
-        if isinstance(self.graph, BlockGraph):
+        if self.graph.blocks is not self.graph:
             raise ValueError(
                 f"Expected a graph of tokens where edges are left out (got blocks of {self.graph.grain}). "
                 "Choose with grain=1, or expand the graph and attend over that: `graph.expand_tokens()`."
@@ -225,9 +247,22 @@ class TiledChoice(Choice):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.probability}, exploration={self.exploration}, window={self.window})"
 
+    def check_tokens(self, tokens: Tokens) -> None:
+        """The model was made from the tokens, so nothing is checked."""
+
+    @property
+    def is_stored(self) -> bool:
+        return False
+
     def stored(self) -> Choice:
-        """The same as a choice whose graph is stored."""
         return Choice(self.graph, self.probability, self.forced, self.exploration)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, learn: bool) -> Tensor:
+        rate, member = self.factors if learn else (x.detach() for x in self.factors)
+        return ops.sampled_attention(
+            query, key, value, rate, member, *self.ptrs, self.sequence_ids, self.seed, scale=scale,
+            exploration=self.exploration, is_causal=getattr(self.probability, "is_causal", False), window=self.window,
+        )  # fmt: skip
 
     def expand(self, heads: int) -> Choice:
         """As :meth:`Choice.expand`."""
@@ -392,19 +427,12 @@ class SourceGraph(BaseTransform):
 
 
 def _check_choice(choice: object, tokens: Tokens) -> None:
-    """Refuse what is no :class:`Choice` over these tokens; one that is tiled is not drawn for it."""
+    """Check that a source returned a :class:`Choice` over the tokens that it was given."""
     if not isinstance(choice, Choice):
         raise TypeError(
             f"Expected 'source' to return a Choice (got {type(choice).__name__}). Wrap a graph, `Choice(graph)`."
         )
-    if isinstance(choice, TiledChoice):
-        return
-    graph, sizes = choice.graph, (tokens.num_queries, tokens.num_keys)
-    if (graph.num_queries, graph.num_keys) != sizes or not graph.same_offsets(tokens.query_ptr, tokens.key_ptr):
-        raise ValueError(
-            f"Expected 'source' to return a graph over N = {sizes[0]} queries and M = {sizes[1]} keys, and over their "
-            f"sequences (got {graph}). Build it with the offsets of its tokens."
-        )
+    choice.check_tokens(tokens)
 
 
 def check_probability(probability: object) -> None:

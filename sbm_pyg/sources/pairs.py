@@ -19,15 +19,15 @@ from ..ragged import Tokens, check_record, count_pairs, offsets
 from ..rows import index_type
 
 __all__ = [
-    "Keep", "Part", "Score", "block_means", "check_centroids", "graph_of_pairs", "graph_of_ranges", "graph_of_rows",
-    "grouped", "largest", "parts", "product", "ranges", "read", "share_of", "streamed",
+    "Keep", "Part", "Score", "block_means", "check_centroids", "detached", "graph_of_pairs", "graph_of_ranges",
+    "graph_of_rows", "grouped", "largest", "parts", "product", "ranges", "share_of", "streamed",
 ]  # fmt: skip
 
 CHUNK = 2**23  # scores at a time
 
 
-def read(tokens: Tokens) -> Tokens:
-    """The tokens of a rule, which looks at their values; nothing carries a gradient.
+def detached(tokens: Tokens) -> Tokens:
+    """The tokens without gradients, for a rule that looks at their values.
 
     Raises:
         TypeError, ValueError: They are no :class:`~sbm_pyg.Tokens`, or hold no values.

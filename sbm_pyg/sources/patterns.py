@@ -32,7 +32,7 @@ from ..ops import checks, values
 from ..ops.reference.random_words import RANDOM_KEY, philox
 from ..ops.reference.segments import runs
 from ..ops.values import can_read, require_values
-from ..ragged import Tokens, check_tensor, draw_seed, resolve_ptr, resolve_sequence_ids, stored_ptr  # fmt: skip
+from ..ragged import Tokens, check_tensor, draw_seed, resolve_ptr, resolve_sequence_ids, stored_ptr
 from ..rows import index_type
 from .interface import Choice, GraphSource
 

@@ -22,15 +22,7 @@ from ..graph import AttentionGraph
 from ..ops.reference.blocks import cut_blocks
 from ..ops.reference.tiled import sampled_edges
 from ..ops.values import can_read
-from ..ragged import (
-    Tokens,
-    count_pairs,
-    draw_seed,
-    resolve_ptr,
-    resolve_sequence_ids,
-    stored_ptr,
-    trust_offsets,
-)  # fmt: skip
+from ..ragged import Tokens, count_pairs, draw_seed, resolve_ptr, resolve_sequence_ids, stored_ptr, trust_offsets
 from . import patterns
 from .following import FollowingSource
 from .interface import Choice, SharingSource, TiledChoice

@@ -33,13 +33,13 @@ from .pairs import (
     best_of,
     block_means,
     check_centroids,
+    detached,
     graph_of_ranges,
     graph_of_rows,
     grouped,
     largest,
-    read,
     streamed,
-)  # fmt: skip
+)
 
 __all__ = ["RoutingSource", "SelectorSource", "block_top_k", "lsh", "routing", "top_k"]
 
@@ -68,7 +68,7 @@ def top_k(tokens: Tokens, k: int) -> AttentionGraph:
         >>> top_k(Tokens(x), 2).to_dense()[0].int().tolist()
         [[0, 1, 1], [0, 1, 1], [0, 1, 1]]
     """
-    tokens = read(tokens)
+    tokens = detached(tokens)
     k = min(checks.integer("k", k, 1, "It is the number of keys of each query."), tokens.num_keys)
     return graph_of_rows(tokens, *streamed(tokens, largest(k), most=k))
 
@@ -96,7 +96,7 @@ def block_top_k(tokens: Tokens, k: int, block_size: int) -> AttentionGraph:
 
     Reference: Lu et al., "MoBA: Mixture of Block Attention for Long-Context LLMs", 2025.
     """
-    tokens = read(tokens)
+    tokens = detached(tokens)
     k = min(checks.integer("k", k, 1, "It is the number of blocks of each query."), tokens.num_keys)
     size = checks.integer("block_size", block_size, 1, "It is the number of keys of a block.")
     size = min(size, max(tokens.num_keys, tokens.num_queries))
@@ -137,7 +137,7 @@ def lsh(tokens: Tokens, num_buckets: int, chunk_size: int, *, rounds: int = 1) -
 
     Reference: Kitaev, Kaiser, Levskaya: "Reformer: The Efficient Transformer", 2020, section 2.
     """
-    tokens = read(tokens)
+    tokens = detached(tokens)
     query, key = tokens.query, tokens.key
     buckets = checks.integer("num_buckets", num_buckets, 2, "Half of them are opposite to the others.")
     if buckets % 2:
@@ -192,7 +192,7 @@ def routing(tokens: Tokens, centroids: Tensor, size: int | None = None) -> Atten
     Reference: Roy et al., "Efficient Content-Based Sparse Attention with Routing Transformers", TACL 2021, whose causal
     models rank all tokens of a sequence and mask what is later.
     """
-    tokens = read(tokens)
+    tokens = detached(tokens)
     centroids = check_centroids(centroids, tokens.query)
     if size is not None:
         size = checks.integer("size", size, 1, "It is the number of tokens that a centroid takes.")

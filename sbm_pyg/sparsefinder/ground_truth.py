@@ -22,7 +22,7 @@ from ..normalizers import normalize
 from ..ops import checks, segment_entmax
 from ..ops.values import require_values
 from ..ragged import Tokens
-from ..sources.pairs import Part, graph_of_rows, product, read, streamed
+from ..sources.pairs import Part, detached, graph_of_rows, product, streamed
 from .projection import Sample
 
 __all__ = ["Match", "compare", "gold_graph", "group_entropy", "record"]
@@ -45,7 +45,7 @@ def gold_graph(tokens: Tokens, *, alpha: float = 1.5, scale: float | None = None
         >>> gold_graph(Tokens(x)).to_dense()[0].int().tolist()
         [[1, 0, 0], [1, 1, 1], [0, 0, 1]]
     """
-    tokens = read(tokens)
+    tokens = detached(tokens)
     checks.number("alpha", alpha, "(1, 4]", "Softmax has all edges.")
     if scale is not None:
         checks.number("scale", scale, "(-inf, inf)", "It is a factor of the scores.")

@@ -20,15 +20,15 @@ from ..sources.pairs import (
     Part,
     block_means,
     check_centroids,
+    detached,
     graph_of_pairs,
     graph_of_ranges,
     graph_of_rows,
     grouped,
     largest,
     ranges,
-    read,
     streamed,
-)  # fmt: skip
+)
 
 __all__ = ["blocks", "bucketing", "buckets", "clustering", "clusters", "distance"]
 
@@ -54,7 +54,7 @@ def distance(tokens: Tokens, threshold: float, cap: int | None = None) -> Attent
         >>> distance(Tokens(x), 1.5).to_dense()[0].int().tolist()
         [[1, 1, 0], [1, 1, 0], [0, 0, 1]]
     """
-    tokens = read(tokens)
+    tokens = detached(tokens)
     checks.number("threshold", threshold, "[0, inf]", "It is a distance.")
     if cap is not None:
         cap = min(checks.integer("cap", cap, 1, "It is the largest number of keys of a query."), tokens.num_keys)
@@ -158,7 +158,7 @@ def bucketing(tokens: Tokens, num_buckets: int) -> AttentionGraph:
         >>> bucketing(Tokens(x), 2).to_dense()[0].int().tolist()
         [[1, 0, 1, 0], [0, 1, 0, 1], [1, 0, 1, 0], [0, 1, 0, 1]]
     """
-    tokens = read(tokens)
+    tokens = detached(tokens)
     count = checks.integer("num_buckets", num_buckets, 1, "It is the number of buckets of a dimension.")
     if tokens.is_causal:
         raise ValueError(
@@ -202,7 +202,7 @@ def clustering(tokens: Tokens, centroids: Tensor, top: int = 1, cap: int | None 
     Raises:
         TypeError, ValueError: As :func:`distance`; or the tokens are causal and there is a cap.
     """
-    tokens = read(tokens)
+    tokens = detached(tokens)
     centroids = check_centroids(centroids, tokens.query, width="r")
     count = centroids.size(1)
     top = _check_top(top, count)
@@ -282,7 +282,7 @@ def blocks(
         >>> blocks(Tokens(x), torch.tensor([[[0.0], [5.0]]]), k=2, block_size=2).to_dense()[0, ::2].int().tolist()
         [[1, 1, 0, 0, 1, 1], [0, 0, 1, 1, 0, 0], [1, 1, 0, 0, 1, 1]]
     """
-    tokens = read(tokens)
+    tokens = detached(tokens)
     if tokens.is_causal:
         raise ValueError(
             "Expected no 'is_causal' with blocks (got True). Their means hold later tokens; take 'distance' or "
