@@ -137,8 +137,8 @@ def edge_effect(
 
 
 def sample_sbm(
-    query: Tensor,
-    key: Tensor,
+    rate: Tensor,
+    member: Tensor,
     query_ptr: Tensor,
     key_ptr: Tensor,
     sequence_ids: Tensor,
@@ -157,17 +157,17 @@ def sample_sbm(
     takes proposals as they come). Where there are no values to plan by (fake tensors), only the edges count, which is
     the least it can be.
     """
-    heads, num_queries, blocks = query.shape
-    if is_fake(query) or query.is_meta:
+    heads, num_queries, blocks = rate.shape
+    if is_fake(rate) or rate.is_meta:
         return 2 * blocks * (2 * heads * num_queries + out_val[1].numel())
     pairs = 0.0
     allowed = reference_segments.allowed_keys(query_ptr, key_ptr, num_queries, is_causal)
     offsets = zip(query_ptr.tolist(), query_ptr.tolist()[1:], key_ptr.tolist(), key_ptr.tolist()[1:], strict=False)
     for start, end, first, last in offsets:
-        rate, member = query[:, start:end].detach().double(), key[:, first:last].detach().double()
+        rates, members = rate[:, start:end].detach().double(), member[:, first:last].detach().double()
         keys = allowed[start:end]
-        bound = (rate * member.cummax(1).values[:, keys - 1]).sum(-1) + exploration
-        expected = (rate * member.cumsum(1)[:, keys - 1]).sum(-1) + exploration * keys
+        bound = (rates * members.cummax(1).values[:, keys - 1]).sum(-1) + exploration
+        expected = (rates * members.cumsum(1)[:, keys - 1]).sum(-1) + exploration * keys
         plan = reference_sampling.plan_rows(expected, bound, keys, method)
         proposals = torch.zeros_like(expected) if method == "fastrg" else plan.proposals
         tried = torch.where(plan.way == reference_sampling.GAPS, plan.landings, proposals)

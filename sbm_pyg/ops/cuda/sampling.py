@@ -108,12 +108,12 @@ def _load_columns_of_row(source, row, end, first, BLOCKS: tl.constexpr, TILE: tl
 
 
 @triton.jit
-def _pair_probs(rate, row, key, ends, there, BLOCKS: tl.constexpr, TILE: tl.constexpr):
+def _pair_probs(rate, row, member, ends, there, BLOCKS: tl.constexpr, TILE: tl.constexpr):
     """Probabilities of some pairs of a row, without exploration."""
     p = tl.zeros(ends.shape, tl.float64)
     for first in range(0, BLOCKS, TILE):
         y = _load_columns_of_row(rate, row, BLOCKS, first, BLOCKS, TILE)
-        p += tl.sum(_load_matrix(key, ends, there, first, BLOCKS, TILE) * y[None, :], 1)
+        p += tl.sum(_load_matrix(member, ends, there, first, BLOCKS, TILE) * y[None, :], 1)
     return p
 
 
@@ -142,7 +142,8 @@ def _sampled_row(row, tasks, query_ptr, key_ptr, sequence_ids, queries, CAUSAL: 
 
 @triton_kernel
 def _panel_sums_kernel(
-    key, key_ptr, sums, sequences: tl.int64, keys: tl.int64, count: tl.int64, BLOCKS: tl.constexpr, TILE: tl.constexpr
+    member, key_ptr, sums, sequences: tl.int64, keys: tl.int64, count: tl.int64, BLOCKS: tl.constexpr,
+    TILE: tl.constexpr
 ):  # fmt: skip
     """Sum and largest of the memberships of each panel, ``[2, H, count, K]``."""
     slot, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
@@ -150,7 +151,7 @@ def _panel_sums_kernel(
     number = tl.load(key_ptr + sequence) + panel * _PANEL + tl.arange(0, _PANEL)
     there = number < tl.load(key_ptr + sequence + 1)
     for first in range(0, BLOCKS, TILE):
-        z = _load_matrix(key, head * keys + number, there, first, BLOCKS, TILE)
+        z = _load_matrix(member, head * keys + number, there, first, BLOCKS, TILE)
         block = first + tl.arange(0, TILE)
         target = sums + (head * count + slot) * BLOCKS + block
         tl.store(target, tl.sum(z, 0), mask=block < BLOCKS)
@@ -186,7 +187,7 @@ def _join_panels_kernel(
 
 @triton_kernel
 def _plan_kernel(
-    rate, key, sums, query_ptr, key_ptr, floats, tasks, sequences: tl.int64, queries: tl.int64, keys: tl.int64,
+    rate, member, sums, query_ptr, key_ptr, floats, tasks, sequences: tl.int64, queries: tl.int64, keys: tl.int64,
     count: tl.int64, exploration: tl.int64, proposal_cost: tl.int64, gap_cost: tl.int64, CAUSAL: tl.constexpr,
     FASTRG: tl.constexpr, BLOCKS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -213,7 +214,7 @@ def _plan_kernel(
         top = total + _load_columns_of_row(most, last, seen, first, BLOCKS, TILE)[None, :]
         if CAUSAL:
             for number in range(panel * _PANEL, tl.minimum(length, (panel + 1) * _PANEL)):
-                z = _load_columns_of_row(key, head * keys + begin + number, BLOCKS, first, BLOCKS, TILE)
+                z = _load_columns_of_row(member, head * keys + begin + number, BLOCKS, first, BLOCKS, TILE)
                 z = tl.where((position >= number)[:, None], z[None, :], 0)
                 total, top = total + z, tl.maximum(top, z)
         total += _load_columns_of_row(sums, last, seen, first, BLOCKS, TILE)[None, :]
@@ -247,7 +248,7 @@ def _plan_kernel(
 
 @triton_kernel
 def _gaps_kernel(
-    rate, key, floats, tasks, query_ptr, key_ptr, sequence_ids, ptr, col, segments: tl.int64, queries: tl.int64,
+    rate, member, floats, tasks, query_ptr, key_ptr, sequence_ids, ptr, col, segments: tl.int64, queries: tl.int64,
     keys: tl.int64, seed: tl.int64, exploration: tl.int64, writing: tl.int64, CAUSAL: tl.constexpr,
     BLOCKS: tl.constexpr, TILE: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
@@ -267,7 +268,7 @@ def _gaps_kernel(
             step = tl.where(step < allowed, step, allowed).to(tl.int64) + 1
             landing = last + tl.cumsum(step, 0)
             inside = landing < allowed
-            p = _pair_probs(rate, row, key, head * keys + shift + landing, inside, BLOCKS, TILE)
+            p = _pair_probs(rate, row, member, head * keys + shift + landing, inside, BLOCKS, TILE)
             p += from_bits(exploration, tl.float64)
             keep = inside & (three.to(tl.int64).to(tl.float64) * bound < p * WORD_RANGE)
             used = _append_keys(col, used, shift + landing, keep, writing)
@@ -311,7 +312,7 @@ def _first_above(source, stride, count, target, scale):
 
 @triton_kernel
 def _proposals_kernel(
-    rate, key, floats, tasks, query_ptr, key_ptr, sequence_ids, ptr, col, sums, table, marks, segments: tl.int64,
+    rate, member, floats, tasks, query_ptr, key_ptr, sequence_ids, ptr, col, sums, table, marks, segments: tl.int64,
     queries: tl.int64, keys: tl.int64, count: tl.int64, seed: tl.int64, exploration: tl.int64, writing: tl.int64,
     CAUSAL: tl.constexpr, FASTRG: tl.constexpr, BLOCKS: tl.constexpr, TILE: tl.constexpr, WORDS: tl.constexpr,
     KEYS_PER_SCAN: tl.constexpr,
@@ -333,7 +334,7 @@ def _proposals_kernel(
             total_mass, within = tl.full([], 0, tl.float64), panel * _PANEL + tl.arange(0, _PANEL)
             for first in range(0, BLOCKS, TILE):
                 if CAUSAL:
-                    total = tl.sum(_load_matrix(key, own + within, within < allowed, first, BLOCKS, TILE), 0)
+                    total = tl.sum(_load_matrix(member, own + within, within < allowed, first, BLOCKS, TILE), 0)
                     total += _load_columns_of_row(
                         sums, slot + panel - 1, tl.where(panel > 0, BLOCKS, 0), first, BLOCKS, TILE
                     )
@@ -367,7 +368,7 @@ def _proposals_kernel(
                 for some in range(0, _PANEL, KEYS_PER_SCAN):
                     number = (here * _PANEL + some)[:, None] + tl.arange(0, KEYS_PER_SCAN)[None, :]
                     inside = number < allowed
-                    z = tl.load(key + (own + number) * BLOCKS + known[:, None], mask=inside, other=0).to(tl.float64)
+                    z = tl.load(member + (own + number) * BLOCKS + known[:, None], mask=inside, other=0).to(tl.float64)
                     below = inside & (tl.cumsum(z, 1) + base[:, None] <= target[:, None])
                     chosen += tl.sum(below.to(tl.int64), 1)
                     base += tl.sum(z, 1)
@@ -380,7 +381,7 @@ def _proposals_kernel(
                 mark = tl.full(bit.shape, 1, tl.int32) << bit
                 new &= (tl.atomic_or(seen + chosen // 32, mark, mask=new) >> bit & 1) == 0
                 if not FASTRG:
-                    p = _pair_probs(rate, row, key, own + chosen, new, BLOCKS, TILE) + eta
+                    p = _pair_probs(rate, row, member, own + chosen, new, BLOCKS, TILE) + eta
                     new &= three.to(tl.int64).to(tl.float64) * -_expm1(-stretch * p) < p * WORD_RANGE
                 tl.atomic_or(taken + chosen // 32, mark, mask=new.to(tl.int64) * writing != 0)
                 used += tl.sum(new.to(tl.int64), 0)
@@ -414,7 +415,7 @@ def bernoulli_words(seed, begin, position, sequence_id, head, ROWS: tl.constexpr
 
 @triton_kernel
 def _pairs_kernel(
-    rate, key, floats, tasks, query_ptr, key_ptr, sequence_ids, ptr, col, segments: tl.int64, queries: tl.int64,
+    rate, member, floats, tasks, query_ptr, key_ptr, sequence_ids, ptr, col, segments: tl.int64, queries: tl.int64,
     keys: tl.int64, seed: tl.int64, exploration: tl.int64, writing: tl.int64, limit: tl.int64, blocks: tl.int64,
     CAUSAL: tl.constexpr, FASTRG: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -449,7 +450,9 @@ def _pairs_kernel(
             low = tl.zeros([ROWS, 64], tl.float32)
             for block in range(blocks):
                 y = tl.load(rate + (head * blocks + block) * queries + query, mask=mine, other=0).to(tl.float32)
-                z = tl.load(key + (head * blocks + block) * keys + shift + number, mask=there, other=0).to(tl.float32)
+                z = tl.load(member + (head * blocks + block) * keys + shift + number, mask=there, other=0).to(
+                    tl.float32
+                )
                 low += y[:, None] * z[None, :]
             low += from_bits(exploration, tl.float32)
             if FASTRG:
@@ -462,7 +465,7 @@ def _pairs_kernel(
                 p = tl.zeros([ROWS, 64], tl.float64)
                 for block in range(blocks):
                     y = tl.load(rate + (head * blocks + block) * queries + query, mask=mine, other=0).to(tl.float64)
-                    z = tl.load(key + (head * blocks + block) * keys + shift + number, mask=there, other=0)
+                    z = tl.load(member + (head * blocks + block) * keys + shift + number, mask=there, other=0)
                     p += y[:, None] * z.to(tl.float64)[None, :]
                 p += from_bits(exploration, tl.float64)
                 if FASTRG:
@@ -483,17 +486,17 @@ def _pairs_kernel(
 
 
 def sample_sbm(
-    query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, sequence_ids: Tensor, seed: int, method: str,
+    rate: Tensor, member: Tensor, query_ptr: Tensor, key_ptr: Tensor, sequence_ids: Tensor, seed: int, method: str,
     exploration: float, clamp: bool, is_causal: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    (heads, queries, blocks), keys, sequences = query.shape, key.size(1), query_ptr.numel() - 1
-    rows, device = heads * queries, query.device
+    (heads, queries, blocks), keys, sequences = rate.shape, member.size(1), query_ptr.numel() - 1
+    rows, device = heads * queries, rate.device
     if not rows * keys * blocks:
         return reference_sampling.sample_sbm(
-            query, key, query_ptr, key_ptr, sequence_ids, seed, method, exploration, clamp, is_causal
+            rate, member, query_ptr, key_ptr, sequence_ids, seed, method, exploration, clamp, is_causal
         )
     query_ptr, key_ptr, sequence_ids = (x.contiguous() for x in (query_ptr, key_ptr, sequence_ids))
-    rate, member, eta = query.detach().contiguous(), key.detach().contiguous(), float_bits(exploration)
+    rate, member, eta = rate.detach().contiguous(), member.detach().contiguous(), float_bits(exploration)
     slots, query_slots = (tokens // reference_sampling.KEYS_PER_PANEL + sequences for tokens in (keys, queries))
     sums = torch.empty(2, heads, slots, blocks, dtype=torch.float64, device=device)
     floats = torch.empty(3, rows, dtype=torch.float64, device=device)  # bounds, factors, largest probabilities
