@@ -16,13 +16,12 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import is_fake
 from torch.utils.weak import WeakIdKeyDictionary
 from torch_geometric.utils import to_dense_batch
 
-from .ops import checks
+from .ops import checks, values
 from .ops.reference.segments import allowed_keys
+from .ops.values import can_read, require_values
 
 __all__ = [
     "Tokens",
@@ -31,7 +30,6 @@ __all__ = [
     "draw_seed",
     "offsets",
     "pad",
-    "readable",
     "resolve_ptr",
     "resolve_sequence_ids",
     "resolve_sides",
@@ -171,26 +169,10 @@ def check_record(tokens: object) -> None:
         )
 
 
-def readable(x: Tensor) -> bool:
-    """Whether checks may look at the values of a tensor.
-
-    They may not in compiled code, nor where there are no values: in meta and fake tensors, in all tensors where new
-    ones are fake, and in those that stand for many, as in ``vmap``.
-    """
-    return not (torch.compiler.is_compiling() or x.is_meta or is_fake(x) or detect_fake_mode() or checks.batched(x))
-
-
 def check_tensor(x: object, name: str, optional: bool = True) -> None:
     """Raise TypeError unless it is a dense tensor or, where it is optional, None."""
     if not (optional and x is None):
         checks.dense(name, x)
-
-
-def check_present(x: Tensor, name: str) -> None:
-    """Raise ValueError for a tensor without values, or of ``vmap``, where the size of the answer depends on values."""
-    checks.single(**{name: x})
-    if x.is_meta:
-        raise ValueError(f"Expected '{name}' to hold values (got a meta tensor). Move it to a device that has memory.")
 
 
 def unmerged(x: Tensor) -> Tensor:
@@ -266,7 +248,7 @@ def resolve_ptr(
     if device is not None and not isinstance(device, torch.device):
         device = checks.device(device)
     if batch is not None:
-        check_present(batch, "batch")
+        require_values(batch, "batch")
         if batch.dim() != 1 or batch.numel() != total:
             raise ValueError(
                 f"Expected 'batch' to be [{total}], one sequence number per token (got {list(batch.shape)}). "
@@ -295,20 +277,20 @@ def resolve_ptr(
     if ptr.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"Expected '{name}' to be int64 (got {ptr.dtype}). Convert it with `.long()`.")
     if ptr.is_meta and device is not None and device.type != "meta":
-        check_present(ptr, name)
-    if readable(ptr):
-        if checks.at_hand(ptr) or ptr.is_inference() or _VALID.get(ptr) != (total, ptr._version):
+        require_values(ptr, name)
+    if can_read(ptr):
+        if values.can_read_without_sync(ptr) or ptr.is_inference() or _VALID.get(ptr) != (total, ptr._version):
             _check_ptr_values(ptr, total, name)
     else:  # no branch on values; the kernels must still see none that is out of range
         fits = (ptr[0] == 0) & (ptr[-1] == total) & (ptr.diff() > 0).all()
         torch._assert_async(fits, f"Expected '{name}' to run from 0 to the number of tokens, strictly increasing.")
     # numpy writes into what lies on the CPU, and no version tells: whoever keeps offsets must have their own
-    return trust_offsets(ptr.to(device=device, dtype=torch.int64, copy=checks.at_hand(ptr)), total)
+    return trust_offsets(ptr.to(device=device, dtype=torch.int64, copy=values.can_read_without_sync(ptr)), total)
 
 
 def trust_offsets(ptr: Tensor, total: int) -> Tensor:
     """The same offsets, at which nobody needs to look again where a device would be waited for."""
-    if readable(ptr) and not checks.at_hand(ptr) and not ptr.is_inference():
+    if can_read(ptr) and not values.can_read_without_sync(ptr) and not ptr.is_inference():
         _VALID[ptr] = total, ptr._version
     return ptr
 
@@ -439,7 +421,7 @@ def resolve_sequence_ids(sequence_ids: Tensor | None, sequences: int, device: to
     check_sequence_ids(sequence_ids, sequences)
     if sequence_ids is None:
         return torch.arange(sequences, device=device)
-    if readable(sequence_ids):
+    if can_read(sequence_ids):
         low, high = (int(bound) for bound in torch.aminmax(sequence_ids))
         if low < 0 or high >= 2**bits:
             raise ValueError(
@@ -447,8 +429,8 @@ def resolve_sequence_ids(sequence_ids: Tensor | None, sequences: int, device: to
                 "Number sequences by their place in the data set."
             )
     if device.type != "meta":
-        check_present(sequence_ids, "sequence_ids")
-    return sequence_ids.to(device=device, dtype=torch.int64, copy=checks.at_hand(sequence_ids))
+        require_values(sequence_ids, "sequence_ids")
+    return sequence_ids.to(device=device, dtype=torch.int64, copy=values.can_read_without_sync(sequence_ids))
 
 
 def pad(x: Tensor, ptr: Tensor, fill_value: float = 0.0) -> tuple[Tensor, Tensor]:
@@ -473,7 +455,7 @@ def pad(x: Tensor, ptr: Tensor, fill_value: float = 0.0) -> tuple[Tensor, Tensor
         ([[0.0, 0.0], [1.0, 2.0]], [[True, False], [True, True]])
     """
     _check_tokens(x, 1, "[N, ...]")
-    check_present(x, "x")
+    require_values(x, "x")
     if not (isinstance(fill_value, Real) and fill_value != fill_value):  # NaN
         checks.number("fill_value", fill_value, "[-inf, inf]", "It stands in the padding, NaN if you like.")
     if not (x.is_floating_point() or x.is_complex()):
@@ -508,7 +490,7 @@ def unpad(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """
     _check_tokens(x, 2, "[B, L, ...]")
     check_tensor(mask, "mask", optional=False)
-    check_present(mask, "mask")
+    require_values(mask, "mask")
     if mask.dtype != torch.bool or mask.shape != x.shape[:2]:
         raise ValueError(
             f"Expected 'mask' to be bool {list(x.shape[:2])}, as 'x' is [B, L, ...] "

@@ -50,7 +50,7 @@ def _small_work_is_shared_out() -> None:
     """Test cases are small, and threads are tested by them."""
     from sbm_pyg.ops.cpu import threads
 
-    threads.LEAST = 1
+    threads.MIN_STEPS_PER_TASK = 1
 
 
 @pytest.fixture

@@ -522,15 +522,15 @@ def _block_attention(d: Draw) -> Case:
     graph = block_graph(d)
     sizes = {"query": graph.num_queries, "key": graph.num_keys, "value": graph.num_keys}
     arguments: dict[str, Any] = {name: d.real(graph.heads, count, 3) for name, count in sizes.items()}
-    arguments |= {"rowptr": graph.blocks.rowptr, "col": graph.blocks.col, "ptrs": (graph.query_ptr, graph.key_ptr)}
-    arguments |= {"grain": graph.grain, "is_causal": False, "bias": None, "scale": d.uniform(0.1, 1.5)}
+    arguments |= {"rows": graph.blocks.rows, "ptrs": (graph.query_ptr, graph.key_ptr), "block_size": graph.grain}
+    arguments |= {"is_causal": False, "scale": d.uniform(0.1, 1.5)}
 
     def check(result: Any, query: Tensor, key: Tensor, value: Tensor, scale: Any, **_: Any) -> None:
         if tame(query, key, value, scale):
-            wanted = sbm_pyg.ops.edge_attention(query, key, value, graph.rowptr, graph.col, scale=float(scale))
+            wanted = sbm_pyg.ops.edge_attention(query, key, value, graph.rows, scale=float(scale))
             close(result[0], wanted[0], "attention over the tokens")
 
-    return Case(sbm_pyg.ops.block_attention, arguments, check, unchecked=("rowptr", "col"))
+    return Case(sbm_pyg.ops.block_attention, arguments, check, unchecked=("rows",), names={"rows": ("rowptr", "col")})
 
 
 @case("SBMMultiheadAttention", 8)
@@ -2066,7 +2066,7 @@ EXEMPT: dict[str, str] = {  # public names that are not called, and why
     **dict.fromkeys(
         ("EdgeProbability", "EdgeProbability.check", "EdgeProbability.expected_degree", "EdgeProbability.expected_density", "EdgeProbability.factors", "EdgeProbability.gate",
          "EdgeProbability.on", "GraphSource", "GraphSource.forward", "GraphSource.reset_parameters", "SharingSource"), "an abstract class, called through SBM and SBMSource"),
-    **dict.fromkeys(("ragged.count_pairs", "ragged.draw_seed", "ragged.readable", "ragged.resolve_sequence_ids", "ragged.resolve_sides"), "called by layers and samplers"),
+    **dict.fromkeys(("ragged.count_pairs", "ragged.draw_seed", "ragged.resolve_sequence_ids", "ragged.resolve_sides"), "called by layers and samplers"),
     **dict.fromkeys(ESTIMATOR_NAMES, "called by the layer, whose cases draw every estimator"),
     **{f"analysis.{name}": "a record that the library makes and users read" for name in
        ("Certificate", "GraphStatistics", "HamiltonianPath", "Lemma1", "Lemma2", "Universality")},

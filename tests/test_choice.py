@@ -88,7 +88,7 @@ def test_local_expectation_is_unbiased_for_a_free_matrix(eta: float, exploration
         return (masks * p + (1 - masks) * (1 - p)).flatten(1).prod(1)
 
     def out(graph: AttentionGraph) -> Tensor:
-        return ops.edge_attention(query, key, value, graph.rowptr, graph.col, scale=0.5)[0]
+        return ops.edge_attention(query, key, value, graph.rows, scale=0.5)[0]
 
     fixed = torch.where(first, 1.0, drawn)
     mean = torch.zeros_like(start)
@@ -121,7 +121,7 @@ def test_free_probabilities_and_factors_of_the_same_numbers_agree(exploration: f
     sbm, free = SBM(p, eye, eye), FreeProbability(p)
     graph = AttentionGraph.from_dense((draw(2, heads, n, m) < 0).float())
     query, key, value = draw(3, heads, n, 4), draw(4, heads, m, 4), draw(5, heads, m, 4)
-    out, _ = ops.edge_attention(query, key, value, graph.rowptr, graph.col)
+    out, _ = ops.edge_attention(query, key, value, graph.rows)
     probes, chance = draw_probes(graph, 3.0, seed=1)
     forced = torch.arange(graph.num_edges) % 3 == 0
     grads = []

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sbm_pyg import AttentionConv, AttentionGraph, SequenceEncoder, ShareSchedule, Tokens, auxiliary_loss
 from sbm_pyg.estimators import Imitate, distillation, draw_probes
-from sbm_pyg.ops.reference.sampling import toss
+from sbm_pyg.ops.reference.sampling import bernoulli_draws
 from sbm_pyg.sources import pairs, patterns
 from sbm_pyg.sources.indexer import Indexer, IndexerSource, IndexProbability, KeyScorer
 
@@ -415,12 +415,12 @@ def test_words_are_those_of_block_models() -> None:
     """A coin is the same whoever tosses it, in whatever shape."""
     threshold = (torch.rand(3, 4, 70, generator=torch.Generator().manual_seed(0)) * 2.0**32).long()
     place, stream, head = torch.arange(4).expand(3, 4), torch.tensor([5, 0, 2])[:, None], torch.tensor(1)
-    whole = toss(threshold, place, stream, head, 9)
+    whole = bernoulli_draws(threshold, place, stream, head, 9)
     for b, i in itertools.product(range(3), range(4)):
-        one = toss(threshold[b, i : i + 1], place[b, i : i + 1], int(stream[b]), 1, 9)
+        one = bernoulli_draws(threshold[b, i : i + 1], place[b, i : i + 1], int(stream[b]), 1, 9)
         assert torch.equal(one[0], whole[b, i])
-    assert not toss(torch.zeros_like(threshold), place, stream, head, 9).any()
-    assert toss(torch.full_like(threshold, 2**32), place, stream, head, 9).all()
+    assert not bernoulli_draws(torch.zeros_like(threshold), place, stream, head, 9).any()
+    assert bernoulli_draws(torch.full_like(threshold, 2**32), place, stream, head, 9).all()
 
 
 X = torch.ones(2, 5, 3)

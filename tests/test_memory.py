@@ -68,7 +68,7 @@ def taken(call: Callable[[], Any]) -> int:
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (reference_segments, rows, pairs, conditions):
-        monkeypatch.setattr(module, "ROWS", 2**14, raising=False)
+        monkeypatch.setattr(module, "EDGES_PER_CHUNK", 2**14, raising=False)
     for module in (pairs, selectors):
         monkeypatch.setattr(module, "CHUNK", 2**14)
 
@@ -158,7 +158,7 @@ ATTEND_BACK: Any = reference_tiled.sampled_attention_backward
 @pytest.mark.parametrize("backward", [False, True])
 def test_tiles_take_memory_for_tokens_not_for_padding(backward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """One long sequence among many of one token: as many tokens as in two long ones."""
-    monkeypatch.setitem(reference_tiled.ROOM, "cpu", 2**14)
+    monkeypatch.setitem(reference_tiled.MAX_PAIR_BYTES, "cpu", 2**14)
     peaks = []
     for lengths in ([500, 500], [500] + [1] * 500):
         ptr = torch.tensor([0, *lengths]).cumsum(0)

@@ -238,8 +238,8 @@ def test_the_rows_mix_all_ways() -> None:
     way = reference_sampling.plan_rows(prob.double() * keys, rate.amax(1).double(), keys, "bernoulli").way
     names = [
         reference_sampling.GAPS,
-        reference_sampling.COINS,
-        reference_sampling.COINS,
+        reference_sampling.PAIRS,
+        reference_sampling.PAIRS,
         reference_sampling.GAPS,
         reference_sampling.PROPOSALS,
     ]

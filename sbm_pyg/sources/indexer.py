@@ -30,7 +30,8 @@ from .. import ops
 from ..graph import AttentionGraph
 from ..ops import checks
 from ..ops.reference import sampling as reference_sampling
-from ..ragged import Tokens, check_present, check_record, count_pairs, draw_seed, resolve_sequence_ids
+from ..ops.values import require_values
+from ..ragged import Tokens, check_record, count_pairs, draw_seed, resolve_sequence_ids
 from . import patterns
 from .interface import Choice, EdgeProbability, SharingSource, check_over
 from .pairs import Part, graph_of_rows, largest, parts, share_of, streamed
@@ -203,7 +204,7 @@ class IndexProbability(EdgeProbability):
         checks.shape("weight", weight, (heads, count, small), "[H, N, S]", "It weighs the small heads.")
         wanted = (heads, tokens.num_keys, channels)
         checks.shape("key", key, wanted, "[H, M, D]", "It has the channels of a small head.")
-        check_present(query, "query")
+        require_values(query, "query")
         if min(small, channels) < 1:
             raise ValueError(
                 f"Expected 'query' of at least one small head and channel (got {list(query.shape)}). They make scores."
@@ -237,7 +238,7 @@ class IndexProbability(EdgeProbability):
         self.check(graph)
         total = self.query.new_zeros(graph.num_edges)
         for query, weight in zip(self.query.unbind(2), self.weight.unbind(2), strict=True):
-            dot = ops.edge_dot(query.contiguous(), self.key, graph.rowptr, graph.col)
+            dot = ops.edge_dot(query.contiguous(), self.key, graph.rows)
             total = total + torch.relu(dot) * weight.flatten()[graph.edge_row]
         return total
 
@@ -332,7 +333,8 @@ class IndexProbability(EdgeProbability):
                 totals.append((part, total[..., 0]))
                 p = scores.sub_(total).exp_().mul_(self.degree.to(scores.dtype)[query][..., None]).nan_to_num_(0.0)
             threshold = p.add_(exploration).clamp_(max=1).mul_(possible).mul_(2.0**32)
-            return reference_sampling.toss(threshold.long(), tokens.query_position[query], stream[query], head, seed)
+            position = tokens.query_position[query]
+            return reference_sampling.bernoulli_draws(threshold.long(), position, stream[query], head, seed)
 
         graph = graph_of_rows(tokens, *streamed(tokens, toss, self._scores))
         if totals:

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from ..graph import AttentionGraph
 from ..ops import checks
-from ..ops.reference.segments import ROWS, compress, cuts, like_lengths, runs
-from ..ragged import Tokens, check_present, check_record, count_pairs, offsets
+from ..ops.reference.segments import EDGES_PER_CHUNK, compress, cuts, like_lengths, runs
+from ..ops.values import require_values
+from ..ragged import Tokens, check_record, count_pairs, offsets
 from ..rows import index_type
 
 __all__ = [
@@ -32,7 +33,7 @@ def detached(tokens: Tokens) -> Tokens:
         TypeError, ValueError: They are no :class:`~sbm_pyg.Tokens`, or hold no values.
     """
     check_record(tokens)
-    check_present(tokens.query, "query")
+    require_values(tokens.query, "query")
     return tokens.with_vectors(tokens.query.detach(), tokens.key.detach())
 
 
@@ -97,7 +98,7 @@ def graph_of_ranges(
     before = offsets(torch.zeros(rows, dtype=torch.int64, device=row.device).index_add_(0, row, count))
     range_ptr = offsets(torch.bincount(row, minlength=rows))
     kept, degree, total = torch.empty(most, dtype=width, device=row.device), [], 0
-    for low, high, begin, stop in cuts(before, ROWS):
+    for low, high, begin, stop in cuts(before, EDGES_PER_CHUNK):
         mine = slice(*range_ptr[[low, high]].tolist())
         at = runs(first[mine], count[mine], stop - begin)
         of = torch.repeat_interleave(row[mine] - low, count[mine], output_size=stop - begin)

@@ -28,19 +28,11 @@ from torch_geometric.data.datapipes import functional_transform
 from torch_geometric.transforms import BaseTransform
 
 from ..graph import AttentionGraph, check_graph
-from ..ops import checks
+from ..ops import checks, values
 from ..ops.reference.random_words import RANDOM_KEY, philox
 from ..ops.reference.segments import runs
-from ..ragged import (
-    Tokens,
-    check_present,
-    check_tensor,
-    draw_seed,
-    readable,
-    resolve_ptr,
-    resolve_sequence_ids,
-    stored_ptr,
-)
+from ..ops.values import can_read, require_values
+from ..ragged import Tokens, check_tensor, draw_seed, resolve_ptr, resolve_sequence_ids, stored_ptr
 from ..rows import index_type
 from .interface import Choice, GraphSource
 
@@ -386,8 +378,8 @@ class _Positions:
         check_tensor(ptr, "ptr")
         if n is not None:
             n = checks.integer("n", n, 1, "It is the number of tokens.")
-            known = ptr is not None and checks.at_hand(ptr) and readable(ptr) and ptr.dim() == 1 and ptr.numel() > 1
-            if known and ptr is not None and ptr[-1] != n:
+            known = ptr is not None and values.can_read_without_sync(ptr) and can_read(ptr)
+            if known and ptr is not None and ptr.dim() == 1 and ptr.numel() > 1 and ptr[-1] != n:
                 raise ValueError(
                     f"Expected 'n' to be the last entry of 'ptr', {int(ptr[-1])} (got {n}). Leave it out, as None."
                 )
@@ -416,7 +408,7 @@ class _Positions:
         """The sum of the keys of rows, None in compiled code; refuse so many copies where memory does not hold them."""
         if torch.compiler.is_compiling():
             return None
-        check_present(self.ptr, "ptr")
+        require_values(self.ptr, "ptr")
         high, low = torch.stack([degree >> 16, degree & 0xFFFF]).sum(1).tolist()  # int64 may not hold their sum
         total = (high << 16) + low
         alone = checks.fits(copies * total // self.heads, bytes_each, self.ptr.device)
@@ -455,7 +447,7 @@ class _Draws:
         self.place, self.stream, self.head = (
             positions.place.repeat(positions.heads),
             stream.repeat(positions.heads),
-            head | RANDOM_KEY << 24,
+            head | RANDOM_KEY,
         )
         self.used, self.seed = torch.zeros_like(self.row), seed
 

@@ -19,18 +19,10 @@ from torch_geometric.transforms import BaseTransform
 from .. import ops
 from ..blocks import BlockGraph, BlockPool, pool_blocks
 from ..graph import AttentionGraph
-from ..ops.reference.blocks import sides
+from ..ops.reference.blocks import cut_blocks
 from ..ops.reference.tiled import sampled_edges
-from ..ragged import (
-    Tokens,
-    count_pairs,
-    draw_seed,
-    readable,
-    resolve_ptr,
-    resolve_sequence_ids,
-    stored_ptr,
-    trust_offsets,
-)
+from ..ops.values import can_read
+from ..ragged import Tokens, count_pairs, draw_seed, resolve_ptr, resolve_sequence_ids, stored_ptr, trust_offsets
 from . import patterns
 from .following import FollowingSource
 from .interface import Choice, SharingSource, TiledChoice
@@ -125,8 +117,8 @@ def sample_edges(
         rowptr, col = ops.sample_sbm(
             rate, key, sbm.query_ptr, sbm.key_ptr, sequence_ids, seed, method, exploration, clamp, sbm.is_causal
         )
-    sides = (sbm.num_queries, sbm.num_keys, sbm.heads, sbm.query_ptr, sbm.key_ptr)
-    graph = AttentionGraph._trusted(rowptr, col, *sides, sbm.is_causal)
+    sizes = (sbm.num_queries, sbm.num_keys, sbm.heads, sbm.query_ptr, sbm.key_ptr)
+    graph = AttentionGraph._trusted(rowptr, col, *sizes, sbm.is_causal)
     if not sbm.is_strict:
         return graph
     first = torch.zeros(sbm.num_keys, dtype=torch.bool, device=col.device).index_fill(0, sbm.key_ptr[:-1], True)
@@ -144,7 +136,7 @@ def _next_place(key: Tensor, ptr: Tensor) -> Tensor:
 
 def _pooled(tokens: Tokens, grain: int, pool: torch.nn.Module | None = None) -> Tokens:
     """The blocks of queries and of keys as tokens, with one vector for each."""
-    mine, theirs = sides((tokens.num_queries, tokens.num_keys), (tokens.query_ptr, tokens.key_ptr), grain)
+    mine, theirs = cut_blocks((tokens.num_queries, tokens.num_keys), (tokens.query_ptr, tokens.key_ptr), grain)
     query, key = pool_blocks(tokens.query, mine, pool, before=tokens.is_causal), pool_blocks(tokens.key, theirs, pool)
     query_ptr, key_ptr = (trust_offsets(cut.ptr, cut.count) for cut in (mine, theirs))
     return Tokens(query, key, query_ptr, key_ptr, tokens.bipartite, tokens.is_causal)
@@ -261,7 +253,7 @@ class SBMSource(SharingSource, FollowingSource):
     def forward(self, tokens: Tokens) -> Choice:
         """As :meth:`~sbm_pyg.GraphSource.forward`."""
         if self.share is not None or not self.tiled:
-            ops.checks.single(query=tokens.query, key=tokens.key)
+            ops.values.require_unbatched(query=tokens.query, key=tokens.key)
         if self.detach:
             tokens = tokens.with_vectors(tokens.query.detach(), tokens.key.detach())
         if self.grain == 1:
@@ -315,8 +307,8 @@ class SBMSource(SharingSource, FollowingSource):
         def draw() -> tuple[AttentionGraph, Tensor | None]:
             _check_memory(sbm, "bernoulli", exploration)
             rowptr, col, forced = sampled_edges(sbm.rate.detach(), sbm.key_membership.detach(), *law)
-            sides = (sbm.num_queries, sbm.num_keys, sbm.heads, sbm.query_ptr, sbm.key_ptr)
-            return AttentionGraph._trusted(rowptr, col, *sides, sbm.is_causal), None if window is None else forced
+            sizes = (sbm.num_queries, sbm.num_keys, sbm.heads, sbm.query_ptr, sbm.key_ptr)
+            return AttentionGraph._trusted(rowptr, col, *sizes, sbm.is_causal), None if window is None else forced
 
         return TiledChoice(sbm, law[:2], exploration, seed, numbers, window, draw)
 
@@ -487,7 +479,7 @@ def _check_memory(sbm: SBM, method: str, exploration: float) -> None:
     """
     device = sbm.query_membership.device
     bytes_each = 9 if device.type == "cpu" else 20  # numbers of 4 bytes, in parts and joined; of 8 bytes in plain torch
-    if ops.checks.fits(sbm.heads * sbm.num_queries * sbm.num_keys, bytes_each, device) or not readable(
+    if ops.checks.fits(sbm.heads * sbm.num_queries * sbm.num_keys, bytes_each, device) or not can_read(
         sbm.query_membership
     ):
         return

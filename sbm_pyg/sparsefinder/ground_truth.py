@@ -20,7 +20,8 @@ from ..estimators import edge_logits
 from ..graph import AttentionGraph, check_graph
 from ..normalizers import normalize
 from ..ops import checks, segment_entmax
-from ..ragged import Tokens, check_present
+from ..ops.values import require_values
+from ..ragged import Tokens
 from ..sources.pairs import Part, detached, graph_of_rows, product, streamed
 from .projection import Sample
 
@@ -187,7 +188,7 @@ def compare(gold: AttentionGraph, graph: AttentionGraph) -> Match:
     same = (gold.heads, gold.num_queries, gold.num_keys) == (graph.heads, graph.num_queries, graph.num_keys)
     if not (same and gold.same_offsets(graph.query_ptr, graph.key_ptr)):
         raise ValueError(f"Expected 'graph' over the tokens and heads of 'gold' (got {graph} for {gold}).")
-    check_present(gold.col, "gold")
+    require_values(gold.col, "gold")
     checks.same_device("gold", gold.col, graph=graph.col)
     hit, wide = graph.contains(gold.edge_index, gold.edge_head), checks.widest(gold.device)
     edges, found, hits = (
