@@ -331,7 +331,7 @@ def measure_layers(item: Item, given: argparse.Namespace) -> dict[str, Any]:
     """A training step of a whole layer: projections, block model, sampling, attention, and gradients to everything."""
     import torch
 
-    from sbm_pyg import FullAttention, SBMAttentionConv
+    from sbm_pyg import FullAttention, SBMAttentionConv, Tokens
 
     torch.manual_seed(0)
     width, ptr = given.heads * given.channels, torch.tensor([0, item.tokens])
@@ -365,7 +365,7 @@ def measure_layers(item: Item, given: argparse.Namespace) -> dict[str, Any]:
         source: Any = layer.source
         query, key = (torch.randn(given.heads, item.tokens, given.channels, device=given.device) for _ in range(2))
         ends = ptr.to(given.device)
-        return measure_calls({"forward": lambda: source(query, key, ends, ends, seed=0)}, given)
+        return measure_calls({"forward": lambda: source(Tokens(query, key, ends, bipartite=False))}, given)
 
 
 def measure_tests(item: Item, given: argparse.Namespace) -> dict[str, Any]:
