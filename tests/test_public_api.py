@@ -22,7 +22,6 @@ ORDER = [
     "rows",
     "graph",
     "blocks",
-    "exchange",
     "sources.following",
     "sources.interface",
     "sources.patterns",

@@ -89,7 +89,7 @@ def gate(module: Classifier) -> None:
     Raises:
         Rejected: If it is something else.
     """
-    attention: Any = module.eval().model.encoder.blocks[0].attention
+    attention: Any = module.eval().model.encoder.layers[0].attention
     settings, device = module.settings, module.device
     places = [0, SHORT, SHORT + 17, SHORT + 57]
     x = torch.randn(places[-1], settings.channels, generator=torch.Generator().manual_seed(0)).to(device)
