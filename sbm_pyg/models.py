@@ -296,7 +296,9 @@ class SequenceEncoder(Pretrained):
                     f"Expected 'attention' to be one of {[*ATTENTION]} or a factory (got {attention!r}). "
                     "A factory is called with (channels, head_channels, heads)."
                 )
-            make = partial(_make_attention, attention, is_causal=is_causal, options=attention_options or {})
+            make: AttentionFactory = partial(
+                _make_attention, attention, is_causal=is_causal, options=attention_options or {}
+            )
         else:
             if is_causal:
                 raise ValueError("Expected no 'is_causal' with a factory (got True). Make its layers causal.")
@@ -644,4 +646,4 @@ class TokenClassifier(Pretrained):
 
 
 for _kind in (SequenceClassifier, TokenClassifier):
-    _kind.forward.__signature__ = inspect.signature(SequenceEncoder.forward)  # type: ignore[attr-defined]
+    _kind.forward.__signature__ = inspect.signature(SequenceEncoder.forward)  # type: ignore[union-attr]

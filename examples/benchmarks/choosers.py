@@ -52,7 +52,7 @@ import torch
 from torch import Tensor
 
 from sbm_pyg import AttentionGraph, GraphSource, SBMHead, SBMSource, selectors, sparsefinder
-from sbm_pyg.progress import tqdm
+from sbm_pyg.info import tqdm
 from sbm_pyg.sources import pairs
 from sbm_pyg.sources.indexer import Indexer, IndexerSource
 from sbm_pyg.sparsefinder import predictors

@@ -53,8 +53,8 @@ from examples.lra.report import peak_memory, write_csv
 from examples.lra.settings import BASELINES, Plan, Settings, method_words, parse, resolve
 from examples.lra.train import Data, open_run
 from sbm_pyg import patterns
+from sbm_pyg.info import tqdm
 from sbm_pyg.ops.cpu.threads import flushed_subnormals
-from sbm_pyg.progress import tqdm
 
 SHORT = 64  # tokens
 PARTS = ("forward", "backward", "update")

@@ -32,7 +32,7 @@ from examples.lra.settings import BASELINES
 from examples.lra.train import block_model, open_run
 from sbm_pyg import SBM, AttentionGraph, Choice, analysis, patterns
 from sbm_pyg.analysis import plots
-from sbm_pyg.progress import tqdm
+from sbm_pyg.info import tqdm
 
 
 @dataclasses.dataclass(frozen=True)
