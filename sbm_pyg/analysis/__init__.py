@@ -19,7 +19,7 @@ from .conditions import (
     universality,
 )
 from .hamiltonian import Certificate, HamiltonianPath, hamiltonian_path, is_hamiltonian_path
-from .statistics import GraphStatistics, blocks_of, graph_statistics, to_networkx
+from .statistics import GraphStatistics, communities_of, graph_statistics, to_networkx
 
 __all__ = [
     "Certificate",
@@ -28,7 +28,7 @@ __all__ = [
     "Lemma1",
     "Lemma2",
     "Universality",
-    "blocks_of",
+    "communities_of",
     "expected_graph",
     "graph_statistics",
     "hamiltonian_path",
