@@ -97,7 +97,8 @@ def test_every_figure_has_labels_and_a_caption_and_renders(trace: EncoderTrace) 
 def test_no_global_state_of_pyplot_is_touched() -> None:
     code = """
 import io, sys, torch
-from sbm_pyg import AttentionGraph, plots
+from sbm_pyg import AttentionGraph
+from sbm_pyg.analysis import plots
 plots.plot_mask(AttentionGraph.from_dense(torch.eye(3))).savefig(io.BytesIO())
 assert "matplotlib.pyplot" not in sys.modules
 """

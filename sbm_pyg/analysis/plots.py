@@ -111,7 +111,7 @@ def plot_density(density: Tensor | EncoderTrace | Mapping[str, Tensor], *, ax: A
     given = density if isinstance(density, Mapping) else {"": density}
     if not given:
         raise ValueError("Expected 'density' to hold one (got none). Name at least one task or model.")
-    named = {name: 100 * _check_density(value) for name, value in given.items()}
+    named = {name: 100 * _density_of(value) for name, value in given.items()}
     figure, axes = _axes(ax, 1.6 + 1.1 * sum(value.size(0) for value in named.values()), 4.2)
     at, ticks = 0.0, {}
     for name, value in named.items():
@@ -157,7 +157,7 @@ def density_extremes(density: Tensor | EncoderTrace, count: int = 3) -> tuple[li
         ([1], [2])
     """
     count = checks.integer("count", count, 1, "It is the number of inputs at each end.")
-    value = _check_density(density)
+    value = _density_of(density)
     if not bool(value.isfinite().all()):
         raise ValueError("Expected 'density' to be finite (got NaN or infinity). `EncoderTrace.density` is.")
     order = value.mean((0, 2)).argsort(stable=True).tolist()
@@ -454,7 +454,7 @@ def plot_lemma1(result: Lemma1, *, ax: Axes | None = None) -> Figure:
 # --------------------------------------------------------------------------------------------------------------- parts
 
 
-def _check_density(density: Any) -> Tensor:
+def _density_of(density: Any) -> Tensor:
     """A density ``[L, B, H]``, or that of a trace, in float64 on the CPU."""
     density = density.density if isinstance(density, EncoderTrace) else density
     checks.tensors(density=density)

@@ -186,7 +186,7 @@ def match(ptr, index, mate, follower):
 
 
 @kernel
-def _find(parent, node):
+def _find_root(parent, node):
     """The root of a node in a union-find forest, with path halving."""
     while parent[node] != node:
         parent[node] = parent[parent[node]]
@@ -202,7 +202,7 @@ def merge_cycles(ptr, index, follow):
     cycle = np.arange(nodes)
     for node in range(nodes):
         back[follow[node]] = node
-        a, b = _find(cycle, node), _find(cycle, follow[node])
+        a, b = _find_root(cycle, node), _find_root(cycle, follow[node])
         cycle[a] = b
     left = 0
     for node in range(nodes):
@@ -213,7 +213,7 @@ def merge_cycles(ptr, index, follow):
         for node in range(nodes):
             for edge in range(ptr[node], ptr[node + 1]):
                 other = index[edge]
-                a, b = _find(cycle, node), _find(cycle, other)
+                a, b = _find_root(cycle, node), _find_root(cycle, other)
                 if a != b and _has_arc(ptr, index, back[other], follow[node]):
                     before, after = back[other], follow[node]
                     follow[node], back[other] = other, node
