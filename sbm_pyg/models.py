@@ -478,40 +478,51 @@ def _mean_pool(x: Tensor, ptr: Tensor, length: int | None) -> Tensor:
     )
 
 
-def _check_head(encoder: SequenceEncoder, num_classes: int, encoder_width: str) -> int:
-    """Check the arguments of a head; return the number of classes."""
-    if not isinstance(encoder, SequenceEncoder):
-        raise TypeError(
-            f"Expected 'encoder' to be a SequenceEncoder (got {type(encoder).__name__}). It turns tokens into vectors."
-        )
-    num_classes = checks.integer("num_classes", num_classes, 1, "It is the number of logits.")
-    _check_parameters("num_classes", num_classes * getattr(encoder, encoder_width))
-    return num_classes
+class _Head(Pretrained):
+    """An encoder, and a classifier on its output."""
 
-
-class _Classifier(Pretrained):
-    """An encoder, and a two-layer perceptron on ``inputs * channels`` features."""
-
-    def __init__(self, encoder: SequenceEncoder, num_classes: int, inputs: int, pool_length: int | None) -> None:
+    def __init__(self, encoder: SequenceEncoder, num_classes: int, width: str) -> None:
         super().__init__()
-        num_classes = _check_head(encoder, num_classes, encoder_width="ffn_channels")
-        if pool_length is not None:
-            pool_length = checks.integer("pool_length", pool_length, 1, "Leave it out to average over the tokens.")
-            checks.number("pool_length", pool_length, "[1, 9e15]", "It is a number of tokens.")
+        if not isinstance(encoder, SequenceEncoder):
+            raise TypeError(
+                f"Expected 'encoder' to be a SequenceEncoder (got {type(encoder).__name__}). "
+                "It turns tokens into vectors."
+            )
         self.encoder = encoder
-        self.classifier = nn.Sequential(
-            nn.Linear(inputs * encoder.channels, encoder.ffn_channels),
-            nn.ReLU(),
-            nn.Linear(encoder.ffn_channels, num_classes),
-        )
-        self.num_classes, self.pool_length = num_classes, pool_length
+        self.num_classes = checks.integer("num_classes", num_classes, 1, "It is the number of logits.")
+        _check_parameters("num_classes", self.num_classes * getattr(encoder, width))
 
     def constructor_options(self) -> dict[str, Any]:
         """As :meth:`Pretrained.constructor_options`."""
-        return {"encoder": self.encoder, "num_classes": self.num_classes, "pool_length": self.pool_length}
+        return {"encoder": self.encoder, "num_classes": self.num_classes}
+
+    def _encode(self, *tokens: Any, return_trace: bool, **options: Any) -> tuple[Tensor, tuple[EncoderTrace, ...]]:
+        """Encoded tokens, and the trace if requested."""
+        found = self.encoder(*tokens, return_trace=return_trace, **options)
+        return (found[0], found[1:]) if return_trace else (found, ())
 
 
-class SequenceClassifier(_Classifier):
+class _PoolingHead(_Head):
+    """A two-layer perceptron on ``inputs * channels`` features of pooled tokens."""
+
+    def __init__(self, encoder: SequenceEncoder, num_classes: int, inputs: int, pool_length: int | None) -> None:
+        super().__init__(encoder, num_classes, "ffn_channels")
+        if pool_length is not None:
+            pool_length = checks.integer("pool_length", pool_length, 1, "Leave it out to average over the tokens.")
+            checks.number("pool_length", pool_length, "[1, 9e15]", "It is a number of tokens.")
+        self.classifier = nn.Sequential(
+            nn.Linear(inputs * encoder.channels, encoder.ffn_channels),
+            nn.ReLU(),
+            nn.Linear(encoder.ffn_channels, self.num_classes),
+        )
+        self.pool_length = pool_length
+
+    def constructor_options(self) -> dict[str, Any]:
+        """As :meth:`Pretrained.constructor_options`."""
+        return super().constructor_options() | {"pool_length": self.pool_length}
+
+
+class SequenceClassifier(_PoolingHead):
     """One label per sequence: mean pooling over its tokens, then a two-layer perceptron.
 
     Args:
@@ -538,13 +549,12 @@ class SequenceClassifier(_Classifier):
         """Logits, or logits and :class:`EncoderTrace`; arguments as :meth:`SequenceEncoder.forward`."""
         tokens = self.encoder.check_tokens(tokens)
         ptr = resolve_ptr(tokens.size(0), ptr, batch, device=tokens.device)
-        found = self.encoder(tokens, ptr, return_trace=return_trace, **options)
-        x, *trace = found if return_trace else (found,)
+        x, trace = self._encode(tokens, ptr, return_trace=return_trace, **options)
         logits = self.classifier(_mean_pool(x, ptr, self.pool_length))
         return (logits, *trace) if return_trace else logits
 
 
-class PairClassifier(_Classifier):
+class PairClassifier(_PoolingHead):
     """One label per pair of sequences, from ``[x0, x1, x0 * x1, x0 - x1]`` of their mean-pooled encodings.
 
     Args:
@@ -599,15 +609,8 @@ class PairClassifier(_Classifier):
         pooled: list[Tensor] = []
         traces: list[EncoderTrace] = []
         for side in range(2):
-            found = self.encoder(
-                tokens[side],
-                offsets[side],
-                positions=positions_of[side],
-                seed=seed,
-                sequence_ids=sequence_ids + side,
-                return_trace=return_trace,
-            )
-            x, *trace = found if return_trace else (found,)
+            options = {"positions": positions_of[side], "seed": seed, "sequence_ids": sequence_ids + side}
+            x, trace = self._encode(tokens[side], offsets[side], return_trace=return_trace, **options)
             pooled.append(_mean_pool(x, offsets[side], self.pool_length))
             traces += trace
         first, second = pooled
@@ -615,7 +618,7 @@ class PairClassifier(_Classifier):
         return (logits, traces[0] + traces[1]) if return_trace else logits
 
 
-class TokenClassifier(Pretrained):
+class TokenClassifier(_Head):
     """One label per token: a linear layer on the encoder.
 
     Args:
@@ -627,20 +630,12 @@ class TokenClassifier(Pretrained):
     """
 
     def __init__(self, encoder: SequenceEncoder, num_classes: int) -> None:
-        super().__init__()
-        num_classes = _check_head(encoder, num_classes, encoder_width="channels")
-        self.encoder = encoder
-        self.classifier = nn.Linear(encoder.channels, num_classes)
-        self.num_classes = num_classes
-
-    def constructor_options(self) -> dict[str, Any]:
-        """As :meth:`Pretrained.constructor_options`."""
-        return {"encoder": self.encoder, "num_classes": self.num_classes}
+        super().__init__(encoder, num_classes, "channels")
+        self.classifier = nn.Linear(encoder.channels, self.num_classes)
 
     def forward(self, tokens: Tensor, ptr: Tensor | None = None, *, return_trace: bool = False, **options: Any) -> Any:
         """Logits, or logits and :class:`EncoderTrace`; arguments as :meth:`SequenceEncoder.forward`."""
-        found = self.encoder(tokens, ptr, return_trace=return_trace, **options)
-        x, *trace = found if return_trace else (found,)
+        x, trace = self._encode(tokens, ptr, return_trace=return_trace, **options)
         logits = self.classifier(x)
         return (logits, *trace) if return_trace else logits
 

@@ -529,7 +529,7 @@ def test_changed_weights_are_named(saved: Path) -> None:
             {"class": "TokenClassifier"},
             "to be one of ['SequenceClassifier'] (got 'TokenClassifier'). Load it with `TokenClassifier.from_pretrained`.",
         ),
-        ({"class": "_Classifier"}, "(got '_Classifier')"),
+        ({"class": "_PoolingHead"}, "(got '_PoolingHead')"),
         ({"class": None}, "(got None)"),
         ({"options": None}, "Expected 'options' in "),
         ({"options": {"num_classes": 10}}, "to fit SequenceClassifier (got "),
