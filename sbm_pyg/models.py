@@ -278,7 +278,7 @@ class SequenceEncoder(Pretrained):
             checks.integer(name, size, 1, SEE_DOCSTRING) for name, size in sizes.items()
         )
         checks.number("dropout", dropout, "[0, 1)", "It is the probability that a number is dropped in training.")
-        checks.flag("is_causal", is_causal, "It says whether tokens attend to earlier ones alone.")
+        checks.flag("is_causal", is_causal, "With True, no token attends to a later one.")
         attended, network = 4 * channels * heads * head_channels, 2 * channels * ffn_channels
         counts = {source: width * channels, "max_length": max_length * channels, "heads": attended}
         counts |= {"ffn_channels": network, "num_layers": num_layers * (attended + network)}

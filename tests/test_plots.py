@@ -235,7 +235,9 @@ def test_colours_of_the_block_matrix_span_its_weights() -> None:
     assert figure.axes[2].images[0].get_clim() == pytest.approx((0.11, 0.118))
     assert "(colours span 0.11 to 0.118)" in figure.axes[-1].get_ylabel()
     even = SBM(member, member, torch.full((1, 3, 3), 0.2))
-    assert plots.plot_communities(sample_edges(even, seed=0), even).axes[2].images[0].get_clim() == pytest.approx((0.0, 0.2))
+    assert plots.plot_communities(sample_edges(even, seed=0), even).axes[2].images[0].get_clim() == pytest.approx(
+        (0.0, 0.2)
+    )
 
 
 def test_training_density_reads_what_the_trainer_writes(tmp_path: Path) -> None:

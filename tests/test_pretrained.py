@@ -204,8 +204,7 @@ class Odd(Pretrained):
 def test_shared_and_lazy_parameters_come_back(tmp_path: Path) -> None:
     model, x = Odd(), torch.randn(5, 4)
     with pytest.raises(
-        ValueError,
-        match=re.escape("Expected 'lazy.weight' to hold numbers (got a lazy parameter). Call the model"),
+        ValueError, match=re.escape("Expected 'lazy.weight' to hold numbers (got a lazy parameter). Call the model")
     ):
         model.save_pretrained(tmp_path / "model")
     model(x)
