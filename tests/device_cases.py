@@ -455,13 +455,13 @@ def padding(device: Device) -> Any:
 def analyses(device: Device) -> Any:
     sbm = block_model(device)
     graph, window = sample_edges(sbm, seed=1), patterns.window(8, 1, device=device)
-    statistics = [[*row.values()] for row in analysis.graph_statistics(graph, blocks=sbm).rows()]
+    statistics = [[*row.values()] for row in analysis.graph_statistics(graph, communities=sbm).rows()]
     path = analysis.hamiltonian_path(window).path
     return (
         statistics,
         path,
         analysis.universality([window]).holds,
-        analysis.blocks_of(sbm),
+        analysis.communities_of(sbm),
         analysis.expected_graph(sbm, 0.05),
     )
 
@@ -471,7 +471,7 @@ def figures(device: Device) -> Any:
     sbm = block_model(device)
     graph = sample_edges(sbm, seed=1)
     plots.plot_mask(graph, sbm, sequence=1)
-    plots.plot_blocks(graph, sbm, sequence=1)
+    plots.plot_communities(graph, sbm, sequence=1)
     plots.plot_density(graph.density[None])
     plots.plot_inputs([graph])
     plots.plot_extremes([graph])

@@ -1502,7 +1502,7 @@ def _statistics(d: Draw) -> Case:
     square = g.query_ptr.tolist() == g.key_ptr.tolist()
     arguments = {
         "graph": g,
-        "blocks": d.choice((None, labels, d.model(g))),
+        "communities": d.choice((None, labels, d.model(g))),
         "bipartite": d.maybe(True if not square else d.random() < 0.5),
     }
 
@@ -1614,8 +1614,8 @@ def _expected_graph(d: Draw) -> Case:
     return Case(analysis.expected_graph, {"sbm": d.sbm(), "threshold": d.choice((0.0, 0.3))}, check)
 
 
-@case("analysis.blocks_of", 2)
-def _blocks_of(d: Draw) -> Case:
+@case("analysis.communities_of", 2)
+def _communities_of(d: Draw) -> Case:
     def check(result: Any, sbm: SBM) -> None:
         expect(
             torch.equal(result[0], sbm.query_membership.argmax(-1))
@@ -1623,7 +1623,7 @@ def _blocks_of(d: Draw) -> Case:
             "other blocks",
         )
 
-    return Case(analysis.blocks_of, {"sbm": d.sbm()}, check)
+    return Case(analysis.communities_of, {"sbm": d.sbm()}, check)
 
 
 @case("analysis.to_networkx", 6)
@@ -1761,8 +1761,8 @@ def _plot_mask(d: Draw) -> Case:
     return Case(plots.plot_mask, arguments, drawn, free=("title",))
 
 
-@case("plots.plot_blocks", 2)
-def _plot_blocks(d: Draw) -> Case:
+@case("plots.plot_communities", 2)
+def _plot_communities(d: Draw) -> Case:
     g = d.graph()
     arguments = {
         "graph": g,
@@ -1771,7 +1771,7 @@ def _plot_blocks(d: Draw) -> Case:
         "head": d.randrange(g.heads),
         "title": "",
     }
-    return Case(plots.plot_blocks, arguments, drawn, free=("title",))
+    return Case(plots.plot_communities, arguments, drawn, free=("title",))
 
 
 @case("plots.plot_density", 2)

@@ -725,14 +725,14 @@ def test_a_model_over_blocks_says_what_tokens_may_expect(is_causal: bool) -> Non
     offsets = graph.query_ptr
     tokens = SBM(y[:, block], z[:, block], over.block_matrix, offsets, offsets, is_causal=is_causal)
     expanded = graph.expand_tokens()
-    for draw in (plots.plot_mask, plots.plot_blocks):
+    for draw in (plots.plot_mask, plots.plot_communities):
         found, wanted = (draw(*each, sequence=1, head=1) for each in ((graph, over), (expanded, tokens)))
         for mine, theirs in zip(found.axes, wanted.axes, strict=True):
             assert mine.get_title() == theirs.get_title()
             for image, peer in zip(mine.images, theirs.images, strict=True):
                 assert_close(torch.tensor(image.get_array()), torch.tensor(peer.get_array()))
-    modularity = graph_statistics(graph, blocks=over, spectral_gap=False).modularity
-    assert torch.equal(modularity, graph_statistics(expanded, blocks=tokens, spectral_gap=False).modularity)
+    modularity = graph_statistics(graph, communities=over, spectral_gap=False).modularity
+    assert torch.equal(modularity, graph_statistics(expanded, communities=tokens, spectral_gap=False).modularity)
     for head in (0, "all"):
         found, wanted = (to_networkx(each, 0, head, sbm=sbm) for each, sbm in ((graph, over), (expanded, tokens)))
         assert dict(found.nodes(data=True)) == dict(wanted.nodes(data=True))

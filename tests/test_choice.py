@@ -188,7 +188,7 @@ def test_the_trace_of_a_model_reports_a_source() -> None:
 
     model = SequenceEncoder(5, 8, num_layers=2, attention=layer)
     _, trace = model(torch.randint(5, (6,)), seed=0, return_trace=True)
-    sources: list[Any] = [cast(Any, block).attention.source for block in model.blocks]
+    sources: list[Any] = [cast(Any, block).attention.source for block in model.layers]
     by_hand = torch.stack([source.logit.sigmoid().mean((1, 2))[None] for source in sources])
     torch.testing.assert_close(trace.expected_density, by_hand)
     assert trace.density.shape == (2, 1, 2)

@@ -84,7 +84,7 @@ def test_a_model_gives_samples_of_each_layer_that_projections_are_fitted_to() ->
     with record(model) as found:
         assert torch.equal(model(tokens, PTR), before)
         model(tokens.flip(0), PTR)
-    names = [f"encoder.blocks.{number}.attention" for number in range(2)]
+    names = [f"encoder.layers.{number}.attention" for number in range(2)]
     assert [*found] == names
     assert all(len(samples) == 2 for samples in found.values())
     losses = fit_projection(Projection(8, 2, 3), found[names[1]], epochs=30, learning_rate=1e-2, progress=False)
@@ -159,7 +159,7 @@ def test_layers_are_as_they_were_after_an_error() -> None:
             "Expected 'model' with sparse normalisers .got softmax in layer ''",
         ),
         (make_layer(4, 2, 1), None, ValueError, "Expected 'model' to be in evaluation"),
-        (make_model(), ["x"], ValueError, r"Expected 'layers' among \['encoder.blocks.0"),
+        (make_model(), ["x"], ValueError, r"Expected 'layers' among \['encoder.layers.0"),
         (make_model(), "x", TypeError, "Expected 'layers' to be a collection of names"),
     ],
 )

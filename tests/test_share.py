@@ -386,7 +386,7 @@ def test_a_call_that_is_computed_again_sees_the_mean_of_its_time() -> None:
 def test_shares_fall_while_the_loss_is_low_and_go_on_from_a_state() -> None:
     encoder = SequenceEncoder(9, 8, num_layers=2)
     schedule = ShareSchedule(encoder, final=0.5, threshold=0.1, rate=0.25, smoothing=0.5)
-    sources: list[SBMSource] = [cast(Any, block).attention.source for block in encoder.blocks]
+    sources: list[SBMSource] = [cast(Any, block).attention.source for block in encoder.layers]
     assert [source.share for source in sources] == [1.0, 1.0]
     assert schedule.step(1.0) == 1.0
     assert schedule.step(torch.tensor(0.0)) == 1.0  # the running mean is 0.5

@@ -424,7 +424,7 @@ def run(given: argparse.Namespace) -> int:
     """Measures until the slice is over; returns how many items are left."""
     import torch
 
-    from sbm_pyg.progress import tqdm
+    from sbm_pyg.info import tqdm
 
     path, begun = given.output / "results.jsonl", given.output / "begun.txt"
     given.output.mkdir(parents=True, exist_ok=True)

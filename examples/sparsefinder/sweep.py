@@ -20,7 +20,7 @@ from examples.common.runs import read_state, write_checkpoint
 from examples.sparsefinder.choosers import ALONE, GRIDS, Learnt, learn, make, make_learnt
 from examples.sparsefinder.model import Texts, cut, hide, layers, predict, set_sources, test_model
 from sbm_pyg import GraphSource, TokenClassifier, Tokens
-from sbm_pyg.progress import tqdm
+from sbm_pyg.info import tqdm
 from sbm_pyg.sources.patterns import PatternSource, full
 from sbm_pyg.sparsefinder import Sample
 from sbm_pyg.sparsefinder.ground_truth import compare, group_entropy, record

@@ -176,7 +176,7 @@ def fit_projection(
     Raises:
         TypeError, ValueError: An argument has the wrong type or range, or there are no samples.
     """
-    from ..progress import tqdm
+    from ..info import tqdm
 
     if not isinstance(projection, Projection):
         raise TypeError(f"Expected 'projection' to be a Projection (got {type(projection).__name__}). Make one.")

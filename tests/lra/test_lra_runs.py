@@ -570,7 +570,7 @@ def test_settings_reach_the_model() -> None:
     laptop = PRESETS["listops"]["laptop"].settings
 
     def attention(**chosen: Any) -> Any:
-        return Classifier(TASKS["listops"], dataclasses.replace(laptop, **chosen)).model.encoder.blocks[0].attention
+        return Classifier(TASKS["listops"], dataclasses.replace(laptop, **chosen)).model.encoder.layers[0].attention
 
     assert attention(degree_corrected=1).sbm.degree_corrected
     assert not attention().sbm.degree_corrected
