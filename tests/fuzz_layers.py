@@ -18,6 +18,8 @@ import networkx as nx
 import numpy as np
 import torch
 from fuzz_cases import (
+    DATA,
+    DATA_NAMES,
     TABLE,
     Case,
     Draw,
@@ -1294,15 +1296,17 @@ def _source_graph(d: Draw) -> Case:
     )
 
 
-@case("SourceGraph.forward", 4)
+@case("SourceGraph.forward", 8)
 def _source_graph_forward(d: Draw) -> Case:
-    n = d.randint(2, 6)
-    made = SourceGraph(selectors.SelectorSource(selectors.top_k, k=1), heads=2)
+    n, reads = d.randint(2, 6), d.random() < 0.5
+    one = patterns.PatternSource(patterns.random, num_keys_per_query=1)
+    made = SourceGraph(selectors.SelectorSource(selectors.top_k, k=1) if reads else one, heads=2)
     return Case(
         made.forward,
-        {"data": Data(x=d.real(n, 6))},
-        lambda result, **_: expect(result.num_edges == 2 * n, "other edges"),
-        names={"data": ("query",)},
+        {"data": Data(x=d.real(n, 6)) if reads else Data(num_nodes=n)},
+        lambda result, **_: expect(result.num_edges == 2 * result.num_nodes, "other edges"),
+        more={"data": DATA},
+        names={"data": (*DATA_NAMES, "query")},
     )
 
 

@@ -230,17 +230,15 @@ class SelectorSource(GraphSource):
 
     def __init__(self, rule: Callable[..., AttentionGraph], *, window: int | None = None, **options: Any) -> None:
         super().__init__()
-        tensors = {name: value for name, value in options.items() if isinstance(value, Tensor)}
         self.rule = patterns.BoundRule(rule, options)
-        self.tensors = self.rule.release(tensors)
-        for name, value in tensors.items():  # they go with the module
-            self.register_buffer(name, value)
+        self.tensors = [name for name, value in options.items() if isinstance(value, Tensor)]
+        for name in self.tensors:  # buffers move with the module
+            self.register_buffer(name, self.rule.options.pop(name))
         self.window = patterns.check_window(window)
 
     def forward(self, tokens: Tokens) -> Choice:
         """As :meth:`GraphSource.forward`."""
-        held = {name: getattr(self, name) for name in self.tensors}
-        graph = self.rule(tokens, **held)
+        graph = self.rule(tokens, **{name: getattr(self, name) for name in self.tensors})
         choice = Choice(graph.causal() if tokens.is_causal else graph)
         return patterns.with_window(choice, self.window, tokens.bipartite)
 
