@@ -23,7 +23,7 @@ from problems import reference_attention, small_sbms
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
-from sbm_pyg import SBM, AttentionGraph, SBMGraph, SBMHead, ops, sample_edges
+from sbm_pyg import SBM, AttentionGraph, SBMGraph, ops, sample_edges
 from sbm_pyg.sources import patterns
 
 
@@ -1087,27 +1087,14 @@ def _sample_edges(d: Draw) -> Case:
 @case("SBMGraph", 10)
 def _sbm_graph(d: Draw) -> Case:
     n, heads, blocks = d.randint(1, 6), d.randint(1, 3), d.randint(1, 3)
-    if d.random() < 0.5:
-        head, data = SBMHead(4, heads, blocks), Data(x=torch.randn(n, heads * 4))
-    else:
-        y = torch.rand(n, heads, blocks) / blocks
-        head, data = (
-            None,
-            Data(query_membership=y, key_membership=y, block_matrix=torch.rand(heads, blocks, blocks), num_nodes=n),
-        )
-        broken = d.choice((None, None, "query_membership", "key_membership", "block_matrix", "num_nodes"))
-        more = [
-            (f"without {broken}", "value", lambda: Data(**{k: v for k, v in data.to_dict().items() if k != broken}))
-        ]
-        more += [("num_nodes of others", "value", lambda: Data(**(data.to_dict() | {"num_nodes": n + 3})))]
-        more += [
-            (
-                "memberships of more rows",
-                "value",
-                lambda: Data(**(data.to_dict() | {"query_membership": y.repeat(2, 1, 1)})),
-            )
-        ]
-    hostile = DATA if head is not None else DATA + (more if broken else more[1:])
+    y = torch.rand(n, heads, blocks) / blocks
+    data = Data(query_membership=y, key_membership=y, block_matrix=torch.rand(heads, blocks, blocks), num_nodes=n)
+    broken = d.choice((None, None, "query_membership", "key_membership", "block_matrix", "num_nodes"))
+    more = [(f"without {broken}", "value", lambda: Data(**{k: v for k, v in data.to_dict().items() if k != broken}))]
+    more += [("num_nodes of others", "value", lambda: Data(**(data.to_dict() | {"num_nodes": n + 3})))]
+    longer = {"query_membership": y.repeat(2, 1, 1)}
+    more += [("memberships of more rows", "value", lambda: Data(**(data.to_dict() | longer)))]
+    hostile = DATA + (more if broken else more[1:])
 
     def call(data: Any, **options: Any) -> Any:
         return SBMGraph(**options)(data)
@@ -1120,7 +1107,6 @@ def _sbm_graph(d: Draw) -> Case:
 
     arguments = {
         "data": data,
-        "head": head,
         "edge_type": ("key", "to", "query"),
         "method": "bernoulli",
         "exploration": 0.0,

@@ -27,6 +27,7 @@ from sbm_pyg import (
     SBMHead,
     SBMSource,
     SequenceEncoder,
+    SourceGraph,
     Tokens,
     auxiliary_loss,
     estimators,
@@ -662,11 +663,11 @@ def test_an_encoder_takes_blocks() -> None:
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_the_transform_writes_edges_of_blocks(is_causal: bool) -> None:
+def test_transforms_write_edges_of_blocks(is_causal: bool) -> None:
     torch.manual_seed(0)
     data = Data(x=torch.randn(11, 8))
-    head = SBMHead(4, 2, 3, density=0.5)
-    graph = AttentionGraph.from_data(SBMGraph(head, grain=4, is_causal=is_causal, seed=0)(data.clone()))
+    source = SBMSource(SBMHead(4, 2, 3, density=0.5), grain=4).eval()
+    graph = AttentionGraph.from_data(SourceGraph(source, heads=2, is_causal=is_causal, seed=0)(data))
     blocks = graph.to_dense().view(2, 11, 11)
     for i, j in itertools.product(range(3), range(3)):
         tile = blocks[:, 4 * i : 4 * i + 4, 4 * j : 4 * j + 4]

@@ -34,7 +34,7 @@ from ..ragged import (
 from . import patterns
 from .following import FollowingSource
 from .interface import Choice, SharingSource, TiledChoice
-from .sbm import FLOOR, SBM, SBMHead, check_model, reach_of_products
+from .sbm import FLOOR, SBM, check_model, reach_of_products
 
 __all__ = ["SBMGraph", "SBMSource", "ShareSchedule", "sample_edges"]
 
@@ -183,6 +183,7 @@ class SBMSource(SharingSource, FollowingSource):
         TypeError, ValueError: An argument has the wrong type or range.
 
     Example:
+        >>> from sbm_pyg import SBMHead
         >>> source = SBMSource(SBMHead(8, heads=2, num_blocks=4), window=1)
         >>> choice = source(Tokens(torch.randn(2, 10, 8)))
         >>> choice.probability, int(choice.forced.sum())
@@ -378,6 +379,7 @@ class ShareSchedule:
         TypeError, ValueError: An argument has the wrong type or range, or the model has no source.
 
     Example:
+        >>> from sbm_pyg import SBMHead
         >>> source = SBMSource(SBMHead(8, num_blocks=4, parameterization="overlapping"))
         >>> schedule = ShareSchedule(source, final=0.05, threshold=0.1, rate=0.5)
         >>> [schedule.step(loss) for loss in (3.0, 0.01)], source.share  # the running mean is still high
@@ -520,26 +522,23 @@ def _offsets(target: Any, source: Any, queries: int, keys: int) -> tuple[Tensor,
 class SBMGraph(BaseTransform):
     """Samples ``edge_index`` from the stochastic block model that a PyG data object carries.
 
-    Its functional name is ``sbm_graph``.
-
-    Nodes carry ``query_membership`` and ``key_membership``, ``[N, H, K]`` or ``[N, K]``, and the data object
-    ``block_matrix``, ``[H, K, K]`` or ``[K, K]``; or, with ``head``, nodes carry features ``x`` ``[N, H*C]`` that serve
-    as queries and as keys. In ``HeteroData`` the targets of ``edge_type`` are the queries and its sources the keys. On
-    a ``Batch``, each graph is a sequence. Edges are written by :meth:`AttentionGraph.replace_edges`.
+    Its functional name is ``sbm_graph``. Nodes carry ``query_membership`` and ``key_membership``, ``[N, H, K]`` or
+    ``[N, K]``, and the data object carries ``block_matrix``, ``[H, K, K]`` or ``[K, K]``. In ``HeteroData`` the targets
+    of ``edge_type`` are the queries and its sources the keys. :meth:`AttentionGraph.replace_edges` writes the edges. To
+    sample from features, use ``SourceGraph(SBMSource(head))``.
 
     Args:
-        head: Module from tokens to an SBM; None to read memberships.
         edge_type: ``(source, relation, target)`` to fill in ``HeteroData``.
         is_causal: No query attends to a later key.
-        grain: Tokens of a block, see :class:`~sbm_pyg.BlockGraph`. Above 1, features or memberships are averaged over
-            blocks, edges join all tokens of two blocks, and each block of a causal graph attends to itself.
+        grain: Tokens of a block, see :class:`~sbm_pyg.BlockGraph`. Above 1, memberships are averaged over blocks, edges
+            join all tokens of two blocks, and each block of a causal graph attends to itself.
         method, exploration, budget, clamp, seed: As :func:`sample_edges`. With a seed, equal data get equal edges;
-            without, torch's default generator decides.
+            without one, each call draws a seed from torch's default generator.
 
     Raises:
         TypeError: An argument, or an attribute of the data object, has the wrong type.
-        ValueError: The data object lacks an attribute or a kind of nodes that is needed, or shapes do not fit each
-            other, the nodes or the head.
+        ValueError: The data object is a ``Batch``, or lacks an attribute or a kind of nodes, or shapes do not fit each
+            other or the nodes.
 
     Example:
         >>> ones = torch.ones(5, 1)
@@ -550,7 +549,6 @@ class SBMGraph(BaseTransform):
 
     def __init__(
         self,
-        head: SBMHead | None = None,
         *,
         edge_type: tuple[str, str, str] = ("key", "to", "query"),
         method: str = "bernoulli",
@@ -561,11 +559,6 @@ class SBMGraph(BaseTransform):
         grain: int = 1,
         seed: int | None = None,
     ) -> None:
-        if head is not None and not isinstance(head, torch.nn.Module):
-            raise TypeError(
-                f"Expected 'head' to be a module such as SBMHead (got {type(head).__name__}). "
-                "Memberships are read from the data."
-            )
         if (
             not isinstance(edge_type, tuple | list)
             or len(edge_type) != 3
@@ -578,7 +571,7 @@ class SBMGraph(BaseTransform):
         ops.checks.flag("is_causal", is_causal, "It says whether later keys are left out.")
         _check_budget(budget)
         self.is_causal, self.grain = is_causal, ops.checks.integer("grain", grain, 1, "It is a number of tokens.")
-        self.head, self.edge_type = head, cast(tuple[str, str, str], tuple(edge_type))
+        self.edge_type = cast(tuple[str, str, str], tuple(edge_type))
         self.method, self.exploration, self.budget, self.clamp, self.seed = method, exploration, budget, clamp, seed
 
     def forward(self, data: Data | HeteroData) -> Data | HeteroData:
@@ -593,40 +586,20 @@ class SBMGraph(BaseTransform):
                 f"Expected 'edge_type' to begin and end with a kind of nodes of the data, of {data.node_types} (got "
                 f"{self.edge_type}). Pass `edge_type=(source, relation, target)`."
             )
+        if isinstance(data, Batch):
+            raise ValueError(
+                "Expected 'data' to be single graphs (got a Batch, whose block matrices are stacked). Apply SBMGraph "
+                "before batching, as a `pre_transform` or `transform` of the dataset."
+            )
         target, source = (data[self.edge_type[2]], data[self.edge_type[0]]) if hetero else (data, data)
-        if self.head is not None:
-            heads, width = self.head.heads, self.head.heads * self.head.channels
-            features = [self._read(store, "x", "features", (2,), "[N, H*C]") for store in (target, source)]
-            for x in features:
-                if x.size(1) != width:
-                    raise ValueError(
-                        f"Expected 'x' to be [N, H*C] = [N, {width}], as the head has {heads} heads of "
-                        f"{self.head.channels} channels (got {list(x.shape)}). Project the features, or build another "
-                        "head."
-                    )
-            query, key = (x.unflatten(1, (heads, -1)).transpose(0, 1) for x in features)
-            block: Tensor | None = None
-        else:
-            if isinstance(data, Batch):
-                raise ValueError(
-                    "Expected 'data' to be single graphs where memberships are read (got a Batch, whose block matrices "
-                    "are stacked). Apply SBMGraph before batching, as a `pre_transform` or `transform` of the dataset."
-                )
-            query = self._read(target, "query_membership", "memberships", (2, 3), "[N, K] or [N, H, K]")
-            key = self._read(source, "key_membership", "memberships", (2, 3), "[N, K] or [N, H, K]")
-            block = self._read(data, "block_matrix", "block matrices", (2, 3), "[K, K] or [H, K, K]", rows=False)
-            query, key = (x[None] if x.dim() == 2 else x.transpose(0, 1) for x in (query, key))
-            block = block[None] if block.dim() == 2 else block
-        ptrs = _offsets(target, source, query.size(1), key.size(1))
-        if block is None:
-            tokens = Tokens(query, key, *ptrs, is_causal=self.is_causal)
-            with torch.no_grad():
-                sbm = cast(SBMHead, self.head)(tokens if self.grain == 1 else _pooled(tokens, self.grain))
-        else:
-            sbm = SBM(query, key, block, *ptrs)
-            if self.grain > 1:
-                tokens = _pooled(Tokens(query, key, *ptrs, is_causal=self.is_causal), self.grain)
-                sbm = SBM(tokens.query, tokens.key, block, tokens.query_ptr, tokens.key_ptr)
+        query = _read(target, "query_membership", "[N, K] or [N, H, K]").transpose(0, 1)
+        key = _read(source, "key_membership", "[N, K] or [N, H, K]").transpose(0, 1)
+        block = _read(data, "block_matrix", "[K, K] or [H, K, K]", rows=False)
+        sbm = SBM(query, key, block, *_offsets(target, source, query.size(1), key.size(1)))
+        ptrs = sbm.query_ptr, sbm.key_ptr
+        if self.grain > 1:
+            tokens = _pooled(Tokens(query, key, *ptrs, is_causal=self.is_causal), self.grain)
+            sbm = SBM(tokens.query, tokens.key, block, tokens.query_ptr, tokens.key_ptr)
         sbm = (sbm.strict() if self.grain > 1 else sbm.causal()) if self.is_causal else sbm
         budget = None if self.budget is None else self.budget / self.grain
         graph = sample_edges(
@@ -638,30 +611,26 @@ class SBMGraph(BaseTransform):
             graph = BlockGraph._over(graph, self.grain, *ptrs, query.size(1), key.size(1))
         return graph.replace_edges(data, self.edge_type if hetero else None)
 
-    def _read(self, store: Any, name: str, what: str, dims: tuple[int, ...], shape: str, rows: bool = True) -> Tensor:
-        """Read an attribute of a store.
-
-        It must have a row for each node, if the store knows its nodes, unless ``rows`` is False.
-        """
-        value = getattr(store, name, None)
-        if value is None:
-            raise ValueError(
-                f"Expected 'data' to carry '{name}' (got none). "
-                f"Add the {what} of the SBM, or pass 'head' and node features `x`."
-            )
-        ops.checks.tensors(**{name: value})
-        ops.checks.floating(**{name: value})
-        if value.dim() not in dims:
-            raise ValueError(f"Expected '{name}' to be {shape} (got {list(value.shape)}). Nodes come first.")
-        known = rows and any(
-            each in store for each in ("num_nodes", "x", "pos", "batch")
-        )  # else PyG guesses, from edges
-        if known and value.size(0) != store.num_nodes:
-            raise ValueError(
-                f"Expected '{name}' to have a row for each of the {store.num_nodes} nodes (got {list(value.shape)}). "
-                "Its edges join nodes by number."
-            )
-        return value
-
     def __repr__(self) -> str:
         return f"{type(self).__name__}(method={self.method!r}, exploration={self.exploration}, budget={self.budget})"
+
+
+def _read(store: Any, name: str, shape: str, rows: bool = True) -> Tensor:
+    """Read an attribute of a store, with a row for each node if ``rows``, and give it a dimension for heads."""
+    value = getattr(store, name, None)
+    if value is None:
+        raise ValueError(
+            f"Expected 'data' to carry '{name}' (got none). Add it, or sample from features `x` by "
+            "`SourceGraph(SBMSource(head))`."
+        )
+    ops.checks.tensors(**{name: value})
+    ops.checks.floating(**{name: value})
+    if value.dim() not in (2, 3):
+        raise ValueError(f"Expected '{name}' to be {shape} (got {list(value.shape)}). Nodes come first.")
+    known = rows and any(each in store for each in ("num_nodes", "x", "pos", "batch"))  # else PyG guesses, from edges
+    if known and value.size(0) != store.num_nodes:
+        raise ValueError(
+            f"Expected '{name}' to have a row for each of the {store.num_nodes} nodes (got {list(value.shape)}). "
+            "Its edges join nodes by number."
+        )
+    return value.unsqueeze(1 if rows else 0) if value.dim() == 2 else value
