@@ -221,7 +221,7 @@ PAIRED: dict[str, Callable[..., Any]] = {
     "routing": lambda q, k, ptr: selectors.routing(
         Tokens(q, k, query_ptr=ptr), torch.ones(HEADS, 2, q.size(2), dtype=q.dtype)
     ),
-    "gold": lambda q, k, ptr: ground_truth.gold_graph(Tokens(q, k, query_ptr=ptr)),
+    "ground truth": lambda q, k, ptr: ground_truth.ground_truth_graph(Tokens(q, k, query_ptr=ptr)),
     "distance": lambda q, k, ptr: predictors.distance(Tokens(q, k, query_ptr=ptr), 1.0),
     "bucketing": lambda q, k, ptr: predictors.bucketing(Tokens(q, k, query_ptr=ptr), 3),
     "clustering": lambda q, k, ptr: predictors.clustering(

@@ -190,8 +190,8 @@ def test_no_row_of_a_sample_depends_on_later_memberships(method: str, way: str) 
 
 def sources(channels: int, heads: int) -> dict[str, Any]:
     return {
-        "sbm": SBMSource(SBMHead(channels, heads, 5, density=0.5), window=1),
-        "sbm, budget": SBMSource(SBMHead(channels, heads, 5, density=0.5), budget=2.0, exploration=0.1),
+        "sbm": SBMSource(SBMHead(channels, heads, 5, initial_density=0.5), window=1),
+        "sbm, budget": SBMSource(SBMHead(channels, heads, 5, initial_density=0.5), budget=2.0, exploration=0.1),
         "sbm, fastrg": SBMSource(SBMHead(channels, heads, 5, parameterization="mixed"), method="fastrg"),
         "sbm, degrees": SBMSource(SBMHead(channels, heads, 5, degree_corrected=True)),
         "full": patterns.PatternSource(patterns.full),

@@ -130,7 +130,12 @@ def test_the_joint_test_has_power() -> None:
 def test_products_of_groups_have_the_joint_law(way: str) -> None:
     """A head with groups makes a block model like any other; one of its groups alone has another law."""
     torch.manual_seed(2)
-    options: dict[str, Any] = {"parameterization": "overlapping", "density": 0.3, "temperature": 0.3, "groups": 2}
+    options: dict[str, Any] = {
+        "parameterization": "overlapping",
+        "initial_density": 0.3,
+        "temperature": 0.3,
+        "groups": 2,
+    }
     head = SBMHead(4, 1, 4, "orthogonal", **options).requires_grad_(False)
     query, key = torch.randn(2, 1, 3, 4)
     member = [(head.mlp(x) @ head.clusters[0].T / 0.3).view(3, 2, 2) for x in (query[0], key[0])]

@@ -484,7 +484,7 @@ def check_over(
         )
 
 
-def limited(choice: Any, is_causal: bool, edge_filter: Callable[[AttentionGraph], Tensor] | None) -> Any:
+def drop_forbidden_edges(choice: Any, is_causal: bool, edge_filter: Callable[[AttentionGraph], Tensor] | None) -> Any:
     """A choice, or a graph, without the edges that the layer leaves out."""
     choice = choice.causal() if is_causal else choice
     if edge_filter is not None:

@@ -95,12 +95,12 @@ def window(
     """
     size = checks.integer("size", size, 0, "Its unit is tokens to each side; 0 gives self-loops.")
     positions = _Positions.of(n, is_causal, heads, ptr, device)
-    token = positions.start + positions.place
+    token = positions.start + positions.position
     if size == 0:  # as many edges as tokens, so no device is waited for
         return positions.graph(torch.ones_like(token), token, 1).expand(heads)
-    reach = positions.length.clamp(max=size)
+    half_width = positions.length.clamp(max=size)
     return positions.consecutive(
-        torch.maximum(token - reach, positions.start), torch.minimum(token + reach + 1, positions.end)
+        torch.maximum(token - half_width, positions.start), torch.minimum(token + half_width + 1, positions.end)
     )
 
 
@@ -131,7 +131,7 @@ def global_tokens(
     """
     num_global = checks.integer("num_global", num_global, 0, "It is the number of global tokens of each sequence.")
     positions = _Positions.of(n, is_causal, heads, ptr, device)
-    keys = positions.length.where(positions.place < num_global, positions.length.clamp(max=num_global))
+    keys = positions.length.where(positions.position < num_global, positions.length.clamp(max=num_global))
     return positions.consecutive(positions.start, positions.start + keys)
 
 
@@ -176,13 +176,13 @@ def random(
         "num_keys_per_query", num_keys_per_query, 0, "It is the number of keys that each query draws."
     )
     positions = _Positions.of(n, is_causal, heads, ptr, device)
-    size = (positions.place + 1 if is_causal else positions.length).repeat(heads)  # [H*N]
+    size = (positions.position + 1 if is_causal else positions.length).repeat(heads)  # [H*N]
     degree = size.clamp(max=num_keys_per_query)
     listed = torch.where(2 * degree > size, size, degree)  # as numbers are, of which some are left out
     positions.count(listed, 1, bytes_each=72)
-    place = _distinct(degree, size, _Draws(positions, sequence_ids, draw_seed(seed, generator)))
-    first = torch.repeat_interleave(positions.start.repeat(heads), degree, output_size=place.numel())
-    return positions.graph(degree, first + place, heads)
+    position = _draw_distinct(degree, size, _Draws(positions, sequence_ids, draw_seed(seed, generator)))
+    first = torch.repeat_interleave(positions.start.repeat(heads), degree, output_size=position.numel())
+    return positions.graph(degree, first + position, heads)
 
 
 def bigbird(
@@ -266,7 +266,7 @@ def block_diagonal(
     length = positions.length
     # From n blocks on every token is alone; the least such K keeps r * K and the ceilings below within int64.
     blocks = length.clamp(max=num_blocks)
-    block = positions.place * blocks // length
+    block = positions.position * blocks // length
     first = (block * length + blocks - 1) // blocks  # the least r of the block: ceil(block * n / K)
     end = ((block + 1) * length + blocks - 1) // blocks
     return positions.consecutive(positions.start + first, positions.start + end)
@@ -329,7 +329,7 @@ def relay_queries(
     """
     num_relays = checks.integer("num_relays", num_relays, 1, "It is the number of relays of each sequence.")
     positions = _Positions.of(n, is_causal, heads, ptr, device)
-    is_relay = positions.length - positions.place <= num_relays
+    is_relay = positions.length - positions.position <= num_relays
     return positions.consecutive(positions.start, torch.where(is_relay, positions.end, positions.start))
 
 
@@ -363,7 +363,7 @@ class _Positions:
     ptr: Tensor  # [B+1]
     start: Tensor  # [N], the first token of its sequence
     end: Tensor  # [N], one past the last
-    place: Tensor  # [N], the r of the formulas
+    position: Tensor  # [N], the r of the formulas
 
     @classmethod
     def of(cls, n: int | None, is_causal: bool, heads: int, ptr: Tensor | None, device: Device) -> _Positions:
@@ -387,9 +387,9 @@ class _Positions:
                     "Pass offsets of all sequences."
                 )
         device = None if device is None else checks.device(device)
-        place = (torch.get_default_device() if ptr is None else ptr.device) if device is None else device
-        checks.memory("n" if ptr is None else "ptr", n, 80, place, "Take shorter sequences.", "tokens")
-        checks.memory("heads", heads * n, 24, place, "Take fewer heads.", "rows")
+        position = (torch.get_default_device() if ptr is None else ptr.device) if device is None else device
+        checks.memory("n" if ptr is None else "ptr", n, 80, position, "Take shorter sequences.", "tokens")
+        checks.memory("heads", heads * n, 24, position, "Take fewer heads.", "rows")
         ptr = resolve_ptr(n, ptr, device=device)
         start, end = (torch.repeat_interleave(side, ptr.diff(), output_size=n) for side in (ptr[:-1], ptr[1:]))
         return cls(is_causal, heads, ptr, start, end, torch.arange(n, device=ptr.device) - start)
@@ -414,17 +414,17 @@ class _Positions:
 
     def graph(self, degree: Tensor, col: Tensor, heads: int) -> AttentionGraph:
         rowptr = torch.cat([degree.new_zeros(1), degree.cumsum(0)])
-        n = self.place.numel()
+        n = self.position.numel()
         return AttentionGraph._trusted(rowptr, col.to(index_type(n)), n, n, heads, self.ptr, self.ptr, self.is_causal)
 
     def consecutive(self, first: Tensor, end: Tensor) -> AttentionGraph:
         """The graph in which token i attends to tokens ``first[i]..end[i]-1``, in every head."""
         if self.is_causal:
-            end = torch.minimum(end, self.start + self.place + 1)
+            end = torch.minimum(end, self.start + self.position + 1)
         degree = (end - first).clamp(min=0)
-        each = index_type(self.place.numel()).itemsize
+        each = index_type(self.position.numel()).itemsize
         total = self.count(degree, self.heads, bytes_each=each if self.heads == 1 else 2 * each)
-        return self.graph(degree, runs(first, degree, total, index_type(self.place.numel())), 1).expand(self.heads)
+        return self.graph(degree, runs(first, degree, total, index_type(self.position.numel())), 1).expand(self.heads)
 
 
 class _Draws:
@@ -434,13 +434,13 @@ class _Draws:
     """
 
     def __init__(self, positions: _Positions, sequence_ids: Tensor | None, seed: int) -> None:
-        stream = resolve_sequence_ids(sequence_ids, positions.ptr.numel() - 1, positions.ptr.device)
-        stream = stream.repeat_interleave(positions.ptr.diff(), output_size=positions.place.numel())
-        head = torch.arange(positions.heads, device=stream.device).repeat_interleave(stream.numel())
-        self.row = torch.arange(head.numel(), device=stream.device)
-        self.place, self.stream, self.head = (
-            positions.place.repeat(positions.heads),
-            stream.repeat(positions.heads),
+        sequence_ids = resolve_sequence_ids(sequence_ids, positions.ptr.numel() - 1, positions.ptr.device)
+        sequence_ids = sequence_ids.repeat_interleave(positions.ptr.diff(), output_size=positions.position.numel())
+        head = torch.arange(positions.heads, device=sequence_ids.device).repeat_interleave(sequence_ids.numel())
+        self.row = torch.arange(head.numel(), device=sequence_ids.device)
+        self.position, self.stream, self.head = (
+            positions.position.repeat(positions.heads),
+            sequence_ids.repeat(positions.heads),
             head | RANDOM_KEY << 24,
         )
         self.used, self.seed = torch.zeros_like(self.row), seed
@@ -450,13 +450,13 @@ class _Draws:
         blocks = (count + 3) // 4  # of four words
         row = torch.repeat_interleave(self.row, blocks)
         block = runs(self.used, blocks)
-        words = torch.stack(philox(block, self.place[row], self.stream[row], self.head[row], self.seed), dim=1)
+        words = torch.stack(philox(block, self.position[row], self.stream[row], self.head[row], self.seed), dim=1)
         wanted = 4 * (block - self.used[row])[:, None] + torch.arange(4, device=row.device) < count[row][:, None]
         self.used = self.used + blocks
         return row[:, None].expand(-1, 4)[wanted], words[wanted]
 
 
-def _distinct(count: Tensor, size: Tensor, draws: _Draws) -> Tensor:
+def _draw_distinct(count: Tensor, size: Tensor, draws: _Draws) -> Tensor:
     """For each i a uniform set of ``count[i]`` numbers in ``0..size[i]-1``, ascending; joined, ``[sum(count)]``."""
     stride, rows = int(size.max()), draws.row
     leave = 2 * count > size  # there the numbers left out are drawn

@@ -34,12 +34,12 @@ from ..ragged import (
 from . import patterns
 from .following import FollowingSource
 from .interface import Choice, SharingSource, TiledChoice
-from .sbm import FLOOR, SBM, check_model, reach_of_products
+from .sbm import MIN_MEAN_PROBABILITY, SBM, check_model, product_bound
 
 __all__ = ["SBMGraph", "SBMSource", "ShareSchedule", "sample_edges"]
 
 MOMENTUM = 0.1  # of the running mean of probabilities
-FAR = 2.0**60
+SAFE_IN_FLOAT32 = 2.0**60
 """Products below this are safe in float32: what is lost below 2^-126 is nothing next to 2^-32, the resolution of p."""
 
 
@@ -116,12 +116,12 @@ def sample_edges(
     sequence_ids = resolve_sequence_ids(sequence_ids, sbm.num_sequences, sbm.query_ptr.device)
     seed = draw_seed(seed, generator)
     with torch.no_grad():
-        reach = reach_of_products(sbm)
-        limited = sbm if reach <= FAR else _widen(sbm, reach)
+        reach = product_bound(sbm)
+        limited = sbm if reach <= SAFE_IN_FLOAT32 else _widen(sbm, reach)
         limited = limited if budget is None else limited.limit(budget)
         _check_memory(limited, method, exploration)
-        rate, key = (limited.rate, limited.key_membership) if reach <= FAR else _rescale(limited)
-        key = _next_place(key, sbm.key_ptr) if sbm.is_strict else key
+        rate, key = (limited.rate, limited.key_membership) if reach <= SAFE_IN_FLOAT32 else _rescale(limited)
+        key = _shift_keys_by_one(key, sbm.key_ptr) if sbm.is_strict else key
         rowptr, col = ops.sample_sbm(
             rate, key, sbm.query_ptr, sbm.key_ptr, sequence_ids, seed, method, exploration, clamp, sbm.is_causal
         )
@@ -134,7 +134,7 @@ def sample_edges(
     return graph._with(graph.rowptr, graph.col - 1, graph.heads)
 
 
-def _next_place(key: Tensor, ptr: Tensor) -> Tensor:
+def _shift_keys_by_one(key: Tensor, ptr: Tensor) -> Tensor:
     """Each key one place later in its sequence, where those who may attend to it, and not its own query, see it.
 
     The first place of a sequence holds zeros.
@@ -282,7 +282,7 @@ class SBMSource(SharingSource, FollowingSource):
     def _choose(self, sbm: SBM, tokens: Tokens) -> Choice:
         """Sample the graph of a model, and add what is always there; or leave that to the layer."""
         sbm = sbm.causal() if tokens.is_causal else sbm
-        sbm, saw = (sbm, None) if self.share is None else self._compete(sbm, self.share, tokens.seed)
+        sbm, saw = (sbm, None) if self.share is None else self._scale_to_target_density(sbm, self.share, tokens.seed)
         choice = self._draw(sbm, tokens)
         if saw is not None and self._counts:  # last, so that a call that fails leaves the running mean as it was
             self._note(saw)
@@ -322,7 +322,7 @@ class SBMSource(SharingSource, FollowingSource):
 
         return TiledChoice(sbm, law[:2], exploration, seed, numbers, window, draw)
 
-    def _compete(self, sbm: SBM, share: float, seed: int) -> tuple[SBM, Tensor]:
+    def _scale_to_target_density(self, sbm: SBM, share: float, seed: int) -> tuple[SBM, Tensor]:
         """The model with a mean probability of ``share``, by the running mean of each head.
 
         Also returns expected edges and pairs of each head without it, ``[2, H]``. Sequences that are not finite, which
@@ -333,11 +333,11 @@ class SBMSource(SharingSource, FollowingSource):
                 f"Expected 'head' with an attribute `heads` that counts those of its models, {sbm.heads} "
                 f"(got {self.running_mean.numel()}). Shares have a running mean for each."
             )
-        reach, degree = sbm._reach(), sbm.expected_degree()
+        reach, degree = sbm._allowed_keys(), sbm.expected_degree()
         edges, pairs = (sbm._sum(x[..., None], sbm.query_ptr)[..., 0] for x in (degree, reach[None]))  # [H, B], [1, B]
-        mean = (edges / pairs.clamp(min=1)).clamp(min=FLOOR)
+        mean = (edges / pairs.clamp(min=1)).clamp(min=MIN_MEAN_PROBABILITY)
         running = self._state_for(seed)[:, None].to(mean.dtype)
-        pooled = share / running.clamp(min=FLOOR) * (mean.detach() / mean)
+        pooled = share / running.clamp(min=MIN_MEAN_PROBABILITY) * (mean.detach() / mean)
         pooled = pooled.repeat_interleave(sbm.query_ptr.diff(), dim=1, output_size=sbm.num_queries)
         alone = sbm._share_factor(share, degree, reach)
         shared = sbm._scale(torch.where(running > 0, pooled.to(alone.dtype), alone))
@@ -347,7 +347,7 @@ class SBMSource(SharingSource, FollowingSource):
     def _moved(self, state: Tensor, seen: Tensor) -> Tensor:
         """The running mean, one step closer to the mean of a batch."""
         step = torch.where(seen[1] > 0, torch.where(state > 0, MOMENTUM, 1.0), 0.0)
-        mean = (seen[0] / seen[1].clamp(min=1)).clamp(min=FLOOR)
+        mean = (seen[0] / seen[1].clamp(min=1)).clamp(min=MIN_MEAN_PROBABILITY)
         return state.lerp(mean.to(state.dtype), step.to(state.dtype))
 
     def extra_repr(self) -> str:
@@ -475,7 +475,7 @@ def _rescale(sbm: SBM) -> tuple[Tensor, Tensor]:
     power = torch.where(top > 0, top / top.frexp().mantissa, 1)
     rate = sbm.rate * power[:, queries]
     most = float(rate.max())
-    if most > FAR:
+    if most > SAFE_IN_FLOAT32:
         raise ValueError(
             f"Expected 'sbm' with probabilities below 2**60, even where they are cut at 1 (got up to {most:.4g}). "
             "Scale its block matrix."
@@ -497,7 +497,7 @@ def _check_memory(sbm: SBM, method: str, exploration: float) -> None:
     pairs = sbm.heads * int(count_pairs(sbm.query_ptr, sbm.key_ptr, sbm.is_causal).sum())
     if ops.checks.fits(pairs, bytes_each, device):
         return
-    keys = sbm._reach().clamp(min=1)
+    keys = sbm._allowed_keys().clamp(min=1)
     degree = sbm.expected_degree().to(ops.checks.widest(device)) + exploration * keys
     # The mean of 1 - exp(-p) over the keys of a row is at most that of the mean p.
     degree = -keys * torch.expm1(-degree / keys) if method == "fastrg" else torch.minimum(degree, keys)

@@ -1,8 +1,8 @@
-"""Sparsefinder: projections in which the keys that an alpha-entmax head uses are near, and a source that goes by them.
+"""Sparsefinder's projections, which bring queries close to the keys that an alpha-entmax head uses, and its source.
 
-In: queries, keys and gold graphs of a model that is trained (``gold``). Out: a projection to few dimensions, centroids,
-and a :class:`SparsefinderSource`. Not here: the graphs of what is near (``predictors``), rules that need no training
-(``selectors``), and attention.
+In: queries, keys and ground-truth graphs of a trained model (``ground_truth``). Out: a projection to few dimensions,
+centroids, and a :class:`SparsefinderSource`. Not here: the rules that predict graphs (``predictors``), rules that need
+no training (``selectors``), and attention.
 
 Reference: Treviso, Gois, Fernandes, Fonseca, Martins: "Predicting Attention Sparsity in Transformers", 2022.
 """
@@ -166,7 +166,7 @@ def fit_projection(
 
     Args:
         projection: What is fitted.
-        samples: A sequence of triples: queries, keys and gold graph of each batch of sequences.
+        samples: A sequence of triples: queries, keys and ground-truth graph of each batch of sequences.
         epochs: Passes over the samples, in an order drawn anew.
         learning_rate: Of Adam.
         margin, per: As :func:`projection_loss`.
@@ -209,7 +209,8 @@ def fit_projection(
                 if not isinstance(sample, tuple | list) or len(sample) != 3:
                     got = f"{len(sample)} parts" if isinstance(sample, tuple | list) else type(sample).__name__
                     raise TypeError(
-                        f"Expected 'samples[{at}]' to be query, key and graph (got {got}). `gold_graph` makes one."
+                        f"Expected 'samples[{at}]' to be query, key and graph (got {got}). `ground_truth_graph` makes "
+                        "the graph."
                     )
                 query, key, graph = sample
                 drawn = seed + (epoch * len(samples) + at)
@@ -241,9 +242,9 @@ def fit_centroids(
         projection: A projection that is fitted.
         samples: As :func:`fit_projection`; graphs are not needed, unless blocks are.
         num_clusters: Centroids K.
-        block_size: Centroids of the means of so many tokens, for :func:`~sbm_pyg.sparsefinder.predictors.blocks`. None:
-            of tokens.
-        seed: Of k-means, which starts once from k-means++.
+        block_size: Fit centroids to the means of blocks of this many tokens, as
+            :func:`~sbm_pyg.sparsefinder.predictors.block_bigbird` needs them. None: fit them to tokens.
+        seed: Seed of k-means, which starts once from k-means++.
 
     Returns:
         Centroids, ``[H, K, r]``.

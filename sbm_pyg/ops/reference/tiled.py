@@ -22,7 +22,7 @@ from ..checks import widest
 from .effects import ROUNDED
 from .random_words import WORD
 from .sampling import toss
-from .segments import allowed_keys, compress, like_lengths, wide
+from .segments import allowed_keys, compress, group_by_length, wide
 
 COINS = 256  # of a query, at least: their random words come together
 ROOM = {"cpu": 2**22}
@@ -78,7 +78,7 @@ def _groups(law: _Law) -> Iterator[tuple[_Side, Iterator[_Part]]]:
     heads = max(law.rate.size(0), 1)
     room = ROOM.get(law.rate.device.type, 2**26) // (8 * heads)
     allowed = allowed_keys(law.query_ptr, law.key_ptr, law.rate.size(1), law.is_causal)
-    for queries, keys, which in like_lengths(law.query_ptr, law.key_ptr):
+    for queries, keys, which in group_by_length(law.query_ptr, law.key_ptr):
         width = max(keys.size(1), COINS)
         for mine, theirs, some in zip(*(x.split(max(room // width, 1)) for x in (queries, keys, which)), strict=True):
             if mine.numel() and theirs.numel() and law.rate.size(0):
