@@ -32,7 +32,7 @@ from ..ops.reference import sampling as reference_sampling
 from ..ragged import Tokens, check_present, check_record, count_pairs, draw_seed, resolve_sequence_ids
 from . import patterns
 from .interface import Choice, EdgeProbability, SharingSource, check_over
-from .pairs import PairTile, graph_of_rows, keep_top_k, pair_tiles, select_pairs, share_of
+from .pairs import PairTile, check_vectors, graph_of_rows, keep_top_k, pair_tiles, select_pairs, share_of
 from .sbm import log_odds
 
 __all__ = ["IndexProbability", "Indexer", "IndexerSource", "KeyScorer"]
@@ -91,7 +91,7 @@ class Indexer(nn.Module):
 
     def forward(self, query: Tensor, key: Tensor) -> IndexParts:
         """Project both sides."""
-        _check_sides(query, key, self.heads, self.channels)
+        check_vectors(query, key, self.heads, self.channels)
         size = (self.index_heads, self.index_channels)
         small = (query @ self.query_weight.to(query.dtype)).unflatten(2, size) * size[1] ** -0.5
         weight = query @ self.head_weight.to(query.dtype) + self.head_bias.to(query.dtype)
@@ -142,7 +142,7 @@ class KeyScorer(nn.Module):
 
     def forward(self, query: Tensor, key: Tensor) -> IndexParts:
         """Score the keys."""
-        _check_sides(query, key, self.heads, self.channels)
+        check_vectors(query, key, self.heads, self.channels)
         hidden = torch.relu(key @ self.weight.to(key.dtype) + self.bias.to(key.dtype))
         sign = query.new_tensor([1.0, -1.0]).expand(*query.shape[:2], 2)  # ReLU(u) - ReLU(-u) = u
         return sign[..., None], sign, hidden @ self.out_weight.to(key.dtype)
@@ -150,13 +150,6 @@ class KeyScorer(nn.Module):
     def extra_repr(self) -> str:
         """Its sizes."""
         return f"{self.channels}, heads={self.heads}, hidden={self.hidden}"
-
-
-def _check_sides(query: Tensor, key: Tensor, heads: int, channels: int) -> None:
-    checks.tensors(query=query, key=key)
-    checks.floating(query=query, key=key)
-    for name, x in (("query", query), ("key", key)):
-        checks.shape(name, x, (heads, None, channels), "[H, N, C]", "They are those of the heads that it was made for.")
 
 
 class IndexProbability(EdgeProbability):
@@ -561,8 +554,7 @@ class IndexerSource(SharingSource):
             assert wanted is not None
             choice = Choice(probability.top_k(wanted), probability, independent=False)
         else:
-            by_share = (self.share or 0.0) ** 2 if self.exploration is None else self.exploration
-            exploration = by_share if self.training else 0.0
+            exploration = self._exploration
             graph = probability.sample(exploration=exploration, seed=tokens.seed, sequence_ids=tokens.sequence_ids)
             choice = Choice(graph, probability, exploration=exploration)
         return patterns.with_window(choice, self.window, tokens.bipartite)

@@ -332,6 +332,8 @@ class SharingSource(GraphSource):
     at :attr:`share` in :meth:`forward`.
     """
 
+    exploration: float | None = None
+    """What is added to each probability in training; None: the square of the share, or 0 without one."""
     _share_of_pairs: float | None = None
 
     @property
@@ -351,8 +353,15 @@ class SharingSource(GraphSource):
         """Whether a share may be set; not where something else fixes the number of keys."""
         return True
 
+    @property
+    def _exploration(self) -> float:
+        """What a call adds to each probability: nothing in evaluation."""
+        if not self.training:
+            return 0.0
+        return (self.share or 0.0) ** 2 if self.exploration is None else self.exploration
+
     def _prepare(self) -> None:
-        """Make ready for the share that has been set."""
+        """React to a share that has just been set."""
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -18,9 +18,9 @@ from ..ragged import Tokens, check_present, check_record, count_pairs, offsets
 from ..rows import index_type
 
 __all__ = [
-    "PairRule", "PairTile", "Score", "block_means", "check_centroids", "detached", "dot_product", "expand_ranges",
-    "graph_of_pairs", "graph_of_ranges", "graph_of_rows", "grouped", "keep_top_k", "pair_tiles", "select_pairs",
-    "share_of",
+    "PairRule", "PairTile", "Score", "block_means", "check_centroids", "check_vectors", "detached", "dot_product",
+    "expand_ranges", "graph_of_pairs", "graph_of_ranges", "graph_of_rows", "grouped", "keep_top_k", "pair_tiles",
+    "select_pairs", "share_of",
 ]  # fmt: skip
 
 CHUNK = 2**23  # scores at a time
@@ -156,6 +156,14 @@ def check_centroids(centroids: Tensor, x: Tensor, name: str = "query", width: st
             f"(got {list(centroids.shape)}). Each head has its own, or all share them."
         )
     return centroids.to(x.dtype).expand(x.size(0), -1, -1)
+
+
+def check_vectors(query: Tensor, key: Tensor, heads: int, channels: int) -> None:
+    """Refuse queries and keys that are not of the heads and channels that a module was made for."""
+    checks.tensors(query=query, key=key)
+    checks.floating(query=query, key=key)
+    for name, x in (("query", query), ("key", key)):
+        checks.shape(name, x, (heads, None, channels), "[H, N, C]", "They are those of the heads that it was made for.")
 
 
 Score = Callable[[Tensor, Tensor], Tensor]

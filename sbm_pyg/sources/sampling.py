@@ -291,8 +291,7 @@ class SBMSource(SharingSource, FollowingSource):
     def _draw(self, sbm: SBM, tokens: Tokens) -> Choice:
         """As :meth:`_choose`, of the model whose pairs have competed."""
         sbm = sbm if self.budget is None else sbm.limit(self.budget / self.grain)
-        by_share = (self.share or 0.0) ** 2 if self.exploration is None else self.exploration
-        exploration = by_share if self.training else 0.0
+        exploration = self._exploration
         if self.tiled:
             return self._tiles(sbm, exploration, tokens)
         # No parameterisation exceeds 1, but shares do; and `clamp` takes what low precision rounds above it.
@@ -449,15 +448,8 @@ def _widen(sbm: SBM, reach: float) -> SBM:
             f"Expected '{name}' of a size whose products float64 holds (got {sizes[name]:.4g}). "
             "Scale memberships and block matrix towards 1."
         )
-    return SBM(
-        sbm.query_membership.double(),
-        sbm.key_membership.double(),
-        sbm.block_matrix.double(),
-        sbm.query_ptr,
-        sbm.key_ptr,
-        is_causal=sbm.is_causal,
-        is_strict=sbm.is_strict,
-    )
+    wide = {name: getattr(sbm, name).double() for name in ("query_membership", "key_membership", "block_matrix")}
+    return replace(sbm, **wide)
 
 
 def _rescale(sbm: SBM) -> tuple[Tensor, Tensor]:

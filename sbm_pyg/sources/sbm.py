@@ -392,13 +392,11 @@ class SBM(EdgeProbability):
         heads, count, blocks = x.shape
         wide = x if x.dtype == torch.float64 else x.float()
         sequences = ptr.numel() - 1
+        sequence = torch.repeat_interleave(ptr.diff(), output_size=count)
         # one sum for all heads: torch is fast along the first dimension
-        place = _batch(ptr, count) + sequences * torch.arange(heads, device=x.device)[:, None]
-        return (
-            wide.new_zeros(heads * sequences, blocks)
-            .index_add(0, place.flatten(), wide.flatten(0, 1))
-            .view(heads, sequences, blocks)
-        )
+        row = sequence + sequences * torch.arange(heads, device=x.device)[:, None]
+        total = wide.new_zeros(heads * sequences, blocks).index_add(0, row.flatten(), wide.flatten(0, 1))
+        return total.view(heads, sequences, blocks)
 
 
 def check_model(sbm: object) -> None:
@@ -452,10 +450,6 @@ def product_bound(sbm: SBM) -> float:
     if sbm._membership_bound is None or ops.checks.at_hand(sbm.rate):
         return check_sbm(sbm)
     return sbm.num_blocks**2 * sbm._membership_bound
-
-
-def _batch(ptr: Tensor, total: int) -> Tensor:
-    return torch.repeat_interleave(ptr.diff(), output_size=total)
 
 
 class SBMHead(torch.nn.Module):

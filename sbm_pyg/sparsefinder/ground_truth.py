@@ -65,8 +65,8 @@ def ground_truth_graph(tokens: Tokens, *, alpha: float = 1.5, scale: float | Non
 def record(model: nn.Module, layers: Collection[str] | None = None) -> Iterator[dict[str, list[Sample]]]:
     """Keeps what the entmax layers of a model attend to while it runs: samples for a projection.
 
-    Every call of a layer adds its queries ``[H, N, C]``, its keys ``[H, M, C]``, and the edges of non-zero weight of the
-    graph that it attended over, with the offsets of the sequences and ``is_causal``. If the layer attends over all
+    Every call of a layer adds its queries ``[H, N, C]``, its keys ``[H, M, C]``, and the edges of non-zero weight of
+    the graph that it attended over, with the offsets of the sequences and ``is_causal``. If the layer attends over all
     pairs, as with ``PatternSource(patterns.full)``, this is the ground truth of all pairs; over another graph, use
     :func:`ground_truth_graph`. Score biases and edges that a call leaves out count as in the layer. Samples carry no
     gradients. Cost O(E C) for the E edges that the layer attends over; only edges with a weight are kept.

@@ -23,7 +23,7 @@ from ..ops.reference.segments import allowed_keys
 from ..ragged import Tokens, draw_seed
 from ..sources import patterns
 from ..sources.interface import Choice, GraphSource
-from ..sources.pairs import block_means
+from ..sources.pairs import block_means, check_vectors
 from ..sources.selectors import SelectorSource
 
 __all__ = ["Projection", "Sample", "SparsefinderSource", "fit_centroids", "fit_projection", "projection_loss"]
@@ -77,11 +77,7 @@ class Projection(nn.Module):
 
     def forward(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Project both sides."""
-        checks.tensors(query=query, key=key)
-        checks.floating(query=query, key=key)
-        wanted = (self.heads, None, self.weights[0].size(2))
-        for name, x in (("query", query), ("key", key)):
-            checks.shape(name, x, wanted, "[H, N, C]", "They are those of the heads that it was made for.")
+        check_vectors(query, key, self.heads, self.weights[0].size(2))
         return self._side(query, 0), self._side(key, 0 if self.shared else 1)
 
     def _side(self, x: Tensor, side: int) -> Tensor:
