@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .ops import checks
-from .ops.reference.segments import like_lengths
+from .ops.reference.segments import group_by_length
 from .propagation import check_tokens
 from .ragged import offsets, pad, resolve_ptr
 
@@ -84,7 +84,7 @@ class FullAttention(nn.Module):
 
     def _attend_by_length(self, x: Tensor, ptr: Tensor) -> Tensor:
         """Attend within groups of sequences of similar length, one group after the other."""
-        groups = [*like_lengths(ptr, ptr)]
+        groups = [*group_by_length(ptr, ptr)]
         order = torch.cat([tokens[tokens >= 0] for tokens, _, _ in groups])
         ptrs = [offsets(ptr.diff()[which]) for _, _, which in groups]
         grouped = x[order].split([int(each[-1]) for each in ptrs])

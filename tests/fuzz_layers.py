@@ -18,6 +18,8 @@ import networkx as nx
 import numpy as np
 import torch
 from fuzz_cases import (
+    DATA,
+    DATA_NAMES,
     TABLE,
     Case,
     Draw,
@@ -385,7 +387,7 @@ def _head_options(d: Draw) -> Case:
     }
     options |= {
         "parameterization": d.choice(("paper", "mixed", "assortative", "overlapping")),
-        "density": 0.25,
+        "initial_density": 0.25,
         "temperature": 1.0,
         "tied": False,
         "degree_corrected": d.random() < 0.5,
@@ -991,7 +993,7 @@ def _rule(module: Any, name: str, options: Callable[[Draw, int], dict[str, Any]]
     def make(d: Draw) -> Case:
         heads = d.randint(1, 2)
         arguments = token_fields(d, heads) | options(d, heads)
-        arguments["is_causal"] &= name not in ("bucketing", "blocks")
+        arguments["is_causal"] &= name not in ("bucketing", "block_bigbird")
         query = arguments["query"]
         if "centroids" in arguments:
             arguments["centroids"] = arguments["centroids"].to(query.dtype)
@@ -1019,11 +1021,11 @@ SELECTORS: dict[str, Callable[[Draw, int], dict[str, Any]]] = {
     "routing": lambda d, heads: {"centroids": d.real(heads, 2, 3), "size": d.maybe(2)},
 }
 PREDICTED: dict[str, Callable[[Draw, int], dict[str, Any]]] = {
-    "gold_graph": lambda d, heads: {"alpha": d.choice((1.5, 2.0)), "scale": d.maybe(0.5)},
+    "ground_truth_graph": lambda d, heads: {"alpha": d.choice((1.5, 2.0)), "scale": d.maybe(0.5)},
     "distance": lambda d, heads: {"threshold": 1.5, "cap": d.maybe(2)},
     "bucketing": lambda d, heads: {"num_buckets": d.randint(1, 3)},
     "clustering": lambda d, heads: {"centroids": d.real(heads, 2, 3), "top": d.randint(1, 2)},
-    "blocks": lambda d, heads: {
+    "block_bigbird": lambda d, heads: {
         "centroids": d.real(heads, 2, 3),
         "k": d.randint(1, 3),
         "block_size": d.randint(1, 3),
@@ -1033,7 +1035,7 @@ PREDICTED: dict[str, Callable[[Draw, int], dict[str, Any]]] = {
     },
 }
 for _name, _options in (SELECTORS | PREDICTED).items():
-    _module = selectors if _name in SELECTORS else ground_truth if _name == "gold_graph" else predictors
+    _module = selectors if _name in SELECTORS else ground_truth if _name == "ground_truth_graph" else predictors
     TABLE[f"{_module.__name__.rpartition('.')[2]}.{_name}"] = 4, _rule(_module, _name, _options)
 
 
@@ -1084,12 +1086,12 @@ def _compare(d: Draw) -> Case:
     used = d.graph()
     graph = d.choice((used, used.select(used.col % 2 == 0)))
 
-    def check(result: Any, gold: AttentionGraph, graph: AttentionGraph) -> None:
-        a, b = dense(gold), dense(graph)
+    def check(result: Any, ground_truth: AttentionGraph, graph: AttentionGraph) -> None:
+        a, b = dense(ground_truth), dense(graph)
         wanted = torch.where(a.sum((1, 2)) > 0, (a & b).sum((1, 2)) / a.sum((1, 2)).clamp(min=1), 1.0)
         close(result.recall, wanted.double(), "recall", torch.float32)
 
-    return Case(ground_truth.compare, {"gold": used, "graph": graph}, check)
+    return Case(ground_truth.compare, {"ground_truth": used, "graph": graph}, check)
 
 
 @case("sparsefinder.Projection", 3)
@@ -1222,7 +1224,13 @@ TABLE["indexer.KeyScorer.forward"] = 2, _projected(indexer.KeyScorer)
 
 @case("indexer.IndexerSource", 4)
 def _indexer_source(d: Draw) -> Case:
-    arguments = {"scorer": _indexer(d), "select": "coins", "share": d.maybe(0.3), "density": 0.5, "window": d.maybe(1)}
+    arguments = {
+        "scorer": _indexer(d),
+        "select": "coins",
+        "share": d.maybe(0.3),
+        "initial_density": 0.5,
+        "window": d.maybe(1),
+    }
     return Case(
         indexer.IndexerSource,
         arguments,
@@ -1294,15 +1302,17 @@ def _source_graph(d: Draw) -> Case:
     )
 
 
-@case("SourceGraph.forward", 4)
+@case("SourceGraph.forward", 8)
 def _source_graph_forward(d: Draw) -> Case:
-    n = d.randint(2, 6)
-    made = SourceGraph(selectors.SelectorSource(selectors.top_k, k=1), heads=2)
+    n, reads = d.randint(2, 6), d.random() < 0.5
+    one = patterns.PatternSource(patterns.random, num_keys_per_query=1)
+    made = SourceGraph(selectors.SelectorSource(selectors.top_k, k=1) if reads else one, heads=2)
     return Case(
         made.forward,
-        {"data": Data(x=d.real(n, 6))},
-        lambda result, **_: expect(result.num_edges == 2 * n, "other edges"),
-        names={"data": ("query",)},
+        {"data": Data(x=d.real(n, 6)) if reads else Data(num_nodes=n)},
+        lambda result, **_: expect(result.num_edges == 2 * result.num_nodes, "other edges"),
+        more={"data": DATA},
+        names={"data": (*DATA_NAMES, "query")},
     )
 
 
@@ -2056,7 +2066,7 @@ EXEMPT: dict[str, str] = {  # public names that are not called, and why
     **dict.fromkeys(("ops.block_effect", "ops.block_expectation", "ops.block_weight"), "for estimators, compared with tokens in test_blocks.py"),
     "SBMSource.tiled": "a switch of a source, see test_tiled.py",
     "ground_truth.Match": "a record that the library makes and users read",
-    "ground_truth.record": "it listens to a model, see test_gold.py",
+    "ground_truth.record": "it listens to a model, see test_ground_truth.py",
     **dict.fromkeys(("sparsefinder.fit_projection", "sparsefinder.fit_centroids"), "they train, see test_sparsefinder.py"),
     "estimators.distillation": "a loss over what a layer computes, compared with its definition in test_share.py",
     "auxiliary_loss": "it takes what layers keep, whose cases and scenarios call it",

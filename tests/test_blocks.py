@@ -27,6 +27,7 @@ from sbm_pyg import (
     SBMHead,
     SBMSource,
     SequenceEncoder,
+    SourceGraph,
     Tokens,
     auxiliary_loss,
     estimators,
@@ -572,7 +573,7 @@ def test_no_row_of_a_causal_layer_depends_on_a_later_token(pool: str, options: d
 
 
 def test_every_block_of_a_causal_layer_attends_to_itself() -> None:
-    conv, x, ptr = pair_of_layers(True, grain=4, sbm_options={"density": 0.01})
+    conv, x, ptr = pair_of_layers(True, grain=4, sbm_options={"initial_density": 0.01})
     _, choice = conv(x, ptr=ptr, seed=0, return_choice=True)
     own = choice.graph.blocks.edge_index[0] == choice.graph.blocks.edge_index[1]
     assert int(own.sum()) == 2 * (2 + 4)
@@ -583,12 +584,12 @@ def test_every_block_of_a_causal_layer_attends_to_itself() -> None:
 
 
 def test_windows_and_budgets_count_tokens() -> None:
-    conv, x, ptr = pair_of_layers(False, grain=4, window=5, sbm_options={"density": 1e-6})
+    conv, x, ptr = pair_of_layers(False, grain=4, window=5, sbm_options={"initial_density": 1e-6})
     graph = conv(x, ptr=ptr, seed=0, return_graph=True)[1]
     window = patterns.window(None, 5, ptr=ptr).expand(2)
     assert graph | window == graph  # every token of the window, widened to whole blocks
     assert graph.blocks.degree[0].tolist() == [2, 2, 3, 4, 4, 3]
-    conv, x, ptr = pair_of_layers(False, grain=4, budget=4.0, sbm_options={"density": 0.9})
+    conv, x, ptr = pair_of_layers(False, grain=4, budget=4.0, sbm_options={"initial_density": 0.9})
     choice = conv(x, ptr=ptr, seed=0, return_choice=True)[1]
     assert float(choice.probability.expected_degree().detach().max()) <= 1 + 1e-9  # one block
 
@@ -665,11 +666,11 @@ def test_an_encoder_takes_blocks() -> None:
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_the_transform_writes_edges_of_blocks(is_causal: bool) -> None:
+def test_transforms_write_edges_of_blocks(is_causal: bool) -> None:
     torch.manual_seed(0)
     data = Data(x=torch.randn(11, 8))
-    head = SBMHead(4, 2, 3, density=0.5)
-    graph = AttentionGraph.from_data(SBMGraph(head, grain=4, is_causal=is_causal, seed=0)(data.clone()))
+    source = SBMSource(SBMHead(4, 2, 3, initial_density=0.5), grain=4).eval()
+    graph = AttentionGraph.from_data(SourceGraph(source, heads=2, is_causal=is_causal, seed=0)(data))
     blocks = graph.to_dense().view(2, 11, 11)
     for i, j in itertools.product(range(3), range(3)):
         tile = blocks[:, 4 * i : 4 * i + 4, 4 * j : 4 * j + 4]

@@ -210,7 +210,7 @@ def test_a_given_graph_takes_the_place_of_the_source() -> None:
 @pytest.mark.parametrize("estimator", ["local", "mask", "relaxed"])
 def test_causal_attention_sees_no_later_key(estimator: str) -> None:
     torch.manual_seed(0)
-    source = SBMSource(SBMHead(4, 2, 3, density=0.7))
+    source = SBMSource(SBMHead(4, 2, 3, initial_density=0.7))
     conv = AttentionConv(6, 4, 2, source, estimator=estimator, is_causal=True)
     x, ptr = draw(1, 9, 6, dtype=torch.float32), torch.tensor([0, 4, 9])
     out, choice = conv(x, ptr=ptr, seed=1, return_choice=True)
@@ -373,8 +373,8 @@ RULES: dict[str, Any] = {
     "bucketing": lambda tokens: predictors.bucketing(tokens, 2),
     "clustering": lambda tokens: predictors.clustering(tokens, torch.ones(2, 3, 3)),
     "distance": lambda tokens: predictors.distance(tokens, 1.0),
-    "blocks": lambda tokens: predictors.blocks(tokens, torch.ones(2, 3, 3), 1, 2),
-    "gold_graph": lambda tokens: ground_truth.gold_graph(tokens),
+    "block_bigbird": lambda tokens: predictors.block_bigbird(tokens, torch.ones(2, 3, 3), 1, 2),
+    "ground_truth_graph": lambda tokens: ground_truth.ground_truth_graph(tokens),
     "IndexProbability": lambda tokens: indexer.IndexProbability(
         tokens, *(torch.ones(2, 9, *shape) for shape in ((1, 3), (1,), (3,)))
     ).top_k(2),

@@ -668,7 +668,7 @@ def test_local_expectation_runs_under_a_score_bias() -> None:
         ({"probes": -1}, "Expected 'probes' in "),
         ({"estimator": "local", "normalizer": "entmax15"}, "The others are derived for softmax"),
         ({"sbm_options": {"parameterization": "odd"}}, "Expected 'parameterization' to be one of"),
-        ({"sbm_options": {"density": 1.0}}, r"Expected 'density' in \(0, 1\)"),
+        ({"sbm_options": {"initial_density": 1.0}}, r"Expected 'initial_density' in \(0, 1\)"),
         ({"sbm_options": {"temperature": 0.0}}, r"Expected 'temperature' in \[1e-06, inf\]"),
     ],
 )
@@ -705,7 +705,7 @@ def test_the_default_follows_the_normaliser() -> None:
 @pytest.mark.parametrize("blocks", [1, 2, 4, 16, 128])
 def test_initial_density_is_what_was_asked_for(parameterization: str, density: float, blocks: int) -> None:
     torch.manual_seed(0)
-    head = SBMHead(32, 2, blocks, parameterization=parameterization, density=density)
+    head = SBMHead(32, 2, blocks, parameterization=parameterization, initial_density=density)
     found = (
         head(Tokens(draw(1, 2, 64, 32, dtype=torch.float32), draw(2, 2, 64, 32, dtype=torch.float32)))
         .expected_density()

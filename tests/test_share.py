@@ -201,7 +201,7 @@ def test_a_share_is_a_density(wrong: float) -> None:
 
 def test_keys_of_overlapping_blocks_may_be_in_none() -> None:
     torch.manual_seed(0)
-    head = SBMHead(6, heads=2, num_blocks=300, parameterization="overlapping", density=0.4, temperature=0.5)
+    head = SBMHead(6, heads=2, num_blocks=300, parameterization="overlapping", initial_density=0.4, temperature=0.5)
     query, key = draw(1, 2, 9, 6, dtype=torch.float32), draw(2, 2, 7, 6, dtype=torch.float32)
     sbm = head(Tokens(query, key))
     torch.testing.assert_close(sbm.query_membership.sum(2), torch.ones(2, 9))

@@ -341,7 +341,7 @@ def measure_layers(item: Item, given: argparse.Namespace) -> dict[str, Any]:
     else:
         grain = given.grain if item.peer == "blocks" else 1
         layer = SBMAttentionConv(
-            width, given.channels, given.heads, sbm_options={"density": item.density}, exploration=0.0, grain=grain,
+            width, given.channels, given.heads, sbm_options={"initial_density": item.density}, exploration=0.0, grain=grain,
             tiled=item.peer == "tiles",
         )  # fmt: skip
     layer.to(given.device)

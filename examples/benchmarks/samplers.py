@@ -95,7 +95,7 @@ def _layers(case: Case, estimator: str = "mask", grain: int = 1) -> tuple[SBMAtt
     """The layer, whose edges have the probability of the case, and its dense twin, with the same projections."""
     torch.manual_seed(case.seed)
     sizes = (case.heads * case.channels, case.channels, case.heads)
-    head = {"density": case.density}
+    head = {"initial_density": case.density}
     conv = SBMAttentionConv(*sizes, case.blocks, sbm_options=head, estimator=estimator, exploration=0.0, grain=grain)
     full = FullAttention(*sizes)
     full.load_state_dict({name: value for name, value in conv.state_dict().items() if not name.startswith("source.")})

@@ -15,7 +15,7 @@ from ..auxiliary import in_backward
 
 __all__ = ["FollowingSource", "sync_statistics"]
 
-KEPT = 64
+MAX_REMEMBERED_CALLS = 64
 """States of so many seeds are kept for calls that a backward pass makes once more."""
 _SEEDS = 2**63 - 1  # an int64 holds a seed modulo it
 
@@ -84,15 +84,16 @@ class FollowingSource(torch.nn.Module):
         if in_backward():
             if seed not in self._states:
                 raise RuntimeError(
-                    f"Expected a call in a backward pass to be one of before, with one of the last {KEPT} seeds (got a "
-                    "new one). Call the layer outside of the backward pass, or in evaluation mode."
+                    "Expected a call in a backward pass to repeat a forward call with one of the last "
+                    f"{MAX_REMEMBERED_CALLS} seeds (got a new one). Call the layer outside of the backward pass, or in "
+                    "evaluation mode."
                 )
             return self._states[seed]
         later = self.last_seed != seed
         state.copy_(torch.where(later, self._moved(state, self.seen), state))
         self.seen.mul_(~later)
         self.last_seed.fill_(seed)
-        if self._states.pop(seed, None) is None and len(self._states) >= KEPT:
+        if self._states.pop(seed, None) is None and len(self._states) >= MAX_REMEMBERED_CALLS:
             del self._states[next(iter(self._states))]
         self._states[seed] = state.clone()
         return self._states[seed]

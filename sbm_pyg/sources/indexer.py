@@ -18,7 +18,6 @@ What grows with the number of edges alone is the attention.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -34,7 +33,8 @@ from ..ops.values import require_values
 from ..ragged import Tokens, check_record, count_pairs, draw_seed, resolve_sequence_ids
 from . import patterns
 from .interface import Choice, EdgeProbability, SharingSource, check_over
-from .pairs import Part, graph_of_rows, largest, parts, share_of, streamed
+from .pairs import PairTile, check_vectors, graph_of_rows, keep_top_k, pair_tiles, select_pairs, share_of
+from .sbm import log_odds
 
 __all__ = ["IndexProbability", "Indexer", "IndexerSource", "KeyScorer"]
 
@@ -90,7 +90,7 @@ class Indexer(nn.Module):
 
     def forward(self, query: Tensor, key: Tensor) -> IndexParts:
         """Project both sides."""
-        _check_sides(query, key, self.heads, self.channels)
+        check_vectors(query, key, self.heads, self.channels)
         size = (self.index_heads, self.index_channels)
         small = (query @ self.query_weight.to(query.dtype)).unflatten(2, size) * size[1] ** -0.5
         weight = query @ self.head_weight.to(query.dtype) + self.head_bias.to(query.dtype)
@@ -139,7 +139,7 @@ class KeyScorer(nn.Module):
 
     def forward(self, query: Tensor, key: Tensor) -> IndexParts:
         """Score the keys."""
-        _check_sides(query, key, self.heads, self.channels)
+        check_vectors(query, key, self.heads, self.channels)
         hidden = torch.relu(key @ self.weight.to(key.dtype) + self.bias.to(key.dtype))
         sign = query.new_tensor([1.0, -1.0]).expand(*query.shape[:2], 2)  # ReLU(u) - ReLU(-u) = u
         return sign[..., None], sign, hidden @ self.out_weight.to(key.dtype)
@@ -147,13 +147,6 @@ class KeyScorer(nn.Module):
     def extra_repr(self) -> str:
         """Its sizes."""
         return f"{self.channels}, heads={self.heads}, hidden={self.hidden}"
-
-
-def _check_sides(query: Tensor, key: Tensor, heads: int, channels: int) -> None:
-    checks.tensors(query=query, key=key)
-    checks.floating(query=query, key=key)
-    for name, x in (("query", query), ("key", key)):
-        checks.shape(name, x, (heads, None, channels), "[H, N, C]", "They are those of the heads that it was made for.")
 
 
 class IndexProbability(EdgeProbability):
@@ -219,8 +212,8 @@ class IndexProbability(EdgeProbability):
         self.degree, self.bias = degree, bias
         packed = torch.cat([self.query.flatten(2), self.weight], 2)
         self.tokens = tokens.with_vectors(packed, self.key)
-        self._known: dict[Rule, Tensor] = {}
-        self._traced: dict[Rule, Tensor] = {}
+        self._known: dict[RowReduction, Tensor] = {}
+        self._traced: dict[RowReduction, Tensor] = {}
 
     def __repr__(self) -> str:
         sizes = f"{self.tokens.heads} heads, {self.tokens.num_queries} queries, {self.tokens.num_keys} keys"
@@ -256,13 +249,13 @@ class IndexProbability(EdgeProbability):
     @property
     def log_total(self) -> Tensor:
         """Logarithm of the sum of all exponentials of a query, ``[H, N]``, differentiable."""
-        return self._reduce(_LOG_TOTAL)
+        return self._reduce_rows(_LOG_SUM_EXP)
 
     def expected_degree(self) -> Tensor:
         """Sum of the probabilities of each query's pairs, ``[H, N]``, differentiable, before any is cut at 1."""
         if self.degree is not None:
             return self.degree.to(self.query.dtype).expand(self.tokens.heads, -1)
-        return self._reduce(_COINS)
+        return self._reduce_rows(_PROBABILITY_SUM)
 
     def expected_density(self) -> Tensor:
         """Mean probability over the pairs of each sequence and head, ``[B, H]``, before any is cut at 1."""
@@ -297,7 +290,7 @@ class IndexProbability(EdgeProbability):
             checks.shape("k", k, (self.tokens.num_queries,), "[N]", "It is the number of keys of each query.")
         else:
             k = min(checks.integer("k", k, 1, "It is the number of keys of each query."), self.tokens.num_keys)
-        return graph_of_rows(self.tokens, *streamed(self.tokens, largest(k), self._scores, most=k))
+        return graph_of_rows(self.tokens, *select_pairs(self.tokens, keep_top_k(k), self._pair_scores, most=k))
 
     @torch.no_grad()
     def sample(
@@ -324,34 +317,34 @@ class IndexProbability(EdgeProbability):
 
         totals = []
 
-        def toss(scores: Tensor, possible: Tensor, part: Part) -> Tensor:
-            query = part.query
+        def toss(scores: Tensor, possible: Tensor, tile: PairTile) -> Tensor:
+            query = tile.query
             if self.degree is None:
-                p = _coin(scores, self.bias)
+                p = _probability(scores, self.bias)
             else:
                 total = scores.logsumexp(3, keepdim=True)
-                totals.append((part, total[..., 0]))
+                totals.append((tile, total[..., 0]))
                 p = scores.sub_(total).exp_().mul_(self.degree.to(scores.dtype)[query][..., None]).nan_to_num_(0.0)
             threshold = p.add_(exploration).clamp_(max=1).mul_(possible).mul_(2.0**32)
             position = tokens.query_position[query]
             return reference_sampling.bernoulli_draws(threshold.long(), position, stream[query], head, seed)
 
-        graph = graph_of_rows(tokens, *streamed(tokens, toss, self._scores))
+        graph = graph_of_rows(tokens, *select_pairs(tokens, toss, self._pair_scores))
         if totals:
-            self._known[_LOG_TOTAL] = _in_order(totals)
+            self._known[_LOG_SUM_EXP] = _in_order(totals)
         return graph
 
-    def _scores(self, packed: Tensor, key: Tensor) -> Tensor:
-        return _scores(packed, key, self.query.size(2))
+    def _pair_scores(self, packed: Tensor, key: Tensor) -> Tensor:
+        return _pair_scores(packed, key, self.query.size(2))
 
-    def _reduce(self, rule: Rule) -> Tensor:
+    def _reduce_rows(self, rule: RowReduction) -> Tensor:
         """A number for each query, ``[H, N]``, differentiable, from the scores of its pairs."""
         if rule not in self._known:
             with torch.no_grad():
                 found = []
-                for part in parts(self.tokens):
-                    scores, _ = _part(self.tokens, part, self.query.size(2))
-                    found.append((part, rule.value(scores, self.bias)))
+                for tile in pair_tiles(self.tokens):
+                    scores, _ = _tile_scores(self.tokens, tile, self.query.size(2))
+                    found.append((tile, rule.value(scores, self.bias)))
                 self._known[rule] = _in_order(found)
         if not torch.is_grad_enabled():
             return self._known[rule]
@@ -367,48 +360,50 @@ def _heads(packed: Tensor, small: int) -> Iterator[tuple[Tensor, Tensor]]:
     return zip(query.chunk(small, 3), weight.split(1, 3), strict=True)
 
 
-def _scores(packed: Tensor, key: Tensor, small: int) -> Tensor:
+def _pair_scores(packed: Tensor, key: Tensor, small: int) -> Tensor:
     """Scores ``[H, b, r, L]`` of packed queries and keys ``[H, b, L, D]``."""
     # Fresh memory for each head would cost more than the products.
-    total, part = (packed.new_empty(*packed.shape[:3], key.size(2)) for _ in range(2))
+    total, tile = (packed.new_empty(*packed.shape[:3], key.size(2)) for _ in range(2))
     for number, (query, weight) in enumerate(_heads(packed, small)):
-        each = part if number else total
+        each = tile if number else total
         torch.relu_(torch.matmul(query, key.mT, out=each)).mul_(weight)
-        total = total.add_(part) if number else total
+        total = total.add_(tile) if number else total
     return total
 
 
-def _part(tokens: Tokens, part: Part, small: int) -> tuple[Tensor, Tensor]:
+def _tile_scores(tokens: Tokens, tile: PairTile, small: int) -> tuple[Tensor, Tensor]:
     """Scores of the pairs of a part, the least number where there is none, and which pairs there are."""
-    scores = _scores(tokens.query[:, part.query], tokens.key[:, part.key.clamp(min=0)], small)
-    possible = part.possible & ~scores.isnan()
+    scores = _pair_scores(tokens.query[:, tile.query], tokens.key[:, tile.key.clamp(min=0)], small)
+    possible = tile.possible & ~scores.isnan()
     return scores.masked_fill_(~possible, torch.finfo(scores.dtype).min), possible
 
 
-class Rule(NamedTuple):
+class RowReduction(NamedTuple):
     """What becomes of the scores of a row, ``[H, b, r, L]``, and of the bias of a head, and its slope in each score."""
 
     value: Callable[[Tensor, Tensor | None], Tensor]
     slope: Callable[[Tensor, Tensor | None, Tensor], Tensor]
 
 
-def _coin(scores: Tensor, bias: Tensor | None) -> Tensor:
+def _probability(scores: Tensor, bias: Tensor | None) -> Tensor:
     return torch.sigmoid(scores if bias is None else scores + bias[:, None, None, None])
 
 
-def _coin_slope(scores: Tensor, bias: Tensor | None, value: Tensor) -> Tensor:
-    p = _coin(scores, bias)
+def _probability_slope(scores: Tensor, bias: Tensor | None, value: Tensor) -> Tensor:
+    p = _probability(scores, bias)
     return p * (1 - p)
 
 
-_LOG_TOTAL = Rule(lambda scores, bias: scores.logsumexp(3), lambda scores, bias, value: (scores - value).exp_())
-_COINS = Rule(lambda scores, bias: _coin(scores, bias).sum(3), _coin_slope)
+_LOG_SUM_EXP = RowReduction(
+    lambda scores, bias: scores.logsumexp(3), lambda scores, bias, value: (scores - value).exp_()
+)
+_PROBABILITY_SUM = RowReduction(lambda scores, bias: _probability(scores, bias).sum(3), _probability_slope)
 
 
-def _in_order(found: list[tuple[Part, Tensor]]) -> Tensor:
+def _in_order(found: list[tuple[PairTile, Tensor]]) -> Tensor:
     """Numbers ``[H, N]`` in the order of the queries, from those of parts ``[H, b, r]``."""
-    token = torch.cat([part.query[part.there] for part, _ in found])
-    return torch.cat([value[:, part.there] for part, value in found], 1)[:, token.argsort()]
+    token = torch.cat([tile.query[tile.valid] for tile, _ in found])
+    return torch.cat([value[:, tile.valid] for tile, value in found], 1)[:, token.argsort()]
 
 
 class _Reduced(torch.autograd.Function):
@@ -423,7 +418,7 @@ class _Reduced(torch.autograd.Function):
         value: Tensor,
         tokens: Tokens,
         small: int,
-        rule: Rule,
+        rule: RowReduction,
     ) -> Tensor:
         ctx.save_for_backward(packed, key, bias, value, tokens.query_ptr, tokens.key_ptr)
         ctx.tokens, ctx.small, ctx.rule = tokens, small, rule
@@ -435,24 +430,24 @@ class _Reduced(torch.autograd.Function):
         packed, key, bias, value, *_ = ctx.saved_tensors  # which tell whether offsets were written into
         tokens, grad_packed, grad_key = ctx.tokens, torch.zeros_like(packed), torch.zeros_like(key)
         grad_bias = None if bias is None else torch.zeros_like(bias)
-        for part in parts(tokens):
-            scores, possible = _part(tokens, part, ctx.small)
-            slope = ctx.rule.slope(scores, bias, value[:, part.query, None]).mul_(grad[:, part.query, None])
+        for tile in pair_tiles(tokens):
+            scores, possible = _tile_scores(tokens, tile, ctx.small)
+            slope = ctx.rule.slope(scores, bias, value[:, tile.query, None]).mul_(grad[:, tile.query, None])
             slope.masked_fill_(~possible, 0)
-            if grad_bias is not None and ctx.rule is _COINS:
+            if grad_bias is not None and ctx.rule is _PROBABILITY_SUM:
                 grad_bias += slope.sum((1, 2, 3))
-            keys = key[:, part.key.clamp(min=0)]
+            keys = key[:, tile.key.clamp(min=0)]
             dot, other = scores, torch.empty_like(scores)
             to_keys, to_queries, to_weights = torch.zeros_like(keys), [], []
-            for query, weight in _heads(packed[:, part.query], ctx.small):
+            for query, weight in _heads(packed[:, tile.query], ctx.small):
                 torch.relu_(torch.matmul(query, keys.mT, out=dot))
                 to_weights.append(torch.mul(slope, dot, out=other).sum(3, keepdim=True))
                 torch.mul(slope, weight, out=other)
                 to_dot = torch.ops.aten.threshold_backward.grad_input(other, dot, 0, grad_input=other)
                 to_queries.append(to_dot @ keys)
                 to_keys += to_dot.mT @ query
-            grad_packed.index_add_(1, part.query.flatten(), torch.cat(to_queries + to_weights, 3).flatten(1, 2))
-            grad_key.index_add_(1, part.key.clamp(min=0).flatten(), to_keys.flatten(1, 2))
+            grad_packed.index_add_(1, tile.query.flatten(), torch.cat(to_queries + to_weights, 3).flatten(1, 2))
+            grad_key.index_add_(1, tile.key.clamp(min=0).flatten(), to_keys.flatten(1, 2))
         return grad_packed, grad_key, grad_bias, None, None, None, None
 
 
@@ -465,8 +460,8 @@ class IndexerSource(SharingSource):
             query takes its largest scores, and the task's loss does not reach them: train it with ``"imitate"``.
         k: Keys of each query with ``"top_k"``, at least 1. None: as the share says.
         share: Density that the keys of each query compete for, in (0, 1], at least one key each. It is what
-            :class:`~sbm_pyg.ShareSchedule` lowers. None, with coins: pairs are apart, and begin at ``density``.
-        density: Where coins that are apart begin, in (0, 1), by a bias of each head that learns.
+            :class:`~sbm_pyg.ShareSchedule` lowers. None, with coins: pairs are apart, and begin at ``initial_density``.
+        initial_density: Where coins that are apart begin, in (0, 1), by a bias of each head that learns.
         exploration: Added to the probabilities of coins in training only, in [0, 1]. None: the square of the share, or
             0 without one.
         detach: No gradient goes on from the scores to queries and keys, as in DeepSeek-V3.2.
@@ -493,7 +488,7 @@ class IndexerSource(SharingSource):
         select: str = "coins",
         k: int | None = None,
         share: float | None = None,
-        density: float = 0.5,
+        initial_density: float = 0.5,
         exploration: float | None = None,
         detach: bool = False,
         window: int | None = None,
@@ -511,12 +506,12 @@ class IndexerSource(SharingSource):
                 f"Expected 'k' with select='top_k' alone, or 'share' (got k={k}, share={share}, select={select!r}). "
                 "Coins have no fixed number of keys."
             )
-        checks.number("density", density, "(0, 1)", "It is where the probabilities of coins begin.")
+        checks.number("initial_density", initial_density, "(0, 1)", "It is where the probabilities of coins begin.")
         if exploration is not None:
             checks.number("exploration", exploration, "[0, 1]", "It is added to every probability in training.")
         checks.flag("detach", detach, "It says whether scores send no gradient to queries and keys.")
         self.scorer, self.select, self.k, self.share, self.exploration = scorer, select, k, share, exploration
-        self.density, self.detach, self.window = density, detach, patterns.check_window(window)
+        self.initial_density, self.detach, self.window = initial_density, detach, patterns.check_window(window)
         apart = select == "coins" and share is None
         self.bias = nn.Parameter(torch.empty(getattr(scorer, "heads", 1))) if apart else None
         self._reset_bias()
@@ -534,7 +529,7 @@ class IndexerSource(SharingSource):
 
     def _reset_bias(self) -> None:
         if self.bias is not None:
-            nn.init.constant_(self.bias, math.log(self.density / (1 - self.density)))
+            nn.init.constant_(self.bias, log_odds(self.initial_density))
 
     def reset_parameters(self) -> None:
         """Draw the parameters of the scorer anew, and take the bias back to its start."""
@@ -557,8 +552,7 @@ class IndexerSource(SharingSource):
             assert wanted is not None
             choice = Choice(probability.top_k(wanted), probability, independent=False)
         else:
-            by_share = (self.share or 0.0) ** 2 if self.exploration is None else self.exploration
-            exploration = by_share if self.training else 0.0
+            exploration = self._exploration
             graph = probability.sample(exploration=exploration, seed=tokens.seed, sequence_ids=tokens.sequence_ids)
             choice = Choice(graph, probability, exploration=exploration)
         return patterns.with_window(choice, self.window, tokens.bipartite)

@@ -298,6 +298,9 @@ class GraphSource(torch.nn.Module, ABC):
         20
     """
 
+    reads_vectors = True
+    """False if the graph depends on offsets and seed only: then :class:`~sbm_pyg.SourceGraph` needs no features."""
+
     def __call__(self, tokens: Tokens) -> Choice:
         """Choose, as :meth:`forward` does.
 
@@ -329,6 +332,8 @@ class SharingSource(GraphSource):
     at :attr:`share` in :meth:`forward`.
     """
 
+    exploration: float | None = None
+    """What is added to each probability in training; None: the square of the share, or 0 without one."""
     _share_of_pairs: float | None = None
 
     @property
@@ -348,8 +353,15 @@ class SharingSource(GraphSource):
         """Whether a share may be set; not where something else fixes the number of keys."""
         return True
 
+    @property
+    def _exploration(self) -> float:
+        """What a call adds to each probability: nothing in evaluation."""
+        if not self.training:
+            return 0.0
+        return (self.share or 0.0) ** 2 if self.exploration is None else self.exploration
+
     def _prepare(self) -> None:
-        """Make ready for the share that has been set."""
+        """React to a share that has just been set."""
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -367,28 +379,31 @@ class SharingSource(GraphSource):
 
 @functional_transform("source_graph")
 class SourceGraph(BaseTransform):
-    """Gives ``Data`` the edges that a source chooses by the features of its nodes (functional name: ``source_graph``).
+    """Replaces the edges of PyG ``Data`` by those that a source chooses over its nodes, without gradients.
 
-    Nodes are queries and keys at once, by their ``x``. Sequences are those of ``ptr``, else of ``batch``, else all
-    nodes are one sequence. The edges replace the former ones; with several heads, ``edge_type`` says of which head an
-    edge is. Nothing is learned here, and the source is as it is: evaluation mode gives graphs without exploration.
+    Its functional name is ``source_graph``. Each node is a query and a key at once, with the features ``x``. A source
+    that does not read them, such as :class:`~sbm_pyg.sources.patterns.PatternSource`, takes data without ``x``. The
+    sequences are those of ``ptr``, else of ``batch``, else all nodes are one sequence. With several heads,
+    ``edge_type`` holds the head of each edge. Edges come sequence by sequence, so a ``Batch`` still separates by
+    ``to_data_list()``.
 
     Args:
-        source: Any source, trained or not, such as :class:`~sbm_pyg.sources.selectors.SelectorSource` or
-            :class:`~sbm_pyg.sources.indexer.IndexerSource`.
-        heads: Heads H that features are divided among, ``[N, H*C]``.
+        source: Any source, used in the mode it is in: in evaluation mode it adds no exploration.
+        heads: Heads H. The features ``[N, H*C]`` are divided among them; a graph of one head is repeated for each.
         is_causal: No node attends to a later one.
-        seed: Integer of 64 bits that fixes what is drawn; None takes torch's default generator at each call.
+        seed: Integer of 64 bits that fixes random choices. None: each call draws one from torch's default generator.
 
     Raises:
-        TypeError: ``source`` is no source, or an argument or the data has the wrong type.
-        ValueError: ``Data`` has no features ``[N, H*C]``, or an argument is out of range.
+        TypeError: ``source`` is not a source, or an argument or the data has the wrong type.
+        ValueError: An argument is out of range, or the data lack nodes, or features ``[N, H*C]`` that the source reads.
 
     Example:
-        >>> from sbm_pyg import selectors
+        >>> from sbm_pyg import patterns, selectors
         >>> source = selectors.SelectorSource(selectors.top_k, k=2)
         >>> SourceGraph(source)(Data(x=torch.randn(5, 3))).edge_index.shape
         torch.Size([2, 10])
+        >>> SourceGraph(patterns.PatternSource(patterns.window, size=1), heads=2)(Data(num_nodes=3))
+        Data(num_nodes=3, edge_index=[2, 14], edge_type=[14])
     """
 
     def __init__(
@@ -396,8 +411,8 @@ class SourceGraph(BaseTransform):
     ) -> None:
         if not isinstance(source, GraphSource):
             raise TypeError(
-                f"Expected 'source' to be a GraphSource (got {type(source).__name__}). A rule becomes one by "
-                "`selectors.SelectorSource`."
+                f"Expected 'source' to be a GraphSource (got {type(source).__name__}). Wrap a rule in "
+                "`selectors.SelectorSource`, and a pattern in `patterns.PatternSource`."
             )
         self.heads = checks.integer("heads", heads, 1, "Features are divided among them.")
         checks.flag("is_causal", is_causal, "It says whether later keys are left out.")
@@ -410,6 +425,13 @@ class SourceGraph(BaseTransform):
             raise TypeError(
                 f"Expected 'data' to be Data (got {type(data).__name__}). Convert it with `to_homogeneous()`."
             )
+        query = self._features(data) if self.source.reads_vectors else self._ones(data)
+        ptr = cast(Tensor, stored_ptr(data, device=query.device))
+        tokens = Tokens(query, query_ptr=ptr, is_causal=self.is_causal, seed=draw_seed(self.seed))
+        return self.source(tokens).expand(self.heads).graph.replace_edges(data)
+
+    def _features(self, data: Data) -> Tensor:
+        """The features of each head, ``[H, N, C]``."""
         x = data.x
         if not isinstance(x, Tensor) or x.dim() != 2 or x.size(1) % self.heads:
             found = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
@@ -417,10 +439,14 @@ class SourceGraph(BaseTransform):
                 f"Expected 'data' to have features `x` [N, H*C] for {self.heads} heads (got {found}). "
                 "The source chooses by them."
             )
-        query, ptr = x.unflatten(1, (self.heads, -1)).transpose(0, 1), stored_ptr(data, device=x.device)
-        tokens = Tokens(query, query_ptr=cast(Tensor, ptr), is_causal=self.is_causal, seed=draw_seed(self.seed))
-        choice = self.source(tokens)
-        return choice.expand(self.heads).graph.replace_edges(data)
+        return x.unflatten(1, (self.heads, -1)).transpose(0, 1)
+
+    def _ones(self, data: Data) -> Tensor:
+        """Ones in place of features that are not read, ``[H, N, 1]``."""
+        if data.num_nodes is None or data.num_nodes < 1:
+            raise ValueError(f"Expected 'data' to have nodes (got {data.num_nodes}). Set `x` or `num_nodes`.")
+        device = next((value.device for value in data.to_dict().values() if isinstance(value, Tensor)), None)
+        return torch.ones(1, 1, 1, device=device).expand(self.heads, data.num_nodes, 1)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.source})"
@@ -467,7 +493,7 @@ def check_over(
         )
 
 
-def limited(choice: Any, is_causal: bool, edge_filter: Callable[[AttentionGraph], Tensor] | None) -> Any:
+def drop_forbidden_edges(choice: Any, is_causal: bool, edge_filter: Callable[[AttentionGraph], Tensor] | None) -> Any:
     """A choice, or a graph, without the edges that the layer leaves out."""
     choice = choice.causal() if is_causal else choice
     if edge_filter is not None:

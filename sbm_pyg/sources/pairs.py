@@ -13,14 +13,15 @@ from torch import Tensor
 
 from ..graph import AttentionGraph
 from ..ops import checks
-from ..ops.reference.segments import EDGES_PER_CHUNK, compress, cuts, like_lengths, runs
+from ..ops.reference.segments import EDGES_PER_CHUNK, compress, cuts, group_by_length, runs
 from ..ops.values import require_values
 from ..ragged import Tokens, check_record, count_pairs, offsets
 from ..rows import index_type
 
 __all__ = [
-    "Keep", "Part", "Score", "check_centroids", "detached", "graph_of_pairs", "graph_of_ranges", "graph_of_rows",
-    "grouped", "largest", "parts", "product", "ranges", "share_of", "streamed",
+    "PairRule", "PairTile", "Score", "check_centroids", "check_vectors", "detached", "dot_product", "expand_ranges",
+    "graph_of_pairs", "graph_of_ranges", "graph_of_rows", "grouped", "keep_top_k", "pair_tiles", "select_pairs",
+    "share_of",
 ]  # fmt: skip
 
 CHUNK = 2**23  # scores at a time
@@ -75,7 +76,7 @@ def graph_of_rows(tokens: Tokens, rowptr: Tensor, col: Tensor) -> AttentionGraph
 
 def graph_of_pairs(tokens: Tokens, row: Tensor, col: Tensor) -> AttentionGraph:
     """The graph of these pairs, in any order, repeats counted once; row h N + i is query i of head h."""
-    return graph_of_rows(tokens, *_distinct(row, col, tokens.heads * tokens.num_queries, tokens.num_keys))
+    return graph_of_rows(tokens, *_unique_rows(row, col, tokens.heads * tokens.num_queries, tokens.num_keys))
 
 
 def graph_of_ranges(
@@ -102,21 +103,21 @@ def graph_of_ranges(
         mine = slice(*range_ptr[[low, high]].tolist())
         at = runs(first[mine], count[mine], stop - begin)
         of = torch.repeat_interleave(row[mine] - low, count[mine], output_size=stop - begin)
-        rowptr, col = _distinct(of, at if keys is None else keys[at], high - low, tokens.num_keys)
+        rowptr, col = _unique_rows(of, at if keys is None else keys[at], high - low, tokens.num_keys)
         kept[total : total + col.numel()] = col
         degree.append(rowptr.diff())
         total += col.numel()
     return graph_of_rows(tokens, offsets(torch.cat(degree)), kept if total == most else kept[:total].clone())
 
 
-def _distinct(row: Tensor, col: Tensor, rows: int, num_keys: int) -> tuple[Tensor, Tensor]:
+def _unique_rows(row: Tensor, col: Tensor, rows: int, num_keys: int) -> tuple[Tensor, Tensor]:
     """Compressed rows of pairs in any order, repeats counted once."""
     number = torch.unique(row * num_keys + col)
     degree = torch.bincount(torch.div(number, num_keys, rounding_mode="floor"), minlength=rows)
     return offsets(degree), (number % num_keys).to(index_type(num_keys))
 
 
-def ranges(row: Tensor, first: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
+def expand_ranges(row: Tensor, first: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
     """Pairs of each row with all numbers of its range."""
     count = (end - first).clamp(min=0)
     total = int(count.sum())
@@ -138,22 +139,30 @@ def check_centroids(centroids: Tensor, x: Tensor, name: str = "query", width: st
     return centroids.to(x.dtype).expand(x.size(0), -1, -1)
 
 
+def check_vectors(query: Tensor, key: Tensor, heads: int, channels: int) -> None:
+    """Refuse queries and keys that are not of the heads and channels that a module was made for."""
+    checks.tensors(query=query, key=key)
+    checks.floating(query=query, key=key)
+    for name, x in (("query", query), ("key", key)):
+        checks.shape(name, x, (heads, None, channels), "[H, N, C]", "They are those of the heads that it was made for.")
+
+
 Score = Callable[[Tensor, Tensor], Tensor]
 """From queries ``[H, b, r, C]`` and keys ``[H, b, L, C']`` to scores ``[H, b, r, L]``."""
 
 
-def product(query: Tensor, key: Tensor) -> Tensor:
+def dot_product(query: Tensor, key: Tensor) -> Tensor:
     """The score of a pair that is the product of its vectors."""
     return query @ key.mT
 
 
 @dataclass(frozen=True)
-class Part:
+class PairTile:
     """Some queries of sequences of like length, and all keys that stand beside them."""
 
     query: Tensor  # [b, r] tokens
     key: Tensor  # [b, L]; -1 is none
-    there: Tensor  # [b, r], whether there is such a query
+    valid: Tensor  # [b, r], whether there is such a query
     possible: Tensor  # [b, r, L] pairs
 
     def rows(self, kept: Tensor, key: Tensor, row: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -164,14 +173,14 @@ class Part:
             key: The keys of these, ``[e]``.
             row: Numbers of all rows, ``[H, N]``.
         """
-        return row[:, self.query[self.there]].flatten(), kept.sum(-1)[:, self.there].flatten(), key
+        return row[:, self.query[self.valid]].flatten(), kept.sum(-1)[:, self.valid].flatten(), key
 
 
-Keep = Callable[[Tensor, Tensor, Part], Tensor]
+PairRule = Callable[[Tensor, Tensor, PairTile], Tensor]
 """From scores ``[H, b, r, L]``, the possible ones among them and where they are to a mask of those to keep."""
 
 
-def parts(tokens: Tokens, key_ptr: Tensor | None = None, limit: Tensor | None = None) -> Iterator[Part]:
+def pair_tiles(tokens: Tokens, key_ptr: Tensor | None = None, limit: Tensor | None = None) -> Iterator[PairTile]:
     """All pairs, in parts that memory holds: some rows of all sequences of like length at a time.
 
     Args:
@@ -179,17 +188,17 @@ def parts(tokens: Tokens, key_ptr: Tensor | None = None, limit: Tensor | None = 
         limit: How many of the first keys of its sequence a query may have, ``[N]``. None: all that it may attend to.
     """
     key_ptr, limit = tokens.key_ptr if key_ptr is None else key_ptr, tokens.allowed_keys if limit is None else limit
-    for queries, keys, _ in like_lengths(tokens.query_ptr, key_ptr):
+    for queries, keys, _ in group_by_length(tokens.query_ptr, key_ptr):
         place = torch.arange(keys.size(1), device=keys.device)
-        for part in queries.split(max(1, CHUNK // (tokens.heads * keys.numel())), dim=1):
-            there, query = part >= 0, part.clamp(min=0)
-            yield Part(query, keys, there, (place < limit[query][..., None]) & there[..., None])
+        for tile in queries.split(max(1, CHUNK // (tokens.heads * keys.numel())), dim=1):
+            valid, query = tile >= 0, tile.clamp(min=0)
+            yield PairTile(query, keys, valid, (place < limit[query][..., None]) & valid[..., None])
 
 
-def streamed(
+def select_pairs(
     tokens: Tokens,
-    keep: Keep,
-    score: Score = product,
+    keep: PairRule,
+    score: Score = dot_product,
     most: int | Tensor | None = None,
     among: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -199,9 +208,10 @@ def streamed(
 
     Args:
         keep: The rule; scores that are NaN or not possible are minus infinity.
-        score: Of the pairs.
-        most: Largest number of keys of a query that the rule keeps, or of each, ``[N]``; None if it is unknown.
-        among: What stands for the keys ``[H, M', C]``, its offsets, and the limit of :func:`parts`. None: the keys.
+        score: Computes the scores.
+        most: Largest number of keys that the rule keeps for a query, one number or ``[N]``; None if it is unknown.
+        among: Vectors in place of the keys ``[H, M', C]``, their offsets, and the limit of :func:`pair_tiles`. None:
+            the keys.
 
     Returns:
         Compressed rows, ``[H*N+1]`` and ``[E]``: the keys of each query, ascending.
@@ -214,11 +224,11 @@ def streamed(
     query, edges = tokens.query.to(key.dtype), 0
     row = torch.arange(tokens.heads * tokens.num_queries, device=key.device).view(tokens.heads, -1)
     found: list[tuple[Tensor, ...]] = [(row[:0, 0], row[:0, 0], row[:0, 0].to(width))]
-    for part in parts(tokens, key_ptr, limit):
-        scores = score(query[:, part.query], key[:, part.key.clamp(min=0)])
-        possible = part.possible & ~scores.isnan()
-        kept = keep(scores.masked_fill_(~possible, -torch.inf), possible, part)
-        found.append(part.rows(kept, part.key.to(width)[:, None].expand_as(kept)[kept], row))
+    for tile in pair_tiles(tokens, key_ptr, limit):
+        scores = score(query[:, tile.query], key[:, tile.key.clamp(min=0)])
+        possible = tile.possible & ~scores.isnan()
+        kept = keep(scores.masked_fill_(~possible, -torch.inf), possible, tile)
+        found.append(tile.rows(kept, tile.key.to(width)[:, None].expand_as(kept)[kept], row))
         edges += found[-1][2].numel()
         checks.memory("query", edges, 2 * width.itemsize, key.device, way_out)
     rowptr, col = compress(found, row.numel())
@@ -234,7 +244,7 @@ def share_of(share: float, count: Tensor) -> Tensor:
     return (share * count.to(wide) * (1 - 4 * torch.finfo(wide).eps)).ceil().long()
 
 
-def largest(k: int | Tensor, own: Tensor | None = None) -> Keep:
+def keep_top_k(k: int | Tensor, own: Tensor | None = None) -> PairRule:
     """The largest scores of each query, equal ones by the lower key.
 
     Args:
@@ -242,12 +252,12 @@ def largest(k: int | Tensor, own: Tensor | None = None) -> Keep:
         own: Key ``own[i]`` of its sequence is among those of query i, whatever its score is, ``[N]``.
     """
 
-    def keep(scores: Tensor, possible: Tensor, part: Part) -> Tensor:
+    def keep(scores: Tensor, possible: Tensor, tile: PairTile) -> Tensor:
         if own is not None:
-            here = part.possible & (torch.arange(scores.size(-1), device=scores.device) == own[part.query][..., None])
+            here = tile.possible & (torch.arange(scores.size(-1), device=scores.device) == own[tile.query][..., None])
             scores.clamp_(max=torch.finfo(scores.dtype).max).masked_fill_(here, torch.inf)
             possible = possible | here
-        return best_of(scores, possible, k if isinstance(k, int) else k[part.query])
+        return best_of(scores, possible, k if isinstance(k, int) else k[tile.query])
 
     return keep
 

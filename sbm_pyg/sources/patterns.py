@@ -1,9 +1,9 @@
 """Fixed graphs of tokens: full, window, global, random, BigBird, and the three patterns of the universality proof.
 
 In: a number of tokens ``n``, or the offsets ``ptr`` of a ragged batch; then every sequence gets the pattern of its own
-length. Out: an :class:`~sbm_pyg.graph.AttentionGraph` whose queries and keys are the same tokens; the same as a source
-of a layer, and as transforms that give PyG ``Data`` its edges. Not here: graphs that depend on the tokens
-(``sampling``, ``sparsefinder``).
+length. Out: an :class:`~sbm_pyg.graph.AttentionGraph` whose queries and keys are the same tokens, and the same as a
+source. Not here: graphs that depend on the values of the tokens (``sampling``, ``selectors``, ``sparsefinder``), and
+the transform of PyG ``Data`` (:class:`~sbm_pyg.SourceGraph`).
 
 Patterns combine by union: ``window(n, 3) | global_tokens(n, 1)``. In all but :func:`random` and :func:`bigbird` a query
 attends to consecutive keys: they cost O(N + E) time and memory, E the edges of all heads, and sort nothing. None makes
@@ -18,28 +18,23 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch_geometric.data import Data
-from torch_geometric.data.datapipes import functional_transform
-from torch_geometric.transforms import BaseTransform
 
 from ..graph import AttentionGraph, check_graph
 from ..ops import checks, values
 from ..ops.reference.random_words import RANDOM_KEY, philox
 from ..ops.reference.segments import runs
 from ..ops.values import can_read, require_values
-from ..ragged import Tokens, check_tensor, draw_seed, resolve_ptr, resolve_sequence_ids, stored_ptr
+from ..ragged import Tokens, check_tensor, draw_seed, resolve_ptr, resolve_sequence_ids
 from ..rows import index_type
 from .interface import Choice, GraphSource
 
 __all__ = [
-    "BigBirdGraph", "BlockDiagonalGraph", "FullGraph", "GlobalGraph", "PatternSource", "RandomGraph", "RelayKeysGraph",
-    "RelayQueriesGraph", "SelfLoopsGraph",
-    "WindowGraph", "bigbird", "block_diagonal", "full", "global_tokens", "random", "relay_keys", "relay_queries",
+    "PatternSource", "bigbird", "block_diagonal", "full", "global_tokens", "random", "relay_keys", "relay_queries",
     "self_loops", "window",
 ]  # fmt: skip
 
@@ -101,12 +96,12 @@ def window(
     """
     size = checks.integer("size", size, 0, "Its unit is tokens to each side; 0 gives self-loops.")
     positions = _Positions.of(n, is_causal, heads, ptr, device)
-    token = positions.start + positions.place
+    token = positions.start + positions.position
     if size == 0:  # as many edges as tokens, so no device is waited for
         return positions.graph(torch.ones_like(token), token, 1).expand(heads)
-    reach = positions.length.clamp(max=size)
+    half_width = positions.length.clamp(max=size)
     return positions.consecutive(
-        torch.maximum(token - reach, positions.start), torch.minimum(token + reach + 1, positions.end)
+        torch.maximum(token - half_width, positions.start), torch.minimum(token + half_width + 1, positions.end)
     )
 
 
@@ -137,7 +132,7 @@ def global_tokens(
     """
     num_global = checks.integer("num_global", num_global, 0, "It is the number of global tokens of each sequence.")
     positions = _Positions.of(n, is_causal, heads, ptr, device)
-    keys = positions.length.where(positions.place < num_global, positions.length.clamp(max=num_global))
+    keys = positions.length.where(positions.position < num_global, positions.length.clamp(max=num_global))
     return positions.consecutive(positions.start, positions.start + keys)
 
 
@@ -182,13 +177,13 @@ def random(
         "num_keys_per_query", num_keys_per_query, 0, "It is the number of keys that each query draws."
     )
     positions = _Positions.of(n, is_causal, heads, ptr, device)
-    size = (positions.place + 1 if is_causal else positions.length).repeat(heads)  # [H*N]
+    size = (positions.position + 1 if is_causal else positions.length).repeat(heads)  # [H*N]
     degree = size.clamp(max=num_keys_per_query)
     listed = torch.where(2 * degree > size, size, degree)  # as numbers are, of which some are left out
     positions.count(listed, 1, bytes_each=72)
-    place = _distinct(degree, size, _Draws(positions, sequence_ids, draw_seed(seed, generator)))
-    first = torch.repeat_interleave(positions.start.repeat(heads), degree, output_size=place.numel())
-    return positions.graph(degree, first + place, heads)
+    position = _draw_distinct(degree, size, _Draws(positions, sequence_ids, draw_seed(seed, generator)))
+    first = torch.repeat_interleave(positions.start.repeat(heads), degree, output_size=position.numel())
+    return positions.graph(degree, first + position, heads)
 
 
 def bigbird(
@@ -272,7 +267,7 @@ def block_diagonal(
     length = positions.length
     # From n blocks on every token is alone; the least such K keeps r * K and the ceilings below within int64.
     blocks = length.clamp(max=num_blocks)
-    block = positions.place * blocks // length
+    block = positions.position * blocks // length
     first = (block * length + blocks - 1) // blocks  # the least r of the block: ceil(block * n / K)
     end = ((block + 1) * length + blocks - 1) // blocks
     return positions.consecutive(positions.start + first, positions.start + end)
@@ -335,7 +330,7 @@ def relay_queries(
     """
     num_relays = checks.integer("num_relays", num_relays, 1, "It is the number of relays of each sequence.")
     positions = _Positions.of(n, is_causal, heads, ptr, device)
-    is_relay = positions.length - positions.place <= num_relays
+    is_relay = positions.length - positions.position <= num_relays
     return positions.consecutive(positions.start, torch.where(is_relay, positions.end, positions.start))
 
 
@@ -369,7 +364,7 @@ class _Positions:
     ptr: Tensor  # [B+1]
     start: Tensor  # [N], the first token of its sequence
     end: Tensor  # [N], one past the last
-    place: Tensor  # [N], the r of the formulas
+    position: Tensor  # [N], the r of the formulas
 
     @classmethod
     def of(cls, n: int | None, is_causal: bool, heads: int, ptr: Tensor | None, device: Device) -> _Positions:
@@ -393,9 +388,9 @@ class _Positions:
                     "Pass offsets of all sequences."
                 )
         device = None if device is None else checks.device(device)
-        place = (torch.get_default_device() if ptr is None else ptr.device) if device is None else device
-        checks.memory("n" if ptr is None else "ptr", n, 80, place, "Take shorter sequences.", "tokens")
-        checks.memory("heads", heads * n, 24, place, "Take fewer heads.", "rows")
+        position = (torch.get_default_device() if ptr is None else ptr.device) if device is None else device
+        checks.memory("n" if ptr is None else "ptr", n, 80, position, "Take shorter sequences.", "tokens")
+        checks.memory("heads", heads * n, 24, position, "Take fewer heads.", "rows")
         ptr = resolve_ptr(n, ptr, device=device)
         start, end = (torch.repeat_interleave(side, ptr.diff(), output_size=n) for side in (ptr[:-1], ptr[1:]))
         return cls(is_causal, heads, ptr, start, end, torch.arange(n, device=ptr.device) - start)
@@ -420,17 +415,17 @@ class _Positions:
 
     def graph(self, degree: Tensor, col: Tensor, heads: int) -> AttentionGraph:
         rowptr = torch.cat([degree.new_zeros(1), degree.cumsum(0)])
-        n = self.place.numel()
+        n = self.position.numel()
         return AttentionGraph._trusted(rowptr, col.to(index_type(n)), n, n, heads, self.ptr, self.ptr, self.is_causal)
 
     def consecutive(self, first: Tensor, end: Tensor) -> AttentionGraph:
         """The graph in which token i attends to tokens ``first[i]..end[i]-1``, in every head."""
         if self.is_causal:
-            end = torch.minimum(end, self.start + self.place + 1)
+            end = torch.minimum(end, self.start + self.position + 1)
         degree = (end - first).clamp(min=0)
-        each = index_type(self.place.numel()).itemsize
+        each = index_type(self.position.numel()).itemsize
         total = self.count(degree, self.heads, bytes_each=each if self.heads == 1 else 2 * each)
-        return self.graph(degree, runs(first, degree, total, index_type(self.place.numel())), 1).expand(self.heads)
+        return self.graph(degree, runs(first, degree, total, index_type(self.position.numel())), 1).expand(self.heads)
 
 
 class _Draws:
@@ -440,13 +435,13 @@ class _Draws:
     """
 
     def __init__(self, positions: _Positions, sequence_ids: Tensor | None, seed: int) -> None:
-        stream = resolve_sequence_ids(sequence_ids, positions.ptr.numel() - 1, positions.ptr.device)
-        stream = stream.repeat_interleave(positions.ptr.diff(), output_size=positions.place.numel())
-        head = torch.arange(positions.heads, device=stream.device).repeat_interleave(stream.numel())
-        self.row = torch.arange(head.numel(), device=stream.device)
-        self.place, self.stream, self.head = (
-            positions.place.repeat(positions.heads),
-            stream.repeat(positions.heads),
+        sequence_ids = resolve_sequence_ids(sequence_ids, positions.ptr.numel() - 1, positions.ptr.device)
+        sequence_ids = sequence_ids.repeat_interleave(positions.ptr.diff(), output_size=positions.position.numel())
+        head = torch.arange(positions.heads, device=sequence_ids.device).repeat_interleave(sequence_ids.numel())
+        self.row = torch.arange(head.numel(), device=sequence_ids.device)
+        self.position, self.stream, self.head = (
+            positions.position.repeat(positions.heads),
+            sequence_ids.repeat(positions.heads),
             head | RANDOM_KEY,
         )
         self.used, self.seed = torch.zeros_like(self.row), seed
@@ -456,13 +451,13 @@ class _Draws:
         blocks = (count + 3) // 4  # of four words
         row = torch.repeat_interleave(self.row, blocks)
         block = runs(self.used, blocks)
-        words = torch.stack(philox(block, self.place[row], self.stream[row], self.head[row], self.seed), dim=1)
+        words = torch.stack(philox(block, self.position[row], self.stream[row], self.head[row], self.seed), dim=1)
         wanted = 4 * (block - self.used[row])[:, None] + torch.arange(4, device=row.device) < count[row][:, None]
         self.used = self.used + blocks
         return row[:, None].expand(-1, 4)[wanted], words[wanted]
 
 
-def _distinct(count: Tensor, size: Tensor, draws: _Draws) -> Tensor:
+def _draw_distinct(count: Tensor, size: Tensor, draws: _Draws) -> Tensor:
     """For each i a uniform set of ``count[i]`` numbers in ``0..size[i]-1``, ascending; joined, ``[sum(count)]``."""
     stride, rows = int(size.max()), draws.row
     leave = 2 * count > size  # there the numbers left out are drawn
@@ -488,15 +483,15 @@ def _distinct(count: Tensor, size: Tensor, draws: _Draws) -> Tensor:
 
 
 class BoundRule:
-    """A function that makes graphs, with the options that every call passes on.
+    """A function that makes graphs, with the options that every call passes to it.
 
     Args:
-        rule: It takes one argument of the call, and the options.
+        rule: The function. A call passes it one argument and the options.
         options: Its other arguments.
-        given: Names of arguments that a call may pass besides; the rule is given those that it takes.
+        given: Names of the arguments that calls pass in addition, if the rule has them.
 
     Raises:
-        TypeError: ``rule`` cannot be called, does not take an option, or needs another one.
+        TypeError: ``rule`` is not callable, does not have an option, or has another argument without a default.
     """
 
     def __init__(
@@ -509,26 +504,20 @@ class BoundRule:
         unknown = [option for option in options if option not in known and not general]
         if unknown:
             raise TypeError(f"Expected options of 'rule' (got {unknown}). It takes {[*known]}.")
-        self.rule, self.options, self.takes = rule, dict(options), {*known} - {*options}
         for each in [*known.values()][1:]:
             needed = each.default is each.empty and each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
             if needed and each.name not in {*options, *given}:
                 raise TypeError(
                     f"Expected '{each.name}' among the options of 'rule' (got {[*options]}). Give `{each.name}=...`."
                 )
+        self.rule, self.options = rule, dict(options)
+        self.given = [name for name in given if name in known and name not in options]
 
-    def __call__(self, tokens: Tokens | None, **call: Any) -> AttentionGraph:
-        """The graph."""
-        given = {name: value for name, value in call.items() if name in self.takes}
-        graph = self.rule(tokens, **self.options, **given)
+    def __call__(self, tokens: Tokens | None, **more: Any) -> AttentionGraph:
+        """Make the graph."""
+        graph = self.rule(tokens, **self.options, **more)
         check_graph(graph)
         return graph
-
-    def release(self, options: Collection[str]) -> list[str]:
-        """Leave these options to the calls, and name them."""
-        self.options = {name: value for name, value in self.options.items() if name not in options}
-        self.takes |= {*options}
-        return [*options]
 
     def __repr__(self) -> str:
         name = getattr(self.rule, "__name__", type(self.rule).__name__)
@@ -536,21 +525,24 @@ class BoundRule:
 
 
 class PatternSource(GraphSource):
-    """Chooses the same pattern whatever the tokens hold, made anew for the offsets of each batch.
+    """Makes a fixed pattern over the offsets of each batch. It does not read the queries and keys.
 
     Args:
-        rule: A function of this module, or one of your own, ``rule(None, ptr=ptr, **options) -> AttentionGraph``. It is
-            given ``seed``, ``sequence_ids`` and ``is_causal`` where it has arguments of these names.
+        rule: A function of this module, or one of your own, ``rule(None, ptr=ptr, **options) -> AttentionGraph``. Each
+            call also passes ``seed``, ``sequence_ids`` and ``is_causal`` of the tokens, if the rule has arguments of
+            these names.
         **options: Its other arguments, e.g. ``size=64``.
 
     Raises:
-        TypeError: ``rule`` cannot be called, does not take an option, or needs another one.
+        TypeError: ``rule`` is not callable, does not have an option, or has another argument without a default.
 
     Example:
         >>> source = PatternSource(window, size=1)
         >>> source(Tokens(torch.randn(2, 10, 8), query_ptr=torch.tensor([0, 4, 10]))).graph
         AttentionGraph(2 sequences, 1 head, 10 queries, 10 keys, 26 edges, density 50.0%)
     """
+
+    reads_vectors = False
 
     def __init__(self, rule: Callable[..., AttentionGraph], **options: Any) -> None:
         super().__init__()
@@ -562,8 +554,9 @@ class PatternSource(GraphSource):
             raise ValueError(
                 "Expected 'rule' over tokens that are queries and keys (got a pair). Pass a graph to the layer."
             )
-        call = {name: getattr(tokens, name) for name in ("seed", "sequence_ids", "is_causal")}
-        graph = self.rule(None, ptr=tokens.query_ptr, **call)
+        graph = self.rule(
+            None, **{name: getattr(tokens, "query_ptr" if name == "ptr" else name) for name in self.rule.given}
+        )
         return Choice(graph.causal() if tokens.is_causal else graph)
 
     def extra_repr(self) -> str:
@@ -592,133 +585,3 @@ def with_window(choice: Choice, window_size: int | None, bipartite: bool) -> Cho
     check_same_tokens(bipartite)
     graph = choice.graph  # the number of its tokens is known where offsets may not be read, as in compiled code
     return choice.force(window(graph.num_queries, window_size, is_causal=graph.is_causal, ptr=graph.query_ptr))
-
-
-# ---------------------------------------------------------------------------------------------------------- transforms
-
-
-@dataclass(eq=False, kw_only=True)
-class _PatternTransform(BaseTransform):
-    """Gives ``Data`` the edges of a pattern over its nodes; its fields are the arguments of ``pattern``.
-
-    The sequences are those of ``ptr``, else of ``batch``, else all nodes are one sequence. Sets ``edge_index`` and,
-    with several heads, ``edge_type`` (the head), in place of the former edges with their ``edge_attr``,
-    ``edge_weight``, ``edge_type``, ``adj`` and ``adj_t``. Edges come sequence by sequence, so a ``Batch`` still
-    separates by ``to_data_list()``.
-    """
-
-    pattern: ClassVar[Callable[..., AttentionGraph]]
-    is_causal: bool = False
-    heads: int = 1
-
-    def forward(self, data: Data) -> Data:
-        if not isinstance(data, Data):
-            raise TypeError(
-                f"Expected 'data' to be Data (got {type(data).__name__}). Convert it with `to_homogeneous()`."
-            )
-        if data.num_nodes is None or data.num_nodes < 1:
-            raise ValueError(f"Expected 'data' to have nodes (got {data.num_nodes}). Set `x` or `num_nodes`.")
-        device = next((value.device for value in data.to_dict().values() if isinstance(value, Tensor)), None)
-        ptr = stored_ptr(data, device=device)
-        ptr = resolve_ptr(data.num_nodes, device=device) if ptr is None else ptr
-        graph = self.pattern(None, ptr=ptr, **{each.name: getattr(self, each.name) for each in fields(self)})
-        return graph.replace_edges(data)
-
-
-@functional_transform("full_graph")
-@dataclass(eq=False)
-class FullGraph(_PatternTransform):
-    """Edges between all tokens of each sequence, see :func:`full` (functional name: ``full_graph``).
-
-    Example:
-        >>> FullGraph()(Data(num_nodes=3))
-        Data(num_nodes=3, edge_index=[2, 9])
-    """
-
-    pattern = staticmethod(full)
-
-
-@functional_transform("window_graph")
-@dataclass(eq=False)
-class WindowGraph(_PatternTransform):
-    """Edges to near tokens, see :func:`window` (functional name: ``window_graph``).
-
-    Example:
-        >>> WindowGraph(size=1, heads=2)(Data(num_nodes=3))
-        Data(num_nodes=3, edge_index=[2, 14], edge_type=[14])
-    """
-
-    pattern = staticmethod(window)
-    size: int
-
-
-@functional_transform("global_graph")
-@dataclass(eq=False)
-class GlobalGraph(_PatternTransform):
-    """Edges from and to the first tokens, see :func:`global_tokens` (functional name: ``global_graph``)."""
-
-    pattern = staticmethod(global_tokens)
-    num_global: int
-
-
-@dataclass(eq=False, kw_only=True)
-class _RandomTransform(_PatternTransform):
-    """With a seed, every call gives the same graph; with a generator, the next one."""
-
-    seed: int | None = None
-    generator: torch.Generator | None = None
-
-
-@functional_transform("random_graph")
-@dataclass(eq=False)
-class RandomGraph(_RandomTransform):
-    """Edges to random tokens, see :func:`random` (functional name: ``random_graph``)."""
-
-    pattern = staticmethod(random)
-    num_keys_per_query: int
-
-
-@functional_transform("bigbird_graph")
-@dataclass(eq=False)
-class BigBirdGraph(_RandomTransform):
-    """Window, global tokens and random keys, see :func:`bigbird` (functional name: ``bigbird_graph``)."""
-
-    pattern = staticmethod(bigbird)
-    size: int
-    num_global: int
-    num_random: int
-
-
-@functional_transform("block_diagonal_graph")
-@dataclass(eq=False)
-class BlockDiagonalGraph(_PatternTransform):
-    """Edges within blocks, see :func:`block_diagonal` (functional name: ``block_diagonal_graph``)."""
-
-    pattern = staticmethod(block_diagonal)
-    num_blocks: int
-
-
-@functional_transform("relay_keys_graph")
-@dataclass(eq=False)
-class RelayKeysGraph(_PatternTransform):
-    """Edges from the last tokens to all, see :func:`relay_keys` (functional name: ``relay_keys_graph``)."""
-
-    pattern = staticmethod(relay_keys)
-    num_relays: int
-
-
-@functional_transform("relay_queries_graph")
-@dataclass(eq=False)
-class RelayQueriesGraph(_PatternTransform):
-    """Edges from all tokens to the last, see :func:`relay_queries` (functional name: ``relay_queries_graph``)."""
-
-    pattern = staticmethod(relay_queries)
-    num_relays: int
-
-
-@functional_transform("self_loops_graph")
-@dataclass(eq=False)
-class SelfLoopsGraph(_PatternTransform):
-    """An edge from each token to itself, see :func:`self_loops` (functional name: ``self_loops_graph``)."""
-
-    pattern = staticmethod(self_loops)

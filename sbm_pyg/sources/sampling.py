@@ -26,12 +26,12 @@ from ..ragged import Tokens, count_pairs, draw_seed, resolve_ptr, resolve_sequen
 from . import patterns
 from .following import FollowingSource
 from .interface import Choice, SharingSource, TiledChoice
-from .sbm import FLOOR, SBM, SBMHead, check_model, reach_of_products
+from .sbm import MIN_MEAN_PROBABILITY, SBM, check_model, product_bound
 
 __all__ = ["SBMGraph", "SBMSource", "ShareSchedule", "sample_edges"]
 
 MOMENTUM = 0.1  # of the running mean of probabilities
-FAR = 2.0**60
+SAFE_IN_FLOAT32 = 2.0**60
 """Products below this are safe in float32: what is lost below 2^-126 is nothing next to 2^-32, the resolution of p."""
 
 
@@ -108,12 +108,12 @@ def sample_edges(
     sequence_ids = resolve_sequence_ids(sequence_ids, sbm.num_sequences, sbm.query_ptr.device)
     seed = draw_seed(seed, generator)
     with torch.no_grad():
-        reach = reach_of_products(sbm)
-        limited = sbm if reach <= FAR else _widen(sbm, reach)
+        reach = product_bound(sbm)
+        limited = sbm if reach <= SAFE_IN_FLOAT32 else _widen(sbm, reach)
         limited = limited if budget is None else limited.limit(budget)
         _check_memory(limited, method, exploration)
-        rate, key = (limited.rate, limited.key_membership) if reach <= FAR else _rescale(limited)
-        key = _next_place(key, sbm.key_ptr) if sbm.is_strict else key
+        rate, key = (limited.rate, limited.key_membership) if reach <= SAFE_IN_FLOAT32 else _rescale(limited)
+        key = _shift_keys_by_one(key, sbm.key_ptr) if sbm.is_strict else key
         rowptr, col = ops.sample_sbm(
             rate, key, sbm.query_ptr, sbm.key_ptr, sequence_ids, seed, method, exploration, clamp, sbm.is_causal
         )
@@ -126,7 +126,7 @@ def sample_edges(
     return graph._with(graph.rowptr, graph.col - 1, graph.heads)
 
 
-def _next_place(key: Tensor, ptr: Tensor) -> Tensor:
+def _shift_keys_by_one(key: Tensor, ptr: Tensor) -> Tensor:
     """Each key one place later in its sequence, where those who may attend to it, and not its own query, see it.
 
     The first place of a sequence holds zeros.
@@ -174,6 +174,7 @@ class SBMSource(SharingSource, FollowingSource):
         TypeError, ValueError: An argument has the wrong type or range.
 
     Example:
+        >>> from sbm_pyg import SBMHead
         >>> source = SBMSource(SBMHead(8, heads=2, num_blocks=4), window=1)
         >>> choice = source(Tokens(torch.randn(2, 10, 8)))
         >>> choice.probability, int(choice.forced.sum())
@@ -272,7 +273,7 @@ class SBMSource(SharingSource, FollowingSource):
     def _choose(self, sbm: SBM, tokens: Tokens) -> Choice:
         """Sample the graph of a model, and add what is always there; or leave that to the layer."""
         sbm = sbm.causal() if tokens.is_causal else sbm
-        sbm, saw = (sbm, None) if self.share is None else self._compete(sbm, self.share, tokens.seed)
+        sbm, saw = (sbm, None) if self.share is None else self._scale_to_target_density(sbm, self.share, tokens.seed)
         choice = self._draw(sbm, tokens)
         if saw is not None and self._counts:  # last, so that a call that fails leaves the running mean as it was
             self._note(saw)
@@ -281,8 +282,7 @@ class SBMSource(SharingSource, FollowingSource):
     def _draw(self, sbm: SBM, tokens: Tokens) -> Choice:
         """As :meth:`_choose`, of the model whose pairs have competed."""
         sbm = sbm if self.budget is None else sbm.limit(self.budget / self.grain)
-        by_share = (self.share or 0.0) ** 2 if self.exploration is None else self.exploration
-        exploration = by_share if self.training else 0.0
+        exploration = self._exploration
         if self.tiled:
             return self._tiles(sbm, exploration, tokens)
         # No parameterisation exceeds 1, but shares do; and `clamp` takes what low precision rounds above it.
@@ -312,7 +312,7 @@ class SBMSource(SharingSource, FollowingSource):
 
         return TiledChoice(sbm, law[:2], exploration, seed, numbers, window, draw)
 
-    def _compete(self, sbm: SBM, share: float, seed: int) -> tuple[SBM, Tensor]:
+    def _scale_to_target_density(self, sbm: SBM, share: float, seed: int) -> tuple[SBM, Tensor]:
         """The model with a mean probability of ``share``, by the running mean of each head.
 
         Also returns expected edges and pairs of each head without it, ``[2, H]``. Sequences that are not finite, which
@@ -323,11 +323,11 @@ class SBMSource(SharingSource, FollowingSource):
                 f"Expected 'head' with an attribute `heads` that counts those of its models, {sbm.heads} "
                 f"(got {self.running_mean.numel()}). Shares have a running mean for each."
             )
-        reach, degree = sbm._reach(), sbm.expected_degree()
+        reach, degree = sbm._allowed_keys(), sbm.expected_degree()
         edges, pairs = (sbm._sum(x[..., None], sbm.query_ptr)[..., 0] for x in (degree, reach[None]))  # [H, B], [1, B]
-        mean = (edges / pairs.clamp(min=1)).clamp(min=FLOOR)
+        mean = (edges / pairs.clamp(min=1)).clamp(min=MIN_MEAN_PROBABILITY)
         running = self._state_for(seed)[:, None].to(mean.dtype)
-        pooled = share / running.clamp(min=FLOOR) * (mean.detach() / mean)
+        pooled = share / running.clamp(min=MIN_MEAN_PROBABILITY) * (mean.detach() / mean)
         pooled = pooled.repeat_interleave(sbm.query_ptr.diff(), dim=1, output_size=sbm.num_queries)
         alone = sbm._share_factor(share, degree, reach)
         shared = sbm._scale(torch.where(running > 0, pooled.to(alone.dtype), alone))
@@ -337,7 +337,7 @@ class SBMSource(SharingSource, FollowingSource):
     def _moved(self, state: Tensor, seen: Tensor) -> Tensor:
         """The running mean, one step closer to the mean of a batch."""
         step = torch.where(seen[1] > 0, torch.where(state > 0, MOMENTUM, 1.0), 0.0)
-        mean = (seen[0] / seen[1].clamp(min=1)).clamp(min=FLOOR)
+        mean = (seen[0] / seen[1].clamp(min=1)).clamp(min=MIN_MEAN_PROBABILITY)
         return state.lerp(mean.to(state.dtype), step.to(state.dtype))
 
     def extra_repr(self) -> str:
@@ -369,6 +369,7 @@ class ShareSchedule:
         TypeError, ValueError: An argument has the wrong type or range, or the model has no source.
 
     Example:
+        >>> from sbm_pyg import SBMHead
         >>> source = SBMSource(SBMHead(8, num_blocks=4, parameterization="overlapping"))
         >>> schedule = ShareSchedule(source, final=0.05, threshold=0.1, rate=0.5)
         >>> [schedule.step(loss) for loss in (3.0, 0.01)], source.share  # the running mean is still high
@@ -438,15 +439,8 @@ def _widen(sbm: SBM, reach: float) -> SBM:
             f"Expected '{name}' of a size whose products float64 holds (got {sizes[name]:.4g}). "
             "Scale memberships and block matrix towards 1."
         )
-    return SBM(
-        sbm.query_membership.double(),
-        sbm.key_membership.double(),
-        sbm.block_matrix.double(),
-        sbm.query_ptr,
-        sbm.key_ptr,
-        is_causal=sbm.is_causal,
-        is_strict=sbm.is_strict,
-    )
+    wide = {name: getattr(sbm, name).double() for name in ("query_membership", "key_membership", "block_matrix")}
+    return replace(sbm, **wide)
 
 
 def _rescale(sbm: SBM) -> tuple[Tensor, Tensor]:
@@ -464,7 +458,7 @@ def _rescale(sbm: SBM) -> tuple[Tensor, Tensor]:
     power = torch.where(top > 0, top / top.frexp().mantissa, 1)
     rate = sbm.rate * power[:, queries]
     most = float(rate.max())
-    if most > FAR:
+    if most > SAFE_IN_FLOAT32:
         raise ValueError(
             f"Expected 'sbm' with probabilities below 2**60, even where they are cut at 1 (got up to {most:.4g}). "
             "Scale its block matrix."
@@ -486,7 +480,7 @@ def _check_memory(sbm: SBM, method: str, exploration: float) -> None:
     pairs = sbm.heads * int(count_pairs(sbm.query_ptr, sbm.key_ptr, sbm.is_causal).sum())
     if ops.checks.fits(pairs, bytes_each, device):
         return
-    keys = sbm._reach().clamp(min=1)
+    keys = sbm._allowed_keys().clamp(min=1)
     degree = sbm.expected_degree().to(ops.checks.widest(device)) + exploration * keys
     # The mean of 1 - exp(-p) over the keys of a row is at most that of the mean p.
     degree = -keys * torch.expm1(-degree / keys) if method == "fastrg" else torch.minimum(degree, keys)
@@ -511,26 +505,23 @@ def _offsets(target: Any, source: Any, queries: int, keys: int) -> tuple[Tensor,
 class SBMGraph(BaseTransform):
     """Samples ``edge_index`` from the stochastic block model that a PyG data object carries.
 
-    Its functional name is ``sbm_graph``.
-
-    Nodes carry ``query_membership`` and ``key_membership``, ``[N, H, K]`` or ``[N, K]``, and the data object
-    ``block_matrix``, ``[H, K, K]`` or ``[K, K]``; or, with ``head``, nodes carry features ``x`` ``[N, H*C]`` that serve
-    as queries and as keys. In ``HeteroData`` the targets of ``edge_type`` are the queries and its sources the keys. On
-    a ``Batch``, each graph is a sequence. Edges are written by :meth:`AttentionGraph.replace_edges`.
+    Its functional name is ``sbm_graph``. Nodes carry ``query_membership`` and ``key_membership``, ``[N, H, K]`` or
+    ``[N, K]``, and the data object carries ``block_matrix``, ``[H, K, K]`` or ``[K, K]``. In ``HeteroData`` the targets
+    of ``edge_type`` are the queries and its sources the keys. :meth:`AttentionGraph.replace_edges` writes the edges. To
+    sample from features, use ``SourceGraph(SBMSource(head))``.
 
     Args:
-        head: Module from tokens to an SBM; None to read memberships.
         edge_type: ``(source, relation, target)`` to fill in ``HeteroData``.
         is_causal: No query attends to a later key.
-        grain: Tokens of a block, see :class:`~sbm_pyg.BlockGraph`. Above 1, features or memberships are averaged over
-            blocks, edges join all tokens of two blocks, and each block of a causal graph attends to itself.
+        grain: Tokens of a block, see :class:`~sbm_pyg.BlockGraph`. Above 1, memberships are averaged over blocks, edges
+            join all tokens of two blocks, and each block of a causal graph attends to itself.
         method, exploration, budget, clamp, seed: As :func:`sample_edges`. With a seed, equal data get equal edges;
-            without, torch's default generator decides.
+            without one, each call draws a seed from torch's default generator.
 
     Raises:
         TypeError: An argument, or an attribute of the data object, has the wrong type.
-        ValueError: The data object lacks an attribute or a kind of nodes that is needed, or shapes do not fit each
-            other, the nodes or the head.
+        ValueError: The data object is a ``Batch``, or lacks an attribute or a kind of nodes, or shapes do not fit each
+            other or the nodes.
 
     Example:
         >>> ones = torch.ones(5, 1)
@@ -541,7 +532,6 @@ class SBMGraph(BaseTransform):
 
     def __init__(
         self,
-        head: SBMHead | None = None,
         *,
         edge_type: tuple[str, str, str] = ("key", "to", "query"),
         method: str = "bernoulli",
@@ -552,11 +542,6 @@ class SBMGraph(BaseTransform):
         grain: int = 1,
         seed: int | None = None,
     ) -> None:
-        if head is not None and not isinstance(head, torch.nn.Module):
-            raise TypeError(
-                f"Expected 'head' to be a module such as SBMHead (got {type(head).__name__}). "
-                "Memberships are read from the data."
-            )
         if (
             not isinstance(edge_type, tuple | list)
             or len(edge_type) != 3
@@ -569,7 +554,7 @@ class SBMGraph(BaseTransform):
         ops.checks.flag("is_causal", is_causal, "It says whether later keys are left out.")
         _check_budget(budget)
         self.is_causal, self.grain = is_causal, ops.checks.integer("grain", grain, 1, "It is a number of tokens.")
-        self.head, self.edge_type = head, cast(tuple[str, str, str], tuple(edge_type))
+        self.edge_type = cast(tuple[str, str, str], tuple(edge_type))
         self.method, self.exploration, self.budget, self.clamp, self.seed = method, exploration, budget, clamp, seed
 
     def forward(self, data: Data | HeteroData) -> Data | HeteroData:
@@ -584,40 +569,20 @@ class SBMGraph(BaseTransform):
                 f"Expected 'edge_type' to begin and end with a kind of nodes of the data, of {data.node_types} (got "
                 f"{self.edge_type}). Pass `edge_type=(source, relation, target)`."
             )
+        if isinstance(data, Batch):
+            raise ValueError(
+                "Expected 'data' to be single graphs (got a Batch, whose block matrices are stacked). Apply SBMGraph "
+                "before batching, as a `pre_transform` or `transform` of the dataset."
+            )
         target, source = (data[self.edge_type[2]], data[self.edge_type[0]]) if hetero else (data, data)
-        if self.head is not None:
-            heads, width = self.head.heads, self.head.heads * self.head.channels
-            features = [self._read(store, "x", "features", (2,), "[N, H*C]") for store in (target, source)]
-            for x in features:
-                if x.size(1) != width:
-                    raise ValueError(
-                        f"Expected 'x' to be [N, H*C] = [N, {width}], as the head has {heads} heads of "
-                        f"{self.head.channels} channels (got {list(x.shape)}). Project the features, or build another "
-                        "head."
-                    )
-            query, key = (x.unflatten(1, (heads, -1)).transpose(0, 1) for x in features)
-            block: Tensor | None = None
-        else:
-            if isinstance(data, Batch):
-                raise ValueError(
-                    "Expected 'data' to be single graphs where memberships are read (got a Batch, whose block matrices "
-                    "are stacked). Apply SBMGraph before batching, as a `pre_transform` or `transform` of the dataset."
-                )
-            query = self._read(target, "query_membership", "memberships", (2, 3), "[N, K] or [N, H, K]")
-            key = self._read(source, "key_membership", "memberships", (2, 3), "[N, K] or [N, H, K]")
-            block = self._read(data, "block_matrix", "block matrices", (2, 3), "[K, K] or [H, K, K]", rows=False)
-            query, key = (x[None] if x.dim() == 2 else x.transpose(0, 1) for x in (query, key))
-            block = block[None] if block.dim() == 2 else block
-        ptrs = _offsets(target, source, query.size(1), key.size(1))
-        if block is None:
-            tokens = Tokens(query, key, *ptrs, is_causal=self.is_causal)
-            with torch.no_grad():
-                sbm = cast(SBMHead, self.head)(tokens if self.grain == 1 else _pooled(tokens, self.grain))
-        else:
-            sbm = SBM(query, key, block, *ptrs)
-            if self.grain > 1:
-                tokens = _pooled(Tokens(query, key, *ptrs, is_causal=self.is_causal), self.grain)
-                sbm = SBM(tokens.query, tokens.key, block, tokens.query_ptr, tokens.key_ptr)
+        query = _read(target, "query_membership", "[N, K] or [N, H, K]").transpose(0, 1)
+        key = _read(source, "key_membership", "[N, K] or [N, H, K]").transpose(0, 1)
+        block = _read(data, "block_matrix", "[K, K] or [H, K, K]", rows=False)
+        sbm = SBM(query, key, block, *_offsets(target, source, query.size(1), key.size(1)))
+        ptrs = sbm.query_ptr, sbm.key_ptr
+        if self.grain > 1:
+            tokens = _pooled(Tokens(query, key, *ptrs, is_causal=self.is_causal), self.grain)
+            sbm = SBM(tokens.query, tokens.key, block, tokens.query_ptr, tokens.key_ptr)
         sbm = (sbm.strict() if self.grain > 1 else sbm.causal()) if self.is_causal else sbm
         budget = None if self.budget is None else self.budget / self.grain
         graph = sample_edges(
@@ -629,30 +594,26 @@ class SBMGraph(BaseTransform):
             graph = BlockGraph._trusted_blocks(graph, self.grain, *ptrs, query.size(1), key.size(1))
         return graph.replace_edges(data, self.edge_type if hetero else None)
 
-    def _read(self, store: Any, name: str, what: str, dims: tuple[int, ...], shape: str, rows: bool = True) -> Tensor:
-        """Read an attribute of a store.
-
-        It must have a row for each node, if the store knows its nodes, unless ``rows`` is False.
-        """
-        value = getattr(store, name, None)
-        if value is None:
-            raise ValueError(
-                f"Expected 'data' to carry '{name}' (got none). "
-                f"Add the {what} of the SBM, or pass 'head' and node features `x`."
-            )
-        ops.checks.tensors(**{name: value})
-        ops.checks.floating(**{name: value})
-        if value.dim() not in dims:
-            raise ValueError(f"Expected '{name}' to be {shape} (got {list(value.shape)}). Nodes come first.")
-        known = rows and any(
-            each in store for each in ("num_nodes", "x", "pos", "batch")
-        )  # else PyG guesses, from edges
-        if known and value.size(0) != store.num_nodes:
-            raise ValueError(
-                f"Expected '{name}' to have a row for each of the {store.num_nodes} nodes (got {list(value.shape)}). "
-                "Its edges join nodes by number."
-            )
-        return value
-
     def __repr__(self) -> str:
         return f"{type(self).__name__}(method={self.method!r}, exploration={self.exploration}, budget={self.budget})"
+
+
+def _read(store: Any, name: str, shape: str, rows: bool = True) -> Tensor:
+    """Read an attribute of a store, with a row for each node if ``rows``, and give it a dimension for heads."""
+    value = getattr(store, name, None)
+    if value is None:
+        raise ValueError(
+            f"Expected 'data' to carry '{name}' (got none). Add it, or sample from features `x` by "
+            "`SourceGraph(SBMSource(head))`."
+        )
+    ops.checks.tensors(**{name: value})
+    ops.checks.floating(**{name: value})
+    if value.dim() not in (2, 3):
+        raise ValueError(f"Expected '{name}' to be {shape} (got {list(value.shape)}). Nodes come first.")
+    known = rows and any(each in store for each in ("num_nodes", "x", "pos", "batch"))  # else PyG guesses, from edges
+    if known and value.size(0) != store.num_nodes:
+        raise ValueError(
+            f"Expected '{name}' to have a row for each of the {store.num_nodes} nodes (got {list(value.shape)}). "
+            "Its edges join nodes by number."
+        )
+    return value.unsqueeze(1 if rows else 0) if value.dim() == 2 else value

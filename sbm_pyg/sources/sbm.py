@@ -27,7 +27,7 @@ from .interface import EdgeProbability, check_over
 __all__ = ["SBM", "SBMHead"]
 
 CLUSTER_INITS = ("kaiming", "orthogonal")
-FLOOR = 1e-3  # of the mean probability that a share divides by
+MIN_MEAN_PROBABILITY = 1e-3  # of the mean probability that a share divides by
 PARAMETERIZATIONS = ("paper", "mixed", "assortative", "overlapping")
 GATED = {"paper": (True, True), "overlapping": (False, True)}
 """Whether memberships of queries and of keys are those of each block apart, by a sigmoid; else by a softmax."""
@@ -83,7 +83,7 @@ class SBM(EdgeProbability):
 
     ``p_ij`` is the dot product of ``rate_i`` and ``Z_j``.
     """
-    _most: float | None = field(init=False, default=None)
+    _membership_bound: float | None = field(init=False, default=None)
     """No membership of a query is larger, by the way they are made, none is negative, and the other parts lie in
     [0, 1], unless a value is NaN. None: values must be looked at."""
 
@@ -356,7 +356,7 @@ class SBM(EdgeProbability):
             TypeError, ValueError: ``density`` is no number in (0, 1].
         """
         ops.checks.number("density", density, "(0, 1]", "It is a share of the keys that a query may attend to.")
-        return self._scale(self._share_factor(density, self.expected_degree(), self._reach()))
+        return self._scale(self._share_factor(density, self.expected_degree(), self._allowed_keys()))
 
     def check(self, graph: AttentionGraph, name: str = "graph") -> None:
         """Refuse a graph that is not over the tokens, heads and sequences of this model.
@@ -369,17 +369,17 @@ class SBM(EdgeProbability):
 
     def _share_factor(self, density: float, degree: Tensor, reach: Tensor) -> Tensor:
         """What :meth:`share` multiplies the rates of each query with, ``[H, N]``."""
-        least = FLOOR * reach.clamp(min=1)
+        least = MIN_MEAN_PROBABILITY * reach.clamp(min=1)
         return ((density * reach).clamp(min=1) / torch.maximum(degree, least)).to(self.rate.dtype)
 
     def _scale(self, factor: Tensor) -> SBM:
         """The model with the rates of each query times a factor, ``[H, N]``."""
         rate = self.rate * factor[..., None]
         member = rate if self.rate is self.query_membership else self.query_membership * factor[..., None]
-        most = self._most and self._most / FLOOR  # no factor is larger
-        return self._with(query_membership=member, rate=rate, _most=most)
+        most = self._membership_bound and self._membership_bound / MIN_MEAN_PROBABILITY  # no factor is larger
+        return self._with(query_membership=member, rate=rate, _membership_bound=most)
 
-    def _reach(self) -> Tensor:
+    def _allowed_keys(self) -> Tensor:
         """Number of keys that each query may attend to, ``[N]``."""
         reach = allowed_keys(self.query_ptr, self.key_ptr, self.num_queries, self.is_causal)
         return reach - 1 if self.is_strict else reach
@@ -391,15 +391,13 @@ class SBM(EdgeProbability):
     def _sum(self, x: Tensor, ptr: Tensor) -> Tensor:
         """Sums ``[H, B, K]`` over the tokens of each sequence, in float32 or better."""
         heads, count, blocks = x.shape
-        upcast = x if x.dtype == torch.float64 else x.float()
+        x = upcast(x)
         sequences = ptr.numel() - 1
+        sequence = torch.repeat_interleave(ptr.diff(), output_size=count)
         # one sum for all heads: torch is fast along the first dimension
-        place = _batch(ptr, count) + sequences * torch.arange(heads, device=x.device)[:, None]
-        return (
-            upcast.new_zeros(heads * sequences, blocks)
-            .index_add(0, place.flatten(), upcast.flatten(0, 1))
-            .view(heads, sequences, blocks)
-        )
+        row = sequence + sequences * torch.arange(heads, device=x.device)[:, None]
+        total = x.new_zeros(heads * sequences, blocks).index_add(0, row.flatten(), x.flatten(0, 1))
+        return total.view(heads, sequences, blocks)
 
 
 def check_model(sbm: object) -> None:
@@ -445,18 +443,14 @@ def check_sbm(sbm: SBM) -> float:
     return sbm.num_blocks**2 * math.prod([max(1.0, size) for size in largest.values()])
 
 
-def reach_of_products(sbm: SBM) -> float:
+def product_bound(sbm: SBM) -> float:
     """The bound of :func:`check_sbm`, without waiting for a device where values are bounded by the way they are made.
 
     What draws a graph finds NaN by itself.
     """
-    if sbm._most is None or ops.values.can_read_without_sync(sbm.rate):
+    if sbm._membership_bound is None or ops.values.can_read_without_sync(sbm.rate):
         return check_sbm(sbm)
-    return sbm.num_blocks**2 * sbm._most
-
-
-def _batch(ptr: Tensor, total: int) -> Tensor:
-    return torch.repeat_interleave(ptr.diff(), output_size=total)
+    return sbm.num_blocks**2 * sbm._membership_bound
 
 
 class SBMHead(torch.nn.Module):
@@ -497,15 +491,16 @@ class SBMHead(torch.nn.Module):
             as the authors' code has it; then S is flat and every probability at the start the same. ``"orthogonal"``:
             unit rows, each C of them orthogonal; then diagonal entries of S start e times the others.
         parameterization: ``"paper"``, ``"mixed"``, ``"assortative"`` or ``"overlapping"``.
-        density: Probability of an edge at the start, in (0, 1): 0.25 in the paper. Sets :math:`\beta`, or the free
-            entries of S, or the bias of the keys' memberships where they overlap. ``"assortative"`` starts at 1/K where
-            memberships are equal, and above it the sharper they are.
+        initial_density: Probability of an edge before training, in (0, 1); 0.25 in the paper. It sets :math:`\beta`,
+            the free entries of S, or the bias of overlapping memberships of keys. ``"assortative"`` ignores it: it
+            starts at 1/K if memberships are equal, and higher if they are sharper.
         temperature: :math:`\tau` of softmax memberships, at least 1e-6; sharper as it goes to 0.
         tied: Keys take their memberships from queries too, so that like tokens start in like blocks; needs the same
             tokens on both sides.
-        degree_corrected: Each query and each key has a degree, too. All start equal, at the fourth root of ``density``.
+        degree_corrected: Each query and each key also has a degree. All start equal, at the fourth root of
+            ``initial_density``.
         groups: Number of groups G, from 1 to 16, of ``"assortative"`` or ``"overlapping"`` memberships. Each starts at
-            the G-th root of the density.
+            the G-th root of ``initial_density``.
 
     Raises:
         TypeError, ValueError: An option is unknown or out of range.
@@ -527,7 +522,7 @@ class SBMHead(torch.nn.Module):
         cluster_init: str = "kaiming",
         *,
         parameterization: str = "paper",
-        density: float = 0.25,
+        initial_density: float = 0.25,
         temperature: float = 1.0,
         tied: bool = False,
         degree_corrected: bool = False,
@@ -548,7 +543,9 @@ class SBMHead(torch.nn.Module):
                 f"Expected 'parameterization' to be one of {[*PARAMETERIZATIONS]} (got {parameterization!r}). "
                 "See the docstring of SBMHead."
             )
-        ops.checks.number("density", density, "(0, 1)", "It is the probability of an edge at the start.")
+        ops.checks.number(
+            "initial_density", initial_density, "(0, 1)", "It is the probability of an edge at the start."
+        )
         ops.checks.number("temperature", temperature, "[1e-06, inf]", "Memberships harden as it goes to 0.")
         ops.checks.flag("tied", tied, "It says whether keys take the queries' memberships.")
         ops.checks.flag("degree_corrected", degree_corrected, "It says whether tokens have degrees.")
@@ -560,12 +557,14 @@ class SBMHead(torch.nn.Module):
                 f"Expected 'parameterization' to be 'assortative' or 'overlapping' with groups={groups} "
                 f"(got {parameterization!r}). Others are no products; leave out 'groups'."
             )
-        clusters = groups * _root(num_blocks, groups)
+        clusters = groups * _blocks_per_group(num_blocks, groups)
         self.channels, self.heads, self.num_blocks, self.cluster_init = channels, heads, num_blocks, cluster_init
-        self.parameterization, self.density, self.temperature, self.tied = parameterization, density, temperature, tied
-        self.degree_corrected, self.groups = degree_corrected, groups
-        self.start = density**0.5 if degree_corrected else density  # of Y S Z; two degrees make the rest
-        self.shift = _logit(self.start ** (1 / groups if parameterization == "overlapping" else 0.5))
+        self.parameterization, self.initial_density = parameterization, initial_density
+        self.temperature, self.tied, self.degree_corrected, self.groups = temperature, tied, degree_corrected, groups
+        self.start = (
+            initial_density**0.5 if degree_corrected else initial_density
+        )  # of Y S Z; two degrees make the rest
+        self.shift = log_odds(self.start ** (1 / groups if parameterization == "overlapping" else 0.5))
         self.mlp = torch.nn.Sequential(
             torch.nn.Linear(channels, channels), torch.nn.ReLU(), torch.nn.Linear(channels, channels)
         )
@@ -596,10 +595,10 @@ class SBMHead(torch.nn.Module):
                 least = self.start / (2 * blocks)
                 inside = min(max(0.82, (1 + self.start) / 2), blocks * self.start - (blocks - 1) * least)
                 outside = max((blocks * self.start - inside) / max(blocks - 1, 1), least)
-                self.block.fill_(_logit(outside)).diagonal(dim1=1, dim2=2).fill_(_logit(inside))
+                self.block.fill_(log_odds(outside)).diagonal(dim1=1, dim2=2).fill_(log_odds(inside))
             if self.degree_corrected:
                 self.degree_weight.zero_()
-                self.degree_bias.fill_(_logit(self.density**0.25))
+                self.degree_bias.fill_(log_odds(self.initial_density**0.25))
 
     def forward(self, tokens: Tokens) -> SBM:
         """Predict the model of the tokens; see the class.
@@ -618,10 +617,10 @@ class SBMHead(torch.nn.Module):
                 )
             key = query
         query_gated, key_gated = GATED.get(self.parameterization, (False, False))
-        mapped = self._mapped(query_gated)
+        mapped = self._fold_second_layer(query_gated)
         query_side = self._memberships(query, query_gated, mapped)
         if key_gated != query_gated:
-            mapped = self._mapped(key_gated)
+            mapped = self._fold_second_layer(key_gated)
         alike = key is query and key_gated == query_gated
         key_side = query_side if alike else self._memberships(key, key_gated, mapped)
         if self.parameterization == "paper":
@@ -640,7 +639,7 @@ class SBMHead(torch.nn.Module):
             query_side, key_side = query_side * query_degree[..., None], key_side * key_degree[..., None]
         block = block if block is None else block.to(query_side.dtype)
         sbm = SBM(query_side, key_side, cast(Tensor, block), tokens.query_ptr, tokens.key_ptr)
-        return sbm._with(_most=1.0)
+        return sbm._with(_membership_bound=1.0)
 
     def degrees(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         r"""Factors of the memberships: degrees of the queries ``[H, N]`` and of the keys ``[H, M]``, in (0, 1).
@@ -662,7 +661,7 @@ class SBMHead(torch.nn.Module):
         query_degree, key_degree = (each.sigmoid() for each in both)
         return query_degree, key_degree
 
-    def _mapped(self, gated: bool) -> tuple[Tensor, Tensor] | None:
+    def _fold_second_layer(self, gated: bool) -> tuple[Tensor, Tensor] | None:
         """The second layer, the product with the clusters and the shift as one map, ``[H, G k, C]``, ``[H, 1, G k]``.
 
         Few clusters make it cheaply. None where someone watches or has replaced a layer, which must then be called.
@@ -691,7 +690,7 @@ class SBMHead(torch.nn.Module):
         if self.groups == 1:
             return affinity.sigmoid_() if gated else affinity.softmax(-1)
         groups = affinity.unflatten(-1, (self.groups, -1))
-        return reduce(_products, (groups.sigmoid() if gated else groups.softmax(-1)).unbind(-2))
+        return reduce(_outer_products, (groups.sigmoid() if gated else groups.softmax(-1)).unbind(-2))
 
     def extra_repr(self) -> str:
         return (
@@ -720,12 +719,12 @@ def _two_plain_layers(mlp: torch.nn.Module) -> bool:
     return not (watched or replaced or mlp[2].bias is None)
 
 
-def _products(left: Tensor, right: Tensor) -> Tensor:
+def _outer_products(left: Tensor, right: Tensor) -> Tensor:
     """Products of each entry with each, row by row (Khatri and Rao): ``[..., A]``, ``[..., B]`` to ``[..., A B]``."""
     return (left[..., None] * right[..., None, :]).flatten(-2)
 
 
-def _root(num_blocks: int, groups: int) -> int:
+def _blocks_per_group(num_blocks: int, groups: int) -> int:
     """Blocks of each group."""
     if groups == 1:
         return num_blocks
@@ -739,5 +738,5 @@ def _root(num_blocks: int, groups: int) -> int:
     return root
 
 
-def _logit(p: float) -> float:
+def log_odds(p: float) -> float:
     return math.log(p / (1 - p))

@@ -22,7 +22,7 @@ from torch.nn.functional import normalize
 from ..blocks import block_means
 from ..graph import AttentionGraph
 from ..ops import checks
-from ..ops.reference.segments import compress, edge_row, like_lengths
+from ..ops.reference.segments import compress, edge_row, group_by_length
 from ..ragged import Tokens
 from ..rows import index_type
 from . import patterns
@@ -30,15 +30,15 @@ from .following import FollowingSource
 from .interface import Choice, GraphSource
 from .pairs import (
     CHUNK,
-    Part,
+    PairTile,
     best_of,
     check_centroids,
     detached,
     graph_of_ranges,
     graph_of_rows,
     grouped,
-    largest,
-    streamed,
+    keep_top_k,
+    select_pairs,
 )
 
 __all__ = ["RoutingSource", "SelectorSource", "block_top_k", "lsh", "routing", "top_k"]
@@ -70,7 +70,7 @@ def top_k(tokens: Tokens, k: int) -> AttentionGraph:
     """
     tokens = detached(tokens)
     k = min(checks.integer("k", k, 1, "It is the number of keys of each query."), tokens.num_keys)
-    return graph_of_rows(tokens, *streamed(tokens, largest(k), most=k))
+    return graph_of_rows(tokens, *select_pairs(tokens, keep_top_k(k), most=k))
 
 
 @torch.no_grad()
@@ -104,7 +104,7 @@ def block_top_k(tokens: Tokens, k: int, block_size: int) -> AttentionGraph:
     own = None if tokens.bipartite and not tokens.is_causal else tokens.query_position // size
     limit = block_ptr.diff()[tokens.query_sequence]
     limit = torch.minimum(limit, tokens.query_position // size + 1) if tokens.is_causal else limit
-    rowptr, chosen = streamed(tokens, largest(k, own), most=k, among=(mean, block_ptr, limit))
+    rowptr, chosen = select_pairs(tokens, keep_top_k(k, own), most=k, among=(mean, block_ptr, limit))
     row = edge_row(rowptr, chosen.numel())
     query_of = row % tokens.num_queries
     sequence = tokens.query_sequence[query_of]
@@ -203,8 +203,8 @@ def routing(tokens: Tokens, centroids: Tensor, size: int | None = None) -> Atten
         count = (count + centroids.size(1) - 1) // centroids.size(1) if size is None else count.clamp(max=size)
         return graph_of_rows(tokens, *_best_so_far(tokens, near[0].argmax(2), near[1], count))
     # both list tokens by group, which is a head, a sequence and a centroid
-    query_count, queries = _nearest(near[0], tokens.query_ptr, size)
-    key_count, keys = _nearest(near[1], tokens.key_ptr, size)
+    query_count, queries = _nearest_tokens(near[0], tokens.query_ptr, size)
+    key_count, keys = _nearest_tokens(near[1], tokens.key_ptr, size)
     group = torch.repeat_interleave(torch.arange(query_count.numel(), device=queries.device), query_count)
     key_end = key_count.cumsum(0)
     return graph_of_ranges(tokens, queries, (key_end - key_count)[group], key_end[group], keys % tokens.num_keys)
@@ -230,17 +230,15 @@ class SelectorSource(GraphSource):
 
     def __init__(self, rule: Callable[..., AttentionGraph], *, window: int | None = None, **options: Any) -> None:
         super().__init__()
-        tensors = {name: value for name, value in options.items() if isinstance(value, Tensor)}
         self.rule = patterns.BoundRule(rule, options)
-        self.tensors = self.rule.release(tensors)
-        for name, value in tensors.items():  # they go with the module
-            self.register_buffer(name, value)
+        self.tensors = [name for name, value in options.items() if isinstance(value, Tensor)]
+        for name in self.tensors:  # buffers move with the module
+            self.register_buffer(name, self.rule.options.pop(name))
         self.window = patterns.check_window(window)
 
     def forward(self, tokens: Tokens) -> Choice:
         """As :meth:`GraphSource.forward`."""
-        held = {name: getattr(self, name) for name in self.tensors}
-        graph = self.rule(tokens, **held)
+        graph = self.rule(tokens, **{name: getattr(self, name) for name in self.tensors})
         choice = Choice(graph.causal() if tokens.is_causal else graph)
         return patterns.with_window(choice, self.window, tokens.bipartite)
 
@@ -311,11 +309,11 @@ class RoutingSource(GraphSource, FollowingSource):
         centroids = self._state_for(tokens.seed)
         graph = routing(tokens, centroids, self.size)
         if self._counts:
-            self._note(self._nearest(tokens.query.detach(), tokens.key.detach(), centroids))
+            self._note(self._sums_of_members(tokens.query.detach(), tokens.key.detach(), centroids))
         return patterns.with_window(Choice(graph), self.window, tokens.bipartite)
 
     @torch.no_grad()
-    def _nearest(self, query: Tensor, key: Tensor, centroids: Tensor) -> Tensor:
+    def _sums_of_members(self, query: Tensor, key: Tensor, centroids: Tensor) -> Tensor:
         """Sum of the unit vectors of the tokens that are nearest to each centroid, ``[H, K, C]``."""
         unit = normalize(torch.cat([query, key], 1).to(centroids.dtype), dim=-1)  # [H, N + M, C]
         unit = unit.where(unit.isfinite().all(-1, keepdim=True), 0)
@@ -357,38 +355,38 @@ def _best_so_far(tokens: Tokens, chosen: Tensor, near: Tensor, count: Tensor) ->
     edges = tokens.heads * int(torch.minimum(tokens.allowed_keys, count).sum())
     checks.memory("size", edges, 2 * width.itemsize, near.device, way_out)  # in parts, and joined
     keep, row = (
-        largest(count),
+        keep_top_k(count),
         torch.arange(tokens.heads * tokens.num_queries, device=near.device).view(tokens.heads, -1),
     )
     found: list[tuple[Tensor, ...]] = [(row[:0, 0], row[:0, 0], row[:0, 0].to(width))]
-    for queries, keys, _ in like_lengths(tokens.query_ptr, tokens.key_ptr):
+    for queries, keys, _ in group_by_length(tokens.query_ptr, tokens.key_ptr):
         scores = near[:, keys.clamp(min=0)]
         scores = scores.masked_fill(scores.isnan() | (keys < 0)[..., None], -torch.inf).mT  # [H, b, K, L]
         most = int(count[queries.clamp(min=0)].max())
         block = max(most, LEAST_BLOCK)
-        places = torch.arange(keys.size(1), device=keys.device).expand(*scores.shape[:3], -1)
-        best, place = scores[..., :0], places[..., :0]
+        positions = torch.arange(keys.size(1), device=keys.device).expand(*scores.shape[:3], -1)
+        best, position = scores[..., :0], positions[..., :0]
         for begin in range(0, queries.size(1), block):
             fresh = slice(begin, begin + block)
             best = torch.cat([best, scores[..., fresh]], -1)
-            place = torch.cat([place, places[..., fresh]], -1)  # in ascending order
+            position = torch.cat([position, positions[..., fresh]], -1)  # in ascending order
             rows = queries[:, begin : begin + block]
-            for part in rows.split(max(1, CHUNK // max(1, tokens.heads * len(rows) * best.size(-1))), dim=1):
-                there, query = part >= 0, part.clamp(min=0)
+            for tile in rows.split(max(1, CHUNK // max(1, tokens.heads * len(rows) * best.size(-1))), dim=1):
+                valid, query = tile >= 0, tile.clamp(min=0)
                 mine = chosen[:, query][..., None].expand(-1, -1, -1, best.size(-1))
-                score, at = best.gather(2, mine), place.gather(2, mine)  # [H, b, r, w + block]
-                possible = there[..., None] & (at < tokens.allowed_keys[query][..., None]) & (score > -torch.inf)
-                where = Part(query, keys, there, possible)
+                score, at = best.gather(2, mine), position.gather(2, mine)  # [H, b, r, w + block]
+                possible = valid[..., None] & (at < tokens.allowed_keys[query][..., None]) & (score > -torch.inf)
+                where = PairTile(query, keys, valid, possible)
                 kept = keep(score.masked_fill_(~possible, -torch.inf), possible, where)
                 key = keys.to(width)[:, None].expand(*kept.shape[:3], -1).gather(3, at)
                 found.append(where.rows(kept, key[kept], row))
             first = best.sort(dim=-1, descending=True, stable=True).indices[..., :most].sort(-1).values
-            best, place = best.gather(-1, first), place.gather(-1, first)
+            best, position = best.gather(-1, first), position.gather(-1, first)
     rowptr, col = compress(found, row.numel())
     return rowptr, col
 
 
-def _nearest(near: Tensor, ptr: Tensor, size: int | None) -> tuple[Tensor, Tensor]:
+def _nearest_tokens(near: Tensor, ptr: Tensor, size: int | None) -> tuple[Tensor, Tensor]:
     """Tokens that each centroid takes of each sequence.
 
     Args:
@@ -403,14 +401,14 @@ def _nearest(near: Tensor, ptr: Tensor, size: int | None) -> tuple[Tensor, Tenso
     width = (ptr.diff() + clusters - 1) // clusters if size is None else torch.full_like(ptr[1:], size)
     width = torch.minimum(width, ptr.diff())  # [B]
     found = []
-    for padded, _, which in like_lengths(ptr, ptr):
-        there = (padded >= 0)[:, None]  # [b, 1, L]
+    for padded, _, which in group_by_length(ptr, ptr):
+        valid = (padded >= 0)[:, None]  # [b, 1, L]
         for first in range(0, clusters, step := max(1, CHUNK // max(1, heads * padded.numel()))):
             scores = near[:, padded.clamp(min=0), first : first + step].mT.contiguous()  # [H, b, k, L]
-            scores.masked_fill_(scores.isnan() | ~there, -torch.inf)
-            head, sequence, cluster, place = best_of(scores, there, width[which, None]).nonzero(as_tuple=True)
+            scores.masked_fill_(scores.isnan() | ~valid, -torch.inf)
+            head, sequence, cluster, position = best_of(scores, valid, width[which, None]).nonzero(as_tuple=True)
             group = (head * sequences + which[sequence]) * clusters + first + cluster
-            found.append((group, head * tokens + padded[sequence, place]))
+            found.append((group, head * tokens + padded[sequence, position]))
     group, token = (torch.cat(parts) for parts in zip(*found, strict=True))
     group, by_group = group.sort(stable=True)
     return torch.bincount(group, minlength=heads * sequences * clusters), token[by_group]

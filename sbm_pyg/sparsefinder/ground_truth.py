@@ -22,14 +22,14 @@ from ..normalizers import normalize
 from ..ops import checks, segment_entmax
 from ..ops.values import require_values
 from ..ragged import Tokens
-from ..sources.pairs import Part, detached, graph_of_rows, product, streamed
+from ..sources.pairs import PairTile, detached, dot_product, graph_of_rows, select_pairs
 from .projection import Sample
 
-__all__ = ["Match", "compare", "gold_graph", "group_entropy", "record"]
+__all__ = ["Match", "compare", "ground_truth_graph", "group_entropy", "record"]
 
 
 @torch.no_grad()
-def gold_graph(tokens: Tokens, *, alpha: float = 1.5, scale: float | None = None) -> AttentionGraph:
+def ground_truth_graph(tokens: Tokens, *, alpha: float = 1.5, scale: float | None = None) -> AttentionGraph:
     r"""The edges that alpha-entmax attention has: pairs whose weight is not zero. Rows a part at a time.
 
     Args:
@@ -42,7 +42,7 @@ def gold_graph(tokens: Tokens, *, alpha: float = 1.5, scale: float | None = None
 
     Example:
         >>> x = torch.tensor([[[3.0], [0.0], [-3.0]]])
-        >>> gold_graph(Tokens(x)).to_dense()[0].int().tolist()
+        >>> ground_truth_graph(Tokens(x)).to_dense()[0].int().tolist()
         [[1, 0, 0], [1, 1, 1], [0, 0, 1]]
     """
     tokens = detached(tokens)
@@ -51,26 +51,26 @@ def gold_graph(tokens: Tokens, *, alpha: float = 1.5, scale: float | None = None
         checks.number("scale", scale, "(-inf, inf)", "It is a factor of the scores.")
     factor = tokens.query.size(2) ** -0.5 if scale is None else scale
 
-    def used(scores: Tensor, possible: Tensor, part: Part) -> Tensor:
+    def used(scores: Tensor, possible: Tensor, tile: PairTile) -> Tensor:
         width = scores.size(-1)
         ends = width * torch.arange(scores.numel() // width + 1, device=scores.device)
         return segment_entmax(scores.flatten(), ptr=ends, alpha=alpha).view_as(scores) > 0
 
     def score(query: Tensor, key: Tensor) -> Tensor:  # before others are minus infinity, whatever the sign is
-        return factor * product(query, key)
+        return factor * dot_product(query, key)
 
-    return graph_of_rows(tokens, *streamed(tokens, used, score))
+    return graph_of_rows(tokens, *select_pairs(tokens, used, score))
 
 
 @contextmanager
 def record(model: nn.Module, layers: Collection[str] | None = None) -> Iterator[dict[str, list[Sample]]]:
     """Keeps what the entmax layers of a model attend to while it runs: samples for a projection.
 
-    Every call of a layer adds its queries ``[H, N, C]``, its keys ``[H, M, C]``, and the edges of the graph it attended
-    over whose weight is not zero, with the offsets of the sequences and ``is_causal``. So the graph is the gold one of
-    all pairs where the layer attends over all of them, as with ``PatternSource(patterns.full)``; among others see
-    :func:`gold_graph`. Biases of the scores and edges that a call leaves out count as in the layer. Nothing carries a
-    gradient. Cost O(E C) for E edges that the layer attends over; only those with a weight are kept.
+    Every call of a layer adds its queries ``[H, N, C]``, its keys ``[H, M, C]``, and the edges of non-zero weight of
+    the graph that it attended over, with the offsets of the sequences and ``is_causal``. If the layer attends over all
+    pairs, as with ``PatternSource(patterns.full)``, this is the ground truth of all pairs; over another graph, use
+    :func:`ground_truth_graph`. Score biases and edges that a call leaves out count as in the layer. Samples carry no
+    gradients. Cost O(E C) for the E edges that the layer attends over; only edges with a weight are kept.
 
     A layer is listened to through its ``score_bias``, which it asks for every graph, so it is found wherever it stands:
     in :class:`~sbm_pyg.SequenceEncoder`, in :class:`~sbm_pyg.SBMMultiheadAttention`, or in a model of yours. On leaving
@@ -157,20 +157,20 @@ class Match:
     """How well a graph foretells another, for each head ``[H]``."""
 
     recall: Tensor
-    """Share of the gold edges that are in the graph; 1 where there are none."""
+    """Share of the ground-truth edges that are in the graph; 1 if there are none."""
     precision: Tensor
-    """Share of the graph's edges that are gold; 1 where there are none."""
+    """Share of the graph's edges that are in the ground truth; 1 if the graph has none."""
     sparsity: Tensor
     """Share of the pairs that are not in the graph."""
     exact: Tensor
-    """Share of the queries all of whose gold edges are in the graph, so that their output is the same."""
+    """Share of the queries all of whose ground-truth edges are in the graph, so that their output is the same."""
 
 
-def compare(gold: AttentionGraph, graph: AttentionGraph) -> Match:
+def compare(ground_truth: AttentionGraph, graph: AttentionGraph) -> Match:
     """Compare a graph with the one that attention uses. Cost O(E log E).
 
     Args:
-        gold: What attention uses, as :func:`gold_graph` finds it.
+        ground_truth: What attention uses, as :func:`ground_truth_graph` finds it.
         graph: What was foretold, over the same tokens and heads.
 
     Raises:
@@ -178,24 +178,34 @@ def compare(gold: AttentionGraph, graph: AttentionGraph) -> Match:
 
     Example:
         >>> from sbm_pyg import patterns
-        >>> gold = patterns.self_loops(4)
-        >>> match = compare(gold, patterns.window(4, 1))
+        >>> ground_truth = patterns.self_loops(4)
+        >>> match = compare(ground_truth, patterns.window(4, 1))
         >>> [round(float(x), 3) for x in (match.recall, match.precision, match.sparsity, match.exact)]
         [1.0, 0.4, 0.375, 1.0]
     """
-    check_graph(gold, "gold")
+    check_graph(ground_truth, "ground_truth")
     check_graph(graph)
-    same = (gold.heads, gold.num_queries, gold.num_keys) == (graph.heads, graph.num_queries, graph.num_keys)
-    if not (same and gold.same_offsets(graph.query_ptr, graph.key_ptr)):
-        raise ValueError(f"Expected 'graph' over the tokens and heads of 'gold' (got {graph} for {gold}).")
-    require_values(gold.col, "gold")
-    checks.same_device("gold", gold.col, graph=graph.col)
-    hit, wide = graph.contains(gold.edge_index, gold.edge_head), checks.widest(gold.device)
-    edges, found, hits = (
-        torch.bincount(head, minlength=gold.heads).to(wide)
-        for head in (gold.edge_head, graph.edge_head, gold.edge_head[hit])
+    same = (ground_truth.heads, ground_truth.num_queries, ground_truth.num_keys) == (
+        graph.heads,
+        graph.num_queries,
+        graph.num_keys,
     )
-    missed = torch.zeros_like(gold.degree.flatten()).index_add_(0, gold.edge_row, (~hit).long()).view(gold.heads, -1)
+    if not (same and ground_truth.same_offsets(graph.query_ptr, graph.key_ptr)):
+        raise ValueError(
+            f"Expected 'graph' over the tokens and heads of 'ground_truth' (got {graph} for {ground_truth})."
+        )
+    require_values(ground_truth.col, "ground_truth")
+    checks.same_device("ground_truth", ground_truth.col, graph=graph.col)
+    hit, wide = graph.contains(ground_truth.edge_index, ground_truth.edge_head), checks.widest(ground_truth.device)
+    edges, found, hits = (
+        torch.bincount(head, minlength=ground_truth.heads).to(wide)
+        for head in (ground_truth.edge_head, graph.edge_head, ground_truth.edge_head[hit])
+    )
+    missed = (
+        torch.zeros_like(ground_truth.degree.flatten())
+        .index_add_(0, ground_truth.edge_row, (~hit).long())
+        .view(ground_truth.heads, -1)
+    )
     pairs = float(graph.pairs_per_sequence.sum())
     exact = (missed == 0).to(wide).mean(1)
     recall, precision = (torch.where(all_ > 0, hits / all_.clamp(min=1), 1.0) for all_ in (edges, found))
@@ -217,7 +227,7 @@ def group_entropy(group: Tensor, num_groups: int, graph: AttentionGraph | None =
             :func:`~sbm_pyg.sparsefinder.predictors.buckets` and :func:`~sbm_pyg.sparsefinder.predictors.clusters` have
             it.
         num_groups: Groups K, at least 1.
-        graph: Edges whose keys are looked at, such as those of :func:`gold_graph`, in H heads.
+        graph: Edges whose keys are looked at, such as those of :func:`ground_truth_graph`, in H heads.
 
     Returns:
         ``[H]``, or ``[H, m]``, float64 in [0, 1]; 0 for a head without edges.

@@ -18,19 +18,19 @@ from ..ops import checks
 from ..ragged import Tokens, resolve_ptr
 from ..sources import patterns
 from ..sources.pairs import (
-    Part,
+    PairTile,
     check_centroids,
     detached,
+    expand_ranges,
     graph_of_pairs,
     graph_of_ranges,
     graph_of_rows,
     grouped,
-    largest,
-    ranges,
-    streamed,
+    keep_top_k,
+    select_pairs,
 )
 
-__all__ = ["blocks", "bucketing", "buckets", "clustering", "clusters", "distance"]
+__all__ = ["block_bigbird", "bucketing", "buckets", "clustering", "clusters", "distance"]
 
 EXACT = "donot_use_mm_for_euclid_dist"
 
@@ -59,11 +59,11 @@ def distance(tokens: Tokens, threshold: float, cap: int | None = None) -> Attent
     if cap is not None:
         cap = min(checks.integer("cap", cap, 1, "It is the largest number of keys of a query."), tokens.num_keys)
 
-    def near(scores: Tensor, possible: Tensor, part: Part) -> Tensor:
+    def near(scores: Tensor, possible: Tensor, tile: PairTile) -> Tensor:
         inside = possible & (scores >= -threshold)
-        return inside if cap is None else largest(cap)(scores.masked_fill_(~inside, -torch.inf), inside, part)
+        return inside if cap is None else keep_top_k(cap)(scores.masked_fill_(~inside, -torch.inf), inside, tile)
 
-    return graph_of_rows(tokens, *streamed(tokens, near, lambda query, key: -_distance(query, key), cap))
+    return graph_of_rows(tokens, *select_pairs(tokens, near, lambda query, key: -_distance(query, key), cap))
 
 
 def _distance(x: Tensor, y: Tensor) -> Tensor:
@@ -124,7 +124,7 @@ def clusters(x: Tensor, centroids: Tensor, top: int = 1) -> Tensor:
     """
     _check_points(x)
     centroids = check_centroids(centroids, x, "x", "r")
-    return _nearest(x, centroids, _check_top(top, centroids.size(1)))[0]
+    return _nearest_clusters(x, centroids, _check_top(top, centroids.size(1)))[0]
 
 
 def _check_points(x: Tensor) -> None:
@@ -210,7 +210,7 @@ def clustering(tokens: Tokens, centroids: Tensor, top: int = 1, cap: int | None 
         cap = min(checks.integer("cap", cap, 1, "It is the largest number of keys of a cluster."), tokens.num_keys)
         if tokens.is_causal:
             raise ValueError("Expected no 'cap' with 'is_causal' (got both). Its ranks depend on later tokens.")
-    mine, theirs = (_nearest(x, centroids, top) for x in (tokens.query, tokens.key))
+    mine, theirs = (_nearest_clusters(x, centroids, top) for x in (tokens.query, tokens.key))
     group = theirs[0] if cap is None else _capped(*theirs, tokens, count, cap)
     order, low, _, after, high = grouped(tokens, mine[0], group, count + 1)
     every = torch.arange(tokens.heads * tokens.num_queries, device=tokens.query.device).repeat_interleave(top)
@@ -224,7 +224,7 @@ def _check_top(top: int, count: int) -> int:
     return top
 
 
-def _nearest(x: Tensor, centroids: Tensor, top: int) -> tuple[Tensor, Tensor]:
+def _nearest_clusters(x: Tensor, centroids: Tensor, top: int) -> tuple[Tensor, Tensor]:
     """The clusters of each token, ``[H, N, m]``, and its distances to their centroids."""
     far, cluster = _distance(x, centroids).sort(dim=2, stable=True)
     return cluster[..., :top], far[..., :top]
@@ -237,7 +237,7 @@ def _capped(cluster: Tensor, far: Tensor, tokens: Tokens, clusters: int, cap: in
 
 
 @torch.no_grad()
-def blocks(
+def block_bigbird(
     tokens: Tokens,
     centroids: Tensor,
     k: int,
@@ -279,7 +279,8 @@ def blocks(
 
     Example:
         >>> x = torch.tensor([[[0.0], [0.2], [5.0], [5.0], [0.1], [0.1]]])
-        >>> blocks(Tokens(x), torch.tensor([[[0.0], [5.0]]]), k=2, block_size=2).to_dense()[0, ::2].int().tolist()
+        >>> graph = block_bigbird(Tokens(x), torch.tensor([[[0.0], [5.0]]]), k=2, block_size=2)
+        >>> graph.to_dense()[0, ::2].int().tolist()
         [[1, 1, 0, 0, 1, 1], [0, 0, 1, 1, 0, 0], [1, 1, 0, 0, 1, 1]]
     """
     tokens = detached(tokens)
@@ -312,7 +313,9 @@ def blocks(
         chosen = chosen | patterns.global_tokens(None, count, ptr=query_ptr)
     head = chosen.num_queries * torch.arange(tokens.heads, device=tokens.query.device)
     of = (head[:, None] + query_block).flatten()  # [H*N], the row of blocks of each query
-    row, edge = ranges(torch.arange(of.numel(), device=tokens.query.device), chosen.rowptr[of], chosen.rowptr[of + 1])
+    row, edge = expand_ranges(
+        torch.arange(of.numel(), device=tokens.query.device), chosen.rowptr[of], chosen.rowptr[of + 1]
+    )
     block = chosen.col[edge].long()
     sequence = over.key_sequence[block]
     first = tokens.key_ptr[sequence] + over.key_position[block] * size
@@ -331,19 +334,19 @@ def _by_nearest(tokens: Tokens, centroids: Tensor, k: int, num_global: int, reac
         group, item, rank = _ranked(tokens, every, far, clusters, sequence, position >= num_global)
         taken.append((group[rank < k], item[rank < k] // clusters))
     (mine, query), (theirs, key) = taken
-    row, at = ranges(query, torch.searchsorted(theirs, mine), torch.searchsorted(theirs, mine, right=True))
+    row, at = expand_ranges(query, torch.searchsorted(theirs, mine), torch.searchsorted(theirs, mine, right=True))
     return row, key[at] % tokens.num_keys
 
 
 def _by_shared(tokens: Tokens, centroids: Tensor, k: int, num_global: int, reach: int) -> tuple[Tensor, Tensor]:
     """Each block of queries takes k blocks of keys of its own centroid, none of which the window has."""
-    mine, theirs = (_nearest(x, centroids, 1) for x in (tokens.query, tokens.key))
+    mine, theirs = (_nearest_clusters(x, centroids, 1) for x in (tokens.query, tokens.key))
     group, key, _ = _ranked(tokens, *theirs, centroids.size(1), tokens.key_sequence, tokens.key_position >= num_global)
     key = key % tokens.num_keys
     wanted = _group(tokens, mine[0], tokens.query_sequence, centroids.size(1))
     (query,) = (tokens.query_position >= num_global).repeat(tokens.heads).nonzero(as_tuple=True)
     low, high = (torch.searchsorted(group, wanted.flatten()[query], right=right) for right in (False, True))
-    row, at = ranges(query, low, torch.minimum(high, low + k + 2 * reach + 1 if reach >= 0 else low + k))
+    row, at = expand_ranges(query, low, torch.minimum(high, low + k + 2 * reach + 1 if reach >= 0 else low + k))
     col = key[at]
     other = (tokens.query_position[row % tokens.num_queries] - tokens.key_position[col]).abs() > reach
     row, col = row[other], col[other]
@@ -358,7 +361,7 @@ def _group(tokens: Tokens, cluster: Tensor, sequence: Tensor, clusters: int) -> 
 
 
 def _ranked(
-    tokens: Tokens, cluster: Tensor, far: Tensor, clusters: int, sequence: Tensor, there: Tensor | None = None
+    tokens: Tokens, cluster: Tensor, far: Tensor, clusters: int, sequence: Tensor, valid: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Members of clusters ``[H, n, m]``, or those of tokens that are there ``[n]``, the nearest of each group first.
 
@@ -367,8 +370,8 @@ def _ranked(
     """
     group = _group(tokens, cluster, sequence, clusters).flatten()
     order = far.flatten().argsort(stable=True)
-    if there is not None:
-        order = order[there[:, None].expand_as(far).flatten()[order]]
+    if valid is not None:
+        order = order[valid[:, None].expand_as(far).flatten()[order]]
     order = order[group[order].argsort(stable=True)]
     of = group[order]
     return of, order, torch.arange(of.numel(), device=of.device) - torch.searchsorted(of, of)

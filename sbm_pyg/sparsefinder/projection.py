@@ -1,8 +1,8 @@
-"""Sparsefinder: projections in which the keys that an alpha-entmax head uses are near, and a source that goes by them.
+"""Sparsefinder's projections, which bring queries close to the keys that an alpha-entmax head uses, and its source.
 
-In: queries, keys and gold graphs of a model that is trained (``gold``). Out: a projection to few dimensions, centroids,
-and a :class:`SparsefinderSource`. Not here: the graphs of what is near (``predictors``), rules that need no training
-(``selectors``), and attention.
+In: queries, keys and ground-truth graphs of a trained model (``ground_truth``). Out: a projection to few dimensions,
+centroids, and a :class:`SparsefinderSource`. Not here: the rules that predict graphs (``predictors``), rules that need
+no training (``selectors``), and attention.
 
 Reference: Treviso, Gois, Fernandes, Fonseca, Martins: "Predicting Attention Sparsity in Transformers", 2022.
 """
@@ -24,6 +24,7 @@ from ..ops.reference.segments import allowed_keys
 from ..ragged import Tokens, draw_seed
 from ..sources import patterns
 from ..sources.interface import Choice, GraphSource
+from ..sources.pairs import check_vectors
 from ..sources.selectors import SelectorSource
 
 __all__ = ["Projection", "Sample", "SparsefinderSource", "fit_centroids", "fit_projection", "projection_loss"]
@@ -74,11 +75,7 @@ class Projection(nn.Module):
 
     def forward(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Project both sides."""
-        checks.tensors(query=query, key=key)
-        checks.floating(query=query, key=key)
-        wanted = (self.heads, None, self.weights[0].size(2))
-        for name, x in (("query", query), ("key", key)):
-            checks.shape(name, x, wanted, "[H, N, C]", "They are those of the heads that it was made for.")
+        check_vectors(query, key, self.heads, self.weights[0].size(2))
         return self._side(query, 0), self._side(key, 0 if self.shared else 1)
 
     def _side(self, x: Tensor, side: int) -> Tensor:
@@ -163,7 +160,7 @@ def fit_projection(
 
     Args:
         projection: What is fitted.
-        samples: A sequence of triples: queries, keys and gold graph of each batch of sequences.
+        samples: A sequence of triples: queries, keys and ground-truth graph of each batch of sequences.
         epochs: Passes over the samples, in an order drawn anew.
         learning_rate: Of Adam.
         margin, per: As :func:`projection_loss`.
@@ -206,7 +203,8 @@ def fit_projection(
                 if not isinstance(sample, tuple | list) or len(sample) != 3:
                     got = f"{len(sample)} parts" if isinstance(sample, tuple | list) else type(sample).__name__
                     raise TypeError(
-                        f"Expected 'samples[{at}]' to be query, key and graph (got {got}). `gold_graph` makes one."
+                        f"Expected 'samples[{at}]' to be query, key and graph (got {got}). `ground_truth_graph` makes "
+                        "the graph."
                     )
                 query, key, graph = sample
                 drawn = seed + (epoch * len(samples) + at)
@@ -238,9 +236,9 @@ def fit_centroids(
         projection: A projection that is fitted.
         samples: As :func:`fit_projection`; graphs are not needed, unless blocks are.
         num_clusters: Centroids K.
-        block_size: Centroids of the means of so many tokens, for :func:`~sbm_pyg.sparsefinder.predictors.blocks`. None:
-            of tokens.
-        seed: Of k-means, which starts once from k-means++.
+        block_size: Fit centroids to the means of blocks of this many tokens, as
+            :func:`~sbm_pyg.sparsefinder.predictors.block_bigbird` needs them. None: fit them to tokens.
+        seed: Seed of k-means, which starts once from k-means++.
 
     Returns:
         Centroids, ``[H, K, r]``.
