@@ -2002,7 +2002,6 @@ RECORDS: dict[str, tuple[Callable[[Draw], Any], dict[str, Meaning]]] = {  # clas
     "DCMMBias": (lambda d: DCMMBias(4, 2), {"reset_parameters()": lambda a: None, "extra_repr()": lambda a: None}),
     "SBMHead": (lambda d: SBMHead(4, 2), {"reset_parameters()": lambda a: None, "extra_repr()": lambda a: None}),
     "SequenceEncoder": (encoder, {"constructor_options()": lambda m: None}),
-    "TokenClassifier": (lambda d: TokenClassifier(encoder(d), 2), {"constructor_options()": lambda m: None}),
     "analysis.Lemma1": (lambda d: analysis.lemma1(4, [0.3, 0.6], samples=2), {
         "log10_cycles": lambda r: None, "share": lambda r: None, "interval": lambda r: None, "limit": lambda r: None, "lemma": lambda r: None,
     }),
