@@ -133,7 +133,7 @@ class Choice:
         return self
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, learn: bool) -> Tensor:
-        """Softmax attention over the edges, ``[H, N, C']``; ``learn`` sends gradients to a model without stored edges."""
+        """Softmax attention over the edges, ``[H, N, C']``; ``learn`` trains a model without stored edges."""
         return self.graph._attend(query, key, value, scale=scale)
 
     def expand(self, heads: int) -> Choice:
