@@ -245,7 +245,7 @@ def test_bad_blocks_are_refused_by_name() -> None:
         BlockGraph(torch.eye(3), 4)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"Pass its `\.blocks`"):
         BlockGraph(BlockGraph(blocks, 4), 4)
-    with pytest.raises(ValueError, match="graph of tokens where edges are left out"):
+    with pytest.raises(ValueError, match="graph of tokens to leave edges out of"):
         Choice(BlockGraph(blocks, 4)).select(torch.ones(48, dtype=torch.bool))
 
 

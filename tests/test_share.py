@@ -445,7 +445,7 @@ def test_a_share_that_is_none(share: Any) -> None:
 
 def test_ranks_with_a_number_of_keys_have_no_share() -> None:
     source = IndexerSource(Indexer(4), select="top_k", k=3)
-    with pytest.raises(ValueError, match="Expected no 'share' beside k=3"):
+    with pytest.raises(ValueError, match="Expected no 'share' together with k=3"):
         source.share = 0.5
     with pytest.raises(ValueError, match="Expected 'model' to have a source with a share"):
         ShareSchedule(source, final=0.5, threshold=0.1)

@@ -47,18 +47,18 @@ def full(
     """Every token attends to every token of its sequence.
 
     Args:
-        n: Number of tokens N, at least 1. May be None where ``ptr`` is given, else it must be its last entry.
+        n: Number of tokens N, at least 1. With ``ptr`` it may be None; otherwise it must equal the last offset.
         is_causal: No token attends to a later one. Edges to later tokens are not made, and cost nothing.
-        heads: Number of heads H; all get the same edges.
-        ptr: Offsets of the sequences, ``[B+1]`` int64. One sequence of n tokens if None.
-        device: Where the graph is made: that of ``ptr`` if None, else the default device.
+        heads: Number of heads H; all have the same edges.
+        ptr: Offsets of the sequences, ``[B+1]`` int64. None: one sequence of n tokens.
+        device: Device of the graph. None: that of ``ptr``, or the default device.
 
     Returns:
         A graph with :math:`H \\sum_b n_b^2` edges, or :math:`H \\sum_b n_b (n_b + 1) / 2` where ``is_causal``.
 
     Raises:
         TypeError, ValueError: An argument has the wrong type or range, ``ptr`` does not describe n tokens, or memory
-            does not hold the edges. They are counted before they are made. The same holds for all functions here.
+            does not hold the edges. All functions here count the edges before they make them.
 
     Example:
         >>> full(3)
@@ -83,8 +83,8 @@ def window(
     BigBird give the window as w = ``2 * size``. ``window(n, n, is_causal=True)`` is the usual causal mask.
 
     Args:
-        size: Reach to each side, at least 0; ``2 * size + 1`` keys. A sequence of ``size + 1`` tokens or fewer gets its
-            full graph.
+        size: Largest distance, at least 0; a query has up to ``2 * size + 1`` keys. A sequence of at most
+            ``size + 1`` tokens gets its full graph.
         n, is_causal, heads, ptr, device: As in :func:`full`.
 
     Returns:
@@ -94,10 +94,10 @@ def window(
         >>> window(4, 1).to_dense()[0].int().tolist()
         [[1, 1, 0, 0], [1, 1, 1, 0], [0, 1, 1, 1], [0, 0, 1, 1]]
     """
-    size = checks.integer("size", size, 0, "Its unit is tokens to each side; 0 gives self-loops.")
+    size = checks.integer("size", size, 0, "It is a distance in tokens; 0 gives self-loops.")
     positions = _Positions.of(n, is_causal, heads, ptr, device)
     token = positions.start + positions.position
-    if size == 0:  # as many edges as tokens, so no device is waited for
+    if size == 0:  # one edge per token: no synchronization with the device
         return positions.graph(torch.ones_like(token), token, 1).expand(heads)
     half_width = positions.length.clamp(max=size)
     return positions.consecutive(
@@ -150,19 +150,18 @@ def random(
 ) -> AttentionGraph:
     """Each token attends to ``num_keys_per_query`` distinct tokens of its sequence, uniformly at random.
 
-    As in BigBird (section 2). All :math:`\\binom{n}{k}` sets of a query are equally likely; a query may draw itself.
-    Queries and heads draw independently. Keys are drawn with replacement, and drawn again only where they repeat one
-    that the query has. That treats all keys alike, so the final set is uniform. Where k > n/2 the keys left out are
-    drawn instead, so each draw is new with probability 1/2 at least. Cost O(E log E) time, O(E) memory, expected.
-    Probabilities of a draw are resolved to :math:`2^{-32}`. Random words are those of :func:`~sbm_pyg.sample_edges`:
-    the keys of a sequence do not depend on the other sequences of the batch.
+    As in BigBird (section 2). All :math:`\\binom{n}{k}` sets of keys are equally likely, and may contain the query.
+    Queries and heads draw independently. Keys are drawn with replacement; repeated keys of a query are drawn again. If
+    k > n/2, the keys to leave out are drawn instead, so each draw is new with a probability of at least 1/2. Expected
+    cost: O(E log E) time and O(E) memory. Probabilities have a resolution of :math:`2^{-32}`. The random words are
+    those of :func:`~sbm_pyg.sample_edges`: the keys of a sequence do not depend on the other sequences of the batch.
 
     Args:
         num_keys_per_query: Number of keys k of each query, at least 0. A sequence with fewer tokens gets its full
             graph.
         seed: Integer of 64 bits that fixes the keys.
-        generator: Where a seed is drawn from if ``seed`` is None; torch's default generator if both are None.
-        sequence_ids: Number of the random stream of each sequence, ``[B]``; see :func:`~sbm_pyg.sample_edges`.
+        generator: Generator to draw a seed from if ``seed`` is None. None: torch's default generator.
+        sequence_ids: Number of each sequence, ``[B]``; see :func:`~sbm_pyg.sample_edges`.
         heads: Number of heads H; each draws its own keys.
         n, ptr, device: As in :func:`full`.
 
@@ -179,7 +178,7 @@ def random(
     positions = _Positions.of(n, is_causal, heads, ptr, device)
     size = (positions.position + 1 if is_causal else positions.length).repeat(heads)  # [H*N]
     degree = size.clamp(max=num_keys_per_query)
-    listed = torch.where(2 * degree > size, size, degree)  # as numbers are, of which some are left out
+    listed = torch.where(2 * degree > size, size, degree)  # `_draw_distinct` lists all keys to leave some out
     positions.count(listed, 1, bytes_each=72)
     position = _draw_distinct(degree, size, _Draws(positions, sequence_ids, draw_seed(seed, generator)))
     first = torch.repeat_interleave(positions.start.repeat(heads), degree, output_size=position.numel())
@@ -202,17 +201,17 @@ def bigbird(
 ) -> AttentionGraph:
     """The union of a window, global tokens and random keys, token by token.
 
-    ``window(n, size) | global_tokens(n, num_global) | random(n, num_random)``: a random key may be one that the window
-    or the global tokens hold already. This is the definition of BigBird's section 2 (internal transformer
-    construction); its code works on blocks of tokens and draws random blocks outside window and global ones. Cost: that
-    of :func:`random`, plus O(E log E).
+    ``window(n, size) | global_tokens(n, num_global) | random(n, num_random)``: a random key may also be in the window
+    or global. This is the definition of BigBird's section 2 (internal transformer construction); its code works on
+    blocks of tokens, and draws random blocks outside the window and global ones. Cost: that of :func:`random`, plus O(E
+    log E).
 
     Args:
-        size: Reach of the window to each side, at least 0.
+        size: Largest distance in the window, at least 0.
         num_global: Number of global tokens, the first of each sequence, at least 0.
         num_random: Number of random keys of each query, at least 0.
         seed, generator, sequence_ids: As in :func:`random`.
-        heads: Number of heads H; they share window and global tokens, each draws its own random keys.
+        heads: Number of heads H. They share the window and the global tokens; each draws its own random keys.
         n, ptr, device: As in :func:`full`.
 
     Returns:
@@ -245,14 +244,14 @@ def block_diagonal(
     ptr: Tensor | None = None,
     device: Device = None,
 ) -> AttentionGraph:
-    """Each token attends to the tokens of its block, itself among them: pattern 1 of Lemma 2 (Cho et al.).
+    """Each token attends to all tokens of its block: pattern 1 of Lemma 2 (Cho et al.).
 
     An edge where :math:`\\lfloor r_i K/n \\rfloor = \\lfloor r_j K/n \\rfloor`: K blocks of consecutive tokens whose
     sizes differ by 1 at most. As an SBM: Y = Z = onehot of the block, S = I. (Lemma 2 of Cho et al. counts tokens from
     1, which makes K + 1 blocks.)
 
     Args:
-        num_blocks: Number of blocks K, at least 1. In a sequence with no more tokens each is a block of its own.
+        num_blocks: Number of blocks K, at least 1. In a sequence of at most K tokens each token is a block.
         n, is_causal, heads, ptr, device: As in :func:`full`.
 
     Returns:
@@ -265,7 +264,7 @@ def block_diagonal(
     num_blocks = checks.integer("num_blocks", num_blocks, 1, "One block is the full graph.")
     positions = _Positions.of(n, is_causal, heads, ptr, device)
     length = positions.length
-    # From n blocks on every token is alone; the least such K keeps r * K and the ceilings below within int64.
+    # More than n blocks change nothing; the clamp keeps r * K and the ceilings below within int64.
     blocks = length.clamp(max=num_blocks)
     block = positions.position * blocks // length
     first = (block * length + blocks - 1) // blocks  # the least r of the block: ceil(block * n / K)
@@ -314,7 +313,7 @@ def relay_queries(
 ) -> AttentionGraph:
     """The last ``num_relays`` tokens of a sequence attend to all of it: pattern 3 of Lemma 2 (Cho et al.).
 
-    Other tokens attend to none. An edge where :math:`r_i \\ge n - K`, the transpose of :func:`relay_keys`. The proof
+    Other tokens have no keys. An edge where :math:`r_i \\ge n - K`, the transpose of :func:`relay_keys`. The proof
     adds self-loops, this function does not: ``relay_queries(n, num_relays) | self_loops(n)``.
 
     Args:
@@ -337,7 +336,7 @@ def relay_queries(
 def self_loops(
     n: int | None, *, is_causal: bool = False, heads: int = 1, ptr: Tensor | None = None, device: Device = None
 ) -> AttentionGraph:
-    """Each token attends to itself alone.
+    """Each token attends only to itself.
 
     Args:
         n, is_causal, heads, ptr, device: As in :func:`full`.
@@ -357,14 +356,14 @@ def self_loops(
 
 @dataclass(frozen=True)
 class _Positions:
-    """Where each token lies in its sequence, and whether it attends to earlier ones alone."""
+    """The position of each token, the ends of its sequence, and the options of the pattern."""
 
     is_causal: bool
     heads: int
     ptr: Tensor  # [B+1]
     start: Tensor  # [N], the first token of its sequence
     end: Tensor  # [N], one past the last
-    position: Tensor  # [N], the r of the formulas
+    position: Tensor  # [N], r in the formulas
 
     @classmethod
     def of(cls, n: int | None, is_causal: bool, heads: int, ptr: Tensor | None, device: Device) -> _Positions:
@@ -392,7 +391,7 @@ class _Positions:
         checks.memory("n" if ptr is None else "ptr", n, 80, position, "Take shorter sequences.", "tokens")
         checks.memory("heads", heads * n, 24, position, "Take fewer heads.", "rows")
         ptr = resolve_ptr(n, ptr, device=device)
-        start, end = (torch.repeat_interleave(side, ptr.diff(), output_size=n) for side in (ptr[:-1], ptr[1:]))
+        start, end = (torch.repeat_interleave(ends, ptr.diff(), output_size=n) for ends in (ptr[:-1], ptr[1:]))
         return cls(is_causal, heads, ptr, start, end, torch.arange(n, device=ptr.device) - start)
 
     @property
@@ -400,7 +399,7 @@ class _Positions:
         return self.end - self.start  # [N]
 
     def count(self, degree: Tensor, copies: int, bytes_each: int) -> int | None:
-        """The sum of the keys of rows, None in compiled code; refuse so many copies where memory does not hold them."""
+        """The sum of the degrees, or None in compiled code. Raises ValueError if memory does not hold the copies."""
         if torch.compiler.is_compiling():
             return None
         require_values(self.ptr, "ptr")
@@ -429,17 +428,14 @@ class _Positions:
 
 
 class _Draws:
-    """Random words for rows ``h * N + i``.
-
-    Functions of the seed, the stream of the sequence, the head and the token's place in its sequence.
-    """
+    """Random words for rows ``h * N + i``: functions of seed, sequence number, head and position of the token."""
 
     def __init__(self, positions: _Positions, sequence_ids: Tensor | None, seed: int) -> None:
         sequence_ids = resolve_sequence_ids(sequence_ids, positions.ptr.numel() - 1, positions.ptr.device)
         sequence_ids = sequence_ids.repeat_interleave(positions.ptr.diff(), output_size=positions.position.numel())
         head = torch.arange(positions.heads, device=sequence_ids.device).repeat_interleave(sequence_ids.numel())
         self.row = torch.arange(head.numel(), device=sequence_ids.device)
-        self.position, self.stream, self.head = (
+        self.position, self.sequence_ids, self.head = (
             positions.position.repeat(positions.heads),
             sequence_ids.repeat(positions.heads),
             head | RANDOM_KEY,
@@ -447,22 +443,22 @@ class _Draws:
         self.used, self.seed = torch.zeros_like(self.row), seed
 
     def __call__(self, count: Tensor) -> tuple[Tensor, Tensor]:
-        """The next ``count[row]`` words of 32 bits for each row, ``[sum(count)]``, with their rows."""
+        """The next ``count[row]`` words of 32 bits of each row, ``[sum(count)]``, with their rows."""
         blocks = (count + 3) // 4  # of four words
         row = torch.repeat_interleave(self.row, blocks)
         block = runs(self.used, blocks)
-        words = torch.stack(philox(block, self.position[row], self.stream[row], self.head[row], self.seed), dim=1)
+        words = torch.stack(philox(block, self.position[row], self.sequence_ids[row], self.head[row], self.seed), dim=1)
         wanted = 4 * (block - self.used[row])[:, None] + torch.arange(4, device=row.device) < count[row][:, None]
         self.used = self.used + blocks
         return row[:, None].expand(-1, 4)[wanted], words[wanted]
 
 
 def _draw_distinct(count: Tensor, size: Tensor, draws: _Draws) -> Tensor:
-    """For each i a uniform set of ``count[i]`` numbers in ``0..size[i]-1``, ascending; joined, ``[sum(count)]``."""
+    """Draw a uniform set of ``count[i]`` integers in ``0..size[i]-1`` for each row i, ascending, ``[sum(count)]``."""
     stride, rows = int(size.max()), draws.row
-    leave = 2 * count > size  # there the numbers left out are drawn
+    leave = 2 * count > size  # rows that draw the numbers to leave out
     wanted = torch.where(leave, size - count, count)
-    # `drawn`: the cells of each round, ascending; a cell is a row and a number: row * stride + number
+    # `drawn` holds the new cells of each round, ascending; the cell of a number is row * stride + number
     missing, drawn = wanted, [wanted[:0]]
     while bool(missing.any()):
         row, word = draws(missing)
@@ -473,7 +469,7 @@ def _draw_distinct(count: Tensor, size: Tensor, draws: _Draws) -> Tensor:
             drawn.append(cells)
             missing = missing - torch.bincount(cells // stride, minlength=rows.numel())
     cells = torch.cat(drawn).sort().values
-    if bool(leave.any()):  # add all numbers of those rows; what then appears twice was drawn to be left out
+    if bool(leave.any()):  # add all numbers of these rows, and drop those that then appear twice
         cells, times = torch.cat([cells, runs(rows[leave] * stride, size[leave])]).unique(return_counts=True)
         cells = cells[times == 1]
     return cells % stride
@@ -565,12 +561,12 @@ class PatternSource(GraphSource):
 
 
 def check_window(window: int | None) -> int | None:
-    """The reach of a window beside a choice, if it is one."""
+    """Check the size of the window that a source adds to its graphs."""
     return None if window is None else checks.integer("window", window, 0, "It is a distance in tokens; None for none.")
 
 
 def check_same_tokens(bipartite: bool) -> None:
-    """Raise ValueError where a window is asked for between different tokens."""
+    """Raise ValueError if queries and keys are different tokens: then a window has no meaning."""
     if bipartite:
         raise ValueError(
             "Expected the same tokens as queries and keys with 'window' or 'self_loops' (got a pair). "
@@ -579,9 +575,9 @@ def check_same_tokens(bipartite: bool) -> None:
 
 
 def with_window(choice: Choice, window_size: int | None, bipartite: bool) -> Choice:
-    """The choice with a window beside it in each head, whatever its probabilities are."""
+    """Add a window to the choice in each head, regardless of the probabilities."""
     if window_size is None:
         return choice
     check_same_tokens(bipartite)
-    graph = choice.graph  # the number of its tokens is known where offsets may not be read, as in compiled code
+    graph = choice.graph  # its number of tokens is known even where offsets cannot be read, as in compiled code
     return choice.force(window(graph.num_queries, window_size, is_causal=graph.is_causal, ptr=graph.query_ptr))
