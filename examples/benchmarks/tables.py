@@ -19,11 +19,7 @@ WORDS = ("run", "estimator", "peer", "stage", "remarks", "method", "arm", "kerne
 
 
 def read(path: Path) -> Rows:
-    """The rows of a table, numbers as numbers and empty cells as NaN; none if there is no table.
-
-    Raises:
-        RunError: The table is damaged.
-    """
+    """The rows of a table, numbers as numbers and empty cells as NaN; none if there is no table."""
 
     def value(text: str) -> float | str:
         try:
@@ -44,11 +40,7 @@ def read(path: Path) -> Rows:
 
 
 def add(path: Path, rows: Sequence[Row]) -> None:
-    """Adds rows to a table, all or none.
-
-    Raises:
-        RunError: The table is damaged, or has other columns, or there is no room.
-    """
+    """Adds rows to a table, all or none."""
     read(path)  # is whole
     old = read_table(path) if path.exists() else ""
     names = old.partition("\n")[0].split(",") if old else [*rows[0]]

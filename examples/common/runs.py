@@ -51,11 +51,7 @@ def check_folder(option: str, folder: Path) -> None:
 
 
 def hold(folder: Path) -> contextlib.AbstractContextManager[Any]:
-    """Takes a folder of output for this process until it ends, however it ends, or until the context does.
-
-    Raises:
-        RunError: If another process that is still running has it.
-    """
+    """Takes a folder of output for this process until it ends, however it ends, or until the context does."""
     try:
         return FileLock(folder / LOCK).acquire(blocking=False)
     except Timeout:
@@ -68,11 +64,7 @@ def hold(folder: Path) -> contextlib.AbstractContextManager[Any]:
 
 
 def write(path: Path, content: bytes | memoryview, seal: bytes = b"") -> None:
-    """Writes a file that is complete under its name at any moment, even if the power fails.
-
-    Raises:
-        RunError: If it cannot be written, as on a full disk; the file of this name that was there still is.
-    """
+    """Writes a file that is complete under its name at any moment, even if the power fails."""
     draft = path.with_name(path.name + ".partial")
     try:
         with draft.open("wb") as file:
@@ -107,11 +99,7 @@ def save_figure(path: Path, figure: Any, **options: Any) -> None:
 
 
 def read_text(path: Path, way_out: str = AGAIN, what: str = "a file of text") -> str:
-    """Reads a text.
-
-    Raises:
-        RunError: If there is none.
-    """
+    """Reads a text."""
     try:
         return path.read_bytes().decode()
     except (OSError, UnicodeDecodeError) as error:
@@ -131,9 +119,6 @@ def write_checkpoint(path: Path, checkpoint: dict[str, Any]) -> None:
     """Writes what ``torch.save`` writes, and ``torch.load`` reads.
 
     Its checksum is the comment that every zip archive may end with; it covers every byte before it.
-
-    Raises:
-        RunError: If it cannot be written, as on a full disk; the checkpoint of this name that was there still is.
     """
     import torch
 
@@ -146,11 +131,7 @@ def write_checkpoint(path: Path, checkpoint: dict[str, Any]) -> None:
 
 
 def read_checkpoint(path: Path, way_out: str = AGAIN) -> dict[str, Any]:
-    """Reads a checkpoint onto the CPU after comparing it with its checksum.
-
-    Raises:
-        RunError: If a single bit is not what was written, or if there is no checksum.
-    """
+    """Reads a checkpoint onto the CPU after comparing it with its checksum."""
     import torch
 
     try:
@@ -163,11 +144,7 @@ def read_checkpoint(path: Path, way_out: str = AGAIN) -> dict[str, Any]:
 
 
 def read_state(path: Path, run: Mapping[str, Any], way_out: str = AGAIN) -> dict[str, Any]:
-    """Reads the checkpoint of a run, which holds the run's settings as "run"; empty if there is none.
-
-    Raises:
-        RunError: If it is damaged, or of other settings.
-    """
+    """Reads the checkpoint of a run, which holds the run's settings as "run"; empty if there is none."""
     if not path.exists():
         return {}
     state = read_checkpoint(path, way_out)
@@ -198,11 +175,7 @@ def write_record(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def read_record(path: Path, way_out: str = AGAIN, what: str = WRITTEN) -> dict[str, Any]:
-    """Reads what :func:`write_record` wrote.
-
-    Raises:
-        RunError: If it is missing, damaged, or something else.
-    """
+    """Reads what :func:`write_record` wrote."""
     text = read_text(path, way_out, what)
     try:
         content = json.loads(text)
@@ -234,9 +207,6 @@ def claim(folder: Path, program: str, settings: Mapping[str, Any]) -> Iterator[N
     """Takes a folder of output whose ``settings.json`` says what decides all runs in it, and refuses runs whose settings are others.
 
     Settings that the file does not have yet are added: those of another task, for example.
-
-    Raises:
-        RunError: If the folder has other settings, or tables and no settings, or another process, or cannot be written.
     """
     check_folder("output", folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -266,11 +236,7 @@ def _folder(folder: Path) -> dict[str, Any]:
 
 
 def read_table(path: Path) -> str:
-    """The text of a table, which is the one that was written if its folder has settings.
-
-    Raises:
-        RunError: If it is another one.
-    """
+    """The text of a table, which is the one that was written if its folder has settings."""
     text, known = read_text(path), _folder(path.parent).get("tables", {}).get(path.name)
     if known is not None and _digest(text.encode()) not in known:
         raise _wrong(path, WRITTEN, f"other bytes than {SETTINGS} says", AGAIN)

@@ -37,11 +37,7 @@ class Images:
 
 
 def split(labels: Tensor, share: float, seed: int) -> tuple[Tensor, Tensor]:
-    """Numbers of the images to learn from, and of a share that is held out; classes have the same share of both.
-
-    Raises:
-        ValueError: A class has too few images, or the share does.
-    """
+    """Numbers of the images to learn from, and of a share that is held out; classes have the same share of both."""
     sizes, held_out = torch.bincount(labels), round(share * len(labels))
     if int(sizes.min()) < LEAST:
         raise ValueError(
@@ -67,9 +63,6 @@ def load(data: str, size: int | None = None) -> Images:
         data: "digits"; the folder of CIFAR-10, as it is unpacked; or a folder of images, ``train/CLASS/*.png`` and
             ``test/CLASS/*.png``, or ``CLASS/*.png``. A split ``val`` is joined to ``train``.
         size: Side of the images; as they are if None, and 64 of images in folders.
-
-    Raises:
-        ValueError: The folder holds no images, or a class of the test that has none to learn from.
     """
     folder = Path(data)
     if data == "digits":

@@ -65,9 +65,6 @@ class Vision(nn.Module):
         channels, layers, heads, ffn: Of the encoder.
         everywhere: All blocks have the method; else the last alone, and the others attend to all pairs.
         equal: As many parameters as full attention has, by a narrower feed-forward network.
-
-    Raises:
-        ValueError: A size or an option does not fit.
     """
 
     mean: Tensor
@@ -137,11 +134,7 @@ class Vision(nn.Module):
 
 
 def read_weights(weights: str) -> dict[str, Tensor]:
-    """The state of a vision transformer of ``timm``, by name or from a file that ``torch.save`` or safetensors wrote.
-
-    Raises:
-        ValueError: There is no such file, and ``timm`` is not installed or knows no such name; or it holds something else.
-    """
+    """The state of a vision transformer of ``timm``, by name or from a file that ``torch.save`` or safetensors wrote."""
     path = Path(weights)
     try:
         if path.suffix == ".safetensors" and path.is_file():
@@ -174,9 +167,6 @@ def sizes_of(state: Mapping[str, Tensor]) -> dict[str, int]:
     """Patch, channels, layers, heads, width of the feed-forward network and side of the images that weights are made for.
 
     Heads are of 64 channels, as in all of these models.
-
-    Raises:
-        ValueError: They are not those of a vision transformer.
     """
     try:
         channels, _, patch, _ = state["patch_embed.proj.weight"].shape
@@ -194,9 +184,6 @@ def load_weights(model: Vision, state: Mapping[str, Tensor]) -> None:
     """Takes over weights of ``timm``: all but those of the method, and of the head where classes are others.
 
     Places are interpolated where the images have more or fewer patches.
-
-    Raises:
-        ValueError: Weights are missing, unknown or of another shape.
     """
     left, found = dict(state), {}
     try:

@@ -137,11 +137,7 @@ def parts(run: Run, model: Vision, data: Images, label: int, count: int) -> Iter
 
 
 def draw_all(runs: list[Run], data: Images, name: str, count: int, folder: Path) -> list[Path]:
-    """A page for each run whose method has a block model.
-
-    Raises:
-        ValueError: There is no such class, run or method.
-    """
+    """A page for each run whose method has a block model."""
     if name not in data.classes:
         known = ", ".join(data.classes[:20])
         raise ValueError(f"Expected 'pictures' to be a class of the images, among {known} (got {name!r}).")

@@ -70,11 +70,7 @@ class Run:
 
 
 def make_model(run: Run, data: Images) -> Vision:
-    """A model before it is trained.
-
-    Raises:
-        ValueError: An option, a size or the weights do not fit.
-    """
+    """A model before it is trained."""
     torch.manual_seed(run.seed)
     sizes = {name: getattr(run, name) for name in ("patch", "channels", "layers", "heads", "ffn")}
     of = (run.method, (data.train.size(1), data.train.size(2)), len(data.classes))
@@ -180,11 +176,7 @@ def keep_best(run: Run, model: Vision, accuracy: float, folder: Path) -> None:
 
 
 def load_best(run: Run, model: Vision, folder: Path) -> float:
-    """Gives a model the weights that are best in validation, and sets it to evaluation; returns their accuracy.
-
-    Raises:
-        ValueError: There are none of these settings.
-    """
+    """Gives a model the weights that are best in validation, and sets it to evaluation; returns their accuracy."""
     if not (best := read_best(run, folder)):
         raise ValueError(f"Expected a run of these settings in {folder / run.best} (got none). Train it.")
     model.load_state_dict(best["model"])
@@ -193,12 +185,7 @@ def load_best(run: Run, model: Vision, folder: Path) -> float:
 
 
 def train_all(runs: list[Run], data: Images, folder: Path) -> None:
-    """Trains what ``rows.csv`` does not have yet.
-
-    Raises:
-        ValueError: The folder is that of other settings or images, a file in it is damaged, there is no room, or the options of a method
-            do not fit.
-    """
+    """Trains what ``rows.csv`` does not have yet."""
     for run in runs:
         model = make_model(run, data)  # mistakes before the first run
         print(f"{run.name}, seed {run.seed}: {model.count():,} parameters")

@@ -34,11 +34,7 @@ NEVER = 2**31  # validate after so many epochs
 
 
 def read_state(path: Path, settings: Any) -> dict[str, Any]:
-    """Reads a checkpoint of a run.
-
-    Raises:
-        RunError: If it is damaged, or that of a run with other settings.
-    """
+    """Reads a checkpoint of a run."""
     way_out = WAY_OUTS.get(path.name, NEW)
     state = read_checkpoint(path, way_out)
     if state.get("run", {}).get("settings") != dataclasses.asdict(settings):

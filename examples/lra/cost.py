@@ -85,9 +85,6 @@ def gate(module: Classifier) -> None:
     """Compares the attention of the first layer with what it must equal, for each sequence of a small batch.
 
     That is softmax over the dense mask of its graph; for a baseline, whose method is a package's, itself with the sequence alone.
-
-    Raises:
-        Rejected: If it is something else.
     """
     attention: Any = module.eval().model.encoder.blocks[0].attention
     settings, device = module.settings, module.device
@@ -226,9 +223,6 @@ def measure(
 
     Returns:
         A row: what was measured, in FLOPs, bytes and seconds, and the density of the graphs (None without graphs).
-
-    Raises:
-        Rejected: If the method fails the gate.
     """
     torch.set_num_threads(threads)
     torch.manual_seed(0)
@@ -307,10 +301,6 @@ def compare(folders: Sequence[Path], data: Path | None, steps: int) -> list[dict
 
     Returns:
         A row for each batch and run.
-
-    Raises:
-        ValueError: If a run cannot be read or takes other examples than the first.
-        Rejected: If a model fails the gate.
     """
     runs = [open_run(folder, data=data) for folder in folders]
     plan, _, splits = runs[0]

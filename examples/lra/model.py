@@ -181,11 +181,7 @@ class Classifier(LightningModule):
         return sums
 
     def finish_row(self, phase: str = "") -> dict[str, float]:
-        """Turns the sums into a row of means, and starts new sums; the row of a phase goes to its curve and to the loggers.
-
-        Raises:
-            RunError: If the loss is not finite.
-        """
+        """Turns the sums into a row of means, and starts new sums; the row of a phase goes to its curve and to the loggers."""
         sums, self.sums = self.total(self.sums | {"tokens": torch.tensor(self.tokens, device=self.device)}), {}
         self.correct, self.examples = int(sums["correct"]), int(sums["examples"])
         row = {"loss": sums["loss"].item() / self.examples, "accuracy": self.correct / self.examples}

@@ -37,11 +37,7 @@ def _option(help: str, least: float | None = None, most: float = INF, choices: W
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Everything that decides the outcome of a training run, apart from data and machine.
-
-    Raises:
-        ValueError: If a value is out of its range, or if two values exclude each other.
-    """
+    """Everything that decides the outcome of a training run, apart from data and machine."""
 
     layers: int = _option("transformer layers", least=1)
     heads: int = _option("attention heads per layer", least=1)
@@ -233,11 +229,7 @@ class Plan:
 
     @classmethod
     def read(cls, path: Path) -> Plan:
-        """Reads ``settings.json``.
-
-        Raises:
-            RunError: If it is damaged, or of something else.
-        """
+        """Reads ``settings.json``."""
         way_out = "Take it from a backup, or start a new run."
         content = read_record(path, way_out)
         try:
@@ -260,9 +252,6 @@ def method_words(method: str) -> list[str]:
 
     >>> method_words("sbm:density-weight=0.1,num-blocks=64")
     ['--attention', 'sbm', '--density-weight', '0.1', '--num-blocks', '64']
-
-    Raises:
-        ValueError: If it is no such name.
     """
     attention, _, own = method.partition(":")
     pairs = [pair.partition("=") for pair in own.split(",") if pair]
@@ -310,11 +299,7 @@ def parse(arguments: Words | None = None, prog: str = "python -m examples.lra tr
 
 
 def resolve(given: argparse.Namespace) -> tuple[Path, Plan]:
-    """Settles folder and plan of a run: those that a resumed run was started with, else preset and command line.
-
-    Raises:
-        ValueError: If settings are out of range, or if folder and settings do not fit together.
-    """
+    """Settles folder and plan of a run: those that a resumed run was started with, else preset and command line."""
     options = vars(given)
     if "resume" in options:
         return _resumed(options)

@@ -54,11 +54,7 @@ PUBLISHED_DENSITY = (20.09, 26.10, 29.46, 20.49, 18.56)  # per cent, of the same
 
 
 def asked(given: argparse.Namespace) -> dict[str, list[str]]:
-    """The trainer's arguments for each run that is asked for, by the name of its folder; ``--resume`` for those that were begun.
-
-    Raises:
-        ValueError: If arguments after ``--`` are decided here, or if methods are no names with settings of their own.
-    """
+    """The trainer's arguments for each run that is asked for, by the name of its folder; ``--resume`` for those that were begun."""
     once = [name for name in ("steps", "minutes", "threads") if getattr(given, name) is not None]
     rest = vars(parse(given.rest))
     for name in (*OWN, *once):
@@ -81,11 +77,7 @@ def asked(given: argparse.Namespace) -> dict[str, list[str]]:
 
 
 def agree(plans: Mapping[str, Plan]) -> None:
-    """Refuses runs that would be averaged, and differ in more than the seed and the steps that a time was turned into.
-
-    Raises:
-        ValueError: If two of a task and method have other settings, another budget, or other data.
-    """
+    """Refuses runs that would be averaged, and differ in more than the seed and the steps that a time was turned into."""
     first: dict[str, str] = {}
     for name, plan in plans.items():
         other = first.setdefault(name.rpartition("-")[0], name)
@@ -263,11 +255,7 @@ def report(runs: Sequence[Row]) -> str:
 
 
 def write_report(folder: Path) -> None:
-    """Writes all tables and the plot of a folder.
-
-    Raises:
-        ValueError: If no run has finished, or if some that would be averaged had different settings.
-    """
+    """Writes all tables and the plot of a folder."""
     runs = finished(folder)
     if not runs:
         raise ValueError(

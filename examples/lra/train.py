@@ -65,9 +65,6 @@ class Data(LightningDataModule):
         settings: Sizes and seed.
         rank: Number of this process.
         count: Number of processes.
-
-    Raises:
-        ValueError: If there are fewer examples than a batch or the processes need.
     """
 
     def __init__(self, splits: Mapping[str, Split], settings: Settings, rank: int = 0, count: int = 1) -> None:
@@ -137,10 +134,6 @@ def train(folder: Path, plan: Plan, data: Data, accelerator: str, signals: Signa
     """Trains, or goes on from the last checkpoint of the folder; tests the best one; writes results and plots.
 
     Returns the results, as in ``results.json``, in the first process, and nothing in others.
-
-    Raises:
-        RunError: If a checkpoint cannot be read or written, or if loss or weights are no longer finite.
-        SystemExit: If the run was asked to stop.
     """
     settings, task, splits = plan.settings, TASKS[plan.task], data.splits
     torch.manual_seed(random_word(settings.seed, 2))
@@ -248,11 +241,7 @@ def load_best(folder: Path, plan: Plan) -> Classifier:
 
 
 def open_run(folder: Path, data: Path | None = None) -> tuple[Plan, Classifier, dict[str, Split]]:
-    """Opens a run to look at it: its plan, its best model, and its data, which may have moved.
-
-    Raises:
-        ValueError: If something is missing or damaged, or if the data are not the run's.
-    """
+    """Opens a run to look at it: its plan, its best model, and its data, which may have moved."""
     if not all((folder / name).is_file() for name in (SETTINGS, BEST)):
         raise ValueError(
             f"Expected 'run' to be a folder with {SETTINGS} and {BEST} (got {folder}). Give that of a run."
@@ -279,11 +268,7 @@ def read(given: argparse.Namespace, plan: Plan) -> tuple[dict[str, Split], str]:
 
 
 def prepare(given: argparse.Namespace, count: int = 1) -> tuple[Path, Plan, dict[str, Split]]:
-    """Settles folder, plan and data of a run in so many processes, and refuses what cannot be trained before anything is written.
-
-    Raises:
-        ValueError: If anything of the command line, the model, this machine or the data does not fit.
-    """
+    """Settles folder, plan and data of a run in so many processes, and refuses what cannot be trained before anything is written."""
     folder, plan = resolve(given)
     export = vars(given).get("export")
     if export is not None and plan.settings.attention in BASELINES:

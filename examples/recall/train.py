@@ -64,9 +64,6 @@ def read_method(
 
     >>> read_method("sbm:probes=8", ("full", "sbm"), {"sbm": {"probes": 16.0, "estimator": "local"}})
     ('sbm', {'probes': 8.0, 'estimator': 'local'})
-
-    Raises:
-        ValueError: There is no such method, or it has no such option.
     """
     kind, _, own = method.partition(":")
     if kind not in methods:
@@ -91,9 +88,6 @@ def options_of(method: str) -> tuple[str, dict[str, Any]]:
 
     >>> options_of("sbm:estimator=local,probes=8")[1]["probes"]
     8.0
-
-    Raises:
-        ValueError: There is no such method, or it has no such option.
     """
     kind, options = read_method(method, METHODS, OPTIONS)
     if options and options["control"] not in CONTROLS:
@@ -215,9 +209,6 @@ def fit(
 
     Returns:
         Rows of all evaluations, with "step", "loss" and "seconds".
-
-    Raises:
-        RunError: The checkpoint is damaged or that of other settings, or there is no room for it.
     """
     groups: list[dict[str, Any]] = [{"params": [], "weight_decay": decay} for decay in (run.weight_decay, 0.0)]
     for name, parameter in model.named_parameters():
@@ -283,11 +274,7 @@ def train(run: Run, folder: Path) -> list[Row]:
 
 
 def train_all(runs: list[Run], folder: Path) -> None:
-    """Trains what ``rows.csv`` does not have yet.
-
-    Raises:
-        RunError: The folder is that of other settings, a file in it is damaged, or there is no room.
-    """
+    """Trains what ``rows.csv`` does not have yet."""
     settings = {name: value for run in runs for name, value in settings_of(run, run.task, ["layers"]).items()}
     with claim(folder, "recall", settings):
         for run in runs:

@@ -146,11 +146,7 @@ class Texts:
 
 
 def read_texts(train: Sequence[Path], test: Sequence[Path], size: int, length: int) -> Texts:
-    """Texts in sequences of one length, over the words of the former.
-
-    Raises:
-        ValueError: A text is shorter than a sequence.
-    """
+    """Texts in sequences of one length, over the words of the former."""
     words = [read_words(paths) for paths in (train, test)]
     for name, each in zip(("train", "test"), words, strict=True):
         if len(each) < length:

@@ -63,11 +63,7 @@ def extract(
 
 
 def load_or_learn(model: TokenClassifier, tokens: Tensor, sweep: Sweep, path: Path) -> list[Learnt]:
-    """What was learnt of each layer, from its file if there is one.
-
-    Raises:
-        RunError: The file is damaged, or of other settings.
-    """
+    """What was learnt of each layer, from its file if there is one."""
     about = dataclasses.asdict(sweep)
     if state := read_state(path, about):
         found = []

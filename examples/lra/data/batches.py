@@ -140,9 +140,6 @@ class LengthBuckets:
         batch_size: Examples per batch.
         seed: Of the order.
         pool: Examples per pool.
-
-    Raises:
-        ValueError: If there are fewer examples than a batch needs.
     """
 
     def __init__(self, lengths: np.ndarray, *, batch_size: int, seed: int, pool: int = 4096) -> None:

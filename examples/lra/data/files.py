@@ -72,9 +72,6 @@ class Release:
         Args:
             root: A folder that a user gives.
             level: Of a data set with levels, a folder each.
-
-        Raises:
-            ValueError: If there is none, or if one that comes before holds only some.
         """
         roots = (root, root / "lra_release", root / "lra_release" / "lra_release")
         places = [root, *(above / name for above in roots for name in self.folders)]
@@ -92,11 +89,7 @@ class Release:
 
 
 def read_manifest(folder: Path, kind: str) -> dict[str, Any]:
-    """Reads what :func:`make_folder` wrote about a folder of ``kind``; empty if the folder is new or empty.
-
-    Raises:
-        ValueError: If there is no manifest, or a damaged one: nobody may replace such a folder.
-    """
+    """Reads what :func:`make_folder` wrote about a folder of ``kind``; empty if the folder is new or empty."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return {}
     way_out = f"Remove {folder}, if it is damaged, and it is made again, or choose another place."
@@ -120,9 +113,6 @@ def make_folder(
 
     Returns:
         Whether anything was written.
-
-    Raises:
-        ValueError: If the folder holds something else, or if files cannot be read or written.
     """
     folder = folder.resolve()  # has a name and a neighbour on the same disk, even if it is given as "." or as a link
     draft, old = (folder.with_name(f".{folder.name}.{ending}") for ending in ("partial", "old"))

@@ -41,9 +41,6 @@ class Parameters:
         min_length: Exclusive, at least 1, so that every tree has an operator.
         max_length: Exclusive.
         operator_probability: In (0, 1].
-
-    Raises:
-        ValueError: If a parameter is out of its range.
     """
 
     train: int = 96_000

@@ -27,9 +27,6 @@ class Parameters:
         level: One of ``LEVELS``.
         images: For all splits together, at least 10; half of them have label 1 (give or take one half).
         per_folder: Images in one folder.
-
-    Raises:
-        ValueError: If a parameter is out of its range.
     """
 
     level: str = "curv_contour_length_14"

@@ -45,9 +45,6 @@ def prepare(
 
     Returns:
         The folder of the arrays, and whether anything was written.
-
-    Raises:
-        ValueError: If files are missing or malformed, if an option is not known, or if there is no place to write.
     """
     options = task.complete(options or {})
     folder = (prepared or root / "prepared") / "-".join([task.name, *options.values()])

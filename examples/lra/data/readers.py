@@ -48,9 +48,6 @@ def _table(
         label: Which of them is the label, ``int(float(...))`` of what is written.
         classes: Number of labels.
         header: The first line, which is not yielded.
-
-    Raises:
-        ValueError: If a line is malformed; the message names file and line.
     """
     with path.open("rb") as file:
         for number, text in enumerate(file, start=1):

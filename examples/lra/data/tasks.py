@@ -40,11 +40,7 @@ class Task:
     side: int = 0  # of the square images whose pixels are the tokens, value plus one, row by row; 0: no pixels
 
     def complete(self, options: Mapping[str, str]) -> dict[str, str]:
-        """Returns options of the reader with defaults for those that are not given.
-
-        Raises:
-            ValueError: If an option is unknown to the task or has no such choice.
-        """
+        """Returns options of the reader with defaults for those that are not given."""
         for name, value in options.items():
             choices = self.options.get(name, {"none": ""})
             if value not in choices:
@@ -54,11 +50,7 @@ class Task:
         return {name: options.get(name, next(iter(choices))) for name, choices in self.options.items()}
 
     def options_of(self, settings: Settings) -> dict[str, str]:
-        """Returns the options of the reader that settings name.
-
-        Raises:
-            ValueError: As :meth:`complete`, if settings are about pixels, and the task has none, or if its images have more than a sequence may.
-        """
+        """Returns the options of the reader that settings name."""
         for name, absent in (("mask_dark", -1), ("positions", "random"), ("values", "random")):
             if not self.side and getattr(settings, name) != absent:
                 raise ValueError(
@@ -150,11 +142,7 @@ TASKS = {
 
 
 def data_folder(plan: Plan) -> Path:
-    """Settles where the data of a run are: the folder that was given, or one in "data" where the run was started (here, if that is gone).
-
-    Raises:
-        ValueError: If none was given, and nobody can generate the task.
-    """
+    """Settles where the data of a run are: the folder that was given, or one in "data" where the run was started (here, if that is gone)."""
     task, given = TASKS[plan.task], plan.place("data")
     if given is not None:
         return given
@@ -173,9 +161,6 @@ def open_data(plan: Plan) -> tuple[dict[str, Split], str]:
 
     Returns:
         The splits "train", "val" and "test", and their fingerprint.
-
-    Raises:
-        ValueError: If data are missing, malformed or damaged, or if they are not those that the run was started with.
     """
     task, settings, root = TASKS[plan.task], plan.settings, data_folder(plan)
     options = task.options_of(settings)
