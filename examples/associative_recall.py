@@ -6,7 +6,6 @@ A sequence tells pairs of key and value, then asks for the keys again among fill
 model; the share of the pairs that a head sees falls while the loss is low. (Arora et al., "Zoology"; more: python -m examples.recall.)
 """
 
-# ruff: noqa: E402
 import argparse
 from typing import Any
 

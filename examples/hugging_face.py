@@ -5,9 +5,6 @@
 Expect logits that agree to 1e-5 over the full graph, and a loss below 0.05 after 60 steps over sampled ones.
 """
 
-# ruff: noqa: E402
-from __future__ import annotations
-
 import argparse
 from typing import Any
 

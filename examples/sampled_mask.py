@@ -1,10 +1,7 @@
-"""Draws a sampled mask beside its expectation: the figure of the README. Expect 16,592 edges with the seed 0.
+"""Draws a sampled mask next to its expectation: the figure of the README. Expect 16,592 edges with the seed 0.
 
 python examples/sampled_mask.py --out docs/figures/sampled_mask.png
 """
-
-# ruff: noqa: E402
-from __future__ import annotations
 
 import argparse
 from pathlib import Path
@@ -12,12 +9,13 @@ from pathlib import Path
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=256, help="tokens of the sequence (default: 256)")
-    parser.add_argument("--blocks", type=int, default=5, help="blocks of the model (default: 5)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the sampled mask (default: 0)")
-    parser.add_argument(
-        "--out", type=Path, default=Path("sampled_mask.png"), help="the figure (default: sampled_mask.png)"
-    )
+    for name, usual, words in (
+        ("tokens", 256, "of the sequence"),
+        ("blocks", 5, "of the model"),
+        ("seed", 0, "of the mask"),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=usual, help=f"{words} (default: {usual})")
+    parser.add_argument("--out", type=Path, default=Path("sampled_mask.png"), help="figure (default: %(default)s)")
     return parser.parse_args(arguments)
 
 

@@ -6,9 +6,6 @@
 Sequences of 8 to 32 tokens come as PyG data objects. A DataLoader joins them without padding; `batch.ptr` says where each starts.
 """
 
-# ruff: noqa: E402
-from __future__ import annotations
-
 import argparse
 
 
@@ -73,9 +70,8 @@ def main(arguments: list[str] | None = None) -> None:
             loss.backward()
             optimizer.step()
         accuracy, density = evaluate(model, test)
-        print(
-            f"epoch {epoch}: loss {loss.detach():.3f}, test accuracy {100 * accuracy:.1f} %, density {100 * density:.1f} %"
-        )
+        words = f"test accuracy {100 * accuracy:.1f} %, density {100 * density:.1f} %"
+        print(f"epoch {epoch}: loss {loss.detach():.3f}, {words}")
 
 
 if __name__ == "__main__":

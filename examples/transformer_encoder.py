@@ -5,9 +5,6 @@
 Expect logits that agree to 1e-6 over the full graph, and an accuracy of 100 % after 100 steps over sampled ones.
 """
 
-# ruff: noqa: E402
-from __future__ import annotations
-
 import argparse
 from typing import Any
 

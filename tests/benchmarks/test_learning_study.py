@@ -1,7 +1,5 @@
 """The repeated-token task, the study of what learns, and the numbers of docs/learning.md in its tidy tables."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import math
@@ -16,7 +14,7 @@ import torch
 from examples import repeated_tokens as task
 from examples.benchmarks import learning as study
 from examples.benchmarks.gradients import gradient_errors
-from examples.benchmarks.tables import read
+from examples.common.tables import read
 
 TINY = task.Settings(tokens=12, batch_size=4, steps=6, num_blocks=4, evaluate_every=3)
 DOCS = Path(study.__file__).parents[2] / "docs"
