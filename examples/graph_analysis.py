@@ -10,21 +10,13 @@ The paper's construction (lemma 2) is universal: after s = 5 steps every token h
 import argparse
 from pathlib import Path
 
-
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, usual, words in (
-        ("tokens", 128, "of the sequence"),
-        ("blocks", 4, "of the model"),
-        ("seed", 0, "of the graphs"),
-    ):
-        parser.add_argument(f"--{name}", type=int, default=usual, help=f"{words} (default: {usual})")
-    parser.add_argument("--out", type=Path, default=Path("graph_analysis.png"), help="figure (default: %(default)s)")
-    return parser.parse_args(arguments)
-
-
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--tokens", type=int, default=128, help="tokens of the sequence (default: %(default)s)")
+parser.add_argument("--blocks", type=int, default=4, help="blocks of the model (default: %(default)s)")
+parser.add_argument("--seed", type=int, default=0, help="seed of the sampled graphs (default: %(default)s)")
+parser.add_argument("--out", type=Path, default=Path("graph_analysis.png"), help="figure (default: %(default)s)")
 if __name__ == "__main__":  # --help and mistakes do not wait for the imports below
-    parse(None)
+    parser.parse_args()
 
 import networkx as nx
 import torch
@@ -54,7 +46,7 @@ def describe(graph: AttentionGraph, sbm: SBM) -> str:
 def main(arguments: list[str] | None = None) -> None:
     from matplotlib.figure import Figure
 
-    options = parse(arguments)
+    options = parser.parse_args(arguments)
     densities = (0.02, 0.05, 0.15)
     figure = Figure(figsize=(9.2, 3.4), layout="constrained")
     for axes, density in zip(figure.subplots(1, len(densities)), densities, strict=True):

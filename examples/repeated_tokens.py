@@ -52,20 +52,15 @@ QUICK = Settings(tokens=64, batch_size=32, learning_rate=3e-3, decay=1, num_bloc
 SORTED: Any = {"parameterization": "assortative", "cluster_init": "orthogonal", "temperature": 0.3, "tied": 1}
 SPARSE: dict[str, Any] = {**SORTED, "density_weight": 0.1, "decay": 1, "position_scale": 1.0}
 
-
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    command = Command(None, __doc__)
-    command.add_argument("--quick", action="store_true", help="64 tokens, 32 sequences, 32 blocks")
-    command.add_argument("--sparse", action="store_true", help="a block model that can solve the task sparsely")
-    command.option("models", ["full", "sbm"], choices=("full", "sbm"))
-    command.option("steps", Settings.steps, "optimizer steps")
-    command.option("seed", 0, "of everything random")
-    command.option("output", Path("runs/repeated-tokens"))
-    return command.read(arguments)
-
-
+command = Command(None, __doc__)
+command.add_argument("--quick", action="store_true", help="64 tokens, 32 sequences, 32 blocks")
+command.add_argument("--sparse", action="store_true", help="a block model that can solve the task sparsely")
+command.option("models", ["full", "sbm"], choices=("full", "sbm"))
+command.option("steps", Settings.steps, "optimizer steps")
+command.option("seed", 0, "of everything random")
+command.option("output", Path("runs/repeated-tokens"))
 if __name__ == "__main__":  # --help and mistakes do not wait for the imports below
-    parse(None)
+    command.read(None)
 
 import numpy as np
 import torch
@@ -192,7 +187,7 @@ def draw(curves: dict[str, list[dict[str, float]]]) -> Any:  # figure 4 of the p
     return figure
 
 
-main = program(parse, work)
+main = program(command.read, work)
 
 if __name__ == "__main__":
     main()

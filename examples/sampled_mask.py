@@ -6,21 +6,13 @@ python examples/sampled_mask.py --out docs/figures/sampled_mask.png
 import argparse
 from pathlib import Path
 
-
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, usual, words in (
-        ("tokens", 256, "of the sequence"),
-        ("blocks", 5, "of the model"),
-        ("seed", 0, "of the mask"),
-    ):
-        parser.add_argument(f"--{name}", type=int, default=usual, help=f"{words} (default: {usual})")
-    parser.add_argument("--out", type=Path, default=Path("sampled_mask.png"), help="figure (default: %(default)s)")
-    return parser.parse_args(arguments)
-
-
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--tokens", type=int, default=256, help="tokens of the sequence (default: %(default)s)")
+parser.add_argument("--blocks", type=int, default=5, help="blocks of the model (default: %(default)s)")
+parser.add_argument("--seed", type=int, default=0, help="seed of the sampled mask (default: %(default)s)")
+parser.add_argument("--out", type=Path, default=Path("sampled_mask.png"), help="figure (default: %(default)s)")
 if __name__ == "__main__":  # --help and mistakes do not wait for the imports below
-    parse(None)
+    parser.parse_args()
 
 import torch
 
@@ -40,7 +32,7 @@ def smooth_blocks(tokens: int, blocks: int) -> SBM:
 def main(arguments: list[str] | None = None) -> None:
     from matplotlib.figure import Figure
 
-    options = parse(arguments)
+    options = parser.parse_args(arguments)
     sbm = smooth_blocks(options.tokens, options.blocks)
     graph = sample_edges(sbm, clamp=True, seed=options.seed)
     figure = Figure(figsize=(9.2, 4.9), layout="constrained")

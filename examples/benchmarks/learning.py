@@ -172,19 +172,17 @@ def draw(folder: Path) -> None:
     save_figure(folder / "listops_hour.png", figure, dpi=110)
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    command = Command("python -m examples.benchmarks.learning", __doc__)
-    command.add_argument("--report", action="store_true", help="make the tables and figures of the page")
-    words = "runs by name (default: all but those of 256 tokens)"
-    command.add_argument("--only", nargs="+", choices=RUNS, metavar="RUN", help=words)
-    command.option("seeds", 5, "number of seeds, from 0")
-    command.option("folder", Path("docs/learning"), "of tables and figures")
-    command.option("work", Path("runs/learning"), "of checkpoints")
-    return command.read(arguments)
+command = Command("python -m examples.benchmarks.learning", __doc__)
+command.add_argument("--report", action="store_true", help="make the tables and figures of the page")
+words = "runs by name (default: all but those of 256 tokens)"
+command.add_argument("--only", nargs="+", choices=RUNS, metavar="RUN", help=words)
+command.option("seeds", 5, "number of seeds, from 0")
+command.option("folder", Path("docs/learning"), "of tables and figures")
+command.option("work", Path("runs/learning"), "of checkpoints")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    given = parse(arguments)
+    given = command.read(arguments)
     if given.report:
         print(report(given.folder))
         draw(given.folder)

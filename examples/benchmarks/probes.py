@@ -15,23 +15,17 @@ Plain torch, nothing of the library; a minute. A table that is there is shown, a
 python -m examples.recall.spread --probes
 """
 
-import argparse
 from pathlib import Path
 
 from examples.common.command import Command
 
-
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    command = Command("python -m examples.benchmarks.probes", __doc__)
-    command.option("csv", Path("probes.csv"), "where to write")
-    command.option("cases", 40, "random problems of each kind", least=1)
-    command.option("graphs", 500, "sampled where they cannot be enumerated", least=64)
-    command.option("seed", 0, "of the problems", least=0)
-    return command.read(arguments)
-
-
+command = Command("python -m examples.benchmarks.probes", __doc__)
+command.option("csv", Path("probes.csv"), "where to write")
+command.option("cases", 40, "random problems of each kind", least=1)
+command.option("graphs", 500, "sampled where they cannot be enumerated", least=64)
+command.option("seed", 0, "of the problems", least=0)
 if __name__ == "__main__":  # --help and mistakes do not wait for the imports below
-    parse(None)
+    command.read(None)
 
 import math
 from collections.abc import Callable
@@ -234,7 +228,7 @@ def report(rows: Rows) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     """Measures what the table does not hold, and shows it."""
-    given = parse(arguments)
+    given = command.read(arguments)
     given.csv.parent.mkdir(parents=True, exist_ok=True)
     if not given.csv.exists():
         random, graphs = Random(given.seed), given.graphs

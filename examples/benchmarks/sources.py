@@ -8,7 +8,6 @@ Memory is the peak of the process beyond what it held before (Linux alone). Expe
 score all pairs; no source makes an array of N x N.
 """
 
-import argparse
 from pathlib import Path
 
 from examples.common.command import Command
@@ -18,18 +17,13 @@ LAWS = {  # exponent of N in the time of each, with the options below
     "indexer": 2, "indexer_top_k": 2,
 }  # fmt: skip
 
-
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    command = Command("python -m examples.benchmarks.sources", __doc__)
-    command.option("sources", [*LAWS], f"of {', '.join(LAWS)} (default: all)", choices=LAWS, metavar="NAME")
-    command.option("tokens", [2**n for n in range(10, 17)], "lengths", metavar="N")
-    command.option("seconds", 60.0, "no longer sequence after one that took so long")
-    command.option("csv", Path("sources.csv"), "where to write")
-    return command.read(arguments)
-
-
+command = Command("python -m examples.benchmarks.sources", __doc__)
+command.option("sources", [*LAWS], f"of {', '.join(LAWS)} (default: all)", choices=LAWS, metavar="NAME")
+command.option("tokens", [2**n for n in range(10, 17)], "lengths", metavar="N")
+command.option("seconds", 60.0, "no longer sequence after one that took so long")
+command.option("csv", Path("sources.csv"), "where to write")
 if __name__ == "__main__":  # --help and mistakes do not wait for the imports below
-    parse(None)
+    command.read(None)
 
 import ctypes
 import math
@@ -116,7 +110,7 @@ def gate(name: str) -> None:
 
 @torch.no_grad()
 def main(arguments: list[str] | None = None) -> None:
-    given = parse(arguments)
+    given = command.read(arguments)
     torch.set_num_threads(1)
     rows = []
     for name in tqdm(given.sources, unit="source"):

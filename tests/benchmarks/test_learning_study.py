@@ -96,7 +96,7 @@ def given(folder: Path, *words: str) -> argparse.Namespace:
     places = ["--folder", str(folder / "tables"), "--work", str(folder / "work")]
     for name in ("tables", "work"):
         (folder / name).mkdir(exist_ok=True)
-    return study.parse([*words, *places])
+    return study.command.read([*words, *places])
 
 
 def test_a_study_runs_what_is_missing_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +125,7 @@ def test_a_study_runs_what_is_missing_once(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_run_that_the_study_does_not_know_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        study.parse(["--only", "nothing"])
+        study.command.read(["--only", "nothing"])
     assert "invalid choice: 'nothing'" in capsys.readouterr().err
 
 
