@@ -1,10 +1,4 @@
-"""What is measured, second part: samplers, and whole layers, of ours and of others.
-
-In: a :class:`~examples.benchmarks.kernels.Case`. Out: a :class:`~examples.benchmarks.kernels.Work`. Not here: attention over
-a given graph (``kernels``), clocks (``measure``).
-"""
-
-from __future__ import annotations
+"""Peers of sampling and of whole layers."""
 
 import itertools
 import math
@@ -17,12 +11,11 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from examples.benchmarks.kernels import Case, Peer, Rejected, Work, compare
+from examples.benchmarks.kernels import Case, Peer, Work
+from examples.common.gate import Rejected, compare
 from sbm_pyg import SBM, BlockGraph, FullAttention, SBMAttentionConv, Tokens, ops, patterns, sample_edges
 
 DEVIATIONS = 5  # standard deviations that a mean density may be off
-
-# ------------------------------------------------------------------ sampling
 
 
 def _model(case: Case) -> SBM:
@@ -86,9 +79,6 @@ def _sample_edges(sbm: SBM) -> Callable[[int], int]:
 def _dense_bernoulli(sbm: SBM) -> Callable[[int], int]:
     shape = (sbm.heads, *[sbm.key_membership.size(1)] * 2)
     return lambda seed: int((torch.rand(shape) < sbm.rate @ sbm.key_membership.mT).nonzero().size(0))
-
-
-# ------------------------------------------------------------------ whole layers
 
 
 def _layers(case: Case, estimator: str = "mask", grain: int = 1) -> tuple[SBMAttentionConv, FullAttention]:
@@ -164,22 +154,22 @@ def _layer_sampling(case: Case) -> Work:
     return Work(lambda: _deviations(case, facts, draw(), expected, expected), {"step": draw}, facts)
 
 
+def _poisson(rate: Tensor) -> Tensor:
+    return -torch.expm1(-rate)
+
+
+GRAINS = (8, 16, 32, 64, 128)
 SAMPLERS = {
     "bernoulli": Peer("sbm_pyg sample_sbm", _sampler(_op("bernoulli"))),
     "edges": Peer("sbm_pyg sample_edges", _sampler(_sample_edges), "from Y, S, Z, all checks"),
-    "fastrg": Peer(
-        "sbm_pyg sample_sbm, fastrg", _sampler(_op("fastrg"), lambda p: -torch.expm1(-p)), "law 1 - exp(-p)"
-    ),
+    "fastrg": Peer("sbm_pyg sample_sbm, fastrg", _sampler(_op("fastrg"), _poisson), "law 1 - exp(-p)"),
     "dense": Peer("torch rand < p, dense", _sampler(_dense_bernoulli)),
     "wrong": Peer("wrong: 10 % too dense", _sampler(_op("bernoulli", inflate=1.1))),
 }
 LAYERS = {
     "sbm": Peer("SBMAttentionConv, estimator 'mask'", _layer),
     "default": Peer("SBMAttentionConv, default", partial(_layer, estimator="local")),
-    **{
-        f"grain-{grain}": Peer(f"the same, blocks of {grain}", partial(_layer, estimator="local", grain=grain))
-        for grain in (8, 16, 32, 64, 128)
-    },
+    **{f"grain-{n}": Peer(f"the same, blocks of {n}", partial(_layer, estimator="local", grain=n)) for n in GRAINS},
     "dense": Peer("dense SDPA layer", partial(_layer, sparse=False)),
     "wrong": Peer("wrong: twice the scale", partial(_layer, scale=2.0)),
 }

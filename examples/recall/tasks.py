@@ -1,14 +1,11 @@
 """Tasks of recall: which value came with this key, somewhere before?
 
-In: a name and a seed. Out: sequences of tokens, the places of the questions in them, the answers, and the tokens that tell
-them. Not here: models (``model.py``) and training (``train.py``).
-
 * **MQAR**, multi-query associative recall (Arora et al., "Zoology", 2023): pairs of key and value, all keys different and
-  all values different; then the same keys again, in places that a power law draws, among random tokens. The answer to a key
+  all values different; then the same keys again, at positions that a power law draws, among random tokens. The answer to a key
   is its value. The law is that of their code, ``zoology/data/multiquery_ar.py``; the random numbers are ours.
 * **Joint recall** (Zhan et al., "Overcoming Long-Context Limitations of State-Space Models", 2025): the same key has another
-  value in each context. A sequence tells each context, a token of its own and then its pairs; then it goes through contexts and
-  keys again in another order. The code is new, from the description: how their orders are drawn is ours.
+  value in each context. A sequence lists each context, a token of its own and then its pairs; then it goes through contexts and
+  keys again in another order. The code follows their description; how the orders are drawn is ours.
 """
 
 from __future__ import annotations
@@ -33,7 +30,6 @@ class Examples(NamedTuple):
     sources: Tensor  # [S, Q], places of the values that tell the answers
 
     def take(self, chosen: Tensor) -> Examples:
-        """Some of the sequences."""
         return Examples(*(part[chosen] for part in self))
 
 
@@ -55,13 +51,10 @@ class Task:
         found = {}
         for number, (size, count) in enumerate(getattr(self, split).items()):
             random = torch.Generator().manual_seed(2**20 * seed + 2 * number if split == "train" else 2 * number + 1)
-            parts = [self.make(*size, self.num_tokens, part, random) for part in _parts(count, 1_000)]
+            counts = [1_000] * (count // 1_000) + [count % 1_000] * (count % 1_000 > 0)
+            parts = [self.make(*size, self.num_tokens, part, random) for part in counts]
             found[size] = Examples(*(torch.cat(column) for column in zip(*parts, strict=True)))
         return found
-
-
-def _parts(count: int, most: int) -> list[int]:
-    return [most] * (count // most) + [count % most] * (count % most > 0)
 
 
 def _distinct(rows: int, count: int, below: int, random: torch.Generator) -> Tensor:
@@ -122,17 +115,9 @@ def _inverse(outer: Tensor, inner: Tensor) -> Tensor:
     return ranks.gather(1, outer.argsort(1)[..., None].expand_as(ranks))
 
 
-ZOOLOGY_TEST = {
-    (64, 4): 1000,
-    (64, 8): 1000,
-    (64, 16): 1000,
-    (128, 32): 1000,
-    (256, 64): 1000,
-    (512, 128): 1000,
-    (1024, 256): 1000,
-}
+ZOOLOGY_TEST = {(64, 4): 1000, (64, 8): 1000, (64, 16): 1000} | {(n, n // 4): 1000 for n in (128, 256, 512, 1024)}
 TASKS: dict[str, Task] = {
-    # 63 keys, 64 values and 32 fillers: learnt within minutes
+    # 63 keys, 64 values and 32 fillers: learned within minutes
     "mqar-small": Task(partial(mqar, fillers=32), 160, {(64, 8): 64_000}, {(64, 8): 200}, 32, 2_000, 2e-3),
     "mqar-laptop": Task(
         mqar, 8192, {(64, 4): 20_000, (128, 8): 20_000, (256, 16): 20_000},

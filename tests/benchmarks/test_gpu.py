@@ -1,7 +1,5 @@
 """The slices of a GPU's benchmark, tried on the CPU with tiny sizes."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess

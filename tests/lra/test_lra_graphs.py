@@ -1,7 +1,5 @@
 """The report on a trained model's graphs, from the folder of a run."""
 
-from __future__ import annotations
-
 import base64
 import dataclasses
 import io
@@ -127,7 +125,7 @@ def test_generated_data_are_those_of_the_directory_where_the_run_was_started(
     settings = dataclasses.replace(plan.settings, batch_size=8)
     dataclasses.replace(plan, data=None, directory=str(began), settings=settings).write(moved / "settings.json")
     state = read_checkpoint(moved / "best.ckpt")
-    state["run"]["settings"] = dataclasses.asdict(settings)
+    state["run"] = dataclasses.asdict(settings)
     write_checkpoint(moved / "best.ckpt", state)
     asked: list[Path] = []
 
