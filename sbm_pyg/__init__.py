@@ -17,7 +17,7 @@ from .models import EncoderTrace, PairClassifier, SequenceClassifier, SequenceEn
 from .multihead import SBMMultiheadAttention
 from .normalizers import Entmax
 from .pretrained import Pretrained
-from .ragged import pad, unpad
+from .ragged import Tokens, pad, unpad
 from .sources import indexer, patterns, selectors
 from .sources.following import sync_statistics
 from .sources.interface import Choice, EdgeProbability, GraphSource, SharingSource, SourceGraph, TiledChoice
@@ -55,6 +55,7 @@ __all__ = [
     "SourceGraph",
     "TiledChoice",
     "TokenClassifier",
+    "Tokens",
     "analysis",
     "auxiliary_loss",
     "estimators",

@@ -17,15 +17,14 @@ from torch_geometric.nn import MessagePassing
 from torch_geometric.nn.dense.linear import Linear
 from torch_geometric.typing import SparseTensor
 
-from . import ops
 from .auxiliary import AuxiliaryLosses
 from .estimators import AttentionCall, Estimator, Local, NoEstimator, resolve_estimator
 from .graph import AttentionGraph
 from .normalizers import Entmax, check_normalizer
 from .ops import METHODS, checks
 from .propagation import OUTPUT_ONLY, EdgeAttention, Returns, channel_pair, check_tokens
-from .ragged import draw_seed, resolve_sides
-from .sources.interface import Choice, GraphSource, TiledChoice, limited
+from .ragged import Tokens, draw_seed, resolve_sides
+from .sources.interface import Choice, GraphSource, limited
 from .sources.sampling import SBMSource
 from .sources.sbm import SBMHead
 
@@ -268,17 +267,15 @@ class AttentionConv(EdgeAttention):
         limit = partial(limited, is_causal=is_causal, edge_filter=edge_filter)
         score_bias = partial(self._score_bias, query, key)
         if edge_index is None:
-            sides = resolve_sides(query.size(1), key.size(1), ptr, batch, query.device)
-            choice = self._choose(
-                query, key, *sides, bipartite=bipartite, is_causal=is_causal, seed=seed, sequence_ids=sequence_ids
-            )
+            ptrs = resolve_sides(query.size(1), key.size(1), ptr, batch, query.device)
+            choice = self._choose(Tokens(query, key, *ptrs, bipartite, is_causal, seed, sequence_ids))
         else:
             of = (edge_index, query.size(1), key.size(1), self.heads)
             choice = Choice(AttentionGraph.over(*of, edge_head=edge_head, ptr=ptr, batch=batch))
-        if isinstance(choice, TiledChoice):
-            self._check_tiled(drop)
+        if not choice.is_stored:
+            self._check_unstored(drop)
             if edge_filter is None and not returns.attention_weights and not self._edgewise:
-                out = self._by_tiles(query, key, value, choice, is_causal)
+                out = choice.attend(query, key, value, self.scale, not isinstance(self.estimator, NoEstimator))
                 return self._pack_outputs(out.transpose(0, 1), choice, None, returns)
             choice = choice.stored()
         estimator = self.estimator if choice.probability is not None else NoEstimator()
@@ -307,7 +304,7 @@ class AttentionConv(EdgeAttention):
         found += [weights] if returns.attention_weights else []
         return (out, *found) if found else out
 
-    def _check_tiled(self, dropout: float) -> None:
+    def _check_unstored(self, dropout: float) -> None:
         """Check that no option needs stored edges, for a source that does not store them."""
         wrong = {
             "dropout": (dropout, dropout == 0),
@@ -322,24 +319,14 @@ class AttentionConv(EdgeAttention):
                     "dropout, softmax, no bias and the estimator 'local' or 'none'; or set `source.tiled = False`."
                 )
 
-    def _by_tiles(self, query: Tensor, key: Tensor, value: Tensor, choice: TiledChoice, is_causal: bool) -> Tensor:
-        """Attend over a graph that is not stored; the output, ``[H, N, C']``."""
-        rate, member = choice.factors
-        if isinstance(self.estimator, NoEstimator):
-            rate, member = rate.detach(), member.detach()
-        return ops.sampled_attention(
-            query, key, value, rate, member, *choice.ptrs, choice.sequence_ids, choice.seed, scale=self.scale,
-            exploration=choice.exploration, is_causal=is_causal, window=choice.window,
-        )  # fmt: skip
-
-    def _choose(self, query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, **options: Any) -> Choice:
+    def _choose(self, tokens: Tokens) -> Choice:
         """The choice of the source, expanded to the heads of the layer."""
         if self.source is None:
             raise ValueError(
                 "Expected 'edge_index' (got None, and the layer has no source: 'source' or 'num_blocks' is None). "
                 "Pass a graph, or give the layer a source."
             )
-        return self.source(query, key, query_ptr, key_ptr, **options).expand(self.heads)
+        return self.source(tokens).expand(self.heads)
 
     def __repr__(self) -> str:
         source = "" if self.source is None else f", source={type(self.source).__name__}"

@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-__all__ = ["AuxiliaryLosses", "auxiliary_loss", "in_backward"]
+__all__ = ["AuxiliaryLosses", "auxiliary_loss", "in_backward", "mean_weights"]
 
 
 def auxiliary_loss(model: torch.nn.Module) -> Tensor:
@@ -126,3 +126,18 @@ class _Reminder(torch.autograd.Function):
                 "`use_reentrant=False`."
             )
         return grad, None
+
+
+def mean_weights(ptr: Tensor, count: int, dtype: torch.dtype, rows: Tensor | None = None) -> Tensor:
+    """Weight of each token in a mean over sequences of the means over their tokens, ``[N]``.
+
+    It is :math:`1 / (B N_b)` in sequence b. The mean over a batch is then that of the means over equal parts of it.
+
+    Args:
+        ptr: Offsets of the sequences in the tokens, ``[B+1]``.
+        count: Number of tokens N, or of rows.
+        dtype: Type of the weights.
+        rows: Offsets of the sequences in rows that stand for several tokens each, such as blocks. None: one for each.
+    """
+    each = ((ptr.numel() - 1) * ptr.diff()).clamp(min=1).to(dtype).reciprocal()
+    return each.repeat_interleave((ptr if rows is None else rows).diff(), output_size=count)

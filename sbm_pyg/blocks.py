@@ -17,8 +17,9 @@ from torch.nn.attention.flex_attention import BlockMask
 from . import ops
 from .graph import AttentionGraph
 from .ops import checks
-from .ops.reference.blocks import Cut, sides
-from .ragged import check_present, check_tensor, offsets, resolve_ptr
+from .ops.reference.blocks import Cut, cut_blocks
+from .ops.values import require_values
+from .ragged import check_tensor, offsets, resolve_ptr
 from .rows import check_edges, check_graph
 
 __all__ = ["BlockGraph", "BlockPool", "block_means", "block_tokens", "pool_blocks"]
@@ -75,7 +76,7 @@ class BlockGraph(AttentionGraph):
         found = []
         for name, ptr, theirs in (("query_ptr", query_ptr, blocks.query_ptr), ("key_ptr", key_ptr, blocks.key_ptr)):
             ptr = theirs * grain if ptr is None else ptr
-            check_present(ptr, name)
+            require_values(ptr, name)
             end = int(ptr[-1]) if ptr.dim() == 1 and ptr.numel() else 0
             ptr = resolve_ptr(end, ptr, name=name, device=blocks.device)
             counts = Cut(ptr, int(ptr[-1]), grain).ptr.diff()
@@ -130,7 +131,7 @@ class BlockGraph(AttentionGraph):
     def cuts(self) -> tuple[Cut, Cut]:
         """The blocks of the queries and of the keys."""
         counts = (self.blocks.num_queries, self.blocks.num_keys)
-        return sides((self.num_queries, self.num_keys), (self.query_ptr, self.key_ptr), self.grain, counts)
+        return cut_blocks((self.num_queries, self.num_keys), (self.query_ptr, self.key_ptr), self.grain, counts)
 
     @property
     def _diagonal(self) -> Tensor:
@@ -138,7 +139,7 @@ class BlockGraph(AttentionGraph):
         query, key = self.cuts
         if not self.is_causal:
             return torch.zeros_like(self.blocks.col, dtype=torch.bool)
-        return query.place[self.blocks.edge_row % query.count] == key.place[self.blocks.col.long()]
+        return query.position[self.blocks.edge_row % query.count] == key.position[self.blocks.col.long()]
 
     @cached_property
     def degree(self) -> Tensor:
@@ -159,7 +160,7 @@ class BlockGraph(AttentionGraph):
     @cached_property
     def _rows(self) -> tuple[Tensor, Tensor]:
         """Key of each edge of tokens, and the edge of blocks that contains it, ``[E]`` each."""
-        check_present(self.blocks.col, "graph")
+        require_values(self.blocks.col, "graph")
         query, key = self.cuts
         total, device = self.num_edges, self.device
         checks.memory("graph", total, 40, device, "Take fewer heads or sequences; attention needs no edges of tokens.")
@@ -174,7 +175,7 @@ class BlockGraph(AttentionGraph):
         size = key.length[col]
         if self.is_causal:
             position = token_of_row - self.query_ptr[query.sequence[row % query.count]]
-            size = torch.minimum(size, position[token] - self.grain * key.place[col] + 1)
+            size = torch.minimum(size, position[token] - self.grain * key.position[col] + 1)
         each = torch.repeat_interleave(size, output_size=total)
         first = (key.first[col] - size.cumsum(0) + size)[each]
         return (first + torch.arange(total, device=device)).to(self.blocks.col.dtype), edge[each]
@@ -219,10 +220,12 @@ class BlockGraph(AttentionGraph):
     ) -> Tensor:
         if gate is not None:  # a gate is a number per edge of tokens, which no kernel over blocks takes
             return super()._attend(query, key, value, gate, bias, scale, gate_form, dropout, seed)
-        return ops.block_attention(query, key, value, *self._layout, self._block_bias(bias), scale, dropout, seed)[0]
+        rows = self.blocks.rows._replace(bias=self._block_bias(bias))
+        return ops.block_attention(query, key, value, rows, *self._layout, scale, dropout, seed)[0]
 
     def _attention_weight(self, query: Tensor, key: Tensor, bias: Tensor | None, scale: float) -> Tensor:
-        return ops.block_weight(query, key, *self._layout, self._block_bias(bias), scale)
+        rows = self.blocks.rows._replace(bias=self._block_bias(bias))
+        return ops.block_weight(query, key, rows, *self._layout, scale)
 
     def _local_expectation(
         self,
@@ -242,7 +245,7 @@ class BlockGraph(AttentionGraph):
     ) -> Tensor:
         assert isinstance(probes, BlockGraph)
         edges, probed = (
-            (graph.blocks.rowptr, graph.blocks.col, graph._block_bias(bias))
+            graph.blocks.rows._replace(bias=graph._block_bias(bias))
             for graph, bias in zip((self, probes), biases, strict=True)
         )
         ptrs = (self.query_ptr, self.key_ptr)
@@ -252,9 +255,9 @@ class BlockGraph(AttentionGraph):
         )  # fmt: skip
 
     @property
-    def _layout(self) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor], int, bool]:
-        """The arguments by which the ops over blocks take a graph."""
-        return self.blocks.rowptr, self.blocks.col, (self.query_ptr, self.key_ptr), self.grain, self.is_causal
+    def _layout(self) -> tuple[tuple[Tensor, Tensor], int, bool]:
+        """The arguments by which the ops over blocks take a graph, after its rows."""
+        return (self.query_ptr, self.key_ptr), self.grain, self.is_causal
 
     def _block_bias(self, bias: Tensor | None) -> Tensor | None:
         return None if bias is None else self.edge_bias_to_blocks(bias)
@@ -333,7 +336,7 @@ class BlockGraph(AttentionGraph):
         found = inside & self.blocks.contains(pair, head)
         if self.is_causal:
             query_position, key_position = (
-                cut.place[slot // self.grain] * self.grain + slot % self.grain
+                cut.position[slot // self.grain] * self.grain + slot % self.grain
                 for cut, slot in ((mine, mine.slot[i]), (theirs, theirs.slot[j]))
             )
             found &= key_position <= query_position
@@ -431,7 +434,7 @@ def block_tokens(x: Tensor, cut: Cut, *, before: bool = False) -> tuple[Tensor, 
         The tokens of each block, ``[H, n, grain, C]``, padded with zeros; and a mask, ``[n, grain]`` bool, that is
         False on padding.
     """
-    grain, start = cut.grain, cut.tokens[cut.sequence]
+    grain, start = cut.block_size, cut.tokens[cut.sequence]
     numbers = x.size(0) * cut.count * grain * x.size(2)
     checks.memory("grain", numbers, x.element_size(), x.device, "Take smaller blocks.", "numbers")
     token = (cut.first - (grain - 1 if before else 0))[:, None] + torch.arange(grain, device=x.device)

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import relu, softplus
 
-from .auxiliary import AuxiliaryLosses
+from .auxiliary import AuxiliaryLosses, mean_weights
 from .graph import AttentionGraph, check_graph
 from .ops import checks, edge_dot
-from .ragged import mean_weights
 
 __all__ = ["DCMM", "DCMMBias"]
 
@@ -164,7 +163,7 @@ class DCMMBias(nn.Module):
         Raises:
             TypeError, ValueError: A shape or type does not fit, or there are other tokens on both sides of a tied one.
         """
-        checks.sides(self, query, key, self.heads, self.channels)
+        checks.check_query_key(self, query, key, self.heads, self.channels)
         if self.tied and key.size(1) != query.size(1):
             raise ValueError(
                 f"Expected 'key' of {query.size(1)} tokens, as 'query' has (got {key.size(1)}). Memberships of keys "
@@ -200,7 +199,7 @@ class DCMMBias(nn.Module):
                 "Build it over these tokens."
             )
         rate = model.query_membership @ model.block_matrix
-        strength = edge_dot(rate, model.key_membership, graph.rowptr, graph.col)
+        strength = edge_dot(rate, model.key_membership, graph.rows)
         strength = strength.tanh() if self.squash else strength
         key_node = graph.num_keys * graph.edge_head + graph.col
         degree = model.query_degree.flatten()[graph.edge_row] * model.key_degree.flatten()[key_node]

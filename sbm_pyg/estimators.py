@@ -35,9 +35,11 @@ import torch
 from torch import Tensor
 
 from . import ops
+from .auxiliary import mean_weights
 from .graph import AttentionGraph, check_graph
-from .ops.reference.segments import allowed_keys, segments, wide
-from .ragged import check_present, draw_seed, mean_weights, readable, resolve_sequence_ids
+from .ops.reference.segments import allowed_keys, segments, upcast
+from .ops.values import can_read, require_values
+from .ragged import draw_seed, resolve_sequence_ids
 from .sources.interface import Choice, EdgeProbability, check_probability
 
 __all__ = [
@@ -99,7 +101,7 @@ class AttentionCall:
 
     @cached_property
     def prob(self) -> Tensor:
-        """Probability of each edge, ``[E]``, computed once; all losses that use it backpropagate through it."""
+        """Probability of each edge, ``[E]``, computed once: all losses share its gradient."""
         assert self.choice.probability is not None
         return self.choice.probability.on(self.choice.graph.blocks)
 
@@ -401,7 +403,7 @@ def draw_probes(
             into memory.
     """
     check_graph(graph)
-    check_present(graph.query_ptr, "graph")
+    require_values(graph.query_ptr, "graph")
     ops.checks.number("per_query", per_query, "[0, inf]", "It is the mean number of probes per query.")
     blocks, per_query = graph.blocks, float(per_query) / graph.grain
     _check_probe_memory(blocks, per_query)
@@ -484,7 +486,8 @@ def attach_local_expectation(
             f"Expected 'probes' over the tokens of 'graph' (got {probes} for {graph}). Draw them with `draw_probes`."
         )
     ops.checks.tensors(chance=chance)
-    if ops.checks.at_hand(chance) and readable(chance) and not bool(((chance >= 0) & (chance <= 1)).all()):
+    readable = ops.values.can_read_without_sync(chance) and can_read(chance)
+    if readable and not bool(((chance >= 0) & (chance <= 1)).all()):
         raise ValueError(
             "Expected 'chance' in [0, 1] (got a number outside). It is the second result of `draw_probes`."
         )
@@ -502,7 +505,7 @@ def attach_local_expectation(
 
 def edge_logits(query: Tensor, key: Tensor, graph: AttentionGraph, bias: Tensor | None, scale: float) -> Tensor:
     """Score of each edge, its bias included, ``[E]``."""
-    logit = ops.edge_dot(query, key, graph.rowptr, graph.col) * scale
+    logit = ops.edge_dot(query, key, graph.rows) * scale
     return logit if bias is None else logit + bias
 
 
@@ -561,12 +564,15 @@ def distillation(
     with torch.no_grad():
         weight = graph._attention_weight(query, key, bias, scale)
     p = _edge_probability(prob, probability, blocks)
-    degree = probability.expected_degree() if over == "all" else segments(wide(p), blocks.rowptr).view(blocks.heads, -1)
+    if over == "all":
+        degree = probability.expected_degree()
+    else:
+        degree = segments(upcast(p), blocks.rowptr).view(blocks.heads, -1)
     with torch.no_grad():
         mean = mean_weights(graph.query_ptr, blocks.num_queries, weight.dtype, blocks.query_ptr)
         weight = weight.masked_fill(p == 0, 0) * mean.repeat(blocks.heads)[blocks.edge_row]
         whole = segments(weight, blocks.rowptr).view_as(degree)  # [H, n], the summed weights of each row
-    log_p, log_degree = (wide(x).clamp(min=_min_probability(p)).log() for x in (p, degree))
+    log_p, log_degree = (upcast(x).clamp(min=_min_probability(p)).log() for x in (p, degree))
     return ((whole * log_degree).sum() - (weight * log_p).sum()) / graph.heads
 
 
@@ -608,7 +614,7 @@ def concrete_bias(
     """
     ops.checks.number("temperature", temperature, "(0, inf)", "Lower temperatures are closer to 0 or 1.")
     given = _probability_with_exploration(probability, graph, exploration, numbers=8)
-    p = wide(given).clamp(_min_probability(given), 1 - 1e-6)
+    p = upcast(given).clamp(_min_probability(given), 1 - 1e-6)
     generator = torch.Generator(p.device).manual_seed(draw_seed(seed))
     noise = torch.rand(p.shape, generator=generator, device=p.device, dtype=p.dtype).clamp(1e-6, 1 - 1e-6)
     return torch.nn.functional.logsigmoid((p.logit() + noise.logit()) / temperature).to(given.dtype)
@@ -635,7 +641,7 @@ def score_function(
     """
     check_probability(probability)
     probability.check(graph)
-    check_present(graph.query_ptr, "graph")
+    require_values(graph.query_ptr, "graph")
     ops.checks.tensors(loss=loss)
     ops.checks.floating(loss=loss)
     ops.checks.shape("loss", loss, (graph.num_sequences,), "[B]", "It holds one loss per sequence, not their mean.")
@@ -646,9 +652,9 @@ def score_function(
     advantage = (loss - others).detach()
     sequence = torch.repeat_interleave(graph.query_ptr.diff(), output_size=graph.num_queries).repeat(graph.heads)
     given = _probability_with_exploration(probability, graph, exploration, numbers=4)
-    p = wide(given).clamp(max(1e-6, _min_probability(given)), 1 - 1e-6)
+    p = upcast(given).clamp(max(1e-6, _min_probability(given)), 1 - 1e-6)
     log_absent = (
-        -wide(_probability_with_exploration(probability, pairs, exploration, numbers=3)).clamp(0, 1 - 1e-6)
+        -upcast(_probability_with_exploration(probability, pairs, exploration, numbers=3)).clamp(0, 1 - 1e-6)
     ).log1p()
     log_prob = p.new_zeros(batch).index_add(0, sequence[graph.edge_row], p.logit())
     total = advantage * log_prob.index_add(0, sequence[pairs.edge_row], log_absent)
@@ -692,7 +698,7 @@ def _check_probe_memory(graph: AttentionGraph, per_query: float) -> None:
     """Raise ValueError unless the probes, with one number each, fit into memory."""
     width = (4 if graph.device.type == "cpu" else 20) + torch.get_default_dtype().itemsize
     pairs = graph.heads * graph.num_queries * graph.num_keys
-    if ops.checks.fits(pairs, width, graph.device) or not readable(graph.query_ptr):
+    if ops.checks.fits(pairs, width, graph.device) or not can_read(graph.query_ptr):
         return
     allowed = allowed_keys(graph.query_ptr, graph.key_ptr, graph.num_queries, graph.is_causal)
     allowed = allowed.to(ops.checks.widest(allowed.device))

@@ -16,7 +16,7 @@ from torch.utils._pytree import GetAttrKey, register_pytree_node
 
 from .blocks import BlockGraph
 from .graph import AttentionGraph, check_graph
-from .ragged import readable
+from .ops.values import can_read
 
 __all__: list[str] = []
 
@@ -114,7 +114,7 @@ def _blocks_of(parts: Iterable[Any], context: tuple[Any, ...]) -> BlockGraph:
 
 def _are_values(tensors: Iterable[Any], sizes: Iterable[Any]) -> bool:
     """Whether these can be checked: a trace has symbols in their place, and functions over trees what they please."""
-    return all(isinstance(x, Tensor) and readable(x) for x in tensors) and all(type(size) is int for size in sizes)
+    return all(isinstance(x, Tensor) and can_read(x) for x in tensors) and all(type(size) is int for size in sizes)
 
 
 def _register(kind: type, parts: Callable[[Any], tuple[dict[str, Any], tuple[Any, ...]]], make: Any) -> None:

@@ -19,8 +19,9 @@ from torch_geometric.typing import EdgeType, SparseTensor
 from torch_geometric.utils import is_sparse, to_edge_index
 
 from . import ops
-from .ops import checks
-from .ragged import check_present, check_tensor, readable, resolve_sides, stored_ptr, unmerged
+from .ops import checks, values
+from .ops.values import can_read, require_values
+from .ragged import check_tensor, resolve_sides, stored_ptr, unmerged
 from .rows import CompressedRows, check_edges, check_graph, check_sizes, index_type, masked_rows, resolve_index
 
 if TYPE_CHECKING:
@@ -107,17 +108,14 @@ class AttentionGraph(CompressedRows):
         seed: int = 0,
     ) -> Tensor:
         """Softmax attention over the edges, ``[H, N, C']``; ``gate`` and ``bias`` are per edge of tokens, ``[E]``."""
-        rows = (self.rowptr, self.col)
-        return ops.edge_attention(query, key, value, *rows, gate, bias, scale, gate_form, dropout, seed)[0]
+        rows = self.rows._replace(bias=bias)
+        return ops.edge_attention(query, key, value, rows, gate, scale, gate_form, dropout, seed)[0]
 
     def _attention_weight(self, query: Tensor, key: Tensor, bias: Tensor | None, scale: float) -> Tensor:
         """Attention weight of each edge of ``blocks``, ``[E']``, summed over the queries of a block."""
-        rows = (self.rowptr, self.col)
-        total = ops.edge_attention(query, key, key[..., :1], *rows, None, bias, scale)[1]
-        total = total.clamp(min=torch.finfo(total.dtype).min).flatten()[
-            self.edge_row
-        ]  # weights are 0 if all scores are -inf
-        logit = ops.edge_dot(query, key, *rows) * scale
+        total = ops.edge_attention(query, key, key[..., :1], self.rows._replace(bias=bias), scale=scale)[1]
+        total = total.clamp(min=torch.finfo(total.dtype).min).flatten()[self.edge_row]  # 0 if all scores are -inf
+        logit = ops.edge_dot(query, key, self.rows) * scale
         return ((logit if bias is None else logit + bias) - total).exp()
 
     def _local_expectation(
@@ -137,7 +135,7 @@ class AttentionGraph(CompressedRows):
         prob: Callable[[], tuple[Tensor, Tensor]],
     ) -> Tensor:
         """``out``; its backward pass also reaches the factors of the probabilities, or those of edges and probes."""
-        edges, probed = (self.rowptr, self.col, biases[0]), (probes.rowptr, probes.col, biases[1])
+        edges, probed = (graph.rows._replace(bias=bias) for graph, bias in zip((self, probes), biases, strict=True))
         both = None if factors is not None else prob()
         return ops.local_expectation(
             out, query, key, value, edges, probed, chance, forced, scale, exploration, factors=factors, prob=both
@@ -205,9 +203,9 @@ class AttentionGraph(CompressedRows):
         elif isinstance(edge_index, EdgeIndex):
             num_keys, num_queries = num_keys or edge_index.sparse_size(0), num_queries or edge_index.sparse_size(1)
         key, query, head = check_edges(edge_list(edge_index), edge_head)
-        checks.single(edge_index=key, edge_head=head)
+        values.require_unbatched(edge_index=key, edge_head=head)
         if query_ptr is not None or key_ptr is not None or num_queries is None or num_keys is None:
-            check_present(key, "edge_index")
+            require_values(key, "edge_index")
         num_edges = key.numel()
         if num_queries is None:
             num_queries = int(query.max()) + 1 if num_edges else 0
@@ -219,7 +217,7 @@ class AttentionGraph(CompressedRows):
             ("edge_index[1]", query, num_queries),
             ("edge_head", head, heads),
         ):
-            if not readable(index):  # no branch on values, but kernels must never see one that is out of range
+            if not can_read(index):  # no branch on values, but kernels must never see one that is out of range
                 torch._assert_async(
                     ((index >= 0) & (index < end)).all(),
                     f"Expected '{name}' to be at least 0 and below the number of tokens or heads.",
@@ -235,7 +233,7 @@ class AttentionGraph(CompressedRows):
         unique = torch.unique(unmerged((head * num_queries + query) * num_keys + key))
         rowptr = torch.searchsorted(unique, num_keys * torch.arange(heads * num_queries + 1, device=key.device))
         rows = (rowptr, unique % num_keys, num_queries, num_keys, heads, query_ptr, key_ptr)
-        if readable(key) and (query_ptr is not None or key_ptr is not None):
+        if can_read(key) and (query_ptr is not None or key_ptr is not None):
             return cls(*rows)  # type: ignore[arg-type]
         return cls._trusted(*rows)
 
@@ -414,7 +412,7 @@ class AttentionGraph(CompressedRows):
             ValueError: The mask is empty, or does not have two to four dimensions.
         """
         check_tensor(mask, "mask", optional=False)
-        check_present(mask, "mask")
+        require_values(mask, "mask")
         if mask.dim() not in (2, 3, 4) or mask.numel() == 0:
             raise ValueError(
                 f"Expected 'mask' to be [N, M], [H, N, M] or [B, H, N, M] (got {list(mask.shape)}). "
@@ -450,7 +448,7 @@ class AttentionGraph(CompressedRows):
             ValueError: The sequence does not exist, or is None and there are several; the mask does not fit into
                 memory; or the graph is on the meta device.
         """
-        check_present(self.col, "graph")
+        require_values(self.col, "graph")
         sequence = resolve_index(sequence, self.num_sequences, "sequence")
         pairs = int(self.query_ptr.diff()[sequence] * self.key_ptr.diff()[sequence])
         checks.memory(
@@ -648,7 +646,7 @@ class AttentionGraph(CompressedRows):
             ValueError: The sequence or head does not exist, or is None and there are several; or ``bipartite`` is False
                 and the numbers of queries and keys differ.
         """
-        check_present(self.col, "graph")
+        require_values(self.col, "graph")
         checks.flag("bipartite", bipartite, "If True, queries and keys are separate nodes.", optional=True)
         graph = self.sequence(resolve_index(sequence, self.num_sequences, "sequence"))
         chosen = (

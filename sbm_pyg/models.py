@@ -22,8 +22,9 @@ from .dcmm import DCMMBias
 from .dense import FullAttention
 from .graph import AttentionGraph
 from .ops import checks
+from .ops.values import can_read, require_values
 from .pretrained import Pretrained
-from .ragged import check_present, check_tensor, draw_seed, readable, resolve_ptr, resolve_sequence_ids
+from .ragged import check_tensor, draw_seed, resolve_ptr, resolve_sequence_ids
 from .sources import indexer, patterns, selectors
 from .sources.interface import Choice, GraphSource
 
@@ -413,7 +414,7 @@ class SequenceEncoder(Pretrained):
 
     def _embed(self, tokens: Tensor) -> Tensor:
         """Vectors of the tokens, ``[N, channels]``."""
-        if self.num_tokens is not None and tokens.numel() and readable(tokens):
+        if self.num_tokens is not None and tokens.numel() and can_read(tokens):
             low, high = (int(bound) for bound in torch.aminmax(tokens))
             if low < 0 or high >= self.num_tokens:
                 raise ValueError(
@@ -425,7 +426,7 @@ class SequenceEncoder(Pretrained):
     def _positions(self, tokens: Tensor, ptr: Tensor, positions: Tensor | None) -> Tensor:
         """Place of each token in its sequence, ``[N]``."""
         count = tokens.size(0)
-        if readable(ptr) and (longest := int(ptr.diff().max())) > self.max_length:
+        if can_read(ptr) and (longest := int(ptr.diff().max())) > self.max_length:
             raise ValueError(
                 f"Expected sequences of at most max_length = {self.max_length} tokens (got {longest}). "
                 "Raise max_length or cut them."
@@ -436,13 +437,13 @@ class SequenceEncoder(Pretrained):
                 ptr[:-1], ptr.diff(), output_size=count
             )
         if not tokens.is_meta:
-            check_present(positions, "positions")
+            require_values(positions, "positions")
         if positions.shape != (count,) or positions.dtype not in (torch.int64, torch.int32):
             raise ValueError(
                 f"Expected 'positions' to be {[count]} int64, one for each token (got {list(positions.shape)} "
                 f"{positions.dtype}). Leave it out to count them."
             )
-        if count and readable(positions):
+        if count and can_read(positions):
             low, high = (int(bound) for bound in torch.aminmax(positions))
             if low < 0 or high >= self.max_length:
                 raise ValueError(

@@ -17,8 +17,9 @@ from torch_geometric.nn.dense.linear import Linear
 from .attention import Returns, SBMAttentionConv
 from .graph import AttentionGraph, check_graph
 from .ops import checks
+from .ops.values import can_read
 from .propagation import converts
-from .ragged import offsets, readable, unmerged
+from .ragged import offsets, unmerged
 from .rows import index_type, masked_rows
 
 __all__ = ["SBMMultiheadAttention"]
@@ -440,7 +441,7 @@ def _same(query: Tensor, key: Tensor) -> bool:
     """Whether queries are the keys, or what activation checkpointing makes of them: each by itself, in one memory."""
     if query is key:
         return True
-    if query.is_nested or key.is_nested or torch.compiler.is_compiling() or not (readable(query) and readable(key)):
+    if query.is_nested or key.is_nested or torch.compiler.is_compiling() or not (can_read(query) and can_read(key)):
         return False
     layout = (query.shape, query.stride(), query.dtype, query.device)
     return layout == (key.shape, key.stride(), key.dtype, key.device) and 0 != query.data_ptr() == key.data_ptr()
@@ -462,7 +463,7 @@ def _as_bool(mask: Tensor, name: str) -> Tensor:
         )
     masked = mask == -torch.inf
     known = (masked | (mask == 0)).all()
-    if not readable(mask):
+    if not can_read(mask):
         torch._assert_async(known, f"Expected '{name}' to hold 0 and minus infinity alone.")
     elif not known:
         raise ValueError(
@@ -504,7 +505,7 @@ class _Side:
             self.ptr = torch.arange(batch + 1, device=padded.device) * self.length
             return
         lengths = real.sum(1)
-        if not readable(real):
+        if not can_read(real):
             torch._assert_async(
                 (lengths > 0).all(), "Expected 'key_padding_mask' to leave a real key in each sequence."
             )

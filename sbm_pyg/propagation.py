@@ -259,11 +259,13 @@ class EdgeAttention(MessagePassing):
         seed: int,
     ) -> Tensor:
         """The fused path: one op that computes :meth:`message` and the sum over edges. Returns ``[N, H, C]``."""
-        options: Any = (gate, score_bias, self.scale, self.estimator.gate_form, dropout, seed)
+        form = self.estimator.gate_form
         if self.normalizer == "softmax":
-            return graph._attend(query, key, value, *options).transpose(0, 1)
-        options = (*options, alpha_of(self.normalizer))
-        return ops.edge_entmax(query, key, value, graph.rowptr, graph.col, *options).transpose(0, 1)
+            out = graph._attend(query, key, value, gate, score_bias, self.scale, form, dropout, seed)
+        else:
+            rows, alpha = graph.rows._replace(bias=score_bias), alpha_of(self.normalizer)
+            out = ops.edge_entmax(query, key, value, rows, gate, self.scale, form, dropout, seed, alpha)
+        return out.transpose(0, 1)
 
     def message(
         self,

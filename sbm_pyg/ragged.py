@@ -1,12 +1,14 @@
-"""Ragged batches: offsets and numbers of sequences, seeds, and conversion from and to padded tensors.
+"""Batches of ragged sequences: :class:`Tokens`, offsets, sequence numbers, seeds, and conversion to padded tensors.
 
 In and out: the tokens of all sequences in one tensor, ``[N, ...]``, with offsets ``ptr`` [B+1]; or padded tokens,
-``[B, L, ...]``, with a mask. Not here: graphs (``rows``).
+``[B, L, ...]``, with a mask. Not here: graphs over these tokens (``graph``), and rules that choose them (``sources``).
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from numbers import Real
 from operator import lt
@@ -14,51 +16,163 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import is_fake
 from torch.utils.weak import WeakIdKeyDictionary
 from torch_geometric.utils import to_dense_batch
 
-from .ops import checks
+from .ops import checks, values
+from .ops.reference.segments import allowed_keys
+from .ops.values import can_read, require_values
 
 __all__ = [
+    "Tokens",
     "check_tensor",
     "count_pairs",
     "draw_seed",
     "offsets",
     "pad",
-    "readable",
     "resolve_ptr",
     "resolve_sequence_ids",
     "resolve_sides",
     "unpad",
 ]
 
-
 _VALID: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Offsets on a device that have been checked: the number of tokens, and the version of the tensor at that time."""
 
 
-def readable(x: Tensor) -> bool:
-    """True if checks may read the values of a tensor.
+@dataclass(frozen=True, eq=False, repr=False)
+class Tokens:
+    """Queries and keys of a batch of ragged sequences: the argument of graph sources and rules.
 
-    They may not in compiled code, and not for tensors without values of their own: meta and fake tensors, all tensors
-    in a mode that makes new tensors fake, and batched tensors of ``vmap``.
+    The constructor checks all arguments and fills in those that are None, except ``sequence_ids``; sources, rules and
+    kernels do not check them again. ``dataclasses.replace`` makes a copy with other fields.
+
+    Args:
+        query: Queries of each head, ``[H, N, C]``.
+        key: Keys of each head, ``[H, M, C]``. None: self-attention, the queries are the keys.
+        query_ptr: Offsets of the sequences in the queries, ``[B+1]`` int64. None: one sequence.
+        key_ptr: Offsets of the sequences in the keys, ``[B+1]`` int64. None: those of the queries.
+        bipartite: If True, queries and keys are different tokens, even if N = M. None: True if ``key`` is another
+            tensor than ``query``.
+        is_causal: If True, no query attends to a later key, and its row does not depend on one. The graph is causal
+            (:attr:`AttentionGraph.is_causal`), so densities count only the pairs that are allowed.
+        seed: Integer of 64 bits that determines all random choices.
+        sequence_ids: Number of each sequence, ``[B]`` int64; see :func:`sbm_pyg.sample_edges`. None: the position in
+            the batch.
+
+    Raises:
+        TypeError: An argument has the wrong type, or queries and keys have different dtypes.
+        ValueError: Shapes, devices or offsets do not fit each other, or the seed does not fit into 64 bits.
+
+    Example:
+        >>> tokens = Tokens(torch.randn(2, 10, 8), query_ptr=torch.tensor([0, 4, 10]), is_causal=True)
+        >>> tokens.key is tokens.query, tokens.bipartite, tokens.allowed_keys.tolist()
+        (True, False, [1, 2, 3, 4, 1, 2, 3, 4, 5, 6])
     """
-    return not (torch.compiler.is_compiling() or x.is_meta or is_fake(x) or detect_fake_mode() or checks.batched(x))
+
+    query: Tensor
+    key: Tensor = None  # type: ignore[assignment]  # these are set after __post_init__
+    query_ptr: Tensor = None  # type: ignore[assignment]
+    key_ptr: Tensor = None  # type: ignore[assignment]
+    bipartite: bool = None  # type: ignore[assignment]
+    is_causal: bool = False
+    seed: int = 0
+    sequence_ids: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        query, key = self.query, self.query if self.key is None else self.key
+        checks.tensors(query=query, key=key)
+        checks.floating(query=query, key=key)
+        checks.shape("query", query, (None, None, None), "[H, N, C]", "Heads come first.")
+        wanted = (query.size(0), None, query.size(2))
+        checks.shape("key", key, wanted, "[H, M, C]", "It has the heads and channels of 'query'.")
+        checks.same_device("query", query, key=key)
+        if key.dtype != query.dtype:
+            raise TypeError(f"Expected 'key' to be {query.dtype}, as 'query' is (got {key.dtype}). Convert it.")
+        if not torch.compiler.is_compiling() and (min(query.shape[:2]) < 1 or key.size(1) < 1):
+            raise ValueError(
+                f"Expected 'query' and 'key' of at least one head and token (got {list(query.shape)} and "
+                f"{list(key.shape)}). A graph has at least one query and one key."
+            )
+        ptr = (self.query_ptr if self.key_ptr is None else self.key_ptr, self.query_ptr)
+        names = ("query_ptr", "key_ptr")
+        ptrs = resolve_sides(query.size(1), key.size(1), ptr, None, query.device, names=names)
+        bipartite = key is not query if self.bipartite is None else self.bipartite
+        checks.flag("bipartite", bipartite, "If True, queries and keys are different tokens.")
+        checks.flag("is_causal", self.is_causal, "If True, no query attends to a later key.")
+        check_sequence_ids(self.sequence_ids, ptrs[0].numel() - 1)
+        known = {"key": key, "query_ptr": ptrs[0], "key_ptr": ptrs[1], "bipartite": bipartite}
+        self.__dict__.update(known, seed=checks.seed(self.seed))
+
+    def with_vectors(self, query: Tensor, key: Tensor) -> Tokens:
+        """Copy with other vectors, such as projections ``[H, N, r]`` and ``[H, M, r]``, without checks."""
+        tokens = object.__new__(Tokens)
+        tokens.__dict__.update(self.__dict__, query=query, key=key)
+        return tokens
+
+    def __repr__(self) -> str:
+        sizes = f"{self.query_ptr.numel() - 1} sequences, {self.heads} heads, {self.num_queries} queries"
+        return f"{type(self).__name__}({sizes}, {self.num_keys} keys)"
+
+    @property
+    def heads(self) -> int:
+        """Number of heads H."""
+        return self.query.size(0)
+
+    @property
+    def num_queries(self) -> int:
+        """Number of queries N."""
+        return self.query.size(1)
+
+    @property
+    def num_keys(self) -> int:
+        """Number of keys M."""
+        return self.key.size(1)
+
+    @cached_property
+    def query_sequence(self) -> Tensor:
+        """The sequence of each query, ``[N]`` int64."""
+        return torch.repeat_interleave(self.query_ptr.diff(), output_size=self.num_queries)
+
+    @cached_property
+    def key_sequence(self) -> Tensor:
+        """The sequence of each key, ``[M]`` int64."""
+        return torch.repeat_interleave(self.key_ptr.diff(), output_size=self.num_keys)
+
+    @cached_property
+    def query_position(self) -> Tensor:
+        """The position of each query in its sequence, from 0, ``[N]`` int64."""
+        return torch.arange(self.num_queries, device=self.query.device) - self.query_ptr[self.query_sequence]
+
+    @cached_property
+    def key_position(self) -> Tensor:
+        """The position of each key in its sequence, from 0, ``[M]`` int64."""
+        return torch.arange(self.num_keys, device=self.key.device) - self.key_ptr[self.key_sequence]
+
+    @cached_property
+    def allowed_keys(self) -> Tensor:
+        """Number of keys that each query may attend to, the first of its sequence, ``[N]`` int64."""
+        return allowed_keys(self.query_ptr, self.key_ptr, self.num_queries, self.is_causal)
+
+    @property
+    def first_key(self) -> Tensor:
+        """First key of the sequence of each query, numbered through all heads, ``[H*N]`` int64."""
+        head = self.num_keys * torch.arange(self.heads, device=self.key.device)
+        return (head[:, None] + self.key_ptr[self.query_sequence]).flatten()
+
+
+def check_record(tokens: object) -> None:
+    """Raise TypeError unless ``tokens`` is a :class:`Tokens`."""
+    if not isinstance(tokens, Tokens):
+        raise TypeError(
+            f"Expected 'tokens' to be Tokens (got {type(tokens).__name__}). Build them with `Tokens(query, key)`."
+        )
 
 
 def check_tensor(x: object, name: str, optional: bool = True) -> None:
     """Raise TypeError unless ``x`` is a dense tensor or, if optional, None."""
     if not (optional and x is None):
         checks.dense(name, x)
-
-
-def check_present(x: Tensor, name: str) -> None:
-    """Raise ValueError for a meta tensor, or a batched one of ``vmap``: results of a size set by values need values."""
-    checks.single(**{name: x})
-    if x.is_meta:
-        raise ValueError(f"Expected '{name}' to hold values (got a meta tensor). Move it to a device that has memory.")
 
 
 def unmerged(x: Tensor) -> Tensor:
@@ -85,22 +199,6 @@ def offsets(counts: Tensor) -> Tensor:
         what = f"{counts.dtype} {list(counts.shape)}" if isinstance(counts, Tensor) else type(counts).__name__
         raise TypeError(f"Expected 'counts' to be [n] integers (got {what}). It holds the size of each group.")
     return torch.cat([counts.new_zeros(1, dtype=torch.int64), counts.cumsum(0, dtype=torch.int64)])
-
-
-def mean_weights(ptr: Tensor, count: int, dtype: torch.dtype, rows: Tensor | None = None) -> Tensor:
-    """Weight of each token in a mean over sequences of the means over their tokens, ``[N]``.
-
-    It is :math:`1 / (B N_b)` in sequence b. The mean over a batch is then the mean of the means over equal parts of it.
-
-    Args:
-        ptr: Offsets of the sequences in the tokens, ``[B+1]`` int64.
-        count: Number of weights: of tokens N, or of rows.
-        dtype: Dtype of the weights.
-        rows: Offsets of the sequences in rows of several tokens, such as blocks, ``[B+1]`` int64. None: each row is a
-            token.
-    """
-    each = ((ptr.numel() - 1) * ptr.diff()).clamp(min=1).to(dtype).reciprocal()
-    return each.repeat_interleave((ptr if rows is None else rows).diff(), output_size=count)
 
 
 def count_pairs(query_ptr: Tensor, key_ptr: Tensor, is_causal: bool = False) -> Tensor:
@@ -151,7 +249,7 @@ def resolve_ptr(
     if device is not None and not isinstance(device, torch.device):
         device = checks.device(device)
     if batch is not None:
-        check_present(batch, "batch")
+        require_values(batch, "batch")
         if batch.dim() != 1 or batch.numel() != total:
             raise ValueError(
                 f"Expected 'batch' to be [{total}], one sequence number per token (got {list(batch.shape)}). "
@@ -180,20 +278,20 @@ def resolve_ptr(
     if ptr.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"Expected '{name}' to be int64 (got {ptr.dtype}). Convert it with `.long()`.")
     if ptr.is_meta and device is not None and device.type != "meta":
-        check_present(ptr, name)
-    if readable(ptr):
-        if checks.at_hand(ptr) or ptr.is_inference() or _VALID.get(ptr) != (total, ptr._version):
+        require_values(ptr, name)
+    if can_read(ptr):
+        if values.can_read_without_sync(ptr) or ptr.is_inference() or _VALID.get(ptr) != (total, ptr._version):
             _check_ptr_values(ptr, total, name)
     else:  # no branch on values, but kernels must never see one that is out of range
         fits = (ptr[0] == 0) & (ptr[-1] == total) & (ptr.diff() > 0).all()
         torch._assert_async(fits, f"Expected '{name}' to run from 0 to the number of tokens, strictly increasing.")
     # numpy may write into a tensor on the CPU without a new version, so the offsets that are kept are a copy
-    return trust_offsets(ptr.to(device=device, dtype=torch.int64, copy=checks.at_hand(ptr)), total)
+    return trust_offsets(ptr.to(device=device, dtype=torch.int64, copy=values.can_read_without_sync(ptr)), total)
 
 
 def trust_offsets(ptr: Tensor, total: int) -> Tensor:
     """Mark offsets on a device as checked and return them. Later calls skip the check, which waits for the device."""
-    if readable(ptr) and not checks.at_hand(ptr) and not ptr.is_inference():
+    if can_read(ptr) and not values.can_read_without_sync(ptr) and not ptr.is_inference():
         _VALID[ptr] = total, ptr._version
     return ptr
 
@@ -317,7 +415,7 @@ def resolve_sequence_ids(sequence_ids: Tensor | None, sequences: int, device: to
     check_sequence_ids(sequence_ids, sequences)
     if sequence_ids is None:
         return torch.arange(sequences, device=device)
-    if readable(sequence_ids):
+    if can_read(sequence_ids):
         low, high = (int(bound) for bound in torch.aminmax(sequence_ids))
         if low < 0 or high >= 2**bits:
             raise ValueError(
@@ -325,8 +423,8 @@ def resolve_sequence_ids(sequence_ids: Tensor | None, sequences: int, device: to
                 "Use the position of each sequence in the data set."
             )
     if device.type != "meta":
-        check_present(sequence_ids, "sequence_ids")
-    return sequence_ids.to(device=device, dtype=torch.int64, copy=checks.at_hand(sequence_ids))
+        require_values(sequence_ids, "sequence_ids")
+    return sequence_ids.to(device=device, dtype=torch.int64, copy=values.can_read_without_sync(sequence_ids))
 
 
 def pad(x: Tensor, ptr: Tensor, fill_value: float = 0.0) -> tuple[Tensor, Tensor]:
@@ -351,7 +449,7 @@ def pad(x: Tensor, ptr: Tensor, fill_value: float = 0.0) -> tuple[Tensor, Tensor
         ([[0.0, 0.0], [1.0, 2.0]], [[True, False], [True, True]])
     """
     _check_tokens(x, 1, "[N, ...]")
-    check_present(x, "x")
+    require_values(x, "x")
     if not (isinstance(fill_value, Real) and fill_value != fill_value):  # NaN
         checks.number("fill_value", fill_value, "[-inf, inf]", "It fills the padding; NaN is allowed.")
     if not (x.is_floating_point() or x.is_complex()):
@@ -386,7 +484,7 @@ def unpad(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """
     _check_tokens(x, 2, "[B, L, ...]")
     check_tensor(mask, "mask", optional=False)
-    check_present(mask, "mask")
+    require_values(mask, "mask")
     if mask.dtype != torch.bool or mask.shape != x.shape[:2]:
         raise ValueError(
             f"Expected 'mask' to be bool {list(x.shape[:2])}, as 'x' is [B, L, ...] "

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from . import ops
 from .ops import checks
-from .ops.reference.segments import ROWS, edge_row
-from .ragged import check_present, check_tensor, count_pairs, offsets, readable, resolve_ptr, unmerged
+from .ops.reference.segments import EDGES_PER_CHUNK, edge_row
+from .ops.values import can_read, require_values
+from .ragged import check_tensor, count_pairs, offsets, resolve_ptr, unmerged
 
 __all__ = ["CompressedRows", "check_edges", "check_graph", "check_sizes", "index_type", "masked_rows", "resolve_index"]
 
@@ -137,6 +138,11 @@ class CompressedRows:
         return self.col.device
 
     @property
+    def rows(self) -> ops.Rows:
+        """The edges as the ops take them, without a bias; ``rows._replace(bias=...)`` adds one."""
+        return ops.Rows(self.rowptr, self.col)
+
+    @property
     def edge_row(self) -> Tensor:
         """Row ``h * N + i`` of each edge, ``[E]`` int64."""
         return edge_row(self.rowptr, self.num_edges)
@@ -223,7 +229,7 @@ class CompressedRows:
         if self.key_ptr is not self.query_ptr or self.num_keys != self.num_queries:
             resolve_ptr(self.num_keys, self.key_ptr, name="key_ptr")
         compiling = torch.compiler.is_compiling()
-        if not (compiling or readable(self.col)):
+        if not (compiling or can_read(self.col)):
             return self
         row = ops.invalid_row(self.rowptr, self.col, self.query_ptr, self.key_ptr, self.heads)
         rises = (self.rowptr[0] == 0) & (self.rowptr[-1] == self.num_edges)
@@ -286,7 +292,7 @@ class CompressedRows:
         check_tensor(key_ptr, "key_ptr", optional=False)
         return all(
             mine is ptr
-            or (mine.shape == ptr.shape and (not (readable(mine) and readable(ptr)) or torch.equal(mine, ptr.to(mine))))
+            or (mine.shape == ptr.shape and (not (can_read(mine) and can_read(ptr)) or torch.equal(mine, ptr.to(mine))))
             for mine, ptr in ((self.query_ptr, query_ptr), (self.key_ptr, key_ptr))
         )
 
@@ -311,7 +317,7 @@ class CompressedRows:
         device = checks.device(device)
         checks.flag("non_blocking", non_blocking, "See `torch.Tensor.to`.")
         if device.type != "meta":
-            check_present(self.col, "graph")
+            require_values(self.col, "graph")
         rowptr, col, query_ptr, key_ptr = (
             x.to(device, non_blocking=non_blocking) for x in (self.rowptr, self.col, self.query_ptr, self.key_ptr)
         )
@@ -321,7 +327,7 @@ class CompressedRows:
 
     def sequence(self, sequence: int) -> Self:
         """The graph of one sequence, all heads. Tokens are numbered from 0."""
-        check_present(self.col, "graph")
+        require_values(self.col, "graph")
         sequence = _check_index(sequence, self.num_sequences, "sequence")
         start, end = (int(x) for x in self.query_ptr[sequence : sequence + 2])
         first_key, end_key = (int(x) for x in self.key_ptr[sequence : sequence + 2])
@@ -339,7 +345,7 @@ class CompressedRows:
 
     def head(self, head: int) -> Self:
         """The graph of one head, all sequences."""
-        check_present(self.col, "graph")
+        require_values(self.col, "graph")
         head = _check_index(head, self.heads, "head")
         rowptr = self.rowptr[head * self.num_queries : (head + 1) * self.num_queries + 1]
         col = self.col[int(rowptr[0]) : int(rowptr[-1])]
@@ -378,7 +384,7 @@ class CompressedRows:
             )
         for graph in graphs:
             check_graph(graph, "graphs")
-            check_present(graph.col, "graphs")
+            require_values(graph.col, "graphs")
         if not graphs or len({graph.heads for graph in graphs}) != 1:
             raise ValueError(
                 "Expected 'graphs' to be one or more graphs with the same heads "
@@ -419,8 +425,8 @@ class CompressedRows:
             ValueError: The graphs differ in tokens, heads or sequences, or the union does not fit into memory.
         """
         check_graph(other, "other")
-        check_present(self.col, "graph")
-        check_present(other.col, "other")
+        require_values(self.col, "graph")
+        require_values(other.col, "other")
         if self.heads == 1:
             self = self.expand(other.heads)
         elif other.heads == 1:
@@ -455,7 +461,7 @@ class CompressedRows:
             TypeError, ValueError: The mask is not a tensor ``[E]`` bool.
         """
         check_tensor(mask, "mask", optional=False)
-        check_present(mask, "mask")
+        require_values(mask, "mask")
         if mask.dtype != torch.bool:
             raise TypeError(f"Expected 'mask' to be bool (got {mask.dtype}). Pass a comparison such as `weight > 0`.")
         if not torch.compiler.is_compiling() and mask.shape != self.col.shape:
@@ -503,7 +509,7 @@ class CompressedRows:
         """
         key, query, head = check_edges(edge_index, edge_head)
         position, found = self._search(key, query, head)
-        if readable(position) and not bool(found.all()):
+        if can_read(position) and not bool(found.all()):
             if edge_head is not None and not bool(((head >= 0) & (head < self.heads)).all()):
                 raise ValueError(
                     f"Expected 'edge_head' in 0..{self.heads - 1} "
@@ -562,10 +568,10 @@ def masked_rows(
         Offsets, ``[count+1]`` int64, and keys, ``[E]``.
     """
     every = torch.arange(count, device=numbers.device)
-    if torch.compiler.is_compiling() or pairs <= ROWS:
+    if torch.compiler.is_compiling() or pairs <= EDGES_PER_CHUNK:
         mask, keys = rows(every)
         return offsets(mask.sum(1)), keys.to(numbers.dtype).expand_as(mask)[unmerged(mask)]
-    chunks = every.split(max(ROWS * count // pairs, 1))
+    chunks = every.split(max(EDGES_PER_CHUNK * count // pairs, 1))
     rowptr = offsets(torch.cat([rows(chunk)[0].sum(1) for chunk in chunks]))
     total = int(rowptr[-1])
     checks.memory(name, total, numbers.element_size(), numbers.device, way_out)

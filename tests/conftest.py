@@ -35,13 +35,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         items[:] = items[number::parts]
     here = Path(__file__).parent
     for item in items:
-        if {here / "lra", here / "benchmarks"} & {*item.path.parents} or item.path.name in (
-            "test_recipes.py",
-            "test_recall.py",
-        ):
+        if {here / "lra", here / "benchmarks"} & {*item.path.parents} or item.path.name in PROGRAMS:
             item.add_marker(pytest.mark.examples)
 
 
+PROGRAMS = [
+    f"test_{name}.py" for name in ("dcmm_program", "pictures", "recall", "recipes", "runs", "sparsefinder_program")
+]
 SAMPLES = Path(os.environ.get("SBM_PYG_DATA", Path(__file__).parents[2] / "shared" / "data"))
 
 
@@ -50,7 +50,7 @@ def _small_work_is_shared_out() -> None:
     """Test cases are small, and threads are tested by them."""
     from sbm_pyg.ops.cpu import threads
 
-    threads.LEAST = 1
+    threads.MIN_STEPS_PER_TASK = 1
 
 
 @pytest.fixture

@@ -29,6 +29,7 @@ from sbm_pyg import (
     SequenceClassifier,
     SequenceEncoder,
     TokenClassifier,
+    Tokens,
     analysis,
     auxiliary_loss,
     estimators,
@@ -108,7 +109,9 @@ def on(device: Device, make: Callable[[], nn.Module]) -> Any:
 
 def block_model(device: Device) -> SBM:
     head, ptr = on(device, lambda: SBMHead(8, heads=2, num_blocks=4)), PTR.to(device)
-    return head(normal(device, 2, 40, 8, seed=1), normal(device, 2, 40, 8, seed=2), ptr, ptr)
+    return head(
+        Tokens(normal(device, 2, 40, 8, seed=1), normal(device, 2, 40, 8, seed=2), query_ptr=ptr, bipartite=False)
+    )
 
 
 def with_gradients(out: Tensor, module: nn.Module, *inputs: Tensor) -> list[Tensor]:
@@ -420,9 +423,9 @@ def edge_ops(device: Device) -> Any:
     graph = patterns.window(None, 2, heads=2, ptr=PTR.to(device))
     query, key, value = (normal(device, 2, 40, 8, seed=seed).requires_grad_() for seed in (1, 2, 3))
     gate, bias = (normal(device, graph.num_edges, seed=seed).sigmoid().requires_grad_() for seed in (4, 5))
-    dots = ops.edge_dot(query, key, graph.rowptr, graph.col)
+    dots = ops.edge_dot(query, key, graph.rows)
     attended, lse = ops.edge_attention(
-        query, key, value, graph.rowptr, graph.col, gate=gate, bias=bias, dropout=0.2, seed=7
+        query, key, value, graph.rows._replace(bias=bias), gate=gate, dropout=0.2, seed=7
     )
     entmax = ops.segment_entmax(dots, ptr=graph.rowptr, alpha=1.5)
     (attended.sin().sum() + entmax.square().sum()).backward()

@@ -88,7 +88,8 @@ def always(value: Any) -> Callable[[], Any]:
 
 
 def replaced(value: Any, place: int, make: Callable[[], Any]) -> Any:
-    return type(value)([*value[:place], make(), *value[place + 1 :]])
+    changed = [*value[:place], make(), *value[place + 1 :]]
+    return changed if isinstance(value, list) else tuple(changed)
 
 
 def mutations(value: Any, trusted: bool, draw: Draw) -> list[Hostile]:
@@ -135,7 +136,7 @@ def mutations(value: Any, trusted: bool, draw: Draw) -> list[Hostile]:
         return models(value, draw)
     if isinstance(value, tuple | list) and value:
         sequence: Any = value
-        make, place = type(value), draw.randrange(len(value))
+        make, place = list if isinstance(value, list) else tuple, draw.randrange(len(value))
         inner = mutations(value[place], trusted, draw)
         result = [(f"[{place}] {name}", kind, partial(replaced, value, place, f)) for name, kind, f in inner]
         whole: list[Hostile] = [

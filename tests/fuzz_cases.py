@@ -192,8 +192,7 @@ def attention_inputs(d: Draw, sequences: int = 1) -> tuple[AttentionGraph, dict[
     return graph, {"query": query, "key": key, "value": d.real(graph.heads, graph.num_keys, values)}
 
 
-def rows(graph: AttentionGraph) -> dict[str, Tensor]:
-    return {"rowptr": graph.rowptr, "col": graph.col}
+ROWS = {"rows": ("rowptr", "col", "bias"), "probes": ("probe_rowptr", "probe_col", "probe_bias")}  # names in messages
 
 
 def ends(rowptr: Tensor, col: Tensor, queries: int) -> tuple[list[int], list[int], list[int]]:
@@ -206,12 +205,13 @@ def ends(rowptr: Tensor, col: Tensor, queries: int) -> tuple[list[int], list[int
 def _edge_dot(d: Draw) -> Case:
     graph, x = attention_inputs(d)
 
-    def check(result: Tensor, query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor) -> None:
+    def check(result: Tensor, query: Tensor, key: Tensor, rows: Any) -> None:
         if tame(query, key):
-            head, i, j = ends(rowptr, col, query.size(1))
+            head, i, j = ends(rows[0], rows[1], query.size(1))
             close(result, (query[head, i].double() * key[head, j].double()).sum(-1), "dot products")
 
-    return Case(ops.edge_dot, {"query": x["query"], "key": x["key"], **rows(graph)}, check, unchecked=("rowptr", "col"))
+    arguments = {"query": x["query"], "key": x["key"], "rows": graph.rows}
+    return Case(ops.edge_dot, arguments, check, unchecked=("rows",), names=ROWS)
 
 
 @case("ops.edge_gate")
@@ -221,26 +221,25 @@ def _edge_gate(d: Draw) -> Case:
     def check(result: Tensor, **_: Any) -> None:
         expect(result.is_meta or bool((result == 1).all()), "a gate is not 1")
 
-    return Case(
-        ops.edge_gate, {"rate": x["query"], "member": x["key"], **rows(graph)}, check, unchecked=("rowptr", "col")
-    )
+    arguments = {"rate": x["query"], "member": x["key"], "rows": graph.rows}
+    return Case(ops.edge_gate, arguments, check, unchecked=("rows",), names=ROWS)
 
 
 @case("ops.edge_attention", 12)
 def _edge_attention(d: Draw) -> Case:
     graph, x = attention_inputs(d)
     x = {name: tensor.requires_grad_() for name, tensor in x.items()}
-    options: dict[str, Any] = {"gate": d.maybe(d.unit(graph.num_edges) + 0.5), "bias": d.maybe(d.real(graph.num_edges))}
+    edges = graph.rows._replace(bias=d.maybe(d.real(graph.num_edges)))
+    options: dict[str, Any] = {"gate": d.maybe(d.unit(graph.num_edges) + 0.5), "rows": edges}
     options |= {
         "scale": d.uniform(0.1, 1.5),
         "gate_form": d.choice(("score", "weight")),
         "dropout": d.choice((0.0, 0.0, 0.3)),
     }
 
-    def check(
-        result: tuple[Tensor, Tensor], query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor, col: Tensor, **o: Any
-    ) -> None:
-        if not tame(query, key, value, o["gate"], o["bias"], o["scale"]) or (
+    def check(result: tuple[Tensor, Tensor], query: Tensor, key: Tensor, value: Tensor, rows: Any, **o: Any) -> None:
+        rowptr, col, bias = rows
+        if not tame(query, key, value, o["gate"], bias, o["scale"]) or (
             o["gate"] is not None and bool((o["gate"] <= 0).any())
         ):
             return
@@ -248,7 +247,7 @@ def _edge_attention(d: Draw) -> Case:
         if o["dropout"] == 0:
             record = AttentionGraph(rowptr, col, query.size(1), key.size(1), query.size(0))
             wide = [tensor.detach().double().requires_grad_() for tensor in (query, key, value)]
-            extra = [None if o[name] is None else o[name].detach().double() for name in ("gate", "bias")]
+            extra = [x if x is None else x.detach().double() for x in (o["gate"], bias)]
             wanted = reference_attention(
                 wide[0], wide[1], wide[2], record, extra[0], extra[1], o["scale"], o["gate_form"]
             )
@@ -258,25 +257,26 @@ def _edge_attention(d: Draw) -> Case:
                 for mine, theirs in zip(found, torch.autograd.grad(wanted.sum(), wide), strict=True):
                     close(mine, theirs, "gradient", query.dtype)
 
-    return Case(
-        ops.edge_attention, {**x, **rows(graph), **options, "seed": d.randrange(99)}, check, unchecked=("rowptr", "col")
-    )
+    arguments = {**x, **options, "seed": d.randrange(99)}
+    return Case(ops.edge_attention, arguments, check, unchecked=("rows",), names=ROWS)
 
 
 @case("ops.edge_entmax", 8)
 def _edge_entmax(d: Draw) -> Case:
     graph, x = attention_inputs(d)
-    options: dict[str, Any] = {"gate": d.maybe(d.unit(graph.num_edges) + 0.5), "bias": d.maybe(d.real(graph.num_edges))}
+    edges = graph.rows._replace(bias=d.maybe(d.real(graph.num_edges)))
+    options: dict[str, Any] = {"gate": d.maybe(d.unit(graph.num_edges) + 0.5), "rows": edges}
     options |= {"scale": d.uniform(0.1, 1.5), "gate_form": d.choice(("score", "weight")), "dropout": 0.0}
     options |= {"alpha": d.choice((1.2, 1.5, 2.0, 1.3 + 0.5 * d.unit(graph.heads)))}
 
-    def check(result: Tensor, query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor, col: Tensor, **o: Any) -> None:
-        numbers = [query, key, value, o["gate"], o["bias"], o["scale"]]
+    def check(result: Tensor, query: Tensor, key: Tensor, value: Tensor, rows: Any, **o: Any) -> None:
+        rowptr, col, bias = rows
+        numbers = [query, key, value, o["gate"], bias, o["scale"]]
         if not tame(*numbers) or (o["gate"] is not None and bool((o["gate"] <= 0).any())) or o["dropout"]:
             return
         expect(result.isfinite().all(), "output is not finite")
         wide: list[Any] = [x if x is None else x.double() for x in numbers[:5]]
-        logit = ops.edge_dot(wide[0], wide[1], rowptr, col) * o["scale"]
+        logit = ops.edge_dot(wide[0], wide[1], ops.Rows(rowptr, col)) * o["scale"]
         if wide[3] is not None:
             logit = logit * wide[3] if o["gate_form"] == "score" else logit + wide[3].log()
         logit = logit if wide[4] is None else logit + wide[4]
@@ -289,9 +289,8 @@ def _edge_entmax(d: Draw) -> Case:
             result, wanted, "attention", query.dtype, 4e-12
         )  # the last step to the root may move it by 1e-12 of itself
 
-    return Case(
-        ops.edge_entmax, {**x, **rows(graph), **options, "seed": d.randrange(99)}, check, unchecked=("rowptr", "col")
-    )
+    arguments = {**x, **options, "seed": d.randrange(99)}
+    return Case(ops.edge_entmax, arguments, check, unchecked=("rows",), names=ROWS)
 
 
 def effects(
@@ -325,19 +324,12 @@ def effects(
 def _edge_effect(d: Draw) -> Case:
     graph, x = attention_inputs(d)
     probes = d.graph(graph.heads, [graph.num_queries], [graph.num_keys])
-    arguments: dict[str, Any] = {
-        "grad_out": d.real(graph.heads, graph.num_queries, x["value"].size(2)),
-        **x,
-        **rows(graph),
-    }
-    arguments |= {"bias": d.maybe(d.real(graph.num_edges)), "probe_rowptr": probes.rowptr, "probe_col": probes.col}
+    arguments: dict[str, Any] = {"grad_out": d.real(graph.heads, graph.num_queries, x["value"].size(2)), **x}
     arguments |= {
-        "probe_bias": d.maybe(d.real(probes.num_edges)),
-        "scale": d.uniform(0.1, 1.5),
-        "rate": None,
-        "member": None,
-        "chance": None,
+        name: each.rows._replace(bias=d.maybe(d.real(each.num_edges)))
+        for name, each in (("rows", graph), ("probes", probes))
     }
+    arguments |= {"scale": d.uniform(0.1, 1.5), "rate": None, "member": None, "chance": None}
     if d.random() < 0.5:
         sbm = d.model(graph)
         sides = {
@@ -350,15 +342,15 @@ def _edge_effect(d: Draw) -> Case:
     def check(
         result: tuple[Tensor, Tensor], grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, **o: Any
     ) -> None:
-        if o["rate"] is not None or not tame(grad_out, query, key, value, o["bias"], o["probe_bias"], o["scale"]):
+        mine, tried = o["rows"], o["probes"]
+        if o["rate"] is not None or not tame(grad_out, query, key, value, mine[2], tried[2], o["scale"]):
             return
-        mine, tried = (o["rowptr"], o["col"], o["bias"]), (o["probe_rowptr"], o["probe_col"], o["probe_bias"])
         close(result[0], effects(mine, mine, grad_out, (query, key, value), o["scale"]), "effects of edges")
-        edges = {*zip(*ends(*mine[:2], query.size(1)), strict=True)}
-        fresh = torch.tensor([pair not in edges for pair in zip(*ends(*tried[:2], query.size(1)), strict=True)])
+        edges = {*zip(*ends(mine[0], mine[1], query.size(1)), strict=True)}
+        fresh = torch.tensor([pair not in edges for pair in zip(*ends(tried[0], tried[1], query.size(1)), strict=True)])
         close(result[1], effects(mine, tried, grad_out, (query, key, value), o["scale"]) * fresh, "effects of probes")
 
-    return Case(ops.edge_effect, arguments, check, unchecked=("rowptr", "col", "probe_rowptr", "probe_col"))
+    return Case(ops.edge_effect, arguments, check, unchecked=("rows", "probes"), names=ROWS)
 
 
 @case("ops.local_expectation")
@@ -367,7 +359,7 @@ def _local_expectation(d: Draw) -> Case:
     probes, sbm = d.graph(graph.heads, [graph.num_queries], [graph.num_keys]), d.model(graph)
     leaves = [sbm.rate.to(d.dtype).requires_grad_(), sbm.key_membership.to(d.dtype).requires_grad_()]
     out = d.real(graph.heads, graph.num_queries, x["value"].size(2))
-    pairs = {"graph": (graph.rowptr, graph.col, None), "probes": (probes.rowptr, probes.col, None)}
+    pairs = {"rows": graph.rows, "probes": probes.rows}
     more = {
         "chance": d.unit(graph.num_queries),
         "forced": d.maybe(d.whole(2, graph.num_edges) > 0),
@@ -388,13 +380,9 @@ def _local_expectation(d: Draw) -> Case:
             grads = torch.autograd.grad(result.square().sum(), (rate, member))
             expect(all(bool(grad.isfinite().all()) for grad in grads), "a gradient is not finite")
 
-    names = {
-        "factors": ("rate", "member"),
-        "graph": ("rowptr", "col", "bias"),
-        "probes": ("probe_rowptr", "probe_col", "probe_bias"),
-    }
+    names = {"factors": ("rate", "member"), **ROWS}
     arguments = {"out": out, "factors": tuple(leaves), **x, **pairs, **more}
-    return Case(ops.local_expectation, arguments, check, unchecked=("graph", "probes"), names=names)
+    return Case(ops.local_expectation, arguments, check, unchecked=("rows", "probes"), names=names)
 
 
 def sampled(result: Any, queries: Tensor, keys: Tensor, heads: int) -> AttentionGraph:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import itertools
 import json
@@ -59,6 +60,7 @@ from sbm_pyg import (
     SequenceEncoder,
     SourceGraph,
     TokenClassifier,
+    Tokens,
     analysis,
     auxiliary_loss,
     estimators,
@@ -396,7 +398,7 @@ def _head_options(d: Draw) -> Case:
     def call(channels: Any, heads: Any, **options: Any) -> Any:
         head = SBMHead(channels, heads, **options)
         x = torch.randn(head.heads, 5, head.channels)
-        return head(x, x)
+        return head(Tokens(x))
 
     def check(result: SBM, **_: Any) -> None:
         p = chances(result)
@@ -419,7 +421,7 @@ def _head_forward(d: Draw) -> Case:
                 bool(((chances(result) >= 0) & (chances(result) <= 1 + 1e-5)).all()), "a probability outside of [0, 1]"
             )
 
-    return Case(head, arguments, check)
+    return Case(of_tokens(head), arguments, check)
 
 
 @case("SBMHead.degrees", 2)
@@ -520,15 +522,15 @@ def _block_attention(d: Draw) -> Case:
     graph = block_graph(d)
     sizes = {"query": graph.num_queries, "key": graph.num_keys, "value": graph.num_keys}
     arguments: dict[str, Any] = {name: d.real(graph.heads, count, 3) for name, count in sizes.items()}
-    arguments |= {"rowptr": graph.blocks.rowptr, "col": graph.blocks.col, "ptrs": (graph.query_ptr, graph.key_ptr)}
-    arguments |= {"grain": graph.grain, "is_causal": False, "bias": None, "scale": d.uniform(0.1, 1.5)}
+    arguments |= {"rows": graph.blocks.rows, "ptrs": (graph.query_ptr, graph.key_ptr), "block_size": graph.grain}
+    arguments |= {"is_causal": False, "scale": d.uniform(0.1, 1.5)}
 
     def check(result: Any, query: Tensor, key: Tensor, value: Tensor, scale: Any, **_: Any) -> None:
         if tame(query, key, value, scale):
-            wanted = sbm_pyg.ops.edge_attention(query, key, value, graph.rowptr, graph.col, scale=float(scale))
+            wanted = sbm_pyg.ops.edge_attention(query, key, value, graph.rows, scale=float(scale))
             close(result[0], wanted[0], "attention over the tokens")
 
-    return Case(sbm_pyg.ops.block_attention, arguments, check, unchecked=("rowptr", "col"))
+    return Case(sbm_pyg.ops.block_attention, arguments, check, unchecked=("rows",), names={"rows": ("rowptr", "col")})
 
 
 @case("SBMMultiheadAttention", 8)
@@ -870,6 +872,57 @@ def _choice_force(d: Draw) -> Case:
     return Case(made.force, {"pattern": other}, check, names={"pattern": ("other",)})
 
 
+def of_tokens(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, called with the fields of its tokens."""
+
+    def call(**given: Any) -> Any:
+        fields = {each.name: given.pop(each.name) for each in dataclasses.fields(Tokens) if each.name in given}
+        return function(Tokens(**fields), **given)
+
+    return call
+
+
+def token_fields(d: Draw, heads: int = 2) -> dict[str, Any]:
+    lengths = d.lengths()
+    query, key = (d.real(heads, sum(lengths), 3) for _ in range(2))
+    arguments = {
+        "query": query,
+        "key": key,
+        "query_ptr": pointer(lengths),
+        "key_ptr": pointer(lengths),
+        "bipartite": False,
+    }
+    return arguments | {
+        "is_causal": d.random() < 0.5,
+        "seed": d.getrandbits(60),
+        "sequence_ids": d.maybe(d.whole(9, len(lengths))),
+    }
+
+
+@case("Tokens", 8)
+def _tokens(d: Draw) -> Case:
+    def check(result: Tokens, query: Tensor, **_: Any) -> None:
+        expect(result.query is query and result.num_keys == result.key.size(1), "other tokens")
+        expect(
+            int(result.query_ptr[-1]) == result.num_queries and int(result.key_ptr[-1]) == result.num_keys,
+            "other offsets",
+        )
+        expect(bool((result.allowed_keys > 0).all()), "a query without keys")
+
+    return Case(Tokens, token_fields(d), check, names={"query": ("key",), "query_ptr": ("key_ptr",)})
+
+
+@case("Tokens.with_vectors", 2)
+def _with_vectors(d: Draw) -> Case:
+    tokens = Tokens(**token_fields(d))
+    arguments = {"query": d.real(2, tokens.num_queries, 5), "key": d.real(2, tokens.num_keys, 5)}
+
+    def check(result: Tokens, query: Tensor, key: Tensor) -> None:
+        expect(result.query is query and result.key is key and result.query_ptr is tokens.query_ptr, "other tokens")
+
+    return Case(tokens.with_vectors, arguments, check, free=("query", "key"))
+
+
 def source_arguments(d: Draw, source: Any, check: Any) -> Case:
     lengths = d.lengths()
     tokens = torch.randn(2, sum(lengths), 4, generator=d.torch)
@@ -881,9 +934,14 @@ def source_arguments(d: Draw, source: Any, check: Any) -> Case:
         "bipartite": False,
     }
     arguments |= {"seed": d.getrandbits(60), "sequence_ids": d.maybe(d.whole(9, len(lengths)))}
-    names = {"query": ("query_membership",), "key": ("key_membership",), "query_ptr": ("ptr",), "key_ptr": ("ptr",)}
-    names |= {"bipartite": ("self_loops", "pattern")}  # type: ignore[dict-item]
-    return Case(source, arguments, check, names=names)
+    names = {
+        "query": ("query_membership", "key"),
+        "key": ("key_membership",),
+        "query_ptr": ("ptr", "key_ptr"),
+        "key_ptr": ("ptr",),
+    }
+    names |= {"bipartite": ("self_loops", "rule")}
+    return Case(of_tokens(source), arguments, check, names=names)
 
 
 @case("SBMSource", 4)
@@ -914,7 +972,7 @@ def _sbm_source_forward(d: Draw) -> Case:
 def _pattern_source(d: Draw) -> Case:
     return Case(
         patterns.PatternSource,
-        {"pattern": patterns.window, "size": 1},
+        {"rule": patterns.window, "size": 1},
         lambda result, **_: expect(result.rule.options, "no options"),
         free=("size",),
     )
@@ -929,48 +987,38 @@ def _pattern_source_forward(d: Draw) -> Case:
     )
 
 
-def _selector(name: str, options: Callable[[Draw, int], dict[str, Any]]) -> Callable[[Draw], Case]:
+def _rule(module: Any, name: str, options: Callable[[Draw, int], dict[str, Any]]) -> Callable[[Draw], Case]:
     def make(d: Draw) -> Case:
-        lengths, heads = d.lengths(), d.randint(1, 2)
-        q, z = (d.real(heads, sum(lengths), 3) for _ in range(2))
-        arguments = {"query": q, "key": z, **options(d, heads), "ptr": pointer(lengths), "is_causal": d.random() < 0.5}
+        heads = d.randint(1, 2)
+        arguments = token_fields(d, heads) | options(d, heads)
+        arguments["is_causal"] &= name not in ("bucketing", "blocks")
+        query = arguments["query"]
         if "centroids" in arguments:
-            arguments["centroids"] = arguments["centroids"].to(q.dtype)
+            arguments["centroids"] = arguments["centroids"].to(query.dtype)
 
         def check(result: AttentionGraph, **_: Any) -> None:
             valid(result)
-            expect(result.num_queries == q.size(1) and result.heads == heads, "a graph over other tokens")
+            expect(result.num_queries == query.size(1) and result.heads == heads, "a graph over other tokens")
 
         # a token may hold any number
-        names = {"ptr": ("query", "key"), "query": ("ptr", "key", "centroids"), "key": ("ptr", "query")}
-        return Case(getattr(selectors, name), arguments, check, free=("seed", "bipartite"), names=names)
+        names = {
+            "query_ptr": ("query", "key", "key_ptr"),
+            "key_ptr": ("query_ptr", "key"),
+            "query": ("query_ptr", "key", "centroids"),
+        }
+        names |= {"key": ("key_ptr", "query"), "bipartite": ("block_window", "global_blocks")}
+        return Case(of_tokens(getattr(module, name)), arguments, check, free=("seed", "bipartite"), names=names)
 
     return make
 
 
 SELECTORS: dict[str, Callable[[Draw, int], dict[str, Any]]] = {
     "top_k": lambda d, heads: {"k": d.randint(1, 3)},
-    "block_top_k": lambda d, heads: {"k": d.randint(1, 3), "block_size": d.randint(1, 3), "bipartite": False},
-    "lsh": lambda d, heads: {"num_buckets": 4, "chunk_size": 2, "rounds": d.randint(1, 2), "seed": 3},
+    "block_top_k": lambda d, heads: {"k": d.randint(1, 3), "block_size": d.randint(1, 3)},
+    "lsh": lambda d, heads: {"num_buckets": 4, "chunk_size": 2, "rounds": d.randint(1, 2)},
     "routing": lambda d, heads: {"centroids": d.real(heads, 2, 3), "size": d.maybe(2)},
 }
-for _name, _options in SELECTORS.items():
-    TABLE[f"selectors.{_name}"] = 4, _selector(_name, _options)
-
-
-def _predictor(module: Any, name: str, options: Callable[[Draw, int], dict[str, Any]]) -> Callable[[Draw], Case]:
-    def make(d: Draw) -> Case:
-        lengths, heads = d.lengths(), d.randint(1, 2)
-        q, z = (d.real(heads, sum(lengths), 3) for _ in range(2))
-        causal = d.random() < 0.5 and name not in ("bucketing", "blocks")
-        arguments = {"query": q, "key": z, **options(d, heads), "ptr": pointer(lengths), "is_causal": causal}
-        names = {"ptr": ("query", "key"), "query": ("ptr", "key", "centroids"), "key": ("ptr", "query")}
-        return Case(getattr(module, name), arguments, lambda result, **_: valid(result), names=names)
-
-    return make
-
-
-FORETOLD: dict[str, Callable[[Draw, int], dict[str, Any]]] = {
+PREDICTED: dict[str, Callable[[Draw, int], dict[str, Any]]] = {
     "gold_graph": lambda d, heads: {"alpha": d.choice((1.5, 2.0)), "scale": d.maybe(0.5)},
     "distance": lambda d, heads: {"threshold": 1.5, "cap": d.maybe(2)},
     "bucketing": lambda d, heads: {"num_buckets": d.randint(1, 3)},
@@ -982,12 +1030,11 @@ FORETOLD: dict[str, Callable[[Draw, int], dict[str, Any]]] = {
         "by": d.choice(("nearest", "shared")),
         "block_window": d.maybe(1),
         "global_blocks": d.randint(0, 1),
-        "bipartite": False,
     },
 }
-for _name, _options in FORETOLD.items():
-    _module = ground_truth if _name == "gold_graph" else predictors
-    TABLE[f"{_module.__name__.rpartition('.')[2]}.{_name}"] = 4, _predictor(_module, _name, _options)
+for _name, _options in (SELECTORS | PREDICTED).items():
+    _module = selectors if _name in SELECTORS else ground_truth if _name == "gold_graph" else predictors
+    TABLE[f"{_module.__name__.rpartition('.')[2]}.{_name}"] = 4, _rule(_module, _name, _options)
 
 
 @case("predictors.buckets", 4)
@@ -1078,7 +1125,7 @@ def _projection_loss(d: Draw) -> Case:
 def _sparsefinder_source(d: Draw) -> Case:
     arguments = {
         "projection": sparsefinder.Projection(4, 2, 2),
-        "predictor": predictors.bucketing,
+        "rule": predictors.bucketing,
         "num_buckets": 2,
         "window": d.maybe(1),
         "num_global": 1,
@@ -1087,8 +1134,7 @@ def _sparsefinder_source(d: Draw) -> Case:
         sparsefinder.SparsefinderSource,
         arguments,
         lambda result, projection, **_: expect(result.projection is projection, "another projection"),
-        free=("projection", "predictor", "num_buckets"),  # the rule looks at its options when it is called
-        names={"predictor": ("selector",)},
+        free=("projection", "rule", "num_buckets"),  # the rule looks at its options when it is called
     )
 
 
@@ -1100,7 +1146,7 @@ def _sparsefinder_source_forward(d: Draw) -> Case:
 
 @case("selectors.SelectorSource", 4)
 def _selector_source(d: Draw) -> Case:
-    arguments = {"selector": selectors.top_k, "k": 2}
+    arguments = {"rule": selectors.top_k, "k": 2}
 
     def check(result: Any, k: Any, **_: Any) -> None:
         expect(k is result.k if isinstance(k, Tensor) else result.rule.options == {"k": k}, "another option")
@@ -1194,21 +1240,21 @@ def _indexer_source_forward(d: Draw) -> Case:
 
 @case("indexer.IndexProbability", 4)
 def _index_probability(d: Draw) -> Case:
-    arguments = {"query": d.real(2, 6, 3, 2), "weight": d.real(2, 6, 3), "key": d.real(2, 6, 2), "ptr": d.maybe(torch.tensor([0, 2, 6])),
-                 "is_causal": d.random() < 0.5, "degree": d.maybe(torch.ones(6)), "bias": d.maybe(torch.zeros(2))}  # fmt: skip
+    tokens = Tokens(d.real(2, 6, 1), query_ptr=d.maybe(torch.tensor([0, 2, 6])), is_causal=d.random() < 0.5)
+    arguments = {"tokens": tokens, "query": d.real(2, 6, 3, 2), "weight": d.real(2, 6, 3), "key": d.real(2, 6, 2),
+                 "degree": d.maybe(torch.ones(6)), "bias": d.maybe(torch.zeros(2))}  # fmt: skip
     return Case(
         indexer.IndexProbability,
         arguments,
-        lambda result, **_: expect(result.sides.heads == 2, "other heads"),
+        lambda result, **_: expect(result.tokens.heads == 2, "other heads"),
         free=("degree",),
     )
 
 
 def _index_record(d: Draw) -> indexer.IndexProbability:
     degree = torch.ones(6) if d.random() < 0.5 else None
-    return indexer.IndexProbability(
-        d.real(2, 6, 3, 2), d.real(2, 6, 3), d.real(2, 6, 2), ptr=torch.tensor([0, 2, 6]), degree=degree
-    )
+    tokens = Tokens(d.real(2, 6, 1), query_ptr=torch.tensor([0, 2, 6]))
+    return indexer.IndexProbability(tokens, d.real(2, 6, 3, 2), d.real(2, 6, 3), d.real(2, 6, 2), degree=degree)
 
 
 def _index_on(name: str) -> Callable[[Draw], Case]:
@@ -1915,6 +1961,10 @@ RECORDS: dict[str, tuple[Callable[[Draw], Any], dict[str, Meaning]]] = {  # clas
         "num_blocks": lambda s: s.block_matrix.size(1), "num_sequences": lambda s: len(s.query_ptr) - 1,
         "factors": lambda s: None, "causal()": lambda s: None,
     }),
+    "Tokens": (lambda d: Tokens(**token_fields(d)), {
+        "heads": lambda t: 2, "num_queries": lambda t: t.query.size(1), "num_keys": lambda t: t.key.size(1),
+        "first_key": lambda t: torch.cat([head * t.num_keys + t.key_ptr[t.query_sequence] for head in range(2)]),
+    }),
     "EncoderTrace": (record_of, {"density": lambda t: torch.stack([t.graphs[0].density, torch.ones(t.shape)]), "expected_density": lambda t: None,
                                  "graphs": lambda t: None}),
     "SBMMultiheadAttention": (lambda d: SBMMultiheadAttention(6, 3), {
@@ -1996,8 +2046,9 @@ EXEMPT: dict[str, str] = {  # public names that are not called, and why
     "sparsefinder.Sample": "a type",
     **dict.fromkeys(("ShareSchedule", "ShareSchedule.step", "ShareSchedule.state_dict", "ShareSchedule.load_state_dict"),
                     "a schedule of a model, see test_share.py"),
-    **dict.fromkeys(("TiledChoice", *(f"TiledChoice.{name}" for name in ("causal", "expand", "factors", "force", "forced", "graph", "select", "shape", "stored"))),
+    **dict.fromkeys(("TiledChoice", *(f"TiledChoice.{name}" for name in ("attend", "causal", "check_tokens", "expand", "factors", "force", "forced", "graph", "is_stored", "select", "shape", "stored"))),
                     "a record that a source makes, see test_tiled.py"),
+    **dict.fromkeys(("Choice.attend", "Choice.check_tokens", "Choice.is_stored", "Choice.stored"), "for layers, see test_choice.py and test_tiled.py"),
     **dict.fromkeys(("DCMM", "DCMM.entropy"), "a record that the library makes and users read"),
     **dict.fromkeys(("AttentionGraph.with_blocks", "AttentionGraph.spread", "AttentionGraph.over_tokens", "SBM.strict"), "for sources and layers, see test_blocks.py"),
     **{f"BlockGraph.{name}": "what an AttentionGraph has, compared with that of its tokens in test_blocks.py" for name in (
@@ -2015,7 +2066,7 @@ EXEMPT: dict[str, str] = {  # public names that are not called, and why
     **dict.fromkeys(
         ("EdgeProbability", "EdgeProbability.check", "EdgeProbability.expected_degree", "EdgeProbability.expected_density", "EdgeProbability.factors", "EdgeProbability.gate",
          "EdgeProbability.on", "GraphSource", "GraphSource.forward", "GraphSource.reset_parameters", "SharingSource"), "an abstract class, called through SBM and SBMSource"),
-    **dict.fromkeys(("ragged.count_pairs", "ragged.draw_seed", "ragged.readable", "ragged.resolve_sequence_ids", "ragged.resolve_sides"), "called by layers and samplers"),
+    **dict.fromkeys(("ragged.count_pairs", "ragged.draw_seed", "ragged.resolve_sequence_ids", "ragged.resolve_sides"), "called by layers and samplers"),
     **dict.fromkeys(ESTIMATOR_NAMES, "called by the layer, whose cases draw every estimator"),
     **{f"analysis.{name}": "a record that the library makes and users read" for name in
        ("Certificate", "GraphStatistics", "HamiltonianPath", "Lemma1", "Lemma2", "Universality")},

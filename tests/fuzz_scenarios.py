@@ -15,7 +15,7 @@ from fuzz_cases import Case, Draw, case, expect, pointer
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from sbm_pyg import AttentionConv, DCMMBias, SBMAttentionConv, auxiliary_loss
+from sbm_pyg import AttentionConv, DCMMBias, SBMAttentionConv, Tokens, auxiliary_loss
 from sbm_pyg.sources import patterns, selectors
 from sbm_pyg.sources.indexer import Indexer, IndexerSource, KeyScorer
 from sbm_pyg.sparsefinder import ground_truth, predictors
@@ -215,14 +215,18 @@ def _nan(d: Draw) -> None:
 
 
 PAIRED: dict[str, Callable[..., Any]] = {
-    "top_k": lambda q, k, ptr: selectors.top_k(q, k, k=2, ptr=ptr),
-    "block_top_k": lambda q, k, ptr: selectors.block_top_k(q, k, 1, 2, ptr=ptr),
-    "lsh": lambda q, k, ptr: selectors.lsh(q, k, 4, 2, ptr=ptr, seed=0),
-    "routing": lambda q, k, ptr: selectors.routing(q, k, torch.ones(HEADS, 2, q.size(2), dtype=q.dtype), ptr=ptr),
-    "gold": lambda q, k, ptr: ground_truth.gold_graph(q, k, ptr=ptr),
-    "distance": lambda q, k, ptr: predictors.distance(q, k, 1.0, ptr=ptr),
-    "bucketing": lambda q, k, ptr: predictors.bucketing(q, k, 3, ptr=ptr),
-    "clustering": lambda q, k, ptr: predictors.clustering(q, k, torch.ones(HEADS, 2, CHANNELS, dtype=q.dtype), ptr=ptr),
+    "top_k": lambda q, k, ptr: selectors.top_k(Tokens(q, k, query_ptr=ptr), k=2),
+    "block_top_k": lambda q, k, ptr: selectors.block_top_k(Tokens(q, k, query_ptr=ptr, bipartite=False), 1, 2),
+    "lsh": lambda q, k, ptr: selectors.lsh(Tokens(q, k, query_ptr=ptr, seed=0), 4, 2),
+    "routing": lambda q, k, ptr: selectors.routing(
+        Tokens(q, k, query_ptr=ptr), torch.ones(HEADS, 2, q.size(2), dtype=q.dtype)
+    ),
+    "gold": lambda q, k, ptr: ground_truth.gold_graph(Tokens(q, k, query_ptr=ptr)),
+    "distance": lambda q, k, ptr: predictors.distance(Tokens(q, k, query_ptr=ptr), 1.0),
+    "bucketing": lambda q, k, ptr: predictors.bucketing(Tokens(q, k, query_ptr=ptr), 3),
+    "clustering": lambda q, k, ptr: predictors.clustering(
+        Tokens(q, k, query_ptr=ptr), torch.ones(HEADS, 2, CHANNELS, dtype=q.dtype)
+    ),
 }
 
 

@@ -16,7 +16,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sbm_pyg import AttentionConv, AttentionGraph, Entmax, SBMAttentionConv, auxiliary_loss, estimators, sample_edges
+from sbm_pyg import (
+    AttentionConv,
+    AttentionGraph,
+    Entmax,
+    SBMAttentionConv,
+    Tokens,
+    auxiliary_loss,
+    estimators,
+    sample_edges,
+)
 from sbm_pyg.sources import patterns
 from sbm_pyg.sources.indexer import Indexer, IndexerSource
 
@@ -598,7 +607,7 @@ def test_a_graph_of_blocks_keeps_its_offsets(write: Callable[..., None]) -> None
     """Of a source that is called by itself, too."""
     source, q, ptr = layer(grain=4).source, torch.randn(2, 30, 8, dtype=torch.float64), PTR.clone()
     assert source is not None
-    graph = source(q, q, ptr, ptr, seed=1).graph
+    graph = source(Tokens(q, query_ptr=ptr, seed=1)).graph
     write(ptr, [0, 2, 28, 30])
     assert graph.query_ptr.tolist() == PTR.tolist()
-    assert graph == source(q, q, PTR, PTR, seed=1).graph
+    assert graph == source(Tokens(q, query_ptr=PTR, seed=1)).graph

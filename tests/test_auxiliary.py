@@ -23,6 +23,7 @@ from sbm_pyg import (
     SBMHead,
     SBMSource,
     SequenceEncoder,
+    Tokens,
     auxiliary_loss,
     sync_statistics,
 )
@@ -232,20 +233,22 @@ def test_a_sequence_of_nan_spoils_neither_the_others_nor_the_running_mean(tiled:
     sick = x.clone()
     sick[:, 3] = torch.nan
     for seed in (1, 2):
-        source(x, x, ptr, ptr, seed=seed)
+        source(Tokens(x, query_ptr=ptr, seed=seed))
     clean = copy.deepcopy(source)
-    wanted = cast(Any, clean(x, x, ptr, ptr, seed=3).probability).rate
+    wanted = cast(Any, clean(Tokens(x, query_ptr=ptr, seed=3)).probability).rate
     if tiled:
-        assert torch.equal(cast(Any, source(sick, sick, ptr, ptr, seed=3).probability).rate[:, 8:], wanted[:, 8:])
+        assert torch.equal(
+            cast(Any, source(Tokens(sick, query_ptr=ptr, seed=3)).probability).rate[:, 8:], wanted[:, 8:]
+        )
         source.eval()
-        assert cast(Any, source(sick, sick, ptr, ptr, seed=3).probability).rate[:, 8:].isfinite().all()
+        assert cast(Any, source(Tokens(sick, query_ptr=ptr, seed=3)).probability).rate[:, 8:].isfinite().all()
         source.train()
     else:
         with pytest.raises(ValueError, match="Expected 'query_membership' to be finite"):
-            source(sick, sick, ptr, ptr, seed=3)
-        assert torch.equal(cast(Any, source(x, x, ptr, ptr, seed=3).probability).rate, wanted)
+            source(Tokens(sick, query_ptr=ptr, seed=3))
+        assert torch.equal(cast(Any, source(Tokens(x, query_ptr=ptr, seed=3)).probability).rate, wanted)
     for each in (source, clean):
-        each(x, x, ptr, ptr, seed=4)
+        each(Tokens(x, query_ptr=ptr, seed=4))
     assert source.running_mean.isfinite().all()
     if not tiled:  # the call that raised has left nothing
         assert torch.equal(source.running_mean, clean.running_mean)
@@ -257,7 +260,7 @@ def test_tokens_of_nan_leave_centroids_as_they_are() -> None:
     x = draw(1, 2, 20, 4).float()
     x[:, ::2] = torch.nan
     for seed in (1, 2, 3):
-        source(x, x, ptr, ptr, seed=seed)
+        source(Tokens(x, query_ptr=ptr, seed=seed))
     assert source.centroids.isfinite().all()
     assert source.seen.isfinite().all()
 

@@ -27,6 +27,7 @@ from sbm_pyg import (
     SBMHead,
     SBMSource,
     SequenceEncoder,
+    Tokens,
     auxiliary_loss,
     estimators,
     ops,
@@ -104,8 +105,8 @@ def graph(request: pytest.FixtureRequest) -> BlockGraph:
 
 
 def rows(graph: BlockGraph) -> Any:
-    """What the ops over blocks take of a graph."""
-    return graph.blocks.rowptr, graph.blocks.col, (graph.query_ptr, graph.key_ptr), graph.grain, graph.is_causal
+    """Arguments of ops over blocks."""
+    return graph.blocks.rows, (graph.query_ptr, graph.key_ptr), graph.grain, graph.is_causal
 
 
 def tokens(graph: BlockGraph, dtype: torch.dtype = torch.float64, width: int = 5, value: int = 5) -> Any:
@@ -254,7 +255,7 @@ PATHS: dict[str, Any] = {"cpu": ops.schemas, "plain torch": meaning}
 
 def over_tokens(graph: BlockGraph, parts: Any, bias: Tensor | None, scale: float) -> Any:
     """The same attention, edge by edge."""
-    return edge_attention(*parts, graph.rowptr, graph.col, bias=bias, scale=scale)
+    return edge_attention(*parts, graph.rows._replace(bias=bias), scale=scale)
 
 
 @pytest.mark.parametrize("path", [*PATHS])
@@ -264,7 +265,7 @@ def test_block_attention_is_attention_over_the_tokens(graph: BlockGraph, path: s
     parts = [x.requires_grad_() for x in tokens(graph, value=value)]
     bias = torch.randn(graph.num_edges, dtype=torch.float64).requires_grad_() if biased else None
     tiles = None if bias is None else graph.edge_bias_to_blocks(bias)
-    rowptr, col, ptrs, grain, is_causal = rows(graph)
+    (rowptr, col, _), ptrs, grain, is_causal = rows(graph)
     given: Any = [*parts, *([] if bias is None else [bias])]
     wanted, lse = over_tokens(graph, parts, bias, 0.7)
     weight = torch.randn(wanted.shape, dtype=torch.float64)
@@ -290,7 +291,7 @@ def test_a_bias_may_leave_a_query_without_a_key(path: str) -> None:
     bias = torch.zeros(graph.num_edges, dtype=torch.float64)
     alone = graph.edge_row % 3 == 0
     bias[alone] = -torch.inf
-    rowptr, col, ptrs, grain, is_causal = rows(graph)
+    (rowptr, col, _), ptrs, grain, is_causal = rows(graph)
     layout, options = (*ptrs, graph.edge_bias_to_blocks(bias)), (grain, is_causal, 0.7, 0.0, 0, True)
     out, total = PATHS[path].block_attention(query, key, value, rowptr, col, *ptrs, grain, is_causal, layout[2], 0.7)
     empty = torch.arange(out.size(0) * out.size(1)) % 3 == 0
@@ -308,15 +309,10 @@ def test_dropout_drops_the_pairs_that_it_drops_of_tokens(graph: BlockGraph, bias
     parts = [x.requires_grad_() for x in tokens(graph)]
     bias = torch.randn(graph.num_edges, dtype=torch.float64).requires_grad_() if biased else None
     given: Any = [*parts, *([] if bias is None else [bias])]
-    wanted, _ = edge_attention(*parts, graph.rowptr, graph.col, bias=bias, scale=0.7, dropout=0.4, seed=5)
-    out, _ = block_attention(
-        *parts,
-        *rows(graph),
-        bias=None if bias is None else graph.edge_bias_to_blocks(bias),
-        scale=0.7,
-        dropout=0.4,
-        seed=5,
-    )
+    wanted, _ = edge_attention(*parts, graph.rows._replace(bias=bias), scale=0.7, dropout=0.4, seed=5)
+    edges, *layout = rows(graph)
+    edges = edges._replace(bias=None if bias is None else graph.edge_bias_to_blocks(bias))
+    out, _ = block_attention(*parts, edges, *layout, scale=0.7, dropout=0.4, seed=5)
     torch.testing.assert_close(out, wanted, atol=1e-10, rtol=1e-10)
     weight = torch.randn(wanted.shape, dtype=torch.float64)
     for one, other in zip(grad_of(out, given, weight), grad_of(wanted, given, weight), strict=True):
@@ -341,7 +337,7 @@ def test_block_effects_are_those_of_having_a_block_and_not(graph: BlockGraph, pa
 
     edges = (graph.blocks.rowptr, graph.blocks.col, tiles(graph, everywhere[at]))
     probes = (every.blocks.rowptr, every.blocks.col, tiles(every, everywhere))
-    _, _, ptrs, grain, is_causal = rows(graph)
+    _, ptrs, grain, is_causal = rows(graph)
     effect, probe_effect = PATHS[path].block_effect(
         grad, query, key, value, *edges, *probes, *ptrs, grain, is_causal, 0.7
     )
@@ -359,9 +355,9 @@ def test_block_effects_are_those_of_having_a_block_and_not(graph: BlockGraph, pa
 
 def test_weights_of_blocks_are_sums_of_those_of_tokens(graph: BlockGraph) -> None:
     query, key, _ = tokens(graph)
-    rowptr, col, ptrs, grain, is_causal = rows(graph)
-    found = ops.block_weight(query, key, rowptr, col, ptrs, grain, is_causal, scale=0.7)
-    logit = ops.edge_dot(query, key, graph.rowptr, graph.col) * 0.7
+    (rowptr, col, _), ptrs, grain, is_causal = rows(graph)
+    found = ops.block_weight(query, key, ops.Rows(rowptr, col), ptrs, grain, is_causal, scale=0.7)
+    logit = ops.edge_dot(query, key, graph.rows) * 0.7
     weight = normalize("softmax", logit, ptr=graph.rowptr)
     edge = graph.spread(torch.arange(graph.blocks.num_edges))
     wanted = torch.zeros(graph.blocks.num_edges, dtype=torch.float64).index_add(0, edge, weight)
@@ -413,13 +409,13 @@ def test_ops_over_blocks_pass_opcheck_and_gradcheck() -> None:
     graph = make([5, 4], 2, is_causal=True, density=0.7)
     query, key, value = (x.requires_grad_() for x in tokens(graph, width=3, value=3))
     bias = torch.randn(graph.blocks.num_edges, 2, 2, dtype=torch.float64).requires_grad_()
-    rowptr, col, ptrs, grain, is_causal = rows(graph)
+    (rowptr, col, _), ptrs, grain, is_causal = rows(graph)
     torch.library.opcheck(
         torch.ops.sbm_pyg.block_attention.default, (query, key, value, rowptr, col, *ptrs, grain, is_causal, bias, 0.5)
     )
 
     def attend(*parts: Any) -> Any:
-        return block_attention(*parts[:3], rowptr, col, ptrs, grain, is_causal, parts[3], 0.5)[0]
+        return block_attention(*parts[:3], ops.Rows(rowptr, col, parts[3]), ptrs, grain, is_causal, 0.5)[0]
 
     assert torch.autograd.gradcheck(attend, (query, key, value, bias))
     grad, probes = torch.randn_like(query), (rowptr.clone(), col.clone(), None)
@@ -436,17 +432,17 @@ def test_ops_over_blocks_pass_opcheck_and_gradcheck() -> None:
 def test_bad_arguments_of_block_ops_are_refused_by_name() -> None:
     graph = make([5, 4], 2)
     query, key, value = tokens(graph)
-    rowptr, col, ptrs, grain, _ = rows(graph)
+    (rowptr, col, _), ptrs, grain, _ = rows(graph)
     with pytest.raises(ValueError, match=r"'rowptr' to be .*one row per head and query block"):
-        block_attention(query, key, value, rowptr[:-1], col, ptrs, grain)
-    with pytest.raises(ValueError, match="'grain'"):
-        block_attention(query, key, value, rowptr, col, ptrs, 0)
+        block_attention(query, key, value, ops.Rows(rowptr[:-1], col), ptrs, grain)
+    with pytest.raises(ValueError, match="'block_size'"):
+        block_attention(query, key, value, ops.Rows(rowptr, col), ptrs, 0)
     with pytest.raises(ValueError, match=r"'ptrs\[1\]' to run from 0 to 9, the number of tokens"):
-        block_attention(query, key, value, rowptr, col, (ptrs[0], ptrs[1].clamp(max=8)), grain)
+        block_attention(query, key, value, ops.Rows(rowptr, col), (ptrs[0], ptrs[1].clamp(max=8)), grain)
     with pytest.raises(ValueError, match="'bias' to be"):
-        block_attention(query, key, value, rowptr, col, ptrs, grain, bias=query.new_zeros(col.numel()))
+        block_attention(query, key, value, ops.Rows(rowptr, col, query.new_zeros(col.numel())), ptrs, grain)
     with pytest.raises(TypeError, match="'ptrs' to be a tuple of offsets"):
-        block_attention(query, key, value, rowptr, col, ptrs[0], grain)
+        block_attention(query, key, value, ops.Rows(rowptr, col), ptrs[0], grain)
 
 
 # ------------------------------------------------------------------ the estimator and the layer
@@ -525,8 +521,8 @@ def test_blocks_of_one_token_are_the_layer_over_tokens(is_causal: bool, estimato
         source = conv.source
 
         class One(GraphSource):
-            def forward(self, *arguments: Any, **options: Any) -> Choice:
-                choice = source(*arguments, **options)  # noqa: B023
+            def forward(self, tokens: Tokens) -> Choice:
+                choice = source(tokens)  # noqa: B023
                 if grain_one:  # noqa: B023
                     graph = choice.graph
                     blocks = BlockGraph(graph, 1, query_ptr=graph.query_ptr, key_ptr=graph.key_ptr)
@@ -699,12 +695,12 @@ def test_a_layer_over_blocks_compiles_without_a_break() -> None:
 def test_autocast_leaves_precisions_as_they_are(dropout: float) -> None:
     """Or products of tokens, and what is summed of them, would have two."""
     graph = make([7, 1, 13], 4, is_causal=True)
-    rowptr, col, ptrs, grain, is_causal = rows(graph)
+    (rowptr, col, _), ptrs, grain, is_causal = rows(graph)
     parts = torch.randn(3, 2, 21, 8, generator=torch.Generator().manual_seed(0)).requires_grad_().unbind()
     bias = torch.randn(col.numel(), grain, grain, requires_grad=True)
 
     def attend() -> Tensor:
-        return block_attention(*parts, rowptr, col, ptrs, grain, is_causal, bias, 0.5, dropout, 3)[0]
+        return block_attention(*parts, ops.Rows(rowptr, col, bias), ptrs, grain, is_causal, 0.5, dropout, 3)[0]
 
     wanted = attend()
     grads = grad_of(wanted.square().sum(), (*parts, bias))

@@ -364,7 +364,7 @@ def test_the_local_expectation_gradient_is_unbiased_over_earlier_pairs() -> None
         prob = torch.cat([sbm.edge_prob_dense()[h, i, j][None] for h, i, j in cells.tolist()])
         bit = torch.tensor(bits, dtype=torch.float64)
         share = (bit * prob + (1 - bit) * (1 - prob)).prod()
-        out = ops.edge_attention(query, key, value, graph.rowptr, graph.col)[0]
+        out = ops.edge_attention(query, key, value, graph.rows)[0]
         exact = exact + share * (out * weight).sum()
         probes, chance = draw_probes(graph, math.inf, seed=0)
         assert probes.num_edges == 6

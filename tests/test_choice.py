@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from itertools import product
 from typing import Any, cast
 
@@ -22,6 +23,7 @@ from sbm_pyg import (
     SBMSource,
     SequenceEncoder,
     SourceGraph,
+    Tokens,
     auxiliary_loss,
     ops,
     sparsefinder,
@@ -55,10 +57,9 @@ class FreeSource(GraphSource):
         random = torch.Generator().manual_seed(seed)
         self.logit = torch.nn.Parameter(torch.randn(heads, tokens, tokens, generator=random))
 
-    def forward(self, query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, *, bipartite: bool = False,
-                is_causal: bool = False, seed: int, sequence_ids: Tensor | None = None) -> Choice:  # fmt: skip
+    def forward(self, tokens: Tokens) -> Choice:
         p = self.logit.sigmoid()
-        coins = torch.rand(p.shape, generator=torch.Generator().manual_seed(seed))
+        coins = torch.rand(p.shape, generator=torch.Generator().manual_seed(tokens.seed))
         return Choice(AttentionGraph.from_dense((coins < p).float()), FreeProbability(p))
 
 
@@ -87,7 +88,7 @@ def test_local_expectation_is_unbiased_for_a_free_matrix(eta: float, exploration
         return (masks * p + (1 - masks) * (1 - p)).flatten(1).prod(1)
 
     def out(graph: AttentionGraph) -> Tensor:
-        return ops.edge_attention(query, key, value, graph.rowptr, graph.col, scale=0.5)[0]
+        return ops.edge_attention(query, key, value, graph.rows, scale=0.5)[0]
 
     fixed = torch.where(first, 1.0, drawn)
     mean = torch.zeros_like(start)
@@ -120,7 +121,7 @@ def test_free_probabilities_and_factors_of_the_same_numbers_agree(exploration: f
     sbm, free = SBM(p, eye, eye), FreeProbability(p)
     graph = AttentionGraph.from_dense((draw(2, heads, n, m) < 0).float())
     query, key, value = draw(3, heads, n, 4), draw(4, heads, m, 4), draw(5, heads, m, 4)
-    out, _ = ops.edge_attention(query, key, value, graph.rowptr, graph.col)
+    out, _ = ops.edge_attention(query, key, value, graph.rows)
     probes, chance = draw_probes(graph, 3.0, seed=1)
     forced = torch.arange(graph.num_edges) % 3 == 0
     grads = []
@@ -144,7 +145,7 @@ def test_every_estimator_trains_a_free_matrix(estimator: str) -> None:
     x = draw(1, 9, 6, dtype=torch.float32)
     out, choice = conv(x, seed=1, return_choice=True)
     assert out.shape == (9, 8)
-    assert choice.graph.num_edges == (162 if estimator in ("relaxed", "concrete") else choice.graph.num_edges)
+    assert (choice.graph.num_edges == 162) == (estimator in ("relaxed", "concrete"))  # all pairs, or a sample
     (out.square().sum() + auxiliary_loss(conv)).backward()
     grad = cast(Any, conv.source).logit.grad
     assert (grad is None) == (estimator == "none")
@@ -257,14 +258,15 @@ class Doubtful(GraphSource):
         super().__init__()
         self.answer = answer
 
-    def forward(self, *tokens: Tensor, **options: Any) -> Any:
+    def forward(self, tokens: Tokens) -> Any:
         return self.answer
 
 
 def test_forced_edges_of_one_head_serve_all() -> None:
     class Pattern(GraphSource):
-        def forward(self, query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, **options: Any) -> Choice:
-            return Choice(patterns.window(None, 1, ptr=query_ptr)).force(patterns.global_tokens(None, 1, ptr=query_ptr))
+        def forward(self, tokens: Tokens) -> Choice:
+            ptr = tokens.query_ptr
+            return Choice(patterns.window(None, 1, ptr=ptr)).force(patterns.global_tokens(None, 1, ptr=ptr))
 
     choice = AttentionConv(4, 4, 3, Pattern())(torch.randn(9, 4), ptr=torch.tensor([0, 4, 9]), return_choice=True)[1]
     ptr = torch.tensor([0, 4, 9])
@@ -312,12 +314,12 @@ def test_errors() -> None:
         (
             lambda: patterns.PatternSource(patterns.window, reach=2),
             TypeError,
-            r"Expected options of 'pattern' .*\['reach'\]",
+            r"Expected options of 'rule' .*\['reach'\]",
         ),
         (
             lambda: patterns.PatternSource(patterns.window),
             TypeError,
-            r"Expected 'size' among the options of 'pattern' \(got \[\]\)\. Give `size=\.\.\.`",
+            r"Expected 'size' among the options of 'rule' \(got \[\]\)\. Give `size=\.\.\.`",
         ),
         (lambda: SBMSource(cast(Any, 3)), TypeError, r"Expected 'head' to be a module such as SBMHead \(got int\)"),
         (lambda: cast(Any, GraphSource)(), TypeError, "abstract"),
@@ -342,15 +344,7 @@ def test_an_estimator_of_ones_own_is_called() -> None:
 
 
 PAIRED: dict[str, Any] = {  # all that takes queries, keys and the offsets of both
-    "top_k": lambda q, k, ptr: selectors.top_k(q, k, 2, ptr=ptr),
-    "block_top_k": lambda q, k, ptr: selectors.block_top_k(q, k, 2, 2, ptr=ptr),
-    "lsh": lambda q, k, ptr: selectors.lsh(q, k, 2, 2, seed=0, ptr=ptr),
-    "routing": lambda q, k, ptr: selectors.routing(q, k, q[:, :3], ptr=ptr),
-    "bucketing": lambda q, k, ptr: predictors.bucketing(q, k, 2, ptr=ptr),
-    "clustering": lambda q, k, ptr: predictors.clustering(q, k, q[:, :3], ptr=ptr),
-    "distance": lambda q, k, ptr: predictors.distance(q, k, 1.0, ptr=ptr),
-    "gold_graph": lambda q, k, ptr: ground_truth.gold_graph(q, k, ptr=ptr),
-    "IndexProbability": lambda q, k, ptr: indexer.IndexProbability(*indexer.Indexer(3, 2)(q, k), ptr=ptr).top_k(2),
+    "Tokens": lambda q, k, ptr: Tokens(q, k, query_ptr=ptr[1], key_ptr=ptr[0]),
     "over": lambda q, k, ptr: AttentionGraph.over(torch.tensor([[0], [0]]), q.size(1), k.size(1), ptr=ptr),
     "AttentionConv": lambda q, k, ptr: AttentionConv(
         6, 3, 2, selectors.SelectorSource(selectors.lsh, num_buckets=2, chunk_size=2)
@@ -364,9 +358,38 @@ def test_queries_and_keys_of_unlike_batches_are_refused(name: str) -> None:
     query, key = draw(1, 2, 9, 3, dtype=torch.float32), draw(2, 2, 9, 3, dtype=torch.float32)
     two, one = torch.tensor([0, 4, 9]), torch.tensor([0, 9])
     PAIRED[name](query, key, (two, two.clone()))
+    ptr = "key_ptr" if name == "Tokens" else "ptr"
     for keys, queries, found in ((two, one, "2 and 1"), (one, two, "1 and 2"), (two, None, "2 and 1")):
-        with pytest.raises(ValueError, match=rf"'ptr' to hold as many sequences of keys as of queries \(got {found}\)"):
+        message = rf"'{ptr}' to hold as many sequences of keys as of queries \(got {found}\)"
+        with pytest.raises(ValueError, match=message):
             PAIRED[name](query, key, (keys, queries))
+
+
+RULES: dict[str, Any] = {
+    "top_k": lambda tokens: selectors.top_k(tokens, 2),
+    "block_top_k": lambda tokens: selectors.block_top_k(tokens, 2, 2),
+    "lsh": lambda tokens: selectors.lsh(tokens, 2, 2),
+    "routing": lambda tokens: selectors.routing(tokens, torch.ones(2, 3, 3)),
+    "bucketing": lambda tokens: predictors.bucketing(tokens, 2),
+    "clustering": lambda tokens: predictors.clustering(tokens, torch.ones(2, 3, 3)),
+    "distance": lambda tokens: predictors.distance(tokens, 1.0),
+    "blocks": lambda tokens: predictors.blocks(tokens, torch.ones(2, 3, 3), 1, 2),
+    "gold_graph": lambda tokens: ground_truth.gold_graph(tokens),
+    "IndexProbability": lambda tokens: indexer.IndexProbability(
+        tokens, *(torch.ones(2, 9, *shape) for shape in ((1, 3), (1,), (3,)))
+    ).top_k(2),
+    "SBMHead": lambda tokens: SBMHead(3, 2, 4)(tokens),
+    "a source": lambda tokens: patterns.PatternSource(patterns.window, size=1)(tokens),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_rules_and_sources_take_tokens_alone(name: str) -> None:
+    x = draw(1, 2, 9, 3, dtype=torch.float32)
+    RULES[name](Tokens(x, query_ptr=torch.tensor([0, 4, 9])))
+    for other in (x, None, (x, x)):
+        with pytest.raises(TypeError, match=r"Expected 'tokens' to be Tokens \(got (Tensor|NoneType|tuple)"):
+            RULES[name](other)
 
 
 TRANSFORMED: dict[str, Any] = {
@@ -392,26 +415,18 @@ def test_any_source_is_a_transform(name: str, is_causal: bool) -> None:
     found = AttentionGraph.from_data(SourceGraph(source, heads=2, is_causal=is_causal, seed=7)(batch.clone()), heads=2)
     query = batch.x.unflatten(1, (2, 3)).transpose(0, 1)
     ptr = torch.tensor([0, *sizes]).cumsum(0)
-    graph = source(query, query, ptr, ptr, is_causal=is_causal, seed=7).graph
+    graph = source(Tokens(query, query_ptr=ptr, is_causal=is_causal, seed=7)).graph
     assert torch.equal(found.to_edge_index()[0], graph.expand(2).to_edge_index()[0])
     assert graph.num_edges > 0
     if is_causal:
         assert not (found.edge_index[0] > found.edge_index[1]).any()
 
 
-SOURCES: dict[str, Any] = TRANSFORMED | {
-    "blocks": lambda: SBMSource(SBMHead(3, heads=2, num_blocks=4), grain=2),
-    "tiles": lambda: SBMSource(SBMHead(3, heads=2, num_blocks=4), tiled=True),
-    "one's own": lambda: Doubtful(Choice(patterns.full(None, ptr=torch.tensor([0, 4, 9])))),
-}
-
-
-@pytest.mark.parametrize("name", SOURCES)
-def test_a_source_that_is_called_checks_what_it_is_given(name: str) -> None:
-    source, x, ptr = SOURCES[name](), draw(1, 2, 9, 3, dtype=torch.float32), torch.tensor([0, 4, 9])
+def test_tokens_are_checked_when_they_are_made() -> None:
+    x, ptr = draw(1, 2, 9, 3, dtype=torch.float32), torch.tensor([0, 4, 9])
     given: dict[str, Any] = {"query": x, "key": x, "query_ptr": ptr, "key_ptr": ptr, "seed": -1}
-    source(**given)
-    source(**given | {"query_ptr": ptr.int(), "seed": 2**63 - 1, "sequence_ids": torch.tensor([7, 3])})
+    Tokens(**given)
+    Tokens(**given | {"query_ptr": ptr.int(), "seed": 2**63 - 1, "sequence_ids": torch.tensor([7, 3])})
     cases: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"query_ptr": torch.tensor([0, 2**31, 9])}, ValueError, r"'query_ptr' .* increasing \(got a decrease"),
         ({"query_ptr": torch.tensor([0, -(2**31), 9])}, ValueError, r"'query_ptr' .* increasing \(got a decrease"),
@@ -422,19 +437,50 @@ def test_a_source_that_is_called_checks_what_it_is_given(name: str) -> None:
         ),
         ({"query_ptr": torch.tensor([0, 4, 20])}, ValueError, r"'query_ptr' to run from 0 to 9, .* \(got 0 to 20\)"),
         ({"key_ptr": torch.tensor([0, 9])}, ValueError, r"'key_ptr' to hold as many sequences .* \(got 1 and 2\)"),
-        ({"query_ptr": None}, TypeError, r"'query_ptr' to be a tensor \(got NoneType\)"),
+        ({"key": x[:, :5], "key_ptr": None}, ValueError, r"'key_ptr' to run from 0 to 5, .* \(got 0 to 9\)"),
+        ({"query_ptr": (ptr, ptr)}, TypeError, r"'query_ptr' to be a tensor \(got tuple\)"),
         ({"key_ptr": ptr.double()}, TypeError, r"'key_ptr' to be int64 \(got torch.float64\)"),
         ({"query": x[0]}, ValueError, r"'query' to be \[H, N, C\] = .* \(got \[9, 3\]\)"),
-        ({"key": x[:1]}, ValueError, r"'key' to be \[H, M, C\] = \[2, any, any\] \(got \[1, 9, 3\]\)"),
+        ({"query": None}, TypeError, r"'query' to be a tensor \(got NoneType\)"),
+        ({"query": x.long()}, TypeError, r"'query' to be a floating tensor \(got torch.int64\)"),
+        ({"query": x[:, :0]}, ValueError, r"'query' and 'key' of at least one head and token \(got \[2, 0, 3\]"),
+        ({"key": x[:1]}, ValueError, r"'key' to be \[H, M, C\] = \[2, any, 3\] \(got \[1, 9, 3\]\)"),
+        ({"key": x.double()}, TypeError, r"'key' to be torch.float32, as 'query' is \(got torch.float64\)"),
+        ({"key": x.to("meta")}, ValueError, r"'key' on cpu, as 'query' is \(got meta\)"),
         ({"seed": 2**63}, ValueError, r"Expected 'seed' in -2\*\*63 .. 2\*\*63-1"),
         ({"seed": "one"}, TypeError, r"Expected 'seed' to be an integer \(got 'one'\)"),
         ({"is_causal": 1}, TypeError, r"Expected 'is_causal' to be a bool \(got int\)"),
-        ({"bipartite": None}, TypeError, r"Expected 'bipartite' to be a bool \(got NoneType\)"),
+        ({"bipartite": 1}, TypeError, r"Expected 'bipartite' to be a bool \(got int\)"),
         ({"sequence_ids": torch.arange(3)}, ValueError, r"Expected 'sequence_ids' to be \[2\] int64"),
     ]
     for changed, error, message in cases:
         with pytest.raises(error, match=message):
-            source(**given | changed)
+            Tokens(**given | changed)
+
+
+def test_tokens_fill_in_what_they_are_not_given() -> None:
+    x, y, ptr = draw(1, 2, 9, 3), draw(2, 2, 9, 3), torch.tensor([0, 4, 9])
+    alone, pair = Tokens(x, query_ptr=ptr), Tokens(x, y)
+    assert (alone.key is x, alone.bipartite, alone.key_ptr is alone.query_ptr) == (True, False, True)
+    assert (pair.bipartite, Tokens(x, y, bipartite=False).bipartite, Tokens(x, x).bipartite) == (True, False, False)
+    assert pair.query_ptr.tolist() == pair.key_ptr.tolist() == [0, 9]
+    ptr[1] = 6  # offsets are a copy
+    assert alone.query_ptr.tolist() == [0, 4, 9]
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_tokens_know_their_positions_and_allowed_keys(is_causal: bool) -> None:
+    tokens = Tokens(
+        draw(1, 2, 5, 3), draw(2, 2, 4, 3), torch.tensor([0, 2, 5]), torch.tensor([0, 3, 4]), True, is_causal
+    )
+    for made in (tokens, tokens.with_vectors(draw(3, 2, 5, 1), draw(4, 2, 4, 1)), dataclasses.replace(tokens, seed=3)):
+        assert (made.heads, made.num_queries, made.num_keys) == (2, 5, 4)
+        assert made.query_sequence.tolist() == [0, 0, 1, 1, 1]
+        assert made.key_sequence.tolist() == [0, 0, 0, 1]
+        assert made.query_position.tolist() == [0, 1, 0, 1, 2]
+        assert made.key_position.tolist() == [0, 1, 2, 0]
+        assert made.allowed_keys.tolist() == ([1, 2, 1, 1, 1] if is_causal else [3, 3, 1, 1, 1])
+        assert made.first_key.tolist() == [0, 0, 3, 3, 3, 4, 4, 7, 7, 7]
 
 
 def test_a_layer_refuses_a_graph_over_other_tokens() -> None:
@@ -484,7 +530,9 @@ def test_what_is_forced_of_blocks_is_causal_with_them() -> None:
 def test_probabilities_refuse_graphs_over_other_sequences_or_that_are_not_causal(is_causal: bool) -> None:
     x, ptr = draw(1, 2, 9, 4), torch.tensor([0, 4, 9])
     sbm = SBM(x.sigmoid() / 4, x.sigmoid(), query_ptr=ptr, is_causal=is_causal)
-    index = indexer.IndexProbability(*indexer.Indexer(4, 2).double()(x, x), ptr=ptr, is_causal=is_causal)
+    index = indexer.IndexProbability(
+        Tokens(x, query_ptr=ptr, is_causal=is_causal), *indexer.Indexer(4, 2).double()(x, x)
+    )
     for probability in (sbm, index):
         right = patterns.full(None, ptr=ptr, is_causal=is_causal).expand(2)
         assert probability.on(right).shape == (right.num_edges,)

@@ -12,7 +12,7 @@ import torch
 from problems import GRAPHS, random_graph, reference_attention
 from torch import Tensor
 
-from sbm_pyg import SBM, AttentionGraph, SBMAttentionConv, SBMHead, ops, sample_edges
+from sbm_pyg import SBM, AttentionGraph, SBMAttentionConv, SBMHead, Tokens, ops, sample_edges
 from sbm_pyg.estimators import (
     Local,
     Mask,
@@ -49,6 +49,13 @@ def effect_arguments(
     return (*plain, value, graph.rowptr, graph.col, biases[0], probes.rowptr, probes.col, biases[1], 0.7)
 
 
+def effect(op: Any, *given: Any) -> Any:
+    """Effects by the op, or by its reference, which takes rows one by one."""
+    if op is ops:
+        given = (*given[:4], ops.Rows(*given[4:7]), ops.Rows(*given[7:10]), *given[10:])
+    return op.edge_effect(*given)
+
+
 # ------------------------------------------------------------------ the effect of an edge
 
 
@@ -57,7 +64,7 @@ def effect_arguments(
 @pytest.mark.parametrize("channels", [(1, 3), (32, 32), (16, 48)])
 def test_effect_equals_the_reference(name: str, biased: bool, channels: tuple[int, int]) -> None:
     arguments = effect_arguments(GRAPHS[name], *channels, biased)
-    for got, want in zip(ops.edge_effect(*arguments), reference_effects.edge_effect(*arguments), strict=True):
+    for got, want in zip(effect(ops, *arguments), effect(reference_effects, *arguments), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
 
 
@@ -97,9 +104,8 @@ def test_effect_of_an_edge_that_dominates_its_row_is_accurate_in_float32() -> No
     plain: Any = (grad_out, query, key, value)
     rest: Any = (graph.rowptr, graph.col, None, nothing.rowptr, nothing.col, None, 1.0)
     exact = reference_effects.edge_effect(*plain, *rest)[0]
-    both: list[Any] = [ops.edge_effect, reference_effects.edge_effect]
-    for op in both:
-        got = op(*(x.float() for x in plain), *rest)[0]
+    for op in (ops, reference_effects):
+        got = effect(op, *(x.float() for x in plain), *rest)[0]
         torch.testing.assert_close(got.double(), exact, rtol=2e-5, atol=0)
 
 
@@ -123,11 +129,11 @@ def test_effect_knows_infinite_scores_and_ignores_tokens_that_nothing_touches() 
         probe_bias,
         1.0,
     )
-    for got, want in zip(ops.edge_effect(*arguments), reference_effects.edge_effect(*arguments), strict=True):
+    for got, want in zip(effect(ops, *arguments), effect(reference_effects, *arguments), strict=True):
         assert got.isfinite().all()
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
-    assert ops.edge_effect(*arguments)[0][1] == 0
-    assert ops.edge_effect(*arguments)[1][1] == 0
+    assert effect(ops, *arguments)[0][1] == 0
+    assert effect(ops, *arguments)[1][1] == 0
 
 
 def test_effect_does_not_depend_on_threads_or_offsets_dtype() -> None:
@@ -138,12 +144,12 @@ def test_effect_does_not_depend_on_threads_or_offsets_dtype() -> None:
         results = []
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            results.append(ops.edge_effect(*arguments))
+            results.append(effect(ops, *arguments))
     finally:
         torch.set_num_threads(before)
     narrow = list(arguments)
     narrow[5], narrow[8] = graph.col.int(), arguments[8].int()
-    results.append(ops.edge_effect(*narrow))
+    results.append(effect(ops, *narrow))
     for other in results[1:]:
         assert all(torch.equal(one, two) for one, two in zip(results[0], other, strict=True))
 
@@ -163,8 +169,8 @@ def test_effects_count_by_the_chance_to_see_them(name: str, blocks: int, explora
     rate = rate / (rate @ member.mT).amax().clamp(min=1)  # from far below the chance of a probe up to 1
     chance = torch.full((graph.num_queries,), eta, dtype=torch.float64)
     probes = AttentionGraph(plain[7], plain[8], graph.num_queries, graph.num_keys, graph.heads)
-    got = op.edge_effect(*plain, rate, member, chance, exploration)
-    for edges, alone, counted in zip((graph, probes), op.edge_effect(*plain), got, strict=True):
+    got = effect(op, *plain, rate, member, chance, exploration)
+    for edges, alone, counted in zip((graph, probes), effect(op, *plain), got, strict=True):
         explored = (rate @ member.mT)[edges.edge_head, edges.edge_index[1], edges.edge_index[0]] + exploration
         p = explored.clamp(max=1)
         alpha = torch.minimum(torch.tensor(0.5), p / (p + eta - p * eta)).maximum(p)  # share of the side with the edge
@@ -202,7 +208,7 @@ def test_a_probe_that_cannot_be_counts_nothing(op: Any) -> None:
     member = torch.ones(graph.heads, graph.num_keys, 1, dtype=torch.float64)
     chance = 0.2 * (torch.arange(graph.num_queries) % 2).double()
     probes = AttentionGraph(plain[7], plain[8], graph.num_queries, graph.num_keys, graph.heads)
-    alone, counted = op.edge_effect(*plain), op.edge_effect(*plain, rate, member, chance, 0.0)
+    alone, counted = effect(op, *plain), effect(op, *plain, rate, member, chance, 0.0)
     none = [chance[edges.edge_index[1]] == 0 for edges in (graph, probes)]
     assert all(bool(each.any()) and not bool(each.all()) for each in none)
     torch.testing.assert_close(counted[0][none[0]], 4 * alone[0][none[0]])
@@ -234,7 +240,7 @@ class OneQuery:
         self.graphs = [AttentionGraph.from_dense(torch.tensor([bits])) for bits in product([0.0, 1.0], repeat=4)]
 
     def out(self, graph: AttentionGraph, gate: Tensor | None = None, form: str = "score") -> Tensor:
-        return ops.edge_attention(self.query, self.key, self.value, graph.rowptr, graph.col, gate, None, 0.5, form)[0]
+        return ops.edge_attention(self.query, self.key, self.value, graph.rows, gate, 0.5, form)[0]
 
     def loss(self, graph: AttentionGraph) -> Tensor:
         return (self.out(graph) * self.weight).sum()
@@ -317,7 +323,7 @@ def test_relaxation_is_softmax_of_scores_and_log_probabilities() -> None:
     p = case.p.clone().requires_grad_()
     everything = case.graphs[-1]
     bias = relaxed_bias(probabilities(p), everything)
-    out = ops.edge_attention(case.query, case.key, case.value, everything.rowptr, everything.col, None, bias, 0.5)[0]
+    out = ops.edge_attention(case.query, case.key, case.value, everything.rows._replace(bias=bias), None, 0.5)[0]
     other = case.p.clone().requires_grad_()
     meant = ((case.query[0] @ case.key[0].T * 0.5) + other.log()).softmax(-1) @ case.value[0]
     torch.testing.assert_close(out[0], meant)
@@ -701,7 +707,7 @@ def test_initial_density_is_what_was_asked_for(parameterization: str, density: f
     torch.manual_seed(0)
     head = SBMHead(32, 2, blocks, parameterization=parameterization, density=density)
     found = (
-        head(draw(1, 2, 64, 32, dtype=torch.float32), draw(2, 2, 64, 32, dtype=torch.float32))
+        head(Tokens(draw(1, 2, 64, 32, dtype=torch.float32), draw(2, 2, 64, 32, dtype=torch.float32)))
         .expected_density()
         .detach()
     )
@@ -716,7 +722,7 @@ def test_assortative_probability_is_that_of_the_same_block() -> None:
     torch.manual_seed(0)
     head = SBMHead(8, 1, 4, parameterization="assortative", temperature=0.2, cluster_init="orthogonal")
     query, key = draw(1, 1, 5, 8, dtype=torch.float32), draw(2, 1, 5, 8, dtype=torch.float32)
-    sbm = head(query, key)
+    sbm = head(Tokens(query, key))
     torch.testing.assert_close(sbm.query_membership.sum(-1), torch.ones(1, 5))
     torch.testing.assert_close(sbm.edge_prob_dense()[0], sbm.query_membership[0] @ sbm.key_membership[0].T)
     assert float(sbm.edge_prob_dense().detach().max()) <= 1
@@ -725,7 +731,7 @@ def test_assortative_probability_is_that_of_the_same_block() -> None:
 def test_tied_memberships_are_those_of_the_queries() -> None:
     head = SBMHead(8, 1, 4, parameterization="assortative", tied=True)
     query = draw(1, 1, 5, 8, dtype=torch.float32)
-    sbm = head(query, draw(2, 1, 5, 8, dtype=torch.float32))
+    sbm = head(Tokens(query, draw(2, 1, 5, 8, dtype=torch.float32)))
     assert torch.equal(sbm.query_membership, sbm.key_membership)
     with pytest.raises(ValueError, match="with tied memberships"):
-        head(query, draw(2, 1, 6, 8, dtype=torch.float32))
+        head(Tokens(query, draw(2, 1, 6, 8, dtype=torch.float32)))

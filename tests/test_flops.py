@@ -56,18 +56,18 @@ def test_every_op_with_products_has_a_formula() -> None:
 def test_dot_and_gate() -> None:
     query, key = random(HEADS, N, K), random(HEADS, N, K)
     out: list[Tensor] = []
-    assert counted(lambda: out.append(ops.edge_dot(query, key, GRAPH.rowptr, GRAPH.col))) == {"edge_dot": 2 * E * K}
+    assert counted(lambda: out.append(ops.edge_dot(query, key, GRAPH.rows))) == {"edge_dot": 2 * E * K}
     assert counted(lambda: out[0].sum().backward()) == {"edge_dot_backward": 4 * E * K}
-    one_side = ops.edge_dot(query, key.detach(), GRAPH.rowptr, GRAPH.col)
+    one_side = ops.edge_dot(query, key.detach(), GRAPH.rows)
     assert counted(lambda: one_side.sum().backward()) == {"edge_dot_backward": 2 * E * K}
-    assert counted(lambda: out.append(ops.edge_gate(query, key, GRAPH.rowptr, GRAPH.col))) == {}
+    assert counted(lambda: out.append(ops.edge_gate(query, key, GRAPH.rows))) == {}
     assert counted(lambda: out[1].sum().backward()) == {"edge_dot_backward": 4 * E * K}
 
 
 def test_attention() -> None:
     query, key, value = random(HEADS, N, C), random(HEADS, N, C), random(HEADS, N, V)
     out: list[Tensor] = []
-    count = counted(lambda: out.append(ops.edge_attention(query, key, value, GRAPH.rowptr, GRAPH.col, dropout=0.1)[0]))
+    count = counted(lambda: out.append(ops.edge_attention(query, key, value, GRAPH.rows, dropout=0.1)[0]))
     assert count == {"edge_attention": 2 * E * (C + V)}
     assert counted(lambda: out[0].sum().backward()) == {"edge_attention_backward": 2 * E * (3 * C + 2 * V)}
 
@@ -77,7 +77,7 @@ def test_attention_over_a_full_graph_counts_as_dense_attention() -> None:
     query, key, value = random(HEADS, N, C), random(HEADS, N, C), random(HEADS, N, V)
     ours: list[Tensor] = []
     dense: list[Tensor] = []
-    forward = counted(lambda: ours.append(ops.edge_attention(query, key, value, graph.rowptr, graph.col)[0]))
+    forward = counted(lambda: ours.append(ops.edge_attention(query, key, value, graph.rows)[0]))
     with sdpa_kernel(SDPBackend.MATH):  # the products one by one; the fused kernel of the CPU is counted as nothing
         products = counted(lambda: dense.append(scaled_dot_product_attention(query[None], key[None], value[None])))
     assert sum(forward.values()) == sum(products.values()) == 2 * HEADS * N * N * (C + V)
@@ -90,15 +90,15 @@ def test_effects_of_edges_and_probes() -> None:
     query, key, value = random(HEADS, N, C), random(HEADS, N, C), random(HEADS, N, V)
     rate, member = random(HEADS, N, K), random(HEADS, N, K)
     probes = patterns.window(None, 1, ptr=PTR).expand(HEADS)
-    out, _ = ops.edge_attention(query.detach(), key.detach(), value.detach(), GRAPH.rowptr, GRAPH.col)
-    sides = ((GRAPH.rowptr, GRAPH.col, None), (probes.rowptr, probes.col, None))
+    out, _ = ops.edge_attention(query.detach(), key.detach(), value.detach(), GRAPH.rows)
+    sides = (GRAPH.rows, probes.rows)
     out = ops.local_expectation(out.requires_grad_(), query, key, value, *sides, torch.ones(N), factors=(rate, member))
     both = E + probes.num_edges
     assert counted(lambda: out.sum().backward()) == {
         "edge_effect": 2 * both * (C + V + K),
         "edge_dot_backward": 4 * both * K,
     }
-    plain = (random(HEADS, N, V), query, key, value, GRAPH.rowptr, GRAPH.col, None, probes.rowptr, probes.col)
+    plain = (random(HEADS, N, V), query, key, value, GRAPH.rows, probes.rows)
     assert counted(lambda: ops.edge_effect(*plain)) == {"edge_effect": 2 * both * (C + V)}
 
 
@@ -195,12 +195,11 @@ def test_blocks_of_a_full_graph_count_as_all_pairs() -> None:
     ptr, grain = torch.tensor([0, 24]), 8
     blocks = patterns.full(3).expand(HEADS)
     query, key, value = random(HEADS, 24, C), random(HEADS, 24, C), random(HEADS, 24, V)
-    rows, layout, pairs = (blocks.rowptr, blocks.col), ((ptr, ptr), grain), HEADS * 24**2
+    rows, layout, pairs = blocks.rows, ((ptr, ptr), grain), HEADS * 24**2
     out: list[Tensor] = []
-    count = counted(lambda: out.append(ops.block_attention(query, key, value, *rows, *layout)[0]))
+    count = counted(lambda: out.append(ops.block_attention(query, key, value, rows, *layout)[0]))
     assert count == {"block_attention": 2 * pairs * (C + V)}
     assert counted(lambda: out[0].sum().backward()) == {"block_attention_backward": 2 * pairs * (3 * C + 2 * V)}
-    sides = (*rows, None)
-    count = counted(lambda: ops.block_effect(random(HEADS, 24, V), query, key, value, sides, sides, *layout))
+    count = counted(lambda: ops.block_effect(random(HEADS, 24, V), query, key, value, rows, rows, *layout))
     assert count == {"block_effect": 2 * 2 * (pairs * (C + V) + pairs // grain * V)}
-    assert counted(lambda: ops.block_weight(query, key, *rows, *layout)) == {"block_weight": 2 * pairs * C}
+    assert counted(lambda: ops.block_weight(query, key, rows, *layout)) == {"block_weight": 2 * pairs * C}

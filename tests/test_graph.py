@@ -21,7 +21,8 @@ from torch_geometric.data import Batch, Data, HeteroData
 
 from sbm_pyg import AttentionGraph, pad, unpad
 from sbm_pyg.ops import checks
-from sbm_pyg.ragged import readable, resolve_ptr
+from sbm_pyg.ops.values import can_read
+from sbm_pyg.ragged import resolve_ptr
 from sbm_pyg.rows import check_sizes
 from sbm_pyg.sources import patterns
 
@@ -675,7 +676,7 @@ def test_offsets_are_compared_where_they_may_be_read() -> None:
         torch.stack([same, other])
     )
     assert known.tolist() == [True, True]
-    per_sample = torch.func.vmap(torch.func.grad(lambda x: x.sum() if not readable(x * x) else x.new_zeros(())))
+    per_sample = torch.func.vmap(torch.func.grad(lambda x: x.sum() if not can_read(x * x) else x.new_zeros(())))
     assert per_sample(torch.ones(2, 3)).tolist() == [[1.0] * 3] * 2
 
 

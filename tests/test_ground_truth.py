@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sbm_pyg import AttentionConv, AttentionGraph, SBMMultiheadAttention, SequenceEncoder, TokenClassifier
+from sbm_pyg import AttentionConv, AttentionGraph, SBMMultiheadAttention, SequenceEncoder, TokenClassifier, Tokens
 from sbm_pyg.sources import patterns
 from sbm_pyg.sparsefinder import Projection, fit_projection, predictors
 from sbm_pyg.sparsefinder.ground_truth import compare, gold_graph, group_entropy, record
@@ -40,7 +40,7 @@ def make_model() -> TokenClassifier:
 @pytest.mark.parametrize("scale", [-2.0, 0.0, 2.0])
 def test_a_scale_of_any_sign_leaves_keys_out_that_are_not_there(scale: float, is_causal: bool) -> None:
     query, key = draw(1, 2, 13, 4), draw(2, 2, 13, 4)
-    graph = gold_graph(query, key, scale=scale, ptr=torch.tensor([0, 5, 13]), is_causal=is_causal)
+    graph = gold_graph(Tokens(query, key, query_ptr=torch.tensor([0, 5, 13]), is_causal=is_causal), scale=scale)
     for sequence, (start, end) in enumerate(((0, 5), (5, 13))):  # the first is padded
         scores = scale * query[:, start:end] @ key[:, start:end].mT
         later = torch.ones(end - start, end - start, dtype=torch.bool).triu(1) & is_causal
@@ -59,7 +59,9 @@ def test_a_record_is_what_dense_entmax_uses(normalizer: str, is_causal: bool) ->
     (query, key, graph), (_, _, other) = found[""]
     assert not query.requires_grad
     assert (graph.num_sequences, other.num_queries, graph.is_causal) == (2, 5, is_causal)
-    wanted = gold_graph(query, key, alpha=1.5 if normalizer == "entmax15" else 2.0, ptr=PTR, is_causal=is_causal)
+    wanted = gold_graph(
+        Tokens(query, key, query_ptr=PTR, is_causal=is_causal), alpha=1.5 if normalizer == "entmax15" else 2.0
+    )
     assert graph == wanted
     dense = entmax.entmax15 if normalizer == "entmax15" else entmax.sparsemax
     value = conv.lin_value(x).view(17, 2, 4).transpose(0, 1)
@@ -128,7 +130,7 @@ def test_a_given_graph_and_padding_count_as_in_the_layer() -> None:
     ((query, key, graph),) = found[""]
     assert bool(near.expand(2).contains(graph.edge_index, graph.edge_head).all())
     assert graph.num_edges < 2 * near.num_edges
-    assert not bool(gold_graph(query, key, ptr=PTR).num_edges == graph.num_edges)
+    assert not bool(gold_graph(Tokens(query, key, query_ptr=PTR)).num_edges == graph.num_edges)
     padded = SBMMultiheadAttention(8, 2, batch_first=True, num_blocks=2, normalizer="entmax15").eval()
     tokens, mask = draw(2, 2, 6, 8), torch.tensor([[False] * 6, [False] * 4 + [True] * 2])
     with record(padded) as found:
@@ -179,7 +181,7 @@ def test_entropies_are_their_definitions() -> None:
     for head, found in enumerate(group_entropy(group, 5).tolist()):
         counts = torch.bincount(group[head], minlength=5).tolist()
         assert found == pytest.approx(brute_entropy([count / 17 for count in counts], 5))
-    graph = gold_graph(2 * draw(1, 2, 17, 4), draw(2, 2, 17, 4), ptr=PTR)
+    graph = gold_graph(Tokens(2 * draw(1, 2, 17, 4), draw(2, 2, 17, 4), query_ptr=PTR))
     graph = graph.select(graph.edge_index[1] != 3)  # a query without edges does not count
     mask = graph.to_dense(0), graph.to_dense(1)
     for head, found in enumerate(group_entropy(group, 5, graph).tolist()):
@@ -203,7 +205,7 @@ def test_entropy_tells_balance_and_concentration() -> None:
     x, far = draw(1, 1, 64, 2), torch.tensor([[[-9.0, 0.0], [0.0, 0.0], [9.0, 0.0]]])
     assert group_entropy(predictors.buckets(x, 8), 8).tolist() == [pytest.approx([1, 1])]
     assert float(group_entropy(predictors.clusters(x, far)[..., 0], 3)) < 0.3
-    near = predictors.distance(x, x, 0.3)
+    near = predictors.distance(Tokens(x), 0.3)
     assert float(group_entropy(predictors.buckets(x, 8), 8, near).max()) < 0.3
 
 

@@ -15,9 +15,9 @@ from scipy.stats import chisquare
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sbm_pyg import AttentionConv, AttentionGraph, SequenceEncoder, ShareSchedule, auxiliary_loss
+from sbm_pyg import AttentionConv, AttentionGraph, SequenceEncoder, ShareSchedule, Tokens, auxiliary_loss
 from sbm_pyg.estimators import Imitate, distillation, draw_probes
-from sbm_pyg.ops.reference.sampling import toss
+from sbm_pyg.ops.reference.sampling import bernoulli_draws
 from sbm_pyg.sources import pairs, patterns
 from sbm_pyg.sources.indexer import Indexer, IndexerSource, IndexProbability, KeyScorer
 
@@ -80,7 +80,7 @@ def probabilities(
     q, z = draw(1, HEADS, sum(sizes[0]), CHANNELS), draw(2, HEADS, sum(sizes[1]), CHANNELS)
     degree = None if apart else torch.linspace(0.5, 3, q.size(1), dtype=torch.float64)
     bias = torch.tensor([0.3, -1.0], dtype=torch.float64) if apart else None
-    given = IndexProbability(*module(q, z), ptr=(key_ptr, ptr), is_causal=is_causal, degree=degree, bias=bias)
+    given = IndexProbability(Tokens(q, z, ptr, key_ptr, is_causal=is_causal), *module(q, z), degree=degree, bias=bias)
     mask, scores = allowed(ptr, key_ptr, is_causal), define(module, q, z)
     if degree is None or bias is not None:
         p = torch.sigmoid(scores + bias[:, None, None]) * mask  # type: ignore[index]
@@ -121,7 +121,7 @@ def test_gradients_are_those_of_the_dense_definition(scorer: str, apart: bool, m
     module, ptr, key_ptr = make(scorer), pointer([5, 2, 9]), pointer([8, 11, 4])
     q, z = draw(1, HEADS, 16, CHANNELS).requires_grad_(), draw(2, HEADS, 23, CHANNELS).requires_grad_()
     degree = None if apart else torch.linspace(0.5, 3, 16, dtype=torch.float64)
-    given = IndexProbability(*module(q, z), ptr=(key_ptr, ptr), is_causal=True, degree=degree)
+    given = IndexProbability(Tokens(q, z, ptr, key_ptr, is_causal=True), *module(q, z), degree=degree)
     graph = given.top_k(2)
     weight = draw(3, graph.num_edges)
     inputs = [q, z, *module.parameters()]
@@ -172,9 +172,10 @@ def test_each_pair_is_a_coin_of_its_own(apart: bool, exploration: float) -> None
     count, module = 4000, make("indexer")
     q, z = draw(1, HEADS, 2, CHANNELS), draw(2, HEADS, 2, CHANNELS)
     ptr = torch.arange(count + 1) * 2
-    parts = module(q.repeat(1, count, 1), z.repeat(1, count, 1))
+    tokens = Tokens(q.repeat(1, count, 1), z.repeat(1, count, 1), ptr)
     degree = None if apart else torch.full((2 * count,), 0.8, dtype=torch.float64)
-    graph = IndexProbability(*parts, ptr=ptr, degree=degree).sample(exploration=exploration, seed=7)
+    given = IndexProbability(tokens, *module(tokens.query, tokens.key), degree=degree)
+    graph = given.sample(exploration=exploration, seed=7)
     scores = define(module, q, z).detach()
     p = (scores.sigmoid() if apart else 0.8 * scores.softmax(2)) + exploration
     bits = torch.zeros(HEADS, count, 4, dtype=torch.long)
@@ -195,20 +196,19 @@ def test_a_row_depends_on_no_other_sequence_and_no_later_token(scorer: str, sele
     torch.manual_seed(0)
     source = IndexerSource(SCORERS[scorer](), select=select, share=0.3)
     x, ptr = draw(1, HEADS, 30, CHANNELS).float(), torch.tensor([0, 12, 30])
-    whole = source(x, x, ptr, ptr, is_causal=True, seed=3).graph
-    alone = torch.tensor([0, 18])
-    one = source(x[:, 12:], x[:, 12:], alone, alone, is_causal=True, seed=3, sequence_ids=torch.tensor([1])).graph
+    whole = source(Tokens(x, query_ptr=ptr, is_causal=True, seed=3)).graph
+    one = source(Tokens(x[:, 12:], is_causal=True, seed=3, sequence_ids=torch.tensor([1]))).graph
     found = dense(whole)
     assert torch.equal(found[:, 12:, 12:], dense(one))
     later = x.clone()
     later[:, 20:] = 5 * draw(2, HEADS, 10, CHANNELS).float()
-    other = dense(source(later, later, ptr, ptr, is_causal=True, seed=3).graph)
+    other = dense(source(Tokens(later, query_ptr=ptr, is_causal=True, seed=3)).graph)
     assert torch.equal(found[:, :20], other[:, :20])
     assert not torch.equal(found, other)
     short = torch.tensor([0, 12, 20])
-    cut = dense(source(x[:, :20], x[:, :20], short, short, is_causal=True, seed=3).graph)
+    cut = dense(source(Tokens(x[:, :20], query_ptr=short, is_causal=True, seed=3)).graph)
     assert torch.equal(found[:, :20, :20], cut)
-    again = dense(source(x, x, ptr, ptr, is_causal=True, seed=4).graph)
+    again = dense(source(Tokens(x, query_ptr=ptr, is_causal=True, seed=4)).graph)
     assert torch.equal(found, again) is (select == "top_k")
 
 
@@ -330,8 +330,8 @@ def test_a_share_of_keys_is_rounded_up_exactly() -> None:
 def test_ranks_take_a_share_of_the_keys() -> None:
     source, x = IndexerSource(Indexer(4, 2), select="top_k", share=0.15), torch.randn(2, 100, 4)
     for ptr, degree in ((pointer([100]), [15] * 100), (pointer([3, 97]), [1] * 3 + [15] * 97)):
-        assert source(x, x, ptr, ptr, seed=0).graph.degree.tolist() == [degree] * 2
-    causal = source(x, x, pointer([100]), pointer([100]), is_causal=True, seed=0).graph
+        assert source(Tokens(x, query_ptr=ptr)).graph.degree.tolist() == [degree] * 2
+    causal = source(Tokens(x, is_causal=True)).graph
     assert causal.degree[0].tolist() == [max(1, -(-15 * reach // 100)) for reach in range(1, 101)]
 
 
@@ -342,7 +342,7 @@ def test_a_share_falls_from_a_full_graph_for_coins_and_ranks() -> None:
         x, ptr = draw(1, 2, 20, 4).float(), torch.tensor([0, 8, 20])
         densities = []
         for _ in range(5):
-            choice = source(x, x, ptr, ptr, is_causal=True, seed=0)
+            choice = source(Tokens(x, query_ptr=ptr, is_causal=True))
             densities.append(float(choice.graph.density.mean()))
             schedule.step(0.0)
         assert densities[0] == 1.0
@@ -405,7 +405,7 @@ def test_a_step_leaves_nothing_behind() -> None:
 def test_scores_of_nan_choose_nothing() -> None:
     x = draw(1, HEADS, 6, CHANNELS)
     x[:, 2] = torch.nan
-    given = IndexProbability(*make("indexer")(x, x))
+    given = IndexProbability(Tokens(x), *make("indexer")(x, x))
     for graph in (given.top_k(3), given.sample(exploration=0.5, seed=0)):
         assert graph.num_edges > 0
         assert not (graph.edge_index == 2).any()
@@ -415,12 +415,12 @@ def test_words_are_those_of_block_models() -> None:
     """A coin is the same whoever tosses it, in whatever shape."""
     threshold = (torch.rand(3, 4, 70, generator=torch.Generator().manual_seed(0)) * 2.0**32).long()
     place, stream, head = torch.arange(4).expand(3, 4), torch.tensor([5, 0, 2])[:, None], torch.tensor(1)
-    whole = toss(threshold, place, stream, head, 9)
+    whole = bernoulli_draws(threshold, place, stream, head, 9)
     for b, i in itertools.product(range(3), range(4)):
-        one = toss(threshold[b, i : i + 1], place[b, i : i + 1], int(stream[b]), 1, 9)
+        one = bernoulli_draws(threshold[b, i : i + 1], place[b, i : i + 1], int(stream[b]), 1, 9)
         assert torch.equal(one[0], whole[b, i])
-    assert not toss(torch.zeros_like(threshold), place, stream, head, 9).any()
-    assert toss(torch.full_like(threshold, 2**32), place, stream, head, 9).all()
+    assert not bernoulli_draws(torch.zeros_like(threshold), place, stream, head, 9).any()
+    assert bernoulli_draws(torch.full_like(threshold, 2**32), place, stream, head, 9).all()
 
 
 X = torch.ones(2, 5, 3)
@@ -441,26 +441,24 @@ X = torch.ones(2, 5, 3)
         (lambda: IndexerSource(Indexer(3), density=1), ValueError, r"Expected 'density' in \(0, 1\)"),
         (lambda: IndexerSource(Indexer(3), detach=cast(bool, 1)), TypeError, "Expected 'detach' to be a bool"),
         (
-            lambda: IndexerSource(Indexer(3, 2), window=1)(
-                X, X, torch.tensor([0, 5]), torch.tensor([0, 5]), bipartite=True, seed=0
-            ),
+            lambda: IndexerSource(Indexer(3, 2), window=1)(Tokens(X, bipartite=True)),
             ValueError,
             "Expected the same tokens as queries and keys with 'window'",
         ),
-        (lambda: IndexProbability(X, X, X), ValueError, r"Expected 'query' to be \[H, N, S, D\]"),
+        (lambda: IndexProbability(Tokens(X), X, X, X), ValueError, r"Expected 'query' to be \[H, N, S, D\]"),
         (
-            lambda: IndexProbability(X[..., None], X, X[..., :1], degree=torch.ones(4)),
+            lambda: IndexProbability(Tokens(X), X[..., None], X, X[..., :1], degree=torch.ones(4)),
             ValueError,
             r"Expected 'degree' to be \[N\] = \[5\]",
         ),
         (
-            lambda: IndexProbability(X[..., None], X, X[..., :1]).on(patterns.self_loops(4)),
+            lambda: IndexProbability(Tokens(X), X[..., None], X, X[..., :1]).on(patterns.self_loops(4)),
             ValueError,
             r"Expected 'graph' with \(heads, queries, keys\) = \(2, 5, 5\)",
         ),
-        (lambda: IndexProbability(X[..., None], X, X[..., :1]).top_k(0), ValueError, "Expected 'k' to be at least 1"),
+        (lambda: IndexProbability(Tokens(X), X[..., None], X, X[..., :1]).top_k(0), ValueError, "Expected 'k' to be at least 1"),
         (
-            lambda: IndexProbability(X[..., None], X, X[..., :1]).top_k(torch.ones(5)),
+            lambda: IndexProbability(Tokens(X), X[..., None], X, X[..., :1]).top_k(torch.ones(5)),
             TypeError,
             r"Expected 'k' to be int64 \(got torch.float32\)",
         ),
@@ -506,7 +504,7 @@ def test_writing_into_offsets_changes_no_gradient(apart: bool, by_numpy: bool) -
     def gradients(written: bool) -> list[Tensor]:
         scorer, ptr, x = make("indexer"), pointer([2, 7]), draw(1, HEADS, 9, CHANNELS)
         degree = None if apart else torch.full((9,), 2.0, dtype=torch.float64)
-        probability = IndexProbability(*scorer(x, x), ptr=ptr, degree=degree)
+        probability = IndexProbability(Tokens(x, query_ptr=ptr), *scorer(x, x), degree=degree)
         loss = (
             (probability.on(patterns.full(None, ptr=ptr).expand(HEADS)) + probability.expected_degree().mean())
             .square()
@@ -527,9 +525,9 @@ def test_writing_into_offsets_changes_no_gradient(apart: bool, by_numpy: bool) -
 def test_writing_into_the_offsets_of_a_probability_is_refused() -> None:
     """Also on a device, where they are no copy."""
     scorer, x = make("indexer"), draw(1, HEADS, 9, CHANNELS)
-    probability = IndexProbability(*scorer(x, x), ptr=pointer([2, 7]))
+    probability = IndexProbability(Tokens(x, query_ptr=pointer([2, 7])), *scorer(x, x))
     loss = probability.expected_degree().square().sum()
-    probability.sides.query_ptr[1] = 6
+    probability.tokens.query_ptr[1] = 6
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
@@ -541,7 +539,9 @@ def test_a_bias_beside_degrees_has_no_effect_and_no_gradient() -> None:
         torch.ones(HEADS, dtype=torch.float64).requires_grad_(),
     )
     degree, graph = torch.full((9,), 2.0, dtype=torch.float64), patterns.full(9).expand(HEADS)
-    with_bias, without = (IndexProbability(*scorer(x, x), degree=degree, bias=each).on(graph) for each in (bias, None))
+    with_bias, without = (
+        IndexProbability(Tokens(x), *scorer(x, x), degree=degree, bias=each).on(graph) for each in (bias, None)
+    )
     assert torch.equal(with_bias, without)
     with_bias.square().sum().backward()
     assert bias.grad is None or not bias.grad.any()
@@ -550,5 +550,5 @@ def test_a_bias_beside_degrees_has_no_effect_and_no_gradient() -> None:
 def test_coins_expect_a_key_of_each_query_at_least() -> None:
     """However few keys there are to share out."""
     source, x, ptr = IndexerSource(Indexer(4, 2), share=0.1), torch.randn(2, 33, 4), pointer([3, 30])
-    degree = cast(Any, source(x, x, ptr, ptr, seed=0)).probability.expected_degree()
+    degree = cast(Any, source(Tokens(x, query_ptr=ptr))).probability.expected_degree()
     torch.testing.assert_close(degree, torch.tensor([1.0] * 3 + [3.0] * 30).expand(2, -1))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sbm_pyg.ops import memo
-from sbm_pyg.ops.memo import Kept
+from sbm_pyg.ops.memo import TensorMemo
 from sbm_pyg.ops.reference.edges import edge_dot_backward
 
 
@@ -30,7 +30,7 @@ def uncounted() -> None:
 
 
 def test_it_is_made_once_for_the_same_arguments() -> None:
-    kept, x, other = Kept(), torch.arange(3), torch.arange(2)
+    kept, x, other = TensorMemo(), torch.arange(3), torch.arange(2)
     first = kept.get(Made, x, other, 4)
     assert kept.get(Made, x, other, 4) is first
     assert Made.count == 1
@@ -41,7 +41,7 @@ def test_it_is_made_once_for_the_same_arguments() -> None:
 
 @pytest.mark.parametrize("changed", [0, 1])
 def test_it_is_made_anew_of_tensors_that_were_written_into(changed: int) -> None:
-    kept, tensors = Kept(), (torch.arange(3), torch.arange(2))
+    kept, tensors = TensorMemo(), (torch.arange(3), torch.arange(2))
     first = kept.get(Made, *tensors)
     tensors[changed].add_(1)
     assert kept.get(Made, *tensors) is not first
@@ -50,7 +50,7 @@ def test_it_is_made_anew_of_tensors_that_were_written_into(changed: int) -> None
 @pytest.mark.parametrize("changed", [0, 1])
 def test_it_is_made_anew_where_numpy_wrote(changed: int) -> None:
     """Of which no version tells."""
-    kept, tensors = Kept(), (torch.arange(3), torch.arange(2))
+    kept, tensors = TensorMemo(), (torch.arange(3), torch.arange(2))
     first = kept.get(Made, *tensors)
     tensors[changed].numpy()[0] = 5
     again = kept.get(Made, *tensors)
@@ -61,7 +61,7 @@ def test_it_is_made_anew_where_numpy_wrote(changed: int) -> None:
 def test_on_a_device_its_version_tells(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its values would have to be waited for."""
     monkeypatch.setattr(memo, "_writable", lambda x: False)
-    kept, x = Kept(), torch.arange(3)
+    kept, x = TensorMemo(), torch.arange(3)
     first = kept.get(Made, x)
     assert kept.get(Made, x) is first
     x.add_(1)
@@ -69,7 +69,7 @@ def test_on_a_device_its_version_tells(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_it_goes_with_the_tensor() -> None:
-    kept, x = Kept(), torch.arange(3)
+    kept, x = TensorMemo(), torch.arange(3)
     gone = weakref.ref(kept.get(Made, x))
     assert gone() is not None
     del x
@@ -80,13 +80,13 @@ def test_it_goes_with_the_tensor() -> None:
 def test_nothing_is_kept_in_inference_mode() -> None:
     """There tensors do not tell whether they were written into."""
     with torch.inference_mode():
-        x, kept = torch.arange(3), Kept()
+        x, kept = torch.arange(3), TensorMemo()
         assert kept.get(Made, x) is not kept.get(Made, x)
 
 
 def test_nothing_is_kept_while_a_cuda_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memo, "captured", lambda where: True)
-    kept, x = Kept(), torch.arange(3)
+    monkeypatch.setattr(memo, "is_capturing", lambda device: True)
+    kept, x = TensorMemo(), torch.arange(3)
     captured = kept.get(Made, x)
     monkeypatch.undo()
     assert kept.get(Made, x) is not captured

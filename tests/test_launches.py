@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from sbm_pyg import AttentionConv, AttentionGraph, BlockGraph, SBMAttentionConv
-from sbm_pyg.ops import checks, memo, schemas
+from sbm_pyg.ops import checks, memo, schemas, values
 from sbm_pyg.ops.reference import sampling as reference_sampling
 from sbm_pyg.ops.reference import segments as reference_segments
 from sbm_pyg.sources import patterns
@@ -64,8 +64,8 @@ def plain_torch(counted: PlainTorch | None = None) -> Iterator[PlainTorch]:
         return tolist(x)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reference_sampling, "ROOM", {})
-        patch.setattr(checks, "at_hand", lambda *_: False)
+        patch.setattr(reference_sampling, "MAX_TENSOR_BYTES", {})
+        patch.setattr(values, "can_read_without_sync", lambda *_: False)
         patch.setattr(memo, "_writable", lambda *_: False)
         patch.setattr(Tensor, "tolist", wait)
         with counted:
@@ -214,7 +214,7 @@ def test_edges_do_not_depend_on_room(
     """Rows in parts, and random words in several attempts."""
     given = model("all", 3, 200, 2, is_causal=is_causal)
     expected = reference_sampling.sample_sbm(*given)
-    monkeypatch.setattr(reference_sampling, "ROOM", {"cpu": room})
+    monkeypatch.setattr(reference_sampling, "MAX_TENSOR_BYTES", {"cpu": room})
     monkeypatch.setattr(reference_sampling, "MARGIN", margin)
     for found, wanted in zip(reference_sampling.sample_sbm(*given), expected, strict=True):
         assert torch.equal(found, wanted)

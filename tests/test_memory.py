@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from sbm_pyg import SBM, AttentionGraph, SBMAttentionConv, SBMMultiheadAttention, estimators, rows
+from sbm_pyg import SBM, AttentionGraph, SBMAttentionConv, SBMMultiheadAttention, Tokens, estimators, rows
 from sbm_pyg.analysis import conditions
 from sbm_pyg.ops import checks
 from sbm_pyg.ops.reference import segments as reference_segments
@@ -68,7 +68,7 @@ def taken(call: Callable[[], Any]) -> int:
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (reference_segments, rows, pairs, conditions):
-        monkeypatch.setattr(module, "ROWS", 2**14, raising=False)
+        monkeypatch.setattr(module, "EDGES_PER_CHUNK", 2**14, raising=False)
     for module in (pairs, selectors):
         monkeypatch.setattr(module, "CHUNK", 2**14)
 
@@ -114,18 +114,18 @@ BUILDERS: dict[str, Callable[[], Any]] = {
     "multihead, weights": lambda: dense(need_weights=True),
     "from_dense": lambda: AttentionGraph.from_dense(torch.ones(N, N, dtype=torch.bool)),
     "union": lambda: patterns.window(N, N // 4) | patterns.relay_keys(N, N // 4),
-    "clustering": lambda: predictors.clustering(TOKENS, TOKENS, ONE),
-    "clustering, eight": lambda: predictors.clustering(TOKENS, TOKENS, EIGHT),
-    "bucketing": lambda: predictors.bucketing(TOKENS, TOKENS, 4),
-    "blocks": lambda: predictors.blocks(TOKENS, TOKENS, EIGHT, 4, 64),
-    "distance": lambda: predictors.distance(TOKENS, TOKENS, 100.0),
-    "top_k": lambda: selectors.top_k(TOKENS, TOKENS, N),
-    "block_top_k": lambda: selectors.block_top_k(TOKENS, TOKENS, 4, 64),
-    "lsh": lambda: selectors.lsh(TOKENS, TOKENS, 2, N // 4, seed=0),
-    "routing": lambda: selectors.routing(TOKENS, TOKENS, EIGHT),
-    "routing, causal": lambda: selectors.routing(TOKENS, TOKENS, EIGHT, is_causal=True),
-    "gold": lambda: ground_truth.gold_graph(TOKENS, TOKENS, scale=1e-3),
-    "indexer": lambda: indexer.IndexProbability(*indexer.Indexer(4, 1)(TOKENS, TOKENS)).sample(seed=0),
+    "clustering": lambda: predictors.clustering(Tokens(TOKENS), ONE),
+    "clustering, eight": lambda: predictors.clustering(Tokens(TOKENS), EIGHT),
+    "bucketing": lambda: predictors.bucketing(Tokens(TOKENS), 4),
+    "blocks": lambda: predictors.blocks(Tokens(TOKENS), EIGHT, 4, 64),
+    "distance": lambda: predictors.distance(Tokens(TOKENS), 100.0),
+    "top_k": lambda: selectors.top_k(Tokens(TOKENS), N),
+    "block_top_k": lambda: selectors.block_top_k(Tokens(TOKENS), 4, 64),
+    "lsh": lambda: selectors.lsh(Tokens(TOKENS, seed=0), 2, N // 4),
+    "routing": lambda: selectors.routing(Tokens(TOKENS), EIGHT),
+    "routing, causal": lambda: selectors.routing(Tokens(TOKENS, is_causal=True), EIGHT),
+    "gold": lambda: ground_truth.gold_graph(Tokens(TOKENS), scale=1e-3),
+    "indexer": lambda: indexer.IndexProbability(Tokens(TOKENS), *indexer.Indexer(4, 1)(TOKENS, TOKENS)).sample(seed=0),
     "expected_graph": lambda: conditions.expected_graph(LIKELY),
     "expected_graph, causal": lambda: conditions.expected_graph(LIKELY.causal()),
     "lemma2": lambda: conditions.lemma2(N, 1),
@@ -158,7 +158,7 @@ ATTEND_BACK: Any = reference_tiled.sampled_attention_backward
 @pytest.mark.parametrize("backward", [False, True])
 def test_tiles_take_memory_for_tokens_not_for_padding(backward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """One long sequence among many of one token: as many tokens as in two long ones."""
-    monkeypatch.setitem(reference_tiled.ROOM, "cpu", 2**14)
+    monkeypatch.setitem(reference_tiled.MAX_PAIR_BYTES, "cpu", 2**14)
     peaks = []
     for lengths in ([500, 500], [500] + [1] * 500):
         ptr = torch.tensor([0, *lengths]).cumsum(0)

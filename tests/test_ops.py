@@ -74,7 +74,7 @@ def attend(
     assert query is not None
     assert key is not None
     assert value is not None
-    return ops.edge_attention(query, key, value, graph.rowptr, graph.col, gate, bias, scale, gate_form, dropout, seed)
+    return ops.edge_attention(query, key, value, graph.rows._replace(bias=bias), gate, scale, gate_form, dropout, seed)
 
 
 def gradients(out: Tensor, leaves: list[Any]) -> list[Tensor]:
@@ -94,7 +94,7 @@ def test_attention_equals_the_reference(
     graph = GRAPHS[name]
     leaves = tensors(graph, *channels, gated, biased)
     arguments = (*leaves[:3], graph.rowptr, graph.col, *leaves[3:], 0.3, gate_form, dropout, 7)
-    out, lse = ops.edge_attention(*arguments)
+    out, lse = ops.schemas.edge_attention(*arguments)
     with torch.no_grad():
         expected, expected_lse = reference_edges.edge_attention(*arguments)
         torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
@@ -202,7 +202,7 @@ def test_attention_takes_any_strides_and_index_type() -> None:
     assert torch.equal(attend(strided, graph, "score", 0.0)[0], expected)
     assert graph.col.dtype == torch.int64
     query, key, value = leaves[:3]
-    narrow, _ = ops.edge_attention(query, key, value, graph.rowptr, graph.col.int(), scale=0.3)
+    narrow, _ = ops.edge_attention(query, key, value, ops.Rows(graph.rowptr, graph.col.int()), scale=0.3)
     assert torch.equal(narrow, expected)
 
 
@@ -234,7 +234,7 @@ def test_extreme_scores_do_not_overflow(gate_form: str) -> None:
     query = torch.tensor([[[1e4]]])
     key = torch.tensor([[[1.0], [-1.0], [0.999]]])
     value = torch.eye(3)[None]
-    out, lse = ops.edge_attention(query, key, value, graph.rowptr, graph.col, torch.ones(3), None, 1.0, gate_form)
+    out, lse = ops.edge_attention(query, key, value, graph.rows, torch.ones(3), 1.0, gate_form)
     assert out[0, 0].tolist() == pytest.approx(
         [1 / (1 + math.exp(-10)), 0, math.exp(-10) / (1 + math.exp(-10))], rel=1e-2
     )
@@ -246,7 +246,7 @@ def test_dropout_is_deterministic_and_has_the_right_mean() -> None:
     query = torch.zeros(1, 400, 4)
     value = torch.ones(1, 500, 1)
     arguments = (query, torch.zeros(1, 500, 4), value, graph.rowptr, graph.col, None, None, 1.0, "score", 0.25)
-    first, second, other = (ops.edge_attention(*arguments, seed)[0] for seed in (1, 1, 2))
+    first, second, other = (ops.schemas.edge_attention(*arguments, seed)[0] for seed in (1, 1, 2))
     assert torch.equal(first, second)
     assert not torch.equal(first, other)
     assert float(first.mean()) == pytest.approx(1, abs=6 * math.sqrt(0.25 / 0.75 / graph.num_edges))
@@ -291,7 +291,7 @@ def test_dot_equals_the_reference(name: str, channels: int) -> None:
     query, key = tensors(graph, channels, 1, False, False)[:2]
     assert query is not None
     assert key is not None
-    out = ops.edge_dot(query, key, graph.rowptr, graph.col)
+    out = ops.edge_dot(query, key, graph.rows)
     dense = (query @ key.mT).flatten(0, 1)[graph.edge_row, graph.col.long()]
     torch.testing.assert_close(out, dense, rtol=1e-12, atol=1e-12)
     grad = torch.randn_like(out)
@@ -302,7 +302,7 @@ def test_dot_equals_the_reference(name: str, channels: int) -> None:
             strict=True,
         ):
             torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
-    gate = ops.edge_gate(query, key, graph.rowptr, graph.col)
+    gate = ops.edge_gate(query, key, graph.rows)
     assert torch.equal(gate, torch.ones_like(gate))
     for got, want in zip(
         torch.autograd.grad(gate, [query, key], grad), torch.autograd.grad(dense, [query, key], grad), strict=True
@@ -509,15 +509,15 @@ def test_entmax_attention_is_its_definition(
     leaves = tensors(graph, 8, 5, gated, biased)
     alpha = torch.linspace(1.2, 1.9, graph.heads, dtype=torch.float64, requires_grad=True)
     query, key, value, gate, bias = leaves
-    rows = (graph.rowptr, graph.col)
-    out = ops.edge_entmax(query, key, value, *rows, gate, bias, 0.9, gate_form, dropout, 7, alpha)
-    logit = 0.9 * ops.edge_dot(query, key, *rows)
+    rows = graph.rows._replace(bias=bias)
+    out = ops.edge_entmax(query, key, value, rows, gate, 0.9, gate_form, dropout, 7, alpha)
+    logit = 0.9 * ops.edge_dot(query, key, rows)
     if gated:
         logit = logit * gate if gate_form == "score" else logit + gate.log()
     logit = logit + bias if biased else logit
     weight = ops.segment_entmax(logit, ptr=graph.rowptr, alpha=alpha.repeat_interleave(graph.num_queries))
     if dropout:
-        kept = reference_edges.dropout_mask(*rows, graph.heads, graph.num_keys, dropout, 7)
+        kept = reference_edges.dropout_mask(*rows[:2], graph.heads, graph.num_keys, dropout, 7)
         weight = weight * kept / (1 - dropout)
     end = graph.col + graph.edge_head * graph.num_keys
     wanted = (
@@ -536,8 +536,8 @@ def test_entmax_attention_gradcheck(gate_form: str) -> None:
     leaves = [*tensors(graph, 3, 2, True, True), torch.tensor([1.3, 1.8], dtype=torch.float64, requires_grad=True)]
 
     def function(query: Tensor, key: Tensor, value: Tensor, gate: Tensor, bias: Tensor, alpha: Tensor) -> Tensor:
-        rows = (graph.rowptr, graph.col)
-        return ops.edge_entmax(query, key, value, *rows, gate, bias, 0.5, gate_form, 0.2, 3, alpha)
+        rows = graph.rows._replace(bias=bias)
+        return ops.edge_entmax(query, key, value, rows, gate, 0.5, gate_form, 0.2, 3, alpha)
 
     assert torch.autograd.gradcheck(function, leaves)
 
@@ -602,16 +602,21 @@ def arguments() -> dict[str, Any]:
     ],
 )
 def test_what_does_not_fit_is_refused(name: str, change: Callable[[Any], Any], message: str) -> None:
+    def attend(rowptr: Any, col: Any, bias: Any, **others: Any) -> Any:
+        return ops.edge_attention(rows=ops.Rows(rowptr, col, bias), **others)
+
     given = arguments()
-    ops.edge_attention(**given)
+    attend(**given)
     with pytest.raises((TypeError, ValueError), match=message):
-        ops.edge_attention(**given | {name: change(given.get(name))})
+        attend(**given | {name: change(given.get(name))})
     if name in ("query", "key", "rowptr", "col"):
+        changed = given | {name: change(given[name])}
+        rows = ops.Rows(changed["rowptr"], changed["col"])
         for op in (ops.edge_dot, ops.edge_gate):
             if op is ops.edge_gate:
                 message = message.replace("'query'", "'rate'").replace("'key'", "'member'")
             with pytest.raises((TypeError, ValueError), match=message):
-                op(*((given | {name: change(given[name])})[wanted] for wanted in ("query", "key", "rowptr", "col")))
+                op(changed["query"], changed["key"], rows)
 
 
 X, ONES, PTR, IDS = torch.rand(2, 5, 4) / 4, torch.ones(5), torch.tensor([0, 5]), torch.tensor([0])
@@ -621,7 +626,7 @@ BLOCK = torch.arange(3).repeat(6)
 
 
 def block_expectation(probes: Tensor = BLOCK, chance: Tensor = ONES[:3]) -> Tensor:
-    graph, pair = (BLOCKS, BLOCK, None), (BLOCKS, probes, None)
+    graph, pair = ops.Rows(BLOCKS, BLOCK), ops.Rows(BLOCKS, probes)
     prob = (torch.ones(18), torch.ones(len(probes)))
     return ops.block_expectation(X, X, X, X, graph, pair, chance, (PTR, PTR), 2, prob=prob)
 
@@ -629,26 +634,30 @@ def block_expectation(probes: Tensor = BLOCK, chance: Tensor = ONES[:3]) -> Tens
 @pytest.mark.parametrize(
     ("op", "name", "full"),
     [
-        (lambda col: ops.edge_dot(X, X, ROWS, col), "rowptr", COL),
-        (lambda col: ops.edge_gate(X, X, ROWS, col), "rowptr", COL),
-        (lambda col: ops.edge_attention(X, X, X, ROWS, col), "rowptr", COL),
-        (lambda col: ops.edge_entmax(X, X, X, ROWS, col), "rowptr", COL),
-        (lambda col: ops.edge_effect(X, X, X, X, ROWS, col, None, ROWS, COL), "rowptr", COL),
-        (lambda col: ops.edge_effect(X, X, X, X, ROWS, COL, None, ROWS, col), "probe_rowptr", COL),
+        (lambda col: ops.edge_dot(X, X, ops.Rows(ROWS, col)), "rowptr", COL),
+        (lambda col: ops.edge_gate(X, X, ops.Rows(ROWS, col)), "rowptr", COL),
+        (lambda col: ops.edge_attention(X, X, X, ops.Rows(ROWS, col)), "rowptr", COL),
+        (lambda col: ops.edge_entmax(X, X, X, ops.Rows(ROWS, col)), "rowptr", COL),
+        (lambda col: ops.edge_effect(X, X, X, X, ops.Rows(ROWS, col), ops.Rows(ROWS, COL)), "rowptr", COL),
+        (lambda col: ops.edge_effect(X, X, X, X, ops.Rows(ROWS, COL), ops.Rows(ROWS, col)), "probe_rowptr", COL),
         (
-            lambda col: ops.local_expectation(X, X, X, X, (ROWS, col, None), (ROWS, COL, None), ONES, factors=(X, X)),
+            lambda col: ops.local_expectation(
+                X, X, X, X, ops.Rows(ROWS, col), ops.Rows(ROWS, COL), ONES, factors=(X, X)
+            ),
             "rowptr",
             COL,
         ),
         (
-            lambda col: ops.local_expectation(X, X, X, X, (ROWS, COL, None), (ROWS, col, None), ONES, factors=(X, X)),
+            lambda col: ops.local_expectation(
+                X, X, X, X, ops.Rows(ROWS, COL), ops.Rows(ROWS, col), ONES, factors=(X, X)
+            ),
             "probe_rowptr",
             COL,
         ),
-        (lambda col: ops.block_attention(X, X, X, BLOCKS, col, (PTR, PTR), 2), "rowptr", BLOCK),
-        (lambda col: ops.block_weight(X, X, BLOCKS, col, (PTR, PTR), 2), "rowptr", BLOCK),
+        (lambda col: ops.block_attention(X, X, X, ops.Rows(BLOCKS, col), (PTR, PTR), 2), "rowptr", BLOCK),
+        (lambda col: ops.block_weight(X, X, ops.Rows(BLOCKS, col), (PTR, PTR), 2), "rowptr", BLOCK),
         (
-            lambda col: ops.block_effect(X, X, X, X, (BLOCKS, BLOCK, None), (BLOCKS, col, None), (PTR, PTR), 2),
+            lambda col: ops.block_effect(X, X, X, X, ops.Rows(BLOCKS, BLOCK), ops.Rows(BLOCKS, col), (PTR, PTR), 2),
             "probe_rowptr",
             BLOCK,
         ),
@@ -673,7 +682,7 @@ def test_rows_run_over_the_edges_that_there_are(op: Callable[[Tensor], Any], nam
         (lambda mine, _: ops.sample_systematic(ONES, mine, PTR, IDS, 2, 0), ("query_ptr",)),
         (lambda mine, _: ops.invalid_row(ROWS, COL, mine, PTR, 2), ("query_ptr",)),
         (
-            lambda mine, theirs: ops.block_attention(X, X, X, BLOCKS, BLOCK, (mine, theirs), 2),
+            lambda mine, theirs: ops.block_attention(X, X, X, ops.Rows(BLOCKS, BLOCK), (mine, theirs), 2),
             (r"ptrs\[0\]", r"ptrs\[1\]"),
         ),
     ],
@@ -707,13 +716,13 @@ def test_effects_and_samplers_refuse_what_does_not_fit() -> None:
         scale: Any = 1.0,
         more: float = 0.0,
     ) -> Any:
-        return ops.edge_effect(grad, x, x, x, rowptr, col, None, rowptr, probes, None, scale, *model, more)
+        return ops.edge_effect(grad, x, x, x, ops.Rows(rowptr, col), ops.Rows(rowptr, probes), scale, *model, more)
 
     def expectation(
         out: Any = x, forced: Any = None, probes: Tensor = rowptr, model: tuple[Any, ...] = (x, x), **more: Any
     ) -> Any:
         return ops.local_expectation(
-            out, x, x, x, (rowptr, col, None), (probes, col, None), chance, forced, factors=model, **more
+            out, x, x, x, ops.Rows(rowptr, col), ops.Rows(probes, col), chance, forced, factors=model, **more
         )
 
     def sample(
@@ -794,8 +803,10 @@ def test_effects_and_samplers_refuse_what_does_not_fit() -> None:
         (lambda: expectation(exploration=-0.1), r"Expected 'exploration' in \[0, 1\] \(got -0.1\)"),
         (lambda: expectation(scale=math.nan), r"Expected 'scale' in \(-inf, inf\) \(got nan\)"),
         (
-            lambda: ops.local_expectation(x, x, x, x, cast(Any, [rowptr]), (rowptr, col, None), chance, factors=(x, x)),
-            "Expected 'graph' to be a tuple",
+            lambda: ops.local_expectation(
+                x, x, x, x, cast(Any, [rowptr]), ops.Rows(rowptr, col), chance, factors=(x, x)
+            ),
+            "Expected 'rows' to be a tuple",
         ),
         (lambda: expectation(model=None), r"Expected one of 'factors' and 'prob' \(got neither\)"),
         (lambda: expectation(prob=(chance, chance)), r"Expected one of 'factors' and 'prob' \(got both\)"),
@@ -886,7 +897,7 @@ def test_memory_is_not_looked_at_for_little_nor_for_fake_tensors(monkeypatch: py
         raise AssertionError("memory was read")
 
     monkeypatch.setattr(checks, "available", never)
-    checks.memory("n", checks.LARGE, 1, CPU, "")
+    checks.memory("n", checks.MIN_CHECKED_BYTES, 1, CPU, "")
     with FakeTensorMode():
         checks.memory("n", 2**60, 1, CPU, "")
 
@@ -896,7 +907,7 @@ def test_memory_is_not_looked_at_for_little_nor_for_fake_tensors(monkeypatch: py
 
     torch.compile(compiled, backend="eager", fullgraph=True)(torch.ones(2))
     with pytest.raises(AssertionError, match="memory was read"):
-        checks.memory("n", checks.LARGE + 1, 1, CPU, "")
+        checks.memory("n", checks.MIN_CHECKED_BYTES + 1, 1, CPU, "")
 
 
 def test_what_is_available_is_less_than_what_there_is() -> None:
@@ -963,9 +974,9 @@ def test_forward_mode_is_refused(op: str, transform: Any) -> None:
 
     def function(x: Tensor) -> Tensor:
         if op == "edge_attention":
-            return ops.edge_attention(x, given["key"], given["value"], given["rowptr"], given["col"])[0]
+            return ops.edge_attention(x, given["key"], given["value"], ops.Rows(given["rowptr"], given["col"]))[0]
         if op == "edge_dot":
-            return ops.edge_dot(given["query"], x, given["rowptr"], given["col"])
+            return ops.edge_dot(given["query"], x, ops.Rows(given["rowptr"], given["col"]))
         return ops.segment_entmax(x.flatten(), ptr=torch.tensor([0, 40]))
 
     x = given["query"]
@@ -1096,8 +1107,8 @@ def test_nothing_flows_back_where_nobody_asks(grain: int) -> None:
             return None
 
     graph, x = patterns.full(8 // grain), torch.randn(3, 1, 8, 4, requires_grad=True)
-    rows, ptr = (graph.rowptr, graph.col), torch.tensor([0, 8])
-    out = ops.edge_attention(*x, *rows) if grain == 1 else ops.block_attention(*x, *rows, (ptr, ptr), grain)
+    rows, ptr = graph.rows, torch.tensor([0, 8])
+    out = ops.edge_attention(*x, rows) if grain == 1 else ops.block_attention(*x, rows, (ptr, ptr), grain)
     (Stop.apply(out[0]).sum() + x.sum()).backward()
     assert x.grad is not None
     assert torch.equal(x.grad, torch.ones_like(x))
@@ -1166,9 +1177,9 @@ def test_results_do_not_depend_on_the_number_of_threads() -> None:
 
 def test_small_work_is_left_to_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is done before another thread has woken up."""
-    monkeypatch.setattr(workers, "LEAST", 2**18)
+    monkeypatch.setattr(workers, "MIN_STEPS_PER_TASK", 2**18)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    assert [workers.worth(2**18 * pieces, 3) for pieces in (0, 1, 2, 100)] == [1, 1, 2, 12]
+    assert [workers.task_count(2**18 * pieces, 3) for pieces in (0, 1, 2, 100)] == [1, 1, 2, 12]
     seen: list[int] = []
     monkeypatch.setattr(workers, "_on_team", lambda work, threads: seen.append(threads))
 
@@ -1235,7 +1246,7 @@ def test_weights_that_float32_does_not_notice_leave_no_subnormal_gradients() -> 
     query, key, value = torch.ones(1, 1, 1), torch.tensor([[[0.0], [-50.0], [-85.0], [-3.0]]]), torch.randn(1, 4, 1)
     leaves = [x.requires_grad_() for x in (query, key, value)]
     graph = AttentionGraph.from_dense(torch.ones(1, 4))
-    out, _ = ops.edge_attention(*leaves, graph.rowptr, graph.col)
+    out, _ = ops.edge_attention(*leaves, graph.rows)
     torch.testing.assert_close(out, (key[:, :, 0].softmax(-1)[..., None] * value).sum(1, keepdim=True))
     dquery, dkey, dvalue = torch.autograd.grad(1e-6 * out.sum(), leaves)
     assert dkey[0, :, 0].ne(0).tolist() == dvalue[0, :, 0].ne(0).tolist() == [True, False, False, True]
@@ -1243,9 +1254,8 @@ def test_weights_that_float32_does_not_notice_leave_no_subnormal_gradients() -> 
     plain = [x.detach() for x in leaves]
     probes = AttentionGraph.from_dense(torch.tensor([[0.0, 1, 1, 0]]))
     few = AttentionGraph.from_dense(torch.tensor([[1.0, 0, 0, 1]]))
-    rest = (probes.rowptr, probes.col, None, 1.0)
-    assert ops.edge_effect(torch.ones(1, 1, 1), *plain, few.rowptr, few.col, None, *rest)[1].tolist() == [0, 0]
-    effect, _ = ops.edge_effect(torch.ones(1, 1, 1), *plain, graph.rowptr, graph.col, None, *rest)
+    assert ops.edge_effect(torch.ones(1, 1, 1), *plain, few.rows, probes.rows)[1].tolist() == [0, 0]
+    effect, _ = ops.edge_effect(torch.ones(1, 1, 1), *plain, graph.rows, probes.rows)
     assert effect.ne(0).tolist() == [True, False, False, True]
 
 
@@ -1285,7 +1295,7 @@ def test_kernels_take_subnormal_numbers_as_zero_and_leave_the_setting(flushed: b
     rows, col = torch.arange(2**14 + 1), torch.arange(2**14)
     torch.set_flush_denormal(flushed)
     try:
-        assert not ops.edge_dot(tiny, key, rows, col).any()  # 1.6e-35
+        assert not ops.edge_dot(tiny, key, ops.Rows(rows, col)).any()  # 1.6e-35
         assert bool((tiny * 0.5).view(torch.int32).any()) != flushed
         with pytest.raises(ZeroDivisionError):
             workers.run(lambda x: 1 / x, [(0,), (0,)])
@@ -1305,8 +1315,8 @@ def test_kernels_enclose_constants_alone() -> None:
     from sbm_pyg.ops.cpu import effects as cpu_effects
 
     for make, widths in (
-        (cpu_effects._effect, (32, 32, 16)), (cpu_edges._attention, (32, 32)), (cpu_edges._attention_backward, (32, 32)),
-        (cpu_edges._dot, (32,)), (cpu_edges._dot_backward, (32,)),
+        (cpu_effects._compile_edge_effect, (32, 32, 16)), (cpu_edges._compile_edge_attention, (32, 32)), (cpu_edges._compile_edge_attention_backward, (32, 32)),
+        (cpu_edges._compile_edge_dot, (32,)), (cpu_edges._compile_edge_dot_backward, (32,)),
     ):  # fmt: skip
         make(*widths)
     enclosed = {
@@ -1324,7 +1334,7 @@ def test_kernels_of_other_sources_are_compiled_again(tmp_path: Path, monkeypatch
         monkeypatch.setattr(workers, "_sources", lambda sources=sources: sources)
         space: dict[str, Any] = {"__name__": "kernels", "__file__": str(file)}
         exec(compile(file.read_text(), str(file), "exec"), space)
-        double: Any = workers.kernel(space["double"])
+        double: Any = workers.numba_kernel(space["double"])
         assert double(3) == 6
         hits.append(sum(double.stats.cache_hits.values()))
     assert hits == [0, 1, 0, 1]
@@ -1379,7 +1389,7 @@ torch.set_num_threads(2)
 graph = patterns.full(200)
 x = torch.randn(1, 200, 16, requires_grad=True)
 def work(_=None):
-    out, _ = ops.edge_attention(x, x, x, graph.rowptr, graph.col)
+    out, _ = ops.edge_attention(x, x, x, graph.rows)
     ops.sample_sbm(x.detach().abs() / 100, x.detach().abs() / 100, graph.query_ptr, graph.key_ptr, torch.tensor([0]), 1)
     return float(out.sum())
 parent = work()
@@ -1396,34 +1406,34 @@ GENERIC = """
 import torch
 from problems import GRAPHS
 from sbm_pyg import ops
-from sbm_pyg.ops import reference, samplers, tiles
-assert not tiles.AVAILABLE
+from sbm_pyg.ops.cpu import amx
+from sbm_pyg.ops.reference import edges, effects, sampling, systematic
+assert not amx.AVAILABLE
 generator = torch.Generator().manual_seed(5)
 y = torch.randint(0, 17, (2, 50, 6), generator=generator) / 16 / 8
 z = torch.randint(0, 17, (2, 170, 6), generator=generator) / 16
 ptr = torch.tensor([0, 20, 50]), torch.tensor([0, 40, 170])
 arguments = (y, z, *ptr, torch.tensor([3, 9]), 1, "bernoulli", 0.0, True, False)
-for ours, meant in zip(ops.sample_sbm(*arguments), samplers.sample_sbm(*arguments), strict=True):
+for ours, meant in zip(ops.sample_sbm(*arguments), sampling.sample_sbm(*arguments), strict=True):
     assert torch.equal(ours, meant)
 graph = GRAPHS["rows around a vector"]
 leaves = [torch.randn(1, n, 32, generator=generator).requires_grad_() for n in (graph.num_queries, graph.num_keys, graph.num_keys)]
-out, _ = ops.edge_attention(*leaves, graph.rowptr, graph.col, scale=0.3)
+out, _ = ops.edge_attention(*leaves, graph.rows, scale=0.3)
 wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
-meant, _ = reference.edge_attention(*wide, graph.rowptr, graph.col, None, None, 0.3, "score", 0.0, 0)
+meant, _ = edges.edge_attention(*wide, graph.rowptr, graph.col, None, None, 0.3, "score", 0.0, 0)
 torch.testing.assert_close(out.double(), meant, rtol=1e-4, atol=1e-5)
 grads = zip(torch.autograd.grad(out.sum(), leaves), torch.autograd.grad(meant.sum(), wide), strict=True)
 for grad, want in grads:
     torch.testing.assert_close(grad.double(), want, rtol=1e-4, atol=1e-5)
-rows = (graph.rowptr, graph.col, None)
 shape = (graph.heads, graph.num_queries, 3), (graph.heads, graph.num_keys, 3), (graph.num_queries,)
 rate, member, chance = (torch.rand(x, generator=generator) / 3 for x in shape)
-effects = [
-    op.edge_effect(torch.ones_like(x[0]), *(leaf.detach() for leaf in x), *rows, *rows, 0.3, rate, member, chance + 0.1, 0.0)
-    for op, x in ((ops, leaves), (reference, wide))
+found = [
+    op.edge_effect(torch.ones_like(x[0]), *(leaf.detach() for leaf in x), *rows, 0.3, rate, member, chance + 0.1, 0.0)
+    for op, x, rows in ((ops, leaves, [graph.rows] * 2), (effects, wide, [*graph.rows] * 2))
 ]
-torch.testing.assert_close(effects[0][0].double(), effects[1][0], rtol=1e-3, atol=1e-5)
+torch.testing.assert_close(found[0][0].double(), found[1][0], rtol=1e-3, atol=1e-5)
 probes = (chance, *(torch.tensor([0, length]) for length in (graph.num_queries, graph.num_keys)), torch.tensor([4]), 2, 9, False)
-assert all(torch.equal(*pair) for pair in zip(ops.sample_systematic(*probes), samplers.sample_systematic(*probes), strict=True))
+assert all(torch.equal(*pair) for pair in zip(ops.sample_systematic(*probes), systematic.sample_systematic(*probes), strict=True))
 print("equal")
 """
 

@@ -52,7 +52,7 @@ def test_a_bar_that_is_switched_off_draws_nothing() -> None:
 
 def test_compilation_is_told_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     kernels = sorted(threads._kernels, key=lambda kernel: kernel.__name__)[:2]
-    monkeypatch.setattr(threads._announcer, "told", False)
+    monkeypatch.setattr(threads._announcer, "announced", False)
     with caplog.at_level(logging.WARNING, "sbm_pyg"):
         for kernel in kernels:
             with event.trigger_event("numba:compile", data={"dispatcher": kernel}):

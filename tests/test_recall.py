@@ -16,7 +16,7 @@ from torch.testing import assert_close
 from examples import language_model
 from examples.recall import __main__ as program
 from examples.recall import model, tasks, train
-from sbm_pyg import AttentionGraph, Choice
+from sbm_pyg import AttentionGraph, Choice, Tokens
 from sbm_pyg.dense import FullAttention
 from sbm_pyg.sources import patterns
 
@@ -114,7 +114,7 @@ def test_fixed_densities_are_met(rule: str, density: float) -> None:
     ptr = torch.arange(5) * 128
     query, key = torch.randn(2, 2, 512, 4, generator=generator())
     source = model.FixedDensity(rule, density, 4, 2)
-    graph = source(query, key, ptr, ptr, is_causal=True, seed=1).graph.validate()
+    graph = source(Tokens(query, key, query_ptr=ptr, bipartite=False, is_causal=True, seed=1)).graph.validate()
     assert graph.is_causal
     assert graph.heads == 2 or rule == "window"
     half_a_token = 0.5 / 63.5
@@ -130,7 +130,9 @@ def test_densities_that_follow_the_tokens_are_near(rule: str, density: float) ->
     torch.manual_seed(0)
     ptr = torch.arange(5) * 128
     query, key = torch.randn(2, 2, 512, 16, generator=generator())
-    graph = model.FixedDensity(rule, density, 16, 2)(query, key, ptr, ptr, is_causal=True, seed=1).graph.validate()
+    graph = model.FixedDensity(rule, density, 16, 2)(
+        Tokens(query, key, query_ptr=ptr, bipartite=False, is_causal=True, seed=1)
+    ).graph.validate()
     assert graph.is_causal
     assert 0.5 * density < train.beyond(graph) < 1.5 * density
 
@@ -170,7 +172,9 @@ def test_methods_of_block_models_that_add_to_scores() -> None:
 def test_top_k_takes_the_largest_scores() -> None:
     ptr = torch.arange(4) * 20
     query, key = torch.randn(2, 2, 60, 4, generator=generator())
-    graph = model.FixedDensity("top-k", 0.2, 4, 2)(query, key, ptr, ptr, is_causal=True, seed=0).graph
+    graph = model.FixedDensity("top-k", 0.2, 4, 2)(
+        Tokens(query, key, query_ptr=ptr, bipartite=False, is_causal=True)
+    ).graph
     size = int(graph.degree.max()) - 1
     for head, sequence, row in itertools.product(range(2), range(3), range(20)):
         scores = query[head, 20 * sequence + row] @ key[head, 20 * sequence : 20 * sequence + row].T

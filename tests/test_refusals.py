@@ -57,7 +57,7 @@ def test_sizes_that_int64_does_not_hold(many: int) -> None:
     rows, col = torch.tensor([0, 1, 2]), torch.tensor([0, 0])
     memory = "to ask for no more than memory holds"
     check(lambda: SBMAttentionConv(8, 4, 2, num_blocks=3, grain=many)(x), rf"'grain' {memory}")
-    check(lambda: ops.block_attention(X, X, X, rows, col, ptrs, many), rf"'grain' {memory}")
+    check(lambda: ops.block_attention(X, X, X, ops.Rows(rows, col), ptrs, many), rf"'block_size' {memory}")
     check(lambda: BlockGraph(patterns.full(3), many), "'query_ptr' ")
     check(lambda: patterns.window(many, 1, ptr=PTR), "'n' to be the last entry of 'ptr', 9")
     check(lambda: ragged.resolve_ptr(many, PTR), "'ptr' to run from 0 to ")

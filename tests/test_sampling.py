@@ -14,7 +14,7 @@ from scipy import stats
 from torch import Tensor
 from torch_geometric.data import Batch, Data, HeteroData
 
-from sbm_pyg import SBM, AttentionGraph, SBMGraph, SBMHead, ops, sample_edges
+from sbm_pyg import SBM, AttentionGraph, SBMGraph, SBMHead, Tokens, ops, sample_edges
 from sbm_pyg.ops.reference import sampling as reference_sampling
 from sbm_pyg.ops.reference import systematic as reference_systematic
 from sbm_pyg.ragged import draw_seed
@@ -135,7 +135,7 @@ def test_products_of_groups_have_the_joint_law(way: str) -> None:
     query, key = torch.randn(2, 1, 3, 4)
     member = [(head.mlp(x) @ head.clusters[0].T / 0.3).view(3, 2, 2) for x in (query[0], key[0])]
     factors = torch.einsum("ngk,mgk->gnm", member[0].softmax(2), (member[1] + head.shift).sigmoid())
-    numbers = graph_numbers(sample_edges(stacked(head(query, key), 300_000), seed=18), 3)
+    numbers = graph_numbers(sample_edges(stacked(head(Tokens(query, key)), 300_000), seed=18), 3)
     assert chi_square(numbers, joint_law(factors.prod(0))) > FALSE_ALARM
     assert chi_square(numbers, joint_law(factors[0])) < FALSE_ALARM
 
@@ -197,7 +197,7 @@ def test_degrees_follow_those_of_the_head(way: str) -> None:
     head = SBMHead(8, 2, 1, parameterization="assortative", degree_corrected=True).requires_grad_(False)
     head.degree_weight.normal_()
     query, key, draws = torch.randn(2, 40, 8), torch.randn(2, 60, 8), 100
-    sbm = head(query, key)
+    sbm = head(Tokens(query, key))
     theta, eta = head.degrees(query, key)
     prob = (theta[:, :, None] * eta[:, None]).double()
     assert theta.amax() > 4 * theta.amin()
@@ -238,8 +238,8 @@ def test_the_rows_mix_all_ways() -> None:
     way = reference_sampling.plan_rows(prob.double() * keys, rate.amax(1).double(), keys, "bernoulli").way
     names = [
         reference_sampling.GAPS,
-        reference_sampling.COINS,
-        reference_sampling.COINS,
+        reference_sampling.PAIRS,
+        reference_sampling.PAIRS,
         reference_sampling.GAPS,
         reference_sampling.PROPOSALS,
     ]
@@ -626,7 +626,7 @@ def test_transform_with_a_head_on_a_batch() -> None:
     batch = Batch.from_data_list(items)
     out = SBMGraph(head, seed=1)(batch)
     x = batch.x.unflatten(1, (2, 8)).transpose(0, 1)
-    graph = sample_edges(head(x, x, batch.ptr, batch.ptr), seed=1)
+    graph = sample_edges(head(Tokens(x, query_ptr=batch.ptr)), seed=1)
     assert {*zip(*out.edge_index.tolist(), out.edge_type.tolist(), strict=True)} == {
         *zip(*graph.edge_index.tolist(), graph.edge_head.tolist(), strict=True)
     }
@@ -657,7 +657,7 @@ def test_a_transformed_batch_separates_again() -> None:
     )
     assert "edge_attr" not in batch
     x = batch.x.unflatten(1, (2, 8)).transpose(0, 1)
-    graph = sample_edges(head(x, x, batch.ptr, batch.ptr), seed=1)
+    graph = sample_edges(head(Tokens(x, query_ptr=batch.ptr)), seed=1)
     for number, part in enumerate(batch.to_data_list()):
         assert torch.equal(part.edge_index, graph.sequence(number).edge_index)
         assert torch.equal(part.edge_type, graph.sequence(number).edge_head)
@@ -672,7 +672,9 @@ def test_a_transformed_bipartite_batch_separates_again() -> None:
     head = SBMHead(8, heads=2, num_blocks=4)
     batch = SBMGraph(head, seed=1)(Batch.from_data_list([item(5, 7), item(3, 2)]))
     query, key = (batch[name].x.unflatten(1, (2, 8)).transpose(0, 1) for name in ("query", "key"))
-    graph = sample_edges(head(query, key, batch["query"].ptr, batch["key"].ptr), seed=1)
+    graph = sample_edges(
+        head(Tokens(query, key, query_ptr=batch["query"].ptr, key_ptr=batch["key"].ptr, bipartite=False)), seed=1
+    )
     for number, part in enumerate(batch.to_data_list()):
         assert torch.equal(part["key", "to", "query"].edge_index, graph.sequence(number).edge_index)
         assert torch.equal(part["key", "to", "query"].edge_head, graph.sequence(number).edge_head)

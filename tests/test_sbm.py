@@ -12,7 +12,7 @@ from problems import random_graph
 from torch import Tensor
 from torch.nn.utils import prune
 
-from sbm_pyg import SBM, AttentionGraph, SBMHead, ops, sample_edges
+from sbm_pyg import SBM, AttentionGraph, SBMHead, Tokens, ops, sample_edges
 from sbm_pyg.sources import patterns
 
 Y = torch.rand(2, 6, 3)
@@ -132,7 +132,7 @@ def test_edge_prob_and_its_gradients() -> None:
 def test_head_starts_as_documented(cluster_init: str, ratio: float) -> None:
     torch.manual_seed(0)
     head = SBMHead(32, heads=2, num_blocks=128, cluster_init=cluster_init).requires_grad_(False)
-    sbm = head(torch.randn(2, 50, 32), torch.randn(2, 60, 32))
+    sbm = head(Tokens(torch.randn(2, 50, 32), torch.randn(2, 60, 32)))
     prob = sbm.edge_prob_dense()
     assert prob.shape == (2, 50, 60)
     assert float(prob.mean()) == pytest.approx(0.25, abs=0.005)
@@ -149,7 +149,7 @@ def test_a_head_with_degrees_starts_as_one_without(parameterization: str) -> Non
     torch.manual_seed(0)
     head = SBMHead(16, 2, 8, "orthogonal", parameterization=parameterization, density=0.1, degree_corrected=True)
     query, key = torch.randn(2, 50, 16), torch.randn(2, 60, 16)
-    sbm = head(query, key)
+    sbm = head(Tokens(query, key))
     assert float(sbm.expected_density().mean().detach()) == pytest.approx(0.1, rel=0.2)
     theta, eta = head.degrees(query, key)
     assert theta.shape == (2, 50)
@@ -160,9 +160,9 @@ def test_a_head_with_degrees_starts_as_one_without(parameterization: str) -> Non
     theta, eta = head.degrees(query, key)
     by_hand = torch.sigmoid(torch.einsum("hnc,hc->hn", key, head.degree_weight[:, 1]) + head.degree_bias[:, 1, None])
     torch.testing.assert_close(eta, by_hand)
-    prob = head(query, key).edge_prob_dense()
+    prob = head(Tokens(query, key)).edge_prob_dense()
     head.degree_corrected = False
-    plain = head(query, key).edge_prob_dense()
+    plain = head(Tokens(query, key)).edge_prob_dense()
     torch.testing.assert_close(prob, theta[:, :, None] * plain * eta[:, None])
     assert bool((prob < plain).all())
     prob.sum().backward()
@@ -176,7 +176,7 @@ def test_heads_know_how_large_memberships_can_be(parameterization: str, degree_c
     """So nobody waits for a device to learn it."""
     head = SBMHead(8, 2, 4, parameterization=parameterization, degree_corrected=degree_corrected)
     query = 100 * torch.randn(2, 30, 8)
-    made = head(query, query, torch.tensor([0, 10, 30]))
+    made = head(Tokens(query, query_ptr=torch.tensor([0, 10, 30])))
     for sbm in (made, made.share(0.9), made.strict().share(0.9).limit(1e9), made.causal().limit(0.1)):
         assert sbm._most is not None
         assert 0 <= sbm.query_membership.min() <= sbm.query_membership.max() <= sbm._most
@@ -205,12 +205,12 @@ def test_a_head_with_groups_is_the_product_of_small_heads(
         small.mlp = head.mlp
         del small.clusters
         small.clusters = cast(Any, head.clusters[:, number * side : (number + 1) * side])
-        prob = prob * small(query, key).edge_prob_dense()
+        prob = prob * small(Tokens(query, key)).edge_prob_dense()
     learnt = [query, head.clusters, head.degree_weight, *head.mlp.parameters()]
     weight = torch.randn(2, 7, 7, dtype=torch.float64)
     want = torch.autograd.grad((weight * prob).sum(), learnt, retain_graph=True)
     for _ in range(2):
-        sbm = head(query, key)
+        sbm = head(Tokens(query, key))
         assert sbm.num_blocks == side**groups
         torch.testing.assert_close(sbm.edge_prob_dense(), prob, rtol=1e-12, atol=1e-12)
         got = torch.autograd.grad((weight * sbm.edge_prob_dense()).sum(), learnt)
@@ -223,7 +223,7 @@ def test_a_head_with_groups_is_the_product_of_small_heads(
 def test_a_head_with_groups_starts_as_one_without(parameterization: str, density: float, groups: int) -> None:
     torch.manual_seed(0)
     head = SBMHead(16, 2, 64, parameterization=parameterization, density=0.1, groups=groups).requires_grad_(False)
-    found = head(torch.randn(2, 50, 16), torch.randn(2, 60, 16)).expected_density()
+    found = head(Tokens(torch.randn(2, 50, 16), torch.randn(2, 60, 16))).expected_density()
     assert float(found.mean()) == pytest.approx(density, rel=0.1)
     assert head.clusters.shape == (2, {1: 64, 2: 16, 3: 12}[groups], 16)
 
@@ -236,7 +236,7 @@ def test_degrees_of_a_head_without() -> None:
 def test_head_is_equations_5_to_7() -> None:
     head = SBMHead(4, heads=2, num_blocks=3)
     q, k = torch.randn(2, 5, 4), torch.randn(2, 6, 4)
-    sbm = head(q, k)
+    sbm = head(Tokens(q, k))
     for h in range(2):
         c = head.clusters[h]
         torch.testing.assert_close(sbm.block_matrix[h], torch.softmax((c @ c.T).flatten(), 0).view(3, 3))
@@ -249,10 +249,10 @@ def test_head_calls_layers_that_someone_watches(parameterization: str) -> None:
     """A hook changes nothing but what it sees, and no later layer writes over that."""
     head = SBMHead(4, 2, 3, parameterization=parameterization, temperature=0.7)
     q, k = torch.randn(2, 5, 4), torch.randn(2, 6, 4)
-    plain, seen = head(q, k), []
+    plain, seen = head(Tokens(q, k)), []
     for layer in (head.mlp[0], head.mlp[2]):
         layer.register_forward_hook(lambda module, inputs, output: seen.append((module, *inputs, output)))
-    watched = head(q, k)
+    watched = head(Tokens(q, k))
     torch.testing.assert_close(watched.edge_prob_dense(), plain.edge_prob_dense())
     assert len(seen) == 4
     for module, x, out in seen:
@@ -284,7 +284,7 @@ def test_head_trains_with_changed_layers(change: str) -> None:
     q = torch.randn(2, 5, 4)
     for _ in range(2):
         head.zero_grad()
-        head(q, q).expected_density().sum().backward()
+        head(Tokens(q)).expected_density().sum().backward()
         assert all(p.grad is not None for p in head.parameters())
 
 
@@ -420,13 +420,19 @@ def test_options_of_the_head(
             torch.ones(2, 5, 4),
             torch.ones(2, 5, 4).double(),
             TypeError,
-            r"Expected 'key' to be torch.float32, as the SBMHead is",
+            r"Expected 'key' to be torch.float32, as 'query' is",
+        ),
+        (
+            torch.ones(2, 5, 4).double(),
+            torch.ones(2, 5, 4).double(),
+            TypeError,
+            r"Expected 'query' to be torch.float32, as the SBMHead is",
         ),
         (
             torch.ones(5, 4),
             torch.ones(2, 5, 4),
             ValueError,
-            r"Expected 'query' to be \[H, N, C\] = \[2, any, 4\] \(got \[5, 4\]\)",
+            r"Expected 'query' to be \[H, N, C\] = \[any, any, any\] \(got \[5, 4\]\)",
         ),
         (
             torch.ones(2, 5, 4),
@@ -434,11 +440,17 @@ def test_options_of_the_head(
             ValueError,
             r"Expected 'key' to be \[H, M, C\] = \[2, any, 4\] \(got \[2, 5, 3\]\)",
         ),
+        (
+            torch.ones(2, 5, 3),
+            None,
+            ValueError,
+            r"Expected 'query' to be \[H, N, C\] = \[2, any, 4\] \(got \[2, 5, 3\]\)",
+        ),
     ],
 )
 def test_inputs_of_the_head(query: Any, key: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        SBMHead(4, 2, 3)(query, key)
+        SBMHead(4, 2, 3)(Tokens(query, key))
 
 
 @pytest.mark.parametrize(
@@ -502,7 +514,7 @@ def test_head_calls_a_perceptron_of_another_kind(change: str) -> None:
     head.mlp = changes[change]
     q = torch.randn(2, 5, 4)
     expected = (head.mlp(q) @ head.clusters.mT + head.shift).sigmoid()
-    torch.testing.assert_close(head(q, q).query_membership, expected)
+    torch.testing.assert_close(head(Tokens(q)).query_membership, expected)
 
 
 def test_validate_passes_a_good_model() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 from torch_geometric.data import Batch, Data
 
-from sbm_pyg import AttentionConv, AttentionGraph, SequenceEncoder, SourceGraph
+from sbm_pyg import AttentionConv, AttentionGraph, SequenceEncoder, SourceGraph, Tokens
 from sbm_pyg.sources import pairs, patterns, selectors
 from sbm_pyg.sources.selectors import RoutingSource, SelectorSource, block_top_k, lsh, routing, top_k
 
@@ -103,8 +103,8 @@ CASES: dict[str, tuple[Rule, Callable[..., list[set[int]]], dict[str, Any], dict
     "block_top_k 2 of 2": (block_top_k, define_block_top_k, {"k": 2, "block_size": 2}, {}),
     "block_top_k 3 of 3": (block_top_k, define_block_top_k, {"k": 3, "block_size": 3}, {}),
     "block_top_k 1 of 5": (block_top_k, define_block_top_k, {"k": 1, "block_size": 5}, {}),
-    "lsh": (lsh, define_lsh, {"num_buckets": 4, "chunk_size": 2, "rounds": 1}, {"seed": 3}),
-    "lsh of three rounds": (lsh, define_lsh, {"num_buckets": 2, "chunk_size": 3, "rounds": 3}, {"seed": 3}),
+    "lsh": (lsh, define_lsh, {"num_buckets": 4, "chunk_size": 2, "rounds": 1}, {}),
+    "lsh of three rounds": (lsh, define_lsh, {"num_buckets": 2, "chunk_size": 3, "rounds": 3}, {}),
     "routing": (routing, define_routing, {}, {"centroids": CENTROIDS}),
     "routing of two": (routing, define_routing, {"size": 2}, {"centroids": CENTROIDS}),
 }
@@ -125,11 +125,12 @@ def test_rules_are_their_definitions(
         rows = define(q[head, start : ptr[b + 1]], z[head, first : key_ptr[b + 1]], head, is_causal, **options)
         for i, keys in enumerate(rows):
             expected[head, start + i, [first + j for j in keys]] = True
+    tokens = Tokens(q, z, ptr, key_ptr, bipartite=False, is_causal=is_causal, seed=3)
     for chunk in (2**23, 40):  # all rows at once, and few
         for module in (pairs, selectors):
             monkeypatch.setattr(module, "CHUNK", chunk)
         monkeypatch.setattr(selectors, "LEAST_BLOCK", chunk % 37)  # blocks of five keys, and of three
-        graph = rule(q, z, ptr=(key_ptr, ptr), is_causal=is_causal, **options, **more).validate()
+        graph = rule(tokens, **options, **more).validate()
         found = torch.zeros_like(expected)
         found[graph.edge_head, graph.edge_index[1], graph.edge_index[0]] = True
         assert torch.equal(found, expected)
@@ -140,15 +141,15 @@ def test_rules_are_their_definitions(
 def test_equal_scores_go_to_the_lower_key_and_nan_to_none() -> None:
     q = torch.ones(1, 2, 1)
     z = torch.tensor([2.0, torch.nan, 3, 2, 2, -torch.inf]).view(1, 6, 1)
-    assert top_k(q, z, 3).to_dense()[0, 0].int().tolist() == [1, 0, 1, 1, 0, 0]
-    assert top_k(q, z, 9).to_dense()[0, 0].int().tolist() == [1, 0, 1, 1, 1, 1]
-    assert top_k(q * torch.nan, z, 3).num_edges == 0
+    assert top_k(Tokens(q, z), 3).to_dense()[0, 0].int().tolist() == [1, 0, 1, 1, 0, 0]
+    assert top_k(Tokens(q, z), 9).to_dense()[0, 0].int().tolist() == [1, 0, 1, 1, 1, 1]
+    assert top_k(Tokens(q * torch.nan, z), 3).num_edges == 0
     assert (
-        block_top_k(q, z[:, [0, 3, 4, 0, 3, 4]], 2, 2, bipartite=True).to_dense()[0, 1].tolist()
+        block_top_k(Tokens(q, z[:, [0, 3, 4, 0, 3, 4]], bipartite=True), 2, 2).to_dense()[0, 1].tolist()
         == [True] * 4 + [False] * 2
     )
     many = torch.randint(0, 3, (2, 50, 3), generator=torch.Generator().manual_seed(0)).float()
-    graph = top_k(many, many, 7)
+    graph = top_k(Tokens(many), 7)
     for head, i in itertools.product(range(2), range(50)):
         row = graph.head(head).to_dense()[0, i].nonzero()[:, 0].tolist()
         assert set(row) == best((many[head] @ many[head, i]).tolist(), 7)
@@ -156,29 +157,30 @@ def test_equal_scores_go_to_the_lower_key_and_nan_to_none() -> None:
 
 def test_a_block_is_chosen_in_cross_attention_by_its_mean_alone() -> None:
     q, z = torch.ones(1, 4, 1), torch.tensor([0.0, 0, 9, 9, 1, 1]).view(1, 6, 1)
-    graph = block_top_k(q, z, 1, 2, bipartite=True)
+    graph = block_top_k(Tokens(q, z, bipartite=True), 1, 2)
     assert graph.to_dense()[0].int().tolist() == [[0, 0, 1, 1, 0, 0]] * 4
-    assert block_top_k(q, z, 1, 2).to_dense()[0, 0].int().tolist() == [1, 1, 0, 0, 0, 0]  # the block at its own place
+    same = block_top_k(Tokens(q, z, bipartite=False), 1, 2)
+    assert same.to_dense()[0, 0].int().tolist() == [1, 1, 0, 0, 0, 0]  # the block at its own place
 
 
 @pytest.mark.parametrize("worst", [torch.nan, torch.inf, -torch.inf])
 def test_the_block_at_its_own_place_is_chosen_whatever_tokens_hold(worst: float) -> None:
     x = draw(0, 2, 12, 4)
-    plain = block_top_k(x, x, 1, 4, is_causal=True)
+    plain = block_top_k(Tokens(x, is_causal=True), 1, 4)
     for at in (3, 7, 11):  # a later token of the block, to most of its queries
         changed = x.clone()
         changed[:, at] = worst
-        assert block_top_k(x, changed, 1, 4, is_causal=True) == plain
-        assert block_top_k(x, changed, 1, 4).contains(patterns.self_loops(12).edge_index).all()
+        assert block_top_k(Tokens(x, changed, bipartite=False, is_causal=True), 1, 4) == plain
+        assert block_top_k(Tokens(x, changed, bipartite=False), 1, 4).contains(patterns.self_loops(12).edge_index).all()
 
 
 @pytest.mark.parametrize("worst", [torch.nan, torch.inf])
 def test_centroids_take_tokens_without_a_direction_last_and_no_others(worst: float) -> None:
     x, ptr = draw(0, HEADS, 15, CHANNELS), pointer([7, 8])
     x[:, [2, 9, 10]] = worst
-    sides: dict[str, Any] = {"centroids": CENTROIDS, "ptr": ptr}
-    assert routing(x, x, size=8, **sides).validate() == patterns.full(15, ptr=ptr, heads=HEADS)
-    few = routing(x, x, size=5, **sides).validate()
+    tokens = Tokens(x, query_ptr=ptr)
+    assert routing(tokens, CENTROIDS, size=8).validate() == patterns.full(15, ptr=ptr, heads=HEADS)
+    few = routing(tokens, CENTROIDS, size=5).validate()
     assert not set(few.col.tolist()) & {2, 9, 10}
 
 
@@ -188,12 +190,12 @@ def test_a_window_stands_beside_a_rule() -> None:
     for source in (SelectorSource(top_k, k=2, window=1), RoutingSource(4, 2, 3, window=1).eval()):
         alone = copy.deepcopy(source)
         alone.window = None
-        with_it, without = (each(x, x, ptr, ptr, seed=0, is_causal=True).graph for each in (source, alone))
+        with_it, without = (each(Tokens(x, query_ptr=ptr, is_causal=True)).graph for each in (source, alone))
         assert with_it == without | near
         assert with_it != without
         assert "window=1" in repr(source)
         with pytest.raises(ValueError, match=r"Expected the same tokens as queries and keys with 'window'"):
-            source(x, x, ptr, ptr, seed=0, bipartite=True)
+            source(Tokens(x, query_ptr=ptr, bipartite=True))
     with pytest.raises(ValueError, match="Expected 'window' to be at least 0"):
         SelectorSource(top_k, k=2, window=-1)
 
@@ -248,16 +250,16 @@ def test_centroids_follow_the_tokens_in_training_alone() -> None:
     with torch.no_grad():
         source.centroids.copy_(torch.tensor([[[1.0, 1, 0, 0], [0, 0, 1, 1]]]))
     start = source.centroids.clone()
-    source.eval()(tokens, tokens, ptr, ptr, seed=0)
+    source.eval()(Tokens(tokens, query_ptr=ptr))
     assert torch.equal(source.centroids, start)
     for seed in range(30):
-        source.train()(tokens, tokens, ptr, ptr, seed=seed)
+        source.train()(Tokens(tokens, query_ptr=ptr, seed=seed))
     torch.testing.assert_close(source.centroids[0], where, rtol=1e-4, atol=1e-4)
     lone = RoutingSource(4, 1, 3)
     with torch.no_grad():
         lone.centroids.copy_(torch.cat([where, -where[:1]])[None])
     for seed in range(2):
-        lone(tokens, tokens, ptr, ptr, seed=seed)
+        lone(Tokens(tokens, query_ptr=ptr, seed=seed))
     torch.testing.assert_close(lone.centroids[0, 2], -where[0])  # nobody is near it
     assert "centroids" in lone.state_dict()
 
@@ -267,13 +269,13 @@ def test_memory_grows_with_the_edges_and_not_with_the_pairs(monkeypatch: pytest.
     n = 2**14
     x = draw(0, 1, n, 4)
     with LargestStorage() as largest:
-        block_top_k(x, x, 2, 2**9, is_causal=True)
-        lsh(x, x, 2**7, 2**6, seed=0)
-        routing(x, x, draw(1, 1, 2**7, 4))
+        block_top_k(Tokens(x, is_causal=True), 2, 2**9)
+        lsh(Tokens(x, seed=0), 2**7, 2**6)
+        routing(Tokens(x), draw(1, 1, 2**7, 4))
     assert largest.size < 8 * n * 2**11  # bytes; a mask of all pairs alone has 2^28
     monkeypatch.setattr(pairs, "CHUNK", 2**20)
     with LargestStorage() as largest:
-        top_k(x[:, : 2**12], x, 4, ptr=(torch.tensor([0, n]), torch.tensor([0, 2**12])))
+        top_k(Tokens(x[:, : 2**12], x, query_ptr=torch.tensor([0, 2**12]), key_ptr=torch.tensor([0, n])), 4)
     assert largest.size <= 8 * 2**20
 
 
@@ -304,26 +306,26 @@ X = torch.ones(2, 5, 3)
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: top_k(X, X, 0), ValueError, r"Expected 'k' to be at least 1 \(got 0\)"),
-        (lambda: top_k(X, X[:1], 2), ValueError, r"Expected 'key' to be \[H, M, C\] = \[2, any, 3\] \(got \[1, 5, 3\]\)"),
-        (lambda: top_k(X[0], X, 2), ValueError, r"Expected 'query' to be \[H, N, C\]"),
-        (lambda: top_k(X, X.double(), 2), TypeError, r"Expected 'key' to be torch.float32, as 'query' is"),
-        (lambda: top_k(X.long(), X.long(), 2), TypeError, "Expected 'query' to be a floating tensor"),
-        (lambda: top_k(X[:, :0], X, 2), ValueError, "Expected 'query' and 'key' of at least one head and token"),
-        (lambda: top_k(X.to("meta"), X.to("meta"), 2), ValueError, "Expected 'query' to hold values"),
-        (lambda: top_k(X, X, 2, ptr=torch.tensor([0, 4])), ValueError, "Expected 'ptr' to run from 0 to 5"),
-        (lambda: block_top_k(X, X, 1, 0), ValueError, "Expected 'block_size' to be at least 1"),
-        (lambda: lsh(X, X, 3, 2), ValueError, r"Expected 'num_buckets' to be even \(got 3\)"),
-        (lambda: lsh(X, X, 4, 2, rounds=0), ValueError, "Expected 'rounds' to be at least 1"),
-        (lambda: lsh(X, X, 4, 2, rounds=2**40), ValueError, "Expected 'rounds'"),
-        (lambda: routing(X, X, torch.ones(3, 2, 3)), ValueError, r"Expected 'centroids' to be \[2, K, C\] or"),
-        (lambda: routing(X, X, torch.ones(2, 2, 4)), ValueError, r"Expected 'centroids' to be \[H, K, C\]"),
+        (lambda: top_k(Tokens(X), 0), ValueError, r"Expected 'k' to be at least 1 \(got 0\)"),
+        (lambda: top_k(Tokens(X, X[:1]), 2), ValueError, r"Expected 'key' to be \[H, M, C\] = \[2, any, 3\] \(got \[1, 5, 3\]\)"),
+        (lambda: top_k(Tokens(X[0], X), 2), ValueError, r"Expected 'query' to be \[H, N, C\]"),
+        (lambda: top_k(Tokens(X, X.double()), 2), TypeError, r"Expected 'key' to be torch.float32, as 'query' is"),
+        (lambda: top_k(Tokens(X.long()), 2), TypeError, "Expected 'query' to be a floating tensor"),
+        (lambda: top_k(Tokens(X[:, :0], X), 2), ValueError, "Expected 'query' and 'key' of at least one head and token"),
+        (lambda: top_k(Tokens(X.to("meta")), 2), ValueError, "Expected 'query' to hold values"),
+        (lambda: top_k(Tokens(X, query_ptr=torch.tensor([0, 4])), 2), ValueError, "Expected 'query_ptr' to run from 0 to 5"),
+        (lambda: block_top_k(Tokens(X), 1, 0), ValueError, "Expected 'block_size' to be at least 1"),
+        (lambda: lsh(Tokens(X), 3, 2), ValueError, r"Expected 'num_buckets' to be even \(got 3\)"),
+        (lambda: lsh(Tokens(X), 4, 2, rounds=0), ValueError, "Expected 'rounds' to be at least 1"),
+        (lambda: lsh(Tokens(X), 4, 2, rounds=2**40), ValueError, "Expected 'rounds'"),
+        (lambda: routing(Tokens(X), torch.ones(3, 2, 3)), ValueError, r"Expected 'centroids' to be \[2, K, C\] or"),
+        (lambda: routing(Tokens(X), torch.ones(2, 2, 4)), ValueError, r"Expected 'centroids' to be \[H, K, C\]"),
         (lambda: RoutingSource(4, decay=2), ValueError, r"Expected 'decay' in \[0, 1\] \(got 2\)"),
         (lambda: RoutingSource(4, num_clusters=0), ValueError, "Expected 'num_clusters' to be at least 1"),
-        (lambda: SelectorSource(cast(Any, 3)), TypeError, "Expected 'selector' to be callable"),
-        (lambda: SelectorSource(top_k, size=3), TypeError, r"Expected options of 'selector' \(got \['size'\]\)"),
-        (lambda: SelectorSource(top_k, window=1), TypeError, r"Expected 'k' among the options of 'selector' \(got \[\]\)"),
-        (lambda: SelectorSource(routing, size=2), TypeError, r"Expected 'centroids' among the options of 'selector'"),
+        (lambda: SelectorSource(cast(Any, 3)), TypeError, "Expected 'rule' to be callable"),
+        (lambda: SelectorSource(top_k, size=3), TypeError, r"Expected options of 'rule' \(got \['size'\]\)"),
+        (lambda: SelectorSource(top_k, window=1), TypeError, r"Expected 'k' among the options of 'rule' \(got \[\]\)"),
+        (lambda: SelectorSource(routing, size=2), TypeError, r"Expected 'centroids' among the options of 'rule'"),
         (lambda: SourceGraph(SelectorSource(top_k, k=2))(Data(num_nodes=3)), ValueError, "Expected 'data' to have features `x`"),
         (lambda: SourceGraph(SelectorSource(top_k, k=2))(cast(Any, 3)), TypeError, "Expected 'data' to be Data"),
     ],
@@ -336,11 +338,11 @@ def test_errors_name_the_argument(call: Callable[[], Any], error: type[Exception
 def test_a_causal_query_has_a_block_of_its_own_among_other_tokens_too() -> None:
     """The block at its place, and with k=1 no other; else it has none where queries and keys are different tokens."""
     query, key = draw(1, HEADS, 8, CHANNELS), draw(2, HEADS, 8, CHANNELS)
-    graph = block_top_k(query, key, 1, 2, bipartite=True, is_causal=True)
+    graph = block_top_k(Tokens(query, key, bipartite=True, is_causal=True), 1, 2)
     place = torch.arange(8)
     wanted = (place[:, None] // 2 == place // 2) & (place <= place[:, None])
     assert torch.equal(graph.to_dense(), wanted.expand(HEADS, -1, -1))
-    assert not torch.equal(block_top_k(query, key, 1, 2, bipartite=True).causal().to_dense(), graph.to_dense())
+    assert not torch.equal(block_top_k(Tokens(query, key, bipartite=True), 1, 2).causal().to_dense(), graph.to_dense())
 
 
 def test_a_centroid_without_tokens_stays_where_it_is() -> None:
@@ -349,7 +351,7 @@ def test_a_centroid_without_tokens_stays_where_it_is() -> None:
     start = torch.tensor([[[1.0, 0.0], [-1.0, 0.0]]])
     source.centroids.copy_(start)
     for seed in range(2):
-        source(x, x, ptr, ptr, seed=seed)
+        source(Tokens(x, query_ptr=ptr, seed=seed))
     assert torch.equal(source.centroids[0, 1], start[0, 1])
     assert not torch.equal(source.centroids[0, 0], start[0, 0])
 
@@ -357,6 +359,6 @@ def test_a_centroid_without_tokens_stays_where_it_is() -> None:
 @pytest.mark.parametrize("size", [1, 20])
 def test_equal_keys_of_a_long_causal_sequence_are_taken_in_their_order(size: int) -> None:
     x = torch.ones(1, 3000, 2)
-    graph = routing(x, x, torch.ones(1, 1, 2), size, is_causal=True)
+    graph = routing(Tokens(x, is_causal=True), torch.ones(1, 1, 2), size)
     assert torch.equal(graph.degree[0], torch.arange(1, 3001).clamp(max=size))
     assert torch.equal(graph.col.long(), torch.cat([torch.arange(min(each, size)) for each in range(1, 3001)]))

@@ -24,6 +24,7 @@ from sbm_pyg import (
     SBMSource,
     SequenceEncoder,
     ShareSchedule,
+    Tokens,
     auxiliary_loss,
     sample_edges,
 )
@@ -88,8 +89,9 @@ class Steady(torch.nn.Module):
         super().__init__()
         self.y, self.z = (torch.nn.Parameter(draw(seed + side, 2, 20, 3).sigmoid()) for side in range(2))
 
-    def forward(self, query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor) -> SBM:
-        return SBM(self.y, self.z, torch.eye(3, dtype=torch.float64).expand(2, -1, -1), query_ptr, key_ptr)
+    def forward(self, tokens: Tokens) -> SBM:
+        block = torch.eye(3, dtype=torch.float64).expand(2, -1, -1)
+        return SBM(self.y, self.z, block, tokens.query_ptr, tokens.key_ptr)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -99,9 +101,9 @@ def test_pairs_of_a_head_compete_for_its_share(is_causal: bool) -> None:
     source = SBMSource(head, share=0.3)
 
     def call(seed: int) -> SBM:
-        return cast(SBM, source(x, x, ptr, ptr, is_causal=is_causal, seed=seed).probability)
+        return cast(SBM, source(Tokens(x, query_ptr=ptr, is_causal=is_causal, seed=seed)).probability)
 
-    plain = head(x, x, ptr, ptr)
+    plain = head(Tokens(x, query_ptr=ptr))
     plain = plain.causal() if is_causal else plain
     alone = plain.share(0.3)
     torch.testing.assert_close(call(1).rate, alone.rate)  # no mean is known yet
@@ -114,7 +116,7 @@ def test_pairs_of_a_head_compete_for_its_share(is_causal: bool) -> None:
     assert float(grad.abs().max()) < 1e-10  # whatever a pair gains, others lose
     weight = draw(9, 2, 12, 12)
     (got,) = torch.autograd.grad((call(2).edge_prob_dense(1) * weight).sum(), head.z)
-    again = head(x, x, ptr, ptr)
+    again = head(Tokens(x, query_ptr=ptr))
     again = again.causal() if is_causal else again
     level = again.expected_edges()[1] * (mean / again.expected_edges()[1]).detach()  # the mean of the sequence
     p = again.edge_prob_dense(1) * 0.3 / level[:, None, None]
@@ -137,12 +139,12 @@ def test_pairs_of_a_head_compete_for_its_share(is_causal: bool) -> None:
         parts.head.forward = lambda *_, part=part, offsets=offsets: SBM(
             head.y[:, part], head.z[:, part], torch.eye(3, dtype=torch.float64).expand(2, -1, -1), offsets, offsets
         )
-        parts(x[:, part], x[:, part], offsets, offsets, is_causal=is_causal, seed=7)
-    whole(x, x, ptr, ptr, is_causal=is_causal, seed=7)
+        parts(Tokens(x[:, part], is_causal=is_causal, seed=7))
+    whole(Tokens(x, query_ptr=ptr, is_causal=is_causal, seed=7))
     torch.testing.assert_close(parts.seen, whole.seen)
     other = SBMSource(Steady(1), share=0.3)
     other.load_state_dict(source.state_dict())
-    rate = cast(SBM, other.eval()(x, x, ptr, ptr, is_causal=is_causal, seed=9).probability).rate
+    rate = cast(SBM, other.eval()(Tokens(x, query_ptr=ptr, is_causal=is_causal, seed=9)).probability).rate
     assert torch.equal(rate, fixed.rate)
     source.reset_parameters()
     assert not any(buffer.any() for buffer in source.buffers())
@@ -159,7 +161,7 @@ def test_a_compiled_source_has_the_mean_and_the_gradients_of_an_eager_one() -> N
     for seed in (1, 2, 2, 3):
         rates = []
         for source in (eager, compiled):
-            rates.append(cast(SBM, source(query, query, ptr, ptr, seed=seed).probability).query_membership)
+            rates.append(cast(SBM, source(Tokens(query, query_ptr=ptr, seed=seed)).probability).query_membership)
             (rates[-1] * weight).sum().backward()
         torch.testing.assert_close(*rates)
         torch.testing.assert_close(eager.running_mean, other.running_mean)
@@ -175,7 +177,7 @@ def test_a_share_asks_for_the_number_of_heads() -> None:
     with pytest.raises(
         ValueError, match="Expected 'head' with an attribute `heads` that counts those of its models, 2"
     ):
-        SBMSource(head, share=0.3)(x, x, ptr, ptr, seed=0)
+        SBMSource(head, share=0.3)(Tokens(x, query_ptr=ptr))
 
 
 def test_a_share_of_next_to_nothing_stays_finite() -> None:
@@ -201,7 +203,7 @@ def test_keys_of_overlapping_blocks_may_be_in_none() -> None:
     torch.manual_seed(0)
     head = SBMHead(6, heads=2, num_blocks=300, parameterization="overlapping", density=0.4, temperature=0.5)
     query, key = draw(1, 2, 9, 6, dtype=torch.float32), draw(2, 2, 7, 6, dtype=torch.float32)
-    sbm = head(query, key)
+    sbm = head(Tokens(query, key))
     torch.testing.assert_close(sbm.query_membership.sum(2), torch.ones(2, 9))
     by_hand = (head.mlp(key) @ head.clusters.mT / 0.5 + math.log(0.4 / 0.6)).sigmoid()
     torch.testing.assert_close(sbm.key_membership, by_hand)
@@ -209,10 +211,10 @@ def test_keys_of_overlapping_blocks_may_be_in_none() -> None:
     assert float(sbm.expected_density().mean().detach()) == pytest.approx(0.4, abs=0.02)
     assert sbm.edge_prob_dense().max() <= 1
     watched = head.mlp.register_forward_hook(lambda *_: None)  # then each layer is called
-    torch.testing.assert_close(head(query, key).rate, sbm.rate)
+    torch.testing.assert_close(head(Tokens(query, key)).rate, sbm.rate)
     watched.remove()
     tied = SBMHead(6, heads=2, num_blocks=4, parameterization="overlapping", tied=True)
-    both = tied(query, key.new_zeros(2, 9, 6))
+    both = tied(Tokens(query, key.new_zeros(2, 9, 6)))
     assert not torch.equal(both.query_membership, both.key_membership)
 
 
@@ -347,7 +349,7 @@ def test_a_graph_that_is_still_blind_stays_full_in_training() -> None:
 
     def density(seed: int = 0, training: bool = True, **options: Any) -> float:
         source = SBMSource(head, **options).train(training)
-        return float(source(x, x, ptr, ptr, seed=seed).graph.density.mean())
+        return float(source(Tokens(x, query_ptr=ptr, seed=seed)).graph.density.mean())
 
     predicted = density(share=1.0, exploration=0.0)
     assert predicted < 0.9

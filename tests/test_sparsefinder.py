@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sbm_pyg import AttentionConv, AttentionGraph, sparsefinder
+from sbm_pyg import AttentionConv, AttentionGraph, Tokens, sparsefinder
 from sbm_pyg.sources import pairs, patterns
 from sbm_pyg.sparsefinder import Projection, SparsefinderSource, fit_centroids, fit_projection, projection_loss
 from sbm_pyg.sparsefinder.ground_truth import compare, gold_graph
@@ -131,9 +131,10 @@ def test_rules_are_their_definitions(
     if sizes[0] != sizes[1]:
         options = {**options, **({"block_window": None, "global_blocks": 0} if rule is blocks else {})}
     q, z = draw(1, HEADS, sum(sizes[0]), 3), draw(2, HEADS, sum(sizes[1]), 3)
+    tokens = Tokens(q, z, ptr, key_ptr, bipartite=False, is_causal=is_causal)
     if is_causal and (rule in (bucketing, blocks) or name == "clustering, capped"):
         with pytest.raises(ValueError, match=r"depend on later tokens|hold later tokens"):
-            rule(q, z, ptr=(key_ptr, ptr), is_causal=True, **options, **more)
+            rule(tokens, **options, **more)
         return
     expected = torch.zeros(HEADS, q.size(1), z.size(1), dtype=torch.bool)
     for head, b in itertools.product(range(HEADS), range(len(sizes[0]))):
@@ -141,7 +142,7 @@ def test_rules_are_their_definitions(
         expected[head, rows, cols] = define(q[head, rows], z[head, cols], head, causal=is_causal, **options)
     for chunk in (2**23, 40):
         monkeypatch.setattr(pairs, "CHUNK", chunk)
-        graph = rule(q, z, ptr=(key_ptr, ptr), is_causal=is_causal, **options, **more).validate()
+        graph = rule(tokens, **options, **more).validate()
         found = torch.zeros_like(expected)
         found[graph.edge_head, graph.edge_index[1], graph.edge_index[0]] = True
         assert torch.equal(found, expected)
@@ -151,9 +152,9 @@ def test_rules_are_their_definitions(
 
 def test_buckets_bound_the_edges_whatever_the_tokens_hold() -> None:
     same = torch.zeros(1, 64, 2)
-    assert bucketing(same, same, 8).num_edges == 64 * 8  # both dimensions rank alike
-    assert bucketing(draw(0, 1, 64, 2), draw(1, 1, 64, 2), 8).num_edges <= 2 * 64 * 8
-    assert clustering(same, same, torch.zeros(1, 1, 2), cap=5).num_edges == 64 * 5
+    assert bucketing(Tokens(same), 8).num_edges == 64 * 8  # both dimensions rank alike
+    assert bucketing(Tokens(draw(0, 1, 64, 2), draw(1, 1, 64, 2)), 8).num_edges <= 2 * 64 * 8
+    assert clustering(Tokens(same), torch.zeros(1, 1, 2), cap=5).num_edges == 64 * 5
 
 
 def test_groups_are_those_of_the_rules() -> None:
@@ -162,12 +163,12 @@ def test_groups_are_those_of_the_rules() -> None:
     same = torch.block_diag(torch.ones(5, 5), torch.ones(12, 12)) > 0
     mine, theirs = (buckets(each, 3, ptr=ptr) for each in (x, z))
     shared = (mine[:, :, None] == theirs[:, None]).any(3) & same
-    graph = bucketing(x, z, 3, ptr=ptr)
+    graph = bucketing(Tokens(x, z, query_ptr=ptr), 3)
     assert bool(shared[graph.edge_head, graph.edge_index[1], graph.edge_index[0]].all())
     assert graph.num_edges == int(shared.sum())
     mine, theirs = (clusters(each, CENTROIDS, 2) for each in (x, z))
     shared = (mine[:, :, None, :, None] == theirs[:, None, :, None]).any(4).any(3) & same
-    graph = clustering(x, z, CENTROIDS, top=2, ptr=ptr)
+    graph = clustering(Tokens(x, z, query_ptr=ptr), CENTROIDS, top=2)
     assert bool(shared[graph.edge_head, graph.edge_index[1], graph.edge_index[0]].all())
     assert graph.num_edges == int(shared.sum())
     assert torch.equal(
@@ -179,19 +180,19 @@ def test_groups_are_those_of_the_rules() -> None:
 def test_half_precision_has_the_graphs_of_its_numbers(dtype: torch.dtype) -> None:
     x, z, centroids = (each.to(dtype) for each in (draw(1, HEADS, 17, 3), draw(2, HEADS, 17, 3), CENTROIDS))
     q, k, c = x.float(), z.float(), centroids.float()
-    assert distance(x, z, 1.5) == distance(q, k, 1.5)
-    assert clustering(x, z, centroids, top=2, cap=3) == clustering(q, k, c, top=2, cap=3)
+    assert distance(Tokens(x, z), 1.5) == distance(Tokens(q, k), 1.5)
+    assert clustering(Tokens(x, z), centroids, top=2, cap=3) == clustering(Tokens(q, k), c, top=2, cap=3)
     for by in ("nearest", "shared"):
-        assert blocks(x, z, centroids, 2, 3, by=by) == blocks(q, k, c, 2, 3, by=by)
+        assert blocks(Tokens(x, z), centroids, 2, 3, by=by) == blocks(Tokens(q, k), c, 2, 3, by=by)
 
 
 def test_shared_blocks_bound_the_edges_and_skip_what_is_there() -> None:
     same, one = torch.zeros(1, 64, 2), torch.zeros(1, 1, 2)
     wide = {"block_window": 1, "global_blocks": 1}
-    graph = blocks(same, same, one, 2, 4, **wide)  # type: ignore[arg-type]
-    fixed = blocks(same, same, one + 9, 1, 4, **wide)  # type: ignore[arg-type]
+    graph = blocks(Tokens(same), one, 2, 4, **wide)  # type: ignore[arg-type]
+    fixed = blocks(Tokens(same), one + 9, 1, 4, **wide)  # type: ignore[arg-type]
     assert graph.num_edges <= fixed.num_edges + 2 * 64 * 4
-    alone = blocks(same, same, one, 2, 4)
+    alone = blocks(Tokens(same), one, 2, 4)
     assert alone.degree.unique().tolist() == [8]
     assert graph.degree[0, 32:36].tolist() == [4 * (3 + 1 + 2)] * 4  # a window of three, a global one, and two more
 
@@ -221,7 +222,7 @@ def test_the_gold_graph_is_the_support_of_dense_entmax(
 ) -> None:
     monkeypatch.setattr(pairs, "CHUNK", 100)
     query, key, ptr = draw(1, HEADS, 30, 6).double(), draw(2, HEADS, 30, 6).double(), torch.tensor([0, 11, 30])
-    graph = gold_graph(query, key, alpha=alpha, ptr=ptr, is_causal=is_causal, scale=0.9)
+    graph = gold_graph(Tokens(query, key, query_ptr=ptr, is_causal=is_causal), alpha=alpha, scale=0.9)
     for b, head in itertools.product(range(2), range(HEADS)):
         part = slice(ptr[b], ptr[b + 1])
         scores = 0.9 * query[head, part] @ key[head, part].T
@@ -247,7 +248,7 @@ def brute_loss(x: Tensor, z: Tensor, graph: AttentionGraph, per: str, seed: int)
 def test_the_loss_is_its_definition(per: str) -> None:
     ptr = torch.tensor([0, 5, 12])
     x, z = (draw(seed, HEADS, 12, 3).double().requires_grad_() for seed in (1, 2))
-    graph = gold_graph(draw(3, HEADS, 12, 4), draw(4, HEADS, 12, 4), ptr=ptr)
+    graph = gold_graph(Tokens(draw(3, HEADS, 12, 4), draw(4, HEADS, 12, 4), query_ptr=ptr))
     graph = graph.select(graph.edge_index[1] != 3)  # a query without edges does not count
     loss = projection_loss(x, z, graph, per=per, seed=7)
     expected = brute_loss(x, z, graph, per, 7)
@@ -263,7 +264,7 @@ def samples(count: int, seed: int) -> list[Any]:
     for number in range(count):
         query, key = draw(seed + number, 2, HEADS, 48, 16)
         ptr = torch.tensor([0, 20, 48])
-        made.append((query, key, gold_graph(query * seen, key * seen, scale=0.06, ptr=ptr)))
+        made.append((query, key, gold_graph(Tokens(query * seen, key * seen, query_ptr=ptr), scale=0.06)))
     return made
 
 
@@ -275,7 +276,7 @@ def test_a_fitted_projection_finds_what_attention_uses(options: dict[str, Any]) 
 
     def recall(edges: int = 8) -> float:
         x, z = projection(query, key)
-        match = compare(gold, distance(x, z, 1e9, cap=edges, ptr=gold.query_ptr))
+        match = compare(gold, distance(Tokens(x, z, query_ptr=gold.query_ptr), 1e9, cap=edges))
         assert float(match.sparsity.min()) > 0.6
         return float(match.recall.mean())
 
@@ -305,25 +306,25 @@ def test_centroids_are_those_of_k_means_and_the_source_keeps_them() -> None:
     assert torch.equal(source.state_dict()["rule.centroids"], centroids)
     assert "clustering, window=1, num_global=1" in repr(source)
     query, key, gold = data[0]
-    graph = source(query, key, gold.query_ptr, gold.key_ptr, seed=0).graph
+    graph = source(Tokens(query, key, query_ptr=gold.query_ptr, key_ptr=gold.key_ptr, bipartite=False)).graph
     ptr, (x, z) = gold.query_ptr, projection(query, key)
-    alone = clustering(x, z, centroids, ptr=ptr)
+    alone = clustering(Tokens(x, z, query_ptr=ptr), centroids)
     assert graph == alone | patterns.window(None, 1, ptr=ptr) | patterns.global_tokens(None, 1, ptr=ptr)
 
 
 RULES: dict[str, dict[str, Any]] = {
-    "distance": {"predictor": distance, "threshold": 2.0},
-    "bucketing": {"predictor": bucketing, "num_buckets": 6},
-    "clustering": {"predictor": clustering, "centroids": CENTROIDS[..., :2]},
+    "distance": {"rule": distance, "threshold": 2.0},
+    "bucketing": {"rule": bucketing, "num_buckets": 6},
+    "clustering": {"rule": clustering, "centroids": CENTROIDS[..., :2]},
     "blocks": {
-        "predictor": blocks,
+        "rule": blocks,
         "centroids": CENTROIDS[..., :2],
         "k": 1,
         "block_size": 3,
         "block_window": 1,
         "global_blocks": 1,
     },
-    "union": {"predictor": clustering, "centroids": CENTROIDS[..., :2], "window": 2, "num_global": 1},
+    "union": {"rule": clustering, "centroids": CENTROIDS[..., :2], "window": 2, "num_global": 1},
 }
 
 
@@ -336,7 +337,7 @@ def test_a_graph_that_holds_the_gold_one_gives_the_output_of_dense_entmax(name: 
     query, key, value = (
         lin(x).view(40, HEADS, 6).transpose(0, 1) for lin in (conv.lin_query, conv.lin_key, conv.lin_value)
     )
-    gold = gold_graph(query, key, ptr=ptr)
+    gold = gold_graph(Tokens(query, key, query_ptr=ptr))
     predicted = conv(x, ptr=ptr, seed=0, return_graph=True)[1]
     match = compare(gold, predicted)
     assert 0 < float(match.recall.min()) < 1
@@ -362,20 +363,20 @@ X = torch.ones(2, 5, 3)
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: distance(X, X, -1), ValueError, r"Expected 'threshold' in \[0, inf\] \(got -1\)"),
-        (lambda: distance(X, X, 1, cap=0), ValueError, "Expected 'cap' to be at least 1"),
-        (lambda: bucketing(X, X, 0), ValueError, "Expected 'num_buckets' to be at least 1"),
-        (lambda: clustering(X, X, torch.ones(2, 3, 4)), ValueError, r"Expected 'centroids' to be \[H, K, r\]"),
-        (lambda: clustering(X, X, torch.ones(3, 3, 3)), ValueError, r"Expected 'centroids' to be \[2, K, r\] or"),
-        (lambda: clustering(X, X, CENTROIDS, top=5), ValueError, r"Expected 'top' to be at most 4"),
-        (lambda: blocks(X, X, CENTROIDS, 0, 2), ValueError, "Expected 'k' to be at least 1"),
-        (lambda: blocks(X, X, CENTROIDS, 1, 0), ValueError, "Expected 'block_size' to be at least 1"),
-        (lambda: blocks(X, X, CENTROIDS, 1, 2, by="x"), ValueError, "Expected 'by' to be one of"),
-        (lambda: blocks(X, X, CENTROIDS, 1, 2, block_window=1, bipartite=True), ValueError, "with 'block_window' .got a pair"),
-        (lambda: blocks(X, X[:, :4], CENTROIDS, 1, 2, global_blocks=1), ValueError, "with 'global_blocks' .got a pair"),
+        (lambda: distance(Tokens(X), -1), ValueError, r"Expected 'threshold' in \[0, inf\] \(got -1\)"),
+        (lambda: distance(Tokens(X), 1, cap=0), ValueError, "Expected 'cap' to be at least 1"),
+        (lambda: bucketing(Tokens(X), 0), ValueError, "Expected 'num_buckets' to be at least 1"),
+        (lambda: clustering(Tokens(X), torch.ones(2, 3, 4)), ValueError, r"Expected 'centroids' to be \[H, K, r\]"),
+        (lambda: clustering(Tokens(X), torch.ones(3, 3, 3)), ValueError, r"Expected 'centroids' to be \[2, K, r\] or"),
+        (lambda: clustering(Tokens(X), CENTROIDS, top=5), ValueError, r"Expected 'top' to be at most 4"),
+        (lambda: blocks(Tokens(X), CENTROIDS, 0, 2), ValueError, "Expected 'k' to be at least 1"),
+        (lambda: blocks(Tokens(X), CENTROIDS, 1, 0), ValueError, "Expected 'block_size' to be at least 1"),
+        (lambda: blocks(Tokens(X), CENTROIDS, 1, 2, by="x"), ValueError, "Expected 'by' to be one of"),
+        (lambda: blocks(Tokens(X, bipartite=True), CENTROIDS, 1, 2, block_window=1), ValueError, "with 'block_window' .got a pair"),
+        (lambda: blocks(Tokens(X, X[:, :4], bipartite=False), CENTROIDS, 1, 2, global_blocks=1), ValueError, "with 'global_blocks' .got a pair"),
         (lambda: buckets(X[0], 2), ValueError, r"Expected 'x' to be \[H, N, r\]"),
         (lambda: clusters(X, CENTROIDS, 5), ValueError, "Expected 'top' to be at most 4"),
-        (lambda: gold_graph(X, X, alpha=1.0), ValueError, r"Expected 'alpha' in \(1, 4\]"),
+        (lambda: gold_graph(Tokens(X), alpha=1.0), ValueError, r"Expected 'alpha' in \(1, 4\]"),
         (lambda: Projection(3, dim=0), ValueError, "Expected 'dim' to be at least 1"),
         (lambda: Projection(4)(X, X), ValueError, r"Expected 'query' to be \[H, N, C\] = \[1, any, 4\]"),
         (lambda: projection_loss(X, X, patterns.full(4)), ValueError, r"Expected 'query' to be \[H, N, r\]"),
@@ -386,7 +387,7 @@ X = torch.ones(2, 5, 3)
         (lambda: fit_projection(cast(Any, 3), [(X, X, patterns.full(5))]), TypeError, "Expected 'projection' to be a"),
         (lambda: fit_centroids(Projection(3, 2), [(X, X)], 11), ValueError, "Expected 'num_clusters' to be at most 10"),
         (lambda: SparsefinderSource(cast(Any, 3), distance), TypeError, "Expected 'projection' to be a module"),
-        (lambda: SparsefinderSource(Projection(3), distance, size=3), TypeError, "Expected options of 'selector'"),
+        (lambda: SparsefinderSource(Projection(3), distance, size=3), TypeError, "Expected options of 'rule'"),
         (lambda: SparsefinderSource(Projection(3), distance, num_global=-1), ValueError, "Expected 'num_global' to be"),
     ],
 )  # fmt: skip
@@ -398,7 +399,9 @@ def test_errors_name_the_argument(call: Callable[[], Any], error: type[Exception
 def test_a_pair_has_no_window() -> None:
     ptr = torch.tensor([0, 5])
     with pytest.raises(ValueError, match="Expected the same tokens as queries and keys with 'window'"):
-        SparsefinderSource(Projection(3, 2), bucketing, window=1, num_buckets=2)(X, X, ptr, ptr, bipartite=True, seed=0)
+        SparsefinderSource(Projection(3, 2), bucketing, window=1, num_buckets=2)(
+            Tokens(X, query_ptr=ptr, bipartite=True)
+        )
 
 
 def test_a_projection_starts_as_torchs_linear_layers() -> None:
@@ -468,7 +471,7 @@ def test_global_tokens_of_a_causal_source_are_causal() -> None:
         draw(1, HEADS, 9, 5),
         pointer([4, 5]),
     )
-    graph = source(x, x, ptr, ptr, is_causal=True, seed=0).graph
+    graph = source(Tokens(x, query_ptr=ptr, is_causal=True)).graph
     assert graph.is_causal
     assert not graph.later.any()
     assert bool(graph.contains(torch.tensor([[0, 1], [3, 3]])).all())
@@ -476,4 +479,4 @@ def test_global_tokens_of_a_causal_source_are_causal() -> None:
 
 def test_a_distance_of_zero_is_near() -> None:
     x = torch.tensor([[[1.0, 2.0], [3.0, 4.0], [1.0, 2.0]]])
-    assert distance(x, x, 0.0).to_dense()[0].int().tolist() == [[1, 0, 1], [0, 1, 0], [1, 0, 1]]
+    assert distance(Tokens(x), 0.0).to_dense()[0].int().tolist() == [[1, 0, 1], [0, 1, 0], [1, 0, 1]]

@@ -11,7 +11,7 @@ import torch
 from examples.benchmarks.tables import read
 from examples.sparsefinder import __main__ as program
 from examples.sparsefinder import choosers, model, report, sweep
-from sbm_pyg import Choice
+from sbm_pyg import Choice, Tokens
 from sbm_pyg.sources.patterns import PatternSource, full
 from sbm_pyg.sparsefinder.ground_truth import record
 
@@ -87,7 +87,7 @@ def test_every_chooser_makes_graphs_and_has_its_window(name: str, window: int, l
     knobs = choosers.GRIDS[name]
     sizes = []
     for knob in (knobs[0], knobs[-1]):
-        choice = choosers.make(name, knob, window, learnt)(query, key, ptr, ptr, seed=0)
+        choice = choosers.make(name, knob, window, learnt)(Tokens(query, key, query_ptr=ptr, bipartite=False))
         assert isinstance(choice, Choice)
         graph = choice.graph.validate()
         near = torch.arange(60).repeat(2, 1) + torch.tensor([[1], [0]])
@@ -96,8 +96,8 @@ def test_every_chooser_makes_graphs_and_has_its_window(name: str, window: int, l
         sizes.append(graph.num_edges / graph.heads)
     assert sizes[0] != sizes[1]
     assert torch.equal(
-        choosers.make(name, knobs[0], window, learnt)(query, key, ptr, ptr, seed=0).graph.col,
-        choosers.make(name, knobs[0], window, learnt)(query, key, ptr, ptr, seed=0).graph.col,
+        choosers.make(name, knobs[0], window, learnt)(Tokens(query, key, query_ptr=ptr, bipartite=False)).graph.col,
+        choosers.make(name, knobs[0], window, learnt)(Tokens(query, key, query_ptr=ptr, bipartite=False)).graph.col,
     )
 
 

@@ -19,6 +19,7 @@ from sbm_pyg import (
     SequenceEncoder,
     ShareSchedule,
     TokenClassifier,
+    Tokens,
     ops,
 )
 from sbm_pyg.estimators import attach_local_expectation, draw_probes
@@ -75,7 +76,7 @@ def test_it_is_attention_over_the_graph_with_every_pair_a_probe(
     query, key, value, rate, member = tokens
     identity = torch.eye(rate.size(2), dtype=torch.float64).expand(rate.size(0), -1, -1)
     sbm = SBM(rate, member, identity, *law[:2], is_causal=is_causal)
-    over, _ = ops.edge_attention(query, key, value, graph.rowptr, graph.col, scale=SCALE)
+    over, _ = ops.edge_attention(query, key, value, graph.rows, scale=SCALE)
     probes, chance = draw_probes(graph, math.inf, seed=0)
     over = attach_local_expectation(
         over, query, key, value, sbm, graph, probes, chance, forced=forced, scale=SCALE, exploration=EXPLORATION
@@ -83,7 +84,7 @@ def test_it_is_attention_over_the_graph_with_every_pair_a_probe(
     weight = torch.randn(over.shape, generator=torch.Generator().manual_seed(1), dtype=over.dtype)
     wanted = torch.autograd.grad((over * weight).sum(), tokens)
     for room in (2**26, 2**10):  # all queries together, or a few at a time
-        monkeypatch.setitem(reference_tiled.ROOM, "cpu", room)
+        monkeypatch.setitem(reference_tiled.MAX_PAIR_BYTES, "cpu", room)
         out = attend(tokens, law, is_causal=is_causal, window=window)
         torch.testing.assert_close(out, over, rtol=1e-10, atol=1e-10)
         found = torch.autograd.grad((out * weight).sum(), tokens)
@@ -358,7 +359,7 @@ def test_what_is_stored_of_a_tiled_choice_knows_its_exploration() -> None:
     """By which estimators weigh edges."""
     source, q = layer(exploration=0.25).source, torch.randn(2, 12, 4, dtype=torch.float64)
     assert source is not None
-    choice = source(q, q, ptr_of([12]), ptr_of([12]), seed=0)
+    choice = source(Tokens(q, query_ptr=ptr_of([12])))
     assert isinstance(choice, TiledChoice)
     assert choice.stored().exploration == choice.exploration == 0.25
     assert choice.causal().exploration == 0.25

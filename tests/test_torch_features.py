@@ -26,6 +26,7 @@ from sbm_pyg import (
     SBMMultiheadAttention,
     SequenceClassifier,
     SequenceEncoder,
+    Tokens,
     ops,
     ragged,
 )
@@ -367,7 +368,7 @@ STACKS: dict[str, Callable[[], torch.nn.Module]] = {
     ("kind", "training", "dynamic"),
     [*((kind, True, True) for kind in STACKS), ("key padding", False, None), ("encoder", False, None)],
 )
-def test_inductor_of_layers_over_one_mask(kind: str, training: bool, dynamic: bool | None) -> None:
+def test_inductor_of_layers_probability_error_mask(kind: str, training: bool, dynamic: bool | None) -> None:
     """Each layer knows the sizes that depend on its values, though torch merges what two of them compute alike."""
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -533,7 +534,7 @@ def test_vmap_over_what_decides_the_number_of_edges_is_refused() -> None:
     graph, x = patterns.window(30, 2), torch.stack([tokens(seed=seed) for seed in range(3)])
     mask = torch.ones(3, 30, 30)
     choosers: list[tuple[Callable[..., Any], Tensor, str]] = [
-        (lambda x: selectors.top_k(x[None], x[None], 3).col, x, "query"),
+        (lambda x: selectors.top_k(Tokens(x[None]), 3).col, x, "query"),
         (lambda rate: ops.sample_sbm(rate, rate, PTR, PTR, torch.arange(3), 1)[1], x.sigmoid()[:, None], "rate"),
         (lambda mask: AttentionGraph.from_dense(mask).col, mask, "mask"),
         (lambda kept: graph.select(kept).col, torch.ones(3, graph.num_edges, dtype=torch.bool), "mask"),
@@ -592,11 +593,11 @@ def test_forbidden_edges_are_no_edges() -> None:
     bias = torch.zeros(24, dtype=torch.float64)
     bias[:4] = bias[6] = bias[20] = -torch.inf
     left = graph.select(bias == 0)
-    expected, lse = ops.edge_attention(query, key, value, left.rowptr, left.col)
+    expected, lse = ops.edge_attention(query, key, value, left.rows)
     wanted = torch.autograd.grad(expected.sin().sum(), [query, key, value])
     arguments = (query, key, value, graph.rowptr, graph.col, None, bias)
     options = (1.0, "score", 0.0, 0)
-    out, log_sum = ops.edge_attention(*arguments, *options)
+    out, log_sum = ops.schemas.edge_attention(*arguments, *options)
     torch.testing.assert_close((out, log_sum), (expected, lse))
     torch.testing.assert_close(torch.autograd.grad(out.sin().sum(), [query, key, value]), wanted)
     with torch.no_grad():

@@ -49,11 +49,11 @@ rows = [*compile_all([32, 64, 128, 256], ["bfloat16"]), *compile_all([16, 128], 
 rows += compile_all([64, 512], ["float32", "float64"], [90])
 print(*sorted({row["kernel"] for row in rows}))
 print(*(row for row in rows if row["spilled"]), sep="\\n")
-print(*(row for row in rows if row["kernel"] in ("_start", "_step", "_panels", "_join") and row["fused"]), sep="\\n")
+print(*(row for row in rows if row["kernel"] in ("_start_kernel", "_step_kernel", "_panel_sums_kernel", "_join_panels_kernel") and row["fused"]), sep="\\n")
 """
 KERNELS = (
-    "_attention _attention_backward _block_attention _block_effect _block_gains _block_keys _block_queries _coins _count _dot _effect _entmax _entmax_backward _fill _gaps _gather _join _measure _near "
-    "_panels _plan _proposals _sampled _sampled_keys _sampled_queries _start _step _tilt _unite _weigh"
+    "_block_attention_kernel _block_effect_kernel _block_gains_kernel _block_keys_kernel _block_queries_kernel _count_pieces_kernel _dropout_words_kernel _edge_attention_backward_kernel _edge_attention_kernel _edge_dot_kernel _edge_effect_kernel _entmax_backward_kernel _entmax_kernel _entmax_sums_kernel _gaps_kernel "
+    "_gather_kernel _join_panels_kernel _measure_kernel _merge_kernel _near_kernel _pairs_kernel _panel_sums_kernel _plan_kernel _proposals_kernel _sampled_kernel _sampled_keys_kernel _sampled_queries_kernel _start_kernel _step_kernel _weigh_kernel"
 )
 
 
@@ -73,7 +73,7 @@ import torch
 import sbm_pyg
 from sbm_pyg import ops, patterns
 graph, x = patterns.full(3), torch.ones(1, 3, 2, requires_grad=True)
-ops.edge_attention(x, x, x, graph.rowptr, graph.col)[0].sum().backward()
+ops.edge_attention(x, x, x, graph.rows)[0].sum().backward()
 print(sum(name.startswith("sbm_pyg.ops.cuda.") for name in sys.modules))
 """
 

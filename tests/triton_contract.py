@@ -121,7 +121,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
     for module in MODULES:
         monkeypatch.setattr(module, "launch", count)
     if INTERPRETED:
-        monkeypatch.setattr(MODULES_BY_NAME["blocks"], "DOUBLES", True)  # with any version
+        monkeypatch.setattr(MODULES_BY_NAME["blocks"], "HAS_FLOAT64_DOT", True)  # with any version
         for name, change in (("cast_impl", rounded), ("create_dot", multiplied)):
             monkeypatch.setattr(InterpreterBuilder, name, change(getattr(InterpreterBuilder, name)))
     with plain_torch(counted):
@@ -138,7 +138,7 @@ def contract(test: Callable[..., None], *cases: tuple[Any, ...], only: str = "",
     def run(case: tuple[Any, ...], kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
         kernels.only = only
         if long:
-            monkeypatch.setattr(MODULES_BY_NAME["rows"], "LONG", long)
+            monkeypatch.setattr(MODULES_BY_NAME["rows"], "MAX_EDGES_PER_PROGRAM", long)
         test(*case)
         assert kernels.started
 

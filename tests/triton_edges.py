@@ -53,7 +53,7 @@ test_every_element = contract(test_ops.test_every_output_element_is_written, ("e
 def test_tiles_may_have_any_size(words: int, edges: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the benchmark of a GPU tries them."""
     rows = MODULES_BY_NAME["rows"]
-    monkeypatch.setattr(rows, "WORDS", words)
+    monkeypatch.setattr(rows, "TILE_WORDS", words)
     assert rows.tiles(torch.float32, 32)["EDGES"] == edges
     test_ops.test_attention_equals_the_reference("bipartite", *ALL, (16, 48))
     test_estimators.test_effect_equals_the_reference("bipartite", True, (16, 48))
@@ -89,7 +89,7 @@ test_weights_of_long_rows = contract(
 def test_no_piece_of_a_long_row_is_left_out(long: int, kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows at the bound and around it; and as many programs as any rows of so many edges may need."""
     rows = MODULES_BY_NAME["rows"]
-    monkeypatch.setattr(rows, "LONG", long)
+    monkeypatch.setattr(rows, "MAX_EDGES_PER_PROGRAM", long)
     lengths = torch.tensor([0, long, long + 1, 0, 5 * long, 1, long - 1, 2 * long + 1])
     ptr = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(DEVICE)
     work, pieces = rows.Shared(ptr, int(ptr[-1]), torch.empty(0)), -(-lengths // long)
@@ -103,14 +103,20 @@ def test_no_piece_of_a_long_row_is_left_out(long: int, kernels: Kernels, monkeyp
 
 def test_a_long_row_is_united_from_its_parts(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     """Queries and keys: three kernels more, and no wait; the pieces are counted once for each side."""
-    monkeypatch.setattr(MODULES_BY_NAME["rows"], "LONG", 16)
+    monkeypatch.setattr(MODULES_BY_NAME["rows"], "MAX_EDGES_PER_PROGRAM", 16)
     graph = random_graph(2, 20, 20, 0.9)
     query, key, value = torch.randn(3, 2, 20, 4, requires_grad=True).unbind()
     waits = kernels.waits
-    out, _ = ops.edge_attention(query, key, value, graph.rowptr, graph.col)
+    out, _ = ops.edge_attention(query, key, value, graph.rows)
     out.sum().backward()
-    forward = ["_count", "_attention", "_unite"]
-    assert kernels.started == [*forward, "_attention_backward", "_unite", "_count", *["_gather", "_unite"] * 2]
+    forward = ["_count_pieces_kernel", "_edge_attention_kernel", "_merge_kernel"]
+    assert kernels.started == [
+        *forward,
+        "_edge_attention_backward_kernel",
+        "_merge_kernel",
+        "_count_pieces_kernel",
+        *["_gather_kernel", "_merge_kernel"] * 2,
+    ]
     assert kernels.waits == waits
 
 
@@ -171,7 +177,7 @@ def test_dropout_takes_the_words_of_the_reference(seed: int, dropout: float) -> 
     """Bit by bit: each column of the output is one edge."""
     graph = random_graph(2, 6, 70, 0.9)
     query, value = torch.zeros(2, 6, 1), torch.eye(70).expand(2, -1, -1)
-    out, _ = ops.edge_attention(query, value[..., :1], value, graph.rowptr, graph.col, dropout=dropout, seed=seed)
+    out, _ = ops.edge_attention(query, value[..., :1], value, graph.rows, dropout=dropout, seed=seed)
     found = out.flatten(0, 1)[graph.edge_row, graph.col.long()] != 0
     assert torch.equal(found, reference_edges.dropout_mask(graph.rowptr, graph.col, 2, 70, dropout, seed))
 
@@ -188,7 +194,7 @@ def test_indices_of_any_strides() -> None:
     query, key = (x.requires_grad_() for x in test_ops.tensors(graph, 4, 1, False, False)[:2])
     rows = [torch.stack([x, x - 1], 1)[:, 0] for x in (graph.rowptr, graph.col)]
     assert not rows[0].is_contiguous()
-    found, wanted = (ops.edge_dot(query, key, *given) for given in (rows, (graph.rowptr, graph.col)))
+    found, wanted = (ops.edge_dot(query, key, given) for given in (ops.Rows(*rows), graph.rows))
     assert torch.equal(found, wanted)
     grads = [torch.autograd.grad(out.sin().sum(), [query, key]) for out in (found, wanted)]
     assert all(torch.equal(*pair) for pair in zip(*grads, strict=True))

@@ -61,14 +61,16 @@ test_forbidden_values_of_long_rows = contract(
 test_support_of_long_rows = contract(test_ops.test_the_support_is_where_shares_are, (), long=200)
 
 
-@pytest.mark.parametrize(("long", "more"), [(2048, []), (10, ["_count", "_near", "_tilt"])])
+@pytest.mark.parametrize(
+    ("long", "more"), [(2048, []), (10, ["_count_pieces_kernel", "_near_kernel", "_entmax_sums_kernel"])]
+)
 def test_long_rows_of_entmax_take_a_kernel_more(
     long: int, more: list[str], kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(MODULES_BY_NAME["rows"], "LONG", long)
+    monkeypatch.setattr(MODULES_BY_NAME["rows"], "MAX_EDGES_PER_PROGRAM", long)
     src, ptr = test_ops.ragged(5, 0, 30)
     ops.segment_entmax(src.requires_grad_(), ptr=ptr, alpha=1.4).sum().backward()
-    assert sorted(kernels.started) == sorted(["_entmax", "_entmax_backward", *more])
+    assert sorted(kernels.started) == sorted(["_entmax_kernel", "_entmax_backward_kernel", *more])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -121,7 +123,9 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, kernels
     monkeypatch.setattr(reference_sampling, "PROPOSAL_COST", proposal_cost)
     monkeypatch.setattr(reference_sampling, "GAP_COST", gap_cost)
     yield request.param
-    assert {"_panels", "_join", "_plan", "_proposals", "_coins"} <= {*kernels.started}
+    assert {"_panel_sums_kernel", "_join_panels_kernel", "_plan_kernel", "_proposals_kernel", "_pairs_kernel"} <= {
+        *kernels.started
+    }
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -167,7 +171,7 @@ def test_rows_of_all_ways_in_one_batch(is_causal: bool) -> None:
     sizes = (given[0].double() @ part[:, :, None].double() for part in (z[:, :600].sum(1), z[:, :600].amax(1)))
     expected, bound = (x.flatten() for x in sizes)
     way = reference_sampling.plan_rows(expected, bound, 600, "bernoulli").way
-    assert {*way.tolist()} == {reference_sampling.PROPOSALS, reference_sampling.GAPS, reference_sampling.COINS}
+    assert {*way.tolist()} == {reference_sampling.PROPOSALS, reference_sampling.GAPS, reference_sampling.PAIRS}
     agree(*given)
 
 
@@ -219,14 +223,14 @@ def test_coins_that_only_float64_decides(monkeypatch: pytest.MonkeyPatch, kernel
     word, first = torch.zeros(130, dtype=torch.int64), torch.tensor(0)
     for bit in reversed(range(32)):
         above = word + 2**bit
-        word = torch.where(reference_sampling.toss(above, first, 3, 0, 5), word, above)
+        word = torch.where(reference_sampling.bernoulli_draws(above, first, 3, 0, 5), word, above)
     least = (word + 1).double()
     least[1::2] -= 2**-10
     ptrs = torch.tensor([0, 1]), torch.tensor([0, 130])
     rate, member = torch.ones(1, 1, 1).double(), (least / 2**32).view(1, 130, 1)
     _, col = agree(rate, member, *ptrs, torch.tensor([3]), 5, "bernoulli", 0.0, False, False)
     assert col.tolist() == [*range(0, 130, 2)]
-    assert "_coins" in kernels.started
+    assert "_pairs_kernel" in kernels.started
 
 
 def test_models_without_blocks_keys_or_queries_take_the_reference(kernels: Kernels) -> None:
@@ -245,8 +249,12 @@ def test_sampling_takes_few_launches_and_one_wait(method: str, kernels: Kernels)
     given = model("coins", 1, 3, 1, blocks=4)
     before, waits = kernels.launches, kernels.waits
     torch.ops.sbm_pyg.sample_sbm(*given[:6], method, *given[7:])
-    draws = ["_gaps", "_proposals", "_coins"] if method == "bernoulli" else ["_proposals", "_coins"]
-    assert kernels.started == ["_panels", "_join", "_plan", *draws, *draws]
+    draws = (
+        ["_gaps_kernel", "_proposals_kernel", "_pairs_kernel"]
+        if method == "bernoulli"
+        else ["_proposals_kernel", "_pairs_kernel"]
+    )
+    assert kernels.started == ["_panel_sums_kernel", "_join_panels_kernel", "_plan_kernel", *draws, *draws]
     assert kernels.launches - before == len(kernels.started) + 13
     assert kernels.waits - waits <= 1
 
@@ -259,19 +267,19 @@ def test_vectors_that_fit_no_tile_take_the_reference(width: int, kernels: Kernel
     graph = random_graph(1, 3, 4, 0.7)
     query, key, value = (torch.randn(1, n, c, dtype=torch.float64) for n, c in ((3, width), (4, width), (4, 2)))
     leaves, rows = [query.requires_grad_(), key.requires_grad_()], (graph.rowptr, graph.col)
-    out, _ = ops.edge_attention(query, key, value, *rows, None, None, 0.1)
+    out, _ = ops.edge_attention(query, key, value, graph.rows, scale=0.1)
     meant, _ = reference_edges.edge_attention(query, key, value, *rows, None, None, 0.1, "score", 0.0, 0)
     torch.testing.assert_close(out, meant)
     losses = (
-        out.sum() + ops.edge_dot(query, key, *rows).sum(),
+        out.sum() + ops.edge_dot(query, key, graph.rows).sum(),
         meant.sum() + reference_edges.edge_dot(query, key, *rows).sum(),
     )
     for mine, wanted in zip(*(torch.autograd.grad(loss, leaves) for loss in losses), strict=True):
         torch.testing.assert_close(mine, wanted)
-    given: Any = (torch.ones_like(out), query.detach(), key.detach(), value, *rows, None, *rows, None, 0.1)
-    assert all(
-        torch.equal(*pair) for pair in zip(ops.edge_effect(*given), reference_effects.edge_effect(*given), strict=True)
-    )
+    given = torch.ones_like(out), query.detach(), key.detach(), value
+    found = ops.edge_effect(*given, graph.rows, graph.rows, 0.1)
+    wanted = reference_effects.edge_effect(*given, *rows, None, *rows, None, 0.1)
+    assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
     assert not kernels.started
 
 
@@ -285,17 +293,17 @@ def attended(heads: int, tokens: int, dropout: float) -> None:
     test_ops.gradients(out, leaves)
 
 
-BACKWARD = ["_attention_backward", "_gather", "_gather"]
+BACKWARD = ["_edge_attention_backward_kernel", "_gather_kernel", "_gather_kernel"]
 
 
 @pytest.mark.parametrize(("heads", "tokens"), [(1, 3), (2, 9)])
 def test_attention_takes_few_launches(heads: int, tokens: int, kernels: Kernels) -> None:
     attended(heads, tokens, 0.0)
-    assert kernels.started == ["_attention", *BACKWARD]
+    assert kernels.started == ["_edge_attention_kernel", *BACKWARD]
     kernels.started.clear()
     attended(heads, tokens, 0.1)
-    fill = ["_fill", "_fill"]
-    assert kernels.started == [*fill, "_attention", *fill, *BACKWARD]
+    fill = ["_dropout_words_kernel", "_dropout_words_kernel"]
+    assert kernels.started == [*fill, "_edge_attention_kernel", *fill, *BACKWARD]
 
 
 @ON_ONE_SIDE
@@ -321,9 +329,26 @@ def test_a_training_step_takes_few_launches(is_causal: bool, most: int, kernels:
     ptr, grad = torch.tensor([0, 5, 14]), torch.randn(14, 8)
     launches, allocations, waits = kernels.launches, kernels.allocations, kernels.waits
     conv(x, ptr=ptr, seed=1).backward(grad)
-    effects = ["_measure", "_measure", "_effect", *["_gather"] * 4]  # gradients of memberships, for edges and probes
-    reference_tiled = ["_panels", "_join", "_plan", *["_gaps", "_proposals", "_coins"] * 2]
-    assert kernels.started == [*reference_tiled, "_attention", "_start", "_step", *effects, *BACKWARD]
+    effects = [
+        "_measure_kernel",
+        "_measure_kernel",
+        "_edge_effect_kernel",
+        *["_gather_kernel"] * 4,
+    ]  # gradients of memberships, for edges and probes
+    sampling = [
+        "_panel_sums_kernel",
+        "_join_panels_kernel",
+        "_plan_kernel",
+        *["_gaps_kernel", "_proposals_kernel", "_pairs_kernel"] * 2,
+    ]
+    assert kernels.started == [
+        *sampling,
+        "_edge_attention_kernel",
+        "_start_kernel",
+        "_step_kernel",
+        *effects,
+        *BACKWARD,
+    ]
     assert kernels.launches - launches <= most
     assert kernels.launches - launches - (kernels.allocations - allocations) <= 134
     assert kernels.waits - waits <= 3
@@ -331,13 +356,13 @@ def test_a_training_step_takes_few_launches(is_causal: bool, most: int, kernels:
 
 def test_long_rows_take_few_launches_more(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the default layer: eight kernels unite rows, and pieces are counted for both sides of edges and of probes."""
-    monkeypatch.setattr(MODULES_BY_NAME["rows"], "LONG", 8)
+    monkeypatch.setattr(MODULES_BY_NAME["rows"], "MAX_EDGES_PER_PROGRAM", 8)
     torch.manual_seed(0)
     conv, x = SBMAttentionConv(8, 4, heads=2, num_blocks=4), torch.randn(14, 8, requires_grad=True)
     ptr, grad = torch.tensor([0, 5, 14]), torch.randn(14, 8)
     launches, allocations, waits = kernels.launches, kernels.allocations, kernels.waits
     conv(x, ptr=ptr, seed=1).backward(grad)
-    assert (kernels.started.count("_unite"), kernels.started.count("_count")) == (8, 4)
+    assert (kernels.started.count("_merge_kernel"), kernels.started.count("_count_pieces_kernel")) == (8, 4)
     assert kernels.launches - launches - (kernels.allocations - allocations) <= 146
     assert kernels.waits - waits <= 3
 
@@ -384,7 +409,7 @@ def test_edges_are_drawn_beside_scores(
             continue
         error, other = (torch.where(x == want, 0, x.double() - want).abs().max() for x in (found, peer))
         assert error <= 2 * other + 2 * torch.finfo(found.dtype).eps * want[want.isfinite()].abs().max()
-    assert kernels.started == ["_sampled", "_sampled_queries", "_sampled_keys"]
+    assert kernels.started == ["_sampled_kernel", "_sampled_queries_kernel", "_sampled_keys_kernel"]
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")
@@ -404,7 +429,7 @@ def test_a_training_step_beside_scores_waits_for_nothing(kernels: Kernels) -> No
     conv, x = SBMAttentionConv(8, 4, heads=2, num_blocks=4, tiled=True), torch.randn(14, 8, requires_grad=True)
     launches, allocations, waits = kernels.launches, kernels.allocations, kernels.waits
     conv(x, seed=1).square().sum().backward()
-    assert kernels.started == ["_sampled", "_sampled_queries", "_sampled_keys"]
+    assert kernels.started == ["_sampled_kernel", "_sampled_queries_kernel", "_sampled_keys_kernel"]
     assert kernels.launches - launches - (kernels.allocations - allocations) <= 100
     assert kernels.waits == waits
 
@@ -420,7 +445,7 @@ def test_a_training_step_over_blocks_takes_few_launches(
     launches, waited = kernels.launches, kernels.waits
     conv(x, ptr=ptr, seed=1).backward(grad)
     assert [name for name in kernels.started if name.startswith("_block")] == [
-        "_block_attention", *["_block_gains"] * 2, "_block_effect", "_block_queries", "_block_keys",
+        "_block_attention_kernel", *["_block_gains_kernel"] * 2, "_block_effect_kernel", "_block_queries_kernel", "_block_keys_kernel",
     ]  # fmt: skip
     assert kernels.launches - launches <= most
     assert kernels.waits - waited <= waits
@@ -440,7 +465,7 @@ def test_a_training_step_over_blocks_takes_few_launches(
 )
 def test_layers_in_inference_mode(options: dict[str, Any], kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     """With rows that several programs share, of which something is kept, and tensors that do not tell their version."""
-    monkeypatch.setattr(MODULES_BY_NAME["rows"], "LONG", 4)
+    monkeypatch.setattr(MODULES_BY_NAME["rows"], "MAX_EDGES_PER_PROGRAM", 4)
     torch.manual_seed(0)
     conv = SBMAttentionConv(8, 4, heads=2, num_blocks=4, **options).eval()
     x, ptr = torch.randn(22, 8), torch.tensor([0, 9, 22])

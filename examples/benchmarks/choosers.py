@@ -49,22 +49,21 @@ import time
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
-from sbm_pyg import AttentionGraph, GraphSource, SBMHead, SBMSource, selectors, sparsefinder
+from sbm_pyg import AttentionGraph, GraphSource, SBMHead, SBMSource, Tokens, selectors, sparsefinder
 from sbm_pyg.progress import tqdm
 from sbm_pyg.sources import pairs
 from sbm_pyg.sources.indexer import Indexer, IndexerSource
 from sbm_pyg.sparsefinder import predictors
 
-Graph = Callable[[Tensor, Tensor], AttentionGraph]
+Graph = Callable[[Tokens], AttentionGraph]
 EDGES, CHANNELS, DIM = 32, 64, 4
 
 
 def choosers(n: int) -> dict[str, Graph]:
     """Each chooser with the options that give some 32 edges a token; queries and keys are ``[1, n, 64]``."""
     torch.manual_seed(0)
-    ptr, share, groups = torch.tensor([0, n]), EDGES / n, max(2, n // EDGES)
+    share, groups = EDGES / n, max(2, n // EDGES)
     projection, centroids = sparsefinder.Projection(CHANNELS, dim=DIM), torch.randn(1, math.isqrt(n), CHANNELS)
     sources = {
         "sbm": SBMSource(SBMHead(CHANNELS, num_blocks=64), share=share),
@@ -73,20 +72,20 @@ def choosers(n: int) -> dict[str, Graph]:
     }
 
     def small(rule: Callable[..., AttentionGraph], **options: object) -> Graph:
-        return lambda q, k: rule(*projection(q, k), **options)
+        return lambda tokens: rule(tokens.with_vectors(*projection(tokens.query, tokens.key)), **options)
 
     found: dict[str, Graph] = {
-        "top_k": lambda q, k: selectors.top_k(q, k, EDGES),
-        "block_top_k": lambda q, k: selectors.block_top_k(q, k, 2, EDGES // 2),
-        "lsh": lambda q, k: selectors.lsh(q, k, 64, EDGES // 2, seed=0),
-        "routing": lambda q, k: selectors.routing(q, k, centroids, EDGES),
+        "top_k": lambda tokens: selectors.top_k(tokens, EDGES),
+        "block_top_k": lambda tokens: selectors.block_top_k(tokens, 2, EDGES // 2),
+        "lsh": lambda tokens: selectors.lsh(tokens, 64, EDGES // 2),
+        "routing": lambda tokens: selectors.routing(tokens, centroids, EDGES),
         "distance": small(predictors.distance, threshold=1.5, cap=EDGES),
         "bucketing": small(predictors.bucketing, num_buckets=groups * DIM),
         "clustering": small(predictors.clustering, centroids=centroids[..., :DIM] / 2, cap=EDGES),
     }
 
     def of(source: GraphSource) -> Graph:
-        return lambda q, k: source(q, k, ptr, ptr, seed=0).graph
+        return lambda tokens: source(tokens).graph
 
     return found | {name: of(source.eval()) for name, source in sources.items()}
 
@@ -107,7 +106,7 @@ def measure(graph: Graph, n: int) -> dict[str, float]:
         ctypes.CDLL(None).malloc_trim(0)  # what was freed goes back
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before, start = memory("VmRSS"), time.perf_counter()
-    edges = graph(query, key).num_edges
+    edges = graph(Tokens(query, key, bipartite=False)).num_edges
     return {"seconds": time.perf_counter() - start, "MiB": memory("VmHWM") - before, "edges": edges / n}
 
 
@@ -116,10 +115,11 @@ def gate(name: str) -> None:
     whole, pairs.CHUNK = pairs.CHUNK, 2**10
     try:
         query, key = torch.randn(2, 1, 256, CHANNELS).unbind(0)
-        few = choosers(256)[name](query, key)
+        tokens = Tokens(query, key, bipartite=False)
+        few = choosers(256)[name](tokens)
     finally:
         pairs.CHUNK = whole
-    if few != choosers(256)[name](query, key):
+    if few != choosers(256)[name](tokens):
         sys.exit(f"{name}: other graphs with fewer rows at a time")
 
 

@@ -46,17 +46,17 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch
 
 def shared(call: Callable[[], Any]) -> None:
     """Some rows are so long that several programs share them, whose pieces nobody has counted yet."""
-    long, cuda_rows.LONG = cuda_rows.LONG, 4
+    most, cuda_rows.MAX_EDGES_PER_PROGRAM = cuda_rows.MAX_EDGES_PER_PROGRAM, 4
     try:
         call()
     finally:
-        cuda_rows.LONG = long
+        cuda_rows.MAX_EDGES_PER_PROGRAM = most
 
 
 def ops(width: int, dtype: torch.dtype, col: torch.dtype) -> dict[str, Callable[[], Any]]:
     """Calls that start every kernel, with everything that it can take."""
     x, edges, rows = torch.zeros(2, 4, width, dtype=dtype), torch.zeros(6, dtype=dtype), torch.arange(9) * 6 // 8
-    graph, lse = (rows, torch.arange(6).to(col) % 4), torch.zeros(2, 4, dtype=cuda_rows.wide(x))
+    graph, lse = (rows, torch.arange(6).to(col) % 4), torch.zeros(2, 4, dtype=cuda_rows.accumulate_dtype(x))
 
     def attention(form: str) -> None:
         cuda_edges.edge_attention(x, x, x, *graph, edges, edges, 0.5, form, 0.1, 1)
@@ -160,7 +160,7 @@ class Absent:
 def compiled(program: Any, arguments: tuple[Any, ...], options: dict[str, Any], target: int) -> Any:
     """A kernel as Triton compiles it for these arguments when it is first started on such a GPU."""
     triton.runtime.driver.set_active(Absent(target))
-    return program.warmup(*arguments, grid=(1,), **cuda_rows.OPTIONS | options)
+    return program.warmup(*arguments, grid=(1,), **cuda_rows.LAUNCH_OPTIONS | options)
 
 
 # ------------------------------------------------------------------ what it asks of a GPU

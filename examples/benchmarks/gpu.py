@@ -184,9 +184,7 @@ def _edges(inputs: Inputs) -> Forward:
     from sbm_pyg import ops
 
     graph = inputs.graph
-    return lambda query, key, value: ops.edge_attention(query, key, value, graph.rowptr, graph.col, scale=inputs.scale)[
-        0
-    ]
+    return lambda query, key, value: ops.edge_attention(query, key, value, graph.rows, scale=inputs.scale)[0]
 
 
 def _blocks(inputs: Inputs) -> Forward:
@@ -195,7 +193,7 @@ def _blocks(inputs: Inputs) -> Forward:
     graph = inputs.graph
     blocks, ptrs = graph.blocks, (graph.query_ptr, graph.key_ptr)
     return lambda query, key, value: ops.block_attention(
-        query, key, value, blocks.rowptr, blocks.col, ptrs, inputs.grain, scale=inputs.scale
+        query, key, value, blocks.rows, ptrs, inputs.grain, scale=inputs.scale
     )[0]
 
 
@@ -290,13 +288,13 @@ def measure_tuning(item: Item, given: argparse.Namespace) -> dict[str, Any]:
     from sbm_pyg.ops.cuda import rows as cuda_rows
 
     words, _, warps, _ = item.peer.split()
-    default = cuda_rows.WORDS, cuda_rows.WARPS
-    cuda_rows.WORDS, cuda_rows.WARPS = int(words), int(warps)
+    default = cuda_rows.TILE_WORDS, cuda_rows.TILE_WARPS
+    cuda_rows.TILE_WORDS, cuda_rows.TILE_WARPS = int(words), int(warps)
     _check.cache_clear()  # of each size
     try:
         return measure_attention(dataclasses.replace(item, peer="edges"), given)
     finally:
-        cuda_rows.WORDS, cuda_rows.WARPS = default
+        cuda_rows.TILE_WORDS, cuda_rows.TILE_WARPS = default
 
 
 def measure_calls(calls: dict[str, Callable[[], Any]], given: argparse.Namespace) -> dict[str, Any]:

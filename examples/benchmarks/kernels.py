@@ -151,14 +151,14 @@ def _attention(
 
 
 def _ours(inputs: Inputs, scale: float | None = None) -> Forward:
-    graph, scale = (inputs.rowptr, inputs.col), inputs.shape[2] ** -0.5 if scale is None else scale
-    return lambda query, key, value, gate: ops.edge_attention(query, key, value, *graph, gate, None, scale, "weight")[0]
+    rows, scale = ops.Rows(inputs.rowptr, inputs.col), inputs.shape[2] ** -0.5 if scale is None else scale
+    return lambda query, key, value, gate: ops.edge_attention(query, key, value, rows, gate, scale, "weight")[0]
 
 
 def _blocks(inputs: Inputs, grain: int, scale: float | None = None) -> Forward:
     ptr, blocks = torch.tensor([0, inputs.shape[1]]), inputs.blocks
     scale = inputs.shape[2] ** -0.5 if scale is None else scale
-    options = (blocks.rowptr, blocks.col, (ptr, ptr), grain, False, None, scale)
+    options = (blocks.rows, (ptr, ptr), grain, False, scale)
     return lambda query, key, value: ops.block_attention(query, key, value, *options)[0]
 
 

@@ -23,6 +23,7 @@ from sbm_pyg import (
     DCMMBias,
     GraphSource,
     SBMAttentionConv,
+    Tokens,
     indexer,
     patterns,
     sample_edges,
@@ -98,9 +99,10 @@ class FixedDensity(GraphSource):
         if rule == "routing":  # clusters of equal size hold as many pairs
             self.clusters = selectors.RoutingSource(channels, heads, max(2, round(1 / density)))
 
-    def forward(self, query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, **options: Any) -> Choice:
-        """As any source; sequences have one length."""
-        length, ptr, seed = int(query_ptr[1]), query_ptr, options["seed"]
+    def forward(self, tokens: Tokens) -> Choice:
+        """As any source of a causal layer; sequences have one length."""
+        query, ptr, seed = tokens.query, tokens.query_ptr, tokens.seed
+        length = int(ptr[1])
         degree = self.density * (length - 1) / 2  # beyond the self-loop, in the mean
         loops = patterns.window(None, 0, is_causal=True, ptr=ptr)
         if self.rule == "window":
@@ -110,15 +112,15 @@ class FixedDensity(GraphSource):
             few = round(degree / 4)
             graph = patterns.bigbird(None, size, few, few, seed=seed, is_causal=True, heads=len(query), ptr=ptr)
         elif self.rule == "top-k":
-            graph = _largest(query, key, ptr, length, _fit(lambda size: _reached(size, length), degree))
+            graph = _largest(query, tokens.key, ptr, length, _fit(lambda size: _reached(size, length), degree))
         elif self.rule == "blocks":
             few = max(1, round((degree + 1) / BLOCK + 0.5))  # its own block is half a block in the mean
-            graph = selectors.block_top_k(query, key, few, BLOCK, ptr=ptr, is_causal=True)
+            graph = selectors.block_top_k(tokens, few, BLOCK)
         elif self.rule == "lsh":  # buckets of two rounds hold as many pairs; chunks cut those that are twice too large
             buckets, chunk = 2 * max(1, round(1 / self.density)), max(1, round(self.density * length))
-            graph = selectors.lsh(query, key, buckets, chunk, rounds=2, seed=seed, ptr=ptr, is_causal=True)
+            graph = selectors.lsh(tokens, buckets, chunk, rounds=2)
         elif self.rule == "routing":
-            graph = self.clusters(query, key, query_ptr, key_ptr, **options).graph
+            graph = self.clusters(tokens).graph
         else:
             rate = query.new_full((len(query), query.size(1), 1), self.density)
             sbm = SBM(rate, torch.ones_like(rate), rate.new_ones(len(query), 1, 1), ptr, ptr, is_causal=True)

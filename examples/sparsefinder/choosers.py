@@ -15,7 +15,7 @@ from sklearn.cluster import KMeans
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from sbm_pyg import AttentionGraph, Choice, GraphSource, SBMHead, SBMSource, patterns, selectors
+from sbm_pyg import AttentionGraph, Choice, GraphSource, SBMHead, SBMSource, Tokens, patterns, selectors
 from sbm_pyg.progress import tqdm
 from sbm_pyg.sources.patterns import PatternSource
 from sbm_pyg.sources.selectors import SelectorSource
@@ -93,7 +93,7 @@ def fit_sbm(head: SBMHead, samples: Sequence[Sample], epochs: int, seed: int) ->
     for _ in tqdm(range(epochs), desc="block model", unit="epoch"):
         for at in torch.randperm(len(samples), generator=random).tolist():
             query, key, graph = samples[at]
-            sbm = head(query, key, graph.query_ptr, graph.key_ptr)
+            sbm = head(Tokens(query, key, graph.query_ptr, graph.key_ptr))
             loss = sbm.expected_edges().sum() - sbm.on(graph).clamp(min=1e-6).log().sum()
             optimizer.zero_grad()
             (loss / query.shape[:2].numel()).backward()
@@ -108,10 +108,9 @@ class Union(GraphSource):
         super().__init__()
         self.source, self.size = source, size
 
-    def forward(self, query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, **options: Any) -> Choice:
+    def forward(self, tokens: Tokens) -> Choice:
         """As any source."""
-        graph = self.source(query, key, query_ptr, key_ptr, **options).graph
-        return Choice(graph | patterns.window(None, self.size, ptr=query_ptr))
+        return Choice(self.source(tokens).graph | patterns.window(None, self.size, ptr=tokens.query_ptr))
 
 
 class RandomBlocks(GraphSource):
@@ -121,12 +120,12 @@ class RandomBlocks(GraphSource):
         super().__init__()
         self.k = k
 
-    def forward(self, query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, **options: Any) -> Choice:
+    def forward(self, tokens: Tokens) -> Choice:
         """As any source."""
-        random = torch.Generator().manual_seed(options["seed"])
-        heads, count = query.shape[:2]
+        random = torch.Generator().manual_seed(tokens.seed)
+        heads, count = tokens.heads, tokens.num_queries
         near, far, centroids = (torch.randn(heads, each, 4, generator=random) for each in (count, count, CENTROIDS))
-        return Choice(blocks(near, far, centroids, self.k, BLOCK, block_window=1, ptr=(key_ptr, query_ptr)))
+        return Choice(blocks(tokens.with_vectors(near, far), centroids, self.k, BLOCK, block_window=1))
 
 
 def strided(n: None, stride: int, *, ptr: Tensor) -> AttentionGraph:

@@ -23,7 +23,7 @@ from examples.common.runs import save_figure
 from examples.sparsefinder.choosers import COUNTS, GRIDS, LEARNT, ORACLES, Learnt, make
 from examples.sparsefinder.model import Texts, hide
 from examples.sparsefinder.sweep import TESTED, Sweep, extract
-from sbm_pyg import TokenClassifier
+from sbm_pyg import TokenClassifier, Tokens
 from sbm_pyg.sparsefinder.predictors import clusters
 
 LEVELS = (0.5, 0.7, 0.8, 0.9, 0.95)
@@ -171,7 +171,7 @@ def draw_heads(model: TokenClassifier, learnt: Sequence[Learnt], texts: Texts, p
     for line, (_, number, head) in zip(figure.subplots(MAPS, 3, squeeze=False), sorted(heads), strict=False):
         ((query, key, gold),) = samples[number]
         source = make("clusters", count, 3, learnt[number])
-        predicted = source(query, key, gold.query_ptr, gold.key_ptr, seed=0).graph.to_dense()[head]
+        predicted = source(Tokens(query, key, gold.query_ptr, gold.key_ptr, bipartite=False)).graph.to_dense()[head]
         scores = query[head] @ key[head].T * query.size(2) ** -0.5
         left = entmax15(scores.masked_fill(~predicted, -1e9), dim=1) > 0
         titles = "gold", f"predicted by {count} clusters and a window of 3", "1.5-entmax over the predicted edges"

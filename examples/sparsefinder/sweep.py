@@ -19,7 +19,7 @@ from examples.benchmarks.tables import Row, add, read
 from examples.common.runs import read_state, write_checkpoint
 from examples.sparsefinder.choosers import ALONE, GRIDS, Learnt, learn, make, make_learnt
 from examples.sparsefinder.model import Texts, cut, hide, layers, predict, set_sources, test_model
-from sbm_pyg import GraphSource, TokenClassifier
+from sbm_pyg import GraphSource, TokenClassifier, Tokens
 from sbm_pyg.progress import tqdm
 from sbm_pyg.sources.patterns import PatternSource, full
 from sbm_pyg.sparsefinder import Sample
@@ -107,7 +107,7 @@ def measure_heads(source: GraphSource, samples: Sequence[Sample]) -> list[Row]:
     """How well a source foretells the gold graphs, a row for each head: means over samples."""
     found = []
     for at, (query, key, gold) in enumerate(samples):
-        graph = source(query, key, gold.query_ptr, gold.key_ptr, seed=at).graph
+        graph = source(Tokens(query, key, gold.query_ptr, gold.key_ptr, bipartite=False, seed=at)).graph
         match = compare(gold, graph.expand(gold.heads))
         found.append(torch.stack([match.recall, match.precision, match.sparsity, match.exact], 1))
     names = ("recall", "precision", "sparsity", "exact")

@@ -27,7 +27,7 @@ import torch
 from ..graph import AttentionGraph
 from ..ops import checks
 from ..ops.cpu import threads
-from ..ops.reference.segments import ROWS
+from ..ops.reference.segments import EDGES_PER_CHUNK
 from ..ragged import draw_seed, offsets
 from ..rows import index_type
 from ..sources import patterns as fixed
@@ -275,7 +275,7 @@ def expected_graph(sbm: SBM, threshold: float = 0.5) -> AttentionGraph:
             ends = zip(pairwise(sbm.query_ptr.tolist()), pairwise(sbm.key_ptr.tolist()), strict=True)
             for (first, end), (first_key, end_key) in ends:
                 keys, place = sbm.key_membership[head, first_key:end_key], 0
-                for rows in sbm.rate[head, first:end].split(max(ROWS // max(len(keys), 1), 1)):
+                for rows in sbm.rate[head, first:end].split(max(EDGES_PER_CHUNK // max(len(keys), 1), 1)):
                     mask = rows @ keys.T > threshold
                     yield mask.tril_(place) if sbm.is_causal else mask, first_key
                     place += len(rows)
@@ -671,7 +671,7 @@ def lemma1(
 
 def _random_graph(n: int, p: float, random: np.random.Generator) -> AttentionGraph:
     """G(n, p) with self-loops, some rows at a time."""
-    step = max(ROWS // n, 1)
+    step = max(EDGES_PER_CHUNK // n, 1)
     degree, col = [], []
     for begin in range(0, n, step):
         mask = random.random((min(step, n - begin), n)) < p

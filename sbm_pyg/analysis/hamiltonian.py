@@ -23,7 +23,8 @@ from numba.core.event import TimingListener, install_listener
 
 from ..graph import AttentionGraph, check_graph
 from ..ops import checks
-from ..ragged import check_present, draw_seed
+from ..ops.values import require_values
+from ..ragged import draw_seed
 from .walks import breadth_first, match, merge_cycles, parts_without, rotate, topological_order
 
 __all__ = ["Certificate", "HamiltonianPath", "hamiltonian_path", "is_hamiltonian_path"]
@@ -269,7 +270,7 @@ def one_sequence(graph: AttentionGraph, name: str = "graph") -> AttentionGraph:
         TypeError, ValueError: It is not.
     """
     check_graph(graph, name)
-    check_present(graph.col, name)
+    require_values(graph.col, name)
     if graph.num_sequences != 1:
         raise ValueError(
             f"Expected '{name}' to be one sequence (got {graph.num_sequences}). Take one with `graph.sequence(b)`."

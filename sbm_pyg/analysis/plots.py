@@ -24,7 +24,8 @@ from torch import Tensor
 from ..graph import AttentionGraph, check_graph, resolve_index
 from ..models import EncoderTrace
 from ..ops import checks
-from ..ragged import check_present, check_tensor
+from ..ops.values import require_values
+from ..ragged import check_tensor
 from ..sources.sbm import SBM, check_model
 from .conditions import Lemma1, path_probability
 from .statistics import blocks_of
@@ -126,7 +127,7 @@ def plot_density(density: Tensor | EncoderTrace | Mapping[str, Tensor], *, ax: A
         raise ValueError("Expected 'density' to hold one (got none). Name at least one task or model.")
     for value in named.values():
         check_tensor(value, "density", optional=False)
-        check_present(value, "density")
+        require_values(value, "density")
         if value.dim() != 3 or value.numel() == 0:
             raise ValueError(
                 f"Expected 'density' to be [L, B, H] (got {list(value.shape)}). `EncoderTrace.density` is."
@@ -195,7 +196,7 @@ def density_extremes(density: Tensor | EncoderTrace, count: int = 3) -> tuple[li
     count = checks.integer("count", count, 1, "It is the number of inputs at each end.")
     density = density.density if isinstance(density, EncoderTrace) else density
     checks.tensors(density=density)
-    check_present(density, "density")
+    require_values(density, "density")
     if density.dim() != 3 or density.numel() == 0 or not bool(density.isfinite().all()):
         raise ValueError(
             f"Expected 'density' to be finite, [L, B, H] (got {list(density.shape)}). `EncoderTrace.density` is."
@@ -622,7 +623,7 @@ def _picture(axes: Axes, picture: np.ndarray, shape: tuple[int, ...], **options:
 
 def _one(graph: AttentionGraph, sequence: int, head: int) -> AttentionGraph:
     """One sequence and head on the CPU."""
-    check_present(graph.col, "graph")
+    require_values(graph.col, "graph")
     return graph.head(head).sequence(sequence).to("cpu")
 
 

@@ -6,10 +6,10 @@ In and out: numpy arrays; row ``i`` of a graph is ``index[ptr[i]:ptr[i + 1]]``. 
 
 import numpy as np
 
-from ..ops.cpu.threads import kernel
+from ..ops.cpu.threads import numba_kernel
 
 
-@kernel
+@numba_kernel
 def breadth_first(ptr, index, roots, depth):
     """Writes the distance of every node from the nearest root to ``depth`` (-1 where there is no way).
 
@@ -36,7 +36,7 @@ def breadth_first(ptr, index, roots, depth):
     return count
 
 
-@kernel
+@numba_kernel
 def compare_rows(ptr, index, back_ptr, back_index, row_block, column_block, own, returned, within):
     """Writes for each row how often it holds itself, holds others that hold it, and holds columns of its own block.
 
@@ -56,7 +56,7 @@ def compare_rows(ptr, index, back_ptr, back_index, row_block, column_block, own,
                 within[row] += 1
 
 
-@kernel
+@numba_kernel
 def topological_order(ptr, index, labels, members, first, order):
     """Writes an order of components in which arcs only lead forward."""
     waiting = np.zeros(len(order), np.int64)  # arcs that enter a component
@@ -83,7 +83,7 @@ def topological_order(ptr, index, labels, members, first, order):
                         count += 1
 
 
-@kernel
+@numba_kernel
 def parts_without(ptr, index, parts):
     """Writes into how many parts a connected undirected graph falls without each node (Hopcroft and Tarjan, 1973)."""
     n = len(parts)
@@ -117,7 +117,7 @@ def parts_without(ptr, index, parts):
             parts[node] += 1  # what lies above it
 
 
-@kernel
+@numba_kernel
 def _has(ptr, index, row, column):
     low, high = ptr[row], ptr[row + 1]
     while low < high:
@@ -129,7 +129,7 @@ def _has(ptr, index, row, column):
     return low < ptr[row + 1] and index[low] == column
 
 
-@kernel
+@numba_kernel
 def match(ptr, index, mate, follower):
     """Writes a largest matching: the column of each row to ``mate``, the row of each column to ``follower``, or -1.
 
@@ -183,7 +183,7 @@ def match(ptr, index, mate, follower):
                     length += 1
 
 
-@kernel
+@numba_kernel
 def _root(parent, node):
     while parent[node] != node:
         parent[node] = parent[parent[node]]
@@ -191,7 +191,7 @@ def _root(parent, node):
     return node
 
 
-@kernel
+@numba_kernel
 def merge_cycles(ptr, index, follow):
     """Merges cycles of a cover by exchanging two arcs, in place, for as long as that is possible.
 
@@ -224,12 +224,12 @@ def merge_cycles(ptr, index, follow):
     return left
 
 
-@kernel
+@numba_kernel
 def _next(word):
     return word * 6364136223846793005 + 1442695040888963407  # modulo 2^64; the upper half is random enough
 
 
-@kernel
+@numba_kernel
 def rotate(ptr, index, in_ptr, inward, follow, word, moves):
     """Turns the longest cycle of a cover into one cycle through all nodes, by random rotations.
 
@@ -327,7 +327,7 @@ def rotate(ptr, index, in_ptr, inward, follow, word, moves):
     return False
 
 
-@kernel
+@numba_kernel
 def spread(first, last, ptr, index, old, new, stamp, next_stamp, since, now, full, target, keeps):
     """One step of what rows know: row i of ``new`` becomes the union of the rows of ``old`` that it attends to.
 

@@ -1,13 +1,12 @@
-"""The device-aware ops: each declared once, with one signature, whatever computes it.
+"""The device-aware ops: each is declared once, with one signature for all devices.
 
-``torch.ops.sbm_pyg.*`` are the contracts; the functions here call them and hold the docstrings. The PyTorch dispatcher
-chooses the kernel: numba on the CPU, Triton on CUDA devices (:mod:`sbm_pyg.ops.cuda`), and plain torch
-(:mod:`sbm_pyg.ops.reference`) on every other device, and where there is no kernel.
+``torch.ops.sbm_pyg.*`` are the contracts. The functions here check their arguments, call them, and hold the docstrings.
+The PyTorch dispatcher chooses the kernel: numba on the CPU, Triton on CUDA devices (:mod:`sbm_pyg.ops.cuda`), and plain
+torch (:mod:`sbm_pyg.ops.reference`) on other devices and for ops without a kernel.
 
-Graphs come as compressed rows over heads: row ``h * N + i`` of ``rowptr`` [H*N+1] int64 holds the keys ``col`` [E] of
-query ``i``. Symbols: N queries, M keys, E edges, H heads, C channels per head, K blocks, B sequences. Ops are
-deterministic: random words come from a counter and the integer ``seed``. Outputs are freshly allocated. Kernels may
-take subnormal numbers as zero.
+Graphs come as compressed rows over heads, :class:`Rows`. Symbols: N queries, M keys, E edges, H heads, C channels per
+head, K blocks, B sequences. Ops are deterministic: random words come from a counter and the integer ``seed``. Outputs
+are freshly allocated. Kernels may take subnormal numbers as zero.
 """
 
 from __future__ import annotations
@@ -17,10 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import checks, schemas
+from . import checks, schemas, values
 from .reference import edges as reference_edges
+from .reference.segments import Rows
 
 __all__ = [
+    "Rows",
     "block_attention",
     "block_effect",
     "block_expectation",
@@ -39,7 +40,8 @@ __all__ = [
     "segment_entmax",
 ]
 
-METHODS = ("bernoulli", "fastrg")  # laws of a sampled graph
+METHODS = ("bernoulli", "fastrg")
+"""Names of the distributions of a sampled graph."""
 
 _CAUSAL = "It says whether queries attend to earlier keys, and their own, alone."
 
@@ -67,12 +69,11 @@ def _check_scores(scale: float, exploration: float = 0.0) -> None:
     checks.number("exploration", exploration, "[0, 1]", "It is what was added to each probability.")
 
 
-def _check_graphs(graph: Any, probes: Any) -> None:
-    for name, given in (("graph", graph), ("probes", probes)):
-        checks.parts(name, given, "rowptr, col and a bias or None", 3)
+def _check_rows_tuple(rows: Any, name: str = "rows") -> None:
+    checks.check_tuple(name, rows, "rowptr, col and a bias or None, as `ops.Rows`", 3)
 
 
-def edge_dot(query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor) -> Tensor:
+def edge_dot(query: Tensor, key: Tensor, rows: Rows) -> Tensor:
     """Dot product of the two ends of each edge: ``out[e] = <query[h, i], key[h, j]>``.
 
     Cost O(E K) in time, O(E) in memory. Differentiable in ``query`` and ``key``.
@@ -80,9 +81,8 @@ def edge_dot(query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor) -> Tensor:
     Args:
         query: One vector per head and query, ``[H, N, K]``.
         key: One vector per head and key, ``[H, M, K]``.
-        rowptr: Row offsets, ``[H*N+1]`` int64.
-        col: Key of each edge, ``[E]`` in 0 .. M-1. As in all ops, only shapes are checked; values are for
-            :class:`sbm_pyg.AttentionGraph`.
+        rows: The edges; a bias is not used. As in all ops, only shapes are checked: :class:`sbm_pyg.AttentionGraph`
+            checks values.
 
     Returns:
         ``[E]`` in the dtype of ``query``.
@@ -92,7 +92,9 @@ def edge_dot(query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor) -> Tensor:
             ops.
         TypeError, ValueError: Shapes or types do not fit.
     """
-    checks.edges(rowptr, col, query, key=key)
+    _check_rows_tuple(rows)
+    rowptr, col, _ = rows
+    checks.edge_rows(rowptr, col, query, key=key)
     return schemas.edge_dot(query, key, rowptr, col)
 
 
@@ -109,8 +111,8 @@ def reach_dot(
         key: One vector per head and key, ``[H, M, K]``.
         query_ptr: Offsets of the sequences in the queries, ``[B+1]`` int64.
         key_ptr: Offsets of the sequences in the keys, ``[B+1]`` int64.
-        is_causal: Leave out keys at later places than the query's.
-        is_strict: With ``is_causal``, the key at its own place too.
+        is_causal: Leave out keys at later positions than the query's.
+        is_strict: With ``is_causal``, the key at the query's own position too.
 
     Returns:
         ``[H, N]``, in float32 or better.
@@ -127,14 +129,14 @@ def reach_dot(
     _check_ptr(query_ptr, key_ptr, query.size(1), key.size(1))
     checks.same_device("query", query, key=key, query_ptr=query_ptr, key_ptr=key_ptr)
     checks.flag("is_causal", is_causal, _CAUSAL)
-    checks.flag("is_strict", is_strict, "It says whether the key at the place of the query is left out.")
+    checks.flag("is_strict", is_strict, "It says whether the key at the position of the query is left out.")
     if is_strict and not is_causal:
         raise ValueError("Expected 'is_strict' with 'is_causal' (got it alone). Pass is_causal=True.")
     checks.no_tangent(query, key)
     return schemas.reach_dot(query, key, query_ptr, key_ptr, is_causal, is_strict)
 
 
-def edge_gate(rate: Tensor, member: Tensor, rowptr: Tensor, col: Tensor) -> Tensor:
+def edge_gate(rate: Tensor, member: Tensor, rows: Rows) -> Tensor:
     """Straight-through gate of each edge: ones, with the gradient of the edge probabilities.
 
     It is ``1 + (p - p.detach())`` with ``p = edge_dot(rate, member, ...)``. Cost O(E) forward, O(E K) backward.
@@ -142,13 +144,14 @@ def edge_gate(rate: Tensor, member: Tensor, rowptr: Tensor, col: Tensor) -> Tens
     Args:
         rate: ``Y S``, ``[H, N, K]``.
         member: ``Z``, ``[H, M, K]``.
-        rowptr: Row offsets, ``[H*N+1]`` int64.
-        col: Key of each edge, ``[E]``.
+        rows: The edges; a bias is not used.
 
     Returns:
         Ones, ``[E]``.
     """
-    checks.edges(rowptr, col, rate, key=member, ends=("rate", "member"))
+    _check_rows_tuple(rows)
+    rowptr, col, _ = rows
+    checks.edge_rows(rowptr, col, rate, key=member, ends=("rate", "member"))
     return schemas.EdgeGate.apply(rate, member, rowptr, col)
 
 
@@ -156,30 +159,26 @@ def edge_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    rowptr: Tensor,
-    col: Tensor,
+    rows: Rows,
     gate: Tensor | None = None,
-    bias: Tensor | None = None,
     scale: float = 1.0,
     gate_form: str = "score",
     dropout: float = 0.0,
     seed: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    r"""Softmax attention over the edges of each query, and nothing else.
+    r"""Softmax attention over the edges of each query.
 
     With :math:`s_e = \text{scale} \cdot \langle q_i, k_j \rangle`, gate :math:`a_e` and bias :math:`b_e` (1 and 0 if
     None), the weight is :math:`\exp(a_e s_e + b_e)` for ``gate_form="score"`` and :math:`a_e \exp(s_e + b_e)` for
-    ``"weight"``; weights are normalised over each row and sum the values. Padding does not exist, so nothing is masked
+    ``"weight"``; weights are normalised over each row and sum the values. There is no padding, so nothing is masked
     after the softmax. Cost O(E C); memory O(E + HNC).
 
     Args:
         query: ``[H, N, C]``.
         key: ``[H, M, C]``.
         value: ``[H, M, C']``.
-        rowptr: Row offsets, ``[H*N+1]`` int64.
-        col: Key of each edge, ``[E]``.
-        gate: ``[E]``, positive for ``"weight"``; the seam of the straight-through estimators.
-        bias: ``[E]``, added to the logits.
+        rows: The edges and their bias.
+        gate: ``[E]``, positive for ``"weight"``. Straight-through estimators pass their gradient through it.
         scale: Factor of the scores, usually ``C ** -0.5``.
         gate_form: ``"score"`` or ``"weight"``: which of the two forms the gate takes.
         dropout: Probability in [0, 1) that a normalised weight is dropped; the others grow by ``1 / (1 - dropout)``.
@@ -187,34 +186,35 @@ def edge_attention(
         seed: Seed of the dropout, 64 bits.
 
     Returns:
-        The output ``[H, N, C']`` (zeros for a query without edges) and the log of each row's sum of weights, ``[H,
+        The output ``[H, N, C']`` (zeros for a query without edge_rows) and the log of each row's sum of weights, ``[H,
         N]``, float32 or better, ``-inf`` for a query without edges, without gradient.
     """
-    _check_attention(query, key, value, rowptr, col, gate, bias, scale, gate_form, dropout)
+    rowptr, col, bias = _check_attention(query, key, value, rows, gate, scale, gate_form, dropout)
     return schemas.edge_attention(
         query, key, value, rowptr, col, gate, bias, scale, gate_form, dropout, checks.seed(seed)
     )
 
 
 def _check_attention(
-    query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor, col: Tensor, gate: Tensor | None, bias: Tensor | None,
-    scale: float, gate_form: str, dropout: float,
-) -> None:  # fmt: skip
+    query: Tensor, key: Tensor, value: Tensor, rows: Rows, gate: Tensor | None, scale: float, gate_form: str,
+    dropout: float,
+) -> Rows:  # fmt: skip
+    _check_rows_tuple(rows)
+    rowptr, col, bias = rows
     checks.tensors(value=value)
-    checks.edges(rowptr, col, query, key=key, value=value, gate=gate, bias=bias)
+    checks.edge_rows(rowptr, col, query, key=key, value=value, gate=gate, bias=bias)
     checks.one_of("gate_form", gate_form, ("score", "weight"))
     checks.number("dropout", dropout, "[0, 1)", "It is the probability that a weight is dropped.")
     _check_scores(scale)
+    return rows
 
 
 def edge_entmax(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    rowptr: Tensor,
-    col: Tensor,
+    rows: Rows,
     gate: Tensor | None = None,
-    bias: Tensor | None = None,
     scale: float = 1.0,
     gate_form: str = "score",
     dropout: float = 0.0,
@@ -223,12 +223,13 @@ def edge_entmax(
 ) -> Tensor:
     r"""Attention over the edges of each query with alpha-entmax in place of softmax.
 
-    Logits are those of :func:`edge_attention`, weights those of :func:`segment_entmax`. Most weights are 0. Edges that
-    have one, the support, are found first, without a gradient; everything else, and the whole backward pass, looks at
-    them alone. Cost O(E C + E' C') forward and O(E' (C + C')) backward, with E' the edges of the support.
+    Logits are those of :func:`edge_attention`, weights those of :func:`segment_entmax`. Most weights are 0. Edges with
+    a positive weight, the support, are found first, without a gradient. The rest of the forward pass, and the whole
+    backward pass, goes over the support alone. Cost O(E C + E' C') forward and O(E' (C + C')) backward, with E' the
+    edges of the support.
 
     Args:
-        query, key, value, rowptr, col, gate, bias, scale, gate_form, dropout, seed: As :func:`edge_attention`.
+        query, key, value, rows, gate, scale, gate_form, dropout, seed: As :func:`edge_attention`.
         alpha: In (1, 4]: a number, or a tensor ``[]`` or ``[H]``, which gets its gradient.
 
     Returns:
@@ -239,30 +240,30 @@ def edge_entmax(
 
     Example:
         >>> query = key = value = torch.eye(2)[None]  # one head, two tokens
-        >>> rowptr, col = torch.tensor([0, 2, 4]), torch.tensor([0, 1, 0, 1])
-        >>> edge_entmax(query, key, value, rowptr, col, scale=0.5, alpha=2.0)
+        >>> rows = Rows(torch.tensor([0, 2, 4]), torch.tensor([0, 1, 0, 1]))
+        >>> edge_entmax(query, key, value, rows, scale=0.5, alpha=2.0)
         tensor([[[0.7500, 0.2500],
                  [0.2500, 0.7500]]])
     """
-    _check_attention(query, key, value, rowptr, col, gate, bias, scale, gate_form, dropout)
+    rowptr, col, bias = _check_attention(query, key, value, rows, gate, scale, gate_form, dropout)
     seed, (heads, num_queries) = checks.seed(seed), query.shape[:2]
     alphas = _alphas(("query", query), alpha, (heads,), "[H]", "It is a scalar, or has one for each head.")
     alphas = alphas.repeat_interleave(num_queries)
 
     with torch.no_grad():
         score = schemas.edge_dot(query, key, rowptr, col)
-        rows, place = schemas.entmax_support(
-            reference_edges.logits(scale * score, gate, bias, gate_form), rowptr, alphas
+        rowptr, index = schemas.entmax_support(
+            reference_edges.apply_gate_and_bias(scale * score, gate, bias, gate_form), rowptr, alphas
         )
-        score, col = score[place], col[place]
-    gate, bias = (x if x is None else x[place] for x in (gate, bias))
-    score = score + (schemas.EdgeGate.apply(query, key, rows, col) - 1)  # the same numbers with their gradient
-    logit = reference_edges.logits(scale * score, gate, bias, gate_form)
-    weight = schemas.segment_entmax(logit[None], rows, alphas[None])[0]
+        score, col = score[index], col[index]
+    gate, bias = (x if x is None else x[index] for x in (gate, bias))
+    score = score + (schemas.EdgeGate.apply(query, key, rowptr, col) - 1)  # the same values, with their gradient
+    logit = reference_edges.apply_gate_and_bias(scale * score, gate, bias, gate_form)
+    weight = schemas.segment_entmax(logit[None], rowptr, alphas[None])[0]
     if dropout > 0:
-        kept = reference_edges.dropout_mask(rows, col, heads, key.size(1), dropout, seed)
+        kept = reference_edges.dropout_mask(rowptr, col, heads, key.size(1), dropout, seed)
         weight = weight * kept.to(weight.dtype) / (1 - dropout)
-    return schemas.EdgeSum.apply(weight, value, rows, col)
+    return schemas.EdgeSum.apply(weight, value, rowptr, col)
 
 
 def edge_effect(
@@ -270,23 +271,19 @@ def edge_effect(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    rowptr: Tensor,
-    col: Tensor,
-    bias: Tensor | None,
-    probe_rowptr: Tensor,
-    probe_col: Tensor,
-    probe_bias: Tensor | None = None,
+    rows: Rows,
+    probes: Rows,
     scale: float = 1.0,
     rate: Tensor | None = None,
     member: Tensor | None = None,
     chance: Tensor | None = None,
     exploration: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    r"""What each edge, and each probe, does to the loss.
+    r"""The effect of each edge, and of each probe, on the loss.
 
-    It is the difference between having the edge and not, given the other edges of the row. With :math:`w_{ij} =
-    \exp(\text{scale} \cdot \langle q_i, k_j \rangle + b_{ij})`, gains :math:`g_{ij} = (\partial L / \partial o_i) \cdot
-    v_j` and sums over the edges of row i other than j itself,
+    It is the difference between the loss with the edge and without it, given the other edges of the row. With
+    :math:`w_{ij} = \exp(\text{scale} \cdot \langle q_i, k_j \rangle + b_{ij})`, gains :math:`g_{ij} = (\partial L /
+    \partial o_i) \cdot v_j` and sums over the edges of row i other than j itself,
 
     .. math::
         \Delta_{ij} = \frac{w_{ij}}{w_{ij} + \sum w_{il}} \Big( g_{ij} - \frac{\sum w_{il} g_{il}}{\sum w_{il}} \Big) ,
@@ -307,12 +304,8 @@ def edge_effect(
         query: ``[H, N, C]``.
         key: ``[H, M, C]``.
         value: ``[H, M, C']``.
-        rowptr: Row offsets of the graph, ``[H*N+1]`` int64.
-        col: Key of each edge, ``[E]``.
-        bias: ``[E]``, added to the logits, or None.
-        probe_rowptr: Row offsets of pairs to try, ``[H*N+1]`` int64.
-        probe_col: Key of each probe, ``[E']``, sorted within rows, no repeats.
-        probe_bias: ``[E']``, added to the logits, or None.
+        rows: The edges of the graph and their bias.
+        probes: Pairs to try, E' of them, ascending within rows and without repeats, and their bias.
         scale: Factor of the scores.
         rate: ``Y S``, ``[H, N, K]``, or None.
         member: ``Z``, ``[H, M, K]``, or None.
@@ -322,9 +315,11 @@ def edge_effect(
     Returns:
         ``[E]`` and ``[E']`` in the dtype of ``query``; 0 for a probe that is an edge already.
     """
+    _check_rows_tuple(rows)
+    _check_rows_tuple(probes, "probes")
     checks.tensors(value=value, grad_out=grad_out)
-    checks.edges(rowptr, col, query, key=key, value=value, bias=bias)
-    checks.edges(probe_rowptr, probe_col, query, key=key, prefix="probe_", probe_bias=probe_bias)
+    checks.edge_rows(*rows[:2], query, key=key, value=value, bias=rows[2])
+    checks.edge_rows(*probes[:2], query, key=key, prefix="probe_", probe_bias=probes[2])
     checks.floating(grad_out=grad_out)
     _check_scores(scale, exploration)
     checks.shape(
@@ -333,23 +328,7 @@ def edge_effect(
     if len({x is None for x in (rate, member, chance)}) > 1:
         raise ValueError("Expected 'rate', 'member' and 'chance' together (got some of them). Give all three, or none.")
     _check_model(rate, member, chance, query, key)
-    return schemas.edge_effect(
-        grad_out,
-        query,
-        key,
-        value,
-        rowptr,
-        col,
-        bias,
-        probe_rowptr,
-        probe_col,
-        probe_bias,
-        scale,
-        rate,
-        member,
-        chance,
-        exploration,
-    )
+    return schemas.edge_effect(grad_out, query, key, value, *rows, *probes, scale, rate, member, chance, exploration)
 
 
 def local_expectation(
@@ -357,8 +336,8 @@ def local_expectation(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    graph: tuple[Tensor, Tensor, Tensor | None],
-    probes: tuple[Tensor, Tensor, Tensor | None],
+    rows: Rows,
+    probes: Rows,
     chance: Tensor,
     forced: Tensor | None = None,
     scale: float = 1.0,
@@ -375,10 +354,10 @@ def local_expectation(
     Args:
         out: Output of :func:`edge_attention` over the graph, ``[H, N, C']``.
         query, key, value: Those of the attention; they get no gradient from here.
-        graph: ``rowptr``, ``col``, bias ``[E]`` or None.
-        probes: The same of the pairs that are tried; those that are edges count once, as edges.
+        rows: The edges of the graph and their bias.
+        probes: The pairs that are tried and their bias. A probe that is an edge counts once, as an edge.
         chance: Probability with which each key of a query is a probe, ``[N]``.
-        forced: Edges that are there whatever p is, ``[E]`` bool, or None; they send no gradient.
+        forced: Edges that do not depend on p, ``[E]`` bool, or None; they send no gradient.
         scale: Factor of the scores.
         exploration: What was added to each probability when the graph was sampled.
         factors: ``rate`` ``[H, N, K]`` and ``member`` ``[H, M, K]``, whose dot products are the probabilities.
@@ -390,14 +369,15 @@ def local_expectation(
     Raises:
         TypeError, ValueError: Shapes or types do not fit, or neither or both of ``factors`` and ``prob`` came.
     """
-    _check_graphs(graph, probes)
+    _check_rows_tuple(rows)
+    _check_rows_tuple(probes, "probes")
     if (factors is None) == (prob is None):
         raise ValueError(
             f"Expected one of 'factors' and 'prob' (got {'neither' if prob is None else 'both'}). They say the same."
         )
     for name, pair in (("factors", factors), ("prob", prob)):
         if pair is not None:
-            checks.parts(name, pair, "two tensors", 2)
+            checks.check_tuple(name, pair, "two tensors", 2)
     rate, member = factors or (None, None)
     edge_prob, probe_prob = prob or (None, None)
     checks.tensors(out=out, value=value, chance=chance)
@@ -405,9 +385,9 @@ def local_expectation(
         checks.tensors(rate=rate, member=member)
     if prob is not None:
         checks.tensors(prob=edge_prob, probe_prob=probe_prob)
-    checks.edges(*graph[:2], query, key=key, value=value, bias=graph[2], prob=edge_prob)
-    checks.edges(*probes[:2], query, key=key, prefix="probe_", probe_bias=probes[2], probe_prob=probe_prob)
-    checks.forced(forced, graph[1])
+    checks.edge_rows(*rows[:2], query, key=key, value=value, bias=rows[2], prob=edge_prob)
+    checks.edge_rows(*probes[:2], query, key=key, prefix="probe_", probe_bias=probes[2], probe_prob=probe_prob)
+    checks.forced(forced, rows[1])
     checks.floating(out=out)
     _check_scores(scale, exploration)
     checks.shape("out", out, (*query.shape[:2], value.size(2)), "[H, N, C']", "It is the output of the attention.")
@@ -416,7 +396,7 @@ def local_expectation(
     checks.no_tangent(out, *probabilities)
     constants = (
         x if x is None or not x.is_floating_point() else x.detach()
-        for x in (query, key, value, *graph, *probes, chance, forced)
+        for x in (query, key, value, *rows, *probes, chance, forced)
     )
     return schemas.LocalExpectation.apply(out, *probabilities, *constants, scale, exploration)
 
@@ -428,47 +408,58 @@ def block_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    rowptr: Tensor,
-    col: Tensor,
+    rows: Rows,
     ptrs: tuple[Tensor, Tensor],
-    grain: int,
+    block_size: int,
     is_causal: bool = False,
-    bias: Tensor | None = None,
     scale: float = 1.0,
     dropout: float = 0.0,
     seed: int = 0,
 ) -> tuple[Tensor, Tensor]:
     r"""Softmax attention of blocks of queries over blocks of keys: :func:`edge_attention` where edges come in blocks.
 
-    Each sequence is cut into blocks of ``grain`` tokens from its beginning; its last block may be shorter. Cost O(E
-    grain^2 C), on the CPU with a grain rounded up to a multiple of 16; memory O(HNC).
+    Each sequence is cut into blocks of ``block_size`` tokens from its beginning; its last block may be shorter. Cost
+    O(E block_size^2 C), on the CPU with a block size rounded up to a multiple of 16; memory O(HNC).
 
     Args:
         query, key, value: ``[H, N, C]``, ``[H, M, C]``, ``[H, M, C']``, as in :func:`edge_attention`.
-        rowptr: Offsets of the rows, one for each head and query block, ``[H*n+1]`` int64.
-        col: Key block of each edge, ``[E]``, ascending in each row; blocks count through all sequences, and an edge
-            stays in its sequence. As in all ops, values are not checked: :class:`sbm_pyg.BlockGraph` is valid.
+        rows: Offsets of the rows, one for each head and query block, ``[H*n+1]``; the key block of each edge,
+            ascending in each row; and a bias ``[E, block_size, block_size]``. Blocks count through all sequences, and
+            an edge stays in its sequence. As in all ops, values are not checked: :class:`sbm_pyg.BlockGraph` is valid.
         ptrs: Offsets of the sequences in the queries and in the keys, ``[B+1]`` int64 each.
-        grain: Tokens of a block, at least 1.
+        block_size: Tokens of a block, at least 1.
         is_causal: No token attends to a later one. No edge may lead to a later block; a block meets itself in part.
-        bias: ``[E, grain, grain]``, added to the logits of the tokens of each edge, queries first.
         scale: Factor of the scores.
         dropout, seed: As :func:`edge_attention`, which drops the same pairs.
 
     Returns:
-        The output ``[H, N, C']`` (zeros for a query without edges), and the log of each row's sum of weights, ``[H,
+        The output ``[H, N, C']`` (zeros for a query without edge_rows), and the log of each row's sum of weights, ``[H,
         N]``, float32 or better, ``-inf`` for a query without edges, without gradient.
 
     Raises:
         TypeError, ValueError: Shapes or types do not fit, or an argument is out of range.
     """
+    _check_rows_tuple(rows)
+    rowptr, col, bias = rows
     checks.tensors(value=value)
-    query_ptr, key_ptr, grain = checks.blocks(
-        rowptr, col, query, key, ptrs, grain, is_causal, scale, value=value, bias=bias
+    query_ptr, key_ptr, block_size = checks.block_rows(
+        rowptr, col, query, key, ptrs, block_size, is_causal, scale, value=value, bias=bias
     )
     checks.number("dropout", dropout, "[0, 1)", "It is the probability that a weight is dropped.")
     return schemas.block_attention(
-        query, key, value, rowptr, col, query_ptr, key_ptr, grain, is_causal, bias, scale, dropout, checks.seed(seed)
+        query,
+        key,
+        value,
+        rowptr,
+        col,
+        query_ptr,
+        key_ptr,
+        block_size,
+        is_causal,
+        bias,
+        scale,
+        dropout,
+        checks.seed(seed),
     )
 
 
@@ -477,14 +468,14 @@ def block_effect(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    graph: tuple[Tensor, Tensor, Tensor | None],
-    probes: tuple[Tensor, Tensor, Tensor | None],
+    rows: Rows,
+    probes: Rows,
     ptrs: tuple[Tensor, Tensor],
-    grain: int,
+    block_size: int,
     is_causal: bool = False,
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    r"""What each edge of blocks, and each probe, does to the loss: the sum over its queries of :func:`edge_effect`.
+    r"""The effect of each edge of blocks, and of each probe, on the loss: :func:`edge_effect`, summed over its queries.
 
     For one query a block of keys J is one edge, with weight :math:`W_{iJ} = \sum_{j \in J} w_{ij}` and as gain the mean
     of its gains by their weights. So the effect of the pair of blocks (I, J) is
@@ -498,9 +489,9 @@ def block_effect(
     Args:
         grad_out: Gradient of the loss to the attention's output, ``[H, N, C']``.
         query, key, value: Of the attention.
-        graph: ``rowptr``, ``col`` and bias ``[E, grain, grain]``, or None for it.
-        probes: The same of pairs of blocks to try.
-        ptrs, grain, is_causal, scale: As :func:`block_attention`.
+        rows: The edges of blocks and their bias.
+        probes: Pairs of blocks to try and their bias.
+        ptrs, block_size, is_causal, scale: As :func:`block_attention`.
 
     Returns:
         ``[E]`` and ``[E']``; 0 for a probe that is an edge already.
@@ -508,30 +499,31 @@ def block_effect(
     Raises:
         TypeError, ValueError: Shapes or types do not fit, or an argument is out of range.
     """
-    _check_graphs(graph, probes)
+    _check_rows_tuple(rows)
+    _check_rows_tuple(probes, "probes")
     checks.tensors(value=value, grad_out=grad_out)
-    query_ptr, key_ptr, grain = checks.blocks(
-        *graph[:2], query, key, ptrs, grain, is_causal, scale, value=value, bias=graph[2]
+    query_ptr, key_ptr, block_size = checks.block_rows(
+        *rows[:2], query, key, ptrs, block_size, is_causal, scale, value=value, bias=rows[2]
     )
-    checks.blocks(*probes[:2], query, key, ptrs, grain, is_causal, scale, prefix="probe_", probe_bias=probes[2])
+    checks.block_rows(
+        *probes[:2], query, key, ptrs, block_size, is_causal, scale, prefix="probe_", probe_bias=probes[2]
+    )
     checks.floating(grad_out=grad_out)
     checks.shape(
         "grad_out", grad_out, (*query.shape[:2], value.size(2)), "[H, N, C']", "It has the shape of the output."
     )
     return schemas.block_effect(
-        grad_out, query, key, value, *graph, *probes, query_ptr, key_ptr, grain, is_causal, scale
+        grad_out, query, key, value, *rows, *probes, query_ptr, key_ptr, block_size, is_causal, scale
     )
 
 
 def block_weight(
     query: Tensor,
     key: Tensor,
-    rowptr: Tensor,
-    col: Tensor,
+    rows: Rows,
     ptrs: tuple[Tensor, Tensor],
-    grain: int,
+    block_size: int,
     is_causal: bool = False,
-    bias: Tensor | None = None,
     scale: float = 1.0,
 ) -> Tensor:
     """Weights of :func:`block_attention`, summed over the tokens of each edge of blocks, ``[E]``, without gradient.
@@ -541,8 +533,12 @@ def block_weight(
     Raises:
         TypeError, ValueError: Shapes or types do not fit, or an argument is out of range.
     """
-    query_ptr, key_ptr, grain = checks.blocks(rowptr, col, query, key, ptrs, grain, is_causal, scale, bias=bias)
-    return schemas.block_weight(query, key, rowptr, col, bias, query_ptr, key_ptr, grain, is_causal, scale)
+    _check_rows_tuple(rows)
+    rowptr, col, bias = rows
+    query_ptr, key_ptr, block_size = checks.block_rows(
+        rowptr, col, query, key, ptrs, block_size, is_causal, scale, bias=bias
+    )
+    return schemas.block_weight(query, key, rowptr, col, bias, query_ptr, key_ptr, block_size, is_causal, scale)
 
 
 def block_expectation(
@@ -550,11 +546,11 @@ def block_expectation(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    graph: tuple[Tensor, Tensor, Tensor | None],
-    probes: tuple[Tensor, Tensor, Tensor | None],
+    rows: Rows,
+    probes: Rows,
     chance: Tensor,
     ptrs: tuple[Tensor, Tensor],
-    grain: int,
+    block_size: int,
     forced: Tensor | None = None,
     is_causal: bool = False,
     scale: float = 1.0,
@@ -567,10 +563,10 @@ def block_expectation(
     Args:
         out: Output of :func:`block_attention` over the graph, ``[H, N, C']``.
         query, key, value: Those of the attention; they get no gradient from here.
-        graph, probes: As :func:`block_effect`.
+        rows, probes: As :func:`block_effect`.
         chance: Probability with which each key block of a query block is a probe, ``[n]``.
-        ptrs, grain, is_causal, scale: As :func:`block_attention`.
-        forced: Edges that are there whatever p is, ``[E]`` bool, or None; they send no gradient.
+        ptrs, block_size, is_causal, scale: As :func:`block_attention`.
+        forced: Edges that do not depend on p, ``[E]`` bool, or None; they send no gradient.
         exploration: What was added to each probability when the graph was sampled.
         prob: Probabilities of the edges ``[E]`` and of the probes ``[E']``.
 
@@ -580,26 +576,29 @@ def block_expectation(
     Raises:
         TypeError, ValueError: Shapes or types do not fit, or an argument is out of range.
     """
-    _check_graphs(graph, probes)
-    checks.parts("prob", prob, "two tensors", 2)
+    _check_rows_tuple(rows)
+    _check_rows_tuple(probes, "probes")
+    checks.check_tuple("prob", prob, "two tensors", 2)
     checks.tensors(out=out, value=value, chance=chance, prob=prob[0], probe_prob=prob[1])
-    query_ptr, key_ptr, grain = checks.blocks(
-        *graph[:2], query, key, ptrs, grain, is_causal, scale, value=value, bias=graph[2]
+    query_ptr, key_ptr, block_size = checks.block_rows(
+        *rows[:2], query, key, ptrs, block_size, is_causal, scale, value=value, bias=rows[2]
     )
-    checks.blocks(*probes[:2], query, key, ptrs, grain, is_causal, scale, prefix="probe_", probe_bias=probes[2])
-    checks.forced(forced, graph[1])
+    checks.block_rows(
+        *probes[:2], query, key, ptrs, block_size, is_causal, scale, prefix="probe_", probe_bias=probes[2]
+    )
+    checks.forced(forced, rows[1])
     _check_scores(scale, exploration)
     checks.floating(out=out, chance=chance, prob=prob[0], probe_prob=prob[1])
     checks.shape("out", out, (*query.shape[:2], value.size(2)), "[H, N, C']", "It is the output of the attention.")
-    checks.shape("prob", prob[0], graph[1].shape, "[E]", "It has the probability of each edge.")
+    checks.shape("prob", prob[0], rows[1].shape, "[E]", "It has the probability of each edge.")
     checks.shape("probe_prob", prob[1], probes[1].shape, "[E']", "It has the probability of each probe.")
-    rows = (graph[0].size(0) - 1) // query.size(0)
-    checks.shape("chance", chance, (rows,), "[n]", "It holds one probability per query block.")
+    num_blocks = (rows[0].size(0) - 1) // query.size(0)
+    checks.shape("chance", chance, (num_blocks,), "[n]", "It holds one probability per query block.")
     checks.same_device("query", query, out=out, chance=chance, prob=prob[0], probe_prob=prob[1])
     checks.no_tangent(out, *prob)
-    constants = (x if x is None else x.detach() for x in (query, key, value, *graph, *probes))
+    constants = (x if x is None else x.detach() for x in (query, key, value, *rows, *probes))
     return schemas.BlockExpectation.apply(
-        out, *prob, *constants, query_ptr, key_ptr, chance, forced, grain, is_causal, scale, exploration
+        out, *prob, *constants, query_ptr, key_ptr, chance, forced, block_size, is_causal, scale, exploration
     )
 
 
@@ -715,7 +714,7 @@ def _entmax_columns(src: Tensor, ptr: Tensor, alpha: float | Tensor) -> Tensor:
 
 
 def _check_ptr(query_ptr: Tensor, key_ptr: Tensor, queries: int, keys: int | None) -> None:
-    """Refuse offsets that are not those of so many tokens; None: nobody knows how many."""
+    """Refuse offsets that do not describe these numbers of tokens; None: the number is unknown."""
     checks.tensors(query_ptr=query_ptr, key_ptr=key_ptr)
     checks.shape("query_ptr", query_ptr, (None,), "[B+1]", "It holds the offsets of the sequences.")
     for name, ptr in (("query_ptr", query_ptr), ("key_ptr", key_ptr)):
@@ -758,10 +757,11 @@ def sample_sbm(
     r"""Sample the edges of a low-rank random graph in each head of each sequence.
 
     With :math:`p_{ij} = \langle q_i, z_j \rangle + \delta`: ``"bernoulli"`` puts an edge with probability
-    :math:`\min(1, p_{ij})`, ``"fastrg"`` with :math:`1 - e^{-p_{ij}}`, all pairs independent. Row by row the cheapest
-    of three ways is taken: thinned geometric gaps, Poisson proposals (both O(expected edges)) or one coin per key.
-    Random words are Philox4x32-10 at counter (number, row, stream, head), so the edges of a sequence depend on its own
-    memberships, ``seed`` and its stream alone: not on threads, on the device or on the rest of the batch.
+    :math:`\min(1, p_{ij})`, ``"fastrg"`` with :math:`1 - e^{-p_{ij}}`, all pairs independent. Each row is drawn by the
+    cheapest of three ways: thinned geometric gaps, Poisson proposals (both O(expected edges)), or one Bernoulli draw
+    per key. Random words are Philox4x32-10 at counter (number, position, sequence number, head). So the edges of a
+    sequence depend on its own memberships, its number and ``seed`` alone: not on threads, on the device or on the rest
+    of the batch.
 
     Args:
         rate: Rates of the queries ``Y S``, ``[H, N, K]``, finite, non-negative, below :math:`2^{50}`.
@@ -770,13 +770,13 @@ def sample_sbm(
             memberships for which this would matter.
         query_ptr: Offsets of the sequences in the queries, ``[B+1]`` int64.
         key_ptr: Offsets of the sequences in the keys, ``[B+1]`` int64.
-        sequence_ids: Number of each sequence's random stream, ``[B]`` int64 in ``0 .. 2**32-1``.
+        sequence_ids: Number of each sequence in its random words, ``[B]`` int64 in ``0 .. 2**32-1``.
         seed: 64-bit seed.
         method: ``"bernoulli"`` or ``"fastrg"``.
         exploration: Added to every probability, in [0, 1].
         clamp: Cut probabilities above 1; otherwise they are an error.
-        is_causal: Leave out the keys whose place in their sequence is later than that of the query. No row depends on
-            them, nor on their number, and they cost nothing.
+        is_causal: Leave out the keys whose position in their sequence is later than that of the query. No row depends
+            on them or on their number, and they cost nothing.
 
     Returns:
         ``rowptr`` [H*N+1] int64 and ``col`` [E] int32, sorted by (head, query, key). Beyond the CPU, ``col`` is int64
@@ -798,7 +798,7 @@ def sample_sbm(
     checks.number("exploration", exploration, "[0, 1]", "It is added to every probability.")
     checks.flag("clamp", clamp, "It says whether probabilities above 1 are cut.")
     checks.flag("is_causal", is_causal, _CAUSAL)
-    checks.single(rate=rate, member=member)
+    values.require_unbatched(rate=rate, member=member)
     checks.not_captured(rate.device)
     return schemas.sample_sbm(
         rate, member, query_ptr, key_ptr, sequence_ids, checks.seed(seed), method, exploration, clamp, is_causal
@@ -825,7 +825,7 @@ def sample_systematic(
         chance: :math:`\eta` of each query, ``[N]``, in [0, 1]; what is outside is cut, and NaN counts as 0.
         query_ptr: Offsets of the sequences in the queries, ``[B+1]`` int64.
         key_ptr: Offsets of the sequences in the keys, ``[B+1]`` int64.
-        sequence_ids: Number of each sequence's random stream, ``[B]`` int64 in ``0 .. 2**32-1``.
+        sequence_ids: Number of each sequence in its random words, ``[B]`` int64 in ``0 .. 2**32-1``.
         heads: Number of heads H.
         seed: 64-bit seed.
         is_causal: Leave out later keys, as :func:`sample_sbm`; m is the number of the others.
@@ -845,7 +845,7 @@ def sample_systematic(
     heads = checks.integer("heads", heads, 1, "It is the number of heads.")
     checks.memory("heads", heads * chance.size(0), 32, chance.device, "Take fewer heads, or shorter sequences.", "rows")
     checks.flag("is_causal", is_causal, _CAUSAL)
-    checks.single(chance=chance)
+    values.require_unbatched(chance=chance)
     checks.not_captured(chance.device)
     return schemas.sample_systematic(chance, query_ptr, key_ptr, sequence_ids, heads, checks.seed(seed), is_causal)
 
@@ -866,16 +866,16 @@ def sampled_attention(
     is_causal: bool = False,
     window: int | None = None,
 ) -> Tensor:
-    r"""Attention over a graph that is drawn beside the scores, and never stored.
+    r"""Attention over a graph that is drawn together with the scores, and never stored.
 
-    Each pair has an edge with probability :math:`\min(1, \langle q_i, z_j \rangle + \delta)`, as
-    :func:`sample_sbm` draws it with ``clamp``: the same law, one coin for each pair. Output and gradients are those of
+    Each pair has an edge with probability :math:`\min(1, \langle q_i, z_j \rangle + \delta)`, as :func:`sample_sbm`
+    draws it with ``clamp``: the same law, with one draw for each pair. Output and gradients are those of
     :func:`edge_attention` over that graph. The backward pass also gives rates and memberships the local expectation
     gradient of **all** pairs, :func:`local_expectation` with each pair a probe, so without the noise of probes. Cost
-    O(NM (C + K)) in time, O((N + M)(C + K)) in memory: for dense graphs. In plain torch, some pairs at a time are held,
-    4 MiB of each number on the CPU and 64 elsewhere; sequences of like length are looked at together.
+    O(NM (C + K)) in time, O((N + M)(C + K)) in memory: for dense graphs. Plain torch holds some pairs at a time, 4 MiB
+    of each number on the CPU and 64 MiB elsewhere, of sequences of like length.
 
-    There are no tensors whose sizes depend on values, so on CUDA devices nothing waits.
+    No size of a tensor depends on values, so the host waits for no CUDA device.
 
     Args:
         query, key, value: ``[H, N, C]``, ``[H, M, C]`` and ``[H, M, C']``.
@@ -883,13 +883,13 @@ def sampled_attention(
             whose probability is NaN makes the output of its query NaN; a token that is NaN those of its sequence, as
             in dense attention.
         query_ptr, key_ptr: Offsets of the sequences, ``[B+1]`` int64.
-        sequence_ids: Number of each sequence's random stream, ``[B]`` int64 in ``0 .. 2**32-1``.
+        sequence_ids: Number of each sequence in its random words, ``[B]`` int64 in ``0 .. 2**32-1``.
         seed: 64-bit seed.
         exploration: :math:`\delta` in [0, 1].
         scale: Factor of the scores.
-        is_causal: Leave out the keys whose place in their sequence is later than that of the query.
-        window: Pairs at this distance or less are edges, whatever their probability is, and give it no gradient. None:
-            no pairs are.
+        is_causal: Leave out the keys whose position in their sequence is later than that of the query.
+        window: Pairs at this distance or less are edges for any probability, and give it no gradient. None: no pairs
+            are forced.
 
     Returns:
         The output ``[H, N, C']``; zeros where a query has no edge.
@@ -910,18 +910,18 @@ def sampled_attention(
     _check_sequences(("query", query), (query.size(1), key.size(1)), query_ptr, key_ptr, sequence_ids)
     _check_scores(scale, exploration)
     checks.flag("is_causal", is_causal, _CAUSAL)
-    reach = -1 if window is None else checks.integer("window", window, 0, "It is a distance between tokens.")
+    width = -1 if window is None else checks.integer("window", window, 0, "It is a distance between tokens.")
     checks.no_tangent(query, key, value, rate, member)
     return schemas.sampled_attention(
         query, key, value, rate, member, query_ptr, key_ptr, sequence_ids, checks.seed(seed), exploration, scale,
-        is_causal, reach,
+        is_causal, width,
     )[0]  # fmt: skip
 
 
 def invalid_row(rowptr: Tensor, col: Tensor, query_ptr: Tensor, key_ptr: Tensor, heads: int) -> Tensor:
     """The first row whose keys are not ascending, repeat, or leave the sequence of their query.
 
-    It is what makes an :class:`sbm_pyg.AttentionGraph` trustworthy. Cost O(HN + E).
+    The constructor of :class:`sbm_pyg.AttentionGraph` calls it. Cost O(HN + E).
 
     Args:
         rowptr: Row offsets, ``[H*N+1]`` int64.

@@ -1,9 +1,9 @@
-"""Checks of what kernels are given: shapes, types, numbers, names, and sizes that memory can hold.
+"""Checks of arguments: shapes, types, numbers, names, and sizes that memory can hold.
 
-In: the arguments of an op, or of what calls it. Out: nothing, or an error. Forward-mode derivatives are refused too. No
-check looks at the values of a tensor but the ends of offsets, which say how long others are, so each costs
-microseconds; whether keys lie in range is for :class:`sbm_pyg.AttentionGraph` to say. Nothing is checked in compiled
-code, where numbers of edges are unknown.
+In: the arguments of an op, or of its caller. Out: nothing, or an error. Forward-mode derivatives are refused too. Of
+the values of tensors only the first and the last offset are read, so each check costs microseconds;
+:class:`sbm_pyg.AttentionGraph` checks the range of keys. Nothing is checked in compiled code, where numbers of edges
+are unknown.
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ from torch import Tensor
 from torch._guards import detect_fake_mode
 from torch.autograd import forward_ad
 
-from .reference.blocks import sides as cut_sides
-from .values import captured
+from . import values
+from .reference.blocks import cut_blocks
 
 INTEGERS = (torch.int32, torch.int64)
 INT64 = 2**63 - 1
-LARGE = 2**26  # bytes below which nobody asks how many there are
+MIN_CHECKED_BYTES = 2**26
+"""Requests of fewer bytes are not compared with the available memory."""
 
 
 # ------------------------------------------------------------------ tensors
 
 
 def tensors(**given: Any) -> None:
-    """Refuse what is no tensor, None too."""
+    """Refuse anything that is not a dense tensor, None too."""
     if torch.compiler.is_compiling():
         return
     for name, x in given.items():
@@ -42,7 +43,7 @@ def tensors(**given: Any) -> None:
 
 
 def dense(name: str, x: Any) -> None:
-    """Refuse what is no tensor, and one that is sparse or nested."""
+    """Refuse anything that is not a tensor, and sparse and nested tensors."""
     if not isinstance(x, Tensor):
         raise TypeError(
             f"Expected '{name}' to be a tensor (got {type(x).__name__}). Convert it with `torch.as_tensor`."
@@ -62,7 +63,7 @@ def floating(**given: Tensor | None) -> None:
 
 
 def shape(name: str, x: Any, wanted: Sequence[int | None], symbols: str, way_out: str) -> None:
-    """Refuse what is no tensor of a shape, in which None is any number.
+    """Refuse anything that is not a tensor of this shape, in which None is any number.
 
     None itself passes, for arguments that may be absent.
     """
@@ -78,7 +79,7 @@ def shape(name: str, x: Any, wanted: Sequence[int | None], symbols: str, way_out
         raise ValueError(f"Expected '{name}' to be {symbols} = [{sizes}] (got {list(x.shape)}). {way_out}")
 
 
-def sides(module: torch.nn.Module, query: Any, key: Any, heads: int, channels: int) -> None:
+def check_query_key(module: torch.nn.Module, query: Any, key: Any, heads: int, channels: int) -> None:
     """Refuse queries ``[H, N, C]`` and keys ``[H, M, C]`` that a module of these heads and channels cannot take."""
     kind, like = type(module).__name__, next(module.parameters())
     tensors(query=query, key=key)
@@ -96,23 +97,25 @@ def sides(module: torch.nn.Module, query: Any, key: Any, heads: int, channels: i
 
 
 def forced(forced: Tensor | None, col: Tensor) -> None:
-    """Refuse what is no mask of the edges; None passes."""
+    """Refuse anything that is not a mask of the edges; None passes."""
     shape("forced", forced, (col.size(0),), "[E]", "It holds one bool per edge.")
     same_device("col", col, forced=forced)
     if forced is not None and forced.dtype != torch.bool:
         raise TypeError(
-            f"Expected 'forced' to be bool (got {forced.dtype}). It is True on edges that are there whatever p is."
+            f"Expected 'forced' to be bool (got {forced.dtype}). It is True on edges that do not depend on p."
         )
 
 
-def parts(name: str, given: Any, what: str, count: int) -> None:
-    """Refuse what is no tuple of so many parts."""
+def check_tuple(name: str, given: Any, parts: str, count: int) -> None:
+    """Refuse anything that is not a tuple of ``count`` parts."""
     if not isinstance(given, tuple) or len(given) != count:
-        raise TypeError(f"Expected '{name}' to be a tuple of {what} (got {type(given).__name__}). See the docstring.")
+        raise TypeError(f"Expected '{name}' to be a tuple of {parts} (got {type(given).__name__}). See the docstring.")
 
 
-def _tokens(query: Tensor, key: Tensor, value: Tensor | None, ends: tuple[str, str] = ("query", "key")) -> None:
-    """Refuse tokens that are not of one attention; ``ends`` are the names of query and key."""
+def _check_attention_tokens(
+    query: Tensor, key: Tensor, value: Tensor | None, ends: tuple[str, str] = ("query", "key")
+) -> None:
+    """Refuse tokens that do not fit together; ``ends`` are the names of query and key."""
     first, second = ends
     tensors(**{first: query, second: key})
     floating(**{first: query, second: key}, value=value)
@@ -133,7 +136,7 @@ def _tokens(query: Tensor, key: Tensor, value: Tensor | None, ends: tuple[str, s
     no_tangent(query, key, value)
 
 
-def _rows(
+def _check_rows(
     rows: dict[str, Tensor], symbols: str, count: int | None, like: tuple[str, Tensor], end: str,
     per_edge: Mapping[str, Tensor | None], numbers: tuple[str, tuple[int, ...]],
 ) -> None:  # fmt: skip
@@ -142,8 +145,8 @@ def _rows(
     Args:
         rows: Offsets and ends of edges, by their names.
         symbols, count: Shape of the offsets, and their number, None where it is not known.
-        like: Name and tensor whose device all have.
-        end: What a row belongs to, and an edge leads to: "query" or "query block".
+        like: Name of a tensor, and the tensor, on whose device all others must be.
+        end: Owner of a row, "query" or "query block".
         per_edge: Numbers of each edge, by their names.
         numbers: Symbols of their shape, and its sizes behind the first.
     """
@@ -164,34 +167,16 @@ def _rows(
     no_tangent(*per_edge.values())
 
 
-def batched(x: Tensor) -> bool:
-    """Whether a tensor stands for many, as in ``vmap``."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(x):  # as by `grad` inside of `vmap`
-        if torch._C._functorch.is_batchedtensor(x):
-            return True
-        x = torch._C._functorch.get_unwrapped(x)
-    return False
-
-
-def at_hand(*given: Tensor) -> bool:
-    """Whether values can be looked at without waiting for a device."""
-    return (
-        not torch.compiler.is_compiling()
-        and all(x.device.type == "cpu" and not batched(x) for x in given)
-        and not detect_fake_mode(given)
-    )
-
-
 def spans(name: str, ptr: Tensor, total: int, things: str) -> None:
-    """Refuse offsets that do not run from 0 to a number of things, where they are at hand."""
-    if at_hand(ptr) and (ptr.numel() < 1 or int(ptr[0]) != 0 or int(ptr[-1]) != total):
+    """Refuse offsets that do not run from 0 to ``total``, if they can be read without waiting for a device."""
+    if values.can_read_without_sync(ptr) and (ptr.numel() < 1 or int(ptr[0]) != 0 or int(ptr[-1]) != total):
         found = f"{int(ptr[0])} to {int(ptr[-1])}" if ptr.numel() else "[0]"
         raise ValueError(
             f"Expected '{name}' to run from 0 to {total}, the number of {things} (got {found}). It holds their offsets."
         )
 
 
-def edges(
+def edge_rows(
     rowptr: Tensor,
     col: Tensor,
     query: Tensor,
@@ -208,33 +193,33 @@ def edges(
     """
     if torch.compiler.is_compiling():
         return
-    _tokens(query, key, value, ends)
+    _check_attention_tokens(query, key, value, ends)
     rows = {f"{prefix}rowptr": rowptr, f"{prefix}col": col}
     count = query.size(0) * query.size(1) + 1
-    _rows(rows, "[H*N+1]", count, (ends[0], query), "query", per_edge, ("[E]", ()))
+    _check_rows(rows, "[H*N+1]", count, (ends[0], query), "query", per_edge, ("[E]", ()))
 
 
-def blocks(
-    rowptr: Tensor, col: Tensor, query: Tensor, key: Tensor, ptrs: tuple[Tensor, Tensor], grain: int, is_causal: bool,
-    scale: float, *, value: Tensor | None = None, prefix: str = "", **per_edge: Tensor | None,
+def block_rows(
+    rowptr: Tensor, col: Tensor, query: Tensor, key: Tensor, ptrs: tuple[Tensor, Tensor], block_size: int,
+    is_causal: bool, scale: float, *, value: Tensor | None = None, prefix: str = "", **per_edge: Tensor | None,
 ) -> tuple[Tensor, Tensor, int]:  # fmt: skip
     """Refuse rows over blocks, tokens, offsets and numbers per pair of tokens that are not of one graph of blocks.
 
     Returns:
-        Offsets of both sides, and the grain.
+        Offsets of both sides, and the block_size.
     """
-    parts("ptrs", ptrs, "offsets of queries and of keys", 2)
+    check_tuple("ptrs", ptrs, "offsets of queries and of keys", 2)
     if torch.compiler.is_compiling():
-        return *ptrs, grain
-    _tokens(query, key, value)
+        return *ptrs, block_size
+    _check_attention_tokens(query, key, value)
     ends = dict(zip(("ptrs[0]", "ptrs[1]"), ptrs, strict=True))
     tensors(**ends)
     same_device("query", query, **ends)
-    grain = integer("grain", grain, 1, "It is a number of tokens.")
-    memory("grain", grain, 8 * (query.size(2) + 64), query.device, "Take smaller blocks.", "rows")
+    block_size = integer("block_size", block_size, 1, "It is a number of tokens.")
+    memory("block_size", block_size, 8 * (query.size(2) + 64), query.device, "Take smaller blocks.", "rows")
     flag("is_causal", is_causal, "It says whether no token meets a later one.")
     number("scale", scale, "(-inf, inf)", "It is a factor of the scores, usually C ** -0.5.")
-    known = at_hand(*ptrs)
+    known = values.can_read_without_sync(*ptrs)
     for (name, ptr), tokens in zip(ends.items(), (query, key), strict=True):
         shape(name, ptr, (None,), "[B+1]", "It holds the offsets of the sequences.")
         if ptr.dtype != torch.int64 or ptr.shape != ptrs[0].shape or ptr.numel() < 2:
@@ -243,15 +228,25 @@ def blocks(
                 "It holds the offsets of the sequences."
             )
         spans(name, ptr, tokens.size(1), "tokens")
-    cut = cut_sides((query.size(1), key.size(1)), ptrs, grain)[0] if known else None  # which attention looks at, too
-    count = None if cut is None else query.size(0) * cut.count + 1
+    count = None
+    if known:  # the cut is cached for attention
+        cut, _ = cut_blocks((query.size(1), key.size(1)), ptrs, block_size)
+        count = query.size(0) * cut.count + 1
     rows = {f"{prefix}rowptr": rowptr, f"{prefix}col": col}
-    _rows(rows, "[H*n+1]", count, ("query", query), "query block", per_edge, ("[E, grain, grain]", (grain, grain)))
-    return *ptrs, grain
+    _check_rows(
+        rows,
+        "[H*n+1]",
+        count,
+        ("query", query),
+        "query block",
+        per_edge,
+        ("[E, block_size, block_size]", (block_size, block_size)),
+    )
+    return *ptrs, block_size
 
 
 def same_device(first: str, like: Tensor, **others: Tensor | None) -> None:
-    """Refuse tensors that are elsewhere than the first; None passes."""
+    """Refuse tensors on another device than the first; None passes."""
     for name, x in others.items():
         if x is not None and x.device != like.device:
             raise ValueError(
@@ -272,25 +267,13 @@ def widest(device: torch.device) -> torch.dtype:
 
 def not_captured(where: torch.device) -> None:
     """Refuse to sample while a CUDA graph is captured, which takes no memory of a size that values decide."""
-    if not captured(where):
+    if not values.is_capturing(where):
         return
     raise RuntimeError(
         "Expected no sampling while a CUDA graph is captured (got one: the number of edges is known only once they are "
         "drawn). Attend with `tiled=True`, which stores no edges, or sample before, with `return_choice=True`, and "
         "capture the step over the graph that is given."
     )
-
-
-def single(**given: Tensor | None) -> None:
-    """Refuse tensors of ``vmap`` where the size of a graph depends on their values; None passes."""
-    if torch.compiler.is_compiling():
-        return
-    for name, x in given.items():
-        if isinstance(x, Tensor) and batched(x):
-            raise ValueError(
-                f"Expected '{name}' outside of `torch.vmap` where it decides how many edges there are (got one tensor "
-                "that stands for many). Join the batch to one of many sequences, with their offsets as `ptr`."
-            )
 
 
 # ------------------------------------------------------------------ numbers and names
@@ -311,14 +294,14 @@ def integer(name: str, value: Any, least: int, way_out: str) -> int:
 
 
 def number(name: str, value: Any, span: str, way_out: str) -> None:
-    """Refuse what is no real number of an interval such as ``"[0, 1)"``; NaN lies in none."""
+    """Refuse anything that is not a real number in an interval such as ``"[0, 1)"``; NaN is in no interval."""
     if torch.compiler.is_compiling():
         return
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"Expected '{name}' to be a number in {span} (got {type(value).__name__}). {way_out}")
     if isinstance(value, int) and abs(value) >= 2**63:  # which no tensor holds
         raise ValueError(f"Expected '{name}' in {span}, below 2**63 if whole (got more). {way_out}")
-    low, high = _ends(span)
+    low, high = _bounds(span)
     x: Any = value  # mypy knows no order of numbers.Real
     if not low <= x <= high or (x == low and span[0] == "(") or (x == high and span[-1] == ")"):
         raise ValueError(f"Expected '{name}' in {span} (got {value}). {way_out}")
@@ -343,7 +326,7 @@ def scalar(name: str, value: Any, way_out: str) -> float:
 
 
 def flag(name: str, value: Any, way_out: str, optional: bool = False) -> None:
-    """Refuse what is no bool, or None where it is optional."""
+    """Refuse anything that is not a bool, or None if it is optional."""
     if not isinstance(value, bool) and not (optional and value is None):
         raise TypeError(
             f"Expected '{name}' to be a bool{' or None' * optional} (got {type(value).__name__}). {way_out}"
@@ -351,7 +334,7 @@ def flag(name: str, value: Any, way_out: str, optional: bool = False) -> None:
 
 
 def device(value: Any) -> torch.device:
-    """The device that is meant; refuses what names none that torch has here."""
+    """The device of this name; refuses names of devices that torch does not have here."""
     try:
         if isinstance(value, bool):
             raise TypeError
@@ -365,7 +348,7 @@ def device(value: Any) -> torch.device:
 
 
 @cache
-def _ends(span: str) -> tuple[float, float]:
+def _bounds(span: str) -> tuple[float, float]:
     low, high = span[1:-1].split(", ")
     return float(low), float(high)
 
@@ -387,7 +370,7 @@ def seed(value: Any) -> int:
 
 
 def one_of(name: str, choice: str, options: Sequence[str]) -> None:
-    """Refuse a name that is none of several."""
+    """Refuse a name that is not one of the options."""
     if choice not in options:
         raise ValueError(f"Expected '{name}' to be one of {[*options]} (got {choice!r}).")
 
@@ -428,15 +411,15 @@ def memory(name: str, count: int, bytes_each: int, device: torch.device, way_out
 def fits(count: int, bytes_each: int, device: torch.device) -> bool:
     """Whether memory holds so many things.
 
-    True for few, and where nobody knows: in code that is compiled, and for fake tensors.
+    True for small requests, and where it is unknown: in compiled code, and for fake tensors.
     """
-    if torch.compiler.is_compiling() or count * bytes_each <= LARGE:
+    if torch.compiler.is_compiling() or count * bytes_each <= MIN_CHECKED_BYTES:
         return True
     return detect_fake_mode() is not None or count * bytes_each <= available(device)
 
 
 def available(device: torch.device) -> float:
-    """Bytes that are available on a device now; inf where nobody knows.
+    """Bytes that are available on a device now; inf if it is unknown.
 
     Those of the CPU are without swap, and within the limits of this process.
     """

@@ -1,4 +1,4 @@
-"""What each op costs in floating point operations, for the counter of torch.
+"""Floating point operations of each op, for the counter of torch.
 
 That counter, ``torch.utils.flop_counter.FlopCounterMode``, knows torch's own ops alone. In: the arguments of an op, as
 in its schema. Out: floating point operations, for each op of the same name. Not here: time and memory.
@@ -6,7 +6,7 @@ in its schema. Out: floating point operations, for each op of the same name. Not
 The conventions are torch's: a multiplication and its addition are 2; exponentials, comparisons, random words, and what
 is done once per token or once per edge without a sum over channels, are 0 (so ``segment_entmax`` is 0, as softmax is).
 Attention over a full graph therefore counts as much as the matrix products of dense attention do, forward and backward.
-E is that of the graph at hand.
+E counts the edges of the given graph.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from .reference import segments as reference_segments
 
 __all__ = [
     "block_attention", "block_attention_backward", "block_effect", "block_weight", "edge_attention",
-    "edge_attention_backward", "edge_dot", "edge_dot_backward", "edge_effect", "reach_dot",
-    "reach_dot_backward", "sample_sbm", "sampled_attention", "sampled_attention_backward",
+    "edge_attention_backward", "edge_dot", "edge_dot_backward", "edge_effect", "reach_dot", "reach_dot_backward",
+    "sample_sbm", "sampled_attention", "sampled_attention_backward",
 ]  # fmt: skip
 
 
@@ -83,36 +83,36 @@ def edge_attention_backward(
 
 def block_attention(
     query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor, col: Tensor, query_ptr: Tensor, key_ptr: Tensor,
-    grain: int, *_: Any, out_val: Any = None,
+    block_size: int, *_: Any, out_val: Any = None,
 ) -> int:  # fmt: skip
-    """2 E grain^2 (C + C'): all tokens of two blocks, and slots without a token."""
-    return 2 * col.numel() * grain**2 * (query.size(-1) + value.size(-1))
+    """2 E block_size^2 (C + C'): all tokens of two blocks, and slots without a token."""
+    return 2 * col.numel() * block_size**2 * (query.size(-1) + value.size(-1))
 
 
 def block_attention_backward(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor, col: Tensor, query_ptr: Tensor,
-    key_ptr: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, grain: int, *_: Any, out_val: Any = None,
+    key_ptr: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, block_size: int, *_: Any, out_val: Any = None,
 ) -> int:  # fmt: skip
-    """2 E grain^2 (3 C + 2 C')."""
-    return 2 * col.numel() * grain**2 * (3 * query.size(-1) + 2 * value.size(-1))
+    """2 E block_size^2 (3 C + 2 C')."""
+    return 2 * col.numel() * block_size**2 * (3 * query.size(-1) + 2 * value.size(-1))
 
 
 def block_effect(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor, col: Tensor, bias: Tensor | None,
-    probe_rowptr: Tensor, probe_col: Tensor, probe_bias: Tensor | None, query_ptr: Tensor, key_ptr: Tensor, grain: int,
-    *_: Any, out_val: Any = None,
+    probe_rowptr: Tensor, probe_col: Tensor, probe_bias: Tensor | None, query_ptr: Tensor, key_ptr: Tensor,
+    block_size: int, *_: Any, out_val: Any = None,
 ) -> int:  # fmt: skip
-    """2 (E + E') grain (grain (C + C') + C'): attention of each pair of blocks, and the gains of its rows."""
-    each = grain * (query.size(-1) + value.size(-1)) + value.size(-1)
-    return 2 * (col.numel() + probe_col.numel()) * grain * each
+    """2 (E + E') block_size (block_size (C + C') + C'): attention of each pair of blocks, and the gains of its rows."""
+    each = block_size * (query.size(-1) + value.size(-1)) + value.size(-1)
+    return 2 * (col.numel() + probe_col.numel()) * block_size * each
 
 
 def block_weight(
     query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor, bias: Tensor | None, query_ptr: Tensor, key_ptr: Tensor,
-    grain: int, *_: Any, out_val: Any = None,
+    block_size: int, *_: Any, out_val: Any = None,
 ) -> int:  # fmt: skip
-    """2 E grain^2 C."""
-    return 2 * col.numel() * grain**2 * query.size(-1)
+    """2 E block_size^2 C."""
+    return 2 * col.numel() * block_size**2 * query.size(-1)
 
 
 def edge_effect(
@@ -137,8 +137,8 @@ def edge_effect(
 
 
 def sample_sbm(
-    query: Tensor,
-    key: Tensor,
+    rate: Tensor,
+    member: Tensor,
     query_ptr: Tensor,
     key_ptr: Tensor,
     sequence_ids: Tensor,
@@ -153,29 +153,29 @@ def sample_sbm(
     """2 K for each pair whose probability is computed, and 4 H N K for the plan of the rows.
 
     The plan needs expected degrees and bounds. It tells, before anything is drawn, for how many pairs a probability is
-    computed: all keys where coins are tossed, else the expected number of proposals (none with ``"fastrg"``, which
+    computed: all keys of rows by pairs, else the expected number of proposals (none with ``"fastrg"``, which
     takes proposals as they come). Where there are no values to plan by (fake tensors), only the edges count, which is
     the least it can be.
     """
-    heads, num_queries, blocks = query.shape
-    if is_fake(query) or query.is_meta:
+    heads, num_queries, blocks = rate.shape
+    if is_fake(rate) or rate.is_meta:
         return 2 * blocks * (2 * heads * num_queries + out_val[1].numel())
     pairs = 0.0
-    reach = reference_segments.allowed_keys(query_ptr, key_ptr, num_queries, is_causal)
+    allowed = reference_segments.allowed_keys(query_ptr, key_ptr, num_queries, is_causal)
     offsets = zip(query_ptr.tolist(), query_ptr.tolist()[1:], key_ptr.tolist(), key_ptr.tolist()[1:], strict=False)
     for start, end, first, last in offsets:
-        rate, member = query[:, start:end].detach().double(), key[:, first:last].detach().double()
-        keys = reach[start:end]
-        bound = (rate * member.cummax(1).values[:, keys - 1]).sum(-1) + exploration
-        expected = (rate * member.cumsum(1)[:, keys - 1]).sum(-1) + exploration * keys
+        rates, members = rate[:, start:end].detach().double(), member[:, first:last].detach().double()
+        keys = allowed[start:end]
+        bound = (rates * members.cummax(1).values[:, keys - 1]).sum(-1) + exploration
+        expected = (rates * members.cumsum(1)[:, keys - 1]).sum(-1) + exploration * keys
         plan = reference_sampling.plan_rows(expected, bound, keys, method)
         proposals = torch.zeros_like(expected) if method == "fastrg" else plan.proposals
         tried = torch.where(plan.way == reference_sampling.GAPS, plan.landings, proposals)
-        pairs += float(torch.where(plan.way == reference_sampling.COINS, keys.double(), tried).sum())
+        pairs += float(torch.where(plan.way == reference_sampling.PAIRS, keys.double(), tried).sum())
     return 2 * blocks * (2 * heads * num_queries + round(pairs))
 
 
-def _pairs(query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, is_causal: bool) -> int:
+def _count_allowed_pairs(query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, is_causal: bool) -> int:
     """Pairs of all heads that may be edges; as in one sequence where offsets have no values."""
     if is_fake(query) or query.is_meta:
         query_ptr, key_ptr = (torch.tensor([0, int(x.size(1))]) for x in (query, key))
@@ -188,7 +188,7 @@ def sampled_attention(
     out_val: Any = None,
 ) -> int:  # fmt: skip
     """2 (K + C + 2 C') for each pair: its probability, its score, and two sums of values."""
-    pairs = _pairs(query, key, query_ptr, key_ptr, is_causal)
+    pairs = _count_allowed_pairs(query, key, query_ptr, key_ptr, is_causal)
     return 2 * pairs * (rate.size(-1) + query.size(-1) + 2 * value.size(-1))
 
 
@@ -198,6 +198,6 @@ def sampled_attention_backward(
     exploration: float, scale: float, is_causal: bool, window: int, need_model: bool, *, out_val: Any = None,
 ) -> int:  # fmt: skip
     """2 (K + 3 C + 2 C') for each pair, and 4 K more where the model learns."""
-    pairs = _pairs(query, key, query_ptr, key_ptr, is_causal)
+    pairs = _count_allowed_pairs(query, key, query_ptr, key_ptr, is_causal)
     model = (1 + 2 * need_model) * rate.size(-1)
     return 2 * pairs * (model + 3 * query.size(-1) + 2 * value.size(-1))

@@ -1,6 +1,7 @@
-"""What is made of a tensor once and kept for as long as the tensor lives, such as the order of a graph's edges by key.
+"""A cache of values that are computed from a tensor, such as the order of a graph's edges by key.
 
-In: the tensor, and how to make it. Out: what was made. Not here: what is made.
+In: the tensor, and how to compute the value. Out: the value, which is dropped with the tensor. Not here: what is
+computed.
 """
 
 from __future__ import annotations
@@ -13,53 +14,52 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .values import captured
+from .values import is_capturing
 
-T = TypeVar("T")
+Value = TypeVar("Value")
 
 
 def _writable(x: Tensor) -> bool:
-    """Whether numpy may write into a tensor: it lies on the CPU and has values of its own."""
+    """True if numpy can write into a tensor: it lies on the CPU and has values of its own."""
     return x.device.type == "cpu" and not is_fake(x) and not torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
-def _seen(x: Tensor) -> Any:
-    """What tells later whether a tensor was written into: its values, for numpy counts no version, or the version."""
+def _snapshot(x: Tensor) -> Any:
+    """The values of a tensor that numpy can write into, which changes no version; else its version."""
     return x.clone() if _writable(x) else x._version
 
 
-def _unchanged(x: Tensor, seen: Any) -> bool:
-    return torch.equal(x, seen) if isinstance(seen, Tensor) else x._version == seen
+def _is_unchanged(x: Tensor, snapshot: Any) -> bool:
+    return torch.equal(x, snapshot) if isinstance(snapshot, Tensor) else x._version == snapshot
 
 
-class Kept:
-    """Something of one kind, for each tensor that it was made of, until the tensor is written into.
+class TensorMemo:
+    """Values of one kind, one for each tensor, kept until the tensor is changed or deleted.
 
-    Nothing is kept of tensors of ``torch.inference_mode``, which do not tell whether they were written into, nor while
-    a CUDA graph is captured.
+    Nothing is kept of tensors of ``torch.inference_mode``, which have no version, nor while a CUDA graph is captured.
     """
 
     def __init__(self) -> None:
         self._found: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
-    def get(self, make: Callable[..., T], x: Tensor, *given: Any) -> T:
-        """``make(x, *given)``, or what it made before of this tensor and the same other arguments.
+    def get(self, compute: Callable[..., Value], x: Tensor, *given: Any) -> Value:
+        """Return ``compute(x, *given)``, or the kept value for the same tensor and the same other arguments.
 
         Args:
-            make: Makes it. What it makes must not hold ``x`` itself, which would live as long as it.
+            compute: Computes the value, which must not refer to ``x``: the tensor would never be deleted.
             x: The tensor.
-            given: Tensors, which are the same where they are one object, unchanged, and numbers.
+            given: Numbers, and tensors. A tensor is the same if it is the same object and unchanged.
         """
         tensors = [each for each in given if isinstance(each, Tensor)]
-        if any(each.is_inference() for each in (x, *tensors)) or captured(x.device):
-            return make(x, *given)
+        if any(each.is_inference() for each in (x, *tensors)) or is_capturing(x.device):
+            return compute(x, *given)
         numbers = [None if isinstance(each, Tensor) else each for each in given]
-        if (kept := self._found.get(x)) is not None:
-            others, then, seen, found = kept
-            same = then == numbers and [*map(id, others)] == [*map(id, tensors)]
-            if same and all(map(_unchanged, (x, *tensors), seen)):
-                return found
-        seen = [*map(_seen, (x, *tensors))]
-        found = make(x, *given)
-        self._found[x] = tensors, numbers, seen, found
-        return found
+        if (entry := self._found.get(x)) is not None:
+            old_tensors, old_numbers, snapshots, value = entry
+            same = old_numbers == numbers and [*map(id, old_tensors)] == [*map(id, tensors)]
+            if same and all(map(_is_unchanged, (x, *tensors), snapshots)):
+                return value
+        snapshots = [*map(_snapshot, (x, *tensors))]
+        value = compute(x, *given)
+        self._found[x] = tensors, numbers, snapshots, value
+        return value

@@ -1,4 +1,4 @@
-"""Each op declared once: its schema, its shapes without values, its gradient, and which kernel computes it where.
+"""Declarations of the ops: schema, shapes without values, gradient, and kernels by device.
 
 In and out: the tensors of :mod:`sbm_pyg.ops`, which checks them and holds the docstrings. Not here: any computation.
 """
@@ -19,7 +19,7 @@ from . import cuda, flops
 
 
 def _as_given(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Compute in the precisions that are given, in autocast too, which has converted what comes in already."""
+    """Disable autocast inside of an op, whose inputs autocast has converted already."""
 
     @wraps(call)
     def computed(*arguments: Any, **options: Any) -> Any:
@@ -33,7 +33,7 @@ def _as_given(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _carried(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Compute on the CPU what is on another device, and carry it back."""
+    """Compute on the CPU for tensors of another device, and copy the result back."""
 
     @wraps(call)
     def computed(*arguments: Any) -> Any:
@@ -45,7 +45,7 @@ def _carried(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 KERNELS: dict[str, tuple[str, tuple[str, ...]]] = {}
-"""Of each op, the file that computes it, which has the same name on each shelf, and the shelves that have a kernel."""
+"""For each op, the file that computes it, by its name on each shelf, and the shelves that have a kernel."""
 
 
 def _on_cuda(name: str, file: str) -> Callable[..., Any]:
@@ -62,8 +62,9 @@ def _on_cuda(name: str, file: str) -> Callable[..., Any]:
 def _declare(
     name: str, schema: str, fake: Callable[..., Any], file: str, kernels: tuple[str, ...] = ("cpu", "cuda")
 ) -> CustomOpDef:
-    """Declare ``sbm_pyg::name``: its reference, its kernels in ``cpu/`` and ``cuda/``, all in files of one
-    name, and its cost. Apple's devices run the CPU kernel.
+    """Declare ``sbm_pyg::name``: its reference, its kernels in ``cpu/`` and ``cuda/``, and its cost.
+
+    All are in files of one name. Apple's devices run the CPU kernel.
     """
     KERNELS[name] = file, kernels
     reference = import_module(f".reference.{file}", __package__)
@@ -101,8 +102,8 @@ def _fake_attention(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple
 
 def _fake_attention_backward(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor, col: Tensor, gate: Tensor | None,
-    bias: Tensor | None,
-    out: Tensor, lse: Tensor, scale: float, gate_form: str, dropout: float, seed: int, need_gate: bool, need_bias: bool,
+    bias: Tensor | None, out: Tensor, lse: Tensor, scale: float, gate_form: str, dropout: float, seed: int,
+    need_gate: bool, need_bias: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     edge = [
         x.new_empty(col.size(0)) if x is not None and need else lse.new_empty(0)
@@ -113,10 +114,12 @@ def _fake_attention_backward(
 
 def _fake_block_backward(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor, col: Tensor, query_ptr: Tensor,
-    key_ptr: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, grain: int, is_causal: bool, scale: float,
+    key_ptr: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, block_size: int, is_causal: bool, scale: float,
     dropout: float, seed: int, need_bias: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    grad_bias = lse.new_empty(0) if bias is None or not need_bias else bias.new_empty(col.size(0), grain, grain)
+    grad_bias = (
+        lse.new_empty(0) if bias is None or not need_bias else bias.new_empty(col.size(0), block_size, block_size)
+    )
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape), grad_bias
 
 
@@ -138,8 +141,7 @@ def _fake_sampled_backward(
 
 def _fake_effect(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor, col: Tensor, bias: Tensor | None,
-    probe_rowptr: Tensor,
-    probe_col: Tensor, *_: Any,
+    probe_rowptr: Tensor, probe_col: Tensor, *_: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     return query.new_empty(col.size(0)), query.new_empty(probe_col.size(0))
 
@@ -259,31 +261,31 @@ invalid_row = _declare(
 _BLOCKS = "Tensor query_ptr, Tensor key_ptr"
 block_attention = _declare(
     "block_attention",
-    f"(Tensor query, Tensor key, Tensor value, Tensor rowptr, Tensor col, {_BLOCKS}, SymInt grain, bool is_causal, "
-    "Tensor? bias, float scale, float dropout=0.0, SymInt seed=0) -> (Tensor, Tensor)",
+    f"(Tensor query, Tensor key, Tensor value, Tensor rowptr, Tensor col, {_BLOCKS}, SymInt block_size, "
+    "bool is_causal, Tensor? bias, float scale, float dropout=0.0, SymInt seed=0) -> (Tensor, Tensor)",
     _fake_attention,
     "blocks",
 )
 block_attention_backward = _declare(
     "block_attention_backward",
     f"(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor rowptr, Tensor col, {_BLOCKS}, Tensor? bias, "
-    "Tensor out, Tensor lse, SymInt grain, bool is_causal, float scale, float dropout, SymInt seed, bool need_bias) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
+    "Tensor out, Tensor lse, SymInt block_size, bool is_causal, float scale, float dropout, SymInt seed, "
+    "bool need_bias) -> (Tensor, Tensor, Tensor, Tensor)",
     _fake_block_backward,
     "blocks",
 )
 block_effect = _declare(
     "block_effect",
     "(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor rowptr, Tensor col, Tensor? bias, "
-    f"Tensor probe_rowptr, Tensor probe_col, Tensor? probe_bias, {_BLOCKS}, SymInt grain, bool is_causal, "
+    f"Tensor probe_rowptr, Tensor probe_col, Tensor? probe_bias, {_BLOCKS}, SymInt block_size, bool is_causal, "
     "float scale) -> (Tensor, Tensor)",
     _fake_effect,
     "blocks",
 )
 block_weight = _declare(
     "block_weight",
-    f"(Tensor query, Tensor key, Tensor rowptr, Tensor col, Tensor? bias, {_BLOCKS}, SymInt grain, bool is_causal, "
-    "float scale) -> Tensor",
+    f"(Tensor query, Tensor key, Tensor rowptr, Tensor col, Tensor? bias, {_BLOCKS}, SymInt block_size, "
+    "bool is_causal, float scale) -> Tensor",
     lambda query, key, rowptr, col, *_: query.new_empty(col.size(0)),
     "blocks",
 )
@@ -452,7 +454,7 @@ class EdgeSum(torch.autograd.Function):
         return dweight, dvalue, None, None
 
 
-def _unchanged(out: Tensor) -> Tensor:
+def _pass_through(out: Tensor) -> Tensor:
     # A compiled graph that begins with `out` would return a view of its input, and leave the derivative out.
     return out.clone() if torch.compiler.is_compiling() else out.view_as(out)
 
@@ -475,11 +477,11 @@ class LocalExpectation(torch.autograd.Function):
     @staticmethod
     def forward(
         out: Tensor, rate: Tensor | None, member: Tensor | None, prob: Tensor | None, probe_prob: Tensor | None,
-        query: Tensor, key: Tensor,
-        value: Tensor, rowptr: Tensor, col: Tensor, bias: Tensor | None, probe_rowptr: Tensor, probe_col: Tensor,
-        probe_bias: Tensor | None, chance: Tensor, forced: Tensor | None, scale: float, exploration: float,
+        query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor, col: Tensor, bias: Tensor | None,
+        probe_rowptr: Tensor, probe_col: Tensor, probe_bias: Tensor | None, chance: Tensor, forced: Tensor | None,
+        scale: float, exploration: float,
     ) -> Tensor:  # fmt: skip
-        return _unchanged(out)
+        return _pass_through(out)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -514,10 +516,10 @@ class BlockExpectation(torch.autograd.Function):
     def forward(
         out: Tensor, prob: Tensor, probe_prob: Tensor, query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor,
         col: Tensor, bias: Tensor | None, probe_rowptr: Tensor, probe_col: Tensor, probe_bias: Tensor | None,
-        query_ptr: Tensor, key_ptr: Tensor, chance: Tensor, forced: Tensor | None, grain: int, is_causal: bool,
+        query_ptr: Tensor, key_ptr: Tensor, chance: Tensor, forced: Tensor | None, block_size: int, is_causal: bool,
         scale: float, exploration: float,
     ) -> Tensor:  # fmt: skip
-        return _unchanged(out)
+        return _pass_through(out)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -1,13 +1,65 @@
-"""Whether the values of a tensor may be read now.
+"""Whether the values of a tensor can be read, and whether reading them waits for a device.
 
-In: a tensor or a device. Out: a flag. Not here: checks of the values (``checks``).
+In: tensors or a device. Out: a flag, or an error if values are needed and cannot be read. Not here: checks of values
+(:mod:`.checks`).
 """
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import is_fake
+
+__all__ = ["can_read", "can_read_without_sync", "is_batched", "is_capturing", "require_unbatched", "require_values"]
 
 
-def captured(where: torch.device) -> bool:
-    """Whether a CUDA graph is being captured, which computes nothing before it is replayed."""
-    return where.type == "cuda" and not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing()
+def is_capturing(device: torch.device) -> bool:
+    """True while a CUDA graph is captured, which computes nothing before it is replayed."""
+    return device.type == "cuda" and not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing()
+
+
+def is_batched(x: Tensor) -> bool:
+    """True if a tensor stands for a batch of tensors, as in :func:`torch.vmap`."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(x):  # as by `grad` inside of `vmap`
+        if torch._C._functorch.is_batchedtensor(x):
+            return True
+        x = torch._C._functorch.get_unwrapped(x)
+    return False
+
+
+def can_read(x: Tensor) -> bool:
+    """True if the values of a tensor can be read.
+
+    They cannot in compiled code, nor of meta and fake tensors, of any tensor where new ones are fake, and of tensors of
+    :func:`torch.vmap`.
+    """
+    return not (torch.compiler.is_compiling() or x.is_meta or is_fake(x) or detect_fake_mode() or is_batched(x))
+
+
+def can_read_without_sync(*given: Tensor) -> bool:
+    """True if the values of tensors can be read without waiting for a device."""
+    return (
+        not torch.compiler.is_compiling()
+        and all(x.device.type == "cpu" and not is_batched(x) for x in given)
+        and not detect_fake_mode(given)
+    )
+
+
+def require_unbatched(**given: Tensor | None) -> None:
+    """Refuse tensors of :func:`torch.vmap`, because the size of the result depends on their values; None passes."""
+    if torch.compiler.is_compiling():
+        return
+    for name, x in given.items():
+        if isinstance(x, Tensor) and is_batched(x):
+            raise ValueError(
+                f"Expected '{name}' outside of `torch.vmap` where it decides how many edges there are (got one tensor "
+                "that stands for many). Join the batch to one of many sequences, with their offsets as `ptr`."
+            )
+
+
+def require_values(x: Tensor, name: str) -> None:
+    """Raise ValueError for meta tensors and tensors of :func:`torch.vmap`, whose values cannot size the result."""
+    require_unbatched(**{name: x})
+    if x.is_meta:
+        raise ValueError(f"Expected '{name}' to hold values (got a meta tensor). Move it to a device that has memory.")

@@ -1,6 +1,6 @@
 r"""Choosers that learn which keys a query needs: small scores of all pairs, sampled or ranked.
 
-In: queries and keys of each head. Out: a :class:`~sbm_pyg.Choice`, whose graph follows the scores and whose
+In: :class:`~sbm_pyg.Tokens`. Out: a :class:`~sbm_pyg.Choice`, whose graph follows the scores and whose
 probabilities let an estimator train them. Not here: the estimators, and rules without parameters (``selectors``).
 
 =====================  ================  ===================================================================
@@ -30,11 +30,11 @@ from .. import ops
 from ..graph import AttentionGraph
 from ..ops import checks
 from ..ops.reference import sampling as reference_sampling
-from ..ops.reference.segments import allowed_keys
-from ..ragged import check_present, count_pairs, draw_seed, resolve_sequence_ids, resolve_sides
+from ..ops.values import require_values
+from ..ragged import Tokens, check_record, count_pairs, draw_seed, resolve_sequence_ids
 from . import patterns
 from .interface import Choice, EdgeProbability, SharingSource, check_over
-from .pairs import Part, Ptr, Sides, largest, parts, share_of, streamed
+from .pairs import Part, graph_of_rows, largest, parts, share_of, streamed
 
 __all__ = ["IndexProbability", "Indexer", "IndexerSource", "KeyScorer"]
 
@@ -167,11 +167,10 @@ class IndexProbability(EdgeProbability):
     :math:`p_{ij} = \sigma(I_{ij} + b)`.
 
     Args:
+        tokens: The tokens that the scores are of; only their number, offsets and causality matter here.
         query: Small queries, ``[H, N, S, D]``.
         weight: Weights of the small heads, ``[H, N, S]``.
         key: Small keys, ``[H, M, D]``.
-        ptr: Offsets of the sequences, ``[B+1]`` int64, or the pair (keys, queries). None: one sequence.
-        is_causal: No query attends to a later key.
         degree: Keys that each query shares out, ``[N]``, positive. None: pairs are apart.
         bias: The b of each head, ``[H]``, or None for 0; without effect where there are degrees.
 
@@ -179,35 +178,36 @@ class IndexProbability(EdgeProbability):
         TypeError, ValueError: An argument has the wrong type or shape.
 
     Example:
-        >>> probability = IndexProbability(*Indexer(8)(torch.randn(1, 5, 8), torch.randn(1, 5, 8)))
+        >>> tokens = Tokens(torch.randn(1, 5, 8))
+        >>> probability = IndexProbability(tokens, *Indexer(8)(tokens.query, tokens.key))
         >>> probability.sample(seed=0).num_edges <= 25, probability.top_k(2).num_edges
         (True, 10)
     """
 
     def __init__(
         self,
+        tokens: Tokens,
         query: Tensor,
         weight: Tensor,
         key: Tensor,
         *,
-        ptr: Ptr = None,
-        is_causal: bool = False,
         degree: Tensor | None = None,
         bias: Tensor | None = None,
     ) -> None:
+        check_record(tokens)
         checks.tensors(query=query, weight=weight, key=key)
         checks.floating(query=query, weight=weight, key=key)
-        checks.same_device("query", query, weight=weight, key=key)
-        checks.shape("query", query, (None, None, None, None), "[H, N, S, D]", "An Indexer makes it.")
-        heads, count, small, channels = query.shape
+        checks.same_device("query", query, weight=weight, key=key, tokens=tokens.query_ptr)
+        heads, count = tokens.heads, tokens.num_queries
+        checks.shape("query", query, (heads, count, None, None), "[H, N, S, D]", "An Indexer makes it.")
+        small, channels = query.shape[2:]
         checks.shape("weight", weight, (heads, count, small), "[H, N, S]", "It weighs the small heads.")
-        checks.shape("key", key, (heads, None, channels), "[H, M, D]", "It has the channels of a small head.")
-        checks.flag("is_causal", is_causal, "It says whether edges to later tokens are left out.")
-        check_present(query, "query")
-        if min(heads, count, small, channels, key.size(1)) < 1:
+        wanted = (heads, tokens.num_keys, channels)
+        checks.shape("key", key, wanted, "[H, M, D]", "It has the channels of a small head.")
+        require_values(query, "query")
+        if min(small, channels) < 1:
             raise ValueError(
-                f"Expected 'query' and 'key' of at least one head, token and channel (got {list(query.shape)} and "
-                f"{list(key.shape)}). A graph has tokens on both sides."
+                f"Expected 'query' of at least one small head and channel (got {list(query.shape)}). They make scores."
             )
         for name, x, shape, words in (("degree", degree, (count,), "[N]"), ("bias", bias, (heads,), "[H]")):
             if x is not None:
@@ -218,13 +218,13 @@ class IndexProbability(EdgeProbability):
         self.query, self.weight, self.key = (x.to(wide) for x in (query, weight, key))
         self.degree, self.bias = degree, bias
         packed = torch.cat([self.query.flatten(2), self.weight], 2)
-        self.sides = Sides(packed, self.key, *resolve_sides(count, key.size(1), ptr, None, query.device), is_causal)
+        self.tokens = tokens.with_vectors(packed, self.key)
         self._known: dict[Rule, Tensor] = {}
         self._traced: dict[Rule, Tensor] = {}
 
     def __repr__(self) -> str:
-        sides = f"{self.sides.heads} heads, {self.sides.num_queries} queries, {self.sides.num_keys} keys"
-        return f"{type(self).__name__}({sides}, {'apart' if self.degree is None else 'competing'})"
+        sizes = f"{self.tokens.heads} heads, {self.tokens.num_queries} queries, {self.tokens.num_keys} keys"
+        return f"{type(self).__name__}({sizes}, {'apart' if self.degree is None else 'competing'})"
 
     def score(self, graph: AttentionGraph) -> Tensor:
         """Scores of the edges of a graph, ``[E]``, differentiable. Cost O(E S D).
@@ -238,7 +238,7 @@ class IndexProbability(EdgeProbability):
         self.check(graph)
         total = self.query.new_zeros(graph.num_edges)
         for query, weight in zip(self.query.unbind(2), self.weight.unbind(2), strict=True):
-            dot = ops.edge_dot(query.contiguous(), self.key, graph.rowptr, graph.col)
+            dot = ops.edge_dot(query.contiguous(), self.key, graph.rows)
             total = total + torch.relu(dot) * weight.flatten()[graph.edge_row]
         return total
 
@@ -250,7 +250,7 @@ class IndexProbability(EdgeProbability):
         score = self.score(graph)
         if self.degree is None:
             return torch.sigmoid(score if self.bias is None else score + self.bias[graph.edge_head])
-        degree = self.degree.to(score.dtype).repeat(self.sides.heads)
+        degree = self.degree.to(score.dtype).repeat(self.tokens.heads)
         return degree[graph.edge_row] * (score - self.log_total.flatten()[graph.edge_row]).exp()
 
     @property
@@ -261,14 +261,15 @@ class IndexProbability(EdgeProbability):
     def expected_degree(self) -> Tensor:
         """Sum of the probabilities of each query's pairs, ``[H, N]``, differentiable, before any is cut at 1."""
         if self.degree is not None:
-            return self.degree.to(self.query.dtype).expand(self.sides.heads, -1)
+            return self.degree.to(self.query.dtype).expand(self.tokens.heads, -1)
         return self._reduce(_COINS)
 
     def expected_density(self) -> Tensor:
         """Mean probability over the pairs of each sequence and head, ``[B, H]``, before any is cut at 1."""
-        sides, degree = self.sides, self.expected_degree()
-        edges = degree.new_zeros(sides.query_ptr.numel() - 1, sides.heads).index_add(0, sides.query_sequence, degree.T)
-        return edges / count_pairs(sides.query_ptr, sides.key_ptr, sides.is_causal)[:, None]
+        tokens, degree = self.tokens, self.expected_degree()
+        edges = degree.new_zeros(tokens.query_ptr.numel() - 1, tokens.heads)
+        edges = edges.index_add(0, tokens.query_sequence, degree.T)
+        return edges / count_pairs(tokens.query_ptr, tokens.key_ptr, tokens.is_causal)[:, None]
 
     def check(self, graph: AttentionGraph, name: str = "graph") -> None:
         """Refuse a graph that is not over these tokens, heads and sequences.
@@ -276,9 +277,9 @@ class IndexProbability(EdgeProbability):
         Raises:
             TypeError, ValueError: It is not.
         """
-        sides = self.sides
-        of = (sides.heads, sides.num_queries, sides.num_keys)
-        check_over(graph, name, self, of, sides.query_ptr, sides.key_ptr, sides.is_causal)
+        tokens = self.tokens
+        sizes = (tokens.heads, tokens.num_queries, tokens.num_keys)
+        check_over(graph, name, self, sizes, tokens.query_ptr, tokens.key_ptr, tokens.is_causal)
 
     @torch.no_grad()
     def top_k(self, k: int | Tensor) -> AttentionGraph:
@@ -293,13 +294,10 @@ class IndexProbability(EdgeProbability):
         if isinstance(k, Tensor):
             if k.dtype != torch.int64:
                 raise TypeError(f"Expected 'k' to be int64 (got {k.dtype}). It counts keys.")
-            checks.shape("k", k, (self.sides.num_queries,), "[N]", "It is the number of keys of each query.")
+            checks.shape("k", k, (self.tokens.num_queries,), "[N]", "It is the number of keys of each query.")
         else:
-            k = min(checks.integer("k", k, 1, "It is the number of keys of each query."), self.sides.num_keys)
-        sides = self.sides
-        return sides.rows(
-            *streamed(sides, sides.key, sides.key_ptr, sides.allowed_keys, largest(k), self._scores, most=k)
-        )
+            k = min(checks.integer("k", k, 1, "It is the number of keys of each query."), self.tokens.num_keys)
+        return graph_of_rows(self.tokens, *streamed(self.tokens, largest(k), self._scores, most=k))
 
     @torch.no_grad()
     def sample(
@@ -319,25 +317,26 @@ class IndexProbability(EdgeProbability):
             TypeError, ValueError: An argument has the wrong type, shape or range, or memory does not hold the edges.
         """
         checks.number("exploration", exploration, "[0, 1]", "It is added to every probability.")
-        sides, seed = self.sides, draw_seed(seed)
-        ids = resolve_sequence_ids(sequence_ids, sides.query_ptr.numel() - 1, sides.query_ptr.device)
-        stream = ids[sides.query_sequence]
-        head = torch.arange(sides.heads, device=stream.device)[:, None, None]
+        tokens, seed = self.tokens, draw_seed(seed)
+        ids = resolve_sequence_ids(sequence_ids, tokens.query_ptr.numel() - 1, tokens.query_ptr.device)
+        stream = ids[tokens.query_sequence]
+        head = torch.arange(tokens.heads, device=stream.device)[:, None, None]
 
         totals = []
 
         def toss(scores: Tensor, possible: Tensor, part: Part) -> Tensor:
-            token = part.query
+            query = part.query
             if self.degree is None:
                 p = _coin(scores, self.bias)
             else:
                 total = scores.logsumexp(3, keepdim=True)
                 totals.append((part, total[..., 0]))
-                p = scores.sub_(total).exp_().mul_(self.degree.to(scores.dtype)[token][..., None]).nan_to_num_(0.0)
+                p = scores.sub_(total).exp_().mul_(self.degree.to(scores.dtype)[query][..., None]).nan_to_num_(0.0)
             threshold = p.add_(exploration).clamp_(max=1).mul_(possible).mul_(2.0**32)
-            return reference_sampling.toss(threshold.long(), sides.query_place[token], stream[token], head, seed)
+            position = tokens.query_position[query]
+            return reference_sampling.bernoulli_draws(threshold.long(), position, stream[query], head, seed)
 
-        graph = sides.rows(*streamed(sides, sides.key, sides.key_ptr, sides.allowed_keys, toss, self._scores))
+        graph = graph_of_rows(tokens, *streamed(tokens, toss, self._scores))
         if totals:
             self._known[_LOG_TOTAL] = _in_order(totals)
         return graph
@@ -350,15 +349,15 @@ class IndexProbability(EdgeProbability):
         if rule not in self._known:
             with torch.no_grad():
                 found = []
-                for part in parts(self.sides, self.sides.key_ptr, self.sides.allowed_keys):
-                    scores, _ = _part(self.sides, part, self.query.size(2))
+                for part in parts(self.tokens):
+                    scores, _ = _part(self.tokens, part, self.query.size(2))
                     found.append((part, rule.value(scores, self.bias)))
                 self._known[rule] = _in_order(found)
         if not torch.is_grad_enabled():
             return self._known[rule]
         if rule not in self._traced:  # one backward pass over all pairs, however often it is asked for
-            inputs = (self.sides.query, self.sides.key, self.bias)
-            self._traced[rule] = _Reduced.apply(*inputs, self._known[rule], self.sides, self.query.size(2), rule)
+            inputs = (self.tokens.query, self.tokens.key, self.bias)
+            self._traced[rule] = _Reduced.apply(*inputs, self._known[rule], self.tokens, self.query.size(2), rule)
         return self._traced[rule]
 
 
@@ -379,9 +378,9 @@ def _scores(packed: Tensor, key: Tensor, small: int) -> Tensor:
     return total
 
 
-def _part(sides: Sides, part: Part, small: int) -> tuple[Tensor, Tensor]:
+def _part(tokens: Tokens, part: Part, small: int) -> tuple[Tensor, Tensor]:
     """Scores of the pairs of a part, the least number where there is none, and which pairs there are."""
-    scores = _scores(sides.query[:, part.query], sides.key[:, part.key.clamp(min=0)], small)
+    scores = _scores(tokens.query[:, part.query], tokens.key[:, part.key.clamp(min=0)], small)
     possible = part.possible & ~scores.isnan()
     return scores.masked_fill_(~possible, torch.finfo(scores.dtype).min), possible
 
@@ -417,20 +416,27 @@ class _Reduced(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, packed: Tensor, key: Tensor, bias: Tensor | None, value: Tensor, sides: Sides, small: int, rule: Rule
+        ctx: Any,
+        packed: Tensor,
+        key: Tensor,
+        bias: Tensor | None,
+        value: Tensor,
+        tokens: Tokens,
+        small: int,
+        rule: Rule,
     ) -> Tensor:
-        ctx.save_for_backward(packed, key, bias, value, sides.query_ptr, sides.key_ptr)
-        ctx.sides, ctx.small, ctx.rule = sides, small, rule
+        ctx.save_for_backward(packed, key, bias, value, tokens.query_ptr, tokens.key_ptr)
+        ctx.tokens, ctx.small, ctx.rule = tokens, small, rule
         return value.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        packed, key, bias, value, *_ = ctx.saved_tensors  # which tell whether the sides were written into
-        sides, grad_packed, grad_key = ctx.sides, torch.zeros_like(packed), torch.zeros_like(key)
+        packed, key, bias, value, *_ = ctx.saved_tensors  # which tell whether offsets were written into
+        tokens, grad_packed, grad_key = ctx.tokens, torch.zeros_like(packed), torch.zeros_like(key)
         grad_bias = None if bias is None else torch.zeros_like(bias)
-        for part in parts(sides, sides.key_ptr, sides.allowed_keys):
-            scores, possible = _part(sides, part, ctx.small)
+        for part in parts(tokens):
+            scores, possible = _part(tokens, part, ctx.small)
             slope = ctx.rule.slope(scores, bias, value[:, part.query, None]).mul_(grad[:, part.query, None])
             slope.masked_fill_(~possible, 0)
             if grad_bias is not None and ctx.rule is _COINS:
@@ -535,40 +541,27 @@ class IndexerSource(SharingSource):
         super().reset_parameters()
         self._reset_bias()
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        query_ptr: Tensor,
-        key_ptr: Tensor,
-        *,
-        bipartite: bool = False,
-        is_causal: bool = False,
-        seed: int,
-        sequence_ids: Tensor | None = None,
-    ) -> Choice:
+    def forward(self, tokens: Tokens) -> Choice:
         """As :meth:`GraphSource.forward`."""
-        small = self.scorer(query.detach(), key.detach()) if self.detach else self.scorer(query, key)
-        reach = allowed_keys(query_ptr, key_ptr, query.size(1), is_causal)
+        vectors = (tokens.query, tokens.key)
+        small = self.scorer(*(x.detach() for x in vectors) if self.detach else vectors)
         count = None
         if self.k is not None:
-            count = reach.clamp(max=self.k)
+            count = tokens.allowed_keys.clamp(max=self.k)
         elif self.share is not None:
-            count = (self.share * reach).clamp(min=1)
-        probability = IndexProbability(
-            *small, ptr=(key_ptr, query_ptr), is_causal=is_causal, bias=self.bias,
-            degree=None if count is None else count.to(torch.promote_types(query.dtype, torch.float32)),
-        )  # fmt: skip
+            count = (self.share * tokens.allowed_keys).clamp(min=1)
+        degree = None if count is None else count.to(torch.promote_types(tokens.query.dtype, torch.float32))
+        probability = IndexProbability(tokens, *small, degree=degree, bias=self.bias)
         if self.select == "top_k":
-            wanted = count if self.share is None else share_of(self.share, reach)
+            wanted = count if self.share is None else share_of(self.share, tokens.allowed_keys)
             assert wanted is not None
             choice = Choice(probability.top_k(wanted), probability, independent=False)
         else:
             by_share = (self.share or 0.0) ** 2 if self.exploration is None else self.exploration
             exploration = by_share if self.training else 0.0
-            graph = probability.sample(exploration=exploration, seed=seed, sequence_ids=sequence_ids)
+            graph = probability.sample(exploration=exploration, seed=tokens.seed, sequence_ids=tokens.sequence_ids)
             choice = Choice(graph, probability, exploration=exploration)
-        return patterns.with_window(choice, self.window, query_ptr, bipartite)
+        return patterns.with_window(choice, self.window, tokens.bipartite)
 
     def extra_repr(self) -> str:
         """Its options."""

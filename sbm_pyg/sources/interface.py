@@ -1,7 +1,7 @@
-"""What passes between whoever chooses a graph and the attention over it, and the same as a PyG transform.
+"""The interface between graph sources and attention, and a source as a PyG transform.
 
-In: queries and keys of a batch. Out: a :class:`Choice`, which is a graph and what its source knows of its pairs. Not
-here: the sources themselves (``patterns``, ``sampling``), attention, and how a loss reaches the probabilities
+In: :class:`~sbm_pyg.Tokens`. Out: a :class:`Choice`, which is a graph and what its source knows of its pairs. Not here:
+the sources themselves (``patterns``, ``sampling``), attention, and how a loss reaches the probabilities
 (``estimators``).
 """
 
@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -19,10 +19,10 @@ from torch_geometric.data import Data
 from torch_geometric.data.datapipes import functional_transform
 from torch_geometric.transforms import BaseTransform
 
-from ..blocks import BlockGraph
+from .. import ops
 from ..graph import AttentionGraph, check_graph
 from ..ops import checks
-from ..ragged import check_sequence_ids, check_tensor, draw_seed, resolve_ptr, resolve_sides, stored_ptr
+from ..ragged import Tokens, check_record, draw_seed, stored_ptr
 
 __all__ = ["Choice", "EdgeProbability", "GraphSource", "SharingSource", "SourceGraph", "TiledChoice"]
 
@@ -117,6 +117,28 @@ class Choice:
         """Numbers of sequences and heads, (B, H)."""
         return self.graph.num_sequences, self.graph.heads
 
+    def check_tokens(self, tokens: Tokens) -> None:
+        """Raise ValueError if the graph is over other tokens."""
+        graph, sizes = self.graph, (tokens.num_queries, tokens.num_keys)
+        if (graph.num_queries, graph.num_keys) != sizes or not graph.same_offsets(tokens.query_ptr, tokens.key_ptr):
+            raise ValueError(
+                f"Expected 'source' to return a graph over N = {sizes[0]} queries and M = {sizes[1]} keys, and over "
+                f"their sequences (got {graph}). Build it with the offsets of its tokens."
+            )
+
+    @property
+    def is_stored(self) -> bool:
+        """False if edges are drawn when their scores are computed, and :attr:`graph` only on request."""
+        return True
+
+    def stored(self) -> Choice:
+        """The same choice with a stored graph."""
+        return self
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, learn: bool) -> Tensor:
+        """Softmax attention over the edges, ``[H, N, C']``; ``learn`` trains a model whose edges are not stored."""
+        return self.graph._attend(query, key, value, scale=scale)
+
     def expand(self, heads: int) -> Choice:
         """The choice for so many heads, as :meth:`AttentionGraph.expand`; all have the forced edges of the one."""
         graph = self.graph.expand(heads)
@@ -130,7 +152,7 @@ class Choice:
         Raises:
             ValueError: The graph is one of blocks, whose tokens are not chosen one by one.
         """
-        if isinstance(self.graph, BlockGraph):
+        if self.graph.blocks is not self.graph:
             raise ValueError(
                 f"Expected a graph of tokens where edges are left out (got blocks of {self.graph.grain}). "
                 "Choose with grain=1, or expand the graph and attend over that: `graph.expand_tokens()`."
@@ -225,9 +247,22 @@ class TiledChoice(Choice):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.probability}, exploration={self.exploration}, window={self.window})"
 
+    def check_tokens(self, tokens: Tokens) -> None:
+        """The model was made from the tokens, so nothing is checked."""
+
+    @property
+    def is_stored(self) -> bool:
+        return False
+
     def stored(self) -> Choice:
-        """The same as a choice whose graph is stored."""
         return Choice(self.graph, self.probability, self.forced, self.exploration)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, learn: bool) -> Tensor:
+        rate, member = self.factors if learn else (x.detach() for x in self.factors)
+        return ops.sampled_attention(
+            query, key, value, rate, member, *self.ptrs, self.sequence_ids, self.seed, scale=scale,
+            exploration=self.exploration, is_causal=getattr(self.probability, "is_causal", False), window=self.window,
+        )  # fmt: skip
 
     def expand(self, heads: int) -> Choice:
         """As :meth:`Choice.expand`."""
@@ -251,43 +286,28 @@ class GraphSource(torch.nn.Module, ABC):
 
     A source is a module: it may hold parameters, which learn through the probabilities of its :class:`Choice`.
 
-    A call checks what :meth:`forward` is given, and that the graph it returns is over these tokens. So sources need not
-    look at shapes, offsets and seeds themselves, and kernels trust both.
+    Tokens are checked when they are made, and a call checks that the graph it returns is over these tokens. So sources
+    need not look at shapes, offsets and seeds themselves, and kernels trust both.
+
+    Example:
+        >>> from sbm_pyg import selectors
+        >>> class Nearest(GraphSource):
+        ...     def forward(self, tokens):
+        ...         return Choice(selectors.top_k(tokens, 1))
+        >>> Nearest()(Tokens(torch.randn(2, 10, 8))).graph.num_edges
+        20
     """
 
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        query_ptr: Tensor,
-        key_ptr: Tensor,
-        *,
-        bipartite: bool = False,
-        is_causal: bool = False,
-        seed: int,
-        sequence_ids: Tensor | None = None,
-    ) -> Choice:
+    def __call__(self, tokens: Tokens) -> Choice:
         """Choose, as :meth:`forward` does.
 
         Raises:
-            TypeError: An argument has the wrong type, or :meth:`forward` returned no :class:`Choice`.
-            ValueError: Shapes or offsets do not fit each other, or the chosen graph does not fit them.
+            TypeError: ``tokens`` are no :class:`~sbm_pyg.Tokens`, or :meth:`forward` returned no :class:`Choice`.
+            ValueError: The chosen graph is over other tokens.
         """
-        checks.tensors(query=query, key=key)
-        checks.shape("query", query, (None, None, None), "[H, N, C]", "Heads come first.")
-        checks.shape("key", key, (query.size(0), None, None), "[H, M, C]", "It has the heads of 'query'.")
-        checks.same_device("query", query, key=key)
-        check_tensor(query_ptr, "query_ptr", optional=False)
-        check_tensor(key_ptr, "key_ptr", optional=False)
-        ptrs = resolve_sides(
-            query.size(1), key.size(1), (key_ptr, query_ptr), None, query.device, names=("query_ptr", "key_ptr")
-        )
-        checks.flag("bipartite", bipartite, "It says whether queries and keys are different tokens.")
-        checks.flag("is_causal", is_causal, "It says whether no query attends to a later key.")
-        check_sequence_ids(sequence_ids, ptrs[0].numel() - 1)
-        options = {"bipartite": bipartite, "is_causal": is_causal, "seed": checks.seed(seed)}
-        choice = super().__call__(query, key, *ptrs, **options, sequence_ids=sequence_ids)
-        _check_choice(choice, (query.size(1), key.size(1)), ptrs)
+        check_record(tokens)
+        choice = super().__call__(tokens)
+        _check_choice(choice, tokens)
         return choice
 
     def reset_parameters(self) -> None:
@@ -298,32 +318,8 @@ class GraphSource(torch.nn.Module, ABC):
                 reset()
 
     @abstractmethod
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        query_ptr: Tensor,
-        key_ptr: Tensor,
-        *,
-        bipartite: bool = False,
-        is_causal: bool = False,
-        seed: int,
-        sequence_ids: Tensor | None = None,
-    ) -> Choice:
-        """Choose.
-
-        Args:
-            query: Queries, ``[H, N, C]``.
-            key: Keys, ``[H, M, C]``.
-            query_ptr: Offsets of the sequences in the queries, ``[B+1]`` int64.
-            key_ptr: Offsets of the sequences in the keys, ``[B+1]`` int64.
-            bipartite: Queries and keys are different tokens, even where N = M.
-            is_causal: No query may attend to a later key, nor may its row depend on one. The graph says so
-                (:attr:`AttentionGraph.is_causal`), and densities count the pairs that are left.
-            seed: Integer of 64 bits; whatever is drawn follows from it.
-            sequence_ids: Number of each sequence, ``[B]`` int64, as :func:`sbm_pyg.sample_edges` takes it; None counts
-                them.
-        """
+    def forward(self, tokens: Tokens) -> Choice:
+        """Choose a graph over the tokens."""
 
 
 class SharingSource(GraphSource):
@@ -422,28 +418,21 @@ class SourceGraph(BaseTransform):
                 "The source chooses by them."
             )
         query, ptr = x.unflatten(1, (self.heads, -1)).transpose(0, 1), stored_ptr(data, device=x.device)
-        ptr = resolve_ptr(len(x), device=x.device) if ptr is None else ptr
-        choice = self.source(query, query, ptr, ptr, is_causal=self.is_causal, seed=draw_seed(self.seed))
+        tokens = Tokens(query, query_ptr=cast(Tensor, ptr), is_causal=self.is_causal, seed=draw_seed(self.seed))
+        choice = self.source(tokens)
         return choice.expand(self.heads).graph.replace_edges(data)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.source})"
 
 
-def _check_choice(choice: object, sizes: tuple[int, int], ptrs: tuple[Tensor, Tensor]) -> None:
-    """Refuse what is no :class:`Choice` over these tokens; one that is tiled is not drawn for it."""
+def _check_choice(choice: object, tokens: Tokens) -> None:
+    """Check that a source returned a :class:`Choice` over the tokens that it was given."""
     if not isinstance(choice, Choice):
         raise TypeError(
             f"Expected 'source' to return a Choice (got {type(choice).__name__}). Wrap a graph, `Choice(graph)`."
         )
-    if isinstance(choice, TiledChoice):
-        return
-    graph = choice.graph
-    if (graph.num_queries, graph.num_keys) != sizes or not graph.same_offsets(*ptrs):
-        raise ValueError(
-            f"Expected 'source' to return a graph over N = {sizes[0]} queries and M = {sizes[1]} keys, and over their "
-            f"sequences (got {graph}). Build it with the offsets that it is given."
-        )
+    choice.check_tokens(tokens)
 
 
 def check_probability(probability: object) -> None:

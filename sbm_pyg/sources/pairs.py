@@ -1,169 +1,112 @@
-"""How rules look at pairs of queries and keys without forming all of them at once.
+"""Chunked iteration over pairs of queries and keys, and graphs of the pairs that a rule keeps.
 
-In: queries and keys of each head, and the offsets of their sequences. Out: pairs, and the graph of them. Not here: the
-rules (``selectors``, ``predictors``).
+In: :class:`~sbm_pyg.Tokens`. Out: pairs, and the graph of them. Not here: the rules (``selectors``, ``predictors``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from ..graph import AttentionGraph
 from ..ops import checks
-from ..ops.reference.segments import ROWS, allowed_keys, compress, cuts, like_lengths, runs
-from ..ragged import check_present, count_pairs, offsets, resolve_sides
+from ..ops.reference.segments import EDGES_PER_CHUNK, compress, cuts, like_lengths, runs
+from ..ops.values import require_values
+from ..ragged import Tokens, check_record, count_pairs, offsets
 from ..rows import index_type
 
 __all__ = [
-    "Keep", "Part", "Ptr", "Score", "Sides", "check_centroids", "largest", "parts", "product", "ranges",
-    "share_of", "streamed",
+    "Keep", "Part", "Score", "check_centroids", "detached", "graph_of_pairs", "graph_of_ranges", "graph_of_rows",
+    "grouped", "largest", "parts", "product", "ranges", "share_of", "streamed",
 ]  # fmt: skip
 
 CHUNK = 2**23  # scores at a time
-Ptr = Tensor | tuple[Tensor, Tensor] | None
-"""Offsets of the sequences, ``[B+1]`` int64, or the pair (keys, queries); None for one sequence."""
 
 
-@dataclass(frozen=True)
-class Sides:
-    """Queries and keys, the sequences that they are in, and where."""
+def detached(tokens: Tokens) -> Tokens:
+    """The tokens without gradients, for a rule that looks at their values.
 
-    query: Tensor  # [H, N, C]
-    key: Tensor  # [H, M, C]
-    query_ptr: Tensor  # [B+1]
-    key_ptr: Tensor
-    is_causal: bool
+    Raises:
+        TypeError, ValueError: They are no :class:`~sbm_pyg.Tokens`, or hold no values.
+    """
+    check_record(tokens)
+    require_values(tokens.query, "query")
+    return tokens.with_vectors(tokens.query.detach(), tokens.key.detach())
 
-    @classmethod
-    def of(cls, query: Tensor, key: Tensor, ptr: Ptr, is_causal: bool) -> Sides:
-        checks.tensors(query=query, key=key)
-        checks.floating(query=query, key=key)
-        checks.shape("query", query, (None, None, None), "[H, N, C]", "Heads come first.")
-        wanted = (query.size(0), None, query.size(2))
-        checks.shape("key", key, wanted, "[H, M, C]", "It has the heads and channels of 'query'.")
-        checks.same_device("query", query, key=key)
-        if key.dtype != query.dtype:
-            raise TypeError(f"Expected 'key' to be {query.dtype}, as 'query' is (got {key.dtype}). Convert it.")
-        checks.flag("is_causal", is_causal, "It says whether edges to later tokens are left out.")
-        check_present(query, "query")
-        if min(query.shape[:2]) < 1 or key.size(1) < 1:
-            raise ValueError(
-                f"Expected 'query' and 'key' of at least one head and token (got {list(query.shape)} and "
-                f"{list(key.shape)}). A graph has tokens on both sides."
-            )
-        return cls(
-            query.detach(), key.detach(), *resolve_sides(query.size(1), key.size(1), ptr, None, query.device), is_causal
+
+def grouped(tokens: Tokens, query_group: Tensor, key_group: Tensor, groups: int) -> tuple[Tensor, ...]:
+    """Sorts keys by head, sequence, group and position, and finds what each query meets there.
+
+    Args:
+        query_group, key_group: ``[H, N]`` and ``[H, M]`` in ``0 .. groups-1``; or ``[H, N, m]`` and ``[H, M, m]``
+            where a token is in m groups.
+
+    Returns:
+        The keys in this order, ``[H*M*m]``; and for each query ``[H*N*m]`` where its group begins among them, how many
+        come before its position, before the next position, and where its group ends.
+    """
+    span = 1 + int(torch.maximum(tokens.query_ptr.diff().max(), tokens.key_ptr.diff().max()))
+    if tokens.heads * tokens.query_ptr.numel() * span * groups >= 2**62:
+        raise ValueError(
+            f"Expected 'num_buckets' so that int64 numbers all groups and tokens (got {groups}). Take fewer groups."
         )
+    head = torch.arange(tokens.heads, device=query_group.device)[:, None, None]
 
-    @property
-    def heads(self) -> int:
-        return self.query.size(0)
+    def code(group: Tensor, sequence: Tensor) -> Tensor:  # [H, N, m]
+        group = group.view(*group.shape[:2], -1)
+        return ((head * (tokens.query_ptr.numel() - 1) + sequence[:, None]) * groups + group) * span
 
-    @property
-    def num_queries(self) -> int:
-        return self.query.size(1)
+    theirs = code(key_group, tokens.key_sequence)
+    keys, order = (theirs + tokens.key_position[:, None]).flatten().sort()
+    low = code(query_group, tokens.query_sequence)
+    here = low + tokens.query_position[:, None]
+    bounds = (torch.searchsorted(keys, bound.flatten()) for bound in (low, here, here + 1, low + span))
+    return order // theirs.size(2) % tokens.num_keys, *bounds
 
-    @property
-    def num_keys(self) -> int:
-        return self.key.size(1)
 
-    @cached_property
-    def query_sequence(self) -> Tensor:
-        return _sequence(self.query_ptr, self.num_queries)  # [N]
+def graph_of_rows(tokens: Tokens, rowptr: Tensor, col: Tensor) -> AttentionGraph:
+    """The graph of compressed rows, whose keys ascend."""
+    sizes = (tokens.num_queries, tokens.num_keys, tokens.heads, tokens.query_ptr, tokens.key_ptr)
+    return AttentionGraph._trusted(rowptr, col.to(index_type(tokens.num_keys)), *sizes, tokens.is_causal)
 
-    @cached_property
-    def key_sequence(self) -> Tensor:
-        return _sequence(self.key_ptr, self.num_keys)  # [M]
 
-    @cached_property
-    def query_place(self) -> Tensor:
-        return torch.arange(self.num_queries, device=self.query.device) - self.query_ptr[self.query_sequence]  # [N]
+def graph_of_pairs(tokens: Tokens, row: Tensor, col: Tensor) -> AttentionGraph:
+    """The graph of these pairs, in any order, repeats counted once; row h N + i is query i of head h."""
+    return graph_of_rows(tokens, *_distinct(row, col, tokens.heads * tokens.num_queries, tokens.num_keys))
 
-    @cached_property
-    def key_place(self) -> Tensor:
-        return torch.arange(self.num_keys, device=self.key.device) - self.key_ptr[self.key_sequence]  # [M]
 
-    @cached_property
-    def allowed_keys(self) -> Tensor:
-        """Keys that a query may attend to, which are the first ones of its sequence, ``[N]``."""
-        return allowed_keys(self.query_ptr, self.key_ptr, self.num_queries, self.is_causal)
+def graph_of_ranges(
+    tokens: Tokens, row: Tensor, first: Tensor, end: Tensor, keys: Tensor | None = None
+) -> AttentionGraph:
+    """The graph of rows with all keys of their ranges, repeats counted once. Some rows are made at a time.
 
-    @property
-    def first_key(self) -> Tensor:
-        """Where the sequence of each query begins among the keys of all heads, ``[H*N]``."""
-        head = self.num_keys * torch.arange(self.heads, device=self.key.device)
-        return (head[:, None] + self.key_ptr[self.query_sequence]).flatten()
-
-    def grouped(self, query_group: Tensor, key_group: Tensor, groups: int) -> tuple[Tensor, ...]:
-        """Sorts keys by head, sequence, group and place, and finds what each query meets there.
-
-        Args:
-            query_group, key_group: ``[H, N]`` and ``[H, M]`` in ``0 .. groups-1``; or ``[H, N, m]`` and ``[H, M, m]``
-                where a token is in m groups.
-
-        Returns:
-            The keys in this order, ``[H*M*m]``; and for each query ``[H*N*m]`` where its group begins among them, how
-            many come before its place, before the next place, and where its group ends.
-        """
-        span = 1 + int(torch.maximum(self.query_ptr.diff().max(), self.key_ptr.diff().max()))
-        if self.heads * self.query_ptr.numel() * span * groups >= 2**62:
-            raise ValueError(
-                f"Expected 'num_buckets' so that int64 numbers all groups and tokens (got {groups}). Take fewer groups."
-            )
-        head = torch.arange(self.heads, device=query_group.device)[:, None, None]
-
-        def code(group: Tensor, sequence: Tensor) -> Tensor:  # [H, N, m]
-            group = group.view(*group.shape[:2], -1)
-            return ((head * (self.query_ptr.numel() - 1) + sequence[:, None]) * groups + group) * span
-
-        theirs = code(key_group, self.key_sequence)
-        keys, order = (theirs + self.key_place[:, None]).flatten().sort()
-        low = code(query_group, self.query_sequence)
-        here = low + self.query_place[:, None]
-        bounds = (torch.searchsorted(keys, bound.flatten()) for bound in (low, here, here + 1, low + span))
-        return order // theirs.size(2) % self.num_keys, *bounds
-
-    def rows(self, rowptr: Tensor, col: Tensor) -> AttentionGraph:
-        """The graph of compressed rows, whose keys ascend."""
-        sides = (self.num_queries, self.num_keys, self.heads, self.query_ptr, self.key_ptr)
-        return AttentionGraph._trusted(rowptr, col.to(index_type(self.num_keys)), *sides, self.is_causal)
-
-    def graph(self, row: Tensor, col: Tensor) -> AttentionGraph:
-        """The graph of these pairs, in any order, repeats counted once; row h N + i is query i of head h."""
-        return self.rows(*_distinct(row, col, self.heads * self.num_queries, self.num_keys))
-
-    def united(self, row: Tensor, first: Tensor, end: Tensor, keys: Tensor | None = None) -> AttentionGraph:
-        """The graph of rows with all keys of their ranges, repeats counted once. Some rows are made at a time.
-
-        Args:
-            row: ``[r]``, in any order; a row may have several ranges, or none.
-            first, end: Keys ``first .. end-1``, or those that stand there among others, ``[r]``.
-            keys: The others.
-        """
-        order = row.argsort(stable=True)
-        row, first, count = row[order], first[order], (end - first).clamp(min=0)[order]
-        rows = self.heads * self.num_queries
-        pairs = self.heads * int(count_pairs(self.query_ptr, self.key_ptr, False).sum())
-        most, width = min(int(count.sum()), pairs), index_type(self.num_keys)
-        way_out = "Choose fewer keys, or fewer sequences at once."
-        checks.memory("query", most, 2 * width.itemsize, row.device, way_out)  # once more if there are repeats
-        before = offsets(torch.zeros(rows, dtype=torch.int64, device=row.device).index_add_(0, row, count))
-        range_ptr = offsets(torch.bincount(row, minlength=rows))
-        kept, degree, total = torch.empty(most, dtype=width, device=row.device), [], 0
-        for low, high, begin, stop in cuts(before, ROWS):
-            mine = slice(*range_ptr[[low, high]].tolist())
-            at = runs(first[mine], count[mine], stop - begin)
-            of = torch.repeat_interleave(row[mine] - low, count[mine], output_size=stop - begin)
-            rowptr, col = _distinct(of, at if keys is None else keys[at], high - low, self.num_keys)
-            kept[total : total + col.numel()] = col
-            degree.append(rowptr.diff())
-            total += col.numel()
-        return self.rows(offsets(torch.cat(degree)), kept if total == most else kept[:total].clone())
+    Args:
+        row: ``[r]``, in any order; a row may have several ranges, or none.
+        first, end: Keys ``first .. end-1``, or those that stand there among others, ``[r]``.
+        keys: The others.
+    """
+    order = row.argsort(stable=True)
+    row, first, count = row[order], first[order], (end - first).clamp(min=0)[order]
+    rows = tokens.heads * tokens.num_queries
+    pairs = tokens.heads * int(count_pairs(tokens.query_ptr, tokens.key_ptr, False).sum())
+    most, width = min(int(count.sum()), pairs), index_type(tokens.num_keys)
+    way_out = "Choose fewer keys, or fewer sequences at once."
+    checks.memory("query", most, 2 * width.itemsize, row.device, way_out)  # once more if there are repeats
+    before = offsets(torch.zeros(rows, dtype=torch.int64, device=row.device).index_add_(0, row, count))
+    range_ptr = offsets(torch.bincount(row, minlength=rows))
+    kept, degree, total = torch.empty(most, dtype=width, device=row.device), [], 0
+    for low, high, begin, stop in cuts(before, EDGES_PER_CHUNK):
+        mine = slice(*range_ptr[[low, high]].tolist())
+        at = runs(first[mine], count[mine], stop - begin)
+        of = torch.repeat_interleave(row[mine] - low, count[mine], output_size=stop - begin)
+        rowptr, col = _distinct(of, at if keys is None else keys[at], high - low, tokens.num_keys)
+        kept[total : total + col.numel()] = col
+        degree.append(rowptr.diff())
+        total += col.numel()
+    return graph_of_rows(tokens, offsets(torch.cat(degree)), kept if total == most else kept[:total].clone())
 
 
 def _distinct(row: Tensor, col: Tensor, rows: int, num_keys: int) -> tuple[Tensor, Tensor]:
@@ -171,11 +114,6 @@ def _distinct(row: Tensor, col: Tensor, rows: int, num_keys: int) -> tuple[Tenso
     number = torch.unique(row * num_keys + col)
     degree = torch.bincount(torch.div(number, num_keys, rounding_mode="floor"), minlength=rows)
     return offsets(degree), (number % num_keys).to(index_type(num_keys))
-
-
-def _sequence(ptr: Tensor, count: int) -> Tensor:
-    """The sequence of each token."""
-    return torch.repeat_interleave(torch.arange(ptr.numel() - 1, device=ptr.device), ptr.diff(), output_size=count)
 
 
 def ranges(row: Tensor, first: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
@@ -233,51 +171,50 @@ Keep = Callable[[Tensor, Tensor, Part], Tensor]
 """From scores ``[H, b, r, L]``, the possible ones among them and where they are to a mask of those to keep."""
 
 
-def parts(sides: Sides, key_ptr: Tensor, limit: Tensor) -> Iterator[Part]:
+def parts(tokens: Tokens, key_ptr: Tensor | None = None, limit: Tensor | None = None) -> Iterator[Part]:
     """All pairs, in parts that memory holds: some rows of all sequences of like length at a time.
 
     Args:
-        key_ptr: Offsets of the sequences of keys, or of what stands for them, ``[B+1]``.
-        limit: How many of the first keys of its sequence a query may have, ``[N]``.
+        key_ptr: Offsets of what stands for the keys, ``[B+1]``. None: those of the keys.
+        limit: How many of the first keys of its sequence a query may have, ``[N]``. None: all that it may attend to.
     """
-    for queries, keys, _ in like_lengths(sides.query_ptr, key_ptr):
+    key_ptr, limit = tokens.key_ptr if key_ptr is None else key_ptr, tokens.allowed_keys if limit is None else limit
+    for queries, keys, _ in like_lengths(tokens.query_ptr, key_ptr):
         place = torch.arange(keys.size(1), device=keys.device)
-        for part in queries.split(max(1, CHUNK // (sides.heads * keys.numel())), dim=1):
-            there, token = part >= 0, part.clamp(min=0)
-            yield Part(token, keys, there, (place < limit[token][..., None]) & there[..., None])
+        for part in queries.split(max(1, CHUNK // (tokens.heads * keys.numel())), dim=1):
+            there, query = part >= 0, part.clamp(min=0)
+            yield Part(query, keys, there, (place < limit[query][..., None]) & there[..., None])
 
 
 def streamed(
-    sides: Sides,
-    key: Tensor,
-    key_ptr: Tensor,
-    limit: Tensor,
+    tokens: Tokens,
     keep: Keep,
     score: Score = product,
     most: int | Tensor | None = None,
+    among: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Pairs that a rule keeps by their scores, a part at a time.
 
     Memory is asked for all of them where the rule says how many there are, else for those that are found so far.
 
     Args:
-        key: ``[H, M', C]``, the keys or what stands for them.
-        key_ptr, limit: As :func:`parts`.
         keep: The rule; scores that are NaN or not possible are minus infinity.
         score: Of the pairs.
-        most: How many keys of a query the rule keeps at most, or of each, ``[N]``; None where nobody knows.
+        most: Largest number of keys of a query that the rule keeps, or of each, ``[N]``; None if it is unknown.
+        among: What stands for the keys ``[H, M', C]``, its offsets, and the limit of :func:`parts`. None: the keys.
 
     Returns:
         Compressed rows, ``[H*N+1]`` and ``[E]``: the keys of each query, ascending.
     """
+    key, key_ptr, limit = among or (tokens.key, tokens.key_ptr, tokens.allowed_keys)
     width, way_out = index_type(key.size(1)), "Choose fewer keys, or fewer sequences at once."
     if most is not None:
-        count = sides.heads * int(limit.clamp(max=most).sum())
+        count = tokens.heads * int(limit.clamp(max=most).sum())
         checks.memory("k", count, 2 * width.itemsize, key.device, way_out)  # in parts, and joined
-    query, edges = sides.query.to(key.dtype), 0
-    row = torch.arange(sides.heads * sides.num_queries, device=key.device).view(sides.heads, -1)
+    query, edges = tokens.query.to(key.dtype), 0
+    row = torch.arange(tokens.heads * tokens.num_queries, device=key.device).view(tokens.heads, -1)
     found: list[tuple[Tensor, ...]] = [(row[:0, 0], row[:0, 0], row[:0, 0].to(width))]
-    for part in parts(sides, key_ptr, limit):
+    for part in parts(tokens, key_ptr, limit):
         scores = score(query[:, part.query], key[:, part.key.clamp(min=0)])
         possible = part.possible & ~scores.isnan()
         kept = keep(scores.masked_fill_(~possible, -torch.inf), possible, part)

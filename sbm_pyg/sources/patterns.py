@@ -28,10 +28,11 @@ from torch_geometric.data.datapipes import functional_transform
 from torch_geometric.transforms import BaseTransform
 
 from ..graph import AttentionGraph, check_graph
-from ..ops import checks
+from ..ops import checks, values
 from ..ops.reference.random_words import RANDOM_KEY, philox
 from ..ops.reference.segments import runs
-from ..ragged import check_present, check_tensor, draw_seed, readable, resolve_ptr, resolve_sequence_ids, stored_ptr
+from ..ops.values import can_read, require_values
+from ..ragged import Tokens, check_tensor, draw_seed, resolve_ptr, resolve_sequence_ids, stored_ptr
 from ..rows import index_type
 from .interface import Choice, GraphSource
 
@@ -68,8 +69,8 @@ def full(
         >>> full(3)
         AttentionGraph(1 sequence, 1 head, 3 queries, 3 keys, 9 edges, density 100.0%)
     """
-    tokens = _Tokens.of(n, is_causal, heads, ptr, device)
-    return tokens.consecutive(tokens.start, tokens.end)
+    positions = _Positions.of(n, is_causal, heads, ptr, device)
+    return positions.consecutive(positions.start, positions.end)
 
 
 def window(
@@ -99,12 +100,14 @@ def window(
         [[1, 1, 0, 0], [1, 1, 1, 0], [0, 1, 1, 1], [0, 0, 1, 1]]
     """
     size = checks.integer("size", size, 0, "Its unit is tokens to each side; 0 gives self-loops.")
-    tokens = _Tokens.of(n, is_causal, heads, ptr, device)
-    token = tokens.start + tokens.place
+    positions = _Positions.of(n, is_causal, heads, ptr, device)
+    token = positions.start + positions.place
     if size == 0:  # as many edges as tokens, so no device is waited for
-        return tokens.graph(torch.ones_like(token), token, 1).expand(heads)
-    reach = tokens.length.clamp(max=size)
-    return tokens.consecutive(torch.maximum(token - reach, tokens.start), torch.minimum(token + reach + 1, tokens.end))
+        return positions.graph(torch.ones_like(token), token, 1).expand(heads)
+    reach = positions.length.clamp(max=size)
+    return positions.consecutive(
+        torch.maximum(token - reach, positions.start), torch.minimum(token + reach + 1, positions.end)
+    )
 
 
 def global_tokens(
@@ -133,9 +136,9 @@ def global_tokens(
         [[1, 1, 1, 1], [1, 0, 0, 0], [1, 0, 0, 0], [1, 0, 0, 0]]
     """
     num_global = checks.integer("num_global", num_global, 0, "It is the number of global tokens of each sequence.")
-    tokens = _Tokens.of(n, is_causal, heads, ptr, device)
-    keys = tokens.length.where(tokens.place < num_global, tokens.length.clamp(max=num_global))
-    return tokens.consecutive(tokens.start, tokens.start + keys)
+    positions = _Positions.of(n, is_causal, heads, ptr, device)
+    keys = positions.length.where(positions.place < num_global, positions.length.clamp(max=num_global))
+    return positions.consecutive(positions.start, positions.start + keys)
 
 
 def random(
@@ -178,14 +181,14 @@ def random(
     num_keys_per_query = checks.integer(
         "num_keys_per_query", num_keys_per_query, 0, "It is the number of keys that each query draws."
     )
-    tokens = _Tokens.of(n, is_causal, heads, ptr, device)
-    size = (tokens.place + 1 if is_causal else tokens.length).repeat(heads)  # [H*N]
+    positions = _Positions.of(n, is_causal, heads, ptr, device)
+    size = (positions.place + 1 if is_causal else positions.length).repeat(heads)  # [H*N]
     degree = size.clamp(max=num_keys_per_query)
     listed = torch.where(2 * degree > size, size, degree)  # as numbers are, of which some are left out
-    tokens.count(listed, 1, bytes_each=72)
-    place = _distinct(degree, size, _Draws(tokens, sequence_ids, draw_seed(seed, generator)))
-    first = torch.repeat_interleave(tokens.start.repeat(heads), degree, output_size=place.numel())
-    return tokens.graph(degree, first + place, heads)
+    positions.count(listed, 1, bytes_each=72)
+    place = _distinct(degree, size, _Draws(positions, sequence_ids, draw_seed(seed, generator)))
+    first = torch.repeat_interleave(positions.start.repeat(heads), degree, output_size=place.numel())
+    return positions.graph(degree, first + place, heads)
 
 
 def bigbird(
@@ -265,14 +268,14 @@ def block_diagonal(
         [[1, 1, 1, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 0, 0], [0, 0, 0, 1, 1], [0, 0, 0, 1, 1]]
     """
     num_blocks = checks.integer("num_blocks", num_blocks, 1, "One block is the full graph.")
-    tokens = _Tokens.of(n, is_causal, heads, ptr, device)
-    length = tokens.length
+    positions = _Positions.of(n, is_causal, heads, ptr, device)
+    length = positions.length
     # From n blocks on every token is alone; the least such K keeps r * K and the ceilings below within int64.
     blocks = length.clamp(max=num_blocks)
-    block = tokens.place * blocks // length
+    block = positions.place * blocks // length
     first = (block * length + blocks - 1) // blocks  # the least r of the block: ceil(block * n / K)
     end = ((block + 1) * length + blocks - 1) // blocks
-    return tokens.consecutive(tokens.start + first, tokens.start + end)
+    return positions.consecutive(positions.start + first, positions.start + end)
 
 
 def relay_keys(
@@ -301,8 +304,8 @@ def relay_keys(
         [[0, 0, 1], [0, 0, 1], [0, 0, 1]]
     """
     num_relays = checks.integer("num_relays", num_relays, 1, "It is the number of relays of each sequence.")
-    tokens = _Tokens.of(n, is_causal, heads, ptr, device)
-    return tokens.consecutive(tokens.end - tokens.length.clamp(max=num_relays), tokens.end)
+    positions = _Positions.of(n, is_causal, heads, ptr, device)
+    return positions.consecutive(positions.end - positions.length.clamp(max=num_relays), positions.end)
 
 
 def relay_queries(
@@ -331,9 +334,9 @@ def relay_queries(
         [[0, 0, 0], [0, 0, 0], [1, 1, 1]]
     """
     num_relays = checks.integer("num_relays", num_relays, 1, "It is the number of relays of each sequence.")
-    tokens = _Tokens.of(n, is_causal, heads, ptr, device)
-    is_relay = tokens.length - tokens.place <= num_relays
-    return tokens.consecutive(tokens.start, torch.where(is_relay, tokens.end, tokens.start))
+    positions = _Positions.of(n, is_causal, heads, ptr, device)
+    is_relay = positions.length - positions.place <= num_relays
+    return positions.consecutive(positions.start, torch.where(is_relay, positions.end, positions.start))
 
 
 def self_loops(
@@ -358,7 +361,7 @@ def self_loops(
 
 
 @dataclass(frozen=True)
-class _Tokens:
+class _Positions:
     """Where each token lies in its sequence, and whether it attends to earlier ones alone."""
 
     is_causal: bool
@@ -369,14 +372,14 @@ class _Tokens:
     place: Tensor  # [N], the r of the formulas
 
     @classmethod
-    def of(cls, n: int | None, is_causal: bool, heads: int, ptr: Tensor | None, device: Device) -> _Tokens:
+    def of(cls, n: int | None, is_causal: bool, heads: int, ptr: Tensor | None, device: Device) -> _Positions:
         checks.flag("is_causal", is_causal, "It says whether edges to later tokens are left out.")
         heads = checks.integer("heads", heads, 1, "A graph without heads has no rows.")
         check_tensor(ptr, "ptr")
         if n is not None:
             n = checks.integer("n", n, 1, "It is the number of tokens.")
-            known = ptr is not None and checks.at_hand(ptr) and readable(ptr) and ptr.dim() == 1 and ptr.numel() > 1
-            if known and ptr is not None and ptr[-1] != n:
+            known = ptr is not None and values.can_read_without_sync(ptr) and can_read(ptr)
+            if known and ptr is not None and ptr.dim() == 1 and ptr.numel() > 1 and ptr[-1] != n:
                 raise ValueError(
                     f"Expected 'n' to be the last entry of 'ptr', {int(ptr[-1])} (got {n}). Leave it out, as None."
                 )
@@ -405,7 +408,7 @@ class _Tokens:
         """The sum of the keys of rows, None in compiled code; refuse so many copies where memory does not hold them."""
         if torch.compiler.is_compiling():
             return None
-        check_present(self.ptr, "ptr")
+        require_values(self.ptr, "ptr")
         high, low = torch.stack([degree >> 16, degree & 0xFFFF]).sum(1).tolist()  # int64 may not hold their sum
         total = (high << 16) + low
         alone = checks.fits(copies * total // self.heads, bytes_each, self.ptr.device)
@@ -436,15 +439,15 @@ class _Draws:
     Functions of the seed, the stream of the sequence, the head and the token's place in its sequence.
     """
 
-    def __init__(self, tokens: _Tokens, sequence_ids: Tensor | None, seed: int) -> None:
-        stream = resolve_sequence_ids(sequence_ids, tokens.ptr.numel() - 1, tokens.ptr.device)
-        stream = stream.repeat_interleave(tokens.ptr.diff(), output_size=tokens.place.numel())
-        head = torch.arange(tokens.heads, device=stream.device).repeat_interleave(stream.numel())
+    def __init__(self, positions: _Positions, sequence_ids: Tensor | None, seed: int) -> None:
+        stream = resolve_sequence_ids(sequence_ids, positions.ptr.numel() - 1, positions.ptr.device)
+        stream = stream.repeat_interleave(positions.ptr.diff(), output_size=positions.place.numel())
+        head = torch.arange(positions.heads, device=stream.device).repeat_interleave(stream.numel())
         self.row = torch.arange(head.numel(), device=stream.device)
         self.place, self.stream, self.head = (
-            tokens.place.repeat(tokens.heads),
-            stream.repeat(tokens.heads),
-            head | RANDOM_KEY << 24,
+            positions.place.repeat(positions.heads),
+            stream.repeat(positions.heads),
+            head | RANDOM_KEY,
         )
         self.used, self.seed = torch.zeros_like(self.row), seed
 
@@ -484,44 +487,40 @@ def _distinct(count: Tensor, size: Tensor, draws: _Draws) -> Tensor:
 # -------------------------------------------------------------------------------------------------------------- source
 
 
-CALL = ("ptr", "seed", "sequence_ids", "is_causal", "bipartite")  # what a source is called with
-
-
-class Rule:
-    """A function that makes graphs, with the options that it is always called with.
+class BoundRule:
+    """A function that makes graphs, with the options that every call passes on.
 
     Args:
-        name: What it is called in errors.
-        function: It takes ``ptr`` and the options.
+        rule: It takes one argument of the call, and the options.
         options: Its other arguments.
-        sides: How many of its first arguments a call gives.
+        given: Names of arguments that a call may pass besides; the rule is given those that it takes.
 
     Raises:
-        TypeError: ``function`` cannot be called, does not take an option, or needs another one.
+        TypeError: ``rule`` cannot be called, does not take an option, or needs another one.
     """
 
     def __init__(
-        self, name: str, function: Callable[..., AttentionGraph], options: Mapping[str, Any], sides: int
+        self, rule: Callable[..., AttentionGraph], options: Mapping[str, Any], given: Collection[str] = ()
     ) -> None:
-        if not callable(function):
-            raise TypeError(f"Expected '{name}' to be callable (got {type(function).__name__}). It makes a graph.")
-        known = inspect.signature(function).parameters
+        if not callable(rule):
+            raise TypeError(f"Expected 'rule' to be callable (got {type(rule).__name__}). It makes a graph.")
+        known = inspect.signature(rule).parameters
         general = any(each.kind is each.VAR_KEYWORD for each in known.values())
         unknown = [option for option in options if option not in known and not general]
         if unknown:
-            raise TypeError(f"Expected options of '{name}' (got {unknown}). It takes {[*known]}.")
-        self.function, self.options, self.takes = function, dict(options), {*known} - {*options}
-        for each in [*known.values()][sides:]:
+            raise TypeError(f"Expected options of 'rule' (got {unknown}). It takes {[*known]}.")
+        self.rule, self.options, self.takes = rule, dict(options), {*known} - {*options}
+        for each in [*known.values()][1:]:
             needed = each.default is each.empty and each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
-            if needed and each.name not in {*options, *CALL}:
+            if needed and each.name not in {*options, *given}:
                 raise TypeError(
-                    f"Expected '{each.name}' among the options of '{name}' (got {[*options]}). Give `{each.name}=...`."
+                    f"Expected '{each.name}' among the options of 'rule' (got {[*options]}). Give `{each.name}=...`."
                 )
 
-    def __call__(self, *sides: Tensor | None, ptr: Any, **call: Any) -> AttentionGraph:
-        """The graph; of what it is called with, the function is given what it takes."""
+    def __call__(self, tokens: Tokens | None, **call: Any) -> AttentionGraph:
+        """The graph."""
         given = {name: value for name, value in call.items() if name in self.takes}
-        graph = self.function(*sides, ptr=ptr, **self.options, **given)
+        graph = self.rule(tokens, **self.options, **given)
         check_graph(graph)
         return graph
 
@@ -532,7 +531,7 @@ class Rule:
         return [*options]
 
     def __repr__(self) -> str:
-        name = getattr(self.function, "__name__", type(self.function).__name__)
+        name = getattr(self.rule, "__name__", type(self.rule).__name__)
         return ", ".join([name, *(f"{key}={value!r}" for key, value in self.options.items())])
 
 
@@ -540,43 +539,32 @@ class PatternSource(GraphSource):
     """Chooses the same pattern whatever the tokens hold, made anew for the offsets of each batch.
 
     Args:
-        pattern: A function of this module, or one that takes ``(None, ptr=ptr, **options)`` likewise. It is given
-            ``seed``, ``sequence_ids`` and ``is_causal`` where it has arguments of these names.
+        rule: A function of this module, or one of your own, ``rule(None, ptr=ptr, **options) -> AttentionGraph``. It is
+            given ``seed``, ``sequence_ids`` and ``is_causal`` where it has arguments of these names.
         **options: Its other arguments, e.g. ``size=64``.
 
     Raises:
-        TypeError: ``pattern`` cannot be called, does not take an option, or needs another one.
+        TypeError: ``rule`` cannot be called, does not take an option, or needs another one.
 
     Example:
-        >>> source, ptr = PatternSource(window, size=1), torch.tensor([0, 4, 10])
-        >>> tokens = torch.randn(2, 10, 8)
-        >>> source(tokens, tokens, ptr, ptr, seed=0).graph
+        >>> source = PatternSource(window, size=1)
+        >>> source(Tokens(torch.randn(2, 10, 8), query_ptr=torch.tensor([0, 4, 10]))).graph
         AttentionGraph(2 sequences, 1 head, 10 queries, 10 keys, 26 edges, density 50.0%)
     """
 
-    def __init__(self, pattern: Callable[..., AttentionGraph], **options: Any) -> None:
+    def __init__(self, rule: Callable[..., AttentionGraph], **options: Any) -> None:
         super().__init__()
-        self.rule = Rule("pattern", pattern, options, sides=1)
+        self.rule = BoundRule(rule, options, ("ptr", "seed", "sequence_ids", "is_causal"))
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        query_ptr: Tensor,
-        key_ptr: Tensor,
-        *,
-        bipartite: bool = False,
-        is_causal: bool = False,
-        seed: int,
-        sequence_ids: Tensor | None = None,
-    ) -> Choice:
+    def forward(self, tokens: Tokens) -> Choice:
         """As :meth:`GraphSource.forward`; queries and keys must be the same tokens."""
-        if bipartite:
+        if tokens.bipartite:
             raise ValueError(
-                "Expected 'pattern' over tokens that are queries and keys (got a pair). Pass a graph to the layer."
+                "Expected 'rule' over tokens that are queries and keys (got a pair). Pass a graph to the layer."
             )
-        graph = self.rule(None, ptr=query_ptr, seed=seed, sequence_ids=sequence_ids, is_causal=is_causal)
-        return Choice(graph.causal() if is_causal else graph)
+        call = {name: getattr(tokens, name) for name in ("seed", "sequence_ids", "is_causal")}
+        graph = self.rule(None, ptr=tokens.query_ptr, **call)
+        return Choice(graph.causal() if tokens.is_causal else graph)
 
     def extra_repr(self) -> str:
         """The pattern and its options."""
@@ -597,13 +585,13 @@ def check_same_tokens(bipartite: bool) -> None:
         )
 
 
-def with_window(choice: Choice, window_size: int | None, ptr: Tensor, bipartite: bool) -> Choice:
+def with_window(choice: Choice, window_size: int | None, bipartite: bool) -> Choice:
     """The choice with a window beside it in each head, whatever its probabilities are."""
     if window_size is None:
         return choice
     check_same_tokens(bipartite)
     graph = choice.graph  # the number of its tokens is known where offsets may not be read, as in compiled code
-    return choice.force(window(graph.num_queries, window_size, is_causal=graph.is_causal, ptr=ptr))
+    return choice.force(window(graph.num_queries, window_size, is_causal=graph.is_causal, ptr=graph.query_ptr))
 
 
 # ---------------------------------------------------------------------------------------------------------- transforms

@@ -19,9 +19,10 @@ from torch_geometric.transforms import BaseTransform
 from .. import ops
 from ..blocks import BlockGraph, BlockPool, pool_blocks
 from ..graph import AttentionGraph
-from ..ops.reference.blocks import sides
+from ..ops.reference.blocks import cut_blocks
 from ..ops.reference.tiled import sampled_edges
-from ..ragged import count_pairs, draw_seed, readable, resolve_ptr, resolve_sequence_ids, stored_ptr, trust_offsets
+from ..ops.values import can_read
+from ..ragged import Tokens, count_pairs, draw_seed, resolve_ptr, resolve_sequence_ids, stored_ptr, trust_offsets
 from . import patterns
 from .following import FollowingSource
 from .interface import Choice, SharingSource, TiledChoice
@@ -116,8 +117,8 @@ def sample_edges(
         rowptr, col = ops.sample_sbm(
             rate, key, sbm.query_ptr, sbm.key_ptr, sequence_ids, seed, method, exploration, clamp, sbm.is_causal
         )
-    sides = (sbm.num_queries, sbm.num_keys, sbm.heads, sbm.query_ptr, sbm.key_ptr)
-    graph = AttentionGraph._trusted(rowptr, col, *sides, sbm.is_causal)
+    sizes = (sbm.num_queries, sbm.num_keys, sbm.heads, sbm.query_ptr, sbm.key_ptr)
+    graph = AttentionGraph._trusted(rowptr, col, *sizes, sbm.is_causal)
     if not sbm.is_strict:
         return graph
     first = torch.zeros(sbm.num_keys, dtype=torch.bool, device=col.device).index_fill(0, sbm.key_ptr[:-1], True)
@@ -133,21 +134,19 @@ def _next_place(key: Tensor, ptr: Tensor) -> Tensor:
     return key.roll(1, 1).index_fill(1, ptr[:-1], 0)
 
 
-def _pooled(
-    query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, grain: int, is_causal: bool,
-    pool: torch.nn.Module | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """What stands for the blocks of queries and of keys, ``[H, n, C]`` each, and their offsets."""
-    mine, theirs = sides((query.size(1), key.size(1)), (query_ptr, key_ptr), grain)
-    ptrs = [trust_offsets(cut.ptr, cut.count) for cut in (mine, theirs)]
-    return pool_blocks(query, mine, pool, before=is_causal), pool_blocks(key, theirs, pool), ptrs[0], ptrs[1]
+def _pooled(tokens: Tokens, grain: int, pool: torch.nn.Module | None = None) -> Tokens:
+    """The blocks of queries and of keys as tokens, with one vector for each."""
+    mine, theirs = cut_blocks((tokens.num_queries, tokens.num_keys), (tokens.query_ptr, tokens.key_ptr), grain)
+    query, key = pool_blocks(tokens.query, mine, pool, before=tokens.is_causal), pool_blocks(tokens.key, theirs, pool)
+    query_ptr, key_ptr = (trust_offsets(cut.ptr, cut.count) for cut in (mine, theirs))
+    return Tokens(query, key, query_ptr, key_ptr, tokens.bipartite, tokens.is_causal)
 
 
 class SBMSource(SharingSource, FollowingSource):
     """Lets a module predict a block model from queries and keys, and samples the graph of each head from it.
 
     Args:
-        head: Module from queries, keys and their offsets to an SBM, such as :class:`~sbm_pyg.SBMHead`.
+        head: Module from tokens to an SBM, such as :class:`~sbm_pyg.SBMHead`.
         method: Law of the graph, ``"bernoulli"`` or ``"fastrg"``; see :func:`sample_edges`.
         exploration: Added to every probability in training only, in [0, 1]. None: the square of the share, or 0
             without one. While the share is high, this keeps graphs full that do not know yet what to look for.
@@ -176,8 +175,7 @@ class SBMSource(SharingSource, FollowingSource):
 
     Example:
         >>> source = SBMSource(SBMHead(8, heads=2, num_blocks=4), window=1)
-        >>> query, ptr = torch.randn(2, 10, 8), torch.tensor([0, 10])
-        >>> choice = source(query, query, ptr, ptr, seed=0)
+        >>> choice = source(Tokens(torch.randn(2, 10, 8)))
         >>> choice.probability, int(choice.forced.sum())
         (SBM(1 sequence, 2 heads, 10 queries, 10 keys, 4 blocks), 56)
     """
@@ -252,77 +250,65 @@ class SBMSource(SharingSource, FollowingSource):
         for buffer in self.buffers(recurse=False):
             buffer.zero_()
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        query_ptr: Tensor,
-        key_ptr: Tensor,
-        *,
-        bipartite: bool = False,
-        is_causal: bool = False,
-        seed: int,
-        sequence_ids: Tensor | None = None,
-    ) -> Choice:
+    def forward(self, tokens: Tokens) -> Choice:
         """As :meth:`~sbm_pyg.GraphSource.forward`."""
         if self.share is not None or not self.tiled:
-            ops.checks.single(query=query, key=key)
+            ops.values.require_unbatched(query=tokens.query, key=tokens.key)
         if self.detach:
-            query, key = query.detach(), key.detach()
+            tokens = tokens.with_vectors(tokens.query.detach(), tokens.key.detach())
         if self.grain == 1:
-            return self._choose(self.head(query, key, query_ptr, key_ptr), bipartite, is_causal, seed, sequence_ids)
-        same = not bipartite and key_ptr.shape == query_ptr.shape
-        if is_causal and (not same or getattr(self.head, "tied", False)):
+            return self._choose(self.head(tokens), tokens)
+        same = not tokens.bipartite and tokens.key_ptr.shape == tokens.query_ptr.shape
+        if tokens.is_causal and (not same or getattr(self.head, "tied", False)):
             raise ValueError(
                 "Expected the same tokens on both sides, and a head that is not tied, with 'is_causal' and 'grain' "
                 f"above 1 (got grain={self.grain}). A query block is seen by its first token alone; take grain=1."
             )
-        sbm = self.head(*_pooled(query, key, query_ptr, key_ptr, self.grain, is_causal, self.pool))
-        sbm = sbm.strict() if is_causal else sbm
-        choice = self._choose(sbm, bipartite, is_causal, seed, sequence_ids)
-        sizes = (query.size(1), key.size(1))
-        return replace(choice, graph=BlockGraph._trusted_blocks(choice.graph, self.grain, query_ptr, key_ptr, *sizes))
+        sbm = self.head(_pooled(tokens, self.grain, self.pool))
+        choice = self._choose(sbm.strict() if tokens.is_causal else sbm, tokens)
+        ptrs, sizes = (tokens.query_ptr, tokens.key_ptr), (tokens.num_queries, tokens.num_keys)
+        return replace(choice, graph=BlockGraph._trusted_blocks(choice.graph, self.grain, *ptrs, *sizes))
 
-    def _choose(self, sbm: SBM, bipartite: bool, is_causal: bool, seed: int, sequence_ids: Tensor | None) -> Choice:
+    def _choose(self, sbm: SBM, tokens: Tokens) -> Choice:
         """Sample the graph of a model, and add what is always there; or leave that to the layer."""
-        sbm = sbm.causal() if is_causal else sbm
-        sbm, saw = (sbm, None) if self.share is None else self._compete(sbm, self.share, seed)
-        choice = self._draw(sbm, bipartite, seed, sequence_ids)
+        sbm = sbm.causal() if tokens.is_causal else sbm
+        sbm, saw = (sbm, None) if self.share is None else self._compete(sbm, self.share, tokens.seed)
+        choice = self._draw(sbm, tokens)
         if saw is not None and self._counts:  # last, so that a call that fails leaves the running mean as it was
             self._note(saw)
         return choice
 
-    def _draw(self, sbm: SBM, bipartite: bool, seed: int, sequence_ids: Tensor | None) -> Choice:
+    def _draw(self, sbm: SBM, tokens: Tokens) -> Choice:
         """As :meth:`_choose`, of the model whose pairs have competed."""
         sbm = sbm if self.budget is None else sbm.limit(self.budget / self.grain)
         by_share = (self.share or 0.0) ** 2 if self.exploration is None else self.exploration
         exploration = by_share if self.training else 0.0
         if self.tiled:
-            return self._tiles(sbm, exploration, seed, sequence_ids, bipartite)
+            return self._tiles(sbm, exploration, tokens)
         # No parameterisation exceeds 1, but shares do; and `clamp` takes what low precision rounds above it.
         graph = sample_edges(
-            sbm, method=self.method, exploration=exploration, clamp=True, seed=seed, sequence_ids=sequence_ids
-        )
+            sbm, method=self.method, exploration=exploration, clamp=True, seed=tokens.seed,
+            sequence_ids=tokens.sequence_ids,
+        )  # fmt: skip
         choice = Choice(graph, sbm, exploration=exploration)
         size = 0 if (self.self_loops or sbm.is_strict) and self.window is None else self.window
         size = size if size is None else -(-size // self.grain)
-        return patterns.with_window(choice, size, sbm.query_ptr, bipartite)
+        return patterns.with_window(choice, size, tokens.bipartite)
 
-    def _tiles(
-        self, sbm: SBM, exploration: float, seed: int, sequence_ids: Tensor | None, bipartite: bool
-    ) -> TiledChoice:
+    def _tiles(self, sbm: SBM, exploration: float, tokens: Tokens) -> TiledChoice:
         """What a layer needs to draw the edges beside its scores."""
         window = 0 if self.self_loops and self.window is None else self.window
         if window is not None:
-            patterns.check_same_tokens(bipartite)
-        numbers = resolve_sequence_ids(sequence_ids, sbm.num_sequences, sbm.query_ptr.device)
-        law = (sbm.query_ptr, sbm.key_ptr, numbers, seed, exploration, sbm.is_causal, -1 if window is None else window)
+            patterns.check_same_tokens(tokens.bipartite)
+        numbers = resolve_sequence_ids(tokens.sequence_ids, sbm.num_sequences, sbm.query_ptr.device)
+        seed, pairs = tokens.seed, (sbm.is_causal, -1 if window is None else window)
+        law = (sbm.query_ptr, sbm.key_ptr, numbers, seed, exploration, *pairs)
 
         def draw() -> tuple[AttentionGraph, Tensor | None]:
             _check_memory(sbm, "bernoulli", exploration)
             rowptr, col, forced = sampled_edges(sbm.rate.detach(), sbm.key_membership.detach(), *law)
-            sides = (sbm.num_queries, sbm.num_keys, sbm.heads, sbm.query_ptr, sbm.key_ptr)
-            return AttentionGraph._trusted(rowptr, col, *sides, sbm.is_causal), None if window is None else forced
+            sizes = (sbm.num_queries, sbm.num_keys, sbm.heads, sbm.query_ptr, sbm.key_ptr)
+            return AttentionGraph._trusted(rowptr, col, *sizes, sbm.is_causal), None if window is None else forced
 
         return TiledChoice(sbm, law[:2], exploration, seed, numbers, window, draw)
 
@@ -493,7 +479,7 @@ def _check_memory(sbm: SBM, method: str, exploration: float) -> None:
     """
     device = sbm.query_membership.device
     bytes_each = 9 if device.type == "cpu" else 20  # numbers of 4 bytes, in parts and joined; of 8 bytes in plain torch
-    if ops.checks.fits(sbm.heads * sbm.num_queries * sbm.num_keys, bytes_each, device) or not readable(
+    if ops.checks.fits(sbm.heads * sbm.num_queries * sbm.num_keys, bytes_each, device) or not can_read(
         sbm.query_membership
     ):
         return
@@ -533,7 +519,7 @@ class SBMGraph(BaseTransform):
     a ``Batch``, each graph is a sequence. Edges are written by :meth:`AttentionGraph.replace_edges`.
 
     Args:
-        head: Module from queries and keys to an SBM; None to read memberships.
+        head: Module from tokens to an SBM; None to read memberships.
         edge_type: ``(source, relation, target)`` to fill in ``HeteroData``.
         is_causal: No query attends to a later key.
         grain: Tokens of a block, see :class:`~sbm_pyg.BlockGraph`. Above 1, features or memberships are averaged over
@@ -623,12 +609,15 @@ class SBMGraph(BaseTransform):
             query, key = (x[None] if x.dim() == 2 else x.transpose(0, 1) for x in (query, key))
             block = block[None] if block.dim() == 2 else block
         ptrs = _offsets(target, source, query.size(1), key.size(1))
-        given = (query, key, *ptrs) if self.grain == 1 else _pooled(query, key, *ptrs, self.grain, self.is_causal)
-        if block is not None:
-            sbm = SBM(given[0], given[1], block, given[2], given[3])
-        else:
+        if block is None:
+            tokens = Tokens(query, key, *ptrs, is_causal=self.is_causal)
             with torch.no_grad():
-                sbm = cast(SBMHead, self.head)(*given)
+                sbm = cast(SBMHead, self.head)(tokens if self.grain == 1 else _pooled(tokens, self.grain))
+        else:
+            sbm = SBM(query, key, block, *ptrs)
+            if self.grain > 1:
+                tokens = _pooled(Tokens(query, key, *ptrs, is_causal=self.is_causal), self.grain)
+                sbm = SBM(tokens.query, tokens.key, block, tokens.query_ptr, tokens.key_ptr)
         sbm = (sbm.strict() if self.grain > 1 else sbm.causal()) if self.is_causal else sbm
         budget = None if self.budget is None else self.budget / self.grain
         graph = sample_edges(

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from .. import ops
 from ..graph import AttentionGraph, resolve_index
-from ..ops.reference.sampling import over_one
-from ..ops.reference.segments import allowed_keys, wide
-from ..ragged import check_tensor, count_pairs, readable, resolve_sides
+from ..ops.reference.sampling import probability_error
+from ..ops.reference.segments import allowed_keys, upcast
+from ..ops.values import can_read
+from ..ragged import Tokens, check_record, check_tensor, count_pairs, resolve_sides
 from .interface import EdgeProbability, check_over
 
 __all__ = ["SBM", "SBMHead"]
@@ -213,7 +214,7 @@ class SBM(EdgeProbability):
             bound = torch.einsum("hnk,hk->hn", self.rate[:, queries], self.key_membership[:, keys].amax(1)).max()
             top = float(bound) if float(bound) <= 1 else float(self.edge_prob_dense(sequence).max())
             if top > 1 + 1e-5:
-                raise ValueError(over_one(top))
+                raise ValueError(probability_error(top))
         return self
 
     def on(self, graph: AttentionGraph) -> Tensor:
@@ -226,7 +227,7 @@ class SBM(EdgeProbability):
             ValueError: The graph is not over these tokens and heads.
         """
         self.check(graph)
-        p = ops.edge_dot(self.rate, self.key_membership, graph.rowptr, graph.col)
+        p = ops.edge_dot(self.rate, self.key_membership, graph.rows)
         return p.masked_fill(graph.edge_row % graph.num_queries == graph.col, 0) if self.is_strict else p
 
     def gate(self, graph: AttentionGraph) -> Tensor:
@@ -236,7 +237,7 @@ class SBM(EdgeProbability):
         """
         self.check(graph)
         factors = self.factors
-        return super().gate(graph) if factors is None else ops.edge_gate(*factors, graph.rowptr, graph.col)
+        return super().gate(graph) if factors is None else ops.edge_gate(*factors, graph.rows)
 
     @property
     def factors(self) -> tuple[Tensor, Tensor] | None:
@@ -299,7 +300,7 @@ class SBM(EdgeProbability):
             >>> sbm.expected_density(), sbm.cut_density()
             (tensor([[1.2500]]), tensor([[0.7500]]))
         """
-        dense = (wide(self.edge_prob_dense(each)) for each in range(self.num_sequences))
+        dense = (upcast(self.edge_prob_dense(each)) for each in range(self.num_sequences))
         edges = [p.clamp(max=1).sum((1, 2)) for p in dense]
         return torch.stack(edges) / self._pairs()[:, None]
 
@@ -390,13 +391,13 @@ class SBM(EdgeProbability):
     def _sum(self, x: Tensor, ptr: Tensor) -> Tensor:
         """Sums ``[H, B, K]`` over the tokens of each sequence, in float32 or better."""
         heads, count, blocks = x.shape
-        wide = x if x.dtype == torch.float64 else x.float()
+        upcast = x if x.dtype == torch.float64 else x.float()
         sequences = ptr.numel() - 1
         # one sum for all heads: torch is fast along the first dimension
         place = _batch(ptr, count) + sequences * torch.arange(heads, device=x.device)[:, None]
         return (
-            wide.new_zeros(heads * sequences, blocks)
-            .index_add(0, place.flatten(), wide.flatten(0, 1))
+            upcast.new_zeros(heads * sequences, blocks)
+            .index_add(0, place.flatten(), upcast.flatten(0, 1))
             .view(heads, sequences, blocks)
         )
 
@@ -422,7 +423,7 @@ def check_sbm(sbm: SBM) -> float:
         bound.
     """
     largest = dict.fromkeys(("query_membership", "key_membership", "block_matrix"), 0.0)
-    seen = {name: x.detach() for name in largest if readable(x := getattr(sbm, name)) and x.numel()}
+    seen = {name: x.detach() for name in largest if can_read(x := getattr(sbm, name)) and x.numel()}
     bounds = torch.stack([bound for x in seen.values() for bound in torch.aminmax(x)]).tolist() if seen else []
     for name, low, high in zip(seen, bounds[::2], bounds[1::2], strict=True):
         if math.isnan(low) or math.isinf(high):
@@ -449,7 +450,7 @@ def reach_of_products(sbm: SBM) -> float:
 
     What draws a graph finds NaN by itself.
     """
-    if sbm._most is None or ops.checks.at_hand(sbm.rate):
+    if sbm._most is None or ops.values.can_read_without_sync(sbm.rate):
         return check_sbm(sbm)
     return sbm.num_blocks**2 * sbm._most
 
@@ -510,7 +511,7 @@ class SBMHead(torch.nn.Module):
         TypeError, ValueError: An option is unknown or out of range.
 
     Shapes:
-        - query ``[H, N, C]``, key ``[H, M, C]``; returns an :class:`SBM` with K blocks.
+        - :class:`~sbm_pyg.Tokens` of N queries and M keys; returns an :class:`SBM` with K blocks.
 
     We differ from the authors' code in the roles: their Y comes from keys and Z from queries.
 
@@ -600,15 +601,15 @@ class SBMHead(torch.nn.Module):
                 self.degree_weight.zero_()
                 self.degree_bias.fill_(_logit(self.density**0.25))
 
-    def forward(
-        self, query: Tensor, key: Tensor, query_ptr: Tensor | None = None, key_ptr: Tensor | None = None
-    ) -> SBM:
-        """See the class; the offsets are passed on to :class:`SBM`.
+    def forward(self, tokens: Tokens) -> SBM:
+        """Predict the model of the tokens; see the class.
 
         Raises:
             TypeError, ValueError: A shape or type does not fit.
         """
-        ops.checks.sides(self, query, key, self.heads, self.channels)
+        check_record(tokens)
+        query, key = tokens.query, tokens.key
+        ops.checks.check_query_key(self, query, key, self.heads, self.channels)
         if self.tied:
             if key.shape != query.shape:
                 raise ValueError(
@@ -638,7 +639,7 @@ class SBMHead(torch.nn.Module):
             query_degree, key_degree = self._degrees(query, key)
             query_side, key_side = query_side * query_degree[..., None], key_side * key_degree[..., None]
         block = block if block is None else block.to(query_side.dtype)
-        sbm = SBM(query_side, key_side, *(cast(Tensor, each) for each in (block, query_ptr, key_ptr)))
+        sbm = SBM(query_side, key_side, cast(Tensor, block), tokens.query_ptr, tokens.key_ptr)
         return sbm._with(_most=1.0)
 
     def degrees(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
@@ -650,7 +651,7 @@ class SBMHead(torch.nn.Module):
         Raises:
             TypeError, ValueError: A shape or type does not fit, or the head is not ``degree_corrected``.
         """
-        ops.checks.sides(self, query, key, self.heads, self.channels)
+        ops.checks.check_query_key(self, query, key, self.heads, self.channels)
         if not self.degree_corrected:
             raise ValueError("Expected an SBMHead with degrees (got one without). Build it with degree_corrected=True.")
         return self._degrees(query, key)

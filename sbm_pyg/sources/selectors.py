@@ -1,8 +1,7 @@
 """Graphs that follow what tokens hold, by rules without parameters: largest scores, blocks, hashes, clusters.
 
-In: queries and keys of each head, and the offsets of their sequences. Out: an :class:`~sbm_pyg.graph.AttentionGraph`;
-the same as a source of a layer, and as a transform. Not here: graphs that are the same whatever tokens hold
-(``patterns``), and choosers that learn (``sampling``).
+In: :class:`~sbm_pyg.Tokens`. Out: an :class:`~sbm_pyg.graph.AttentionGraph`; the same as a source of a layer. Not here:
+graphs that are the same whatever tokens hold (``patterns``), and choosers that learn (``sampling``).
 
 No rule forms all pairs at once. A causal graph never looks ahead: no row depends on a later token, not even through a
 rank, a mean or a length. Where the usual rule ranks all tokens of a sequence, the causal one is another, and its
@@ -24,12 +23,23 @@ from ..blocks import block_means
 from ..graph import AttentionGraph
 from ..ops import checks
 from ..ops.reference.segments import compress, edge_row, like_lengths
-from ..ragged import draw_seed
+from ..ragged import Tokens
 from ..rows import index_type
 from . import patterns
 from .following import FollowingSource
 from .interface import Choice, GraphSource
-from .pairs import CHUNK, Part, Ptr, Sides, best_of, check_centroids, largest, streamed
+from .pairs import (
+    CHUNK,
+    Part,
+    best_of,
+    check_centroids,
+    detached,
+    graph_of_ranges,
+    graph_of_rows,
+    grouped,
+    largest,
+    streamed,
+)
 
 __all__ = ["RoutingSource", "SelectorSource", "block_top_k", "lsh", "routing", "top_k"]
 
@@ -37,18 +47,15 @@ LEAST_BLOCK = 32  # keys of a block in causal routing
 
 
 @torch.no_grad()
-def top_k(query: Tensor, key: Tensor, k: int, *, ptr: Ptr = None, is_causal: bool = False) -> AttentionGraph:
-    r"""Each query attends to the keys of its largest scores: what a chooser of single keys can do at best.
+def top_k(tokens: Tokens, k: int) -> AttentionGraph:
+    r"""Each query attends to the keys of its largest scores: what a source of single keys can do at best.
 
     The k largest of :math:`\langle q_i, k_j \rangle` among the keys that the query may attend to, all of them where
     there are no more; equal ones by the lower key. NaN is never chosen. Cost O(H N M C), rows a part at a time.
 
     Args:
-        query: Queries, ``[H, N, C]``.
-        key: Keys, ``[H, M, C]``.
+        tokens: Queries and keys.
         k: Keys of each query, at least 1.
-        ptr: Offsets of the sequences, ``[B+1]`` int64, or the pair (keys, queries). None: one sequence.
-        is_causal: Leave out keys that are later in their sequence than the query in its own.
 
     Returns:
         A graph with at most ``H * N * k`` edges.
@@ -58,25 +65,16 @@ def top_k(query: Tensor, key: Tensor, k: int, *, ptr: Ptr = None, is_causal: boo
 
     Example:
         >>> x = torch.tensor([[[1.0], [3.0], [2.0]]])
-        >>> top_k(x, x, 2).to_dense()[0].int().tolist()
+        >>> top_k(Tokens(x), 2).to_dense()[0].int().tolist()
         [[0, 1, 1], [0, 1, 1], [0, 1, 1]]
     """
-    sides = Sides.of(query, key, ptr, is_causal)
-    k = min(checks.integer("k", k, 1, "It is the number of keys of each query."), sides.num_keys)
-    return sides.rows(*streamed(sides, sides.key, sides.key_ptr, sides.allowed_keys, largest(k), most=k))
+    tokens = detached(tokens)
+    k = min(checks.integer("k", k, 1, "It is the number of keys of each query."), tokens.num_keys)
+    return graph_of_rows(tokens, *streamed(tokens, largest(k), most=k))
 
 
 @torch.no_grad()
-def block_top_k(
-    query: Tensor,
-    key: Tensor,
-    k: int,
-    block_size: int,
-    *,
-    ptr: Ptr = None,
-    bipartite: bool = False,
-    is_causal: bool = False,
-) -> AttentionGraph:
+def block_top_k(tokens: Tokens, k: int, block_size: int) -> AttentionGraph:
     r"""Each query attends to all keys of the blocks whose mean suits it best.
 
     The keys of a sequence are cut into blocks of :math:`\ell`. A query takes the k blocks with the largest
@@ -84,52 +82,39 @@ def block_top_k(
     them. In a causal graph blocks after it are out, and its own ends with the query. Cost O(H N (M C / l + k l)).
 
     Args:
-        query, key: As :func:`top_k`.
+        tokens: Queries and keys. If they are bipartite, a query has a block of its own only in a causal graph.
         k: Blocks of each query, its own among them, at least 1.
         block_size: Keys of a block, at least 1; the last block of a sequence may have fewer.
-        ptr, is_causal: As :func:`top_k`.
-        bipartite: Queries and keys are different tokens. Then a query has a block of its own only in a causal graph.
 
     Returns:
         A graph with at most ``H * N * k * block_size`` edges.
 
     Example:
         >>> x = torch.tensor([[[-1.0], [-1.0], [1.0], [2.0], [0.0], [3.0]]])
-        >>> block_top_k(x, x, 2, 2, is_causal=True).to_dense()[0, 5].int().tolist()
+        >>> block_top_k(Tokens(x, is_causal=True), 2, 2).to_dense()[0, 5].int().tolist()
         [0, 0, 1, 1, 1, 1]
 
     Reference: Lu et al., "MoBA: Mixture of Block Attention for Long-Context LLMs", 2025.
     """
-    sides = Sides.of(query, key, ptr, is_causal)
-    k = min(checks.integer("k", k, 1, "It is the number of blocks of each query."), sides.num_keys)
+    tokens = detached(tokens)
+    k = min(checks.integer("k", k, 1, "It is the number of blocks of each query."), tokens.num_keys)
     size = checks.integer("block_size", block_size, 1, "It is the number of keys of a block.")
-    size = min(size, max(sides.num_keys, sides.num_queries))
-    checks.flag("bipartite", bipartite, "It says whether queries and keys are different tokens.")
-    mean, block_ptr, _ = block_means(sides.key, sides.key_ptr, size)
-    own = None if bipartite and not is_causal else sides.query_place // size
-    limit = block_ptr.diff()[sides.query_sequence]
-    limit = torch.minimum(limit, sides.query_place // size + 1) if is_causal else limit
-    rowptr, chosen = streamed(sides, mean, block_ptr, limit, largest(k, own), most=k)
+    size = min(size, max(tokens.num_keys, tokens.num_queries))
+    mean, block_ptr, _ = block_means(tokens.key, tokens.key_ptr, size)
+    own = None if tokens.bipartite and not tokens.is_causal else tokens.query_position // size
+    limit = block_ptr.diff()[tokens.query_sequence]
+    limit = torch.minimum(limit, tokens.query_position // size + 1) if tokens.is_causal else limit
+    rowptr, chosen = streamed(tokens, largest(k, own), most=k, among=(mean, block_ptr, limit))
     row = edge_row(rowptr, chosen.numel())
-    query_of = row % sides.num_queries
-    sequence = sides.query_sequence[query_of]
-    start = sides.key_ptr[sequence]
+    query_of = row % tokens.num_queries
+    sequence = tokens.query_sequence[query_of]
+    start = tokens.key_ptr[sequence]
     first = start + (chosen - block_ptr[sequence]) * size
-    return sides.united(row, first, torch.minimum(first + size, start + sides.allowed_keys[query_of]))
+    return graph_of_ranges(tokens, row, first, torch.minimum(first + size, start + tokens.allowed_keys[query_of]))
 
 
 @torch.no_grad()
-def lsh(
-    query: Tensor,
-    key: Tensor,
-    num_buckets: int,
-    chunk_size: int,
-    *,
-    rounds: int = 1,
-    seed: int | None = None,
-    ptr: Ptr = None,
-    is_causal: bool = False,
-) -> AttentionGraph:
+def lsh(tokens: Tokens, num_buckets: int, chunk_size: int, *, rounds: int = 1) -> AttentionGraph:
     r"""Each query attends to keys that fall into its bucket of a random hash.
 
     In each round a random matrix R with half as many columns as there are buckets puts a token x into bucket
@@ -142,52 +127,49 @@ def lsh(
     tokens. Cost O(T H (N + M)(C S + log M) + E) with T rounds and S buckets.
 
     Args:
-        query, key: As :func:`top_k`.
+        tokens: Queries and keys. The random matrices follow from their seed, and all sequences share them.
         num_buckets: Buckets S, even.
         chunk_size: Keys of a chunk, at least 1.
         rounds: Number of hashes T, at least 1.
-        seed: Of the random matrices, which all sequences share; from torch's default generator if None.
-        ptr, is_causal: As :func:`top_k`.
 
     Returns:
         A graph with at most ``2 * rounds * H * N * chunk_size`` edges.
 
     Reference: Kitaev, Kaiser, Levskaya: "Reformer: The Efficient Transformer", 2020, section 2.
     """
-    sides = Sides.of(query, key, ptr, is_causal)
+    tokens = detached(tokens)
+    query, key = tokens.query, tokens.key
     buckets = checks.integer("num_buckets", num_buckets, 2, "Half of them are opposite to the others.")
     if buckets % 2:
         raise ValueError(f"Expected 'num_buckets' to be even (got {num_buckets}). Half are opposite to the others.")
-    checks.memory("num_buckets", buckets * sides.heads * max(sides.num_keys, sides.num_queries, query.size(2)), 12,
+    checks.memory("num_buckets", buckets * tokens.heads * max(tokens.num_keys, tokens.num_queries, query.size(2)), 12,
                   query.device, "Take fewer buckets.", "numbers")  # fmt: skip
-    size = min(checks.integer("chunk_size", chunk_size, 1, "It is the number of keys of a chunk."), sides.num_keys)
+    size = min(checks.integer("chunk_size", chunk_size, 1, "It is the number of keys of a chunk."), tokens.num_keys)
     rounds = checks.integer("rounds", rounds, 1, "It is the number of hashes.")
-    kept = rounds * sides.heads * (2 * sides.num_queries + sides.num_keys)  # where each round puts each token
+    kept = rounds * tokens.heads * (2 * tokens.num_queries + tokens.num_keys)  # where each round puts each token
     checks.memory("rounds", kept, 8, query.device, "Take fewer hashes.", "numbers")
-    random = torch.Generator().manual_seed(draw_seed(seed) % 2**63)
-    found, every = [], torch.arange(sides.heads * sides.num_queries, device=query.device)
+    random = torch.Generator().manual_seed(tokens.seed % 2**63)
+    found, every = [], torch.arange(tokens.heads * tokens.num_queries, device=query.device)
     for number in range(rounds):
-        matrix = torch.randn(sides.heads, query.size(2), buckets // 2, generator=random).to(query)
-        turned = [x @ matrix for x in (sides.query, sides.key)]
+        matrix = torch.randn(tokens.heads, query.size(2), buckets // 2, generator=random).to(query)
+        turned = [x @ matrix for x in (query, key)]
         mine, theirs = (torch.cat([x, -x], 2).argmax(2) for x in turned)
-        order, low, here, after, high = sides.grouped(mine, theirs, buckets)
-        if is_causal:
+        order, low, here, after, high = grouped(tokens, mine, theirs, buckets)
+        if tokens.is_causal:
             first = low + ((here - low) // size - 1).clamp(min=0) * size
             end = after
         else:
-            start = sides.first_key  # [H*N]
-            rank = torch.minimum(here - start, sides.allowed_keys.repeat(sides.heads) - 1)
+            start = tokens.first_key  # [H*N]
+            rank = torch.minimum(here - start, tokens.allowed_keys.repeat(tokens.heads) - 1)
             first = torch.maximum(low, start + (rank // size - 1) * size)
             end = torch.minimum(high, start + (rank // size + 1) * size)
         shift = number * order.numel()  # to where keys of this round stand among those of all
         found.append((every, first + shift, end + shift, order))
-    return sides.united(*(torch.cat(each) for each in zip(*found, strict=True)))
+    return graph_of_ranges(tokens, *(torch.cat(each) for each in zip(*found, strict=True)))
 
 
 @torch.no_grad()
-def routing(
-    query: Tensor, key: Tensor, centroids: Tensor, size: int | None = None, *, ptr: Ptr = None, is_causal: bool = False
-) -> AttentionGraph:
+def routing(tokens: Tokens, centroids: Tensor, size: int | None = None) -> AttentionGraph:
     r"""Each centroid brings together the queries and the keys that are nearest to it.
 
     Tokens and centroids are scaled to length 1. In each sequence a centroid takes the w queries and the w keys of the
@@ -199,11 +181,10 @@ def routing(
     and where causal O(H N (K C + w) + H M K).
 
     Args:
-        query, key: As :func:`top_k`.
+        tokens: Queries and keys.
         centroids: Centroids, ``[H, K, C]``, or ``[1, K, C]`` for all heads.
         size: Tokens w that a centroid takes of each sequence, at least 1. None: the length of the sequence divided by
             K, rounded up; in a causal graph, that of the sequence so far.
-        ptr, is_causal: As :func:`top_k`.
 
     Returns:
         A graph with at most ``H * B * K * w * w`` edges, or ``H * N * w`` where ``is_causal``.
@@ -211,74 +192,57 @@ def routing(
     Reference: Roy et al., "Efficient Content-Based Sparse Attention with Routing Transformers", TACL 2021, whose causal
     models rank all tokens of a sequence and mask what is later.
     """
-    sides = Sides.of(query, key, ptr, is_causal)
-    centroids = check_centroids(centroids, query)
+    tokens = detached(tokens)
+    centroids = check_centroids(centroids, tokens.query)
     if size is not None:
         size = checks.integer("size", size, 1, "It is the number of tokens that a centroid takes.")
-        size = min(size, max(sides.num_keys, sides.num_queries))
-    near = [_cosines(x, centroids) for x in (sides.query, sides.key)]  # [H, N, K], [H, M, K]
-    if is_causal:
-        count = sides.allowed_keys.clamp(min=1)
+        size = min(size, max(tokens.num_keys, tokens.num_queries))
+    near = [_cosines(x, centroids) for x in (tokens.query, tokens.key)]  # [H, N, K], [H, M, K]
+    if tokens.is_causal:
+        count = tokens.allowed_keys.clamp(min=1)
         count = (count + centroids.size(1) - 1) // centroids.size(1) if size is None else count.clamp(max=size)
-        return sides.rows(*_best_so_far(sides, near[0].argmax(2), near[1], count))
-    pointers = (sides.query_ptr, sides.key_ptr)
-    taken = [_nearest(x, pointer, size) for x, pointer in zip(near, pointers, strict=True)]
-    # tokens of group g, which is a head, a sequence and a centroid: `taken[side][1][ptr[g] : ptr[g + 1]]`
-    (query_count, queries), (key_count, keys) = taken
+        return graph_of_rows(tokens, *_best_so_far(tokens, near[0].argmax(2), near[1], count))
+    # both list tokens by group, which is a head, a sequence and a centroid
+    query_count, queries = _nearest(near[0], tokens.query_ptr, size)
+    key_count, keys = _nearest(near[1], tokens.key_ptr, size)
     group = torch.repeat_interleave(torch.arange(query_count.numel(), device=queries.device), query_count)
     key_end = key_count.cumsum(0)
-    return sides.united(queries, (key_end - key_count)[group], key_end[group], keys % sides.num_keys)
+    return graph_of_ranges(tokens, queries, (key_end - key_count)[group], key_end[group], keys % tokens.num_keys)
 
 
 class SelectorSource(GraphSource):
     """Chooses by a rule, from the queries and keys of each batch.
 
     Args:
-        selector: A function of this module, or one that takes ``(query, key, ptr=(key_ptr, query_ptr), **options)``
-            likewise. It is given ``seed``, ``sequence_ids``, ``bipartite`` and ``is_causal`` where it has arguments of
-            these names.
+        rule: A function of this module, or one of your own, ``rule(tokens, **options) -> AttentionGraph``.
         window: Each token also attends to tokens at this distance or less, and so to itself. None: no window.
         **options: Arguments of the rule, e.g. ``k=16``. Tensors become buffers.
 
     Raises:
-        TypeError: ``selector`` cannot be called, does not take an option, or needs another one.
+        TypeError: ``rule`` cannot be called, does not take an option, or needs another one.
         ValueError: The window is out of range.
 
     Example:
-        >>> source, ptr = SelectorSource(top_k, k=3), torch.tensor([0, 4, 10])
-        >>> tokens = torch.randn(2, 10, 8)
-        >>> source(tokens, tokens, ptr, ptr, seed=0).graph
+        >>> source = SelectorSource(top_k, k=3)
+        >>> source(Tokens(torch.randn(2, 10, 8), query_ptr=torch.tensor([0, 4, 10]))).graph
         AttentionGraph(2 sequences, 2 heads, 10 queries, 10 keys, 60 edges, density 57.7%)
     """
 
-    def __init__(self, selector: Callable[..., AttentionGraph], *, window: int | None = None, **options: Any) -> None:
+    def __init__(self, rule: Callable[..., AttentionGraph], *, window: int | None = None, **options: Any) -> None:
         super().__init__()
         tensors = {name: value for name, value in options.items() if isinstance(value, Tensor)}
-        self.rule = patterns.Rule("selector", selector, options, sides=2)
+        self.rule = patterns.BoundRule(rule, options)
         self.tensors = self.rule.release(tensors)
         for name, value in tensors.items():  # they go with the module
             self.register_buffer(name, value)
         self.window = patterns.check_window(window)
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        query_ptr: Tensor,
-        key_ptr: Tensor,
-        *,
-        bipartite: bool = False,
-        is_causal: bool = False,
-        seed: int,
-        sequence_ids: Tensor | None = None,
-    ) -> Choice:
+    def forward(self, tokens: Tokens) -> Choice:
         """As :meth:`GraphSource.forward`."""
         held = {name: getattr(self, name) for name in self.tensors}
-        graph = self.rule(
-            query, key, ptr=(key_ptr, query_ptr), seed=seed, sequence_ids=sequence_ids, is_causal=is_causal,
-            bipartite=bipartite, **held,
-        )  # fmt: skip
-        return patterns.with_window(Choice(graph.causal() if is_causal else graph), self.window, query_ptr, bipartite)
+        graph = self.rule(tokens, **held)
+        choice = Choice(graph.causal() if tokens.is_causal else graph)
+        return patterns.with_window(choice, self.window, tokens.bipartite)
 
     def extra_repr(self) -> str:
         """The rule and its options."""
@@ -305,9 +269,8 @@ class RoutingSource(GraphSource, FollowingSource):
         TypeError, ValueError: An argument has the wrong type or range.
 
     Example:
-        >>> source, ptr = RoutingSource(8, heads=2, num_clusters=4), torch.tensor([0, 12])
-        >>> tokens = torch.randn(2, 12, 8)
-        >>> source(tokens, tokens, ptr, ptr, seed=0).graph.degree.max() <= 12
+        >>> source = RoutingSource(8, heads=2, num_clusters=4)
+        >>> source(Tokens(torch.randn(2, 12, 8))).graph.degree.max() <= 12
         tensor(True)
     """
 
@@ -343,24 +306,13 @@ class RoutingSource(GraphSource, FollowingSource):
         self.seen.zero_()
         self.last_seed.zero_()
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        query_ptr: Tensor,
-        key_ptr: Tensor,
-        *,
-        bipartite: bool = False,
-        is_causal: bool = False,
-        seed: int,
-        sequence_ids: Tensor | None = None,
-    ) -> Choice:
+    def forward(self, tokens: Tokens) -> Choice:
         """As :meth:`GraphSource.forward`."""
-        centroids = self._state_for(seed)
-        graph = routing(query, key, centroids, self.size, ptr=(key_ptr, query_ptr), is_causal=is_causal)
+        centroids = self._state_for(tokens.seed)
+        graph = routing(tokens, centroids, self.size)
         if self._counts:
-            self._note(self._nearest(query.detach(), key.detach(), centroids))
-        return patterns.with_window(Choice(graph), self.window, query_ptr, bipartite)
+            self._note(self._nearest(tokens.query.detach(), tokens.key.detach(), centroids))
+        return patterns.with_window(Choice(graph), self.window, tokens.bipartite)
 
     @torch.no_grad()
     def _nearest(self, query: Tensor, key: Tensor, centroids: Tensor) -> Tensor:
@@ -389,7 +341,7 @@ def _cosines(x: Tensor, centroids: Tensor) -> Tensor:
     return normalize(x, dim=-1) @ normalize(centroids, dim=-1).mT
 
 
-def _best_so_far(sides: Sides, chosen: Tensor, near: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+def _best_so_far(tokens: Tokens, chosen: Tensor, near: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
     """Compressed rows of each query and the keys before it that its centroid likes best, equal ones by the lower key.
 
     Keys come in blocks. Of all blocks before, each centroid remembers its best keys alone. A query looks at these and
@@ -400,13 +352,16 @@ def _best_so_far(sides: Sides, chosen: Tensor, near: Tensor, count: Tensor) -> t
         near: How much each centroid likes each key, ``[H, M, K]``.
         count: Keys of each query, ``[N]``, at least 1.
     """
-    width = index_type(sides.num_keys)
+    width = index_type(tokens.num_keys)
     way_out = "Choose fewer keys, or fewer sequences at once."
-    edges = sides.heads * int(torch.minimum(sides.allowed_keys, count).sum())
+    edges = tokens.heads * int(torch.minimum(tokens.allowed_keys, count).sum())
     checks.memory("size", edges, 2 * width.itemsize, near.device, way_out)  # in parts, and joined
-    keep, row = largest(count), torch.arange(sides.heads * sides.num_queries, device=near.device).view(sides.heads, -1)
+    keep, row = (
+        largest(count),
+        torch.arange(tokens.heads * tokens.num_queries, device=near.device).view(tokens.heads, -1),
+    )
     found: list[tuple[Tensor, ...]] = [(row[:0, 0], row[:0, 0], row[:0, 0].to(width))]
-    for queries, keys, _ in like_lengths(sides.query_ptr, sides.key_ptr):
+    for queries, keys, _ in like_lengths(tokens.query_ptr, tokens.key_ptr):
         scores = near[:, keys.clamp(min=0)]
         scores = scores.masked_fill(scores.isnan() | (keys < 0)[..., None], -torch.inf).mT  # [H, b, K, L]
         most = int(count[queries.clamp(min=0)].max())
@@ -418,12 +373,12 @@ def _best_so_far(sides: Sides, chosen: Tensor, near: Tensor, count: Tensor) -> t
             best = torch.cat([best, scores[..., fresh]], -1)
             place = torch.cat([place, places[..., fresh]], -1)  # in ascending order
             rows = queries[:, begin : begin + block]
-            for part in rows.split(max(1, CHUNK // max(1, sides.heads * len(rows) * best.size(-1))), dim=1):
-                there, token = part >= 0, part.clamp(min=0)
-                mine = chosen[:, token][..., None].expand(-1, -1, -1, best.size(-1))
+            for part in rows.split(max(1, CHUNK // max(1, tokens.heads * len(rows) * best.size(-1))), dim=1):
+                there, query = part >= 0, part.clamp(min=0)
+                mine = chosen[:, query][..., None].expand(-1, -1, -1, best.size(-1))
                 score, at = best.gather(2, mine), place.gather(2, mine)  # [H, b, r, w + block]
-                possible = there[..., None] & (at < sides.allowed_keys[token][..., None]) & (score > -torch.inf)
-                where = Part(token, keys, there, possible)
+                possible = there[..., None] & (at < tokens.allowed_keys[query][..., None]) & (score > -torch.inf)
+                where = Part(query, keys, there, possible)
                 kept = keep(score.masked_fill_(~possible, -torch.inf), possible, where)
                 key = keys.to(width)[:, None].expand(*kept.shape[:3], -1).gather(3, at)
                 found.append(where.rows(kept, key[kept], row))

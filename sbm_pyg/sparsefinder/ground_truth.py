@@ -20,46 +20,36 @@ from ..estimators import edge_logits
 from ..graph import AttentionGraph, check_graph
 from ..normalizers import normalize
 from ..ops import checks, segment_entmax
-from ..ragged import check_present
-from ..sources.pairs import Part, Ptr, Sides, product, streamed
+from ..ops.values import require_values
+from ..ragged import Tokens
+from ..sources.pairs import Part, detached, graph_of_rows, product, streamed
 from .projection import Sample
 
 __all__ = ["Match", "compare", "gold_graph", "group_entropy", "record"]
 
 
 @torch.no_grad()
-def gold_graph(
-    query: Tensor,
-    key: Tensor,
-    *,
-    alpha: float = 1.5,
-    scale: float | None = None,
-    ptr: Ptr = None,
-    is_causal: bool = False,
-) -> AttentionGraph:
+def gold_graph(tokens: Tokens, *, alpha: float = 1.5, scale: float | None = None) -> AttentionGraph:
     r"""The edges that alpha-entmax attention has: pairs whose weight is not zero. Rows a part at a time.
 
     Args:
-        query: Queries, ``[H, N, C]``.
-        key: Keys, ``[H, M, C]``.
+        tokens: Queries and keys.
         alpha: Of the entmax, greater than 1, at most 4.
         scale: Factor of the scores; :math:`C^{-1/2}` if None.
-        ptr: Offsets of the sequences, ``[B+1]`` int64, or the pair (keys, queries). None: one sequence.
-        is_causal: No query attends to a later key.
 
     Raises:
         TypeError, ValueError: An argument has the wrong type, shape or range.
 
     Example:
         >>> x = torch.tensor([[[3.0], [0.0], [-3.0]]])
-        >>> gold_graph(x, x).to_dense()[0].int().tolist()
+        >>> gold_graph(Tokens(x)).to_dense()[0].int().tolist()
         [[1, 0, 0], [1, 1, 1], [0, 0, 1]]
     """
-    sides = Sides.of(query, key, ptr, is_causal)
+    tokens = detached(tokens)
     checks.number("alpha", alpha, "(1, 4]", "Softmax has all edges.")
     if scale is not None:
         checks.number("scale", scale, "(-inf, inf)", "It is a factor of the scores.")
-    factor = query.size(2) ** -0.5 if scale is None else scale
+    factor = tokens.query.size(2) ** -0.5 if scale is None else scale
 
     def used(scores: Tensor, possible: Tensor, part: Part) -> Tensor:
         width = scores.size(-1)
@@ -69,7 +59,7 @@ def gold_graph(
     def score(query: Tensor, key: Tensor) -> Tensor:  # before others are minus infinity, whatever the sign is
         return factor * product(query, key)
 
-    return sides.rows(*streamed(sides, sides.key, sides.key_ptr, sides.allowed_keys, used, score))
+    return graph_of_rows(tokens, *streamed(tokens, used, score))
 
 
 @contextmanager
@@ -198,7 +188,7 @@ def compare(gold: AttentionGraph, graph: AttentionGraph) -> Match:
     same = (gold.heads, gold.num_queries, gold.num_keys) == (graph.heads, graph.num_queries, graph.num_keys)
     if not (same and gold.same_offsets(graph.query_ptr, graph.key_ptr)):
         raise ValueError(f"Expected 'graph' over the tokens and heads of 'gold' (got {graph} for {gold}).")
-    check_present(gold.col, "gold")
+    require_values(gold.col, "gold")
     checks.same_device("gold", gold.col, graph=graph.col)
     hit, wide = graph.contains(gold.edge_index, gold.edge_head), checks.widest(gold.device)
     edges, found, hits = (

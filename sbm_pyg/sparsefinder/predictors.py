@@ -1,7 +1,8 @@
-"""Graphs of what is near: how Sparsefinder foretells the edges of a head from projected queries and keys.
+"""Sparsefinder's predicted graphs: distance, bucketing, clustering, blocks.
 
-In: queries and keys of each head, projected to few dimensions. Out: an :class:`~sbm_pyg.graph.AttentionGraph`. Not
-here: the projections and the source of a layer (``sparsefinder``), and what the head really uses (``gold``).
+In: :class:`~sbm_pyg.Tokens` whose queries and keys are projected to few dimensions r. Out: an
+:class:`~sbm_pyg.graph.AttentionGraph`. Not here: the projections and the source of a layer (``projection``), and the
+edges that a head really uses (``ground_truth``).
 
 Reference: Treviso, Gois, Fernandes, Fonseca, Martins: "Predicting Attention Sparsity in Transformers", 2022.
 """
@@ -14,9 +15,20 @@ from torch import Tensor
 from ..blocks import block_means
 from ..graph import AttentionGraph
 from ..ops import checks
-from ..ragged import resolve_ptr
+from ..ragged import Tokens, resolve_ptr
 from ..sources import patterns
-from ..sources.pairs import Part, Ptr, Sides, check_centroids, largest, ranges, streamed
+from ..sources.pairs import (
+    Part,
+    check_centroids,
+    detached,
+    graph_of_pairs,
+    graph_of_ranges,
+    graph_of_rows,
+    grouped,
+    largest,
+    ranges,
+    streamed,
+)
 
 __all__ = ["blocks", "bucketing", "buckets", "clustering", "clusters", "distance"]
 
@@ -24,43 +36,34 @@ EXACT = "donot_use_mm_for_euclid_dist"
 
 
 @torch.no_grad()
-def distance(
-    query: Tensor, key: Tensor, threshold: float, cap: int | None = None, *, ptr: Ptr = None, is_causal: bool = False
-) -> AttentionGraph:
+def distance(tokens: Tokens, threshold: float, cap: int | None = None) -> AttentionGraph:
     r"""Each query attends to the keys at a distance of at most a threshold.
 
     An edge where :math:`\|q'_i - k'_j\| \le t`. Cost O(H N M r) time, rows a part at a time.
 
     Args:
-        query: Projected queries, ``[H, N, r]``.
-        key: Projected keys, ``[H, M, r]``.
+        tokens: Projected queries and keys.
         threshold: The t above, at least 0.
         cap: Most keys of a query, the nearest, equal ones by the lower key. None: no limit.
-        ptr: Offsets of the sequences, ``[B+1]`` int64, or the pair (keys, queries). None: one sequence.
-        is_causal: No query attends to a later key.
 
     Raises:
         TypeError, ValueError: An argument has the wrong type, shape or range, or memory does not hold the edges.
 
     Example:
         >>> x = torch.tensor([[[0.0], [1.0], [3.0]]])
-        >>> distance(x, x, 1.5).to_dense()[0].int().tolist()
+        >>> distance(Tokens(x), 1.5).to_dense()[0].int().tolist()
         [[1, 1, 0], [1, 1, 0], [0, 0, 1]]
     """
-    sides = Sides.of(query, key, ptr, is_causal)
+    tokens = detached(tokens)
     checks.number("threshold", threshold, "[0, inf]", "It is a distance.")
     if cap is not None:
-        cap = min(checks.integer("cap", cap, 1, "It is the largest number of keys of a query."), sides.num_keys)
+        cap = min(checks.integer("cap", cap, 1, "It is the largest number of keys of a query."), tokens.num_keys)
 
     def near(scores: Tensor, possible: Tensor, part: Part) -> Tensor:
         inside = possible & (scores >= -threshold)
         return inside if cap is None else largest(cap)(scores.masked_fill_(~inside, -torch.inf), inside, part)
 
-    return sides.rows(
-        *streamed(
-            sides, sides.key, sides.key_ptr, sides.allowed_keys, near, lambda query, key: -_distance(query, key), cap
-        )
-    )
+    return graph_of_rows(tokens, *streamed(tokens, near, lambda query, key: -_distance(query, key), cap))
 
 
 def _distance(x: Tensor, y: Tensor) -> Tensor:
@@ -135,9 +138,7 @@ def _check_points(x: Tensor) -> None:
 
 
 @torch.no_grad()
-def bucketing(
-    query: Tensor, key: Tensor, num_buckets: int, *, ptr: Ptr = None, is_causal: bool = False
-) -> AttentionGraph:
+def bucketing(tokens: Tokens, num_buckets: int) -> AttentionGraph:
     r"""Each query attends to the keys that share a bucket with it in any dimension.
 
     In each dimension the queries of a sequence are ranked, and so are its keys; rank :math:`\rho` of n is in bucket
@@ -146,36 +147,33 @@ def bucketing(
     (N + M) + E), E before repeats are taken out.
 
     Args:
-        query: Projected queries, ``[H, N, r]``.
-        key: Projected keys, ``[H, M, r]``.
+        tokens: Projected queries and keys, not causal: ranks depend on later tokens.
         num_buckets: Buckets :math:`\beta` of a dimension; the square root of n gives O(n^1.5) edges.
-        ptr: As :func:`distance`.
-        is_causal: Refused: ranks depend on later tokens.
 
     Raises:
-        TypeError, ValueError: As :func:`distance`; or ``is_causal``.
+        TypeError, ValueError: As :func:`distance`; or the tokens are causal.
 
     Example:
         >>> x = torch.tensor([[[0.1], [5.0], [0.3], [7.0]]])
-        >>> bucketing(x, x, 2).to_dense()[0].int().tolist()
+        >>> bucketing(Tokens(x), 2).to_dense()[0].int().tolist()
         [[1, 0, 1, 0], [0, 1, 0, 1], [1, 0, 1, 0], [0, 1, 0, 1]]
     """
-    sides = Sides.of(query, key, ptr, is_causal)
+    tokens = detached(tokens)
     count = checks.integer("num_buckets", num_buckets, 1, "It is the number of buckets of a dimension.")
-    if is_causal:
+    if tokens.is_causal:
         raise ValueError(
             "Expected no 'is_causal' with buckets (got True). Ranks depend on later tokens; take 'distance' or "
             "'clustering'."
         )
     found = []
-    every = torch.arange(sides.heads * sides.num_queries, device=query.device)
-    for dim in range(query.size(2)):
-        mine = _bucket(sides.query[..., dim], sides.query_ptr, sides.query_sequence, count)
-        theirs = _bucket(sides.key[..., dim], sides.key_ptr, sides.key_sequence, count)
-        order, low, _, _, high = sides.grouped(mine, theirs, count)
+    every = torch.arange(tokens.heads * tokens.num_queries, device=tokens.query.device)
+    for dim in range(tokens.query.size(2)):
+        mine = _bucket(tokens.query[..., dim], tokens.query_ptr, tokens.query_sequence, count)
+        theirs = _bucket(tokens.key[..., dim], tokens.key_ptr, tokens.key_sequence, count)
+        order, low, _, _, high = grouped(tokens, mine, theirs, count)
         shift = dim * order.numel()  # to where keys of this dimension stand among those of all
         found.append((every, low + shift, high + shift, order))
-    return sides.united(*(torch.cat(each) for each in zip(*found, strict=True)))
+    return graph_of_ranges(tokens, *(torch.cat(each) for each in zip(*found, strict=True)))
 
 
 def _bucket(x: Tensor, ptr: Tensor, sequence: Tensor, buckets: int) -> Tensor:
@@ -188,47 +186,35 @@ def _bucket(x: Tensor, ptr: Tensor, sequence: Tensor, buckets: int) -> Tensor:
 
 
 @torch.no_grad()
-def clustering(
-    query: Tensor,
-    key: Tensor,
-    centroids: Tensor,
-    top: int = 1,
-    cap: int | None = None,
-    *,
-    ptr: Ptr = None,
-    is_causal: bool = False,
-) -> AttentionGraph:
+def clustering(tokens: Tokens, centroids: Tensor, top: int = 1, cap: int | None = None) -> AttentionGraph:
     """Each query attends to the keys that share a cluster with it.
 
     A token is in the m clusters of its nearest centroids. Cost O(H (N + M)(K r + m log (N + M)) + E), E before repeats
     are taken out; without a cap nothing bounds it.
 
     Args:
-        query: Projected queries, ``[H, N, r]``.
-        key: Projected keys, ``[H, M, r]``.
+        tokens: Projected queries and keys.
         centroids: Of :func:`~sbm_pyg.sparsefinder.fit_centroids`, ``[H, K, r]``, or ``[1, K, r]`` for all heads.
         top: Clusters m of a token, at most K.
         cap: Most keys of a sequence in a cluster, the nearest to its centroid, equal ones by the lower key. None: no
-            limit.
-        ptr: As :func:`distance`.
-        is_causal: As :func:`distance`; refused with a cap, whose ranks depend on later tokens.
+            limit. A causal graph has none, for these ranks depend on later tokens.
 
     Raises:
-        TypeError, ValueError: As :func:`distance`; or ``is_causal`` with a cap.
+        TypeError, ValueError: As :func:`distance`; or the tokens are causal and there is a cap.
     """
-    sides = Sides.of(query, key, ptr, is_causal)
-    centroids = check_centroids(centroids, query, width="r")
+    tokens = detached(tokens)
+    centroids = check_centroids(centroids, tokens.query, width="r")
     count = centroids.size(1)
     top = _check_top(top, count)
     if cap is not None:
-        cap = min(checks.integer("cap", cap, 1, "It is the largest number of keys of a cluster."), sides.num_keys)
-        if is_causal:
+        cap = min(checks.integer("cap", cap, 1, "It is the largest number of keys of a cluster."), tokens.num_keys)
+        if tokens.is_causal:
             raise ValueError("Expected no 'cap' with 'is_causal' (got both). Its ranks depend on later tokens.")
-    mine, theirs = (_nearest(x, centroids, top) for x in (sides.query, sides.key))
-    group = theirs[0] if cap is None else _capped(*theirs, sides, count, cap)
-    order, low, _, after, high = sides.grouped(mine[0], group, count + 1)
-    every = torch.arange(sides.heads * sides.num_queries, device=query.device).repeat_interleave(top)
-    return sides.united(every, low, after if is_causal else high, order)
+    mine, theirs = (_nearest(x, centroids, top) for x in (tokens.query, tokens.key))
+    group = theirs[0] if cap is None else _capped(*theirs, tokens, count, cap)
+    order, low, _, after, high = grouped(tokens, mine[0], group, count + 1)
+    every = torch.arange(tokens.heads * tokens.num_queries, device=tokens.query.device).repeat_interleave(top)
+    return graph_of_ranges(tokens, every, low, after if tokens.is_causal else high, order)
 
 
 def _check_top(top: int, count: int) -> int:
@@ -244,16 +230,15 @@ def _nearest(x: Tensor, centroids: Tensor, top: int) -> tuple[Tensor, Tensor]:
     return cluster[..., :top], far[..., :top]
 
 
-def _capped(cluster: Tensor, far: Tensor, sides: Sides, clusters: int, cap: int) -> Tensor:
+def _capped(cluster: Tensor, far: Tensor, tokens: Tokens, clusters: int, cap: int) -> Tensor:
     """The clusters of each key, ``[H, M, m]``; ``clusters``, which no query is in, beyond the nearest ``cap``."""
-    _, order, rank = _ranked(sides, cluster, far, clusters, sides.key_sequence)
+    _, order, rank = _ranked(tokens, cluster, far, clusters, tokens.key_sequence)
     return torch.where(torch.empty_like(rank).scatter_(0, order, rank).view_as(cluster) < cap, cluster, clusters)
 
 
 @torch.no_grad()
 def blocks(
-    query: Tensor,
-    key: Tensor,
+    tokens: Tokens,
     centroids: Tensor,
     k: int,
     block_size: int,
@@ -261,11 +246,8 @@ def blocks(
     by: str = "shared",
     block_window: int | None = None,
     global_blocks: int = 0,
-    ptr: Ptr = None,
-    bipartite: bool = False,
-    is_causal: bool = False,
 ) -> AttentionGraph:
-    r"""Blocks of queries attend to blocks of keys that a centroid brings together: BigBird, its random part foretold.
+    r"""Block-sparse BigBird whose random blocks are replaced by predicted ones, which a centroid brings together.
 
     Both sides of a sequence are cut into blocks of :math:`\ell` tokens, and a block stands where the mean of its
     projections is. All queries of a block attend to all keys of the blocks that are chosen for it:
@@ -281,8 +263,7 @@ def blocks(
     blocks and K centroids.
 
     Args:
-        query: Projected queries, ``[H, N, r]``.
-        key: Projected keys, ``[H, M, r]``.
+        tokens: Projected queries and keys, not causal: means of blocks hold later tokens.
         centroids: ``[H, K, r]``, or ``[1, K, r]`` for all heads; of :func:`~sbm_pyg.sparsefinder.fit_centroids` with
             this ``block_size``.
         k: Blocks that a centroid takes, or that a block attends to, at least 1.
@@ -291,102 +272,100 @@ def blocks(
         block_window: Each block also attends to blocks at this distance or less, and so to itself; 1 is the slides'
             window of three blocks. None: no window.
         global_blocks: The first blocks of a sequence also attend to all of it, and all of it to them.
-        ptr: As :func:`distance`.
-        bipartite: Queries and keys are different tokens; then there is neither a window nor a global block.
-        is_causal: Refused: means of blocks hold later tokens.
 
     Raises:
-        TypeError, ValueError: As :func:`distance`; or ``is_causal``; or ``bipartite`` with a window or global blocks.
+        TypeError, ValueError: As :func:`distance`; or the tokens are causal; or queries and keys are different tokens,
+            and there is a window or a global block.
 
     Example:
         >>> x = torch.tensor([[[0.0], [0.2], [5.0], [5.0], [0.1], [0.1]]])
-        >>> blocks(x, x, torch.tensor([[[0.0], [5.0]]]), k=2, block_size=2).to_dense()[0, ::2].int().tolist()
+        >>> blocks(Tokens(x), torch.tensor([[[0.0], [5.0]]]), k=2, block_size=2).to_dense()[0, ::2].int().tolist()
         [[1, 1, 0, 0, 1, 1], [0, 0, 1, 1, 0, 0], [1, 1, 0, 0, 1, 1]]
     """
-    sides = Sides.of(query, key, ptr, is_causal)
-    if is_causal:
+    tokens = detached(tokens)
+    if tokens.is_causal:
         raise ValueError(
             "Expected no 'is_causal' with blocks (got True). Their means hold later tokens; take 'distance' or "
             "'clustering'."
         )
-    centroids = check_centroids(centroids, query, width="r")
-    k = min(checks.integer("k", k, 1, "It is a number of blocks."), max(sides.num_keys, sides.num_queries))
+    centroids = check_centroids(centroids, tokens.query, width="r")
+    k = min(checks.integer("k", k, 1, "It is a number of blocks."), max(tokens.num_keys, tokens.num_queries))
     size = checks.integer("block_size", block_size, 1, "It is the number of tokens of a block.")
-    size = min(size, max(sides.num_keys, sides.num_queries))
+    size = min(size, max(tokens.num_keys, tokens.num_queries))
     checks.one_of("by", by, ("nearest", "shared"))
     if block_window is not None:
         block_window = checks.integer("block_window", block_window, 0, "It is a distance in blocks.")
     count = checks.integer("global_blocks", global_blocks, 0, "It is a number of blocks.")
-    checks.flag("bipartite", bipartite, "It says whether queries and keys are different tokens.")
-    if (bipartite or not torch.equal(sides.query_ptr, sides.key_ptr)) and (block_window is not None or count):
+    pair = tokens.bipartite or not torch.equal(tokens.query_ptr, tokens.key_ptr)
+    if pair and (block_window is not None or count):
         name = "block_window" if block_window is not None else "global_blocks"
         raise ValueError(f"Expected the same tokens as queries and keys with '{name}' (got a pair). Leave it out.")
-    query_mean, query_ptr, query_block = block_means(sides.query, sides.query_ptr, size)
-    key_mean, key_ptr, _ = block_means(sides.key, sides.key_ptr, size)
-    over = Sides(query_mean, key_mean, query_ptr, key_ptr, False)
+    query_mean, query_ptr, query_block = block_means(tokens.query, tokens.query_ptr, size)
+    key_mean, key_ptr, _ = block_means(tokens.key, tokens.key_ptr, size)
+    over = Tokens(query_mean, key_mean, query_ptr, key_ptr)
     reach = -1 if block_window is None else block_window
     choose = _by_nearest if by == "nearest" else _by_shared
-    chosen = over.graph(*choose(over, centroids.to(query_mean.dtype), k, count, reach))
+    chosen = graph_of_pairs(over, *choose(over, centroids.to(query_mean.dtype), k, count, reach))
     if block_window is not None:
         chosen = chosen | patterns.window(None, block_window, ptr=query_ptr)
     if count:
         chosen = chosen | patterns.global_tokens(None, count, ptr=query_ptr)
-    head = chosen.num_queries * torch.arange(sides.heads, device=query.device)
+    head = chosen.num_queries * torch.arange(tokens.heads, device=tokens.query.device)
     of = (head[:, None] + query_block).flatten()  # [H*N], the row of blocks of each query
-    row, edge = ranges(torch.arange(of.numel(), device=query.device), chosen.rowptr[of], chosen.rowptr[of + 1])
+    row, edge = ranges(torch.arange(of.numel(), device=tokens.query.device), chosen.rowptr[of], chosen.rowptr[of + 1])
     block = chosen.col[edge].long()
     sequence = over.key_sequence[block]
-    first = sides.key_ptr[sequence] + over.key_place[block] * size
-    return sides.united(row, first, torch.minimum(first + size, sides.key_ptr[sequence + 1]))
+    first = tokens.key_ptr[sequence] + over.key_position[block] * size
+    return graph_of_ranges(tokens, row, first, torch.minimum(first + size, tokens.key_ptr[sequence + 1]))
 
 
-def _by_nearest(sides: Sides, centroids: Tensor, k: int, num_global: int, reach: int) -> tuple[Tensor, Tensor]:
+def _by_nearest(tokens: Tokens, centroids: Tensor, k: int, num_global: int, reach: int) -> tuple[Tensor, Tensor]:
     """Each centroid brings together k blocks of each side."""
     clusters, taken = centroids.size(1), []
-    for x, sequence, place in (
-        (sides.query, sides.query_sequence, sides.query_place),
-        (sides.key, sides.key_sequence, sides.key_place),
+    for x, sequence, position in (
+        (tokens.query, tokens.query_sequence, tokens.query_position),
+        (tokens.key, tokens.key_sequence, tokens.key_position),
     ):
         far = _distance(x, centroids)  # [H, n, K]
         every = torch.arange(clusters, device=x.device).expand_as(far)
-        group, item, rank = _ranked(sides, every, far, clusters, sequence, place >= num_global)
+        group, item, rank = _ranked(tokens, every, far, clusters, sequence, position >= num_global)
         taken.append((group[rank < k], item[rank < k] // clusters))
     (mine, query), (theirs, key) = taken
     row, at = ranges(query, torch.searchsorted(theirs, mine), torch.searchsorted(theirs, mine, right=True))
-    return row, key[at] % sides.num_keys
+    return row, key[at] % tokens.num_keys
 
 
-def _by_shared(sides: Sides, centroids: Tensor, k: int, num_global: int, reach: int) -> tuple[Tensor, Tensor]:
+def _by_shared(tokens: Tokens, centroids: Tensor, k: int, num_global: int, reach: int) -> tuple[Tensor, Tensor]:
     """Each block of queries takes k blocks of keys of its own centroid, none of which the window has."""
-    mine, theirs = (_nearest(x, centroids, 1) for x in (sides.query, sides.key))
-    group, key, _ = _ranked(sides, *theirs, centroids.size(1), sides.key_sequence, sides.key_place >= num_global)
-    key = key % sides.num_keys
-    wanted = _group(sides, mine[0], sides.query_sequence, centroids.size(1))
-    (query,) = (sides.query_place >= num_global).repeat(sides.heads).nonzero(as_tuple=True)
+    mine, theirs = (_nearest(x, centroids, 1) for x in (tokens.query, tokens.key))
+    group, key, _ = _ranked(tokens, *theirs, centroids.size(1), tokens.key_sequence, tokens.key_position >= num_global)
+    key = key % tokens.num_keys
+    wanted = _group(tokens, mine[0], tokens.query_sequence, centroids.size(1))
+    (query,) = (tokens.query_position >= num_global).repeat(tokens.heads).nonzero(as_tuple=True)
     low, high = (torch.searchsorted(group, wanted.flatten()[query], right=right) for right in (False, True))
     row, at = ranges(query, low, torch.minimum(high, low + k + 2 * reach + 1 if reach >= 0 else low + k))
     col = key[at]
-    other = (sides.query_place[row % sides.num_queries] - sides.key_place[col]).abs() > reach
+    other = (tokens.query_position[row % tokens.num_queries] - tokens.key_position[col]).abs() > reach
     row, col = row[other], col[other]
     rank = torch.arange(row.numel(), device=row.device) - torch.searchsorted(row, row)
     return row[rank < k], col[rank < k]
 
 
-def _group(sides: Sides, cluster: Tensor, sequence: Tensor, clusters: int) -> Tensor:
+def _group(tokens: Tokens, cluster: Tensor, sequence: Tensor, clusters: int) -> Tensor:
     """One number for each head, sequence and cluster; ``cluster`` is ``[H, n, m]``."""
-    head = torch.arange(sides.heads, device=cluster.device)[:, None, None]
-    return (head * (sides.key_ptr.numel() - 1) + sequence[:, None]) * clusters + cluster
+    head = torch.arange(tokens.heads, device=cluster.device)[:, None, None]
+    return (head * (tokens.key_ptr.numel() - 1) + sequence[:, None]) * clusters + cluster
 
 
 def _ranked(
-    sides: Sides, cluster: Tensor, far: Tensor, clusters: int, sequence: Tensor, there: Tensor | None = None
+    tokens: Tokens, cluster: Tensor, far: Tensor, clusters: int, sequence: Tensor, there: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Members of clusters ``[H, n, m]``, or those of tokens that are there ``[n]``, the nearest of each group first.
 
     Returns:
         The group of each, ascending; which member it is; and its rank in its group.
     """
-    group = _group(sides, cluster, sequence, clusters).flatten()
+    group = _group(tokens, cluster, sequence, clusters).flatten()
     order = far.flatten().argsort(stable=True)
     if there is not None:
         order = order[there[:, None].expand_as(far).flatten()[order]]

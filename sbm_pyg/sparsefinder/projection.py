@@ -21,7 +21,7 @@ from ..blocks import block_means
 from ..graph import AttentionGraph, check_graph
 from ..ops import checks
 from ..ops.reference.segments import allowed_keys
-from ..ragged import draw_seed
+from ..ragged import Tokens, draw_seed
 from ..sources import patterns
 from ..sources.interface import Choice, GraphSource
 from ..sources.selectors import SelectorSource
@@ -285,32 +285,31 @@ def _points(projection: Projection, sample: tuple[Any, ...], block_size: int | N
 
 
 class SparsefinderSource(GraphSource):
-    """Chooses what a projection and a rule foretell, with a window and global tokens beside it.
+    """Predicts edges with a projection and a rule, with a window and global tokens beside it.
 
     Neither learns from the loss of the task: fit the projection first (:func:`fit_projection`).
 
     Args:
         projection: Of the heads of the layer.
-        predictor: A function of :mod:`~sbm_pyg.sparsefinder.predictors`, or a rule like them.
+        rule: A function of :mod:`~sbm_pyg.sparsefinder.predictors`, or one like them.
         window: Each token also attends to tokens at this distance or less. None: no window.
         num_global: The first tokens of a sequence also attend to all of it, and all of it to them.
-        **options: Of the predictor, e.g. ``threshold=1.0``. Tensors, such as centroids, become buffers.
+        **options: Of the rule, e.g. ``threshold=1.0``. Tensors, such as centroids, become buffers.
 
     Raises:
-        TypeError, ValueError: An argument has the wrong type or range, or the predictor does not take an option.
+        TypeError, ValueError: An argument has the wrong type or range, or the rule does not take an option.
 
     Example:
         >>> from sbm_pyg.sparsefinder.predictors import bucketing
         >>> source = SparsefinderSource(Projection(8, heads=2), bucketing, window=1, num_buckets=4)
-        >>> tokens, ptr = torch.randn(2, 10, 8), torch.tensor([0, 4, 10])
-        >>> source(tokens, tokens, ptr, ptr, seed=0).graph.heads
+        >>> source(Tokens(torch.randn(2, 10, 8), query_ptr=torch.tensor([0, 4, 10]))).graph.heads
         2
     """
 
     def __init__(
         self,
         projection: Projection,
-        predictor: Callable[..., AttentionGraph],
+        rule: Callable[..., AttentionGraph],
         *,
         window: int | None = None,
         num_global: int = 0,
@@ -324,29 +323,18 @@ class SparsefinderSource(GraphSource):
             )
         self.num_global = checks.integer("num_global", num_global, 0, "It is a number of tokens.")
         self.projection = projection
-        self.rule = SelectorSource(predictor, window=window, **options)
+        self.rule = SelectorSource(rule, window=window, **options)
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        query_ptr: Tensor,
-        key_ptr: Tensor,
-        *,
-        bipartite: bool = False,
-        is_causal: bool = False,
-        seed: int,
-        sequence_ids: Tensor | None = None,
-    ) -> Choice:
+    def forward(self, tokens: Tokens) -> Choice:
         """As :meth:`GraphSource.forward`."""
-        if bipartite and self.num_global:
+        if tokens.bipartite and self.num_global:
             raise ValueError(
                 "Expected the same tokens as queries and keys with 'num_global' (got a pair). Leave it out."
             )
-        sides = (*self.projection(query, key), query_ptr, key_ptr)
-        graph = self.rule(*sides, bipartite=bipartite, is_causal=is_causal, seed=seed, sequence_ids=sequence_ids).graph
+        graph = self.rule(tokens.with_vectors(*self.projection(tokens.query, tokens.key))).graph
         if self.num_global:
-            graph = graph | patterns.global_tokens(None, self.num_global, is_causal=is_causal, ptr=query_ptr)
+            wide = patterns.global_tokens(None, self.num_global, is_causal=tokens.is_causal, ptr=tokens.query_ptr)
+            graph = graph | wide
         return Choice(graph)
 
     def extra_repr(self) -> str:

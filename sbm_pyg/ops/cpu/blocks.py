@@ -1,13 +1,13 @@
 """Attention over blocks of tokens on the CPU: products of small matrices, four rows at a time.
 
-In and out: as ``blocks``, which is the meaning. All keys of a block meet some queries at a time, a strip of scores with
-a row for each key and a column for each query. So maxima and sums over keys need no look across lanes, strips stay in
-the first-level cache, and no key is moved: only the queries lie transposed, once for all their keys. Not here: the
-effect of a pair from its sums (``blocks``), vectors (:mod:`.simd`), threads (:mod:`.threads`).
+In and out: as :mod:`sbm_pyg.ops.reference.blocks`. All keys of a block meet some queries at a time, in a strip of
+scores with a row for each key and a column for each query. So maxima and sums over keys need no operation across lanes,
+and strips stay in the first-level cache. No key is moved; queries are transposed once for all their keys. Not here:
+vectors (:mod:`.simd`), threads (:mod:`.threads`).
 
-Names: a piece of work is rows ``begin .. end - 1``, each a query block of a head; ``room`` is the grain padded to a
-multiple of 16, as widths are. A side of a pair is the number of its blocks, how many tokens each head has, and of each
-block where it begins, how many it holds, and its number in its sequence.
+Names: a unit of work is the rows ``begin .. end - 1``, each a query block of a head. ``room`` is the block size padded
+to a multiple of 16, as widths are. ``query_side`` and ``key_side`` hold the number of blocks, the number of tokens of a
+head, and for each block its first token, its length, and its position in its sequence.
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ from numba import njit
 from torch import Tensor
 
 from ..reference import blocks as reference_blocks
-from ..reference.blocks import Cut, Set
-from .channels import clear, cut, padded, wide
-from .edges import chances, summed, units_of
+from ..reference.blocks import Cut
+from ..reference.segments import Rows
+from .channels import clear, to_array, to_padded_array, unpad_channels
+from .edges import dropout_tables, summed, units_of
 from .simd import (
-    aligned,
+    aligned_pointer,
     at,
     but_first,
     exp,
     keep16,
+    lane_sum,
     load,
     maximum,
     peek,
@@ -40,16 +42,16 @@ from .simd import (
     splat,
     store,
     store16,
-    total,
-    turn16,
+    transpose16,
 )
-from .threads import kernel, run, split, worth
+from .threads import numba_kernel, run, split, task_count
 
 __all__ = ["block_attention", "block_attention_backward", "block_effect", "block_weight"]
 
-LOWEST = -1e38  # of what is taken from logits
+MIN_SHIFT = -1e38
+"""Lower bound on the number that is subtracted from logits."""
 # Lanes of a row that stay in registers with those of three others: eight of 16 with AVX-512, and of 8 with AVX2
-LANES = 32 if llvmlite.binding.get_host_cpu_features().get("avx512f") else 16
+MAX_LANES = 32 if llvmlite.binding.get_host_cpu_features().get("avx512f") else 16
 
 
 # -------------------------------------------------------------------------------------------------------------- loops
@@ -94,12 +96,12 @@ def strip(out, zero, keys, start, count, width, columns, room, lanes):
 
 
 @njit(inline="always")
-def turn(out, room, zero, x, start, count, width):
+def transpose(out, room, zero, x, start, count, width):
     """Transposes ``count`` rows of ``x`` from ``start`` on, into ``[width, room]`` with zeros behind them."""
     whole = count - count % 16
     for i in range(0, whole, 16):
         for c in range(0, width, 16):
-            turn16(out, c * room + i, room, x, (start + i) * width + c, width)
+            transpose16(out, c * room + i, room, x, (start + i) * width + c, width)
     for i in range(whole, count):
         for c in range(width):
             poke(out, c * room + i, peek(x, (start + i) * width + c))
@@ -109,16 +111,16 @@ def turn(out, room, zero, x, start, count, width):
 
 
 @njit(inline="always")
-def logits(scores, j, t, lanes, scale, bias, place, grain, queries, early, low):
+def strip_logits(scores, j, t, lanes, scale, bias, bias_offset, block_size, queries, early, low):
     """Scores of key j and the sixteen queries from t on in a strip, as they enter the exponential.
 
-    What is added lies from ``place`` on, a row for each query. The first ``early`` queries of the strip do not meet the
-    key.
+    The bias lies from ``bias_offset`` on, a row for each query. The first ``early`` queries of the strip do not attend
+    to the key.
     """
     if bias.size:
         for k in range(t, min(t + 16, queries)):
             score = peek(scores, j * lanes + k) * scale
-            poke(scores, j * lanes + k, score + peek(bias, place + k * grain + j))
+            poke(scores, j * lanes + k, score + peek(bias, bias_offset + k * block_size + j))
         logit = load(scores, j * lanes + t, 16)
     else:
         logit = load(scores, j * lanes + t, 16) * scale
@@ -136,40 +138,42 @@ def count_up(numbers, start, count):
 
 
 @cache
-def _attention(lanes, width, value_width):
-    value_lanes = _lanes(value_width)
+def _compile_block_attention(lanes, width, value_width):
+    value_lanes = _lane_count(value_width)
 
-    @kernel
+    @numba_kernel
     def attention(
-        memory, room, begin, end, grain, is_causal, query_side, key_side, query, key, value, rowptr, col, bias, scale,
-        least, kept, query_words, key_words, out, tops, norms,
+        memory, room, begin, end, block_size, is_causal, query_side, key_side, query, key, value, rowptr, col, bias,
+        scale, least, kept, query_words, key_words, out, tops, norms,
     ):  # fmt: skip
-        queries, tokens, starts, lengths, places = query_side
-        _, key_tokens, key_starts, key_lengths, key_places = key_side
+        queries, tokens, starts, lengths, positions = query_side
+        _, key_tokens, key_starts, key_lengths, key_positions = key_side
         zero, one = query.dtype.type(0), query.dtype.type(1)
-        low, lowest = query.dtype.type(-np.inf), query.dtype.type(LOWEST)
-        scores = aligned(memory)
+        low, lowest = query.dtype.type(-np.inf), query.dtype.type(MIN_SHIFT)
+        scores = aligned_pointer(memory)
         columns = at(scores, room * lanes)
         top = at(columns, room * width)
         norm, factor, numbers = at(top, room), at(top, 2 * room), scratch(rowptr, 16)
         for row in range(begin, end):
             block, head = row % queries, row // queries
             start, count = head * tokens + peek(starts, block), peek(lengths, block)
-            turn(columns, room, zero, query, start, count, width)
+            transpose(columns, room, zero, query, start, count, width)
             clear(top, 0, room, low, 16)
             clear(norm, 0, room, zero, 16)
             clear(out, start * value_width, count * value_width, zero, value_lanes)
             for edge in range(peek(rowptr, row), peek(rowptr, row + 1)):
                 other = peek(col, edge)
                 first, keys = head * key_tokens + peek(key_starts, other), peek(key_lengths, other)
-                lag = grain * (peek(places, block) - peek(key_places, other)) if is_causal else grain
+                lag = block_size * (peek(positions, block) - peek(key_positions, other)) if is_causal else block_size
                 for s in range(0, count, lanes):
-                    some, place = min(lanes, count - s), (edge * grain + s) * grain
+                    some, bias_offset = min(lanes, count - s), (edge * block_size + s) * block_size
                     strip(scores, zero, key, first, keys, width, at(columns, s), room, lanes)
                     for t in range(0, some, 16):
                         high, sums = load(top, s + t, 16), splat(zero, 16)
                         for j in range(keys):
-                            logit = logits(scores, j, t, lanes, scale, bias, place, grain, some, j - lag - s, low)
+                            logit = strip_logits(
+                                scores, j, t, lanes, scale, bias, bias_offset, block_size, some, j - lag - s, low
+                            )
                             high = maximum(logit, high)
                             store(scores, j * lanes + t, logit)
                         shift = maximum(high, splat(lowest, 16))
@@ -206,18 +210,18 @@ def _attention(lanes, width, value_width):
 
 
 @cache
-def _backward(lanes, width, value_width):
-    query_lanes, value_lanes = _lanes(width), _lanes(value_width)
+def _compile_block_attention_backward(lanes, width, value_width):
+    query_lanes, value_lanes = _lane_count(width), _lane_count(value_width)
 
-    @kernel
+    @numba_kernel
     def backward(
-        memory, room, begin, end, unit, grain, is_causal, query_side, key_side, grad_out, query, key, value, rowptr,
-        col, bias, out, lse, scale, least, kept, query_words, key_words, dquery, dkey, dvalue, dbias,
+        memory, room, begin, end, unit, block_size, is_causal, query_side, key_side, grad_out, query, key, value,
+        rowptr, col, bias, out, lse, scale, least, kept, query_words, key_words, dquery, dkey, dvalue, dbias,
     ):  # fmt: skip
-        queries, tokens, starts, lengths, places = query_side
-        _, key_tokens, key_starts, key_lengths, key_places = key_side
-        zero, low, lowest = query.dtype.type(0), query.dtype.type(-np.inf), query.dtype.type(LOWEST)
-        scores = aligned(memory)
+        queries, tokens, starts, lengths, positions = query_side
+        _, key_tokens, key_starts, key_lengths, key_positions = key_side
+        zero, low, lowest = query.dtype.type(0), query.dtype.type(-np.inf), query.dtype.type(MIN_SHIFT)
+        scores = aligned_pointer(memory)
         gains = at(scores, room * lanes)
         columns = at(gains, room * lanes)
         grad_columns = at(columns, room * width)
@@ -229,8 +233,8 @@ def _backward(lanes, width, value_width):
         for row in range(begin, end):
             block, head = row % queries, row // queries
             start, count = head * tokens + peek(starts, block), peek(lengths, block)
-            turn(columns, room, zero, query, start, count, width)
-            turn(grad_columns, room, zero, grad_out, start, count, value_width)
+            transpose(columns, room, zero, query, start, count, width)
+            transpose(grad_columns, room, zero, grad_out, start, count, value_width)
             clear(dquery, start * width, count * width, zero, query_lanes)
             clear(mean, 0, room, zero, 16)
             clear(shift, 0, room, zero, 16)
@@ -238,15 +242,15 @@ def _backward(lanes, width, value_width):
                 sums = splat(zero, value_lanes)
                 for c in range((start + i) * value_width, (start + i + 1) * value_width, value_lanes):
                     sums = sums + load(grad_out, c, value_lanes) * load(out, c, value_lanes)
-                poke(mean, i, total(sums))
+                poke(mean, i, lane_sum(sums))
                 poke(shift, i, max(peek(lse, start + i), lowest))
             for edge in range(peek(rowptr, row), peek(rowptr, row + 1)):
                 other = peek(col, edge)
                 mine, first = unit * key_tokens + peek(key_starts, other), head * key_tokens + peek(key_starts, other)
                 keys = peek(key_lengths, other)
-                lag = grain * (peek(places, block) - peek(key_places, other)) if is_causal else grain
+                lag = block_size * (peek(positions, block) - peek(key_positions, other)) if is_causal else block_size
                 for s in range(0, count, lanes):
-                    some, place = min(lanes, count - s), (edge * grain + s) * grain
+                    some, bias_offset = min(lanes, count - s), (edge * block_size + s) * block_size
                     strip(scores, zero, key, first, keys, width, at(columns, s), room, lanes)
                     strip(gains, zero, value, first, keys, value_width, at(grad_columns, s), room, lanes)
                     for t in range(0, some, 16):
@@ -254,7 +258,9 @@ def _backward(lanes, width, value_width):
                         if key_words.size:
                             count_up(numbers, start + s + t, some - t)
                         for j in range(keys):
-                            logit = logits(scores, j, t, lanes, scale, bias, place, grain, some, j - lag - s, low)
+                            logit = strip_logits(
+                                scores, j, t, lanes, scale, bias, bias_offset, block_size, some, j - lag - s, low
+                            )
                             p, gain = exp(logit - lse_here), load(gains, j * lanes + t, 16)
                             used = p
                             if key_words.size:
@@ -266,7 +272,7 @@ def _backward(lanes, width, value_width):
                     if dbias.size:
                         for i in range(some):
                             for j in range(keys):
-                                poke(dbias, place + i * grain + j, peek(gains, j * lanes + i))
+                                poke(dbias, bias_offset + i * block_size + j, peek(gains, j * lanes + i))
                     for j in range(0, keys, 4):
                         for c in range(0, value_width, value_lanes):
                             multiply(
@@ -294,17 +300,17 @@ def _backward(lanes, width, value_width):
 
 
 @cache
-def _gains(lanes, width, value_width):
-    @kernel
+def _compile_pair_gains(lanes, width, value_width):
+    @numba_kernel
     def gains(
-        memory, room, begin, end, grain, is_causal, query_side, key_side, grad_out, query, key, value, rowptr, col,
+        memory, room, begin, end, block_size, is_causal, query_side, key_side, grad_out, query, key, value, rowptr, col,
         bias, scale, tops, norms, means,
     ):  # fmt: skip
-        queries, tokens, starts, lengths, places = query_side
-        _, key_tokens, key_starts, key_lengths, key_places = key_side
-        zero, tiny = query.dtype.type(0), query.dtype.type(-1 / LOWEST)
-        low, lowest = query.dtype.type(-np.inf), query.dtype.type(LOWEST)
-        scores = aligned(memory)
+        queries, tokens, starts, lengths, positions = query_side
+        _, key_tokens, key_starts, key_lengths, key_positions = key_side
+        zero, tiny = query.dtype.type(0), query.dtype.type(-1 / MIN_SHIFT)
+        low, lowest = query.dtype.type(-np.inf), query.dtype.type(MIN_SHIFT)
+        scores = aligned_pointer(memory)
         gains = at(scores, room * lanes)
         columns = at(gains, room * lanes)
         grad_columns = at(columns, room * width)
@@ -312,20 +318,22 @@ def _gains(lanes, width, value_width):
             block, head = row % queries, row // queries
             start, count = head * tokens + peek(starts, block), peek(lengths, block)
             if peek(rowptr, row) < peek(rowptr, row + 1):
-                turn(columns, room, zero, query, start, count, width)
-                turn(grad_columns, room, zero, grad_out, start, count, value_width)
+                transpose(columns, room, zero, query, start, count, width)
+                transpose(grad_columns, room, zero, grad_out, start, count, value_width)
             for edge in range(peek(rowptr, row), peek(rowptr, row + 1)):
                 other = peek(col, edge)
                 first, keys = head * key_tokens + peek(key_starts, other), peek(key_lengths, other)
-                lag = grain * (peek(places, block) - peek(key_places, other)) if is_causal else grain
+                lag = block_size * (peek(positions, block) - peek(key_positions, other)) if is_causal else block_size
                 for s in range(0, count, lanes):
-                    some, place = min(lanes, count - s), (edge * grain + s) * grain
+                    some, bias_offset = min(lanes, count - s), (edge * block_size + s) * block_size
                     strip(scores, zero, key, first, keys, width, at(columns, s), room, lanes)
                     strip(gains, zero, value, first, keys, value_width, at(grad_columns, s), room, lanes)
                     for t in range(0, some, 16):
                         top, sums, sums_gain = splat(low, 16), splat(zero, 16), splat(zero, 16)
                         for j in range(keys):
-                            logit = logits(scores, j, t, lanes, scale, bias, place, grain, some, j - lag - s, low)
+                            logit = strip_logits(
+                                scores, j, t, lanes, scale, bias, bias_offset, block_size, some, j - lag - s, low
+                            )
                             top = maximum(logit, top)
                             store(scores, j * lanes + t, logit)
                         shift = maximum(top, splat(lowest, 16))
@@ -334,7 +342,7 @@ def _gains(lanes, width, value_width):
                             sums = sums + p
                             gain = but_first(j - lag - s - t, load(gains, j * lanes + t, 16), zero)
                             sums_gain = sums_gain + p * gain
-                        to = edge * grain + s + t
+                        to = edge * block_size + s + t
                         store16(tops, to, some - t, top)
                         store16(norms, to, some - t, sums)
                         store16(means, to, some - t, sums_gain / maximum(sums, splat(tiny, 16)))
@@ -342,18 +350,20 @@ def _gains(lanes, width, value_width):
     return gains
 
 
-@kernel
-def _leave_one_out(begin, end, grain, rowptr, col, logits, gains, probe_rowptr, probe_col, probe_logits, probe_gains,
-                   out, probe_out):  # fmt: skip
+@numba_kernel
+def _leave_one_out(
+    begin, end, block_size, rowptr, col, logits, gains, probe_rowptr, probe_col, probe_logits, probe_gains, out,
+    probe_out,
+):  # fmt: skip
     """The effects of pairs and probes, summed over the queries of each: :func:`.reference.effects.leave_one_out`."""
     zero, one, low = logits.dtype.type(0), logits.dtype.type(1), logits.dtype.type(-np.inf)
     for row in range(begin, end):
         start, stop = peek(rowptr, row), peek(rowptr, row + 1)
         first, last = peek(probe_rowptr, row), peek(probe_rowptr, row + 1)
-        for i in range(grain):
+        for i in range(block_size):
             top, second, best = low, low, -1
             for edge in range(start, stop):
-                logit = peek(logits, edge * grain + i)
+                logit = peek(logits, edge * block_size + i)
                 if logit > top:
                     top, second, best = logit, top, edge
                 elif logit > second:
@@ -361,141 +371,142 @@ def _leave_one_out(begin, end, grain, rowptr, col, logits, gains, probe_rowptr, 
             rest, rest_gain, ratio = zero, zero, np.exp(second - top) if second > low else zero
             for edge in range(start, stop):  # weights without the heaviest, relative to the second
                 if second > low and edge != best:
-                    weight = np.exp(peek(logits, edge * grain + i) - second)
-                    poke(logits, edge * grain + i, weight)
+                    weight = np.exp(peek(logits, edge * block_size + i) - second)
+                    poke(logits, edge * block_size + i, weight)
                     rest += weight
-                    rest_gain += weight * peek(gains, edge * grain + i)
-            heaviest = peek(gains, best * grain + i) if best >= 0 else zero
+                    rest_gain += weight * peek(gains, edge * block_size + i)
+            heaviest = peek(gains, best * block_size + i) if best >= 0 else zero
             whole, whole_gain = one + rest * ratio, heaviest + rest_gain * ratio
             for edge in range(start, stop):
-                gain = peek(gains, edge * grain + i)
+                gain = peek(gains, edge * block_size + i)
                 if edge == best:
                     change = (gain - (rest_gain / rest if rest > zero else zero)) / whole
                 elif second > low:
-                    share = peek(logits, edge * grain + i) * ratio
+                    share = peek(logits, edge * block_size + i) * ratio
                     change = share / whole * (gain - (whole_gain - share * gain) / (whole - share))
                 else:
                     continue
                 poke(out, edge, peek(out, edge) + change)
             edge, mean = start, whole_gain / whole if best >= 0 else zero
             for probe in range(first, last):
-                token, logit = peek(probe_col, probe), peek(probe_logits, probe * grain + i)
+                token, logit = peek(probe_col, probe), peek(probe_logits, probe * block_size + i)
                 while edge < stop and peek(col, edge) < token:
                     edge += 1
                 if logit == low or (edge < stop and peek(col, edge) == token):
                     continue
                 odds = whole * np.exp(top - logit) if best >= 0 else zero
-                change = (peek(probe_gains, probe * grain + i) - mean) / (one + odds)
+                change = (peek(probe_gains, probe * block_size + i) - mean) / (one + odds)
                 poke(probe_out, probe, peek(probe_out, probe) + change)
 
 
 # ----------------------------------------------------------------------------------------------------- memory and work
 
 
-def _lanes(width: int) -> int:
-    return LANES if width % LANES == 0 else 16
+def _lane_count(width: int) -> int:
+    return MAX_LANES if width % MAX_LANES == 0 else 16
 
 
-def _side(cut: Cut) -> tuple[Any, ...]:
-    """Blocks and tokens of each head; and of each block, its first token, its length and its number in its sequence."""
-    arrays = (x.contiguous().numpy() for x in (cut.first, cut.length, cut.place))
-    return cut.count, cut.total, *arrays
+def _cut_arrays(unpad_channels: Cut) -> tuple[Any, ...]:
+    """Number of blocks and of tokens of each head; first token, length and position in the sequence of each block."""
+    arrays = (x.contiguous().numpy() for x in (unpad_channels.first, unpad_channels.length, unpad_channels.position))
+    return unpad_channels.count, unpad_channels.total, *arrays
 
 
 def _run(
-    make: Callable, tasks: list[tuple], grain: int, q: np.ndarray, v: np.ndarray, threads: int | None = None
+    make: Callable, tasks: list[tuple], block_size: int, q: np.ndarray, v: np.ndarray, threads: int | None = None
 ) -> None:
-    """Runs a kernel for queries and values like these over pieces of work, each with memory of its own.
+    """Run a kernel for queries and values of these widths over tasks, each with memory of its own.
 
-    That holds two strips, the queries and their gradients transposed, and three numbers of each.
+    The memory holds two strips, the queries and their gradients transposed, and three numbers of each query.
     """
-    room, widths = -(-grain // 16) * 16, (q.shape[1], v.shape[1])
-    size, compiled = room * (2 * LANES + sum(widths) + 3) + 64, make(_lanes(room), *widths)
+    room, widths = -(-block_size // 16) * 16, (q.shape[1], v.shape[1])
+    size, compiled = room * (2 * MAX_LANES + sum(widths) + 3) + 64, make(_lane_count(room), *widths)
     run(lambda *task: compiled(np.empty(size, q.dtype), room, *task), tasks, threads)
 
 
 def block_attention(
     query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor, col: Tensor, query_ptr: Tensor, key_ptr: Tensor,
-    grain: int, is_causal: bool, bias: Tensor | None, scale: float, dropout: float = 0.0, seed: int = 0,
+    block_size: int, is_causal: bool, bias: Tensor | None, scale: float, dropout: float = 0.0, seed: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    cuts = reference_blocks.cut_rows(rowptr, query, key, (query_ptr, key_ptr), grain)
-    q, k, v = (padded(x, query) for x in (query, key, value))
-    offsets, places = (x.contiguous().numpy() for x in (rowptr, col))
+    cuts = reference_blocks.cut_rows(rowptr, query, key, (query_ptr, key_ptr), block_size)
+    q, k, v = (to_padded_array(x, query) for x in (query, key, value))
+    offsets, key_blocks = (x.contiguous().numpy() for x in (rowptr, col))
     out = torch.from_numpy(q).new_empty((*query.shape[:2], v.shape[1]))
     tops, norms = out.new_empty(query.shape[:2]), out.new_empty(query.shape[:2])
     arguments = (
-        grain, is_causal, *map(_side, cuts), q, k, v, offsets, places, wide(bias, query), q.dtype.type(scale),
-        *chances(query, key, dropout, seed, q.dtype), *(x.view(-1).numpy() for x in (out, tops, norms)),
+        block_size, is_causal, *map(_cut_arrays, cuts), q, k, v, offsets, key_blocks, to_array(bias, query),
+        q.dtype.type(scale), *dropout_tables(query, key, dropout, seed, q.dtype),
+        *(x.view(-1).numpy() for x in (out, tops, norms)),
     )  # fmt: skip
-    pieces = split(offsets, worth(places.size * grain**2 * (q.shape[1] + v.shape[1]), 3))
-    _run(_attention, [(*piece, *arguments) for piece in pieces], grain, q, v)
-    return cut(out, value), norms.log_().add_(tops)
+    pieces = split(offsets, task_count(key_blocks.size * block_size**2 * (q.shape[1] + v.shape[1]), 3))
+    _run(_compile_block_attention, [(*piece, *arguments) for piece in pieces], block_size, q, v)
+    return unpad_channels(out, value), norms.log_().add_(tops)
 
 
 def block_attention_backward(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor, col: Tensor, query_ptr: Tensor,
-    key_ptr: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, grain: int, is_causal: bool, scale: float,
+    key_ptr: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, block_size: int, is_causal: bool, scale: float,
     dropout: float, seed: int, need_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    cuts = reference_blocks.cut_rows(rowptr, query, key, (query_ptr, key_ptr), grain)
+    cuts = reference_blocks.cut_rows(rowptr, query, key, (query_ptr, key_ptr), block_size)
     heads = query.shape[0]
-    q, k, v = (padded(x, query) for x in (query, key, value))
-    offsets, places = (x.contiguous().numpy() for x in (rowptr, col))
-    threads = worth(3 * places.size * grain**2 * (q.shape[1] + v.shape[1]))
+    q, k, v = (to_padded_array(x, query) for x in (query, key, value))
+    offsets, key_blocks = (x.contiguous().numpy() for x in (rowptr, col))
+    threads = task_count(3 * key_blocks.size * block_size**2 * (q.shape[1] + v.shape[1]))
     units = units_of(offsets, heads, cuts[1].count, threads)
     dquery = torch.from_numpy(q).new_empty((*query.shape[:2], q.shape[1]))
     dkey, dvalue = (dquery.new_empty((len(units), key.shape[1], x.shape[1])) for x in (k, v))
-    dbias = np.zeros((places.size, grain, grain) if bias is not None and need_bias else 0, q.dtype)
+    dbias = np.zeros((key_blocks.size, block_size, block_size) if bias is not None and need_bias else 0, q.dtype)
     arguments = (
-        grain, is_causal, *map(_side, cuts), padded(grad_out, query), q, k, v, offsets, places,
-        wide(bias, query), padded(out, query), wide(lse, query).reshape(-1), q.dtype.type(scale),
-        *chances(query, key, dropout, seed, q.dtype), *(x.view(-1).numpy() for x in (dquery, dkey, dvalue)),
+        block_size, is_causal, *map(_cut_arrays, cuts), to_padded_array(grad_out, query), q, k, v, offsets, key_blocks,
+        to_array(bias, query), to_padded_array(out, query), to_array(lse, query).reshape(-1), q.dtype.type(scale),
+        *dropout_tables(query, key, dropout, seed, q.dtype), *(x.view(-1).numpy() for x in (dquery, dkey, dvalue)),
         dbias.reshape(-1),
     )  # fmt: skip
-    _run(_backward, [(*unit, *arguments) for unit in units], grain, q, v, threads)
+    _run(_compile_block_attention_backward, [(*unit, *arguments) for unit in units], block_size, q, v, threads)
     return (
-        cut(dquery, query),
-        cut(summed(dkey, units, heads, cuts[0].count), key),
-        cut(summed(dvalue, units, heads, cuts[0].count), value),
+        unpad_channels(dquery, query),
+        unpad_channels(summed(dkey, units, heads, cuts[0].count), key),
+        unpad_channels(summed(dvalue, units, heads, cuts[0].count), value),
         torch.from_numpy(dbias).to(bias.dtype) if bias is not None and need_bias else lse.new_empty(0),
     )
 
 
-def _split_gains(
-    parts: tuple[Tensor, ...], sets: Sequence[Set], cuts: tuple[Cut, Cut], is_causal: bool, scale: float
+def _compute_pair_gains(
+    tokens: tuple[Tensor, ...], sets: Sequence[Rows], cuts: tuple[Cut, Cut], is_causal: bool, scale: float
 ) -> list[tuple[Tensor, Tensor]]:
-    """As in ``blocks``."""
-    like, grain, found = parts[1], cuts[0].grain, []
-    g, q, k, v = (padded(x, like) for x in parts)
+    """As :func:`.reference.blocks.pair_gains`."""
+    like, block_size, found = tokens[1], cuts[0].block_size, []
+    g, q, k, v = (to_padded_array(x, like) for x in tokens)
     for rowptr, col, bias in sets:
-        offsets, places = (x.contiguous().numpy() for x in (rowptr, col))
-        logit, norm, gain = (torch.from_numpy(q).new_zeros((places.size, grain)) for _ in range(3))
+        offsets, key_blocks = (x.contiguous().numpy() for x in (rowptr, col))
+        logit, norm, gain = (torch.from_numpy(q).new_zeros((key_blocks.size, block_size)) for _ in range(3))
         arguments = (
-            grain, is_causal, *map(_side, cuts), g, q, k, v, offsets, places, wide(bias, like), q.dtype.type(scale),
-            *(x.view(-1).numpy() for x in (logit, norm, gain)),
+            block_size, is_causal, *map(_cut_arrays, cuts), g, q, k, v, offsets, key_blocks, to_array(bias, like),
+            q.dtype.type(scale), *(x.view(-1).numpy() for x in (logit, norm, gain)),
         )  # fmt: skip
-        pieces = split(offsets, worth(places.size * grain**2 * (q.shape[1] + v.shape[1]), 3))
-        _run(_gains, [(*piece, *arguments) for piece in pieces], grain, q, v)
+        pieces = split(offsets, task_count(key_blocks.size * block_size**2 * (q.shape[1] + v.shape[1]), 3))
+        _run(_compile_pair_gains, [(*piece, *arguments) for piece in pieces], block_size, q, v)
         found.append((logit.add_(norm.log_()), gain))
     return found
 
 
 def block_effect(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor, col: Tensor, bias: Tensor | None,
-    probe_rowptr: Tensor, probe_col: Tensor, probe_bias: Tensor | None, query_ptr: Tensor, key_ptr: Tensor, grain: int,
-    is_causal: bool, scale: float,
+    probe_rowptr: Tensor, probe_col: Tensor, probe_bias: Tensor | None, query_ptr: Tensor, key_ptr: Tensor,
+    block_size: int, is_causal: bool, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    cuts = reference_blocks.cut_rows(rowptr, query, key, (query_ptr, key_ptr), grain)
-    sets = (rowptr, col, bias), (probe_rowptr, probe_col.to(col.dtype), probe_bias)
-    found = _split_gains((grad_out, query, key, value), sets, cuts, is_causal, scale)
+    cuts = reference_blocks.cut_rows(rowptr, query, key, (query_ptr, key_ptr), block_size)
+    sets = Rows(rowptr, col, bias), Rows(probe_rowptr, probe_col.to(col.dtype), probe_bias)
+    found = _compute_pair_gains((grad_out, query, key, value), sets, cuts, is_causal, scale)
     arrays, out = [], []
-    for (offsets, places, _), numbers in zip(sets, found, strict=True):
-        arrays += [x.contiguous().view(-1).numpy() for x in (offsets, places, *numbers)]
-        out.append(numbers[0].new_zeros(places.numel()))
-    arguments = (grain, *arrays, *(x.numpy() for x in out))
-    pieces = split(arrays[0] + arrays[4], worth(16 * grain * (col.numel() + probe_col.numel()), 3))
+    for (offsets, key_blocks, _), numbers in zip(sets, found, strict=True):
+        arrays += [x.contiguous().view(-1).numpy() for x in (offsets, key_blocks, *numbers)]
+        out.append(numbers[0].new_zeros(key_blocks.numel()))
+    arguments = (block_size, *arrays, *(x.numpy() for x in out))
+    pieces = split(arrays[0] + arrays[4], task_count(16 * block_size * (col.numel() + probe_col.numel()), 3))
     run(_leave_one_out, [(*piece, *arguments) for piece in pieces])
     return out[0].to(query.dtype), out[1].to(query.dtype)
 
 
-block_weight = partial(reference_blocks.block_weight, split=_split_gains)
+block_weight = partial(reference_blocks.block_weight, compute_gains=_compute_pair_gains)

@@ -1,4 +1,4 @@
-"""Rows of channels for kernels over edges: how tensors become them, and the loops that go over them in strips.
+"""Rows of channels for kernels over edges: conversion from and to tensors, and loops over strips of channels.
 
 In: tensors ``[H, N, C]``, and inside kernels arrays or pointers. Out: arrays ``[H * N, width]``, where the width is
 channels padded with zeros to a multiple of 16; and sums and copies of such rows, ``lanes`` channels at a time. A lane
@@ -15,12 +15,12 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from .simd import at, dots, load, load16, peek, splat, store
+from .simd import at, dots16, load, load16, peek, splat, store
 
 # ------------------------------------------------------------------ tensors
 
 
-def wide(tensor: Tensor | None, like: Tensor) -> np.ndarray:
+def to_array(tensor: Tensor | None, like: Tensor) -> np.ndarray:
     """A contiguous array in the precision that kernels compute in for the dtype of ``like``.
 
     Without elements for None.
@@ -29,14 +29,14 @@ def wide(tensor: Tensor | None, like: Tensor) -> np.ndarray:
     return tensor.to(torch.promote_types(like.dtype, torch.float32)).contiguous().numpy()
 
 
-def padded(tensor: Tensor, like: Tensor) -> np.ndarray:
+def to_padded_array(tensor: Tensor, like: Tensor) -> np.ndarray:
     """``[H, N, C]`` as ``[H*N, width]``, with zeros behind the channels."""
     missing = max(16, -(-tensor.shape[2] // 16) * 16) - tensor.shape[2]
-    rows = wide(torch.nn.functional.pad(tensor.detach(), (0, missing)) if missing else tensor, like)
+    rows = to_array(torch.nn.functional.pad(tensor.detach(), (0, missing)) if missing else tensor, like)
     return rows.reshape(rows.shape[0] * rows.shape[1], rows.shape[2])
 
 
-def cut(rows: Tensor, like: Tensor) -> Tensor:
+def unpad_channels(rows: Tensor, like: Tensor) -> Tensor:
     """The first channels of ``[H, N, width]``, as many as ``like`` has, in its dtype."""
     channels = like.shape[2]
     return rows[..., :channels].to(like.dtype, copy=rows.shape[2] != channels, memory_format=torch.contiguous_format)
@@ -51,10 +51,10 @@ def lanes_of(*widths: int) -> int:
 
 
 @njit(inline="always")
-def clear(array, place, width, number, lanes):
-    """``array[place : place + width] = number``."""
+def clear(array, offset, width, number, lanes):
+    """``array[offset : offset + width] = number``."""
     for c in range(0, width, lanes):
-        store(array, place + c, splat(number, lanes))
+        store(array, offset + c, splat(number, lanes))
 
 
 @njit(inline="always")
@@ -65,10 +65,10 @@ def copy(target, to, source, start, width, lanes):
 
 
 @njit(inline="always")
-def add_dots(sums, row, place, rows, stride, tokens, width, lanes):
-    """``sums``, and to lane k the dot product of ``row[place : place + width]`` with ``rows[stride * tokens[k]]``."""
+def add_dots(sums, row, offset, rows, stride, tokens, width, lanes):
+    """``sums``, and to lane k the dot product of ``row[offset : offset + width]`` with ``rows[stride * tokens[k]]``."""
     for c in range(0, width, lanes):
-        sums = sums + dots(load(row, place + c, lanes), at(rows, c), stride, tokens)
+        sums = sums + dots16(load(row, offset + c, lanes), at(rows, c), stride, tokens)
     return sums
 
 

@@ -1,10 +1,10 @@
-"""How the keys of one row are drawn, on the CPU: by coins, by gaps, or by proposals.
+"""Draws of the keys of one row on the CPU: by pairs, by gaps, or by proposals.
 
-In: rates and memberships of a row, or tables made of them, and the counters of its random words. Out: its keys, in
-rising order, appended to an array. A row of coins needs its probabilities only to the precision that each coin asks
-for: a product in float32, or in bfloat16 where the machine has tiles for it, gives them with a proven relative error,
-one random byte decides almost every pair, and the few that it leaves open are settled in float64. Not here: which way a
-row takes, and the tables (:mod:`.cpu_sampling`).
+In: rates and memberships of a row, or tables made of them, and the counters of its random words. Out: its keys,
+ascending, appended to an array. Not here: the way that a row takes, and the tables (:mod:`.sampling`).
+
+A row by pairs computes its probabilities in float32, or in bfloat16 on machines with tile registers, with a proven
+relative error. One random byte decides almost every pair. The few pairs that it leaves open are decided in float64.
 """
 
 from __future__ import annotations
@@ -13,25 +13,16 @@ from functools import partial
 
 import numpy as np
 
-from ..reference import random_words
+from ..reference.random_words import BERNOULLI_BYTE, BERNOULLI_REST, GAP, PROPOSAL, PROPOSAL_COUNT
+from ..reference.sampling import KEYS_PER_PANEL
 from . import amx
 from .amx import close_tiles, multiply_tiles, open_tiles
-from .random_simd import append16, below16, fetch, gaps16, lowest_bit, philox16, pick16, toss16, weigh16
-from .simd import at, dots, load, peek, scratch, splat, store
-from .threads import kernel
+from .random_simd import append16, below16, bernoulli16, fetch, gaps16, lowest_bit, philox16, pick16, weigh16
+from .simd import at, dots16, load, peek, scratch, splat, store
+from .threads import numba_kernel
 
-_COIN_BYTE, _COIN_REST, _COUNT, _PROPOSAL, _GAP = (
-    purpose << 24
-    for purpose in (
-        random_words.COIN_BYTE,
-        random_words.COIN_REST,
-        random_words.COUNT,
-        random_words.PROPOSAL,
-        random_words.GAP,
-    )
-)
-PANEL = 64  # keys that lie together, block by block
-GROUP = 16 if amx.AVAILABLE else 4  # rows whose probabilities are computed together
+ROWS_PER_GROUP = 16 if amx.AVAILABLE else 4
+"""Rows whose probabilities are computed together."""
 
 _INVERSE = 1 / np.arange(1, 2**14 + 1).astype(np.float64)  # placed at count - 1
 
@@ -39,8 +30,8 @@ _INVERSE = 1 / np.arange(1, 2**14 + 1).astype(np.float64)  # placed at count - 1
 # ------------------------------------------------------------------ random words
 
 
-@kernel
-def philox(c0, c1, c2, c3, seed):
+@numba_kernel
+def philox_once(c0, c1, c2, c3, seed):
     low = np.uint64(0xFFFFFFFF)
     x0, x1, x2, x3 = np.uint64(c0), np.uint64(c1), np.uint64(c2), np.uint64(c3)
     k0, k1 = seed & low, seed >> np.uint64(32)
@@ -51,20 +42,20 @@ def philox(c0, c1, c2, c3, seed):
     return x0, x1, x2, x3
 
 
-@kernel
-def _coin_bytes(num_keys, row, stream, head, seed, words):
-    """Random bytes of a row of coins, as 32-bit words in the order of the keys."""
+@numba_kernel
+def _fill_bernoulli_bytes(num_keys, position, sequence_id, head, seed, words):
+    """Write the first random byte of each pair of a row, as 32-bit words in the order of the keys."""
     for first in range(0, num_keys, 256):
-        philox16(first >> 4, row, stream, head | _COIN_BYTE, seed, words, first >> 2)
+        philox16(first >> 4, position, sequence_id, head | BERNOULLI_BYTE, seed, words, first >> 2)
 
 
-@kernel
-def _poisson(rate, row, stream, head, seed):
+@numba_kernel
+def _draw_poisson(rate, position, sequence_id, head, seed):
     parts = max(1, int(np.ceil(rate / 256)))
     lam = rate / parts
     total = 0
     for part in range(parts):
-        w0, w1, _, _ = philox(part, row, stream, head | _COUNT, seed)
+        w0, w1, _, _ = philox_once(part, position, sequence_id, head | PROPOSAL_COUNT, seed)
         left = np.float64((w0 << np.uint64(21)) | (w1 >> np.uint64(11))) * 2.0**-53
         count = 0
         term = np.exp(-lam)
@@ -79,26 +70,26 @@ def _poisson(rate, row, stream, head, seed):
     return total
 
 
-# ------------------------------------------------------------------ one row by coins
+# ------------------------------------------------------------------ one row by pairs
 
 
-@partial(kernel, reorder=True)
-def _prob(rate, key, blocks, exploration):
+@partial(numba_kernel, reorder=True)
+def _prob(rate, member, blocks, exploration):
     """Probability of one pair in float64, as the reference has it."""
     total = 0.0
     for v in range(blocks):
-        total += np.float64(peek(rate, v)) * np.float64(peek(key, v))
+        total += np.float64(peek(rate, v)) * np.float64(peek(member, v))
     return total + exploration
 
 
-@kernel
-def _coin(byte, j, row, stream, head, seed):
-    """All 32 bits of the coin of a pair, from its first byte on."""
-    rest = philox(j >> 2, row, stream, head | _COIN_REST, seed)[j & 3] >> np.uint64(8)
+@numba_kernel
+def _bernoulli_word(byte, j, position, sequence_id, head, seed):
+    """The random word of a pair, from its first byte."""
+    rest = philox_once(j >> 2, position, sequence_id, head | BERNOULLI_REST, seed)[j & 3] >> np.uint64(8)
     return np.float64(np.uint64(byte) << np.uint64(24) | rest)
 
 
-@kernel
+@numba_kernel
 def _product_of_lanes(rate, rows, some, columns, first, count, some_rows, approx):
     """Probabilities of the first ``some`` of four rows with the keys of ``count`` panels.
 
@@ -107,21 +98,21 @@ def _product_of_lanes(rate, rows, some, columns, first, count, some_rows, approx
     blocks, width, flat = rate.shape[1], approx.shape[1], approx.ravel()
     a, b, c, d = rows[0], rows[min(1, some - 1)], rows[min(2, some - 1)], rows[min(3, some - 1)]
     for panel in range(count):
-        w = x = y = z = splat(rate.dtype.type(0), PANEL)
-        offset = (first + panel) * blocks * PANEL
+        w = x = y = z = splat(rate.dtype.type(0), KEYS_PER_PANEL)
+        offset = (first + panel) * blocks * KEYS_PER_PANEL
         for v in range(blocks):
-            keys = load(columns, offset + v * PANEL, PANEL)
-            w = w + rate[a, v] * keys
-            x = x + rate[b, v] * keys
-            y = y + rate[c, v] * keys
-            z = z + rate[d, v] * keys
-        store(flat, PANEL * panel, w)
-        store(flat, PANEL * panel + width, x)
-        store(flat, PANEL * panel + 2 * width, y)
-        store(flat, PANEL * panel + 3 * width, z)
+            members = load(columns, offset + v * KEYS_PER_PANEL, KEYS_PER_PANEL)
+            w = w + rate[a, v] * members
+            x = x + rate[b, v] * members
+            y = y + rate[c, v] * members
+            z = z + rate[d, v] * members
+        store(flat, KEYS_PER_PANEL * panel, w)
+        store(flat, KEYS_PER_PANEL * panel + width, x)
+        store(flat, KEYS_PER_PANEL * panel + 2 * width, y)
+        store(flat, KEYS_PER_PANEL * panel + 3 * width, z)
 
 
-@kernel
+@numba_kernel
 def _product_of_tiles(rate, rows, some, columns, first, count, some_rows, approx):
     """The same for sixteen rows of bfloat16 bits."""
     depth, width, flat = rate.shape[1], approx.shape[1], approx.ravel()
@@ -129,105 +120,111 @@ def _product_of_tiles(rate, rows, some, columns, first, count, some_rows, approx
         some_rows[k] = rate[rows[k]]
     open_tiles()
     for panel in range(count):
-        multiply_tiles(some_rows, columns, (first + panel) * depth * PANEL, depth, flat, PANEL * panel, width)
+        multiply_tiles(
+            some_rows, columns, (first + panel) * depth * KEYS_PER_PANEL, depth, flat, KEYS_PER_PANEL * panel, width
+        )
     close_tiles()
 
 
-product = _product_of_tiles if amx.AVAILABLE else _product_of_lanes
+approximate_probs = _product_of_tiles if amx.AVAILABLE else _product_of_lanes
 
 
-@kernel
-def by_coins(approx, error, rate, key, row, stream, head, seed, fastrg, exploration, words, shift, out, used):
-    """Edges of a row whose probabilities are known up to a relative error; returns the new end of ``out``.
+@numba_kernel
+def by_pairs(
+    approx, error, rate, member, position, sequence_id, head, seed, is_fastrg, exploration, words, shift, out, used
+):
+    """Append the edges of a row whose probabilities are known up to a relative error; returns the new end of ``out``.
 
     ``approx`` is padded to a whole number of panels.
     """
-    num_keys = key.shape[0]
-    _coin_bytes(num_keys, row, stream, head, seed, words)
-    coins = words.view(np.uint8)
+    num_keys = member.shape[0]
+    _fill_bernoulli_bytes(num_keys, position, sequence_id, head, seed, words)
+    first_bytes = words.view(np.uint8)
     below, above = np.float32(256 * (1 - error)), np.float32(256 * (1 + error))
     less, more = np.float32(exploration) * below, np.float32(exploration) * above
-    if fastrg:  # 1 - exp(-p), whose relative error is no larger than that of p
+    if is_fastrg:  # 1 - exp(-p), whose relative error is no larger than that of p
         for j in range(num_keys):
             approx[j] = -np.expm1(-(approx[j] + np.float32(exploration)))
         less = more = np.float32(0)
     for first in range(0, num_keys, 16):
-        masks = toss16(approx, coins, first, below, less, above, more)
+        masks = bernoulli16(approx, first_bytes, first, below, less, above, more)
         if first + 16 > num_keys:
             masks &= np.uint64(0x10001) * ((np.uint64(1) << np.uint64(num_keys - first)) - np.uint64(1))
         maybe = masks >> np.uint64(16)
         while maybe:
             lane = lowest_bit(maybe)
             maybe &= maybe - np.uint64(1)
-            coin = _coin(coins[first + lane], first + lane, row, stream, head, seed) * 2.0**-24
+            word = (
+                _bernoulli_word(first_bytes[first + lane], first + lane, position, sequence_id, head, seed) * 2.0**-24
+            )
             p = np.float64(approx[first + lane])
-            hit = coin < p * below + less
-            if not hit and coin <= p * above + more:
-                exact = _prob(at(rate, 0), at(key, (first + lane) * rate.size), rate.size, exploration)
-                hit = coin * 2.0**24 < np.floor((-np.expm1(-exact) if fastrg else exact) * 2.0**32)
+            hit = word < p * below + less
+            if not hit and word <= p * above + more:
+                exact = _prob(at(rate, 0), at(member, (first + lane) * rate.size), rate.size, exploration)
+                hit = word * 2.0**24 < np.floor((-np.expm1(-exact) if is_fastrg else exact) * 2.0**32)
             masks |= np.uint64(hit) << np.uint64(lane)
         used = append16(masks, first + shift, out, used)
     return used
 
 
-@kernel
-def largest(approx, error, rate, key, exploration):
+@numba_kernel
+def largest_prob(approx, error, rate, member, exploration):
     """Largest probability of a row, exact if it is above 1."""
     top = np.float32(0)
-    for j in range(key.shape[0]):
+    for j in range(member.shape[0]):
         top = max(top, approx[j])
     if top * (1 + error) + exploration <= 1:
         return 0.0
     exact = 0.0
-    for j in range(key.shape[0]):
+    for j in range(member.shape[0]):
         if approx[j] * (1 + error) + exploration > 1:
-            exact = max(exact, _prob(at(rate, 0), at(key, j * rate.size), rate.size, exploration))
+            exact = max(exact, _prob(at(rate, 0), at(member, j * rate.size), rate.size, exploration))
     return exact
 
 
 # ------------------------------------------------------------------ one row by gaps
 
 
-@kernel
+@numba_kernel
 def by_gaps(
-    low_rate, low_key, width, error, rate, key, first_key, num_keys, blocks, bound, row, stream, head, seed,
-    exploration, out, used
+    low_rate, low_member, width, error, rate, member, first_key, num_keys, blocks, bound, position, sequence_id, head,
+    seed, exploration, out, used
 ):  # fmt: skip
     """Edges of a row whose probabilities are at most ``bound``, by gaps; returns the new end of ``out``.
 
-    ``low_key`` holds two numbers of bfloat16 in each element, and one row behind the last. Places are drawn sixteen at
-    a time, and weighed while the next sixteen are drawn, when their keys have come.
+    ``low_member`` holds two numbers of bfloat16 in each element, and one row behind the last. Positions are drawn
+    sixteen at a time, and thinned while the next sixteen are drawn, when their keys have come.
     """
     spread, scale = -1 / np.log1p(-bound), np.float32(bound * 2.0**-32)
     below, above = np.float32(1 - error), np.float32(1 + error)
     less, more = np.float32(exploration) * below, np.float32(exploration) * above
-    words, places = scratch(low_key, 128), scratch(out, 32)
+    words, positions = scratch(low_member, 128), scratch(out, 32)
     number, drawn, end = 0, -1, -1
     while end < num_keys:
         new, old = number & 16, 16 - (number & 16)
         end = drawn
         if drawn < num_keys:
-            philox16(number, row, stream, head | _GAP, seed, words, 4 * new)
-            drawn = gaps16(words, 4 * new, spread, drawn, num_keys, at(places, new))
+            philox16(number, position, sequence_id, head | GAP, seed, words, 4 * new)
+            drawn = gaps16(words, 4 * new, spread, drawn, num_keys, at(positions, new))
             for t in range(16):
                 for c in range(0, width, 16):
-                    fetch(low_key, np.int64(peek(places, new + t)) * width + c)
+                    fetch(low_member, np.int64(peek(positions, new + t)) * width + c)
         number += 16
         if number == 16:
             continue
-        here, approx, c = at(places, old), splat(np.float32(0), 16), 0
+        here, approx, c = at(positions, old), splat(np.float32(0), 16), 0
         while 2 * (width - c) >= 128:
-            approx = approx + dots(load(low_rate, 2 * c, 128), at(low_key, c), width, here)
+            approx = approx + dots16(load(low_rate, 2 * c, 128), at(low_member, c), width, here)
             c += 64
         while c < width:
-            approx = approx + dots(load(low_rate, 2 * c, 32), at(low_key, c), width, here)
+            approx = approx + dots16(load(low_rate, 2 * c, 32), at(low_member, c), width, here)
             c += 16
         masks = weigh16(approx, words, 4 * old + 32, here, num_keys, scale, below, less, above, more)
         maybe = masks >> np.uint64(16)
         while maybe:
             lane = lowest_bit(maybe)
             maybe &= maybe - np.uint64(1)
-            p = _prob(rate, at(key, np.int64(peek(here, lane)) * blocks), blocks, exploration)
+            p = _prob(rate, at(member, np.int64(peek(here, lane)) * blocks), blocks, exploration)
             hit = np.float64(peek(words, 4 * old + 32 + lane)) * bound < p * 2.0**32
             masks |= np.uint64(hit) << np.uint64(lane)
         used = pick16(masks, here, first_key, out, used)
@@ -237,11 +234,11 @@ def by_gaps(
 # ------------------------------------------------------------------ one row by proposals
 
 
-@kernel
+@numba_kernel
 def _inverse_cdf(mass, out):
     """Inverse CDF of unnormalised masses in 32-bit fixed point.
 
-    The largest word that is mapped to this place or an earlier one.
+    For each entry the largest word that is mapped to it or to an earlier one.
     """
     total = 0.0
     for v in range(mass.size):
@@ -253,7 +250,7 @@ def _inverse_cdf(mass, out):
     out[mass.size - 1] = np.uint32(0xFFFFFFFF)
 
 
-@kernel
+@numba_kernel
 def _count_below(bounds, first, last, word):
     count = 0
     for offset in range(first, last, 16):
@@ -261,35 +258,35 @@ def _count_below(bounds, first, last, word):
     return count
 
 
-@kernel
+@numba_kernel
 def _find(sums, start, length, target):
     """Place of the first of ``length`` rising sums from ``start`` on that lies above the target, or of the last."""
-    place = start
+    index = start
     while length > 1:
         half = length >> 1
-        place += half * (sums[place + half - 1] <= target)
+        index += half * (sums[index + half - 1] <= target)
         length -= half
-    return place
+    return index
 
 
-@kernel
+@numba_kernel
 def by_proposals(
-    rate, key, coarse, fine, start, skip, groups, stretch, row, stream, head, seed, thin, exploration, mass,
-    block_bounds, seen, drawn, target, group, drop, shift, out, used
+    rate, member, coarse, fine, start, skip, groups, stretch, position, sequence_id, head, seed, thin, exploration,
+    mass, block_bounds, seen, drawn, target, group, drop, shift, out, used
 ):  # fmt: skip
-    """Edges of a row by Poisson proposals; returns the new end of ``out``, or -1 where it is too short."""
-    num_keys, blocks = key.shape
+    """Append the edges of a row by Poisson proposals; returns the new end of ``out``, or -1 if it is too short."""
+    num_keys, blocks = member.shape
     for v in range(blocks):
-        mass[v] = np.float64(rate[v]) * fine[PANEL * (start + v * skip) + num_keys - 1]
+        mass[v] = np.float64(rate[v]) * fine[KEYS_PER_PANEL * (start + v * skip) + num_keys - 1]
     mass[blocks] = exploration * num_keys
     _inverse_cdf(mass, block_bounds[: blocks + 1])
-    count = _poisson(mass[blocks] * stretch, row, stream, head, seed)
+    count = _draw_poisson(mass[blocks] * stretch, position, sequence_id, head, seed)
     if used + min(count, num_keys) > out.size:
         return -1
     begin, rejected = used, 0
     squeeze = np.uint32(min(2.0**32 / stretch, 4294967295.0))  # below 1/c every probability accepts
     for first in range(0, count, 16):
-        philox16(first, row, stream, head | _PROPOSAL, seed, drawn, 0)
+        philox16(first, position, sequence_id, head | PROPOSAL, seed, drawn, 0)
         some = min(16, count - first)
         for t in range(some):
             drawn[t] = _count_below(block_bounds, 0, block_bounds.size, drawn[t])
@@ -297,16 +294,16 @@ def by_proposals(
             block = np.int64(drawn[t])
             if block < blocks:
                 panel = start + block * skip
-                target[t] = (drawn[16 + t] + 0.5) * 2.0**-32 * fine[PANEL * panel + num_keys - 1]
+                target[t] = (drawn[16 + t] + 0.5) * 2.0**-32 * fine[KEYS_PER_PANEL * panel + num_keys - 1]
                 group[t] = _find(coarse, panel, groups, target[t])
-                for line in range(0, PANEL, 8):
-                    fetch(fine, PANEL * group[t] + line)
+                for line in range(0, KEYS_PER_PANEL, 8):
+                    fetch(fine, KEYS_PER_PANEL * group[t] + line)
         for t in range(some):
             block, word = np.int64(drawn[t]), drawn[16 + t]
             if block < blocks:
-                sums = PANEL * (start + block * skip)
-                length = min(PANEL, sums + num_keys - PANEL * group[t])
-                drawn[16 + t] = _find(fine, PANEL * group[t], length, target[t]) - sums
+                sums = KEYS_PER_PANEL * (start + block * skip)
+                length = min(KEYS_PER_PANEL, sums + num_keys - KEYS_PER_PANEL * group[t])
+                drawn[16 + t] = _find(fine, KEYS_PER_PANEL * group[t], length, target[t]) - sums
             else:
                 drawn[16 + t] = (np.uint64(word) * np.uint64(num_keys)) >> np.uint64(32)
         for t in range(some):
@@ -317,7 +314,7 @@ def by_proposals(
             seen[j >> 6] |= bit
             keep = True
             if thin and drawn[32 + t] >= squeeze:
-                p = _prob(at(rate, 0), at(key, j * rate.size), rate.size, exploration)
+                p = _prob(at(rate, 0), at(member, j * rate.size), rate.size, exploration)
                 keep = np.float64(drawn[32 + t]) * -np.expm1(-stretch * p) < p * 2.0**32
             if keep:
                 out[used] = j

@@ -1,5 +1,4 @@
-"""Edge kernels for the CPU: scores of edges, attention over edges, and their gradients, in one pass over compressed
-rows.
+"""Edge kernels for the CPU: scores of edges, attention over edges, and their gradients, in one pass over rows.
 
 In and out: the tensors of the op schemas in :mod:`sbm_pyg.ops`, on the CPU. Here are the kernels and the functions that
 lay out memory for them. Not here: checks of what comes in, the vectors that kernels are written in (:mod:`.simd`),
@@ -10,8 +9,8 @@ bounds the backward pass is the second-level cache: each edge rewrites the gradi
 tiles that fit that cache, a key and its value side by side, and so their gradients. docs/kernels.md has the
 measurements.
 
-Names: a unit or piece of work is rows ``begin .. end - 1``; widths are channels padded to a multiple of 16, lanes those
-taken at once.
+Names: a unit of work is the rows ``begin .. end - 1``. A width is a number of channels, padded to a multiple of 16.
+Lanes are the channels that one instruction takes.
 """
 
 from __future__ import annotations
@@ -23,16 +22,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..reference import random_words
-from .channels import add_dots, clear, copy, count_below, cut, lanes_of, padded, sixteen, weigh, wide
+from ..reference.random_words import DROPOUT
+from .channels import (
+    add_dots,
+    clear,
+    copy,
+    count_below,
+    lanes_of,
+    sixteen,
+    to_array,
+    to_padded_array,
+    unpad_channels,
+    weigh,
+)
 from .random_simd import philox16
 from .simd import (
-    aligned,
+    aligned_pointer,
     at,
     exp,
     first,
     highest,
     keep16,
+    lane_sum,
     load,
     load16,
     maximum,
@@ -42,32 +53,33 @@ from .simd import (
     splat,
     store,
     store16,
-    total,
 )
-from .threads import kernel, run, split, worth
+from .threads import numba_kernel, run, split, task_count
 
-STRIP = 512  # edges of a row between two looks at its maximum
-DROPOUT = random_words.DROPOUT << 24
-CACHE = 2**20  # bytes of the second-level cache that a tile of keys may fill
-LEAST = 4  # edges of a row for which a tile of keys is worthwhile
+EDGES_PER_STRIP = 512
+"""Edges of a row whose logits are held at a time, between two updates of its running maximum."""
+CACHE_BYTES = 2**20
+"""Bytes of the second-level cache that a tile of keys may fill."""
+MIN_EDGES_PER_TILE = 4
+"""Average number of edges that a row must have in a tile of keys; with fewer, all keys are one tile."""
 
 
 # ------------------------------------------------------------------ attention
 
 
-@kernel
-def _fill(side, padded, seed, words):
-    """Random words of one side of dropout, of all heads; see :func:`.reference.edges.dropout_mask`."""
-    for place in range(0, words.size, 64):
-        head, number = place // padded, place % padded
-        philox16(number >> 2, side, 0, head | DROPOUT, seed, words, place)
+@numba_kernel
+def _fill_dropout_words(side, padded, seed, words):
+    """Random words of the queries, or of the keys, of all heads; see :func:`.reference.random_words.dropout_words`."""
+    for offset in range(0, words.size, 64):
+        head, number = offset // padded, offset % padded
+        philox16(number >> 2, side, 0, head | DROPOUT, seed, words, offset)
 
 
 @cache
-def _attention(width, value_width):
+def _compile_edge_attention(width, value_width):
     lanes, value_lanes = lanes_of(width), lanes_of(value_width)
 
-    @kernel
+    @numba_kernel
     def attention(
         begin,
         end,
@@ -90,7 +102,7 @@ def _attention(width, value_width):
         tops,
         norms,
     ):
-        weight, factor, tail = scratch(query, STRIP), scratch(query, STRIP), scratch(col, 16)
+        weight, factor, tail = scratch(query, EDGES_PER_STRIP), scratch(query, EDGES_PER_STRIP), scratch(col, 16)
         zero, one, low = query.dtype.type(0), query.dtype.type(1), query.dtype.type(-np.inf)
         for row in range(begin, end):
             keys_here, values_here = (
@@ -101,8 +113,8 @@ def _attention(width, value_width):
             output = at(out, row * value_width)
             clear(output, 0, value_width, zero, value_lanes)
             top, sums, stop = low, splat(zero, 16), peek(rowptr, row + 1)
-            for start in range(peek(rowptr, row), stop, STRIP):
-                strip, count, high = at(col, start), min(STRIP, stop - start), splat(low, 16)
+            for start in range(peek(rowptr, row), stop, EDGES_PER_STRIP):
+                strip, count, high = at(col, start), min(EDGES_PER_STRIP, stop - start), splat(low, 16)
                 for t in range(0, count, 16):
                     tokens = sixteen(at(strip, t), count - t, tail)
                     logit = (
@@ -139,7 +151,7 @@ def _attention(width, value_width):
                         if last & 1:
                             even = even + weigh(weight, last - 1, values_here, strip, value_width, c, value_lanes)
                         store(output, c, even + odd)
-            norm = total(sums)
+            norm = lane_sum(sums)
             poke(tops, row, top)
             poke(norms, row, norm)
             for c in range(0, value_width, value_lanes):
@@ -149,15 +161,14 @@ def _attention(width, value_width):
 
 
 @cache
-def _attention_backward(width, value_width):
+def _compile_edge_attention_backward(width, value_width):
     both, wider = width + value_width, max(width, value_width)
     lanes, value_lanes, common_lanes = lanes_of(width), lanes_of(value_width), lanes_of(width, value_width)
 
-    @kernel
+    @numba_kernel
     def attention_backward(
         memory, begin, end, unit, tiles, queries, keys, grad_out, query, key, value, rowptr, col, gate, bias, out, lse,
-        scale, weighted,
-        least, kept, query_words, key_words, dquery, dkey, dvalue, dgate, dbias,
+        scale, weighted, least, kept, query_words, key_words, dquery, dkey, dvalue, dgate, dbias,
     ):  # fmt: skip
         slopes, weights, factor, tail = scratch(query, 16), scratch(query, 16), scratch(query, 16), scratch(col, 16)
         position = rowptr[begin:end].copy()
@@ -166,7 +177,10 @@ def _attention_backward(width, value_width):
         words_here = at(key_words, first_key if key_words.size else 0)
         for tile in range(tiles):
             start, limit = limit, keys * (tile + 1) // tiles
-            keys_here, dkeys_here = at(aligned(memory), -start * both), at(aligned(memory), room - start * both)
+            keys_here, dkeys_here = (
+                at(aligned_pointer(memory), -start * both),
+                at(aligned_pointer(memory), room - start * both),
+            )
             values_here, dvalues_here = at(keys_here, width), at(dkeys_here, width)
             for token in range(start, limit):
                 clear(dkeys_here, token * both, both, zero, common_lanes)
@@ -175,7 +189,7 @@ def _attention_backward(width, value_width):
             for row in range(begin, end):
                 mean, shift = zero, peek(lse, row) if peek(lse, row) != -np.inf else zero
                 for c in range(0, value_width, value_lanes):
-                    mean += total(
+                    mean += lane_sum(
                         load(grad_out, row * value_width + c, value_lanes)
                         * load(out, row * value_width + c, value_lanes)
                     )
@@ -214,22 +228,24 @@ def _attention_backward(width, value_width):
                         dq = load(dquery, row * width + c, common_lanes) if c < width else nothing
                         g = load(grad_out, row * value_width + c, common_lanes) if c < value_width else nothing
                         for t in range(count):
-                            place = peek(tokens, t) * both + c
+                            offset = peek(tokens, t) * both + c
                             if c < width:
-                                dq = dq + peek(slopes, t) * load(keys_here, place, common_lanes)
-                                store(dkeys_here, place, load(dkeys_here, place, common_lanes) + peek(slopes, t) * q)
+                                dq = dq + peek(slopes, t) * load(keys_here, offset, common_lanes)
+                                store(dkeys_here, offset, load(dkeys_here, offset, common_lanes) + peek(slopes, t) * q)
                             if c < value_width:
                                 store(
-                                    dvalues_here, place, load(dvalues_here, place, common_lanes) + peek(weights, t) * g
+                                    dvalues_here,
+                                    offset,
+                                    load(dvalues_here, offset, common_lanes) + peek(weights, t) * g,
                                 )
                         if c < width:
                             store(dquery, row * width + c, dq)
                     start += count
                 poke(position, row - begin, start)
             for token in range(keys * tile // tiles, limit):
-                place = unit * keys + token
-                copy(dkey, place * width, dkeys_here, token * both, width, lanes)
-                copy(dvalue, place * value_width, dvalues_here, token * both, value_width, value_lanes)
+                offset = unit * keys + token
+                copy(dkey, offset * width, dkeys_here, token * both, width, lanes)
+                copy(dvalue, offset * value_width, dvalues_here, token * both, value_width, value_lanes)
 
     return attention_backward
 
@@ -238,10 +254,10 @@ def _attention_backward(width, value_width):
 
 
 @cache
-def _dot(width):
+def _compile_edge_dot(width):
     lanes = lanes_of(width)
 
-    @kernel
+    @numba_kernel
     def dot(begin, end, tiles, queries, keys, query, key, rowptr, col, out):
         tail, zero, position = scratch(col, 16), query.dtype.type(0), rowptr[begin:end].copy()
         for tile in range(tiles):
@@ -261,10 +277,10 @@ def _dot(width):
 
 
 @cache
-def _dot_backward(width):
+def _compile_edge_dot_backward(width):
     lanes = width if width == 128 else lanes_of(width)
 
-    @kernel
+    @numba_kernel
     def dot_backward(
         begin, end, unit, tiles, queries, keys, grad, query, key, rowptr, col, need_query, need_key, dquery, dkey
     ):
@@ -290,11 +306,11 @@ def _dot_backward(width):
                     if tile:
                         dq = load(dquery, row * width + c, lanes)
                     for edge in range(start, stop):
-                        place, slope = peek(col, edge) * width + c, peek(grad, edge)
+                        offset, slope = peek(col, edge) * width + c, peek(grad, edge)
                         if need_query:
-                            dq = dq + slope * load(keys_here, place, lanes)
+                            dq = dq + slope * load(keys_here, offset, lanes)
                         if need_key:
-                            store(dkeys_here, place, load(dkeys_here, place, lanes) + slope * q)
+                            store(dkeys_here, offset, load(dkeys_here, offset, lanes) + slope * q)
                     store(dquery, row * width + c, dq)
 
     return dot_backward
@@ -304,11 +320,11 @@ def _dot_backward(width):
 
 
 def units_of(rowptr: np.ndarray, heads: int, keys: int, threads: int) -> list[tuple[int, int, int]]:
-    """Rows for backward work: ``(begin, end, unit)``, largest first; unit h is of head h, and so are those that
-    :func:`summed` adds to it.
+    """Cut rows into units of backward work: ``(begin, end, unit)``, largest first.
 
-    Each unit has sums for keys of its own, which cost time and memory. So a head is one unit if that keeps all threads
-    busy, and as many as needed otherwise, as long as there are many more edges than keys.
+    Unit h belongs to head h; :func:`summed` adds further units to it. Each unit has sums of its own for all keys, which
+    cost time and memory. So a head is one unit if that keeps all threads busy, and otherwise as many as needed, if
+    there are many more edges than keys.
     """
     rows = (len(rowptr) - 1) // max(heads, 1)
     sizes = [int(rowptr[(head + 1) * rows] - rowptr[head * rows]) for head in range(heads)]
@@ -338,15 +354,16 @@ def summed(sums: Tensor, units: list[tuple[int, int, int]], heads: int, queries:
     return sums[:heads]
 
 
-def _tiles(rowptr: np.ndarray, keys: int, bytes_per_key: int) -> int:
-    """How many tiles of keys fit the cache each; one if rows have too few edges for so many."""
-    tiles = -(-keys * bytes_per_key // CACHE)
-    return tiles if 0 < tiles * LEAST * (len(rowptr) - 1) <= rowptr[-1] else 1
+def _count_key_tiles(rowptr: np.ndarray, keys: int, bytes_per_key: int) -> int:
+    """Number of tiles of keys, so that each fits the cache; one if rows have too few edges for so many."""
+    tiles = -(-keys * bytes_per_key // CACHE_BYTES)
+    return tiles if 0 < tiles * MIN_EDGES_PER_TILE * (len(rowptr) - 1) <= rowptr[-1] else 1
 
 
-def chances(query: Tensor, key: Tensor, dropout: float, seed: int, dtype: np.dtype) -> tuple[Any, ...]:
-    """Mixed words above the first number keep an edge; the second multiplies it; the others are those of queries and of
-    keys, none without dropout.
+def dropout_tables(query: Tensor, key: Tensor, dropout: float, seed: int, dtype: np.dtype) -> tuple[Any, ...]:
+    """Arguments of dropout: a threshold, the factor of kept weights, and the words of queries and of keys.
+
+    Mixed words above the threshold keep an edge. Without dropout the tables of words are empty.
     """
     threshold, tables = round(dropout * 2**32), []
     for side, tokens in enumerate((query, key)):
@@ -354,7 +371,7 @@ def chances(query: Tensor, key: Tensor, dropout: float, seed: int, dtype: np.dty
         padded = -(-count // 64) * 64
         words = np.empty(heads * padded if threshold else 0, np.uint32)
         if threshold:
-            _fill(side, padded, np.uint64(seed % 2**64), words)
+            _fill_dropout_words(side, padded, np.uint64(seed % 2**64), words)
             words = words.reshape(heads, padded)[:, :count].ravel()
         tables.append(words)
     return np.uint32(max(threshold - 1, 0)), dtype.type(1 / (1 - dropout)), *tables
@@ -364,11 +381,11 @@ def chances(query: Tensor, key: Tensor, dropout: float, seed: int, dtype: np.dty
 
 
 def edge_dot(query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor) -> Tensor:
-    q, k = (padded(x, query) for x in (query, key))
+    q, k = (to_padded_array(x, query) for x in (query, key))
     offsets, tokens = (x.contiguous().numpy() for x in (rowptr, col))
     out = np.empty(len(tokens), q.dtype)
     arguments = (
-        _tiles(offsets, key.shape[1], k.itemsize * k.shape[1]),
+        _count_key_tiles(offsets, key.shape[1], k.itemsize * k.shape[1]),
         query.shape[1],
         key.shape[1],
         q,
@@ -377,59 +394,58 @@ def edge_dot(query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor) -> Tensor:
         tokens,
         out,
     )
-    pieces = split(offsets, worth(tokens.size * q.shape[1], 3))
-    run(_dot(q.shape[1]), [(*piece, *arguments) for piece in pieces])
+    pieces = split(offsets, task_count(tokens.size * q.shape[1], 3))
+    run(_compile_edge_dot(q.shape[1]), [(*piece, *arguments) for piece in pieces])
     return torch.from_numpy(out).to(query.dtype)
 
 
 def edge_dot_backward(
     grad: Tensor, query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor, need_query: bool, need_key: bool
 ) -> tuple[Tensor, Tensor]:
-    q, k = (padded(x, query) for x in (query, key))
+    q, k = (to_padded_array(x, query) for x in (query, key))
     offsets, tokens = (x.contiguous().numpy() for x in (rowptr, col))
-    threads = worth(2 * tokens.size * q.shape[1])
+    threads = task_count(2 * tokens.size * q.shape[1])
     units = units_of(offsets, query.shape[0], key.shape[1], threads)
     dquery = torch.from_numpy(q).new_empty((*query.shape[:2], q.shape[1]))
     dkey = dquery.new_empty((len(units), key.shape[1], k.shape[1]))
     arguments = (
-        _tiles(offsets, key.shape[1], 2 * k.itemsize * k.shape[1]), query.shape[1], key.shape[1], wide(grad, query),
-        q, k, offsets, tokens,
-        need_query, need_key, dquery.view(-1).numpy(), dkey.view(-1).numpy(),
+        _count_key_tiles(offsets, key.shape[1], 2 * k.itemsize * k.shape[1]), query.shape[1], key.shape[1],
+        to_array(grad, query), q, k, offsets, tokens, need_query, need_key, dquery.view(-1).numpy(),
+        dkey.view(-1).numpy(),
     )  # fmt: skip
-    run(_dot_backward(q.shape[1]), [(*unit, *arguments) for unit in units], threads)
-    return cut(dquery, query), cut(summed(dkey, units, *query.shape[:2]), key)
+    run(_compile_edge_dot_backward(q.shape[1]), [(*unit, *arguments) for unit in units], threads)
+    return unpad_channels(dquery, query), unpad_channels(summed(dkey, units, *query.shape[:2]), key)
 
 
 def edge_attention(
     query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor, col: Tensor, gate: Tensor | None, bias: Tensor | None,
-    scale: float,
-    gate_form: str, dropout: float, seed: int,
+    scale: float, gate_form: str, dropout: float, seed: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    q, k, v = (padded(x, query) for x in (query, key, value))
+    q, k, v = (to_padded_array(x, query) for x in (query, key, value))
     offsets, tokens = (x.contiguous().numpy() for x in (rowptr, col))
     out = torch.from_numpy(q).new_empty((*query.shape[:2], v.shape[1]))
     tops, norms = out.new_empty(query.shape[:2]), out.new_empty(query.shape[:2])
     arguments = (
-        query.shape[1], key.shape[1], q, k, v, offsets, tokens, wide(gate, query), wide(bias, query),
-        q.dtype.type(scale),
-        gate is not None and gate_form == "weight", *chances(query, key, dropout, seed, q.dtype),
-        out.view(-1).numpy(), tops.view(-1).numpy(), norms.view(-1).numpy(),
+        query.shape[1], key.shape[1], q, k, v, offsets, tokens, to_array(gate, query), to_array(bias, query),
+        q.dtype.type(scale), gate is not None and gate_form == "weight",
+        *dropout_tables(query, key, dropout, seed, q.dtype), out.view(-1).numpy(), tops.view(-1).numpy(),
+        norms.view(-1).numpy(),
     )  # fmt: skip
-    pieces = split(offsets, worth(tokens.size * (q.shape[1] + v.shape[1]), 3))
-    run(_attention(q.shape[1], v.shape[1]), [(*piece, *arguments) for piece in pieces])
-    return cut(out, value), norms.log_().add_(tops)
+    pieces = split(offsets, task_count(tokens.size * (q.shape[1] + v.shape[1]), 3))
+    run(_compile_edge_attention(q.shape[1], v.shape[1]), [(*piece, *arguments) for piece in pieces])
+    return unpad_channels(out, value), norms.log_().add_(tops)
 
 
 def edge_attention_backward(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor, col: Tensor, gate: Tensor | None,
-    bias: Tensor | None,
-    out: Tensor, lse: Tensor, scale: float, gate_form: str, dropout: float, seed: int, need_gate: bool, need_bias: bool,
+    bias: Tensor | None, out: Tensor, lse: Tensor, scale: float, gate_form: str, dropout: float, seed: int,
+    need_gate: bool, need_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    q, k, v = (padded(x, query) for x in (query, key, value))
+    q, k, v = (to_padded_array(x, query) for x in (query, key, value))
     offsets, tokens = (x.contiguous().numpy() for x in (rowptr, col))
-    threads = worth(3 * tokens.size * (q.shape[1] + v.shape[1]))
+    threads = task_count(3 * tokens.size * (q.shape[1] + v.shape[1]))
     units = units_of(offsets, query.shape[0], key.shape[1], threads)
-    tiles = _tiles(offsets, key.shape[1], 2 * k.itemsize * (k.shape[1] + v.shape[1]))
+    tiles = _count_key_tiles(offsets, key.shape[1], 2 * k.itemsize * (k.shape[1] + v.shape[1]))
     dquery = torch.from_numpy(q).new_empty((*query.shape[:2], q.shape[1]))
     dkey, dvalue = (dquery.new_empty((len(units), key.shape[1], x.shape[1])) for x in (k, v))
     dgate, dbias = (
@@ -437,22 +453,22 @@ def edge_attention_backward(
         for x, need in ((gate, need_gate), (bias, need_bias))
     )
     arguments = (
-        tiles, query.shape[1], key.shape[1], padded(grad_out, query), q, k, v, offsets, tokens, wide(gate, query),
-        wide(bias, query), padded(out, query),
-        wide(lse, query).reshape(-1), q.dtype.type(scale), gate is not None and gate_form == "weight",
-        *chances(query, key, dropout, seed, q.dtype),
-        dquery.view(-1).numpy(), dkey.view(-1).numpy(), dvalue.view(-1).numpy(), dgate, dbias,
+        tiles, query.shape[1], key.shape[1], to_padded_array(grad_out, query), q, k, v, offsets, tokens,
+        to_array(gate, query), to_array(bias, query), to_padded_array(out, query), to_array(lse, query).reshape(-1),
+        q.dtype.type(scale), gate is not None and gate_form == "weight",
+        *dropout_tables(query, key, dropout, seed, q.dtype), dquery.view(-1).numpy(), dkey.view(-1).numpy(),
+        dvalue.view(-1).numpy(), dgate, dbias,
     )  # fmt: skip
     room = 2 * (key.shape[1] // tiles + 1) * (k.shape[1] + v.shape[1]) + 64
 
     def work(*arguments):  # numpy backs large arrays with huge pages, malloc does not
-        _attention_backward(k.shape[1], v.shape[1])(np.empty(room, q.dtype), *arguments)
+        _compile_edge_attention_backward(k.shape[1], v.shape[1])(np.empty(room, q.dtype), *arguments)
 
     run(work, [(*unit, *arguments) for unit in units], threads)
     return (
-        cut(dquery, query),
-        cut(summed(dkey, units, *query.shape[:2]), key),
-        cut(summed(dvalue, units, *query.shape[:2]), value),
+        unpad_channels(dquery, query),
+        unpad_channels(summed(dkey, units, *query.shape[:2]), key),
+        unpad_channels(summed(dvalue, units, *query.shape[:2]), value),
         torch.from_numpy(dgate).to(query.dtype if gate is None else gate.dtype),
         torch.from_numpy(dbias).to(query.dtype if bias is None else bias.dtype),
     )

@@ -2,7 +2,7 @@
 
 In and out: the tensors of ``edge_effect`` and ``weigh_effect`` in :mod:`sbm_pyg.ops`. Scores, gains and factors of a
 row's edges stay in buffers as long as the longest row; probes take their turn in the same buffers. Not here: attention
-itself (:mod:`.cpu_edges`).
+itself (:mod:`.edges`).
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..reference.effects import ROUNDED
-from .channels import add_dots, lanes_of, padded, sixteen, wide
+from ..reference.sampling import MAX_PROB
+from .channels import add_dots, lanes_of, sixteen, to_array, to_padded_array
 from .simd import (
-    NOTHING,
+    NEGLIGIBLE_LOGIT,
     at,
     exp,
     first,
     highest,
+    lane_sum,
     load,
     load16,
     maximum,
@@ -30,26 +31,24 @@ from .simd import (
     splat,
     store,
     store16,
-    total,
     where_above,
 )
-from .threads import kernel, run, split, worth
+from .threads import numba_kernel, run, split, task_count
 
 
 @cache
-def _effect(width, value_width, blocks):
+def _compile_edge_effect(width, value_width, blocks):
     lanes, value_lanes, block_lanes = lanes_of(width), lanes_of(value_width), lanes_of(blocks)
 
-    @kernel
+    @numba_kernel
     def effect(
-        begin, end, longest, queries, num_keys, grad_out, query, key, value, rowptr, col, bias, probe_rowptr,
-        probe_col, probe_bias, scale,
-        rate, member, chance, exploration, out, probe_out,
+        begin, end, longest, queries, num_keys, grad_out, query, key, value, rowptr, col, bias, probe_rowptr, probe_col,
+        probe_bias, scale, rate, member, chance, exploration, out, probe_out,
     ):  # fmt: skip
         room = (longest + 15) // 16 * 16
         logits, gains, factors = np.empty(room, query.dtype), np.empty(room, query.dtype), np.empty(room, query.dtype)
         zero, half, one = query.dtype.type(0), query.dtype.type(0.5), query.dtype.type(1)
-        low, most, certain = query.dtype.type(-np.inf), query.dtype.type(-88), query.dtype.type(ROUNDED)
+        low, most, certain = query.dtype.type(-np.inf), query.dtype.type(-88), query.dtype.type(MAX_PROB)
         tail, top, sums, sums_gain = scratch(col, 16), low, zero, zero
         for row in range(begin, end):
             keys = at(key, row // queries * num_keys * width)
@@ -61,7 +60,7 @@ def _effect(width, value_width, blocks):
             for probing in range(2):
                 start = peek(probe_rowptr, row) if probing else edge
                 count = (peek(probe_rowptr, row + 1) if probing else stop) - start
-                ends, place = (
+                ends, target = (
                     (at(probe_col, start), at(probe_out, start)) if probing else (at(col, start), at(out, start))
                 )
                 extra, biased = (at(probe_bias, start), probe_bias.size) if probing else (at(bias, start), bias.size)
@@ -75,11 +74,11 @@ def _effect(width, value_width, blocks):
                     if blocks:
                         eta, p = peek(chance, row % queries), splat(exploration, 16)
                         p = add_dots(p, rate, row * blocks, members, blocks, tokens, blocks, block_lanes)
-                        part = half if eta > zero else one  # without probes edges stand for both sides
+                        part = half if eta > zero else one  # without probes the edges stand for absent pairs, too
                         few = zero - maximum(zero - p, splat(-part, 16))
                         seen = maximum(eta + (one - eta) * few, few / part)
                         factor = one / seen
-                        if probing:  # where there can be no probe, it counts nothing
+                        if probing:  # a probe of probability 0 has weight 0
                             factor = (seen - few) / (seen * (one - few) * eta) if eta > zero else few * zero
                         factor = where_above(p, certain, zero, factor)
                     logit = logit * scale
@@ -98,13 +97,13 @@ def _effect(width, value_width, blocks):
                         if top != low:
                             weight = exp(zero - maximum(splat(most, 16), top - logit))
                             change = weight / (weight + sums) * (change - mean)
-                        store16(place, t, count - t, change * load(factors, t, 16))
+                        store16(target, t, count - t, change * load(factors, t, 16))
                     for t in range(count):
                         token = peek(ends, t)
                         while edge < stop and peek(col, edge) < token:
                             edge += 1
                         if (edge < stop and peek(col, edge) == token) or peek(logits, t) == low:
-                            poke(place, t, zero)
+                            poke(target, t, zero)
                 else:
                     # sums over the row's edges without the heaviest, so that no other is taken from a sum that it
                     # dominates
@@ -125,8 +124,8 @@ def _effect(width, value_width, blocks):
                         rest = rest + weight
                         rest_gain = rest_gain + weight * load(gains, t, 16)
                         store(logits, t, weight)
-                    others, others_gain = total(rest), total(rest_gain)
-                    ratio = np.exp(second - top) if second - top > NOTHING else zero
+                    others, others_gain = lane_sum(rest), lane_sum(rest_gain)
+                    ratio = np.exp(second - top) if second - top > NEGLIGIBLE_LOGIT else zero
                     sums, sums_gain = (
                         (one + others * ratio, best_gain + others_gain * ratio) if top != low else (zero, zero)
                     )
@@ -139,53 +138,50 @@ def _effect(width, value_width, blocks):
                                 * (gain - (sums_gain - share * gain) / (sums - share))
                                 * load(factors, t, 16)
                             )
-                        store16(place, t, count - t, change)
+                        store16(target, t, count - t, change)
                     if best < count and top != low:
                         without = others_gain / others if others != zero else zero
-                        poke(place, best, (best_gain - without) / sums * peek(factors, best))
+                        poke(target, best, (best_gain - without) / sums * peek(factors, best))
 
     return effect
 
 
 def edge_effect(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor, col: Tensor, bias: Tensor | None,
-    probe_rowptr: Tensor,
-    probe_col: Tensor, probe_bias: Tensor | None, scale: float, rate: Tensor | None, member: Tensor | None,
-    chance: Tensor | None,
-    exploration: float,
+    probe_rowptr: Tensor, probe_col: Tensor, probe_bias: Tensor | None, scale: float, rate: Tensor | None,
+    member: Tensor | None, chance: Tensor | None, exploration: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    g, q, k, v = (padded(x, query) for x in (grad_out, query, key, value))
-    r, z = (np.empty((0, 0), q.dtype) if x is None else padded(x, query) for x in (rate, member))
+    g, q, k, v = (to_padded_array(x, query) for x in (grad_out, query, key, value))
+    r, z = (np.empty((0, 0), q.dtype) if x is None else to_padded_array(x, query) for x in (rate, member))
     offsets, probe_offsets = (x.contiguous().numpy() for x in (rowptr, probe_rowptr))
     tokens, probe_tokens = (x.contiguous().numpy() for x in (col, probe_col.to(col.dtype)))
     out, probe_out = np.empty(len(tokens), q.dtype), np.empty(len(probe_tokens), q.dtype)
     longest = max((int(np.diff(x).max(initial=0)) for x in (offsets, probe_offsets)), default=0)
     arguments = (
-        longest, query.shape[1], key.shape[1], g, q, k, v, offsets, tokens, wide(bias, query), probe_offsets,
-        probe_tokens,
-        wide(probe_bias, query), q.dtype.type(scale), r, z, wide(chance, query), q.dtype.type(exploration), out,
-        probe_out,
+        longest, query.shape[1], key.shape[1], g, q, k, v, offsets, tokens, to_array(bias, query), probe_offsets,
+        probe_tokens, to_array(probe_bias, query), q.dtype.type(scale), r, z, to_array(chance, query),
+        q.dtype.type(exploration), out, probe_out,
     )  # fmt: skip
     steps = (tokens.size + probe_tokens.size) * (q.shape[1] + v.shape[1] + r.shape[1])
-    pieces = split(offsets + probe_offsets, worth(steps, 3))
-    run(_effect(q.shape[1], v.shape[1], r.shape[1]), [(*piece, *arguments) for piece in pieces])
+    pieces = split(offsets + probe_offsets, task_count(steps, 3))
+    run(_compile_edge_effect(q.shape[1], v.shape[1], r.shape[1]), [(*piece, *arguments) for piece in pieces])
     return torch.from_numpy(out).to(query.dtype), torch.from_numpy(probe_out).to(query.dtype)
 
 
-@kernel
-def _weigh(begin, end, effect, prob, rowptr, chance, forced, exploration, probing, out):
+@numba_kernel
+def _weigh_rows(begin, end, effect, prob, rowptr, chance, forced, exploration, probing, out):
     zero, half = out.dtype.type(0), out.dtype.type(0.5)
-    one, certain = out.dtype.type(1), out.dtype.type(ROUNDED)
+    one, certain = out.dtype.type(1), out.dtype.type(MAX_PROB)
     for row in range(begin, end):
         eta = chance[row % chance.size]
-        part = half if eta > zero else one  # without probes edges stand for both sides
+        part = half if eta > zero else one  # without probes the edges stand for absent pairs, too
         for edge in range(rowptr[row], rowptr[row + 1]):
             p = prob[edge] + exploration
             few = part if p > part else p
             seen = eta + few - eta * few
             seen = few / part if seen < few / part else seen
             weight = one / seen
-            if probing:  # where there can be no probe, it counts nothing
+            if probing:  # a probe of probability 0 has weight 0
                 weight = (seen - few) / (seen * (one - few) * eta) if eta > zero else zero
             if p > certain:
                 weight = zero
@@ -197,9 +193,9 @@ def weigh_effect(
     probing: bool,
 ) -> Tensor:  # fmt: skip
     like = prob.new_empty(0, dtype=torch.promote_types(prob.dtype, effect.dtype))
-    change, p, eta = (wide(x, like) for x in (effect, prob, chance))
+    change, p, eta = (to_array(x, like) for x in (effect, prob, chance))
     offsets, out = rowptr.contiguous().numpy(), np.empty(p.size, p.dtype)
     never = np.empty(0, np.bool_) if forced is None else forced.contiguous().numpy()
     arguments = (change, p, offsets, eta, never, p.dtype.type(exploration), probing, out)
-    run(_weigh, [(*piece, *arguments) for piece in split(offsets, worth(8 * p.size, 3))])
+    run(_weigh_rows, [(*piece, *arguments) for piece in split(offsets, task_count(8 * p.size, 3))])
     return torch.from_numpy(out).to(prob.dtype)

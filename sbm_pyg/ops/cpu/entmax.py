@@ -1,7 +1,7 @@
-"""alpha-entmax over rows, on the CPU: shares, their gradients, and which values have a share at all.
+"""alpha-entmax over rows, on the CPU: weights, their gradients, and the support, the values with a weight above 0.
 
 In and out: the tensors of ``segment_entmax``, its backward and ``entmax_support`` in :mod:`sbm_pyg.ops`. Here are the
-kernels and the functions that lay out memory for them. Not here: attention (:mod:`.cpu_edges`).
+kernels and the functions that lay out memory for them. Not here: attention (:mod:`.edges`).
 
 A row is read twice: for its maximum, and for the values near enough to the maximum to have a share. The root is found
 among those few, in float64. Each row is one thread's work and no other row enters it, so nothing depends on threads or
@@ -22,20 +22,19 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from ..reference.entmax import check_ptr
-from .channels import wide
+from ..reference.entmax import KERNEL_NEWTON_STEPS, ROOT_TOLERANCE, check_ptr
+from .channels import to_array
 from .simd import first, highest, load16, maximum, splat
-from .threads import kernel, run, split, worth
+from .threads import numba_kernel, run, split, task_count
 
-STEPS = 100  # of root finding; halving alone takes 53
-PASSES = 16  # over a row, and more
-CLOSE = 1e-12  # a step that moves the root by this share of itself is the last
+PASSES_PER_ROW = 16
+"""Passes over a row that finding its root takes, about."""
 
 # Powers: log m = 2 atanh f, and exp, by their series, highest term first; and what rounds a number to an integer.
-ATANH = tuple(2 / (2 * k + 1) for k in range(10, -1, -1))
-EXP = tuple(1 / math.factorial(k) for k in range(13, -1, -1))
-ROUND, ROUND_BITS, SQRT_HALF = 1.5 * 2.0**52, np.int64(0x4338000000000000), np.int64(0x3FE6A09E667F3BCD)
-LOG2_HIGH, LOG2_LOW, LEAST = 0.6931471803691238, 1.9082149292705877e-10, -700.0
+ATANH_SERIES = tuple(2 / (2 * k + 1) for k in range(10, -1, -1))
+EXP_SERIES = tuple(1 / math.factorial(k) for k in range(13, -1, -1))
+ROUNDING_SHIFT, ROUNDING_BITS, SQRT_HALF = 1.5 * 2.0**52, np.int64(0x4338000000000000), np.int64(0x3FE6A09E667F3BCD)
+LOG2_HIGH, LOG2_LOW, MIN_EXPONENT = 0.6931471803691238, 1.9082149292705877e-10, -700.0
 
 
 # ------------------------------------------------------------------ one row
@@ -49,11 +48,11 @@ def _polynomial(x, factors):
     return result
 
 
-@kernel
+@numba_kernel
 def _powers(x, exponent, count, out):
     """``out[:count] = x[:count] ** exponent`` of positive normal numbers, or e^-700 where that is less.
 
-    What it writes for other numbers is of no account. Relative error below 1e-15 (1 + the size of the power's
+    Other numbers give any result. Relative error below 1e-15 (1 + the size of the power's
     logarithm). A loop without calls, which the compiler turns into vectors: a third of the time of the C library.
     """
     if exponent == 0:
@@ -72,19 +71,19 @@ def _powers(x, exponent, count, out):
             n = (bits - SQRT_HALF) >> np.int64(52)
             m = np.int64(bits - (n << np.int64(52))).view(np.float64)
             f = (m - 1) / (m + 1)
-            whole = np.int64(n + ROUND_BITS).view(np.float64) - ROUND
-            y = exponent * (whole * np.log(2) + f * _polynomial(f * f, ATANH))
-            y = y if y > LEAST else LEAST
+            whole = np.int64(n + ROUNDING_BITS).view(np.float64) - ROUNDING_SHIFT
+            y = exponent * (whole * np.log(2) + f * _polynomial(f * f, ATANH_SERIES))
+            y = y if y > MIN_EXPONENT else MIN_EXPONENT
             # y = n log 2 + r; the sum rounds to n and leaves it in the low bits
-            shifted = np.float64(y * (1 / np.log(2)) + ROUND)
-            whole = shifted - ROUND
+            shifted = np.float64(y * (1 / np.log(2)) + ROUNDING_SHIFT)
+            whole = shifted - ROUNDING_SHIFT
             r = y - whole * LOG2_HIGH - whole * LOG2_LOW
-            power = np.float64(_polynomial(r, EXP)).view(np.int64)
+            power = np.float64(_polynomial(r, EXP_SERIES)).view(np.int64)
             out[k] = np.int64(power + (shifted.view(np.int64) << np.int64(52))).view(np.float64)
 
 
-def _sums(slack, part, count):
-    """Sums of ``part``, a power of the slack, and of the next power, which it becomes; of positive slacks alone."""
+def _slack_sums(slack, part, count):
+    """Sums of a power of the positive slacks, ``part``, and of the next power, which is written over it."""
     steep, mass = 0.0, 0.0
     for k in range(count):
         here = part[k] if slack[k] > 0 else 0.0
@@ -94,15 +93,15 @@ def _sums(slack, part, count):
     return steep, mass
 
 
-_sums = kernel(_sums, reorder=True)
+_slack_sums = numba_kernel(_slack_sums, reorder=True)
 
 
-@kernel
-def _solve(src, start, stop, alpha, place, level, slack, part):
+@numba_kernel
+def _solve(src, start, stop, alpha, index, level, slack, part):
     """Shares of the row ``src[start:stop]``, up to a factor.
 
     Returns how many values may have one, and the sum of the shares: NaN where the row has no shares to compute. Writes
-    the values' numbers in the row to ``place`` and their shares to ``part``.
+    the values' numbers in the row to ``index`` and their shares to ``part``.
     """
     less, none = alpha - 1, src.dtype.type(-np.inf)
     high16 = splat(none, 16)
@@ -112,24 +111,24 @@ def _solve(src, start, stop, alpha, place, level, slack, part):
     bound = top - 1 / less
     for e in range(start, stop):
         x = np.float64(src[e])
-        place[count], level[count] = e - start, less * (x - top)
+        index[count], level[count] = e - start, less * (x - top)
         count += x > bound
         broken += x != x
     if broken or top == np.inf:
         return 0, np.nan
     low, high, tau, mass = -1.0, -(float(max(count, 1)) ** -less), -1.0, 0.0
-    for _ in range(STEPS if count else 0):
+    for _ in range(KERNEL_NEWTON_STEPS if count else 0):
         for k in range(count):
             slack[k] = level[k] - tau
         _powers(slack, 1 / less - 1, count, part)
-        steep, mass = _sums(slack, part, count)
+        steep, mass = _slack_sums(slack, part, count)
         step = tau + (mass - mass ** (1 - less)) / steep
-        if abs(step - tau) <= CLOSE * -tau:
+        if abs(step - tau) <= ROOT_TOLERANCE * -tau:
             break
         if mass > 1:
             low, some = tau, 0
             for k in range(count):
-                place[some], level[some], part[some] = place[k], level[k], part[k]
+                index[some], level[some], part[some] = index[k], level[k], part[k]
                 some += slack[k] > 0
             count = some
         else:
@@ -145,29 +144,29 @@ def _solve(src, start, stop, alpha, place, level, slack, part):
 # ------------------------------------------------------------------ kernels
 
 
-@kernel
-def _entmax(begin, end, column, longest, src, rowptr, alpha, out):
-    place, level, slack, share = np.empty(longest, np.int64), np.empty(longest), np.empty(longest), np.empty(longest)
+@numba_kernel
+def _entmax_rows(begin, end, column, longest, src, rowptr, alpha, out):
+    index, level, slack, share = np.empty(longest, np.int64), np.empty(longest), np.empty(longest), np.empty(longest)
     shift, rows = column * rowptr[-1], rowptr.size - 1
     for row in range(begin, end):
         start, stop = shift + rowptr[row], shift + rowptr[row + 1]
-        count, mass = _solve(src, start, stop, alpha[column * rows + row], place, level, slack, share)
+        count, mass = _solve(src, start, stop, alpha[column * rows + row], index, level, slack, share)
         out[start:stop] = 0 if mass == mass else np.nan
         if mass == mass:
             for k in range(count):
-                out[start + place[k]] = share[k] / mass
+                out[start + index[k]] = share[k] / mass
 
 
-@kernel
-def _support(begin, end, longest, src, rowptr, alpha, found, counts):
-    place, level, slack, share = np.empty(longest, np.int64), np.empty(longest), np.empty(longest), np.empty(longest)
+@numba_kernel
+def _support_rows(begin, end, longest, src, rowptr, alpha, found, counts):
+    index, level, slack, share = np.empty(longest, np.int64), np.empty(longest), np.empty(longest), np.empty(longest)
     for row in range(begin, end):
         start, stop = rowptr[row], rowptr[row + 1]
-        count, mass = _solve(src, start, stop, alpha[row], place, level, slack, share)
+        count, mass = _solve(src, start, stop, alpha[row], index, level, slack, share)
         some = start
         if mass == mass:
             for k in range(count):
-                found[some] = start + place[k]
+                found[some] = start + index[k]
                 some += share[k] > 0
         else:
             for e in range(start, stop):
@@ -176,8 +175,8 @@ def _support(begin, end, longest, src, rowptr, alpha, found, counts):
         counts[row + 1] = some - start
 
 
-@kernel
-def _gather(begin, end, found, rowptr, rows, out):
+@numba_kernel
+def _gather_found(begin, end, found, rowptr, rows, out):
     """``out[rows[r] : rows[r + 1]]`` from what each row found, which starts where the row does."""
     for row in range(begin, end):
         start, to = rowptr[row], rows[row]
@@ -185,33 +184,33 @@ def _gather(begin, end, found, rowptr, rows, out):
             out[to + k] = found[start + k]
 
 
-@kernel
-def _backward(begin, end, column, longest, grad, p, rowptr, alpha, need_alpha, dsrc, dalpha):
-    place, share, weight = np.empty(longest, np.int64), np.empty(longest), np.empty(longest)
+@numba_kernel
+def _entmax_backward_rows(begin, end, column, longest, grad, p, rowptr, alpha, need_alpha, dsrc, dalpha):
+    index, share, weight = np.empty(longest, np.int64), np.empty(longest), np.empty(longest)
     shift, rows = column * rowptr[-1], rowptr.size - 1
     for row in range(begin, end):
         start, stop, number, count = shift + rowptr[row], shift + rowptr[row + 1], column * rows + row, 0
         for e in range(start, stop):
-            place[count] = e
+            index[count] = e
             count += p[e] != 0  # NaN is in
         norm, tilted, total = 0.0, 0.0, 0.0
         for k in range(count):
-            share[k] = p[place[k]]
+            share[k] = p[index[k]]
         _powers(share, 2 - alpha[number], count, weight)
         for k in range(count):
             total += share[k]
             norm += weight[k]
-            tilted += weight[k] * grad[place[k]]
+            tilted += weight[k] * grad[index[k]]
         mean = (tilted if total == total else np.nan) / norm if count else 0.0
         dsrc[start:stop] = 0 if mean == mean else np.nan
         for k in range(count):
-            dsrc[place[k]] = weight[k] * (grad[place[k]] - mean)
+            dsrc[index[k]] = weight[k] * (grad[index[k]] - mean)
         if need_alpha:
             shared, mixed, entropy = 0.0, 0.0, 0.0
             for k in range(count):
                 part = -share[k] * np.log(share[k])
-                shared += share[k] * grad[place[k]]
-                mixed += part * grad[place[k]]
+                shared += share[k] * grad[index[k]]
+                mixed += part * grad[index[k]]
                 entropy += part
             less = alpha[number] - 1
             dalpha[number] = (shared - mean) / less**2 + (mixed - mean * entropy) / less
@@ -224,17 +223,17 @@ def _work(rowptr: Tensor) -> tuple[np.ndarray, list[tuple[int, int]], int]:
     """Offsets, rows for each piece of work, and the length of the longest row."""
     offsets = rowptr.contiguous().numpy()
     longest = int(np.diff(offsets).max(initial=1))
-    return offsets, split(offsets, worth(PASSES * int(offsets[-1]), 3)), longest
+    return offsets, split(offsets, task_count(PASSES_PER_ROW * int(offsets[-1]), 3)), longest
 
 
 def segment_entmax(src: Tensor, rowptr: Tensor, alpha: Tensor) -> Tensor:
     check_ptr(rowptr, src.shape[1])
     offsets, pieces, longest = _work(rowptr)
-    values, alphas = wide(src, src).reshape(-1), alpha.detach().double().contiguous().view(-1).numpy()
+    values, alphas = to_array(src, src).reshape(-1), alpha.detach().double().contiguous().view(-1).numpy()
     out = torch.empty(src.shape, dtype=torch.promote_types(src.dtype, torch.float32))
     tasks = [(*piece, column) for column in range(src.shape[0]) for piece in pieces]
     rest = (longest, values, offsets, alphas, out.view(-1).numpy())
-    run(_entmax, [(*task, *rest) for task in tasks], worth(PASSES * values.size))
+    run(_entmax_rows, [(*task, *rest) for task in tasks], task_count(PASSES_PER_ROW * values.size))
     return out.to(src.dtype)
 
 
@@ -242,22 +241,26 @@ def segment_entmax_backward(
     grad: Tensor, out: Tensor, rowptr: Tensor, alpha: Tensor, need_alpha: bool
 ) -> tuple[Tensor, Tensor]:
     offsets, pieces, longest = _work(rowptr)
-    slopes, p = (wide(x, out).reshape(-1) for x in (grad, out))
+    slopes, p = (to_array(x, out).reshape(-1) for x in (grad, out))
     alphas = alpha.detach().double().contiguous().view(-1).numpy()
     dsrc = torch.empty(out.shape, dtype=torch.promote_types(out.dtype, torch.float32))
     dalpha = torch.empty(alpha.shape if need_alpha else 0, dtype=torch.float64)
     arguments = (longest, slopes, p, offsets, alphas, need_alpha, dsrc.view(-1).numpy(), dalpha.view(-1).numpy())
-    run(_backward, [(*piece, column, *arguments) for column in range(out.shape[0]) for piece in pieces], worth(p.size))
+    run(
+        _entmax_backward_rows,
+        [(*piece, column, *arguments) for column in range(out.shape[0]) for piece in pieces],
+        task_count(p.size),
+    )
     return dsrc.to(out.dtype), dalpha.to(alpha.dtype)
 
 
 def entmax_support(src: Tensor, rowptr: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
     check_ptr(rowptr, src.shape[0])
     offsets, pieces, longest = _work(rowptr)
-    values, alphas = wide(src, src), alpha.detach().double().contiguous().numpy()
+    values, alphas = to_array(src, src), alpha.detach().double().contiguous().numpy()
     found, rows = np.empty(src.shape[0], np.int64), np.zeros(len(offsets), np.int64)
-    run(_support, [(*piece, longest, values, offsets, alphas, found, rows) for piece in pieces])
+    run(_support_rows, [(*piece, longest, values, offsets, alphas, found, rows) for piece in pieces])
     np.cumsum(rows, out=rows)
-    place = np.empty(rows[-1], np.int64)
-    run(_gather, [(*piece, found, offsets, rows, place) for piece in pieces])
-    return torch.from_numpy(rows), torch.from_numpy(place)
+    index = np.empty(rows[-1], np.int64)
+    run(_gather_found, [(*piece, found, offsets, rows, index) for piece in pieces])
+    return torch.from_numpy(rows), torch.from_numpy(index)

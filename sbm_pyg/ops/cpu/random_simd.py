@@ -1,4 +1,4 @@
-"""Sixteen random words, coins or positions at a time, as numba values.
+"""Sixteen random words, Bernoulli draws or positions at a time, for numba.
 
 In: arrays and offsets into them. Out: stored words, and bit masks of sixteen lanes. These are LLVM's own vector
 instructions, so they work on any machine and are one or two instructions each where it has wide registers. Not here:
@@ -7,35 +7,21 @@ kernels.
 
 from __future__ import annotations
 
+from functools import partial
+
 from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
-from numba.np.arrayobj import make_array
+
+from .simd import I8, I16, I32, I64, call_llvm, pointer, splat_number
 
 LANES = 16
-_I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _BYTES, _WORDS, _LONGS, _FLOATS, _DOUBLES = (
-    ir.VectorType(kind, LANES) for kind in (_I8, _I32, _I64, ir.FloatType(), ir.DoubleType())
+    ir.VectorType(kind, LANES) for kind in (I8, I32, I64, ir.FloatType(), ir.DoubleType())
 )
 
 
-def _call(builder, name, result, arguments):
-    function = cgutils.get_or_insert_function(
-        builder.module, ir.FunctionType(result, [a.type for a in arguments]), name
-    )
-    return builder.call(function, arguments)
-
-
-def _splat(builder, number):
-    one = builder.insert_element(
-        ir.Constant(ir.VectorType(number.type, LANES), ir.Undefined), number, ir.Constant(_I32, 0)
-    )
-    return builder.shuffle_vector(one, one, ir.Constant(_WORDS, [0] * LANES))
-
-
-def _pointer(context, builder, array_type, array, offset, kind):
-    data = array if isinstance(array_type, types.CPointer) else make_array(array_type)(context, builder, array).data
-    return builder.bitcast(builder.gep(data, [offset]), kind.as_pointer())
+_splat16 = partial(splat_number, lanes=LANES)
 
 
 def _long(number):
@@ -43,8 +29,8 @@ def _long(number):
 
 
 @intrinsic
-def philox16(typing, counter, row, stream, purpose, seed, out, offset):
-    """Philox4x32-10 at counters ``(counter .. counter + 15, row, stream, purpose)``.
+def philox16(typing, counter, query_position, sequence_id, purpose, seed, out, offset):
+    """Philox4x32-10 at counters ``(counter .. counter + 15, query_position, sequence_id, purpose)``.
 
     ``out`` is uint32 and receives 64 words from ``offset`` on: the first word of all sixteen counters, then the second,
     and so on.
@@ -52,11 +38,11 @@ def philox16(typing, counter, row, stream, purpose, seed, out, offset):
 
     def generate(context, builder, signature, args):
         low = _long(0xFFFFFFFF)
-        x = [_splat(builder, builder.and_(arg, ir.Constant(_I64, 0xFFFFFFFF))) for arg in args[:4]]
+        x = [_splat16(builder, builder.and_(arg, ir.Constant(I64, 0xFFFFFFFF))) for arg in args[:4]]
         x[0] = builder.and_(builder.add(x[0], ir.Constant(_LONGS, list(range(LANES)))), low)
         key = [
-            _splat(builder, builder.and_(args[4], ir.Constant(_I64, 0xFFFFFFFF))),
-            _splat(builder, builder.lshr(args[4], ir.Constant(_I64, 32))),
+            _splat16(builder, builder.and_(args[4], ir.Constant(I64, 0xFFFFFFFF))),
+            _splat16(builder, builder.lshr(args[4], ir.Constant(I64, 32))),
         ]
         for _ in range(10):
             a, b = builder.mul(x[0], _long(0xD2511F53)), builder.mul(x[2], _long(0xCD9E8D57))
@@ -71,9 +57,9 @@ def philox16(typing, counter, row, stream, purpose, seed, out, offset):
                 for k, step in zip(key, (0x9E3779B9, 0xBB67AE85), strict=True)
             ]
         for word, value in enumerate(x):
-            target = builder.add(args[6], ir.Constant(_I64, LANES * word))
+            target = builder.add(args[6], ir.Constant(I64, LANES * word))
             builder.store(
-                builder.trunc(value, _WORDS), _pointer(context, builder, out, args[5], target, _WORDS), align=4
+                builder.trunc(value, _WORDS), pointer(context, builder, out, args[5], target, _WORDS), align=4
             )
         return context.get_dummy_value()
 
@@ -81,36 +67,38 @@ def philox16(typing, counter, row, stream, purpose, seed, out, offset):
 
 
 @intrinsic
-def toss16(typing, approx, coins, offset, below, less, above, more):
-    """Sixteen coins against sixteen probabilities known up to a relative error.
+def bernoulli16(typing, approx, first_bytes, offset, below, less, above, more):
+    """Sixteen Bernoulli draws with probabilities that are known up to a relative error.
 
-    ``approx`` is float32; ``coins`` is uint8, one random byte for each. Returns a mask: bit k where byte k lies below
-    ``floor(below p + less)``, an edge whatever the error is; bit ``16 + k`` where it does not, but not above
+    ``approx`` is float32; ``first_bytes`` is uint8, a random byte for each. Returns a mask: bit k if byte k is less
+    than ``floor(below p + less)``, an edge whatever the error is; bit ``16 + k`` if it is not, but does not exceed
     ``floor(above p + more)`` either, so that the error decides.
     """
 
     def generate(context, builder, signature, args):
-        p = builder.load(_pointer(context, builder, approx, args[0], args[2], _FLOATS), align=4)
-        coin = builder.zext(builder.load(_pointer(context, builder, coins, args[1], args[2], _BYTES), align=1), _WORDS)
+        p = builder.load(pointer(context, builder, approx, args[0], args[2], _FLOATS), align=4)
+        byte = builder.zext(
+            builder.load(pointer(context, builder, first_bytes, args[1], args[2], _BYTES), align=1), _WORDS
+        )
         low, high = (
-            builder.fptosi(builder.fadd(builder.fmul(p, _splat(builder, factor)), _splat(builder, term)), _WORDS)
+            builder.fptosi(builder.fadd(builder.fmul(p, _splat16(builder, factor)), _splat16(builder, term)), _WORDS)
             for factor, term in (args[3:5], args[5:7])
         )
-        sure = builder.icmp_signed("<", coin, low)
-        maybe = builder.and_(builder.icmp_signed(">=", coin, low), builder.icmp_signed("<=", coin, high))
-        masks = [builder.zext(builder.bitcast(mask, _I16), _I64) for mask in (sure, maybe)]
-        return builder.or_(masks[0], builder.shl(masks[1], ir.Constant(_I64, LANES)))
+        sure = builder.icmp_signed("<", byte, low)
+        maybe = builder.and_(builder.icmp_signed(">=", byte, low), builder.icmp_signed("<=", byte, high))
+        masks = [builder.zext(builder.bitcast(mask, I16), I64) for mask in (sure, maybe)]
+        return builder.or_(masks[0], builder.shl(masks[1], ir.Constant(I64, LANES)))
 
-    return types.uint64(approx, coins, types.int64, *(types.float32,) * 4), generate
+    return types.uint64(approx, first_bytes, types.int64, *(types.float32,) * 4), generate
 
 
 @intrinsic
-def gaps16(typing, words, offset, spread, before, end, places):
+def gaps16(typing, words, offset, spread, before, end, positions):
     """The next sixteen successes, after ``before``, in a sequence of trials.
 
-    Trials have ``log(1 / (1 - chance)) = 1 / spread``. Place k follows after a geometric number of failures, made of 53
-    bits: word k from ``offset`` on and 21 bits of word ``16 + k``. ``places`` is int32 and receives them, with ``end``
-    for all that are not below it. Returns the last one.
+    Trials have ``log(1 / (1 - chance)) = 1 / spread``. Position k follows after a geometric number of failures, made of
+    53 bits: word k from ``offset`` on and 21 bits of word ``16 + k``. ``positions`` is int32 and receives them, or
+    ``end`` for those that are not below it. Returns the last one.
     """
 
     def generate(context, builder, signature, args):
@@ -123,7 +111,7 @@ def gaps16(typing, words, offset, spread, before, end, places):
         high, low = (
             builder.zext(
                 builder.load(
-                    _pointer(context, builder, words, args[0], builder.add(args[1], ir.Constant(_I64, k)), _WORDS),
+                    pointer(context, builder, words, args[0], builder.add(args[1], ir.Constant(I64, k)), _WORDS),
                     align=4,
                 ),
                 _LONGS,
@@ -146,56 +134,56 @@ def gaps16(typing, words, offset, spread, before, end, places):
         series = builder.fmul(series, square)
         logarithm = builder.fsub(f, builder.fmul(s, builder.fsub(f, series)))
         logarithm = fused(builder.sitofp(exponent, _DOUBLES), double(0.6931471805599453), logarithm)
-        limit = _splat(builder, builder.sitofp(args[4], ir.DoubleType()))
-        gap = builder.fmul(logarithm, _splat(builder, builder.fneg(args[2])))
+        limit = _splat16(builder, builder.sitofp(args[4], ir.DoubleType()))
+        gap = builder.fmul(logarithm, _splat16(builder, builder.fneg(args[2])))
         gap = builder.select(builder.fcmp_ordered("<", gap, limit), gap, limit)
-        place = builder.fadd(_call(builder, f"llvm.floor.v{LANES}f64", _DOUBLES, [gap]), double(1.0))
+        position = builder.fadd(call_llvm(builder, f"llvm.floor.v{LANES}f64", _DOUBLES, [gap]), double(1.0))
         for step in (1, 2, 4, 8):
             order = ir.Constant(_WORDS, [LANES + lane - step if lane >= step else 0 for lane in range(LANES)])
-            place = builder.fadd(place, builder.shuffle_vector(double(0.0), place, order))
-        place = builder.fadd(place, _splat(builder, builder.sitofp(args[3], ir.DoubleType())))
-        place = builder.select(builder.fcmp_ordered("<", place, limit), place, limit)
-        place = builder.fptosi(place, _WORDS)
-        builder.store(place, _pointer(context, builder, places, args[5], ir.Constant(_I64, 0), _WORDS), align=4)
-        return builder.sext(builder.extract_element(place, ir.Constant(_I32, LANES - 1)), _I64)
+            position = builder.fadd(position, builder.shuffle_vector(double(0.0), position, order))
+        position = builder.fadd(position, _splat16(builder, builder.sitofp(args[3], ir.DoubleType())))
+        position = builder.select(builder.fcmp_ordered("<", position, limit), position, limit)
+        position = builder.fptosi(position, _WORDS)
+        builder.store(position, pointer(context, builder, positions, args[5], ir.Constant(I64, 0), _WORDS), align=4)
+        return builder.sext(builder.extract_element(position, ir.Constant(I32, LANES - 1)), I64)
 
-    return types.int64(words, types.int64, types.float64, types.int64, types.int64, places), generate
+    return types.int64(words, types.int64, types.float64, types.int64, types.int64, positions), generate
 
 
 @intrinsic
-def weigh16(typing, approx, words, offset, places, end, scale, below, less, above, more):
+def weigh16(typing, approx, words, offset, positions, end, scale, below, less, above, more):
     """Compare sixteen words, ``scale`` times each, with numbers known up to a relative error.
 
-    Only places below ``end`` count. ``approx`` is a vector of float32, ``places`` is int32. Returns a mask: bit k where
-    word k lies below ``below p + less``; bit ``16 + k`` where it does not, but not above ``above p + more`` either, so
-    that the error decides.
+    Positions from ``end`` on do not count. ``approx`` is a vector of float32, ``positions`` is int32. Returns a mask:
+    bit k if word k is less than ``below p + less``; bit ``16 + k`` if it is not, but does not exceed ``above p + more``
+    either, so that the error decides.
     """
 
     def generate(context, builder, signature, args):
-        word = builder.load(_pointer(context, builder, words, args[1], args[2], _WORDS), align=4)
-        word = builder.fmul(builder.uitofp(word, _FLOATS), _splat(builder, args[5]))
+        word = builder.load(pointer(context, builder, words, args[1], args[2], _WORDS), align=4)
+        word = builder.fmul(builder.uitofp(word, _FLOATS), _splat16(builder, args[5]))
         low, high = (
-            builder.fadd(builder.fmul(args[0], _splat(builder, factor)), _splat(builder, term))
+            builder.fadd(builder.fmul(args[0], _splat16(builder, factor)), _splat16(builder, term))
             for factor, term in (args[6:8], args[8:])
         )
-        place = builder.load(_pointer(context, builder, places, args[3], ir.Constant(_I64, 0), _WORDS), align=4)
-        there = builder.icmp_signed("<", place, _splat(builder, builder.trunc(args[4], _I32)))
+        position = builder.load(pointer(context, builder, positions, args[3], ir.Constant(I64, 0), _WORDS), align=4)
+        there = builder.icmp_signed("<", position, _splat16(builder, builder.trunc(args[4], I32)))
         sure = builder.and_(there, builder.fcmp_ordered("<", word, low))
         maybe = builder.and_(
             there, builder.and_(builder.fcmp_ordered(">=", word, low), builder.fcmp_ordered("<=", word, high))
         )
-        masks = [builder.zext(builder.bitcast(mask, _I16), _I64) for mask in (sure, maybe)]
-        return builder.or_(masks[0], builder.shl(masks[1], ir.Constant(_I64, LANES)))
+        masks = [builder.zext(builder.bitcast(mask, I16), I64) for mask in (sure, maybe)]
+        return builder.or_(masks[0], builder.shl(masks[1], ir.Constant(I64, LANES)))
 
-    return types.uint64(approx, words, types.int64, places, types.int64, *(types.float32,) * 5), generate
+    return types.uint64(approx, words, types.int64, positions, types.int64, *(types.float32,) * 5), generate
 
 
 def _append(context, builder, mask, numbers, kind, out, used):
-    half = builder.trunc(mask, _I16)
+    half = builder.trunc(mask, I16)
     flags = builder.bitcast(half, ir.VectorType(ir.IntType(1), LANES))
-    packed = _call(builder, f"llvm.experimental.vector.compress.v{LANES}i32", _WORDS, [numbers, flags, numbers])
-    builder.store(packed, _pointer(context, builder, kind, out, used, _WORDS), align=4)
-    return builder.add(used, builder.zext(_call(builder, "llvm.ctpop.i16", _I16, [half]), _I64))
+    packed = call_llvm(builder, f"llvm.experimental.vector.compress.v{LANES}i32", _WORDS, [numbers, flags, numbers])
+    builder.store(packed, pointer(context, builder, kind, out, used, _WORDS), align=4)
+    return builder.add(used, builder.zext(call_llvm(builder, "llvm.ctpop.i16", I16, [half]), I64))
 
 
 @intrinsic
@@ -206,7 +194,7 @@ def append16(typing, mask, base, out, used):
     """
 
     def generate(context, builder, signature, args):
-        numbers = builder.add(_splat(builder, builder.trunc(args[1], _I32)), ir.Constant(_WORDS, list(range(LANES))))
+        numbers = builder.add(_splat16(builder, builder.trunc(args[1], I32)), ir.Constant(_WORDS, list(range(LANES))))
         return _append(context, builder, args[0], numbers, out, *args[2:])
 
     return types.int64(types.uint64, types.int64, out, types.int64), generate
@@ -217,8 +205,8 @@ def pick16(typing, mask, numbers, base, out, used):
     """The same with ``base + numbers[k]``; both arrays are int32."""
 
     def generate(context, builder, signature, args):
-        some = builder.load(_pointer(context, builder, numbers, args[1], ir.Constant(_I64, 0), _WORDS), align=4)
-        some = builder.add(some, _splat(builder, builder.trunc(args[2], _I32)))
+        some = builder.load(pointer(context, builder, numbers, args[1], ir.Constant(I64, 0), _WORDS), align=4)
+        some = builder.add(some, _splat16(builder, builder.trunc(args[2], I32)))
         return _append(context, builder, args[0], some, out, *args[3:])
 
     return types.int64(types.uint64, numbers, types.int64, out, types.int64), generate
@@ -229,9 +217,9 @@ def below16(typing, bounds, offset, word):
     """How many of the sixteen uint32 from ``offset`` on lie below the word."""
 
     def generate(context, builder, signature, args):
-        some = builder.load(_pointer(context, builder, bounds, args[0], args[1], _WORDS), align=4)
-        mask = builder.bitcast(builder.icmp_unsigned("<", some, _splat(builder, args[2])), _I16)
-        return builder.zext(_call(builder, "llvm.ctpop.i16", _I16, [mask]), _I64)
+        some = builder.load(pointer(context, builder, bounds, args[0], args[1], _WORDS), align=4)
+        mask = builder.bitcast(builder.icmp_unsigned("<", some, _splat16(builder, args[2])), I16)
+        return builder.zext(call_llvm(builder, "llvm.ctpop.i16", I16, [mask]), I64)
 
     return types.int64(bounds, types.int64, types.uint32), generate
 
@@ -241,7 +229,7 @@ def lowest_bit(typing, word):
     """Position of the lowest bit of a uint64 that is not 0."""
 
     def generate(context, builder, signature, args):
-        return _call(builder, "llvm.cttz.i64", _I64, [args[0], ir.Constant(ir.IntType(1), 1)])
+        return call_llvm(builder, "llvm.cttz.i64", I64, [args[0], ir.Constant(ir.IntType(1), 1)])
 
     return types.int64(types.uint64), generate
 
@@ -251,9 +239,9 @@ def fetch(typing, array, offset):
     """Ask for the cache line of an element that is needed soon."""
 
     def generate(context, builder, signature, args):
-        where = _pointer(context, builder, array, args[0], args[1], _I8)
-        hints = [ir.Constant(_I32, hint) for hint in (0, 3, 1)]  # to read, to keep, data
-        function = ir.FunctionType(ir.VoidType(), [where.type, _I32, _I32, _I32])
+        where = pointer(context, builder, array, args[0], args[1], I8)
+        hints = [ir.Constant(I32, hint) for hint in (0, 3, 1)]  # to read, to keep, data
+        function = ir.FunctionType(ir.VoidType(), [where.type, I32, I32, I32])
         builder.call(cgutils.get_or_insert_function(builder.module, function, "llvm.prefetch.p0"), [where, *hints])
         return context.get_dummy_value()
 

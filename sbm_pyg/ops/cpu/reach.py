@@ -1,7 +1,7 @@
 """Sums over the keys that each query may attend to, on the CPU: one pass over a sequence, with a running sum.
 
-In and out: the tensors of ``reach_dot`` in :mod:`sbm_pyg.ops`, and of its backward pass. Not here: the meaning
-(:mod:`.reference`).
+In and out: the tensors of ``reach_dot`` in :mod:`sbm_pyg.ops`, and of its backward pass. Not here: the
+reference (:mod:`sbm_pyg.ops.reference.reach`).
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .channels import wide
-from .sampling import _cuts
-from .threads import kernel, run, worth
+from .channels import to_array
+from .sampling import even_ranges
+from .threads import numba_kernel, run, task_count
 
 
-@partial(kernel, reorder=True)
-def _dots(first, last, query, key, query_ptr, key_ptr, lag, out):
+@partial(numba_kernel, reorder=True)
+def _reach_dots(first, last, query, key, query_ptr, key_ptr, lag, out):
     """Head by head, and sequence by sequence, from piece ``first`` on."""
     total = np.empty(query.shape[2], np.float64)
     for piece in range(first, last):
@@ -37,7 +37,7 @@ def _dots(first, last, query, key, query_ptr, key_ptr, lag, out):
             out[head, i] = dot
 
 
-@kernel
+@numba_kernel
 def _gradients(first, last, grad, query, key, query_ptr, key_ptr, lag, dquery, dkey):
     """The same; gradients of keys are summed from the last query on."""
     total = np.empty(query.shape[2], np.float64)
@@ -65,16 +65,16 @@ def _gradients(first, last, grad, query, key, query_ptr, key_ptr, lag, dquery, d
                     dkey[head, j, k] = total[k]
 
 
-def _pieces(query: np.ndarray, key: np.ndarray, ptr: np.ndarray) -> list[tuple[int, int]]:
-    return _cuts(query.shape[0] * (ptr.size - 1), worth(2 * (query.size + key.size), 3))
+def _sequence_pieces(query: np.ndarray, key: np.ndarray, ptr: np.ndarray) -> list[tuple[int, int]]:
+    return even_ranges(query.shape[0] * (ptr.size - 1), task_count(2 * (query.size + key.size), 3))
 
 
 def _given(
     query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, is_causal: bool, is_strict: bool
 ) -> tuple[Any, ...]:
-    """What kernels take: a query sees keys whose place plus ``lag`` is at most its own."""
+    """Arguments of kernels: a query attends to keys whose position plus ``lag`` is at most its own."""
     ptrs = (x.contiguous().numpy() for x in (query_ptr, key_ptr))
-    return wide(query, query), wide(key, query), *ptrs, int(is_strict) if is_causal else -key.size(1)
+    return to_array(query, query), to_array(key, query), *ptrs, int(is_strict) if is_causal else -key.size(1)
 
 
 def reach_dot(
@@ -82,7 +82,7 @@ def reach_dot(
 ) -> Tensor:
     given = _given(query, key, query_ptr, key_ptr, is_causal, is_strict)
     out = np.empty(query.shape[:2], given[0].dtype)
-    run(_dots, [(*piece, *given, out) for piece in _pieces(*given[:3])])
+    run(_reach_dots, [(*piece, *given, out) for piece in _sequence_pieces(*given[:3])])
     return torch.from_numpy(out)
 
 
@@ -95,6 +95,6 @@ def reach_dot_backward(
         np.empty(x.shape if need else (0, 0, 0), x.dtype)
         for x, need in zip(given[:2], (need_query, need_key), strict=True)
     ]
-    run(_gradients, [(*piece, wide(grad, query), *given, *grads) for piece in _pieces(*given[:3])])
+    run(_gradients, [(*piece, to_array(grad, query), *given, *grads) for piece in _sequence_pieces(*given[:3])])
     dquery, dkey = (torch.from_numpy(x).to(like.dtype) for x, like in zip(grads, (query, key), strict=True))
     return dquery, dkey

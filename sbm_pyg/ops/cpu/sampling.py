@@ -1,8 +1,8 @@
-"""The sampler for the CPU: rows in parallel, each in the cheapest of three ways, sorted as they are made.
+"""The sampler for the CPU: rows in parallel, each by the cheapest of three ways, with its keys ascending.
 
-In and out: the tensors of ``sample_sbm`` in :mod:`sbm_pyg.ops`. Same law, same random words and the same edges as
-:func:`sbm_pyg.ops.reference.sampling.sample_sbm`. Here are the tables that rows share and the order of work. Not here:
-how one row is drawn (:mod:`.cpu_draws`).
+In and out: the tensors of ``sample_sbm`` in :mod:`sbm_pyg.ops`. The law, the random words and the edges are those of
+:func:`sbm_pyg.ops.reference.sampling.sample_sbm`. This module makes the tables that rows share, and orders the work.
+Not here: how one row is drawn (:mod:`.draws`).
 """
 
 from __future__ import annotations
@@ -17,36 +17,29 @@ from torch import Tensor
 
 from ..reference import sampling as reference_sampling
 from ..reference import segments as reference_segments
+from ..reference.random_words import WORD_MASK
+from ..reference.sampling import GAPS, KEYS_PER_PANEL, MAX_PROB, PAIRS, PROPOSALS, Law
 from . import amx
-from .draws import GROUP, PANEL, by_coins, by_gaps, by_proposals, largest, product
+from .draws import ROWS_PER_GROUP, approximate_probs, by_gaps, by_pairs, by_proposals, largest_prob
 from .simd import at
-from .threads import kernel, run, worth
+from .threads import numba_kernel, run, task_count
 
-_PROPOSALS, _GAPS, _COINS = reference_sampling.PROPOSALS, reference_sampling.GAPS, reference_sampling.COINS
-ROUNDING = 2.0**-8  # relative error of a number in bfloat16, at most: it has eight significant bits
-EDGE = 16  # products of two numbers that take as long as an edge of a sparse row
-_LARGE_COINS = 3  # coins whose probabilities may exceed 1
+BFLOAT16_ERROR = 2.0**-8
+"""Upper bound on the relative error of a number in bfloat16, which has eight significant bits."""
+STEPS_PER_EDGE = 16
+"""Products of two numbers that take as long as an edge of a sparse row."""
+LARGE_PAIRS = 3
+"""The way ``PAIRS`` of rows whose probabilities may exceed 1."""
 
 
 # ------------------------------------------------------------------ many rows
 
 
-class _Law(NamedTuple):
-    """What the graph is drawn by."""
-
-    seed: np.uint64
-    fastrg: bool
-    exploration: float
-    clamp: bool
-
-
 class _Sequences(NamedTuple):
-    """Of each query its sequence and the number of keys that it may attend to, the first ones; of each sequence its
-    offsets in queries, keys and panels, and its random stream.
-    """
+    """Sequences of the queries, and offsets of the sequences."""
 
-    batch: np.ndarray
-    reach: np.ndarray
+    batch: np.ndarray  # sequence of each query
+    allowed: np.ndarray  # number of keys that each query may attend to, the first ones of its sequence
     query_ptr: np.ndarray
     key_ptr: np.ndarray
     panel_ptr: np.ndarray
@@ -54,71 +47,72 @@ class _Sequences(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """For each row the way it is drawn, the stretch of its proposals, and a bound on its probabilities."""
+    """For each row its way, the factor of its Poisson rates, and a bound on its probabilities."""
 
     way: np.ndarray
     stretch: np.ndarray
     bound: np.ndarray
 
 
-class _Model(NamedTuple):
-    """Rates and memberships as each way takes them; a table that no row needs has no elements."""
+class _Tables(NamedTuple):
+    """Rates and memberships as each way takes them. A table is empty if no row needs it."""
 
     rate: np.ndarray
-    key: np.ndarray
-    low_rate: np.ndarray  # these three for coins: what `product` takes, and the error of what it gives
+    member: np.ndarray
+    low_rate: np.ndarray  # these three for pairs: arguments of `approximate_probs`, and the error of its results
     columns: np.ndarray
     error: float
     wide_rate: np.ndarray  # these two for gaps: see `by_gaps`
-    low_key: np.ndarray
+    low_member: np.ndarray
     coarse: np.ndarray  # these two for proposals: see `_cumulate`
     fine: np.ndarray
 
 
-@kernel
-def _survey(head, b, key, bits, key_ptr, key_sum, key_max, low_key):
-    """Sum and largest entry of each column of the memberships of a sequence of one head, and their roundings to
-    bfloat16, filled up with zeros; ``bits`` are those of the memberships in float32.
+@numba_kernel
+def _survey(head, b, member, bits, key_ptr, member_sum, member_max, low_member):
+    """Sum and maximum of each column of the memberships of a sequence of one head; and memberships in bfloat16.
+
+    ``bits`` are those of the memberships in float32. Rows of bfloat16 are padded with zeros.
     """
-    sums, tops, blocks = np.zeros(key.shape[2]), np.zeros(key.shape[2], key.dtype), key.shape[2]
+    sums, tops, blocks = np.zeros(member.shape[2]), np.zeros(member.shape[2], member.dtype), member.shape[2]
     for j in range(key_ptr[b], key_ptr[b + 1]):
-        row, low = head * key.shape[1] + j, low_key.shape[1]
+        row, low = head * member.shape[1] + j, low_member.shape[1]
         for v in range(blocks):
-            sums[v] += key[head, j, v]
+            sums[v] += member[head, j, v]
         for v in range(blocks):
-            tops[v] = key[head, j, v] if key[head, j, v] > tops[v] else tops[v]
+            tops[v] = member[head, j, v] if member[head, j, v] > tops[v] else tops[v]
         for v in range(blocks):
             word = bits[head, j, v]
-            low_key[row, v] = (word + np.uint32(0x7FFF) + ((word >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+            low_member[row, v] = (word + np.uint32(0x7FFF) + ((word >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
         for v in range(blocks, low):
-            low_key[row, v] = 0
-    key_sum[head, b], key_max[head, b] = sums, tops
+            low_member[row, v] = 0
+    member_sum[head, b], member_max[head, b] = sums, tops
 
 
-@partial(kernel, reorder=True)
-def _expect(first, last, queries, rate, batch, key_sum, key_max, expected, bound):
+@partial(numba_kernel, reorder=True)
+def _expect(first, last, queries, rate, batch, member_sum, member_max, expected, bound):
     """Expected number of keys and largest possible probability of each row, without exploration."""
     for r in range(first, last):
         head, b = r // queries, batch[r % queries]
         total, most = 0.0, 0.0
         for v in range(rate.shape[1]):
-            total += np.float64(rate[r, v]) * key_sum[head, b, v]
-            most += np.float64(rate[r, v]) * key_max[head, b, v]
+            total += np.float64(rate[r, v]) * member_sum[head, b, v]
+            most += np.float64(rate[r, v]) * member_max[head, b, v]
         expected[r], bound[r] = total, most
 
 
-@partial(kernel, reorder=True)
-def _expect_causal(head, b, queries, rate, key, query_ptr, key_ptr, expected, bound):
-    """The same for the rows of a sequence of one head, over the keys that are not later."""
+@partial(numba_kernel, reorder=True)
+def _expect_causal(head, b, queries, rate, member, query_ptr, key_ptr, expected, bound):
+    """As :func:`_expect`, for the rows of a sequence of one head, over the keys that are not later."""
     blocks = rate.shape[1]
-    sums, tops = np.zeros(blocks), np.zeros(blocks, key.dtype)
+    sums, tops = np.zeros(blocks), np.zeros(blocks, member.dtype)
     for i in range(query_ptr[b], query_ptr[b + 1]):
         j, r = key_ptr[b] + i - query_ptr[b], head * queries + i
         if j < key_ptr[b + 1]:
             for v in range(blocks):
-                sums[v] += key[head, j, v]
+                sums[v] += member[head, j, v]
             for v in range(blocks):
-                tops[v] = key[head, j, v] if key[head, j, v] > tops[v] else tops[v]
+                tops[v] = member[head, j, v] if member[head, j, v] > tops[v] else tops[v]
         total, most = 0.0, 0.0
         for v in range(blocks):
             total += np.float64(rate[r, v]) * sums[v]
@@ -126,56 +120,58 @@ def _expect_causal(head, b, queries, rate, key, query_ptr, key_ptr, expected, bo
         expected[r], bound[r] = total, most
 
 
-@kernel
-def _pack_lanes(head, b, key, key_ptr, panel_ptr, columns):
-    """Keys of a sequence of one head in panels of 64, block by block; the last panel is filled up with zeros."""
+@numba_kernel
+def _pack_lanes(head, b, member, key_ptr, panel_ptr, columns):
+    """Memberships of a sequence of one head in panels of 64 keys, block by block; zeros fill the last panel."""
     for panel in range(panel_ptr[b], panel_ptr[b + 1]):
-        first = key_ptr[b] + PANEL * (panel - panel_ptr[b])
-        some = min(PANEL, key_ptr[b + 1] - first)
-        for v in range(key.shape[2]):
+        first = key_ptr[b] + KEYS_PER_PANEL * (panel - panel_ptr[b])
+        some = min(KEYS_PER_PANEL, key_ptr[b + 1] - first)
+        for v in range(member.shape[2]):
             for j in range(some):
-                columns[head, panel, v, j] = key[head, first + j, v]
+                columns[head, panel, v, j] = member[head, first + j, v]
             columns[head, panel, v, some:] = 0
 
 
-@kernel
-def _pack_tiles(head, b, key, key_ptr, panel_ptr, columns):
-    """The same for pairs of bfloat16 bits: for each 16 pairs, four tiles of 16 keys."""
+@numba_kernel
+def _pack_tiles(head, b, member, key_ptr, panel_ptr, columns):
+    """As :func:`_pack_lanes`, for pairs of bfloat16 bits: for each 16 pairs, four tiles of 16 keys."""
     for panel in range(panel_ptr[b], panel_ptr[b + 1]):
-        first = key_ptr[b] + PANEL * (panel - panel_ptr[b])
-        for part in range(key.shape[2] >> 4):
-            for j in range(PANEL):
+        first = key_ptr[b] + KEYS_PER_PANEL * (panel - panel_ptr[b])
+        for part in range(member.shape[2] >> 4):
+            for j in range(KEYS_PER_PANEL):
                 inside = first + j < key_ptr[b + 1]
                 for pair in range(16):
-                    number = key[head, first + j, 16 * part + pair] if inside else np.uint32(0)
+                    number = member[head, first + j, 16 * part + pair] if inside else np.uint32(0)
                     columns[head, panel, part, j >> 4, pair, j & 15] = number
 
 
-@kernel
-def _cumulate(head, first, last, key, key_ptr, panel_ptr, coarse, fine):
-    """Sums of memberships over the keys up to each, for blocks first..last-1 of a head, and those at panels' ends."""
+@numba_kernel
+def _cumulate(head, first, last, member, key_ptr, panel_ptr, coarse, fine):
+    """Running sums of memberships, for blocks ``first .. last-1`` of a head, and the sums at the ends of panels."""
     sums = np.empty(last - first)
     for b in range(key_ptr.size - 1):
-        num_keys, begin = key_ptr[b + 1] - key_ptr[b], PANEL * panel_ptr[b]
+        num_keys, begin = key_ptr[b + 1] - key_ptr[b], KEYS_PER_PANEL * panel_ptr[b]
         sums[:] = 0
-        for j in range(PANEL * (panel_ptr[b + 1] - panel_ptr[b])):
+        for j in range(KEYS_PER_PANEL * (panel_ptr[b + 1] - panel_ptr[b])):
             for v in range(first, last):
                 if j < num_keys:
-                    sums[v - first] += key[head, key_ptr[b] + j, v]
+                    sums[v - first] += member[head, key_ptr[b] + j, v]
                 fine[head, v, begin + j] = sums[v - first]
-                if j % PANEL == PANEL - 1:
-                    coarse[head, v, (begin + j) // PANEL] = sums[v - first]
+                if j % KEYS_PER_PANEL == KEYS_PER_PANEL - 1:
+                    coarse[head, v, (begin + j) // KEYS_PER_PANEL] = sums[v - first]
 
 
-@kernel
-def _rows(first, last, law, sequences, plan, model, out, counts, state, top):
-    """Edges of the rows from ``state[0]`` on: fills ``out`` and ``counts``, and leaves in ``state`` the next row, the
-    edges so far, and 1 if a probability exceeds 1, which then stands in ``top``.
+@numba_kernel
+def _draw_rows(first, last, law, sequences, plan, model, out, counts, state, top):
+    """Draw the rows from ``state[0]`` on, until ``last`` or until ``out`` is full.
+
+    Keys go to ``out`` and their numbers to ``counts``. ``state`` receives the next row, the edges so far, and 1 if a
+    probability exceeds 1, which is written to ``top``.
     """
-    seed, fastrg, exploration, clamp = law
-    batch, reach, query_ptr, key_ptr, panel_ptr, sequence_ids = sequences
+    seed, is_fastrg, exploration, clamp = law
+    batch, allowed, query_ptr, key_ptr, panel_ptr, sequence_ids = sequences
     way, stretch, bound = plan
-    rate, key, low_rate, columns, error, wide_rate, low_key, coarse, fine = model
+    rate, member, low_rate, columns, error, wide_rate, low_member, coarse, fine = model
     queries = batch.size
     longest = 0
     for b in range(key_ptr.size - 1):
@@ -184,62 +180,63 @@ def _rows(first, last, law, sequences, plan, model, out, counts, state, top):
     words = np.empty((longest + 255) // 256 * 64, np.uint32)
     mass, block_bounds = np.empty(blocks + 1), np.full((blocks + 16) // 16 * 16, 0xFFFFFFFF, np.uint32)
     seen = np.zeros((longest + 63) >> 6, np.uint64)
-    drawn, target, place = np.empty(64, np.uint32), np.empty(16), np.empty(16, np.int64)
+    drawn, target, indices = np.empty(64, np.uint32), np.empty(16), np.empty(16, np.int64)
     drop = np.empty(longest, np.int32)
     half = wide_rate.shape[1] >> 1
-    rough = 1.1 * ROUNDING + (blocks + 8) * 2.0**-22
-    approx = np.empty((GROUP, (longest + PANEL - 1) // PANEL * PANEL), np.float32)
-    some_rows = np.zeros((GROUP, low_rate.shape[1]), low_rate.dtype)
-    group = np.empty(GROUP, np.int64)
+    rough = 1.1 * BFLOAT16_ERROR + (blocks + 8) * 2.0**-22
+    approx = np.empty((ROWS_PER_GROUP, (longest + KEYS_PER_PANEL - 1) // KEYS_PER_PANEL * KEYS_PER_PANEL), np.float32)
+    some_rows = np.zeros((ROWS_PER_GROUP, low_rate.shape[1]), low_rate.dtype)
+    group = np.empty(ROWS_PER_GROUP, np.int64)
     known, ready = 0, 0  # rows of the group that are used, and that it holds
     r, used = state[0], state[1]
     while r < last:
         head, i = r // queries, r % queries
         b = batch[i]
-        shift, num_keys, row, stream = key_ptr[b], reach[i], i - query_ptr[b], sequence_ids[b]
-        start, end, groups = panel_ptr[b], shift + num_keys, (num_keys + PANEL - 1) // PANEL
+        shift, num_keys, position, sequence_id = key_ptr[b], allowed[i], i - query_ptr[b], sequence_ids[b]
+        start, end, groups = panel_ptr[b], shift + num_keys, (num_keys + KEYS_PER_PANEL - 1) // KEYS_PER_PANEL
         before = used
-        if way[r] == _GAPS:
+        if way[r] == GAPS:
             if used + num_keys + 16 > out.size:
                 break
-            first_key = head * key.shape[1] + shift
+            first_key = head * member.shape[1] + shift
             used = by_gaps(
-                at(wide_rate, 2 * half * r), at(low_key, first_key * half), half, rough, at(rate, r * blocks),
-                at(key, first_key * blocks), shift, num_keys, blocks, bound[r], row, stream, head, seed, exploration,
-                at(out, 0), used,
+                at(wide_rate, 2 * half * r), at(low_member, first_key * half), half, rough, at(rate, r * blocks),
+                at(member, first_key * blocks), shift, num_keys, blocks, bound[r], position, sequence_id, head, seed,
+                exploration, at(out, 0), used,
             )  # fmt: skip
-        elif way[r] == _PROPOSALS:
+        elif way[r] == PROPOSALS:
             used = by_proposals(
-                rate[r], key[head, shift:end], coarse, fine, head * blocks * skip + start, skip, groups, stretch[r],
-                row, stream, head, seed, not fastrg, exploration, mass, block_bounds, seen[:groups], drawn, target,
-                place, drop, shift, out, used,
+                rate[r], member[head, shift:end], coarse, fine, head * blocks * skip + start, skip, groups, stretch[r],
+                position, sequence_id, head, seed, not is_fastrg, exploration, mass, block_bounds, seen[:groups], drawn,
+                target, indices, drop, shift, out, used,
             )  # fmt: skip
             if used < 0:
                 used = before
                 break
         else:
-            keys = key[head, shift:end]
+            members = member[head, shift:end]
             if used + num_keys + 64 > out.size:
                 break
             if known == ready:
                 known, ready, next_row, stop = 0, 0, r, min(last, head * queries + query_ptr[b + 1])
-                while ready < GROUP and next_row < stop:
-                    if way[next_row] >= _COINS:
+                while ready < ROWS_PER_GROUP and next_row < stop:
+                    if way[next_row] >= PAIRS:
                         group[ready] = next_row
                         ready += 1
                     next_row += 1
-                most = (reach[group[ready - 1] % queries] + PANEL - 1) // PANEL  # panels of the last row
-                product(low_rate, group, ready, columns, head * skip + start, most, some_rows, approx)
-            if way[r] == _LARGE_COINS and not fastrg:
-                top[0] = 0.0 if clamp else largest(approx[known], error, rate[r], keys, exploration)
-                if top[0] > 1 + 1e-5 + exploration:
+                longest_row = allowed[group[ready - 1] % queries]
+                most = (longest_row + KEYS_PER_PANEL - 1) // KEYS_PER_PANEL  # panels of the last row
+                approximate_probs(low_rate, group, ready, columns, head * skip + start, most, some_rows, approx)
+            if way[r] == LARGE_PAIRS and not is_fastrg:
+                top[0] = 0.0 if clamp else largest_prob(approx[known], error, rate[r], members, exploration)
+                if top[0] > MAX_PROB + exploration:
                     state[2] = 1
                     break
                 for j in range(num_keys):
                     approx[known, j] = min(approx[known, j], np.float32(2))
-            used = by_coins(
-                approx[known], error, rate[r], keys, row, stream, head, seed, fastrg, exploration, words, shift,
-                out, used,
+            used = by_pairs(
+                approx[known], error, rate[r], members, position, sequence_id, head, seed, is_fastrg, exploration,
+                words, shift, out, used,
             )  # fmt: skip
             known += 1
         counts[r] = used - before
@@ -251,34 +248,42 @@ def _rows(first, last, law, sequences, plan, model, out, counts, state, top):
 
 
 def _low_precision(
-    query: Tensor, key: Tensor, low_key: np.ndarray, key_ptr: np.ndarray, panel_ptr: np.ndarray, needed: bool
+    rate: Tensor, member: Tensor, low_member: np.ndarray, key_ptr: np.ndarray, panel_ptr: np.ndarray, needed: bool
 ) -> tuple[np.ndarray, np.ndarray, float]:
-    """Rates and keys as :func:`product` takes them, and a bound on the relative error of what it gives.
+    """Arguments of :func:`approximate_probs`, and a bound on the relative error of its results.
 
     All terms are positive, so relative errors do not grow in sums: each of the K products and additions in float32
     rounds by at most 2^-24, and bfloat16 rounds both factors.
     """
-    heads, queries, blocks = query.shape
+    heads, queries, blocks = rate.shape
     rounding = (blocks + 8) * 2.0**-22
     spans = [(head, b) for head in range(heads) for b in range(key_ptr.size - 1)] if needed else []
     panels = int(panel_ptr[-1]) if needed else 0
     if not amx.AVAILABLE:
-        keys = key.detach().float().contiguous().numpy()
-        columns = _empty((heads, panels, blocks, PANEL), np.float32)
-        run(_pack_lanes, [(head, b, keys, key_ptr, panel_ptr, columns) for head, b in spans], worth(keys.size))
-        return query.detach().float().reshape(heads * queries, blocks).numpy(), columns.ravel(), rounding
+        members = member.detach().float().contiguous().numpy()
+        columns = _empty((heads, panels, blocks, KEYS_PER_PANEL), np.float32)
+        run(
+            _pack_lanes,
+            [(head, b, members, key_ptr, panel_ptr, columns) for head, b in spans],
+            task_count(members.size),
+        )
+        return rate.detach().float().reshape(heads * queries, blocks).numpy(), columns.ravel(), rounding
     low_rate = torch.nn.functional.pad(
-        query.detach()[:, : queries * needed].bfloat16(), (0, -blocks % amx.DEPTH)
+        rate.detach()[:, : queries * needed].bfloat16(), (0, -blocks % amx.DEPTH)
     ).contiguous()
-    pairs = low_key[:-1].view(np.uint32).reshape(heads, key.shape[1], -1)
-    columns = _empty((heads, panels, pairs.shape[2] // 16, PANEL // 16, 16, 16), np.uint32)
-    run(_pack_tiles, [(head, b, pairs, key_ptr, panel_ptr, columns) for head, b in spans], worth(pairs.size))
-    return low_rate.flatten(0, 1).view(torch.uint16).numpy(), columns.view(np.uint16).ravel(), 2.1 * ROUNDING + rounding
+    pairs = low_member[:-1].view(np.uint32).reshape(heads, member.shape[1], -1)
+    columns = _empty((heads, panels, pairs.shape[2] // 16, KEYS_PER_PANEL // 16, 16, 16), np.uint32)
+    run(_pack_tiles, [(head, b, pairs, key_ptr, panel_ptr, columns) for head, b in spans], task_count(pairs.size))
+    return (
+        low_rate.flatten(0, 1).view(torch.uint16).numpy(),
+        columns.view(np.uint16).ravel(),
+        2.1 * BFLOAT16_ERROR + rounding,
+    )
 
 
 def sample_sbm(
-    query: Tensor,
-    key: Tensor,
+    rate: Tensor,
+    member: Tensor,
     query_ptr: Tensor,
     key_ptr: Tensor,
     sequence_ids: Tensor,
@@ -289,31 +294,35 @@ def sample_sbm(
     is_causal: bool,
 ) -> tuple[Tensor, Tensor]:
     reference_sampling.check_keys(int(key_ptr[-1]))
-    heads, queries, blocks = query.shape
-    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    rate, keys = (
-        query.detach().to(dtype).reshape(heads * queries, blocks).numpy(),
-        key.detach().to(dtype).contiguous().numpy(),
+    heads, queries, blocks = rate.shape
+    dtype = torch.float64 if rate.dtype == torch.float64 else torch.float32
+    rates, members = (
+        rate.detach().to(dtype).reshape(heads * queries, blocks).numpy(),
+        member.detach().to(dtype).contiguous().numpy(),
     )
     q_ptr, k_ptr = query_ptr.numpy(), key_ptr.numpy()
     sequences = q_ptr.size - 1
     batch = np.repeat(np.arange(sequences), np.diff(q_ptr))
-    reach = reference_segments.allowed_keys(query_ptr, key_ptr, queries, is_causal).numpy()
+    allowed = reference_segments.allowed_keys(query_ptr, key_ptr, queries, is_causal).numpy()
     width = -(-blocks // 32) * 32
 
-    key_sum, key_max = np.empty((2, heads, sequences, blocks))
-    low_key = _empty((heads * key.shape[1] + 1, width), np.uint16)  # one row more than there are keys: see `by_gaps`
-    bits = keys.astype(np.float32, copy=False).view(np.uint32)
+    member_sum, member_max = np.empty((2, heads, sequences, blocks))
+    low_member = _empty((heads * member.shape[1] + 1, width), np.uint16)  # with one row more: see `by_gaps`
+    bits = members.astype(np.float32, copy=False).view(np.uint32)
     spans = [(head, b) for head in range(heads) for b in range(sequences)]
-    run(_survey, [(*span, keys, bits, k_ptr, key_sum, key_max, low_key) for span in spans], worth(4 * keys.size))
+    run(
+        _survey,
+        [(*span, members, bits, k_ptr, member_sum, member_max, low_member) for span in spans],
+        task_count(4 * members.size),
+    )
     expected, bound = np.empty((2, heads * queries))
     if is_causal:
-        tasks = [(*span, queries, rate, keys, q_ptr, k_ptr, expected, bound) for span in spans]
-        run(_expect_causal, tasks, worth(2 * (rate.size + keys.size)))
+        tasks = [(*span, queries, rates, members, q_ptr, k_ptr, expected, bound) for span in spans]
+        run(_expect_causal, tasks, task_count(2 * (rates.size + members.size)))
     else:
-        cuts = _cuts(heads * queries, worth(2 * rate.size))
-        run(_expect, [(*cut, queries, rate, batch, key_sum, key_max, expected, bound) for cut in cuts])
-    row_keys = np.tile(reach, heads)
+        cuts = even_ranges(heads * queries, task_count(2 * rates.size))
+        run(_expect, [(*cut, queries, rates, batch, member_sum, member_max, expected, bound) for cut in cuts])
+    row_keys = np.tile(allowed, heads)
     expected += exploration * row_keys
     bound += exploration
     reference_sampling.check_expected(torch.from_numpy(expected))
@@ -321,40 +330,40 @@ def sample_sbm(
         torch.from_numpy(expected), torch.from_numpy(bound), torch.from_numpy(row_keys), method
     )
     way = ways.way.numpy()
-    way = np.where((way == _COINS) & (bound > 1), _LARGE_COINS, way).astype(np.uint8)
+    way = np.where((way == PAIRS) & (bound > 1), LARGE_PAIRS, way).astype(np.uint8)
     plan, used = _Plan(way, ways.stretch.numpy(), bound), np.bincount(way, minlength=4)
 
-    panel_ptr = np.concatenate([[0], np.cumsum((np.diff(k_ptr) + PANEL - 1) // PANEL)])
+    panel_ptr = np.concatenate([[0], np.cumsum((np.diff(k_ptr) + KEYS_PER_PANEL - 1) // KEYS_PER_PANEL)])
     low_rate, columns, error = _low_precision(
-        query, key, low_key, k_ptr, panel_ptr, bool(used[_COINS] + used[_LARGE_COINS])
+        rate, member, low_member, k_ptr, panel_ptr, bool(used[PAIRS] + used[LARGE_PAIRS])
     )
-    wide_rate = rate
+    wide_rate = rates
     if width > blocks or dtype == torch.float64:
-        wide_rate = np.zeros((heads * queries if used[_GAPS] else 0, width), np.float32)
-        wide_rate[:, :blocks] = rate[: len(wide_rate)]
-    coarse = np.empty((heads, blocks, panel_ptr[-1] if used[_PROPOSALS] else 0))
-    fine = _empty((heads, blocks, coarse.shape[2] * PANEL), np.float64)
-    if used[_PROPOSALS]:
+        wide_rate = np.zeros((heads * queries if used[GAPS] else 0, width), np.float32)
+        wide_rate[:, :blocks] = rates[: len(wide_rate)]
+    coarse = np.empty((heads, blocks, panel_ptr[-1] if used[PROPOSALS] else 0))
+    fine = _empty((heads, blocks, coarse.shape[2] * KEYS_PER_PANEL), np.float64)
+    if used[PROPOSALS]:
         run(
             _cumulate,
             [
-                (h, a, z, keys, k_ptr, panel_ptr, coarse, fine)
+                (h, a, z, members, k_ptr, panel_ptr, coarse, fine)
                 for h in range(heads)
-                for a, z in _cuts(blocks, -(-blocks // 16))
+                for a, z in even_ranges(blocks, -(-blocks // 16))
             ],
-            worth(2 * keys.size),
+            task_count(2 * members.size),
         )
 
-    law = _Law(np.uint64(seed & 0xFFFFFFFFFFFFFFFF), method == "fastrg", exploration, clamp)
-    batches = _Sequences(batch, reach, q_ptr, k_ptr, panel_ptr, sequence_ids.numpy() & 0xFFFFFFFF)
-    model = _Model(
-        rate, keys, low_rate, columns, error, wide_rate, low_key.view(np.uint32).ravel(), coarse.ravel(),
+    law = Law(np.uint64(seed & 0xFFFFFFFFFFFFFFFF), method == "fastrg", exploration, clamp)
+    batches = _Sequences(batch, allowed, q_ptr, k_ptr, panel_ptr, sequence_ids.numpy() & WORD_MASK)
+    model = _Tables(
+        rates, members, low_rate, columns, error, wide_rate, low_member.view(np.uint32).ravel(), coarse.ravel(),
         fine.ravel(),
     )  # fmt: skip
     counts = np.zeros(heads * queries, np.int64)
     likely = np.minimum(expected, row_keys)
-    steps = EDGE * int(likely.sum()) + blocks // 4 * int(row_keys[way >= _COINS].sum())
-    pieces = _cuts(heads * queries, worth(steps, 8))
+    steps = STEPS_PER_EDGE * int(likely.sum()) + blocks // 4 * int(row_keys[way >= PAIRS].sum())
+    pieces = even_ranges(heads * queries, task_count(steps, 8))
     found: list[list[np.ndarray]] = [[] for _ in pieces]
 
     def rows(first: int, last: int, buffers: list[np.ndarray]) -> None:
@@ -363,9 +372,9 @@ def sample_sbm(
         while state[0] < last:
             out = np.empty(room, np.int32)
             state[1] = 0
-            _rows(first, last, law, batches, plan, model, out, counts, state, top)
+            _draw_rows(first, last, law, batches, plan, model, out, counts, state, top)
             if state[2]:
-                raise ValueError(reference_sampling.over_one(float(top[0]) - exploration))
+                raise ValueError(reference_sampling.probability_error(float(top[0]) - exploration))
             buffers.append(out[: state[1]])
             room *= 2
 
@@ -376,7 +385,7 @@ def sample_sbm(
     return torch.from_numpy(rowptr), torch.from_numpy(col)
 
 
-def _cuts(total: int, pieces: int) -> list[tuple[int, int]]:
+def even_ranges(total: int, pieces: int) -> list[tuple[int, int]]:
     """At most ``pieces`` ranges of about equal length that cover ``range(total)``, none empty."""
     pieces = max(1, min(pieces, total))
     return [*pairwise([total * piece // pieces for piece in range(pieces + 1)])]

@@ -1,9 +1,17 @@
-"""Vectors of numbers as numba values: what a compiled kernel needs to keep a row of floats in registers.
+"""Vectors of numbers as numba values, so that a kernel keeps a row of numbers in registers.
 
 In: arrays, offsets into them, and the number of lanes as a constant. Out: values of type ``<lanes x dtype>`` that numba
 carries through variables, loops and calls. They are LLVM's own vectors, so any number of lanes works on any machine: 32
-lanes of float32 are two registers with AVX-512, eight with NEON. Arrays may be pointers (:func:`at`) throughout.
-Offsets are elements. Not here: kernels.
+lanes of float32 are two registers with AVX-512, eight with NEON. Offsets count elements. Not here: kernels.
+
+| function | what it is |
+|---|---|
+| ``at(array, offset)`` | pointer to an element; every function takes it in place of an array |
+| ``peek(array, offset)``, ``poke(array, offset, x)`` | read and write one number |
+| ``load``, ``store`` | read and write a vector |
+| ``load16``, ``store16`` | the same for the first of sixteen numbers |
+| ``scratch(array, count)`` | room for numbers of one kernel |
+| ``splat(x, lanes)`` | the same number in all lanes |
 """
 
 from __future__ import annotations
@@ -16,15 +24,13 @@ from numba.core.datamodel import models
 from numba.extending import intrinsic, overload, register_model
 from numba.np.arrayobj import make_array
 
-NOTHING = -40.0
-"""A logit that far below the largest of its row has no weight in a sum.
+from ..reference.random_words import MIX
 
-Kept in float32, its products get subnormal, and slow.
-"""
-MIX = (0x7FEB352D, 0x846CA68B)  # of dropout's words; see reference.py
+NEGLIGIBLE_LOGIT = -40.0
+"""A logit this far below the largest of its row adds nothing to a sum. Its products would be subnormal, and slow."""
 _EXACT = ("contract",)  # a * b + c may become one instruction
 _SUM = ("contract", "reassoc", "nsz")  # and a sum may be taken in any order
-_I32, _I64 = ir.IntType(32), ir.IntType(64)
+I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 
 
 class Vector(types.Type):
@@ -45,32 +51,32 @@ class _VectorModel(models.PrimitiveModel):
 
 
 def _order(lanes):
-    return ir.Constant(ir.VectorType(_I32, len(lanes)), lanes)
+    return ir.Constant(ir.VectorType(I32, len(lanes)), lanes)
 
 
 def _all(kind, number):
     return ir.Constant(kind, [number] * kind.count)
 
 
-def _splat(builder, number, lanes):
+def splat_number(builder, number, lanes):
     kind = ir.VectorType(number.type, lanes)
-    one = builder.insert_element(ir.Constant(kind, ir.Undefined), number, ir.Constant(_I32, 0))
+    one = builder.insert_element(ir.Constant(kind, ir.Undefined), number, ir.Constant(I32, 0))
     return builder.shuffle_vector(one, one, _order([0] * lanes))
 
 
-def _pointer(context, builder, kind, array, offset, vector=None):
+def pointer(context, builder, kind, array, offset, vector=None):
     """Pointer to a number, or to a vector of numbers, in an array or behind a pointer."""
     data = array if isinstance(kind, types.CPointer) else make_array(kind)(context, builder, array).data
-    place = builder.gep(data, [offset])
-    return place if vector is None else builder.bitcast(place, vector.as_pointer())
+    address = builder.gep(data, [offset])
+    return address if vector is None else builder.bitcast(address, vector.as_pointer())
 
 
 def _below(builder, count, lanes):
     """Mask of the lanes whose number is less than ``count``."""
-    return builder.icmp_signed("<", _order(list(range(lanes))), _splat(builder, builder.trunc(count, _I32), lanes))
+    return builder.icmp_signed("<", _order(list(range(lanes))), splat_number(builder, builder.trunc(count, I32), lanes))
 
 
-def _call(builder, name, result, arguments, **flags):
+def call_llvm(builder, name, result, arguments, **flags):
     function = cgutils.get_or_insert_function(
         builder.module, ir.FunctionType(result, [a.type for a in arguments]), name
     )
@@ -82,7 +88,7 @@ def _suffix(kind):
     return f"v{kind.count}{element}"
 
 
-def _bytes(kind):
+def _item_size(kind):
     return kind.dtype.bitwidth // 8
 
 
@@ -91,22 +97,22 @@ def _bytes(kind):
 
 @intrinsic
 def at(typing, array, offset):
-    """Pointer to ``array[offset]``, to be used in place of an array; unlike arrays, pointers cost nothing to assign."""
+    """Pointer to ``array[offset]``, for use in place of an array. Unlike arrays, pointers cost nothing to assign."""
 
     def generate(context, builder, signature, args):
-        return _pointer(context, builder, array, *args)
+        return pointer(context, builder, array, *args)
 
     return types.CPointer(array.dtype)(array, types.int64), generate
 
 
 @intrinsic
-def aligned(typing, array):
+def aligned_pointer(typing, array):
     """Pointer to the first element at a multiple of 256 bytes, which is among the first 64."""
 
     def generate(context, builder, signature, args):
-        data = _pointer(context, builder, array, args[0], ir.Constant(_I64, 0))
-        place = builder.and_(builder.add(builder.ptrtoint(data, _I64), ir.Constant(_I64, 255)), ir.Constant(_I64, -256))
-        return builder.inttoptr(place, data.type)
+        data = pointer(context, builder, array, args[0], ir.Constant(I64, 0))
+        address = builder.and_(builder.add(builder.ptrtoint(data, I64), ir.Constant(I64, 255)), ir.Constant(I64, -256))
+        return builder.inttoptr(address, data.type)
 
     return types.CPointer(array.dtype)(array), generate
 
@@ -129,7 +135,7 @@ def peek(typing, array, offset):
     """``array[offset]`` for an offset that is known not to be negative: no code for wrapping around."""
 
     def generate(context, builder, signature, args):
-        return builder.load(_pointer(context, builder, array, *args))
+        return builder.load(pointer(context, builder, array, *args))
 
     return array.dtype(array, types.int64), generate
 
@@ -139,7 +145,7 @@ def poke(typing, array, offset, number):
     """``array[offset] = number``, likewise."""
 
     def generate(context, builder, signature, args):
-        builder.store(args[2], _pointer(context, builder, array, *args[:2]))
+        builder.store(args[2], pointer(context, builder, array, *args[:2]))
         return context.get_dummy_value()
 
     return types.void(array, types.int64, array.dtype), generate
@@ -151,8 +157,8 @@ def load(typing, array, offset, lanes):
     result = Vector(array.dtype, lanes.literal_value)
 
     def generate(context, builder, signature, args):
-        place = _pointer(context, builder, array, *args[:2], context.get_value_type(result))
-        return builder.load(place, align=_bytes(array))
+        address = pointer(context, builder, array, *args[:2], context.get_value_type(result))
+        return builder.load(address, align=_item_size(array))
 
     return result(array, types.int64, lanes), generate
 
@@ -162,7 +168,7 @@ def store(typing, array, offset, vector):
     """``array[offset : offset + lanes] = vector``."""
 
     def generate(context, builder, signature, args):
-        builder.store(args[2], _pointer(context, builder, array, *args[:2], args[2].type), align=_bytes(array))
+        builder.store(args[2], pointer(context, builder, array, *args[:2], args[2].type), align=_item_size(array))
         return context.get_dummy_value()
 
     return types.void(array, types.int64, vector), generate
@@ -175,9 +181,14 @@ def load16(typing, array, offset, count):
 
     def generate(context, builder, signature, args):
         kind = context.get_value_type(result)
-        place = _pointer(context, builder, array, *args[:2], kind)
-        arguments = [place, ir.Constant(_I32, _bytes(array)), _below(builder, args[2], 16), ir.Constant(kind, None)]
-        return _call(builder, f"llvm.masked.load.{_suffix(kind)}.p0", kind, arguments)
+        address = pointer(context, builder, array, *args[:2], kind)
+        arguments = [
+            address,
+            ir.Constant(I32, _item_size(array)),
+            _below(builder, args[2], 16),
+            ir.Constant(kind, None),
+        ]
+        return call_llvm(builder, f"llvm.masked.load.{_suffix(kind)}.p0", kind, arguments)
 
     return result(array, types.int64, types.int64), generate
 
@@ -188,16 +199,16 @@ def store16(typing, array, offset, count, vector):
 
     def generate(context, builder, signature, args):
         kind = args[3].type
-        place = _pointer(context, builder, array, *args[:2], kind)
-        arguments = [args[3], place, ir.Constant(_I32, _bytes(array)), _below(builder, args[2], 16)]
-        _call(builder, f"llvm.masked.store.{_suffix(kind)}.p0", ir.VoidType(), arguments)
+        address = pointer(context, builder, array, *args[:2], kind)
+        arguments = [args[3], address, ir.Constant(I32, _item_size(array)), _below(builder, args[2], 16)]
+        call_llvm(builder, f"llvm.masked.store.{_suffix(kind)}.p0", ir.VoidType(), arguments)
         return context.get_dummy_value()
 
     return types.void(array, types.int64, types.int64, vector), generate
 
 
 @intrinsic
-def turn16(typing, out, to, pitch, array, start, width):
+def transpose16(typing, out, to, pitch, array, start, width):
     """``out[to + pitch * c + i] = array[start + width * i + c]`` for sixteen rows i and sixteen columns c.
 
     Four times, every two rows swap half of their numbers: first those 8 rows apart, then 4, 2 and 1.
@@ -206,11 +217,11 @@ def turn16(typing, out, to, pitch, array, start, width):
     def generate(context, builder, signature, args):
         kind = ir.VectorType(context.get_value_type(array.dtype), 16)
 
-        def place(kind_of, data, begin, step, number):
-            offset = builder.add(begin, builder.mul(step, ir.Constant(_I64, number)))
-            return _pointer(context, builder, kind_of, data, offset, kind)
+        def address(kind_of, data, begin, step, number):
+            offset = builder.add(begin, builder.mul(step, ir.Constant(I64, number)))
+            return pointer(context, builder, kind_of, data, offset, kind)
 
-        rows = [builder.load(place(array, *args[3:], i), align=_bytes(array)) for i in range(16)]
+        rows = [builder.load(address(array, *args[3:], i), align=_item_size(array)) for i in range(16)]
         for bit in (8, 4, 2, 1):
             low = _order([k - bit + 16 if k & bit else k for k in range(16)])
             high = _order([k + 16 if k & bit else k + bit for k in range(16)])
@@ -219,7 +230,7 @@ def turn16(typing, out, to, pitch, array, start, width):
                     one, two = rows[i], rows[i | bit]
                     rows[i], rows[i | bit] = (builder.shuffle_vector(one, two, order) for order in (low, high))
         for c, row in enumerate(rows):
-            builder.store(row, place(out, *args[:3], c), align=_bytes(array))
+            builder.store(row, address(out, *args[:3], c), align=_item_size(array))
         return context.get_dummy_value()
 
     return types.void(out, types.int64, types.int64, array, types.int64, types.int64), generate
@@ -234,7 +245,7 @@ def splat(typing, number, lanes):
     result = Vector(number, lanes.literal_value)
 
     def generate(context, builder, signature, args):
-        return _splat(builder, args[0], result.lanes)
+        return splat_number(builder, args[0], result.lanes)
 
     return result(number, lanes), generate
 
@@ -244,7 +255,9 @@ def first(typing, count, vector, other):
     """The first ``count`` lanes of ``vector``, and the number ``other`` in the rest."""
 
     def generate(context, builder, signature, args):
-        return builder.select(_below(builder, args[0], vector.lanes), args[1], _splat(builder, args[2], vector.lanes))
+        return builder.select(
+            _below(builder, args[0], vector.lanes), args[1], splat_number(builder, args[2], vector.lanes)
+        )
 
     return vector(types.int64, vector, vector.dtype), generate
 
@@ -254,7 +267,9 @@ def but_first(typing, count, vector, other):
     """The number ``other`` in the first ``count`` lanes, and ``vector`` in the rest."""
 
     def generate(context, builder, signature, args):
-        return builder.select(_below(builder, args[0], vector.lanes), _splat(builder, args[2], vector.lanes), args[1])
+        return builder.select(
+            _below(builder, args[0], vector.lanes), splat_number(builder, args[2], vector.lanes), args[1]
+        )
 
     return vector(types.int64, vector, vector.dtype), generate
 
@@ -274,8 +289,8 @@ def where_above(typing, one, bound, number, other):
     """A number in the lanes where ``one`` is larger than the number ``bound``, and ``other`` in the rest."""
 
     def generate(context, builder, signature, args):
-        above = builder.fcmp_ordered(">", args[0], _splat(builder, args[1], one.lanes))
-        return builder.select(above, _splat(builder, args[2], one.lanes), args[3])
+        above = builder.fcmp_ordered(">", args[0], splat_number(builder, args[1], one.lanes))
+        return builder.select(above, splat_number(builder, args[2], one.lanes), args[3])
 
     return one(one, one.dtype, one.dtype, one), generate
 
@@ -289,19 +304,19 @@ def highest(typing, vector):
         for step in (8, 4, 2, 1):
             other = builder.shuffle_vector(result, result, _order([lane ^ step for lane in range(16)]))
             result = builder.select(builder.fcmp_ordered(">", other, result), other, result)
-        return builder.extract_element(result, ir.Constant(_I32, 0))
+        return builder.extract_element(result, ir.Constant(I32, 0))
 
     return vector.dtype(vector), generate
 
 
 @intrinsic
-def total(typing, vector):
+def lane_sum(typing, vector):
     """Sum over the lanes."""
 
     def generate(context, builder, signature, args):
         kind = args[0].type
         arguments = [ir.Constant(kind.element, 0.0), args[0]]
-        return _call(builder, f"llvm.vector.reduce.fadd.{_suffix(kind)}", kind.element, arguments, fastmath=_SUM)
+        return call_llvm(builder, f"llvm.vector.reduce.fadd.{_suffix(kind)}", kind.element, arguments, fastmath=_SUM)
 
     return vector.dtype(vector), generate
 
@@ -310,13 +325,14 @@ def total(typing, vector):
 def exp(typing, vector):
     """e to the power of every lane.
 
-    float32: error below 3 units in the last place, 0 below ``NOTHING``, at most exp(88).
+    In float32 the error is below 3 units in the last place, and the result is 0 below ``NEGLIGIBLE_LOGIT``, and at most
+    exp(88).
     """
 
     def generate(context, builder, signature, args):
         kind = args[0].type
         if vector.dtype == types.float64:
-            return _call(builder, f"llvm.exp.{_suffix(kind)}", kind, args)
+            return call_llvm(builder, f"llvm.exp.{_suffix(kind)}", kind, args)
 
         def polynomial(x, *factors):
             result = _all(kind, factors[0])
@@ -332,16 +348,16 @@ def exp(typing, vector):
         for part in (-0.693145751953125, -1.428606765330187e-06):
             r = builder.fadd(builder.fmul(n, _all(kind, part), flags=_EXACT), r, flags=_EXACT)
         result = polynomial(r, 1 / 720, 1 / 120, 1 / 24, 1 / 6, 0.5, 1.0, 1.0)
-        bits = ir.VectorType(_I32, kind.count)
+        bits = ir.VectorType(I32, kind.count)
         power = builder.shl(builder.bitcast(magic, bits), _all(bits, 23))
         result = builder.bitcast(builder.add(builder.bitcast(result, bits), power), kind)
-        return builder.select(builder.fcmp_ordered("<", x, _all(kind, NOTHING)), _all(kind, 0.0), result)
+        return builder.select(builder.fcmp_ordered("<", x, _all(kind, NEGLIGIBLE_LOGIT)), _all(kind, 0.0), result)
 
     return vector(vector), generate
 
 
 @intrinsic
-def dots(typing, vector, array, stride, tokens):
+def dots16(typing, vector, array, stride, tokens):
     """Sixteen dot products: of ``vector`` with the rows ``array[stride * tokens[k]]``, k = 0 .. 15, one in each lane.
 
     The products meet in a tree of 15 two-way merges, each of which adds one half of two vectors to the other half: a
@@ -353,29 +369,29 @@ def dots(typing, vector, array, stride, tokens):
     def generate(context, builder, signature, args):
         row, data, step, index = args
         kind = context.get_value_type(result)
-        words = ir.VectorType(_I32, 16)
+        words = ir.VectorType(I32, 16)
         starts = (
             [c + half for c in range(0, vector.lanes, 32) for half in (0, 1)] if pairs else range(0, vector.lanes, 16)
         )
         pieces = [builder.shuffle_vector(row, row, _order([c + (1 + pairs) * k for k in range(16)])) for c in starts]
 
-        def halves(place):
+        def halves(address):
             """What matches each two pieces: the first numbers of sixteen pairs, and the second ones."""
-            both = builder.load(builder.bitcast(place, words.as_pointer()), align=4)
+            both = builder.load(builder.bitcast(address, words.as_pointer()), align=4)
             return [
                 builder.bitcast(bits, kind)
                 for bits in (builder.shl(both, _all(words, 16)), builder.and_(both, _all(words, 0xFFFF0000)))
             ]
 
         def products(lane):
-            token = builder.load(_pointer(context, builder, tokens, index, ir.Constant(_I64, lane)))
-            start = builder.mul(builder.sext(token, _I64), step)
+            token = builder.load(pointer(context, builder, tokens, index, ir.Constant(I64, lane)))
+            start = builder.mul(builder.sext(token, I64), step)
             partial, numbers = None, []
             for c, piece in enumerate(pieces):
                 if not (pairs and c % 2):
-                    place = builder.add(start, ir.Constant(_I64, 16 * (c // 2 if pairs else c)))
-                    place = _pointer(context, builder, array, data, place, kind)
-                    numbers += halves(place) if pairs else [builder.load(place, align=_bytes(array))]
+                    address = builder.add(start, ir.Constant(I64, 16 * (c // 2 if pairs else c)))
+                    address = pointer(context, builder, array, data, address, kind)
+                    numbers += halves(address) if pairs else [builder.load(address, align=_item_size(array))]
                 product = builder.fmul(piece, numbers[c], flags=_EXACT)
                 partial = product if partial is None else builder.fadd(product, partial, flags=_EXACT)
             return partial
@@ -407,20 +423,20 @@ def keep16(typing, words, tokens, own, least, kept):
     result = Vector(kept, 16)
 
     def generate(context, builder, signature, args):
-        kind = ir.VectorType(_I32, 16)
+        kind = ir.VectorType(I32, 16)
         word = ir.Constant(kind, ir.Undefined)
         for lane in range(16):
-            token = builder.load(_pointer(context, builder, tokens, args[1], ir.Constant(_I64, lane)))
-            token = token if token.type == _I64 else builder.sext(token, _I64)
-            one = builder.load(_pointer(context, builder, words, args[0], token))
-            word = builder.insert_element(word, one, ir.Constant(_I32, lane))
-        word = builder.xor(word, _splat(builder, args[2], 16))
+            token = builder.load(pointer(context, builder, tokens, args[1], ir.Constant(I64, lane)))
+            token = token if token.type == I64 else builder.sext(token, I64)
+            one = builder.load(pointer(context, builder, words, args[0], token))
+            word = builder.insert_element(word, one, ir.Constant(I32, lane))
+        word = builder.xor(word, splat_number(builder, args[2], 16))
         for shift, factor in zip((16, 15), MIX, strict=True):
             word = builder.mul(builder.xor(word, builder.lshr(word, _all(kind, shift))), _all(kind, factor))
         word = builder.xor(word, builder.lshr(word, _all(kind, 16)))
-        keep = builder.icmp_unsigned(">", word, _splat(builder, args[3], 16))
+        keep = builder.icmp_unsigned(">", word, splat_number(builder, args[3], 16))
         number = context.get_value_type(result)
-        return builder.select(keep, _splat(builder, args[4], 16), ir.Constant(number, [0.0] * 16))
+        return builder.select(keep, splat_number(builder, args[4], 16), ir.Constant(number, [0.0] * 16))
 
     return result(words, tokens, types.uint32, types.uint32, kept), generate
 
@@ -435,7 +451,7 @@ def _arithmetic(python, instruction):
 
         def generate(context, builder, signature, args):
             vectors = [
-                arg if isinstance(kind, Vector) else _splat(builder, arg, result.lanes)
+                arg if isinstance(kind, Vector) else splat_number(builder, arg, result.lanes)
                 for arg, kind in zip(args, kinds, strict=True)
             ]
             return getattr(builder, instruction)(*vectors, flags=_EXACT)

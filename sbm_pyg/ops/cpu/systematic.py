@@ -1,7 +1,7 @@
 """Keys at equal distances from a random start, on the CPU: a row costs one random word, and a key one multiplication.
 
 In and out: the tensors of ``sample_systematic`` in :mod:`sbm_pyg.ops`. Not here: graphs of a block model
-(:mod:`.cpu_sampling`).
+(:mod:`.sampling`).
 """
 
 from __future__ import annotations
@@ -10,37 +10,37 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..reference import random_words
 from ..reference import sampling as reference_sampling
 from ..reference import segments as reference_segments
 from ..reference import systematic as reference_systematic
-from .draws import philox
-from .sampling import _cuts
-from .threads import kernel, run, worth
+from ..reference.random_words import SYSTEMATIC, WORD_MASK
+from .draws import philox_once
+from .sampling import even_ranges
+from .threads import numba_kernel, run, task_count
 
-WORD = 128  # products of two numbers that take as long as a random word
-_SYSTEMATIC = random_words.SYSTEMATIC << 24
+STEPS_PER_WORD = 128
+"""Products of two numbers that take as long as a random word."""
 
 
-@kernel
-def _starts(first, last, chance, batch, reach, query_ptr, sequence_ids, seed, start, counts):
-    """Where each row starts, as a part of its distance, and its number of keys."""
+@numba_kernel
+def _start_rows(first, last, chance, batch, allowed, query_ptr, sequence_ids, seed, start, counts):
+    """Draw the start of each row, as a fraction of its spacing, and count its keys."""
     queries = chance.size
     for r in range(first, last):
         head, i = r // queries, r % queries
         b = batch[i]
-        start[r] = np.float64(philox(0, i - query_ptr[b], sequence_ids[b], head | _SYSTEMATIC, seed)[0]) / 2.0**32
-        counts[r] = max(0, np.int64(np.ceil(reach[i] * chance[i] - start[r])))
+        start[r] = np.float64(philox_once(0, i - query_ptr[b], sequence_ids[b], head | SYSTEMATIC, seed)[0]) / 2.0**32
+        counts[r] = max(0, np.int64(np.ceil(allowed[i] * chance[i] - start[r])))
 
 
-@kernel
-def _steps(first, last, chance, batch, reach, key_ptr, start, rowptr, col):
+@numba_kernel
+def _write_keys(first, last, chance, batch, allowed, key_ptr, start, rowptr, col):
     for r in range(first, last):
         i = r % chance.size
-        shift, most, place = key_ptr[batch[i]], reach[i] - 1, rowptr[r]
+        shift, most, begin_edge = key_ptr[batch[i]], allowed[i] - 1, rowptr[r]
         begin, spacing = start[r], 1 / chance[i]
-        for number in range(rowptr[r + 1] - place):
-            col[place + number] = shift + min(most, np.int64((number + begin) * spacing))
+        for number in range(rowptr[r + 1] - begin_edge):
+            col[begin_edge + number] = shift + min(most, np.int64((number + begin) * spacing))
 
 
 def sample_systematic(
@@ -49,13 +49,13 @@ def sample_systematic(
     reference_sampling.check_keys(int(key_ptr[-1]))
     chances, q_ptr, k_ptr = reference_systematic.cut_chance(chance).numpy(), query_ptr.numpy(), key_ptr.numpy()
     batch = np.repeat(np.arange(q_ptr.size - 1), np.diff(q_ptr))
-    reach = reference_segments.allowed_keys(query_ptr, key_ptr, chances.size, is_causal).numpy()
+    allowed = reference_segments.allowed_keys(query_ptr, key_ptr, chances.size, is_causal).numpy()
     rows = heads * chances.size
     start, counts, rowptr = np.empty(rows), np.empty(rows, np.int64), np.zeros(rows + 1, np.int64)
-    pieces = _cuts(rows, worth(WORD * rows, 3))
-    stream, word = sequence_ids.numpy() & 0xFFFFFFFF, np.uint64(seed & 0xFFFFFFFFFFFFFFFF)
-    run(_starts, [(*piece, chances, batch, reach, q_ptr, stream, word, start, counts) for piece in pieces])
+    pieces = even_ranges(rows, task_count(STEPS_PER_WORD * rows, 3))
+    sequence_id, word = sequence_ids.numpy() & WORD_MASK, np.uint64(seed & 0xFFFFFFFFFFFFFFFF)
+    run(_start_rows, [(*piece, chances, batch, allowed, q_ptr, sequence_id, word, start, counts) for piece in pieces])
     np.cumsum(counts, out=rowptr[1:])
     col = np.empty(rowptr[-1], np.int32)
-    run(_steps, [(*piece, chances, batch, reach, k_ptr, start, rowptr, col) for piece in pieces])
+    run(_write_keys, [(*piece, chances, batch, allowed, k_ptr, start, rowptr, col) for piece in pieces])
     return torch.from_numpy(rowptr), torch.from_numpy(col)

@@ -36,10 +36,10 @@ __all__ = ["flushed_subnormals", "on_each"]
 
 log = logging.getLogger("sbm_pyg")
 
-LEAST = 2**18
-"""Products of two numbers in a piece of work: some fifty microseconds' worth."""
+MIN_STEPS_PER_TASK = 2**18
+"""Products of two numbers that a task takes at least: about fifty microseconds."""
 
-SUBNORMAL = 5e-324
+SUBNORMAL_NUMBER = 5e-324
 
 _TeamMember = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _fork_team = getattr(ctypes.CDLL(None), "GOMP_parallel", None) if os.name == "posix" else None
@@ -53,13 +53,12 @@ _pool_owner = -1
 _pool_lock = threading.Lock()
 
 
-def kernel(function: Callable, reorder: bool = False) -> Callable:
+def numba_kernel(function: Callable, reorder: bool = False) -> Callable:
     """Compile ``function`` with numba for :func:`run`: no GIL, cached on disk, floating point that keeps NaN and inf.
 
     A sum keeps its order (:func:`.simd.exp` needs that) unless ``reorder`` lets the compiler take several terms at a
-    time. A cache folder that cannot be written costs one compilation per process, and is no error. What was compiled
-    from other sources is compiled again: numba looks at the file of the kernel alone, but what it calls, and what its
-    vectors are made of, lies in other files of this folder.
+    time. If the cache folder cannot be written, each process compiles once. A kernel is compiled again after any file
+    has changed that its code or its constants can come from; numba by itself compares the file of the kernel alone.
     """
     options: dict[str, Any] = {
         "nogil": True,
@@ -69,9 +68,7 @@ def kernel(function: Callable, reorder: bool = False) -> Callable:
     }
     try:
         compiled = njit(cache=True, **options)(function)
-        if hasattr(
-            compiled, "_cache"
-        ):  # not with NUMBA_DISABLE_JIT; numba has no public name for what a cached kernel depends on
+        if hasattr(compiled, "_cache"):  # not with NUMBA_DISABLE_JIT; numba has no public name for it
             index = compiled._cache._cache_file
             index._source_stamp = (index._source_stamp, _sources())
     except RuntimeError as error:  # numba found no folder that it may write to
@@ -83,36 +80,35 @@ def kernel(function: Callable, reorder: bool = False) -> Callable:
 
 @cache
 def _sources() -> str:
-    """Hash of all files of this folder."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    """Hash of all files of this folder, and of the reference, which has constants that kernels share."""
+    digest, shelf = hashlib.sha256(), Path(__file__).parent
+    for path in (*sorted(shelf.glob("*.py")), *sorted((shelf.parent / "reference").glob("*.py"))):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
 
-def worth(steps: int, each: int = 1) -> int:
-    """How many pieces of work are worth making: ``each`` for a thread, and none so small that it is done before another
-    thread has woken up.
+def task_count(steps: int, each: int = 1) -> int:
+    """Number of tasks to cut work into: ``each`` for a thread, but none of less than ``MIN_STEPS_PER_TASK`` steps.
 
     Args:
         steps: About how many products of two numbers the whole work takes.
-        each: Pieces for each thread.
+        each: Tasks for each thread.
     """
-    return max(1, min(each * torch.get_num_threads(), steps // LEAST))
+    return max(1, min(each * torch.get_num_threads(), steps // MIN_STEPS_PER_TASK))
 
 
 def run(function: Callable, tasks: Sequence[tuple], threads: int | None = None) -> None:
-    """Call ``function(*task)`` for every task, on so many threads of which the caller is one; None: all of torch's.
+    """Call ``function(*task)`` for every task, on some threads, the caller's included; None: as many as torch has.
 
-    Tasks are taken in order by whichever thread is free, so results must not depend on who runs which. Safe in forked
+    A free thread takes the next task, so results must not depend on which thread runs it. Calls are safe in forked
     children and from several python threads at once. The first exception of a task is raised here. Meanwhile subnormal
-    numbers count as zero, if the processor can: memberships are full of them once a model is sure, and products with
-    them take up to a hundred times as long.
+    numbers count as zero, if the processor can: a trained model has many subnormal memberships, and products with them
+    take up to a hundred times as long.
     """
     todo, failures = deque(tasks), []
 
     def work(_=None):
-        slow = SUBNORMAL * 1.0 != 0.0  # a setting of each thread, which is left as it was
+        slow = SUBNORMAL_NUMBER * 1.0 != 0.0  # a setting of each thread, which is left as it was
         if slow:
             torch.set_flush_denormal(True)
         try:
@@ -141,11 +137,10 @@ def run(function: Callable, tasks: Sequence[tuple], threads: int | None = None) 
 
 
 def on_each(function: Callable[[], Any]) -> None:
-    """Call ``function()`` once on each thread that torch's operations and :func:`run` compute on, the caller among
-    them.
+    """Call ``function()`` once on the caller's thread, and on each other that torch's operations and :func:`run` use.
 
-    For what torch keeps thread by thread, as ``torch.set_flush_denormal``. Where the threads of torch cannot be found,
-    on the caller alone. The first exception is raised here, after all calls.
+    It changes settings of threads, as ``torch.set_flush_denormal`` does. If the threads of torch cannot be found, only
+    the caller's calls it. The first exception is raised here, after all calls.
     """
     failures = []
 
@@ -163,12 +158,12 @@ def on_each(function: Callable[[], Any]) -> None:
 
 @contextlib.contextmanager
 def flushed_subnormals() -> Iterator[None]:
-    """In it torch, too, takes numbers below 1e-38 as zero, on every thread that it computes on.
+    """Context in which torch, too, takes numbers below 1e-38 as zero, on every thread that it computes on.
 
-    They cost processors up to a hundred times as long as others, and gradients of a trained model with sparse graphs
-    are full of them. Kernels of this package flush them by themselves. What was flushed before still is behind it.
+    Processors take up to a hundred times as long for them, and gradients of a trained model with sparse graphs hold
+    many. Kernels of this package always flush them. Afterwards the setting is as before.
     """
-    before = SUBNORMAL * 1.0 == 0.0
+    before = SUBNORMAL_NUMBER * 1.0 == 0.0
     on_each(lambda: torch.set_flush_denormal(True))
     try:
         yield
@@ -177,9 +172,9 @@ def flushed_subnormals() -> Iterator[None]:
 
 
 def _on_team(work: Callable, threads: int) -> bool:
-    """Call ``work(_)`` once on each of several threads of torch's own.
+    """Call ``work(_)`` once on each of several threads of torch.
 
-    False, and no call, where that is one thread or they cannot be had.
+    False, without a call, if that is one thread, or torch's threads cannot be found.
     """
     global _team_owner
     if threads < 2 or _fork_team is None or _team_owner not in (-1, os.getpid()):
@@ -215,7 +210,7 @@ def _after_fork():
     _pool_lock = threading.Lock()  # another thread may have held it
     if (
         _team_owner != -1
-    ):  # OpenMP threads do not survive a fork, and the next parallel torch op would wait for them forever
+    ):  # OpenMP threads do not survive a fork: the next parallel torch op would wait for them forever
         torch.set_num_threads(1)
 
 
@@ -224,20 +219,20 @@ if hasattr(os, "register_at_fork"):
 
 
 class _Announcer(event.Listener):
-    """Tells the log when a kernel is compiled: once in a process as a warning, and each by its name."""
+    """Logs compilations: one warning in a process, and the name of each kernel."""
 
-    told = False
+    announced = False
 
     def on_start(self, event):
-        kernel = event.data["dispatcher"]
-        if kernel not in _kernels:
+        numba_kernel = event.data["dispatcher"]
+        if numba_kernel not in _kernels:
             return
-        if not self.told:
-            self.told = True
-            folder = getattr(kernel._cache, "cache_path", None)
+        if not self.announced:
+            self.announced = True
+            folder = getattr(numba_kernel._cache, "cache_path", None)
             kept = "in every process anew, as no folder can be written to" if folder is None else f"once, into {folder}"
             log.warning("sbm_pyg compiles the CPU kernels that a call needs, some seconds each; %s", kept)
-        log.info("compiling %s", kernel.__name__)
+        log.info("compiling %s", numba_kernel.__name__)
 
     def on_end(self, event):
         pass

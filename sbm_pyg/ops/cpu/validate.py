@@ -1,7 +1,7 @@
-"""Whether compressed rows are what a graph may hold, on the CPU: one pass over the keys.
+"""The check of compressed rows on the CPU: one pass over the keys.
 
-In and out: the tensors of ``invalid_row`` in :mod:`sbm_pyg.ops`. Not here: what is said of a row that is wrong
-(:mod:`sbm_pyg.graph`).
+In and out: the tensors of ``invalid_row`` in :mod:`sbm_pyg.ops`. Not here: the error for a row that is not
+valid (:mod:`sbm_pyg.graph`).
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .threads import kernel, run, split, worth
+from .threads import numba_kernel, run, split, task_count
 
 
-@kernel
-def _first(first, last, rowptr, col, low, high, found, piece):
-    """Writes the first row in ``first .. last-1`` that is not valid, or leaves what stands there."""
+@numba_kernel
+def _first_invalid_row(first, last, rowptr, col, low, high, found, piece):
+    """Write the first row in ``first .. last-1`` that is not valid, or nothing."""
     for row in range(first, last):
         start, end = rowptr[row], rowptr[row + 1]
         wrong = start < 0 or end < start or end > col.size
@@ -34,8 +34,8 @@ def invalid_row(rowptr: Tensor, col: Tensor, query_ptr: Tensor, key_ptr: Tensor,
     rows, keys = rowptr.numpy(), col.contiguous().numpy()
     rises = rows[0] >= 0 and rows[-1] <= keys.size and bool((rows[1:] >= rows[:-1]).all())
     # Edges can be shared out by rows that rise alone.
-    pieces = split(rows, worth(4 * keys.size, 3)) if rises else [(0, rows.size - 1)]
+    pieces = split(rows, task_count(4 * keys.size, 3)) if rises else [(0, rows.size - 1)]
     found = np.full(len(pieces), rows.size, np.int64)
-    run(_first, [(*piece, rows, keys, low, high, found, number) for number, piece in enumerate(pieces)])
+    run(_first_invalid_row, [(*piece, rows, keys, low, high, found, number) for number, piece in enumerate(pieces)])
     first = int(found.min())
     return torch.tensor(first if first < rows.size else -1)

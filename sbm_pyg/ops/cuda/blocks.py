@@ -1,15 +1,14 @@
 """Attention over blocks of tokens for CUDA devices, in Triton.
 
-In and out: as ``blocks``, which is the meaning. A program takes some queries of a block and goes through the blocks of
-keys that they attend to, with products on tensor cores and a running maximum, as FlashAttention does. The backward pass
-is one such kernel for queries, and one for keys, which goes through the blocks of queries that attend to them, in the
-order that :func:`.segments.by_key` keeps. So every number has one writer, nothing is added atomically, and the same
-call gives the same bits. Not here: the effect of a pair from its sums (``blocks``), what kernels share
-(:mod:`.cuda.rows`).
+In and out: as :mod:`sbm_pyg.ops.reference.blocks`. A program takes some queries of a block and goes through the blocks
+of keys that they attend to, with products on tensor cores and a running maximum, as FlashAttention does. The backward
+pass is one such kernel for queries, and one for keys, which goes through the blocks of queries that attend to them, in
+the order that :func:`.segments.by_key` keeps. So every number has one writer, nothing is added atomically, and the same
+call gives the same bits. Not here: parts that kernels share (:mod:`.rows`).
 
 Products of float32 are exact ones, unless torch lets matrices round to TensorFloat-32
-(``torch.backends.cuda.matmul.fp32_precision``). Vectors of no channels, or of more than ``WIDEST`` says, take plain
-torch.
+(``torch.backends.cuda.matmul.fp32_precision``). Vectors of no channels, or of more than ``MAX_BLOCK_CHANNELS``, take
+plain torch.
 """
 
 from __future__ import annotations
@@ -26,259 +25,293 @@ from torch import Tensor
 
 from ..reference import blocks as reference_blocks
 from ..reference import segments as reference_segments
-from ..reference.blocks import Cut, Set
-from .rows import bits, chances, finite, keeps, kernel, launch, narrow, real, wide
+from ..reference.blocks import Cut
+from ..reference.segments import Rows
+from .rows import (
+    accumulate_dtype,
+    cast_like,
+    dropout_arguments,
+    finite,
+    float_bits,
+    from_bits,
+    keeps_words,
+    launch,
+    triton_kernel,
+)
 
-KINDS = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.float64: tl.float64}
-WIDEST = {torch.float16: 256, torch.bfloat16: 256, torch.float32: 128, torch.float64: 64}
-"""Channels of each type above which vectors of sixteen tokens do not fit the registers of a block."""
-DOUBLES = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
-"""Whether Triton compiles products of float64."""
+TRITON_DTYPES = {
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+}
+MAX_BLOCK_CHANNELS = {torch.float16: 256, torch.bfloat16: 256, torch.float32: 128, torch.float64: 64}
+"""Channels of each type, at most: wider vectors of sixteen tokens do not fit the registers of a program."""
+HAS_FLOAT64_DOT = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
+"""True if Triton compiles matrix products of float64."""
 
 # ------------------------------------------------------------------ in a kernel
 
 
 @triton.jit
 def load_tokens(source, first, number, there, WIDTH: tl.constexpr, TYPE: tl.constexpr):
-    """Tokens of a block, ``[tokens, width]``; zeros where there is none."""
+    """Tokens of a block, ``[tokens, width]``; zeros where the mask is false."""
     channel = tl.arange(0, max(16, triton.next_power_of_2(WIDTH)))
     inside = there[:, None] & (channel < WIDTH)[None, :]
     return tl.load(source + first * WIDTH + (number[:, None] * WIDTH + channel[None, :]), mask=inside, other=0).to(TYPE)
 
 
 @triton.jit
-def put_tokens(target, first, number, there, x, WIDTH: tl.constexpr):
+def store_tokens(target, first, number, there, x, WIDTH: tl.constexpr):
     """Write tokens of a block."""
     channel = tl.arange(0, max(16, triton.next_power_of_2(WIDTH)))
     inside = there[:, None] & (channel < WIDTH)[None, :]
-    tl.store(target + first * WIDTH + (number[:, None] * WIDTH + channel[None, :]), narrow(x, target), mask=inside)
+    tl.store(target + first * WIDTH + (number[:, None] * WIDTH + channel[None, :]), cast_like(x, target), mask=inside)
 
 
 @triton.jit
-def side(layout, block, blocks, head, tokens):
+def load_block(layout, block, blocks, head, tokens):
     """First token of a block among those of all heads, how many it has, and its number in its sequence."""
     first, count = tl.load(layout + block), tl.load(layout + blocks + block)
     return head * tokens + first, count, tl.load(layout + 2 * blocks + block)
 
 
 @triton.jit
-def words(query_words, key_words, first, row, mine, first_key, column, theirs):
-    """What :func:`.cuda.rows.keeps` asks of queries and keys, ``[queries, keys]``."""
+def load_words(query_words, key_words, first, row, mine, first_key, column, theirs):
+    """Words of queries xor those of keys, ``[queries, keys]``, for :func:`.rows.keeps_words`."""
     one = tl.load(query_words + first + row, mask=mine, other=0)
     return one[:, None] ^ tl.load(key_words + first_key + column, mask=theirs, other=0)[None, :]
 
 
 @triton.jit
-def meet(query, key, row, column, edge, mine, theirs, lag, bias, scale, grain, CAUSAL: tl.constexpr, WIDE: tl.constexpr,
-         PRECISION: tl.constexpr):  # fmt: skip
-    """Scores of queries with keys as they enter the softmax, ``[queries, keys]``; -inf where they do not meet."""
-    logit = tl.dot(query, tl.trans(key), input_precision=PRECISION, out_dtype=WIDE) * real(scale, WIDE)
+def token_logits(
+    query, key, row, column, edge, mine, theirs, lag, bias, scale, block_size, CAUSAL: tl.constexpr,
+    ACC_TYPE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Logits of queries and keys, ``[queries, keys]``; -inf where a query does not attend to a key."""
+    logit = tl.dot(query, tl.trans(key), input_precision=PRECISION, out_dtype=ACC_TYPE) * from_bits(scale, ACC_TYPE)
     there = mine[:, None] & theirs[None, :]
     if CAUSAL:
         there = there & (column[None, :] <= (row + lag)[:, None])
     if bias is not None:
-        places = row[:, None] * grain.to(tl.int32) + column[None, :]
-        logit += tl.load(bias + edge * grain * grain + places, mask=there, other=0).to(WIDE)
+        offsets = row[:, None] * block_size.to(tl.int32) + column[None, :]
+        logit += tl.load(bias + edge * block_size * block_size + offsets, mask=there, other=0).to(ACC_TYPE)
     return tl.where(there, logit, float("-inf"))
 
 
 # ------------------------------------------------------------------ kernels
 
 
-@kernel
-def _block_attention(
+@triton_kernel
+def _block_attention_kernel(
     query, key, value, rowptr, col, query_side, key_side, bias, query_words, key_words, out, lse, queries: tl.int64,
-    keys: tl.int64, query_blocks: tl.int64, key_blocks: tl.int64, grain: tl.int64, least: tl.int64, grow: tl.int64,
+    keys: tl.int64, query_blocks: tl.int64, key_blocks: tl.int64, block_size: tl.int64, least: tl.int64, grow: tl.int64,
     scale: tl.int64, CAUSAL: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, TOKENS: tl.constexpr,
-    TYPE: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    TYPE: tl.constexpr, ACC_TYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    place = tl.program_id(0).to(tl.int64)
-    head, block = place // query_blocks, place % query_blocks
-    first, count, number = side(query_side, block, query_blocks, head, queries)
+    program = tl.program_id(0).to(tl.int64)
+    head, block = program // query_blocks, program % query_blocks
+    first, count, number = load_block(query_side, block, query_blocks, head, queries)
     row = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     mine = row < count
     q = load_tokens(query, first, row, mine, WIDTH, TYPE)
-    top, norm = tl.full([TOKENS], float("-inf"), WIDE), tl.zeros([TOKENS], WIDE)
-    sums = tl.zeros([TOKENS, max(16, triton.next_power_of_2(VALUE_WIDTH))], WIDE)
-    for edge in range(tl.load(rowptr + place), tl.load(rowptr + place + 1)):
-        first_key, key_count, key_number = side(key_side, tl.load(col + edge).to(tl.int64), key_blocks, head, keys)
-        lag = (grain * (number - key_number)).to(tl.int32)
+    top, norm = tl.full([TOKENS], float("-inf"), ACC_TYPE), tl.zeros([TOKENS], ACC_TYPE)
+    sums = tl.zeros([TOKENS, max(16, triton.next_power_of_2(VALUE_WIDTH))], ACC_TYPE)
+    for edge in range(tl.load(rowptr + program), tl.load(rowptr + program + 1)):
+        first_key, key_count, key_number = load_block(
+            key_side, tl.load(col + edge).to(tl.int64), key_blocks, head, keys
+        )
+        lag = (block_size * (number - key_number)).to(tl.int32)
         for begin in range(0, key_count, TOKENS):
             column = begin + tl.arange(0, TOKENS)
             theirs = column < key_count
             k = load_tokens(key, first_key, column, theirs, WIDTH, TYPE)
-            logit = meet(q, k, row, column, edge, mine, theirs, lag, bias, scale, grain, CAUSAL, WIDE, PRECISION)
+            logit = token_logits(
+                q, k, row, column, edge, mine, theirs, lag, bias, scale, block_size, CAUSAL, ACC_TYPE, PRECISION
+            )
             new = tl.maximum(top, tl.max(logit, 1))
             weight, shrink = tl.exp(logit - finite(new)[:, None]), tl.exp(top - finite(new))
             norm, top = norm * shrink + tl.sum(weight, 1), new
             if query_words is not None:
-                word = words(query_words, key_words, first, row, mine, first_key, column, theirs)
-                weight = tl.where(keeps(word, least), weight, 0)
+                word = load_words(query_words, key_words, first, row, mine, first_key, column, theirs)
+                weight = tl.where(keeps_words(word, least), weight, 0)
             v = load_tokens(value, first_key, column, theirs, VALUE_WIDTH, TYPE)
-            sums = sums * shrink[:, None] + tl.dot(weight.to(TYPE), v, input_precision=PRECISION, out_dtype=WIDE)
+            sums = sums * shrink[:, None] + tl.dot(weight.to(TYPE), v, input_precision=PRECISION, out_dtype=ACC_TYPE)
     if query_words is not None:
-        sums *= real(grow, WIDE)
-    put_tokens(out, first, row, mine, sums / tl.where(norm == 0, 1, norm)[:, None], VALUE_WIDTH)
+        sums *= from_bits(grow, ACC_TYPE)
+    store_tokens(out, first, row, mine, sums / tl.where(norm == 0, 1, norm)[:, None], VALUE_WIDTH)
     tl.store(lse + first + row, top + tl.log(norm), mask=mine)
 
 
 @triton.jit
-def slope(q, k, g, v, mean, shift, row, column, edge, mine, theirs, lag, bias, query_words, key_words, first, first_key,
-          scale, grain, least, grow, CAUSAL: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """What scores, and what weights, receive from the gradient of the output, ``[queries, keys]``."""
-    logit = meet(q, k, row, column, edge, mine, theirs, lag, bias, scale, grain, CAUSAL, WIDE, PRECISION)
+def score_slope(
+    q, k, g, v, mean, shift, row, column, edge, mine, theirs, lag, bias, query_words, key_words, first, first_key,
+    scale, block_size, least, grow, CAUSAL: tl.constexpr, ACC_TYPE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Gradients of the scores, and weights that multiply the gradient of the output, ``[queries, keys]``."""
+    logit = token_logits(
+        q, k, row, column, edge, mine, theirs, lag, bias, scale, block_size, CAUSAL, ACC_TYPE, PRECISION
+    )
     weight = tl.exp(logit - shift[:, None])
-    gain = tl.dot(g, tl.trans(v), input_precision=PRECISION, out_dtype=WIDE)
+    gain = tl.dot(g, tl.trans(v), input_precision=PRECISION, out_dtype=ACC_TYPE)
     share = weight
     if query_words is not None:
-        keep = keeps(words(query_words, key_words, first, row, mine, first_key, column, theirs), least)
-        gain = tl.where(keep, gain * real(grow, WIDE), 0)
-        share = tl.where(keep, weight * real(grow, WIDE), 0)
+        keep = keeps_words(load_words(query_words, key_words, first, row, mine, first_key, column, theirs), least)
+        gain = tl.where(keep, gain * from_bits(grow, ACC_TYPE), 0)
+        share = tl.where(keep, weight * from_bits(grow, ACC_TYPE), 0)
     return weight * (gain - mean[:, None]), share
 
 
-@kernel
-def _block_queries(
+@triton_kernel
+def _block_queries_kernel(
     grad_out, query, key, value, rowptr, col, query_side, key_side, bias, query_words, key_words, out, lse, mean,
     grad_query, grad_bias, queries: tl.int64, keys: tl.int64, query_blocks: tl.int64, key_blocks: tl.int64,
-    grain: tl.int64, least: tl.int64, grow: tl.int64, scale: tl.int64, CAUSAL: tl.constexpr, WIDTH: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr, TOKENS: tl.constexpr, TYPE: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    block_size: tl.int64, least: tl.int64, grow: tl.int64, scale: tl.int64, CAUSAL: tl.constexpr, WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr, TOKENS: tl.constexpr, TYPE: tl.constexpr, ACC_TYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of queries and of the bias; and the mean gain of each query, for its keys."""
-    place = tl.program_id(0).to(tl.int64)
-    head, block = place // query_blocks, place % query_blocks
-    first, count, number = side(query_side, block, query_blocks, head, queries)
+    program = tl.program_id(0).to(tl.int64)
+    head, block = program // query_blocks, program % query_blocks
+    first, count, number = load_block(query_side, block, query_blocks, head, queries)
     row = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     mine = row < count
     q = load_tokens(query, first, row, mine, WIDTH, TYPE)
     g = load_tokens(grad_out, first, row, mine, VALUE_WIDTH, TYPE)
-    average = tl.sum(g.to(WIDE) * load_tokens(out, first, row, mine, VALUE_WIDTH, WIDE), 1)
+    average = tl.sum(g.to(ACC_TYPE) * load_tokens(out, first, row, mine, VALUE_WIDTH, ACC_TYPE), 1)
     tl.store(mean + first + row, average, mask=mine)
-    shift = finite(tl.load(lse + first + row, mask=mine, other=0).to(WIDE))
-    sums = tl.zeros([TOKENS, max(16, triton.next_power_of_2(WIDTH))], WIDE)
-    for edge in range(tl.load(rowptr + place), tl.load(rowptr + place + 1)):
-        first_key, key_count, key_number = side(key_side, tl.load(col + edge).to(tl.int64), key_blocks, head, keys)
-        lag = (grain * (number - key_number)).to(tl.int32)
+    shift = finite(tl.load(lse + first + row, mask=mine, other=0).to(ACC_TYPE))
+    sums = tl.zeros([TOKENS, max(16, triton.next_power_of_2(WIDTH))], ACC_TYPE)
+    for edge in range(tl.load(rowptr + program), tl.load(rowptr + program + 1)):
+        first_key, key_count, key_number = load_block(
+            key_side, tl.load(col + edge).to(tl.int64), key_blocks, head, keys
+        )
+        lag = (block_size * (number - key_number)).to(tl.int32)
         for begin in range(0, key_count, TOKENS):
             column = begin + tl.arange(0, TOKENS)
             theirs = column < key_count
             k = load_tokens(key, first_key, column, theirs, WIDTH, TYPE)
             v = load_tokens(value, first_key, column, theirs, VALUE_WIDTH, TYPE)
-            change, _ = slope(
+            change, _ = score_slope(
                 q, k, g, v, average, shift, row, column, edge, mine, theirs, lag, bias, query_words, key_words, first,
-                first_key, scale, grain, least, grow, CAUSAL, WIDE, PRECISION,
+                first_key, scale, block_size, least, grow, CAUSAL, ACC_TYPE, PRECISION,
             )  # fmt: skip
             if grad_bias is not None:
-                places = row[:, None] * grain.to(tl.int32) + column[None, :]
+                offsets = row[:, None] * block_size.to(tl.int32) + column[None, :]
                 there = mine[:, None] & theirs[None, :]
-                tl.store(grad_bias + edge * grain * grain + places, narrow(change, grad_bias), mask=there)
-            sums += tl.dot(change.to(TYPE), k, input_precision=PRECISION, out_dtype=WIDE)
-    put_tokens(grad_query, first, row, mine, sums * real(scale, WIDE), WIDTH)
+                tl.store(grad_bias + edge * block_size * block_size + offsets, cast_like(change, grad_bias), mask=there)
+            sums += tl.dot(change.to(TYPE), k, input_precision=PRECISION, out_dtype=ACC_TYPE)
+    store_tokens(grad_query, first, row, mine, sums * from_bits(scale, ACC_TYPE), WIDTH)
 
 
-@kernel
-def _block_keys(
+@triton_kernel
+def _block_keys_kernel(
     grad_out, query, key, value, ptr, order, rows, query_side, key_side, bias, query_words, key_words, lse, mean,
     grad_key, grad_value, queries: tl.int64, keys: tl.int64, query_blocks: tl.int64, key_blocks: tl.int64,
-    grain: tl.int64, least: tl.int64, grow: tl.int64, scale: tl.int64, CAUSAL: tl.constexpr, WIDTH: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr, TOKENS: tl.constexpr, TYPE: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    block_size: tl.int64, least: tl.int64, grow: tl.int64, scale: tl.int64, CAUSAL: tl.constexpr, WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr, TOKENS: tl.constexpr, TYPE: tl.constexpr, ACC_TYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of keys and of values."""
-    place = tl.program_id(0).to(tl.int64)
-    head, block = place // key_blocks, place % key_blocks
-    first_key, key_count, key_number = side(key_side, block, key_blocks, head, keys)
+    program = tl.program_id(0).to(tl.int64)
+    head, block = program // key_blocks, program % key_blocks
+    first_key, key_count, key_number = load_block(key_side, block, key_blocks, head, keys)
     column = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     theirs = column < key_count
     k = load_tokens(key, first_key, column, theirs, WIDTH, TYPE)
     v = load_tokens(value, first_key, column, theirs, VALUE_WIDTH, TYPE)
-    key_sums = tl.zeros([TOKENS, max(16, triton.next_power_of_2(WIDTH))], WIDE)
-    value_sums = tl.zeros([TOKENS, max(16, triton.next_power_of_2(VALUE_WIDTH))], WIDE)
-    for at in range(tl.load(ptr + place), tl.load(ptr + place + 1)):
+    key_sums = tl.zeros([TOKENS, max(16, triton.next_power_of_2(WIDTH))], ACC_TYPE)
+    value_sums = tl.zeros([TOKENS, max(16, triton.next_power_of_2(VALUE_WIDTH))], ACC_TYPE)
+    for at in range(tl.load(ptr + program), tl.load(ptr + program + 1)):
         edge, other = tl.load(order + at), tl.load(rows + at)
-        first, count, number = side(query_side, other % query_blocks, query_blocks, head, queries)
-        lag = (grain * (number - key_number)).to(tl.int32)
+        first, count, number = load_block(query_side, other % query_blocks, query_blocks, head, queries)
+        lag = (block_size * (number - key_number)).to(tl.int32)
         for begin in range(0, count, TOKENS):
             row = begin + tl.arange(0, TOKENS)
             mine = row < count
             q = load_tokens(query, first, row, mine, WIDTH, TYPE)
             g = load_tokens(grad_out, first, row, mine, VALUE_WIDTH, TYPE)
             average = tl.load(mean + first + row, mask=mine, other=0)
-            shift = finite(tl.load(lse + first + row, mask=mine, other=0).to(WIDE))
-            change, share = slope(
+            shift = finite(tl.load(lse + first + row, mask=mine, other=0).to(ACC_TYPE))
+            change, share = score_slope(
                 q, k, g, v, average, shift, row, column, edge, mine, theirs, lag, bias, query_words, key_words, first,
-                first_key, scale, grain, least, grow, CAUSAL, WIDE, PRECISION,
+                first_key, scale, block_size, least, grow, CAUSAL, ACC_TYPE, PRECISION,
             )  # fmt: skip
-            key_sums += tl.dot(tl.trans(change.to(TYPE)), q, input_precision=PRECISION, out_dtype=WIDE)
-            value_sums += tl.dot(tl.trans(share.to(TYPE)), g, input_precision=PRECISION, out_dtype=WIDE)
-    put_tokens(grad_key, first_key, column, theirs, key_sums * real(scale, WIDE), WIDTH)
-    put_tokens(grad_value, first_key, column, theirs, value_sums, VALUE_WIDTH)
+            key_sums += tl.dot(tl.trans(change.to(TYPE)), q, input_precision=PRECISION, out_dtype=ACC_TYPE)
+            value_sums += tl.dot(tl.trans(share.to(TYPE)), g, input_precision=PRECISION, out_dtype=ACC_TYPE)
+    store_tokens(grad_key, first_key, column, theirs, key_sums * from_bits(scale, ACC_TYPE), WIDTH)
+    store_tokens(grad_value, first_key, column, theirs, value_sums, VALUE_WIDTH)
 
 
-@kernel
-def _block_gains(
+@triton_kernel
+def _block_gains_kernel(
     grad_out, query, key, value, rowptr, col, query_side, key_side, bias, logits, gains, queries: tl.int64,
-    keys: tl.int64, query_blocks: tl.int64, key_blocks: tl.int64, grain: tl.int64, scale: tl.int64,
+    keys: tl.int64, query_blocks: tl.int64, key_blocks: tl.int64, block_size: tl.int64, scale: tl.int64,
     CAUSAL: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, TOKENS: tl.constexpr, TYPE: tl.constexpr,
-    WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    ACC_TYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """For each pair of blocks and each query, the log of the summed weights, and the mean gain."""
-    place = tl.program_id(0).to(tl.int64)
-    head, block = place // query_blocks, place % query_blocks
-    first, count, number = side(query_side, block, query_blocks, head, queries)
+    program = tl.program_id(0).to(tl.int64)
+    head, block = program // query_blocks, program % query_blocks
+    first, count, number = load_block(query_side, block, query_blocks, head, queries)
     row = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     mine = row < count
     q = load_tokens(query, first, row, mine, WIDTH, TYPE)
     if VALUE_WIDTH > 0:
         g = load_tokens(grad_out, first, row, mine, VALUE_WIDTH, TYPE)
-    for edge in range(tl.load(rowptr + place), tl.load(rowptr + place + 1)):
-        first_key, key_count, key_number = side(key_side, tl.load(col + edge).to(tl.int64), key_blocks, head, keys)
-        lag = (grain * (number - key_number)).to(tl.int32)
-        top, norm = tl.full([TOKENS], float("-inf"), WIDE), tl.zeros([TOKENS], WIDE)
-        sums = tl.zeros([TOKENS], WIDE)
+    for edge in range(tl.load(rowptr + program), tl.load(rowptr + program + 1)):
+        first_key, key_count, key_number = load_block(
+            key_side, tl.load(col + edge).to(tl.int64), key_blocks, head, keys
+        )
+        lag = (block_size * (number - key_number)).to(tl.int32)
+        top, norm = tl.full([TOKENS], float("-inf"), ACC_TYPE), tl.zeros([TOKENS], ACC_TYPE)
+        sums = tl.zeros([TOKENS], ACC_TYPE)
         for begin in range(0, key_count, TOKENS):
             column = begin + tl.arange(0, TOKENS)
             theirs = column < key_count
             k = load_tokens(key, first_key, column, theirs, WIDTH, TYPE)
-            logit = meet(q, k, row, column, edge, mine, theirs, lag, bias, scale, grain, CAUSAL, WIDE, PRECISION)
+            logit = token_logits(
+                q, k, row, column, edge, mine, theirs, lag, bias, scale, block_size, CAUSAL, ACC_TYPE, PRECISION
+            )
             new = tl.maximum(top, tl.max(logit, 1))
             weight, shrink = tl.exp(logit - finite(new)[:, None]), tl.exp(top - finite(new))
             norm, top = norm * shrink + tl.sum(weight, 1), new
             if VALUE_WIDTH > 0:
                 v = load_tokens(value, first_key, column, theirs, VALUE_WIDTH, TYPE)
-                gain = tl.dot(g, tl.trans(v), input_precision=PRECISION, out_dtype=WIDE)
+                gain = tl.dot(g, tl.trans(v), input_precision=PRECISION, out_dtype=ACC_TYPE)
                 sums = sums * shrink + tl.sum(weight * gain, 1)
-        tl.store(logits + edge * grain + row, top + tl.log(norm), mask=mine)
-        tl.store(gains + edge * grain + row, sums / tl.where(norm == 0, 1, norm), mask=mine)
+        tl.store(logits + edge * block_size + row, top + tl.log(norm), mask=mine)
+        tl.store(gains + edge * block_size + row, sums / tl.where(norm == 0, 1, norm), mask=mine)
 
 
-@kernel
-def _block_effect(
+@triton_kernel
+def _block_effect_kernel(
     rowptr, col, logits, gains, probe_rowptr, probe_col, probe_logits, probe_gains, effects, probe_effects,
-    grain: tl.int64, TOKENS: tl.constexpr, WIDE: tl.constexpr,
+    block_size: tl.int64, TOKENS: tl.constexpr, ACC_TYPE: tl.constexpr,
 ):  # fmt: skip
     """The effects of pairs and probes, summed over the queries of each: :func:`.reference.effects.leave_one_out`."""
     row, slot = tl.program_id(0).to(tl.int64), tl.arange(0, TOKENS)
-    start, stop, there = tl.load(rowptr + row), tl.load(rowptr + row + 1), slot < grain
-    low, best = tl.full([TOKENS], float("-inf"), WIDE), slot.to(tl.int64) * 0 - 1
-    top, second, heaviest = low, low, tl.zeros([TOKENS], WIDE)
+    start, stop, there = tl.load(rowptr + row), tl.load(rowptr + row + 1), slot < block_size
+    low, best = tl.full([TOKENS], float("-inf"), ACC_TYPE), slot.to(tl.int64) * 0 - 1
+    top, second, heaviest = low, low, tl.zeros([TOKENS], ACC_TYPE)
     for edge in range(start, stop):
-        logit = tl.load(logits + edge * grain + slot, mask=there, other=float("-inf"))
+        logit = tl.load(logits + edge * block_size + slot, mask=there, other=float("-inf"))
         more = logit > top
         second, top = tl.maximum(second, tl.minimum(logit, top)), tl.maximum(logit, top)
-        heaviest = tl.where(more, tl.load(gains + edge * grain + slot, mask=there, other=0), heaviest)
+        heaviest = tl.where(more, tl.load(gains + edge * block_size + slot, mask=there, other=0), heaviest)
         best = tl.where(more, edge, best)
-    rest, rest_gain, base = tl.zeros([TOKENS], WIDE), tl.zeros([TOKENS], WIDE), finite(second)
+    rest, rest_gain, base = tl.zeros([TOKENS], ACC_TYPE), tl.zeros([TOKENS], ACC_TYPE), finite(second)
     for edge in range(start, stop):  # weights without the heaviest, relative to the second
-        logit = tl.load(logits + edge * grain + slot, mask=there, other=float("-inf"))
+        logit = tl.load(logits + edge * block_size + slot, mask=there, other=float("-inf"))
         weight = tl.where(best == edge, 0, tl.exp(tl.minimum(logit, second) - base))
         rest += weight
-        rest_gain += weight * tl.load(gains + edge * grain + slot, mask=there, other=0)
+        rest_gain += weight * tl.load(gains + edge * block_size + slot, mask=there, other=0)
     ratio = tl.exp(second - finite(top))
     whole, whole_gain = 1 + rest * ratio, heaviest + rest_gain * ratio
     alone = rest_gain / tl.where(rest == 0, 1, rest)
     for edge in range(start, stop):
-        logit = tl.load(logits + edge * grain + slot, mask=there, other=float("-inf"))
-        gain = tl.load(gains + edge * grain + slot, mask=there, other=0)
+        logit = tl.load(logits + edge * block_size + slot, mask=there, other=float("-inf"))
+        gain = tl.load(gains + edge * block_size + slot, mask=there, other=0)
         share = tl.exp(tl.minimum(logit, second) - base) * ratio
         other = share * (gain - (whole_gain - share * gain) / tl.where(best == edge, 1, whole - share))
         change = tl.where(best == edge, gain - alone, other) / whole
@@ -291,8 +324,8 @@ def _block_effect(
             below = tl.load(col + middle) < token
             least, most = tl.where(below, middle + 1, least), tl.where(below, most, middle)
         found = tl.load(col + least, mask=least < stop, other=-1)
-        logit = tl.load(probe_logits + probe * grain + slot, mask=there, other=float("-inf"))
-        gain = tl.load(probe_gains + probe * grain + slot, mask=there, other=0)
+        logit = tl.load(probe_logits + probe * block_size + slot, mask=there, other=float("-inf"))
+        gain = tl.load(probe_gains + probe * block_size + slot, mask=there, other=0)
         odds = tl.where(best < 0, 0, whole * tl.exp(top - finite(logit)))
         counts = (logit > float("-inf")) & (found != token)
         tl.store(probe_effects + probe, tl.sum(tl.where(counts, (gain - mean) / (1 + odds), 0), 0))
@@ -301,7 +334,7 @@ def _block_effect(
 # ------------------------------------------------------------------ the ops
 
 
-class _Work:
+class _BlockLaunch:
     """Two sides of blocks, how many programs go through one of them, and what kernels are compiled for.
 
     A program takes as many tokens at a time as its registers hold: fewer with a bias or dropout, or where channels are
@@ -318,129 +351,137 @@ class _Work:
         self, cuts: tuple[Cut, Cut], query: Tensor, value: Tensor, more: Sequence[Tensor | None], is_causal: bool,
         plain: bool,
     ) -> None:  # fmt: skip
-        self.wide = wide(query, value, *more)
-        kind = query.dtype if query.dtype == value.dtype and self.wide == torch.float32 else self.wide
-        width, grain = max(query.size(2), value.size(2)), cuts[0].grain
-        self.possible = query.size(2) > 0 and width <= WIDEST[kind] and (DOUBLES or kind != torch.float64)
+        self.acc_dtype = accumulate_dtype(query, value, *more)
+        kind = query.dtype if query.dtype == value.dtype and self.acc_dtype == torch.float32 else self.acc_dtype
+        width, block_size = max(query.size(2), value.size(2)), cuts[0].block_size
+        self.possible = (
+            query.size(2) > 0 and width <= MAX_BLOCK_CHANNELS[kind] and (HAS_FLOAT64_DOT or kind != torch.float64)
+        )
         low = kind.itemsize == 2
         most = (
             16 if width > (128 if low else 64) or kind == torch.float64 else 64 if low and plain and width <= 64 else 32
         )
-        tokens = max(16, min(most, triton.next_power_of_2(grain)))
-        self.heads, self.counts, self.parts = query.size(0), [cut.count for cut in cuts], triton.cdiv(grain, tokens)
-        self.sides, self.sizes = cuts, (query.size(1), cuts[1].total, *self.counts, grain)
+        tokens = max(16, min(most, triton.next_power_of_2(block_size)))
+        self.heads, self.counts, self.parts = (
+            query.size(0),
+            [cut.count for cut in cuts],
+            triton.cdiv(block_size, tokens),
+        )
+        self.sides, self.sizes = cuts, (query.size(1), cuts[1].total, *self.counts, block_size)
         self.options = {
             "CAUSAL": is_causal, "WIDTH": query.size(2), "VALUE_WIDTH": value.size(2), "TOKENS": tokens,
-            "TYPE": KINDS[kind], "WIDE": KINDS[self.wide], "maxnreg": 255,
+            "TYPE": TRITON_DTYPES[kind], "ACC_TYPE": TRITON_DTYPES[self.acc_dtype], "maxnreg": 255,
             "PRECISION": "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee",
             "num_warps": 4 if low and tokens < 64 and width <= 64 else 8, "num_stages": 2 if low else 1,
         }  # fmt: skip
 
-    def start(self, program: Any, side: int, *arguments: Any) -> None:
+    def start(self, program: Any, load_block: int, *arguments: Any) -> None:
         """A program for some tokens of each block of a side and head."""
-        launch(program, (self.heads * self.counts[side], self.parts), *arguments, **self.options)
+        launch(program, (self.heads * self.counts[load_block], self.parts), *arguments, **self.options)
 
 
 def block_attention(
     query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor, col: Tensor, query_ptr: Tensor, key_ptr: Tensor,
-    grain: int, is_causal: bool, bias: Tensor | None, scale: float, dropout: float = 0.0, seed: int = 0,
+    block_size: int, is_causal: bool, bias: Tensor | None, scale: float, dropout: float = 0.0, seed: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    cuts = reference_blocks.cut_rows(rowptr, query, key, (query_ptr, key_ptr), grain)
-    work = _Work(cuts, query, value, (key, bias), is_causal, bias is None and dropout == 0)
+    cuts = reference_blocks.cut_rows(rowptr, query, key, (query_ptr, key_ptr), block_size)
+    work = _BlockLaunch(cuts, query, value, (key, bias), is_causal, bias is None and dropout == 0)
     if not work.possible:
         return reference_blocks.block_attention(
-            query, key, value, rowptr, col, query_ptr, key_ptr, grain, is_causal, bias, scale, dropout, seed
+            query, key, value, rowptr, col, query_ptr, key_ptr, block_size, is_causal, bias, scale, dropout, seed
         )
-    out, lse = value.new_empty(*query.shape[:2], value.size(2)), query.new_empty(query.shape[:2], dtype=work.wide)
+    out, lse = value.new_empty(*query.shape[:2], value.size(2)), query.new_empty(query.shape[:2], dtype=work.acc_dtype)
     given = (x.contiguous() for x in (query, key, value, rowptr, col))
-    *words, least, grow = chances(query, key, dropout, seed)
+    *load_words, least, grow = dropout_arguments(query, key, dropout, seed)
     bias = bias if bias is None else bias.contiguous()
     work.start(
-        _block_attention,
+        _block_attention_kernel,
         0,
         *given,
         *(cut.table for cut in work.sides),
         bias,
-        *words,
+        *load_words,
         out,
         lse,
         *work.sizes,
         least,
         grow,
-        bits(scale),
+        float_bits(scale),
     )
     return out, lse
 
 
 def block_attention_backward(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor, col: Tensor, query_ptr: Tensor,
-    key_ptr: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, grain: int, is_causal: bool, scale: float,
+    key_ptr: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, block_size: int, is_causal: bool, scale: float,
     dropout: float, seed: int, need_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    cuts = reference_blocks.cut_rows(rowptr, query, key, (query_ptr, key_ptr), grain)
-    work = _Work(cuts, query, value, (key, bias), is_causal, bias is None and dropout == 0)
+    cuts = reference_blocks.cut_rows(rowptr, query, key, (query_ptr, key_ptr), block_size)
+    work = _BlockLaunch(cuts, query, value, (key, bias), is_causal, bias is None and dropout == 0)
     if not work.possible:
         return reference_blocks.block_attention_backward(
-            grad_out, query, key, value, rowptr, col, query_ptr, key_ptr, bias, out, lse, grain, is_causal, scale,
+            grad_out, query, key, value, rowptr, col, query_ptr, key_ptr, bias, out, lse, block_size, is_causal, scale,
             dropout, seed, need_bias,
         )  # fmt: skip
     order, ptr, row = reference_segments.by_key(rowptr, col, work.heads, work.counts[1])
     tokens = [x.contiguous() for x in (grad_out, query, key, value)]
     grads = [torch.empty_like(x) for x in tokens[1:]]
-    mean, lse = lse.new_empty(lse.shape, dtype=work.wide), lse.contiguous()
+    mean, lse = lse.new_empty(lse.shape, dtype=work.acc_dtype), lse.contiguous()
     grad_bias = bias.new_zeros(bias.shape) if bias is not None and need_bias else None
-    *words, least, grow = chances(query, key, dropout, seed)
-    common = *(cut.table for cut in work.sides), bias if bias is None else bias.contiguous(), *words
-    last = *work.sizes, least, grow, bits(scale)
+    *load_words, least, grow = dropout_arguments(query, key, dropout, seed)
+    common = *(cut.table for cut in work.sides), bias if bias is None else bias.contiguous(), *load_words
+    last = *work.sizes, least, grow, float_bits(scale)
     work.start(
-        _block_queries, 0, *tokens, rowptr.contiguous(), col.contiguous(), *common, out.contiguous(), lse, mean,
+        _block_queries_kernel, 0, *tokens, rowptr.contiguous(), col.contiguous(), *common, out.contiguous(), lse, mean,
         grads[0], grad_bias, *last,
     )  # fmt: skip
-    work.start(_block_keys, 1, *tokens, ptr, order, row, *common, lse, mean, *grads[1:], *last)
+    work.start(_block_keys_kernel, 1, *tokens, ptr, order, row, *common, lse, mean, *grads[1:], *last)
     return grads[0], grads[1], grads[2], lse.new_empty(0) if grad_bias is None else grad_bias
 
 
-def _split_gains(
-    parts: tuple[Tensor, ...], sets: Sequence[Set], cuts: tuple[Cut, Cut], is_causal: bool, scale: float
+def _launch_pair_gains(
+    parts: tuple[Tensor, ...], sets: Sequence[Rows], cuts: tuple[Cut, Cut], is_causal: bool, scale: float
 ) -> list[tuple[Tensor, Tensor]]:
-    """As in ``blocks``."""
+    """As :func:`.reference.blocks.pair_gains`."""
     query, value, found = parts[1], parts[3], []
     biases = [bias for _, _, bias in sets]
-    work = _Work(cuts, query, value, (parts[2], *biases), is_causal, not any(bias is not None for bias in biases))
+    work = _BlockLaunch(
+        cuts, query, value, (parts[2], *biases), is_causal, not any(bias is not None for bias in biases)
+    )
     if not work.possible:
-        return reference_blocks.split_gains(parts, sets, cuts, is_causal, scale)
-    if work.wide == torch.float32:
+        return reference_blocks.pair_gains(parts, sets, cuts, is_causal, scale)
+    if work.acc_dtype == torch.float32:
         work.options["num_stages"] = 2  # keys and values wait in shared memory, not in registers
     tokens = [x.contiguous() for x in parts]
     for rowptr, col, bias in sets:
-        logit, gain = (query.new_zeros(col.numel(), cuts[0].grain, dtype=work.wide) for _ in range(2))
+        logit, gain = (query.new_zeros(col.numel(), cuts[0].block_size, dtype=work.acc_dtype) for _ in range(2))
         graph = (
             rowptr.contiguous(),
             col.contiguous(),
             *(cut.table for cut in work.sides),
             bias if bias is None else bias.contiguous(),
         )
-        work.start(_block_gains, 0, *tokens, *graph, logit, gain, *work.sizes, bits(scale))
+        work.start(_block_gains_kernel, 0, *tokens, *graph, logit, gain, *work.sizes, float_bits(scale))
         found.append((logit, gain))
     return found
 
 
 def block_effect(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor, col: Tensor, bias: Tensor | None,
-    probe_rowptr: Tensor, probe_col: Tensor, probe_bias: Tensor | None, query_ptr: Tensor, key_ptr: Tensor, grain: int,
-    is_causal: bool, scale: float,
+    probe_rowptr: Tensor, probe_col: Tensor, probe_bias: Tensor | None, query_ptr: Tensor, key_ptr: Tensor,
+    block_size: int, is_causal: bool, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    cuts = reference_blocks.cut_rows(rowptr, query, key, (query_ptr, key_ptr), grain)
-    sets = (rowptr, col, bias), (probe_rowptr, probe_col, probe_bias)
-    found = _split_gains((grad_out, query, key, value), sets, cuts, is_causal, scale)
+    cuts = reference_blocks.cut_rows(rowptr, query, key, (query_ptr, key_ptr), block_size)
+    sets = Rows(rowptr, col, bias), Rows(probe_rowptr, probe_col, probe_bias)
+    found = _launch_pair_gains((grad_out, query, key, value), sets, cuts, is_causal, scale)
     graphs = ((*(x.contiguous() for x in rows), *numbers) for (*rows, _), numbers in zip(sets, found, strict=True))
-    effects, tokens = [logit.new_empty(logit.size(0)) for logit, _ in found], triton.next_power_of_2(grain)
+    effects, tokens = [logit.new_empty(logit.size(0)) for logit, _ in found], triton.next_power_of_2(block_size)
     warps = min(32, max(1, tokens // 128))
     launch(
-        _block_effect, rowptr.numel() - 1, *chain(*graphs), *effects, grain, TOKENS=tokens,
-        WIDE=KINDS[effects[0].dtype], num_warps=warps, maxnreg=min(255, 2048 // warps),
+        _block_effect_kernel, rowptr.numel() - 1, *chain(*graphs), *effects, block_size, TOKENS=tokens,
+        ACC_TYPE=TRITON_DTYPES[effects[0].dtype], num_warps=warps, maxnreg=min(255, 2048 // warps),
     )  # fmt: skip
     return effects[0].to(query.dtype), effects[1].to(query.dtype)
 
 
-block_weight = partial(reference_blocks.block_weight, split=_split_gains)
+block_weight = partial(reference_blocks.block_weight, compute_gains=_launch_pair_gains)

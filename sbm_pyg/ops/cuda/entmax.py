@@ -1,10 +1,10 @@
-"""alpha-entmax over rows, for CUDA devices, in Triton: shares, their gradients, and which values have a share at all.
+"""alpha-entmax over rows, for CUDA devices, in Triton: weights, their gradients, and the support.
 
 In and out: the tensors of ``segment_entmax``, its backward and ``entmax_support`` in :mod:`sbm_pyg.ops`, on one device.
-Not here: attention (:mod:`.cuda.edges`).
+Not here: attention (:mod:`.edges`).
 
-A program takes one row of one column. The root is found in float64 by the steps of :mod:`.cpu_entmax`, which says why
-they are few. Each step reads the row again, which the cache holds. No other row enters.
+A program takes one row of one column. The root is found in float64 by the steps of :mod:`sbm_pyg.ops.cpu.entmax`, which
+explains why they are few. Each step reads the row again, which the cache holds. No other row enters.
 
 Where a row may have very many values, several programs share it. A kernel before leaves what each finds in its piece:
 the largest value and all that are near it, which alone can have a share; or sums. Each then looks for the root by
@@ -22,18 +22,18 @@ from torch import Tensor
 
 from ..reference import entmax as reference_entmax
 from ..reference import segments as reference_segments
-from .rows import Shared, finite, kernel, launch, makers, narrow, part
+from .rows import SplitRows, cast_like, finite, launch, programs_of_row, triton_kernel, work_item_of
 
-STEPS = tl.constexpr(100)  # of root finding; halving alone takes 53
-MAKERS = 16
-"""Pieces of a row whose values are looked at together: most have few that may have a share."""
-CLOSE = tl.constexpr(1e-12)  # a step that moves the root by this share of itself is the last
+_MAX_NEWTON_STEPS = tl.constexpr(reference_entmax.KERNEL_NEWTON_STEPS)
+_ROOT_TOLERANCE = tl.constexpr(reference_entmax.ROOT_TOLERANCE)
+PIECES_PER_STEP = 16
+"""Pieces of a row whose candidates are read together: most pieces have few."""
 
 # ------------------------------------------------------------------ kernels
 
 
 @triton.jit
-def _power(x, exponent):
+def _positive_power(x, exponent):
     """Positive numbers to one power, and 0 for others; roots, and what needs no power, without a logarithm."""
     positive = tl.where(x > 0, x, 1)
     result = x * 0 + 1
@@ -47,26 +47,26 @@ def _power(x, exponent):
 
 
 @triton.jit
-def _row(rowptr, more, alpha, segments, pieces, count, LONG: tl.constexpr):
+def _entmax_row(rowptr, piece_ends, alpha, segments, pieces, count, MAX_EDGES: tl.constexpr):
     """Row of this program, its number among those of all columns, where it starts and stops, and its alpha less 1; the
     first value, and the first program, of its column.
     """
-    column, place = tl.program_id(0).to(tl.int64) // (segments + pieces), tl.program_id(0) % (segments + pieces)
-    row, start, stop, slot = part(rowptr, more, place.to(tl.int64), segments, LONG)
+    column, item = tl.program_id(0).to(tl.int64) // (segments + pieces), tl.program_id(0) % (segments + pieces)
+    row, start, stop, slot = work_item_of(rowptr, piece_ends, item.to(tl.int64), segments, MAX_EDGES)
     number, shift = column * segments + row, column * count
     less = tl.load(alpha + number).to(tl.float64) - 1
     return row, number, shift + start, shift + stop, slot, less, shift, column * (segments + pieces)
 
 
 @triton.jit
-def _slack(src, edge, stop, shift, tau, less):
+def _load_slack(src, edge, stop, shift, tau, less):
     """What is left of each value above the threshold."""
     x = tl.load(src + edge, mask=edge < stop, other=float("-inf")).to(tl.float64)
     return tl.maximum(less * (x - shift) - tau, 0)
 
 
 @triton.jit
-def _largest(src, start, stop, EDGES: tl.constexpr):
+def _largest_value(src, start, stop, EDGES: tl.constexpr):
     """The largest value, and how many are wrong: NaN, or infinity."""
     top, wrong = tl.full([], float("-inf"), tl.float64), 0
     for begin in range(start, stop, EDGES):
@@ -77,18 +77,20 @@ def _largest(src, start, stop, EDGES: tl.constexpr):
     return top, wrong + (top == float("inf")).to(tl.int32)
 
 
-@kernel
-def _near(
-    src, rowptr, more, alpha, near, kept, segments: tl.int64, pieces: tl.int64, count: tl.int64, LONG: tl.constexpr,
-    EDGES: tl.constexpr,
+@triton_kernel
+def _near_kernel(
+    src, rowptr, piece_ends, alpha, near, kept, segments: tl.int64, pieces: tl.int64, count: tl.int64,
+    MAX_EDGES: tl.constexpr, EDGES: tl.constexpr,
 ):  # fmt: skip
     """The values of a piece that may have a share, from where it starts; the largest, how many are wrong, and near."""
-    _, _number, start, stop, _slot, less, _shift, _first = _row(rowptr, more, alpha, segments, pieces, count, LONG)
-    top, wrong = _largest(src, start, stop, EDGES)
+    _, _number, start, stop, _slot, less, _shift, _first = _entmax_row(
+        rowptr, piece_ends, alpha, segments, pieces, count, MAX_EDGES
+    )
+    top, wrong = _largest_value(src, start, stop, EDGES)
     found = start
     for begin in range(start, stop, EDGES):
         edge = begin + tl.arange(0, EDGES)
-        there = _slack(src, edge, stop, finite(top), -1.0, less) > 0
+        there = _load_slack(src, edge, stop, finite(top), -1.0, less) > 0
         x = tl.load(src + edge, mask=there, other=0)
         tl.store(near + found + tl.cumsum(there.to(tl.int32), 0) - 1, x, mask=there)
         found += tl.sum(there.to(tl.int32), 0)
@@ -99,59 +101,68 @@ def _near(
 
 
 @triton.jit
-def _candidates(kept, maker, last, length, MAKERS: tl.constexpr):
+def _candidate_counts(kept, program, last, length, PIECES_PER_STEP: tl.constexpr):
     """How many values may have a share, of each of some programs that share a row; of one that has it, all."""
-    at = maker + tl.arange(0, MAKERS)
+    at = program + tl.arange(0, PIECES_PER_STEP)
     counts = tl.load(kept + 3 * at + 2, mask=at < last, other=0) if kept is not None else at * 0 + length
     return counts.to(tl.int32)
 
 
 @triton.jit
-def _left(near, begins, maker, first, begin, counts, shift, tau, less, MAKERS: tl.constexpr, LONG: tl.constexpr,
-          EDGES: tl.constexpr):  # fmt: skip
-    """What is left of some of these values above the threshold, ``[MAKERS, EDGES / MAKERS]``."""
-    number, place = begin + tl.arange(0, EDGES // MAKERS), tl.arange(0, MAKERS) * LONG
-    start = near + begins + (maker - first) * LONG
-    return _slack(start, place[:, None] + number[None, :], (place + counts)[:, None], shift, tau, less)
-
-
-@kernel
-def _entmax(
-    src, rowptr, more, alpha, near, kept, out, segments: tl.int64, pieces: tl.int64, count: tl.int64,
-    MAKERS: tl.constexpr, LONG: tl.constexpr, EDGES: tl.constexpr,
+def _piece_slack(
+    near, begins, program, first, begin, counts, shift, tau, less, PIECES_PER_STEP: tl.constexpr,
+    MAX_EDGES: tl.constexpr, EDGES: tl.constexpr,
 ):  # fmt: skip
-    row, _number, start, stop, _slot, less, offset, programs = _row(rowptr, more, alpha, segments, pieces, count, LONG)
+    """What is left of some of these values above the threshold, ``[PIECES_PER_STEP, EDGES / PIECES_PER_STEP]``."""
+    number, offset = begin + tl.arange(0, EDGES // PIECES_PER_STEP), tl.arange(0, PIECES_PER_STEP) * MAX_EDGES
+    start = near + begins + (program - first) * MAX_EDGES
+    return _load_slack(start, offset[:, None] + number[None, :], (offset + counts)[:, None], shift, tau, less)
+
+
+@triton_kernel
+def _entmax_kernel(
+    src, rowptr, piece_ends, alpha, near, kept, out, segments: tl.int64, pieces: tl.int64, count: tl.int64,
+    PIECES_PER_STEP: tl.constexpr, MAX_EDGES: tl.constexpr, EDGES: tl.constexpr,
+):  # fmt: skip
+    row, _number, start, stop, _slot, less, offset, programs = _entmax_row(
+        rowptr, piece_ends, alpha, segments, pieces, count, MAX_EDGES
+    )
     first, last, begins = 0, 1, start
     if kept is None:
-        top, wrong = _largest(src, start, stop, EDGES)
+        top, wrong = _largest_value(src, start, stop, EDGES)
     else:
-        first, last = makers(more, row, segments)
+        first, last = programs_of_row(piece_ends, row, segments)
         first, last, begins = programs + first, programs + last, offset + tl.load(rowptr + row)
         top, wrong = tl.full([], float("-inf"), tl.float64), tl.full([], 0, tl.int32)
         last = tl.where(start < stop, last, first)  # a program without a piece looks for nothing
-        for maker in range(first, last):
-            top = tl.maximum(top, tl.load(kept + 3 * maker))
-            wrong += (tl.load(kept + 3 * maker + 1) > 0).to(tl.int32)
+        for program in range(first, last):
+            top = tl.maximum(top, tl.load(kept + 3 * program))
+            wrong += (tl.load(kept + 3 * program + 1) > 0).to(tl.int32)
     shift, some = finite(top), tl.full([], 0, tl.float64)
-    for maker in range(first, last, MAKERS):
-        counts = _candidates(kept, maker, last, stop - start, MAKERS)
-        for begin in range(0, tl.max(counts, 0), EDGES // MAKERS):
-            slack = _left(near, begins, maker, first, begin, counts, shift, -1.0, less, MAKERS, LONG, EDGES)
+    for program in range(first, last, PIECES_PER_STEP):
+        counts = _candidate_counts(kept, program, last, stop - start, PIECES_PER_STEP)
+        for begin in range(0, tl.max(counts, 0), EDGES // PIECES_PER_STEP):
+            slack = _piece_slack(
+                near, begins, program, first, begin, counts, shift, -1.0, less, PIECES_PER_STEP, MAX_EDGES, EDGES
+            )
             some += tl.sum(tl.sum((slack > 0).to(tl.float64), 1), 0)
 
-    low, high = shift * 0 - 1, -_power(tl.maximum(some, 1), -less)  # the root lies between
-    tau, mass, steps = low, shift * 0, tl.where((wrong == 0) & (some > 0), STEPS, 0)
+    low, high = shift * 0 - 1, -_positive_power(tl.maximum(some, 1), -less)  # the root lies between
+    tau, mass, steps = low, shift * 0, tl.where((wrong == 0) & (some > 0), _MAX_NEWTON_STEPS, 0)
     while steps > 0:
         steep, mass = shift * 0, shift * 0
-        for maker in range(first, last, MAKERS):
-            counts = _candidates(kept, maker, last, stop - start, MAKERS)
-            for begin in range(0, tl.max(counts, 0), EDGES // MAKERS):
-                slack = _left(near, begins, maker, first, begin, counts, shift, tau, less, MAKERS, LONG, EDGES)
-                term = _power(slack, 1 / less - 1)
+        for program in range(first, last, PIECES_PER_STEP):
+            counts = _candidate_counts(kept, program, last, stop - start, PIECES_PER_STEP)
+            for begin in range(0, tl.max(counts, 0), EDGES // PIECES_PER_STEP):
+                slack = _piece_slack(
+                    near, begins, program, first, begin, counts, shift, tau, less, PIECES_PER_STEP, MAX_EDGES, EDGES
+                )
+                term = _positive_power(slack, 1 / less - 1)
                 steep += tl.sum(tl.sum(term, 1), 0)
                 mass += tl.sum(tl.sum(term * slack, 1), 0)
-        step = tau + (mass - _power(mass, 1 - less)) / steep  # Newton's, for the norm
-        ended = (tl.abs(step - tau) <= -tau * CLOSE) | ((mass <= 1) & (less <= 1))  # or past the root by rounding
+        step = tau + (mass - _positive_power(mass, 1 - less)) / steep  # Newton's, for the norm
+        passed = (mass <= 1) & (less <= 1)  # past the root by rounding
+        ended = (tl.abs(step - tau) <= -tau * _ROOT_TOLERANCE) | passed
         low, high = tl.where(mass > 1, tau, low), tl.where(mass > 1, high, tau)
         step = tl.where((step > low) & (step < high), step, (low + high) / 2)
         ended = ended | (step == low) | (step == high)
@@ -159,27 +170,27 @@ def _entmax(
 
     for begin in range(start, stop, EDGES):
         edge = begin + tl.arange(0, EDGES)
-        share = _power(_slack(src, edge, stop, shift, tau, less), 1 / less) / tl.where(mass > 0, mass, 1)
+        share = _positive_power(_load_slack(src, edge, stop, shift, tau, less), 1 / less) / tl.where(mass > 0, mass, 1)
         share = tl.where(wrong > 0, float("nan"), share)
-        tl.store(out + edge, narrow(share, out), mask=edge < stop)
+        tl.store(out + edge, cast_like(share, out), mask=edge < stop)
 
 
 @triton.jit
-def _pair(out, grad, edge, stop):
+def _load_pair(out, grad, edge, stop):
     """Shares and their slopes, in float64."""
     p = tl.load(out + edge, mask=edge < stop, other=0).to(tl.float64)
     return p, tl.load(grad + edge, mask=edge < stop, other=0).to(tl.float64)
 
 
 @triton.jit
-def _sums(grad, out, start, stop, less, WHOLE: tl.constexpr, EDGES: tl.constexpr):
+def _row_sums(grad, out, start, stop, less, WHOLE: tl.constexpr, EDGES: tl.constexpr):
     """What :func:`.reference.entmax.segment_entmax_backward` sums over a row; the last three are for alpha, else 0."""
     nothing = tl.full([], 0, tl.float64)
     whole, norm, tilted, shared, mixed, entropy = nothing, nothing, nothing, nothing, nothing, nothing
     for begin in range(start, stop, EDGES):
         edge = begin + tl.arange(0, EDGES)
-        p, g = _pair(out, grad, edge, stop)
-        u = _power(p, 1 - less)
+        p, g = _load_pair(out, grad, edge, stop)
+        u = _positive_power(p, 1 - less)
         whole, norm, tilted = whole + tl.sum(p, 0), norm + tl.sum(u, 0), tilted + tl.sum(u * g, 0)
         if WHOLE:
             term = -p * tl.log(tl.where(p == 0, 1, p))
@@ -187,14 +198,16 @@ def _sums(grad, out, start, stop, less, WHOLE: tl.constexpr, EDGES: tl.constexpr
     return whole, norm, tilted, shared, mixed, entropy
 
 
-@kernel
-def _tilt(
-    grad, out, rowptr, more, alpha, kept, segments: tl.int64, pieces: tl.int64, count: tl.int64, WHOLE: tl.constexpr,
-    LONG: tl.constexpr, EDGES: tl.constexpr,
+@triton_kernel
+def _entmax_sums_kernel(
+    grad, out, rowptr, piece_ends, alpha, kept, segments: tl.int64, pieces: tl.int64, count: tl.int64,
+    WHOLE: tl.constexpr, MAX_EDGES: tl.constexpr, EDGES: tl.constexpr,
 ):  # fmt: skip
     """The sums of a piece, six numbers for each program."""
-    _, _number, start, stop, _slot, less, _shift, _first = _row(rowptr, more, alpha, segments, pieces, count, LONG)
-    whole, norm, tilted, shared, mixed, entropy = _sums(grad, out, start, stop, less, WHOLE, EDGES)
+    _, _number, start, stop, _slot, less, _shift, _first = _entmax_row(
+        rowptr, piece_ends, alpha, segments, pieces, count, MAX_EDGES
+    )
+    whole, norm, tilted, shared, mixed, entropy = _row_sums(grad, out, start, stop, less, WHOLE, EDGES)
     at = kept + 6 * tl.program_id(0).to(tl.int64)
     tl.store(at, whole)
     tl.store(at + 1, norm)
@@ -204,39 +217,43 @@ def _tilt(
     tl.store(at + 5, entropy)
 
 
-@kernel
-def _entmax_backward(
-    grad, out, rowptr, more, alpha, kept, grad_src, grad_alpha, segments: tl.int64, pieces: tl.int64, count: tl.int64,
-    LONG: tl.constexpr, EDGES: tl.constexpr,
+@triton_kernel
+def _entmax_backward_kernel(
+    grad, out, rowptr, piece_ends, alpha, kept, grad_src, grad_alpha, segments: tl.int64, pieces: tl.int64,
+    count: tl.int64, MAX_EDGES: tl.constexpr, EDGES: tl.constexpr,
 ):  # fmt: skip
     """See :func:`.reference.entmax.segment_entmax_backward`."""
-    row, number, start, stop, slot, less, _shift, programs = _row(rowptr, more, alpha, segments, pieces, count, LONG)
+    row, number, start, stop, slot, less, _shift, programs = _entmax_row(
+        rowptr, piece_ends, alpha, segments, pieces, count, MAX_EDGES
+    )
     if kept is None:
-        whole, norm, tilted, shared, mixed, entropy = _sums(grad, out, start, stop, less, grad_alpha is not None, EDGES)
+        whole, norm, tilted, shared, mixed, entropy = _row_sums(
+            grad, out, start, stop, less, grad_alpha is not None, EDGES
+        )
     else:
         nothing = tl.full([], 0, tl.float64)
         whole, norm, tilted, shared, mixed, entropy = nothing, nothing, nothing, nothing, nothing, nothing
-        first, last = makers(more, row, segments)
-        for maker in range(first, last):
-            at = kept + 6 * (programs + maker)
+        first, last = programs_of_row(piece_ends, row, segments)
+        for program in range(first, last):
+            at = kept + 6 * (programs + program)
             whole, norm, tilted = whole + tl.load(at), norm + tl.load(at + 1), tilted + tl.load(at + 2)
             shared, mixed, entropy = shared + tl.load(at + 3), mixed + tl.load(at + 4), entropy + tl.load(at + 5)
     mean = tl.where(whole == 0, 0, tilted / norm)  # a row of zeros has no support, a row of NaN stays one
     for begin in range(start, stop, EDGES):
         edge = begin + tl.arange(0, EDGES)
-        p, g = _pair(out, grad, edge, stop)
-        u = _power(p, 1 - less)
+        p, g = _load_pair(out, grad, edge, stop)
+        u = _positive_power(p, 1 - less)
         slope = u * g - u * mean
-        tl.store(grad_src + edge, narrow(slope, grad_src), mask=edge < stop)
+        tl.store(grad_src + edge, cast_like(slope, grad_src), mask=edge < stop)
     if grad_alpha is not None:
         slope = (shared - mean) / (less * less) + (mixed - mean * entropy) / less
-        tl.store(grad_alpha + number, narrow(slope, grad_alpha), mask=slot < 0)
+        tl.store(grad_alpha + number, cast_like(slope, grad_alpha), mask=slot < 0)
 
 
 # ------------------------------------------------------------------ the ops
 
 
-def _tiles(count: int, segments: int) -> dict[str, Any]:
+def _row_tile_options(count: int, segments: int) -> dict[str, Any]:
     """Tiles as long as a row is on average, 64 to 1,024, and four values for each thread."""
     edges = max(64, min(1024, triton.next_power_of_2(count // max(segments, 1))))
     return {"EDGES": edges, "num_warps": max(1, edges // 128)}
@@ -246,15 +263,18 @@ def segment_entmax(src: Tensor, rowptr: Tensor, alpha: Tensor) -> Tensor:
     reference_entmax.check_ptr(rowptr, src.size(1))
     (columns, count), segments, out = src.shape, rowptr.numel() - 1, src.new_empty(src.shape)
     src, rowptr, alpha = (x.contiguous() for x in (src, rowptr, alpha))
-    work, near, kept = Shared(rowptr, count, src), src, None
-    options, sizes = {"LONG": work.long, **_tiles(count, segments)}, (segments, work.programs, count)
+    work, near, kept = SplitRows(rowptr, count, src), src, None
+    options, sizes = (
+        {"MAX_EDGES": work.max_edges, **_row_tile_options(count, segments)},
+        (segments, work.programs, count),
+    )
     programs = columns * (segments + work.programs)
-    if work.more is not None:
+    if work.piece_ends is not None:
         near, kept = torch.empty_like(src), alpha.new_empty(3 * programs, dtype=torch.float64)
-        launch(_near, programs, src, rowptr, work.more, alpha, near, kept, *sizes, **options)
+        launch(_near_kernel, programs, src, rowptr, work.piece_ends, alpha, near, kept, *sizes, **options)
     launch(
-        _entmax, programs, src, rowptr, work.more, alpha, near, kept, out, *sizes,
-        MAKERS=1 if kept is None else MAKERS, maxnreg=128, **options,
+        _entmax_kernel, programs, src, rowptr, work.piece_ends, alpha, near, kept, out, *sizes,
+        PIECES_PER_STEP=1 if kept is None else PIECES_PER_STEP, maxnreg=128, **options,
     )  # fmt: skip
     return out
 
@@ -265,16 +285,21 @@ def segment_entmax_backward(
     (columns, count), segments = out.shape, rowptr.numel() - 1
     grad, out, rowptr, alpha = (x.contiguous() for x in (grad, out, rowptr, alpha))
     grad_src, grad_alpha = out.new_empty(out.shape), alpha.new_empty(alpha.shape if need_alpha else 0)
-    work, kept = Shared(rowptr, count, out), None
-    options, sizes = {"LONG": work.long, **_tiles(count, segments)}, (segments, work.programs, count)
-    programs, given = columns * (segments + work.programs), (grad, out, rowptr, work.more, alpha)
-    if work.more is not None:
+    work, kept = SplitRows(rowptr, count, out), None
+    options, sizes = (
+        {"MAX_EDGES": work.max_edges, **_row_tile_options(count, segments)},
+        (segments, work.programs, count),
+    )
+    programs, given = columns * (segments + work.programs), (grad, out, rowptr, work.piece_ends, alpha)
+    if work.piece_ends is not None:
         kept = alpha.new_empty(6 * programs, dtype=torch.float64)
-        launch(_tilt, programs, *given, kept, *sizes, WHOLE=need_alpha, **options)
-    launch(_entmax_backward, programs, *given, kept, grad_src, grad_alpha if need_alpha else None, *sizes, **options)
+        launch(_entmax_sums_kernel, programs, *given, kept, *sizes, WHOLE=need_alpha, **options)
+    launch(
+        _entmax_backward_kernel, programs, *given, kept, grad_src, grad_alpha if need_alpha else None, *sizes, **options
+    )
     return grad_src, grad_alpha
 
 
 def entmax_support(src: Tensor, rowptr: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
-    place = segment_entmax(reference_segments.wide(src)[None], rowptr, alpha[None])[0].nonzero()[:, 0]
-    return torch.searchsorted(place, rowptr), place
+    offset = segment_entmax(reference_segments.upcast(src)[None], rowptr, alpha[None])[0].nonzero()[:, 0]
+    return torch.searchsorted(offset, rowptr), offset

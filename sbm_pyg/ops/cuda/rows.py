@@ -1,11 +1,11 @@
-"""What all Triton kernels share: rows of a graph, gathered vectors, random words, and how a kernel is started.
+"""Common parts of the Triton kernels: rows of a graph, gathered vectors, random words, and the start of a kernel.
 
 In: pointers and tiles of edges, on a CUDA device or in Triton's interpreter. Out: tiles of numbers. Not here: any op.
 Importing this module imports Triton.
 
-A kernel runs one program per row, and several for one of very many edges (:class:`Shared`). A program takes its edges
-in tiles of ``EDGES``. A tile of vectors is ``[EDGES, width]``, its width padded to a power of two. Numbers come in any
-floating type and are ``WIDE`` (float32, or float64 where an input is) from then on. Places are int64.
+A kernel runs one program per row, and several for a row of very many edges (:class:`SplitRows`). A program takes its
+edges in tiles of ``EDGES``. A tile of vectors is ``[EDGES, width]``, its width padded to a power of two. Numbers come
+in any floating type, and are converted to ``ACC_TYPE`` (float32, or float64 if an input has it). Offsets are int64.
 """
 
 from __future__ import annotations
@@ -18,62 +18,65 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..memo import Kept
+from ..memo import TensorMemo
 from ..reference import random_words
+from ..reference.sampling import MAX_PROB
 
-WIDEST = 512
-"""Channels of a vector above which a tile does not fit the registers of a block."""
+MAX_CHANNELS = 512
+"""Channels of a vector, at most: wider tiles do not fit the registers of a program."""
 
-WORDS, WARPS = 2048, 1
-"""Words of the tiles that a program holds together, and its warps."""
+TILE_WORDS, TILE_WARPS = 2048, 1
+"""32-bit registers of tile data per program, and warps per program."""
 
-LONG = 2048
-"""Edges that one program takes at most; rows with more are shared by several."""
+MAX_EDGES_PER_PROGRAM = 2048
+"""Edges of one program, at most; several programs share a row with more."""
 
-_DROPOUT = tl.constexpr(random_words.DROPOUT << 24)
-_MIX_FIRST, _MIX_SECOND = (tl.constexpr(factor) for factor in random_words._MIX)
+_PURPOSE_DROPOUT = tl.constexpr(random_words.DROPOUT)
+PROB_LIMIT = tl.constexpr(MAX_PROB)
+WORD_RANGE = tl.constexpr(2.0**32)
+_MIX_FIRST, _MIX_SECOND = (tl.constexpr(factor) for factor in random_words.MIX)
 
-# Arguments that differ from call to call, which a kernel must not be compiled for.
-VARIABLE = (
-    "count", "exploration", "gap_cost", "grain", "grow", "key_blocks", "keys", "least", "numbers", "pieces",
+# Arguments that differ from call to call. Kernels are not compiled anew for their values.
+UNSPECIALISED = (
+    "block_size", "count", "exploration", "gap_cost", "grow", "key_blocks", "keys", "least", "numbers", "pieces",
     "probe_count", "probe_pieces", "proposal_cost", "queries", "query_blocks", "rows", "scale", "seed", "segments",
     "sequences", "side", "window", "writing",
 )  # fmt: skip
-kernel = triton.jit(do_not_specialize=VARIABLE)
+triton_kernel = triton.jit(do_not_specialize=UNSPECIALISED)
 
-OPTIONS = {"enable_fp_fusion": True}
-"""What kernels are compiled with unless they say otherwise; without it Triton 3.9 warns, and 3.10 will not fuse."""
+LAUNCH_OPTIONS = {"enable_fp_fusion": True}
+"""Default options of all kernels. Without this one Triton 3.9 warns, and 3.10 will not fuse."""
 
 
 # ------------------------------------------------------------------ on the host
 
 
 def launch(program: Any, count: int | tuple[int, int], *arguments: Any, **options: Any) -> None:
-    """Start a kernel on the device of its first argument; none where it would have no programs."""
+    """Start a kernel on the device of its first argument, unless it has no programs."""
     grid = count if isinstance(count, tuple) else (count,)
     if min(grid) > 0:
         with torch.cuda.device_of(arguments[0]):
-            program[grid](*arguments, **OPTIONS | options)
+            program[grid](*arguments, **LAUNCH_OPTIONS | options)
 
 
-def aligned(count: int) -> int:
-    """Numbers to allocate for so many, if others follow: Triton compiles anew for what begins at no 16 bytes."""
+def aligned_size(count: int) -> int:
+    """Size to allocate for ``count`` numbers if others follow, since Triton compiles anew without 16-byte alignment."""
     return 4 * triton.cdiv(count, 4)
 
 
-def takes(*given: Tensor | None) -> bool:
-    """Whether kernels are made for vectors of such widths; the reference takes the others."""
-    return all(0 < x.size(-1) <= WIDEST for x in given if x is not None)
+def supports(*given: Tensor | None) -> bool:
+    """True if kernels take vectors of these widths; the reference takes the others."""
+    return all(0 < x.size(-1) <= MAX_CHANNELS for x in given if x is not None)
 
 
-def wide(*given: Tensor | None) -> torch.dtype:
-    """Type that numbers are computed in: float64 if an input has it, else float32."""
+def accumulate_dtype(*given: Tensor | None) -> torch.dtype:
+    """Type that kernels compute in: float64 if an input has it, else float32."""
     doubles = any(x is not None and x.dtype == torch.float64 for x in given)
     return torch.float64 if doubles else torch.float32
 
 
-def tiles(dtype: torch.dtype, *widths: int, held: int = 1) -> dict[str, Any]:
-    """Edges that a program takes at once, its warps, and the type it computes in.
+def tile_options(dtype: torch.dtype, *widths: int, held: int = 1) -> dict[str, Any]:
+    """Launch options: edges that a program takes at once, its warps, and the type that it computes in.
 
     Tiles that are ``held`` together have 2,048 words, 64 in each thread of one warp: so they fit its registers, and
     sums over edges and channels stay within the warp (docs/kernels.md). Arithmetic in float64 asks for as much again.
@@ -82,166 +85,179 @@ def tiles(dtype: torch.dtype, *widths: int, held: int = 1) -> dict[str, Any]:
     """
     double = dtype == torch.float64
     words_of = triton.next_power_of_2(max(widths)) * (4 if double else 1)
-    edges = max(1, min(WORDS // 32, WORDS // (held * words_of)))
-    options = {"EDGES": edges, "WIDE": tl.float64 if double else tl.float32, "num_warps": WARPS}
+    edges = max(1, min(TILE_WORDS // 32, TILE_WORDS // (held * words_of)))
+    options = {"EDGES": edges, "ACC_TYPE": tl.float64 if double else tl.float32, "num_warps": TILE_WARPS}
     large = double or words_of >= 512
     if held > 1 or (large and (len(widths) > 2 or edges == 1)):
         options["maxnreg"] = 255 if large else 136
     return options
 
 
-_PIECES = Kept()
+_PIECE_ENDS = TensorMemo()
 
 
-def _pieces(rowptr: Tensor, long: int) -> Tensor:
-    """The running number of pieces of rows of more than so many edges, ``[rows]`` int64."""
+def _count_pieces(rowptr: Tensor, max_edges: int) -> Tensor:
+    """Running number of pieces of the rows with more than ``max_edges`` edges, ``[rows]`` int64."""
     pieces = rowptr.new_empty(rowptr.numel() - 1)
     count = pieces.numel()
-    launch(_count, triton.cdiv(count, 256), rowptr, pieces, count, LONG=long, TILE=256, num_warps=4)
+    launch(
+        _count_pieces_kernel, triton.cdiv(count, 256), rowptr, pieces, count, MAX_EDGES=max_edges, TILE=256, num_warps=4
+    )
     return pieces.cumsum(0)
 
 
-class Shared:
-    """How rows of more than ``LONG`` edges are shared, without waiting for how many there are.
+class SplitRows:
+    """Rows of more than ``MAX_EDGES_PER_PROGRAM`` edges, split among programs without waiting for their number.
 
-    Behind the programs of the rows, which leave long ones alone, each piece of a long row has a program; a few have
-    none. What several have made of a row is united by one more kernel.
+    Behind the programs of rows, which skip long ones, each piece of a long row has a program; a few programs have no
+    piece. One more kernel merges the results for the pieces of a row.
 
     Args:
         rowptr: Offsets of the rows.
         num_edges: How many edges there are.
-        given: What is summed; parts are on its device, and of the type that numbers are computed in.
+        given: Summands; parts are on their device, in the type that kernels compute in.
     """
 
     def __init__(self, rowptr: Tensor, num_edges: int, *given: Tensor) -> None:
-        self.long = LONG
-        self.more = _PIECES.get(_pieces, rowptr, LONG) if num_edges > LONG else None
-        self.programs = 2 * num_edges // LONG if num_edges > LONG else 0
-        self._device, self._dtype = given[0].device, wide(*given)
+        self.max_edges = MAX_EDGES_PER_PROGRAM
+        self.piece_ends = (
+            _PIECE_ENDS.get(_count_pieces, rowptr, MAX_EDGES_PER_PROGRAM) if num_edges > MAX_EDGES_PER_PROGRAM else None
+        )
+        self.programs = 2 * num_edges // MAX_EDGES_PER_PROGRAM if num_edges > MAX_EDGES_PER_PROGRAM else 0
+        self._device, self._dtype = given[0].device, accumulate_dtype(*given)
 
     def parts(self, *width: int) -> Tensor | None:
-        """Room for what each piece adds, ``[programs, *width]``."""
-        if self.more is None:
+        """Memory for the sums of each piece, ``[programs, *width]``."""
+        if self.piece_ends is None:
             return None
         return torch.empty(self.programs, *width, device=self._device, dtype=self._dtype)
 
-    def unite(
+    def merge(
         self, out: Tensor, parts: Tensor | None, tops: Tensor | None = None, norms: Tensor | None = None,
         lse: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Write the long rows of ``out``: sums of their parts, or means by a softmax, and its logarithms ``lse``."""
-        if self.more is not None and parts is not None:
+        if self.piece_ends is not None and parts is not None:
             launch(
-                _unite, self.programs, parts, tops, norms, self.more, out, lse, self.more.numel(), WIDTH=parts.size(1),
-                WIDE=tiles(parts.dtype, 1)["WIDE"], num_warps=1,
+                _merge_kernel, self.programs, parts, tops, norms, self.piece_ends, out, lse, self.piece_ends.numel(),
+                WIDTH=parts.size(1), ACC_TYPE=tile_options(parts.dtype, 1)["ACC_TYPE"], num_warps=1,
             )  # fmt: skip
 
 
-def bits(number: float) -> int:
+def float_bits(number: float) -> int:
     """A float64 as an integer. As a float, Triton would round it to float32."""
     return struct.unpack("q", struct.pack("d", number))[0]
 
 
-def chances(query: Tensor, key: Tensor, dropout: float, seed: int) -> tuple[Any, ...]:
-    """Words of queries and of keys, ``[H, N]`` and ``[H, M]`` or None without dropout; what :func:`kept` takes next."""
+def dropout_arguments(query: Tensor, key: Tensor, dropout: float, seed: int) -> tuple[Any, ...]:
+    """Words of queries ``[H, N]`` and keys ``[H, M]``, or None; the threshold; and the factor of kept weights."""
     tables: list[Tensor | None] = [None, None]
     if dropout > 0:
         for side, tokens in enumerate((query, key)):
             heads, numbers = tokens.shape[:2]
             table = torch.empty(heads, numbers, dtype=torch.uint32, device=tokens.device)
-            launch(_fill, (triton.cdiv(numbers, 256), heads), table, numbers, side, seed, TILE=256, num_warps=4)
+            launch(
+                _dropout_words_kernel,
+                (triton.cdiv(numbers, 256), heads),
+                table,
+                numbers,
+                side,
+                seed,
+                TILE=256,
+                num_warps=4,
+            )
             tables[side] = table
-    return *tables, round(dropout * 2**32), bits(1 / (1 - dropout))
+    return *tables, round(dropout * 2**32), float_bits(1 / (1 - dropout))
 
 
 # ------------------------------------------------------------------ in a kernel
 
 
 @triton.jit
-def real(number, WIDE: tl.constexpr):
-    """What :func:`bits` took apart."""
-    return number.to(tl.int64).to(tl.float64, bitcast=True).to(WIDE)
+def from_bits(number, ACC_TYPE: tl.constexpr):
+    """The number of :func:`float_bits`."""
+    return number.to(tl.int64).to(tl.float64, bitcast=True).to(ACC_TYPE)
 
 
 @triton.jit
-def span(ptr, queries, keys):
-    """Row of this program, the place of its head's first key, and where its edges start and stop."""
+def row_span(ptr, queries, keys):
+    """Row of this program, the first key of its head, and where its edges start and stop."""
     row = tl.program_id(0).to(tl.int64)
     return row, row // queries * keys, tl.load(ptr + row), tl.load(ptr + row + 1)
 
 
 @triton.jit
-def holder(more, rows, slot):
-    """The row that a piece belongs to, its first piece and the one behind its last; of no piece a row without it."""
-    low, high = slot * 0, tl.where((slot < 0) | (slot >= tl.load(more + rows - 1)), 0, rows)
+def row_of_piece(piece_ends, rows, slot):
+    """Row of a piece, the first piece of that row, and the one behind its last; else a row without that piece."""
+    low, high = slot * 0, tl.where((slot < 0) | (slot >= tl.load(piece_ends + rows - 1)), 0, rows)
     while low < high:
         middle = (low + high) // 2
-        before = tl.load(more + middle) <= slot
+        before = tl.load(piece_ends + middle) <= slot
         low, high = tl.where(before, middle + 1, low), tl.where(before, high, middle)
-    return low, tl.load(more + low - 1, mask=low > 0, other=0), tl.load(more + low)
+    return low, tl.load(piece_ends + low - 1, mask=low > 0, other=0), tl.load(piece_ends + low)
 
 
 @triton.jit
-def part(ptr, more, place, rows, LONG: tl.constexpr):
-    """Row of a program, which may be shared, where the program's edges start and stop, and the piece that it makes.
+def work_item_of(ptr, piece_ends, program, rows, MAX_EDGES: tl.constexpr):
+    """Row of a program, where the program's edges start and stop, and its piece.
 
-    The programs of whole rows come first, the piece of one is negative.
+    Programs of whole rows come first, and have a negative piece.
     """
-    row, slot = place, place - rows
-    first, last = slot, slot  # none
-    if more is not None:  # noqa: SIM102 - decided when it is compiled, the next when it runs
+    row, slot = program, program - rows
+    first, last = slot, slot  # no piece
+    if piece_ends is not None:  # noqa: SIM102 - decided when it is compiled, the next when it runs
         if slot >= 0:
-            row, first, last = holder(more, rows, slot)
+            row, first, last = row_of_piece(piece_ends, rows, slot)
     start, stop = tl.load(ptr + row), tl.load(ptr + row + 1)
-    if more is not None:
-        begin = tl.minimum(start + (slot - first) * LONG, stop)
-        mine = tl.where(slot < 0, stop - start <= LONG, slot < last)
-        start, stop = begin, tl.where(mine, tl.minimum(begin + LONG, stop), begin)
+    if piece_ends is not None:
+        begin = tl.minimum(start + (slot - first) * MAX_EDGES, stop)
+        mine = tl.where(slot < 0, stop - start <= MAX_EDGES, slot < last)
+        start, stop = begin, tl.where(mine, tl.minimum(begin + MAX_EDGES, stop), begin)
     return row, start, stop, slot
 
 
 @triton.jit
-def piece(ptr, more, rows, queries, keys, LONG: tl.constexpr):
-    """As :func:`span`, of rows that may be shared; and the piece that this program makes, negative for a whole row."""
-    row, start, stop, slot = part(ptr, more, tl.program_id(0).to(tl.int64), rows, LONG)
+def work_item(ptr, piece_ends, rows, queries, keys, MAX_EDGES: tl.constexpr):
+    """As :func:`row_span`, for rows that may be split; and the piece of this program, negative for a whole row."""
+    row, start, stop, slot = work_item_of(ptr, piece_ends, tl.program_id(0).to(tl.int64), rows, MAX_EDGES)
     return row, row // queries * keys, start, stop, slot
 
 
 @triton.jit
-def makers(more, row, rows):
-    """The programs that :func:`part` gives a row to: from one to before another."""
+def programs_of_row(piece_ends, row, rows):
+    """The programs that share a row: the first one, and the one behind the last."""
     first, last = row, row + 1
-    if more is not None:
-        low, high = tl.load(more + row - 1, mask=row > 0, other=0), tl.load(more + row)
+    if piece_ends is not None:
+        low, high = tl.load(piece_ends + row - 1, mask=row > 0, other=0), tl.load(piece_ends + row)
         first, last = tl.where(low < high, rows + low, first), tl.where(low < high, rows + high, last)
     return first, last
 
 
 @triton.jit
-def tile(col, begin, stop, first, EDGES: tl.constexpr):
-    """Edges from one on, which of them are there, and the places of their keys."""
+def load_edges(col, begin, stop, first, EDGES: tl.constexpr):
+    """Edges from ``begin`` on, a mask of those that exist, and their keys."""
     edge = begin + tl.arange(0, EDGES)
     there = edge < stop
     return edge, there, first + tl.load(col + edge, mask=there, other=0)
 
 
 @triton.jit
-def vector(source, row, WIDTH: tl.constexpr, WIDE: tl.constexpr):
-    """Row of a matrix, ``[width]``."""
+def load_vector(source, row, WIDTH: tl.constexpr, ACC_TYPE: tl.constexpr):
+    """A row of a matrix, ``[width]``."""
     channel = tl.arange(0, triton.next_power_of_2(WIDTH))
-    return tl.load(source + row * WIDTH + channel, mask=channel < WIDTH, other=0).to(WIDE)
+    return tl.load(source + row * WIDTH + channel, mask=channel < WIDTH, other=0).to(ACC_TYPE)
 
 
 @triton.jit
-def vectors(source, rows, there, WIDTH: tl.constexpr, WIDE: tl.constexpr):
-    """Rows of a matrix, ``[EDGES, width]``; zeros where there is none."""
+def gather(source, rows, there, WIDTH: tl.constexpr, ACC_TYPE: tl.constexpr):
+    """Some rows of a matrix, ``[EDGES, width]``; zeros where the mask is false."""
     channel = tl.arange(0, triton.next_power_of_2(WIDTH))
     inside = there[:, None] & (channel < WIDTH)[None, :]
-    return tl.load(source + rows[:, None] * WIDTH + channel[None, :], mask=inside, other=0).to(WIDE)
+    return tl.load(source + rows[:, None] * WIDTH + channel[None, :], mask=inside, other=0).to(ACC_TYPE)
 
 
 @triton.jit
-def narrow(x, target):
+def cast_like(x, target):
     """Numbers in the type of a pointer, from float64 to half precision by way of float32."""
     if target.dtype.element_ty != tl.float64:
         x = x.to(tl.float32)
@@ -249,112 +265,112 @@ def narrow(x, target):
 
 
 @triton.jit
-def put(target, row, x, WIDTH: tl.constexpr, there=None):
+def store_vector(target, row, x, WIDTH: tl.constexpr, there=None):
     """Write a row of a matrix; with ``there``, only if it is true."""
     channel = tl.arange(0, triton.next_power_of_2(WIDTH))
     inside = channel < WIDTH if there is None else channel < tl.where(there, WIDTH, 0)
-    tl.store(target + row * WIDTH + channel, narrow(x, target), mask=inside)
+    tl.store(target + row * WIDTH + channel, cast_like(x, target), mask=inside)
 
 
 @triton.jit
-def give(target, parts, slot, x, WIDTH: tl.constexpr):
-    """Write a row, or the part of it that :func:`piece` gave to this program, whose number is that of a whole row."""
+def store_row(target, parts, slot, x, WIDTH: tl.constexpr):
+    """Write the sums of this program: to its row of ``target``, or for a piece of a row to ``parts``."""
     row = tl.program_id(0).to(tl.int64)
     if parts is None:
-        put(target, row, x, WIDTH)
+        store_vector(target, row, x, WIDTH)
     else:
-        put(target, row, x, WIDTH, slot < 0)
-        put(parts, slot, x, WIDTH, slot >= 0)
+        store_vector(target, row, x, WIDTH, slot < 0)
+        store_vector(parts, slot, x, WIDTH, slot >= 0)
 
 
 @triton.jit
-def total(factor, rows):
+def weighted_sum(factor, rows):
     """Sum of vectors by their factors, ``[width]``."""
     return tl.sum(factor[:, None] * rows, 0)
 
 
 @triton.jit
-def dots(rows, x):
+def dot_rows(rows, x):
     """Dot product of each vector with one, ``[EDGES]``."""
     return tl.sum(rows * x[None, :], 1)
 
 
 @triton.jit
-def logits(score, gate, bias, edge, there, WEIGHTED: tl.constexpr, WIDE: tl.constexpr):
-    """What enters the softmax, -inf where there is no edge; and the gate, 1 where there is none.
+def gated_logits(score, gate, bias, edge, there, WEIGHTED: tl.constexpr, ACC_TYPE: tl.constexpr):
+    """Logits, -inf where there is no edge; and the gate, 1 without one.
 
     A gate of the form "weight" multiplies the weight, and is left out of the logit.
     """
-    factor = tl.full(score.shape, 1, WIDE)
+    factor = tl.full(score.shape, 1, ACC_TYPE)
     if gate is not None:
-        factor = tl.load(gate + edge, mask=there, other=1).to(WIDE)
+        factor = tl.load(gate + edge, mask=there, other=1).to(ACC_TYPE)
         if not WEIGHTED:
             score *= factor
     if bias is not None:
-        score += tl.load(bias + edge, mask=there, other=0).to(WIDE)
+        score += tl.load(bias + edge, mask=there, other=0).to(ACC_TYPE)
     return tl.where(there, score, float("-inf")), factor
 
 
 @triton.jit
 def finite(x):
-    """What is subtracted from logits: 0 for -inf, where there is nothing to subtract from."""
+    """The number that is subtracted from logits: 0 in place of -inf."""
     return tl.where(x == float("-inf"), 0, x)
 
 
 @triton.jit
-def kept(query_word, key_words, ends, there, least):
-    """Which edges dropout keeps; see :func:`.words.dropout_keeps`."""
-    return keeps(query_word ^ tl.load(key_words + ends, mask=there, other=0), least)
+def keeps_edges(query_word, key_words, ends, there, least):
+    """True for the edges that dropout keeps; see :func:`.random_words.dropout_keeps`."""
+    return keeps_words(query_word ^ tl.load(key_words + ends, mask=there, other=0), least)
 
 
 @triton.jit
-def keeps(word, least):
-    """Which of the combined words of a query and a key keep an edge."""
+def keeps_words(word, least):
+    """True for the words, of a query xor a key, that keep their edge."""
     word = tl.mul(word ^ word >> 16, _MIX_FIRST, sanitize_overflow=False)
     word = tl.mul(word ^ word >> 15, _MIX_SECOND, sanitize_overflow=False)
     return (word ^ word >> 16).to(tl.int64) >= least
 
 
-@kernel
-def _fill(table, numbers: tl.int64, side: tl.int32, seed: tl.int64, TILE: tl.constexpr):
-    """Random words of the tokens of one side; see :func:`.words.dropout_words`."""
+@triton_kernel
+def _dropout_words_kernel(table, numbers: tl.int64, side: tl.int32, seed: tl.int64, TILE: tl.constexpr):
+    """Random words of queries, or of keys; see :func:`.random_words.dropout_words`."""
     number, head = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.program_id(1)
     block = 16 * (number // 64) + number % 16
-    one, two, three, four = tl.philox(seed, block, side, 0, head | _DROPOUT)
-    part = number // 16 % 4
-    word = tl.where(part == 0, one, tl.where(part == 1, two, tl.where(part == 2, three, four)))
+    one, two, three, four = tl.philox(seed, block, side, 0, head | _PURPOSE_DROPOUT)
+    work_item_of = number // 16 % 4
+    word = tl.where(work_item_of == 0, one, tl.where(work_item_of == 1, two, tl.where(work_item_of == 2, three, four)))
     tl.store(table + head * numbers + number, word, mask=number < numbers)
 
 
-@kernel
-def _count(ptr, out, count: tl.int64, LONG: tl.constexpr, TILE: tl.constexpr):
-    """Pieces of each row, none of one that its own program takes."""
+@triton_kernel
+def _count_pieces_kernel(ptr, out, count: tl.int64, MAX_EDGES: tl.constexpr, TILE: tl.constexpr):
+    """Number of pieces of each row, 0 for rows of one program."""
     row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     there = row < count
     edges = tl.load(ptr + row + 1, mask=there, other=0) - tl.load(ptr + row, mask=there, other=0)
-    tl.store(out + row, tl.where(edges > LONG, (edges + LONG - 1) // LONG, 0), mask=there)
+    tl.store(out + row, tl.where(edges > MAX_EDGES, (edges + MAX_EDGES - 1) // MAX_EDGES, 0), mask=there)
 
 
-@kernel
-def _unite(
-    parts, tops, norms, more, out, lse, rows: tl.int64, WIDTH: tl.constexpr, WIDE: tl.constexpr
+@triton_kernel
+def _merge_kernel(
+    parts, tops, norms, piece_ends, out, lse, rows: tl.int64, WIDTH: tl.constexpr, ACC_TYPE: tl.constexpr
 ):  # fmt: skip
-    """A shared row of its pieces: by the program of its first piece, the others do nothing."""
+    """Merge the pieces of a row, in the program of its first piece; the others do nothing."""
     slot = tl.program_id(0).to(tl.int64)
-    row, first, last = holder(more, rows, slot)
+    row, first, last = row_of_piece(piece_ends, rows, slot)
     if (slot == first) & (slot < last):
-        sums, norm = tl.zeros([triton.next_power_of_2(WIDTH)], WIDE), tl.full([], 0, WIDE)
-        top = tl.full([], float("-inf"), WIDE)
+        sums, norm = tl.zeros([triton.next_power_of_2(WIDTH)], ACC_TYPE), tl.full([], 0, ACC_TYPE)
+        top = tl.full([], float("-inf"), ACC_TYPE)
         if tops is not None:
-            for part in range(slot, last):
-                top = tl.maximum(top, tl.load(tops + part))
-        for part in range(slot, last):
-            factor = tl.full([], 1, WIDE)
+            for work_item_of in range(slot, last):
+                top = tl.maximum(top, tl.load(tops + work_item_of))
+        for work_item_of in range(slot, last):
+            factor = tl.full([], 1, ACC_TYPE)
             if tops is not None:
-                factor = tl.exp(tl.load(tops + part) - finite(top))
-                norm += factor * tl.load(norms + part)
-            sums += factor * vector(parts, part, WIDTH, WIDE)
+                factor = tl.exp(tl.load(tops + work_item_of) - finite(top))
+                norm += factor * tl.load(norms + work_item_of)
+            sums += factor * load_vector(parts, work_item_of, WIDTH, ACC_TYPE)
         if tops is not None:
             sums /= tl.where(norm == 0, 1, norm)
             tl.store(lse + row, top + tl.log(norm))
-        put(out, row, sums, WIDTH)
+        store_vector(out, row, sums, WIDTH)

@@ -1,8 +1,8 @@
-"""Graphs of a block model, for CUDA devices, in Triton: each row by gaps, by proposals, or by coins.
+"""Graphs of a block model, for CUDA devices, in Triton: each row by gaps, by proposals, or by pairs.
 
 In and out: the tensors of ``sample_sbm`` in :mod:`sbm_pyg.ops`, on one device. Same law and same random words as
 :func:`.reference.sampling.sample_sbm`, and the same edges wherever float64 gives both the same numbers
-(docs/kernels.md). Not here: what is meant (:mod:`.reference.sampling`), and what kernels share (:mod:`.cuda.rows`).
+(docs/kernels.md). Not here: parts that kernels share (:mod:`.rows`).
 
 Memberships are summed up in panels of 64 keys. By these sums each row chooses its way. Then the kernel of each way
 counts the edges of its rows, the counts are summed up, the host waits for the number of edges, and the same kernels run
@@ -22,30 +22,31 @@ from torch import Tensor
 
 from ..reference import random_words
 from ..reference import sampling as reference_sampling
-from .rows import bits, kernel, launch, real
+from .rows import WORD_RANGE, float_bits, from_bits, launch, triton_kernel
 
-_COIN_BYTE, _COIN_REST, _COUNT, _PROPOSAL, _GAP = (
-    tl.constexpr(purpose << 24)
+_PURPOSE_BERNOULLI_BYTE, _PURPOSE_BERNOULLI_REST, _PURPOSE_PROPOSAL_COUNT, _PURPOSE_PROPOSAL, _PURPOSE_GAP = (
+    tl.constexpr(purpose)
     for purpose in (
-        random_words.COIN_BYTE,
-        random_words.COIN_REST,
-        random_words.COUNT,
+        random_words.BERNOULLI_BYTE,
+        random_words.BERNOULLI_REST,
+        random_words.PROPOSAL_COUNT,
         random_words.PROPOSAL,
         random_words.GAP,
     )
 )
-_PROPOSALS, _GAPS, _COINS = (
-    tl.constexpr(way) for way in (reference_sampling.PROPOSALS, reference_sampling.GAPS, reference_sampling.COINS)
+_BY_PROPOSALS, _BY_GAPS, _BY_PAIRS = (
+    tl.constexpr(way) for way in (reference_sampling.PROPOSALS, reference_sampling.GAPS, reference_sampling.PAIRS)
 )
-_PANEL = tl.constexpr(reference_sampling.PANEL)
-_SURE = tl.constexpr(1 - 1e-12)
-_LIMIT = tl.constexpr(2.0**32)
-JOINED, TOSSED = 16, 8  # panels, and rows of coins, that a program takes at once
-LANDED, PROPOSED, PART = 32, 16, 16  # words of a row, and keys that are looked through
-MOST = 224
-"""Registers of a thread. Left to itself, the assembler spills some where that lets more programs run at once."""
-ROOM = 2**26
-"""Bytes for proposals, at most; more for very many keys, of which one program at a time needs a bit each, twice."""
+_PANEL = tl.constexpr(reference_sampling.KEYS_PER_PANEL)
+_LARGEST_BOUND = tl.constexpr(1 - 1e-12)
+PANELS_PER_STEP, PAIR_ROWS = 16, 8
+"""Panels, and rows by pairs, that a program takes at once."""
+GAP_WORDS, PROPOSAL_WORDS, KEYS_PER_SCAN = 32, 16, 16
+"""Random words of a row that a program takes at once, and keys of which it sums up the memberships at once."""
+MAX_REGISTERS = 224
+"""Registers of a thread. Without the limit, the assembler spills some so that more programs run at once."""
+MAX_PROPOSAL_BYTES = 2**26
+"""Bytes for proposals, at most; more if one program, which needs two bits for each key, takes more."""
 
 # ------------------------------------------------------------------ what rows share
 
@@ -66,9 +67,9 @@ def _expm1(x):
 
 
 @triton.jit
-def _words(seed, number, place, stream, head):
+def _row_words(seed, number, position, sequence_id, head):
     """Four random words of a row, or of rows, each."""
-    return tl.philox(seed, number.to(tl.uint32), place.to(tl.uint32), stream.to(tl.uint32), head.to(tl.uint32))
+    return tl.philox(seed, number.to(tl.uint32), position.to(tl.uint32), sequence_id.to(tl.uint32), head.to(tl.uint32))
 
 
 @triton.jit
@@ -79,7 +80,7 @@ def _fraction(high, low):
 
 @triton.jit
 def panel_of(ptr, slot, sequences, SIZE: tl.constexpr):
-    """Sequence that a slot belongs to, and which of its panels of so many tokens the slot is for.
+    """Sequence of a slot, and the number of the slot's panel of ``SIZE`` tokens in it.
 
     Sequence b has slots from ``ptr[b] // SIZE + b`` on, as many as it has panels or one more.
     """
@@ -92,56 +93,57 @@ def panel_of(ptr, slot, sequences, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _square(source, rows, there, first, BLOCKS: tl.constexpr, TILE: tl.constexpr):
-    """Some columns of some rows of a matrix, ``[rows, TILE]`` in float64; zeros where there is none."""
+def _load_matrix(source, rows, there, first, BLOCKS: tl.constexpr, TILE: tl.constexpr):
+    """Some columns of some rows of a matrix, ``[rows, TILE]`` in float64; zeros where the mask is false."""
     block = first + tl.arange(0, TILE)
     inside = there[:, None] & (block < BLOCKS)[None, :]
     return tl.load(source + rows[:, None] * BLOCKS + block[None, :], mask=inside, other=0).to(tl.float64)
 
 
 @triton.jit
-def _strip(source, row, end, first, BLOCKS: tl.constexpr, TILE: tl.constexpr):
+def _load_columns_of_row(source, row, end, first, BLOCKS: tl.constexpr, TILE: tl.constexpr):
     """The same of one row, ``[TILE]``, up to a column."""
     block = first + tl.arange(0, TILE)
     return tl.load(source + row * BLOCKS + block, mask=block < end, other=0).to(tl.float64)
 
 
 @triton.jit
-def _products(rate, row, key, ends, there, BLOCKS: tl.constexpr, TILE: tl.constexpr):
+def _pair_probs(rate, row, member, ends, there, BLOCKS: tl.constexpr, TILE: tl.constexpr):
     """Probabilities of some pairs of a row, without exploration."""
     p = tl.zeros(ends.shape, tl.float64)
     for first in range(0, BLOCKS, TILE):
-        y = _strip(rate, row, BLOCKS, first, BLOCKS, TILE)
-        p += tl.sum(_square(key, ends, there, first, BLOCKS, TILE) * y[None, :], 1)
+        y = _load_columns_of_row(rate, row, BLOCKS, first, BLOCKS, TILE)
+        p += tl.sum(_load_matrix(member, ends, there, first, BLOCKS, TILE) * y[None, :], 1)
     return p
 
 
 @triton.jit
-def _kept(col, used, key, keep, writing):
-    """Append the keys that are kept, where they are to be written; the new end."""
+def _append_keys(col, used, key, keep, writing):
+    """Append the keys that are kept, if ``writing``; returns the new end."""
     count = keep.to(tl.int64)
     tl.store(col + used + tl.cumsum(count, 0) - count, key.to(col.dtype.element_ty), mask=count * writing != 0)
     return used + tl.sum(count, 0)
 
 
 @triton.jit
-def _row(row, tasks, query_ptr, key_ptr, sequence_ids, queries, CAUSAL: tl.constexpr):
-    """Sequence of a row, its place there, the keys that it may attend to and the first of them, its stream and head."""
+def _sampled_row(row, tasks, query_ptr, key_ptr, sequence_ids, queries, CAUSAL: tl.constexpr):
+    """Sequence of a row, its position, its number of allowed keys and the first one, its sequence number, and head."""
     sequence, head = tl.load(tasks + row) // 4, row // queries
-    place = row - head * queries - tl.load(query_ptr + sequence)
+    position = row - head * queries - tl.load(query_ptr + sequence)
     shift = tl.load(key_ptr + sequence)
-    reach = tl.load(key_ptr + sequence + 1) - shift
+    allowed = tl.load(key_ptr + sequence + 1) - shift
     if CAUSAL:
-        reach = tl.minimum(reach, place + 1)
-    return sequence, place, reach, shift, tl.load(sequence_ids + sequence), head
+        allowed = tl.minimum(allowed, position + 1)
+    return sequence, position, allowed, shift, tl.load(sequence_ids + sequence), head
 
 
 # ------------------------------------------------------------------ which way each row takes
 
 
-@kernel
-def _panels(
-    key, key_ptr, sums, sequences: tl.int64, keys: tl.int64, count: tl.int64, BLOCKS: tl.constexpr, TILE: tl.constexpr
+@triton_kernel
+def _panel_sums_kernel(
+    member, key_ptr, sums, sequences: tl.int64, keys: tl.int64, count: tl.int64, BLOCKS: tl.constexpr,
+    TILE: tl.constexpr
 ):  # fmt: skip
     """Sum and largest of the memberships of each panel, ``[2, H, count, K]``."""
     slot, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
@@ -149,42 +151,43 @@ def _panels(
     number = tl.load(key_ptr + sequence) + panel * _PANEL + tl.arange(0, _PANEL)
     there = number < tl.load(key_ptr + sequence + 1)
     for first in range(0, BLOCKS, TILE):
-        z = _square(key, head * keys + number, there, first, BLOCKS, TILE)
+        z = _load_matrix(member, head * keys + number, there, first, BLOCKS, TILE)
         block = first + tl.arange(0, TILE)
         target = sums + (head * count + slot) * BLOCKS + block
         tl.store(target, tl.sum(z, 0), mask=block < BLOCKS)
         tl.store(target + tl.num_programs(1) * count * BLOCKS, tl.max(z, 0), mask=block < BLOCKS)
 
 
-@kernel
-def _join(
-    sums, key_ptr, count: tl.int64, segments: tl.int64, BLOCKS: tl.constexpr, TILE: tl.constexpr, JOINED: tl.constexpr
+@triton_kernel
+def _join_panels_kernel(
+    sums, key_ptr, count: tl.int64, segments: tl.int64, BLOCKS: tl.constexpr, TILE: tl.constexpr,
+    PANELS_PER_STEP: tl.constexpr
 ):  # fmt: skip
-    """The same up to each panel, from the first of its sequence on; in place."""
+    """Running sums and maxima over the panels of a sequence, written over those of single panels."""
     sequence, some = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     parts: tl.constexpr = (BLOCKS + TILE - 1) // TILE
     head, first, begin = some // parts, some % parts * TILE, tl.load(key_ptr + sequence)
     panels = (tl.load(key_ptr + sequence + 1) - begin + _PANEL - 1) // _PANEL
-    slot, step = head * count + begin // _PANEL + sequence, tl.arange(0, JOINED)
+    slot, step = head * count + begin // _PANEL + sequence, tl.arange(0, PANELS_PER_STEP)
     most = sums + segments * count * BLOCKS  # segments: heads
     total, top = tl.zeros([TILE], tl.float64), tl.zeros([TILE], tl.float64)
-    for panel in range(0, panels, JOINED):
+    for panel in range(0, panels, PANELS_PER_STEP):
         there, block = panel + step < panels, first + tl.arange(0, TILE)
-        place = (slot + panel + step)[:, None] * BLOCKS + block[None, :]
+        position = (slot + panel + step)[:, None] * BLOCKS + block[None, :]
         inside = there[:, None] & (block < BLOCKS)[None, :]
-        x = tl.load(sums + place, mask=inside, other=0)
-        tl.store(sums + place, tl.cumsum(x, 0) + total[None, :], mask=inside)
+        x = tl.load(sums + position, mask=inside, other=0)
+        tl.store(sums + position, tl.cumsum(x, 0) + total[None, :], mask=inside)
         total += tl.sum(x, 0)
-        x = tl.load(most + place, mask=inside, other=0)
+        x = tl.load(most + position, mask=inside, other=0)
         before = step[:, None, None] >= step[None, :, None]
         tops = tl.maximum(tl.max(tl.where(before, x[None, :, :], 0), 1), top[None, :])
-        tl.store(most + place, tops, mask=inside)
+        tl.store(most + position, tops, mask=inside)
         top = tl.maximum(top, tl.max(x, 0))
 
 
-@kernel
-def _plan(
-    rate, key, sums, query_ptr, key_ptr, floats, tasks, sequences: tl.int64, queries: tl.int64, keys: tl.int64,
+@triton_kernel
+def _plan_kernel(
+    rate, member, sums, query_ptr, key_ptr, floats, tasks, sequences: tl.int64, queries: tl.int64, keys: tl.int64,
     count: tl.int64, exploration: tl.int64, proposal_cost: tl.int64, gap_cost: tl.int64, CAUSAL: tl.constexpr,
     FASTRG: tl.constexpr, BLOCKS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -195,42 +198,43 @@ def _plan(
     """
     slot, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     sequence, panel = panel_of(query_ptr, slot, sequences, _PANEL)
-    place = panel * _PANEL + tl.arange(0, _PANEL)
-    query, begin = tl.load(query_ptr + sequence) + place, tl.load(key_ptr + sequence)
+    position = panel * _PANEL + tl.arange(0, _PANEL)
+    query, begin = tl.load(query_ptr + sequence) + position, tl.load(key_ptr + sequence)
     there, row = query < tl.load(query_ptr + sequence + 1), head * queries + query
     length = tl.load(key_ptr + sequence + 1) - begin
-    reach, before = place * 0 + length, (length + _PANEL - 1) // _PANEL  # panels before the keys that are seen in part
+    # `before`: panels whose keys are all allowed
+    allowed, before = position * 0 + length, (length + _PANEL - 1) // _PANEL
     if CAUSAL:
-        reach, before = tl.minimum(place + 1, length), tl.minimum(panel, before)
+        allowed, before = tl.minimum(position + 1, length), tl.minimum(panel, before)
     last, seen = head * count + begin // _PANEL + sequence + before - 1, tl.where(before > 0, BLOCKS, 0)
     most = sums + tl.num_programs(1) * count * BLOCKS
     expected, bound = tl.zeros([_PANEL], tl.float64), tl.zeros([_PANEL], tl.float64)
     for first in range(0, BLOCKS, TILE):
         total = tl.zeros([_PANEL, TILE], tl.float64)
-        top = total + _strip(most, last, seen, first, BLOCKS, TILE)[None, :]
+        top = total + _load_columns_of_row(most, last, seen, first, BLOCKS, TILE)[None, :]
         if CAUSAL:
             for number in range(panel * _PANEL, tl.minimum(length, (panel + 1) * _PANEL)):
-                z = _strip(key, head * keys + begin + number, BLOCKS, first, BLOCKS, TILE)
-                z = tl.where((place >= number)[:, None], z[None, :], 0)
+                z = _load_columns_of_row(member, head * keys + begin + number, BLOCKS, first, BLOCKS, TILE)
+                z = tl.where((position >= number)[:, None], z[None, :], 0)
                 total, top = total + z, tl.maximum(top, z)
-        total += _strip(sums, last, seen, first, BLOCKS, TILE)[None, :]
-        y = _square(rate, row, there, first, BLOCKS, TILE)
+        total += _load_columns_of_row(sums, last, seen, first, BLOCKS, TILE)[None, :]
+        y = _load_matrix(rate, row, there, first, BLOCKS, TILE)
         expected, bound = expected + tl.sum(y * total, 1), bound + tl.sum(y * top, 1)
 
-    eta, room = real(exploration, tl.float64), reach.to(tl.float64)
+    eta, room = from_bits(exploration, tl.float64), allowed.to(tl.float64)
     expected, bound = expected + eta * room, bound + eta
     if FASTRG:
         factor = tl.full(bound.shape, 1, tl.float64)
-        way = tl.where(expected * real(proposal_cost, tl.float64) < room, _PROPOSALS, _COINS)
+        way = tl.where(expected * from_bits(proposal_cost, tl.float64) < room, _BY_PROPOSALS, _BY_PAIRS)
     else:
-        sure = tl.full([], _SURE, tl.float64)
+        sure = tl.full([], _LARGEST_BOUND, tl.float64)
         steps = _log1p(-tl.where(bound < sure, bound, sure))
         stretch = tl.where(bound == 0, 1, steps / -tl.where(bound == 0, 1, bound))
-        proposals = expected * stretch * real(proposal_cost, tl.float64)
-        gaps = bound * room * real(gap_cost, tl.float64)
+        proposals = expected * stretch * from_bits(proposal_cost, tl.float64)
+        gaps = bound * room * from_bits(gap_cost, tl.float64)
         few = (bound <= sure) & (proposals == proposals) & (gaps == gaps) & ((gaps < room) | (proposals < room))
-        way = tl.where(few, tl.where(gaps <= proposals, _GAPS, _PROPOSALS), _COINS)
-        factor = tl.where(way == _GAPS, 1 / steps, stretch)
+        way = tl.where(few, tl.where(gaps <= proposals, _BY_GAPS, _BY_PROPOSALS), _BY_PAIRS)
+        factor = tl.where(way == _BY_GAPS, 1 / steps, stretch)
     sound = expected < float("inf")
     segments = tl.num_programs(1) * queries
     tl.store(tasks + row, 4 * sequence + tl.where(sound, way, 3), mask=there)
@@ -242,41 +246,45 @@ def _plan(
 # ------------------------------------------------------------------ the ways
 
 
-@kernel
-def _gaps(
-    rate, key, floats, tasks, query_ptr, key_ptr, sequence_ids, ptr, col, segments: tl.int64, queries: tl.int64,
+@triton_kernel
+def _gaps_kernel(
+    rate, member, floats, tasks, query_ptr, key_ptr, sequence_ids, ptr, col, segments: tl.int64, queries: tl.int64,
     keys: tl.int64, seed: tl.int64, exploration: tl.int64, writing: tl.int64, CAUSAL: tl.constexpr,
     BLOCKS: tl.constexpr, TILE: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """Keys at geometric distances, as if every p were the row's bound, each kept with probability p / bound."""
     row = tl.program_id(0).to(tl.int64)
-    if tl.load(tasks + row) % 4 == _GAPS:
-        _none, place, reach, shift, stream, head = _row(row, tasks, query_ptr, key_ptr, sequence_ids, queries, CAUSAL)
+    if tl.load(tasks + row) % 4 == _BY_GAPS:
+        _none, position, allowed, shift, sequence_id, head = _sampled_row(
+            row, tasks, query_ptr, key_ptr, sequence_ids, queries, CAUSAL
+        )
         bound, spread = tl.load(floats + row), tl.load(floats + segments + row)
         used = tl.load(ptr + row, mask=writing != 0, other=0)
-        last, number = reach * 0 - 1, reach * 0
-        while last < reach:
+        last, number = allowed * 0 - 1, allowed * 0
+        while last < allowed:
             drawn = number + tl.arange(0, WORDS)
-            one, two, three, _four = _words(seed, drawn, place, stream, head | _GAP)
+            one, two, three, _four = _row_words(seed, drawn, position, sequence_id, head | _PURPOSE_GAP)
             step = tl.log((_fraction(one, two) + 1) * 2.0**-53) * spread
-            step = tl.where(step < reach, step, reach).to(tl.int64) + 1
+            step = tl.where(step < allowed, step, allowed).to(tl.int64) + 1
             landing = last + tl.cumsum(step, 0)
-            inside = landing < reach
-            p = _products(rate, row, key, head * keys + shift + landing, inside, BLOCKS, TILE)
-            p += real(exploration, tl.float64)
-            keep = inside & (three.to(tl.int64).to(tl.float64) * bound < p * _LIMIT)
-            used = _kept(col, used, shift + landing, keep, writing)
+            inside = landing < allowed
+            p = _pair_probs(rate, row, member, head * keys + shift + landing, inside, BLOCKS, TILE)
+            p += from_bits(exploration, tl.float64)
+            keep = inside & (three.to(tl.int64).to(tl.float64) * bound < p * WORD_RANGE)
+            used = _append_keys(col, used, shift + landing, keep, writing)
             last, number = tl.max(landing, 0), number + WORDS
         tl.store(ptr + row + 1, used, mask=writing == 0)
 
 
 @triton.jit
-def _poisson(rate, seed, place, stream, head):
+def _poisson(rate, seed, position, sequence_id, head):
     """Poisson counts by inversion, in equal parts of at most 256, as many as the rate needs."""
     parts = tl.maximum(tl.ceil(rate / 256), 1).to(tl.int64)
     part_rate, count = rate / parts.to(tl.float64), parts * 0
     for part in range(parts):
-        one, two, _three, _four = _words(seed, place * 0 + part, place, stream, head | _COUNT)
+        one, two, _three, _four = _row_words(
+            seed, position * 0 + part, position, sequence_id, head | _PURPOSE_PROPOSAL_COUNT
+        )
         term, number = tl.exp(-part_rate), parts.to(tl.float64) * 0
         left = _fraction(one, two) * 2.0**-53 - term
         while (left >= 0) & (term > 0):
@@ -302,68 +310,70 @@ def _first_above(source, stride, count, target, scale):
     return low
 
 
-@kernel
-def _proposals(
-    rate, key, floats, tasks, query_ptr, key_ptr, sequence_ids, ptr, col, sums, table, marks, segments: tl.int64,
+@triton_kernel
+def _proposals_kernel(
+    rate, member, floats, tasks, query_ptr, key_ptr, sequence_ids, ptr, col, sums, table, marks, segments: tl.int64,
     queries: tl.int64, keys: tl.int64, count: tl.int64, seed: tl.int64, exploration: tl.int64, writing: tl.int64,
     CAUSAL: tl.constexpr, FASTRG: tl.constexpr, BLOCKS: tl.constexpr, TILE: tl.constexpr, WORDS: tl.constexpr,
-    PART: tl.constexpr,
+    KEYS_PER_SCAN: tl.constexpr,
 ):  # fmt: skip
     """Poisson proposals in each row, by block and key, without repeats, thinned to the exact probability."""
-    program, eta = tl.program_id(0).to(tl.int64), real(exploration, tl.float64)
+    program, eta = tl.program_id(0).to(tl.int64), from_bits(exploration, tl.float64)
     whole, mass = table + 2 * program * BLOCKS, table + (2 * program + 1) * BLOCKS
     width = (keys + 31) // 32
     seen, taken = marks + 2 * program * width, marks + (2 * program + 1) * width
     for row in range(program, segments, tl.num_programs(0)):
-        if tl.load(tasks + row) % 4 == _PROPOSALS:
-            sequence, place, reach, shift, stream, head = _row(
+        if tl.load(tasks + row) % 4 == _BY_PROPOSALS:
+            sequence, position, allowed, shift, sequence_id, head = _sampled_row(
                 row, tasks, query_ptr, key_ptr, sequence_ids, queries, CAUSAL
             )
             stretch, used = tl.load(floats + segments + row), tl.load(ptr + row, mask=writing != 0, other=0)
-            panel, slot, own = (reach - 1) // _PANEL, head * count + shift // _PANEL + sequence, head * keys + shift
+            panel, slot, own = (allowed - 1) // _PANEL, head * count + shift // _PANEL + sequence, head * keys + shift
 
             # the mass of each block, up to each
             total_mass, within = tl.full([], 0, tl.float64), panel * _PANEL + tl.arange(0, _PANEL)
             for first in range(0, BLOCKS, TILE):
                 if CAUSAL:
-                    total = tl.sum(_square(key, own + within, within < reach, first, BLOCKS, TILE), 0)
-                    total += _strip(sums, slot + panel - 1, tl.where(panel > 0, BLOCKS, 0), first, BLOCKS, TILE)
+                    total = tl.sum(_load_matrix(member, own + within, within < allowed, first, BLOCKS, TILE), 0)
+                    total += _load_columns_of_row(
+                        sums, slot + panel - 1, tl.where(panel > 0, BLOCKS, 0), first, BLOCKS, TILE
+                    )
                 else:
-                    total = _strip(sums, slot + panel, BLOCKS, first, BLOCKS, TILE)
-                so_far = total_mass + tl.cumsum(total * _strip(rate, row, BLOCKS, first, BLOCKS, TILE), 0)
+                    total = _load_columns_of_row(sums, slot + panel, BLOCKS, first, BLOCKS, TILE)
+                so_far = total_mass + tl.cumsum(total * _load_columns_of_row(rate, row, BLOCKS, first, BLOCKS, TILE), 0)
                 block = first + tl.arange(0, TILE)
                 tl.store(whole + block, total, mask=block < BLOCKS)
                 tl.store(mass + block, so_far, mask=block < BLOCKS)
                 total_mass = tl.max(so_far, 0)
-            total_mass += eta * reach.to(tl.float64)
-            for first in range(0, (reach + 31) // 32, 32):
+            total_mass += eta * allowed.to(tl.float64)
+            for first in range(0, (allowed + 31) // 32, 32):
                 word = first + tl.arange(0, 32)
                 clear = (word * 0).to(tl.int32)
-                tl.store(seen + word, clear, mask=word * 32 < reach)
-                tl.store(taken + word, clear, mask=word * 32 < reach)
+                tl.store(seen + word, clear, mask=word * 32 < allowed)
+                tl.store(taken + word, clear, mask=word * 32 < allowed)
             tl.debug_barrier()
 
-            drawn, scale = _poisson(total_mass * stretch, seed, place, stream, head), _LIMIT / total_mass
+            drawn, scale = _poisson(total_mass * stretch, seed, position, sequence_id, head), WORD_RANGE / total_mass
             for begin in range(0, drawn, WORDS):
                 step = tl.arange(0, WORDS)
                 there = begin + step < drawn
-                one, two, three, _four = _words(seed, begin + step, place, stream, head | _PROPOSAL)
+                one, two, three, _four = _row_words(seed, begin + step, position, sequence_id, head | _PURPOSE_PROPOSAL)
                 share = two.to(tl.int64)
-                block = _first_above(mass, 1, reach * 0 + BLOCKS, one.to(tl.int64).to(tl.float64), scale)
+                block = _first_above(mass, 1, allowed * 0 + BLOCKS, one.to(tl.int64).to(tl.float64), scale)
                 known = tl.minimum(block, BLOCKS - 1)
                 target = (share.to(tl.float64) + 0.5) * 2.0**-32 * tl.load(whole + known)
                 here = _first_above(sums + slot * BLOCKS + known, BLOCKS, panel, target, None)
                 base = tl.load(sums + (slot + here - 1) * BLOCKS + known, mask=here > 0, other=0)
                 chosen = here * _PANEL
-                for some in range(0, _PANEL, PART):
-                    number = (here * _PANEL + some)[:, None] + tl.arange(0, PART)[None, :]
-                    inside = number < reach
-                    z = tl.load(key + (own + number) * BLOCKS + known[:, None], mask=inside, other=0).to(tl.float64)
+                for some in range(0, _PANEL, KEYS_PER_SCAN):
+                    number = (here * _PANEL + some)[:, None] + tl.arange(0, KEYS_PER_SCAN)[None, :]
+                    inside = number < allowed
+                    z = tl.load(member + (own + number) * BLOCKS + known[:, None], mask=inside, other=0).to(tl.float64)
                     below = inside & (tl.cumsum(z, 1) + base[:, None] <= target[:, None])
                     chosen += tl.sum(below.to(tl.int64), 1)
                     base += tl.sum(z, 1)
                 chosen = tl.minimum(chosen, here * _PANEL + _PANEL - 1)
-                chosen = tl.where(block < BLOCKS, tl.minimum(chosen, reach - 1), share * reach >> 32)
+                chosen = tl.where(block < BLOCKS, tl.minimum(chosen, allowed - 1), share * allowed >> 32)
 
                 again = (chosen[:, None] == chosen[None, :]) & (step[:, None] > step[None, :])
                 new = there & (tl.sum(again.to(tl.int32), 1) == 0)
@@ -371,150 +381,170 @@ def _proposals(
                 mark = tl.full(bit.shape, 1, tl.int32) << bit
                 new &= (tl.atomic_or(seen + chosen // 32, mark, mask=new) >> bit & 1) == 0
                 if not FASTRG:
-                    p = _products(rate, row, key, own + chosen, new, BLOCKS, TILE) + eta
-                    new &= three.to(tl.int64).to(tl.float64) * -_expm1(-stretch * p) < p * _LIMIT
+                    p = _pair_probs(rate, row, member, own + chosen, new, BLOCKS, TILE) + eta
+                    new &= three.to(tl.int64).to(tl.float64) * -_expm1(-stretch * p) < p * WORD_RANGE
                 tl.atomic_or(taken + chosen // 32, mark, mask=new.to(tl.int64) * writing != 0)
                 used += tl.sum(new.to(tl.int64), 0)
                 tl.debug_barrier()
             tl.store(ptr + row + 1, used, mask=writing == 0)
             if writing != 0:
                 used = tl.load(ptr + row)
-                for first in range(0, (reach + 31) // 32, 8):
+                for first in range(0, (allowed + 31) // 32, 8):
                     word, step = first + tl.arange(0, 8), tl.arange(0, 32)
-                    mark = tl.load(taken + word, mask=word * 32 < reach, other=0, volatile=True)
+                    mark = tl.load(taken + word, mask=word * 32 < allowed, other=0, volatile=True)
                     keep = tl.reshape((mark[:, None] >> step[None, :] & 1) != 0, [256])
-                    used = _kept(col, used, shift + 32 * first + tl.arange(0, 256), keep, writing)
+                    used = _append_keys(col, used, shift + 32 * first + tl.arange(0, 256), keep, writing)
             tl.debug_barrier()
 
 
 @triton.jit
-def tossed(seed, begin, place, stream, head, ROWS: tl.constexpr):
-    """Random words of the pairs of some rows and 64 keys from ``begin`` on, ``[ROWS, 64]``; see :func:`.toss`."""
+def bernoulli_words(seed, begin, position, sequence_id, head, ROWS: tl.constexpr):
+    """Random words of pairs, ``[ROWS, 64]``, with 64 keys from ``begin`` on; see :func:`.bernoulli_draws`."""
     counter, part = tl.arange(0, 16)[None, :], begin // 64 % 4
-    one, two, three, four = _words(seed, begin // 256 * 16 + counter, place[:, None], stream, head | _COIN_BYTE)
+    one, two, three, four = _row_words(
+        seed, begin // 256 * 16 + counter, position[:, None], sequence_id, head | _PURPOSE_BERNOULLI_BYTE
+    )
     word = tl.where(part == 0, one, tl.where(part == 1, two, tl.where(part == 2, three, four)))
     byte = tl.reshape(word[:, :, None] >> (8 * tl.arange(0, 4))[None, None, :] & 255, [ROWS, 64])
-    one, two, three, four = _words(seed, begin // 4 + counter, place[:, None], stream, head | _COIN_REST)
+    one, two, three, four = _row_words(
+        seed, begin // 4 + counter, position[:, None], sequence_id, head | _PURPOSE_BERNOULLI_REST
+    )
     rest = tl.reshape(tl.join(tl.join(one, three), tl.join(two, four)), [ROWS, 64]) >> 8
     return byte << 24 | rest
 
 
-@kernel
-def _coins(
-    rate, key, floats, tasks, query_ptr, key_ptr, sequence_ids, ptr, col, segments: tl.int64, queries: tl.int64,
+@triton_kernel
+def _pairs_kernel(
+    rate, member, floats, tasks, query_ptr, key_ptr, sequence_ids, ptr, col, segments: tl.int64, queries: tl.int64,
     keys: tl.int64, seed: tl.int64, exploration: tl.int64, writing: tl.int64, limit: tl.int64, blocks: tl.int64,
     CAUSAL: tl.constexpr, FASTRG: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """One coin for each pair of some rows and 64 keys: edge iff its word lies below p * 2**32; see :func:`.toss`.
+    """One Bernoulli draw for each pair of some rows and 64 keys: an edge if its word is less than p * 2**32; see
+    :func:`.bernoulli_draws`.
 
     Bounds in float32 decide almost all of them. Where one is not sure, or a probability may exceed ``limit``, float64
     decides on all of these rows and keys. All terms of a probability are positive, so relative errors do not grow in
-    sums; beside products and sums, factors, exploration, bounds and words are rounded. Rates and memberships have
-    tokens last, ``[H, K, N]`` and ``[H, K, M]``.
+    sums; in addition to products and sums, factors, exploration, bounds and words are rounded. Rates and memberships
+    have tokens last, ``[H, K, N]`` and ``[H, K, M]``.
     """
     error = (blocks + 16).to(tl.float32) * 2.0**-24
     slack: tl.constexpr = 2.0**-20 if FASTRG else 0.0  # of the exponential
     head, query = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row = head * queries + query
     task = tl.load(tasks + row, mask=query < queries, other=3)
-    tossing, sequences = task % 4 == _COINS, task // 4
-    used = tl.load(ptr + row, mask=tossing.to(tl.int64) * writing != 0, other=0)
+    by_pairs, sequences = task % 4 == _BY_PAIRS, task // 4
+    used = tl.load(ptr + row, mask=by_pairs.to(tl.int64) * writing != 0, other=0)
     highest = tl.zeros([ROWS], tl.float64)
-    least, most = tl.min(tl.where(tossing, sequences, 2**62), 0), tl.max(tl.where(tossing, sequences, -1), 0)
+    least, most = tl.min(tl.where(by_pairs, sequences, 2**62), 0), tl.max(tl.where(by_pairs, sequences, -1), 0)
     for sequence in range(least, most + 1):
-        shift, stream = tl.load(key_ptr + sequence), tl.load(sequence_ids + sequence)
-        place, reach = query - tl.load(query_ptr + sequence), tl.load(key_ptr + sequence + 1) - shift
+        shift, sequence_id = tl.load(key_ptr + sequence), tl.load(sequence_ids + sequence)
+        position, allowed = query - tl.load(query_ptr + sequence), tl.load(key_ptr + sequence + 1) - shift
         if CAUSAL:
-            reach = tl.minimum(reach, place + 1)
-        mine = tossing & (sequences == sequence)
-        reach = tl.where(mine, reach, 0)
-        for begin in range(0, tl.max(reach, 0), 64):
+            allowed = tl.minimum(allowed, position + 1)
+        mine = by_pairs & (sequences == sequence)
+        allowed = tl.where(mine, allowed, 0)
+        for begin in range(0, tl.max(allowed, 0), 64):
             number = begin + tl.arange(0, 64)
-            there, inside = number < tl.max(reach, 0), number[None, :] < reach[:, None]
-            coin = tossed(seed, begin, place, stream, head, ROWS)
+            there, inside = number < tl.max(allowed, 0), number[None, :] < allowed[:, None]
+            word = bernoulli_words(seed, begin, position, sequence_id, head, ROWS)
             low = tl.zeros([ROWS, 64], tl.float32)
             for block in range(blocks):
                 y = tl.load(rate + (head * blocks + block) * queries + query, mask=mine, other=0).to(tl.float32)
-                z = tl.load(key + (head * blocks + block) * keys + shift + number, mask=there, other=0).to(tl.float32)
+                z = tl.load(member + (head * blocks + block) * keys + shift + number, mask=there, other=0).to(
+                    tl.float32
+                )
                 low += y[:, None] * z[None, :]
-            low += real(exploration, tl.float32)
+            low += from_bits(exploration, tl.float32)
             if FASTRG:
                 low = 1 - tl.exp(-low)
             least_p, most_p = low * (1 - error) - slack, low * (1 + error) + slack
-            needed = (coin.to(tl.float32) + 1) * 2.0**-32
+            needed = (word.to(tl.float32) + 1) * 2.0**-32
             hit = inside & (least_p >= needed)
-            sure = (hit | (most_p < needed)) & (most_p <= real(limit, tl.float32))
+            sure = (hit | (most_p < needed)) & (most_p <= from_bits(limit, tl.float32))
             if tl.min(tl.where(inside, sure.to(tl.int32), 1)) == 0:
                 p = tl.zeros([ROWS, 64], tl.float64)
                 for block in range(blocks):
                     y = tl.load(rate + (head * blocks + block) * queries + query, mask=mine, other=0).to(tl.float64)
-                    z = tl.load(key + (head * blocks + block) * keys + shift + number, mask=there, other=0)
+                    z = tl.load(member + (head * blocks + block) * keys + shift + number, mask=there, other=0)
                     p += y[:, None] * z.to(tl.float64)[None, :]
-                p += real(exploration, tl.float64)
+                p += from_bits(exploration, tl.float64)
                 if FASTRG:
                     p = -_expm1(-p)
                 p = tl.where(inside, p, 0)
                 highest = tl.maximum(highest, tl.max(p, 1))
-                hit = inside & (coin.to(tl.int64) < (tl.minimum(p, 1) * _LIMIT).to(tl.int64))
+                hit = inside & (word.to(tl.int64) < (tl.minimum(p, 1) * WORD_RANGE).to(tl.int64))
             count = hit.to(tl.int64)
             target = col + used[:, None] + tl.cumsum(count, 1) - count
             found = (shift + number)[None, :].to(col.dtype.element_ty)
             tl.store(target, tl.broadcast_to(found, [ROWS, 64]), mask=count * writing != 0)
             used += tl.sum(count, 1)
-    tl.store(ptr + row + 1, used, mask=tossing.to(tl.int64) > writing)
-    tl.store(floats + 2 * segments + row, highest, mask=tossing.to(tl.int64) > writing)
+    tl.store(ptr + row + 1, used, mask=by_pairs.to(tl.int64) > writing)
+    tl.store(floats + 2 * segments + row, highest, mask=by_pairs.to(tl.int64) > writing)
 
 
 # ------------------------------------------------------------------ the op
 
 
 def sample_sbm(
-    query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, sequence_ids: Tensor, seed: int, method: str,
+    rate: Tensor, member: Tensor, query_ptr: Tensor, key_ptr: Tensor, sequence_ids: Tensor, seed: int, method: str,
     exploration: float, clamp: bool, is_causal: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    (heads, queries, blocks), keys, sequences = query.shape, key.size(1), query_ptr.numel() - 1
-    rows, device = heads * queries, query.device
+    (heads, queries, blocks), keys, sequences = rate.shape, member.size(1), query_ptr.numel() - 1
+    rows, device = heads * queries, rate.device
     if not rows * keys * blocks:
         return reference_sampling.sample_sbm(
-            query, key, query_ptr, key_ptr, sequence_ids, seed, method, exploration, clamp, is_causal
+            rate, member, query_ptr, key_ptr, sequence_ids, seed, method, exploration, clamp, is_causal
         )
     query_ptr, key_ptr, sequence_ids = (x.contiguous() for x in (query_ptr, key_ptr, sequence_ids))
-    rate, member, eta = query.detach().contiguous(), key.detach().contiguous(), bits(exploration)
-    slots, query_slots = (tokens // reference_sampling.PANEL + sequences for tokens in (keys, queries))
+    rate, member, eta = rate.detach().contiguous(), member.detach().contiguous(), float_bits(exploration)
+    slots, query_slots = (tokens // reference_sampling.KEYS_PER_PANEL + sequences for tokens in (keys, queries))
     sums = torch.empty(2, heads, slots, blocks, dtype=torch.float64, device=device)
     floats = torch.empty(3, rows, dtype=torch.float64, device=device)  # bounds, factors, largest probabilities
     tasks, counts = query_ptr.new_empty(rows), query_ptr.new_zeros(rows + 1)
     tile, law = {"BLOCKS": blocks, "TILE": 16}, {"CAUSAL": is_causal, "FASTRG": method == "fastrg"}
-    one, two, four = ({"num_warps": warps, "enable_fp_fusion": False, "maxnreg": MOST} for warps in (1, 2, 4))
-    launch(_panels, (slots, heads), member, key_ptr, sums, sequences, keys, slots, **tile, **four)
+    one, two, four = ({"num_warps": warps, "enable_fp_fusion": False, "maxnreg": MAX_REGISTERS} for warps in (1, 2, 4))
+    launch(_panel_sums_kernel, (slots, heads), member, key_ptr, sums, sequences, keys, slots, **tile, **four)
     parts = heads * triton.cdiv(blocks, tile["TILE"])
-    launch(_join, (sequences, parts), sums, key_ptr, slots, heads, JOINED=JOINED, **tile, **four)
-    costs = (bits(reference_sampling.PROPOSAL_COST), bits(reference_sampling.GAP_COST))
     launch(
-        _plan, (query_slots, heads), rate, member, sums, query_ptr, key_ptr, floats, tasks, sequences, queries, keys,
-        slots, eta, *costs, **law, **tile, **four,
+        _join_panels_kernel,
+        (sequences, parts),
+        sums,
+        key_ptr,
+        slots,
+        heads,
+        PANELS_PER_STEP=PANELS_PER_STEP,
+        **tile,
+        **four,
+    )
+    costs = (float_bits(reference_sampling.PROPOSAL_COST), float_bits(reference_sampling.GAP_COST))
+    launch(
+        _plan_kernel, (query_slots, heads), rate, member, sums, query_ptr, key_ptr, floats, tasks, sequences, queries,
+        keys, slots, eta, *costs, **law, **tile, **four,
     )  # fmt: skip
 
     marked = triton.cdiv(keys, 32)
-    programs = max(1, min(rows, ROOM // (8 * marked + 16 * blocks)))
+    programs = max(1, min(rows, MAX_PROPOSAL_BYTES // (8 * marked + 16 * blocks)))
     table = torch.empty(programs, 2, blocks, dtype=torch.float64, device=device)
     marks = torch.empty(programs, 2, marked, dtype=torch.int32, device=device)
     given = (rate, member, floats, tasks, query_ptr, key_ptr, sequence_ids)
     turned = rate.mT.contiguous(), member.mT.contiguous()  # neighbours in memory are tokens
-    sizes, most = (rows, queries, keys), 1 + 1e-5 + exploration
-    limit = bits(1e38 if clamp or method == "fastrg" else most)  # 1e38: what is no number is decided on in float64
+    sizes, most = (rows, queries, keys), reference_sampling.MAX_PROB + exploration
+    limit = float_bits(1e38 if clamp or method == "fastrg" else most)  # beyond 1e38, and for NaN, float64 decides
 
     def draw(ptr: Tensor, col: Tensor, writing: int) -> None:
         ends = (seed, eta, writing)
         if method != "fastrg":
-            launch(_gaps, rows, *given, ptr, col, *sizes, *ends, CAUSAL=is_causal, WORDS=LANDED, **tile, **one)
+            launch(
+                _gaps_kernel, rows, *given, ptr, col, *sizes, *ends, CAUSAL=is_causal, WORDS=GAP_WORDS, **tile, **one
+            )
         launch(
-            _proposals, programs, *given, ptr, col, sums, table, marks, *sizes, slots, *ends, WORDS=PROPOSED, PART=PART,
-            **law, **tile, **two,
+            _proposals_kernel, programs, *given, ptr, col, sums, table, marks, *sizes, slots, *ends,
+            WORDS=PROPOSAL_WORDS, KEYS_PER_SCAN=KEYS_PER_SCAN, **law, **tile, **two,
         )  # fmt: skip
-        tiles = (triton.cdiv(queries, TOSSED), heads)
+        tiles = (triton.cdiv(queries, PAIR_ROWS), heads)
         launch(
-            _coins, tiles, *turned, *given[2:], ptr, col, *sizes, *ends, limit, blocks, ROWS=TOSSED, **law, **four
+            _pairs_kernel, tiles, *turned, *given[2:], ptr, col, *sizes, *ends, limit, blocks, ROWS=PAIR_ROWS, **law,
+            **four
         )  # fmt: skip
 
     dtype = torch.int32 if keys < 2**31 else torch.int64
@@ -524,7 +554,7 @@ def sample_sbm(
     if highest == float("inf"):
         reference_sampling.check_expected(floats[2])
     if method == "bernoulli" and not clamp and highest > most:
-        raise ValueError(reference_sampling.over_one(highest - exploration))
+        raise ValueError(reference_sampling.probability_error(highest - exploration))
     col = torch.empty(int(edges), dtype=dtype, device=device)
     draw(rowptr, col, 1)
     return rowptr, col

@@ -1,12 +1,12 @@
-"""Attention over blocks of tokens in plain torch: the meaning of the ops over blocks, on every device.
+"""Attention over blocks of tokens in plain torch: the reference of the ops over blocks, which runs on any device.
 
 In: tokens of all heads, and compressed rows over their blocks. Out: tokens, or numbers for each pair of blocks. Not
-here: rows over single tokens (``reference``), and who chose the blocks.
+here: rows over single tokens (:mod:`.edges`), and the choice of blocks.
 
-Each sequence is cut into blocks of ``grain`` tokens from its beginning; its last block may be shorter. Row
+Each sequence is cut into blocks of ``block_size`` tokens from its beginning; its last block may be shorter. Row
 ``h * n + I`` of ``rowptr`` [H*n+1] holds the key blocks ``col`` [E] of query block I, ascending. In causal graphs a
 block meets itself by the tokens that are not later, and no later block. Attention of a row is that over each of its
-blocks alone, weighted by the sums of their weights.
+blocks alone, weighted by the sums of the block's weights.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from ..memo import Kept
+from ..memo import TensorMemo
 from .effects import find_edges, leave_one_out
 from .random_words import dropout_keeps, dropout_words
-from .segments import edge_row, segments, wide
+from .segments import Rows, edge_row, segments, upcast
 
 __all__ = [
     "Cut",
@@ -30,31 +30,34 @@ __all__ = [
     "block_attention_backward",
     "block_effect",
     "block_weight",
+    "cut_blocks",
     "cut_rows",
-    "sides",
-    "split_gains",
+    "pair_gains",
 ]
 
-SCORES = 2**18  # of pairs of tokens at a time
-Keep = Callable[[Tensor, Tensor], Tensor]
+SCORES_PER_CHUNK = 2**18
+"""Scores of pairs of tokens that are held at a time."""
+DropoutFactors = Callable[[Tensor, Tensor], Tensor]
+"""From query blocks and key blocks ``[e]`` to the factors of their weights, ``[e, block_size, block_size]``."""
 
 
 class Cut:
-    """How the tokens of one side are cut into blocks.
+    """The blocks of queries, or of keys: where each begins, and how many tokens it has.
 
     Args:
         ptr: Offsets of the sequences, ``[B+1]``.
         total: Number of tokens N.
-        grain: Tokens of a block.
-        count: Number of blocks n, if it is known; else the host waits for it.
+        block_size: Tokens of a block.
+        count: Number of blocks n. None: it is read from the device.
     """
 
-    def __init__(self, ptr: Tensor, total: int, grain: int, count: int | None = None) -> None:
-        counts = -(-ptr.diff() // grain)  # rounded up, for any grain
+    def __init__(self, ptr: Tensor, total: int, block_size: int, count: int | None = None) -> None:
+        counts = -(-ptr.diff() // block_size)  # rounded up, for any block_size
         self.ptr = torch.cat([counts.new_zeros(1), counts.cumsum(0)])  # [B+1], of the blocks
-        self.tokens, self.total, self.grain = ptr.clone(), total, grain  # as they are now; later parts look at them
+        self.tokens = ptr.clone()  # offsets of the tokens, which no later change of `ptr` reaches
+        self.total, self.block_size = total, block_size
         self.count = int(self.ptr[-1]) if count is None else count
-        self.whole = self.count * grain == total  # no block is short
+        self.whole = self.count * block_size == total  # no block is short
 
     @cached_property
     def sequence(self) -> Tensor:
@@ -62,111 +65,115 @@ class Cut:
         return torch.repeat_interleave(self.ptr.diff(), output_size=self.count)
 
     @cached_property
-    def place(self) -> Tensor:
+    def position(self) -> Tensor:
         """Number of each block in its sequence, ``[n]``."""
         return torch.arange(self.count, device=self.ptr.device) - self.ptr[self.sequence]
 
     @cached_property
     def first(self) -> Tensor:
         """First token of each block, ``[n]``."""
-        return self.tokens[self.sequence] + self.grain * self.place
+        return self.tokens[self.sequence] + self.block_size * self.position
 
     @cached_property
     def length(self) -> Tensor:
         """Number of tokens of each block, ``[n]``."""
-        return (self.tokens[1:][self.sequence] - self.first).clamp(max=self.grain)
+        return (self.tokens[1:][self.sequence] - self.first).clamp(max=self.block_size)
 
     @cached_property
     def table(self) -> Tensor:
         """First token, length, and number in its sequence of each block, ``[3, n]``."""
-        return torch.stack([self.first, self.length, self.place])
+        return torch.stack([self.first, self.length, self.position])
 
     @cached_property
     def slot(self) -> Tensor:
         """Where each token stands among the slots of all blocks, ``[N]``."""
         block = torch.repeat_interleave(self.length, output_size=self.total)
-        return block * self.grain + torch.arange(self.total, device=self.ptr.device) - self.first[block]
+        return block * self.block_size + torch.arange(self.total, device=self.ptr.device) - self.first[block]
 
     def split(self, x: Tensor) -> Tensor:
-        """Blocks ``[H*n, grain, C]`` of tokens ``[H, N, C]``; slots without a token hold zeros."""
+        """Blocks ``[H*n, block_size, C]`` of tokens ``[H, N, C]``; slots without a token hold zeros."""
         if self.whole:
-            return x.reshape(x.size(0) * self.count, self.grain, x.size(2))
-        slots = x.new_zeros(x.size(0), self.count * self.grain, x.size(2))
-        return slots.index_copy_(1, self.slot, x).view(x.size(0) * self.count, self.grain, x.size(2))
+            return x.reshape(x.size(0) * self.count, self.block_size, x.size(2))
+        slots = x.new_zeros(x.size(0), self.count * self.block_size, x.size(2))
+        return slots.index_copy_(1, self.slot, x).view(x.size(0) * self.count, self.block_size, x.size(2))
 
     def join(self, x: Tensor, heads: int) -> Tensor:
-        """Tokens ``[H, N, C]`` of blocks ``[H*n, grain, C]``."""
-        x = x.reshape(heads, self.count * self.grain, x.size(2))
+        """Tokens ``[H, N, C]`` of blocks ``[H*n, block_size, C]``."""
+        x = x.reshape(heads, self.count * self.block_size, x.size(2))
         return x if self.whole else x.index_select(1, self.slot)
 
 
-_CUTS = Kept()
+_CUTS = TensorMemo()
 
 
-def _cut(ptr: Tensor, total: int, grain: int, count: int | None) -> Cut:
-    """A cut, which is kept for as long as ``ptr`` lives: pooling, attention, its backward pass and effects share it."""
+def _cached_cut(ptr: Tensor, total: int, block_size: int, count: int | None) -> Cut:
+    """A cut that is kept with ``ptr``: pooling, attention, its backward pass and effects share it."""
     if torch.compiler.is_compiling():
-        return Cut(ptr, total, grain, count)
-    return _CUTS.get(partial(Cut, count=count), ptr, total, grain)
+        return Cut(ptr, total, block_size, count)
+    return _CUTS.get(partial(Cut, count=count), ptr, total, block_size)
 
 
-def sides(
+def cut_blocks(
     totals: tuple[int, int],
     ptrs: tuple[Tensor, Tensor],
-    grain: int,
+    block_size: int,
     counts: tuple[int | None, int | None] = (None, None),
 ) -> tuple[Cut, Cut]:
-    """How queries and keys are cut: one cut where they are the same."""
-    mine = _cut(ptrs[0], totals[0], grain, counts[0])
+    """Cut queries and keys into blocks: one cut for both if they are the same tokens."""
+    mine = _cached_cut(ptrs[0], totals[0], block_size, counts[0])
     same = ptrs[1] is ptrs[0] and totals[0] == totals[1]
-    return mine, mine if same else _cut(ptrs[1], totals[1], grain, counts[1])
+    return mine, mine if same else _cached_cut(ptrs[1], totals[1], block_size, counts[1])
 
 
-def cut_rows(rowptr: Tensor, query: Tensor, key: Tensor, ptrs: tuple[Tensor, Tensor], grain: int) -> tuple[Cut, Cut]:
-    """The same, where rows tell how many blocks of queries there are."""
+def cut_rows(
+    rowptr: Tensor, query: Tensor, key: Tensor, ptrs: tuple[Tensor, Tensor], block_size: int
+) -> tuple[Cut, Cut]:
+    """The same, with the number of query blocks from the rows."""
     counts = (rowptr.numel() - 1) // query.size(0), None
-    return sides((query.size(1), key.size(1)), ptrs, grain, counts)
+    return cut_blocks((query.size(1), key.size(1)), ptrs, block_size, counts)
 
 
 class Pairs:
-    """Pairs of a query block and a key block, and which tokens of them meet.
+    """Pairs of a query block and a key block, and the pairs of tokens in them that may attend.
 
     Args:
         rowptr, col: The pairs, in compressed rows.
-        cuts: Of both sides.
-        is_causal: Whether no query meets a later key.
+        cuts: Cuts of queries and of keys.
+        is_causal: No query attends to a later key.
     """
 
     def __init__(self, rowptr: Tensor, col: Tensor, cuts: tuple[Cut, Cut], is_causal: bool) -> None:
         query, key = cuts
         self.row, col = edge_row(rowptr, col.numel()), col.long()  # [E], among the blocks of all heads, as `key`
         self.key = torch.div(self.row, query.count, rounding_mode="floor") * key.count + col
-        self.grain = query.grain
+        self.block_size = query.block_size
         self.length = None if key.whole else key.length[col]  # [E] tokens of the key block
-        self.lag = query.place[self.row % query.count] - key.place[col] if is_causal else None  # [E] blocks
+        self.lag = query.position[self.row % query.count] - key.position[col] if is_causal else None  # [E] blocks
 
     def __len__(self) -> int:
         return self.row.numel()
 
     def allowed(self, which: Tensor) -> Tensor | None:
-        """Which tokens meet in some of the pairs, bool, to be broadcast to ``[..., grain, grain]``; None for all."""
-        slot, found = torch.arange(self.grain, device=which.device), None
+        """Mask of the tokens that attend in some pairs, broadcast to ``[..., block_size, block_size]``; None: all."""
+        slot, found = torch.arange(self.block_size, device=which.device), None
         if self.length is not None:
             found = (slot < self.length[which][..., None])[..., None, :]
         if self.lag is not None:
-            early = slot <= slot[:, None] + self.grain * self.lag[which][..., None, None]
+            early = slot <= slot[:, None] + self.block_size * self.lag[which][..., None, None]
             found = early if found is None else found & early
         return found
 
     def scores(
         self, query: Tensor, key: Tensor, bias: Tensor | None, scale: float
     ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        """Scores of all tokens of a few pairs at a time, from blocks ``[n, grain, C]`` in float32 or better.
+        """Scores of all tokens of a few pairs at a time, from blocks ``[n, block_size, C]`` in float32 or better.
 
         Yields:
-            The pairs ``[e]``, their query blocks and key blocks ``[e]``, and the scores ``[e, grain, grain]``.
+            Pairs ``[e]``, their query blocks and key blocks ``[e]``, and scores ``[e, block_size, block_size]``.
         """
-        for which in torch.arange(len(self), device=self.row.device).split(max(1, SCORES // self.grain**2)):
+        for which in torch.arange(len(self), device=self.row.device).split(
+            max(1, SCORES_PER_CHUNK // self.block_size**2)
+        ):
             row, block = self.row[which], self.key[which]
             score = torch.bmm(query[row], key[block].mT).mul_(scale)
             score = score if bias is None else score.add_(bias[which])
@@ -175,16 +182,22 @@ class Pairs:
             yield which, row, block, score
 
     def sums(
-        self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float, keep: Keep | None = None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        bias: Tensor | None,
+        scale: float,
+        keep: DropoutFactors | None = None,
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """For a few pairs at a time, and each token of the query block, what the tokens of the key block come to.
+        """Attention of each query over the tokens of one key block, for a few pairs of blocks at a time.
 
         Args:
-            keep: From query blocks and key blocks ``[e]`` to the factors of weights ``[e, grain, grain]``, or None.
+            keep: Factors of dropout, or None.
 
         Yields:
-            The pairs ``[e]``; the logarithm of the summed weights, ``[e, grain]``; and the mean of the values, ``[e,
-            grain, C']``.
+            Pairs ``[e]``; the logarithm of the summed weights, ``[e, block_size]``; and the mean of the values, ``[e,
+            block_size, C']``.
         """
         for which, row, block, score in self.scores(query, key, bias, scale):
             top = score.amax(-1, keepdim=True).clamp_(min=torch.finfo(score.dtype).min)
@@ -196,7 +209,7 @@ class Pairs:
 
 
 def _normalise(logit: Tensor, row: Tensor, rowptr: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights of the pairs of each row, ``[E, grain]``, and the log of their sum, ``[rows, grain]``."""
+    """Weights of the pairs of each row, ``[E, block_size]``, and the log of their sum, ``[rows, block_size]``."""
     index = row[:, None].expand_as(logit)
     top = logit.new_full((rowptr.numel() - 1, logit.size(1)), -math.inf).scatter_reduce(0, index, logit, "amax")
     top = top.clamp(min=torch.finfo(top.dtype).min)
@@ -205,8 +218,10 @@ def _normalise(logit: Tensor, row: Tensor, rowptr: Tensor) -> tuple[Tensor, Tens
     return weight / total[row].clamp(min=torch.finfo(top.dtype).tiny), top + total.log()
 
 
-def _dropout(cuts: tuple[Cut, Cut], heads: int, dropout: float, seed: int, like: Tensor) -> Keep | None:
-    """Factors of the weights of pairs of blocks: 0 where dropout drops, else what it keeps is raised to."""
+def _dropout_factors(
+    cuts: tuple[Cut, Cut], heads: int, dropout: float, seed: int, like: Tensor
+) -> DropoutFactors | None:
+    """Factors of the weights of pairs of blocks: 0 for dropped pairs, else ``1 / (1 - dropout)``. None: no dropout."""
     if dropout == 0:
         return None
     words = dropout_words(heads, cuts[0].total, cuts[1].total, seed, cuts[0].ptr.device)
@@ -218,20 +233,20 @@ def _dropout(cuts: tuple[Cut, Cut], heads: int, dropout: float, seed: int, like:
     return keep
 
 
-def _blocks(cuts: tuple[Cut, Cut], query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return wide(cuts[0].split(query)), wide(cuts[1].split(key)), wide(cuts[1].split(value))
+def _split_tokens(cuts: tuple[Cut, Cut], query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return upcast(cuts[0].split(query)), upcast(cuts[1].split(key)), upcast(cuts[1].split(value))
 
 
 def block_attention(
     query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor, col: Tensor, query_ptr: Tensor, key_ptr: Tensor,
-    grain: int, is_causal: bool, bias: Tensor | None, scale: float, dropout: float = 0.0, seed: int = 0,
+    block_size: int, is_causal: bool, bias: Tensor | None, scale: float, dropout: float = 0.0, seed: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    cuts = cut_rows(rowptr, query, key, (query_ptr, key_ptr), grain)
+    cuts = cut_rows(rowptr, query, key, (query_ptr, key_ptr), block_size)
     pairs = Pairs(rowptr, col, cuts, is_causal)
-    blocks = _blocks(cuts, query, key, value)
-    logit = blocks[0].new_empty(len(pairs), grain)
+    blocks = _split_tokens(cuts, query, key, value)
+    logit = blocks[0].new_empty(len(pairs), block_size)
     mean = logit.new_empty(*logit.shape, value.size(2))
-    for which, *each in pairs.sums(*blocks, bias, scale, _dropout(cuts, query.size(0), dropout, seed, logit)):
+    for which, *each in pairs.sums(*blocks, bias, scale, _dropout_factors(cuts, query.size(0), dropout, seed, logit)):
         logit[which], mean[which] = each
     weight, total = _normalise(logit, pairs.row, rowptr)
     out = segments(weight[..., None] * mean, rowptr)
@@ -241,17 +256,17 @@ def block_attention(
 
 def block_attention_backward(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor, col: Tensor, query_ptr: Tensor,
-    key_ptr: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, grain: int, is_causal: bool, scale: float,
+    key_ptr: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, block_size: int, is_causal: bool, scale: float,
     dropout: float, seed: int, need_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    cuts = cut_rows(rowptr, query, key, (query_ptr, key_ptr), grain)
+    cuts = cut_rows(rowptr, query, key, (query_ptr, key_ptr), block_size)
     pairs = Pairs(rowptr, col, cuts, is_causal)
-    q, k, v = _blocks(cuts, query, key, value)
-    grad = wide(cuts[0].split(grad_out))
-    total = cuts[0].split(lse[..., None])[..., 0]  # [rows, grain]
+    q, k, v = _split_tokens(cuts, query, key, value)
+    grad = upcast(cuts[0].split(grad_out))
+    total = cuts[0].split(lse[..., None])[..., 0]  # [rows, block_size]
     total = total.masked_fill(total == -torch.inf, 0)  # rows without a key, whose scores are all -inf
-    mean = (grad * wide(cuts[0].split(out))).sum(-1, keepdim=True)  # gain of each row
-    grads, keep = [torch.zeros_like(x) for x in (q, k, v)], _dropout(cuts, query.size(0), dropout, seed, q)
+    mean = (grad * upcast(cuts[0].split(out))).sum(-1, keepdim=True)  # gain of each row
+    grads, keep = [torch.zeros_like(x) for x in (q, k, v)], _dropout_factors(cuts, query.size(0), dropout, seed, q)
     grad_bias = [q.new_empty(0)]
     for _, row, block, score in pairs.scores(q, k, bias, scale):
         weight = score.sub_(total[row][..., None]).exp_()
@@ -270,26 +285,22 @@ def block_attention_backward(
     d_query, d_key, d_value = (x.to(like.dtype) for x, like in zip(found, (query, key, value), strict=True))
     if bias is None or not need_bias:
         return d_query, d_key, d_value, lse.new_empty(0)
-    return d_query, d_key, d_value, torch.cat(grad_bias).view(-1, grain, grain).to(bias.dtype)
+    return d_query, d_key, d_value, torch.cat(grad_bias).view(-1, block_size, block_size).to(bias.dtype)
 
 
-Set = tuple[Tensor, Tensor, Tensor | None]
-"""Pairs of blocks in compressed rows, and what is added to their scores."""
-
-
-def split_gains(
-    parts: tuple[Tensor, ...], sets: Sequence[Set], cuts: tuple[Cut, Cut], is_causal: bool, scale: float
+def pair_gains(
+    tokens: tuple[Tensor, ...], sets: Sequence[Rows], cuts: tuple[Cut, Cut], is_causal: bool, scale: float
 ) -> list[tuple[Tensor, Tensor]]:
-    """Attention of each pair by itself: the logarithm of the summed weights and the mean gain, ``[E, grain]``.
+    """Attention over each key block alone: the logarithm of the summed weights and the mean gain, ``[E, block_size]``.
 
     Args:
-        parts: Gradient of the output, queries, keys and values.
-        sets: Pairs.
+        tokens: Gradient of the output, queries, keys and values.
+        sets: Pairs of blocks.
     """
-    grad, blocks, found = wide(cuts[0].split(parts[0])), _blocks(cuts, *parts[1:]), []
+    grad, blocks, found = upcast(cuts[0].split(tokens[0])), _split_tokens(cuts, *tokens[1:]), []
     for rowptr, col, bias in sets:
         pairs = Pairs(rowptr, col, cuts, is_causal)
-        logit, gain = (grad.new_empty(len(pairs), cuts[0].grain) for _ in range(2))
+        logit, gain = (grad.new_empty(len(pairs), cuts[0].block_size) for _ in range(2))
         for which, logit[which], mean in pairs.sums(*blocks, bias, scale):
             gain[which] = (mean * grad.index_select(0, pairs.row[which])).sum(-1)
         found.append((logit, gain))
@@ -298,12 +309,13 @@ def split_gains(
 
 def block_effect(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor, col: Tensor, bias: Tensor | None,
-    probe_rowptr: Tensor, probe_col: Tensor, probe_bias: Tensor | None, query_ptr: Tensor, key_ptr: Tensor, grain: int,
-    is_causal: bool, scale: float, split: Callable[..., list[tuple[Tensor, Tensor]]] = split_gains,
+    probe_rowptr: Tensor, probe_col: Tensor, probe_bias: Tensor | None, query_ptr: Tensor, key_ptr: Tensor,
+    block_size: int, is_causal: bool, scale: float,
+    compute_gains: Callable[..., list[tuple[Tensor, Tensor]]] = pair_gains,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    cuts = cut_rows(rowptr, query, key, (query_ptr, key_ptr), grain)
-    sets = (rowptr, col, bias), (probe_rowptr, probe_col, probe_bias)
-    found = split((grad_out, query, key, value), sets, cuts, is_causal, scale)
+    cuts = cut_rows(rowptr, query, key, (query_ptr, key_ptr), block_size)
+    sets = Rows(rowptr, col, bias), Rows(probe_rowptr, probe_col, probe_bias)
+    found = compute_gains((grad_out, query, key, value), sets, cuts, is_causal, scale)
     edges, probes = (
         (edge_row(pointer, keys.numel()), *each) for (pointer, keys, _), each in zip(sets, found, strict=True)
     )
@@ -314,12 +326,12 @@ def block_effect(
 
 def block_weight(
     query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor, bias: Tensor | None, query_ptr: Tensor, key_ptr: Tensor,
-    grain: int, is_causal: bool, scale: float,
-    split: Callable[..., list[tuple[Tensor, Tensor]]] = split_gains,
+    block_size: int, is_causal: bool, scale: float,
+    compute_gains: Callable[..., list[tuple[Tensor, Tensor]]] = pair_gains,
 ) -> Tensor:  # fmt: skip
-    cuts, row = cut_rows(rowptr, query, key, (query_ptr, key_ptr), grain), edge_row(rowptr, col.numel())
+    cuts, row = cut_rows(rowptr, query, key, (query_ptr, key_ptr), block_size), edge_row(rowptr, col.numel())
     nothing = query[..., :0], query, key, key[..., :0]  # no values, so no gains
-    ((logit, _),) = split(nothing, [(rowptr, col, bias)], cuts, is_causal, scale)
+    ((logit, _),) = compute_gains(nothing, [Rows(rowptr, col, bias)], cuts, is_causal, scale)
     weight, _ = _normalise(logit, row, rowptr)
-    real = torch.arange(grain, device=col.device) < cuts[0].length[row % cuts[0].count][:, None]
+    real = torch.arange(block_size, device=col.device) < cuts[0].length[row % cuts[0].count][:, None]
     return weight.masked_fill(~real, 0).sum(-1).to(query.dtype)

@@ -1,9 +1,8 @@
 """Attention over edges in plain torch: the reference that each kernel is tested against.
 
-In and out: the tensors of the op schemas in :mod:`sbm_pyg.ops`; any device, any floating dtype. All rows are computed
-    at
-once: no loop over heads, sequences or rows, few operations, and few waits for the device (docs/kernels.md). Not here:
-checks of the arguments (the public ops do that).
+In and out: the tensors of the op schemas in :mod:`sbm_pyg.ops`; any device, any floating dtype. All rows are
+computed at once: no loop over heads, sequences or rows, few operations, and few waits for the device (docs/kernels.md).
+Not here: checks of the arguments, which the public ops make.
 
 Shapes: N queries, M keys, E edges, H heads, C channels; row ``r = h * N + i``.
 """
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .random_words import dropout_keeps, dropout_words
-from .segments import _segment_max, by_key, edge_row, segments, wide
+from .segments import by_key, edge_row, segment_max, segments, upcast
 
 
 def dropout_mask(rowptr: Tensor, col: Tensor, heads: int, num_keys: int, dropout: float, seed: int) -> Tensor:
@@ -28,22 +27,22 @@ def dropout_mask(rowptr: Tensor, col: Tensor, heads: int, num_keys: int, dropout
     return dropout_keeps(query.flatten()[row], key.flatten()[end], dropout)
 
 
-def _ends(query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor) -> tuple[Tensor, Tensor]:
+def _edge_ends(query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor) -> tuple[Tensor, Tensor]:
     """Row of the query and row of the key of each edge, in tensors flattened over heads."""
     row = edge_row(rowptr, col.numel())
     return row, torch.div(row, query.size(1), rounding_mode="floor") * key.size(1) + col
 
 
 def edge_dot(query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor) -> Tensor:
-    row, end = _ends(query, key, rowptr, col)
-    return (wide(query).flatten(0, 1)[row] * wide(key).flatten(0, 1)[end]).sum(-1).to(query.dtype)
+    row, end = _edge_ends(query, key, rowptr, col)
+    return (upcast(query).flatten(0, 1)[row] * upcast(key).flatten(0, 1)[end]).sum(-1).to(query.dtype)
 
 
 def edge_dot_backward(
     grad: Tensor, query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor, need_query: bool, need_key: bool
 ) -> tuple[Tensor, Tensor]:
-    _, end = _ends(query, key, rowptr, col)
-    weight, flat_query, flat_key = wide(grad)[:, None], wide(query).flatten(0, 1), wide(key).flatten(0, 1)
+    _, end = _edge_ends(query, key, rowptr, col)
+    weight, flat_query, flat_key = upcast(grad)[:, None], upcast(query).flatten(0, 1), upcast(key).flatten(0, 1)
     grad_query, grad_key = torch.zeros_like(query), torch.zeros_like(key)
     if need_query:
         grad_query = segments(weight * flat_key[end], rowptr).view(query.shape).to(query.dtype)
@@ -53,7 +52,7 @@ def edge_dot_backward(
     return grad_query, grad_key
 
 
-def _logits(
+def _scores_and_logits(
     query: Tensor,
     key: Tensor,
     row: Tensor,
@@ -64,16 +63,16 @@ def _logits(
     gate_form: str,
 ) -> tuple[Tensor, Tensor]:
     """Scaled scores and the logits that enter the softmax, a "weight" gate as its logarithm."""
-    score = (wide(query).flatten(0, 1)[row] * wide(key).flatten(0, 1)[end]).sum(-1) * scale
-    return score, logits(score, gate, bias, gate_form)
+    score = (upcast(query).flatten(0, 1)[row] * upcast(key).flatten(0, 1)[end]).sum(-1) * scale
+    return score, apply_gate_and_bias(score, gate, bias, gate_form)
 
 
-def logits(score: Tensor, gate: Tensor | None, bias: Tensor | None, gate_form: str) -> Tensor:
+def apply_gate_and_bias(score: Tensor, gate: Tensor | None, bias: Tensor | None, gate_form: str) -> Tensor:
     """Logits of scaled scores, in float32 or better."""
-    logit = wide(score)
+    logit = upcast(score)
     if gate is not None:
-        logit = wide(gate) * logit if gate_form == "score" else logit + wide(gate).log()
-    return logit if bias is None else logit + wide(bias)
+        logit = upcast(gate) * logit if gate_form == "score" else logit + upcast(gate).log()
+    return logit if bias is None else logit + upcast(bias)
 
 
 def edge_attention(
@@ -91,16 +90,16 @@ def edge_attention(
 ) -> tuple[Tensor, Tensor]:
     heads, num_queries = query.shape[:2]
     rows = heads * num_queries
-    row, end = _ends(query, key, rowptr, col)
-    _, logit = _logits(query, key, row, end, gate, bias, scale, gate_form)
-    top = _segment_max(logit, row, rows)
+    row, end = _edge_ends(query, key, rowptr, col)
+    _, logit = _scores_and_logits(query, key, row, end, gate, bias, scale, gate_form)
+    top = segment_max(logit, row, rows)
     top = torch.where(top == -math.inf, 0, top)  # a row whose edges are all forbidden has no edges
     weight = (logit - top[row]).exp()
     total = segments(weight, rowptr)
     alpha = weight / torch.where(total == 0, 1, total)[row]
     if dropout > 0:
         alpha = alpha * dropout_mask(rowptr, col, heads, key.size(1), dropout, seed) / (1 - dropout)
-    values = wide(value).flatten(0, 1)
+    values = upcast(value).flatten(0, 1)
     out = segments(alpha[:, None] * values[end], rowptr)
     lse = torch.where(total > 0, top + total.log(), torch.where(total.isnan(), total, -math.inf))
     return out.view(heads, num_queries, -1).to(value.dtype), lse.view(heads, num_queries)
@@ -124,18 +123,18 @@ def edge_attention_backward(
     need_gate: bool,
     need_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    row, end = _ends(query, key, rowptr, col)
-    score, logit = _logits(query, key, row, end, gate, bias, scale, gate_form)
+    row, end = _edge_ends(query, key, rowptr, col)
+    score, logit = _scores_and_logits(query, key, row, end, gate, bias, scale, gate_form)
     alpha = torch.where(logit == -math.inf, 0, (logit - lse.flatten()[row]).exp())
-    flat_grad, flat_query, flat_key, flat_value = (wide(x).flatten(0, 1) for x in (grad_out, query, key, value))
+    flat_grad, flat_query, flat_key, flat_value = (upcast(x).flatten(0, 1) for x in (grad_out, query, key, value))
     gain = (flat_grad[row] * flat_value[end]).sum(-1)
     kept = alpha
     if dropout > 0:
         keep = dropout_mask(rowptr, col, query.size(0), key.size(1), dropout, seed).to(alpha.dtype) / (1 - dropout)
         gain, kept = gain * keep, alpha * keep
-    mean_gain = (flat_grad * wide(out).flatten(0, 1)).sum(-1)
+    mean_gain = (flat_grad * upcast(out).flatten(0, 1)).sum(-1)
     grad_logit = alpha * (gain - mean_gain[row])
-    grad_score = grad_logit * scale if gate is None or gate_form == "weight" else grad_logit * scale * wide(gate)
+    grad_score = grad_logit * scale if gate is None or gate_form == "weight" else grad_logit * scale * upcast(gate)
     grad_query = segments(grad_score[:, None] * flat_key[end], rowptr)
     order, ptr, rows = by_key(rowptr, col, *key.shape[:2])
     grad_key = segments(grad_score[order][:, None] * flat_query[rows], ptr)
@@ -143,7 +142,7 @@ def edge_attention_backward(
     empty = grad_logit.new_empty(0)
     grad_gate = grad_bias = empty
     if gate is not None and need_gate:
-        grad_gate = (grad_logit * score if gate_form == "score" else grad_logit / wide(gate)).to(gate.dtype)
+        grad_gate = (grad_logit * score if gate_form == "score" else grad_logit / upcast(gate)).to(gate.dtype)
     if bias is not None and need_bias:
         grad_bias = grad_logit.to(bias.dtype, copy=True)
     return (

@@ -10,22 +10,18 @@ import math
 import torch
 from torch import Tensor
 
-from .edges import _ends, _logits, edge_dot
-from .segments import _segment_max, edge_row, segments, wide
-
-# ------------------------------------------------------------------ what an edge does to the loss
-
-ROUNDED = 1 + 1e-5
-"""Larger probabilities are not 1 by rounding: their edges are there whatever the model does."""
+from .edges import _edge_ends, _scores_and_logits, edge_dot
+from .sampling import MAX_PROB
+from .segments import edge_row, segment_max, segments, upcast
 
 
 def effect_weight(p: Tensor, eta: Tensor, probing: bool = False) -> Tensor:
-    """What the effect of an edge, or of a probe, counts for, given its probability and the chance of a probe there."""
-    part = torch.where(eta > 0, 0.5, 1.0).to(p.dtype)  # without probes edges stand for both sides
+    """Weight of the effect of an edge, or of a probe, from its probability p and the probability eta of a probe."""
+    part = torch.where(eta > 0, 0.5, 1.0).to(p.dtype)  # without probes the edges stand for absent pairs, too
     few = torch.minimum(p, part)
     seen = torch.maximum(eta + few - eta * few, few / part)
     weight = (seen - few) / (seen * (1 - few) * eta) if probing else 1 / seen
-    nothing = (p > ROUNDED) | (eta == 0) if probing else p > ROUNDED  # a probe that cannot be counts nothing
+    nothing = (p > MAX_PROB) | (eta == 0) if probing else p > MAX_PROB  # a probe of probability 0 has weight 0
     return torch.where(nothing, 0, weight)
 
 
@@ -37,8 +33,8 @@ def weigh_effect(
 
     ``chance`` is that of a probe ``[N]``, the same in every head. Edges that are ``forced`` ``[E]`` send none.
     """
-    eta = wide(chance)[edge_row(rowptr, prob.numel()) % chance.numel()]
-    grad = (wide(effect) * effect_weight(wide(prob) + exploration, eta, probing)).to(prob.dtype)
+    eta = upcast(chance)[edge_row(rowptr, prob.numel()) % chance.numel()]
+    grad = (upcast(effect) * effect_weight(upcast(prob) + exploration, eta, probing)).to(prob.dtype)
     return grad if forced is None else grad.masked_fill_(forced, 0)
 
 
@@ -52,7 +48,7 @@ def find_edges(edges: Tensor, probes: Tensor) -> Tensor:
 def leave_one_out(
     rowptr: Tensor, edges: tuple[Tensor, Tensor, Tensor], probes: tuple[Tensor, Tensor, Tensor], known: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The effect of each edge and of each probe, from the logarithms of their weights, and their gains.
+    """The effect of each edge and of each probe, from the logarithms of their weights and from their gains.
 
     Args:
         rowptr: Offsets of the rows among the edges.
@@ -65,12 +61,12 @@ def leave_one_out(
     # Weights and gains of each row without its heaviest edge, so that no other edge is ever subtracted from a sum that
     # it dominates.
     index = row.view(-1, *[1] * len(shape)).expand_as(logit)
-    place = torch.arange(row.numel(), device=row.device).view(-1, *[1] * len(shape)).expand_as(logit)
-    top = _segment_max(logit, index, rows)
-    heaviest = torch.where(logit == top[row], place, row.numel())
-    heaviest = place.new_full((rows, *shape), row.numel()).scatter_reduce(0, index, heaviest, "amin")
-    best = heaviest[row] == place
-    second = _segment_max(torch.where(best, -math.inf, logit), index, rows)
+    number = torch.arange(row.numel(), device=row.device).view(-1, *[1] * len(shape)).expand_as(logit)
+    top = segment_max(logit, index, rows)
+    heaviest = torch.where(logit == top[row], number, row.numel())
+    heaviest = number.new_full((rows, *shape), row.numel()).scatter_reduce(0, index, heaviest, "amin")
+    best = heaviest[row] == number
+    second = segment_max(torch.where(best, -math.inf, logit), index, rows)
     weight = torch.where(best | (second[row] == -math.inf), 0, (logit - second[row]).exp())
     rest, rest_gain = segments(weight, rowptr), segments(weight * gain, rowptr)
     ratio = torch.where(second == -math.inf, 0, (second - top).exp())
@@ -109,20 +105,20 @@ def edge_effect(
     chance: Tensor | None = None,
     exploration: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    sides = []
+    measured = []
     for pointer, tokens, extra in ((rowptr, col, bias), (probe_rowptr, probe_col, probe_bias)):
-        row, end = _ends(query, key, pointer, tokens)
-        _, logit = _logits(query, key, row, end, None, extra, scale, "score")
-        gain = (wide(grad_out).flatten(0, 1)[row] * wide(value).flatten(0, 1)[end]).sum(-1)
-        sides.append((row, end, logit, gain))
-    (row, end, logit, gain), (probe_row, _, probe_logit, probe_gain) = sides
+        row, end = _edge_ends(query, key, pointer, tokens)
+        _, logit = _scores_and_logits(query, key, row, end, None, extra, scale, "score")
+        gain = (upcast(grad_out).flatten(0, 1)[row] * upcast(value).flatten(0, 1)[end]).sum(-1)
+        measured.append((row, end, logit, gain))
+    (row, end, logit, gain), (probe_row, _, probe_logit, probe_gain) = measured
 
     found = find_edges(row * key.size(1) + col, probe_row * key.size(1) + probe_col)
     effect, probe_effect = leave_one_out(rowptr, (row, logit, gain), (probe_row, probe_logit, probe_gain), found)
     if rate is not None and member is not None and chance is not None:
-        eta = wide(chance).repeat(query.size(0))
+        eta = upcast(chance).repeat(query.size(0))
         p, probe_p = (
-            edge_dot(wide(rate), wide(member), pointer, tokens) + exploration
+            edge_dot(upcast(rate), upcast(member), pointer, tokens) + exploration
             for pointer, tokens in ((rowptr, col), (probe_rowptr, probe_col))
         )
         effect = effect * effect_weight(p, eta[row])

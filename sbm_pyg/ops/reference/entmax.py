@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from .segments import _segment_max, edge_row, segments, wide
+from .segments import edge_row, segment_max, segments, upcast
 
 # ------------------------------------------------------------------ alpha-entmax over rows
 
@@ -24,11 +24,15 @@ def check_ptr(rowptr: Tensor, num_values: int) -> None:
         )
 
 
-STEPS = 60
-"""Of root finding: halving alone takes as many as a number has bits."""
+NEWTON_STEPS = 60
+"""Steps of root finding; bisection alone takes as many as a number has bits."""
+KERNEL_NEWTON_STEPS = 100
+"""Upper bound on the steps of kernels, which compute in float64 and stop when a step is small."""
+ROOT_TOLERANCE = 1e-12
+"""Kernels stop after a step that changes the root by less than this factor of itself."""
 
 
-def _columns(rowptr: Tensor, columns: int, num_values: int) -> tuple[Tensor, Tensor]:
+def _flatten_columns(rowptr: Tensor, columns: int, num_values: int) -> tuple[Tensor, Tensor]:
     """Segment of each value of ``[G, E]``, flattened, later columns after earlier ones; and the offsets of segments."""
     first = torch.arange(columns, device=rowptr.device)[:, None]
     row = edge_row(rowptr, num_values) + first * (rowptr.numel() - 1)
@@ -43,16 +47,16 @@ def segment_entmax(src: Tensor, rowptr: Tensor, alpha: Tensor) -> Tensor:
     check_ptr(rowptr, src.size(1))
     if src.numel() == 0:
         return torch.empty_like(src)
-    (row, ptr), num_rows = _columns(rowptr, *src.shape), alpha.numel()
-    values, alpha = wide(src).flatten(), alpha.flatten().double()
+    (row, ptr), num_rows = _flatten_columns(rowptr, *src.shape), alpha.numel()
+    values, alpha = upcast(src).flatten(), alpha.flatten().double()
     less, power = ((alpha - 1).to(values.dtype), (1 / (alpha - 1)).to(values.dtype)[row])
     z = less[row] * values
-    top = _segment_max(z, row, num_rows)
+    top = segment_max(z, row, num_rows)
     z = z - torch.where(top == -math.inf, 0, top)[row]  # a row whose values are all forbidden has none
     count = ptr.diff().to(z.dtype).clamp(min=1)
     low, high = -torch.ones_like(count), -(count**-less)  # mass >= 1 at low, <= 1 at high
     tau, done = low.clone(), torch.zeros_like(low, dtype=torch.bool)
-    for _ in range(STEPS):
+    for _ in range(NEWTON_STEPS):
         slack = (z - tau[row]).clamp(min=0)
         part = slack.where(slack > 0, 1) ** (power - 1) * (slack > 0)
         steep, mass = segments(torch.stack([part, part * slack], 1), ptr).unbind(1)
@@ -60,7 +64,7 @@ def segment_entmax(src: Tensor, rowptr: Tensor, alpha: Tensor) -> Tensor:
         step = tau + (mass - mass ** (1 - less)) / steep  # for the norm, which is nearly a straight line
         step = torch.where((step > low) & (step < high), step, (low + high) / 2)
         done |= (step - tau).abs() <= torch.finfo(z.dtype).eps * tau.abs()
-        tau = torch.where(done, tau, step)  # so that no row depends on how long others take
+        tau = torch.where(done, tau, step)  # so that no row depends on the steps of others
     out = (z - tau[row]).clamp(min=0) ** power
     total = segments(out, ptr)
     return (out / torch.where(total == 0, 1, total)[row]).to(src.dtype).view(src.shape)
@@ -74,8 +78,8 @@ def segment_entmax_backward(
     With the entropies ``h = -p log p`` of a row, its ``dalpha = (sum(p dy) - mean) / (alpha - 1)^2 + (sum(h dy) - mean
     sum(h)) / (alpha - 1)``.
     """
-    row, ptr = _columns(rowptr, *out.shape)
-    p, dy, a = wide(out).flatten(), wide(grad).flatten(), alpha.flatten().double()
+    row, ptr = _flatten_columns(rowptr, *out.shape)
+    p, dy, a = upcast(out).flatten(), upcast(grad).flatten(), alpha.flatten().double()
     u = torch.where(p > 0, p, 1) ** (2 - a).to(p.dtype)[row] * (p > 0)
     tilted, norm, whole = segments(torch.stack([u * dy, u, p], 1), ptr).unbind(1)
     mean = torch.where(whole == 0, 0, tilted / norm)  # a row of zeros has no support, a row of NaN stays one
@@ -90,9 +94,10 @@ def segment_entmax_backward(
 
 
 def entmax_support(src: Tensor, rowptr: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
-    """Which values have a share, or are NaN: the offsets of their rows, ``[S+1]``, and their places, rising.
+    """The support, values with a positive weight or NaN: offsets of their rows, ``[S+1]``, and their indices,
+    ascending.
 
     Values ``[E]``, and an alpha for each row, ``[S]``.
     """
-    place = segment_entmax(wide(src)[None], rowptr, alpha[None])[0].nonzero()[:, 0]
-    return torch.searchsorted(place, rowptr), place
+    index = segment_entmax(upcast(src)[None], rowptr, alpha[None])[0].nonzero()[:, 0]
+    return torch.searchsorted(index, rowptr), index

@@ -1,7 +1,7 @@
 """Counter-based random words: the same for every backend, any number of threads, and any batch.
 
-In: counters and a seed. Out: words of 32 bits, and what dropout makes of them. Not here: how CPU kernels make
-the same words (``bits``).
+In: counters and a seed. Out: words of 32 bits, and the pairs that dropout keeps by them. Not here: the same words in
+kernels of the CPU (:mod:`sbm_pyg.ops.cpu.random_simd`).
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ from torch import Tensor
 
 _MULTIPLIER = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
-WORD = 0xFFFFFFFF
-_MIX = (0x7FEB352D, 0x846CA68B)
+WORD_MASK = 0xFFFFFFFF
+MIX = (0x7FEB352D, 0x846CA68B)
+"""Factors of the permutation of words by which dropout decides."""
 
-# What a random word is for; the purpose is part of its counter, so no two uses ever share a word.
-COIN_BYTE, COIN_REST, COUNT, PROPOSAL, DROPOUT, GAP, SYSTEMATIC, RANDOM_KEY = range(1, 9)
+# Purposes of random words. The purpose is added to the head in the fourth counter, so no two uses share a word.
+BERNOULLI_BYTE, BERNOULLI_REST, PROPOSAL_COUNT, PROPOSAL, DROPOUT, GAP, SYSTEMATIC, RANDOM_KEY = (
+    number << 24 for number in range(1, 9)
+)
 
 
 def philox(c0: Tensor | int, c1: Tensor | int, c2: Tensor | int, c3: Tensor | int, seed: int) -> tuple[Tensor, ...]:
@@ -36,7 +39,7 @@ def philox(c0: Tensor | int, c1: Tensor | int, c2: Tensor | int, c3: Tensor | in
 
 def scramble(counters: Tensor, seed: int) -> Tensor:
     """Philox of counters ``[4, ...]``, contiguous and int64: their random words, written over them."""
-    key = [[(seed >> 32 * part) + step * weyl & WORD for part, weyl in enumerate(_WEYL)] for step in range(10)]
+    key = [[(seed >> 32 * part) + step * weyl & WORD_MASK for part, weyl in enumerate(_WEYL)] for step in range(10)]
     twice = [[x << 32 | y for x, y in zip(*key[step : step + 2], strict=True)] for step in range(0, 10, 2)]
     signed = [[(x ^ 2**63) - 2**63 for x in two] for two in [_MULTIPLIER, *twice]]
     multiplier, *keys = torch.tensor(signed, device=counters.device)[..., None].unbind()
@@ -59,8 +62,8 @@ def scramble(counters: Tensor, seed: int) -> Tensor:
 
 def _mixed(word: Tensor) -> Tensor:
     """A permutation of 32-bit words in which each bit depends on all (lowbias32, Wellons 2018)."""
-    word = ((word ^ word >> 16) * _MIX[0]) & WORD
-    word = ((word ^ word >> 15) * _MIX[1]) & WORD
+    word = ((word ^ word >> 16) * MIX[0]) & WORD_MASK
+    word = ((word ^ word >> 15) * MIX[1]) & WORD_MASK
     return word ^ word >> 16
 
 
@@ -73,14 +76,14 @@ def dropout_words(
     """
     side, head = torch.arange(2, device=device)[:, None, None], torch.arange(heads, device=device)[:, None]
     block = torch.arange(16 * ((max(num_queries, num_keys) + 63) // 64), device=device)
-    words = torch.stack(philox(block, side, 0, head | DROPOUT << 24, seed), dim=-2)  # [2, H, 4, blocks]
+    words = torch.stack(philox(block, side, 0, head | DROPOUT, seed), dim=-2)  # [2, H, 4, blocks]
     query, key = words.unflatten(-1, (-1, 16)).transpose(-3, -2).flatten(2)  # [H, .] each
     return query[:, :num_queries], key[:, :num_keys]
 
 
 def dropout_keeps(query_word: Tensor, key_word: Tensor, dropout: float) -> Tensor:
-    """Whether dropout keeps the pairs of these words, bool: it looks at both, joined by exclusive or and mixed.
+    """Whether dropout keeps the pairs of these words, bool: it compares their exclusive or, mixed, with a threshold.
 
-    So each pair is dropped with the same probability, any three independently, and whether one is depends on no other.
+    Each pair is dropped with the same probability, and any three pairs independently. No pair depends on another one.
     """
     return _mixed(query_word ^ key_word) >= round(dropout * 2**32)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .segments import segments, wide
+from .segments import segments, upcast
 
 
 def _reach_sums(x: Tensor, ptr: Tensor, other_ptr: Tensor, lag: int | None, end: int) -> Tensor:
@@ -18,25 +18,25 @@ def _reach_sums(x: Tensor, ptr: Tensor, other_ptr: Tensor, lag: int | None, end:
     """
     batch = torch.repeat_interleave(other_ptr.diff(), output_size=end)
     if lag is None:
-        return segments(wide(x).transpose(0, 1), ptr).transpose(0, 1)[:, batch]
-    place = torch.arange(end, device=ptr.device) - other_ptr[batch] + lag
+        return segments(upcast(x).transpose(0, 1), ptr).transpose(0, 1)[:, batch]
+    position = torch.arange(end, device=ptr.device) - other_ptr[batch] + lag
     before = torch.nn.functional.pad(x.double().cumsum(1), (0, 0, 1, 0))
     first = ptr[batch]
-    return before[:, first + torch.minimum(place, ptr.diff()[batch])] - before[:, first]
+    return before[:, first + torch.minimum(position, ptr.diff()[batch])] - before[:, first]
 
 
 def reach_dot(
     query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, is_causal: bool, is_strict: bool
 ) -> Tensor:
     total = _reach_sums(key, key_ptr, query_ptr, 1 - is_strict if is_causal else None, query.size(1))
-    return (wide(query) * total.to(wide(query).dtype)).sum(-1)
+    return (upcast(query) * total.to(upcast(query).dtype)).sum(-1)
 
 
 def reach_dot_backward(
     grad: Tensor, query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, is_causal: bool, is_strict: bool,
     need_query: bool, need_key: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    d_query, d_key, weight = query.new_empty(0, 0, 0), key.new_empty(0, 0, 0), wide(grad)[..., None]
+    d_query, d_key, weight = query.new_empty(0, 0, 0), key.new_empty(0, 0, 0), upcast(grad)[..., None]
     if need_query:
         lag = 1 - is_strict if is_causal else None
         d_query = (weight * _reach_sums(key, key_ptr, query_ptr, lag, query.size(1))).to(query.dtype)

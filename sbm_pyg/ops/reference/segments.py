@@ -9,16 +9,32 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..memo import Kept
+from ..memo import TensorMemo
 
-ROWS = 2**20
-"""Edges that are made at a time, where many are made in rows."""
+EDGES_PER_CHUNK = 2**20
+"""Edges that are made at a time, which bounds the memory beyond the result."""
 
 # ------------------------------------------------------------------ edges of a graph
+
+
+class Rows(NamedTuple):
+    """Edges of a graph in compressed rows: row ``h * N + i`` holds the keys of query i in head h.
+
+    A :class:`sbm_pyg.AttentionGraph` has them as ``graph.rows``. In ops over blocks, a row belongs to a query block and
+    ``col`` holds key blocks.
+    """
+
+    rowptr: Tensor
+    """Row offsets, ``[H*N+1]`` int64."""
+    col: Tensor
+    """Key of each edge, ``[E]`` int32 or int64 in 0 .. M-1."""
+    bias: Tensor | None = None
+    """Number that is added to the logit of each edge, ``[E]``; over blocks ``[E, block_size, block_size]``."""
 
 
 def edge_row(rowptr: Tensor, num_edges: int) -> Tensor:
@@ -27,7 +43,7 @@ def edge_row(rowptr: Tensor, num_edges: int) -> Tensor:
 
 
 def cuts(before: Tensor, room: int) -> list[tuple[int, int, int, int]]:
-    """Cuts rows where ``room`` things or more are together.
+    """Cut rows into pieces that hold about ``room`` things.
 
     Args:
         before: How many things come before each row, and before the end, ``[n+1]`` int64.
@@ -44,16 +60,16 @@ def cuts(before: Tensor, room: int) -> list[tuple[int, int, int, int]]:
 def runs(first: Tensor, count: Tensor, total: int | None = None, dtype: torch.dtype = torch.int64) -> Tensor:
     """``first[i], first[i] + 1, ..., first[i] + count[i] - 1`` for each i, one after the other, ``[sum(count)]``.
 
-    Where they are many, some at a time, so that memory beyond the result is little.
+    Many are made in chunks, so that little memory is used beyond the result.
     """
     ends = count.cumsum(0)
     total = int(ends[-1]) if total is None else total
     shift = first - (ends - count)
-    if torch.compiler.is_compiling() or total <= ROWS:
+    if torch.compiler.is_compiling() or total <= EDGES_PER_CHUNK:
         many = torch.repeat_interleave(shift, count, output_size=total)
         return many.add_(torch.arange(total, device=first.device)).to(dtype)
     out, before = torch.empty(total, dtype=dtype, device=first.device), torch.cat([ends.new_zeros(1), ends])
-    for low, high, begin, end in cuts(before, ROWS):
+    for low, high, begin, end in cuts(before, EDGES_PER_CHUNK):
         many = torch.repeat_interleave(shift[low:high], count[low:high], output_size=end - begin)
         out[begin:end] = many.add_(torch.arange(begin, end, device=first.device))
     return out
@@ -92,22 +108,22 @@ def like_lengths(query_ptr: Tensor, key_ptr: Tensor) -> Iterator[tuple[Tensor, T
 
 
 def _padded(ptr: Tensor, which: Tensor) -> Tensor:
-    """The tokens of these sequences, ``[b, L]``; -1 is none."""
+    """The tokens of these sequences, ``[b, L]``, padded with -1."""
     start, length = ptr[which, None], ptr.diff()[which, None]
-    place = torch.arange(int(length.max()), device=ptr.device)
-    return torch.where(place < length, start + place, -1)
+    position = torch.arange(int(length.max()), device=ptr.device)
+    return torch.where(position < length, start + position, -1)
 
 
-def wide(x: Tensor) -> Tensor:
-    """Statistics accumulate in float32 or better."""
+def upcast(x: Tensor) -> Tensor:
+    """The tensor in float32, or in float64 if it is: statistics accumulate in float32 or better."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 def segments(x: Tensor, ptr: Tensor, kind: str = "sum") -> Tensor:
     """Sum, or maximum, of each segment of ``[E, ...]``, one value after the other: the same bits in every call.
 
-    Sums by index are not, on a GPU. Devices that know no segments take them nevertheless. A maximum is of numbers that
-    are not negative.
+    Sums by index differ between calls on a GPU, so only devices without segment sums use them. A maximum is of numbers
+    that are not negative.
     """
     if x.device.type in ("cpu", "cuda"):
         return torch.segment_reduce(x, kind, offsets=ptr, axis=0, unsafe=True, initial=0)
@@ -117,20 +133,20 @@ def segments(x: Tensor, ptr: Tensor, kind: str = "sum") -> Tensor:
     return out.scatter_reduce_(0, of.view(-1, *[1] * (x.dim() - 1)).expand_as(x), x, "amax")
 
 
-_ORDERS = Kept()
+_ORDERS = TensorMemo()
 
 
 def by_key(rowptr: Tensor, col: Tensor, heads: int, num_keys: int) -> tuple[Tensor, Tensor, Tensor]:
     """The edges of a graph ordered by head and key.
 
     Returns:
-        Their places, ``[E]``, the offsets of the keys among them, ``[H*M+1]``, and the row of each, ``[E]``. They are
+        Their numbers, ``[E]``, the offsets of the keys among them, ``[H*M+1]``, and the row of each, ``[E]``. They are
         kept for as long as ``col`` lives, so that all backward passes over a graph share them.
     """
-    return _ORDERS.get(_by_key, col, rowptr, heads, num_keys)
+    return _ORDERS.get(_sort_by_key, col, rowptr, heads, num_keys)
 
 
-def _by_key(col: Tensor, rowptr: Tensor, heads: int, num_keys: int) -> tuple[Tensor, Tensor, Tensor]:
+def _sort_by_key(col: Tensor, rowptr: Tensor, heads: int, num_keys: int) -> tuple[Tensor, Tensor, Tensor]:
     row = edge_row(rowptr, col.numel())
     head = torch.div(row, max((rowptr.numel() - 1) // max(heads, 1), 1), rounding_mode="floor")
     end = torch.add(col, head, alpha=num_keys)
@@ -139,9 +155,9 @@ def _by_key(col: Tensor, rowptr: Tensor, heads: int, num_keys: int) -> tuple[Ten
 
 
 def allowed_keys(query_ptr: Tensor, key_ptr: Tensor, num_queries: int, is_causal: bool) -> Tensor:
-    """Number of keys that each query may attend to, ``[N]`` int64: the first so many of its sequence.
+    """Number of keys that each query may attend to, ``[N]`` int64; they are the first ones of its sequence.
 
-    All of them, or with ``is_causal`` those whose place is not later than the query's.
+    All of them, or with ``is_causal`` those whose position is not later than the query's.
     """
     batch = torch.repeat_interleave(query_ptr.diff(), output_size=num_queries)
     keys = key_ptr.diff()[batch]
@@ -150,5 +166,5 @@ def allowed_keys(query_ptr: Tensor, key_ptr: Tensor, num_queries: int, is_causal
     return torch.minimum(torch.arange(1, num_queries + 1, device=keys.device) - query_ptr[batch], keys)
 
 
-def _segment_max(src: Tensor, row: Tensor, num_rows: int) -> Tensor:
+def segment_max(src: Tensor, row: Tensor, num_rows: int) -> Tensor:
     return src.new_full((num_rows, *src.shape[1:]), -math.inf).scatter_reduce(0, row, src, "amax")
