@@ -4,7 +4,7 @@
     python examples/graph_analysis.py
 
 Expect a Hamiltonian path at densities of 5 and 15 %, and at 2 % the proof that there is none: two tokens that no edge enters.
-The paper's construction (lemma 2) is universal: after s = 5 steps every token has heard of every other.
+The paper's construction (lemma 2) is universal: after s = 5 steps every token has information from every other.
 """
 
 # ruff: noqa: E402
@@ -44,8 +44,8 @@ def communities(tokens: int, blocks: int, density: float) -> SBM:
 
 def describe(graph: AttentionGraph, sbm: SBM) -> str:
     """What a graph of one head and one sequence can carry, each answer with its evidence."""
-    known = analysis.to_networkx(graph, sbm=sbm)  # edges carry "probability", nodes "block"
-    inside = sum(known.nodes[key]["block"] == known.nodes[query]["block"] for key, query in known.edges)
+    known = analysis.to_networkx(graph, sbm=sbm)  # edges carry "probability", nodes "community"
+    inside = sum(known.nodes[key]["community"] == known.nodes[query]["community"] for key, query in known.edges)
     return "\n".join(
         [
             f"{graph}",

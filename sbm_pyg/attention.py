@@ -24,7 +24,7 @@ from .normalizers import Entmax, check_normalizer
 from .ops import METHODS, checks
 from .propagation import OUTPUT_ONLY, EdgeAttention, Returns, channel_pair, check_tokens
 from .ragged import Tokens, draw_seed, resolve_sides
-from .sources.interface import Choice, GraphSource, limited
+from .sources.interface import Choice, GraphSource, drop_forbidden_edges
 from .sources.sampling import SBMSource
 from .sources.sbm import SBMHead
 
@@ -264,7 +264,7 @@ class AttentionConv(EdgeAttention):
         drop = self.dropout if self.training else 0.0
         seed = draw_seed(0 if seed is None and edge_index is not None and drop == 0 else seed)
         is_causal = self.is_causal or is_causal
-        limit = partial(limited, is_causal=is_causal, edge_filter=edge_filter)
+        limit = partial(drop_forbidden_edges, is_causal=is_causal, edge_filter=edge_filter)
         score_bias = partial(self._score_bias, query, key)
         if edge_index is None:
             ptrs = resolve_sides(query.size(1), key.size(1), ptr, batch, query.device)

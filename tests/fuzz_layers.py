@@ -18,6 +18,8 @@ import networkx as nx
 import numpy as np
 import torch
 from fuzz_cases import (
+    DATA,
+    DATA_NAMES,
     TABLE,
     Case,
     Draw,
@@ -385,7 +387,7 @@ def _head_options(d: Draw) -> Case:
     }
     options |= {
         "parameterization": d.choice(("paper", "mixed", "assortative", "overlapping")),
-        "density": 0.25,
+        "initial_density": 0.25,
         "temperature": 1.0,
         "tied": False,
         "degree_corrected": d.random() < 0.5,
@@ -991,7 +993,7 @@ def _rule(module: Any, name: str, options: Callable[[Draw, int], dict[str, Any]]
     def make(d: Draw) -> Case:
         heads = d.randint(1, 2)
         arguments = token_fields(d, heads) | options(d, heads)
-        arguments["is_causal"] &= name not in ("bucketing", "blocks")
+        arguments["is_causal"] &= name not in ("bucketing", "block_bigbird")
         query = arguments["query"]
         if "centroids" in arguments:
             arguments["centroids"] = arguments["centroids"].to(query.dtype)
@@ -1019,11 +1021,11 @@ SELECTORS: dict[str, Callable[[Draw, int], dict[str, Any]]] = {
     "routing": lambda d, heads: {"centroids": d.real(heads, 2, 3), "size": d.maybe(2)},
 }
 PREDICTED: dict[str, Callable[[Draw, int], dict[str, Any]]] = {
-    "gold_graph": lambda d, heads: {"alpha": d.choice((1.5, 2.0)), "scale": d.maybe(0.5)},
+    "ground_truth_graph": lambda d, heads: {"alpha": d.choice((1.5, 2.0)), "scale": d.maybe(0.5)},
     "distance": lambda d, heads: {"threshold": 1.5, "cap": d.maybe(2)},
     "bucketing": lambda d, heads: {"num_buckets": d.randint(1, 3)},
     "clustering": lambda d, heads: {"centroids": d.real(heads, 2, 3), "top": d.randint(1, 2)},
-    "blocks": lambda d, heads: {
+    "block_bigbird": lambda d, heads: {
         "centroids": d.real(heads, 2, 3),
         "k": d.randint(1, 3),
         "block_size": d.randint(1, 3),
@@ -1033,7 +1035,7 @@ PREDICTED: dict[str, Callable[[Draw, int], dict[str, Any]]] = {
     },
 }
 for _name, _options in (SELECTORS | PREDICTED).items():
-    _module = selectors if _name in SELECTORS else ground_truth if _name == "gold_graph" else predictors
+    _module = selectors if _name in SELECTORS else ground_truth if _name == "ground_truth_graph" else predictors
     TABLE[f"{_module.__name__.rpartition('.')[2]}.{_name}"] = 4, _rule(_module, _name, _options)
 
 
@@ -1084,12 +1086,12 @@ def _compare(d: Draw) -> Case:
     used = d.graph()
     graph = d.choice((used, used.select(used.col % 2 == 0)))
 
-    def check(result: Any, gold: AttentionGraph, graph: AttentionGraph) -> None:
-        a, b = dense(gold), dense(graph)
+    def check(result: Any, ground_truth: AttentionGraph, graph: AttentionGraph) -> None:
+        a, b = dense(ground_truth), dense(graph)
         wanted = torch.where(a.sum((1, 2)) > 0, (a & b).sum((1, 2)) / a.sum((1, 2)).clamp(min=1), 1.0)
         close(result.recall, wanted.double(), "recall", torch.float32)
 
-    return Case(ground_truth.compare, {"gold": used, "graph": graph}, check)
+    return Case(ground_truth.compare, {"ground_truth": used, "graph": graph}, check)
 
 
 @case("sparsefinder.Projection", 3)
@@ -1222,7 +1224,13 @@ TABLE["indexer.KeyScorer.forward"] = 2, _projected(indexer.KeyScorer)
 
 @case("indexer.IndexerSource", 4)
 def _indexer_source(d: Draw) -> Case:
-    arguments = {"scorer": _indexer(d), "select": "coins", "share": d.maybe(0.3), "density": 0.5, "window": d.maybe(1)}
+    arguments = {
+        "scorer": _indexer(d),
+        "select": "coins",
+        "share": d.maybe(0.3),
+        "initial_density": 0.5,
+        "window": d.maybe(1),
+    }
     return Case(
         indexer.IndexerSource,
         arguments,
@@ -1294,15 +1302,17 @@ def _source_graph(d: Draw) -> Case:
     )
 
 
-@case("SourceGraph.forward", 4)
+@case("SourceGraph.forward", 8)
 def _source_graph_forward(d: Draw) -> Case:
-    n = d.randint(2, 6)
-    made = SourceGraph(selectors.SelectorSource(selectors.top_k, k=1), heads=2)
+    n, reads = d.randint(2, 6), d.random() < 0.5
+    one = patterns.PatternSource(patterns.random, num_keys_per_query=1)
+    made = SourceGraph(selectors.SelectorSource(selectors.top_k, k=1) if reads else one, heads=2)
     return Case(
         made.forward,
-        {"data": Data(x=d.real(n, 6))},
-        lambda result, **_: expect(result.num_edges == 2 * n, "other edges"),
-        names={"data": ("query",)},
+        {"data": Data(x=d.real(n, 6)) if reads else Data(num_nodes=n)},
+        lambda result, **_: expect(result.num_edges == 2 * result.num_nodes, "other edges"),
+        more={"data": DATA},
+        names={"data": (*DATA_NAMES, "query")},
     )
 
 
@@ -1502,7 +1512,7 @@ def _statistics(d: Draw) -> Case:
     square = g.query_ptr.tolist() == g.key_ptr.tolist()
     arguments = {
         "graph": g,
-        "blocks": d.choice((None, labels, d.model(g))),
+        "communities": d.choice((None, labels, d.model(g))),
         "bipartite": d.maybe(True if not square else d.random() < 0.5),
     }
 
@@ -1614,8 +1624,8 @@ def _expected_graph(d: Draw) -> Case:
     return Case(analysis.expected_graph, {"sbm": d.sbm(), "threshold": d.choice((0.0, 0.3))}, check)
 
 
-@case("analysis.blocks_of", 2)
-def _blocks_of(d: Draw) -> Case:
+@case("analysis.communities_of", 2)
+def _communities_of(d: Draw) -> Case:
     def check(result: Any, sbm: SBM) -> None:
         expect(
             torch.equal(result[0], sbm.query_membership.argmax(-1))
@@ -1623,7 +1633,7 @@ def _blocks_of(d: Draw) -> Case:
             "other blocks",
         )
 
-    return Case(analysis.blocks_of, {"sbm": d.sbm()}, check)
+    return Case(analysis.communities_of, {"sbm": d.sbm()}, check)
 
 
 @case("analysis.to_networkx", 6)
@@ -1761,8 +1771,8 @@ def _plot_mask(d: Draw) -> Case:
     return Case(plots.plot_mask, arguments, drawn, free=("title",))
 
 
-@case("plots.plot_blocks", 2)
-def _plot_blocks(d: Draw) -> Case:
+@case("plots.plot_communities", 2)
+def _plot_communities(d: Draw) -> Case:
     g = d.graph()
     arguments = {
         "graph": g,
@@ -1771,7 +1781,7 @@ def _plot_blocks(d: Draw) -> Case:
         "head": d.randrange(g.heads),
         "title": "",
     }
-    return Case(plots.plot_blocks, arguments, drawn, free=("title",))
+    return Case(plots.plot_communities, arguments, drawn, free=("title",))
 
 
 @case("plots.plot_density", 2)
@@ -1992,7 +2002,6 @@ RECORDS: dict[str, tuple[Callable[[Draw], Any], dict[str, Meaning]]] = {  # clas
     "DCMMBias": (lambda d: DCMMBias(4, 2), {"reset_parameters()": lambda a: None, "extra_repr()": lambda a: None}),
     "SBMHead": (lambda d: SBMHead(4, 2), {"reset_parameters()": lambda a: None, "extra_repr()": lambda a: None}),
     "SequenceEncoder": (encoder, {"constructor_options()": lambda m: None}),
-    "TokenClassifier": (lambda d: TokenClassifier(encoder(d), 2), {"constructor_options()": lambda m: None}),
     "analysis.Lemma1": (lambda d: analysis.lemma1(4, [0.3, 0.6], samples=2), {
         "log10_cycles": lambda r: None, "share": lambda r: None, "interval": lambda r: None, "limit": lambda r: None, "lemma": lambda r: None,
     }),
@@ -2056,7 +2065,7 @@ EXEMPT: dict[str, str] = {  # public names that are not called, and why
     **dict.fromkeys(("ops.block_effect", "ops.block_expectation", "ops.block_weight"), "for estimators, compared with tokens in test_blocks.py"),
     "SBMSource.tiled": "a switch of a source, see test_tiled.py",
     "ground_truth.Match": "a record that the library makes and users read",
-    "ground_truth.record": "it listens to a model, see test_gold.py",
+    "ground_truth.record": "it listens to a model, see test_ground_truth.py",
     **dict.fromkeys(("sparsefinder.fit_projection", "sparsefinder.fit_centroids"), "they train, see test_sparsefinder.py"),
     "estimators.distillation": "a loss over what a layer computes, compared with its definition in test_share.py",
     "auxiliary_loss": "it takes what layers keep, whose cases and scenarios call it",

@@ -27,6 +27,7 @@ from sbm_pyg import (
     SBMHead,
     SBMSource,
     SequenceEncoder,
+    SourceGraph,
     Tokens,
     auxiliary_loss,
     estimators,
@@ -244,7 +245,7 @@ def test_bad_blocks_are_refused_by_name() -> None:
         BlockGraph(torch.eye(3), 4)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"Pass its `\.blocks`"):
         BlockGraph(BlockGraph(blocks, 4), 4)
-    with pytest.raises(ValueError, match="graph of tokens where edges are left out"):
+    with pytest.raises(ValueError, match="graph of tokens to leave edges out of"):
         Choice(BlockGraph(blocks, 4)).select(torch.ones(48, dtype=torch.bool))
 
 
@@ -572,7 +573,7 @@ def test_no_row_of_a_causal_layer_depends_on_a_later_token(pool: str, options: d
 
 
 def test_every_block_of_a_causal_layer_attends_to_itself() -> None:
-    conv, x, ptr = pair_of_layers(True, grain=4, sbm_options={"density": 0.01})
+    conv, x, ptr = pair_of_layers(True, grain=4, sbm_options={"initial_density": 0.01})
     _, choice = conv(x, ptr=ptr, seed=0, return_choice=True)
     own = choice.graph.blocks.edge_index[0] == choice.graph.blocks.edge_index[1]
     assert int(own.sum()) == 2 * (2 + 4)
@@ -583,12 +584,12 @@ def test_every_block_of_a_causal_layer_attends_to_itself() -> None:
 
 
 def test_windows_and_budgets_count_tokens() -> None:
-    conv, x, ptr = pair_of_layers(False, grain=4, window=5, sbm_options={"density": 1e-6})
+    conv, x, ptr = pair_of_layers(False, grain=4, window=5, sbm_options={"initial_density": 1e-6})
     graph = conv(x, ptr=ptr, seed=0, return_graph=True)[1]
     window = patterns.window(None, 5, ptr=ptr).expand(2)
     assert graph | window == graph  # every token of the window, widened to whole blocks
     assert graph.blocks.degree[0].tolist() == [2, 2, 3, 4, 4, 3]
-    conv, x, ptr = pair_of_layers(False, grain=4, budget=4.0, sbm_options={"density": 0.9})
+    conv, x, ptr = pair_of_layers(False, grain=4, budget=4.0, sbm_options={"initial_density": 0.9})
     choice = conv(x, ptr=ptr, seed=0, return_choice=True)[1]
     assert float(choice.probability.expected_degree().detach().max()) <= 1 + 1e-9  # one block
 
@@ -665,11 +666,11 @@ def test_an_encoder_takes_blocks() -> None:
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_the_transform_writes_edges_of_blocks(is_causal: bool) -> None:
+def test_transforms_write_edges_of_blocks(is_causal: bool) -> None:
     torch.manual_seed(0)
     data = Data(x=torch.randn(11, 8))
-    head = SBMHead(4, 2, 3, density=0.5)
-    graph = AttentionGraph.from_data(SBMGraph(head, grain=4, is_causal=is_causal, seed=0)(data.clone()))
+    source = SBMSource(SBMHead(4, 2, 3, initial_density=0.5), grain=4).eval()
+    graph = AttentionGraph.from_data(SourceGraph(source, heads=2, is_causal=is_causal, seed=0)(data))
     blocks = graph.to_dense().view(2, 11, 11)
     for i, j in itertools.product(range(3), range(3)):
         tile = blocks[:, 4 * i : 4 * i + 4, 4 * j : 4 * j + 4]
@@ -725,14 +726,14 @@ def test_a_model_over_blocks_says_what_tokens_may_expect(is_causal: bool) -> Non
     offsets = graph.query_ptr
     tokens = SBM(y[:, block], z[:, block], over.block_matrix, offsets, offsets, is_causal=is_causal)
     expanded = graph.expand_tokens()
-    for draw in (plots.plot_mask, plots.plot_blocks):
+    for draw in (plots.plot_mask, plots.plot_communities):
         found, wanted = (draw(*each, sequence=1, head=1) for each in ((graph, over), (expanded, tokens)))
         for mine, theirs in zip(found.axes, wanted.axes, strict=True):
             assert mine.get_title() == theirs.get_title()
             for image, peer in zip(mine.images, theirs.images, strict=True):
                 assert_close(torch.tensor(image.get_array()), torch.tensor(peer.get_array()))
-    modularity = graph_statistics(graph, blocks=over, spectral_gap=False).modularity
-    assert torch.equal(modularity, graph_statistics(expanded, blocks=tokens, spectral_gap=False).modularity)
+    modularity = graph_statistics(graph, communities=over, spectral_gap=False).modularity
+    assert torch.equal(modularity, graph_statistics(expanded, communities=tokens, spectral_gap=False).modularity)
     for head in (0, "all"):
         found, wanted = (to_networkx(each, 0, head, sbm=sbm) for each, sbm in ((graph, over), (expanded, tokens)))
         assert dict(found.nodes(data=True)) == dict(wanted.nodes(data=True))

@@ -190,8 +190,8 @@ def test_no_row_of_a_sample_depends_on_later_memberships(method: str, way: str) 
 
 def sources(channels: int, heads: int) -> dict[str, Any]:
     return {
-        "sbm": SBMSource(SBMHead(channels, heads, 5, density=0.5), window=1),
-        "sbm, budget": SBMSource(SBMHead(channels, heads, 5, density=0.5), budget=2.0, exploration=0.1),
+        "sbm": SBMSource(SBMHead(channels, heads, 5, initial_density=0.5), window=1),
+        "sbm, budget": SBMSource(SBMHead(channels, heads, 5, initial_density=0.5), budget=2.0, exploration=0.1),
         "sbm, fastrg": SBMSource(SBMHead(channels, heads, 5, parameterization="mixed"), method="fastrg"),
         "sbm, degrees": SBMSource(SBMHead(channels, heads, 5, degree_corrected=True)),
         "full": patterns.PatternSource(patterns.full),
@@ -278,7 +278,7 @@ def test_no_token_of_an_encoder_depends_on_a_later_one(attention: str) -> None:
     assert not torch.equal(out[~seen], other[~seen])
     assert all(graph is None or graph.is_causal for graph in trace.graphs)
     assert trace.density.max() <= 1
-    assert cast(Any, SequenceEncoder(**model.constructor_options())).blocks[0].attention.is_causal
+    assert cast(Any, SequenceEncoder(**model.constructor_options())).layers[0].attention.is_causal
 
 
 def test_full_attention_is_the_layer_over_all_earlier_pairs() -> None:
@@ -471,8 +471,8 @@ def test_options_that_do_not_go_together() -> None:
 def test_the_transform_samples_causal_edges() -> None:
     from torch_geometric.data import Data
 
-    torch.manual_seed(0)
-    data = SBMGraph(SBMHead(4, 2, 3, density=0.8), is_causal=True, seed=1)(Data(x=draw(1, 9, 8)))
-    key, query = data.edge_index
+    member = draw(1, 9, 2, 3).sigmoid()
+    data = Data(query_membership=member, key_membership=member, block_matrix=torch.eye(3) / 2)
+    key, query = SBMGraph(is_causal=True, clamp=True, seed=1)(data).edge_index
     assert key.numel() > 20
     assert bool((key <= query).all())

@@ -433,7 +433,7 @@ def test_pictures_show_what_the_layer_does() -> None:
     assert guess == int(made(image[None])[0].argmax())
     assert [number for number, _ in layers] == [0, 1]
     tokens, _ = made.tokens(image[None])
-    block = made.encoder.blocks[0]
+    block = made.encoder.layers[0]
     x = block.norm1(made.encoder.token(tokens) + made.encoder.position.weight)
     query, key = (
         lin(x).unflatten(1, (2, -1)).transpose(0, 1) for lin in (block.attention.lin_query, block.attention.lin_key)

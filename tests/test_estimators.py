@@ -69,7 +69,7 @@ def test_effect_equals_the_reference(name: str, biased: bool, channels: tuple[in
 
 
 @pytest.mark.parametrize("name", ["one edge", "no edges", "bipartite", "one row has all edges"])
-@pytest.mark.parametrize("op", [ops.edge_effect, reference_effects.edge_effect])
+@pytest.mark.parametrize("op", [ops, reference_effects])
 def test_effect_is_the_difference_of_two_losses(name: str, op: Any) -> None:
     """For a loss that is linear in the output: attention with the edge less attention without it, by recomputing both."""
     graph = GRAPHS[name]
@@ -82,7 +82,7 @@ def test_effect_is_the_difference_of_two_losses(name: str, op: Any) -> None:
         out = reference_attention(query, key, value, AttentionGraph.from_dense(present), None, None, 0.7, "score")
         return (out * grad_out).sum()
 
-    for effects, edges in zip(op(*arguments), (graph, probes), strict=True):
+    for effects, edges in zip(effect(op, *arguments), (graph, probes), strict=True):
         for number, (head, row, token) in enumerate(
             zip(edges.edge_head, edges.edge_index[1], edges.edge_index[0], strict=True)
         ):
@@ -668,7 +668,7 @@ def test_local_expectation_runs_under_a_score_bias() -> None:
         ({"probes": -1}, "Expected 'probes' in "),
         ({"estimator": "local", "normalizer": "entmax15"}, "The others are derived for softmax"),
         ({"sbm_options": {"parameterization": "odd"}}, "Expected 'parameterization' to be one of"),
-        ({"sbm_options": {"density": 1.0}}, r"Expected 'density' in \(0, 1\)"),
+        ({"sbm_options": {"initial_density": 1.0}}, r"Expected 'initial_density' in \(0, 1\)"),
         ({"sbm_options": {"temperature": 0.0}}, r"Expected 'temperature' in \[1e-06, inf\]"),
     ],
 )
@@ -705,7 +705,7 @@ def test_the_default_follows_the_normaliser() -> None:
 @pytest.mark.parametrize("blocks", [1, 2, 4, 16, 128])
 def test_initial_density_is_what_was_asked_for(parameterization: str, density: float, blocks: int) -> None:
     torch.manual_seed(0)
-    head = SBMHead(32, 2, blocks, parameterization=parameterization, density=density)
+    head = SBMHead(32, 2, blocks, parameterization=parameterization, initial_density=density)
     found = (
         head(Tokens(draw(1, 2, 64, 32, dtype=torch.float32), draw(2, 2, 64, 32, dtype=torch.float32)))
         .expected_density()

@@ -168,7 +168,7 @@ def test_denser_graphs_cost_more() -> None:
     torch.manual_seed(0)
     counts = []
     for density in (0.02, 0.25):
-        options = {"num_blocks": K, "sbm_options": {"density": density}}
+        options = {"num_blocks": K, "sbm_options": {"initial_density": density}}
         encoder = SequenceEncoder(15, 16, max_length=200, attention_options=options)
         counts.append(sum(counted(partial(encoder, torch.randint(15, (200,)), seed=0)).values()))
     assert counts[0] < counts[1]

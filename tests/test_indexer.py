@@ -438,7 +438,7 @@ X = torch.ones(2, 5, 3)
         (lambda: IndexerSource(Indexer(3), select="top_k"), ValueError, "Expected 'k' with select='top_k' alone"),
         (lambda: IndexerSource(Indexer(3), k=3), ValueError, "Expected 'k' with select='top_k' alone"),
         (lambda: IndexerSource(Indexer(3), share=2), ValueError, r"Expected 'share' in \(0, 1\]"),
-        (lambda: IndexerSource(Indexer(3), density=1), ValueError, r"Expected 'density' in \(0, 1\)"),
+        (lambda: IndexerSource(Indexer(3), initial_density=1), ValueError, r"Expected 'initial_density' in \(0, 1\)"),
         (lambda: IndexerSource(Indexer(3), detach=cast(bool, 1)), TypeError, "Expected 'detach' to be a bool"),
         (
             lambda: IndexerSource(Indexer(3, 2), window=1)(Tokens(X, bipartite=True)),

@@ -133,8 +133,8 @@ def test_what_is_not_one_loss(loss: Any, message: str) -> None:
 def test_graphs_on_meta() -> None:
     meta = GRAPH.to("meta")
     assert repr(meta) == "AttentionGraph(1 sequence, 2 heads, 9 queries, 9 keys, 162 edges, device='meta')"
-    check(lambda: ground_truth.compare(GRAPH, meta), r"'graph' on cpu, as 'gold' is \(got meta\)")
-    check(lambda: ground_truth.compare(meta, GRAPH), "'gold' to hold values")
+    check(lambda: ground_truth.compare(GRAPH, meta), r"'graph' on cpu, as 'ground_truth' is \(got meta\)")
+    check(lambda: ground_truth.compare(meta, GRAPH), "'ground_truth' to hold values")
     check(
         lambda: GRAPH.contains(torch.zeros(2, 3, dtype=torch.int64, device="meta")), r"'edge_index' on cpu, as 'graph'"
     )

@@ -201,7 +201,7 @@ def test_a_share_is_a_density(wrong: float) -> None:
 
 def test_keys_of_overlapping_blocks_may_be_in_none() -> None:
     torch.manual_seed(0)
-    head = SBMHead(6, heads=2, num_blocks=300, parameterization="overlapping", density=0.4, temperature=0.5)
+    head = SBMHead(6, heads=2, num_blocks=300, parameterization="overlapping", initial_density=0.4, temperature=0.5)
     query, key = draw(1, 2, 9, 6, dtype=torch.float32), draw(2, 2, 7, 6, dtype=torch.float32)
     sbm = head(Tokens(query, key))
     torch.testing.assert_close(sbm.query_membership.sum(2), torch.ones(2, 9))
@@ -386,7 +386,7 @@ def test_a_call_that_is_computed_again_sees_the_mean_of_its_time() -> None:
 def test_shares_fall_while_the_loss_is_low_and_go_on_from_a_state() -> None:
     encoder = SequenceEncoder(9, 8, num_layers=2)
     schedule = ShareSchedule(encoder, final=0.5, threshold=0.1, rate=0.25, smoothing=0.5)
-    sources: list[SBMSource] = [cast(Any, block).attention.source for block in encoder.blocks]
+    sources: list[SBMSource] = [cast(Any, block).attention.source for block in encoder.layers]
     assert [source.share for source in sources] == [1.0, 1.0]
     assert schedule.step(1.0) == 1.0
     assert schedule.step(torch.tensor(0.0)) == 1.0  # the running mean is 0.5
@@ -445,7 +445,7 @@ def test_a_share_that_is_none(share: Any) -> None:
 
 def test_ranks_with_a_number_of_keys_have_no_share() -> None:
     source = IndexerSource(Indexer(4), select="top_k", k=3)
-    with pytest.raises(ValueError, match="Expected no 'share' beside k=3"):
+    with pytest.raises(ValueError, match="Expected no 'share' together with k=3"):
         source.share = 0.5
     with pytest.raises(ValueError, match="Expected 'model' to have a source with a share"):
         ShareSchedule(source, final=0.5, threshold=0.1)

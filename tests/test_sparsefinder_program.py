@@ -126,7 +126,7 @@ def test_a_run_is_measured_once_and_reported(tmp_path: Path, capsys: pytest.Capt
     capsys.readouterr()
     program.main(["--report", "--output", str(tmp_path / "out")])
     said = capsys.readouterr().out
-    assert "## Recall of the gold edges, %" in said
+    assert "## Recall of the ground-truth edges, %" in said
     assert "| bigbird |" in said
     with pytest.raises(SystemExit):
         program.main([*words, "--dim", "2"])

@@ -565,7 +565,7 @@ def test_blocks_under_fully_sharded_data_parallel(options: dict[str, Any], tmp_p
     try:
         model, plain = classifier(**options), classifier(**options)
         mesh = torch.distributed.init_device_mesh("cpu", (1,))
-        for block in model.encoder.blocks:
+        for block in model.encoder.layers:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
         outs = [each(words(30), PTR, seed=1) for each in (model, plain)]

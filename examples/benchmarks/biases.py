@@ -46,7 +46,7 @@ from torch import Tensor
 from examples.benchmarks.choosers import memory
 from examples.benchmarks.tables import add, markdown
 from sbm_pyg import AttentionGraph, DCMMBias, SBMAttentionConv
-from sbm_pyg.progress import tqdm
+from sbm_pyg.info import tqdm
 
 CHANNELS, TOLERANCE = 32, 1e-4
 

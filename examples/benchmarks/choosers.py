@@ -51,7 +51,7 @@ from collections.abc import Callable
 import torch
 
 from sbm_pyg import AttentionGraph, GraphSource, SBMHead, SBMSource, Tokens, selectors, sparsefinder
-from sbm_pyg.progress import tqdm
+from sbm_pyg.info import tqdm
 from sbm_pyg.sources import pairs
 from sbm_pyg.sources.indexer import Indexer, IndexerSource
 from sbm_pyg.sparsefinder import predictors

@@ -331,7 +331,7 @@ def measure_layers(item: Item, given: argparse.Namespace) -> dict[str, Any]:
     """A training step of a whole layer: projections, block model, sampling, attention, and gradients to everything."""
     import torch
 
-    from sbm_pyg import FullAttention, SBMAttentionConv
+    from sbm_pyg import FullAttention, SBMAttentionConv, Tokens
 
     torch.manual_seed(0)
     width, ptr = given.heads * given.channels, torch.tensor([0, item.tokens])
@@ -341,7 +341,7 @@ def measure_layers(item: Item, given: argparse.Namespace) -> dict[str, Any]:
     else:
         grain = given.grain if item.peer == "blocks" else 1
         layer = SBMAttentionConv(
-            width, given.channels, given.heads, sbm_options={"density": item.density}, exploration=0.0, grain=grain,
+            width, given.channels, given.heads, sbm_options={"initial_density": item.density}, exploration=0.0, grain=grain,
             tiled=item.peer == "tiles",
         )  # fmt: skip
     layer.to(given.device)
@@ -365,7 +365,7 @@ def measure_layers(item: Item, given: argparse.Namespace) -> dict[str, Any]:
         source: Any = layer.source
         query, key = (torch.randn(given.heads, item.tokens, given.channels, device=given.device) for _ in range(2))
         ends = ptr.to(given.device)
-        return measure_calls({"forward": lambda: source(query, key, ends, ends, seed=0)}, given)
+        return measure_calls({"forward": lambda: source(Tokens(query, key, ends, bipartite=False))}, given)
 
 
 def measure_tests(item: Item, given: argparse.Namespace) -> dict[str, Any]:
@@ -424,7 +424,7 @@ def run(given: argparse.Namespace) -> int:
     """Measures until the slice is over; returns how many items are left."""
     import torch
 
-    from sbm_pyg.progress import tqdm
+    from sbm_pyg.info import tqdm
 
     path, begun = given.output / "results.jsonl", given.output / "begun.txt"
     given.output.mkdir(parents=True, exist_ok=True)

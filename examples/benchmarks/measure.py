@@ -23,7 +23,7 @@ import torch
 from examples.benchmarks.kernels import BLOCKS, KERNELS, NORMALIZERS, SHARES, Case, Rejected
 from examples.benchmarks.samplers import GROWTH, LAYERS, SAMPLERS
 from examples.benchmarks.tables import Row, Rows, add, read
-from sbm_pyg.progress import tqdm
+from sbm_pyg.info import tqdm
 
 SUITES = {
     "kernels": KERNELS,

@@ -59,7 +59,7 @@ import torch
 from torch import Tensor
 
 from examples.benchmarks.tables import Row, Rows, add, markdown, read
-from sbm_pyg.progress import tqdm
+from sbm_pyg.info import tqdm
 
 Errors = dict[tuple[Any, ...], tuple[Tensor, Tensor, Tensor]]
 """Squares of bias, of deviation and of the true gradient: by keys, probes, kind, what the gradient is to, and way."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from examples.benchmarks.kernels import Case, Peer, Rejected, Work, compare
-from sbm_pyg import SBM, BlockGraph, FullAttention, SBMAttentionConv, ops, patterns, sample_edges
+from sbm_pyg import SBM, BlockGraph, FullAttention, SBMAttentionConv, Tokens, ops, patterns, sample_edges
 
 DEVIATIONS = 5  # standard deviations that a mean density may be off
 
@@ -95,7 +95,7 @@ def _layers(case: Case, estimator: str = "mask", grain: int = 1) -> tuple[SBMAtt
     """The layer, whose edges have the probability of the case, and its dense twin, with the same projections."""
     torch.manual_seed(case.seed)
     sizes = (case.heads * case.channels, case.channels, case.heads)
-    head = {"density": case.density}
+    head = {"initial_density": case.density}
     conv = SBMAttentionConv(*sizes, case.blocks, sbm_options=head, estimator=estimator, exploration=0.0, grain=grain)
     full = FullAttention(*sizes)
     full.load_state_dict({name: value for name, value in conv.state_dict().items() if not name.startswith("source.")})
@@ -154,7 +154,8 @@ def _layer_sampling(case: Case) -> Work:
     conv, _ = _layers(case)
     assert conv.sbm is not None
     with torch.no_grad():
-        sbm = conv.sbm(*(torch.randn(case.heads, case.tokens, case.channels) for _ in range(2)))
+        query, key = (torch.randn(case.heads, case.tokens, case.channels) for _ in range(2))
+        sbm = conv.sbm(Tokens(query, key))
     expected, seeds, facts = float(sbm.expected_edges().sum()), itertools.count(case.seed), dict[str, float]()
 
     def draw() -> int:

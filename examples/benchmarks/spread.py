@@ -46,7 +46,7 @@ from examples.common.runs import RunError, read_checkpoint
 from examples.recall.model import Recaller
 from examples.recall.train import Batches, Run, make_model
 from sbm_pyg import auxiliary_loss
-from sbm_pyg.progress import tqdm
+from sbm_pyg.info import tqdm
 
 
 def gradients(model: Recaller, batches: Batches, draws: list[tuple[int, int]]) -> tuple[dict[str, Tensor], list[float]]:

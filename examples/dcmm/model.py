@@ -114,7 +114,7 @@ class Vision(nn.Module):
     @property
     def attention(self) -> list[tuple[int, AttentionConv]]:
         """Number and attention of each block that has a graph or a bias."""
-        found = ((number, block.attention) for number, block in enumerate(self.encoder.blocks))
+        found = ((number, block.attention) for number, block in enumerate(self.encoder.layers))
         return [(number, layer) for number, layer in found if isinstance(layer, AttentionConv)]
 
     def count(self) -> int:
@@ -202,11 +202,12 @@ def load_weights(model: Vision, state: Mapping[str, Tensor]) -> None:
     try:
         for part in ("weight", "bias"):
             found[f"norm.{part}"] = left.pop(f"norm.{part}")
-            for block in (f"blocks.{number}." for number in range(len(model.encoder.blocks))):
+            for number in range(len(model.encoder.layers)):
+                block, layer = f"blocks.{number}.", f"layers.{number}."
                 for theirs, ours in RENAMED.items():
-                    found[f"{block}{ours}.{part}"] = left.pop(f"{block}{theirs}.{part}")
+                    found[f"{layer}{ours}.{part}"] = left.pop(f"{block}{theirs}.{part}")
                 thirds = left.pop(f"{block}attn.qkv.{part}").chunk(3)
-                found |= {f"{block}{name}.{part}": third for name, third in zip(NAMES, thirds, strict=True)}
+                found |= {f"{layer}{name}.{part}": third for name, third in zip(NAMES, thirds, strict=True)}
         found["token.weight"] = left.pop("patch_embed.proj.weight").flatten(1)
         found["token.bias"] = left.pop("patch_embed.proj.bias")
         token, places = left.pop("cls_token")[0], left.pop("pos_embed")[0]

@@ -53,8 +53,8 @@ from examples.lra.report import peak_memory, write_csv
 from examples.lra.settings import BASELINES, Plan, Settings, method_words, parse, resolve
 from examples.lra.train import Data, open_run
 from sbm_pyg import patterns
+from sbm_pyg.info import tqdm
 from sbm_pyg.ops.cpu.threads import flushed_subnormals
-from sbm_pyg.progress import tqdm
 
 SHORT = 64  # tokens
 PARTS = ("forward", "backward", "update")
@@ -89,7 +89,7 @@ def gate(module: Classifier) -> None:
     Raises:
         Rejected: If it is something else.
     """
-    attention: Any = module.eval().model.encoder.blocks[0].attention
+    attention: Any = module.eval().model.encoder.layers[0].attention
     settings, device = module.settings, module.device
     places = [0, SHORT, SHORT + 17, SHORT + 57]
     x = torch.randn(places[-1], settings.channels, generator=torch.Generator().manual_seed(0)).to(device)

@@ -32,7 +32,7 @@ from examples.lra.settings import BASELINES
 from examples.lra.train import block_model, open_run
 from sbm_pyg import SBM, AttentionGraph, Choice, analysis, patterns
 from sbm_pyg.analysis import plots
-from sbm_pyg.progress import tqdm
+from sbm_pyg.info import tqdm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +116,7 @@ def inputs(task: Task, module: Classifier, split: Split, done: Evaluated) -> Ite
             blocks = block_model(choice)
             yield picture(plots.plot_mask(choice.graph, blocks, head=head, title=name))
             if blocks is not None:
-                yield picture(plots.plot_blocks(choice.graph, blocks, head=head, title=name))
+                yield picture(plots.plot_communities(choice.graph, blocks, head=head, title=name))
 
 
 def structure(module: Classifier, split: Split, examples: np.ndarray) -> Iterator[str]:
@@ -126,7 +126,7 @@ def structure(module: Classifier, split: Split, examples: np.ndarray) -> Iterato
     for example in tqdm(examples, "Statistics", unit=" examples"):
         for side in choices(module, split.__getitems__([int(example)]))[1]:
             for layer, choice in enumerate(side):
-                for record in analysis.graph_statistics(choice.graph, blocks=block_model(choice)).rows():
+                for record in analysis.graph_statistics(choice.graph, communities=block_model(choice)).rows():
                     found.setdefault(f"layer {layer}, head {int(record['head'])}", []).append(record)
     rows = []
     for name in [name for name in next(iter(found.values()))[0] if name not in ("sequence", "head")]:
@@ -157,7 +157,7 @@ def universality(module: Classifier, split: Split, examples: np.ndarray, limit: 
     yield title("Conditions of universal approximation")
     yield words(
         "Conditions of Yun et al. (2020): 1, every token attends to itself; 2, the union of the patterns has a Hamiltonian path; 3, after s steps through the "
-        f"patterns every token has heard of every other. Over {len(examples):,} examples; the heads of a layer count as one pattern. Expected patterns hold the "
+        f"patterns every token has information from every other. Over {len(examples):,} examples; the heads of a layer count as one pattern. Expected patterns hold the "
         "pairs with p > 0.5. Self-loops are what the paper's proof adds and its experiments leave out."
     )
     found: dict[str, list[analysis.Universality]] = {}

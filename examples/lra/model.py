@@ -70,7 +70,7 @@ class Classifier(LightningModule):
                 name: getattr(settings, name) for name in ("num_blocks", "estimator", "probes", "exploration", "grain")
             }
             model = {name: getattr(settings, name) for name in ("cluster_init", "parameterization", "temperature")}
-            options["sbm_options"] = {**model, "density": settings.initial_density}
+            options["sbm_options"] = {**model, "initial_density": settings.initial_density}
             options["sbm_options"] |= {name: bool(getattr(settings, name)) for name in ("tied", "degree_corrected")}
             options["share"] = settings.share or None
             if settings.share and not settings.exploration:  # as the share has it

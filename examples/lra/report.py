@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import Callback
 from matplotlib.figure import Figure
 
 from examples.common.runs import save_figure, write_text
-from sbm_pyg.progress import tqdm
+from sbm_pyg.info import tqdm
 
 RESULTS = "results.json"
 ADVICE = "Lower --density-weight, raise --exploration or the density at the start; see docs/learning.md."

@@ -21,8 +21,8 @@ from examples.common.runs import claim, read_state, settings_of, write_checkpoin
 from examples.recall.model import DENSE, METHODS, OPTIONS, Recaller, make_attention
 from examples.recall.tasks import TASKS, Examples
 from sbm_pyg import AttentionGraph, ShareSchedule, auxiliary_loss
+from sbm_pyg.info import tqdm
 from sbm_pyg.ops.cpu.threads import flushed_subnormals
-from sbm_pyg.progress import tqdm
 
 CONTROLS = ("schedule", "share", "none")
 WARMUP, DECAY = 0.05, 0.3  # shares of the steps in which the learning rate rises, and falls to nothing

@@ -4,7 +4,7 @@ python -m examples.sparsefinder --train train.txt --test test.txt            a q
 python -m examples.sparsefinder --train ... --test ... --every 1 --windows 0 1 3 9 --seeds 0 1 2
 python -m examples.sparsefinder --report                                     tables and figures of what is there
 
-Trains a masked language model whose heads normalise by 1.5-entmax, takes its queries, keys and gold graphs, fits projections, clusters
+Trains a masked language model whose heads normalise by 1.5-entmax, takes its queries, keys and ground-truth graphs, fits projections, clusters
 and block models to them, and then, with the same weights, lets each chooser in turn say who attends to whom. Out: rows.csv, a row
 for each head and setting; Pareto curves of sparsity against recall and against accuracy on hidden words; maps of single heads; and
 words that clusters attract. The same command goes on after a kill, and skips what is in rows.csv.

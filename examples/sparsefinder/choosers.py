@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from sbm_pyg import AttentionGraph, Choice, GraphSource, SBMHead, SBMSource, Tokens, patterns, selectors
-from sbm_pyg.progress import tqdm
+from sbm_pyg.info import tqdm
 from sbm_pyg.sources.patterns import PatternSource
 from sbm_pyg.sources.selectors import SelectorSource
 from sbm_pyg.sparsefinder import Projection, Sample, SparsefinderSource, fit_centroids, fit_projection
-from sbm_pyg.sparsefinder.predictors import blocks, bucketing, clustering, distance
+from sbm_pyg.sparsefinder.predictors import block_bigbird, bucketing, clustering, distance
 
 BLOCK, CENTROIDS = 4, 4  # tokens of a block, and centroids that bring blocks together
 SBM_BLOCKS = 16
@@ -87,7 +87,7 @@ def learn(samples: Sequence[Sample], dim: int, epochs: int, seed: int, name: str
 
 
 def fit_sbm(head: SBMHead, samples: Sequence[Sample], epochs: int, seed: int) -> None:
-    """Fits a block model to gold graphs by the likelihood of their edges, as if their numbers followed Poisson's law: linear time."""
+    """Fits a block model to ground-truth graphs by the likelihood of their edges, as if their numbers followed Poisson's law: linear time."""
     optimizer = torch.optim.Adam(head.parameters(), 5e-3)
     random = torch.Generator().manual_seed(seed)
     for _ in tqdm(range(epochs), desc="block model", unit="epoch"):
@@ -125,7 +125,7 @@ class RandomBlocks(GraphSource):
         random = torch.Generator().manual_seed(tokens.seed)
         heads, count = tokens.heads, tokens.num_queries
         near, far, centroids = (torch.randn(heads, each, 4, generator=random) for each in (count, count, CENTROIDS))
-        return Choice(blocks(tokens.with_vectors(near, far), centroids, self.k, BLOCK, block_window=1))
+        return Choice(block_bigbird(tokens.with_vectors(near, far), centroids, self.k, BLOCK, block_window=1))
 
 
 def strided(n: None, stride: int, *, ptr: Tensor) -> AttentionGraph:
@@ -173,6 +173,6 @@ def make(name: str, knob: float, window: int, layer: Learnt) -> GraphSource:
             "centroids": layer.block_centroids,
         }
         by = {"blocks-v1": "nearest", "blocks-v2": "shared"}[name]
-        return SparsefinderSource(layer.projection, blocks, by=by, **options)
+        return SparsefinderSource(layer.projection, block_bigbird, by=by, **options)
     source = makers[name]().eval()
     return Union(source, size) if name in ("longformer", "stride") and size is not None else source

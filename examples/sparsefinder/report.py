@@ -28,13 +28,13 @@ from sbm_pyg.sparsefinder.predictors import clusters
 
 LEVELS = (0.5, 0.7, 0.8, 0.9, 0.95)
 MEASURES = (  # over which sparsity, what, its factor in tables, and digits
-    ("sparsity", "recall", "Recall of the gold edges, %", 100, 1),
+    ("sparsity", "recall", "Recall of the ground-truth edges, %", 100, 1),
     ("sparsity", "exact", "Queries with all that they use, %", 100, 1),
     ("sparsity_used", "accuracy", "Accuracy on hidden words, %", 100, 1),
     ("sparsity_used", "saved", "Bits of a hidden word", -1, 3),
 )
 AXES = {
-    "recall": "share of the gold edges that are predicted",
+    "recall": "share of the ground-truth edges that are predicted",
     "exact": "share of the queries",
     "accuracy": "share of the hidden words that are the first guess",
     "saved": "bits of a hidden word (fewer is better: above)",
@@ -124,7 +124,7 @@ def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
         for row in (row for seed in found.get("all", {}).values() for row in seed):
             axes.plot(row["sparsity"], row[y], "k*", ms=12)
             axes.axhline(row[y], color="k", lw=0.5)
-        of = {"sparsity": "layers and heads, on gold graphs", "sparsity_used": "the model while it reads"}[x]
+        of = {"sparsity": "layers and heads, on ground-truth graphs", "sparsity_used": "the model while it reads"}[x]
         axes.set(xlabel=f"sparsity: share of the pairs left out ({of})", ylabel=AXES[y])
         axes.set_title(words.partition(",")[0], fontsize="medium")
         axes.yaxis.set_major_formatter(lambda value, _: f"{abs(value):.2g}" if abs(value) < 1 else f"{abs(value):.1f}")
@@ -149,7 +149,7 @@ def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
         axes.axvline(next((row["sparsity"] for row in mine if row["chooser"] == "all"), 1.0), color="k", lw=0.5)
         axes.set_title(f"layer {layer:g}, head {head:g}", fontsize="small")
     figure.supxlabel("sparsity (line: that of entmax itself)")
-    figure.supylabel("recall: share of the gold edges that are predicted")
+    figure.supylabel("recall: share of the ground-truth edges that are predicted")
     figure.suptitle("Recall of each head")
     figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside right center", frameon=False)
     save_figure(folder / "heads.png", figure, dpi=90)
@@ -169,13 +169,19 @@ def draw_heads(model: TokenClassifier, learnt: Sequence[Learnt], texts: Texts, p
     ]
     figure = Figure(figsize=(15, 5 * MAPS), layout="constrained")
     for line, (_, number, head) in zip(figure.subplots(MAPS, 3, squeeze=False), sorted(heads), strict=False):
-        ((query, key, gold),) = samples[number]
+        ((query, key, ground_truth),) = samples[number]
         source = make("clusters", count, 3, learnt[number])
-        predicted = source(Tokens(query, key, gold.query_ptr, gold.key_ptr, bipartite=False)).graph.to_dense()[head]
+        predicted = source(
+            Tokens(query, key, ground_truth.query_ptr, ground_truth.key_ptr, bipartite=False)
+        ).graph.to_dense()[head]
         scores = query[head] @ key[head].T * query.size(2) ** -0.5
         left = entmax15(scores.masked_fill(~predicted, -1e9), dim=1) > 0
-        titles = "gold", f"predicted by {count} clusters and a window of 3", "1.5-entmax over the predicted edges"
-        for axes, mask, title in zip(line, (gold.to_dense()[head], predicted, left), titles, strict=True):
+        titles = (
+            "ground truth",
+            f"predicted by {count} clusters and a window of 3",
+            "1.5-entmax over the predicted edges",
+        )
+        for axes, mask, title in zip(line, (ground_truth.to_dense()[head], predicted, left), titles, strict=True):
             axes.imshow(mask[:SHOWN, :SHOWN].numpy(), cmap="Greys", interpolation="nearest")
             axes.set_title(f"layer {number}, head {head}: {title}", fontsize="small")
             axes.set_xticks(range(len(names)), names, rotation=90, fontsize=6)

@@ -20,7 +20,7 @@ from examples.common.runs import read_state, write_checkpoint
 from examples.sparsefinder.choosers import ALONE, GRIDS, Learnt, learn, make, make_learnt
 from examples.sparsefinder.model import Texts, cut, hide, layers, predict, set_sources, test_model
 from sbm_pyg import GraphSource, TokenClassifier, Tokens
-from sbm_pyg.progress import tqdm
+from sbm_pyg.info import tqdm
 from sbm_pyg.sources.patterns import PatternSource, full
 from sbm_pyg.sparsefinder import Sample
 from sbm_pyg.sparsefinder.ground_truth import compare, group_entropy, record
@@ -53,7 +53,7 @@ def settings(names: Sequence[str], windows: Sequence[int], every: int) -> Iterat
 def extract(
     model: TokenClassifier, tokens: Tensor, hidden: float, batch: int, seed: int, words: str
 ) -> list[list[Sample]]:
-    """Samples of each layer: queries, keys and gold graphs of sequences some of whose words are hidden."""
+    """Samples of each layer: queries, keys and ground-truth graphs of sequences some of whose words are hidden."""
     set_sources(model, [PatternSource(full)] * len(layers(model)))
     with record(model) as found, torch.no_grad():
         for at, part in enumerate(tqdm(tokens.split(batch), desc=words)):
@@ -104,11 +104,11 @@ def measure_task(model: TokenClassifier, tokens: Tensor, hidden: float, sources:
 
 @torch.no_grad()
 def measure_heads(source: GraphSource, samples: Sequence[Sample]) -> list[Row]:
-    """How well a source foretells the gold graphs, a row for each head: means over samples."""
+    """How well a source foretells the ground-truth graphs, a row for each head: means over samples."""
     found = []
-    for at, (query, key, gold) in enumerate(samples):
-        graph = source(Tokens(query, key, gold.query_ptr, gold.key_ptr, bipartite=False, seed=at)).graph
-        match = compare(gold, graph.expand(gold.heads))
+    for at, (query, key, ground_truth) in enumerate(samples):
+        graph = source(Tokens(query, key, ground_truth.query_ptr, ground_truth.key_ptr, bipartite=False, seed=at)).graph
+        match = compare(ground_truth, graph.expand(ground_truth.heads))
         found.append(torch.stack([match.recall, match.precision, match.sparsity, match.exact], 1))
     names = ("recall", "precision", "sparsity", "exact")
     return [dict(zip(names, head, strict=True)) for head in torch.stack(found).mean(0).tolist()]
@@ -118,17 +118,17 @@ def measure_heads(source: GraphSource, samples: Sequence[Sample]) -> list[Row]:
 def measure_groups(name: str, knob: float, layer: Learnt, samples: Sequence[Sample]) -> list[Row]:
     """Entropies of buckets or clusters for each head: of all keys, and of the keys that a query uses."""
     found = []
-    for query, key, gold in samples:
+    for query, key, ground_truth in samples:
         x = layer.projection(query, key)[1]
         if name == "buckets":
-            group = buckets(x, int(knob), ptr=gold.key_ptr)
+            group = buckets(x, int(knob), ptr=ground_truth.key_ptr)
         elif name == "clusters":
             group = clusters(x, layer.centroids[int(knob)])
         else:
-            return [{"entropy": "", "gold_entropy": ""}] * gold.heads
-        both = (group_entropy(group, int(knob), graph).mean(1) for graph in (None, gold))
+            return [{"entropy": "", "ground_truth_entropy": ""}] * ground_truth.heads
+        both = (group_entropy(group, int(knob), graph).mean(1) for graph in (None, ground_truth))
         found.append(torch.stack([*both], 1))
-    return [{"entropy": all_, "gold_entropy": used} for all_, used in torch.stack(found).mean(0).tolist()]
+    return [{"entropy": all_, "ground_truth_entropy": used} for all_, used in torch.stack(found).mean(0).tolist()]
 
 
 def run(
@@ -141,19 +141,19 @@ def run(
     missing = [each for each in [("all", 0.0, 0), *wanted] if each not in known]
     if not missing:
         return learnt
-    gold = extract(model, test, sweep.hidden, TESTED, 0, "gold graphs")
+    ground_truth = extract(model, test, sweep.hidden, TESTED, 0, "ground-truth graphs")
     with tqdm(missing, desc="sweep", unit="setting") as bar:
         for name, knob, window in bar:
             bar.set_postfix_str(f"{name} {knob:g}, window {window}")
             if name == "all":
                 sources: list[Any] = [None] * len(learnt)
-                heads = [measure_all(samples) for samples in gold]
+                heads = [measure_all(samples) for samples in ground_truth]
             else:
                 sources = [make(name, knob, window, layer) for layer in learnt]
-                heads = [measure_heads(source, samples) for source, samples in zip(sources, gold, strict=True)]
+                heads = [measure_heads(source, samples) for source, samples in zip(sources, ground_truth, strict=True)]
             task = measure_task(model, test, sweep.hidden, sources)
             rows = []
-            for number, (each, layer, samples) in enumerate(zip(heads, learnt, gold, strict=True)):
+            for number, (each, layer, samples) in enumerate(zip(heads, learnt, ground_truth, strict=True)):
                 groups = measure_groups(name, knob, layer, samples)
                 about = {"seed": sweep.seed, "chooser": name, "knob": knob, "window": window, "layer": number}
                 rows += [
@@ -165,6 +165,6 @@ def run(
 
 
 def measure_all(samples: Sequence[Sample]) -> list[Row]:
-    """The row of dense attention; its sparsity is that of the gold graphs, below which no edge can be spared."""
+    """The row of dense attention; its sparsity is that of the ground-truth graphs, below which no edge can be spared."""
     sparsity = 1 - torch.stack([graph.density.mean(0) for _, _, graph in samples]).mean(0)
     return [{"recall": 1.0, "precision": 1.0, "sparsity": each, "exact": 1.0} for each in sparsity.tolist()]

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from examples.benchmarks import choosers
 from examples.benchmarks.tables import read
-from sbm_pyg import AttentionGraph
+from sbm_pyg import AttentionGraph, Tokens
 from sbm_pyg.sources import pairs, patterns
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -27,8 +26,8 @@ def test_every_chooser_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_a_chooser_that_depends_on_its_parts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(query: Tensor, key: Tensor) -> AttentionGraph:
-        return patterns.window(query.size(1), 1 + (pairs.CHUNK < 2**20))
+    def wrong(tokens: Tokens) -> AttentionGraph:
+        return patterns.window(tokens.num_queries, 1 + (pairs.CHUNK < 2**20))
 
     monkeypatch.setattr(choosers, "choosers", lambda n: {"lsh": wrong})
     with pytest.raises(SystemExit, match="lsh: other graphs with fewer rows at a time"):

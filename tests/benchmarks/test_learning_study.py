@@ -38,12 +38,12 @@ def test_labels_say_which_numbers_occur_again() -> None:
 @pytest.mark.parametrize("estimator", ["local", "mask", "paper", "relaxed", "concrete", "score-function", "none"])
 def test_every_estimator_trains_and_moves_the_model_unless_it_is_none(estimator: str, tmp_path: Path) -> None:
     settings = replace(TINY, estimator=estimator)
-    before = task.make_model(settings).state_dict()["encoder.blocks.0.attention.source.head.clusters"].clone()
+    before = task.make_model(settings).state_dict()["encoder.layers.0.attention.source.head.clusters"].clone()
     rows = task.train(tmp_path / "sbm.ckpt", settings)
     assert [row["step"] for row in rows] == [3, 6]
     assert all(math.isfinite(value) for row in rows for value in row.values())
     after = torch.load(tmp_path / "sbm.ckpt", weights_only=True)["model"][
-        "encoder.blocks.0.attention.source.head.clusters"
+        "encoder.layers.0.attention.source.head.clusters"
     ]
     assert torch.equal(before, after) == (estimator == "none")
 

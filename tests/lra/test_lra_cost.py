@@ -175,7 +175,7 @@ def test_the_gate_rejects_attention_that_mixes_sequences_or_is_off_by_a_thousand
 ) -> None:
     module = Classifier(TASKS["listops"], cost.settings_of("listops", method, "laptop"))
     cost.gate(module)
-    attention: Any = module.model.encoder.blocks[0].attention
+    attention: Any = module.model.encoder.layers[0].attention
     forward = attention.forward
 
     def mixed(x: torch.Tensor, **options: Any) -> Any:

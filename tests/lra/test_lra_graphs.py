@@ -175,7 +175,7 @@ def test_pixels_are_drawn_where_they_are_unless_some_are_masked(
         monkeypatch.setattr(plots, name, watched)
 
     monkeypatch.setattr(graphs, "picture", lambda figure: "")
-    for name in ("plot_mask", "plot_blocks"):
+    for name in ("plot_mask", "plot_communities"):
         monkeypatch.setattr(plots, name, lambda *arguments, **options: None)
     for name in ("plot_pixel_attention", "plot_inputs"):
         watch(name, getattr(plots, name))

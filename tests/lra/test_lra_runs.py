@@ -570,7 +570,7 @@ def test_settings_reach_the_model() -> None:
     laptop = PRESETS["listops"]["laptop"].settings
 
     def attention(**chosen: Any) -> Any:
-        return Classifier(TASKS["listops"], dataclasses.replace(laptop, **chosen)).model.encoder.blocks[0].attention
+        return Classifier(TASKS["listops"], dataclasses.replace(laptop, **chosen)).model.encoder.layers[0].attention
 
     assert attention(degree_corrected=1).sbm.degree_corrected
     assert not attention().sbm.degree_corrected
@@ -714,7 +714,7 @@ def test_subnormal_numbers_are_zero_during_a_run_and_not_after(
     ("options", "message"),
     [
         ("--temperature 0 --parameterization mixed", "temperature"),
-        ("--initial-density 0", "density"),
+        ("--initial-density 0", "initial_density"),
         ("--warmup 9", "Expected 'warmup' to be below 'steps' = 9 (got 9)"),
         ("--accumulate 3", "Expected 'accumulate' to be a divisor of 'batch-size' = 8 (got 3)"),
         ("--attention full --density-weight 1", "Expected 'density-weight' to be 0 for 'full' attention (got 1.0)"),

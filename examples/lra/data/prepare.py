@@ -80,7 +80,7 @@ def _token_type(task: Task) -> np.dtype:
 
 def _write_split(folder: Path, name: str, rows: Rows, task: Task) -> dict[str, Any]:
     """Parses one split; returns its entry in the manifest."""
-    from sbm_pyg.progress import tqdm  # comes with torch, for which --help does not wait
+    from sbm_pyg.info import tqdm  # comes with torch, for which --help does not wait
 
     ptr, labels, skipped = [0], [], 0
     with (folder / f"{name}_tokens.bin").open("wb") as file:
