@@ -135,7 +135,7 @@ class BlockGraph(AttentionGraph):
 
     @property
     def _diagonal(self) -> Tensor:
-        """Edges of a causal graph that join a block to itself, where only half of the pairs are edges, ``[E]`` bool."""
+        """True for edges that join a block to itself in a causal graph, ``[E]`` bool; False in other graphs."""
         query, key = self.cuts
         if not self.is_causal:
             return torch.zeros_like(self.blocks.col, dtype=torch.bool)

@@ -152,7 +152,7 @@ class Estimator:
         return None
 
     def attach(self, out: Tensor, call: AttentionCall) -> Tensor:
-        """The output ``[H, N, C']``, whose backward pass also sends a gradient to the probabilities."""
+        """The output, ``[H, N, C']``, with a backward pass that also sends a gradient to the probabilities."""
         return out
 
     def auxiliary_loss(self, call: AttentionCall) -> Tensor | None:
@@ -186,7 +186,8 @@ class Local(Estimator):
     """``"local"``: the local expectation gradient, over edges and probes; see :func:`attach_local_expectation`.
 
     Args:
-        probes: Expected number of non-edges per query and head whose effect is computed, in [0, inf].
+        probes: Expected number of probes per query and head, in [0, inf]. The effect of a probe is computed even if it
+            is not an edge.
     """
 
     exploration = None  # probes explore, so no edges need to be added
