@@ -69,7 +69,7 @@ def test_effect_equals_the_reference(name: str, biased: bool, channels: tuple[in
 
 
 @pytest.mark.parametrize("name", ["one edge", "no edges", "bipartite", "one row has all edges"])
-@pytest.mark.parametrize("op", [ops.edge_effect, reference_effects.edge_effect])
+@pytest.mark.parametrize("op", [ops, reference_effects])
 def test_effect_is_the_difference_of_two_losses(name: str, op: Any) -> None:
     """For a loss that is linear in the output: attention with the edge less attention without it, by recomputing both."""
     graph = GRAPHS[name]
@@ -82,7 +82,7 @@ def test_effect_is_the_difference_of_two_losses(name: str, op: Any) -> None:
         out = reference_attention(query, key, value, AttentionGraph.from_dense(present), None, None, 0.7, "score")
         return (out * grad_out).sum()
 
-    for effects, edges in zip(op(*arguments), (graph, probes), strict=True):
+    for effects, edges in zip(effect(op, *arguments), (graph, probes), strict=True):
         for number, (head, row, token) in enumerate(
             zip(edges.edge_head, edges.edge_index[1], edges.edge_index[0], strict=True)
         ):
