@@ -687,7 +687,7 @@ class SBMHead(torch.nn.Module):
         return 1.0 if self.parameterization == "paper" else self.temperature
 
     def _memberships(self, x: Tensor, gated: bool, mapped: tuple[Tensor, Tensor] | None) -> Tensor:
-        """Memberships ``[H, N, K]``: for each group, a sigmoid per block if ``gated``, else a softmax over its blocks."""
+        """Memberships ``[H, N, K]``: in each group, a sigmoid per block if ``gated``, else a softmax over blocks."""
         if mapped is None:
             affinity = self.mlp(x) @ self.clusters.mT / self._divisor + (self.shift if gated else 0.0)
         else:
