@@ -189,7 +189,8 @@ class TiledChoice(Choice):
     """A graph that is never stored. The attention kernel draws each edge when it computes its score.
 
     The first access of :attr:`graph` or :attr:`forced` draws the edges again from the same random words, and stores
-    them. On a device whose kernels compute in float32, a probability may round differently there, by up to 2^-32.
+    them. On a device whose kernels compute in float32, a probability may round differently there, by up to 2^-32, and
+    then an edge may differ.
 
     Args:
         probability: A model with :attr:`~EdgeProbability.factors`.
@@ -385,7 +386,9 @@ class SourceGraph(BaseTransform):
 
     Args:
         source: Any source, used in the mode it is in: in evaluation mode it adds no exploration.
-        heads: Heads H. The features ``[N, H*C]`` are divided among them; a graph of one head is repeated for each.
+        heads: Heads H. The features ``[N, H*C]`` are divided among them; a graph of one head is repeated for each. Give
+            a source that draws a pattern, such as ``PatternSource(random, ...)``, the same ``heads``, so that each
+            head draws its own.
         is_causal: No node attends to a later one.
         seed: Integer of 64 bits that fixes random choices. None: each call draws one from torch's default generator.
 
