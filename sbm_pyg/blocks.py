@@ -24,24 +24,24 @@ from .rows import check_edges, check_graph
 
 __all__ = ["BlockGraph", "BlockPool", "block_means", "block_tokens", "pool_blocks"]
 
-_GRAIN = "It is the number of tokens per block."
+_TOKENS_PER_BLOCK = "It is the number of tokens per block."
 
 
 class BlockGraph(AttentionGraph):
     """A graph in which blocks of queries attend to blocks of keys.
 
-    Each sequence is cut into blocks of ``grain`` tokens from its beginning; its last block may be shorter. If a block
-    of queries attends to a block of keys, each of its tokens attends to every token of the key block. In a causal
+    Each sequence is cut into blocks of ``block_size`` tokens from its beginning; its last block may be shorter. If a
+    block of queries attends to a block of keys, each of its tokens attends to every token of the key block. In a causal
     graph a token attends only to tokens that are not later: within its own block, to itself and those before it.
 
     It is an :class:`AttentionGraph` of the tokens: densities, degrees, conversions, plots and analysis count tokens.
-    The edges of tokens (``rowptr``, ``col``) are computed at first use, at a cost of O(E grain^2) for E edges of
+    The edges of tokens (``rowptr``, ``col``) are computed at first use, at a cost of O(E block_size^2) for E edges of
     blocks. Attention, ``degree``, ``density``, ``contains`` and the union of two graphs of the same block size do not
     need them. ``blocks`` is the graph over blocks.
 
     Args:
         blocks: The graph over blocks. Its queries and keys are the blocks of all sequences.
-        grain: Tokens per block, at least 1.
+        block_size: Tokens per block, at least 1.
         query_ptr: Offsets of the sequences in the query tokens, ``[B+1]`` int64. None: all blocks are full.
         key_ptr: Offsets of the sequences in the key tokens, ``[B+1]`` int64. None: those of the queries if both sides
             have the same blocks, else all blocks are full.
@@ -54,46 +54,46 @@ class BlockGraph(AttentionGraph):
         >>> blocks = AttentionGraph.from_dense(torch.tensor([[1, 0, 0], [0, 1, 0], [1, 0, 1]]))
         >>> graph = BlockGraph(blocks, 4, query_ptr=torch.tensor([0, 10]))  # blocks of 4, 4 and 2 tokens
         >>> graph
-        BlockGraph(1 sequence, 1 head, 10 queries, 10 keys, 44 edges, density 44.0%, grain 4)
+        BlockGraph(1 sequence, 1 head, 10 queries, 10 keys, 44 edges, density 44.0%, block size 4)
         >>> graph.to_dense()[0, 9].int().tolist()
         [1, 1, 1, 1, 0, 0, 0, 0, 1, 1]
     """
 
     _blocks: AttentionGraph
-    _grain: int
+    _block_size: int
 
     def __init__(
-        self, blocks: AttentionGraph, grain: int, *, query_ptr: Tensor | None = None, key_ptr: Tensor | None = None
+        self, blocks: AttentionGraph, block_size: int, *, query_ptr: Tensor | None = None, key_ptr: Tensor | None = None
     ) -> None:
         check_graph(blocks, "blocks")
         if isinstance(blocks, BlockGraph):
             raise TypeError("Expected 'blocks' to be a graph over blocks (got a BlockGraph). Pass its `.blocks`.")
-        grain = checks.integer("grain", grain, 1, _GRAIN)
+        block_size = checks.integer("block_size", block_size, 1, _TOKENS_PER_BLOCK)
         same = blocks.num_queries == blocks.num_keys and blocks.same_offsets(blocks.key_ptr, blocks.query_ptr)
         check_tensor(query_ptr, "query_ptr")
         check_tensor(key_ptr, "key_ptr")
         key_ptr = query_ptr if key_ptr is None and same else key_ptr
         found = []
         for name, ptr, theirs in (("query_ptr", query_ptr, blocks.query_ptr), ("key_ptr", key_ptr, blocks.key_ptr)):
-            ptr = theirs * grain if ptr is None else ptr
+            ptr = theirs * block_size if ptr is None else ptr
             require_values(ptr, name)
             end = int(ptr[-1]) if ptr.dim() == 1 and ptr.numel() else 0
             ptr = resolve_ptr(end, ptr, name=name, device=blocks.device)
-            counts = Cut(ptr, int(ptr[-1]), grain).ptr.diff()
+            counts = Cut(ptr, int(ptr[-1]), block_size).ptr.diff()
             if counts.shape != theirs.diff().shape or not torch.equal(counts, theirs.diff()):
                 raise ValueError(
-                    f"Expected '{name}' of sequences with {theirs.diff().tolist()[:9]} blocks of {grain} tokens "
+                    f"Expected '{name}' of sequences with {theirs.diff().tolist()[:9]} blocks of {block_size} tokens "
                     f"(got {counts.tolist()[:9]}). Each token of 'blocks' is one block."
                 )
             found.append(ptr)
         query_ptr, key_ptr = found[0], found[0] if same and torch.equal(*found) else found[1]
-        graph = self._trusted_blocks(blocks, grain, query_ptr, key_ptr, int(query_ptr[-1]), int(key_ptr[-1]))
+        graph = self._trusted_blocks(blocks, block_size, query_ptr, key_ptr, int(query_ptr[-1]), int(key_ptr[-1]))
         for name, value in vars(graph).items():
             object.__setattr__(self, name, value)
 
     @property
-    def grain(self) -> int:
-        return self._grain
+    def block_size(self) -> int:
+        return self._block_size
 
     @property
     def blocks(self) -> AttentionGraph:
@@ -101,11 +101,17 @@ class BlockGraph(AttentionGraph):
 
     @classmethod
     def _trusted_blocks(
-        cls, blocks: AttentionGraph, grain: int, query_ptr: Tensor, key_ptr: Tensor, num_queries: int, num_keys: int
+        cls,
+        blocks: AttentionGraph,
+        block_size: int,
+        query_ptr: Tensor,
+        key_ptr: Tensor,
+        num_queries: int,
+        num_keys: int,
     ) -> BlockGraph:
         """Make a graph without checks, from blocks that fit the tokens by construction."""
         graph: BlockGraph = object.__new__(cls)
-        fields: dict[str, Any] = {"_blocks": blocks, "_grain": grain, "query_ptr": query_ptr, "key_ptr": key_ptr}
+        fields: dict[str, Any] = {"_blocks": blocks, "_grain": block_size, "query_ptr": query_ptr, "key_ptr": key_ptr}
         fields |= {"num_queries": num_queries, "num_keys": num_keys}
         for name, value in (fields | {"heads": blocks.heads, "is_causal": blocks.is_causal}).items():
             object.__setattr__(graph, name, value)
@@ -115,7 +121,7 @@ class BlockGraph(AttentionGraph):
         """Copy with other blocks, offsets and sizes. Sides that share one tensor of offsets still share one."""
         query_ptr, key_ptr = ptrs
         key_ptr = query_ptr if self.key_ptr is self.query_ptr else key_ptr
-        return self._trusted_blocks(blocks, self.grain, query_ptr, key_ptr, *sizes)
+        return self._trusted_blocks(blocks, self.block_size, query_ptr, key_ptr, *sizes)
 
     @classmethod
     def _trusted(cls, *arguments: Any, **options: Any) -> Any:
@@ -131,7 +137,7 @@ class BlockGraph(AttentionGraph):
     def cuts(self) -> tuple[Cut, Cut]:
         """The blocks of the queries and of the keys."""
         counts = (self.blocks.num_queries, self.blocks.num_keys)
-        return cut_blocks((self.num_queries, self.num_keys), (self.query_ptr, self.key_ptr), self.grain, counts)
+        return cut_blocks((self.num_queries, self.num_keys), (self.query_ptr, self.key_ptr), self.block_size, counts)
 
     @property
     def _diagonal(self) -> Tensor:
@@ -149,8 +155,8 @@ class BlockGraph(AttentionGraph):
         count = torch.zeros(2, blocks.rowptr.numel() - 1, dtype=torch.int64, device=self.device)
         for part, which in enumerate((~diagonal, diagonal)):
             count[part].index_add_(0, row[which], key.length[col[which]])
-        slot = torch.arange(1, self.grain + 1, device=self.device)
-        each = count[0, :, None] + torch.minimum(count[1, :, None], slot)  # [H*n, grain]
+        slot = torch.arange(1, self.block_size + 1, device=self.device)
+        each = count[0, :, None] + torch.minimum(count[1, :, None], slot)  # [H*n, block_size]
         return query.join(each[..., None], self.heads)[..., 0]
 
     @cached_property
@@ -175,7 +181,7 @@ class BlockGraph(AttentionGraph):
         size = key.length[col]
         if self.is_causal:
             position = token_of_row - self.query_ptr[query.sequence[row % query.count]]
-            size = torch.minimum(size, position[token] - self.grain * key.position[col] + 1)
+            size = torch.minimum(size, position[token] - self.block_size * key.position[col] + 1)
         each = torch.repeat_interleave(size, output_size=total)
         first = (key.first[col] - size.cumsum(0) + size)[each]
         return (first + torch.arange(total, device=device)).to(self.blocks.col.dtype), edge[each]
@@ -250,14 +256,14 @@ class BlockGraph(AttentionGraph):
         )
         ptrs = (self.query_ptr, self.key_ptr)
         return ops.block_expectation(
-            out, query, key, value, edges, probed, chance, ptrs, self.grain, forced, self.is_causal, scale,
+            out, query, key, value, edges, probed, chance, ptrs, self.block_size, forced, self.is_causal, scale,
             exploration, prob=prob(),
         )  # fmt: skip
 
     @property
     def _layout(self) -> tuple[tuple[Tensor, Tensor], int, bool]:
         """The arguments by which the ops over blocks take a graph, after its rows."""
-        return (self.query_ptr, self.key_ptr), self.grain, self.is_causal
+        return (self.query_ptr, self.key_ptr), self.block_size, self.is_causal
 
     def _block_bias(self, bias: Tensor | None) -> Tensor | None:
         return None if bias is None else self.edge_bias_to_blocks(bias)
@@ -266,20 +272,20 @@ class BlockGraph(AttentionGraph):
         """Rearrange a bias per edge of tokens, ``[E]``, to the form that the ops over blocks take.
 
         Returns:
-            ``[E', grain, grain]`` for the edges of blocks E'; zero if a pair of tokens is not an edge.
+            ``[E', block_size, block_size]`` for the edges of blocks E'; zero if a pair of tokens is not an edge.
         """
         col, edge = self._rows
         query, key = self.cuts
         row = self.edge_row % self.num_queries
-        inner = (query.slot[row] % self.grain) * self.grain + key.slot[col.long()] % self.grain
-        found = bias.new_zeros(self.blocks.num_edges * self.grain**2)
-        return found.index_put((edge * self.grain**2 + inner,), bias).view(-1, self.grain, self.grain)
+        inner = (query.slot[row] % self.block_size) * self.block_size + key.slot[col.long()] % self.block_size
+        found = bias.new_zeros(self.blocks.num_edges * self.block_size**2)
+        return found.index_put((edge * self.block_size**2 + inner,), bias).view(-1, self.block_size, self.block_size)
 
     def __repr__(self) -> str:
-        return super().__repr__().replace("AttentionGraph(", "BlockGraph(")[:-1] + f", grain {self.grain})"
+        return super().__repr__().replace("AttentionGraph(", "BlockGraph(")[:-1] + f", block size {self.block_size})"
 
     def __eq__(self, other: object) -> bool:
-        if isinstance(other, BlockGraph) and other.grain == self.grain and self._same_tokens(other):
+        if isinstance(other, BlockGraph) and other.block_size == self.block_size and self._same_tokens(other):
             return self.blocks == other.blocks
         return super().__eq__(other)
 
@@ -321,7 +327,10 @@ class BlockGraph(AttentionGraph):
         The union of two graphs of the same block size, both causal or neither, is a graph of blocks, and its mask
         ``[E'']`` counts edges of blocks.
         """
-        same = isinstance(other, BlockGraph) and (other.grain, other.is_causal) == (self.grain, self.is_causal)
+        same = isinstance(other, BlockGraph) and (other.block_size, other.is_causal) == (
+            self.block_size,
+            self.is_causal,
+        )
         if same and self._same_tokens(other):
             blocks, from_other = self.blocks.union(other.blocks)
             return self.with_blocks(blocks), from_other
@@ -332,11 +341,11 @@ class BlockGraph(AttentionGraph):
         inside = (query >= 0) & (query < self.num_queries) & (key >= 0) & (key < self.num_keys)
         mine, theirs = self.cuts
         i, j = query.clamp(0, self.num_queries - 1), key.clamp(0, self.num_keys - 1)
-        pair = torch.stack([theirs.slot[j], mine.slot[i]]) // self.grain
+        pair = torch.stack([theirs.slot[j], mine.slot[i]]) // self.block_size
         found = inside & self.blocks.contains(pair, head)
         if self.is_causal:
             query_position, key_position = (
-                cut.position[slot // self.grain] * self.grain + slot % self.grain
+                cut.position[slot // self.block_size] * self.block_size + slot % self.block_size
                 for cut, slot in ((mine, mine.slot[i]), (theirs, theirs.slot[j]))
             )
             found &= key_position <= query_position
@@ -349,7 +358,7 @@ class BlockGraph(AttentionGraph):
         ``flex_attention(query[None], key[None], value[None], block_mask=mask)``.
 
         Raises:
-            ValueError: A block is shorter than ``grain``. FlexAttention cuts the whole batch into equal blocks.
+            ValueError: A block is shorter than ``block_size``. FlexAttention cuts the whole batch into equal blocks.
 
         Example:
             >>> blocks = AttentionGraph.from_dense(torch.eye(4).tril())
@@ -359,7 +368,7 @@ class BlockGraph(AttentionGraph):
         mine, theirs = self.cuts
         if not (mine.whole and theirs.whole):
             raise ValueError(
-                f"Expected 'graph' to have sequences of a multiple of {self.grain} tokens (got a shorter block). "
+                f"Expected 'graph' to have sequences of a multiple of {self.block_size} tokens (got a shorter block). "
                 "FlexAttention needs equal blocks: pad the sequences, or attend over the graph itself."
             )
         blocks, diagonal = self.blocks, self._diagonal
@@ -372,14 +381,16 @@ class BlockGraph(AttentionGraph):
             found += [graph.degree.int().view(shape), index]
         joined = torch.zeros(self.heads * mine.count, theirs.count, dtype=torch.bool, device=self.device)
         joined = joined.index_put((blocks.edge_row, blocks.col.long()), joined.new_ones(())).view(*shape[1:], -1)
-        starts = [(cut.tokens[cut.sequence]).repeat_interleave(self.grain) for cut in (mine, theirs)]
+        starts = [(cut.tokens[cut.sequence]).repeat_interleave(self.block_size) for cut in (mine, theirs)]
 
         def is_edge(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            found = joined[head, query // self.grain, key // self.grain]
+            found = joined[head, query // self.block_size, key // self.block_size]
             return found & (key - starts[1][key] <= query - starts[0][query]) if self.is_causal else found
 
         count, index, full_count, full_index = found
-        return BlockMask.from_kv_blocks(count, index, full_count, full_index, BLOCK_SIZE=self.grain, mask_mod=is_edge)
+        return BlockMask.from_kv_blocks(
+            count, index, full_count, full_index, BLOCK_SIZE=self.block_size, mask_mod=is_edge
+        )
 
 
 # ------------------------------------------------------------------ pooling
@@ -388,7 +399,7 @@ class BlockGraph(AttentionGraph):
 def pool_blocks(x: Tensor, cut: Cut, pool: torch.nn.Module | None = None, *, before: bool = False) -> Tensor:
     """One vector per block, ``[H, n, C]``: the mean of its tokens, or the output of a module.
 
-    Memory is O(H n grain C), because shorter blocks are padded.
+    Memory is O(H n block_size C), because shorter blocks are padded.
 
     Args:
         x: Tokens, ``[H, N, C]``.
@@ -427,20 +438,20 @@ def block_tokens(x: Tensor, cut: Cut, *, before: bool = False) -> tuple[Tensor, 
     Args:
         x: Tokens, ``[H, N, C]``.
         cut: Their blocks.
-        before: If True, take the ``grain`` tokens that end with the first token of the block: all queries of the block
-            may attend to them in a causal model. If False, take the tokens of the block.
+        before: If True, take the ``block_size`` tokens that end with the first token of the block: all queries of the
+            block may attend to them in a causal model. If False, take the tokens of the block.
 
     Returns:
-        The tokens of each block, ``[H, n, grain, C]``, padded with zeros; and a mask, ``[n, grain]`` bool, that is
-        False on padding.
+        The tokens of each block, ``[H, n, block_size, C]``, padded with zeros; and a mask, ``[n, block_size]`` bool,
+        that is False on padding.
     """
-    grain, start = cut.block_size, cut.tokens[cut.sequence]
-    numbers = x.size(0) * cut.count * grain * x.size(2)
-    checks.memory("grain", numbers, x.element_size(), x.device, "Take smaller blocks.", "numbers")
-    token = (cut.first - (grain - 1 if before else 0))[:, None] + torch.arange(grain, device=x.device)
+    block_size, start = cut.block_size, cut.tokens[cut.sequence]
+    numbers = x.size(0) * cut.count * block_size * x.size(2)
+    checks.memory("block_size", numbers, x.element_size(), x.device, "Take smaller blocks.", "numbers")
+    token = (cut.first - (block_size - 1 if before else 0))[:, None] + torch.arange(block_size, device=x.device)
     there = (token >= start[:, None]) & (token < (cut.first + cut.length)[:, None])
     if not before and cut.whole:
-        return x.view(x.size(0), cut.count, grain, x.size(2)), there
+        return x.view(x.size(0), cut.count, block_size, x.size(2)), there
     return x[:, token.clamp(0, x.size(1) - 1)].masked_fill(~there[..., None], 0), there
 
 
@@ -458,7 +469,8 @@ class BlockPool(torch.nn.Module):
         TypeError, ValueError: A size is not a positive integer.
 
     Shapes:
-        - tokens of blocks ``[H, n, grain, C]`` and a mask ``[n, grain]`` bool, False on padding; output ``[H, n, C]``.
+        - tokens of blocks ``[H, n, block_size, C]`` and a mask ``[n, block_size]`` bool, False on padding; output ``[H,
+        n, C]``.
     """
 
     def __init__(self, channels: int, heads: int = 1) -> None:
@@ -475,9 +487,9 @@ class BlockPool(torch.nn.Module):
         """See the class."""
         checks.tensors(tokens=tokens, there=there)
         wanted = (self.heads, None, None, self.channels)
-        checks.shape("tokens", tokens, wanted, "[H, n, grain, C]", "It has the heads and channels of the pool.")
+        checks.shape("tokens", tokens, wanted, "[H, n, block_size, C]", "It has the heads and channels of the pool.")
         checks.floating(tokens=tokens)
-        checks.shape("there", there, tokens.shape[1:3], "[n, grain]", "It is False on padding.")
+        checks.shape("there", there, tokens.shape[1:3], "[n, block_size]", "It is False on padding.")
         if there.dtype != torch.bool:
             raise TypeError(f"Expected 'there' to be bool (got {there.dtype}). It is False on padding.")
         checks.same_device("tokens", tokens, there=there, weight=self.weight)

@@ -405,7 +405,7 @@ def draw_probes(
     check_graph(graph)
     require_values(graph.query_ptr, "graph")
     ops.checks.number("per_query", per_query, "[0, inf]", "It is the mean number of probes per query.")
-    blocks, per_query = graph.blocks, float(per_query) / graph.grain
+    blocks, per_query = graph.blocks, float(per_query) / graph.block_size
     _check_probe_memory(blocks, per_query)
     allowed = allowed_keys(blocks.query_ptr, blocks.key_ptr, blocks.num_queries, blocks.is_causal)
     chance = (per_query / allowed.clamp(min=1)).clamp(max=1).float()
@@ -491,9 +491,9 @@ def attach_local_expectation(
         raise ValueError(
             "Expected 'chance' in [0, 1] (got a number outside). It is the second result of `draw_probes`."
         )
-    if type(probes) is not type(graph) or probes.grain != graph.grain:
+    if type(probes) is not type(graph) or probes.block_size != graph.block_size:
         raise ValueError(
-            f"Expected 'probes' to be pairs of blocks of {graph.grain} tokens, as 'graph' is (got {probes}). "
+            f"Expected 'probes' to be pairs of blocks of {graph.block_size} tokens, as 'graph' is (got {probes}). "
             "Draw them with `draw_probes`."
         )
     return graph._local_expectation(

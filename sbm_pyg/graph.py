@@ -68,7 +68,7 @@ class AttentionGraph(CompressedRows):
     # ---------------------------------------------------------------- blocks: here, each token is a block
 
     @property
-    def grain(self) -> int:
+    def block_size(self) -> int:
         """Tokens per block: 1, except for a :class:`~sbm_pyg.BlockGraph`."""
         return 1
 

@@ -564,14 +564,14 @@ def restore_graph(
 
 
 def restore_block_graph(
-    blocks: AttentionGraph, grain: int, query_ptr: Tensor, key_ptr: Tensor, num_queries: int, num_keys: int
+    blocks: AttentionGraph, block_size: int, query_ptr: Tensor, key_ptr: Tensor, num_queries: int, num_keys: int
 ) -> BlockGraph:
     """As :func:`restore_graph`; meta tensors have no values to check."""
     check_graph(blocks, "blocks")
     query_ptr, key_ptr = _copies(query_ptr, key_ptr)
     if blocks.device.type == "meta":
-        return BlockGraph._trusted_blocks(blocks, grain, query_ptr, key_ptr, num_queries, num_keys)
-    return BlockGraph(blocks, grain, query_ptr=query_ptr, key_ptr=key_ptr)
+        return BlockGraph._trusted_blocks(blocks, block_size, query_ptr, key_ptr, num_queries, num_keys)
+    return BlockGraph(blocks, block_size, query_ptr=query_ptr, key_ptr=key_ptr)
 
 
 def _copies(*tensors: Tensor) -> list[Tensor]:
@@ -587,7 +587,7 @@ def _reduce_graph(graph: AttentionGraph) -> tuple[Any, ...]:
 
 def _reduce_block_graph(graph: BlockGraph) -> tuple[Any, ...]:
     sizes = (graph.num_queries, graph.num_keys)
-    return restore_block_graph, (graph.blocks, graph.grain, graph.query_ptr, graph.key_ptr, *sizes)
+    return restore_block_graph, (graph.blocks, graph.block_size, graph.query_ptr, graph.key_ptr, *sizes)
 
 
 copyreg.pickle(AttentionGraph, _reduce_graph)
@@ -613,7 +613,7 @@ def _flatten_graph(graph: AttentionGraph) -> tuple[dict[str, Any], tuple[Any, ..
 
 
 def _flatten_block_graph(graph: BlockGraph) -> tuple[dict[str, Any], tuple[Any, ...]]:
-    return {"blocks": graph.blocks, **_offsets_and_sizes(graph)}, (graph.grain,)
+    return {"blocks": graph.blocks, **_offsets_and_sizes(graph)}, (graph.block_size,)
 
 
 def _unflatten_graph(leaves: Iterable[Any], context: tuple[Any, ...]) -> AttentionGraph:
@@ -630,11 +630,11 @@ def _unflatten_graph(leaves: Iterable[Any], context: tuple[Any, ...]) -> Attenti
 
 
 def _unflatten_block_graph(leaves: Iterable[Any], context: tuple[Any, ...]) -> BlockGraph:
-    (blocks, *rest), (grain,) = leaves, context
+    (blocks, *rest), (block_size,) = leaves, context
     (query_ptr, num_queries), (key_ptr, num_keys) = rest[:2], rest[-2:]
     if _have_values([query_ptr, key_ptr], [num_queries, num_keys]):
-        return BlockGraph(blocks, grain, query_ptr=query_ptr, key_ptr=key_ptr)
-    return BlockGraph._trusted_blocks(blocks, grain, query_ptr, key_ptr, num_queries, num_keys)
+        return BlockGraph(blocks, block_size, query_ptr=query_ptr, key_ptr=key_ptr)
+    return BlockGraph._trusted_blocks(blocks, block_size, query_ptr, key_ptr, num_queries, num_keys)
 
 
 def _have_values(tensors: Iterable[Any], sizes: Iterable[Any]) -> bool:

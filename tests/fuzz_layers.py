@@ -483,9 +483,9 @@ def _dcmm_predict(d: Draw) -> Case:
 
 def block_graph(d: Draw) -> BlockGraph:
     """Blocks of up to three tokens of some sequences."""
-    grain, lengths = d.randint(1, 3), d.lengths()
-    counts = [-(-length // grain) for length in lengths]
-    return BlockGraph(d.graph(queries=counts, keys=counts), grain, query_ptr=pointer(lengths))
+    block_size, lengths = d.randint(1, 3), d.lengths()
+    counts = [-(-length // block_size) for length in lengths]
+    return BlockGraph(d.graph(queries=counts, keys=counts), block_size, query_ptr=pointer(lengths))
 
 
 @case("BlockGraph", 4)
@@ -493,7 +493,7 @@ def _block_graph(d: Draw) -> Case:
     graph = block_graph(d)
     arguments = {
         "blocks": graph.blocks,
-        "grain": graph.grain,
+        "block_size": graph.block_size,
         "query_ptr": graph.query_ptr,
         "key_ptr": d.maybe(graph.key_ptr),
     }
@@ -524,7 +524,7 @@ def _block_attention(d: Draw) -> Case:
     graph = block_graph(d)
     sizes = {"query": graph.num_queries, "key": graph.num_keys, "value": graph.num_keys}
     arguments: dict[str, Any] = {name: d.real(graph.heads, count, 3) for name, count in sizes.items()}
-    arguments |= {"rows": graph.blocks.rows, "ptrs": (graph.query_ptr, graph.key_ptr), "block_size": graph.grain}
+    arguments |= {"rows": graph.blocks.rows, "ptrs": (graph.query_ptr, graph.key_ptr), "block_size": graph.block_size}
     arguments |= {"is_causal": False, "scale": d.uniform(0.1, 1.5)}
 
     def check(result: Any, query: Tensor, key: Tensor, value: Tensor, scale: Any, **_: Any) -> None:
@@ -955,7 +955,7 @@ def _sbm_source(d: Draw) -> Case:
         "budget": d.maybe(2.0),
         "self_loops": False,
         "window": d.maybe(1),
-        "grain": d.randint(1, 4),
+        "block_size": d.randint(1, 4),
         "pool": "mean",
         "detach": d.random() < 0.5,
     }
@@ -966,8 +966,10 @@ def _sbm_source(d: Draw) -> Case:
 
 @case("SBMSource.forward", 4)
 def _sbm_source_forward(d: Draw) -> Case:
-    grain = d.choice((1, 1, 3))
-    return source_arguments(d, SBMSource(SBMHead(4, 2, 3), grain=grain), lambda result, **_: valid(result.graph))
+    block_size = d.choice((1, 1, 3))
+    return source_arguments(
+        d, SBMSource(SBMHead(4, 2, 3), block_size=block_size), lambda result, **_: valid(result.graph)
+    )
 
 
 @case("patterns.PatternSource", 4)
@@ -1959,10 +1961,10 @@ RECORDS: dict[str, tuple[Callable[[Draw], Any], dict[str, Meaning]]] = {  # clas
         "edges_per_sequence": lambda g: torch.stack([part(g, b).sum((1, 2)) for b in range(g.num_sequences)]),
         "density": lambda g: torch.stack([part(g, b).double().mean((1, 2)) for b in range(g.num_sequences)]),
         "later": lambda g: None, "pairs_per_sequence": lambda g: g.query_ptr.diff() * g.key_ptr.diff(),
-        "grain": lambda g: 1, "blocks": lambda g: g, "expand_tokens()": lambda g: g,
+        "block_size": lambda g: 1, "blocks": lambda g: g, "expand_tokens()": lambda g: g,
     }),
     "BlockGraph": (lambda d: block_graph(d), {
-        "grain": lambda g: None, "blocks": lambda g: None, "device": lambda g: g.blocks.device,
+        "block_size": lambda g: None, "blocks": lambda g: None, "device": lambda g: g.blocks.device,
         "num_edges": lambda g: int(dense(g).sum()), "col": lambda g: g.expand_tokens().col, "expand_tokens()": lambda g: g,
     }),
     "BlockPool": (lambda d: BlockPool(4), {"extra_repr()": lambda a: "channels=4, heads=1", "reset_parameters()": lambda a: None}),

@@ -31,10 +31,10 @@ def any_layer(d: Draw, pairs: bool = False) -> Any:
     bias = None if pairs or d.random() < 0.7 else DCMMBias(CHANNELS, HEADS, 2, entropy_weight=d.choice((0.0, 0.3)))
     options: dict[str, Any] = {"is_causal": is_causal, "score_bias": bias}
     if kind == "sbm":
-        grain = 1 if pairs else d.choice((1, 1, 3))
-        tiled = grain == 1 and bias is None and estimator in ("local", "none") and d.random() < 0.3
+        block_size = 1 if pairs else d.choice((1, 1, 3))
+        tiled = block_size == 1 and bias is None and estimator in ("local", "none") and d.random() < 0.3
         layer: Any = SBMAttentionConv(
-            WIDTH, CHANNELS, HEADS, 3, estimator=estimator, share=d.maybe(d.choice((0.2, 0.6))), grain=grain, tiled=tiled,
+            WIDTH, CHANNELS, HEADS, 3, estimator=estimator, share=d.maybe(d.choice((0.2, 0.6))), block_size=block_size, tiled=tiled,
             detach=d.random() < 0.3, window=None if pairs else d.maybe(1), **options,
         )  # fmt: skip
     else:

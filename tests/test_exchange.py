@@ -35,7 +35,7 @@ def saved(thing: Any) -> io.BytesIO:
 
 def equal(found: AttentionGraph, graph: AttentionGraph) -> bool:
     one_side = [each.key_ptr is each.query_ptr for each in (found, graph)]
-    kinds = [(type(each), each.grain, each.is_causal) for each in (found, graph)]
+    kinds = [(type(each), each.block_size, each.is_causal) for each in (found, graph)]
     return found == graph and kinds[0] == kinds[1] and one_side[0] == one_side[1]
 
 

@@ -453,14 +453,14 @@ def test_ranks_with_a_number_of_keys_have_no_share() -> None:
     assert ShareSchedule(both, final=0.5, threshold=0.1).sources == [both[1]]
 
 
-@pytest.mark.parametrize("grain", [1, 4])
+@pytest.mark.parametrize("block_size", [1, 4])
 @pytest.mark.parametrize("estimator", ["distill", "local"])
-def test_a_detached_model_leaves_queries_and_keys_to_attention(estimator: str, grain: int) -> None:
+def test_a_detached_model_leaves_queries_and_keys_to_attention(estimator: str, block_size: int) -> None:
     """What learns queries and keys is what would over a given graph; what learns the model is what it was."""
     x, ptr, grads = draw(1, 20, 8).float(), torch.tensor([0, 8, 20]), []
     for detach in (False, True):
         torch.manual_seed(0)
-        options = {"num_blocks": 4, "estimator": estimator, "window": 1, "grain": grain, "detach": detach}
+        options = {"num_blocks": 4, "estimator": estimator, "window": 1, "block_size": block_size, "detach": detach}
         layer = SBMAttentionConv(8, 4, 2, **cast(Any, options))
         out, graph = layer(x, ptr=ptr, seed=3, return_graph=True)
         (out.square().sum() + auxiliary_loss(layer)).backward()

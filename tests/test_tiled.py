@@ -280,9 +280,9 @@ def test_what_needs_edges_is_refused(name: str, value: Any) -> None:
         layer(**{name: value})(torch.randn(5, 8, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("options", [{"grain": 4}, {"method": "fastrg"}], ids=str)
+@pytest.mark.parametrize("options", [{"block_size": 4}, {"method": "fastrg"}], ids=str)
 def test_blocks_and_fastrg_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="Expected 'tiled' with method='bernoulli' and grain=1"):
+    with pytest.raises(ValueError, match="Expected 'tiled' with method='bernoulli' and block_size=1"):
         layer(**options)
 
 

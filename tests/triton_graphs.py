@@ -440,7 +440,7 @@ def test_a_training_step_over_blocks_takes_few_launches(
     is_causal: bool, most: int, waits: int, kernels: Kernels
 ) -> None:
     torch.manual_seed(0)
-    conv = SBMAttentionConv(8, 4, heads=2, num_blocks=4, is_causal=is_causal, grain=2)
+    conv = SBMAttentionConv(8, 4, heads=2, num_blocks=4, is_causal=is_causal, block_size=2)
     x, ptr, grad = torch.randn(14, 8, requires_grad=True), torch.tensor([0, 5, 14]), torch.randn(14, 8)
     launches, waited = kernels.launches, kernels.waits
     conv(x, ptr=ptr, seed=1).backward(grad)
@@ -457,7 +457,7 @@ def test_a_training_step_over_blocks_takes_few_launches(
     [
         {},
         {"is_causal": True, "window": 2},
-        {"grain": 4},
+        {"block_size": 4},
         {"tiled": True},
         {"normalizer": "entmax15"},
         {"normalizer": "entmax", "share": 0.2},

@@ -60,15 +60,15 @@ def ops(width: int, dtype: torch.dtype, col: torch.dtype) -> dict[str, Callable[
         cuda_edges.edge_attention(x, x, x, *graph, edges, edges, 0.5, form, 0.1, 1)
         cuda_edges.edge_attention_backward(x, x, x, x, *graph, edges, edges, x, lse, 0.5, form, 0.1, 1, True, True)
 
-    def over_blocks(grain: int, biased: bool, dropout: float) -> None:
-        tokens, ptr = torch.zeros(2, 4 * grain, width, dtype=dtype), torch.tensor([0, 4 * grain])
-        bias = torch.zeros(6, grain, grain, dtype=dtype) if biased else None
-        given = (*graph, ptr, ptr, grain, True, bias, 0.5, dropout, 1)
+    def over_blocks(block_size: int, biased: bool, dropout: float) -> None:
+        tokens, ptr = torch.zeros(2, 4 * block_size, width, dtype=dtype), torch.tensor([0, 4 * block_size])
+        bias = torch.zeros(6, block_size, block_size, dtype=dtype) if biased else None
+        given = (*graph, ptr, ptr, block_size, True, bias, 0.5, dropout, 1)
         out, sums = cuda_blocks.block_attention(tokens, tokens, tokens, *given)
-        layout, rest = (*graph, ptr, ptr, bias, out, sums), (grain, True, 0.5, dropout, 1, biased)
+        layout, rest = (*graph, ptr, ptr, bias, out, sums), (block_size, True, 0.5, dropout, 1, biased)
         cuda_blocks.block_attention_backward(tokens, tokens, tokens, tokens, *layout, *rest)
         sets = *graph, bias, *graph, bias
-        cuda_blocks.block_effect(tokens, tokens, tokens, tokens, *sets, ptr, ptr, grain, True, 0.5)
+        cuda_blocks.block_effect(tokens, tokens, tokens, tokens, *sets, ptr, ptr, block_size, True, 0.5)
 
     def sampling(method: str, is_causal: bool) -> None:
         ptr = torch.tensor([0, 4])

@@ -60,7 +60,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     command.option("dtype", "bfloat16", choices=("bfloat16", "float16", "float32"))
     command.option("heads", 2, above=0)
     command.option("channels", 32, "of a head", above=0)
-    command.option("grain", 64, "tokens of a block", above=0)
+    command.option("block_size", 64, "tokens of a block", above=0)
     peers = (*ATTENTION, *LAYERS)
     command.option("peers", [*peers], "(default: all)", choices=peers, metavar=None)
     command.option("seconds", 5.0, "limit of one call, above which it is timed once", metavar="S", above=0)
@@ -69,8 +69,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     command.option("output", Path("runs/gpu"))
     command.add_argument("--markdown", action="store_true", help="measure nothing")
     given = command.read(arguments)
-    whole = min(given.tokens) >= given.grain and not any(count % given.grain for count in given.tokens)
-    command.require(whole, f"'tokens' to be multiples of the grain, {given.grain}", given.tokens)
+    whole = min(given.tokens) >= given.block_size and not any(count % given.block_size for count in given.tokens)
+    command.require(whole, f"'tokens' to be multiples of the block size, {given.block_size}", given.tokens)
     right = 0 < min(given.densities) <= max(given.densities) <= 100
     command.require(right, "'densities' in (0, 100] percent", given.densities)
     return given
@@ -124,11 +124,11 @@ class Inputs:
         shape = (given.heads, tokens, given.channels)
         drawn = (torch.randn(shape, generator=random) for _ in range(4))
         self.query, self.key, self.value, self.grad = (x.to(given.device, getattr(torch, dtype)) for x in drawn)
-        self.scale, self.grain = given.channels**-0.5, given.grain
-        count = tokens // given.grain if in_blocks else tokens
+        self.scale, self.block_size = given.channels**-0.5, given.block_size
+        count = tokens // given.block_size if in_blocks else tokens
         degree = max(1, round(density * count))
         graph = patterns.random(count, degree, heads=given.heads, seed=0, device=given.device)
-        self.graph = (BlockGraph(graph, given.grain) if in_blocks else graph).to(given.device)
+        self.graph = (BlockGraph(graph, given.block_size) if in_blocks else graph).to(given.device)
 
     @property
     def leaves(self) -> list[Any]:
@@ -172,7 +172,7 @@ def _edges(inputs: Inputs) -> Forward:
 def _blocks(inputs: Inputs) -> Forward:
     graph: Any = inputs.graph
     attend: Any = ops.block_attention
-    layout = (graph.blocks.rowptr, graph.blocks.col, (graph.query_ptr, graph.key_ptr), inputs.grain)
+    layout = (graph.blocks.rowptr, graph.blocks.col, (graph.query_ptr, graph.key_ptr), inputs.block_size)
     return lambda *leaves: attend(*leaves, *layout, scale=inputs.scale)[0]
 
 
@@ -220,7 +220,7 @@ def _step(forward: Forward, inputs: Inputs) -> list[Any]:
 def _check(words: str, peer: str) -> float:
     """Largest error of output and gradients over a few tokens, relative to the largest value of plain torch in float64."""
     given = argparse.Namespace(**json.loads(words))
-    inputs = Inputs(given, 8 * given.grain, 0.0 if peer in DENSE else 0.3, given.dtype, peer in OVER_BLOCKS)
+    inputs = Inputs(given, 8 * given.block_size, 0.0 if peer in DENSE else 0.3, given.dtype, peer in OVER_BLOCKS)
     found = [x.detach().double().cpu() for x in _step(BUILD[peer](inputs), inputs)]
     query, key, value = (x.detach().double().cpu().requires_grad_() for x in inputs.leaves)
     kept = torch.ones(1, 1, dtype=torch.bool) if peer in DENSE else inputs.graph.to("cpu").to_dense()
@@ -236,7 +236,9 @@ def _check(words: str, peer: str) -> float:
 
 def measure_attention(item: Item, given: argparse.Namespace) -> dict[str, Any]:
     """Times and memory of a peer, forward and with all gradients, after its check."""
-    words = {name: getattr(given, name) for name in ("heads", "channels", "grain", "device")} | {"dtype": item.dtype}
+    words = {name: getattr(given, name) for name in ("heads", "channels", "block_size", "device")} | {
+        "dtype": item.dtype
+    }
     error = _check(json.dumps(words), item.peer)
     inputs = Inputs(given, item.tokens, item.density, item.dtype, item.peer in OVER_BLOCKS)
     forward = BUILD[item.peer](inputs)
@@ -293,9 +295,9 @@ def measure_layers(item: Item, given: argparse.Namespace) -> dict[str, Any]:
     if item.peer == "dense":
         layer = FullAttention(width, given.channels, given.heads)
     else:
-        grain = given.grain if item.peer == "blocks" else 1
+        block_size = given.block_size if item.peer == "blocks" else 1
         layer = SBMAttentionConv(
-            width, given.channels, given.heads, sbm_options={"initial_density": item.density}, exploration=0.0, grain=grain,
+            width, given.channels, given.heads, sbm_options={"initial_density": item.density}, exploration=0.0, block_size=block_size,
             tiled=item.peer == "tiles",
         )  # fmt: skip
     layer.to(given.device)

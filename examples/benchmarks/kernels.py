@@ -72,19 +72,19 @@ class Peer:
 class Inputs:
     """Tensors ``[H, N, C]``, an independent random mask per head without empty rows, and its graph in the formats that peers want.
 
-    With a grain, blocks of so many tokens are drawn.
+    With a block size, blocks of so many tokens are drawn.
     """
 
-    def __init__(self, case: Case, grain: int = 1) -> None:
+    def __init__(self, case: Case, block_size: int = 1) -> None:
         generator = torch.Generator().manual_seed(case.seed)
         self.shape = (case.heads, case.tokens, case.channels)
         self.query, self.key, self.value, self.grad = (torch.randn(self.shape, generator=generator) for _ in range(4))
-        count = case.tokens // grain
+        count = case.tokens // block_size
         mask = torch.rand(case.heads, count, count, generator=generator) < case.density
         empty = ~mask.any(-1, keepdim=True)  # for which masked SDPA has no answer
         mask |= torch.eye(count, dtype=torch.bool) & empty
         self.blocks = AttentionGraph.from_dense(mask)
-        self.mask = mask.repeat_interleave(grain, 1).repeat_interleave(grain, 2)
+        self.mask = mask.repeat_interleave(block_size, 1).repeat_interleave(block_size, 2)
         graph = AttentionGraph.from_dense(self.mask)
         self.rowptr, self.col, self.num_edges = graph.rowptr, graph.col, graph.num_edges
         row = torch.repeat_interleave(self.rowptr.diff())
@@ -109,12 +109,12 @@ Forward = Callable[..., Tensor]
 
 
 def _attention(
-    make: Callable[[Inputs], Forward], gate: bool = True, masked: bool = True, grain: int = 1
+    make: Callable[[Inputs], Forward], gate: bool = True, masked: bool = True, block_size: int = 1
 ) -> Callable[[Case], Work]:
     """Builder of a peer: ``make`` prepares ``forward(query, key, value[, gate]) -> out``, all ``[H, N, C]``."""
 
     def build(case: Case) -> Work:
-        inputs = Inputs(case, grain)
+        inputs = Inputs(case, block_size)
         leaves = [inputs.query, inputs.key, inputs.value, *([torch.ones(inputs.num_edges)] if gate else [])]
         leaves = [x.requires_grad_() for x in leaves]
         forward = make(inputs)
@@ -138,10 +138,10 @@ def _ours(inputs: Inputs, scale: float | None = None) -> Forward:
     return lambda query, key, value, gate: ops.edge_attention(query, key, value, rows, gate, scale, "weight")[0]
 
 
-def _blocks(inputs: Inputs, grain: int, scale: float | None = None) -> Forward:
+def _blocks(inputs: Inputs, block_size: int, scale: float | None = None) -> Forward:
     ptr, blocks = torch.tensor([0, inputs.shape[1]]), inputs.blocks
     scale = inputs.shape[2] ** -0.5 if scale is None else scale
-    options = (blocks.rows, (ptr, ptr), grain, False, scale)
+    options = (blocks.rows, (ptr, ptr), block_size, False, scale)
     return lambda query, key, value: ops.block_attention(query, key, value, *options)[0]
 
 
@@ -184,13 +184,13 @@ KERNELS = {
     "pyg-compiled": Peer("PyG propagate, torch.compile", _attention(partial(_pyg, compiled=True))),
     "wrong": Peer("wrong: forgets the scale", _attention(partial(_ours, scale=1.0))),
 }
-_over_blocks = partial(_attention, gate=False, grain=GRAIN)
+_over_blocks = partial(_attention, gate=False, block_size=GRAIN)
 BLOCKS = {
-    "blocks": Peer("sbm_pyg block_attention", _over_blocks(partial(_blocks, grain=GRAIN))),
-    "tokens": Peer("sbm_pyg edge_attention", _attention(_ours, grain=GRAIN), "over the tokens, with a gate"),
+    "blocks": Peer("sbm_pyg block_attention", _over_blocks(partial(_blocks, block_size=GRAIN))),
+    "tokens": Peer("sbm_pyg edge_attention", _attention(_ours, block_size=GRAIN), "over the tokens, with a gate"),
     "sdpa": Peer("torch SDPA, no mask", _over_blocks(_sdpa, masked=False), "full attention"),
     "sdpa-masked": Peer("torch SDPA, boolean mask", _over_blocks(partial(_sdpa, masked=True))),
-    "wrong": Peer("wrong: forgets the scale", _over_blocks(partial(_blocks, grain=GRAIN, scale=1.0))),
+    "wrong": Peer("wrong: forgets the scale", _over_blocks(partial(_blocks, block_size=GRAIN, scale=1.0))),
 }
 
 

@@ -81,22 +81,24 @@ def _dense_bernoulli(sbm: SBM) -> Callable[[int], int]:
     return lambda seed: int((torch.rand(shape) < sbm.rate @ sbm.key_membership.mT).nonzero().size(0))
 
 
-def _layers(case: Case, estimator: str = "mask", grain: int = 1) -> tuple[SBMAttentionConv, FullAttention]:
+def _layers(case: Case, estimator: str = "mask", block_size: int = 1) -> tuple[SBMAttentionConv, FullAttention]:
     """The layer, whose edges have the probability of the case, and its dense twin, with the same projections."""
     torch.manual_seed(case.seed)
     sizes = (case.heads * case.channels, case.channels, case.heads)
     head = {"initial_density": case.density}
-    conv = SBMAttentionConv(*sizes, case.blocks, sbm_options=head, estimator=estimator, exploration=0.0, grain=grain)
+    conv = SBMAttentionConv(
+        *sizes, case.blocks, sbm_options=head, estimator=estimator, exploration=0.0, block_size=block_size
+    )
     full = FullAttention(*sizes)
     full.load_state_dict({name: value for name, value in conv.state_dict().items() if not name.startswith("source.")})
     return conv, full
 
 
-def _agree(conv: SBMAttentionConv, full: FullAttention, width: int, grain: int) -> float:
+def _agree(conv: SBMAttentionConv, full: FullAttention, width: int, block_size: int) -> float:
     """Compare the layer over the full graph of a few tokens with its dense twin: output and gradients."""
-    count = max(96 // grain, 2)
-    x, grad = torch.randn(count * grain, width), torch.randn(count * grain, width)
-    every = BlockGraph(patterns.full(count), grain) if grain > 1 else patterns.full(count)
+    count = max(96 // block_size, 2)
+    x, grad = torch.randn(count * block_size, width), torch.randn(count * block_size, width)
+    every = BlockGraph(patterns.full(count), block_size) if block_size > 1 else patterns.full(count)
     found, true = conv(x, every), full(x, ptr=torch.tensor([0, len(x)]))
     pairs = {"output": (found, true)}
     for name in ("lin_query.weight", "lin_key.weight", "lin_value.weight", "lin_value.bias"):
@@ -106,9 +108,9 @@ def _agree(conv: SBMAttentionConv, full: FullAttention, width: int, grain: int) 
     return compare(pairs)
 
 
-def _layer(case: Case, sparse: bool = True, scale: float = 1.0, estimator: str = "mask", grain: int = 1) -> Work:
+def _layer(case: Case, sparse: bool = True, scale: float = 1.0, estimator: str = "mask", block_size: int = 1) -> Work:
     """A training step: projections, SBM, sampling, attention, gradients to all parameters and to the tokens; or the dense twin's."""
-    conv, full = _layers(case, estimator, grain)
+    conv, full = _layers(case, estimator, block_size)
     conv.scale *= scale
     width, ptr, facts = case.heads * case.channels, torch.tensor([0, case.tokens]), dict[str, float]()
     x, grad = torch.randn(case.tokens, width, requires_grad=True), torch.randn(case.tokens, width)
@@ -118,10 +120,10 @@ def _layer(case: Case, sparse: bool = True, scale: float = 1.0, estimator: str =
         (conv if sparse else full).zero_grad()
         out, graph = conv(x, return_graph=True) if sparse else (full(x, ptr=ptr), None)
         out.backward(grad)  # the dense layer counts per edge of the sparse one
-        return graph.blocks.num_edges * grain**2 if graph else round(case.density * case.heads * case.tokens**2)
+        return graph.blocks.num_edges * block_size**2 if graph else round(case.density * case.heads * case.tokens**2)
 
     def check() -> float:
-        error, edges = _agree(conv, full, width, grain), step()
+        error, edges = _agree(conv, full, width, block_size), step()
         if not sparse:
             return error
         for name, parameter in conv.named_parameters():
@@ -130,8 +132,8 @@ def _layer(case: Case, sparse: bool = True, scale: float = 1.0, estimator: str =
         with torch.no_grad():
             sbm = cast(SBM, conv(x, return_choice=True)[1].probability)
         expected = float(sbm.expected_edges().sum())
-        over = replace(case, tokens=case.tokens // grain)  # drawn are pairs of blocks
-        _deviations(over, facts, edges // grain**2, expected, expected)  # the variance is below the mean
+        over = replace(case, tokens=case.tokens // block_size)  # drawn are pairs of blocks
+        _deviations(over, facts, edges // block_size**2, expected, expected)  # the variance is below the mean
         if abs(facts["expected"] / case.density - 1) > 0.1:
             raise Rejected(f"it expects a density of {facts['expected']:.2%} instead of {case.density:.2%}")
         return error
@@ -169,7 +171,10 @@ SAMPLERS = {
 LAYERS = {
     "sbm": Peer("SBMAttentionConv, estimator 'mask'", _layer),
     "default": Peer("SBMAttentionConv, default", partial(_layer, estimator="local")),
-    **{f"grain-{n}": Peer(f"the same, blocks of {n}", partial(_layer, estimator="local", grain=n)) for n in GRAINS},
+    **{
+        f"blocks-{n}": Peer(f"the same, blocks of {n}", partial(_layer, estimator="local", block_size=n))
+        for n in GRAINS
+    },
     "dense": Peer("dense SDPA layer", partial(_layer, sparse=False)),
     "wrong": Peer("wrong: twice the scale", partial(_layer, scale=2.0)),
 }

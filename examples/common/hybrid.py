@@ -39,7 +39,7 @@ SBM_OPTIONS: dict[str, Any] = {
     "rate": 0.003,  # and by how much at a step
     "degree_corrected": 0,
     "bias": 0,  # blocks of a DCMM bias over the sampled edges
-    "grain": 1,  # tokens of a block
+    "block_size": 1,  # tokens of a block
     "detach": 0,  # 1: the block model sends no gradient to queries and keys
     "control": "schedule",  # of target densities, which fall; "share": they are low from the start; "none": there are none
 }  # fmt: skip
@@ -170,7 +170,7 @@ def make_attention(method: str, channels: int, heads: int, density: float, optio
         return AttentionConv(channels, width, heads, source, estimator=options["estimator"], is_causal=True)
     head = {name: options[name] for name in ("parameterization", "cluster_init", "groups")}
     head["degree_corrected"] = bool(options["degree_corrected"])
-    rest = {name: options[name] for name in ("num_blocks", "estimator", "probes", "grain")}
+    rest = {name: options[name] for name in ("num_blocks", "estimator", "probes", "block_size")}
     rest["detach"] = bool(options["detach"])
     rest["score_bias"] = DCMMBias(width, heads, options["bias"], entropy_weight=0.1) if options["bias"] else None
     window = options.get("window", 0)

@@ -142,7 +142,7 @@ def structure(module: Classifier, split: Split, examples: np.ndarray) -> Iterato
 def expectation(choice: Choice) -> AttentionGraph | SBM | None:
     """The expectation of a sampled graph: its model, or, over blocks of tokens, the pairs of blocks with p > 0.5."""
     model = block_model(choice)
-    if model is None or choice.graph.grain == 1:
+    if model is None or choice.graph.block_size == 1:
         return model
     return choice.graph.with_blocks(analysis.expected_graph(model))
 

@@ -151,8 +151,8 @@ class Choice:
         """
         if self.graph.blocks is not self.graph:
             raise ValueError(
-                f"Expected a graph of tokens to leave edges out of (got blocks of {self.graph.grain}). "
-                "Choose with grain=1, or attend over `graph.expand_tokens()`."
+                f"Expected a graph of tokens to leave edges out of (got blocks of {self.graph.block_size}). "
+                "Choose with block_size=1, or attend over `graph.expand_tokens()`."
             )
         return replace(self, graph=self.graph.select(kept), forced=None if self.forced is None else self.forced[kept])
 
@@ -175,10 +175,10 @@ class Choice:
         """
         check_graph(pattern, "pattern")
         graph, forced = self.graph.union(pattern)
-        if graph.grain != self.graph.grain:
+        if graph.block_size != self.graph.block_size:
             raise ValueError(
-                f"Expected 'pattern' over blocks of {self.graph.grain} tokens, as causal as the choice "
-                f"(got {pattern} for {self.graph}). Choose with grain=1 to force other edges."
+                f"Expected 'pattern' over blocks of {self.graph.block_size} tokens, as causal as the choice "
+                f"(got {pattern} for {self.graph}). Choose with block_size=1 to force other edges."
             )
         if self.forced is not None:
             forced = graph.blocks.union(self.graph.blocks.select(self.forced))[1] | forced

@@ -133,9 +133,9 @@ def _shift_keys_by_one(key: Tensor, ptr: Tensor) -> Tensor:
     return key.roll(1, 1).index_fill(1, ptr[:-1], 0)
 
 
-def _pooled(tokens: Tokens, grain: int, pool: torch.nn.Module | None = None) -> Tokens:
+def _pooled(tokens: Tokens, block_size: int, pool: torch.nn.Module | None = None) -> Tokens:
     """Pool blocks of queries and of keys into tokens with one vector each."""
-    mine, theirs = cut_blocks((tokens.num_queries, tokens.num_keys), (tokens.query_ptr, tokens.key_ptr), grain)
+    mine, theirs = cut_blocks((tokens.num_queries, tokens.num_keys), (tokens.query_ptr, tokens.key_ptr), block_size)
     query, key = pool_blocks(tokens.query, mine, pool, before=tokens.is_causal), pool_blocks(tokens.key, theirs, pool)
     query_ptr, key_ptr = (trust_offsets(cut.ptr, cut.count) for cut in (mine, theirs))
     return Tokens(query, key, query_ptr, key_ptr, tokens.bipartite, tokens.is_causal)
@@ -158,16 +158,16 @@ class SBMSource(SharingSource, FollowingSource):
             may have fewer edges. None: probabilities are those of the head.
         self_loops: Each token always attends to itself.
         window: Each token always attends to tokens at this distance or less, and so to itself. None: no window.
-        grain: Tokens of a block, see :class:`~sbm_pyg.BlockGraph`. Above 1, the head gets one query and one key for
-            each block, and edges join blocks: all tokens of a block attend to the same keys. Probabilities, exploration
-            and share are those of pairs of blocks; ``budget`` and ``window`` count tokens, and a window is widened to
-            whole blocks. In a causal model, the keys of a query block depend only on tokens up to its first one, and
-            each block always attends to itself.
+        block_size: Tokens of a block, see :class:`~sbm_pyg.BlockGraph`. Above 1, the head gets one query and one key
+            for each block, and edges join blocks: all tokens of a block attend to the same keys. Probabilities,
+            exploration and share are those of pairs of blocks; ``budget`` and ``window`` count tokens, and a window is
+            widened to whole blocks. In a causal model, the keys of a query block depend only on tokens up to its first
+            one, and each block always attends to itself.
         pool: How the tokens of a block become one vector: ``"mean"``; ``"learned"``, a weighted mean with learned
             weights; or a module such as :class:`~sbm_pyg.BlockPool`.
         detach: Stop gradients from the model to queries and keys, which are then trained only through attention.
         tiled: Do not store the graph: the attention kernel draws each edge when it computes its score, see
-            :func:`sbm_pyg.ops.sampled_attention`. For ``"bernoulli"`` and ``grain=1``.
+            :func:`sbm_pyg.ops.sampled_attention`. For ``"bernoulli"`` and ``block_size=1``.
 
     Raises:
         TypeError, ValueError: An argument has the wrong type or range.
@@ -192,7 +192,7 @@ class SBMSource(SharingSource, FollowingSource):
         share: float | None = None,
         self_loops: bool = False,
         window: int | None = None,
-        grain: int = 1,
+        block_size: int = 1,
         pool: torch.nn.Module | str = "mean",
         detach: bool = False,
         tiled: bool = False,
@@ -211,7 +211,7 @@ class SBMSource(SharingSource, FollowingSource):
             pool = BlockPool(head.channels, head.heads)  # type: ignore[arg-type]
         if pool != "mean" and not isinstance(pool, torch.nn.Module):
             raise ValueError(f"Expected 'pool' to be 'mean', 'learned' or a module (got {pool!r}). See `BlockPool`.")
-        self.grain = ops.checks.integer("grain", grain, 1, "It is a number of tokens.")
+        self.block_size = ops.checks.integer("block_size", block_size, 1, "It is a number of tokens.")
         ops.checks.flag("detach", detach, "It says whether the model sends no gradient to queries and keys.")
         self.detach = detach
         self.pool = pool if isinstance(pool, torch.nn.Module) else None
@@ -229,10 +229,10 @@ class SBMSource(SharingSource, FollowingSource):
     @tiled.setter
     def tiled(self, tiled: bool) -> None:
         ops.checks.flag("tiled", tiled, "It says whether edges are drawn with their scores, and never stored.")
-        if tiled and (self.grain > 1 or self.method != "bernoulli"):
+        if tiled and (self.block_size > 1 or self.method != "bernoulli"):
             raise ValueError(
-                "Expected 'tiled' with method='bernoulli' and grain=1 "
-                f"(got {self.method!r} and {self.grain}). Store the graph."
+                "Expected 'tiled' with method='bernoulli' and block_size=1 "
+                f"(got {self.method!r} and {self.block_size}). Store the graph."
             )
         self._stores_nothing = tiled
 
@@ -256,19 +256,19 @@ class SBMSource(SharingSource, FollowingSource):
             ops.values.require_unbatched(query=tokens.query, key=tokens.key)
         if self.detach:
             tokens = tokens.with_vectors(tokens.query.detach(), tokens.key.detach())
-        if self.grain == 1:
+        if self.block_size == 1:
             return self._choose(self.head(tokens), tokens)
         same = not tokens.bipartite and tokens.key_ptr.shape == tokens.query_ptr.shape
         if tokens.is_causal and (not same or getattr(self.head, "tied", False)):
             raise ValueError(
                 "Expected the same tokens as queries and keys, and a head that is not tied, with 'is_causal' and "
-                f"'grain' above 1 (got grain={self.grain}). A query block is represented by its "
-                "first token; use grain=1."
+                f"'block_size' above 1 (got block_size={self.block_size}). A query block is represented by its "
+                "first token; use block_size=1."
             )
-        sbm = self.head(_pooled(tokens, self.grain, self.pool))
+        sbm = self.head(_pooled(tokens, self.block_size, self.pool))
         choice = self._choose(sbm.strict() if tokens.is_causal else sbm, tokens)
         ptrs, sizes = (tokens.query_ptr, tokens.key_ptr), (tokens.num_queries, tokens.num_keys)
-        return replace(choice, graph=BlockGraph._trusted_blocks(choice.graph, self.grain, *ptrs, *sizes))
+        return replace(choice, graph=BlockGraph._trusted_blocks(choice.graph, self.block_size, *ptrs, *sizes))
 
     def _choose(self, sbm: SBM, tokens: Tokens) -> Choice:
         """Scale the model to the share, sample its graph, and note its statistics."""
@@ -281,7 +281,7 @@ class SBMSource(SharingSource, FollowingSource):
 
     def _draw(self, sbm: SBM, tokens: Tokens) -> Choice:
         """Sample the graph of a scaled model and add forced edges, or leave the draws to the kernel."""
-        sbm = sbm if self.budget is None else sbm.limit(self.budget / self.grain)
+        sbm = sbm if self.budget is None else sbm.limit(self.budget / self.block_size)
         exploration = self._exploration
         if self.tiled:
             return self._tiles(sbm, exploration, tokens)
@@ -292,7 +292,7 @@ class SBMSource(SharingSource, FollowingSource):
         )  # fmt: skip
         choice = Choice(graph, sbm, exploration=exploration)
         size = 0 if (self.self_loops or sbm.is_strict) and self.window is None else self.window
-        size = size if size is None else -(-size // self.grain)
+        size = size if size is None else -(-size // self.block_size)
         return patterns.with_window(choice, size, tokens.bipartite)
 
     def _tiles(self, sbm: SBM, exploration: float, tokens: Tokens) -> TiledChoice:
@@ -345,7 +345,7 @@ class SBMSource(SharingSource, FollowingSource):
     def extra_repr(self) -> str:
         """Its options."""
         parts = {"method": self.method, "exploration": self.exploration, "budget": self.budget, "share": self.share}
-        parts |= {"window": self.window} | ({"grain": self.grain} if self.grain > 1 else {})
+        parts |= {"window": self.window} | ({"block_size": self.block_size} if self.block_size > 1 else {})
         parts |= {"detach": True} if self.detach else {}
         parts |= {"tiled": True} if self.tiled else {}
         return ", ".join(f"{name}={value!r}" for name, value in parts.items())
@@ -512,8 +512,8 @@ class SBMGraph(BaseTransform):
     Args:
         edge_type: ``(source, relation, target)`` to fill in ``HeteroData``.
         is_causal: No query attends to a later key.
-        grain: Tokens of a block, see :class:`~sbm_pyg.BlockGraph`. Above 1, memberships are averaged over blocks, edges
-            join all tokens of two blocks, and each block of a causal graph attends to itself.
+        block_size: Tokens of a block, see :class:`~sbm_pyg.BlockGraph`. Above 1, memberships are averaged over blocks,
+            edges join all tokens of two blocks, and each block of a causal graph attends to itself.
         method, exploration, budget, clamp, seed: As :func:`sample_edges`. With a seed, equal data get equal edges;
             without one, each call draws a seed from torch's default generator.
 
@@ -538,7 +538,7 @@ class SBMGraph(BaseTransform):
         budget: float | None = None,
         clamp: bool = False,
         is_causal: bool = False,
-        grain: int = 1,
+        block_size: int = 1,
         seed: int | None = None,
     ) -> None:
         if (
@@ -552,7 +552,10 @@ class SBMGraph(BaseTransform):
             )
         ops.checks.flag("is_causal", is_causal, "It says whether later keys are left out.")
         _check_budget(budget)
-        self.is_causal, self.grain = is_causal, ops.checks.integer("grain", grain, 1, "It is a number of tokens.")
+        self.is_causal, self.block_size = (
+            is_causal,
+            ops.checks.integer("block_size", block_size, 1, "It is a number of tokens."),
+        )
         self.edge_type = cast(tuple[str, str, str], tuple(edge_type))
         self.method, self.exploration, self.budget, self.clamp, self.seed = method, exploration, budget, clamp, seed
 
@@ -579,18 +582,18 @@ class SBMGraph(BaseTransform):
         block = _read(data, "block_matrix", "[K, K] or [H, K, K]", rows=False)
         sbm = SBM(query, key, block, *_offsets(target, source, query.size(1), key.size(1)))
         ptrs = sbm.query_ptr, sbm.key_ptr
-        if self.grain > 1:
-            tokens = _pooled(Tokens(query, key, *ptrs, is_causal=self.is_causal), self.grain)
+        if self.block_size > 1:
+            tokens = _pooled(Tokens(query, key, *ptrs, is_causal=self.is_causal), self.block_size)
             sbm = SBM(tokens.query, tokens.key, block, tokens.query_ptr, tokens.key_ptr)
-        sbm = (sbm.strict() if self.grain > 1 else sbm.causal()) if self.is_causal else sbm
-        budget = None if self.budget is None else self.budget / self.grain
+        sbm = (sbm.strict() if self.block_size > 1 else sbm.causal()) if self.is_causal else sbm
+        budget = None if self.budget is None else self.budget / self.block_size
         graph = sample_edges(
             sbm, method=self.method, exploration=self.exploration, budget=budget, clamp=self.clamp, seed=self.seed
         )
-        if self.grain > 1:
+        if self.block_size > 1:
             if sbm.is_strict:
                 graph |= patterns.window(None, 0, is_causal=True, ptr=sbm.query_ptr)
-            graph = BlockGraph._trusted_blocks(graph, self.grain, *ptrs, query.size(1), key.size(1))
+            graph = BlockGraph._trusted_blocks(graph, self.block_size, *ptrs, query.size(1), key.size(1))
         return graph.replace_edges(data, self.edge_type if hetero else None)
 
     def __repr__(self) -> str:

@@ -72,7 +72,7 @@ def test_report_has_figures_and_tables(run: Path, capsys: pytest.CaptureFixture[
 def test_the_report_on_graphs_of_blocks_counts_tokens(
     run: Path, tmp_path: Path, untrained: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = untrained(tmp_path / "blocks", Path(str(Plan.read(run / "settings.json").data)), seed=3, grain=4)
+    folder = untrained(tmp_path / "blocks", Path(str(Plan.read(run / "settings.json").data)), seed=3, block_size=4)
     seen: list[int] = []
     universality = analysis.universality
 
