@@ -117,7 +117,7 @@ def test_a_run_is_measured_once_and_reported(tmp_path: Path, capsys: pytest.Capt
     rows = read(tmp_path / "out" / "rows.csv")
     assert len(rows) == 2 * 2 * (1 + 2 + 2)
     assert all(0 <= row[name] <= 1 for row in rows for name in ("recall", "sparsity", "exact", "accuracy"))
-    assert [row["chooser"] for row in rows if row["entropy"] == row["entropy"]] == ["clusters"] * 8
+    assert [row["source"] for row in rows if row["entropy"] == row["entropy"]] == ["clusters"] * 8
     program.main([*words, "--sources", "window", "clusters", "bigbird"])
     assert (tmp_path / "out" / "rows.csv").read_text().startswith(saved)
     assert {path.name for path in (tmp_path / "out").glob("*.png")} == {"pareto.png", "heads.png", "maps-0.png"}

@@ -28,17 +28,7 @@ PEERS = {  # by suite, as `kernels` and `samplers` have them, which bring torch 
     "shares": ("softmax", "entmax15", "sparsemax", "wrong"),
     "normalizers": ("softmax", "entmax15", "sparsemax", "entmax"),
     "samplers": ("bernoulli", "edges", "fastrg", "dense", "wrong"),
-    "layers": (
-        "sbm",
-        "default",
-        "blocks-8",
-        "blocks-16",
-        "blocks-32",
-        "blocks-64",
-        "blocks-128",
-        "dense",
-        "wrong",
-    ),
+    "layers": ("sbm", "default", "blocks-8", "blocks-16", "blocks-32", "blocks-64", "blocks-128", "dense", "wrong"),
     "growth": ("sampling", "layer"),
 }
 EXTRA = ("pyg-compiled", "wrong")  # only if they are asked for; the gate must reject "wrong"

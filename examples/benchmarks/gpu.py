@@ -347,7 +347,7 @@ def measure_listops(item: Item, given: argparse.Namespace) -> dict[str, Any] | N
     try:
         done = subprocess.run(command, cwd=ROOT, check=False, timeout=max(30.0, given.until - time.monotonic()))
     except subprocess.TimeoutExpired:
-        return None  # what it has saved is where the next slice goes on
+        return None  # the next slice continues from what was saved
     result = folder / "results.json"
     if done.returncode or not result.exists():
         return {"remark": f"the trainer ended with {done.returncode}: see {folder}"}

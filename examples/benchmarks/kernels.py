@@ -175,7 +175,7 @@ def _pyg(inputs: Inputs, compiled: bool = False) -> Forward:
 
 
 NO_GATE = "no gradient to the gate"
-GRAIN = 64  # of the graphs of blocks that are given
+BLOCK_SIZE = 64  # of the graphs of blocks that are given
 KERNELS = {
     "ours": Peer("sbm_pyg edge_attention", _attention(_ours)),
     "sdpa": Peer("torch SDPA, no mask", _attention(_sdpa, gate=False, masked=False), f"full attention; {NO_GATE}"),
@@ -184,13 +184,13 @@ KERNELS = {
     "pyg-compiled": Peer("PyG propagate, torch.compile", _attention(partial(_pyg, compiled=True))),
     "wrong": Peer("wrong: forgets the scale", _attention(partial(_ours, scale=1.0))),
 }
-_over_blocks = partial(_attention, gate=False, block_size=GRAIN)
+_over_blocks = partial(_attention, gate=False, block_size=BLOCK_SIZE)
 BLOCKS = {
-    "blocks": Peer("sbm_pyg block_attention", _over_blocks(partial(_blocks, block_size=GRAIN))),
-    "tokens": Peer("sbm_pyg edge_attention", _attention(_ours, block_size=GRAIN), "over the tokens, with a gate"),
+    "blocks": Peer("sbm_pyg block_attention", _over_blocks(partial(_blocks, block_size=BLOCK_SIZE))),
+    "tokens": Peer("sbm_pyg edge_attention", _attention(_ours, block_size=BLOCK_SIZE), "over the tokens, with a gate"),
     "sdpa": Peer("torch SDPA, no mask", _over_blocks(_sdpa, masked=False), "full attention"),
     "sdpa-masked": Peer("torch SDPA, boolean mask", _over_blocks(partial(_sdpa, masked=True))),
-    "wrong": Peer("wrong: forgets the scale", _over_blocks(partial(_blocks, block_size=GRAIN, scale=1.0))),
+    "wrong": Peer("wrong: forgets the scale", _over_blocks(partial(_blocks, block_size=BLOCK_SIZE, scale=1.0))),
 }
 
 

@@ -51,7 +51,7 @@ def measure(suite: str, group: str, peers: Sequence[str], case: Case, cap: float
                     row["status"] = f"over the cap ({cap:g} s): one call took {seconds:.3g} s"
                 else:
                     turns.append((row, work.calls[row["stage"]], seconds, []))
-        except Exception as failure:  # a peer may fail in any way it likes; its row says how
+        except Exception as failure:  # a peer may fail in any way; its row holds the error
             word = "REJECTED" if isinstance(failure, Rejected) else f"failed: {type(failure).__name__}"
             for row in mine:
                 row["status"] = f"{word}: {str(failure).strip()[:120]}".splitlines()[0]

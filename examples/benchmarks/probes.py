@@ -75,7 +75,7 @@ def shares(p: Tensor, chance: Tensor) -> Tensor:
 
 
 def estimate(effect: Tensor, present: Tensor, probed: Tensor, p: Tensor, chance: Tensor) -> Tensor:
-    """The gradient of each probability from one graph and its probes: effects of edges, and of probes that are none, weighted."""
+    """The gradient of each probability from one graph and its probes: weighted effects of edges, and of probes that are not edges."""
     share = shares(p, chance)
     seen = torch.where(present, share / p, torch.where(probed, (1 - share) / ((1 - p) * chance), 0))
     return effect * seen

@@ -160,7 +160,7 @@ def _poisson(rate: Tensor) -> Tensor:
     return -torch.expm1(-rate)
 
 
-GRAINS = (8, 16, 32, 64, 128)
+BLOCK_SIZES = (8, 16, 32, 64, 128)
 SAMPLERS = {
     "bernoulli": Peer("sbm_pyg sample_sbm", _sampler(_op("bernoulli"))),
     "edges": Peer("sbm_pyg sample_edges", _sampler(_sample_edges), "from Y, S, Z, all checks"),
@@ -173,7 +173,7 @@ LAYERS = {
     "default": Peer("SBMAttentionConv, default", partial(_layer, estimator="local")),
     **{
         f"blocks-{n}": Peer(f"the same, blocks of {n}", partial(_layer, estimator="local", block_size=n))
-        for n in GRAINS
+        for n in BLOCK_SIZES
     },
     "dense": Peer("dense SDPA layer", partial(_layer, sparse=False)),
     "wrong": Peer("wrong: twice the scale", partial(_layer, scale=2.0)),

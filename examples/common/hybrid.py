@@ -41,7 +41,7 @@ SBM_OPTIONS: dict[str, Any] = {
     "bias": 0,  # blocks of a DCMM bias over the sampled edges
     "block_size": 1,  # tokens of a block
     "detach": 0,  # 1: the block model sends no gradient to queries and keys
-    "control": "schedule",  # of target densities, which fall; "share": they are low from the start; "none": there are none
+    "control": "schedule",  # of target densities, which fall; "share": they are low from the start; "none": no target
 }  # fmt: skip
 DCMM_OPTIONS: dict[str, Any] = {
     "num_blocks": 100, "degree": "relu", "squash": 1, "tied": 1, "entropy_weight": 0.1, "control": "none",

@@ -133,8 +133,8 @@ COMMANDS: dict[str, tuple[Callable[[Words], argparse.Namespace], str, str]] = {
 def main(arguments: Words | None = None) -> Any:
     """Runs a command; ``--help`` explains them. Returns the result of its ``run``."""
     words = sys.argv[1:] if arguments is None else arguments
-    told = "\n".join(f"  {name:8} {text}" for name, (_, _, text) in COMMANDS.items())
-    command = Command(PROGRAM, f"commands:\n{told}")
+    listed = "\n".join(f"  {name:8} {text}" for name, (_, _, text) in COMMANDS.items())
+    command = Command(PROGRAM, f"commands:\n{listed}")
     command.add_argument("command", choices=tuple(COMMANDS), help="each has its own --help")
     parse, module, _ = COMMANDS[command.parse_args(words[:1]).command]
     given = parse(words[1:])

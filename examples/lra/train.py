@@ -230,9 +230,9 @@ def open_run(folder: Path, data: Path | None = None) -> tuple[Plan, Classifier, 
 def export_model(folder: Path, plan: Plan, results: Mapping[str, Any], export: Path) -> None:
     """Saves the tested model with its card; :meth:`sbm_pyg.Pretrained.from_pretrained` reads it."""
     metric = {"test accuracy": results["test"]["accuracy"], "validation accuracy": results["best"]["accuracy"]}
-    told = f"{plan.task} ({'; '.join(f'{name}: {words}' for name, words in results['pipeline'].items())})"
+    summary = f"{plan.task} ({'; '.join(f'{name}: {words}' for name, words in results['pipeline'].items())})"
     model = load_best(folder, plan).model
-    model.save_pretrained(export, task=told, metric=metric, density=results["density"]["tested"])
+    model.save_pretrained(export, task=summary, metric=metric, density=results["density"]["tested"])
 
 
 def read(given: argparse.Namespace, plan: Plan) -> tuple[dict[str, Split], str]:
@@ -278,7 +278,7 @@ def run(given: argparse.Namespace) -> None:
         try:
             fabric = Fabric(**machine(given.accelerator))
         except (RuntimeError, MisconfigurationException) as error:
-            words = f"(got {given.accelerator!r}: {str(error).rstrip('.')}). Leave it out for what there is."
+            words = f"(got {given.accelerator!r}: {str(error).rstrip('.')}). Leave it out for the default."
             given.fail(f"Expected 'accelerator' to be one that this machine has, for each process {words}")
         fabric.launch()  # lets the processes meet
         rank, count, ready = fabric.global_rank, fabric.world_size, list[dict[str, Split]]()

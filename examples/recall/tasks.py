@@ -95,18 +95,18 @@ def joint_recall(contexts: int, keys: int, num_tokens: int, count: int, random: 
     value = torch.randint(2, 18, (count, contexts, keys), generator=random)
     last, half = 18 + (num_tokens - 18) // 2, contexts * (1 + 2 * keys)
     key, context = 18 + orders(last - 18)[:, :keys], last + orders(num_tokens - last)[:, :contexts]
-    tokens, told = torch.empty(count, 2, half, dtype=torch.int64), []
-    for side in range(2):  # first told, then asked
+    tokens, stored = torch.empty(count, 2, half, dtype=torch.int64), []
+    for side in range(2):  # first stored, then queried
         outer, inner = orders(contexts), orders(contexts, keys)
         mixed = value.gather(1, outer[..., None].expand(-1, -1, keys)).gather(2, inner)
         pair = torch.stack([key[:, None].expand(-1, contexts, -1).gather(2, inner), mixed], 3).flatten(2)
         tokens[:, side] = torch.cat([context.gather(1, outer)[..., None], pair], 2).flatten(1)
         # the place of each key in this half, by its context and number
         place = (1 + 2 * keys) * outer.argsort(1)[..., None] + 1 + 2 * _inverse(outer, inner)
-        told.append(place.flatten(1))
+        stored.append(place.flatten(1))
     marks = torch.tensor([0, 1]).expand(count, -1)
     whole = torch.cat([marks[:, :1], tokens[:, 0], marks[:, 1:], tokens[:, 1]], 1)
-    return Examples(whole, told[1] + half + 2, value.flatten(1), told[0] + 2)
+    return Examples(whole, stored[1] + half + 2, value.flatten(1), stored[0] + 2)
 
 
 def _inverse(outer: Tensor, inner: Tensor) -> Tensor:

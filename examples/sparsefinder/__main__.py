@@ -79,8 +79,8 @@ def work(given: argparse.Namespace) -> Iterator[Path]:
         runs = [model.Run(seed, **own) for seed in given.seeds]
         measured = (given.hidden, given.fit_sequences, given.test_sequences, given.dim, given.epochs)
         plans = [sweep.Sweep(seed, *measured) for seed in given.seeds]
-        told = checksums(train=given.train, test=given.test)
-        with claim(given.output, "sparsefinder", {**settings_of(runs[0]), **settings_of(plans[0]), **told}):
+        inputs = checksums(train=given.train, test=given.test)
+        with claim(given.output, "sparsefinder", {**settings_of(runs[0]), **settings_of(plans[0]), **inputs}):
             for run, plan in zip(runs, plans, strict=True):
                 trained = model.train(run, texts, given.output / f"model-{run.seed}.pt")
                 learned = sweep.run(trained, texts, plan, wanted, given.output)

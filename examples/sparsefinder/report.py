@@ -48,7 +48,7 @@ def settings(rows: Sequence[Row]) -> dict[str, dict[float, list[Row]]]:
 
     return {
         name: {seed: [mean(each) for knob in knobs.values() for each in knob.values()] for seed, knobs in seeds.items()}
-        for name, seeds in by(rows, "chooser", "seed", "knob", "window").items()
+        for name, seeds in by(rows, "source", "seed", "knob", "window").items()
     }
 
 
@@ -128,9 +128,9 @@ def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
     grid = figure.subplots(math.ceil(len(places) / across), across, squeeze=False, sharex=True, sharey=True)
     for axes, (layer, head) in zip(grid.flat, places, strict=False):
         mine = [row for row in first if (row["layer"], row["head"]) == (layer, head)]
-        own = by([row for row in mine if row["chooser"] in GRIDS], "chooser")
+        own = by([row for row in mine if row["source"] in GRIDS], "source")
         _curves(axes, {name: [(row["sparsity"], row["recall"]) for row in each] for name, each in own.items()})
-        axes.axvline(next((row["sparsity"] for row in mine if row["chooser"] == "all"), 1.0), color="k", lw=0.5)
+        axes.axvline(next((row["sparsity"] for row in mine if row["source"] == "all"), 1.0), color="k", lw=0.5)
         axes.set_title(f"layer {layer:g}, head {head:g}", fontsize="small")
     figure.supxlabel("sparsity (line: that of entmax itself)")
     figure.supylabel("recall: share of the ground-truth edges that are predicted")

@@ -123,7 +123,7 @@ def run(
     """Measures what ``rows.csv`` does not have of the settings that are wanted; returns what was learned of each layer."""
     path, test = folder / "rows.csv", texts.test[: sweep.test_sequences]
     learned = load_or_learn(model, cut(texts.train, test.size(1)), sweep, folder / f"learnt-{sweep.seed}.pt")
-    known = {(row["chooser"], row["knob"], row["window"]) for row in read(path) if row["seed"] == sweep.seed}
+    known = {(row["source"], row["knob"], row["window"]) for row in read(path) if row["seed"] == sweep.seed}
     missing = [each for each in [("all", 0.0, 0), *wanted] if each not in known]
     if not missing:
         return learned
@@ -141,7 +141,7 @@ def run(
             rows = []
             for number, (each, layer, samples) in enumerate(zip(heads, learned, ground_truth, strict=True)):
                 groups = measure_groups(name, knob, layer, samples)
-                about = {"seed": sweep.seed, "chooser": name, "knob": knob, "window": window, "layer": number}
+                about = {"seed": sweep.seed, "source": name, "knob": knob, "window": window, "layer": number}
                 both = enumerate(zip(each, groups, strict=True))
                 rows += [{**about, "head": head, **row, **group, **task} for head, (row, group) in both]
             add(path, rows)

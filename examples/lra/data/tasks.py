@@ -151,7 +151,7 @@ def run(given: argparse.Namespace) -> None:
 def _describe(given: argparse.Namespace) -> None:
     task, words = TASKS[given.task], vars(given)
     preset = PRESETS[given.task][given.preset]
-    told = {True: "written", False: "already there, nothing to do"}
+    status = {True: "written", False: "already there, nothing to do"}
     law = [field.name for field in dataclasses.fields(preset.data)] if preset.data and given.generate else []
     known = {"task", "preset", "data", "prepared", "generate", "seed", "fail", *task.options, *law}
     if unknown := [name for name in words if name not in known]:
@@ -162,12 +162,12 @@ def _describe(given: argparse.Namespace) -> None:
         if task.generate is None or preset.data is None:
             raise ValueError(f"Expected no 'generate' for {task.name} (got it). {task.release.source}")
         parameters = dataclasses.replace(preset.data, **{name: words[name] for name in law if name in words})
-        print(f"{given.data}: {told[task.generate(given.data, parameters, seed=given.seed)]}")
+        print(f"{given.data}: {status[task.generate(given.data, parameters, seed=given.seed)]}")
     options = task.complete({name: words.get(name, getattr(preset.settings, name)) for name in task.options})
     chosen: Any = options
     settings = dataclasses.replace(preset.settings, **chosen)
     folder, written = prepare(task, given.data, options=options, prepared=given.prepared)
-    print(f"{folder}: {told[written]}")
+    print(f"{folder}: {status[written]}")
     splits = load(task, given.data, max_length=settings.max_length, options=options, prepared=given.prepared)
     for name, sentence in task.pipeline(settings, splits).items():
         print(f"{name:>9}: {sentence}")
