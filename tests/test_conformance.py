@@ -18,7 +18,16 @@ from torch_geometric.nn.models.basic_gnn import BasicGNN
 from torch_geometric.testing import assert_module
 from torch_geometric.utils import to_torch_coo_tensor, to_torch_csc_tensor, to_torch_csr_tensor
 
-from sbm_pyg import AttentionGraph, SBMAttentionConv, SBMHead, SBMSource, SequenceEncoder, SourceGraph, sample_edges
+from sbm_pyg import (
+    AttentionGraph,
+    SBMAttentionConv,
+    SBMHead,
+    SBMSource,
+    SequenceEncoder,
+    SourceGraph,
+    Tokens,
+    sample_edges,
+)
 from sbm_pyg.sources import patterns
 
 PTR = torch.tensor([0, 10, 17, 30])
@@ -187,7 +196,7 @@ def test_seed_everything_fixes_everything() -> None:
         conv = SBMAttentionConv(16, 8, heads=2, num_blocks=4, dropout=0.2)
         out, graph = conv(tokens().float(), ptr=PTR, return_graph=True)
         model = SequenceEncoder(15, 16, attention_options={"num_blocks": 4, "dropout": 0.1})
-        sbm = conv.sbm(torch.randn(2, 30, 8), torch.randn(2, 30, 8)) if conv.sbm is not None else None
+        sbm = conv.sbm(Tokens(torch.randn(2, 30, 8), torch.randn(2, 30, 8))) if conv.sbm is not None else None
         assert sbm is not None
         return [
             out,
