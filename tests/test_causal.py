@@ -472,7 +472,7 @@ def test_the_transform_samples_causal_edges() -> None:
     from torch_geometric.data import Data
 
     member = draw(1, 9, 2, 3).sigmoid()
-    data = Data(query_membership=member, key_membership=member, block_matrix=torch.eye(3) / 2)
+    data = Data(query_membership=member, key_membership=member, block_matrix=torch.eye(3).repeat(2, 1, 1) / 2)
     key, query = SBMGraph(is_causal=True, clamp=True, seed=1)(data).edge_index
     assert key.numel() > 20
     assert bool((key <= query).all())

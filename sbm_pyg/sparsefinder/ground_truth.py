@@ -157,7 +157,7 @@ class Match:
     """How well a graph predicts the ground truth, for each head ``[H]``."""
 
     recall: Tensor
-    """Share of the ground-truth edges that are in the graph; 1 if there are none."""
+    """Share of the ground-truth edges that are in the graph; 1 if the ground truth has no edges."""
     precision: Tensor
     """Share of the graph's edges that are in the ground truth; 1 if the graph has none."""
     sparsity: Tensor
