@@ -131,7 +131,8 @@ def _test_device(device: torch.device) -> dict[str, Any]:
         grad.double(), *wide[:3], *graph, wide[3], None, out, lse, *options[1:], True, False
     )[:4]
     leaves = [tensor.to(device).requires_grad_() for tensor in (*inputs, gate)]
-    found, _ = attend(*leaves[:3], *(tensor.to(device) for tensor in graph), leaves[3], *options)
+    rows = ops.Rows(*(tensor.to(device) for tensor in graph))
+    found, _ = attend(*leaves[:3], rows, leaves[3], *options[1:])
     found.backward(grad.to(device))
     errors = {"attention": _error(found, out)}
     errors["gradients"] = max(_error(leaf.grad, wanted) for leaf, wanted in zip(leaves, grads, strict=True))
